@@ -18,8 +18,8 @@ _BACKENDS = {
     "triton": ("services.worker.ops.triton.backend", "load_triton_ops"),
 }
 
-BACKEND_NAMES = ("cpu", "reference")
-"""The backends that compute everything, on any machine."""
+BACKEND_NAMES = ("cpu", "native", "reference")
+"""The backends that compute everything, on any machine: where `native` cannot be built, `cpu` takes over."""
 
 __all__ = [
     "BACKEND_NAMES",

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import torch
 
 from services.worker.ops.cpu_ops import CpuOps
+from services.worker.ops.native.attention import NativeAttention
 from services.worker.ops.native.build import BuildError
+from services.worker.ops.native.elementwise import NativeElementwise
+from services.worker.ops.native.heads import NativeHeads
 from services.worker.ops.native.isa import Isa, available_isas
 from services.worker.ops.native.library import load_library
 from services.worker.ops.protocol import Ops
@@ -15,7 +19,7 @@ from services.worker.ops.protocol import Ops
 logger = logging.getLogger(__name__)
 
 
-class NativeOps(CpuOps):
+class NativeOps(NativeElementwise, NativeHeads, NativeAttention, CpuOps):
     """See `Ops`. A row's bits depend on its batch."""
 
     name = "native"
@@ -29,7 +33,9 @@ class NativeOps(CpuOps):
 
     def numerics(self) -> str:
         """See `Ops.numerics`."""
-        return f"native {self._isa.value} threads-{torch.get_num_threads()} {super().numerics()}"
+        # The library's name is a digest of the kernels, the compiler and its flags.
+        kernels = f"{self._isa.value} kernels-{Path(self._library._name).stem}"
+        return f"native torch-{torch.__version__} {kernels} {super().numerics()}"
 
 
 def load_native_ops() -> Ops:

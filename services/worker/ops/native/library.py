@@ -7,7 +7,6 @@ OpenMP runtime, and finds the functions of the one that torch has loaded.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -30,17 +29,6 @@ def load_library(isa: Isa) -> ctypes.CDLL:
     # Makes the functions of the runtime visible to libraries that are loaded after it.
     ctypes.CDLL(str(_openmp_runtime()), mode=ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(library))
-
-
-def kernel(library: ctypes.CDLL, name: str) -> Callable[[bytes], None]:
-    """The kernel called `name`, which takes one structure, packed by `struct`.
-
-    With its arguments packed a call costs 0.4 microseconds; ctypes needs 0.2 for each argument on its own.
-    """
-    function = getattr(library, name)
-    function.argtypes, function.restype = [ctypes.c_char_p], None
-    call: Callable[[bytes], None] = function
-    return call
 
 
 def _openmp_runtime() -> Path:

@@ -1,0 +1,157 @@
+"""Attention over the paged cache, read in place by block table: kernels/attention*.cpp.
+
+A step is cut into pieces once for all layers with the same window and the same heads. Decodes, drafts, chunks and whole
+prompts are pieces of one list, whatever the kind of the step: new tokens are read from the cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from struct import Struct
+
+import torch
+from torch import Tensor
+
+from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
+from services.worker.forward.kv_cache import KvCache
+from services.worker.ops.arguments import AttentionParams
+from services.worker.ops.cpu_plan import CpuPlan
+from services.worker.ops.native.formats import FORMATS
+
+# The fields of `PlanArgs` and its `sizes`, the size of `Piece` in numbers of 32 bits, the fields of `AttentionArgs`.
+_plan_args = Struct("PP q 6q PqP").pack
+_NUM_SIZES = 5
+_PIECE_SIZE = 16
+_attention_args = Struct("P2q P2q Pq PP 5q P2q q 2P2q 2P2q q PPd").pack
+
+# What the cut depends on besides the step: window, query heads, key/value heads, the widths of keys and values.
+Heads = tuple[int | None, int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """How a step is cut, and the memory that its pieces need."""
+
+    fields: tuple[int, ...]
+    """The first fields of `AttentionArgs`."""
+    tensors: tuple[Tensor, ...]
+    """What the addresses among them refer to."""
+
+
+class Workspace:
+    """Memory for one call of the kernel at a time, grown to the largest."""
+
+    def __init__(self) -> None:
+        self.scratch = torch.empty(0)
+        self.partials = torch.empty(0)
+        self.counters = torch.zeros(0, dtype=torch.int32)
+        """0 between calls."""
+
+    def grow(self, *, scratch: int, partials: int, counters: int) -> None:
+        """Make the tensors at least this long."""
+        if len(self.scratch) < scratch:
+            self.scratch = torch.empty(scratch)
+        if len(self.partials) < partials:
+            self.partials = torch.empty(partials)
+        if len(self.counters) < counters:
+            self.counters = torch.zeros(counters, dtype=torch.int32)
+
+
+class NativePlan(CpuPlan):
+    """One step's attention: its pieces, and what the `cpu` backend needs for sparse attention."""
+
+    __slots__ = ("_library", "_pieces", "_tables", "_workspace", "slot_mapping")
+
+    def __init__(
+        self, metadata: AttentionMetadata, kv_cache: KvCache, library: ctypes.CDLL, workspace: Workspace
+    ) -> None:
+        super().__init__(metadata, kv_cache)
+        self.slot_mapping = metadata.slot_mapping.contiguous()
+        self._tables = metadata.block_tables.contiguous()
+        self._library = library
+        self._workspace = workspace
+        self._pieces: dict[Heads, Pieces] = {}
+
+    def pieces(self, heads: Heads) -> Pieces:
+        """The pieces for these heads, computed once."""
+        if heads not in self._pieces:
+            self._pieces[heads] = self._cut(heads)
+        return self._pieces[heads]
+
+    def _cut(self, heads: Heads) -> Pieces:
+        metadata, workspace = self.metadata, self._workspace
+        starts, lengths = metadata.cu_seqlens_q.contiguous(), metadata.context_lens.contiguous()
+        num_threads, sizes_of_heads = torch.get_num_threads(), (heads[0] or 0, *heads[1:])
+        sizes = (ctypes.c_int64 * _NUM_SIZES)()
+        capacity = needed = 4 * (len(lengths) + num_threads)
+        while needed >= capacity:
+            capacity = needed + 1
+            pieces = torch.empty(capacity, _PIECE_SIZE, dtype=torch.int32)
+            self._library.ls_plan_attention(
+                _plan_args(
+                    *(starts.data_ptr(), lengths.data_ptr(), len(lengths)),
+                    *(*sizes_of_heads, num_threads),
+                    *(pieces.data_ptr(), capacity, ctypes.addressof(sizes)),
+                )
+            )
+            needed = sizes[0]
+        num_pieces, num_threads, scratch_size, partials, counters = sizes
+        workspace.grow(scratch=num_threads * scratch_size, partials=partials, counters=counters)
+        tables = self._tables
+        return Pieces(
+            (
+                *(tables.data_ptr(), tables.shape[1], self._kv_cache.block_size),
+                *(pieces.data_ptr(), num_pieces, num_threads),
+                *(workspace.scratch.data_ptr(), scratch_size),
+                *(workspace.partials.data_ptr(), workspace.counters.data_ptr()),
+                *sizes_of_heads,
+            ),
+            (tables, pieces, workspace.scratch, workspace.partials, workspace.counters),
+        )
+
+
+class NativeAttention:
+    """The section "Attention" of `Ops`, but for writing and sparse attention."""
+
+    _library: ctypes.CDLL
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._workspace = Workspace()
+
+    def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> NativePlan:
+        return NativePlan(metadata, kv_cache, self._library, self._workspace)
+
+    def prefill_attention(
+        self,
+        query: Tensor,
+        key: Tensor,  # noqa: ARG002
+        value: Tensor,  # noqa: ARG002
+        cache: tuple[Tensor, ...],
+        plan: AttentionPlan,
+        params: AttentionParams,
+    ) -> Tensor:
+        return self.decode_attention(query, cache, plan, params)
+
+    def decode_attention(
+        self, query: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan, params: AttentionParams
+    ) -> Tensor:
+        assert isinstance(plan, NativePlan)
+        num_tokens, num_heads, _ = query.shape
+        keys, values = cache[0], cache[1]
+        _, _, num_kv_heads, key_dim = keys.shape
+        value_dim = values.shape[3]
+        output = torch.empty(num_tokens, num_heads * value_dim, dtype=query.dtype)
+        scales = (0, 0) if len(cache) == 2 else (cache[2].data_ptr(), cache[3].data_ptr())
+        self._library.ls_attention(
+            _attention_args(
+                *plan.pieces((params.window, num_heads, num_kv_heads, key_dim, value_dim)).fields,
+                *(query.data_ptr(), *query.stride()[:2], FORMATS[query.dtype]),
+                *(keys.data_ptr(), scales[0], num_kv_heads * key_dim, key_dim),
+                *(values.data_ptr(), scales[1], num_kv_heads * value_dim, value_dim),
+                *(FORMATS[keys.dtype], 0 if params.sinks is None else params.sinks.data_ptr()),
+                *(output.data_ptr(), params.scale),
+            )
+        )
+        return output

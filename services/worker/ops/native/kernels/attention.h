@@ -1,0 +1,208 @@
+// Attention over the paged cache, read in place by block table: how a step is cut into pieces, and a piece's state.
+//
+// A piece has some query rows and some of the keys that they see. A row is one query head of one token; all query heads of a
+// key/value head are in the same piece, as far as they fit. Its result is final if it has all keys; otherwise the pieces
+// with the same rows leave partial results, and the last one to finish merges them (flash decoding, arXiv:2307.08691,
+// section 3.1).
+//
+// Softmax is online (arXiv:2205.14135, section 3.1), in powers of 2: scores include the factor log2(e). A masked key's
+// weight is exactly 0, and keys outside of a piece are never read, so a NaN in a foreign slot cannot spread.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "simd.h"
+
+namespace lockstep {
+
+// Keys that are scored before the next rescaling.
+constexpr int64_t kTile = 64;
+// A sequence with more new tokens is a chunk: its keys are worth transposing, as many queries use them. At most 8 drafts
+// follow a decode's token.
+constexpr int64_t kMaxDecodeTokens = 9;
+// Likewise with more query rows for each key/value head, whatever the number of tokens.
+constexpr int64_t kMaxDecodeRows = 32;
+// Rows of a piece, so that its state stays in the cache of a core.
+constexpr int64_t kMaxRows = 64;
+constexpr int64_t kMaxChunkRows = 192;
+
+struct Piece {
+    int32_t sequence;
+    // The row of the step, and its position in the sequence.
+    int32_t first_token, first_position, num_tokens;
+    int32_t first_kv_head, num_kv_heads;
+    // Among the query heads of each key/value head.
+    int32_t first_group_head, num_group_heads;
+    int32_t key_begin, key_end;
+    int32_t is_chunk;
+    // Of the pieces with these rows. Partial results begin at the row `first_partial` of the buffer.
+    int32_t part, num_parts, first_partial, counter;
+    int32_t unused;
+
+    int64_t rows_per_kv_head() const { return int64_t{num_tokens} * num_group_heads; }
+    int64_t num_rows() const { return num_kv_heads * rows_per_kv_head(); }
+};
+
+struct AttentionArgs {
+    // The step: see `plan`.
+    const int32_t* block_tables;
+    int64_t table_stride, block_size;
+    const Piece* pieces;
+    int64_t num_pieces, num_threads;
+    float* scratch;
+    int64_t scratch_size;
+    float* partials;
+    int32_t* counters;
+    // The layers that share it. 0: no window.
+    int64_t window;
+    int64_t num_heads, num_kv_heads, head_dim, value_dim;
+    // The layer. Scales are those of a cache in 8 bits.
+    const void* query;
+    int64_t query_token_stride, query_head_stride, format;
+    const void* key_cache;
+    const float* key_scales;
+    int64_t key_token_stride, key_head_stride;
+    const void* value_cache;
+    const float* value_scales;
+    int64_t value_token_stride, value_head_stride;
+    int64_t cache_format;
+    const float* sinks;
+    void* output;
+    double scale;
+
+    int64_t group_size() const { return num_heads / num_kv_heads; }
+};
+
+inline int64_t padded(int64_t size) { return (size + 15) / 16 * 16; }
+
+// What online softmax keeps of a row.
+struct RowState {
+    float& highest;
+    float& total;
+    // What the row's sum of weighted values is to be multiplied by.
+    float& factor;
+};
+
+// A thread's memory for one piece. Rows are padded to whole vectors.
+struct Scratch {
+    int64_t key_width, value_width;
+    float* query;
+    float* sum;      // of weighted values
+    float* highest;  // score so far
+    float* total;    // of the weights
+    float* factors;  // see RowState
+    float* scores;   // [rows, kTile], then the weights; of a chunk only the rows computed together
+    float* keys;     // chunks only: [head_dim, kTile]
+    float* values;   // chunks only: [kTile, value_width]
+    float* rows;     // chunks only: [kTile, key_width]
+
+    // The floats needed.
+    int64_t lay_out(float* memory, int64_t num_rows, int64_t head_dim, int64_t value_dim, bool is_chunk) {
+        float* const start = memory;
+        key_width = padded(head_dim), value_width = padded(value_dim);
+        const auto take = [&memory](int64_t size) {
+            float* const taken = memory;
+            memory += padded(size);
+            return taken;
+        };
+        query = take(num_rows * key_width);
+        sum = take(num_rows * value_width);
+        highest = take(num_rows), total = take(num_rows), factors = take(num_rows);
+        scores = take((is_chunk ? 8 : num_rows) * kTile);
+        if (is_chunk) {
+            keys = take(key_width * kTile), values = take(kTile * value_width), rows = take(kTile * key_width);
+        }
+        return memory - start;
+    }
+
+    RowState state(int64_t row) const { return {highest[row], total[row], factors[row]}; }
+};
+
+// Floats of a row's partial result: the highest score, the sum of the weights, and the sum of the weighted values.
+inline int64_t partial_size(int64_t value_dim) { return 16 + padded(value_dim); }
+
+// The keys [begin, end) that a token sees.
+struct Range {
+    int64_t begin, end;
+};
+
+inline Range seen_by(const Piece& piece, int64_t token, int64_t window) {
+    const int64_t end = piece.first_position + token + 1;
+    return {window ? std::max<int64_t>(0, end - window) : 0, end};
+}
+
+// The slots of `count` keys of a sequence, from its key `first`.
+inline void find_slots(const int32_t* table, int64_t block_size, int64_t first, int64_t count, int64_t* slots) {
+    int64_t block = first / block_size, offset = first % block_size;
+    for (int64_t j = 0; j < count; ++j) {
+        slots[j] = table[block] * block_size + offset;
+        if (++offset == block_size) {
+            offset = 0, ++block;
+        }
+    }
+}
+
+// Turns a row's scores for a tile's `count` keys into weights, 0 outside of `seen`, and updates the row's state.
+inline void weigh(float* scores, int64_t count, Range seen, RowState row) {
+    const int64_t width = (count + kWidth - 1) / kWidth * kWidth;
+    for (int64_t j = 0; j < std::min(seen.begin, width); ++j) {
+        scores[j] = -INFINITY;
+    }
+    for (int64_t j = std::max<int64_t>(seen.end, 0); j < width; ++j) {
+        scores[j] = -INFINITY;
+    }
+    const float former = row.highest;
+    Vec most = broadcast(former);
+    for (int64_t j = 0; j < width; j += kWidth) {
+        most = max(most, load(scores + j));
+    }
+    row.highest = max_of(most);
+    if (row.highest == -INFINITY) {
+        // Nothing seen so far: a difference of infinities would be NaN. A score that is not infinite is NaN.
+        for (int64_t j = 0; j < width; ++j) {
+            scores[j] = scores[j] == -INFINITY ? 0.0f : scores[j];
+            row.total += scores[j];
+        }
+        row.factor = 1.0f;
+        return;
+    }
+    const Vec subtracted = broadcast(row.highest);
+    Vec all = zeros();
+    for (int64_t j = 0; j < width; j += kWidth) {
+        const Vec weights = exp2(sub(load(scores + j), subtracted));
+        store(scores + j, weights);
+        all = add(all, weights);
+    }
+    row.factor = former == row.highest ? 1.0f : std::exp2(former - row.highest);
+    row.total = row.total * row.factor + sum(all);
+}
+
+// Cuts a step into pieces.
+struct PlanArgs {
+    const int32_t* cu_seqlens_q;
+    const int32_t* context_lens;
+    int64_t num_seqs;
+    int64_t window, num_heads, num_kv_heads, head_dim, value_dim, num_threads;
+    Piece* pieces;
+    int64_t capacity;
+    // Pieces, of which only the first `capacity` are written; threads worth using; floats of scratch for a thread; floats of
+    // partial results; counters.
+    int64_t* sizes;
+};
+
+void plan(const PlanArgs& args);
+
+template <typename T>
+void attend_decode(const AttentionArgs& args, const Piece& piece, float* memory);
+
+template <typename T>
+void attend_chunk(const AttentionArgs& args, const Piece& piece, float* memory);
+
+// Reads a piece's query rows, multiplied by the scale and log2(e), and resets their states.
+void begin(const AttentionArgs& args, const Piece& piece, Scratch& scratch);
+
+// Writes a piece's result, or its partial result, which the last of the pieces with these rows merges.
+void finish(const AttentionArgs& args, const Piece& piece, const Scratch& scratch);
+
+}  // namespace lockstep

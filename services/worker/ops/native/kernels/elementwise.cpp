@@ -1,0 +1,203 @@
+// Norms, the activation and the choice of the largest logit: row by row, in float32.
+#include <cmath>
+
+#include "simd.h"
+#include "threads.h"
+
+namespace lockstep {
+namespace {
+
+// Elements from which a second thread saves more than it costs to wake it.
+constexpr int64_t kWorthThreads = 64 * 1024;
+
+struct RmsNormArgs {
+    const void* x;
+    const void* weight;
+    void* output;
+    int64_t num_tokens, num_heads, dim;
+    int64_t token_stride, head_stride;
+    double eps;
+    int64_t format;
+};
+
+struct AddRmsNormArgs {
+    void* x;
+    void* residual;
+    const void* weight;
+    int64_t num_tokens, dim;
+    double eps;
+    int64_t format;
+};
+
+struct LayerNormArgs {
+    const void* x;
+    const void* weight;
+    const void* bias;
+    void* output;
+    int64_t num_tokens, dim, token_stride;
+    double eps;
+    int64_t format;
+};
+
+struct SiluAndMulArgs {
+    const void* x;
+    void* output;
+    int64_t num_tokens, dim;
+    int64_t format;
+};
+
+struct GreedySampleArgs {
+    const float* logits;
+    int64_t* token_ids;
+    float* largest;
+    int64_t num_rows, num_columns, row_stride;
+};
+
+float inverse_root(float sum_of_squares, int64_t dim, double eps) {
+    return 1.0f / std::sqrt(sum_of_squares / static_cast<float>(dim) + static_cast<float>(eps));
+}
+
+template <typename T>
+void scale_row(const T* x, const T* weight, T* output, int64_t dim, float factor) {
+    const Vec factors = broadcast(factor);
+    for_vectors(dim, [&](int64_t i, int64_t count) {
+        const Vec scaled = mul(load_up_to(x + i, count), factors);
+        store_up_to(output + i, mul(scaled, load_up_to(weight + i, count)), count);
+    });
+}
+
+template <typename T>
+void rms_norm(const RmsNormArgs& args) {
+    for_rows(args.num_tokens * args.num_heads, args.dim, kWorthThreads, [&](int64_t row) {
+        const int64_t token = row / args.num_heads, head = row % args.num_heads;
+        const T* x = static_cast<const T*>(args.x) + token * args.token_stride + head * args.head_stride;
+        Vec squares = zeros();
+        for_vectors(args.dim, [&](int64_t i, int64_t count) {
+            const Vec values = load_up_to(x + i, count);
+            squares = fma(values, values, squares);
+        });
+        T* output = static_cast<T*>(args.output) + row * args.dim;
+        scale_row(x, static_cast<const T*>(args.weight), output, args.dim,
+                  inverse_root(sum(squares), args.dim, args.eps));
+    });
+}
+
+template <typename T>
+void add_rms_norm(const AddRmsNormArgs& args) {
+    for_rows(args.num_tokens, args.dim, kWorthThreads, [&](int64_t row) {
+        T* x = static_cast<T*>(args.x) + row * args.dim;
+        T* residual = static_cast<T*>(args.residual) + row * args.dim;
+        Vec squares = zeros();
+        for_vectors(args.dim, [&](int64_t i, int64_t count) {
+            store_up_to(residual + i, add(load_up_to(x + i, count), load_up_to(residual + i, count)), count);
+            // As rounded.
+            const Vec values = load_up_to(residual + i, count);
+            squares = fma(values, values, squares);
+        });
+        scale_row(residual, static_cast<const T*>(args.weight), x, args.dim,
+                  inverse_root(sum(squares), args.dim, args.eps));
+    });
+}
+
+template <typename T>
+void layer_norm(const LayerNormArgs& args) {
+    for_rows(args.num_tokens, args.dim, kWorthThreads, [&](int64_t row) {
+        const T* x = static_cast<const T*>(args.x) + row * args.token_stride;
+        T* output = static_cast<T*>(args.output) + row * args.dim;
+        Vec total = zeros();
+        for_vectors(args.dim, [&](int64_t i, int64_t count) { total = add(total, load_up_to(x + i, count)); });
+        const float mean = sum(total) / static_cast<float>(args.dim);
+        float squares = 0;
+        for (int64_t i = 0; i < args.dim; ++i) {
+            const float difference = to_float(x[i]) - mean;
+            squares += difference * difference;
+        }
+        const Vec factor = broadcast(inverse_root(squares, args.dim, args.eps)), means = broadcast(mean);
+        for_vectors(args.dim, [&](int64_t i, int64_t count) {
+            const Vec weights = mul(factor, load_up_to(static_cast<const T*>(args.weight) + i, count));
+            const Vec biases = load_up_to(static_cast<const T*>(args.bias) + i, count);
+            store_up_to(output + i, fma(sub(load_up_to(x + i, count), means), weights, biases), count);
+        });
+    });
+}
+
+template <typename T>
+void silu_and_mul(const SiluAndMulArgs& args) {
+    // Exponentials make an element as dear as several of a norm.
+    for_rows(args.num_tokens, 4 * args.dim, kWorthThreads, [&](int64_t row) {
+        const T* gate = static_cast<const T*>(args.x) + row * 2 * args.dim;
+        const T* up = gate + args.dim;
+        T* output = static_cast<T*>(args.output) + row * args.dim;
+        const Vec one = broadcast(1.0f);
+        for_vectors(args.dim, [&](int64_t i, int64_t count) {
+            const Vec x = load_up_to(gate + i, count);
+            const Vec silu = div(x, add(one, exp(sub(zeros(), x))));
+            store_up_to(output + i, mul(silu, load_up_to(up + i, count)), count);
+        });
+    });
+}
+
+// The first column that `bits` finds, given a vector.
+template <typename Bits>
+int64_t first_column(const float* row, int64_t num_columns, Bits bits) {
+    for (int64_t start = 0; start < num_columns; start += kWidth) {
+        const int64_t count = num_columns - start;
+        const uint32_t found = bits(load_up_to(row + start, count)) & (count < kWidth ? (1u << count) - 1 : ~0u);
+        if (found) {
+            return start + __builtin_ctz(found);
+        }
+    }
+    return 0;
+}
+
+void greedy_sample(const GreedySampleArgs& args) {
+    for_rows(args.num_rows, args.num_columns, kWorthThreads, [&](int64_t index) {
+        const float* row = args.logits + index * args.row_stride;
+        uint32_t nans = 0;
+        Vec largest = broadcast(-INFINITY);
+        const int64_t num_whole = args.num_columns / kWidth * kWidth;
+        for (int64_t i = 0; i < num_whole; i += kWidth) {
+            const Vec values = load(row + i);
+            nans |= nan_bits(values);
+            largest = max(largest, values);
+        }
+        float best = max_of(largest);
+        for (int64_t i = num_whole; i < args.num_columns; ++i) {
+            nans |= row[i] != row[i];
+            best = row[i] > best ? row[i] : best;
+        }
+        if (nans) {
+            best = NAN;
+            args.token_ids[index] = first_column(row, args.num_columns, nan_bits);
+        } else {
+            const Vec wanted = broadcast(best);
+            args.token_ids[index] =
+                first_column(row, args.num_columns, [&](Vec values) { return equal_bits(values, wanted); });
+        }
+        args.largest[index] = best;
+    });
+}
+
+}  // namespace
+}  // namespace lockstep
+
+using namespace lockstep;
+
+LS_EXPORT void ls_rms_norm(const RmsNormArgs* args) {
+    args->format == kBfloat16 ? rms_norm<bf16>(*args) : rms_norm<float>(*args);
+}
+
+// Writes the sum into `residual` and its norm into `x`.
+LS_EXPORT void ls_add_rms_norm(const AddRmsNormArgs* args) {
+    args->format == kBfloat16 ? add_rms_norm<bf16>(*args) : add_rms_norm<float>(*args);
+}
+
+LS_EXPORT void ls_layer_norm(const LayerNormArgs* args) {
+    args->format == kBfloat16 ? layer_norm<bf16>(*args) : layer_norm<float>(*args);
+}
+
+LS_EXPORT void ls_silu_and_mul(const SiluAndMulArgs* args) {
+    args->format == kBfloat16 ? silu_and_mul<bf16>(*args) : silu_and_mul<float>(*args);
+}
+
+LS_EXPORT void ls_greedy_sample(const GreedySampleArgs* args) { greedy_sample(*args); }
