@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from services.worker.models.loader import load_model
 from services.worker.ops import load_ops
+from services.worker.ops.matrix_rows import MatrixFormat
+from tests.support.packing_ops import PackingOps
 from tests.support.paged_model import PagedModel
 from tests.support.quantized_checkpoints import MXFP4, SCHEMES, Scheme, write_quantized
 from tests.support.small_configs import SMALL_CONFIGS
@@ -55,6 +57,29 @@ def test_quantized_experts_compute_what_their_values_do(tmp_path: Path, case: st
     torch.testing.assert_close(our_logits(quantized, backend), expected, rtol=0, atol=1e-4 * float(scale))
     # Quantisation did change the model.
     assert (their_logits(plain) - expected).abs().max() > 1e-2 * scale
+
+
+@pytest.mark.parametrize(
+    ("case", "counts"),
+    [
+        # The rest are routers and the head, in gpt-oss also the attention.
+        ("gpt-oss, mxfp4", {MatrixFormat.MXFP4: 32, None: 7}),
+        ("Qwen3-MoE, int4 groups", {MatrixFormat.INT4: 36, None: 3}),
+        ("Mixtral, W8A8", {MatrixFormat.INT8: 36, None: 3}),
+    ],
+)
+def test_a_backend_with_kernels_for_a_format_is_given_experts_in_it(
+    tmp_path: Path, case: str, counts: dict[MatrixFormat | None, int]
+) -> None:
+    architecture, changes, scheme = CASES[case]
+    config = {**next(iter(SMALL_CONFIGS[architecture].values())), **changes}
+    plain = write_small_model(build_model(architecture, config), tmp_path / "plain")
+    quantized, _ = write_quantized(plain, tmp_path, scheme)
+    ops = PackingOps()
+    paged = PagedModel(load_model(quantized, ops, torch.float32, lambda _: None).model, ops, num_blocks=8)
+    assert ops.counts == counts
+    logits = paged.prefill_all(paged.add(PROMPT))
+    torch.testing.assert_close(logits, our_logits(quantized, "reference"), rtol=1e-5, atol=1e-5)
 
 
 def test_scales_of_mxfp4_experts_that_are_exchanged_are_seen_in_the_output(tmp_path: Path) -> None:

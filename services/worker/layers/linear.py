@@ -9,6 +9,7 @@ from torch import Tensor
 
 from services.worker.layers.shard import Part, Shard
 from services.worker.ops import Matrix, Ops
+from services.worker.ops.matrix_rows import join_rows
 from services.worker.parallel.communicator import Communicator
 
 
@@ -30,7 +31,7 @@ class Linear:
         """Load layers as one, with their outputs side by side.
 
         Args:
-            names: In the checkpoint, where each may have its own format.
+            names: In the checkpoint, where each may have its own format: the joined weight is packed if they are alike.
             outputs: The part of each layer's outputs computed here.
             inputs: The part of the inputs used here. Results for all parts add up to the whole product; only the first
                 part adds the bias.
@@ -40,10 +41,13 @@ class Linear:
             ModelDirectoryError: see `ModelWeights`.
         """
         weights, layers = shard.weights, list(zip(names, outputs, strict=True))
-        weight = weights.empty((sum(map(len, outputs)), len(inputs)))
-        for (name, output), rows in zip(layers, torch.split(weight, [len(part) for part in outputs]), strict=True):
-            shape = output.total, inputs.total
-            weights.linear(name, shape, rows=output.run, columns=inputs.run, out=rows)
+        matrices = [
+            weights.linear(name, (output.total, inputs.total), rows=output.run, columns=inputs.run)
+            for name, output in layers
+        ]
+        weight = join_rows(matrices, weights.dtype)
+        # Freed before the kernel makes another copy.
+        del matrices
         if not has_bias:
             return cls(shard.ops, weight, weights.dtype)
         biases = [weights.read(f"{name}.bias", (output.total,), rows=output.run) for name, output in layers]

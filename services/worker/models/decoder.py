@@ -132,13 +132,14 @@ class DecoderModel:
         self.kv_cache_spec = KvCacheSpec(tuple(kv_layers))
         parts = shard.parts("vocab_size", config.vocab_size)
         part, shape = parts[shard.tp.rank], (config.vocab_size, config.hidden_size)
-        weight = shard.weights.linear("model.embed_tokens", shape, rows=part.run)
         head: LinearKernel
         if config.tie_embeddings:
-            embedding, head = shard.ops.prepare_tied(weight, self.dtype)
+            tied = shard.weights.head("model.embed_tokens", shape, rows=part.run)
+            embedding, head = shard.ops.prepare_tied(tied, self.dtype)
         else:
-            embedding = shard.ops.prepare_embedding(weight, self.dtype)
-            head = Linear.load(shard, ["lm_head"], [part], inputs=Part.whole(config.hidden_size))
+            table = shard.weights.table("model.embed_tokens", shape, rows=part.run)
+            embedding = shard.ops.prepare_embedding(table, self.dtype)
+            head = Linear(shard.ops, shard.weights.head("lm_head", shape, rows=part.run), self.dtype)
         self.embedding = Embedding(embedding, part, shard.tp)
         self._head = Head(head, parts, shard.tp)
         self.rotary = rotary

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from services.worker.layers.linear import Linear
 from services.worker.layers.moe import ReadExpert, Router, SparseMlp
@@ -23,6 +22,7 @@ from services.worker.models.plain_attention import (
 )
 from services.worker.models.sparse_mlp import SparseConfig, load_routed_experts
 from services.worker.ops import ExpertWeights, RouterScore, RoutingRule, SwigluClamp
+from services.worker.ops.matrix_rows import take_rows
 from services.worker.weights.model_weights import ModelWeights
 
 # The defaults of transformers' configuration.
@@ -53,12 +53,13 @@ def load_gpt_oss(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
     clamp = SwigluClamp(values.number("swiglu_alpha", default=_ALPHA), values.number("swiglu_limit", default=_LIMIT))
 
     def load_feed_forward(layer: int) -> SparseMlp:
-        prefix, hidden = f"model.layers.{layer}.mlp", Part.whole(common.hidden_size)
-        router = [f"{prefix}.router"], [Part.whole(sparse.num_experts)]
-        logits = Linear.load(shard, *router, inputs=hidden, has_bias=True)
-        read = _expert_reader(shard.weights, f"{prefix}.experts", sparse, common.hidden_size)
+        weights, prefix = shard.weights, f"model.layers.{layer}.mlp"
+        router = weights.dense(f"{prefix}.router", (sparse.num_experts, common.hidden_size))
+        bias = weights.read(f"{prefix}.router.bias", (sparse.num_experts,))
+        logits = Linear(shard.ops, router, weights.dtype, bias)
+        read = _expert_reader(weights, f"{prefix}.experts", sparse, common.hidden_size)
         experts = load_routed_experts(shard, sparse, read, clamp=clamp)
-        return SparseMlp(Router(shard.ops, logits, sparse.rule, dtype=shard.weights.dtype), experts)
+        return SparseMlp(Router(shard.ops, logits, sparse.rule, dtype=weights.dtype), experts)
 
     return load_plain_model(shard, common, attention=attention, load_feed_forward=load_feed_forward)
 
@@ -77,19 +78,16 @@ def _expert_reader(weights: ModelWeights, prefix: str, sparse: SparseConfig, hid
     gate_up_shape, down_shape = (num_experts, hidden_size, 2 * inner_size), (num_experts, inner_size, hidden_size)
 
     def read(expert: int, inner: Part) -> ExpertWeights:
-        this_one, both = slice(expert, expert + 1), inner.times(2).run
-        gate_up = weights.stacked(f"{prefix}.gate_up_proj", gate_up_shape, experts=this_one, columns=both)[0].T
-        down = weights.stacked(f"{prefix}.down_proj", down_shape, experts=this_one, rows=inner.run)[0].T
+        both = inner.times(2).run
+        gate_up = weights.stacked(f"{prefix}.gate_up_proj", gate_up_shape, expert, rows=both)
+        down = weights.stacked(f"{prefix}.down_proj", down_shape, expert, columns=inner.run)
+        # Stored in turn: even rows are the gate's, odd rows up's.
+        gate_first = torch.arange(2 * len(inner), device=weights.device).view(-1, 2).T.flatten()
         return ExpertWeights(
-            _gate_first(gate_up),
-            down.contiguous(),
-            _gate_first(gate_up_biases[expert, both]),
+            take_rows(gate_up, gate_first),
+            down,
+            gate_up_biases[expert, both][gate_first],
             None if inner.start else down_biases[expert],
         )
 
     return read
-
-
-def _gate_first(gate_up: Tensor) -> Tensor:
-    """Even rows are the gate's, odd rows up's."""
-    return torch.cat((gate_up[::2], gate_up[1::2]))

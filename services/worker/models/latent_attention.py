@@ -141,7 +141,7 @@ def _absorbed_weights(weights: ModelWeights, name: str, sizes: LatentSizes, head
     """W_UK transposed, [H, latent_dim, plain_dim], and W_UV, [H, value_dim, latent_dim], both views of one matrix."""
     num_rows = sizes.plain_dim + sizes.value_dim
     rows = heads.times(num_rows)
-    up = weights.linear(name, (rows.total, sizes.latent_dim), rows=rows.run).view(len(heads), num_rows, -1)
+    up = weights.dense(name, (rows.total, sizes.latent_dim), rows=rows.run).view(len(heads), num_rows, -1)
     return up[:, : sizes.plain_dim].transpose(1, 2), up[:, sizes.plain_dim :]
 
 
@@ -159,10 +159,10 @@ def _load_indexer(shard: Shard, config: DecoderConfig, prefix: str, attention: L
     if attention.is_interleaved:
         order[: sizes.rope_dim] = order[: sizes.rope_dim].view(2, -1).T.flatten()
     heads = indexer.num_heads
-    query = weights.linear(f"{name}.wq_b", (heads * indexer.head_dim, sizes.query_latent_dim))
+    query = weights.dense(f"{name}.wq_b", (heads * indexer.head_dim, sizes.query_latent_dim))
     query = query.view(heads, indexer.head_dim, -1)[:, order].flatten(0, 1)
-    key = weights.linear(f"{name}.wk", (indexer.head_dim, config.hidden_size))[order]
-    head_weights = weights.linear(f"{name}.weights_proj", (heads, config.hidden_size))
+    key = weights.dense(f"{name}.wk", (indexer.head_dim, config.hidden_size))[order]
+    head_weights = weights.dense(f"{name}.weights_proj", (heads, config.hidden_size))
     norm_weight, norm_bias = (
         weights.read(f"{name}.k_norm.{part}", (indexer.head_dim,))[order] for part in ("weight", "bias")
     )

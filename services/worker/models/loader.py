@@ -12,10 +12,12 @@ import torch
 from services.worker.layers.shard import Shard
 from services.worker.models.registry import CausalLM, ModelLoader, loader_for
 from services.worker.ops import Ops
+from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.parallel.communicator import SINGLE, Parallel
 from services.worker.weights.checkpoint import CheckpointWeights
 from services.worker.weights.dummy_weights import DummyWeights, dummy_digest
 from services.worker.weights.freed_memory import return_freed_memory
+from services.worker.weights.model_weights import ModelWeights, WeightFormats
 from services.worker.weights.quantization.config import QuantizationConfig
 from services.worker.weights.sampling_defaults import SamplingDefaults, sampling_defaults
 from services.worker.weights.weight_files import WeightFiles
@@ -49,6 +51,8 @@ class LoadOptions:
     """The seed of random weights; None means the directory's weights."""
     device: torch.device = _HOST
     """Where the model computes."""
+    quantization: MatrixFormat | None = None
+    """What the matrices of a checkpoint that is not quantised are quantised to; None means nothing."""
 
 
 ORDINARY = LoadOptions()
@@ -62,6 +66,8 @@ class LoadedModel:
     facts: ModelFacts
     weights_digest: str
     """`WeightFiles.digest` or `dummy_digest`, the same on all ranks."""
+    packed_formats: frozenset[MatrixFormat]
+    """What its matrices are in, stored like that or quantised at load; empty if all are dense."""
     model_dir: Path
     device: torch.device
     """Where its weights are, and the arguments and results of its functions."""
@@ -93,22 +99,31 @@ def load_model(
     eos_ids = eos_token_ids(model_dir)
     if options.dummy_seed is None:
         digest = model_digest(model_dir)
-        quantization = QuantizationConfig.from_json(config)
         with WeightFiles(model_dir, on_progress) as files:
-            checkpoint = CheckpointWeights(files, dtype, quantization, options.device)
-            model = _build_complete(build, config, Shard(ops, checkpoint, parallel))
+            weights: ModelWeights = _checkpoint(files, config, ops, dtype, options)
+            model = _build_complete(build, config, Shard(ops, weights, parallel))
             weights_digest = files.digest()
     else:
         weights_digest = dummy_digest((model_dir / CONFIG).read_bytes(), options.dummy_seed)
         # This digest is only compared where there is a tokenizer.
         digest = model_digest(model_dir) if (model_dir / TOKENIZER).exists() else weights_digest
-        weights = DummyWeights(options.dummy_seed, dtype, on_progress, options.device)
+        formats = WeightFormats(quantized=options.quantization)
+        weights = DummyWeights(options.dummy_seed, dtype, on_progress, options.device, formats=formats)
         model = _build_complete(build, config, Shard(ops, weights, parallel))
     on_progress(1.0)
     limits = ModelLimits(model.context_length, model.logits_width, num_pool_tokens=model.context_length)
     defaults = sampling_defaults(model_dir, limits)
     facts = ModelFacts(model.context_length, model.logits_width, eos_ids, digest, defaults)
-    return LoadedModel(model, facts, weights_digest, model_dir, options.device)
+    return LoadedModel(model, facts, weights_digest, frozenset(weights.packed_formats), model_dir, options.device)
+
+
+def _checkpoint(
+    files: WeightFiles, config: Mapping[str, Any], ops: Ops, dtype: torch.dtype, options: LoadOptions
+) -> CheckpointWeights:
+    """A checkpoint that is quantised already stays as it is."""
+    stored = QuantizationConfig.from_json(config)
+    formats = WeightFormats(ops.formats, None if stored.is_quantized else options.quantization)
+    return CheckpointWeights(files, dtype, stored, options.device, formats=formats)
 
 
 def _build_complete(build: ModelLoader, config: Mapping[str, Any], shard: Shard) -> CausalLM:

@@ -12,6 +12,7 @@ from services.worker.layers.shard import Part, Shard
 from services.worker.models.config import ConfigValues
 from services.worker.models.decoder import DecoderConfig, FeedForward, load_mlp
 from services.worker.ops import ExpertGroups, ExpertWeights, RouterScore, RoutingRule, SwigluClamp
+from services.worker.ops.matrix_rows import join_rows
 from services.worker.weights.model_weights import ModelWeights
 from shared.model_dir import ModelDirectoryError
 
@@ -92,7 +93,7 @@ def load_sparse_mlp(
     if sparse.has_correction:
         name = f"{prefix}.gate.e_score_correction_bias"
         rule = replace(rule, correction=weights.read(name, (sparse.num_experts,), dtype=torch.float32))
-    gate = weights.linear(f"{prefix}.gate", (sparse.num_experts, config.hidden_size))
+    gate = weights.dense(f"{prefix}.gate", (sparse.num_experts, config.hidden_size))
     router = Router(ops, Linear(ops, gate.to(dtype), dtype), rule, dtype=dtype)
     read = _expert_reader(weights, f"{prefix}.experts", names, sparse, config)
     experts = load_routed_experts(shard, sparse, read)
@@ -154,10 +155,8 @@ def _expert_reader(
     inner_shape, down_shape = (sparse.inner_size, config.hidden_size), (config.hidden_size, sparse.inner_size)
 
     def read(expert: int, inner: Part) -> ExpertWeights:
-        size = len(inner)
-        gate_up = weights.empty((2 * size, config.hidden_size))
-        weights.linear(f"{prefix}.{expert}.{gate}", inner_shape, rows=inner.run, out=gate_up[:size])
-        weights.linear(f"{prefix}.{expert}.{up}", inner_shape, rows=inner.run, out=gate_up[size:])
-        return ExpertWeights(gate_up, weights.linear(f"{prefix}.{expert}.{down}", down_shape, columns=inner.run))
+        gate_up = [weights.linear(f"{prefix}.{expert}.{name}", inner_shape, rows=inner.run) for name in (gate, up)]
+        down_part = weights.linear(f"{prefix}.{expert}.{down}", down_shape, columns=inner.run)
+        return ExpertWeights(join_rows(gate_up, weights.dtype), down_part)
 
     return read

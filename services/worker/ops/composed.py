@@ -18,11 +18,14 @@ from services.worker.forward.forward_context import AttentionPlan
 from services.worker.forward.staging import to_device
 from services.worker.ops.arguments import DrawRows, HeadNorms, RopeRows
 from services.worker.ops.matrices import Matrix, dense
+from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.protocol import EmbeddingKernel, LinearKernel, Ops
 
 
 class ComposedOps(Ops, Protocol):
     """The base class of backends; it has the ops that need no kernel."""
+
+    formats: frozenset[MatrixFormat] = frozenset()
 
     def prepare_embedding(self, weight: Matrix, dtype: torch.dtype) -> EmbeddingKernel:
         """See `Ops.prepare_embedding`: dense."""

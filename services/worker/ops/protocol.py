@@ -20,6 +20,7 @@ from services.worker.forward.kv_cache import KvCache
 from services.worker.ops.arguments import AttentionParams, DrawRows, HeadNorms, RopeRows
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
 from services.worker.ops.matrices import Matrix
+from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.routing import RoutingRule
 
 # Maps [T, in_features] to a new [T, out_features] tensor of the same dtype.
@@ -37,6 +38,8 @@ class Ops(Protocol):
     """Its name in `load_ops`."""
     is_exact: bool
     """Whether a row's bits are independent of the rest of the batch and of how its context was computed."""
+    formats: frozenset[MatrixFormat]
+    """What it has kernels for. It takes every other format too, but as a dense copy."""
 
     def numerics(self) -> str:
         """All that this backend's results depend on: equal strings mean equal bits."""

@@ -1,9 +1,7 @@
-"""Reads a checkpoint; every tensor is copied once."""
+"""Reads a checkpoint: every tensor is copied, dequantised or quantised once."""
 
 from __future__ import annotations
 
-import logging
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -11,9 +9,18 @@ from math import prod
 import torch
 from torch import Tensor
 
-from services.worker.weights.model_weights import ALL
+from services.worker.ops.matrices import Matrix
+from services.worker.ops.matrix_rows import MatrixFormat, format_of, to_device
+from services.worker.weights.format_costs import FormatCosts
+from services.worker.weights.model_weights import ALL, DENSE, WeightFormats
 from services.worker.weights.quantization.config import PLAIN, QuantizationConfig
-from services.worker.weights.quantization.dequantize import Region, dequantize, is_finite, selected_run
+from services.worker.weights.quantization.dequantize import (
+    Region,
+    dequantize,
+    has_finite_values,
+    is_finite,
+    selected_run,
+)
 from services.worker.weights.quantization.layer_format import (
     FLOAT_DTYPES,
     LayerFormat,
@@ -21,10 +28,9 @@ from services.worker.weights.quantization.layer_format import (
     PlainFormat,
     StoredTensor,
 )
+from services.worker.weights.quantization.quantize import quantize
 from services.worker.weights.weight_files import WeightFiles
 from services.worker.weights.weight_problems import WeightProblems
-
-logger = logging.getLogger(__name__)
 
 # Limit on memory for tensors that are not read, per byte stored. No format expands by more than this.
 _MAX_UNREAD_RATIO = 8
@@ -34,7 +40,7 @@ _NOT_FINITE = "not finite"
 
 
 class CheckpointWeights:
-    """See `ModelWeights`. No backend here computes in a packed format, so every layer is dequantised.
+    """See `ModelWeights`.
 
     Invariant: after the first problem only headers are checked.
     """
@@ -45,27 +51,26 @@ class CheckpointWeights:
         dtype: torch.dtype,
         config: QuantizationConfig | None = None,
         device: torch.device | str = "cpu",
+        *,
+        formats: WeightFormats = DENSE,
     ) -> None:
         """Read from `files`, in the formats of `config`; None means that no layer is quantised."""
         self.dtype = dtype
         self.device = torch.device(device)
+        self.packed_formats: set[MatrixFormat] = set()
         self._files = files
         self._config = config or QuantizationConfig()
+        self._formats = formats
         self._problems = WeightProblems()
         self._num_unread_bytes = 0
         # Names of requested tensors, stored or not.
         self._known: set[str] = set()
         self._ignored_prefixes: tuple[str, ...] = ()
         self._ignored_suffixes = self._config.unused_suffixes
-        self._label_to_cost: defaultdict[str, _FormatCost] = defaultdict(_FormatCost)
+        self._costs = FormatCosts(formats.kept)
 
     def __contains__(self, name: str) -> bool:
         return self._files.header(name) is not None
-
-    def empty(self, shape: tuple[int, ...]) -> Tensor:
-        """See `ModelWeights`."""
-        self._refuse_beyond_limit(prod(shape) * self.dtype.itemsize)
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def read(self, name: str, shape: tuple[int, ...], *, rows: slice = ALL, dtype: torch.dtype | None = None) -> Tensor:
         """See `ModelWeights`."""
@@ -81,39 +86,32 @@ class CheckpointWeights:
             self._problems.add(_NOT_FINITE, name)
         return out
 
-    def linear(
-        self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL, out: Tensor | None = None
-    ) -> Tensor:
+    def linear(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Matrix:
         """See `ModelWeights`."""
-        layer_format = self._linear_format(name)
-        region = Region(None, selected_run(rows, shape[0]), selected_run(columns, shape[1]))
-        stored = self._find(name, layer_format.stored_tensors(shape), num_values=region.num_values)
-        self._known.update(name + suffix for suffix in layer_format.unused)
-        if out is None:
-            out = torch.empty((len(region.rows), len(region.columns)), dtype=self.dtype, device=self.device)
-        self._read_layer(_Layer(name, layer_format, stored, shape), region, out)
-        return out
+        return self._read_matrix(*self._linear_part(name, shape, rows, columns), self._formats)
+
+    def head(self, name: str, shape: tuple[int, int], *, rows: slice = ALL) -> Matrix:
+        """See `ModelWeights`."""
+        return self._read_matrix(*self._linear_part(name, shape, rows, ALL), self._formats.of_head)
+
+    def table(self, name: str, shape: tuple[int, int], *, rows: slice = ALL) -> Matrix:
+        """See `ModelWeights`."""
+        return self._read_matrix(*self._linear_part(name, shape, rows, ALL), self._formats.of_table)
+
+    def dense(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        """See `ModelWeights`."""
+        matrix = self._read_matrix(*self._linear_part(name, shape, rows, columns), DENSE)
+        assert isinstance(matrix, Tensor)
+        return matrix
 
     def stacked(
-        self,
-        name: str,
-        shape: tuple[int, int, int],
-        *,
-        experts: slice = ALL,
-        rows: slice = ALL,
-        columns: slice = ALL,
-    ) -> Tensor:
+        self, name: str, shape: tuple[int, int, int], expert: int, *, rows: slice = ALL, columns: slice = ALL
+    ) -> Matrix:
         """See `ModelWeights`."""
         layer_format = self._config.stack_format(is_plain=name in self)
-        region = Region(selected_run(experts, shape[0]), selected_run(rows, shape[1]), selected_run(columns, shape[2]))
+        region = Region(selected_run(rows, shape[2]), selected_run(columns, shape[1]))
         stored = self._find(name, layer_format.stored_tensors(shape), num_values=region.num_values)
-        num_rows, num_columns = len(region.rows), len(region.columns)
-        stored_shape = (num_columns, num_rows) if layer_format.is_transposed else (num_rows, num_columns)
-        out = torch.empty((region.num_matrices, *stored_shape), dtype=self.dtype, device=self.device)
-        if layer_format.is_transposed:
-            out = out.transpose(1, 2)
-        self._read_layer(_Layer(name, layer_format, stored, shape), region, out)
-        return out
+        return self._read_matrix(_Layer(name, layer_format, stored, shape, expert), region, self._formats)
 
     def ignore(self, *, prefixes: Sequence[str] = (), suffixes: Sequence[str] = ()) -> None:
         """See `ModelWeights`."""
@@ -121,23 +119,26 @@ class CheckpointWeights:
         self._ignored_suffixes += tuple(suffixes)
 
     def check_complete(self) -> None:
-        """See `ModelWeights`. Logs what dequantising costs, once per format."""
+        """See `ModelWeights`. Logs what each format costs."""
         for name in self._files.names:
             is_ignored = name.startswith(self._ignored_prefixes) or name.endswith(self._ignored_suffixes)
             if name not in self._known and not is_ignored and not self._is_empty(name):
                 self._problems.add("unexpected for this architecture", name)
         if self._problems:
             raise self._problems.error(self._files.model_dir)
-        for label, cost in self._label_to_cost.items():
-            logger.info(
-                "no kernel for this format: weights were dequantised at load, activations are not quantised",
-                extra={"format": label, **cost.fields()},
-            )
+        self._costs.log()
 
     def _is_empty(self, name: str) -> bool:
         """transformers writes empty tensors for parts that a model does not have."""
         header = self._files.header(name)
         return header is not None and 0 in header.shape
+
+    def _linear_part(self, name: str, shape: tuple[int, int], rows: slice, columns: slice) -> tuple[_Layer, Region]:
+        layer_format = self._linear_format(name)
+        region = Region(selected_run(rows, shape[0]), selected_run(columns, shape[1]))
+        stored = self._find(name, layer_format.stored_tensors(shape), num_values=region.num_values)
+        self._known.update(name + suffix for suffix in layer_format.unused)
+        return _Layer(name, layer_format, stored, shape), region
 
     def _linear_format(self, name: str) -> LayerFormat:
         """Plain if stored in a float dtype, whatever the configuration says."""
@@ -181,22 +182,48 @@ class CheckpointWeights:
             self._problems.add("too small", "all files together", f"have {self._files.num_bytes} bytes")
             raise self._problems.error(self._files.model_dir)
 
-    def _read_layer(self, layer: _Layer, region: Region, out: Tensor) -> None:
-        if self._problems:
-            return
-        parts = {role: self._files.read(name) for role, name in layer.stored.items()}
-        if not region.num_values:
-            return
-        try:
-            is_whole_finite = dequantize(layer.layer_format, parts, region, out)
-        except MalformedLayerError as error:
-            self._problems.add("malformed", layer.name, f"({error})")
-            return
+    def _read_matrix(self, layer: _Layer, region: Region, formats: WeightFormats) -> Matrix:
+        """The layer's part in one of `formats`, or else dense; arbitrary values after a problem."""
+        if not self._problems:
+            # All of a layer's tensors are read, and so hashed, even if none of its values are needed here.
+            parts = {role: self._files.read(name) for role, name in layer.stored.items()}
+            if region.num_values:
+                try:
+                    return self._convert(layer, layer.select(parts), region, formats)
+                except MalformedLayerError as error:
+                    self._problems.add("malformed", layer.name, f"({error})")
+        return self._empty(region)
+
+    def _convert(self, layer: _Layer, parts: Mapping[str, Tensor], region: Region, formats: WeightFormats) -> Matrix:
+        layer_format, matrix = layer.layer_format, self._pack(layer, parts, region, formats)
+        if matrix is None:
+            matrix = self._empty(region)
+            is_whole_finite = dequantize(layer_format, parts, region, matrix)
+        else:
+            is_whole_finite = has_finite_values(matrix)
+            matrix = to_device(matrix, self.device)
         if not is_whole_finite:
             self._problems.add(_NOT_FINITE, layer.name)
-        if not isinstance(layer.layer_format, PlainFormat):
-            stored_bytes = layer.share(region) * sum(part.nbytes for part in parts.values())
-            self._label_to_cost[layer.layer_format.label].add(region.num_matrices, stored_bytes, out.nbytes)
+        if (packed_format := format_of(matrix)) is not None:
+            self.packed_formats.add(packed_format)
+        if not isinstance(layer_format, PlainFormat):
+            stored_bytes = region.num_values / prod(layer.shape[-2:]) * sum(part.nbytes for part in parts.values())
+            self._costs.add(layer_format, matrix, stored_bytes)
+        return matrix
+
+    def _pack(
+        self, layer: _Layer, parts: Mapping[str, Tensor], region: Region, formats: WeightFormats
+    ) -> Matrix | None:
+        layer_format = layer.layer_format
+        if layer_format.packed_as in formats.kept:
+            return layer_format.packed(parts, region.rows, region.columns)
+        if formats.quantized is None or not isinstance(layer_format, PlainFormat):
+            return None
+        blocks = (layer_format.dequantize(parts, rows, region.columns) for rows in region.row_blocks())
+        return quantize(blocks, region.shape, formats.quantized)
+
+    def _empty(self, region: Region) -> Tensor:
+        return torch.empty(region.shape, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,27 +233,9 @@ class _Layer:
     stored: Mapping[str, str]
     """Names of tensors, by role."""
     shape: tuple[int, ...]
+    expert: int | None = None
+    """Its number in a stack; None means that the layer is no stack."""
 
-    def share(self, region: Region) -> float:
-        return region.num_values / max(prod(self.shape), 1)
-
-
-@dataclass(slots=True)
-class _FormatCost:
-    """What one format's layers take, in bytes."""
-
-    num_matrices: int = 0
-    stored: float = 0
-    memory: int = 0
-
-    def add(self, num_matrices: int, stored: float, memory: int) -> None:
-        self.num_matrices += num_matrices
-        self.stored += stored
-        self.memory += memory
-
-    def fields(self) -> dict[str, object]:
-        return {
-            "num_matrices": self.num_matrices,
-            "stored_bytes": round(self.stored),
-            "memory_bytes": self.memory,
-        }
+    def select(self, parts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The one matrix's part of each tensor."""
+        return parts if self.expert is None else {role: part[self.expert] for role, part in parts.items()}

@@ -9,7 +9,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from services.worker.weights.model_weights import ALL
+from services.worker.ops.matrices import Matrix
+from services.worker.ops.matrix_rows import MatrixFormat, to_device
+from services.worker.weights.model_weights import ALL, DENSE, WeightFormats
+from services.worker.weights.quantization.dequantize import Region, selected_run
+from services.worker.weights.quantization.quantize import quantize
 
 # The largest prime below 2^20.
 _PERIOD = 1_048_573
@@ -31,10 +35,17 @@ class DummyWeights:
         dtype: torch.dtype,
         on_progress: Callable[[float], None] = lambda _: None,
         device: torch.device | str = "cpu",
+        *,
+        formats: WeightFormats = DENSE,
     ) -> None:
-        """Draw from `seed`. `on_progress` is called with 0 at each tensor, as their number is unknown."""
+        """Draw from `seed`.
+
+        `on_progress` is called with 0 at each tensor, as their number is unknown.
+        """
         self.dtype = dtype
         self.device = torch.device(device)
+        self.packed_formats: set[MatrixFormat] = set()
+        self._formats = formats
         self._seed = seed
         self._on_progress = on_progress
         generator = torch.Generator().manual_seed(seed)
@@ -44,10 +55,6 @@ class DummyWeights:
 
     def __contains__(self, name: str) -> bool:
         return False
-
-    def empty(self, shape: tuple[int, ...]) -> Tensor:
-        """See `ModelWeights`."""
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def read(self, name: str, shape: tuple[int, ...], *, rows: slice = ALL, dtype: torch.dtype | None = None) -> Tensor:
         """See `ModelWeights`."""
@@ -59,34 +66,29 @@ class DummyWeights:
         self._fill(out.view(-1), name, selected.start * prod(row_shape), _NORM_SPREAD if is_norm else spread)
         return out.add_(1.0) if is_norm else out
 
-    def linear(
-        self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL, out: Tensor | None = None
-    ) -> Tensor:
+    def linear(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Matrix:
         """See `ModelWeights`."""
-        row_range, column_range = range(*rows.indices(shape[0])), range(*columns.indices(shape[1]))
-        if out is None:
-            out = self.empty((len(row_range), len(column_range)))
-        self._fill_matrix(out, name, row_range, column_range, num_columns=shape[1], spread=shape[1] ** -0.5)
-        return out
+        region = Region(selected_run(rows, shape[0]), selected_run(columns, shape[1]))
+        return self._draw_matrix(name, region, shape, self._formats.quantized)
+
+    def head(self, name: str, shape: tuple[int, int], *, rows: slice = ALL) -> Matrix:
+        """See `ModelWeights`."""
+        region = Region(selected_run(rows, shape[0]), range(shape[1]))
+        return self._draw_matrix(name, region, shape, self._formats.of_head.quantized)
+
+    def table(self, name: str, shape: tuple[int, int], *, rows: slice = ALL) -> Matrix:
+        """See `ModelWeights`."""
+        return self.dense(name, shape, rows=rows)
+
+    def dense(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        """See `ModelWeights`."""
+        return self._draw(name, Region(selected_run(rows, shape[0]), selected_run(columns, shape[1])), shape)
 
     def stacked(
-        self,
-        name: str,
-        shape: tuple[int, int, int],
-        *,
-        experts: slice = ALL,
-        rows: slice = ALL,
-        columns: slice = ALL,
-    ) -> Tensor:
+        self, name: str, shape: tuple[int, int, int], expert: int, *, rows: slice = ALL, columns: slice = ALL
+    ) -> Matrix:
         """See `ModelWeights`."""
-        row_range, column_range = range(*rows.indices(shape[1])), range(*columns.indices(shape[2]))
-        expert_range = range(*experts.indices(shape[0]))
-        out = self.empty((len(expert_range), len(row_range), len(column_range)))
-        for expert, matrix in zip(expert_range, out, strict=True):
-            name_of_one = f"{name}.{expert}"
-            spread = shape[1] ** -0.5
-            self._fill_matrix(matrix, name_of_one, row_range, column_range, num_columns=shape[2], spread=spread)
-        return out
+        return self.linear(f"{name}.{expert}", (shape[2], shape[1]), rows=rows, columns=columns)
 
     def ignore(self, *, prefixes: Sequence[str] = (), suffixes: Sequence[str] = ()) -> None:
         """See `ModelWeights`; does nothing."""
@@ -94,14 +96,24 @@ class DummyWeights:
     def check_complete(self) -> None:
         """See `ModelWeights`; never raises."""
 
-    def _fill_matrix(
-        self, out: Tensor, name: str, rows: range, columns: range, *, num_columns: int, spread: float
-    ) -> None:
-        if len(columns) == num_columns and out.is_contiguous():
-            self._fill(out.view(-1), name, rows.start * num_columns, spread)
-            return
-        for row, target in zip(rows, out, strict=True):
-            self._fill(target, name, row * num_columns + columns.start, spread)
+    def _draw_matrix(self, name: str, region: Region, shape: tuple[int, int], quantized: MatrixFormat | None) -> Matrix:
+        if quantized is None or not region.num_values:
+            return self._draw(name, region, shape)
+        blocks = (self._draw(name, Region(block, region.columns), shape) for block in region.row_blocks())
+        self.packed_formats.add(quantized)
+        return to_device(quantize(blocks, region.shape, quantized), self.device)
+
+    def _draw(self, name: str, region: Region, shape: tuple[int, int]) -> Tensor:
+        """A part of a matrix of this shape."""
+        out = torch.empty(region.shape, dtype=self.dtype, device=self.device)
+        num_columns, first = shape[1], region.columns.start
+        spread = num_columns**-0.5
+        if len(region.columns) == num_columns:
+            self._fill(out.view(-1), name, region.rows.start * num_columns, spread)
+            return out
+        for row, target in zip(region.rows, out, strict=True):
+            self._fill(target, name, row * num_columns + first, spread)
+        return out
 
     def _fill(self, out: Tensor, name: str, first: int, spread: float) -> None:
         """Write a tensor's values from index `first` on into `out` [n]."""

@@ -3,42 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from services.worker.ops.matrices import Matrix
+from services.worker.ops.matrix_rows import MatrixFormat
+
 # The whole of a dimension.
 ALL = slice(None)
 
 
+@dataclass(frozen=True, slots=True)
+class WeightFormats:
+    """The formats in which matrices are returned."""
+
+    kept: frozenset[MatrixFormat] = frozenset()
+    """What is stored in one of these is not dequantised."""
+    quantized: MatrixFormat | None = None
+    """What is stored in a float dtype is quantised to this one; None means that it stays as it is."""
+
+    @property
+    def of_head(self) -> WeightFormats:
+        """See `ModelWeights.head`."""
+        return self if self.quantized is None else replace(self, quantized=MatrixFormat.INT8)
+
+    @property
+    def of_table(self) -> WeightFormats:
+        """See `ModelWeights.table`."""
+        return replace(self, quantized=None)
+
+
+DENSE = WeightFormats()
+
+
 class ModelWeights(Protocol):
-    """A model's weights, in the dtype it runs in, whatever format they are stored in.
+    """A model's weights, whatever format they are stored in.
 
     A problem with a tensor (missing, another shape or dtype, values that are not finite) does not stop a read: it is
     recorded, a tensor of the right shape with arbitrary values is returned, and `check_complete` raises one error that
     lists all problems. So a layer never sees a wrong shape, and must not judge values.
 
-    The caller owns every tensor returned and may write to it. All are contiguous except those from `stacked`. Slices
-    have a step of 1 and need not be aligned to a format's blocks or groups. Only the selected part is read.
+    The caller owns every tensor returned and may write to it. All are contiguous. Slices have a step of 1 and need not
+    be aligned to a format's blocks or groups: a matrix whose groups they cut is dequantised. Only the selected part is
+    read.
     """
 
     dtype: torch.dtype
+    """Of what is not packed: the dtype that the model runs in."""
     device: torch.device
     """Where every tensor returned is."""
+    packed_formats: set[MatrixFormat]
+    """The formats of the packed matrices returned so far."""
 
     def __contains__(self, name: str) -> bool:
         """Whether such a tensor is stored; dummy weights store none."""
 
-    def empty(self, shape: tuple[int, ...]) -> Tensor:
-        """New memory in `dtype` that several reads write into.
-
-        Raises:
-            ModelDirectoryError: it is larger than all stored tensors together could fill.
-        """
-
     def read(self, name: str, shape: tuple[int, ...], *, rows: slice = ALL, dtype: torch.dtype | None = None) -> Tensor:
-        """Read a tensor that no format packs: embeddings, norms, biases, routers.
+        """Read a tensor that no format packs: norms, biases.
 
         Args:
             name: The full name.
@@ -50,42 +74,45 @@ class ModelWeights(Protocol):
             ModelDirectoryError: too much is missing to continue; as from `check_complete`.
         """
 
-    def linear(
-        self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL, out: Tensor | None = None
-    ) -> Tensor:
-        """Read a linear layer's matrix, in whatever format it is stored.
+    def linear(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Matrix:
+        """Read a linear layer's matrix, packed if its format is kept or if matrices are quantised.
 
         Args:
             name: Without `.weight`.
             shape: (out_features, in_features) of the whole matrix.
             rows: Output features to read.
             columns: Input features to read.
-            out: Written and returned; has the selected part's shape, any float dtype and strides. None means new
-                memory.
 
         Raises:
             ModelDirectoryError: as in `read`.
         """
 
+    def dense(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        """Read as `linear` does, but dequantised: what must be precise, or is not used in a product as it is."""
+
+    def head(self, name: str, shape: tuple[int, int], *, rows: slice = ALL) -> Matrix:
+        """Read the projection onto the vocabulary as `linear` does, but quantise it to 8 bits in any case.
+
+        At 4 bits it would raise perplexity far more than all other layers together.
+        """
+
+    def table(self, name: str, shape: tuple[int, int], *, rows: slice = ALL) -> Matrix:
+        """Read an embedding as `linear` does, but do not quantise floats: its lookup costs nothing in any format."""
+
     def stacked(
-        self,
-        name: str,
-        shape: tuple[int, int, int],
-        *,
-        experts: slice = ALL,
-        rows: slice = ALL,
-        columns: slice = ALL,
-    ) -> Tensor:
-        """Read experts stored as one stack, as in gpt-oss: tensor `name`, or `{name}_blocks` and `{name}_scales`.
+        self, name: str, shape: tuple[int, int, int], expert: int, *, rows: slice = ALL, columns: slice = ALL
+    ) -> Matrix:
+        """Read one expert of a stack, as in gpt-oss: tensor `name`, or `{name}_blocks` and `{name}_scales`.
 
         Args:
             name: Without a format's suffix.
-            shape: (experts, in_features, out_features) of the whole stack: `x @ result[e]` is expert e's product.
-            rows: Input features to read.
-            columns: Output features to read.
+            shape: (experts, in_features, out_features) of the whole stack.
+            expert: Its number.
+            rows: Output features to read.
+            columns: Input features to read.
 
         Returns:
-            A new tensor, or a transposed view of one if the format stores the matrices transposed.
+            [out_features, in_features], as from `linear`, whatever the order in the stack.
 
         Raises:
             ModelDirectoryError: as in `read`.

@@ -6,7 +6,9 @@ Other formats are not read, as they can run code.
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +40,7 @@ _DTYPE_BYTES = {
     "U8": 1,
     "BOOL": 1,
 }
+_MAX_UNFINISHED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,10 @@ class WeightFiles:
         self._headers = {name: self._header(name) for name in self._name_to_file}
         self.num_bytes = sum(header.num_bytes for header in self._headers.values())
         self._num_bytes_read = 0
-        self._entries: dict[str, str] = {}
+        self._hasher = self._open_files.enter_context(ThreadPoolExecutor(1, "hash-weights"))
+        self._name_to_entry: dict[str, Future[str]] = {}
+        # Few, so that a tensor is hashed while it is in the page cache, and progress is not far ahead.
+        self._unfinished: deque[Future[str]] = deque()
 
     def __enter__(self) -> WeightFiles:
         return self
@@ -97,11 +103,14 @@ class WeightFiles:
         """A view of the mapped file, in its dtype. Reports progress.
 
         The first read hashes the whole tensor even if a rank needs only part of it, so that all ranks have the same
-        digest.
+        digest. That is done by another thread, since it takes as long as converting the tensor.
         """
         tensor: Tensor = self._name_to_file[name].get_tensor(name)
-        if name not in self._entries:
-            self._entries[name] = f"{name} {tensor.dtype} {list(tensor.shape)} {_sha256(tensor)}\n"
+        if name not in self._name_to_entry:
+            self._name_to_entry[name] = entry = self._hasher.submit(_digest_entry, name, tensor)
+            self._unfinished.append(entry)
+            if len(self._unfinished) > _MAX_UNFINISHED:
+                self._unfinished.popleft().result()
             self._num_bytes_read += self._headers[name].num_bytes
             self._on_progress(self._num_bytes_read / max(self.num_bytes, 1))
         return tensor
@@ -111,7 +120,7 @@ class WeightFiles:
 
         Independent of the split into files, and of how much of each tensor was used.
         """
-        lines = "".join(self._entries[name] for name in sorted(self._entries))
+        lines = "".join(self._name_to_entry[name].result() for name in sorted(self._name_to_entry))
         return hashlib.sha256(lines.encode()).hexdigest()
 
     def _open(self, path: Path) -> Any:
@@ -161,5 +170,7 @@ def _locate(files: dict[Path, Any]) -> dict[str, Any]:
     return name_to_file
 
 
-def _sha256(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+def _digest_entry(name: str, tensor: Tensor) -> str:
+    """One line of what `WeightFiles.digest` hashes."""
+    sha256 = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+    return f"{name} {tensor.dtype} {list(tensor.shape)} {sha256}\n"

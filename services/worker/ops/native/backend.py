@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from services.worker.ops.cpu_ops import CpuOps
+from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.native.attention import NativeAttention
 from services.worker.ops.native.build import BuildError
 from services.worker.ops.native.elementwise import NativeElementwise
@@ -24,6 +25,7 @@ class NativeOps(NativeElementwise, NativeHeads, NativeAttention, CpuOps):
 
     name = "native"
     is_exact = False
+    formats = frozenset({MatrixFormat.INT8, MatrixFormat.INT4, MatrixFormat.MXFP4})
 
     def __init__(self, isa: Isa) -> None:
         """Raise `BuildError` if the kernels for `isa` cannot be built."""

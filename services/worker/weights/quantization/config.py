@@ -25,7 +25,7 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], FormatRules]] = {
 }
 
 PLAIN = PlainFormat()
-_PLAIN_STACK = PlainFormat(suffix="")
+_PLAIN_STACK = PlainFormat(suffix="", is_transposed=True)
 _MXFP4_STACK = Mxfp4StackFormat()
 
 
@@ -36,6 +36,8 @@ class QuantizationConfig:
         """`rules` None means that nothing is quantised."""
         self._rules = rules or FormatRules()
         self._has_mxfp4 = has_mxfp4
+        self.is_quantized = bool(self._rules.rules) or has_mxfp4
+        """Whether any layer may be."""
         self.unused_suffixes = self._rules.unused_suffixes
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Converts stored tensors into floating point."""
+"""Converts stored tensors into floating point, and checks that values are finite."""
 
 from __future__ import annotations
 
@@ -9,40 +9,51 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from services.worker.ops.matrices import IntMatrix, Matrix, Mxfp4Matrix
 from services.worker.weights.quantization.layer_format import LayerFormat
 
-# Values dequantised at once, few enough for intermediate results to stay in the processor's caches.
+# Values converted at once, few enough for intermediate results to stay in the processor's caches.
 _CHUNK_VALUES = 1 << 18
+# No code of an integer format is larger.
+_LARGEST_CODE = 128
+# Products of larger exponents with the largest value, 6, overflow float32; the one above both is NaN.
+_LARGEST_SAFE_EXPONENT, _NAN_EXPONENT = 252, 255
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A part of a matrix, or of several in a stack."""
+    """A part of a matrix."""
 
-    matrices: range | None
-    """None means a single matrix."""
     rows: range
     columns: range
 
     @property
-    def num_matrices(self) -> int:
-        """1 for a single matrix."""
-        return 1 if self.matrices is None else len(self.matrices)
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns)."""
+        return len(self.rows), len(self.columns)
 
     @property
     def num_values(self) -> int:
-        """Values in all matrices."""
-        return self.num_matrices * len(self.rows) * len(self.columns)
+        """All values."""
+        return len(self.rows) * len(self.columns)
+
+    def row_blocks(self) -> list[range]:
+        """Runs of rows that are converted at once."""
+        num_rows = max(_CHUNK_VALUES // max(len(self.columns), 1), 1)
+        return [self.rows[start : start + num_rows] for start in range(0, len(self.rows), num_rows)]
 
 
 def dequantize(layer_format: LayerFormat, parts: Mapping[str, Tensor], region: Region, out: Tensor) -> bool:
     """Write `region` into `out`. Returns False, with `out` partly written, if a value is not finite."""
-    if region.matrices is None:
-        return _dequantize_matrix(layer_format, parts, region, out)
-    return all(
-        _dequantize_matrix(layer_format, {role: part[matrix] for role, part in parts.items()}, region, target)
-        for matrix, target in zip(region.matrices, out, strict=True)
-    )
+    start = 0
+    for rows in region.row_blocks():
+        values = layer_format.dequantize(parts, rows, region.columns).to(out.dtype)
+        # Checked on the host, while they are in the processor's caches: `out` may be on a device.
+        if not is_finite(values):
+            return False
+        out[start : start + len(rows)].copy_(values)
+        start += len(rows)
+    return True
 
 
 def is_finite(values: Tensor) -> bool:
@@ -50,22 +61,20 @@ def is_finite(values: Tensor) -> bool:
     return not values.numel() or all(math.isfinite(extreme) for extreme in torch.aminmax(values))
 
 
+def has_finite_values(matrix: Matrix) -> bool:
+    """Whether all values are finite, from the scales of a packed matrix: also False if these nearly overflow."""
+    if isinstance(matrix, IntMatrix):
+        largest = matrix.scales.abs().mul_(_LARGEST_CODE)
+        return is_finite(largest if matrix.offsets is None else largest.add_(matrix.offsets.abs()))
+    if isinstance(matrix, Mxfp4Matrix):
+        largest_exponent = int(matrix.exponents.max()) if matrix.exponents.numel() else 0
+        is_safe = largest_exponent <= _LARGEST_SAFE_EXPONENT
+        return is_safe or (largest_exponent != _NAN_EXPONENT and is_finite(matrix.to_dense(torch.float32)))
+    return is_finite(matrix)
+
+
 def selected_run(part: slice, size: int) -> range:
     """The indices that `part`, with step 1, selects out of `size`."""
     start, stop, step = part.indices(size)
     assert step == 1, "only runs are read"
     return range(start, max(start, stop))
-
-
-def _dequantize_matrix(layer_format: LayerFormat, parts: Mapping[str, Tensor], region: Region, out: Tensor) -> bool:
-    rows, columns = region.rows, region.columns
-    if layer_format.is_transposed:
-        out, rows, columns = out.T, columns, rows
-    num_rows = max(_CHUNK_VALUES // max(len(columns), 1), 1)
-    for start in range(0, len(rows), num_rows):
-        values = layer_format.dequantize(parts, rows[start : start + num_rows], columns).to(out.dtype)
-        # Checked on the host, while they are in the processor's caches: `out` may be on a device.
-        if not is_finite(values):
-            return False
-        out[start : start + num_rows].copy_(values)
-    return True

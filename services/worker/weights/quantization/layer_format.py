@@ -8,6 +8,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from services.worker.ops.matrices import Matrix
+from services.worker.ops.matrix_rows import MatrixFormat
+
 # These need no scale; safetensors' names.
 FLOAT_DTYPES = ("F32", "F16", "BF16")
 
@@ -32,9 +35,9 @@ class StoredTensor:
 
 
 class LayerFormat(Protocol):
-    """A format of matrices [out_features, in_features], or of stacks of matrices [in_features, out_features].
+    """A format of matrices [out_features, in_features], or of stacks of matrices.
 
-    Activations are never quantised, even for a checkpoint made for that (W8A8), which loses only speed.
+    The shape of a stack is (experts, in_features, out_features), as in the models that have stacks.
     """
 
     @property
@@ -46,22 +49,37 @@ class LayerFormat(Protocol):
         """Suffixes of tensors that the layer may have but does not need."""
 
     @property
-    def is_transposed(self) -> bool:
-        """Whether matrices are stored and dequantised transposed."""
+    def packed_as(self) -> MatrixFormat | None:
+        """The format of what `packed` returns; None if that is always None."""
 
     def stored_tensors(self, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
         """The tensors stored for a matrix or stack of this `shape` in the model."""
 
     def dequantize(self, parts: Mapping[str, Tensor], rows: range, columns: range) -> Tensor:
-        """A part of a stored matrix, [len(rows), len(columns)], in a float dtype; it may be a view of `parts`.
+        """A part of a matrix, [len(rows), len(columns)], in a float dtype; it may be a view of `parts`.
 
         Args:
             parts: Whole tensors by role; for a stack, one matrix's.
-            rows: Rows of the stored matrix, step 1.
-            columns: Columns of the stored matrix, step 1.
+            rows: Output features, step 1.
+            columns: Input features, step 1.
 
         Raises:
             MalformedLayerError: the tensors' contents contradict each other.
+        """
+
+    def packed(self, parts: Mapping[str, Tensor], rows: range, columns: range) -> Matrix | None:
+        """The same part without dequantising it, in new memory; None if it cannot be expressed like that.
+
+        `dequantize` gives the same values, but for the rounding of offsets. They may be not finite: see
+        `has_finite_values`.
+
+        Args:
+            parts: As for `dequantize`.
+            rows: As for `dequantize`; not empty.
+            columns: As for `dequantize`; not empty.
+
+        Raises:
+            MalformedLayerError: as `dequantize`.
         """
 
 
@@ -70,9 +88,11 @@ class PlainFormat:
     """A matrix or stack stored as one tensor in a float dtype."""
 
     suffix: str = ".weight"
+    is_transposed: bool = False
+    """Whether matrices are stored as [in_features, out_features]."""
     label: str = field(default="plain", init=False)
     unused: tuple[str, ...] = field(default=(), init=False)
-    is_transposed: bool = field(default=False, init=False)
+    packed_as: MatrixFormat | None = field(default=None, init=False)
 
     def stored_tensors(self, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
         """See `LayerFormat`."""
@@ -80,4 +100,14 @@ class PlainFormat:
 
     def dequantize(self, parts: Mapping[str, Tensor], rows: range, columns: range) -> Tensor:
         """See `LayerFormat`."""
-        return parts["weight"][rows.start : rows.stop, columns.start : columns.stop]
+        weight = parts["weight"].T if self.is_transposed else parts["weight"]
+        return weight[rows.start : rows.stop, columns.start : columns.stop]
+
+    def packed(
+        self,
+        parts: Mapping[str, Tensor],  # noqa: ARG002
+        rows: range,  # noqa: ARG002
+        columns: range,  # noqa: ARG002
+    ) -> Matrix | None:
+        """See `LayerFormat`."""
+        return None

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from services.worker.ops.matrices import Matrix, Mxfp4Matrix
+from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.weights.quantization.layer_format import StoredTensor
 
 _GROUP = 32
@@ -27,7 +29,7 @@ class Mxfp4StackFormat:
 
     label: str = field(default="mxfp4", init=False)
     unused: tuple[str, ...] = field(default=(), init=False)
-    is_transposed: bool = field(default=True, init=False)
+    packed_as: MatrixFormat | None = field(default=MatrixFormat.MXFP4, init=False)
 
     def stored_tensors(self, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
         """See `LayerFormat`."""
@@ -48,3 +50,11 @@ class Mxfp4StackFormat:
         values *= _E8M0[exponents.int()][..., None]
         skipped = columns.start - first * _GROUP
         return values.flatten(1)[:, skipped : skipped + len(columns)]
+
+    def packed(self, parts: Mapping[str, Tensor], rows: range, columns: range) -> Matrix | None:
+        """See `LayerFormat`."""
+        if columns.start % _GROUP or columns.stop % _GROUP:
+            return None
+        place = slice(rows.start, rows.stop), slice(columns.start // _GROUP, columns.stop // _GROUP)
+        codes, exponents = parts["blocks"][place].flatten(1), parts["scales"][place].view(torch.uint8)
+        return Mxfp4Matrix(*(part.clone(memory_format=torch.contiguous_format) for part in (codes, exponents)))

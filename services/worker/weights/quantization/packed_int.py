@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from services.worker.ops.matrices import IntMatrix, Matrix
+from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.weights.quantization.layer_format import FLOAT_DTYPES, MalformedLayerError, StoredTensor
 from services.worker.weights.quantization.scaled import Granularity
 
@@ -34,12 +36,16 @@ class PackedIntFormat:
     granularity: Granularity
     is_symmetric: bool
     unused: tuple[str, ...] = field(default=(".input_scale", ".input_zero_point", ".output_scale"), init=False)
-    is_transposed: bool = field(default=False, init=False)
 
     @property
     def label(self) -> str:
         """See `LayerFormat`."""
         return f"int{self.num_bits}, packed"
+
+    @property
+    def packed_as(self) -> MatrixFormat | None:
+        """See `LayerFormat`."""
+        return MatrixFormat.INT4 if self.num_bits == 4 else MatrixFormat.INT8
 
     def stored_tensors(self, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
         """See `LayerFormat`."""
@@ -59,14 +65,42 @@ class PackedIntFormat:
 
     def dequantize(self, parts: Mapping[str, Tensor], rows: range, columns: range) -> Tensor:
         """See `LayerFormat`."""
-        packed, shape = parts["packed"], parts["shape"].tolist()
-        if self._num_words(shape[1]) != packed.shape[1] or shape[0] != packed.shape[0]:
-            raise MalformedLayerError(f"weight_shape says {shape}, weight_packed is {list(packed.shape)}")
-        values = _unpack(packed[rows.start : rows.stop], self.num_bits, columns)
+        values = _unpack(self._words(parts)[rows.start : rows.stop], self.num_bits, columns)
         if not self.is_symmetric:
-            zero_points = _unpack(parts["zero_point"].T, self.num_bits, rows).T
-            values -= self._spread(zero_points, parts.get("groups"), range(len(rows)), columns)
+            values -= self._spread(self._zero_points(parts, rows), parts.get("groups"), range(len(rows)), columns)
         return values.mul_(self._spread(parts["scale"], parts.get("groups"), rows, columns))
+
+    def packed(self, parts: Mapping[str, Tensor], rows: range, columns: range) -> Matrix | None:
+        """See `LayerFormat`. Groups that are not consecutive columns cannot be expressed."""
+        words, group_size = self._words(parts), self.granularity.group_size(columns)
+        per_byte = 8 // self.num_bits
+        is_cut = columns.start % per_byte or columns.stop % per_byte
+        if group_size is None or is_cut or self._is_shuffled(parts.get("groups")):
+            return None
+        codes = words[rows.start : rows.stop].contiguous().view(torch.uint8)
+        codes = codes[:, columns.start // per_byte : columns.stop // per_byte]
+        # Eight bits have 128 added; IntMatrix has four bits with 8 added, as here.
+        codes = codes.bitwise_xor(0x80).view(torch.int8) if per_byte == 1 else codes
+        scales, offsets = self.granularity.by_group(parts["scale"], rows, columns), None
+        if not self.is_symmetric:
+            zero_points = self._zero_points(parts, rows)
+            offsets = self.granularity.by_group(zero_points, range(len(rows)), columns).mul_(scales).neg_()
+        codes = codes.clone(memory_format=torch.contiguous_format)
+        return IntMatrix(self.num_bits, codes, scales, group_size, offsets)
+
+    def _words(self, parts: Mapping[str, Tensor]) -> Tensor:
+        words, shape = parts["packed"], parts["shape"].tolist()
+        if self._num_words(shape[1]) != words.shape[1] or shape[0] != words.shape[0]:
+            raise MalformedLayerError(f"weight_shape says {shape}, weight_packed is {list(words.shape)}")
+        return words
+
+    def _zero_points(self, parts: Mapping[str, Tensor], rows: range) -> Tensor:
+        """[len(rows), all groups], float32."""
+        return _unpack(parts["zero_point"].T, self.num_bits, rows).T
+
+    def _is_shuffled(self, groups: Tensor | None) -> bool:
+        size = self.granularity.columns
+        return groups is not None and size is not None and not torch.equal(groups, _consecutive(groups, size))
 
     def _num_words(self, num_values: int) -> int:
         return -(-num_values * self.num_bits // _WORD_BITS)
@@ -78,6 +112,11 @@ class PackedIntFormat:
         if len(group_of) and not 0 <= int(group_of.min()) <= int(group_of.max()) < scales.shape[1]:
             raise MalformedLayerError(f"weight_g_idx names a group outside the {scales.shape[1]} that exist")
         return scales[rows.start : rows.stop].float()[:, group_of]
+
+
+def _consecutive(groups: Tensor, group_size: int) -> Tensor:
+    """The groups of as many columns, if each has consecutive ones."""
+    return torch.arange(len(groups), dtype=groups.dtype).floor_divide_(group_size)
 
 
 def _unpack(words: Tensor, num_bits: int, columns: range) -> Tensor:

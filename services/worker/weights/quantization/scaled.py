@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from services.worker.ops.matrices import IntMatrix, Matrix
+from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.weights.quantization.layer_format import FLOAT_DTYPES, StoredTensor
 
 FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
@@ -38,8 +40,24 @@ class Granularity:
 
     def expand(self, scales: Tensor, rows: range, columns: range) -> Tensor:
         """A part's scales, float32, in a shape that broadcasts to it."""
+        return _repeat(self._by_row(scales, rows), 1, self.columns, columns)
+
+    def group_size(self, columns: range) -> int | None:
+        """How many of a part's columns share a scale, the last group's maybe fewer; None if the part cuts a group."""
+        if self.columns is None:
+            return len(columns)
+        return None if columns.start % self.columns else self.columns
+
+    def by_group(self, scales: Tensor, rows: range, columns: range) -> Tensor:
+        """A part's scales, new [len(rows), groups] float32, if it cuts no group."""
+        size = self.columns or max(columns.stop, 1)
+        scales = self._by_row(scales, rows)[:, columns.start // size : -(-columns.stop // size)]
+        return scales.expand(len(rows), -1).clone(memory_format=torch.contiguous_format)
+
+    def _by_row(self, scales: Tensor, rows: range) -> Tensor:
+        """[len(rows) or 1, all groups of columns], float32."""
         scales = scales.reshape(1, 1) if scales.dim() == 0 else scales.reshape(scales.shape[0], -1)
-        return _repeat(_repeat(scales.float(), 0, self.rows, rows), 1, self.columns, columns)
+        return _repeat(scales.float(), 0, self.rows, rows)
 
 
 TENSOR = Granularity(None, None)
@@ -60,7 +78,11 @@ class ScaledFormat:
         default=(".input_scale", ".activation_scale", ".input_zero_point", ".output_scale", ".output_zero_point"),
         init=False,
     )
-    is_transposed: bool = field(default=False, init=False)
+
+    @property
+    def packed_as(self) -> MatrixFormat | None:
+        """See `LayerFormat`."""
+        return MatrixFormat.INT8 if self.dtypes == INT8_DTYPES else None
 
     def stored_tensors(self, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
         """See `LayerFormat`."""
@@ -80,6 +102,18 @@ class ScaledFormat:
         if self.has_zero_point:
             values -= granularity.expand(parts["zero_point"], rows, columns)
         return values.mul_(granularity.expand(parts["scale"], rows, columns))
+
+    def packed(self, parts: Mapping[str, Tensor], rows: range, columns: range) -> Matrix | None:
+        """See `LayerFormat`."""
+        granularity = self._granularity_of(parts)
+        group_size = granularity.group_size(columns)
+        if self.packed_as is None or group_size is None:
+            return None
+        codes = parts["weight"][rows.start : rows.stop, columns.start : columns.stop]
+        scales, offsets = granularity.by_group(parts["scale"], rows, columns), None
+        if self.has_zero_point:
+            offsets = granularity.by_group(parts["zero_point"], rows, columns).mul_(scales).neg_()
+        return IntMatrix(8, codes.clone(memory_format=torch.contiguous_format), scales, group_size, offsets)
 
     def _granularity_of(self, parts: Mapping[str, Tensor]) -> Granularity:
         shape, scale_shape = tuple(parts["weight"].shape), tuple(parts["scale"].shape)

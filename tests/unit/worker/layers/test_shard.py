@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from services.worker.layers.shard import Part, Shard
 from services.worker.layout import RankLayout
 from services.worker.models.loader import load_model
 from services.worker.models.registry import CausalLM, loader_for
-from services.worker.ops import load_ops
+from services.worker.ops import Matrix, load_ops
 from services.worker.parallel.communicator import SINGLE, Parallel
 from services.worker.weights.checkpoint import CheckpointWeights
 from services.worker.weights.dummy_weights import DummyWeights
@@ -122,12 +123,10 @@ class CountingWeights(DummyWeights):
         self.num_values += values.numel()
         return values
 
-    def linear(
-        self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL, out: Tensor | None = None
-    ) -> Tensor:
-        values = super().linear(name, shape, rows=rows, columns=columns, out=out)
-        self.num_values += values.numel()
-        return values
+    def linear(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Matrix:
+        matrix = super().linear(name, shape, rows=rows, columns=columns)
+        self.num_values += prod(matrix.shape)
+        return matrix
 
 
 def test_a_rank_reads_its_share_and_the_norms() -> None:

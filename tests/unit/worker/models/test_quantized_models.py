@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from services.worker.models.loader import load_model
-from services.worker.ops import load_ops
+from services.worker.ops import Ops, load_ops
+from services.worker.ops.matrix_rows import MatrixFormat
 from shared.model_dir import ModelDirectoryError
+from tests.support.packing_ops import PackingOps
 from tests.support.paged_model import PagedModel
 from tests.support.quantized_checkpoints import SCHEMES, write_quantized
 from tests.support.tiny_llama import write_tiny_llama
@@ -42,6 +45,31 @@ def test_a_quantized_model_computes_the_same_as_its_values(plain_dir: Path, tmp_
     torch.testing.assert_close(logits_of(quantized, backend="cpu"), expected, rtol=1e-4, atol=1e-4)
     # And it differs from the model that it was made from.
     assert (logits_of(plain_dir) - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("scheme", "counts"),
+    [
+        # Fused: query, key and value; gate and up. Output, down and the head, which is plain, are on their own.
+        ("compressed int8, W8A8", {MatrixFormat.INT8: 8, None: 1}),
+        ("compressed int8, asymmetric", {MatrixFormat.INT8: 8, None: 1}),
+        ("compressed int4, groups", {MatrixFormat.INT4: 8, None: 1}),
+        ("compressed int4, asymmetric", {MatrixFormat.INT4: 8, None: 1}),
+        ("compressed int4, activation order", {None: 9}),
+        ("fp8, blocks", {None: 9}),
+        # Only the fused parts: the others are FP8, and the first layer's feed-forward network is plain.
+        ("mixed", {MatrixFormat.INT4: 3, None: 6}),
+    ],
+)
+def test_a_backend_with_kernels_for_a_format_is_given_it(
+    plain_dir: Path, tmp_path: Path, scheme: str, counts: dict[MatrixFormat | None, int]
+) -> None:
+    quantized, values = write_quantized(plain_dir, tmp_path, SCHEMES[scheme])
+    ops = PackingOps()
+    paged = PagedModel(load_model(quantized, ops, torch.float32, lambda _: None).model, ops, num_blocks=8)
+    assert ops.counts == counts
+    logits = paged.prefill_all(paged.add([5, 9, 300, 4, 77]))
+    torch.testing.assert_close(logits, logits_of(values), rtol=1e-5, atol=1e-5)
 
 
 def test_a_quantized_model_runs_in_bfloat16(plain_dir: Path, tmp_path: Path) -> None:
@@ -144,14 +172,34 @@ def test_scales_of_a_quantized_cache_are_not_read(plain_dir: Path, tmp_path: Pat
     assert torch.equal(logits_of(quantized), expected)
 
 
+def costs_of(model_dir: Path, ops: Ops, caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """The fields of the lines about formats."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "services.worker"):
+        load_model(model_dir, ops, torch.float32, lambda _: None)
+    return [record.__dict__ for record in caplog.records if "num_matrices" in record.__dict__]
+
+
 def test_the_cost_of_dequantizing_is_logged_once_per_format(
     plain_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     quantized, _ = write_quantized(plain_dir, tmp_path, SCHEMES["mixed"])
-    with caplog.at_level(logging.INFO, "services.worker"):
-        logits_of(quantized)
-    records = {record.__dict__["format"]: record.__dict__ for record in caplog.records if "format" in record.__dict__}
+    records = costs_of(quantized, load_ops("reference"), caplog)
     # o_proj of both layers, down_proj of the second; q, k and v of both, gate and up of the second.
-    counts = {label: record["num_matrices"] for label, record in records.items()}
-    assert counts == {"fp8, channel": 3, "int4, packed": 8}
-    assert all(0 < record["stored_bytes"] < record["memory_bytes"] for record in records.values())
+    assert {record["format"]: record["num_matrices"] for record in records} == {"fp8, channel": 3, "int4, packed": 8}
+    assert all(record["message"].startswith("no kernel for this format") for record in records)
+    assert all(0 < record["stored_bytes"] < record["memory_bytes"] for record in records)
+
+
+def test_a_format_that_is_kept_is_logged_as_such_and_apart_from_layers_that_cannot_be(
+    plain_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    quantized, _ = write_quantized(plain_dir, tmp_path, SCHEMES["compressed int8, W8A8"])
+    (record,) = costs_of(quantized, PackingOps(), caplog)
+    assert record["message"] == "weights are computed with in the format they are stored in"
+    assert record["num_matrices"] == 14
+    assert record["memory_bytes"] == record["stored_bytes"]
+    quantized, _ = write_quantized(plain_dir, tmp_path / "2", SCHEMES["compressed int4, activation order"])
+    (record,) = costs_of(quantized, PackingOps(), caplog)
+    assert record["message"].startswith("weights were dequantised at load: these layers cannot be computed")
+    assert record["memory_bytes"] > record["stored_bytes"]

@@ -48,12 +48,9 @@ def test_a_tensor_is_read_in_the_models_dtype_or_in_the_requested_one(tmp_path: 
 def test_parts_equal_those_of_the_whole(tmp_path: Path) -> None:
     with weights_of(tmp_path, TENSORS) as (weights, _):
         assert torch.equal(weights.read("table.weight", (20, 3), rows=slice(4, 9)), TENSORS["table.weight"][4:9])
-        assert torch.equal(
-            weights.linear("up_proj", (5, 7), rows=slice(2, None)), TENSORS["up_proj.weight"][2:].float()
-        )
-        assert torch.equal(
-            weights.linear("up_proj", (5, 7), columns=slice(3, 4)), TENSORS["up_proj.weight"][:, 3:4].float()
-        )
+        up = TENSORS["up_proj.weight"].float()
+        assert torch.equal(weights.dense("up_proj", (5, 7), rows=slice(2, None)), up[2:])
+        assert torch.equal(weights.dense("up_proj", (5, 7), columns=slice(3, 4)), up[:, 3:4])
         assert weights.linear("up_proj", (5, 7), rows=slice(2, 2)).shape == (0, 7)
 
 
@@ -87,7 +84,7 @@ def test_the_digest_of_parts_is_that_of_the_whole(tmp_path: Path) -> None:
         with weights_of(tmp_path, tensors, dtype) as (weights, files):
             weights.read("table.weight", (20, 3), rows=part)
             weights.linear("up_proj", (5, 7), columns=part)
-            weights.stacked("experts.up", (3, 2, 4), experts=part)
+            weights.stacked("experts.up", (3, 2, 4), 1, rows=part)
             return files.digest()
 
     whole = digest_of(slice(None), torch.float32)
@@ -125,7 +122,7 @@ def test_ignored_tensors_may_be_left_unread(tmp_path: Path) -> None:
 def test_after_a_problem_shapes_are_still_right_and_everything_else_is_still_checked(tmp_path: Path) -> None:
     with weights_of(tmp_path, TENSORS) as (weights, _):
         assert weights.linear("down_proj", (6, 9), rows=slice(3)).shape == (3, 9)
-        assert weights.stacked("experts.up", (2, 3, 4), columns=slice(2)).shape == (2, 3, 2)
+        assert weights.stacked("experts.up", (2, 3, 4), 0, columns=slice(2)).shape == (4, 2)
         assert weights.read("norm.weight", (5,), dtype=torch.float64).dtype == torch.float64
         read_all(weights)
         with pytest.raises(ModelDirectoryError) as error_info:
@@ -135,15 +132,13 @@ def test_after_a_problem_shapes_are_still_right_and_everything_else_is_still_che
 
 
 def test_more_memory_than_files_could_fill_is_refused(tmp_path: Path) -> None:
-    with weights_of(tmp_path, TENSORS) as (weights, _):
-        assert weights.empty((3, 5)).shape == (3, 5)
-        with pytest.raises(ModelDirectoryError, match="too small"):
-            weights.empty((10**9, 10**9))
+    with weights_of(tmp_path, TENSORS) as (weights, _), pytest.raises(ModelDirectoryError, match="too small"):
+        weights.linear("up_proj", (10**9, 10**9))
 
 
 def test_the_experts_of_a_missing_layer_count_as_one_problem(tmp_path: Path) -> None:
     with weights_of(tmp_path, TENSORS) as (weights, _):
         for expert in range(64):
-            weights.stacked("experts.up", (64, 512, 512), experts=slice(expert, expert + 1))
+            weights.stacked("experts.up", (64, 512, 512), expert)
         with pytest.raises(ModelDirectoryError, match=r"do not match: missing: experts\.up; unexpected"):
             weights.check_complete()

@@ -41,6 +41,14 @@ def matrix(shape: tuple[int, ...], seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def dense_expert(
+    weights: CheckpointWeights, name: str, shape: tuple[int, int, int], expert: int, **part: slice
+) -> Tensor:
+    matrix = weights.stacked(name, shape, expert, **part)
+    assert isinstance(matrix, Tensor)
+    return matrix
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_layer_has_the_values_of_its_format_whole_and_in_slices(tmp_path: Path, name: str) -> None:
     layer = "model.layers.1.self_attn.q_proj"
@@ -48,24 +56,12 @@ def test_a_layer_has_the_values_of_its_format_whole_and_in_slices(tmp_path: Path
     tensors = {layer + suffix: tensor for suffix, tensor in quantized.tensors.items()}
     draw = random.Random(name)
     with weights_of(tmp_path, tensors, {"quantization_config": SCHEMES[name].config}) as weights:
-        torch.testing.assert_close(weights.linear(layer, SHAPE), quantized.values, rtol=1e-6, atol=0)
+        torch.testing.assert_close(weights.dense(layer, SHAPE), quantized.values, rtol=1e-6, atol=0)
         for _ in range(20):
             rows, columns = random_slice(draw, SHAPE[0]), random_slice(draw, SHAPE[1])
-            part = weights.linear(layer, SHAPE, rows=rows, columns=columns)
+            part = weights.dense(layer, SHAPE, rows=rows, columns=columns)
             torch.testing.assert_close(part, quantized.values[rows, columns], rtol=1e-6, atol=0)
         weights.check_complete()
-
-
-def test_slices_can_be_read_into_a_larger_matrix(tmp_path: Path) -> None:
-    quantized = SCHEMES["fp8, blocks"].quantize(matrix(SHAPE))
-    tensors = {"a_proj" + suffix: tensor for suffix, tensor in quantized.tensors.items()}
-    with weights_of(tmp_path, tensors, {"quantization_config": SCHEMES["fp8, blocks"].config}) as weights:
-        fused = torch.zeros(SHAPE[1], 100, dtype=torch.bfloat16)
-        # Transposed, as a backend may request it.
-        weights.linear("a_proj", SHAPE, out=fused.T[10:85])
-        assert torch.equal(fused.T[10:85], quantized.values.bfloat16())
-        assert not fused.T[:10].any()
-        assert not fused.T[85:].any()
 
 
 def test_mxfp4_experts_match_transformers_whole_and_in_slices(tmp_path: Path) -> None:
@@ -73,12 +69,13 @@ def test_mxfp4_experts_match_transformers_whole_and_in_slices(tmp_path: Path) ->
     theirs = convert_moe_packed_tensors(stack.tensors["_blocks"], stack.tensors["_scales"], dtype=torch.float32)
     name, draw = "model.layers.0.mlp.experts.gate_up_proj", random.Random(1)
     with weights_of(tmp_path, {name + suffix: part for suffix, part in stack.tensors.items()}, MXFP4) as weights:
-        assert torch.equal(weights.stacked(name, (3, 96, 50)), theirs)
         assert torch.equal(theirs, stack.values)
+        for expert in (0, 1, 2):
+            assert torch.equal(dense_expert(weights, name, (3, 96, 50), expert), theirs[expert].T)
         for _ in range(20):
-            experts, rows, columns = (random_slice(draw, size) for size in (3, 96, 50))
-            part = weights.stacked(name, (3, 96, 50), experts=experts, rows=rows, columns=columns)
-            assert torch.equal(part, theirs[experts, rows, columns])
+            expert, rows, columns = draw.randrange(3), random_slice(draw, 50), random_slice(draw, 96)
+            part = dense_expert(weights, name, (3, 96, 50), expert, rows=rows, columns=columns)
+            assert torch.equal(part, theirs[expert].T[rows, columns])
         weights.check_complete()
 
 
@@ -86,11 +83,11 @@ def test_mxfp4_experts_match_transformers_whole_and_in_slices(tmp_path: Path) ->
 def test_plain_stacked_experts_are_read_in_any_slices(tmp_path: Path, config: Mapping[str, Any]) -> None:
     stack = matrix((3, 20, 50))
     with weights_of(tmp_path, {"experts.down_proj": stack}, config) as weights:
-        assert torch.equal(weights.stacked("experts.down_proj", (3, 20, 50)), stack)
-        part = weights.stacked(
-            "experts.down_proj", (3, 20, 50), experts=slice(1, 3), rows=slice(7), columns=slice(9, 30)
-        )
-        assert torch.equal(part, stack[1:3, :7, 9:30])
+        for expert in (0, 1, 2):
+            assert torch.equal(dense_expert(weights, "experts.down_proj", (3, 20, 50), expert), stack[expert].T)
+        part = dense_expert(weights, "experts.down_proj", (3, 20, 50), 2, rows=slice(9, 30), columns=slice(7))
+        assert torch.equal(part, stack[2, :7, 9:30].T)
+        assert part.is_contiguous()
 
 
 def test_every_fp8_code_has_the_value_that_torch_gives_it(tmp_path: Path) -> None:
@@ -98,7 +95,7 @@ def test_every_fp8_code_has_the_value_that_torch_gives_it(tmp_path: Path) -> Non
     numbers = codes[~codes.float().isnan()].reshape(2, 127)
     tensors = {"a_proj.weight": numbers, "a_proj.weight_scale": torch.tensor(1.0)}
     with weights_of(tmp_path, tensors, {"quantization_config": {"quant_method": "fp8"}}) as weights:
-        assert torch.equal(weights.linear("a_proj", (2, 127)), numbers.float())
+        assert torch.equal(weights.dense("a_proj", (2, 127)), numbers.float())
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
@@ -118,7 +115,7 @@ def test_a_nan_in_an_mxfp4_scale_is_detected(tmp_path: Path) -> None:
     with weights_of(
         tmp_path, {"experts.up" + suffix: part for suffix, part in stack.tensors.items()}, MXFP4
     ) as weights:
-        weights.stacked("experts.up", (2, 32, 5))
+        weights.stacked("experts.up", (2, 32, 5), 1)
         with pytest.raises(ModelDirectoryError, match="not finite"):
             weights.check_complete()
 
@@ -128,7 +125,7 @@ def test_scales_may_be_powers_of_two_in_a_byte(tmp_path: Path) -> None:
     tensors = {"a_proj.weight": weight, "a_proj.weight_scale_inv": scales.to(torch.float8_e8m0fnu)}
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 3], "scale_fmt": "ue8m0"}}
     with weights_of(tmp_path, tensors, config) as weights:
-        assert torch.equal(weights.linear("a_proj", (4, 6)), weight.float() * scales.repeat_interleave(3, dim=1))
+        assert torch.equal(weights.dense("a_proj", (4, 6)), weight.float() * scales.repeat_interleave(3, dim=1))
 
 
 @pytest.mark.parametrize(

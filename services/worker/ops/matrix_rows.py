@@ -1,0 +1,74 @@
+"""Matrices made of others' rows, in the format that those have.
+
+Every tensor of a packed matrix has one row for each row of the matrix.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.worker.ops.matrices import IntMatrix, Matrix, dense
+
+
+class MatrixFormat(enum.Enum):
+    """What a backend may have kernels for. The value is its name in settings and log lines."""
+
+    INT8 = "int8"
+    INT4 = "int4"
+    MXFP4 = "mxfp4"
+
+
+def format_of(matrix: Matrix) -> MatrixFormat | None:
+    """None for a tensor."""
+    if isinstance(matrix, Tensor):
+        return None
+    if isinstance(matrix, IntMatrix):
+        return MatrixFormat.INT8 if matrix.num_bits == 8 else MatrixFormat.INT4
+    return MatrixFormat.MXFP4
+
+
+def join_rows(matrices: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
+    """The rows of matrices with equally many columns, one matrix after the other.
+
+    Packed if all have the same format, with groups of the same size; otherwise dense, in `dtype`. A single matrix is
+    returned as it is.
+    """
+    if len(matrices) == 1:
+        return matrices[0]
+    if len({_layout(matrix) for matrix in matrices}) > 1:
+        matrices = [dense(matrix, dtype) for matrix in matrices]
+    return _by_tensor(matrices, torch.cat)
+
+
+def take_rows(matrix: Matrix, rows: Tensor) -> Matrix:
+    """A new matrix of the rows with the numbers `rows`, int64."""
+    return _by_tensor([matrix], lambda tensors: tensors[0].index_select(0, rows))
+
+
+def to_device(matrix: Matrix, device: torch.device) -> Matrix:
+    """The matrix on `device`."""
+    return _by_tensor([matrix], lambda tensors: tensors[0].to(device))
+
+
+def _layout(matrix: Matrix) -> object:
+    """Equal for matrices whose tensors can be joined one by one."""
+    if isinstance(matrix, Tensor):
+        return matrix.dtype
+    values = [getattr(matrix, field.name) for field in fields(matrix)]
+    return type(matrix), *(isinstance(value, Tensor) or value for value in values)
+
+
+def _by_tensor(matrices: Sequence[Matrix], make: Callable[[list[Tensor]], Tensor]) -> Matrix:
+    """The matrix of which every tensor is made of the matrices' corresponding ones."""
+    first = matrices[0]
+    if isinstance(first, Tensor):
+        return make([matrix for matrix in matrices if isinstance(matrix, Tensor)])
+    names = [field.name for field in fields(first) if isinstance(getattr(first, field.name), Tensor)]
+    changes: dict[str, Any] = {name: make([getattr(matrix, name) for matrix in matrices]) for name in names}
+    return replace(first, **changes)

@@ -1,0 +1,74 @@
+"""Matrices joined and reordered by rows, in every format."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.worker.ops.matrices import IntMatrix, Matrix, Mxfp4Matrix, dense
+from services.worker.ops.matrix_rows import MatrixFormat, format_of, join_rows, take_rows
+
+
+def int8(num_rows: int, group_size: int = 64, *, has_offsets: bool = False) -> IntMatrix:
+    codes = torch.randint(-128, 128, (num_rows, 64), dtype=torch.int8)
+    shape = (num_rows, -(-64 // group_size))
+    return IntMatrix(8, codes, torch.rand(shape), group_size, torch.rand(shape) if has_offsets else None)
+
+
+def int4(num_rows: int) -> IntMatrix:
+    codes = torch.randint(0, 256, (num_rows, 32), dtype=torch.uint8)
+    return IntMatrix(4, codes, torch.rand(num_rows, 2), 32, torch.rand(num_rows, 2))
+
+
+def mxfp4(num_rows: int) -> Mxfp4Matrix:
+    codes = torch.randint(0, 256, (num_rows, 32), dtype=torch.uint8)
+    return Mxfp4Matrix(codes, torch.randint(110, 140, (num_rows, 2), dtype=torch.uint8))
+
+
+def values(matrix: Matrix) -> Tensor:
+    return dense(matrix, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("matrices", "expected"),
+    [
+        ([int8(3), int8(1), int8(5)], MatrixFormat.INT8),
+        ([int8(3, 16, has_offsets=True), int8(1, 16, has_offsets=True)], MatrixFormat.INT8),
+        ([int4(2), int4(7)], MatrixFormat.INT4),
+        ([mxfp4(2), mxfp4(7)], MatrixFormat.MXFP4),
+        ([int8(4)], MatrixFormat.INT8),
+        ([torch.rand(2, 64), torch.rand(1, 64)], None),
+        ([int8(3), int8(3, 32)], None),
+        ([int8(3), int8(3, has_offsets=True)], None),
+        ([int8(3), int4(3)], None),
+        ([int4(3), mxfp4(1), torch.rand(2, 64)], None),
+    ],
+)
+def test_joined_rows_keep_their_values_and_a_common_format(
+    matrices: list[Matrix], expected: MatrixFormat | None
+) -> None:
+    joined = join_rows(matrices, torch.float32)
+    assert format_of(joined) is expected
+    assert torch.equal(values(joined), torch.cat([values(matrix) for matrix in matrices]))
+
+
+def test_a_mixture_is_dense_in_the_requested_dtype() -> None:
+    joined = join_rows([int8(3), torch.rand(2, 64, dtype=torch.bfloat16)], torch.bfloat16)
+    assert isinstance(joined, Tensor)
+    assert joined.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("matrix", [int8(6), int8(6, 16, has_offsets=True), int4(6), mxfp4(6), torch.rand(6, 64)])
+def test_rows_are_taken_in_any_order_in_the_same_format(matrix: Matrix) -> None:
+    rows = torch.tensor([4, 0, 0, 5])
+    taken = take_rows(matrix, rows)
+    assert format_of(taken) is format_of(matrix)
+    assert torch.equal(values(taken), values(matrix)[rows])
+
+
+def test_a_matrix_without_a_column_or_row_can_be_joined() -> None:
+    empty = replace(int8(3), codes=torch.empty(0, 64, dtype=torch.int8), scales=torch.empty(0, 1))
+    assert torch.equal(values(join_rows([empty, empty], torch.float32)), torch.empty(0, 64))
