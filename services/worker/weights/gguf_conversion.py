@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from services.worker.weights.gguf_tensors import UnexpectedTensorsError, convert_tensors
-from services.worker.weights.quantization.gguf_blocks import METHOD, SUFFIX
+from services.worker.weights.quantization.gguf_blocks import block_types, gguf_config
 from services.worker.weights.weight_files import SINGLE_FILE, WeightFiles
 from shared.model_dir import CHAT_TEMPLATE, TOKENIZER, read_json
 
@@ -141,8 +141,8 @@ def _convert_weights(source: _Source, result_dir: Path, *, keeps_blocks: bool) -
         tensors = convert_tensors(source.tensors, source.architecture, config, keeps_blocks=keeps_blocks)
     except UnexpectedTensorsError as error:
         raise UnsupportedGgufError(f"{source.path.name} {error}") from error
-    if any(name.endswith(SUFFIX) for name in tensors):
-        config.quantization_config = {"quant_method": METHOD}
+    if layer_to_type := block_types(tensors):
+        config.quantization_config = gguf_config(layer_to_type)
     config.save_pretrained(result_dir)
     save_file(tensors, result_dir / SINGLE_FILE, metadata={"format": "pt"})
     generation = GenerationConfig(

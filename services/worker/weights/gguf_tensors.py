@@ -150,8 +150,8 @@ def _in_order(rows: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
 def _stored(
     name: str, matrix: npt.NDArray[Any], kind: GGMLQuantizationType, *, keeps_blocks: bool
 ) -> tuple[str, Tensor]:
-    block_type = next((block_type for block_type in BLOCK_TYPES if block_type.name == kind.name), None)
-    if block_type is None or not keeps_blocks:
+    block_type = BLOCK_TYPES.get(kind.name) if keeps_blocks else None
+    if block_type is None:
         return f"{name}.weight", torch.from_numpy(np.array(dequantize(matrix, kind), np.float32))
     blocks = matrix.reshape(len(matrix), -1, block_type.num_bytes)
     return name + SUFFIX, torch.from_numpy(blocks.copy())

@@ -19,7 +19,7 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], FormatRules]] = {
     "compressed-tensors": compressed_tensors_rules,
     "fbgemm_fp8": fbgemm_fp8_rules,
     "fp8": fp8_rules,
-    GGUF_METHOD: lambda _: gguf_rules(),
+    GGUF_METHOD: gguf_rules,
     # Only stacks of experts are packed, and their tensor names show it. The modules listed are all others.
     "mxfp4": lambda _: FormatRules(),
 }

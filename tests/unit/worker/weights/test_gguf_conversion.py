@@ -17,8 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from services.worker.models.loader import load_model
 from services.worker.ops import load_ops
+from services.worker.ops.matrices import IntMatrix
+from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.weights.checkpoint import CheckpointWeights
 from services.worker.weights.gguf_conversion import ARCHITECTURES, UnsupportedGgufError, convert
+from services.worker.weights.model_weights import WeightFormats
 from services.worker.weights.quantization.config import QuantizationConfig
 from services.worker.weights.weight_files import WeightFiles
 from shared.model_dir import ModelDirectoryError
@@ -54,8 +57,8 @@ def test_blocks_that_are_kept_have_the_same_bits(tmp_path: Path, architecture: s
             if values.dim() == 2:
                 rows, columns = values.shape
                 layer = name.removesuffix(".weight")
-                assert torch.equal(weights.linear(layer, (rows, columns)), values)
-                part = weights.linear(layer, (rows, columns), rows=slice(1, rows), columns=slice(5, columns - 3))
+                assert torch.equal(weights.dense(layer, (rows, columns)), values)
+                part = weights.dense(layer, (rows, columns), rows=slice(1, rows), columns=slice(5, columns - 3))
                 assert torch.equal(part, values[1:, 5 : columns - 3])
             else:
                 weights.read(name, tuple(values.shape))
@@ -134,17 +137,41 @@ def test_tensors_that_do_not_have_the_configured_sizes_are_refused(tmp_path: Pat
 @pytest.mark.parametrize(
     ("blocks", "problem"),
     [
-        (torch.zeros(4, 2, 19, dtype=torch.uint8), r"has shape \[4, 2, 19\], not \[4, 2, 34\] or"),
-        (torch.zeros(4, 1, 34, dtype=torch.uint8), r"has shape \[4, 1, 34\], not \[4, 2, 34\] or"),
+        (torch.zeros(4, 2, 18, dtype=torch.uint8), r"has shape \[4, 2, 18\], not \[4, 2, 34\]"),
+        (torch.zeros(4, 1, 34, dtype=torch.uint8), r"has shape \[4, 1, 34\], not \[4, 2, 34\]"),
         (torch.zeros(4, 2, 34, dtype=torch.int8), "has dtype I8, not U8"),
         (torch.full((4, 2, 34), 0x7E, dtype=torch.uint8), "not finite"),
     ],
 )
 def test_malformed_blocks_are_refused(tmp_path: Path, blocks: Tensor, problem: str) -> None:
     save_file({"a_proj.blocks": blocks}, tmp_path / "model.safetensors")
-    config = {"quantization_config": {"quant_method": "gguf"}}
+    config = {"quantization_config": {"quant_method": "gguf", "layers": {"Q8_0": ["a_proj"]}}}
     with WeightFiles(tmp_path) as files:
         weights = CheckpointWeights(files, torch.float32, QuantizationConfig.from_json(config))
         weights.linear("a_proj", (4, 64))
         with pytest.raises(ModelDirectoryError, match=problem):
             weights.check_complete()
+
+
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
+def test_a_backend_with_kernels_gets_the_codes_of_whole_blocks(tmp_path: Path, kind: Kind) -> None:
+    expected = write_gguf(tmp_path / "tiny.gguf", "llama", kind=kind)
+    convert(tmp_path / "tiny.gguf", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    layer = "model.layers.0.mlp.down_proj"
+    values = expected[f"{layer}.weight"]
+    rows, columns = values.shape
+    formats = WeightFormats(kept=frozenset(MatrixFormat))
+    with WeightFiles(tmp_path / "model") as files:
+        weights = CheckpointWeights(files, torch.float32, QuantizationConfig.from_json(config), formats=formats)
+        whole = weights.linear(layer, (rows, columns))
+        part = weights.linear(layer, (rows, columns), rows=slice(3, 20), columns=slice(32, 64))
+        for matrix, part_values in ((whole, values), (part, values[3:20, 32:64])):
+            assert isinstance(matrix, IntMatrix)
+            assert (matrix.num_bits, matrix.group_size) == (8 if kind is Kind.Q8_0 else 4, 32)
+            # An offset is a rounded sum, of at most 8 times the scale.
+            torch.testing.assert_close(matrix.to_dense(torch.float32), part_values, rtol=1e-6, atol=1e-6)
+        # Parts that cut a block, as of a rank, are dequantised.
+        cut = weights.linear(layer, (rows, columns), columns=slice(16, 48))
+        assert isinstance(cut, Tensor)
+        assert torch.equal(cut, values[:, 16:48])
