@@ -19,11 +19,13 @@ from services.worker.ops.arguments import AttentionParams
 from services.worker.ops.cpu_plan import CpuPlan
 from services.worker.ops.native.formats import FORMATS
 
-# The fields of `PlanArgs` and its `sizes`, the size of `Piece` in numbers of 32 bits, the fields of `AttentionArgs`.
+# The fields of `PlanArgs` and its `sizes`, the size of `Piece` in numbers of 32 bits, the fields of `Step` and
+# `AttentionArgs`.
 _plan_args = Struct("PP q 6q PqP").pack
 _NUM_SIZES = 5
 _PIECE_SIZE = 16
-_attention_args = Struct("P2q P2q Pq PP 5q P2q q 2P2q 2P2q q PPd").pack
+_step = Struct("P2q P2q Pq PP 5q").pack
+_attention_args = Struct("P P3q 4Pq PPd").pack
 
 # What the cut depends on besides the step: window, query heads, key/value heads, the widths of keys and values.
 Heads = tuple[int | None, int, int, int, int]
@@ -33,10 +35,10 @@ Heads = tuple[int | None, int, int, int, int]
 class Pieces:
     """How a step is cut, and the memory that its pieces need."""
 
-    fields: tuple[int, ...]
-    """The first fields of `AttentionArgs`."""
-    tensors: tuple[Tensor, ...]
-    """What the addresses among them refer to."""
+    address: int
+    """Of a `Step`."""
+    memory: tuple[object, ...]
+    """What holds it, and all that it refers to."""
 
 
 class Workspace:
@@ -99,16 +101,17 @@ class NativePlan(CpuPlan):
         num_pieces, num_threads, scratch_size, partials, counters = sizes
         workspace.grow(scratch=num_threads * scratch_size, partials=partials, counters=counters)
         tables = self._tables
-        return Pieces(
-            (
+        step = ctypes.create_string_buffer(
+            _step(
                 *(tables.data_ptr(), tables.shape[1], self._kv_cache.block_size),
                 *(pieces.data_ptr(), num_pieces, num_threads),
                 *(workspace.scratch.data_ptr(), scratch_size),
                 *(workspace.partials.data_ptr(), workspace.counters.data_ptr()),
                 *sizes_of_heads,
-            ),
-            (tables, pieces, workspace.scratch, workspace.partials, workspace.counters),
+            )
         )
+        memory = step, tables, pieces, workspace.scratch, workspace.partials, workspace.counters
+        return Pieces(ctypes.addressof(step), memory)
 
 
 class NativeAttention:
@@ -146,12 +149,10 @@ class NativeAttention:
         scales = (0, 0) if len(cache) == 2 else (cache[2].data_ptr(), cache[3].data_ptr())
         self._library.ls_attention(
             _attention_args(
-                *plan.pieces((params.window, num_heads, num_kv_heads, key_dim, value_dim)).fields,
+                plan.pieces((params.window, num_heads, num_kv_heads, key_dim, value_dim)).address,
                 *(query.data_ptr(), *query.stride()[:2], FORMATS[query.dtype]),
-                *(keys.data_ptr(), scales[0], num_kv_heads * key_dim, key_dim),
-                *(values.data_ptr(), scales[1], num_kv_heads * value_dim, value_dim),
-                *(FORMATS[keys.dtype], 0 if params.sinks is None else params.sinks.data_ptr()),
-                *(output.data_ptr(), params.scale),
+                *(keys.data_ptr(), values.data_ptr(), *scales, FORMATS[keys.dtype]),
+                *(0 if params.sinks is None else params.sinks.data_ptr(), output.data_ptr(), params.scale),
             )
         )
         return output

@@ -10,10 +10,10 @@ namespace {
 
 // Calls `body(row, token, head)` for the rows of a piece: tokens of the step, and query heads.
 template <typename Body>
-void for_each_row(const AttentionArgs& args, const Piece& piece, Body body) {
+void for_each_row(const Step& step, const Piece& piece, Body body) {
     int64_t row = 0;
     for (int64_t i = 0; i < piece.num_kv_heads; ++i) {
-        const int64_t first_head = (piece.first_kv_head + i) * args.group_size() + piece.first_group_head;
+        const int64_t first_head = (piece.first_kv_head + i) * step.group_size() + piece.first_group_head;
         for (int64_t token = piece.first_token; token < piece.first_token + piece.num_tokens; ++token) {
             for (int64_t head = first_head; head < first_head + piece.num_group_heads; ++head) {
                 body(row++, token, head);
@@ -25,11 +25,11 @@ void for_each_row(const AttentionArgs& args, const Piece& piece, Body body) {
 template <typename T>
 void load_rows(const AttentionArgs& args, const Piece& piece, Scratch& scratch) {
     const Vec factor = broadcast(static_cast<float>(args.scale * kLog2E));
-    for_each_row(args, piece, [&](int64_t row, int64_t token, int64_t head) {
+    for_each_row(*args.step, piece, [&](int64_t row, int64_t token, int64_t head) {
         const T* query =
             static_cast<const T*>(args.query) + token * args.query_token_stride + head * args.query_head_stride;
         float* to = scratch.query + row * scratch.key_width;
-        for_vectors(args.head_dim,
+        for_vectors(args.step->head_dim,
                     [&](int64_t i, int64_t count) { store(to + i, mul(load_up_to(query + i, count), factor)); });
     });
 }
@@ -44,8 +44,8 @@ void write_row(const AttentionArgs& args, int64_t token, int64_t head, const flo
         total = total * factor + std::exp2(sink - most);
     }
     const Vec scale = broadcast(total == 0.0f ? 0.0f : factor / total);
-    T* output = static_cast<T*>(args.output) + (token * args.num_heads + head) * args.value_dim;
-    for_vectors(args.value_dim,
+    T* output = static_cast<T*>(args.output) + (token * args.step->num_heads + head) * args.step->value_dim;
+    for_vectors(args.step->value_dim,
                 [&](int64_t i, int64_t count) { store_up_to(output + i, mul(load(sum + i), scale), count); });
 }
 
@@ -58,7 +58,7 @@ void write_row(const AttentionArgs& args, int64_t token, int64_t head, const flo
 }
 
 float* partial_row(const AttentionArgs& args, const Piece& piece, int64_t part, int64_t row) {
-    return args.partials + (piece.first_partial + part * piece.num_rows() + row) * partial_size(args.value_dim);
+    return args.step->partials + (piece.first_partial + part * piece.num_rows() + row) * partial_size(args.step->value_dim);
 }
 
 void write_partial(const AttentionArgs& args, const Piece& piece, const Scratch& scratch) {
@@ -71,7 +71,7 @@ void write_partial(const AttentionArgs& args, const Piece& piece, const Scratch&
 
 // In the order of the parts, whichever thread does it, so that results do not depend on the threads' order.
 void merge(const AttentionArgs& args, const Piece& piece, const Scratch& scratch) {
-    for_each_row(args, piece, [&](int64_t row, int64_t token, int64_t head) {
+    for_each_row(*args.step, piece, [&](int64_t row, int64_t token, int64_t head) {
         float highest = -INFINITY, total = 0.0f;
         for (int64_t part = 0; part < piece.num_parts; ++part) {
             highest = std::max(highest, partial_row(args, piece, part, row)[0]);
@@ -82,7 +82,7 @@ void merge(const AttentionArgs& args, const Piece& piece, const Scratch& scratch
             // A part that saw nothing adds nothing, but for a NaN.
             const float factor = from[0] == highest ? 1.0f : std::exp2(from[0] - highest);
             total += from[1] * factor;
-            for_vectors(args.value_dim, [&](int64_t i, int64_t) {
+            for_vectors(args.step->value_dim, [&](int64_t i, int64_t) {
                 store(scratch.sum + i, fma(load(from + 16 + i), broadcast(factor), load(scratch.sum + i)));
             });
         }
@@ -126,14 +126,14 @@ void begin(const AttentionArgs& args, const Piece& piece, Scratch& scratch) {
 
 void finish(const AttentionArgs& args, const Piece& piece, const Scratch& scratch) {
     if (piece.num_parts == 1) {
-        for_each_row(args, piece, [&](int64_t row, int64_t token, int64_t head) {
+        for_each_row(*args.step, piece, [&](int64_t row, int64_t token, int64_t head) {
             const float* sum = scratch.sum + row * scratch.value_width;
             write_row(args, token, head, sum, scratch.highest[row], scratch.total[row]);
         });
         return;
     }
     write_partial(args, piece, scratch);
-    int32_t* counter = args.counters + piece.counter;
+    int32_t* counter = args.step->counters + piece.counter;
     if (__atomic_add_fetch(counter, 1, __ATOMIC_ACQ_REL) == piece.num_parts) {
         __atomic_store_n(counter, 0, __ATOMIC_RELAXED);
         merge(args, piece, scratch);
@@ -147,18 +147,19 @@ using namespace lockstep;
 LS_EXPORT void ls_plan_attention(const PlanArgs* args) { plan(*args); }
 
 LS_EXPORT void ls_attention(const AttentionArgs* args) {
-    if (args->num_threads == 1) {
-        for (int64_t i = 0; i < args->num_pieces; ++i) {
-            attend(*args, args->pieces[i], args->scratch);
+    const Step& step = *args->step;
+    if (step.num_threads == 1) {
+        for (int64_t i = 0; i < step.num_pieces; ++i) {
+            attend(*args, step.pieces[i], step.scratch);
         }
         return;
     }
     std::atomic<int64_t> next{0};
-#pragma omp parallel num_threads(args->num_threads)
+#pragma omp parallel num_threads(step.num_threads)
     {
-        float* const memory = args->scratch + omp_get_thread_num() * args->scratch_size;
-        for (int64_t i = next.fetch_add(1); i < args->num_pieces; i = next.fetch_add(1)) {
-            attend(*args, args->pieces[i], memory);
+        float* const memory = step.scratch + omp_get_thread_num() * step.scratch_size;
+        for (int64_t i = next.fetch_add(1); i < step.num_pieces; i = next.fetch_add(1)) {
+            attend(*args, step.pieces[i], memory);
         }
     }
 }

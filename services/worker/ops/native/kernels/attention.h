@@ -44,8 +44,8 @@ struct Piece {
     int64_t num_rows() const { return num_kv_heads * rows_per_kv_head(); }
 };
 
-struct AttentionArgs {
-    // The step: see `plan`.
+// What layers with the same window and the same heads share in a step.
+struct Step {
     const int32_t* block_tables;
     int64_t table_stride, block_size;
     const Piece* pieces;
@@ -54,24 +54,31 @@ struct AttentionArgs {
     int64_t scratch_size;
     float* partials;
     int32_t* counters;
-    // The layers that share it. 0: no window.
+    // 0: no window.
     int64_t window;
     int64_t num_heads, num_kv_heads, head_dim, value_dim;
-    // The layer. Scales are those of a cache in 8 bits.
+
+    int64_t group_size() const { return num_heads / num_kv_heads; }
+};
+
+struct AttentionArgs {
+    const Step* step;
     const void* query;
     int64_t query_token_stride, query_head_stride, format;
+    // [slots, num_kv_heads, head_dim] and [slots, num_kv_heads, value_dim]. If they are the same, a key's first elements are
+    // its value. Scales are those of a cache in 8 bits, [slots, num_kv_heads].
     const void* key_cache;
-    const float* key_scales;
-    int64_t key_token_stride, key_head_stride;
     const void* value_cache;
+    const float* key_scales;
     const float* value_scales;
-    int64_t value_token_stride, value_head_stride;
     int64_t cache_format;
+    // [num_heads]; null: none.
     const float* sinks;
     void* output;
     double scale;
 
-    int64_t group_size() const { return num_heads / num_kv_heads; }
+    // Of the caches' heads.
+    int64_t value_stride() const { return value_cache == key_cache ? step->head_dim : step->value_dim; }
 };
 
 inline int64_t padded(int64_t size) { return (size + 15) / 16 * 16; }

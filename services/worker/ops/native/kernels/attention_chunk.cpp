@@ -69,14 +69,14 @@ void transpose(const float* rows, int64_t stride, int64_t dim, float* columns) {
     }
 }
 
-// Reads kTile rows of one head as float32. Rows after `count` are 0.
+// Reads kTile of the cache's heads as float32. Rows after `count` are 0.
 template <typename T>
-void read_tile(const void* cache, int64_t token_stride, int64_t head_offset, const float* scales, int64_t scale_stride,
-               const int64_t* slots, int64_t count, int64_t dim, float* rows, int64_t width) {
+void read_tile(const T* cache, int64_t stride, const float* scales, const int64_t* heads, int64_t count, int64_t dim,
+               float* rows, int64_t width) {
     for (int64_t j = 0; j < count; ++j) {
-        const T* from = static_cast<const T*>(cache) + slots[j] * token_stride + head_offset;
+        const T* from = cache + heads[j] * stride;
         float* to = rows + j * width;
-        const Vec scale = broadcast(sizeof(T) == 1 ? scales[slots[j] * scale_stride] : 1.0f);
+        const Vec scale = broadcast(sizeof(T) == 1 ? scales[heads[j]] : 1.0f);
         for_vectors(dim, [&](int64_t i, int64_t size) {
             const Vec values = load_up_to(from + i, size);
             store(to + i, sizeof(T) == 1 ? mul(values, scale) : values);
@@ -103,36 +103,38 @@ template <int ROWS>
 void attend_rows(const AttentionArgs& args, const Piece& piece, const Scratch& scratch, int64_t row, int64_t first_key,
                  int64_t count) {
     float* scores = scratch.scores;
-    multiply_rows<ROWS>(scratch.query + row * scratch.key_width, scratch.key_width, scratch.keys, kTile, args.head_dim,
+    multiply_rows<ROWS>(scratch.query + row * scratch.key_width, scratch.key_width, scratch.keys, kTile, args.step->head_dim,
                         nullptr, scores, kTile, count);
     for (int64_t r = 0; r < ROWS; ++r) {
-        const Range seen = seen_by(piece, (row + r) / piece.num_group_heads, args.window);
+        const Range seen = seen_by(piece, (row + r) / piece.num_group_heads, args.step->window);
         weigh(scores + r * kTile, count, {seen.begin - first_key, seen.end - first_key}, scratch.state(row + r));
     }
     multiply_rows<ROWS>(scores, kTile, scratch.values, scratch.value_width, count, scratch.factors + row,
-                        scratch.sum + row * scratch.value_width, scratch.value_width, args.value_dim);
+                        scratch.sum + row * scratch.value_width, scratch.value_width, args.step->value_dim);
 }
 
 }  // namespace
 
 template <typename T>
 void attend_chunk(const AttentionArgs& args, const Piece& piece, float* memory) {
+    const Step& step = *args.step;
     Scratch scratch;
-    scratch.lay_out(memory, piece.num_rows(), args.head_dim, args.value_dim, true);
+    scratch.lay_out(memory, piece.num_rows(), step.head_dim, step.value_dim, true);
     begin(args, piece, scratch);
-    const int32_t* table = args.block_tables + piece.sequence * args.table_stride;
-    const int64_t kv_head = piece.first_kv_head;
+    const int32_t* table = step.block_tables + piece.sequence * step.table_stride;
     for (int64_t first = piece.key_begin; first < piece.key_end; first += kTile) {
         const int64_t count = std::min<int64_t>(kTile, piece.key_end - first);
-        int64_t slots[kTile];
-        find_slots(table, args.block_size, first, count, slots);
-        read_tile<T>(args.key_cache, args.key_token_stride, kv_head * args.key_head_stride, args.key_scales + kv_head,
-                     args.num_kv_heads, slots, count, args.head_dim, scratch.rows, scratch.key_width);
-        transpose(scratch.rows, scratch.key_width, args.head_dim, scratch.keys);
-        read_tile<T>(args.value_cache, args.value_token_stride, kv_head * args.value_head_stride,
-                     args.value_scales + kv_head, args.num_kv_heads, slots, count, args.value_dim, scratch.values,
-                     scratch.value_width);
-        const Rows rows = rows_that_see(piece, first, count, args.window);
+        int64_t heads[kTile];
+        find_slots(table, step.block_size, first, count, heads);
+        for (int64_t j = 0; j < count; ++j) {
+            heads[j] = heads[j] * step.num_kv_heads + piece.first_kv_head;
+        }
+        read_tile(static_cast<const T*>(args.key_cache), step.head_dim, args.key_scales, heads, count, step.head_dim,
+                  scratch.rows, scratch.key_width);
+        transpose(scratch.rows, scratch.key_width, step.head_dim, scratch.keys);
+        read_tile(static_cast<const T*>(args.value_cache), args.value_stride(), args.value_scales, heads, count,
+                  step.value_dim, scratch.values, scratch.value_width);
+        const Rows rows = rows_that_see(piece, first, count, step.window);
         int64_t row = rows.first;
         for (; row + kRows <= rows.end; row += kRows) {
             attend_rows<kRows>(args, piece, scratch, row, first, count);

@@ -122,15 +122,16 @@ void scale_tile(const float* scales, const int64_t* slots, int64_t count, int64_
 
 template <typename T>
 void attend_decode(const AttentionArgs& args, const Piece& piece, float* memory) {
-    const int64_t num_rows = piece.rows_per_kv_head();
+    const Step& step = *args.step;
+    const int64_t num_rows = piece.rows_per_kv_head(), value_stride = args.value_stride();
     Scratch scratch;
-    scratch.lay_out(memory, piece.num_rows(), args.head_dim, args.value_dim, false);
+    scratch.lay_out(memory, piece.num_rows(), step.head_dim, step.value_dim, false);
     begin(args, piece, scratch);
-    const int32_t* table = args.block_tables + piece.sequence * args.table_stride;
+    const int32_t* table = step.block_tables + piece.sequence * step.table_stride;
     for (int64_t first = piece.key_begin; first < piece.key_end; first += kTile) {
         const int64_t count = std::min<int64_t>(kTile, piece.key_end - first), even = (count + 3) / 4 * 4;
         int64_t slots[kTile];
-        find_slots(table, args.block_size, first, count, slots);
+        find_slots(table, step.block_size, first, count, slots);
         for (int64_t j = count; j < even; ++j) {
             slots[j] = slots[count - 1];
         }
@@ -138,29 +139,28 @@ void attend_decode(const AttentionArgs& args, const Piece& piece, float* memory)
             const int64_t kv_head = piece.first_kv_head + i, row = i * num_rows;
             const T *keys[kTile], *values[kTile];
             for (int64_t j = 0; j < even; ++j) {
-                keys[j] = static_cast<const T*>(args.key_cache) + slots[j] * args.key_token_stride +
-                          kv_head * args.key_head_stride;
-                values[j] = static_cast<const T*>(args.value_cache) + slots[j] * args.value_token_stride +
-                            kv_head * args.value_head_stride;
+                const int64_t head = slots[j] * step.num_kv_heads + kv_head;
+                keys[j] = static_cast<const T*>(args.key_cache) + head * step.head_dim;
+                values[j] = static_cast<const T*>(args.value_cache) + head * value_stride;
             }
             float* scores = scratch.scores + row * kTile;
             for_row_blocks(num_rows, [&](int64_t r, auto rows) {
                 const float* query = scratch.query + (row + r) * scratch.key_width;
-                score<T, rows>(query, scratch.key_width, args.head_dim, keys, even, scores + r * kTile);
+                score<T, rows>(query, scratch.key_width, step.head_dim, keys, even, scores + r * kTile);
             });
             if constexpr (sizeof(T) == 1) {
-                scale_tile(args.key_scales + kv_head, slots, count, args.num_kv_heads, num_rows, scores);
+                scale_tile(args.key_scales + kv_head, slots, count, step.num_kv_heads, num_rows, scores);
             }
             for (int64_t r = 0; r < num_rows; ++r) {
-                const Range seen = seen_by(piece, r / piece.num_group_heads, args.window);
+                const Range seen = seen_by(piece, r / piece.num_group_heads, step.window);
                 weigh(scores + r * kTile, count, {seen.begin - first, seen.end - first}, scratch.state(row + r));
             }
             if constexpr (sizeof(T) == 1) {
-                scale_tile(args.value_scales + kv_head, slots, count, args.num_kv_heads, num_rows, scores);
+                scale_tile(args.value_scales + kv_head, slots, count, step.num_kv_heads, num_rows, scores);
             }
             for_row_blocks(num_rows, [&](int64_t r, auto rows) {
                 float* output = scratch.sum + (row + r) * scratch.value_width;
-                add_values<T, rows>(scores + r * kTile, scratch.factors + row + r, values, count, args.value_dim, output,
+                add_values<T, rows>(scores + r * kTile, scratch.factors + row + r, values, count, step.value_dim, output,
                                     scratch.value_width);
             });
         }
