@@ -41,7 +41,14 @@ class WorkerSettings(ServiceSettings):
         "triton, as the device needs.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="Type of weights and KV cache; auto is float32 on a CPU, bfloat16 on a GPU."
+        default="auto",
+        description="Type of activations, KV cache and weights that are not quantised; auto is bfloat16 with "
+        "the backend triton, and with native on a processor that has instructions for it, else float32.",
+    )
+    quantization: Literal["auto", "none", "int8", "int4"] = Field(
+        default="auto",
+        description="What a model's matrices are quantised to while it loads, unless its files are quantised already; "
+        "with int4 the head has 8 bits. auto is int8 on the native backend, and none on the others.",
     )
     load_format: Literal["auto", "dummy"] = Field(
         default="auto",
@@ -150,7 +157,7 @@ class WorkerSettings(ServiceSettings):
     @property
     def device_request(self) -> DeviceRequest:
         """What these settings say about the device."""
-        return DeviceRequest(self.device, self.device_index, self.dtype, self.ops_backend)
+        return DeviceRequest(self.device, self.device_index, self.ops_backend)
 
     @property
     def layout(self) -> RankLayout:

@@ -1,4 +1,4 @@
-"""Which device a worker computes on, and what follows from it: dtype, kernels, step sizes."""
+"""Which device a worker computes on, and what follows from it: kernels, step sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ class DeviceRequest:
 
     device: str
     index: int
-    dtype: str
     ops_backend: str
 
 
@@ -29,7 +28,6 @@ class DeviceChoice:
     """A device, with the choices that `auto` leaves to it."""
 
     device: torch.device
-    dtype: torch.dtype
     ops_backend: str
     """A name for `load_ops`."""
 
@@ -67,11 +65,8 @@ def choose_device(request: DeviceRequest) -> DeviceChoice:
         backend = "triton" if is_gpu else "cpu"
     if is_gpu and backend == "cpu":
         raise DeviceError("--ops-backend cpu does not run on a GPU")
-    dtype_name = request.dtype
-    if dtype_name == "auto":
-        dtype_name = "bfloat16" if is_gpu else "float32"
     device = torch.device("cuda", request.index) if is_gpu else torch.device("cpu")
-    return DeviceChoice(device, getattr(torch, dtype_name), backend)
+    return DeviceChoice(device, backend)
 
 
 def propose_steps(device_type: str) -> StepProposal:

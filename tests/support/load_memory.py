@@ -1,4 +1,6 @@
-"""Loads a model and reports the memory it took: `python -m tests.support.load_memory MODEL_DIR BACKEND`.
+"""Loads a model and reports the memory it took: `python -m tests.support.load_memory MODEL_DIR BACKEND [QUANTIZATION]`.
+
+The backend `packing` keeps weights packed and has no kernels for them.
 
 It runs as a separate process, since memory freed earlier would hide what loading takes. Pages of mapped files are not
 counted: the kernel can reclaim them at any time.
@@ -13,8 +15,10 @@ from pathlib import Path
 
 import torch
 
-from services.worker.models.loader import load_model
+from services.worker.models.loader import LoadOptions, load_model
 from services.worker.ops import load_ops
+from services.worker.ops.matrix_rows import MatrixFormat
+from tests.support.packing_ops import PackingOps
 
 _STATUS = Path("/proc/self/status")
 _SAMPLE_S = 0.001
@@ -50,12 +54,14 @@ def anonymous_bytes() -> int:
 def main() -> None:
     """Print as JSON the peak and the remaining memory of loading, in bytes."""
     torch.set_num_threads(1)
-    ops = load_ops(sys.argv[2])
+    model_dir, backend, *quantization = sys.argv[1:]
+    ops = PackingOps() if backend == "packing" else load_ops(backend)
+    options = LoadOptions(quantization=MatrixFormat(quantization[0]) if quantization else None)
     # Warm up, so that what libraries allocate at first use is not counted.
     ops.prepare_linear(torch.ones(8, 8), None, torch.float32)(torch.ones(1, 8))
     before = anonymous_bytes()
     with PeakMemory() as memory:
-        loaded = load_model(Path(sys.argv[1]), ops, torch.float32, lambda _: None)
+        loaded = load_model(Path(model_dir), ops, torch.float32, lambda _: None, options=options)
         after = anonymous_bytes()
     assert loaded.model
     print(json.dumps({"peak": memory.peak - before, "kept": after - before}))  # noqa: T201 - what it is for

@@ -1,4 +1,4 @@
-"""A backend that says it computes every packed format, and keeps what it is given."""
+"""A backend that says it computes every packed format, keeps weights packed, and counts what it is given."""
 
 from __future__ import annotations
 
@@ -7,33 +7,37 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from services.worker.ops.matrices import Matrix
+from services.worker.ops.matrices import Matrix, dense
 from services.worker.ops.matrix_rows import MatrixFormat, format_of
 from services.worker.ops.protocol import EmbeddingKernel, LinearKernel
 from services.worker.ops.reference_ops import ReferenceOps
 
 
 class PackingOps(ReferenceOps):
-    """Computes as `reference` does, with dense copies."""
+    """Computes as `reference` does, with dense copies that it makes for every call."""
 
     formats = frozenset(MatrixFormat)
+    automatic_quantization = MatrixFormat.INT8
 
     def __init__(self) -> None:
         super().__init__()
-        self.weights: list[Matrix] = []
-        self.tied: Matrix | None = None
-
-    @property
-    def counts(self) -> Counter[MatrixFormat | None]:
+        self.counts: Counter[MatrixFormat | None] = Counter()
         """How many products have weights in each format; None stands for tensors."""
-        return Counter(format_of(weight) for weight in self.weights)
+        self.tied: Matrix | None = None
 
     def prepare_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> LinearKernel:
         """See `Ops`."""
-        self.weights.append(weight)
-        return super().prepare_linear(weight, bias, dtype)
+        self.counts[format_of(weight)] += 1
+        prepare = super().prepare_linear
+        if isinstance(weight, Tensor):
+            return prepare(weight, bias, dtype)
+
+        def compute(x: Tensor) -> Tensor:
+            return prepare(weight, bias, dtype)(x)
+
+        return compute
 
     def prepare_tied(self, weight: Matrix, dtype: torch.dtype) -> tuple[EmbeddingKernel, LinearKernel]:
         """See `Ops`."""
         self.tied = weight
-        return super().prepare_embedding(weight, dtype), super().prepare_linear(weight, None, dtype)
+        return (lambda token_ids: dense(weight, dtype)[token_ids]), self.prepare_linear(weight, None, dtype)

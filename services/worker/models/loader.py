@@ -66,6 +66,8 @@ class LoadedModel:
     facts: ModelFacts
     weights_digest: str
     """`WeightFiles.digest` or `dummy_digest`, the same on all ranks."""
+    quantization: MatrixFormat | None
+    """`LoadOptions.quantization`."""
     packed_formats: frozenset[MatrixFormat]
     """What its matrices are in, stored like that or quantised at load; empty if all are dense."""
     model_dir: Path
@@ -114,7 +116,8 @@ def load_model(
     limits = ModelLimits(model.context_length, model.logits_width, num_pool_tokens=model.context_length)
     defaults = sampling_defaults(model_dir, limits)
     facts = ModelFacts(model.context_length, model.logits_width, eos_ids, digest, defaults)
-    return LoadedModel(model, facts, weights_digest, frozenset(weights.packed_formats), model_dir, options.device)
+    packed_formats = frozenset(weights.packed_formats)
+    return LoadedModel(model, facts, weights_digest, options.quantization, packed_formats, model_dir, options.device)
 
 
 def _checkpoint(

@@ -25,7 +25,9 @@ from services.worker.ops.protocol import EmbeddingKernel, LinearKernel, Ops
 class ComposedOps(Ops, Protocol):
     """The base class of backends; it has the ops that need no kernel."""
 
+    automatic_dtype: torch.dtype = torch.float32
     formats: frozenset[MatrixFormat] = frozenset()
+    automatic_quantization: MatrixFormat | None = None
 
     def prepare_embedding(self, weight: Matrix, dtype: torch.dtype) -> EmbeddingKernel:
         """See `Ops.prepare_embedding`: dense."""

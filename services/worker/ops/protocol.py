@@ -38,8 +38,12 @@ class Ops(Protocol):
     """Its name in `load_ops`."""
     is_exact: bool
     """Whether a row's bits are independent of the rest of the batch and of how its context was computed."""
+    automatic_dtype: torch.dtype
+    """The dtype it computes in unless another one is asked for."""
     formats: frozenset[MatrixFormat]
     """What it has kernels for. It takes every other format too, but as a dense copy."""
+    automatic_quantization: MatrixFormat | None
+    """What matrices of floats are quantised to unless the settings say otherwise; None means nothing."""
 
     def numerics(self) -> str:
         """All that this backend's results depend on: equal strings mean equal bits."""

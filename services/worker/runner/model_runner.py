@@ -35,6 +35,7 @@ from services.worker.runner.cache_memory import GpuMemory, KvCacheSize
 from services.worker.runner.graph_runner import CudaCapture, DecodeGraphs, GraphSettings
 from services.worker.runner.input_batch import InputBatch
 from services.worker.runner.matchers import GrammarMatchers
+from services.worker.runner.number_formats import check_ranks_agree, choose_dtype, choose_quantization
 from services.worker.runner.prompt_logprobs import PromptScorer
 from services.worker.sampling.sampler import SampledTokens, Sampler
 from services.worker.spec_decode.drafting import make_drafting
@@ -304,7 +305,8 @@ def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], 
         on_progress: Called with the loaded part of the weights, 0 to 1; raising in it ends the loading.
 
     Raises:
-        DeviceError: there is no such device.
+        DeviceError: there is no such device, its backend has no kernels for what weights should be quantised to, or
+            the ranks' choices differ.
         ModelDirectoryError: this worker cannot run what the directory holds.
         RuntimeError: the rendezvous with the failure domain's other processes failed.
     """
@@ -316,8 +318,11 @@ def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], 
     ops = load_ops(choice.ops_backend)
     parallel = make_parallel(layout, _rendezvous(settings), is_exact=ops.is_exact, device=device.type)
     with_mtp = settings.draft_proposer == "mtp"
-    options = LoadOptions(with_mtp=with_mtp, dummy_seed=settings.weights_seed, device=device)
-    loaded = load_model(settings.model_dir, ops, choice.dtype, on_progress, options=options, parallel=parallel)
+    quantization = choose_quantization(settings.quantization, ops)
+    options = LoadOptions(with_mtp, settings.weights_seed, device, quantization)
+    dtype = choose_dtype(settings.dtype, ops)
+    loaded = load_model(settings.model_dir, ops, dtype, on_progress, options=options, parallel=parallel)
+    check_ranks_agree(loaded, parallel)
     if layout.has_expert_parallel and not loaded.model.has_experts:
         raise ModelDirectoryError(f"{settings.model_dir}: the model has no experts for --ep to split")
     drafting = make_drafting(settings, loaded, ops, lambda: on_progress(1.0))
@@ -339,11 +344,11 @@ def _rendezvous(settings: WorkerSettings) -> Rendezvous | None:
 
 def numerics_fingerprint(loaded: LoadedModel, ops: Ops, layout: RankLayout = _ALONE) -> str:
     """32 hex digits, equal only on workers with bitwise equal results."""
-    dtype = str(loaded.model.dtype)
+    formats = [str(loaded.model.dtype), *sorted(each.value for each in loaded.packed_formats)]
     # Sampling depends on numpy; everything else on the backend, whose `numerics` covers torch, CPU and threads.
     parts = (
         loaded.weights_digest,
-        dtype,
+        " ".join(formats),
         ops.name,
         ops.numerics(),
         _layout_numerics(layout, is_exact=ops.is_exact),

@@ -42,7 +42,7 @@ def _make_proposer(
         return MtpProposer(loaded.model.mtp, ops)
     assert settings.draft_model is not None, "checked by the settings"
     seed = settings.weights_seed
-    options = LoadOptions(dummy_seed=seed, device=loaded.device)
+    options = LoadOptions(dummy_seed=seed, device=loaded.device, quantization=loaded.quantization)
     # Whole on every rank: splitting a small model costs more than it saves.
     draft = load_model(settings.draft_model, ops, loaded.model.dtype, lambda _: on_progress(), options=options)
     _check_fit(loaded, draft, has_texts=seed is None)

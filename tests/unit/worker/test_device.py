@@ -1,4 +1,4 @@
-"""Which device, dtype and kernels the settings mean."""
+"""Which device and kernels the settings mean."""
 
 from __future__ import annotations
 
@@ -35,20 +35,19 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("name", ["auto", "cpu"])
 def test_without_a_gpu_everything_is_for_the_cpu(name: str) -> None:
-    assert choose(device=name) == DeviceChoice(torch.device("cpu"), torch.float32, "cpu")
+    assert choose(device=name) == DeviceChoice(torch.device("cpu"), "cpu")
 
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("name", ["auto", "cuda"])
 def test_a_rank_takes_the_gpu_of_its_index(name: str) -> None:
-    assert choose(device=name, device_index=1) == DeviceChoice(torch.device("cuda", 1), torch.bfloat16, "triton")
+    assert choose(device=name, device_index=1) == DeviceChoice(torch.device("cuda", 1), "triton")
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_what_is_set_is_not_chosen() -> None:
-    choice = choose(ops_backend="reference", dtype="float32")
-    assert choice == DeviceChoice(torch.device("cuda", 0), torch.float32, "reference")
-    assert choose(device="cpu", dtype="bfloat16") == DeviceChoice(torch.device("cpu"), torch.bfloat16, "cpu")
+    assert choose(ops_backend="reference") == DeviceChoice(torch.device("cuda", 0), "reference")
+    assert choose(device="cpu", ops_backend="native") == DeviceChoice(torch.device("cpu"), "native")
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -26,10 +26,13 @@ class NativeOps(NativeElementwise, NativeHeads, NativeAttention, CpuOps):
     name = "native"
     is_exact = False
     formats = frozenset({MatrixFormat.INT8, MatrixFormat.INT4, MatrixFormat.MXFP4})
+    automatic_quantization = MatrixFormat.INT8
 
     def __init__(self, isa: Isa) -> None:
         """Raise `BuildError` if the kernels for `isa` cannot be built."""
         super().__init__()
+        # Perplexity rises by 0.1 % with bfloat16, whether weights are quantised or not.
+        self.automatic_dtype = torch.bfloat16 if isa is Isa.AVX512_BF16 else torch.float32
         self._isa = isa
         self._library = load_library(isa)
 

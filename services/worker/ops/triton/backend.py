@@ -61,6 +61,7 @@ class TritonOps(ComposedOps):
 
     name = "triton"
     is_exact = False
+    automatic_dtype = torch.bfloat16
 
     def numerics(self) -> str:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "interpreter"

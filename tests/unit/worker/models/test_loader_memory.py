@@ -72,15 +72,35 @@ def write_large(directory: Path, store: Store) -> int:
 )
 def test_the_peak_of_loading_exceeds_the_weights_by_at_most_a_fifth(tmp_path: Path, store: Store, backend: str) -> None:
     num_bytes = write_large(tmp_path, store)
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.support.load_memory", str(tmp_path), backend],
-        cwd=ROOT,
-        env=module_environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    memory = json.loads(result.stdout)
+    memory = memory_of_loading(tmp_path, backend)
     assert memory["peak"] <= 1.2 * num_bytes
     # The memory was measured, and the weights are in it.
     assert memory["kept"] >= 0.95 * num_bytes
+
+
+@pytest.mark.parametrize(
+    ("store", "quantization", "num_bits"),
+    [
+        (as_bfloat16, "int8", 8),
+        pytest.param(as_float32, "int8", 8, marks=pytest.mark.slow),
+        # A scale and an offset of 32 bits per 32 values make it 6.
+        pytest.param(as_float32, "int4", 6, marks=pytest.mark.slow),
+    ],
+)
+def test_quantising_takes_hardly_more_memory_than_what_is_kept(
+    tmp_path: Path, store: Store, quantization: str, num_bits: int
+) -> None:
+    num_embedding_bytes = 4 * SIZES["vocab_size"] * SIZES["hidden_size"]
+    num_matrix_bytes = write_large(tmp_path, store) - num_embedding_bytes
+    memory = memory_of_loading(tmp_path, "packing", quantization)
+    # The head has 8 bits.
+    expected = num_embedding_bytes + num_matrix_bytes * num_bits / 32 + num_embedding_bytes / 4 * (1 - num_bits / 8)
+    assert memory["peak"] <= expected + 20e6
+    assert 0.95 * expected <= memory["kept"]
+
+
+def memory_of_loading(model_dir: Path, *arguments: str) -> dict[str, int]:
+    command = [sys.executable, "-m", "tests.support.load_memory", str(model_dir), *arguments]
+    result = subprocess.run(command, cwd=ROOT, env=module_environment(), capture_output=True, text=True, check=True)
+    memory: dict[str, int] = json.loads(result.stdout)
+    return memory

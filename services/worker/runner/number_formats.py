@@ -1,0 +1,57 @@
+"""Which dtype and which quantised format a model computes in, and whether all ranks chose the same."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+
+from services.worker.device import DeviceError
+from services.worker.models.loader import LoadedModel
+from services.worker.ops import Ops
+from services.worker.ops.matrix_rows import MatrixFormat
+from services.worker.parallel.communicator import Parallel
+
+# Whole numbers below this are exact in float32, which collectives are sure to take.
+_NUM_CODES = 1 << 24
+
+
+def choose_dtype(setting: str, ops: Ops) -> torch.dtype:
+    """Resolve the setting `dtype`."""
+    if setting == "auto":
+        return ops.automatic_dtype
+    dtype: torch.dtype = getattr(torch, setting)
+    return dtype
+
+
+def choose_quantization(setting: str, ops: Ops) -> MatrixFormat | None:
+    """Resolve the setting `quantization`; None means that nothing is quantised.
+
+    Raises:
+        DeviceError: the backend has no kernels for the format.
+    """
+    if setting == "none":
+        return None
+    if setting == "auto":
+        return ops.automatic_quantization
+    chosen = MatrixFormat(setting)
+    if chosen not in ops.formats:
+        raise DeviceError(f"--quantization {setting}: the backend {ops.name} has no kernels for it, but native has")
+    return chosen
+
+
+def check_ranks_agree(loaded: LoadedModel, parallel: Parallel) -> None:
+    """Compare what ranks chose: where native kernels cannot be built, `auto` means something else.
+
+    Raises:
+        DeviceError: the choices differ.
+    """
+    choice = f"--dtype {str(loaded.model.dtype).removeprefix('torch.')}, {_quantization_flag(loaded)}"
+    ranks = parallel.ep or parallel.tp
+    code = torch.tensor([[float(zlib.crc32(choice.encode()) % _NUM_CODES)]], device=loaded.device)
+    if not bool((ranks.all_gather(code, (1,) * ranks.size) == code).all()):
+        raise DeviceError(f"ranks differ in their formats: rank {ranks.rank} computes with {choice}")
+
+
+def _quantization_flag(loaded: LoadedModel) -> str:
+    return f"--quantization {'none' if loaded.quantization is None else loaded.quantization.value}"

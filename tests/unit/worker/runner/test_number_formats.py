@@ -1,0 +1,77 @@
+"""The dtype and the quantisation that the settings and the backend mean, and that ranks agree on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.worker.config import WorkerSettings
+from services.worker.device import DeviceError
+from services.worker.layout import RankLayout
+from services.worker.models.loader import LoadOptions, load_model
+from services.worker.ops import BACKEND_NAMES, load_ops
+from services.worker.ops.matrix_rows import MatrixFormat
+from services.worker.parallel.communicator import Parallel
+from services.worker.runner.model_runner import build_model_runner, numerics_fingerprint
+from services.worker.runner.number_formats import check_ranks_agree, choose_dtype, choose_quantization
+from tests.support.packing_ops import PackingOps
+from tests.support.thread_ranks import run_ranks
+from tests.support.tiny_llama import write_tiny_llama
+
+
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
+def test_without_kernels_nothing_is_quantised_and_numbers_are_float32(backend: str) -> None:
+    ops = load_ops(backend)
+    assert (choose_dtype("auto", ops), choose_quantization("auto", ops)) == (torch.float32, None)
+
+
+def test_what_is_set_is_not_chosen() -> None:
+    ops = PackingOps()
+    assert choose_dtype("bfloat16", ops) is torch.bfloat16
+    assert [choose_quantization(each, ops) for each in ("auto", "none", "int8", "int4")] == [
+        MatrixFormat.INT8,
+        None,
+        MatrixFormat.INT8,
+        MatrixFormat.INT4,
+    ]
+
+
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_format_without_kernels_is_refused(tmp_path: Path, backend: str, quantization: str) -> None:
+    values = {"model_dir": tmp_path, "ops_backend": backend, "quantization": quantization}
+    with pytest.raises(DeviceError, match=f"--quantization {quantization}: the backend {backend} has no kernels"):
+        build_model_runner(WorkerSettings.model_validate(values), lambda _: None)
+
+
+def test_the_fingerprint_depends_on_the_quantisation(tmp_path: Path) -> None:
+    model_dir, ops = write_tiny_llama(tmp_path), PackingOps()
+    fingerprints = set()
+    for quantization in (None, MatrixFormat.INT8, MatrixFormat.INT4):
+        options = LoadOptions(quantization=quantization)
+        loaded = load_model(model_dir, ops, torch.float32, lambda _: None, options=options)
+        fingerprints.add(numerics_fingerprint(loaded, ops))
+    assert len(fingerprints) == 3
+
+
+def test_ranks_with_different_formats_refuse_to_serve(tmp_path: Path) -> None:
+    model_dir, ops = write_tiny_llama(tmp_path), PackingOps()
+
+    def problem(parallel: Parallel, *choices: MatrixFormat | None) -> str | None:
+        options = LoadOptions(quantization=choices[parallel.layout.tp_rank])
+        loaded = load_model(model_dir, ops, torch.float32, lambda _: None, options=options, parallel=parallel)
+        try:
+            check_ranks_agree(loaded, parallel)
+        except DeviceError as error:
+            return str(error)
+        return None
+
+    layouts = [RankLayout(tp_rank=rank, tp_size=2) for rank in range(2)]
+    assert run_ranks(layouts, lambda rank: problem(rank, MatrixFormat.INT8, MatrixFormat.INT8)) == [None, None]
+    problems = run_ranks(layouts, lambda rank: problem(rank, MatrixFormat.INT8, None))
+    assert problems == [
+        f"ranks differ in their formats: rank {rank} computes with --dtype float32, --quantization {name}"
+        for rank, name in enumerate(["int8", "none"])
+    ]
