@@ -16,7 +16,7 @@ from services.scheduler.cell.heartbeat import Heartbeat
 from services.scheduler.cell.quarantine.quarantine import Quarantine
 from services.scheduler.core.batch.step import OutputsByClient, StepKind, StepPace
 from services.scheduler.core.scheduler import RecoveredSequences, Scheduler
-from services.worker.batch.step_input import StepInput
+from services.worker.batch.step_input import StepTokens
 from shared.bisection import Bisection
 from tests.simulation.faults import Fault
 from tests.simulation.planting import Patch, PlantedBug, planter
@@ -72,12 +72,12 @@ def _work_of(action: SendStep) -> tuple[int, ...]:
 @_planted()
 def _dummies_write_kv(patch: Patch) -> None:
     """A dummy writes its KV into a slot that belongs to a sequence."""
-    dummy = StepInput.dummy
+    dummy = StepTokens.dummy
 
-    def write(*args: Any, **kwargs: Any) -> StepInput:
-        return replace(dummy(*args, **kwargs), slot_mapping=np.zeros(1, np.int64))
+    def write() -> StepTokens:
+        return replace(dummy(), slot_mapping=np.zeros(1, np.int64))
 
-    patch.setattr(StepInput, "dummy", write)
+    patch.setattr(StepTokens, "dummy", write)
 
 
 @_planted()

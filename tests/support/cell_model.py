@@ -24,8 +24,9 @@ from services.scheduler.core.batch.step import Step, StepResult
 from services.scheduler.workers.worker_client import decode_result, encode_step
 from services.worker.batch.block_tables import BlockTables
 from services.worker.batch.enter_checks import BatchLimits
-from services.worker.batch.step_input import StepInput
+from services.worker.batch.step_input import StepInput, StepTokens
 from services.worker.runner.input_batch import InputBatch
+from services.worker.sampling.sampler import SamplingRows
 from services.worker.sampling.sampling_state import SamplingState
 from services.worker.spec_decode.drafts import Drafter, Drafts
 from services.worker.spec_decode.ngram_drafts import LookupProposer
@@ -162,27 +163,27 @@ def logprobs_of(token_id: int, position: int, num_top: int) -> TokenLogprobs:
     return TokenLogprobs(position, 1 + mixed % VOCABULARY, tuple(entries))
 
 
-def _row_logprobs(inputs: StepInput, runs: list[list[int]], not_finite_rows: list[int]) -> Logprobs | None:
+def _row_logprobs(rows: SamplingRows, runs: list[list[int]], not_finite_rows: list[int]) -> Logprobs | None:
     """The log-probabilities of the tokens in finite rows that request them."""
     logprobs: list[TokenLogprobs] = []
     indexes: list[int] = []
     start = 0
     for row, run in enumerate(runs):
-        state = inputs.sampling.states.get(row)
+        state = rows.states.get(row)
         num_top = None if state is None or row in not_finite_rows else state.options.num_logprobs
         if num_top is not None:
-            first = int(inputs.sampling.position[row])
+            first = int(rows.position[row])
             logprobs += [logprobs_of(token_id, position, num_top) for position, token_id in enumerate(run, first)]
             indexes += range(start, start + len(run))
         start += len(run)
     return _to_columns(logprobs, indexes) if logprobs else None
 
 
-def _prompt_logprobs(inputs: StepInput) -> tuple[tuple[int, Logprobs], ...]:
+def _prompt_logprobs(inputs: StepInput, token_ids: npt.NDArray[np.int64]) -> tuple[tuple[int, Logprobs], ...]:
     """The log-probabilities of the chunks' own tokens, without the prompt's first token."""
     by_slot = []
     for chunk in inputs.scored_chunks:
-        tokens = inputs.token_ids[chunk.first_token : chunk.first_token + chunk.num_tokens].tolist()
+        tokens = token_ids[chunk.first_token : chunk.first_token + chunk.num_tokens].tolist()
         logprobs = [
             logprobs_of(token_id, position, chunk.num_top)
             for position, token_id in enumerate(tokens, chunk.position)
@@ -330,6 +331,7 @@ class WorkerModel:
         drafter = EagerDrafter(proposer, num_draft_tokens) if proposer and num_draft_tokens else None
         self._batch = InputBatch(limits, make_matcher=HashGrammar, drafter=drafter)
         self._cells = np.zeros((limits.num_blocks, limits.block_size), np.uint64)
+        self._last_token = np.zeros(limits.max_num_seqs, np.int64)
         self._num_entered = 0
         self._slot_to_number: dict[int, int] = {}
         self._slot_to_seed: dict[int, int] = {}
@@ -349,13 +351,16 @@ class WorkerModel:
             self._num_entered += 1
         if step.is_dummy:
             # A dummy belongs to no sequence; if it writes a cell, any sequence that reads the cell goes wrong.
-            self._cells.reshape(-1)[inputs.slot_mapping[inputs.slot_mapping >= 0]] = chain(0, 0)
-        runs, not_finite_rows, failed_grammar_rows = self._forward(inputs, inputs.slots.tolist())
+            slot_mapping = self._batch.tokens(inputs).slot_mapping
+            self._cells.reshape(-1)[slot_mapping[slot_mapping >= 0]] = chain(0, 0)
+        new, rows = self._tokens(inputs), self._batch.sampling(inputs)
+        runs, not_finite_rows, failed_grammar_rows = self._forward(inputs, new, rows)
         tokens = np.array([token_id for run in runs for token_id in run], np.int32)
+        self._last_token[inputs.row_slots] = [run[-1] for run in runs]
         self._batch.record_sampled(inputs.row_slots, tokens, np.array([len(run) for run in runs], np.int32))
         numbers = range(len(runs)) if inputs.row_numbers is None else inputs.row_numbers.tolist()
         self.last_rows = dict(zip(numbers, inputs.row_slots.tolist(), strict=True))
-        self.last_num_tokens = len(inputs.token_ids)
+        self.last_num_tokens = inputs.num_tokens
         self.num_computed_tokens += self.last_num_tokens
         counts = np.zeros(inputs.num_result_rows, np.int32)
         counts[list(numbers)] = [len(run) for run in runs]
@@ -367,41 +372,51 @@ class WorkerModel:
                 np.array([numbers[row] for row in not_finite_rows], np.int32),
                 0,
                 counts=None if (counts == 1).all() else counts,
-                num_draft_tokens=len(inputs.sampling.draft_token_ids),
-                logprobs=_row_logprobs(inputs, runs, not_finite_rows),
-                prompt_logprobs=_prompt_logprobs(inputs),
+                num_draft_tokens=len(inputs.draft_token_ids),
+                logprobs=_row_logprobs(rows, runs, not_finite_rows),
+                prompt_logprobs=_prompt_logprobs(inputs, new.token_ids),
                 failed_grammar_rows=np.array([numbers[row] for row in failed_grammar_rows], np.int32),
             )
         )
 
-    def _forward(self, inputs: StepInput, slots: list[int]) -> tuple[list[list[int]], list[int], list[int]]:
-        """Compute the sequences in `slots` one after the other.
+    def _tokens(self, inputs: StepInput) -> StepTokens:
+        """The step's tokens, those included that only a worker's device knows."""
+        tokens = self._batch.tokens(inputs)
+        slots = inputs.slots[: inputs.num_decodes]
+        # A dummy has no slot.
+        tokens.token_ids[inputs.cu_seqlens_q[: len(slots)]] = self._last_token[slots]
+        return tokens
+
+    def _forward(
+        self, inputs: StepInput, tokens: StepTokens, sampling: SamplingRows
+    ) -> tuple[list[list[int]], list[int], list[int]]:
+        """Compute the sequences one after the other.
 
         Returns:
             The rows' tokens, the rows that are not finite, and the rows with failed grammars.
         """
         starts = inputs.cu_seqlens_q.tolist()
         lengths = inputs.context_lens.tolist()
-        seeds = list(map(noise_of, inputs.sampling.seed.tolist(), inputs.sampling.choice.tolist()))
+        seeds = list(map(noise_of, sampling.seed.tolist(), sampling.choice.tolist()))
         rows = range(len(seeds)) if inputs.row_indexes is None else inputs.row_indexes.tolist()
-        new_tokens = inputs.token_ids.tolist()
+        new_tokens = tokens.token_ids.tolist()
         states = [
             self._compute(
-                slot, inputs.block_tables[index], lengths[index], new_tokens[starts[index] : starts[index + 1]]
+                slot, tokens.block_tables[index], lengths[index], new_tokens[starts[index] : starts[index + 1]]
             )
-            for index, slot in enumerate(slots)
+            for index, slot in enumerate(inputs.slots.tolist())
         ]
         runs: list[list[int]] = []
         not_finite_rows: list[int] = []
         failed_grammar_rows: list[int] = []
         self.last_spoilers = []
-        drafts = iter(inputs.sampling.draft_token_ids.tolist())
-        counts = inputs.sampling.draft_counts
+        drafts = iter(inputs.draft_token_ids.tolist())
+        counts = inputs.draft_counts
         for row, index in enumerate(rows):
             its_drafts = list(islice(drafts, 0 if counts is None else int(counts[row])))
             worst = int(states[index].max())
             if worst < _SPOILT:
-                run, is_followed = _draw_run(states[index], seeds[row], its_drafts, inputs.sampling.states.get(row))
+                run, is_followed = _draw_run(states[index], seeds[row], its_drafts, sampling.states.get(row))
                 runs.append(run)
                 failed_grammar_rows += [] if is_followed else [row]
                 continue

@@ -12,6 +12,7 @@ from random import Random
 import numpy as np
 
 from services.worker.runner.model_runner import ModelRunner
+from services.worker.runner.pending_step import PendingStep
 from services.worker.step import EnteringSequence, Logprobs, PrefillChunk, Step, StepKind, StepOutput
 from shared.limits import SamplingOptions
 from tests.support.worker_steps import EPOCH, column, make_chunk
@@ -75,10 +76,10 @@ class _Sequence:
 
 
 @dataclass(frozen=True)
-class _Planned:
-    """A planned step and the sequences of its rows."""
+class _Launched:
+    """A launched step and the sequences of its rows."""
 
-    step: Step
+    pending: PendingStep
     rows: list[_Sequence]
 
 
@@ -111,18 +112,18 @@ class WorkerDriver:
         """Run the requests until each has `max_tokens`."""
         answers = [Answer(list(request.known)) for request in requests]
         waiting = list(zip(requests, answers, strict=True))
-        ahead: _Planned | None = None
+        ahead: _Launched | None = None
         while waiting or self._sequences:
             num_entering = self._rng.randint(0, min(len(waiting), len(self._free_slots)))
             entering = [self._admit(*pair) for pair in waiting[:num_entering]]
             waiting = waiting[num_entering:]
-            # Plan each step before the previous one has run.
-            planned = self._plan(entering)
+            # Launch each step before the result of the previous one is known.
+            launched = self._launch(entering)
             if ahead is not None:
-                self._run(ahead)
-            ahead = planned
+                self._finish(ahead)
+            ahead = launched
         if ahead is not None:
-            self._run(ahead)
+            self._finish(ahead)
         return answers
 
     def _admit(self, request: Request, answer: Answer) -> _Sequence:
@@ -130,8 +131,8 @@ class WorkerDriver:
         blocks = [self._free_blocks.pop() for _ in range(num_blocks)]
         return _Sequence(request, answer, self._free_slots.pop(0), blocks)
 
-    def _plan(self, entering: list[_Sequence]) -> _Planned | None:
-        """Plan the next step; None if there is nothing to compute."""
+    def _launch(self, entering: list[_Sequence]) -> _Launched | None:
+        """Plan and launch the next step; None if there is nothing to compute."""
         decodes = [seq for seq in self._sequences if self._may_decode(seq) and self._rng.random() < 0.9]
         begun = [seq for seq in self._sequences if not seq.is_complete and self._rng.random() < 0.7]
         if not (decodes or begun or entering):
@@ -156,7 +157,7 @@ class WorkerDriver:
         rows = [*decodes, *(seq for seq in (*begun, *entering) if seq.is_complete)]
         for seq in rows:
             seq.num_in_flight += 1
-        return _Planned(step, rows)
+        return _Launched(self._runner.launch(step), rows)
 
     def _may_decode(self, seq: _Sequence) -> bool:
         # Each step in flight returns at least one token; whether it returns more is known only after reading it.
@@ -194,10 +195,10 @@ class WorkerDriver:
         seq.num_sent += size
         return make_chunk(seq.slot, chunk, len(tokens) - seq.num_sent)
 
-    def _run(self, planned: _Planned) -> None:
-        output = self._runner.run_step(planned.step)
+    def _finish(self, launched: _Launched) -> None:
+        output = launched.pending.finish()
         self.outputs.append(output)
-        counts = [1] * len(planned.rows) if output.counts is None else output.counts.tolist()
+        counts = [1] * len(launched.rows) if output.counts is None else output.counts.tolist()
         slot_to_sequence = {seq.slot: seq for seq in (*self._ended, *self._sequences)}
         for slot, logprobs in output.prompt_logprobs:
             scores = slot_to_sequence[slot].answer.prompt_logprobs
@@ -205,7 +206,7 @@ class WorkerDriver:
             scores.update(scores_of(logprobs))
         flat_scores = {} if output.logprobs is None else scores_of(output.logprobs)
         start = 0
-        for seq, count in zip(planned.rows, counts, strict=True):
+        for seq, count in zip(launched.rows, counts, strict=True):
             answer = seq.answer
             for place in range(start, start + count):
                 if place in flat_scores:

@@ -14,7 +14,7 @@ from services.worker.models.loader import LoadedModel, load_model
 from services.worker.models.registry import CausalLM
 from services.worker.ops import load_ops
 from services.worker.runner.cache_memory import KvCacheSize
-from services.worker.runner.model_runner import ModelRunner
+from services.worker.runner.model_runner import Execution, ModelRunner
 from services.worker.spec_decode.drafts import Drafting
 from tests.support.paged_model import attention_metadata
 
@@ -26,9 +26,16 @@ def load_exact(model_dir: Path) -> LoadedModel:
     return load_model(model_dir, load_ops("reference"), torch.float32, lambda _: None)
 
 
-def make_runner(loaded: LoadedModel, *, num_blocks: int | None = 64, drafting: Drafting | None = None) -> ModelRunner:
+def make_runner(
+    loaded: LoadedModel,
+    *,
+    num_blocks: int | None = 64,
+    drafting: Drafting | None = None,
+    execution: Execution | None = None,
+) -> ModelRunner:
     """A runner of an exact model with `num_blocks` KV blocks; None means as many as fit in 1 GiB."""
-    return ModelRunner(loaded, load_ops("reference"), KvCacheSize(GIB, num_blocks), drafting=drafting)
+    size = KvCacheSize(GIB, num_blocks)
+    return ModelRunner(loaded, load_ops("reference"), size, drafting=drafting, execution=execution or Execution())
 
 
 def generate_alone(loaded: LoadedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:

@@ -120,6 +120,7 @@ TESTED_BY = {
         "services/worker/ops/cpu_attention.py",
         "services/worker/ops/reference_attention.py",
     ),
+    "unit/worker/ops/test_advance_batch.py": ("services/worker/ops/cpu_batch.py",),
     "unit/worker/ops/test_experts.py": (
         "services/worker/ops/cpu_experts.py",
         "services/worker/ops/reference_experts.py",
@@ -144,8 +145,16 @@ TESTED_BY = {
     "unit/worker/runner/test_input_batch.py": (
         "services/worker/batch/block_tables.py",
         "services/worker/batch/enter_checks.py",
+        "services/worker/batch/slot_changes.py",
         "services/worker/batch/step_input.py",
+        "services/worker/runner/device_batch.py",
     ),
+    "unit/worker/runner/test_late_device.py": (
+        "services/worker/runner/batch_runner.py",
+        "services/worker/runner/pending_step.py",
+        "services/worker/runner/stream.py",
+    ),
+    "unit/worker/runner/test_input_batch_drafts.py": ("services/worker/spec_decode/decodes.py",),
     "unit/worker/runner/test_model_runner_drafts.py": (
         "services/worker/spec_decode/greedy_drafts.py",
         "services/worker/spec_decode/ngram_drafts.py",

@@ -33,6 +33,11 @@ class BlockTables:
         """Memory of the tables."""
         return self._ids.nbytes
 
+    @property
+    def width(self) -> int:
+        """Columns; never fewer than before."""
+        return self._ids.shape[1]
+
     def num_blocks(self, slots: Int32Column) -> Int32Column:
         """Table lengths in blocks."""
         return self._num_blocks[slots]
@@ -48,21 +53,26 @@ class BlockTables:
         self._ids[slot, : len(block_ids)] = block_ids
         self._num_blocks[slot] = len(block_ids)
 
-    def append(self, slots: Int32Column, block_ids: Int32Column) -> None:
+    def append(self, slots: Int32Column, block_ids: Int32Column) -> npt.NDArray[np.int64]:
         """Append one block to each slot's table; a slot that occurs n times gets n blocks, in that order.
+
+        Returns:
+            The column of each block in its table.
 
         Raises:
             StepMismatchError: as in `set`.
         """
         self._check(block_ids)
         by_slot = np.argsort(slots, kind="stable")
-        slots, block_ids = slots[by_slot], block_ids[by_slot]
+        in_order = slots[by_slot]
         # How many earlier entries name the same slot: the slots are sorted, so it is the distance to the first.
-        nth = np.arange(len(slots)) - np.searchsorted(slots, slots)
+        nth = np.empty(len(slots), np.int64)
+        nth[by_slot] = np.arange(len(slots)) - np.searchsorted(in_order, in_order)
         columns = self._num_blocks[slots] + nth
         self._make_room(int(columns.max(initial=-1)) + 1)
         self._ids[slots, columns] = block_ids
-        self._num_blocks[slots] = columns + 1
+        np.maximum.at(self._num_blocks, slots, columns.astype(np.int32) + 1)
+        return columns
 
     def clear(self, slots: Int32Column) -> None:
         """Empty these slots' tables."""

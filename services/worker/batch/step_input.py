@@ -1,15 +1,15 @@
-"""The inputs of one step. Plain numpy on the host."""
+"""What one step computes. Plain numpy on the host."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from services.worker.batch.replay import ReplayedChunk
-from services.worker.sampling.sampler import SamplingRows
-from services.worker.step import Int32Column
+from services.worker.batch.slot_changes import HostArrays
+from services.worker.step import Int32Column, PrefillChunk
 
 _NO_SLOTS: Int32Column = np.empty(0, np.int32)
 
@@ -31,8 +31,26 @@ class ScoredChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTokens:
+    """A step's tokens and their places in the cache, in host arrays that belong to it alone."""
+
+    token_ids: npt.NDArray[np.int64]
+    """[num_tokens], possibly none; 0 for a decode's last token, which the device has, unless drafts are made."""
+    positions: npt.NDArray[np.int64]  # [num_tokens], each token's position in its sequence
+    slot_mapping: npt.NDArray[np.int64]  # [num_tokens], block_id * block_size + offset; -1: its KV is not stored
+    block_tables: Int32Column  # [num_seqs, most blocks of one sequence], 0 after a sequence's last block
+
+    @classmethod
+    def dummy(cls) -> StepTokens:
+        """Token 0 at position 0, without KV."""
+        zero = np.zeros(1, np.int64)
+        # Attention reads whatever block 0 holds, and its result is discarded.
+        return cls(zero, zero, np.full(1, -1, np.int64), np.zeros((1, 1), np.int32))
+
+
+@dataclass(frozen=True, slots=True)
 class StepInput:
-    """The inputs of one step, in host arrays that belong to it alone.
+    """What one step computes, in host arrays that belong to it alone.
 
     Sequence i computes the tokens [cu_seqlens_q[i], cu_seqlens_q[i + 1]): a decode its last token and then its drafts,
     a prefill a chunk of its prompt. A row is a complete sequence, so tokens are sampled for it:
@@ -56,21 +74,28 @@ class StepInput:
     row_numbers: npt.NDArray[np.int64] | None  # [num_rows], the rows' places in the result; None means 0, 1, 2, …
     row_slots: Int32Column  # [num_rows]
     row_indexes: npt.NDArray[np.int64] | None  # [num_rows], the rows' sequences, ascending; None means all, in order
-    token_ids: npt.NDArray[np.int64]  # [num_tokens], possibly none
-    positions: npt.NDArray[np.int64]  # [num_tokens], each token's position in its sequence
-    slot_mapping: npt.NDArray[np.int64]  # [num_tokens], block_id * block_size + offset; -1: its KV is not stored
-    block_tables: Int32Column  # [num_seqs, most blocks of one sequence], 0 after a sequence's last block
+    row_positions: npt.NDArray[np.int64]  # [num_rows], the length so far: where the row's next token is drawn
     context_lens: Int32Column  # [num_seqs], including this step's tokens
     query_lens: Int32Column  # [num_seqs], this step's tokens
     cu_seqlens_q: Int32Column  # [num_seqs + 1]
-    sampling: SamplingRows
+    num_blocks: int
+    """Blocks that the longest context needs."""
+    needs_host: bool
+    """Whether the host must know the drawn tokens, or a part of the logits, before the next step."""
+    table_width: int
+    """Columns that the device's block tables need; never fewer than before."""
+    changes: HostArrays
+    """What the step changes by slot; see `DeviceBatch.apply`."""
+    chunks: tuple[PrefillChunk, ...] = ()
+    draft_token_ids: Int32Column = field(default_factory=lambda: _NO_SLOTS)  # [num_drafts], row after row
+    draft_counts: Int32Column | None = None  # [num_rows], drafts of each row; None means that no row has any
     scored_chunks: tuple[ScoredChunk, ...] = ()
     replayed_chunks: tuple[ReplayedChunk, ...] = ()
 
     @classmethod
-    def dummy(cls, sampling: SamplingRows, *, is_prefill: bool) -> StepInput:
-        """Token 0 at position 0, without KV; `sampling` has no row."""
-        zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
+    def dummy(cls, *, is_prefill: bool, table_width: int, changes: HostArrays) -> StepInput:
+        """One token of no sequence; see `StepTokens.dummy`."""
+        one = np.ones(1, np.int32)
         return cls(
             num_decodes=int(not is_prefill),
             slots=_NO_SLOTS,
@@ -78,32 +103,41 @@ class StepInput:
             row_numbers=None,
             row_slots=_NO_SLOTS,
             row_indexes=np.empty(0, np.int64),
-            token_ids=zero.astype(np.int64),
-            positions=zero.astype(np.int64),
-            slot_mapping=np.full(1, -1, np.int64),
-            # Attention reads whatever block 0 holds, and its result is discarded.
-            block_tables=zero[np.newaxis],
+            row_positions=np.empty(0, np.int64),
             context_lens=one,
             query_lens=one,
             cu_seqlens_q=np.array([0, 1], np.int32),
-            sampling=sampling,
+            num_blocks=1,
+            needs_host=False,
+            table_width=table_width,
+            changes=changes,
         )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences, and of a dummy."""
+        return int(self.cu_seqlens_q[-1])
 
     @property
     def is_prefill(self) -> bool:
         """Whether any token belongs to a prompt."""
         return self.num_decodes < len(self.query_lens)
 
+    @property
+    def is_plain_decode(self) -> bool:
+        """Whether it computes the last token of each of its sequences, and nothing else."""
+        return 0 < self.num_tokens == self.num_decodes == len(self.slots)
+
     def row_sequences(self) -> npt.NDArray[np.int64]:
         """[num_rows], the rows' sequences, ascending."""
         return np.arange(len(self.slots)) if self.row_indexes is None else self.row_indexes
 
     def logit_tokens(self) -> npt.NDArray[np.int64] | None:
-        """Indexes of the tokens whose logits `sampling` needs, row after row; None means all."""
+        """Indexes of the tokens whose logits are sampled from, row after row; None means all."""
         if self.row_indexes is None:
             return None
         ends = self.cu_seqlens_q[1:][self.row_indexes].astype(np.int64)
-        if self.sampling.draft_counts is None:
+        if self.draft_counts is None:
             return ends - 1
-        counts = self.sampling.draft_counts + np.int64(1)
+        counts = self.draft_counts + np.int64(1)
         return np.repeat(ends - np.cumsum(counts), counts) + np.arange(counts.sum())

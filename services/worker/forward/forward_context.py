@@ -65,16 +65,26 @@ UNCOUPLED = DpMetadata()
 
 
 class Progress:
-    """Counts computed layers and steps, to show progress. One thread counts; any may read."""
+    """Counts computed layers and steps, to show progress. Each is counted by one thread; any may read."""
 
-    __slots__ = ("count",)
+    __slots__ = ("_num_layers", "_num_steps")
 
     def __init__(self) -> None:
-        self.count = 0
+        self._num_layers = 0
+        self._num_steps = 0
+
+    @property
+    def count(self) -> int:
+        """Layers and steps so far."""
+        return self._num_layers + self._num_steps
 
     def advance(self) -> None:
-        """Count a layer or step."""
-        self.count += 1
+        """Count a layer."""
+        self._num_layers += 1
+
+    def advance_step(self) -> None:
+        """Count a step."""
+        self._num_steps += 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from services.worker.ops.arguments import AttentionParams, DrawRows, HeadNorms, RopeRows
+from services.worker.ops.arguments import AttentionParams, DecodeRows, DrawRows, HeadNorms, RopeRows, SlotColumns
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
 from services.worker.ops.matrices import Matrix
 from services.worker.ops.protocol import EmbeddingKernel, LinearKernel, Ops, PerHeadKernel
@@ -24,6 +24,7 @@ BACKEND_NAMES = ("cpu", "native", "reference")
 __all__ = [
     "BACKEND_NAMES",
     "AttentionParams",
+    "DecodeRows",
     "DrawRows",
     "EmbeddingKernel",
     "ExpertGroups",
@@ -37,6 +38,7 @@ __all__ = [
     "RopeRows",
     "RouterScore",
     "RoutingRule",
+    "SlotColumns",
     "SwigluClamp",
     "load_ops",
 ]

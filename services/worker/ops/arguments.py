@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -55,3 +56,60 @@ class DrawRows:
     seed: Tensor  # [B] int64, the bits of the unsigned seed
     choice: Tensor  # [B] int64
     position: Tensor  # [B] int64
+
+
+@dataclass(frozen=True, slots=True)
+class SlotColumns:
+    """What the device knows of a batch's sequences, by slot. Contiguous."""
+
+    last_token: Tensor
+    """[num_slots] int64: the token drawn last, which the next decode computes."""
+    position: Tensor
+    """[num_slots] int64: its position. The cache holds all tokens before it."""
+    block_tables: Tensor
+    """[num_slots, most blocks so far] int32."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """Inputs of a decode step of one token for each row; see `AttentionMetadata`. Contiguous."""
+
+    token_ids: Tensor  # [num_rows] int64
+    positions: Tensor  # [num_rows] int64
+    draw_positions: Tensor  # [num_rows] int64: where the rows' next tokens are drawn
+    slot_mapping: Tensor  # [num_rows] int64
+    context_lens: Tensor  # [num_rows] int32
+    block_tables: Tensor  # [num_rows, at least the blocks of the longest context] int32
+
+    @classmethod
+    def padding(cls, num_rows: int, num_blocks: int, device: torch.device) -> DecodeRows:
+        """Padding, with room for `num_blocks` blocks in each row."""
+        return cls(
+            token_ids=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            positions=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            draw_positions=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            slot_mapping=torch.full((num_rows,), -1, dtype=torch.int64, device=device),
+            context_lens=torch.ones(num_rows, dtype=torch.int32, device=device),
+            block_tables=torch.zeros(num_rows, num_blocks, dtype=torch.int32, device=device),
+        )
+
+    @classmethod
+    def empty(cls, num_rows: int, num_blocks: int, device: torch.device) -> DecodeRows:
+        """Rows to be written, with room for `num_blocks` blocks each."""
+        token_ids, positions, draw_positions, slot_mapping = torch.empty(
+            4, num_rows, dtype=torch.int64, device=device
+        ).unbind()
+        context_lens = torch.empty(num_rows, dtype=torch.int32, device=device)
+        block_tables = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=device)
+        return cls(token_ids, positions, draw_positions, slot_mapping, context_lens, block_tables)
+
+    def first(self, num_rows: int) -> DecodeRows:
+        """Views of the first rows."""
+        return DecodeRows(
+            self.token_ids[:num_rows],
+            self.positions[:num_rows],
+            self.draw_positions[:num_rows],
+            self.slot_mapping[:num_rows],
+            self.context_lens[:num_rows],
+            self.block_tables[:num_rows],
+        )

@@ -16,7 +16,7 @@ from services.worker.drawing.row_logprobs import row_logprobs
 from services.worker.drawing.token_draw import GREEDY_TEMPERATURE, TokenDraw
 from services.worker.forward.forward_context import AttentionPlan
 from services.worker.forward.staging import to_device
-from services.worker.ops.arguments import DrawRows, HeadNorms, RopeRows
+from services.worker.ops.arguments import DecodeRows, DrawRows, HeadNorms, RopeRows, SlotColumns
 from services.worker.ops.matrices import Matrix, dense
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.protocol import EmbeddingKernel, LinearKernel, Ops
@@ -37,6 +37,24 @@ class ComposedOps(Ops, Protocol):
         """See `Ops.prepare_tied`: dense, and twice if `prepare_linear` copies."""
         table = dense(weight, dtype)
         return self.prepare_embedding(table, dtype), self.prepare_linear(table, None, dtype)
+
+    def advance_batch(
+        self, columns: SlotColumns, slots: Tensor, rows: DecodeRows, *, block_size: int, num_blocks: int
+    ) -> None:
+        """See `Ops.advance_batch`."""
+        num_rows = len(slots)
+        if num_rows < len(rows.token_ids):
+            _pad(rows, num_rows)
+            rows = rows.first(num_rows)
+        positions = torch.index_select(columns.position, 0, slots, out=rows.positions)
+        torch.index_select(columns.last_token, 0, slots, out=rows.token_ids)
+        torch.add(positions, 1, out=rows.draw_positions)
+        rows.context_lens.copy_(rows.draw_positions)
+        columns.position.index_copy_(0, slots, rows.draw_positions)
+        tables = columns.block_tables
+        rows.block_tables[:, :num_blocks] = tables.index_select(0, slots)[:, :num_blocks]
+        block_ids = tables.take(slots * tables.shape[1] + positions // block_size)
+        torch.add(positions % block_size, block_ids, alpha=block_size, out=rows.slot_mapping)
 
     def norm_rope_write(
         self,
@@ -83,6 +101,15 @@ class ComposedOps(Ops, Protocol):
             entries[place], values[place], ranks[place] = row_logprobs(row, token_id, width - 1)
         device = logits.device
         return to_device(entries, device), to_device(values, device), to_device(ranks, device)
+
+
+def _pad(rows: DecodeRows, num_rows: int) -> None:
+    """Make padding of the rows from `num_rows` on."""
+    for values in (rows.token_ids, rows.positions, rows.draw_positions):
+        values[num_rows:].zero_()
+    rows.slot_mapping[num_rows:].fill_(-1)
+    rows.context_lens[num_rows:].fill_(1)
+    rows.block_tables[num_rows:, :1].zero_()
 
 
 def _draws(rows: DrawRows, drawn: Tensor) -> list[tuple[TokenDraw, int]]:

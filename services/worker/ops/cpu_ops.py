@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.worker.ops.arguments import RopeRows
+from services.worker.ops.arguments import DecodeRows, RopeRows, SlotColumns
 from services.worker.ops.composed import ComposedOps
+from services.worker.ops.cpu_batch import advance_batch
 from services.worker.ops.cpu_experts import CpuExperts, combine_experts
 from services.worker.ops.cpu_mla import CpuMla
 from services.worker.ops.experts import Expert, ExpertsKernel, ExpertWeights, SwigluClamp
@@ -36,6 +37,15 @@ class CpuOps(CpuMla, ComposedOps):
         packing = "onednn" if _HAS_PACKED_LINEAR else "plain"
         capability = torch.backends.cpu.get_cpu_capability()
         return f"cpu torch-{torch.__version__} {packing} {capability} threads-{torch.get_num_threads()}"
+
+    # -- Batch --------------------------------------------------------------------------------------------
+
+    def advance_batch(
+        self, columns: SlotColumns, slots: Tensor, rows: DecodeRows, *, block_size: int, num_blocks: int
+    ) -> None:
+        is_padded = len(slots) < len(rows.token_ids)
+        advance = super().advance_batch if is_padded else advance_batch
+        advance(columns, slots, rows, block_size=block_size, num_blocks=num_blocks)
 
     # -- Weights ------------------------------------------------------------------------------------------
 

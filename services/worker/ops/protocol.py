@@ -17,7 +17,7 @@ from torch import Tensor
 from services.worker.drawing.row_edits import RowEdits
 from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
 from services.worker.forward.kv_cache import KvCache
-from services.worker.ops.arguments import AttentionParams, DrawRows, HeadNorms, RopeRows
+from services.worker.ops.arguments import AttentionParams, DecodeRows, DrawRows, HeadNorms, RopeRows, SlotColumns
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
 from services.worker.ops.matrices import Matrix
 from services.worker.ops.matrix_rows import MatrixFormat
@@ -47,6 +47,24 @@ class Ops(Protocol):
 
     def numerics(self) -> str:
         """All that this backend's results depend on: equal strings mean equal bits."""
+
+    # -- Batch --------------------------------------------------------------------------------------------
+
+    def advance_batch(
+        self, columns: SlotColumns, slots: Tensor, rows: DecodeRows, *, block_size: int, num_blocks: int
+    ) -> None:
+        """Make the inputs of a decode step, and advance its sequences to the tokens that it will draw.
+
+        Row i < B computes the last token of the sequence in `slots[i]`, at its position p; its new position is p + 1.
+        The rows after these are padding: token 0 at position 0 with a context of 1 that reads block 0, and slot -1.
+
+        Args:
+            columns: `position` is written in place, at `slots`.
+            slots: [B] int64, no repeats, B at least 0.
+            rows: [at least B]; all are written, in place. Of the block tables, only columns below `num_blocks`.
+            block_size: Tokens per block.
+            num_blocks: The most blocks of a context, at least 1.
+        """
 
     # -- Weights ------------------------------------------------------------------------------------------
 

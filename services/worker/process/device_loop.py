@@ -1,4 +1,11 @@
-"""The queue of device work: the RPC thread fills it, the main thread runs it."""
+"""The queue of device work: the RPC thread fills it, the main thread runs it.
+
+What the main thread launched on a device of its own is finished on a third thread, which sleeps until it is computed:
+
+    RPC thread     launch(A)  launch(B)                       A's future completes
+    main thread               A is launched, B is launched
+    finisher                               waits for A, finishes it ──┘  waits for B
+"""
 
 from __future__ import annotations
 
@@ -6,12 +13,24 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NoReturn, ParamSpec, Protocol, TypeVar
 
 from shared.errors import DrainingError
 
 P = ParamSpec("P")
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Pending(Protocol[T_co]):
+    """Something launched. `finish` is called once, from any thread."""
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether `finish` returns at once, for certain."""
+
+    def finish(self) -> T_co:
+        """Wait for the device; the result, or what went wrong as an exception."""
 
 
 class DeviceLoop:
@@ -25,6 +44,7 @@ class DeviceLoop:
         self._is_stopping = False
         self._is_closed = False
         self._closing = threading.Lock()
+        self._finisher = _Finisher()
 
     @property
     def is_stopping(self) -> bool:
@@ -37,15 +57,17 @@ class DeviceLoop:
         Raises:
             DrainingError: the loop has ended.
         """
-        job = _Job(lambda: function(*args, **kwargs))
-        with self._closing:
-            if self._is_closed:
-                raise DrainingError("the worker is shutting down")
-            self._jobs.put(job)
-        return job.future
+        return self._put(_Call(lambda: function(*args, **kwargs)))
+
+    def launch(self, function: Callable[P, Pending[T]], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Queue `function`, which launches something; futures complete with its results in the order of the launches.
+
+        From any thread. Cancelling and errors as in `submit`.
+        """
+        return self._put(_Launch(lambda: function(*args, **kwargs), self._finisher))
 
     def run(self) -> None:
-        """Run jobs until `stop`; those still queued then fail with DrainingError."""
+        """Run jobs until `stop`; those still queued then fail with DrainingError, and what was launched is finished."""
         while not self._is_stopping:
             if (job := self._jobs.get()) is not None:
                 job.run()
@@ -56,28 +78,112 @@ class DeviceLoop:
         while not self._jobs.empty():
             if (job := self._jobs.get()) is not None:
                 job.refuse()
+        self._finisher.close()
 
     def stop(self) -> None:
         """Let `run` return after the current job. From any thread."""
         self._is_stopping = True
         self._jobs.put(None)
 
+    def _put(self, job: _Job[T]) -> Future[T]:
+        with self._closing:
+            if self._is_closed:
+                raise DrainingError("the worker is shutting down")
+            self._jobs.put(job)
+        return job.future
+
+
+class _Finisher:
+    """Finishes what was launched, in order. Belongs to the thread that launches.
+
+    On its own thread, once there is something that was not computed by its launch.
+    """
+
+    def __init__(self) -> None:
+        self._launched: queue.SimpleQueue[tuple[Pending[Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def add(self, pending: Pending[T], future: Future[T]) -> None:
+        """Complete `future` with the result of `pending`."""
+        if self._thread is None:
+            if pending.is_computed:
+                _complete(future, pending.finish)
+                return
+            # A daemon: when the main thread fails, this one must not keep the process alive.
+            self._thread = threading.Thread(target=self._run, name="finisher", daemon=True)
+            self._thread.start()
+        self._launched.put((pending, future))
+
+    def close(self) -> None:
+        """Return when everything is finished."""
+        if self._thread is not None:
+            self._launched.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (launched := self._launched.get()) is not None:
+            pending, future = launched
+            _complete(future, pending.finish)
+            # Do not keep the last result's arrays alive while waiting.
+            del launched, pending, future
+
 
 class _Job(Generic[T]):
-    def __init__(self, function: Callable[[], T]) -> None:
+    def __init__(self) -> None:
         self.future: Future[T] = Future()
-        self._function = function
 
     def run(self) -> None:
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            result = self._function()
-        except Exception as error:  # noqa: BLE001 - passed on through the future
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(result)
+        if self.future.set_running_or_notify_cancel():
+            self._run()
 
     def refuse(self) -> None:
         if self.future.set_running_or_notify_cancel():
             self.future.set_exception(DrainingError("the worker is shutting down"))
+
+    def _run(self) -> None:
+        """Complete the future, now or later."""
+        raise NotImplementedError
+
+
+class _Call(_Job[T]):
+    def __init__(self, function: Callable[[], T]) -> None:
+        super().__init__()
+        self._function = function
+
+    def _run(self) -> None:
+        _complete(self.future, self._function)
+
+
+class _Launch(_Job[T]):
+    def __init__(self, function: Callable[[], Pending[T]], finisher: _Finisher) -> None:
+        super().__init__()
+        self._function = function
+        self._finisher = finisher
+
+    def _run(self) -> None:
+        try:
+            pending = self._function()
+        except Exception as error:  # noqa: BLE001 - passed on through the future
+            pending = _Failed(error)
+        self._finisher.add(pending, self.future)
+
+
+class _Failed:
+    """A launch that failed. Like others it is finished after those before it."""
+
+    is_computed = True
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def finish(self) -> NoReturn:
+        raise self._error
+
+
+def _complete(future: Future[T], function: Callable[[], T]) -> None:
+    try:
+        result = function()
+    except Exception as error:  # noqa: BLE001 - passed on through the future
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from lockstep.internal.v1 import worker_pb2
@@ -16,6 +17,7 @@ from shared.errors import DrainingError, InternalError, ServiceError
 if TYPE_CHECKING:
     # The RPC server answers before torch is imported.
     from services.worker.runner.model_runner import ModelRunner
+    from services.worker.runner.pending_step import PendingStep
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +26,7 @@ class DeviceSteps:
     """Queues a runner's work on the device, in order, as futures of the RPC thread's event loop.
 
     In a domain of several processes a failure ends this one: partners would wait for it inside a collective. So does an
-    error on a GPU, whose context may be lost with it.
+    error on a GPU, whose context may be lost with it, whether the launch fails or the device after it.
     """
 
     def __init__(
@@ -49,8 +51,8 @@ class DeviceSteps:
         return future
 
     def launch(self, step: Step) -> asyncio.Future[StepOutput]:
-        """Run a step. Cancelling drops one that has not begun, unless a partner may have begun it."""
-        future = asyncio.wrap_future(self._device.submit(self._run, step))
+        """Run a step. Cancelling drops one that was not launched, unless a partner may have begun it."""
+        future = asyncio.wrap_future(self._device.launch(self._launch, step))
         future.add_done_callback(self._end_if_failed)
         return future if self._is_alone else asyncio.shield(future)
 
@@ -61,18 +63,12 @@ class DeviceSteps:
             max_num_batched_tokens=_max_num_tokens(request, self.runner),
         )
 
-    def _run(self, step: Step) -> StepOutput:
-        # On the main thread. Errors are logged here because the stream that would carry them may be gone by then.
+    def _launch(self, step: Step) -> _RunningStep:
+        # On the main thread.
         if self._fail_on_token is not None and any((column == self._fail_on_token).any() for column in _brought(step)):
             end_process(ExitCode.FAILPOINT, "the step contains the --fail-on-token token", step_id=step.step_id)
-        try:
-            return self.runner.run_step(step)
-        except ServiceError as error:
-            logger.warning("step refused", extra={"epoch": step.epoch, "step_id": step.step_id, "error": str(error)})
-            raise
-        except Exception as error:
-            logger.exception("step failed", extra={"epoch": step.epoch, "step_id": step.step_id})
-            raise InternalError("the step failed") from error
+        with _reported(step):
+            return _RunningStep(step, self.runner.launch(step))
 
     def _end_if_failed(self, future: asyncio.Future[int] | asyncio.Future[StepOutput]) -> None:
         if future.cancelled() or (error := future.exception()) is None:
@@ -82,6 +78,39 @@ class DeviceSteps:
         is_refused = isinstance(error, ServiceError) and not isinstance(error, InternalError)
         if not self._is_alone or (self.runner.device.type != "cpu" and not is_refused):
             self._end.fail_step(error=str(error))
+
+
+class _RunningStep:
+    """See `Pending`."""
+
+    def __init__(self, step: Step, pending: PendingStep) -> None:
+        self._step = step
+        self._pending = pending
+
+    @property
+    def is_computed(self) -> bool:
+        return self._pending.is_computed
+
+    def finish(self) -> StepOutput:
+        with _reported(self._step):
+            return self._pending.finish()
+
+
+@contextmanager
+def _reported(step: Step) -> Iterator[None]:
+    """Log errors here, because the stream that would carry them may be gone by then.
+
+    Raises:
+        InternalError: for all that is no `ServiceError`.
+    """
+    try:
+        yield
+    except ServiceError as error:
+        logger.warning("step refused", extra={"epoch": step.epoch, "step_id": step.step_id, "error": str(error)})
+        raise
+    except Exception as error:
+        logger.exception("step failed", extra={"epoch": step.epoch, "step_id": step.step_id})
+        raise InternalError("the step failed") from error
 
 
 def _max_num_tokens(request: worker_pb2.AttachRequest, runner: ModelRunner) -> int:

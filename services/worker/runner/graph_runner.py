@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from services.worker.batch.enter_checks import BatchLimits
-from services.worker.batch.step_input import StepInput
 from services.worker.forward.forward_context import AttentionMetadata, ForwardContext, forward_context
+from services.worker.ops import DecodeRows
 from shared.limits import GRAPH_BATCH_SIZES
 
 
@@ -56,9 +56,9 @@ class GraphSettings:
 
 
 class DecodeGraphs:
-    """Replays decode steps of one token per sequence, padded to a captured batch size.
+    """Replays decode steps of one token per sequence, padded to a captured batch size, from static inputs.
 
-        inputs, static      rows 0 … n - 1 of the step     rows n … size - 1: padding
+        `DecodeRows`        rows 0 … n - 1 of the step     rows n … size - 1: padding
         token_ids           last tokens                    0
         slot_mapping        slots                          -1: nothing is stored
         context_lens        lengths                        1
@@ -87,12 +87,7 @@ class DecodeGraphs:
         self._limits = limits
         self._sizes = needed_sizes(settings.batch_sizes, limits.max_num_seqs)
         size = self._sizes[-1]
-        self._token_ids = torch.zeros(size, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(size, dtype=torch.int64, device=device)
-        self._slot_mapping = torch.full((size,), -1, dtype=torch.int64, device=device)
-        self._context_lens = torch.ones(size, dtype=torch.int32, device=device)
-        max_blocks = -(-limits.context_length // limits.block_size)
-        self._block_tables = torch.zeros(size, max_blocks, dtype=torch.int32, device=device)
+        self._rows = DecodeRows.padding(size, -(-limits.context_length // limits.block_size), device)
         self._cu_seqlens_q = torch.arange(size + 1, dtype=torch.int32, device=device)
         self._hidden: Tensor | None = None
         self._replays = self._capture_all(settings.capture)
@@ -102,38 +97,22 @@ class DecodeGraphs:
         mine = self._limits
         return (limits.max_num_seqs, limits.block_size) == (mine.max_num_seqs, mine.block_size)
 
-    def can_run(self, step_input: StepInput) -> bool:
-        """Whether a graph holds the step: a decode of one token for each sequence."""
-        num_seqs = len(step_input.query_lens)
-        is_plain = not step_input.is_prefill and len(step_input.token_ids) == num_seqs
-        return is_plain and 0 < num_seqs <= self._sizes[-1]
+    def can_run(self, num_rows: int) -> bool:
+        """Whether a graph holds a decode of one token for each of so many sequences."""
+        return 0 < num_rows <= self._sizes[-1]
 
-    @torch.inference_mode()
-    def run(self, step_input: StepInput) -> Tensor:
-        """Compute a step that a graph holds: hidden states [num_rows, hidden], which the next call overwrites."""
-        num_rows = len(step_input.token_ids)
-        size = self._sizes[bisect_left(self._sizes, num_rows)]
-        self._fill(step_input, num_rows, size)
-        self._replays[size]()
+    def rows(self, num_rows: int) -> DecodeRows:
+        """The inputs of a decode of `num_rows` and its padding, to be written before `replay`."""
+        return self._rows.first(self._size(num_rows))
+
+    def replay(self, num_rows: int) -> Tensor:
+        """Compute a decode from `rows`: hidden states [num_rows, hidden], which the next call overwrites."""
+        self._replays[self._size(num_rows)]()
         assert self._hidden is not None, "a replay before the capture"
         return self._hidden[:num_rows]
 
-    def _fill(self, step_input: StepInput, num_rows: int, size: int) -> None:
-        for static, values in (
-            (self._token_ids, step_input.token_ids),
-            (self._positions, step_input.positions),
-            (self._slot_mapping, step_input.slot_mapping),
-            (self._context_lens, step_input.context_lens),
-        ):
-            static[:num_rows].copy_(torch.from_numpy(values))
-        tables = step_input.block_tables
-        self._block_tables[:num_rows, : tables.shape[1]].copy_(torch.from_numpy(tables))
-        if num_rows < size:
-            self._token_ids[num_rows:size].zero_()
-            self._positions[num_rows:size].zero_()
-            self._slot_mapping[num_rows:size].fill_(-1)
-            self._context_lens[num_rows:size].fill_(1)
-            self._block_tables[num_rows:size, :1].zero_()
+    def _size(self, num_rows: int) -> int:
+        return self._sizes[bisect_left(self._sizes, num_rows)]
 
     def _capture_all(self, capture: Capture) -> dict[int, Callable[[], None]]:
         # A collection during a capture may free device memory, which ends the capture.
@@ -148,7 +127,7 @@ class DecodeGraphs:
 
     def _compute(self, size: int) -> None:
         with forward_context(self._make_context(self._metadata(size))):
-            hidden = self._forward(self._token_ids[:size], self._positions[:size])
+            hidden = self._forward(self._rows.token_ids[:size], self._rows.positions[:size])
         if self._hidden is None:
             # The largest size comes first. One result for all sizes: each graph's own would stay allocated.
             self._hidden = torch.empty_like(hidden)
@@ -156,13 +135,13 @@ class DecodeGraphs:
 
     def _metadata(self, size: int) -> AttentionMetadata:
         """The metadata of a step of `size` rows; lengths on the host are upper bounds if they are recorded."""
-        lengths = self._context_lens[:size]
-        host_lengths = (self._limits.context_length,) * size if self._is_recorded else tuple(lengths.tolist())
+        rows = self._rows.first(size)
+        host_lengths = (self._limits.context_length,) * size if self._is_recorded else tuple(rows.context_lens.tolist())
         return AttentionMetadata(
             is_prefill=False,
-            slot_mapping=self._slot_mapping[:size],
-            block_tables=self._block_tables[:size],
-            context_lens=lengths,
+            slot_mapping=rows.slot_mapping,
+            block_tables=rows.block_tables,
+            context_lens=rows.context_lens,
             cu_seqlens_q=self._cu_seqlens_q[: size + 1],
             query_lens=(1,) * size,
             context_lens_host=host_lengths,

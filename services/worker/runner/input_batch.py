@@ -1,9 +1,11 @@
-"""The batch that a worker keeps between steps. Plain numpy on the host; only drafts may come from a model."""
+"""The host's part of the batch that a worker keeps between steps; `DeviceBatch` is the device's.
+
+Plain numpy; only drafts may come from a model.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +13,13 @@ import numpy.typing as npt
 from services.worker.batch.block_tables import BlockTables
 from services.worker.batch.enter_checks import BatchLimits, check_enter, check_token_ids, require
 from services.worker.batch.replay import ReplayedChunk, Replays
-from services.worker.batch.step_input import ScoredChunk, StepInput
+from services.worker.batch.slot_changes import SlotChanges
+from services.worker.batch.step_input import ScoredChunk, StepInput, StepTokens
 from services.worker.drawing.token_draw import GREEDY_TEMPERATURE
 from services.worker.sampling.sampler import SamplingRows
 from services.worker.sampling.sampling_state import GrammarMatcher, SamplingState
-from services.worker.spec_decode.drafts import NO_DRAFTS, Drafter, Drafts
+from services.worker.spec_decode.decodes import Decodes
+from services.worker.spec_decode.drafts import NO_DRAFTS, Drafter
 from services.worker.step import EnteringSequence, Int32Column, PrefillChunk, Step, StepKind
 from shared.limits import SamplingOptions
 
@@ -23,12 +27,12 @@ _NO_SLOTS: Int32Column = np.empty(0, dtype=np.int32)
 
 
 class InputBatch:
-    """The sequences of one epoch by slot: lengths, last tokens, block tables, sampling parameters.
+    """The sequences of one epoch by slot: lengths, block tables, sampling parameters. The device has their tokens.
 
     Everything that came over the wire is checked here, before any tensor is touched. A step that does not fit leaves
     the batch undefined, which ends its epoch.
 
-    Invariant: `_num_tokens` counts a slot's known tokens, including sampled ones. After a step the cache holds the KV
+    Invariant: `_num_tokens` counts a slot's tokens, including sampled ones. After a step the cache holds the KV
     of all of them while `_num_later` more prompt tokens are to come, then of all but the last. KV left there by
     rejected drafts is overwritten before it is read.
     """
@@ -42,7 +46,7 @@ class InputBatch:
     ) -> None:
         """Grammars need `make_matcher`, drafts `drafter`."""
         num_slots = limits.max_num_seqs
-        self._limits = limits
+        self.limits = limits
         self._make_matcher = make_matcher
         self._drafter = drafter
         # Slots in the order in which their sequences entered.
@@ -51,7 +55,6 @@ class InputBatch:
         self._num_tokens = np.zeros(num_slots, dtype=np.int32)
         self._max_num_tokens = np.zeros(num_slots, dtype=np.int32)
         self._num_later = np.zeros(num_slots, dtype=np.int32)
-        self._last_token = np.zeros(num_slots, dtype=np.int32)
         self._temperature = np.zeros(num_slots, dtype=np.float32)
         self._top_k = np.zeros(num_slots, dtype=np.int32)
         self._top_p = np.ones(num_slots, dtype=np.float32)
@@ -65,6 +68,7 @@ class InputBatch:
             num_pool_blocks=limits.num_blocks,
             max_blocks_per_sequence=-(-limits.context_length // limits.block_size),
         )
+        self._changes = SlotChanges()
 
     @property
     def num_seqs(self) -> int:
@@ -72,7 +76,7 @@ class InputBatch:
         return len(self._order)
 
     def apply(self, step: Step) -> StepInput:
-        """Apply the step's changes and make the inputs of its computation.
+        """Apply the step's changes, and say what it computes.
 
         Raises:
             StepMismatchError: the step does not fit; the batch must not be used again.
@@ -86,15 +90,52 @@ class InputBatch:
         chunks = (*step.chunks, *(enter.chunk for enter in step.enters))
         require(bool(chunks) is (step.kind is not StepKind.DECODE), "the step's kind does not fit its prompt chunks")
         num_tokens = len(decode_slots) + sum(len(chunk.token_ids) for chunk in chunks)
-        room = self._limits.max_num_batched_tokens - num_tokens
+        room = self.limits.max_num_batched_tokens - num_tokens
         require(
             num_tokens > 0 and room >= 0,
             "the step's number of tokens is out of range",
-            limit=self._limits.max_num_batched_tokens,
+            limit=self.limits.max_num_batched_tokens,
         )
         for chunk in chunks:
             self._extend(chunk)
         return self._make_input(self._decodes(decode_slots, room), chunks)
+
+    def tokens(self, step_input: StepInput) -> StepTokens:
+        """The tokens of the step that was just applied."""
+        if not len(step_input.slots) and step_input.num_tokens:
+            return StepTokens.dummy()
+        slots, query_lens = step_input.slots, step_input.query_lens
+        starts = step_input.cu_seqlens_q[:-1]
+        # A sequence's tokens in this step are the last ones of its context, so both end at the same position.
+        positions = np.arange(step_input.num_tokens, dtype=np.int64)
+        positions += np.repeat(step_input.context_lens - query_lens - starts, query_lens)
+        block_size = self.limits.block_size
+        block_ids = self._tables.ids_at(np.repeat(slots, query_lens), positions // block_size)
+        return StepTokens(
+            token_ids=self._token_ids(step_input),
+            positions=positions,
+            slot_mapping=block_ids * np.int64(block_size) + positions % block_size,
+            block_tables=self._tables.rows(slots, step_input.num_blocks),
+        )
+
+    def sampling(self, step_input: StepInput) -> SamplingRows:
+        """How the host draws the rows of the step that was just applied."""
+        slots = step_input.row_slots
+        return SamplingRows(
+            temperature=self._temperature[slots],
+            top_k=self._top_k[slots],
+            top_p=self._top_p[slots],
+            seed=self._seed[slots],
+            choice=self._choice[slots],
+            position=step_input.row_positions,
+            states=self._states_of(slots) if self._states else {},
+            draft_token_ids=step_input.draft_token_ids,
+            draft_counts=step_input.draft_counts,
+        )
+
+    def record_drawn(self, slots: Int32Column) -> None:
+        """Append one token to each of these sequences, which only the device knows."""
+        self._num_tokens[slots] += 1
 
     def record_sampled(self, slots: Int32Column, token_ids: Int32Column, counts: Int32Column | None = None) -> None:
         """Append sampled tokens.
@@ -106,12 +147,7 @@ class InputBatch:
         """
         if self._drafter is not None:
             self._drafter.record(slots, token_ids, counts)
-        if counts is None:
-            self._last_token[slots] = token_ids
-            self._num_tokens[slots] += 1
-        else:
-            self._last_token[slots] = token_ids[np.cumsum(counts) - 1]
-            self._num_tokens[slots] += counts
+        self._num_tokens[slots] += 1 if counts is None else counts
 
     def _leave(self, slots: Int32Column) -> None:
         if not len(slots):
@@ -132,7 +168,7 @@ class InputBatch:
         if not enters:
             return
         for enter in enters:
-            check_enter(enter, self._limits, needs_all_tokens=self._drafter is not None)
+            check_enter(enter, self.limits, needs_all_tokens=self._drafter is not None)
             slot = enter.chunk.slot
             require(not self._is_used[slot], "a sequence enters a slot that is in use", slot=slot)
             self._is_used[slot] = True
@@ -140,8 +176,9 @@ class InputBatch:
             self._num_tokens[slot] = enter.num_cached_tokens
             self._num_later[slot] = len(enter.chunk.token_ids) + enter.chunk.num_later_tokens
             # One token is drawn after a full context, and none after that.
-            self._max_num_tokens[slot] = min(enter.max_num_tokens, self._limits.context_length + 1)
+            self._max_num_tokens[slot] = min(enter.max_num_tokens, self.limits.context_length + 1)
             self._tables.set(slot, enter.block_ids)
+            self._changes.enter(enter)
             self._temperature[slot] = enter.temperature
             self._top_k[slot] = enter.top_k
             self._top_p[slot] = enter.top_p
@@ -165,7 +202,7 @@ class InputBatch:
             options,
             stop_token_ids=enter.stop_token_ids,
             num_prompt_tokens=enter.num_prompt_tokens,
-            logits_width=self._limits.logits_width,
+            logits_width=self.limits.logits_width,
             matcher=self._make_matcher(options.grammar) if options.grammar and self._make_matcher else None,
         )
         state.extend(enter.cached_token_ids)
@@ -175,7 +212,7 @@ class InputBatch:
         require(len(slots) == len(block_ids), "append_slots and append_block_ids differ in length")
         if len(slots):
             self._check_used("append_slots", slots, may_repeat=True)
-            self._tables.append(slots, block_ids)
+            self._changes.append_blocks(slots, self._tables.append(slots, block_ids), block_ids)
 
     def _decode_slots(self, step: Step) -> Int32Column:
         """Entering sequences are not decoded: they have no sampled token to start from."""
@@ -195,7 +232,7 @@ class InputBatch:
         self._check_used("chunks", np.array([slot]))
         require(0 < num_new <= self._num_later[slot], "a chunk is empty or exceeds the rest of its prompt", slot=slot)
         require(num_new + chunk.num_later_tokens == self._num_later[slot], "a prompt's length has changed", slot=slot)
-        check_token_ids(slot, chunk.token_ids, self._limits)
+        check_token_ids(slot, chunk.token_ids, self.limits)
         self._num_tokens[slot] += num_new
         self._num_later[slot] = chunk.num_later_tokens
         if slot in self._states:
@@ -207,42 +244,39 @@ class InputBatch:
         require(not step.enters and not step.chunks, "a dummy step must not compute a prompt")
         require(step.decode_slots is None or not len(step.decode_slots), "a dummy step must not decode a sequence")
         self._append_blocks(step.append_slots, step.append_block_ids)
-        is_prefill = step.kind is not StepKind.DECODE
-        return StepInput.dummy(self._sampling_rows(_NO_SLOTS, None), is_prefill=is_prefill)
+        is_prefill, table_width = step.kind is not StepKind.DECODE, self._tables.width
+        return StepInput.dummy(is_prefill=is_prefill, table_width=table_width, changes=self._changes.take(table_width))
 
-    def _decodes(self, slots: Int32Column, room: int) -> _Decodes:
+    def _decodes(self, slots: Int32Column, room: int) -> Decodes:
         if self._drafter is None or not len(slots):
-            return _Decodes(len(slots), None, slots, None)
+            return Decodes(len(slots), None, slots, None)
         num_slots, numbers = len(slots), None
         is_full = self._num_tokens[slots] >= self._max_num_tokens[slots]
         if is_full.any():
             numbers = np.flatnonzero(~is_full)
             slots = slots[numbers]
         drafts = self._drafter.propose(slots, self._draft_room(slots), most_together=room, tables=self._tables)
-        return _Decodes(num_slots, numbers, slots, drafts if len(drafts.token_ids) else None)
+        return Decodes(num_slots, numbers, slots, drafts if len(drafts.token_ids) else None)
 
     def _draft_room(self, slots: Int32Column) -> Int32Column:
         """Drafts each sequence has room for; one more token is drawn after them."""
-        num_places = self._tables.num_blocks(slots) * self._limits.block_size
+        num_places = self._tables.num_blocks(slots) * self.limits.block_size
         # A sequence's last possible token is drawn but never computed. This also keeps drafts within the context.
         most = np.minimum(self._max_num_tokens[slots] - 1, num_places)
         return np.maximum(most - self._num_tokens[slots], 0)
 
-    def _make_input(self, decodes: _Decodes, chunks: Sequence[PrefillChunk]) -> StepInput:
+    def _make_input(self, decodes: Decodes, chunks: Sequence[PrefillChunk]) -> StepInput:
         slots, drafts = decodes.slots, decodes.drafts
         query_lens = np.ones(len(slots), dtype=np.int32)
-        token_ids = self._last_token[slots]
         context_lens = self._num_tokens[slots]
         if drafts is not None:
             query_lens += drafts.counts
             context_lens += drafts.counts
-            token_ids = np.insert(token_ids, np.repeat(np.arange(1, len(slots) + 1), drafts.counts), drafts.token_ids)
         row_indexes: npt.NDArray[np.int64] | None = None
         if chunks:
             chunk_slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
             slots = np.concatenate([slots, chunk_slots])
             require(len(np.unique(slots)) == len(slots), "a slot occurs twice in the step")
-            token_ids = np.concatenate([token_ids, *(chunk.token_ids for chunk in chunks)])
             lengths = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int32)
             query_lens = np.concatenate([query_lens, lengths])
             context_lens = np.concatenate([context_lens, self._num_tokens[chunk_slots]])
@@ -251,12 +285,10 @@ class InputBatch:
         num_blocks_needed = self._check_lengths(slots, context_lens)
         cu_seqlens_q = np.zeros(len(slots) + 1, dtype=np.int32)
         np.cumsum(query_lens, out=cu_seqlens_q[1:])
-        # A sequence's tokens in this step are the last ones of its context, so both end at the same position.
-        positions = np.arange(len(token_ids), dtype=np.int64) + np.repeat(context_lens - cu_seqlens_q[1:], query_lens)
-        block_size = self._limits.block_size
-        block_ids = self._tables.ids_at(np.repeat(slots, query_lens), positions // block_size)
         num_decodes = len(decodes.slots)
         num_done = decodes.num_slots - num_decodes
+        scored = self._scored_chunks(chunks, cu_seqlens_q[num_decodes:]) if self._states else ()
+        replayed = self._replayed_chunks(chunks, cu_seqlens_q[num_decodes:-1]) if self._replays else ()
         return StepInput(
             num_decodes=num_decodes,
             slots=slots,
@@ -264,51 +296,54 @@ class InputBatch:
             row_numbers=decodes.row_numbers(len(row_slots)),
             row_slots=row_slots,
             row_indexes=row_indexes,
-            token_ids=token_ids.astype(np.int64),
-            positions=positions,
-            slot_mapping=block_ids * np.int64(block_size) + positions % block_size,
-            block_tables=self._tables.rows(slots, int(num_blocks_needed.max(initial=0))),
+            row_positions=self._num_tokens[row_slots].astype(np.int64),
             context_lens=context_lens,
             query_lens=query_lens,
             cu_seqlens_q=cu_seqlens_q,
-            sampling=self._sampling_rows(row_slots, drafts),
-            scored_chunks=self._scored_chunks(chunks, cu_seqlens_q[num_decodes:]) if self._states else (),
-            replayed_chunks=self._replayed_chunks(chunks, cu_seqlens_q[num_decodes:-1]) if self._replays else (),
+            num_blocks=int(num_blocks_needed.max(initial=0)),
+            needs_host=bool(scored or replayed) or self._needs_host(row_slots),
+            table_width=self._tables.width,
+            changes=self._changes.take(self._tables.width),
+            chunks=tuple(chunks),
+            draft_token_ids=NO_DRAFTS if drafts is None else drafts.token_ids,
+            draft_counts=decodes.draft_counts(len(row_slots)),
+            scored_chunks=scored,
+            replayed_chunks=replayed,
         )
+
+    def _needs_host(self, row_slots: Int32Column) -> bool:
+        if self._drafter is not None:
+            return True
+        return bool(self._states) and any(state.needs_host for state in self._states_of(row_slots).values())
+
+    def _token_ids(self, step_input: StepInput) -> npt.NDArray[np.int64]:
+        decode_slots = step_input.slots[: step_input.num_decodes]
+        if self._drafter is None:
+            token_ids = np.zeros(len(decode_slots), np.int32)
+        else:
+            token_ids = self._drafter.last_tokens(decode_slots)
+            if step_input.draft_counts is not None:
+                counts = step_input.draft_counts[: len(decode_slots)]
+                places = np.repeat(np.arange(1, len(decode_slots) + 1), counts)
+                token_ids = np.insert(token_ids, places, step_input.draft_token_ids)
+        return np.concatenate([token_ids, *(chunk.token_ids for chunk in step_input.chunks)]).astype(np.int64)
 
     def _check_lengths(self, slots: Int32Column, context_lens: Int32Column) -> Int32Column:
         """Blocks each context needs; refuse the step if a sequence lacks them."""
         require(
-            int(context_lens.max(initial=0)) <= self._limits.context_length,
+            int(context_lens.max(initial=0)) <= self.limits.context_length,
             "a sequence is longer than the context",
-            limit=self._limits.context_length,
+            limit=self.limits.context_length,
         )
-        num_blocks_needed: Int32Column = (context_lens + (self._limits.block_size - 1)) // self._limits.block_size
+        num_blocks_needed: Int32Column = (context_lens + (self.limits.block_size - 1)) // self.limits.block_size
         require(
             bool((num_blocks_needed <= self._tables.num_blocks(slots)).all()),
             "a block table is too short for its sequence",
         )
         return num_blocks_needed
 
-    def _sampling_rows(self, slots: Int32Column, drafts: Drafts | None) -> SamplingRows:
-        counts: Int32Column | None = None
-        if drafts is not None:
-            counts = np.zeros(len(slots), np.int32)
-            counts[: len(drafts.counts)] = drafts.counts
-        return SamplingRows(
-            temperature=self._temperature[slots],
-            top_k=self._top_k[slots],
-            top_p=self._top_p[slots],
-            seed=self._seed[slots],
-            choice=self._choice[slots],
-            position=self._num_tokens[slots].astype(np.int64),
-            states=self._states_of(slots) if self._states else {},
-            draft_token_ids=NO_DRAFTS if drafts is None else drafts.token_ids,
-            draft_counts=counts,
-        )
-
     def _states_of(self, slots: Int32Column) -> dict[int, SamplingState]:
-        slot_to_row = np.full(self._limits.max_num_seqs, -1)
+        slot_to_row = np.full(self.limits.max_num_seqs, -1)
         slot_to_row[slots] = np.arange(len(slots))
         return {int(slot_to_row[slot]): state for slot, state in self._states.items() if slot_to_row[slot] >= 0}
 
@@ -339,25 +374,7 @@ class InputBatch:
         return self._replays.take_in(chunks, self._num_tokens[slots] - lengths, starts)
 
     def _check_used(self, column: str, slots: Int32Column, *, may_repeat: bool = False) -> None:
-        in_range = not len(slots) or 0 <= slots.min() <= slots.max() < self._limits.max_num_seqs
-        require(bool(in_range), "a slot is out of range", column=column, limit=self._limits.max_num_seqs)
+        in_range = not len(slots) or 0 <= slots.min() <= slots.max() < self.limits.max_num_seqs
+        require(bool(in_range), "a slot is out of range", column=column, limit=self.limits.max_num_seqs)
         require(bool(self._is_used[slots].all()), "a slot holds no sequence", column=column)
         require(may_repeat or len(np.unique(slots)) == len(slots), "a slot occurs twice", column=column)
-
-
-@dataclass(frozen=True, slots=True)
-class _Decodes:
-    num_slots: int
-    """All of them, including full ones, which are not computed."""
-    numbers: npt.NDArray[np.int64] | None
-    """The computed sequences; None means all."""
-    slots: Int32Column
-    drafts: Drafts | None
-    """For `slots`; None means that no sequence has any."""
-
-    def row_numbers(self, num_rows: int) -> npt.NDArray[np.int64] | None:
-        """[num_rows], the result's row of each computed row, these decodes first; None means the same."""
-        if self.numbers is None:
-            return None
-        num_others = num_rows - len(self.numbers)
-        return np.concatenate([self.numbers, np.arange(self.num_slots, self.num_slots + num_others)])

@@ -3,44 +3,34 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from services.worker.batch.enter_checks import BatchLimits, require
-from services.worker.batch.replay import ReplayScorer
-from services.worker.batch.step_input import StepInput
+from services.worker.batch.enter_checks import BatchLimits
 from services.worker.config import WorkerSettings
 from services.worker.device import choose_device, propose_steps
-from services.worker.forward.forward_context import (
-    UNCOUPLED,
-    AttentionMetadata,
-    DpMetadata,
-    ForwardContext,
-    Progress,
-    forward_context,
-)
+from services.worker.forward.forward_context import AttentionMetadata, ForwardContext, Progress, forward_context
 from services.worker.forward.kv_cache import KvCache, KvCacheSpec, num_blocks_for
 from services.worker.forward.staging import to_device
 from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadedModel, LoadOptions, ModelFacts, load_model
 from services.worker.ops import Ops, load_ops
 from services.worker.parallel.distributed import Rendezvous, make_parallel
+from services.worker.runner.batch_runner import BatchRunner, Rank
 from services.worker.runner.cache_memory import GpuMemory, KvCacheSize
 from services.worker.runner.graph_runner import CudaCapture, DecodeGraphs, GraphSettings
 from services.worker.runner.input_batch import InputBatch
 from services.worker.runner.matchers import GrammarMatchers
 from services.worker.runner.number_formats import check_ranks_agree, choose_dtype, choose_quantization
-from services.worker.runner.prompt_logprobs import PromptScorer
-from services.worker.sampling.sampler import SampledTokens, Sampler
+from services.worker.runner.pending_step import PendingStep
+from services.worker.runner.stream import Stream, make_stream
 from services.worker.spec_decode.drafting import make_drafting
-from services.worker.spec_decode.drafts import ComputedStep, Drafting
-from services.worker.step import Int32Column, PromptLogprobs, Step, StepOutput
+from services.worker.spec_decode.drafts import Drafting
+from services.worker.step import Step, StepOutput
 from shared.cores import num_usable_cores
 from shared.errors import StaleEpochError
 from shared.limits import GRAPH_BATCH_SIZES
@@ -48,15 +38,26 @@ from shared.model_dir import ModelDirectoryError
 
 _GIB = 1024**3
 _DEFAULT_MEMORY_GIB = 1.0
-_NO_TOKENS = SampledTokens(np.empty(0, np.int32), np.empty(0, np.int32))
 _ALONE = RankLayout()
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How a device is given its work."""
+
+    graphs: GraphSettings | None = None
+    """None means that every step runs eagerly."""
+    stream: Stream | None = None
+    """None means the device's own."""
+
+
+_ON_THE_DEVICE = Execution()
 
 
 class ModelRunner:
     """One model on one device, with its KV cache, batch and sampler.
 
-    One thread calls `attach` and `run_step`; any thread may read the facts. Invariant: between steps the batch holds
-    the next input token of every sequence that can be decoded.
+    One thread calls `attach` and `launch`; any thread may finish steps and read the facts.
     """
 
     def __init__(
@@ -67,24 +68,20 @@ class ModelRunner:
         *,
         drafting: Drafting | None = None,
         layout: RankLayout = _ALONE,
-        graphs: GraphSettings | None = None,
+        execution: Execution = _ON_THE_DEVICE,
     ) -> None:
-        """`loaded` was loaded with `ops` and for `layout`; without `drafting` no tokens are drafted, without
-        `graphs` every step runs eagerly.
-        """
+        """`loaded` was loaded with `ops` and for `layout`; without `drafting` no tokens are drafted."""
         self._model = loaded.model
         self.device = loaded.device
+        self._stream = execution.stream or make_stream(loaded.device)
         self._ops = ops
-        self._sampler = Sampler(ops)
         self._drafting = drafting
         self._matchers = GrammarMatchers(loaded.model_dir, loaded.facts.logits_width, loaded.facts.eos_token_ids)
         self._kv_cache_size = kv_cache_size
-        self._graph_settings = graphs
+        self._graph_settings = execution.graphs
         self._kv_cache: KvCache | None = None
         self._graphs: DecodeGraphs | None = None
-        self._batch: InputBatch | None = None
-        self._scorer = PromptScorer(self._ops, self._model.compute_logits)
-        self._replay_scorer = ReplayScorer(ops, self._model.compute_logits)
+        self._epoch: BatchRunner | None = None
         self._progress = Progress()
         self.facts: ModelFacts = loaded.facts
         self.layout: RankLayout = layout
@@ -109,14 +106,15 @@ class ModelRunner:
         return 0 if self._kv_cache is None else self._kv_cache.num_blocks
 
     def attach(self, *, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-        """Start an epoch with an empty batch.
+        """Start an epoch with an empty batch, once the launched steps have been computed.
 
         The KV cache is kept from the last epoch if its blocks have this size, and so are graphs if they fit.
 
         Returns:
             The number of KV blocks; 0 if the memory does not hold one, and then no step can be run.
         """
-        self._batch = None
+        self._epoch = None
+        self._stream.synchronize()
         limits = BatchLimits(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -138,77 +136,33 @@ class ModelRunner:
             self._graphs = None
             self._graphs = DecodeGraphs(self._model.forward, self._context, limits, self._graph_settings, self.device)
         drafter = None if self._drafting is None else self._drafting.begin(limits, cache)
-        self._batch = InputBatch(limits, make_matcher=self._matchers.make, drafter=drafter)
-        self._scorer = PromptScorer(self._ops, self._model.compute_logits)
+        self._epoch = BatchRunner(
+            Rank(self._model, self._ops, self.device, self._stream, self.layout, self._progress),
+            InputBatch(limits, make_matcher=self._matchers.make, drafter=drafter),
+            cache,
+            graphs=self._graphs,
+            proposer=None if self._drafting is None else self._drafting.proposer,
+        )
         return limits.num_blocks
 
-    def run_step(self, step: Step) -> StepOutput:
-        """Update the batch, run the model, sample.
+    def launch(self, step: Step) -> PendingStep:
+        """Update the batch and have the device compute the step; see `BatchRunner` for when this waits.
 
         Raises:
             StepMismatchError: the step does not fit the batch; nothing was computed.
-            StaleEpochError: an earlier step of the epoch failed.
+            StaleEpochError: an earlier launch of the epoch failed.
         """
-        # It is put back when the step succeeds: a failed step leaves it undefined.
-        batch, self._batch = self._batch, None
-        if batch is None:
+        # It is put back when the launch succeeds: a failed one leaves it undefined.
+        epoch, self._epoch = self._epoch, None
+        if epoch is None:
             raise StaleEpochError("an earlier step of this epoch failed", epoch=step.epoch)
-        output = self._compute(batch, step)
-        self._batch = batch
-        self._progress.advance()
-        return output
+        pending = epoch.launch(step)
+        self._epoch = epoch
+        return pending
 
-    @torch.inference_mode()
-    def _compute(self, batch: InputBatch, step: Step) -> StepOutput:
-        started_ns = time.perf_counter_ns()
-        step_input = batch.apply(step)
-        dp = self._dp_metadata(step, len(step_input.token_ids))
-        hidden = self._run_model(step_input, dp)
-        prompt_logprobs = self._score_prompts(step_input, hidden)
-        num_replayed, num_replay_mismatches = self._score_replays(step_input, hidden)
-        sampled = self._sample(step_input, hidden)
-        token_ids = _usable_tokens(sampled)
-        batch.record_sampled(step_input.row_slots, token_ids, sampled.counts)
-        if self._drafting is not None and len(hidden):
-            self._drafting.proposer.observe(ComputedStep(step_input, hidden, token_ids, sampled.counts))
-        return StepOutput(
-            epoch=step.epoch,
-            step_id=step.step_id,
-            token_ids=sampled.token_ids,
-            not_finite_rows=_result_rows(step_input, sampled.not_finite_rows),
-            failed_grammar_rows=_result_rows(step_input, sampled.failed_grammar_rows),
-            device_time_us=(time.perf_counter_ns() - started_ns) // 1000,
-            counts=_result_counts(step_input, sampled),
-            num_draft_tokens=len(step_input.sampling.draft_token_ids),
-            logprobs=sampled.logprobs,
-            prompt_logprobs=prompt_logprobs,
-            num_replayed_tokens=num_replayed,
-            num_replay_mismatches=num_replay_mismatches,
-        )
-
-    def _dp_metadata(self, step: Step, num_tokens: int) -> DpMetadata:
-        """What coupled ranks compute in this step, checked against this rank's `num_tokens`.
-
-        If it differed, partners would be left waiting in a collective.
-
-        Raises:
-            StepMismatchError: the numbers do not fit.
-        """
-        counts, layout = step.num_tokens_across_dp, self.layout
-        require(
-            len(counts) == (layout.dp_size if layout.is_coupled else 0),
-            "num_tokens_across_dp must have one entry per coupled DP rank",
-            num_ranks=len(counts),
-        )
-        require(bool(counts) or not step.is_dummy, "a dummy step needs coupled ranks")
-        if counts:
-            require(min(counts) > 0, "num_tokens_across_dp has a rank that computes nothing")
-            require(
-                counts[layout.dp_rank] == num_tokens,
-                "num_tokens_across_dp differs from the number of tokens that the step computes",
-                num_tokens=num_tokens,
-            )
-        return DpMetadata(counts, step.graph_batch_size)
+    def run_step(self, step: Step) -> StepOutput:
+        """Launch a step and wait for its result. Raises as both."""
+        return self.launch(step).finish()
 
     def _count_blocks(self, limits: BatchLimits) -> int:
         """The configured number of KV blocks, or how many fit into the memory, possibly 0."""
@@ -248,54 +202,9 @@ class ModelRunner:
             hidden = self._model.forward(torch.zeros_like(positions), positions)
         self._model.compute_logits(hidden[: limits.max_num_seqs])
 
-    def _context(self, attention: AttentionMetadata, dp: DpMetadata = UNCOUPLED) -> ForwardContext:
+    def _context(self, attention: AttentionMetadata) -> ForwardContext:
         assert self._kv_cache is not None, "a step without a KV cache"
-        return ForwardContext.for_step(self._ops, attention, self._kv_cache, dp=dp, progress=self._progress)
-
-    def _prepare_model(self, step_input: StepInput, dp: DpMetadata) -> ForwardContext:
-        attention = AttentionMetadata(
-            is_prefill=step_input.is_prefill,
-            slot_mapping=to_device(step_input.slot_mapping, self.device),
-            block_tables=to_device(step_input.block_tables, self.device),
-            context_lens=to_device(step_input.context_lens, self.device),
-            cu_seqlens_q=to_device(step_input.cu_seqlens_q, self.device),
-            query_lens=tuple(step_input.query_lens.tolist()),
-            context_lens_host=tuple(step_input.context_lens.tolist()),
-            max_query_len=int(step_input.query_lens.max()),
-            max_context_len=int(step_input.context_lens.max()),
-        )
-        return self._context(attention, dp)
-
-    def _run_model(self, step_input: StepInput, dp: DpMetadata) -> Tensor:
-        """[num_tokens, hidden]; empty without tokens."""
-        if not len(step_input.token_ids):
-            # Every sequence to decode already has all its tokens.
-            return torch.empty(0)
-        if self._graphs is not None and self._graphs.can_run(step_input):
-            return self._graphs.run(step_input)
-        with forward_context(self._prepare_model(step_input, dp)):
-            return self._model.forward(
-                to_device(step_input.token_ids, self.device), to_device(step_input.positions, self.device)
-            )
-
-    def _score_prompts(self, step_input: StepInput, hidden: Tensor) -> PromptLogprobs:
-        if not step_input.scored_chunks:
-            return ()
-        return self._scorer.score(step_input.scored_chunks, step_input.token_ids, hidden)
-
-    def _score_replays(self, step_input: StepInput, hidden: Tensor) -> tuple[int, int]:
-        if not step_input.replayed_chunks:
-            return 0, 0
-        return self._replay_scorer.score(step_input.replayed_chunks, step_input.token_ids, hidden)
-
-    def _sample(self, step_input: StepInput, hidden: Tensor) -> SampledTokens:
-        if not len(step_input.row_slots):
-            # No prompt of the step is complete yet.
-            return _NO_TOKENS
-        logit_tokens = step_input.logit_tokens()
-        if logit_tokens is not None:
-            hidden = hidden[to_device(logit_tokens, self.device)]
-        return self._sampler.sample(self._model.compute_logits(hidden), step_input.sampling)
+        return ForwardContext.for_step(self._ops, attention, self._kv_cache, progress=self._progress)
 
 
 def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], None]) -> ModelRunner:
@@ -333,7 +242,7 @@ def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], 
     # The exchange of experts' tokens needs their numbers on the host, which no graph can wait for.
     has_graphs = device.type == "cuda" and not settings.enforce_eager and not layout.has_expert_parallel
     graphs = GraphSettings(CudaCapture(), settings.graph_batch_sizes or GRAPH_BATCH_SIZES) if has_graphs else None
-    return ModelRunner(loaded, ops, size, drafting=drafting, layout=layout, graphs=graphs)
+    return ModelRunner(loaded, ops, size, drafting=drafting, layout=layout, execution=Execution(graphs))
 
 
 def _rendezvous(settings: WorkerSettings) -> Rendezvous | None:
@@ -361,28 +270,3 @@ def _layout_numerics(layout: RankLayout, *, is_exact: bool) -> str:
     """On an exact backend results do not depend on the placement of experts."""
     has_spread_experts = layout.has_expert_parallel and not is_exact
     return f"tp-{layout.tp_size} ep-{layout.ep_size if has_spread_experts else 1}"
-
-
-def _usable_tokens(sampled: SampledTokens) -> Int32Column:
-    """Meaningless tokens are replaced by token 0, which every model has."""
-    if not len(sampled.not_finite_rows):
-        return sampled.token_ids
-    # A row that is not finite has one token.
-    places = sampled.not_finite_rows
-    if sampled.counts is not None:
-        places = (np.cumsum(sampled.counts, dtype=np.int32) - sampled.counts)[places]
-    token_ids = sampled.token_ids.copy()
-    token_ids[places] = 0
-    return token_ids
-
-
-def _result_counts(step_input: StepInput, sampled: SampledTokens) -> Int32Column | None:
-    if step_input.row_numbers is None:
-        return sampled.counts
-    counts = np.zeros(step_input.num_result_rows, np.int32)
-    counts[step_input.row_numbers] = 1 if sampled.counts is None else sampled.counts
-    return counts
-
-
-def _result_rows(step_input: StepInput, rows: Int32Column) -> Int32Column:
-    return rows if step_input.row_numbers is None else step_input.row_numbers[rows].astype(np.int32)

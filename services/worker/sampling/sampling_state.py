@@ -87,6 +87,11 @@ class SamplingState:
         )
 
     @property
+    def needs_host(self) -> bool:
+        """Whether a step with the sequence must end on the host before the next one begins."""
+        return self.changes_logits or self.options.num_logprobs is not None
+
+    @property
     def has_failed(self) -> bool:
         """Whether the last edits end the text only because the grammar could not be followed."""
         return self._matcher is not None and self._matcher.has_failed

@@ -50,18 +50,18 @@ class DraftModelProposer(DraftProposer):
 
     def observe(self, step: ComputedStep) -> None:
         """See `DraftProposer.observe`."""
-        inputs = step.inputs
+        inputs, tokens = step.inputs, step.tokens
         slots, first_tokens = inputs.slots[inputs.num_decodes :], inputs.cu_seqlens_q[inputs.num_decodes : -1]
-        first = inputs.positions[first_tokens]
+        first = tokens.positions[first_tokens]
         lengths = np.clip(self._model.context_length - first, 0, inputs.query_lens[inputs.num_decodes :])
         self._num_computed[slots] = first + lengths
         fitting = np.flatnonzero(lengths)
         if len(fitting):
-            runs = TokenRuns(first[fitting], lengths[fitting], inputs.block_tables[inputs.num_decodes :][fitting])
-            self._compute(runs, torch.from_numpy(inputs.token_ids[runs.spread(first_tokens[fitting])]))
+            runs = TokenRuns(first[fitting], lengths[fitting], tokens.block_tables[inputs.num_decodes :][fitting])
+            self._compute(runs, torch.from_numpy(tokens.token_ids[runs.spread(first_tokens[fitting])]))
         # Rejected drafts were computed too. The newest token was only just drawn: what is valid ends before it.
         counts = 1 if step.counts is None else step.counts
-        num_known = inputs.sampling.position + counts
+        num_known = inputs.row_positions + counts
         rows = inputs.row_slots
         self._num_computed[rows] = np.minimum(self._num_computed[rows], num_known - 1)
 

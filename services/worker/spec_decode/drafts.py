@@ -17,7 +17,7 @@ from torch import Tensor
 
 from services.worker.batch.block_tables import BlockTables
 from services.worker.batch.enter_checks import BatchLimits
-from services.worker.batch.step_input import StepInput
+from services.worker.batch.step_input import StepInput, StepTokens
 from services.worker.forward.kv_cache import KvCache, KvCacheSpec
 from services.worker.step import Int32Column
 from shared.limits import MAX_DRAFT_TOKENS
@@ -73,6 +73,7 @@ class ComputedStep:
     """What a step computed."""
 
     inputs: StepInput
+    tokens: StepTokens
     hidden: Tensor  # [num_tokens, hidden], the model's output for the step's tokens; must not be written
     token_ids: Int32Column  # [sum of counts], row after row, as inputs for the next step
     counts: Int32Column | None  # [num_rows], tokens of each row; None means one each
@@ -146,6 +147,10 @@ class Drafter:
         self._proposer.forget(slots)
         for slot in slots.tolist():
             del self._sequences[slot]
+
+    def last_tokens(self, slots: Int32Column) -> Int32Column:
+        """[len(slots)], each sequence's last token; it has at least one."""
+        return np.array([self._sequences[slot].token_ids[-1] for slot in slots.tolist()], np.int32)
 
     def propose(self, slots: Int32Column, most: Int32Column, *, most_together: int, tables: BlockTables) -> Drafts:
         """Draft for sequences to decode; `record` then learns how the drafts did.

@@ -65,7 +65,7 @@ class MtpProposer(DraftProposer):
         """See `DraftProposer.observe`."""
         self._make_room(step.hidden)
         inputs, device = step.inputs, step.hidden.device
-        first = inputs.positions[inputs.cu_seqlens_q[:-1]]
+        first = step.tokens.positions[inputs.cu_seqlens_q[:-1]]
         is_awaited = (first > 0) & (first == self._awaited[inputs.slots])
         known = _KnownTokens.make(step, is_awaited)
         if len(known.sequences):
@@ -140,17 +140,17 @@ class _KnownTokens:
     @classmethod
     def make(cls, step: ComputedStep, is_awaited: npt.NDArray[np.bool_]) -> _KnownTokens:
         """`is_awaited` marks sequences with a hidden state that waited for `step`."""
-        inputs, num_waiting = step.inputs, is_awaited.astype(np.int64)
+        inputs, tokens, num_waiting = step.inputs, step.tokens, is_awaited.astype(np.int64)
         rows, starts = inputs.row_sequences(), inputs.cu_seqlens_q[:-1]
         counts = np.ones(len(rows), np.int64) if step.counts is None else step.counts
-        num_drafts = 0 if inputs.sampling.draft_counts is None else inputs.sampling.draft_counts
+        num_drafts = 0 if inputs.draft_counts is None else inputs.draft_counts
         lengths = inputs.query_lens + num_waiting - 1
         # The successor of a row's last token was just drawn, so that token counts too; of drafts only accepted ones do.
         lengths[rows] += counts - num_drafts
         sequences = np.flatnonzero(lengths)
-        first = inputs.positions[starts] - num_waiting
-        runs = TokenRuns(first[sequences], lengths[sequences], inputs.block_tables[sequences])
+        first = tokens.positions[starts] - num_waiting
+        runs = TokenRuns(first[sequences], lengths[sequences], tokens.block_tables[sequences])
         places = runs.spread((starts - num_waiting)[sequences])
-        token_ids = inputs.token_ids[np.minimum(places + 1, len(inputs.token_ids) - 1)]
+        token_ids = tokens.token_ids[np.minimum(places + 1, len(tokens.token_ids) - 1)]
         token_ids[runs.lasts[np.searchsorted(sequences, rows)]] = step.token_ids[np.cumsum(counts) - 1]
         return cls(runs, sequences, places, token_ids, runs.starts[is_awaited[sequences]])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from services.worker.forward.staging import to_device
+from services.worker.batch.slot_changes import HostArrays
+from services.worker.forward.staging import PinnedStaging, SharedStaging, to_device
 
 
 def test_on_the_cpu_a_tensor_shares_the_arrays_memory() -> None:
@@ -19,3 +20,33 @@ def test_on_the_cpu_a_tensor_shares_the_arrays_memory() -> None:
 def test_on_another_device_it_has_shape_and_dtype() -> None:
     tensor = to_device(np.zeros((2, 3), np.int64), torch.device("meta"))
     assert (tensor.device.type, tensor.shape, tensor.dtype) == ("meta", (2, 3), torch.int64)
+
+
+def test_packed_arrays_arrive_with_their_names_shapes_and_dtypes() -> None:
+    arrays: HostArrays = {
+        "one": np.arange(3, dtype=np.int32),
+        "none": np.empty(0, np.int64),
+        "table": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "strided": np.arange(10, dtype=np.int64)[::2],
+    }
+    for staging in (SharedStaging(), PinnedStaging(torch.device("cpu"), is_pinned=False)):
+        staging.pack(arrays, num_values=0)
+        there = staging.upload()
+        assert there.keys() == arrays.keys()
+        for name, values in arrays.items():
+            np.testing.assert_array_equal(there[name].numpy(), values, strict=True)
+
+
+def test_packed_memory_serves_larger_and_smaller_steps_one_after_the_other() -> None:
+    staging = PinnedStaging(torch.device("cpu"), is_pinned=False)
+    for size in (3, 1000, 1, 0, 500):
+        values = np.arange(size, dtype=np.int64)
+        staging.pack({"values": values, "more": values.astype(np.int32)}, num_values=size)
+        there = staging.upload()
+        values_there = there["values"].clone()
+        staging.download(there["values"] + 1)
+        read = staging.read()
+        # Neither what was uploaded nor what was read is in the memory of the next step.
+        staging.pack({"values": values - 5}, num_values=size)
+        assert there["values"].tolist() == values_there.tolist() == list(range(size))
+        assert read.tolist() == list(range(1, size + 1))

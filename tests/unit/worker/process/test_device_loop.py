@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NoReturn
 
 import pytest
 
@@ -9,7 +12,7 @@ from services.worker.process.device_loop import DeviceLoop
 from shared.errors import DrainingError
 
 
-def fail() -> None:
+def fail() -> NoReturn:
     raise ValueError("planted")
 
 
@@ -70,3 +73,78 @@ def test_stopping_lets_the_running_job_return_and_cancels_the_others() -> None:
         second.result()
     with pytest.raises(DrainingError):
         loop.submit(lambda: "too late")
+
+
+@dataclass
+class Late:
+    """A launch that is computed when `is_done` is set."""
+
+    result: int
+    is_done: threading.Event = field(default_factory=threading.Event)
+    is_computed = False
+
+    def finish(self) -> int:
+        self.is_done.wait()
+        if self.result < 0:
+            raise ValueError("planted")
+        return self.result
+
+
+def test_a_launch_lets_the_next_job_run_before_it_has_computed(device: DeviceLoop) -> None:
+    late = Late(1)
+    launched = device.launch(lambda: late)
+    assert device.submit(lambda: "runs").result() == "runs"
+    assert not launched.done()
+    late.is_done.set()
+    assert launched.result() == 1
+
+
+def test_launches_end_in_order_whether_they_are_computed_or_failed(device: DeviceLoop) -> None:
+    ended: list[int] = []
+    first, broken, last = Late(0), Late(-1), Late(3)
+    broken.is_done.set()
+    last.is_done.set()
+    futures = [
+        device.launch(lambda: first),
+        device.launch(lambda: broken),
+        device.launch(fail),
+        device.launch(lambda: last),
+    ]
+    for number, future in enumerate(futures):
+        future.add_done_callback(partial(lambda number, _: ended.append(number), number))
+    device.submit(lambda: None).result()
+    assert ended == []
+    first.is_done.set()
+    assert futures[3].result() == 3
+    assert ended == [0, 1, 2, 3]
+    for failed in futures[1:3]:
+        with pytest.raises(ValueError, match="planted"):
+            failed.result()
+
+
+def test_stopping_finishes_what_was_launched() -> None:
+    loop, late = DeviceLoop(), Late(5)
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    launched = loop.launch(lambda: late)
+    loop.submit(lambda: None).result()
+    loop.stop()
+    late.is_done.set()
+    thread.join()
+    assert launched.result(timeout=0) == 5
+
+
+def test_a_cancelled_launch_is_not_made(device: DeviceLoop) -> None:
+    release = threading.Event()
+    device.submit(release.wait)
+    made: list[Late] = []
+
+    def make() -> Late:
+        made.append(Late(1))
+        return made[-1]
+
+    launched = device.launch(make)
+    assert launched.cancel()
+    release.set()
+    device.submit(lambda: None).result()
+    assert made == []

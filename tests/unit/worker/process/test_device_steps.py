@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -13,19 +13,26 @@ from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.device_steps import DeviceSteps
 from services.worker.process.exits import DomainEnd
 from services.worker.runner.model_runner import ModelRunner
-from services.worker.step import Step
+from services.worker.step import Step, StepOutput
 from shared.errors import InternalError, StepMismatchError
 from tests.support.worker_steps import decode_step
 
 
 @dataclass
 class FailingRunner:
-    """Fails every step on a device."""
+    """Fails every step on a device, when it is launched or when it is finished."""
 
     error: Exception
     device: torch.device
+    fails_late: bool
+    is_computed = False
 
-    def run_step(self, step: Step) -> Any:
+    def launch(self, step: Step) -> FailingRunner:
+        if not self.fails_late:
+            raise self.error
+        return self
+
+    def finish(self) -> StepOutput:
         raise self.error
 
 
@@ -39,6 +46,7 @@ class CountingEnd:
         self.num_failed += 1
 
 
+@pytest.mark.parametrize("fails_late", [False, True])
 @pytest.mark.parametrize(
     ("device", "is_alone", "error", "ends"),
     [
@@ -50,10 +58,10 @@ class CountingEnd:
     ],
 )
 async def test_a_failed_step_ends_the_process_if_its_device_or_a_partner_is_lost(
-    device: str, is_alone: bool, error: Exception, ends: bool
+    device: str, is_alone: bool, error: Exception, ends: bool, fails_late: bool
 ) -> None:
     loop, end = DeviceLoop(), CountingEnd()
-    runner = FailingRunner(error, torch.device(device))
+    runner = FailingRunner(error, torch.device(device), fails_late)
     steps = DeviceSteps(loop, cast(ModelRunner, runner), cast(DomainEnd, end), is_alone=is_alone)
     launched = steps.launch(decode_step())
     running = asyncio.create_task(asyncio.to_thread(loop.run))

@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from services.worker.models.loader import LoadedModel
 from services.worker.ops import load_ops
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.graph_runner import GraphSettings, needed_sizes
-from services.worker.runner.model_runner import ModelRunner
+from services.worker.runner.model_runner import Execution, ModelRunner
 from services.worker.spec_decode.drafts import Drafting
 from services.worker.spec_decode.ngram_drafts import NgramProposer
 from services.worker.step import Step
 from shared.limits import GRAPH_BATCH_SIZES
+from tests.support.graphs import CountingCapture
 from tests.support.tiny_llama import write_tiny_llama
 from tests.support.worker_runner import GIB, load_exact
 from tests.support.worker_steps import decode_step, make_enter, mixed_step, prefill_step
 
 PROMPTS = ([5, 9, 2, 44, 17], [3], [8, 1, 60, 33, 21, 4, 4, 90, 12])
-
-
-class CountingCapture:
-    """Computes again at each replay; counts what is captured and how often each is replayed."""
-
-    is_recorded = False
-
-    def __init__(self) -> None:
-        self.replays: list[int] = []
-
-    def __call__(self, compute: Callable[[], None]) -> Callable[[], None]:
-        number = len(self.replays)
-        self.replays.append(0)
-        # A capture computes once, as it does on a GPU.
-        compute()
-
-        def replay() -> None:
-            self.replays[number] += 1
-            compute()
-
-        return replay
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +30,9 @@ def make_runner(
     loaded: LoadedModel, capture: CountingCapture | None, *sizes: int, drafting: Drafting | None = None
 ) -> ModelRunner:
     graphs = None if capture is None else GraphSettings(capture, sizes)
-    return ModelRunner(loaded, load_ops("reference"), KvCacheSize(GIB, 64), drafting=drafting, graphs=graphs)
+    return ModelRunner(
+        loaded, load_ops("reference"), KvCacheSize(GIB, 64), drafting=drafting, execution=Execution(graphs)
+    )
 
 
 def attach(runner: ModelRunner, *, block_size: int = 4, max_num_seqs: int = 8) -> ModelRunner:

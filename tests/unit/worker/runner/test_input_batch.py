@@ -7,12 +7,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.batch.block_tables import BlockTables
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.batch.step_input import StepInput
+from services.worker.ops import DecodeRows, load_ops
+from services.worker.runner.device_batch import DeviceBatch
 from services.worker.runner.input_batch import InputBatch
 from services.worker.step import EnteringSequence, PrefillChunk, Step, StepKind
 from shared.errors import StepMismatchError
@@ -34,15 +37,18 @@ class PlainSequence:
     seed: int
 
 
-def expect_rows(step_input: StepInput, sequences: dict[int, PlainSequence], query_lens: dict[int, int]) -> None:
+def expect_rows(
+    batch: InputBatch, step_input: StepInput, sequences: dict[int, PlainSequence], query_lens: dict[int, int]
+) -> None:
     """Compare a step's input with a plain loop; the step computes the sequences of `query_lens`, in order."""
     token_ids: list[int] = []
     positions: list[int] = []
     slot_mapping: list[int] = []
-    for slot, query_len in query_lens.items():
+    for index, (slot, query_len) in enumerate(query_lens.items()):
         sequence = sequences[slot]
         for position in range(len(sequence.tokens) - query_len, len(sequence.tokens)):
-            token_ids.append(sequence.tokens[position])
+            # Only the device knows which tokens are decoded.
+            token_ids.append(0 if index < step_input.num_decodes else sequence.tokens[position])
             positions.append(position)
             slot_mapping.append(sequence.blocks[position // 4] * 4 + position % 4)
     lengths = [len(sequences[slot].tokens) for slot in query_lens]
@@ -50,23 +56,61 @@ def expect_rows(step_input: StepInput, sequences: dict[int, PlainSequence], quer
     tables = [(sequences[slot].blocks + [0] * width)[:width] for slot in query_lens]
     rows = [slot for slot in query_lens if not sequences[slot].later]
     assert step_input.row_slots.tolist() == rows
-    assert step_input.token_ids.tolist() == token_ids
-    assert step_input.positions.tolist() == positions
-    assert step_input.slot_mapping.tolist() == slot_mapping
-    assert step_input.block_tables.tolist() == tables
+    tokens = batch.tokens(step_input)
+    assert tokens.token_ids.tolist() == token_ids
+    assert tokens.positions.tolist() == positions
+    assert tokens.slot_mapping.tolist() == slot_mapping
+    assert tokens.block_tables.tolist() == tables
     assert step_input.context_lens.tolist() == lengths
     assert step_input.query_lens.tolist() == list(query_lens.values())
     assert step_input.cu_seqlens_q.tolist() == [0, *np.cumsum(list(query_lens.values()))]
-    assert step_input.sampling.position.tolist() == [len(sequences[slot].tokens) for slot in rows]
-    assert step_input.sampling.seed.tolist() == [sequences[slot].seed for slot in rows]
+    assert step_input.row_positions.tolist() == [len(sequences[slot].tokens) for slot in rows]
+    assert batch.sampling(step_input).seed.tolist() == [sequences[slot].seed for slot in rows]
     in_order = range(len(query_lens)) if step_input.row_indexes is None else step_input.row_indexes
     assert [list(query_lens)[index] for index in in_order] == rows
+
+
+class DevicePart:
+    """The device's part of the batch, which gets only a step's changes and what it drew."""
+
+    def __init__(self) -> None:
+        self._columns = DeviceBatch(load_ops("reference"), LIMITS, torch.device("cpu"))
+
+    def check_and_record(self, step_input: StepInput, sequences: dict[int, PlainSequence], sampled: list[int]) -> None:
+        """Compare the inputs that it makes with those of a plain loop, then record `sampled`."""
+        changes = {name: torch.from_numpy(values) for name, values in step_input.changes.items()}
+        slots, token_ids = torch.from_numpy(step_input.slots).long(), torch.tensor(sampled, dtype=torch.int64)
+        if not step_input.is_plain_decode:
+            self._columns.apply(changes, step_input.table_width)
+            decodes = [sequences[slot].tokens[-1] for slot in step_input.slots[: step_input.num_decodes].tolist()]
+            assert self._columns.last_tokens(slots[: step_input.num_decodes]).tolist() == decodes
+            row_slots = torch.from_numpy(step_input.row_slots).long()
+            self._columns.record(row_slots, token_ids, torch.from_numpy(step_input.row_positions))
+            return
+        self._columns.apply({**changes, "decode_slots": slots}, step_input.table_width)
+        rows = DecodeRows.empty(len(slots), step_input.num_blocks, torch.device("cpu"))
+        self._columns.advance(rows, step_input.num_blocks)
+        chosen = [sequences[slot] for slot in step_input.slots.tolist()]
+        lengths = [len(sequence.tokens) for sequence in chosen]
+        assert rows.token_ids.tolist() == [sequence.tokens[-1] for sequence in chosen]
+        assert rows.positions.tolist() == [length - 1 for length in lengths]
+        assert rows.slot_mapping.tolist() == [
+            sequence.blocks[(length - 1) // 4] * 4 + (length - 1) % 4
+            for sequence, length in zip(chosen, lengths, strict=True)
+        ]
+        assert rows.context_lens.tolist() == lengths
+        for row, sequence, length in zip(rows.block_tables.tolist(), chosen, lengths, strict=True):
+            assert row[: -(-length // 4)] == sequence.blocks[: -(-length // 4)]
+        draws = self._columns.decode_draws(rows.draw_positions)
+        assert draws.position.tolist() == lengths
+        assert draws.seed.tolist() == [int(np.uint64(sequence.seed).astype(np.int64)) for sequence in chosen]
+        self._columns.record_decoded(token_ids)
 
 
 @settings(max_examples=100)
 @given(data=st.data())
 def test_any_order_of_changes_gives_the_rows_of_a_plain_model(data: st.DataObject) -> None:
-    batch = InputBatch(LIMITS)
+    batch, device = InputBatch(LIMITS), DevicePart()
     sequences: dict[int, PlainSequence] = {}
     leave: list[int] = []
     for _ in range(data.draw(st.integers(1, 12), label="steps")):
@@ -79,10 +123,11 @@ def test_any_order_of_changes_gives_the_rows_of_a_plain_model(data: st.DataObjec
         step, query_lens = drawn
         step_input = batch.apply(step)
         leave = []
-        expect_rows(step_input, sequences, query_lens)
+        expect_rows(batch, step_input, sequences, query_lens)
         num_rows = len(step_input.row_slots)
         sampled = data.draw(st.lists(st.integers(0, 99), min_size=num_rows, max_size=num_rows))
-        batch.record_sampled(step_input.row_slots, column(sampled))
+        device.check_and_record(step_input, sequences, sampled)
+        batch.record_drawn(step_input.row_slots)
         for slot, token_id in zip(step_input.row_slots.tolist(), sampled, strict=True):
             sequences[slot].tokens.append(token_id)
         assert batch.num_seqs == len(sequences)
@@ -303,13 +348,14 @@ def test_a_decode_with_a_full_table_is_refused_until_it_gets_a_block() -> None:
     batch.record_sampled(step_input.row_slots, column([9]))
     with pytest.raises(StepMismatchError):
         batch.apply(decode_step())
-    assert batch.apply(decode_step(append=[(0, 17)])).slot_mapping.tolist() == [17 * 4]
+    step_input = batch.apply(decode_step(append=[(0, 17)]))
+    assert batch.tokens(step_input).slot_mapping.tolist() == [17 * 4]
 
 
 def test_a_sequence_that_fills_the_context_is_computed_but_not_continued() -> None:
     batch = InputBatch(LIMITS)
     step_input = batch.apply(prefill_step(make_enter(0, [1] * 32, range(8))))
-    assert step_input.positions.tolist() == list(range(32))
+    assert batch.tokens(step_input).positions.tolist() == list(range(32))
     batch.record_sampled(step_input.row_slots, column([9]))
     with pytest.raises(StepMismatchError):
         batch.apply(decode_step())
@@ -327,10 +373,11 @@ def test_more_rows_than_the_token_budget_are_refused() -> None:
 def test_a_slot_can_be_entered_again_in_the_step_in_which_it_is_left() -> None:
     batch = make_batch()
     step_input = batch.apply(prefill_step(make_enter(3, [8], [20]), leave=[3]))
-    assert (step_input.token_ids.tolist(), step_input.block_tables.tolist()) == ([8], [[20]])
+    tokens = batch.tokens(step_input)
+    assert (tokens.token_ids.tolist(), tokens.block_tables.tolist()) == ([8], [[20]])
     batch.record_sampled(step_input.row_slots, column([60]))
     decoded = batch.apply(decode_step())
-    assert (decoded.row_slots.tolist(), decoded.token_ids.tolist()) == ([1, 3], [51, 60])
+    assert (decoded.row_slots.tolist(), batch.tokens(decoded).positions.tolist()) == ([1, 3], [2, 1])
 
 
 def test_decode_slots_apply_to_one_step_only() -> None:
@@ -342,12 +389,12 @@ def test_decode_slots_apply_to_one_step_only() -> None:
 def test_arrays_of_a_step_do_not_change_with_the_next_one() -> None:
     batch = make_batch()
     first = batch.apply(decode_step())
-    copies = (first.token_ids.copy(), first.block_tables.copy(), first.context_lens.copy(), first.row_slots.copy())
+    tokens = batch.tokens(first)
+    arrays = (tokens.token_ids, tokens.block_tables, first.context_lens, first.row_slots, first.row_positions)
+    copies = [array.copy() for array in arrays]
     batch.record_sampled(first.row_slots, column([1, 2]))
     batch.apply(prefill_step(make_enter(3, [8], [20]), leave=[3]))
-    for array, copy in zip(
-        (first.token_ids, first.block_tables, first.context_lens, first.row_slots), copies, strict=True
-    ):
+    for array, copy in zip(arrays, copies, strict=True):
         np.testing.assert_array_equal(array, copy)
 
 
@@ -372,7 +419,8 @@ def test_cached_tokens_are_required_only_where_they_are_needed() -> None:
     penalized = with_options(sent, frequency_penalty=0.5)
     counted = with_options(CACHED, min_tokens=2)
     for enter in (CACHED, sent, penalized, counted):
-        assert InputBatch(LIMITS).apply(prefill_step(enter)).positions.tolist() == [4]
+        batch = InputBatch(LIMITS)
+        assert batch.tokens(batch.apply(prefill_step(enter))).positions.tolist() == [4]
 
 
 def test_options_apply_only_to_the_rows_of_their_sequences() -> None:
@@ -380,17 +428,17 @@ def test_options_apply_only_to_the_rows_of_their_sequences() -> None:
     with_bias = with_options(make_enter(0, [1, 2], [10, 11], num_later_tokens=1), logit_bias=((5, 1.0),))
     step_input = batch.apply(mixed_step(with_bias))
     # Its prompt is not complete: it has no row.
-    assert step_input.sampling.states == {}
+    assert batch.sampling(step_input).states == {}
     batch.record_sampled(step_input.row_slots, column([1, 2]))
     step_input = batch.apply(mixed_step(with_options(make_enter(2, [3], [12]), min_p=0.5), chunks=[make_chunk(0, [4])]))
     assert step_input.row_slots.tolist() == [3, 1, 0, 2]
-    states = step_input.sampling.states
+    states = batch.sampling(step_input).states
     assert {row: state.options.min_p for row, state in states.items()} == {2: 0.0, 3: 0.5}
     batch.record_sampled(step_input.row_slots, column([1, 2, 3, 4]))
-    assert list(batch.apply(decode_step(rows=[2, 3])).sampling.states) == [0]
+    assert list(batch.sampling(batch.apply(decode_step(rows=[2, 3]))).states) == [0]
     # The next sequence in the slot has none.
     step_input = batch.apply(prefill_step(make_enter(0, [1], [10]), leave=[0]))
-    assert step_input.sampling.states == {}
+    assert batch.sampling(step_input).states == {}
 
 
 def test_a_state_knows_every_token_of_its_sequence_before_the_first_is_drawn() -> None:
@@ -426,4 +474,4 @@ def test_a_state_knows_every_token_of_its_sequence_before_the_first_is_drawn() -
 def test_each_choice_has_its_own_noise() -> None:
     batch = InputBatch(LIMITS)
     enters = [dataclasses.replace(make_enter(slot, [1], [slot]), choice=choice) for slot, choice in ((0, 3), (2, 0))]
-    assert batch.apply(prefill_step(*enters)).sampling.choice.tolist() == [3, 0]
+    assert batch.sampling(batch.apply(prefill_step(*enters))).choice.tolist() == [3, 0]

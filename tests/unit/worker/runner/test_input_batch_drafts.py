@@ -48,6 +48,11 @@ def begin(batch: InputBatch, step: Step, *sampled: int) -> StepInput:
     return step_input
 
 
+def computed(batch: InputBatch, step: Step) -> list[int]:
+    token_ids: list[int] = batch.tokens(batch.apply(step)).token_ids.tolist()
+    return token_ids
+
+
 def test_a_row_computes_its_last_token_and_the_drafts_after_it() -> None:
     batch = make_batch(ScriptedProposer({(1, 2, 3, 4, 9): [5, 6], (7, 8): []}))
     begin(batch, prefill_step(make_enter(2, [1, 2, 3, 4], [10, 11]), make_enter(0, [7], [20])), 9, 8)
@@ -55,25 +60,25 @@ def test_a_row_computes_its_last_token_and_the_drafts_after_it() -> None:
     assert step_input.is_prefill is False
     assert step_input.row_slots.tolist() == [2, 0]
     assert (step_input.row_indexes, step_input.row_numbers, step_input.num_result_rows) == (None, None, 2)
-    assert step_input.token_ids.tolist() == [9, 5, 6, 8]
-    assert step_input.positions.tolist() == [4, 5, 6, 1]
-    assert step_input.slot_mapping.tolist() == [44, 45, 46, 81]
+    tokens = batch.tokens(step_input)
+    assert tokens.token_ids.tolist() == [9, 5, 6, 8]
+    assert tokens.positions.tolist() == [4, 5, 6, 1]
+    assert tokens.slot_mapping.tolist() == [44, 45, 46, 81]
     assert step_input.context_lens.tolist() == [7, 2]
     assert step_input.query_lens.tolist() == [3, 1]
     assert step_input.cu_seqlens_q.tolist() == [0, 3, 4]
     assert step_input.logit_tokens() is None
-    sampling = step_input.sampling
-    assert sampling.draft_counts is not None
-    assert (sampling.draft_counts.tolist(), sampling.draft_token_ids.tolist()) == ([2, 0], [5, 6])
-    assert sampling.position.tolist() == [5, 2]
+    assert step_input.draft_counts is not None
+    assert (step_input.draft_counts.tolist(), step_input.draft_token_ids.tolist()) == ([2, 0], [5, 6])
+    assert step_input.row_positions.tolist() == [5, 2]
 
 
 def test_a_step_without_drafts_has_no_draft_counts() -> None:
     batch = make_batch(ScriptedProposer({}))
     begin(batch, prefill_step(make_enter(2, [1, 2, 3, 4], [10, 11])), 9)
-    sampling = batch.apply(decode_step()).sampling
-    assert sampling.draft_counts is None
-    assert len(sampling.draft_token_ids) == 0
+    step_input = batch.apply(decode_step())
+    assert step_input.draft_counts is None
+    assert len(step_input.draft_token_ids) == 0
 
 
 @pytest.mark.parametrize(("count", "next_token", "position"), [(1, 50, 5), (2, 51, 6), (3, 52, 7)])
@@ -84,8 +89,9 @@ def test_the_next_step_starts_from_the_last_accepted_token(count: int, next_toke
     batch.record_sampled(step_input.row_slots, column([50, 51, 52][:count]), column([count]))
     after = batch.apply(decode_step())
     # The cache entries after that position belonged to wrong drafts.
-    assert (after.token_ids.tolist(), after.positions.tolist()) == ([next_token], [position])
-    assert after.slot_mapping.tolist() == [44 + position - 4]
+    tokens = batch.tokens(after)
+    assert (tokens.token_ids.tolist(), tokens.positions.tolist()) == ([next_token], [position])
+    assert tokens.slot_mapping.tolist() == [44 + position - 4]
     assert after.context_lens.tolist() == [position + 1]
 
 
@@ -119,7 +125,7 @@ def test_drafts_end_where_there_is_no_room(
     batch = make_batch(proposer, limits)
     enter = make_enter(2, [1, 2, 3, 4, 5, 6], range(10, 10 + num_blocks), max_num_tokens=max_num_tokens)
     begin(batch, prefill_step(enter), 9)
-    assert batch.apply(decode_step()).token_ids.tolist() == [9, 60, 61][: 1 + num_drafts]
+    assert computed(batch, decode_step()) == [9, 60, 61][: 1 + num_drafts]
 
 
 def test_drafts_get_the_tokens_that_rows_and_chunks_leave_in_a_step() -> None:
@@ -127,11 +133,11 @@ def test_drafts_get_the_tokens_that_rows_and_chunks_leave_in_a_step() -> None:
     guesses: dict[tuple[int, ...], list[int]] = {(1, 7): [60, 61], (2, 8): [62, 63], (3, 9): [64, 65]}
     batch = make_batch(ScriptedProposer(guesses), limits)
     begin(batch, prefill_step(*(make_enter(slot, [slot + 1], [slot]) for slot in range(3))), 7, 8, 9)
-    assert batch.apply(decode_step()).token_ids.tolist() == [7, 60, 61, 8, 62, 9]
+    assert computed(batch, decode_step()) == [7, 60, 61, 8, 62, 9]
     batch.record_sampled(column([0, 1, 2]), column([5, 5, 5]), column([1, 1, 1]))
     full = batch.apply(mixed_step(make_enter(3, [30, 31, 32], [30])))
-    assert full.token_ids.tolist() == [5, 5, 5, 30, 31, 32]
-    assert full.sampling.draft_counts is None
+    assert batch.tokens(full).token_ids.tolist() == [5, 5, 5, 30, 31, 32]
+    assert full.draft_counts is None
 
 
 def make_full_batch() -> InputBatch:
@@ -155,7 +161,7 @@ def test_nothing_is_computed_for_a_sequence_that_has_all_its_tokens() -> None:
     assert step_input.row_numbers is not None
     assert step_input.row_numbers.tolist() == [0, 2]
     assert step_input.row_slots.tolist() == [0, 2]
-    assert step_input.token_ids.tolist() == [7, 60, 7, 62]
+    assert batch.tokens(step_input).token_ids.tolist() == [7, 60, 7, 62]
     assert step_input.cu_seqlens_q.tolist() == [0, 2, 4]
 
 
@@ -168,7 +174,7 @@ def test_rows_after_one_that_has_all_its_tokens_keep_their_numbers() -> None:
     assert step_input.row_slots.tolist() == [2, 3]
     assert step_input.row_indexes is not None
     assert step_input.row_indexes.tolist() == [0, 1]
-    assert step_input.token_ids.tolist() == [7, 62, 30, 31]
+    assert batch.tokens(step_input).token_ids.tolist() == [7, 62, 30, 31]
     logit_tokens = step_input.logit_tokens()
     assert logit_tokens is not None
     assert logit_tokens.tolist() == [0, 1, 3]
@@ -177,7 +183,7 @@ def test_rows_after_one_that_has_all_its_tokens_keep_their_numbers() -> None:
 def test_a_step_whose_rows_all_have_their_tokens_computes_nothing() -> None:
     batch = make_full_batch()
     step_input = batch.apply(decode_step(rows=[1]))
-    assert (step_input.num_result_rows, len(step_input.row_slots), len(step_input.token_ids)) == (1, 0, 0)
+    assert (step_input.num_result_rows, len(step_input.row_slots), step_input.num_tokens) == (1, 0, 0)
     assert batch.apply(decode_step(rows=[0])).row_slots.tolist() == [0]
 
 
@@ -207,18 +213,19 @@ def test_known_tokens_are_computed_under_any_drafts_and_acceptance(data: st.Data
     step_input = batch.apply(prefill_step(*enters))
     for _ in range(data.draw(st.integers(1, 8), label="steps")):
         starts = [int(place) for place in step_input.cu_seqlens_q]
+        inputs = batch.tokens(step_input)
         counts = []
         sampled = []
         for index, slot in enumerate(step_input.row_slots.tolist()):
-            computed = step_input.token_ids[starts[index] : starts[index + 1]].tolist()
-            num_drafts = 0 if step_input.sampling.draft_counts is None else step_input.sampling.draft_counts[index]
+            computed = inputs.token_ids[starts[index] : starts[index + 1]].tolist()
+            num_drafts = 0 if step_input.draft_counts is None else step_input.draft_counts[index]
             drafts = computed[len(computed) - num_drafts :]
             num_known = len(tokens[slot]) - (len(computed) - num_drafts)
             assert computed == tokens[slot][num_known:] + drafts
-            positions = step_input.positions[starts[index] : starts[index + 1]].tolist()
+            positions = inputs.positions[starts[index] : starts[index + 1]].tolist()
             assert positions == list(range(num_known, num_known + len(computed)))
             places = [(10 * slot + position // 4) * 4 + position % 4 for position in positions]
-            assert step_input.slot_mapping[starts[index] : starts[index + 1]].tolist() == places
+            assert inputs.slot_mapping[starts[index] : starts[index + 1]].tolist() == places
             accepted = drafts[: data.draw(st.integers(0, num_drafts), label="accepted")]
             run = [*accepted, data.draw(st.integers(0, 99))]
             tokens[slot] += run

@@ -1,0 +1,69 @@
+"""What a step changes in the columns that the device keeps by slot. Plain numpy on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from services.worker.step import EnteringSequence, Int32Column
+
+HostArrays = dict[str, npt.NDArray[Any]]
+"""Arrays of one transfer to the device, by name."""
+
+_IntArray = npt.NDArray[np.integer[Any]]
+# Slots, columns, block ids.
+_Blocks = tuple[_IntArray, _IntArray, Int32Column]
+
+
+class SlotChanges:
+    """Collects a step's changes until they are taken; see `DeviceBatch.apply` for their columns.
+
+    Invariant: no two changes of a step write the same entry.
+    """
+
+    def __init__(self) -> None:
+        self._enters: list[EnteringSequence] = []
+        self._blocks: list[_Blocks] = []
+
+    def enter(self, enter: EnteringSequence) -> None:
+        """A sequence enters, with its block table."""
+        num_blocks = len(enter.block_ids)
+        self._enters.append(enter)
+        self.append_blocks(np.full(num_blocks, enter.chunk.slot), np.arange(num_blocks), enter.block_ids)
+
+    def append_blocks(self, slots: _IntArray, columns: _IntArray, block_ids: Int32Column) -> None:
+        """Blocks are written at these (slot, column) of the block tables."""
+        self._blocks.append((slots, columns, block_ids))
+
+    def take(self, table_width: int) -> HostArrays:
+        """The changes since the last call, without those of which there are none.
+
+        Args:
+            table_width: Columns of the device's block tables when it applies them.
+        """
+        arrays: HostArrays = {}
+        if self._blocks:
+            slots, columns, block_ids = (np.concatenate(parts) for parts in zip(*self._blocks, strict=True))
+            arrays["table_places"] = slots.astype(np.int64) * table_width + columns
+            arrays["table_ids"] = block_ids
+            self._blocks = []
+        if self._enters:
+            arrays |= _entered(self._enters)
+            self._enters = []
+        return arrays
+
+
+def _entered(enters: list[EnteringSequence]) -> HostArrays:
+    min_p = [0.0 if enter.options is None else enter.options.min_p for enter in enters]
+    return {
+        "entered_slots": np.array([enter.chunk.slot for enter in enters], np.int64),
+        "entered_filters": np.array(
+            [[enter.temperature for enter in enters], [enter.top_p for enter in enters], min_p], np.float32
+        ),
+        "entered_top_k": np.array([enter.top_k for enter in enters], np.int32),
+        "entered_noise": np.array(
+            [[enter.seed for enter in enters], [enter.choice for enter in enters]], np.uint64
+        ).view(np.int64),
+    }

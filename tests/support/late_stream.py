@@ -1,0 +1,130 @@
+"""A stream whose device is a thread that computes as late as it may: what a GPU does to a host that is ahead of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import torch
+
+from services.worker.forward.staging import PinnedStaging, Staging
+from services.worker.runner.stream import Launch, StagingPool
+
+
+class LateStream:
+    """Computes launches in order on its own thread, each once it or a later one is waited for. See `Stream`.
+
+    Staging is spoilt when it is given back, so that whatever still reads it goes wrong.
+    """
+
+    is_async = True
+
+    def __init__(self, pool: StagingPool | None = None) -> None:
+        """`pool` hands out staging; by default a correct one."""
+        self.max_in_flight = 0
+        self._pool = pool or late_pool()
+        self._claimed: list[Staging] = []
+        self._in_use: dict[int, _LateLaunch] = {}
+        self._launches: SimpleQueue[_LateLaunch | None] = SimpleQueue()
+        self._num_launched = 0
+        self._num_wanted = 0
+        self.num_computed = 0
+        self._is_held = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="late device")
+        self._thread.start()
+
+    def hold(self) -> None:
+        """Begin no further launch until `release`."""
+        with self._changed:
+            self._is_held = True
+
+    def release(self) -> None:
+        """Compute again."""
+        with self._changed:
+            self._is_held = False
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Compute what was launched, and end the thread."""
+        self.release()
+        self.want(self._num_launched)
+        self._launches.put(None)
+        self._thread.join()
+
+    def launch(self, work: Callable[[], None]) -> Launch:
+        """See `Stream`."""
+        self._num_launched += 1
+        launch = _LateLaunch(self, self._num_launched, work)
+        self._in_use |= {id(staging): launch for staging in self._claimed}
+        self._claimed.clear()
+        self.max_in_flight = max(self.max_in_flight, self._num_launched - self.num_computed)
+        self._launches.put(launch)
+        with self._changed:
+            self._changed.notify_all()
+        return launch
+
+    def synchronize(self) -> None:
+        """See `Stream`."""
+        self.launch(lambda: None).wait()
+
+    def claim_staging(self) -> Staging:
+        """See `Stream`."""
+        staging = self._pool.claim()
+        self._claimed.append(staging)
+        return staging
+
+    def return_staging(self, staging: Staging) -> None:
+        """See `Stream`."""
+        assert self._in_use[id(staging)].is_done.is_set(), "staging is given back before its launch has computed"
+        assert isinstance(staging, PinnedStaging)
+        staging._outgoing.numpy()[:] = 0xAB
+        staging._incoming.numpy()[:] = -77
+        self._pool.put_back(staging)
+
+    def wait_for_launches(self, number: int) -> None:
+        """Return when there have been so many launches."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_launched >= number)
+
+    def want(self, number: int) -> None:
+        """Somebody waits for the launch of this number."""
+        with self._changed:
+            self._num_wanted = max(self._num_wanted, number)
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while (launch := self._launches.get()) is not None:
+            with self._changed:
+                self._changed.wait_for(lambda: launch.number <= self._num_wanted and not self._is_held)
+            launch.run()
+            self.num_computed += 1
+
+
+def late_pool() -> StagingPool:
+    """Staging for a device that is a thread."""
+    return StagingPool(torch.device("cpu"), is_pinned=False)
+
+
+class _LateLaunch:
+    def __init__(self, stream: LateStream, number: int, work: Callable[[], None]) -> None:
+        self.number = number
+        self.is_done = threading.Event()
+        self._stream = stream
+        self._work = work
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:  # noqa: BLE001 - raised by `wait`
+            self._error = error
+        self.is_done.set()
+
+    def wait(self) -> int:
+        self._stream.want(self.number)
+        self.is_done.wait()
+        if self._error is not None:
+            raise self._error
+        return self.number
