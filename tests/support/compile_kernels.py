@@ -26,8 +26,9 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from services.worker.forward.forward_context import AttentionMetadata
-from services.worker.ops.arguments import AttentionParams, HeadNorms, RopeRows
+from services.worker.ops.arguments import AttentionParams, DecodeRows, HeadNorms, RopeRows, SlotColumns
 from services.worker.ops.triton.activation import silu_and_mul
+from services.worker.ops.triton.advance_batch import advance_batch
 from services.worker.ops.triton.attention_tile import PagedSequences
 from services.worker.ops.triton.backend import TritonOps, TritonPlan
 from services.worker.ops.triton.decode_attention import decode_attention
@@ -141,6 +142,19 @@ def launch_mixed_step(model: Model) -> None:
     ops.prefill_attention(query, key, value, cache, plan, PLAIN)
 
 
+def launch_decode_inputs(num_seqs: int, num_padded: int, *, num_blocks: int, offset: int = 0) -> None:
+    """The launch that makes a decode step's inputs, in the static rows of graphs and in new ones."""
+    columns = SlotColumns(
+        last_token=of_type(torch.int64, 512),
+        position=of_type(torch.int64, 512),
+        block_tables=of_type(torch.int32, 512, num_blocks + offset),
+    )
+    slots = of_type(torch.int64, offset + num_seqs)[offset:]
+    static = DecodeRows.padding(num_seqs + num_padded, MAX_CONTEXT_LEN // BLOCK_SIZE, torch.device("meta"))
+    for rows in (static, DecodeRows.empty(num_seqs, num_blocks, torch.device("meta"))):
+        advance_batch(columns, slots, rows, block_size=BLOCK_SIZE, num_blocks=num_blocks)
+
+
 def launch_other_attention(model: Model) -> None:
     """The kinds of attention that the models in `MODELS` do not have: a window, sinks, float32."""
     sinks = of_type(torch.float32, model.num_heads)
@@ -241,11 +255,14 @@ def compile_all(target: str) -> list[CompiledKernel]:
             attend(model, decode_attention, 8, query_len=1)
             attend(model, prefill_attention, 8, query_len=2048)
         launch_mixed_step(MODELS["Qwen3-8B"])
+        launch_decode_inputs(64, 0, num_blocks=128)
         launch_other_attention(MODELS["Qwen3-8B"])
         launch_sampling()
         num_expected = len(compiled)
         for model in MODELS.values():
             launch_odd_step(model)
+        launch_decode_inputs(3, 5, num_blocks=1, offset=1)
+        launch_decode_inputs(1, 0, num_blocks=77, offset=3)
     finally:
         JITFunction.run, torch.version.hip = run, hip
     return [describe(target, kernel, is_late=number >= num_expected) for number, kernel in enumerate(compiled.values())]

@@ -19,13 +19,14 @@ from services.worker.device import DeviceError
 from services.worker.drawing.row_edits import RowEdits
 from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
 from services.worker.forward.kv_cache import KvCache
-from services.worker.ops.arguments import AttentionParams, DrawRows, HeadNorms, RopeRows
+from services.worker.ops.arguments import AttentionParams, DecodeRows, DrawRows, HeadNorms, RopeRows, SlotColumns
 from services.worker.ops.composed import ComposedOps
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
 from services.worker.ops.matrices import Matrix, dense
 from services.worker.ops.protocol import LinearKernel, PerHeadKernel
 from services.worker.ops.routing import RoutingRule
 from services.worker.ops.triton.activation import silu_and_mul
+from services.worker.ops.triton.advance_batch import advance_batch
 from services.worker.ops.triton.attention_tile import PagedSequences
 from services.worker.ops.triton.decode_attention import decode_attention
 from services.worker.ops.triton.kv_write import write_cache, write_kv
@@ -66,6 +67,13 @@ class TritonOps(ComposedOps):
     def numerics(self) -> str:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "interpreter"
         return f"triton torch-{torch.__version__} triton-{triton.__version__} {device}"
+
+    # -- Batch --------------------------------------------------------------------------------------------
+
+    def advance_batch(
+        self, columns: SlotColumns, slots: Tensor, rows: DecodeRows, *, block_size: int, num_blocks: int
+    ) -> None:
+        advance_batch(columns, slots, rows, block_size=block_size, num_blocks=num_blocks)
 
     # -- Weights ------------------------------------------------------------------------------------------
 
