@@ -50,6 +50,11 @@ class WorkerSettings(ServiceSettings):
         description="What a model's matrices are quantised to while it loads, unless its files are quantised already; "
         "with int4 the head has 8 bits. auto is int8 on the native backend, and none on the others.",
     )
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = Field(
+        default="auto",
+        description="Type of the KV cache: auto is the weights' type, others need the kernels of native; int8 has a "
+        "scale for each token and head.",
+    )
     load_format: Literal["auto", "dummy"] = Field(
         default="auto",
         description="Where weights come from: auto reads the model's files, each layer in its own format; dummy makes "

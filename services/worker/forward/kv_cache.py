@@ -15,7 +15,9 @@ class CacheTensor:
     """What one token stores in one tensor of a layer."""
 
     shape: tuple[int, ...]
-    """(K, D) for keys or values; one dimension for what all heads share (a latent, an indexer's key)."""
+    """(K, D) for keys or values, (K,) for their scales; one dimension for what all heads share (a latent, an indexer's
+    key).
+    """
     dtype: torch.dtype
 
     @property
@@ -28,9 +30,16 @@ LayerCache = tuple[CacheTensor, ...]
 
 
 def attention_cache(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> LayerCache:
-    """What ordinary attention stores: keys and values."""
+    """What ordinary attention stores: keys and values.
+
+    In int8 these are codes in [-127, 127], and two more tensors have their scales: for each token and head the largest
+    magnitude over 127, for keys and for values.
+    """
     heads = CacheTensor((num_kv_heads, head_dim), dtype)
-    return heads, heads
+    if dtype != torch.int8:
+        return heads, heads
+    scales = CacheTensor((num_kv_heads,), torch.float32)
+    return heads, heads, scales, scales
 
 
 @dataclass(frozen=True, slots=True)

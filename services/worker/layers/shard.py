@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from services.worker.layers.expert_parallel import nth_run
 from services.worker.ops import Ops
 from services.worker.parallel.communicator import SINGLE, Communicator, Parallel
@@ -44,11 +46,18 @@ class Shard:
     ops: Ops
     weights: ModelWeights
     parallel: Parallel = SINGLE
+    requested_kv_dtype: torch.dtype | None = None
+    """What keys and values are stored in; None leaves it to the model."""
 
     @property
     def tp(self) -> Communicator:
         """The ranks that a layer is split over."""
         return self.parallel.tp
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """What keys and values are stored in."""
+        return self.weights.dtype if self.requested_kv_dtype is None else self.requested_kv_dtype
 
     def parts(self, name: str, total: int) -> list[Part]:
         """Each rank's part of a dimension; any remainder goes to the first ranks.

@@ -53,6 +53,8 @@ class LoadOptions:
     """Where the model computes."""
     quantization: MatrixFormat | None = None
     """What the matrices of a checkpoint that is not quantised are quantised to; None means nothing."""
+    kv_dtype: torch.dtype | None = None
+    """What keys and values are stored in; None leaves it to the model."""
 
 
 ORDINARY = LoadOptions()
@@ -103,7 +105,7 @@ def load_model(
         digest = model_digest(model_dir)
         with WeightFiles(model_dir, on_progress) as files:
             weights: ModelWeights = _checkpoint(files, config, ops, dtype, options)
-            model = _build_complete(build, config, Shard(ops, weights, parallel))
+            model = _build_complete(build, config, Shard(ops, weights, parallel, options.kv_dtype))
             weights_digest = files.digest()
     else:
         weights_digest = dummy_digest((model_dir / CONFIG).read_bytes(), options.dummy_seed)
@@ -111,7 +113,7 @@ def load_model(
         digest = model_digest(model_dir) if (model_dir / TOKENIZER).exists() else weights_digest
         formats = WeightFormats(quantized=options.quantization)
         weights = DummyWeights(options.dummy_seed, dtype, on_progress, options.device, formats=formats)
-        model = _build_complete(build, config, Shard(ops, weights, parallel))
+        model = _build_complete(build, config, Shard(ops, weights, parallel, options.kv_dtype))
     on_progress(1.0)
     limits = ModelLimits(model.context_length, model.logits_width, num_pool_tokens=model.context_length)
     defaults = sampling_defaults(model_dir, limits)

@@ -57,7 +57,7 @@ class AttentionConfig:
     def kv_layers(self, shard: Shard) -> list[LayerCache]:
         """What a token keeps in this rank's cache, by layer."""
         num_heads = len(shard.kv_heads(self.heads.num_kv_heads))
-        return [attention_cache(num_heads, self.heads.head_dim, shard.weights.dtype)] * len(self.windows)
+        return [attention_cache(num_heads, self.heads.head_dim, shard.kv_dtype)] * len(self.windows)
 
 
 def windows_by_type(values: ConfigValues, window: int | None, default: Sequence[str]) -> list[int | None]:

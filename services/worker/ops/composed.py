@@ -28,6 +28,7 @@ class ComposedOps(Ops, Protocol):
     automatic_dtype: torch.dtype = torch.float32
     formats: frozenset[MatrixFormat] = frozenset()
     automatic_quantization: MatrixFormat | None = None
+    kv_dtypes: tuple[torch.dtype, ...] = ()
 
     def prepare_embedding(self, weight: Matrix, dtype: torch.dtype) -> EmbeddingKernel:
         """See `Ops.prepare_embedding`: dense."""

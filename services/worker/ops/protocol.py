@@ -45,6 +45,9 @@ class Ops(Protocol):
     automatic_quantization: MatrixFormat | None
     """What matrices of floats are quantised to unless the settings say otherwise; None means nothing."""
 
+    kv_dtypes: tuple[torch.dtype, ...]
+    """What keys and values may be stored in besides the model's dtype; see `attention_cache`."""
+
     def numerics(self) -> str:
         """All that this backend's results depend on: equal strings mean equal bits."""
 
@@ -181,10 +184,11 @@ class Ops(Protocol):
         """Write the step's keys and values into their slots, in place; a slot of -1 is skipped.
 
         Args:
-            key: [T, K, D], the cache's dtype; rows may have any stride.
+            key: [T, K, D], the model's dtype; rows may have any stride.
             value: [T, K, V], likewise.
-            cache: Keys [num_blocks, block_size, K, D] and values [num_blocks, block_size, K, V]; written at
-                `slot_mapping` (int64, no repeats).
+            cache: Keys [num_blocks, block_size, K, D] and values [num_blocks, block_size, K, V], in one of `kv_dtypes`;
+                for int8 the scales of both too, [num_blocks, block_size, K] float32. Written at `slot_mapping` (int64,
+                no repeats).
 
         Source: arXiv:2309.06180, section 4.1; AITER `reshape_and_cache_flash`.
         """

@@ -12,7 +12,7 @@ import torch
 
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.config import WorkerSettings
-from services.worker.device import choose_device, propose_steps
+from services.worker.device import check_kv_dtype, choose_device, kv_dtype, propose_steps
 from services.worker.forward.forward_context import AttentionMetadata, ForwardContext, Progress, forward_context
 from services.worker.forward.kv_cache import KvCache, KvCacheSpec, num_blocks_for
 from services.worker.forward.staging import to_device
@@ -214,8 +214,8 @@ def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], 
         on_progress: Called with the loaded part of the weights, 0 to 1; raising in it ends the loading.
 
     Raises:
-        DeviceError: there is no such device, its backend has no kernels for what weights should be quantised to, or
-            the ranks' choices differ.
+        DeviceError: there is no such device, its backend has no kernels for the formats of weights or KV cache, or the
+            ranks' choices differ.
         ModelDirectoryError: this worker cannot run what the directory holds.
         RuntimeError: the rendezvous with the failure domain's other processes failed.
     """
@@ -228,8 +228,9 @@ def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], 
     parallel = make_parallel(layout, _rendezvous(settings), is_exact=ops.is_exact, device=device.type)
     with_mtp = settings.draft_proposer == "mtp"
     quantization = choose_quantization(settings.quantization, ops)
-    options = LoadOptions(with_mtp, settings.weights_seed, device, quantization)
-    dtype = choose_dtype(settings.dtype, ops)
+    dtype, stored = choose_dtype(settings.dtype, ops), kv_dtype(settings.kv_cache_dtype)
+    check_kv_dtype(stored, dtype, ops.kv_dtypes)
+    options = LoadOptions(with_mtp, settings.weights_seed, device, quantization, stored)
     loaded = load_model(settings.model_dir, ops, dtype, on_progress, options=options, parallel=parallel)
     check_ranks_agree(loaded, parallel)
     if layout.has_expert_parallel and not loaded.model.has_experts:
@@ -253,11 +254,14 @@ def _rendezvous(settings: WorkerSettings) -> Rendezvous | None:
 
 def numerics_fingerprint(loaded: LoadedModel, ops: Ops, layout: RankLayout = _ALONE) -> str:
     """32 hex digits, equal only on workers with bitwise equal results."""
+    cache = loaded.model.kv_cache_spec.layers
+    cached = sorted({str(tensor.dtype) for layer in cache for tensor in layer})
     formats = [str(loaded.model.dtype), *sorted(each.value for each in loaded.packed_formats)]
     # Sampling depends on numpy; everything else on the backend, whose `numerics` covers torch, CPU and threads.
     parts = (
         loaded.weights_digest,
         " ".join(formats),
+        " ".join(cached),
         ops.name,
         ops.numerics(),
         _layout_numerics(layout, is_exact=ops.is_exact),

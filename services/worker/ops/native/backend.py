@@ -12,6 +12,7 @@ from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.native.attention import NativeAttention
 from services.worker.ops.native.build import BuildError
 from services.worker.ops.native.elementwise import NativeElementwise
+from services.worker.ops.native.formats import FORMATS
 from services.worker.ops.native.heads import NativeHeads
 from services.worker.ops.native.isa import Isa, available_isas
 from services.worker.ops.native.library import load_library
@@ -27,6 +28,7 @@ class NativeOps(NativeElementwise, NativeHeads, NativeAttention, CpuOps):
     is_exact = False
     formats = frozenset({MatrixFormat.INT8, MatrixFormat.INT4, MatrixFormat.MXFP4})
     automatic_quantization = MatrixFormat.INT8
+    kv_dtypes = tuple(FORMATS)
 
     def __init__(self, isa: Isa) -> None:
         """Raise `BuildError` if the kernels for `isa` cannot be built."""

@@ -13,9 +13,6 @@ from services.worker.ops.arguments import HeadNorms, RopeRows
 from services.worker.ops.native.attention import NativePlan
 from services.worker.ops.native.formats import FORMATS
 
-MAX_HEAD_DIM = 1024
-"""`kMaxHeadDim` of kernels/heads.cpp."""
-
 # The fields of `HeadsArgs`: query, key and value, sizes, norms, rotation, cache.
 _heads = Struct("P3q Pq P2q 4q PPd PPP2q P4Pq").pack
 _rows = Struct("PPP3q").pack

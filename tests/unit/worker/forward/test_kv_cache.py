@@ -19,6 +19,15 @@ def test_a_token_needs_keys_and_values_in_every_layer() -> None:
     assert KvCacheSpec((attention_cache(2, 8, torch.bfloat16),) * 3).bytes_per_token == 192
 
 
+def test_codes_of_int8_come_with_a_scale_for_each_head() -> None:
+    # 2 tensors * 3 layers * 2 heads * (8 codes + 4 bytes).
+    assert KvCacheSpec((attention_cache(2, 8, torch.int8),) * 3).bytes_per_token == 144
+    keys, values, key_scales, value_scales = KvCache(KvCacheSpec((attention_cache(2, 8, torch.int8),)), 5, 4).layers[0]
+    assert keys.shape == values.shape == (5, 4, 2, 8)
+    assert key_scales.shape == value_scales.shape == (5, 4, 2)
+    assert (keys.dtype, key_scales.dtype) == (torch.int8, torch.float32)
+
+
 def test_a_token_needs_the_entries_of_each_layer() -> None:
     assert MIXED.bytes_per_token == 128
     assert num_blocks_for(128 * 16 * 3, MIXED, block_size=16) == 3

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from services.worker.models.config import ConfigValues
 from services.worker.models.deepseek import read_dense_layers
+from services.worker.models.loader import LoadOptions, load_model
+from services.worker.ops import load_ops
 from shared.model_dir import ModelDirectoryError
+from tests.support.small_models import build_small_model, write_small_model
 
 
 @pytest.mark.parametrize(
@@ -29,3 +35,10 @@ def test_dense_layers_are_the_first_ones_or_the_listed_ones(config: dict[str, ob
 def test_invalid_lists_of_layer_kinds_are_refused(kinds: list[str], message: str) -> None:
     with pytest.raises(ModelDirectoryError, match=message):
         read_dense_layers(ConfigValues({"mlp_layer_types": kinds}), 4, default_count=3)
+
+
+def test_latents_are_stored_in_the_models_type_only(tmp_path: Path) -> None:
+    model_dir = write_small_model(build_small_model("DeepseekV2ForCausalLM", "plain"), tmp_path)
+    options = LoadOptions(kv_dtype=torch.int8)
+    with pytest.raises(ModelDirectoryError, match="--kv-cache-dtype: latents are stored in the model's type only"):
+        load_model(model_dir, load_ops("native"), torch.float32, lambda _: None, options=options)

@@ -3,14 +3,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from services.worker.config import WorkerSettings
+from services.worker.device import DeviceError
 from services.worker.layout import RankLayout
-from services.worker.models.loader import LoadedModel
+from services.worker.models.loader import LoadedModel, LoadOptions, load_model
 from services.worker.ops import BACKEND_NAMES, load_ops
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.model_runner import ModelRunner, build_model_runner, numerics_fingerprint
@@ -196,6 +198,38 @@ def test_expert_parallelism_is_refused_for_a_model_without_experts(tmp_path: Pat
     settings = WorkerSettings(model_dir=write_tiny_llama(tmp_path), ep=True)
     with pytest.raises(ModelDirectoryError, match="no experts"):
         build_model_runner(settings, lambda _: None)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["float32", "bfloat16", "int8"])
+def test_a_cache_of_any_type_gives_the_tokens_of_a_confident_model(tmp_path: Path, kv_cache_dtype: str) -> None:
+    model_dir = write_tiny_llama(tmp_path)
+    flags: dict[str, Any] = {
+        "kv_cache_dtype": kv_cache_dtype,
+        "ops_backend": "native",
+        "kv_cache_num_blocks": 64,
+        "num_threads": 1,
+    }
+    runner = attached(build_model_runner(WorkerSettings(model_dir=model_dir, **flags), lambda _: None))
+    tokens = tokens_of(runner, prefill_of_all(5), decode_step(), decode_step())
+    expected = [generate_alone(load_exact(model_dir), prompt, 3) for prompt in PROMPTS]
+    assert [list(row) for row in zip(*tokens, strict=True)] == expected
+
+
+def test_a_cache_that_the_backend_cannot_store_is_refused(tmp_path: Path) -> None:
+    settings = WorkerSettings(model_dir=write_tiny_llama(tmp_path), ops_backend="cpu", kv_cache_dtype="int8")
+    with pytest.raises(DeviceError, match="--kv-cache-dtype int8: these kernels have only float32"):
+        build_model_runner(settings, lambda _: None)
+
+
+def test_the_type_of_the_cache_is_in_the_fingerprint(tmp_path: Path) -> None:
+    ops, model_dir = load_ops("native"), write_tiny_llama(tmp_path)
+    loaded = [
+        load_model(model_dir, ops, torch.float32, lambda _: None, options=LoadOptions(kv_dtype=dtype))
+        for dtype in (None, torch.float32, torch.bfloat16, torch.int8)
+    ]
+    fingerprints = [numerics_fingerprint(model, ops) for model in loaded]
+    assert fingerprints[0] == fingerprints[1]
+    assert len(set(fingerprints)) == 3
 
 
 def test_the_fingerprint_distinguishes_what_results_depend_on(loaded: LoadedModel) -> None:

@@ -1,4 +1,5 @@
 // What lies between a layer's fused projection and its attention: norms of heads, their rotation, the write to the cache.
+#include <algorithm>
 #include <cmath>
 
 #include "cache.h"
@@ -10,8 +11,6 @@ namespace {
 
 // Elements from which a second thread saves more than it costs to wake it.
 constexpr int64_t kWorthThreads = 64 * 1024;
-// The widest head.
-constexpr int64_t kMaxHeadDim = 1024;
 
 struct HeadsArgs {
     // Normalised and rotated in place: [num_tokens, num_heads, head_dim].
@@ -53,7 +52,8 @@ struct RowsArgs {
 
 // One head in float32, and what is done with it.
 struct Head {
-    alignas(64) float values[kMaxHeadDim + 16];
+    // Whole vectors.
+    float* values;
     int64_t dim;
 
     template <typename T>
@@ -122,8 +122,8 @@ void store_head(const Head& head, void* cache, float* scales, int64_t index, int
 
 template <typename T>
 void write_token(const HeadsArgs& args, int64_t token) {
-    Head head;
-    head.dim = args.head_dim;
+    const int64_t width = std::max(args.head_dim, args.value_dim) + kWidth;
+    Head head = {static_cast<float*>(__builtin_alloca_with_align(width * sizeof(float), 512)), args.head_dim};
     for (int64_t i = 0; i < args.num_heads; ++i) {
         T* query = static_cast<T*>(args.query) + token * args.query_stride + i * args.query_head_stride;
         head.read(query);

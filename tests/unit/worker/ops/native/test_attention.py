@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from services.worker.forward.forward_context import AttentionMetadata
-from services.worker.forward.kv_cache import CacheTensor
+from services.worker.forward.kv_cache import CacheTensor, KvCache, KvCacheSpec, LayerCache
 from services.worker.ops import AttentionParams, load_ops
 from services.worker.ops.native.backend import NativeOps
 from tests.support.attention_batches import Batch, random
 
 REFERENCE = load_ops("reference")
-FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+FLOAT32, BFLOAT16, INT8 = torch.float32, torch.bfloat16, torch.int8
 # A fixture of a number of threads is the same for all examples of a test.
 in_examples = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -43,6 +43,12 @@ class Shape:
         """Query heads."""
         return self.num_kv_heads * self.group_size
 
+    def layer(self) -> LayerCache:
+        """What a token stores."""
+        layer = tuple(CacheTensor((self.num_kv_heads, dim), self.cache_dtype) for dim in (self.key_dim, self.value_dim))
+        scales = CacheTensor((self.num_kv_heads,), FLOAT32)
+        return (*layer, scales, scales) if self.cache_dtype == INT8 else layer
+
     def params(self, window: int | None, *, has_sinks: bool) -> AttentionParams:
         """A layer's parameters."""
         sinks = random(self.num_heads, seed=5) * 3 if has_sinks else None
@@ -56,7 +62,9 @@ def shapes() -> st.SearchStrategy[Shape]:
         st.sampled_from([1, 2, 3, 4, 7, 40]),
         st.sampled_from([16, 20, 64, 72, 80, 128, 256]),
         st.sampled_from([0, 0, 3]),
-        st.sampled_from([(FLOAT32, FLOAT32), (FLOAT32, BFLOAT16), (BFLOAT16, BFLOAT16)]),
+        st.sampled_from(
+            [(FLOAT32, FLOAT32), (FLOAT32, BFLOAT16), (FLOAT32, INT8), (BFLOAT16, BFLOAT16), (BFLOAT16, INT8)]
+        ),
     ).map(lambda size: Shape(size[0], size[1], size[2], size[2] - size[3], *size[4]))
 
 
@@ -81,15 +89,17 @@ class CachedStep:
     """Random queries over contexts that are in the cache. All slots but those of the contexts hold NaN."""
 
     def __init__(self, batch: Batch, shape: Shape) -> None:
-        layer = tuple(
-            CacheTensor((shape.num_kv_heads, dim), shape.cache_dtype) for dim in (shape.key_dim, shape.value_dim)
-        )
         self.metadata = batch.metadata()
-        self.kv_cache = batch.make_cache(layer)
+        self.kv_cache = KvCache(KvCacheSpec((shape.layer(),)), batch.num_blocks, batch.block_size)
         contexts = Batch(batch.block_size, batch.context_lens, [0] * len(batch.num_new), batch.order)
         for seed, tensor in enumerate(self.kv_cache.layers[0]):
-            rows = [row.to(tensor.dtype) for row in contexts.contexts(*tensor.shape[2:], seed=seed)]
-            contexts.fill_cached(self.metadata, tensor, rows)
+            tensor.fill_(99 if tensor.dtype == INT8 else math.nan)
+            rows = contexts.contexts(*tensor.shape[2:], seed=seed)
+            if tensor.dtype == INT8:
+                rows = [(row * 50).clamp(-127, 127) for row in rows]
+            elif shape.cache_dtype == INT8:
+                rows = [row.abs() / 50 for row in rows]
+            contexts.fill_cached(self.metadata, tensor, [row.to(tensor.dtype) for row in rows])
         heads = random(batch.num_tokens, shape.num_heads + 2, shape.key_dim + 5, seed=batch.order).to(shape.dtype)
         # Unaligned, with other heads and columns around them.
         self.query = heads[:, 1 : 1 + shape.num_heads, 3 : 3 + shape.key_dim]
@@ -102,7 +112,10 @@ class CachedStep:
     def expected(self, params: AttentionParams) -> Tensor:
         """The reference's, in float32."""
         plan = REFERENCE.plan_attention(self.metadata, self.kv_cache)
-        keys, values = (tensor.float() for tensor in self.kv_cache.layers[0])
+        tensors = self.kv_cache.layers[0]
+        keys, values = (tensor.float() for tensor in tensors[:2])
+        if len(tensors) == 4:
+            keys, values = keys * tensors[2].unsqueeze(-1), values * tensors[3].unsqueeze(-1)
         return REFERENCE.decode_attention(self.query.float(), (keys, values), plan, params)
 
 
@@ -132,11 +145,11 @@ LONG = [
 
 @pytest.mark.parametrize("batch", LONG)
 @pytest.mark.parametrize("params", [(None, False), (1100, True)])
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, INT8])
 def test_long_contexts_are_the_references_on_any_number_of_threads(
     ops: NativeOps, num_threads: int, batch: Batch, params: tuple[int | None, bool], dtype: torch.dtype
 ) -> None:
-    shape = Shape(2, 3, 64, 64, dtype, dtype)
+    shape = Shape(2, 3, 64, 64, FLOAT32 if dtype == INT8 else dtype, dtype)
     step, attention = CachedStep(batch, shape), shape.params(params[0], has_sinks=params[1])
     output = step.run(ops, attention)
     assert_close(output, step.expected(attention))

@@ -5,11 +5,13 @@ A result in bfloat16 is rounded once, so it is within 2^-8 of what float32 gives
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
-from services.worker.forward.kv_cache import KvCache, attention_cache
+from services.worker.forward.kv_cache import KvCache, KvCacheSpec, attention_cache
 from services.worker.ops import HeadNorms, Ops, RopeRows, load_ops
 from services.worker.ops.native.backend import NativeOps
 from tests.support.attention_batches import Batch, random
@@ -82,6 +84,28 @@ def test_norm_rope_write_is_the_references(
     assert_close(qkv[:, :NUM_HEADS], expected[:, :NUM_HEADS])
     for written, expected_tensor in zip(cache.layers[0], expected_cache.layers[0], strict=True):
         assert_close(written, expected_tensor)
+
+
+@both_types
+@dims
+def test_a_cache_of_int8_holds_codes_and_the_scales_of_heads(
+    ops: NativeOps, dtype: torch.dtype, head_dim: int, rotary_dim: int
+) -> None:
+    key, value = (random(BATCH.num_tokens, NUM_KV_HEADS, head_dim, seed=seed).to(dtype) for seed in (1, 2))
+    key[2] = 0.0
+    value[3, 1, 0] = math.inf
+    cache = KvCache(KvCacheSpec((attention_cache(NUM_KV_HEADS, head_dim, torch.int8),)), BATCH.num_blocks, 16)
+    plan = ops.plan_attention(BATCH.metadata(), cache)
+    ops.write_kv(key, value, cache.layers[0], plan)
+    slots = plan.metadata.slot_mapping
+    for codes, scales, rows in zip(cache.layers[0][:2], cache.layers[0][2:], (key.float(), value.float()), strict=True):
+        written, scale = codes.flatten(0, 1)[slots].float(), scales.flatten(0, 1)[slots]
+        is_finite = rows.isfinite().all(-1)
+        assert torch.equal(scale.isnan(), ~is_finite)
+        assert_close(scale[is_finite], rows[is_finite].abs().amax(-1) / 127)
+        # A code is the nearest to its value.
+        errors = (written * scale.unsqueeze(-1) - rows).abs().amax(-1)
+        assert (errors <= 0.5001 * scale)[is_finite].all()
 
 
 def test_many_tokens_are_written_by_several_threads(ops: NativeOps, num_threads: int) -> None:
