@@ -139,12 +139,12 @@ def note_recovery(finish: tokenizer_pb2.Finish) -> None:
 
 
 def describe_finish(finish: tokenizer_pb2.Finish) -> str:
-    """One line: why the answer ended, its length and its pace."""
+    """One line: why the answer ended, its length and its pace: the tokens per second after the first one."""
     reason = common_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower()
     text = f"[{finish.usage.num_completion_tokens} tokens, ended by {reason}"
     text += f"; first after {finish.ttft.ToTimedelta().total_seconds() * 1e3:.0f} ms"
-    if finish.HasField("mean_tpot"):
-        text += f", then one every {finish.mean_tpot.ToTimedelta().total_seconds() * 1e3:.1f} ms"
+    if finish.HasField("mean_tpot") and (tpot_s := finish.mean_tpot.ToNanoseconds() / 1e9):
+        text += f", then one every {tpot_s * 1e3:.1f} ms, {1 / tpot_s:.1f} tokens/s"
     return text + "]"
 
 

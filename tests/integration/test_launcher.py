@@ -214,7 +214,9 @@ def test_a_prompt_is_answered_on_stdout_before_the_launcher_ends(real_model: Pat
     assert ready.startswith("ready: serving")
     question, answer = rest.strip().split("\n", maxsplit=1)
     assert question == f"> {prompt}"
-    assert len(answer.strip()) > 0
+    assert re.search(r"\[\d+ tokens, ended by .* [\d.]+ tokens/s\]$", answer.strip())
+    # The worker says what it computes in.
+    assert re.search(r"the model is loaded weights=\w+ dtype=\w+ backend=\w+ .*threads=\d+ seconds=", result.stderr)
     assert prompt not in result.stderr
 
 

@@ -175,6 +175,7 @@ TESTED_BY = {
         "services/worker/weights/gguf_tensors.py",
         "services/worker/weights/quantization/gguf_blocks.py",
     ),
+    "unit/worker/models/test_quantized_models.py": ("services/worker/weights/format_costs.py",),
     "unit/worker/weights/test_checkpoint.py": (
         "services/worker/weights/weight_files.py",
         "services/worker/weights/weight_problems.py",

@@ -25,6 +25,7 @@ from services.worker.ops.protocol import EmbeddingKernel, LinearKernel, Ops
 class ComposedOps(Ops, Protocol):
     """The base class of backends; it has the ops that need no kernel."""
 
+    instructions: str = torch.backends.cpu.get_cpu_capability().lower()
     automatic_dtype: torch.dtype = torch.float32
     formats: frozenset[MatrixFormat] = frozenset()
     automatic_quantization: MatrixFormat | None = None

@@ -38,6 +38,8 @@ class Ops(Protocol):
     """Its name in `load_ops`."""
     is_exact: bool
     """Whether a row's bits are independent of the rest of the batch and of how its context was computed."""
+    instructions: str
+    """What its kernels are compiled for, for the log: a set of instructions, or a GPU."""
     automatic_dtype: torch.dtype
     """The dtype it computes in unless another one is asked for."""
     formats: frozenset[MatrixFormat]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +26,7 @@ from services.worker.runner.cache_memory import GpuMemory, KvCacheSize
 from services.worker.runner.graph_runner import CudaCapture, DecodeGraphs, GraphSettings
 from services.worker.runner.input_batch import InputBatch
 from services.worker.runner.matchers import GrammarMatchers
-from services.worker.runner.number_formats import check_ranks_agree, choose_dtype, choose_quantization
+from services.worker.runner.number_formats import check_ranks_agree, choose_dtype, choose_quantization, log_loaded
 from services.worker.runner.pending_step import PendingStep
 from services.worker.runner.stream import Stream, make_stream
 from services.worker.spec_decode.drafting import make_drafting
@@ -231,8 +232,10 @@ def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], 
     dtype, stored = choose_dtype(settings.dtype, ops), kv_dtype(settings.kv_cache_dtype)
     check_kv_dtype(stored, dtype, ops.kv_dtypes)
     options = LoadOptions(with_mtp, settings.weights_seed, device, quantization, stored)
+    started_at = time.perf_counter()
     loaded = load_model(settings.model_dir, ops, dtype, on_progress, options=options, parallel=parallel)
     check_ranks_agree(loaded, parallel)
+    log_loaded(loaded, ops, duration_s=time.perf_counter() - started_at)
     if layout.has_expert_parallel and not loaded.model.has_experts:
         raise ModelDirectoryError(f"{settings.model_dir}: the model has no experts for --ep to split")
     drafting = make_drafting(settings, loaded, ops, lambda: on_progress(1.0))

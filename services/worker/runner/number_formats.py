@@ -1,7 +1,8 @@
-"""Which dtype and which quantised format a model computes in, and whether all ranks chose the same."""
+"""Which dtype and which quantised format a model computes in, whether ranks agree on it, and the line that says it."""
 
 from __future__ import annotations
 
+import logging
 import zlib
 
 import torch
@@ -11,6 +12,8 @@ from services.worker.models.loader import LoadedModel
 from services.worker.ops import Ops
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.parallel.communicator import Parallel
+
+logger = logging.getLogger(__name__)
 
 # Whole numbers below this are exact in float32, which collectives are sure to take.
 _NUM_CODES = 1 << 24
@@ -51,6 +54,20 @@ def check_ranks_agree(loaded: LoadedModel, parallel: Parallel) -> None:
     code = torch.tensor([[float(zlib.crc32(choice.encode()) % _NUM_CODES)]], device=loaded.device)
     if not bool((ranks.all_gather(code, (1,) * ranks.size) == code).all()):
         raise DeviceError(f"ranks differ in their formats: rank {ranks.rank} computes with {choice}")
+
+
+def log_loaded(loaded: LoadedModel, ops: Ops, *, duration_s: float) -> None:
+    """Say what the model computes in."""
+    dtype = str(loaded.model.dtype).removeprefix("torch.")
+    weights = "+".join(sorted(each.value for each in loaded.packed_formats)) or dtype
+    fields: dict[str, object] = {
+        "weights": weights,
+        "dtype": dtype,
+        "backend": ops.name,
+        "instructions": ops.instructions,
+    }
+    fields |= {"threads": torch.get_num_threads(), "seconds": round(duration_s, 1)}
+    logger.info("the model is loaded", extra=fields)
 
 
 def _quantization_flag(loaded: LoadedModel) -> str:

@@ -33,6 +33,7 @@ class NativeOps(NativeElementwise, NativeHeads, NativeAttention, CpuOps):
     def __init__(self, isa: Isa) -> None:
         """Raise `BuildError` if the kernels for `isa` cannot be built."""
         super().__init__()
+        self.instructions = isa.value
         # Perplexity rises by 0.1 % with bfloat16, whether weights are quantised or not.
         self.automatic_dtype = torch.bfloat16 if isa is Isa.AVX512_BF16 else torch.float32
         self._isa = isa

@@ -64,9 +64,12 @@ class TritonOps(ComposedOps):
     is_exact = False
     automatic_dtype = torch.bfloat16
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.instructions = torch.cuda.get_device_name() if torch.cuda.is_available() else "interpreter"
+
     def numerics(self) -> str:
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "interpreter"
-        return f"triton torch-{torch.__version__} triton-{triton.__version__} {device}"
+        return f"triton torch-{torch.__version__} triton-{triton.__version__} {self.instructions}"
 
     # -- Batch --------------------------------------------------------------------------------------------
 

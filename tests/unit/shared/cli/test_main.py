@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from shared.cli.client import describe_failure, describe_logprobs, note_recovery, run_client
+from shared.cli.client import describe_failure, describe_finish, describe_logprobs, note_recovery, run_client
 from shared.cli.main import COMMANDS, run
 from shared.cli.request_flags import add_client_flags, request_from
 from shared.cli.serve_settings import split_service_flags
@@ -142,6 +142,24 @@ def test_log_probabilities_are_printed_token_by_token() -> None:
     own, other = [common_pb2.TokenLogprob(logprob=value, text=text) for value, text in ((-0.25, " a"), (-12.5, "\n"))]
     text = describe_logprobs([common_pb2.PositionLogprobs(token=own, top=[own, other])] * 2)
     assert text.splitlines() == ["  -0.250 ' a'    -0.250 ' a'   -12.500 '\\n'"] * 2
+
+
+@pytest.mark.parametrize(
+    ("tpot_us", "pace"),
+    [
+        (None, ""),
+        # The clock did not advance.
+        (0, ""),
+        (6500, ", then one every 6.5 ms, 153.8 tokens/s"),
+        (2_500_000, ", then one every 2500.0 ms, 0.4 tokens/s"),
+    ],
+)
+def test_an_answer_ends_with_its_length_and_its_pace(tpot_us: int | None, pace: str) -> None:
+    finish = tokenizer_pb2.Finish(reason=common_pb2.FINISH_REASON_EOS, usage=common_pb2.Usage(num_completion_tokens=12))
+    finish.ttft.FromMilliseconds(80)
+    if tpot_us is not None:
+        finish.mean_tpot.FromMicroseconds(tpot_us)
+    assert describe_finish(finish) == f"[12 tokens, ended by eos; first after 80 ms{pace}]"
 
 
 @pytest.mark.parametrize(

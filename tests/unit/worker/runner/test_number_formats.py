@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from services.worker.ops import BACKEND_NAMES, load_ops
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.parallel.communicator import Parallel
 from services.worker.runner.model_runner import build_model_runner, numerics_fingerprint
-from services.worker.runner.number_formats import check_ranks_agree, choose_dtype, choose_quantization
+from services.worker.runner.number_formats import check_ranks_agree, choose_dtype, choose_quantization, log_loaded
 from tests.support.packing_ops import PackingOps
 from tests.support.thread_ranks import run_ranks
 from tests.support.tiny_llama import write_tiny_llama
@@ -54,6 +55,32 @@ def test_the_fingerprint_depends_on_the_quantisation(tmp_path: Path) -> None:
         loaded = load_model(model_dir, ops, torch.float32, lambda _: None, options=options)
         fingerprints.add(numerics_fingerprint(loaded, ops))
     assert len(fingerprints) == 3
+
+
+@pytest.mark.parametrize(
+    ("quantization", "weights"),
+    [(None, "float32"), (MatrixFormat.INT8, "int8"), (MatrixFormat.INT4, "int4+int8")],
+)
+def test_one_line_says_what_the_model_computes_in(
+    tmp_path: Path, quantization: MatrixFormat | None, weights: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ops, options = PackingOps(), LoadOptions(quantization=quantization)
+    loaded = load_model(write_tiny_llama(tmp_path), ops, torch.float32, lambda _: None, options=options)
+    with caplog.at_level(logging.INFO, "services.worker"):
+        log_loaded(loaded, ops, duration_s=1.26)
+    (record,) = caplog.records
+    assert record.message == "the model is loaded"
+    assert (
+        record.__dict__.items()
+        >= {
+            "weights": weights,
+            "dtype": "float32",
+            "backend": "reference",
+            "instructions": torch.backends.cpu.get_cpu_capability().lower(),
+            "threads": torch.get_num_threads(),
+            "seconds": 1.3,
+        }.items()
+    )
 
 
 def test_ranks_with_different_formats_refuse_to_serve(tmp_path: Path) -> None:
