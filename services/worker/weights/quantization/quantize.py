@@ -46,7 +46,7 @@ def _quantize_int4(blocks: Iterable[Tensor], shape: tuple[int, int]) -> IntMatri
     codes = torch.empty(num_rows, num_columns // 2, dtype=torch.uint8)
     scales, offsets = (torch.empty(num_rows, -(-num_columns // _INT4_GROUP_SIZE)) for _ in range(2))
     for rows, block in _with_rows(blocks):
-        groups = _in_groups(block.float())
+        groups = _in_groups(block.to(torch.float32, memory_format=torch.contiguous_format))
         low, high = groups.amin(dim=2, keepdim=True), groups.amax(dim=2, keepdim=True)
         scale = (high - low).div_(_HIGHEST_INT4)
         scales[rows] = scale.squeeze(2)

@@ -9,15 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadedModel, LoadOptions, load_model
 from services.worker.ops import Ops, load_ops
 from services.worker.ops.matrices import IntMatrix
 from services.worker.ops.matrix_rows import MatrixFormat
+from services.worker.parallel.communicator import Parallel
 from tests.support.packing_ops import PackingOps
 from tests.support.paged_model import PagedModel
 from tests.support.quantized_checkpoints import SCHEMES, write_quantized
 from tests.support.small_configs import SMALL_CONFIGS
 from tests.support.small_models import build_model, write_small_model
+from tests.support.thread_ranks import run_ranks
 from tests.support.tiny_llama import write_tiny_llama
 
 INT8, INT4, MXFP4 = MatrixFormat.INT8, MatrixFormat.INT4, MatrixFormat.MXFP4
@@ -51,6 +54,27 @@ def test_projections_and_head_are_quantised(
     assert ops.counts == counts
     assert loaded.packed_formats == {each for each in counts if each is not None}
     assert ops.tied is None
+
+
+@pytest.mark.parametrize("quantization", [INT8, INT4])
+def test_ranks_quantise_their_own_parts_and_together_compute_nearly_the_same(
+    tmp_path: Path, quantization: MatrixFormat
+) -> None:
+    model_dir, alone = write_tiny_llama(tmp_path, changes={"tie_word_embeddings": True}), PackingOps()
+    expected = logits_of(load(model_dir, alone, quantization), alone)
+
+    def compute(rank: Parallel) -> tuple[PackingOps, Tensor]:
+        ops, options = PackingOps(), LoadOptions(quantization=quantization)
+        loaded = load_model(model_dir, ops, torch.float32, lambda _: None, options=options, parallel=rank)
+        return ops, logits_of(loaded, ops)
+
+    for ops, logits in run_ranks([RankLayout(tp_rank=rank, tp_size=2) for rank in range(2)], compute):
+        assert ops.counts == alone.counts
+        assert ops.tied is not None
+        assert alone.tied is not None
+        assert ops.tied.shape == (alone.tied.shape[0] // 2, alone.tied.shape[1])
+        # Parts of rows have scales of their own, so results differ a little.
+        assert (logits - expected).norm() / expected.norm() < 0.5
 
 
 @pytest.mark.parametrize("quantization", [INT8, INT4])

@@ -65,6 +65,14 @@ def test_neither_blocks_nor_the_dtype_of_exact_values_change_the_result(matrix_f
         assert torch.equal(part.to_dense(torch.float32), whole.to_dense(torch.float32))
 
 
+@pytest.mark.parametrize("matrix_format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_may_be_transposed_views(matrix_format: MatrixFormat, dtype: torch.dtype) -> None:
+    values = matrix((64, 96)).to(dtype)
+    expected = quantized(values, matrix_format).to_dense(torch.float32)
+    assert torch.equal(quantized(values.T.contiguous().T, matrix_format).to_dense(torch.float32), expected)
+
+
 def test_a_row_has_one_scale_in_8_bits_and_a_scale_and_an_offset_per_32_columns_in_4() -> None:
     int8, int4 = (quantized(matrix(), matrix_format) for matrix_format in FORMATS)
     assert (int8.num_bits, int8.group_size, tuple(int8.scales.shape), int8.offsets) == (8, 70, (40, 1), None)
