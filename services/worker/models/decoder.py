@@ -137,7 +137,7 @@ class DecoderModel:
             tied = shard.weights.head("model.embed_tokens", shape, rows=part.run)
             embedding, head = shard.ops.prepare_tied(tied, self.dtype)
         else:
-            table = shard.weights.table("model.embed_tokens", shape, rows=part.run)
+            table = shard.weights.embedding("model.embed_tokens", shape, rows=part.run)
             embedding = shard.ops.prepare_embedding(table, self.dtype)
             head = Linear(shard.ops, shard.weights.head("lm_head", shape, rows=part.run), self.dtype)
         self.embedding = Embedding(embedding, part, shard.tp)

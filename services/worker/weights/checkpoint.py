@@ -90,13 +90,13 @@ class CheckpointWeights:
         """See `ModelWeights`."""
         return self._read_matrix(*self._linear_part(name, shape, rows, columns), self._formats)
 
+    def embedding(self, name: str, shape: tuple[int, int], *, rows: slice = ALL) -> Matrix:
+        """See `ModelWeights`."""
+        return self._read_matrix(*self._linear_part(name, shape, rows, ALL), self._formats.of_embedding)
+
     def head(self, name: str, shape: tuple[int, int], *, rows: slice = ALL) -> Matrix:
         """See `ModelWeights`."""
         return self._read_matrix(*self._linear_part(name, shape, rows, ALL), self._formats.of_head)
-
-    def table(self, name: str, shape: tuple[int, int], *, rows: slice = ALL) -> Matrix:
-        """See `ModelWeights`."""
-        return self._read_matrix(*self._linear_part(name, shape, rows, ALL), self._formats.of_table)
 
     def dense(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         """See `ModelWeights`."""

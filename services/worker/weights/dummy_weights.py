@@ -71,14 +71,14 @@ class DummyWeights:
         region = Region(selected_run(rows, shape[0]), selected_run(columns, shape[1]))
         return self._draw_matrix(name, region, shape, self._formats.quantized)
 
+    def embedding(self, name: str, shape: tuple[int, int], *, rows: slice = ALL) -> Matrix:
+        """See `ModelWeights`."""
+        return self._draw(name, Region(selected_run(rows, shape[0]), range(shape[1])), shape)
+
     def head(self, name: str, shape: tuple[int, int], *, rows: slice = ALL) -> Matrix:
         """See `ModelWeights`."""
         region = Region(selected_run(rows, shape[0]), range(shape[1]))
         return self._draw_matrix(name, region, shape, self._formats.of_head.quantized)
-
-    def table(self, name: str, shape: tuple[int, int], *, rows: slice = ALL) -> Matrix:
-        """See `ModelWeights`."""
-        return self.dense(name, shape, rows=rows)
 
     def dense(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         """See `ModelWeights`."""

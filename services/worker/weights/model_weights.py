@@ -26,14 +26,14 @@ class WeightFormats:
     """What is stored in a float dtype is quantised to this one; None means that it stays as it is."""
 
     @property
+    def of_embedding(self) -> WeightFormats:
+        """See `ModelWeights.embedding`."""
+        return replace(self, quantized=None)
+
+    @property
     def of_head(self) -> WeightFormats:
         """See `ModelWeights.head`."""
         return self if self.quantized is None else replace(self, quantized=MatrixFormat.INT8)
-
-    @property
-    def of_table(self) -> WeightFormats:
-        """See `ModelWeights.table`."""
-        return replace(self, quantized=None)
 
 
 DENSE = WeightFormats()
@@ -90,14 +90,14 @@ class ModelWeights(Protocol):
     def dense(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         """Read as `linear` does, but dequantised: what must be precise, or is not used in a product as it is."""
 
+    def embedding(self, name: str, shape: tuple[int, int], *, rows: slice = ALL) -> Matrix:
+        """Read an embedding that is not the head too, as `linear` does, but never quantise it."""
+
     def head(self, name: str, shape: tuple[int, int], *, rows: slice = ALL) -> Matrix:
         """Read the projection onto the vocabulary as `linear` does, but quantise it to 8 bits in any case.
 
         At 4 bits it would raise perplexity far more than all other layers together.
         """
-
-    def table(self, name: str, shape: tuple[int, int], *, rows: slice = ALL) -> Matrix:
-        """Read an embedding as `linear` does, but do not quantise floats: its lookup costs nothing in any format."""
 
     def stacked(
         self, name: str, shape: tuple[int, int, int], expert: int, *, rows: slice = ALL, columns: slice = ALL

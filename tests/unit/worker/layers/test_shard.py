@@ -128,6 +128,16 @@ class CountingWeights(DummyWeights):
         self.num_values += prod(matrix.shape)
         return matrix
 
+    def embedding(self, name: str, shape: tuple[int, int], *, rows: slice = ALL) -> Matrix:
+        matrix = super().embedding(name, shape, rows=rows)
+        self.num_values += prod(matrix.shape)
+        return matrix
+
+    def head(self, name: str, shape: tuple[int, int], *, rows: slice = ALL) -> Matrix:
+        matrix = super().head(name, shape, rows=rows)
+        self.num_values += prod(matrix.shape)
+        return matrix
+
 
 def test_a_rank_reads_its_share_and_the_norms() -> None:
     changes = {"attention_bias": True, "tie_word_embeddings": False}

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.worker.ops.matrices import IntMatrix, Matrix, Mxfp4Matrix, dense
-from services.worker.ops.matrix_rows import MatrixFormat
+from services.worker.ops.matrix_rows import MatrixFormat, format_of
 from services.worker.weights.checkpoint import CheckpointWeights
 from services.worker.weights.model_weights import WeightFormats
 from services.worker.weights.quantization.config import QuantizationConfig
@@ -138,6 +138,27 @@ def test_what_a_backend_does_not_compute_is_dense(tmp_path: Path) -> None:
         with weights_of(tmp_path, tensors_of(quantized), SCHEMES[name].config, kept) as weights:
             assert isinstance(weights.linear(LAYER, SHAPE), Tensor)
             assert not weights.packed_formats
+
+
+@pytest.mark.parametrize("quantized", [MatrixFormat.INT8, MatrixFormat.INT4])
+def test_an_embedding_is_never_quantised_and_a_head_has_8_bits(tmp_path: Path, quantized: MatrixFormat) -> None:
+    save_file({f"{LAYER}.weight": matrix(SHAPE)}, tmp_path / "model.safetensors")
+    with WeightFiles(tmp_path) as files:
+        weights = CheckpointWeights(files, torch.float32, formats=WeightFormats(quantized=quantized))
+        layer, head = weights.linear(LAYER, SHAPE), weights.head(LAYER, SHAPE, rows=slice(5, 40))
+        table = weights.embedding(LAYER, SHAPE, rows=slice(5, 40))
+        assert isinstance(table, Tensor)
+        assert torch.equal(table, matrix(SHAPE)[5:40])
+        assert isinstance(weights.dense(LAYER, SHAPE), Tensor)
+        weights.check_complete()
+    assert (format_of(layer), format_of(head), head.shape) == (quantized, MatrixFormat.INT8, (35, SHAPE[1]))
+
+
+def test_an_embedding_and_a_head_that_are_stored_packed_keep_their_format(tmp_path: Path) -> None:
+    scheme = SCHEMES["compressed int8, weights alone"]
+    with weights_of(tmp_path, tensors_of(scheme.quantize(matrix(SHAPE))), scheme.config) as weights:
+        assert format_of(weights.embedding(LAYER, SHAPE)) is MatrixFormat.INT8
+        assert format_of(weights.head(LAYER, SHAPE)) is MatrixFormat.INT8
 
 
 def test_a_packed_matrix_belongs_to_the_caller(tmp_path: Path) -> None:
