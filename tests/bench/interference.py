@@ -32,8 +32,8 @@ import uvloop
 
 from lockstep.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from shared.rpc import make_channel
-from tests.bench.load import PromptSource
 from tests.bench.report import Row, compare, report
+from tests.bench.tokens import PromptSource
 from tests.support.cell import start_cell
 
 CHUNK_TOKENS = 512

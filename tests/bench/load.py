@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lockstep.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 
-# From here on all tokens are ordinary in every vocabulary used here; the first ones may be special.
-_FIRST_TOKEN_ID = 1000
-_LAST_TOKEN_ID = 40_000
-
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One request: time to first token, and mean time per output token after it."""
+    """One request: time to first token, and mean time per output token after it, 0 if there is none."""
 
     ttft_s: float
     tpot_s: float
@@ -29,21 +24,6 @@ class Measurement:
 
     tokens_per_s: float
     timings: tuple[Timing, ...]
-
-
-class PromptSource:
-    """Random prompts, never reused and without common prefixes, so that the prefix cache has no effect."""
-
-    def __init__(self, num_tokens: int, *, seed: int = 1) -> None:
-        self._num_tokens = num_tokens
-        self._random = random.Random(seed)
-
-    def take(self, count: int) -> list[list[int]]:
-        """Draw the next prompts."""
-        return [
-            [self._random.randrange(_FIRST_TOKEN_ID, _LAST_TOKEN_ID) for _ in range(self._num_tokens)]
-            for _ in range(count)
-        ]
 
 
 async def measure(
@@ -87,4 +67,4 @@ async def _time_request(
     num_tokens = request.sampling.max_tokens
     if first is None or usage.num_completion_tokens != num_tokens or usage.num_cached_tokens:
         raise RuntimeError(f"unexpected usage: {usage}")
-    return Timing(first - start, (end - first) / (num_tokens - 1))
+    return Timing(first - start, (end - first) / max(num_tokens - 1, 1))

@@ -26,9 +26,10 @@ import uvloop
 
 from lockstep.v1 import common_pb2, tokenizer_pb2_grpc
 from shared.rpc import make_channel
-from tests.bench.load import Measurement, PromptSource, measure
+from tests.bench.load import Measurement, measure
 from tests.bench.reference import Reference, start_reference
 from tests.bench.report import Row, compare, limit, report
+from tests.bench.tokens import PromptSource
 from tests.support.cell import find_cell_processes, start_cell
 
 # The least throughput relative to the reference, by concurrency, and of sampling relative to greedy.

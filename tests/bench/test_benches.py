@@ -16,6 +16,11 @@ MODEL = str(ROOT / "models" / "smollm2-135m-instruct")
 # What transformers can read.
 FLOAT32_MODEL = f"{MODEL}-float32"
 SCRIPT_TO_FLAGS = {
+    "cpu_peers": [
+        MODEL,
+        *("--formats", "fp32", "--peers", "transformers", "--requests=1,2"),
+        *("--prompt-tokens=8", "--output-tokens=4", "--prefill=16", "--repeats=1"),
+    ],
     "drafts": [MODEL, "--num-seqs=1", "--num-prompts=1", "--num-tokens=4", "--repeats=1"],
     "front_end": [MODEL, "--quick", "--without-peers"],
     "host_time": ["--layers=2", "--num-rows", "1", "8", "512", "--steps=2"],

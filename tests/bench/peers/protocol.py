@@ -33,8 +33,9 @@ def serve(scenarios: Mapping[str, Callable[..., Scenario]]) -> None:
     `{"start": name, "arguments": {…}}` builds a scenario, replacing the previous one; `{"run": true}` measures a repeat
     of it, and the machine's speed before and after.
     """
-    # Output of libraries must not mix with the answers.
-    answers, sys.stdout = sys.stdout, sys.stderr
+    # Output of libraries, in Python or not, must not mix with the answers.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     scenario: Scenario | None = None
     for line in sys.stdin:
         request = json.loads(line)
@@ -82,9 +83,15 @@ class Process:
 
 
 @contextlib.contextmanager
-def start_process(name: str, python: str, module: str, *, root: Path = ROOT) -> Iterator[Process]:
-    """Run a contestant's module with an interpreter, in this checkout or another one."""
-    env = {**os.environ, "PYTHONPATH": f"{root}:{root / 'protos'}", "HF_HUB_OFFLINE": "1"}
+def start_process(
+    name: str, python: str, module: str, *, root: Path = ROOT, variables: Mapping[str, str] | None = None
+) -> Iterator[Process]:
+    """Run a contestant's module with an interpreter, in this checkout or another one.
+
+    Args:
+        variables: More environment variables.
+    """
+    env = {**os.environ, "PYTHONPATH": f"{root}:{root / 'protos'}", "HF_HUB_OFFLINE": "1", **(variables or {})}
     command = [python, "-m", module]
     pipe = subprocess.PIPE
     with (

@@ -8,9 +8,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tests.bench.peers.environments import VLLM, XGRAMMAR
 from tests.bench.peers.protocol import Process, start_process
-from tests.bench.peers.vllm_environment import vllm_python
-from tests.bench.peers.xgrammar_environment import xgrammar_python
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +57,9 @@ class Turns:
     def _start_one(self, name: str) -> contextlib.AbstractContextManager[Process]:
         python = sys.executable
         if name.startswith("vllm"):
-            python = str(vllm_python())
+            python = VLLM.python()
         elif name.startswith("xgrammar"):
-            python = xgrammar_python()
+            python = XGRAMMAR.python()
         return start_process(name, python, f"tests.bench.peers.{self._modules[name]}")
 
     def _medians(self, samples: Sequence[Sample]) -> dict[str, float]:

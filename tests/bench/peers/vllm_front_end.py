@@ -1,4 +1,4 @@
-"""vLLM V1's front end as a contestant. Runs in the environment of `vllm_environment`, never in ours.
+"""vLLM V1's front end as a contestant. Runs in the environment `VLLM`, never in ours.
 
 Measured is how `AsyncLLM` handles a message of the engine core: decode it, and process its outputs in chunks, up to
 each request's queue; with its default statistics, or without.

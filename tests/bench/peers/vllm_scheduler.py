@@ -1,4 +1,4 @@
-"""vLLM V1's scheduler as a contestant. Runs in the environment of `vllm_environment`, never in ours.
+"""vLLM V1's scheduler as a contestant. Runs in the environment `VLLM`, never in ours.
 
 Measured is the work of vLLM's engine core between a request's arrival and its outputs, without messages:
 `Request.from_engine_core_request` and `add_request`, `schedule`, and `update_from_output`. With async scheduling, its

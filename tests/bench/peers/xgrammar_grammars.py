@@ -1,4 +1,4 @@
-"""xgrammar as a contestant, used as in vLLM; runs in the environment of `xgrammar_environment`."""
+"""xgrammar as a contestant, used as in vLLM; runs in the environment `XGRAMMAR`."""
 
 from __future__ import annotations
 

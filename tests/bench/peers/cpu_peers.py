@@ -1,0 +1,89 @@
+"""The inference libraries beside which our CPU worker is measured, and how each is started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.bench.peers.cpu_files import f16_gguf, w8a8_checkpoint
+from tests.bench.peers.cpu_generation import Loads
+from tests.bench.peers.environments import LLAMA_CPP, OPENVINO, VLLM, Environment, LeftOutError
+from tests.bench.peers.protocol import ROOT, Process, start_process
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A library with a kind of weights.
+
+    Attributes:
+        name: Its name in the tables.
+        module: Its driver, under `tests.bench.peers`.
+        environment: None means our own.
+        arguments: What its driver needs of the model directory; may raise LeftOutError.
+        variables: Environment variables of its process.
+    """
+
+    name: str
+    module: str
+    environment: Environment | None
+    arguments: Callable[[Path], dict[str, Any]]
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def start(self, model_dir: Path, loads: Loads) -> Iterator[Process]:
+        """Start its process, load the model and warm up.
+
+        Raises:
+            LeftOutError: It cannot be installed or does not run on this machine.
+        """
+        python = self.environment.python() if self.environment else sys.executable
+        arguments = self.arguments(model_dir)
+        with start_process(self.name, python, f"tests.bench.peers.{self.module}", variables=self.variables) as process:
+            try:
+                process.start("generate", loads=asdict(loads), **arguments)
+            except RuntimeError as error:
+                raise LeftOutError(str(error).strip().splitlines()[-1]) from error
+            yield process
+
+
+def _with_model_dir(model_dir: Path) -> dict[str, Any]:
+    return {"model_dir": str(model_dir)}
+
+
+def _llama_cpp(kind: str) -> Peer:
+    return Peer(
+        f"llama.cpp {kind.upper()}",
+        "cpu_llama_cpp",
+        LLAMA_CPP,
+        lambda _: {"gguf_path": str(f16_gguf()), "kind": kind},
+    )
+
+
+_VLLM_VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+    # Compiled code.
+    "VLLM_CACHE_ROOT": str(ROOT / ".cache" / "cpu-peers" / "vllm"),
+    "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
+}
+
+PEERS: dict[str, Peer] = {
+    "transformers": Peer("transformers fp32", "cpu_transformers", None, _with_model_dir),
+    "vllm-bf16": Peer("vLLM bf16", "cpu_vllm", VLLM, _with_model_dir, _VLLM_VARIABLES),
+    "vllm-w8a8": Peer(
+        "vLLM W8A8",
+        "cpu_vllm",
+        VLLM,
+        lambda model_dir: {"model_dir": str(w8a8_checkpoint(model_dir))},
+        _VLLM_VARIABLES,
+    ),
+    "openvino-int8": Peer("OpenVINO int8", "cpu_openvino", OPENVINO, lambda _: {"gguf_path": str(f16_gguf())}),
+    "llama-cpp-q8_0": _llama_cpp("q8_0"),
+    "llama-cpp-q4_0": _llama_cpp("q4_0"),
+}
