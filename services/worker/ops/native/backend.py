@@ -16,12 +16,13 @@ from services.worker.ops.native.formats import FORMATS
 from services.worker.ops.native.heads import NativeHeads
 from services.worker.ops.native.isa import Isa, available_isas
 from services.worker.ops.native.library import load_library
+from services.worker.ops.native.products import NativeProducts
 from services.worker.ops.protocol import Ops
 
 logger = logging.getLogger(__name__)
 
 
-class NativeOps(NativeElementwise, NativeHeads, NativeAttention, CpuOps):
+class NativeOps(NativeProducts, NativeElementwise, NativeHeads, NativeAttention, CpuOps):
     """See `Ops`. A row's bits depend on its batch."""
 
     name = "native"

@@ -1,0 +1,115 @@
+#include "rows.h"
+
+namespace lockstep::products {
+
+namespace {
+
+#ifdef __AVX512BF16__
+constexpr bool kMultipliesBf16 = true;
+#else
+constexpr bool kMultipliesBf16 = false;
+#endif
+
+// A group without larger values is zeros: its scale would have no inverse.
+constexpr float kSmallest = 1e-30f;
+
+template <class T>
+Floats load_up_to(const T* source, int64_t count) {
+    if (count >= kLanes) return load(source);
+    return count > 0 ? load_first(source, static_cast<int>(count)) : zeros();
+}
+
+// Quantise to the nearest of 255 levels. `count` values are loaded, the rest of the group is zeros.
+template <class T>
+void quantize_group(const T* x, int64_t count, Kind kind, int8_t* codes, float* scale, int32_t* start) {
+    constexpr int kParts = kGroup / kLanes;
+    Floats values[kParts];
+    Floats largest = zeros(), poison = zeros();
+    for (int part = 0; part < kParts; ++part) {
+        values[part] = load_up_to(x + part * kLanes, count - part * kLanes);
+        largest = max(largest, absolute(values[part]));
+        poison = fma(values[part], zeros(), poison);
+    }
+    const float bound = max_lane(largest);
+    const Floats inverse = fill(bound > kSmallest ? 127.0f / bound : 0.0f);
+    Ints sum = fill_ints(0);
+    for (int part = 0; part < kParts; ++part) {
+        const Ints rounded = round_to_ints(mul(values[part], inverse));
+        store_low_bytes(codes + part * kLanes, rounded);
+        sum = add(sum, rounded);
+    }
+    // The poison is zero, but NaN if a value is not finite.
+    *scale = bound / 127.0f * weight_unit(kind) + sum_lanes(poison);
+    *start = static_cast<int32_t>(static_cast<uint32_t>(-zero_point(kind)) * static_cast<uint32_t>(sum_lanes(sum)));
+}
+
+template <class T>
+void quantize_row(const Matrix& m, const T* x, uint8_t* target) {
+    const QuantizedRow row = quantized_row(m, target);
+    const int64_t groups = num_groups(m);
+    for (int64_t group = 0; group < groups; ++group) {
+        const int64_t first = group * kGroup;
+        quantize_group(
+            x + first, m.num_columns - first, m.kind, row.codes + first, row.scales + group, row.starts + group);
+    }
+    if (!m.offsets) return;
+    const int64_t groups_per_scale = divide_up(m.group_size, kGroup);
+    for (int64_t scale = 0; scale < num_scales(m); ++scale) {
+        float total = 0.0f;
+        for (int64_t group = scale * groups_per_scale; group < groups && group < (scale + 1) * groups_per_scale; ++group) {
+            int32_t sum = 0;
+            for (int column = 0; column < kGroup; ++column) sum += row.codes[group * kGroup + column];
+            total += row.scales[group] * static_cast<float>(sum);
+        }
+        row.sums[scale] = total;
+    }
+}
+
+template <class T>
+void widen_row(const Matrix& m, const T* x, float* row) {
+    int64_t column = 0;
+    for (; column + kLanes <= m.num_columns; column += kLanes) store(row + column, load(x + column));
+    const int rest = static_cast<int>(m.num_columns - column);
+    // The padding of an odd number of columns must be zero.
+    if (rest > 0) store_first(row + column, load_first(x + column, rest), rest + (rest & 1));
+}
+
+template <class T>
+void prepare(const Matrix& m, const T* x, uint8_t* row) {
+    if (is_float(m)) {
+        widen_row(m, x, reinterpret_cast<float*>(row));
+    } else {
+        quantize_row(m, x, row);
+    }
+}
+
+}  // namespace
+
+bool reads_in_place(const Matrix& m) {
+    return m.kind == Kind::kFloat32 || (m.kind == Kind::kBfloat16 && kMultipliesBf16 && m.num_columns % 2 == 0);
+}
+
+void prepare_row(const Matrix& m, const float* x, uint8_t* row) {
+    if (m.kind == Kind::kBfloat16 && kMultipliesBf16) {
+        // Experts' inner values, which the processor multiplies as bfloat16.
+        auto* target = reinterpret_cast<bf16*>(row);
+        target[round_up(m.num_columns, 2) - 1] = {0};
+        for (int64_t column = 0; column < m.num_columns; column += kLanes) {
+            const int count = static_cast<int>(m.num_columns - column < kLanes ? m.num_columns - column : kLanes);
+            store_first(target + column, load_first(x + column, count), count);
+        }
+        return;
+    }
+    prepare(m, x, row);
+}
+
+void prepare_row(const Matrix& m, const bf16* x, uint8_t* row) {
+    if (m.kind == Kind::kBfloat16 && kMultipliesBf16) {
+        reinterpret_cast<bf16*>(row)[round_up(m.num_columns, 2) - 1] = {0};
+        std::memcpy(row, x, static_cast<size_t>(m.num_columns) * sizeof(bf16));
+        return;
+    }
+    prepare(m, x, row);
+}
+
+}  // namespace lockstep::products

@@ -1,0 +1,161 @@
+// Products of integers, for all formats of codes and scales.
+#pragma once
+
+#include "rows.h"
+#include "tiles.h"
+
+namespace lockstep::products {
+
+// A step's weights: columns 0 to 3 and 4 to 7, each of the tile's first and second 16 rows.
+struct StepWeights {
+    Bytes parts[2][2];
+};
+
+#ifdef __AVX512VNNI__
+
+// sum + products of unsigned weights with signed activations, four in each lane, of both halves of a step.
+inline Ints dot_unsigned(Ints sum, Bytes first, Bytes x_first, Bytes second, Bytes x_second) {
+    sum.v = _mm512_dpbusd_epi32(sum.v, first.v, x_first.v);
+    return {_mm512_dpbusd_epi32(sum.v, second.v, x_second.v)};
+}
+inline Ints dot_int8(Ints sum, Bytes first, Bytes x_first, Bytes second, Bytes x_second) {
+    return dot_unsigned(sum, first, x_first, second, x_second);
+}
+
+#else
+
+// Weights of at most 32, so that four products fit in 16 bits: 4 * 32 * 127.
+inline __m256i dot_unsigned(__m256i sum, __m256i first, __m256i x_first, __m256i second, __m256i x_second) {
+    const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(first, x_first), _mm256_maddubs_epi16(second, x_second));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+inline Ints dot_unsigned(Ints sum, Bytes first, Bytes x_first, Bytes second, Bytes x_second) {
+    return {
+        dot_unsigned(sum.low, first.low, x_first.low, second.low, x_second.low),
+        dot_unsigned(sum.high, first.high, x_first.high, second.high, x_second.high)};
+}
+
+// The weight's sign moves to the activation, which is never -128: |weight| is at most 128 as an unsigned byte, and two
+// products fit in 16 bits, as 2 * 128 * 127 is below 2 ** 15.
+inline __m256i dot_int8(__m256i sum, __m256i weights, __m256i x) {
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+inline Ints dot_int8(Ints sum, Bytes first, Bytes x_first, Bytes second, Bytes x_second) {
+    return {
+        dot_int8(dot_int8(sum.low, first.low, x_first.low), second.low, x_second.low),
+        dot_int8(dot_int8(sum.high, first.high, x_first.high), second.high, x_second.high)};
+}
+
+#endif
+
+struct Int8Codes {
+    static constexpr int kStepBytes = kStep * kTileRows;
+    static StepWeights load(const uint8_t* codes) {
+        return {{{load_bytes(codes), load_bytes(codes + 64)}, {load_bytes(codes + 128), load_bytes(codes + 192)}}};
+    }
+    static Ints dot(Ints sum, Bytes first, Bytes x_first, Bytes second, Bytes x_second) {
+        return dot_int8(sum, first, x_first, second, x_second);
+    }
+};
+
+struct Int4Codes {
+    static constexpr int kStepBytes = kStep * kTileRows / 2;
+    static StepWeights load(const uint8_t* codes) {
+        const Bytes upper = load_bytes(codes), lower = load_bytes(codes + 64);
+        return {{{low_nibbles(upper), low_nibbles(lower)}, {high_nibbles(upper), high_nibbles(lower)}}};
+    }
+    static Ints dot(Ints sum, Bytes first, Bytes x_first, Bytes second, Bytes x_second) {
+        return dot_unsigned(sum, first, x_first, second, x_second);
+    }
+};
+
+struct Mxfp4Codes {
+    static constexpr int kStepBytes = Int4Codes::kStepBytes;
+    // Twice MXFP4's values, which are integers then, plus 12.
+    static __m128i table() {
+        return _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+    }
+    static StepWeights load(const uint8_t* codes) {
+        StepWeights weights = Int4Codes::load(codes);
+        for (auto& half : weights.parts) {
+            for (Bytes& part : half) part = look_up(table(), part);
+        }
+        return weights;
+    }
+    static Ints dot(Ints sum, Bytes first, Bytes x_first, Bytes second, Bytes x_second) {
+        return dot_unsigned(sum, first, x_first, second, x_second);
+    }
+};
+
+template <Scales kScales>
+Floats load_scales(const uint8_t* source, int half) {
+    if constexpr (kScales == Scales::kFloat32) return load(reinterpret_cast<const float*>(source) + half * kLanes);
+    if constexpr (kScales == Scales::kFloat16) return load_halves(source + half * 2 * kLanes);
+    if constexpr (kScales == Scales::kPower) return load_powers(source + half * kLanes);
+    return zeros();
+}
+
+template <class Codes, Scales kScales, int kRows>
+void multiply_int_tile(const TileCall& call, float* sums) {
+    const Matrix& m = call.matrix;
+    const int64_t groups = num_groups(m), groups_per_scale = m.group_size / kGroup;
+    const int64_t next_bytes = divide_up(call.next_bytes, groups);
+    const QuantizedRow row = quantized_row(m, const_cast<uint8_t*>(call.rows));
+    const int64_t row_words = call.row_bytes / 4;
+    const uint8_t *codes = call.tile, *next = call.next;
+    Floats totals[kRows][2];
+    for (auto& total : totals) total[0] = total[1] = zeros();
+    int64_t group = 0;
+    while (group < groups) {
+        const uint8_t* scales = codes;
+        codes += kScales == Scales::kRow ? 0 : scale_bytes(kScales);
+        const int64_t stop = kScales == Scales::kRow || group + groups_per_scale > groups ? groups : group + groups_per_scale;
+        for (; group < stop; ++group) {
+            prefetch(next, next_bytes);
+            next += next_bytes;
+            Ints dots[kRows][2];
+            for (int r = 0; r < kRows; ++r) dots[r][0] = dots[r][1] = fill_ints(row.starts[r * row_words + group]);
+            const int8_t* x = row.codes + group * kGroup;
+#pragma GCC unroll 4
+            for (int step = 0; step < kGroup / kStep; ++step) {
+                const StepWeights weights = Codes::load(codes);
+                codes += Codes::kStepBytes;
+                for (int r = 0; r < kRows; ++r) {
+                    const int8_t* x_row = x + step * kStep + r * call.row_bytes;
+                    const Bytes x_first = repeat_word(x_row), x_second = repeat_word(x_row + 4);
+                    for (int half = 0; half < 2; ++half) {
+                        dots[r][half] = Codes::dot(
+                            dots[r][half], weights.parts[0][half], x_first, weights.parts[1][half], x_second);
+                    }
+                }
+            }
+            for (int r = 0; r < kRows; ++r) {
+                const Floats x_scale = fill(row.scales[r * row_words + group]);
+                for (int half = 0; half < 2; ++half) {
+                    const Floats scale =
+                        kScales == Scales::kRow ? x_scale : mul(x_scale, load_scales<kScales>(scales, half));
+                    totals[r][half] = fma(to_floats(dots[r][half]), scale, totals[r][half]);
+                }
+            }
+        }
+    }
+    for (int r = 0; r < kRows; ++r) {
+        for (int half = 0; half < 2; ++half) store(sums + r * kTileRows + half * kLanes, totals[r][half]);
+    }
+}
+
+template <class Codes, Scales kScales>
+TileKernels int_kernels() {
+    static constexpr TileKernel kByRows[] = {
+        multiply_int_tile<Codes, kScales, 1>, multiply_int_tile<Codes, kScales, 2>,
+        multiply_int_tile<Codes, kScales, 3>, multiply_int_tile<Codes, kScales, 4>,
+#ifdef __AVX512VNNI__
+        multiply_int_tile<Codes, kScales, 5>, multiply_int_tile<Codes, kScales, 6>,
+#endif
+    };
+    static_assert(sizeof kByRows / sizeof *kByRows == kMaxIntRows);
+    return {kByRows, kMaxIntRows};
+}
+
+}  // namespace lockstep::products

@@ -1,0 +1,13 @@
+#include "tiles_int.h"
+
+namespace lockstep::products {
+
+TileKernels int8_kernels(Scales scales) {
+    switch (scales) {
+        case Scales::kFloat32: return int_kernels<Int8Codes, Scales::kFloat32>();
+        case Scales::kFloat16: return int_kernels<Int8Codes, Scales::kFloat16>();
+        default: return int_kernels<Int8Codes, Scales::kRow>();
+    }
+}
+
+}  // namespace lockstep::products

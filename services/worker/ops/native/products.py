@@ -1,0 +1,82 @@
+"""Linear layers and embeddings: kernels/linear.cpp and kernels/embedding.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+from struct import Struct
+
+import torch
+from torch import Tensor
+
+from services.worker.ops.composed import ComposedOps
+from services.worker.ops.matrices import Matrix
+from services.worker.ops.native.packed import PackedMatrix
+from services.worker.ops.protocol import EmbeddingKernel, LinearKernel
+
+_linear = Struct("PPqPq").pack
+_rows = Struct("PPqP").pack
+
+
+class NativeProducts(ComposedOps):
+    """`prepare_linear` and `prepare_tied` of `Ops`."""
+
+    _library: ctypes.CDLL
+
+    def prepare_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> LinearKernel:
+        return NativeLinear(self._library, PackedMatrix(self._library, weight, bias, dtype))
+
+    def prepare_tied(self, weight: Matrix, dtype: torch.dtype) -> tuple[EmbeddingKernel, LinearKernel]:
+        packed = PackedMatrix(self._library, weight, None, dtype)
+        return NativeEmbedding(self._library, packed), NativeLinear(self._library, packed)
+
+
+class NativeLinear:
+    """See `LinearKernel`."""
+
+    __slots__ = ("_address", "_dtype", "_function", "_num_inputs", "_num_outputs", "_packed")
+
+    def __init__(self, library: ctypes.CDLL, packed: PackedMatrix) -> None:
+        self._function = library.ls_linear
+        self._packed = packed
+        self._address, self._dtype = packed.address, packed.dtype
+        self._num_outputs, self._num_inputs = packed.num_rows, packed.num_columns
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in_features] to a new [T, out_features].
+
+        Raises:
+            ValueError: `x` has another shape or dtype.
+        """
+        num_rows, width = x.shape
+        if width != self._num_inputs or x.dtype is not self._dtype:
+            raise ValueError(f"expected [T, {self._num_inputs}] {self._dtype}, got {list(x.shape)} {x.dtype}")
+        row_stride, column_stride = x.stride()
+        if column_stride != 1:
+            x = x.contiguous()
+            row_stride = width
+        output = torch.empty((num_rows, self._num_outputs), dtype=self._dtype)
+        self._function(_linear(self._address, x.data_ptr(), row_stride, output.data_ptr(), num_rows))
+        return output
+
+
+class NativeEmbedding:
+    """See `EmbeddingKernel`: rows of the matrix that the head multiplies by."""
+
+    __slots__ = ("_function", "_packed")
+
+    def __init__(self, library: ctypes.CDLL, packed: PackedMatrix) -> None:
+        self._function = library.ls_rows
+        self._packed = packed
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """[T] int64 to a new [T, hidden].
+
+        Raises:
+            IndexError: an id is not a row of the matrix.
+        """
+        token_ids, packed = token_ids.contiguous(), self._packed
+        output = torch.empty((len(token_ids), packed.num_columns), dtype=packed.dtype)
+        place = self._function(_rows(packed.address, token_ids.data_ptr(), len(token_ids), output.data_ptr()))
+        if place != len(token_ids):
+            raise IndexError(f"token id {int(token_ids[place])} is not in a vocabulary of {packed.num_rows}")
+        return output

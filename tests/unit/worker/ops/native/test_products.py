@@ -1,0 +1,223 @@
+"""The products of every format, with every set of instructions, compared with float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from services.worker.ops import Ops
+from services.worker.ops.matrices import IntMatrix, Matrix, Mxfp4Matrix, dense
+from services.worker.ops.native.backend import NativeOps
+from services.worker.ops.native.isa import Isa, available_isas
+
+every_isa = pytest.mark.parametrize("isa", available_isas(), ids=lambda isa: isa.value)
+
+FLOAT, INT8, INT4, MXFP4 = "float", "int8", "int4", "mxfp4"
+# Columns that share a scale of the quantised activations.
+ACTIVATION_GROUP = 32
+
+
+@pytest.fixture(autouse=True)
+def keep_threads() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    dtype: torch.dtype
+    num_rows: int
+    num_inputs: int
+    num_outputs: int
+    group_size: int = 32
+    has_offsets: bool = False
+    has_exact_halves: bool = False
+    has_bias: bool = True
+    num_threads: int = 2
+    seed: int = 0
+
+    def random(self, *shape: int, part: int) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(100 * self.seed + part))
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(self.seed))
+
+    def weight(self) -> Matrix:
+        outputs, inputs = self.num_outputs, self.num_inputs
+        if self.kind == FLOAT:
+            return self.random(outputs, inputs, part=1).to(self.dtype)
+        if self.kind == MXFP4:
+            exponents = self.integers(120, 131, outputs, inputs // 32).to(torch.uint8)
+            return Mxfp4Matrix(self.integers(0, 256, outputs, inputs // 2).to(torch.uint8), exponents)
+        groups = -(-inputs // self.group_size)
+        scales = self.random(outputs, groups, part=2) / 8
+        offsets = self.random(outputs, groups, part=3) if self.has_offsets else None
+        scales = scales.half().float() if self.has_exact_halves else scales
+        if self.kind == INT8:
+            codes = self.integers(-128, 128, outputs, inputs).to(torch.int8)
+            return IntMatrix(8, codes, scales, self.group_size, offsets)
+        return IntMatrix(
+            4, self.integers(0, 256, outputs, inputs // 2).to(torch.uint8), scales, self.group_size, offsets
+        )
+
+    def x(self) -> Tensor:
+        """Rows that are apart, and not aligned to anything but an element."""
+        return self.random(self.num_rows, self.num_inputs + 3, part=4).to(self.dtype)[:, 1:-2]
+
+    def bias(self) -> Tensor | None:
+        return self.random(self.num_outputs, part=5).to(self.dtype) if self.has_bias else None
+
+
+def cases() -> st.SearchStrategy[Case]:
+    """Sizes around those of tiles and blocks of rows."""
+    sizes = st.sampled_from([1, 2, 15, 31, 32, 33, 64, 70, 100, 129])
+
+    def of_kind(kind: str) -> st.SearchStrategy[Case]:
+        inputs = {FLOAT: sizes, INT8: sizes, INT4: sizes.map(lambda size: 2 * size), MXFP4: sizes.map(lambda n: 32 * n)}
+        return st.builds(
+            Case,
+            kind=st.just(kind),
+            dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+            num_rows=st.integers(0, 14) | st.just(37),
+            num_inputs=inputs[kind],
+            num_outputs=sizes,
+            group_size=st.sampled_from([8, 32, 64, 96, 4096]),
+            has_offsets=st.booleans(),
+            has_exact_halves=st.booleans(),
+            has_bias=st.booleans(),
+            num_threads=st.integers(1, 4),
+            seed=st.integers(0, 1000),
+        )
+
+    return st.sampled_from([FLOAT, INT8, INT4, MXFP4]).flatmap(of_kind)
+
+
+def error_bound(case: Case, x: Tensor, weight: Tensor, expected: Tensor) -> Tensor:
+    """How far a product may be from the exact one."""
+    # Sums in float32, with some slack for their order.
+    bound = 1e-5 * (x.abs() @ weight.abs().T) + 1e-6
+    if case.kind != FLOAT:
+        # An activation is rounded to one of 127 levels up to its group's largest, so by at most half a level.
+        padded = F.pad(x.abs(), (0, -x.shape[1] % ACTIVATION_GROUP))
+        groups = padded.view(len(x), padded.shape[1] // ACTIVATION_GROUP, ACTIVATION_GROUP)
+        levels = (groups.amax(-1) / 127).repeat_interleave(ACTIVATION_GROUP, dim=1)[:, : x.shape[1]]
+        bound += 0.5001 * levels @ weight.abs().T
+    if case.dtype == torch.bfloat16:
+        # The result is rounded to 8 bits.
+        bound += 2**-8 * (expected.abs() + bound)
+        if case.kind in (INT8, INT4):
+            # A matrix whose groups have no kernel is dense, and then rounded itself.
+            bound += 2**-8 * (x.abs() @ weight.abs().T)
+    return bound
+
+
+@every_isa
+@given(case=cases())
+@settings(max_examples=60, deadline=None)
+def test_a_product_is_within_its_rounding_of_the_exact_one(isa: Isa, case: Case) -> None:
+    torch.set_num_threads(case.num_threads)
+    ops, x, weight, bias = NativeOps(isa), case.x(), case.weight(), case.bias()
+    output = ops.prepare_linear(weight, bias, case.dtype)(x)
+    exact_x, exact_weight = x.double(), dense(weight, torch.float32).double()
+    expected = F.linear(exact_x, exact_weight, None if bias is None else bias.double())
+    assert (output.dtype, output.shape) == (case.dtype, expected.shape)
+    assert ((output.double() - expected).abs() <= error_bound(case, exact_x, exact_weight, expected)).all()
+
+
+@every_isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [FLOAT, INT8, INT4, MXFP4])
+def test_a_rows_bits_depend_on_neither_its_batch_nor_the_threads(isa: Isa, kind: str, dtype: torch.dtype) -> None:
+    case = Case(kind, dtype, num_rows=50, num_inputs=320, num_outputs=200, has_offsets=True)
+    kernel, x = NativeOps(isa).prepare_linear(case.weight(), case.bias(), dtype), case.x()
+    expected = torch.cat([kernel(row.clone().unsqueeze(0)) for row in x])
+    for num_threads in range(1, 5):
+        torch.set_num_threads(num_threads)
+        assert torch.equal(kernel(x), expected)
+        assert torch.equal(kernel(x[:7]), expected[:7])
+
+
+@every_isa
+def test_many_rows_are_multiplied_in_parts(isa: Isa) -> None:
+    case = Case(INT8, torch.float32, num_rows=2100, num_inputs=2080, num_outputs=40, group_size=4096)
+    kernel, x = NativeOps(isa).prepare_linear(case.weight(), None, case.dtype), case.x()
+    output = kernel(x)
+    for place in (0, 500, 1023, 1024, 2099):
+        assert torch.equal(output[place], kernel(x[place : place + 1])[0])
+
+
+@every_isa
+def test_the_most_negative_codes_are_multiplied_exactly(isa: Isa) -> None:
+    weight = IntMatrix(8, torch.full((40, 64), -128, dtype=torch.int8), torch.ones(40, 1), group_size=64)
+    x = torch.full((3, 64), -127.0)
+    x[:, ::2] = 127.0
+    kernel = NativeOps(isa).prepare_linear(weight, None, torch.float32)
+    assert torch.equal(kernel(x.abs()), torch.full((3, 40), -128.0 * 127 * 64))
+    assert torch.equal(kernel(-x.abs()), torch.full((3, 40), 128.0 * 127 * 64))
+    assert torch.equal(kernel(x), torch.zeros(3, 40))
+
+
+@every_isa
+@pytest.mark.parametrize("kind", [FLOAT, INT8, INT4, MXFP4])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_value_that_is_not_finite_reaches_its_rows_results_only(isa: Isa, kind: str, value: float) -> None:
+    case = Case(kind, torch.float32, num_rows=9, num_inputs=96, num_outputs=40)
+    kernel, x = NativeOps(isa).prepare_linear(case.weight(), None, case.dtype), case.x().clone()
+    expected = kernel(x)
+    x[4, 70] = value
+    output = kernel(x)
+    # A code of zero times infinity is NaN.
+    assert not output[4].isfinite().any()
+    others = [0, 1, 2, 3, 5, 6, 7, 8]
+    assert torch.equal(output[others], expected[others])
+
+
+@every_isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [FLOAT, INT8, INT4, MXFP4])
+@pytest.mark.parametrize("group_size", [64, 4096])
+def test_a_tied_embedding_has_the_rows_of_the_heads_weight(
+    isa: Isa, kind: str, dtype: torch.dtype, group_size: int
+) -> None:
+    case = Case(kind, dtype, 1, num_inputs=160, num_outputs=75, group_size=group_size, has_offsets=True)
+    weight, token_ids = case.weight(), torch.tensor([74, 0, 31, 32, 33, 74, 40])
+    embedding, head = NativeOps(isa).prepare_tied(weight, dtype)
+    expected = dense(weight, dtype)[token_ids]
+    # Equal but for the rounding of the product before an offset is added.
+    torch.testing.assert_close(
+        embedding(token_ids), expected, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
+    )
+    assert embedding(token_ids[:0]).shape == (0, 160)
+    assert torch.equal(head(case.x()), NativeOps(isa).prepare_linear(weight, None, dtype)(case.x()))
+
+
+def native() -> Ops:
+    return NativeOps(available_isas()[-1])
+
+
+@pytest.mark.parametrize("token_id", [-1, 75])
+def test_a_token_id_outside_the_vocabulary_is_refused(token_id: int) -> None:
+    embedding, _ = native().prepare_tied(torch.ones(75, 8), torch.float32)
+    with pytest.raises(IndexError, match=f"token id {token_id} is not in a vocabulary of 75"):
+        embedding(torch.tensor([3, token_id]))
+
+
+@pytest.mark.parametrize("x", [torch.ones(2, 9), torch.ones(2, 8).bfloat16(), torch.ones(2, 8).double()])
+def test_a_wrong_shape_or_dtype_is_refused(x: Tensor) -> None:
+    kernel = native().prepare_linear(torch.ones(4, 8), None, torch.float32)
+    with pytest.raises(ValueError, match=r"expected \[T, 8\] torch.float32"):
+        kernel(x)
+
+
+def test_columns_may_be_apart() -> None:
+    kernel, x = native().prepare_linear(torch.eye(8), None, torch.float32), torch.arange(24.0).view(8, 3)
+    assert torch.equal(kernel(x.T), x.T)
