@@ -16,6 +16,7 @@ from torch import Tensor
 from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
 from services.worker.forward.kv_cache import KvCache
 from services.worker.ops.arguments import AttentionParams
+from services.worker.ops.cpu_mla import CpuMla
 from services.worker.ops.cpu_plan import CpuPlan
 from services.worker.ops.native.formats import FORMATS
 
@@ -114,8 +115,8 @@ class NativePlan(CpuPlan):
         return Pieces(ctypes.addressof(step), memory)
 
 
-class NativeAttention:
-    """The section "Attention" of `Ops`, but for writing and sparse attention."""
+class NativeAttention(CpuMla):
+    """The section "Attention" of `Ops`, but for what writes. Sparse attention is the `cpu` backend's."""
 
     _library: ctypes.CDLL
 
@@ -153,6 +154,33 @@ class NativeAttention:
                 *(query.data_ptr(), *query.stride()[:2], FORMATS[query.dtype]),
                 *(keys.data_ptr(), values.data_ptr(), *scales, FORMATS[keys.dtype]),
                 *(0 if params.sinks is None else params.sinks.data_ptr(), output.data_ptr(), params.scale),
+            )
+        )
+        return output
+
+    def mla_attention(
+        self,
+        query: Tensor,
+        latent_cache: Tensor,
+        plan: AttentionPlan,
+        *,
+        scale: float,
+        value_dim: int,
+        selected: Tensor | None = None,
+    ) -> Tensor:
+        assert isinstance(plan, NativePlan)
+        if selected is not None:
+            return super().mla_attention(query, latent_cache, plan, scale=scale, value_dim=value_dim, selected=selected)
+        num_tokens, num_heads, key_dim = query.shape
+        output = torch.empty(num_tokens, num_heads, value_dim, dtype=query.dtype)
+        # A key begins with its value, which the kernel knows by their equal addresses.
+        latents = latent_cache.data_ptr()
+        self._library.ls_attention(
+            _attention_args(
+                plan.pieces((None, num_heads, 1, key_dim, value_dim)).address,
+                *(query.data_ptr(), *query.stride()[:2], FORMATS[query.dtype]),
+                *(latents, latents, 0, 0, FORMATS[latent_cache.dtype]),
+                *(0, output.data_ptr(), scale),
             )
         )
         return output

@@ -167,6 +167,24 @@ def test_a_plan_serves_layers_with_different_windows(ops: NativeOps, num_threads
         assert_close(output, step.expected(params))
 
 
+@pytest.mark.parametrize("num_heads", [1, 16, 130])
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+def test_latent_attention_is_the_references(
+    ops: NativeOps, num_threads: int, num_heads: int, dtype: torch.dtype
+) -> None:
+    batch = Batch(16, [600, 0, 30, 0], [1, 25, 5, 1], order=1)
+    metadata, latents = batch.metadata(), batch.contexts(72, seed=1)
+    cache = batch.make_cache((CacheTensor((72,), dtype),))
+    tensor = cache.layers[0][0]
+    batch.fill_cached(metadata, tensor, [latent.to(dtype) for latent in latents])
+    ops.write_cache(batch.new_rows(latents).to(dtype), tensor, ops.plan_attention(metadata, cache))
+    query = random(batch.num_tokens, num_heads + 1, 80).to(dtype)[:, 1:, 4:76]
+    output = ops.mla_attention(query, tensor, ops.plan_attention(metadata, cache), scale=0.1, value_dim=52)
+    plan = REFERENCE.plan_attention(metadata, cache)
+    assert output.is_contiguous()
+    assert_close(output, REFERENCE.mla_attention(query.float(), tensor.float(), plan, scale=0.1, value_dim=52))
+
+
 @pytest.mark.parametrize("context_len", [0, 1])
 @pytest.mark.parametrize("num_new", [1, 20])
 def test_a_padded_row_changes_nothing_and_is_finite(ops: NativeOps, context_len: int, num_new: int) -> None:
