@@ -32,6 +32,7 @@ SCRIPT_TO_FLAGS = {
     ],
     # Without the simulated comparison, which has its own tests.
     "lockstep": ["--quick", "--num-ranks=2", "--only", "wall", "cpu"],
+    "native_attention": ["--quick", "--num-threads=1"],
     "overload": [MODEL, "--calls=50", "--resets=200", "--watches=50"],
     "revisions": ["HEAD", "HEAD", "--pairs=1"],
     # The other sections need peers.

@@ -40,8 +40,8 @@ void write_row(const AttentionArgs& args, int64_t token, int64_t head, const flo
     float factor = 1.0f;
     if (args.sinks != nullptr) {
         const float sink = args.sinks[head] * kLog2E, most = std::max(highest, sink);
-        factor = std::exp2(highest - most);
-        total = total * factor + std::exp2(sink - most);
+        factor = exp2(highest - most);
+        total = total * factor + exp2(sink - most);
     }
     const Vec scale = broadcast(total == 0.0f ? 0.0f : factor / total);
     T* output = static_cast<T*>(args.output) + (token * args.step->num_heads + head) * args.step->value_dim;
@@ -80,7 +80,7 @@ void merge(const AttentionArgs& args, const Piece& piece, const Scratch& scratch
         for (int64_t part = 0; part < piece.num_parts; ++part) {
             const float* from = partial_row(args, piece, part, row);
             // A part that saw nothing adds nothing, but for a NaN.
-            const float factor = from[0] == highest ? 1.0f : std::exp2(from[0] - highest);
+            const float factor = from[0] == highest ? 1.0f : exp2(from[0] - highest);
             total += from[1] * factor;
             for_vectors(args.step->value_dim, [&](int64_t i, int64_t) {
                 store(scratch.sum + i, fma(load(from + 16 + i), broadcast(factor), load(scratch.sum + i)));

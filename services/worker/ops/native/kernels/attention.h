@@ -181,7 +181,7 @@ inline void weigh(float* scores, int64_t count, Range seen, RowState row) {
         store(scores + j, weights);
         all = add(all, weights);
     }
-    row.factor = former == row.highest ? 1.0f : std::exp2(former - row.highest);
+    row.factor = former == row.highest ? 1.0f : exp2(former - row.highest);
     row.total = row.total * row.factor + sum(all);
 }
 

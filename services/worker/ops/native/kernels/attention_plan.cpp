@@ -12,9 +12,9 @@ constexpr int64_t kDecodeRowCost = 2;
 constexpr int64_t kChunkRowCost = 1;
 constexpr int64_t kKeyCost = 6;
 // The cost from which another thread saves more than it takes to wake it.
-constexpr int64_t kWorthThreads = 1024 * 1024;
+constexpr int64_t kWorthThreads = 512 * 1024;
 // A piece is at least this large: merging costs time too.
-constexpr int64_t kMinPieceCost = 256 * 1024;
+constexpr int64_t kMinPieceCost = 128 * 1024;
 // Pieces for each thread: when one is descheduled, the others take its pieces.
 constexpr int64_t kPiecesPerThread = 8;
 

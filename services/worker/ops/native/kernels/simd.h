@@ -5,6 +5,7 @@
 
 #include <immintrin.h>
 
+#include <cmath>
 #include <cstring>
 
 #include "abi.h"
@@ -100,6 +101,10 @@ inline __m128 sums(Vec a, Vec b, Vec c, Vec d) {
 
 // value * 2^power, with `power` a whole number.
 inline Vec scale_by_power(Vec values, Vec power) { return _mm512_scalef_ps(values, power); }
+// The values, but 0 where `tested` is below `limit`.
+inline Vec zero_below(Vec values, Vec tested, Vec limit) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(tested, limit, _CMP_NLT_UQ), values);
+}
 inline Vec round(Vec values) {
     return _mm512_roundscale_ps(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
@@ -188,13 +193,14 @@ inline __m128 sums(Vec a, Vec b, Vec c, Vec d) {
     return _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
 }
 
-// value * 2^power, with `power` a whole number, in two steps, as one factor might have no exponent.
+// value * 2^power, with `power` a whole number in [-126, 128], where 2^128 counts as infinity.
 inline Vec scale_by_power(Vec values, Vec power) {
-    const __m256i whole = _mm256_cvtps_epi32(power);
-    const __m256i half = _mm256_srai_epi32(whole, 1), bias = _mm256_set1_epi32(127);
-    const __m256i one = _mm256_slli_epi32(_mm256_add_epi32(half, bias), 23);
-    const __m256i other = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), bias), 23);
-    return mul(mul(values, _mm256_castsi256_ps(one)), _mm256_castsi256_ps(other));
+    const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(power), _mm256_set1_epi32(127));
+    return mul(values, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
+}
+// The values, but 0 where `tested` is below `limit`.
+inline Vec zero_below(Vec values, Vec tested, Vec limit) {
+    return _mm256_and_ps(values, _mm256_cmp_ps(tested, limit, _CMP_NLT_UQ));
 }
 inline Vec round(Vec values) { return _mm256_round_ps(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
@@ -202,9 +208,11 @@ inline Vec round(Vec values) { return _mm256_round_ps(values, _MM_FROUND_TO_NEAR
 
 constexpr float kLog2E = 1.44269504088896340736f;
 
-// 2^x, within 2e-7 of it relatively; 0 below 2^-150, infinity above 2^128; NaN stays NaN.
+// 2^x, within 2e-7 of it relatively; infinity from 2^128 on; NaN stays NaN. 0 below 2^-126: such numbers are denormal, and
+// slow a processor down by a factor of 100.
 inline Vec exp2(Vec x) {
-    const Vec bounded = min(broadcast(150.0f), max(broadcast(-150.0f), x));
+    const Vec lowest = broadcast(-126.0f);
+    const Vec bounded = min(broadcast(128.0f), max(lowest, x));
     const Vec whole = round(bounded);
     const Vec rest = sub(bounded, whole);
     // The Taylor series of 2^rest for |rest| <= 1/2: its factors are powers of log(2) over factorials.
@@ -215,8 +223,10 @@ inline Vec exp2(Vec x) {
     value = fma(value, rest, broadcast(2.4022651e-1f));
     value = fma(value, rest, broadcast(6.9314718e-1f));
     value = fma(value, rest, broadcast(1.0f));
-    return scale_by_power(value, whole);
+    return zero_below(scale_by_power(value, whole), x, lowest);
 }
+
+inline float exp2(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }
 
 inline Vec exp(Vec x) { return exp2(mul(x, broadcast(kLog2E))); }
 
