@@ -78,7 +78,7 @@ class Step:
     num_tokens_across_dp: tuple[int, ...] = ()
     """This step's tokens on each coupled DP rank; empty if ranks are not coupled."""
     graph_batch_size: int = 0
-    """Rows that a captured graph must hold on every coupled rank."""
+    """Coupled ranks only: the batch size of the graph that every rank runs; 0 means that all run eagerly."""
 
 
 @dataclass(frozen=True, slots=True)

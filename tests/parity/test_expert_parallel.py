@@ -95,7 +95,7 @@ def coupled(steps: list[list[Step | None]]) -> list[list[Step]]:
     def send(step: Step | None, number: int) -> Step:
         kind = StepKind.PREFILL if are_eager[number] else StepKind.DECODE
         sent = replace(decode_step(), is_dummy=True, kind=kind) if step is None else step
-        return replace(sent, num_tokens_across_dp=across[number], graph_batch_size=0 if are_eager[number] else 8)
+        return replace(sent, num_tokens_across_dp=across[number])
 
     return [[send(step, number) for number, step in enumerate(rank_steps)] for rank_steps in by_rank]
 

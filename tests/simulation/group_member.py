@@ -70,9 +70,21 @@ class PlayedRunner:
         """See `ModelRunner`."""
         return self.num_blocks
 
-    def run_step(self, _: Step) -> StepOutput:
-        """See `ModelRunner`; returns the output that came out of the collective."""
+    def launch(self, _: Step) -> PlayedStep:
+        """See `ModelRunner`; the result is the output that came out of the collective."""
         assert self.output is not None
+        return PlayedStep(self.output)
+
+
+@dataclass(frozen=True)
+class PlayedStep:
+    """See `PendingStep`."""
+
+    output: StepOutput
+    is_computed = True
+
+    def finish(self) -> StepOutput:
+        """See `PendingStep`."""
         return self.output
 
 
@@ -111,6 +123,10 @@ class _MemberDevice:
         self._life = life
         self._watch = member.group.watch
         self._jobs: deque[_Job] = deque()
+
+    def launch(self, function: Callable[..., Any], argument: Any) -> Future[Any]:
+        """See `DeviceLoop`."""
+        return self.submit(lambda step: function(step).finish(), argument)
 
     def submit(self, function: Callable[..., Any], argument: Any, *rest: Any) -> Future[Any]:
         """See `DeviceLoop`."""

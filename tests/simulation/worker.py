@@ -176,6 +176,9 @@ class SimulatedWorker:
             stream.break_(self._holder())
             return
         assert request.epoch >= self._fence, "a step older than the fence is launched"
+        if request.graph_batch_size:
+            sizes = self._settings.graph_batch_sizes(self._rank)
+            assert request.graph_batch_size in sizes, "a rank is to run a graph that it does not have"
         self.group.relay(request)
         self._launched.append(_Launch(stream, self._model, request))
         if len(self._launched) == 1:

@@ -87,7 +87,12 @@ class CellSettings:
             is_exact=self.is_exact,
             proposed_prompt_tokens=self.proposals[rank].num_prompt_tokens,
             proposes_mixed_steps=self.proposals[rank].mixes,
+            graph_batch_sizes=self.graph_batch_sizes(rank),
         )
+
+    def graph_batch_sizes(self, rank: int) -> tuple[int, ...]:
+        """The batch sizes of a rank's graphs: some that all ranks have, and some of its own."""
+        return tuple(sorted({1, 4, 16, 2 + 3 * rank, 5 + 3 * rank}))
 
     def max_step_tokens(self, rank: int) -> int:
         """The most tokens of one step of a rank."""

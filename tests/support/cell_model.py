@@ -271,6 +271,10 @@ class EagerDrafter(Drafter):
         for slot in slots.tolist():
             del self._known[slot]
 
+    def last_tokens(self, slots: Int32Column) -> Int32Column:
+        """See `Drafter`."""
+        return np.array([self._known[slot][-1] for slot in slots.tolist()], np.int32)
+
     def propose(self, slots: Int32Column, most: Int32Column, *, most_together: int, tables: BlockTables) -> Drafts:
         """See `Drafter`."""
         token_ids: list[int] = []

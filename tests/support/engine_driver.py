@@ -31,7 +31,7 @@ from services.scheduler.core.policy import CacheSettings, CellTopology, Schedule
 from services.scheduler.core.worker_facts import WorkerFacts
 from services.worker.batch.enter_checks import BatchLimits
 from shared.ids import DpRank, RequestHandle
-from shared.limits import TOKEN_DTYPE, SamplingParams
+from shared.limits import GRAPH_BATCH_SIZES, TOKEN_DTYPE, SamplingParams
 from tests.support.cell_model import VOCABULARY, Oracle, WorkerModel, expected_completion, logprobs_of
 
 EOS = 7
@@ -50,6 +50,7 @@ def worker_facts(
     num_draft_tokens: int = 0,
     numerics_fingerprint: str = "",
     is_exact: bool = False,
+    graph_batch_sizes: tuple[int, ...] = GRAPH_BATCH_SIZES,
 ) -> WorkerFacts:
     """The facts that a worker reports when attached; a drafting one needs all tokens."""
     return WorkerFacts(
@@ -63,6 +64,7 @@ def worker_facts(
         needs_all_tokens=num_draft_tokens > 0,
         numerics_fingerprint=numerics_fingerprint,
         is_exact=is_exact,
+        graph_batch_sizes=graph_batch_sizes,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from services.scheduler.cell.events import DomainAttached, DomainLost, Exit
 from services.scheduler.core.policy import CellTopology
@@ -358,5 +358,6 @@ def _find_reason_to_restart(accepted: list[Accepted]) -> str | None:
 
 
 def _differing_facts(facts: WorkerFacts, others: WorkerFacts) -> Iterator[str]:
-    comparable = replace(facts, num_blocks=others.num_blocks, numerics_fingerprint=others.numerics_fingerprint)
-    return (name for name in WorkerFacts.__slots__ if getattr(comparable, name) != getattr(others, name))
+    may_differ = {"num_blocks", "numerics_fingerprint", "graph_batch_sizes"}
+    must_agree = [name for name in WorkerFacts.__slots__ if name not in may_differ]
+    return (name for name in must_agree if getattr(facts, name) != getattr(others, name))

@@ -56,6 +56,8 @@ class Domain:
         for rank, rank_facts in zip(self.ranks, facts, strict=True):
             rank.facts, rank.heard_at, rank.progress = rank_facts, now, None
             rank.scheduler.begin_epoch(rank_facts)
+        if self._planner is not None:
+            self._planner.begin_epoch(facts)
 
     def end_epoch(self, now: float) -> list[RecoveredSequences]:
         """End the epoch; returns the sequences that the ranks had."""

@@ -12,21 +12,26 @@ from collections.abc import Iterator, Sequence
 
 from services.scheduler.core.batch.step import ScheduledBatch, Step, StepKind, StepPace
 from services.scheduler.core.scheduler import Scheduler
-from shared.limits import GRAPH_BATCH_SIZES
+from services.scheduler.core.worker_facts import WorkerFacts
 
 
-def graph_batch_size(num_rows: int) -> int:
-    """The smallest captured batch size that holds the rows, else `num_rows`: a larger batch runs eagerly."""
-    index = bisect_left(GRAPH_BATCH_SIZES, num_rows)
-    return GRAPH_BATCH_SIZES[index] if index < len(GRAPH_BATCH_SIZES) else num_rows
+def common_graph_sizes(facts: Sequence[WorkerFacts]) -> list[int]:
+    """The batch sizes, ascending, for which all of at least one rank have a graph."""
+    return sorted(set.intersection(*(set(one.graph_batch_sizes) for one in facts)))
+
+
+def graph_batch_size(num_rows: int, sizes: Sequence[int]) -> int:
+    """The smallest of `sizes`, which ascend, that holds the rows; 0 if none does, and the step is eager."""
+    index = bisect_left(sizes, num_rows)
+    return sizes[index] if index < len(sizes) else 0
 
 
 class LockstepPlanner:
     """Combines the batches of coupled ranks into steps that they run together.
 
     If any rank has a prefill, the step is eager for all: the others run their decodes alongside, or a dummy prefill of
-    one token. Otherwise it is a decode at one padded size, and idle ranks run a dummy of it. A step is sent when some
-    rank has work and every rank has room in flight.
+    one token. Otherwise it is a decode at one padded size, if all ranks have a graph that holds it, and idle ranks run
+    a dummy of it. A step is sent when some rank has work and every rank has room in flight.
 
     A prefill makes the step long for every rank, so prefills wait up to `max_wait_steps` decode steps until each rank
     has one, unless a rank would run only dummies meanwhile.
@@ -38,6 +43,11 @@ class LockstepPlanner:
         self._schedulers = schedulers
         self._max_wait_steps = max_wait_steps
         self._num_waited_steps = 0
+        self._graph_sizes: list[int] = []
+
+    def begin_epoch(self, facts: Sequence[WorkerFacts]) -> None:
+        """All ranks have been attached."""
+        self._graph_sizes = common_graph_sizes(facts)
 
     def steps(self, epoch: int, now: float) -> Iterator[list[Step]]:
         """Send steps, each a list by rank, while some rank has work and all have room."""
@@ -69,7 +79,7 @@ class LockstepPlanner:
         kind = StepKind.DECODE if is_decode else StepKind.PREFILL
         num_tokens = tuple(1 if batch is None else batch.num_tokens for batch in batches)
         pace = StepPace(kind, max(num_tokens))
-        padded_size = graph_batch_size(pace.num_tokens) if is_decode else 0
+        padded_size = graph_batch_size(pace.num_tokens, self._graph_sizes) if is_decode else 0
         steps = []
         for scheduler, batch in zip(self._schedulers, batches, strict=True):
             sent = scheduler.commit_dummy(now, pace) if batch is None else (scheduler.commit(batch, now, pace), batch)

@@ -29,3 +29,5 @@ class WorkerFacts:
     """Used unless a budget is configured."""
     proposes_mixed_steps: bool = False
     """Used unless configured."""
+    graph_batch_sizes: tuple[int, ...] = ()
+    """For which it has captured graphs of decode steps."""

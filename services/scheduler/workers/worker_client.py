@@ -305,6 +305,7 @@ def _read_acceptance(rank: DpRank, epoch: int, response: worker_pb2.AttachRespon
         response.is_exact,
         response.proposed_prompt_tokens,
         response.proposes_mixed_steps,
+        tuple(response.graph_batch_sizes),
     )
     layout = response.layout
     is_coupled = layout.has_expert_parallel and layout.dp_size > 1

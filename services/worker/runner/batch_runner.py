@@ -58,6 +58,8 @@ class _Job:
     step_input: StepInput
     staging: Staging
     dp: DpMetadata
+    graph_size: int | None
+    """The batch size of the graph that computes it; None if it runs eagerly."""
     tokens: StepTokens | None
     """None if the device makes them."""
     sampling: SamplingRows | None
@@ -113,11 +115,13 @@ class BatchRunner:
         """
         step_input = self._batch.apply(step)
         dp = _dp_metadata(step, self._layout, step_input.num_tokens)
+        graph_size = self._graph_size(step_input, dp)
         has_tokens = step_input.is_plain_decode and self._proposer is None
         job = _Job(
             step_input=step_input,
             staging=self._stream.claim_staging(),
             dp=dp,
+            graph_size=graph_size,
             tokens=None if has_tokens else self._batch.tokens(step_input),
             sampling=self._batch.sampling(step_input) if step_input.needs_host else None,
         )
@@ -129,6 +133,23 @@ class BatchRunner:
         else:
             self._batch.record_drawn(step_input.row_slots)
         return PendingStep(step, step_input, launch, self._stream, job.staging, self._progress, job.result)
+
+    def _graph_size(self, step_input: StepInput, dp: DpMetadata) -> int | None:
+        """The batch size of the graph that computes the step; coupled ranks are told.
+
+        Raises:
+            StepMismatchError: there is no such graph, or it does not hold the step.
+        """
+        if not dp.num_tokens_across_dp:
+            is_fit = self._graphs is not None and step_input.is_plain_decode
+            return self._graphs.size_for(len(step_input.slots)) if self._graphs is not None and is_fit else None
+        if not dp.graph_batch_size:
+            return None
+        sizes = () if self._graphs is None else self._graphs.sizes
+        require(dp.graph_batch_size in sizes, "graph_batch_size is not one of the captured sizes")
+        is_decode = not step_input.is_prefill and step_input.draft_counts is None
+        require(is_decode and step_input.num_tokens <= dp.graph_batch_size, "the step does not fit its graph")
+        return dp.graph_batch_size
 
     def _arrays(self, job: _Job) -> HostArrays:
         """What the device needs and does not have."""
@@ -187,10 +208,10 @@ class BatchRunner:
         """Compute a plain decode: hidden states [num_rows, hidden], and the positions of the tokens to draw."""
         step_input = job.step_input
         num_rows = len(step_input.slots)
-        if self._graphs is not None and self._graphs.can_run(num_rows):
-            rows = self._graphs.rows(num_rows)
+        if self._graphs is not None and job.graph_size is not None:
+            rows = self._graphs.rows(job.graph_size)
             self._columns.advance(rows, step_input.num_blocks)
-            return self._graphs.replay(num_rows), rows.draw_positions[:num_rows]
+            return self._graphs.replay(job.graph_size)[:num_rows], rows.draw_positions[:num_rows]
         rows = DecodeRows.empty(num_rows, step_input.num_blocks, self._device)
         self._columns.advance(rows, step_input.num_blocks)
         attention = AttentionMetadata(
@@ -205,6 +226,10 @@ class BatchRunner:
 
     def _run_eagerly(self, job: _Job, arrays: dict[str, Tensor]) -> Tensor:
         """Hidden states [num_tokens, hidden]; empty without tokens."""
+        if self._graphs is not None and job.graph_size is not None:
+            # A dummy, which is a row of padding.
+            self._columns.pad(self._graphs.rows(job.graph_size))
+            return self._graphs.replay(job.graph_size)
         if not job.step_input.num_tokens:
             # Every sequence to decode already has all its tokens.
             return torch.empty(0)
@@ -276,6 +301,7 @@ def _dp_metadata(step: Step, layout: RankLayout, num_tokens: int) -> DpMetadata:
         num_ranks=len(counts),
     )
     require(bool(counts) or not step.is_dummy, "a dummy step needs coupled ranks")
+    require(bool(counts) or not step.graph_batch_size, "graph_batch_size needs coupled ranks")
     if counts:
         require(min(counts) > 0, "num_tokens_across_dp has a rank that computes nothing")
         require(

@@ -64,6 +64,11 @@ class DeviceBatch:
             self._columns, self._decode_slots, rows, block_size=self._block_size, num_blocks=num_blocks
         )
 
+    def pad(self, rows: DecodeRows) -> None:
+        """Make a decode's inputs without any sequence."""
+        none = self._decode_slots[:0]
+        self._ops.advance_batch(self._columns, none, rows, block_size=self._block_size, num_blocks=1)
+
     def decode_draws(self, positions: Tensor) -> DrawRows:
         """How the rows of the last decode are drawn; `positions` [num_rows] int64 are where."""
         if self._decode_draws is None:

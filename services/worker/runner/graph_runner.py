@@ -85,8 +85,8 @@ class DecodeGraphs:
         self._make_context = make_context
         self._is_recorded = settings.capture.is_recorded
         self._limits = limits
-        self._sizes = needed_sizes(settings.batch_sizes, limits.max_num_seqs)
-        size = self._sizes[-1]
+        self.sizes = tuple(needed_sizes(settings.batch_sizes, limits.max_num_seqs))
+        size = self.sizes[-1]
         self._rows = DecodeRows.padding(size, -(-limits.context_length // limits.block_size), device)
         self._cu_seqlens_q = torch.arange(size + 1, dtype=torch.int32, device=device)
         self._hidden: Tensor | None = None
@@ -97,22 +97,20 @@ class DecodeGraphs:
         mine = self._limits
         return (limits.max_num_seqs, limits.block_size) == (mine.max_num_seqs, mine.block_size)
 
-    def can_run(self, num_rows: int) -> bool:
-        """Whether a graph holds a decode of one token for each of so many sequences."""
-        return 0 < num_rows <= self._sizes[-1]
+    def size_for(self, num_rows: int) -> int | None:
+        """The smallest captured batch size that holds a decode of `num_rows`; None if it is too large for all."""
+        place = bisect_left(self.sizes, num_rows)
+        return self.sizes[place] if place < len(self.sizes) else None
 
-    def rows(self, num_rows: int) -> DecodeRows:
-        """The inputs of a decode of `num_rows` and its padding, to be written before `replay`."""
-        return self._rows.first(self._size(num_rows))
+    def rows(self, size: int) -> DecodeRows:
+        """The inputs of the graph of this size, padding included, to be written before `replay`."""
+        return self._rows.first(size)
 
-    def replay(self, num_rows: int) -> Tensor:
-        """Compute a decode from `rows`: hidden states [num_rows, hidden], which the next call overwrites."""
-        self._replays[self._size(num_rows)]()
+    def replay(self, size: int) -> Tensor:
+        """Compute a decode from `rows`: hidden states [size, hidden], which the next call overwrites."""
+        self._replays[size]()
         assert self._hidden is not None, "a replay before the capture"
-        return self._hidden[:num_rows]
-
-    def _size(self, num_rows: int) -> int:
-        return self._sizes[bisect_left(self._sizes, num_rows)]
+        return self._hidden[:size]
 
     def _capture_all(self, capture: Capture) -> dict[int, Callable[[], None]]:
         # A collection during a capture may free device memory, which ends the capture.
@@ -120,7 +118,7 @@ class DecodeGraphs:
         gc.disable()
         try:
             with torch.inference_mode():
-                return {size: capture(partial(self._compute, size)) for size in reversed(self._sizes)}
+                return {size: capture(partial(self._compute, size)) for size in reversed(self.sizes)}
         finally:
             if was_enabled:
                 gc.enable()

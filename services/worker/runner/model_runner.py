@@ -106,6 +106,12 @@ class ModelRunner:
         """The KV blocks of the present epoch, or of the last one; 0 before the first. From any thread."""
         return 0 if self._kv_cache is None else self._kv_cache.num_blocks
 
+    @property
+    def graph_batch_sizes(self) -> tuple[int, ...]:
+        """The batch sizes, ascending, for which graphs of decode steps are captured. From any thread."""
+        graphs = self._graphs
+        return () if graphs is None else graphs.sizes
+
     def attach(self, *, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:
         """Start an epoch with an empty batch, once the launched steps have been computed.
 

@@ -214,6 +214,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             last_step_epoch=epoch.last_launched.epoch,
             proposed_prompt_tokens=runner.step_proposal.num_prompt_tokens,
             proposes_mixed_steps=runner.step_proposal.mixes,
+            graph_batch_sizes=runner.graph_batch_sizes,
         )
 
 

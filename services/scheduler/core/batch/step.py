@@ -131,7 +131,7 @@ class Step:
     num_tokens_across_dp: tuple[int, ...] = ()
     """Coupled ranks only; a dummy counts as one token."""
     graph_batch_size: int = 0
-    """Coupled ranks only: the rows that a decode's graph must hold."""
+    """Coupled ranks only: the batch size of the graph that every rank runs; 0 means that all run eagerly."""
 
 
 class StepPace(NamedTuple):

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.cell.lockstep import graph_batch_size
+from services.scheduler.cell.events import DomainAttached
+from services.scheduler.cell.lockstep import common_graph_sizes, graph_batch_size
 from services.scheduler.core.batch.step import Step, StepCounts, StepKind
 from services.scheduler.core.policy import CellTopology, SchedulerPolicy
 from shared.limits import GRAPH_BATCH_SIZES
 from tests.support.cell_model import expected_completion
-from tests.support.engine_driver import EngineDriver
+from tests.support.engine_driver import EngineDriver, worker_facts
 
 PREFILL, DECODE = StepKind.PREFILL, StepKind.DECODE
 
@@ -96,10 +97,38 @@ def test_a_step_is_sent_only_when_every_rank_has_room(depth: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "size"), [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 48), (512, 512), (700, 700)]
+    ("num_rows", "size"), [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 48), (512, 512), (513, 0)]
 )
-def test_rows_are_padded_to_the_next_captured_size(num_rows: int, size: int) -> None:
-    assert graph_batch_size(num_rows) == size
+def test_rows_are_padded_to_the_next_captured_size_or_run_eagerly(num_rows: int, size: int) -> None:
+    assert graph_batch_size(num_rows, GRAPH_BATCH_SIZES) == size
+
+
+@pytest.mark.parametrize(
+    ("sizes", "common"),
+    [
+        ([(1, 2, 4)], [1, 2, 4]),
+        ([(1, 2, 4, 8), (2, 8, 64), (64, 8, 2, 1)], [2, 8]),
+        ([(1, 2), (4, 8)], []),
+        ([(1, 2), ()], []),
+    ],
+)
+def test_coupled_ranks_use_the_graphs_that_all_of_them_have(sizes: list[tuple[int, ...]], common: list[int]) -> None:
+    assert common_graph_sizes([worker_facts(graph_batch_sizes=one) for one in sizes]) == common
+
+
+@pytest.mark.parametrize(("others", "size"), [((3, 5), 3), ((1, 2), 0), ((), 0)])
+def test_a_decode_is_eager_for_all_ranks_if_one_has_no_graph_for_it(others: tuple[int, ...], size: int) -> None:
+    driver = coupled(max_num_seqs=64)
+    facts = [worker_facts(epoch=2, graph_batch_sizes=sizes) for sizes in ((1, 2, 3, 4, 5), others, (3, 5, 7))]
+    driver.lose()
+    driver.on_event(DomainAttached(0, tuple(facts)))
+    for handle in range(1, 8):
+        driver.submit(handle, make_prompt(10 + handle, handle))
+    steps = take_steps(driver)
+    while any(step.batch.kind is PREFILL for step in steps):
+        steps = take_steps(driver)
+    assert max(steps[0].num_tokens_across_dp) == 3
+    assert {step.graph_batch_size for step in steps} == {size}
 
 
 def test_captured_sizes_are_those_of_atom() -> None:

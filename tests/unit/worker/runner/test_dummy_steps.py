@@ -14,9 +14,11 @@ from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadedModel, LoadOptions, load_model
 from services.worker.ops import BACKEND_NAMES, load_ops
 from services.worker.runner.cache_memory import KvCacheSize
-from services.worker.runner.model_runner import ModelRunner
+from services.worker.runner.graph_runner import GraphSettings
+from services.worker.runner.model_runner import Execution, ModelRunner
 from services.worker.step import Step, StepKind
 from shared.errors import StaleEpochError, StepMismatchError
+from tests.support.graphs import CountingCapture
 from tests.support.small_configs import SMALL_CONFIGS
 from tests.support.tiny_llama import write_tiny_llama
 from tests.support.worker_runner import WrappedModel, generate_alone, load_exact
@@ -48,9 +50,16 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_exact(write_tiny_llama(tmp_path_factory.mktemp("model"), changes={"num_hidden_layers": 2}))
 
 
-def make_coupled(loaded: LoadedModel, *, layout: RankLayout = COUPLED, backend: str = "reference") -> ModelRunner:
+def make_coupled(
+    loaded: LoadedModel,
+    *,
+    layout: RankLayout = COUPLED,
+    backend: str = "reference",
+    graphs: GraphSettings | None = None,
+) -> ModelRunner:
     """A rank in a new epoch. It has all experts, if the model has any, so that it needs no partner."""
-    runner = ModelRunner(loaded, load_ops(backend), KvCacheSize(0, num_blocks=16), layout=layout)
+    size = KvCacheSize(0, num_blocks=16)
+    runner = ModelRunner(loaded, load_ops(backend), size, layout=layout, execution=Execution(graphs))
     runner.attach(block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
     return runner
 
@@ -163,12 +172,59 @@ def test_a_step_is_refused_before_it_runs_if_the_ranks_token_counts_are_wrong(
 
 
 def test_a_coupled_rank_computes_what_the_plan_says(loaded: LoadedModel) -> None:
-    runner = make_coupled(loaded)
+    capture = CountingCapture()
+    runner = make_coupled(loaded, graphs=GraphSettings(capture, (2, 8)))
+    assert runner.graph_batch_sizes == (2, 8)
     outputs = [
-        runner.run_step(planned(prefill_step(make_enter(0, PROMPT, range(2))), 5)),
+        runner.run_step(planned(prefill_step(make_enter(0, PROMPT, range(3))), 5)),
+        # The larger one is captured first. It is run although the other would do.
         runner.run_step(replace(planned(decode_step(), 1), graph_batch_size=8)),
+        runner.run_step(replace(planned(decode_step(), 1), graph_batch_size=2)),
+        # Without a size all ranks are eager.
+        runner.run_step(planned(decode_step(), 1)),
     ]
-    assert [output.token_ids.item() for output in outputs] == generate_alone(loaded, PROMPT, 2)
+    assert [output.token_ids.item() for output in outputs] == generate_alone(loaded, PROMPT, 4)
+    assert capture.replays == [1, 1]
+
+
+def test_a_dummy_of_a_graph_runs_it_and_writes_no_kv(loaded: LoadedModel) -> None:
+    capture = CountingCapture()
+    runner = make_coupled(loaded, graphs=GraphSettings(capture, (4,)))
+    outputs = [runner.run_step(planned(prefill_step(make_enter(0, PROMPT, range(3))), 5))]
+    for _ in range(2):
+        before = contents(runner)
+        dummy = runner.run_step(replace(dummy_step(), graph_batch_size=4))
+        assert dummy.token_ids.tolist() == []
+        assert all(torch.equal(*pair) for pair in zip(before, contents(runner), strict=True))
+        outputs.append(runner.run_step(replace(planned(decode_step(), 1), graph_batch_size=4)))
+    assert [output.token_ids.item() for output in outputs] == generate_alone(loaded, PROMPT, 3)
+    assert capture.replays == [4]
+
+
+@pytest.mark.parametrize(
+    ("step", "size"),
+    [
+        (planned(decode_step(), 1), 8),
+        (planned(prefill_step(make_enter(1, PROMPT, [8, 9])), 5), 4),
+        (dummy_step(StepKind.PREFILL), 4),
+        (decode_step(), 4),
+    ],
+    ids=["not captured", "a prefill", "a dummy prefill", "not coupled"],
+)
+def test_a_step_that_its_graph_does_not_hold_is_refused(loaded: LoadedModel, step: Step, size: int) -> None:
+    layout = COUPLED if step.num_tokens_across_dp else RankLayout()
+    runner = make_coupled(loaded, layout=layout, graphs=GraphSettings(CountingCapture(), (4,)))
+    prefill = prefill_step(make_enter(0, PROMPT, range(3)))
+    runner.run_step(planned(prefill, 5) if layout.is_coupled else prefill)
+    with pytest.raises(StepMismatchError, match="graph"):
+        runner.run_step(replace(step, graph_batch_size=size))
+
+
+def test_more_rows_than_the_graph_has_are_refused(loaded: LoadedModel) -> None:
+    runner = make_coupled(loaded, graphs=GraphSettings(CountingCapture(), (1, 2)))
+    runner.run_step(planned(prefill_step(make_enter(0, PROMPT, range(3)), make_enter(1, PROMPT, range(3, 6))), 10))
+    with pytest.raises(StepMismatchError, match="does not fit its graph"):
+        runner.run_step(replace(planned(decode_step(), 2), graph_batch_size=1))
 
 
 def test_progress_grows_with_layers_and_steps(loaded: LoadedModel) -> None:

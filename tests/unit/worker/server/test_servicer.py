@@ -14,11 +14,13 @@ from lockstep.internal.v1 import worker_pb2
 from lockstep.v1 import common_pb2
 from services.worker.device import StepProposal, propose_steps
 from services.worker.models.loader import LoadedModel
-from services.worker.runner.model_runner import ModelRunner
+from services.worker.runner.graph_runner import GraphSettings
+from services.worker.runner.model_runner import Execution, ModelRunner
 from services.worker.spec_decode.drafts import Drafting
 from services.worker.spec_decode.ngram_drafts import LookupProposer, NgramProposer
 from services.worker.step import Int32Column
 from services.worker.weights.sampling_defaults import SamplingDefaults
+from tests.support.graphs import CountingCapture
 from tests.support.worker_runner import WrappedModel, generate_alone, make_runner
 from tests.support.worker_service import (
     PROMPTS,
@@ -57,6 +59,14 @@ async def test_attach_reports_the_workers_facts(worker: Worker, loaded: LoadedMo
     assert response.is_exact
     assert response.layout == worker_pb2.RankLayout(dp_size=1, tp_size=1)
     assert (response.is_stuck, response.last_step_epoch) == (False, 0)
+    assert response.graph_batch_sizes == []
+
+
+async def test_attach_reports_the_graphs_that_were_captured(loading_worker: Worker, loaded: LoadedModel) -> None:
+    graphs = GraphSettings(CountingCapture(), (16, 1, 4, 32))
+    loading_worker.open(make_runner(loaded, execution=Execution(graphs)))
+    assert (await loading_worker.attach(1, max_num_seqs=9)).graph_batch_sizes == [1, 4, 16]
+    assert (await loading_worker.attach(2, max_num_seqs=3)).graph_batch_sizes == [1, 4]
 
 
 async def test_attach_reports_the_drafting_capability(loading_worker: Worker, loaded: LoadedModel) -> None:
