@@ -225,6 +225,13 @@ class GroupMismatchError(ServiceError):
     reason = "GROUP_MISMATCH"
 
 
+class ProfilingUnavailableError(ServiceError):
+    """Steps cannot be recorded: the worker has no directory for traces, or is recording already."""
+
+    code = ErrorCode.FAILED_PRECONDITION
+    reason = "PROFILING_UNAVAILABLE"
+
+
 class TemplateFailedError(ServiceError):
     """The model has no usable chat template."""
 

@@ -144,6 +144,10 @@ class WorkerSettings(ServiceSettings):
         description="Seconds without a sign of life after which a process of the failure domain counts as lost and the "
         "domain ends.",
     )
+    profile_dir: Path | None = Field(
+        default=None,
+        description="Directory for traces of steps, which WorkerService.Profile writes; by default it writes none.",
+    )
     fail_on_token: int | None = Field(
         default=None,
         ge=0,

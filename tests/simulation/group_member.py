@@ -61,6 +61,7 @@ class PlayedRunner:
     facts = _Facts()
     numerics_fingerprint = "bits"
     progress = 0
+    layout = RankLayout()
 
     def __init__(self, num_blocks: int) -> None:
         self.output: StepOutput | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -45,9 +46,9 @@ class Worker:
         group = GroupServicer(layout, "", self.end, silence_s=3.0)
         self.servicer = WorkerServicer(layout, group, self.end, stuck_s=self.stuck_s)
 
-    def open(self, runner: ModelRunner) -> None:
+    def open(self, runner: ModelRunner, *, profile_dir: Path | None = None) -> None:
         """Open the worker for claims."""
-        self.servicer.open(DeviceSteps(self.device, runner, self.end, is_alone=True))
+        self.servicer.open(DeviceSteps(self.device, runner, self.end, is_alone=True, profile_dir=profile_dir))
 
     async def attach(self, epoch: int, scheduler: str = "one", **sizes: int) -> worker_pb2.AttachResponse:
         """Claim the worker."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.internal.v1 import worker_pb2
 from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.exits import DomainEnd, ExitCode, end_process
+from services.worker.process.step_profiler import StepProfiler
 from services.worker.step import Int32Column, Step, StepOutput
 from shared.errors import DrainingError, InternalError, ServiceError
 
@@ -37,12 +40,16 @@ class DeviceSteps:
         *,
         is_alone: bool,
         fail_on_token: int | None = None,
+        profile_dir: Path | None = None,
     ) -> None:
+        """Failpoint and profiles: see `WorkerSettings`."""
         self.runner = runner
         self._device = device
         self._end = end
         self._is_alone = is_alone
         self._fail_on_token = fail_on_token
+        layout = runner.layout
+        self._profiler = StepProfiler(profile_dir, f"worker-{layout.dp_rank}.{layout.tp_rank}")
 
     def attach(self, request: worker_pb2.AttachRequest) -> asyncio.Future[int]:
         """Begin an epoch after the launched steps; the result is its number of KV blocks, possibly 0."""
@@ -56,6 +63,22 @@ class DeviceSteps:
         future.add_done_callback(self._end_if_failed)
         return future if self._is_alone else asyncio.shield(future)
 
+    async def profile(self, num_steps: int) -> str:
+        """Record the next steps; the name of their trace's file. Cancelling drops the recording.
+
+        Raises:
+            ProfilingUnavailableError: there is no directory for traces, or a recording has begun before.
+            InternalError: the file cannot be written.
+        """
+        recording: Future[str] = Future()
+        try:
+            await asyncio.wrap_future(self._device.submit(self._profiler.begin, num_steps, recording))
+            return await asyncio.wrap_future(recording)
+        except asyncio.CancelledError:
+            with suppress(DrainingError):
+                self._device.submit(self._profiler.abandon, recording)
+            raise
+
     def _attach(self, request: worker_pb2.AttachRequest) -> int:
         return self.runner.attach(
             block_size=request.block_size,
@@ -68,7 +91,9 @@ class DeviceSteps:
         if self._fail_on_token is not None and any((column == self._fail_on_token).any() for column in _brought(step)):
             end_process(ExitCode.FAILPOINT, "the step contains the --fail-on-token token", step_id=step.step_id)
         with _reported(step):
-            return _RunningStep(step, self.runner.launch(step))
+            running = _RunningStep(step, self.runner.launch(step))
+        self._profiler.count_launch()
+        return running
 
     def _end_if_failed(self, future: asyncio.Future[int] | asyncio.Future[StepOutput]) -> None:
         if future.cancelled() or (error := future.exception()) is None:

@@ -38,7 +38,12 @@ class Leader:
             await self._link.open(runner)
         layout = self._settings.layout
         steps = DeviceSteps(
-            self._device, runner, self._end, is_alone=layout.is_alone, fail_on_token=self._settings.fail_on_token
+            self._device,
+            runner,
+            self._end,
+            is_alone=layout.is_alone,
+            fail_on_token=self._settings.fail_on_token,
+            profile_dir=self._settings.profile_dir,
         )
         self._servicer.open(steps)
 

@@ -41,6 +41,8 @@ STUCK_S = 10.0
 # Time for the answer to a Restart to be sent before the process ends.
 _ANSWER_S = 0.1
 
+# A trace has thousands of events per step, and is written while no step is launched.
+_MAX_PROFILED_STEPS = 100
 # Far above any real use; they keep a wrong number from exhausting the host's memory.
 _MAX_SIZES = {"block_size": 4096, "max_num_seqs": 1 << 16, "max_num_batched_tokens": 1 << 24}
 
@@ -120,6 +122,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         loop = asyncio.get_running_loop()
         loop.call_later(_ANSWER_S, self._end.fail, ExitCode.RESTART, "the scheduler asked for a restart")
         return worker_pb2.RestartResponse()
+
+    async def Profile(
+        self, request: worker_pb2.ProfileRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.ProfileResponse:
+        """See worker.proto."""
+        if self._steps is None:
+            raise NotReadyError("weights are loading, or members have not joined")
+        if not 1 <= request.num_steps <= _MAX_PROFILED_STEPS:
+            text = f"must be between 1 and {_MAX_PROFILED_STEPS}"
+            raise InvalidRequestError.from_violations([Violation("num_steps", "OUT_OF_RANGE", text)])
+        return worker_pb2.ProfileResponse(file_name=await self._steps.profile(request.num_steps))
 
     async def _is_ready(self, epoch: Epoch, runner: ModelRunner) -> bool:
         """Wait for the epoch's empty batch; False if the device makes no progress for `stuck_s` meanwhile.

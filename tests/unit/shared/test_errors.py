@@ -30,6 +30,7 @@ from shared.errors import ErrorCode, InvalidRequestError, ServiceError, Violatio
         (errors.StepMismatchError, ErrorCode.FAILED_PRECONDITION, "STEP_MISMATCH"),
         (errors.StaleEpochError, ErrorCode.FAILED_PRECONDITION, "STALE_EPOCH"),
         (errors.GroupHeldError, ErrorCode.FAILED_PRECONDITION, "GROUP_HELD"),
+        (errors.ProfilingUnavailableError, ErrorCode.FAILED_PRECONDITION, "PROFILING_UNAVAILABLE"),
         (errors.TemplateFailedError, ErrorCode.FAILED_PRECONDITION, "TEMPLATE_FAILED"),
         (errors.NumericError, ErrorCode.INTERNAL, "NUMERIC_ERROR"),
         (errors.PoisonRequestError, ErrorCode.INTERNAL, "POISON_REQUEST"),

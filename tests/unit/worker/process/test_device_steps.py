@@ -9,6 +9,7 @@ from typing import cast
 import pytest
 import torch
 
+from services.worker.layout import RankLayout
 from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.device_steps import DeviceSteps
 from services.worker.process.exits import DomainEnd
@@ -26,6 +27,7 @@ class FailingRunner:
     device: torch.device
     fails_late: bool
     is_computed = False
+    layout = RankLayout()
 
     def launch(self, step: Step) -> FailingRunner:
         if not self.fails_late:
