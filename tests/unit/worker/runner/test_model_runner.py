@@ -206,6 +206,8 @@ def test_a_cache_of_any_type_gives_the_tokens_of_a_confident_model(tmp_path: Pat
     flags: dict[str, Any] = {
         "kv_cache_dtype": kv_cache_dtype,
         "ops_backend": "native",
+        "dtype": "float32",
+        "quantization": "none",
         "kv_cache_num_blocks": 64,
         "num_threads": 1,
     }
