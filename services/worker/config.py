@@ -37,8 +37,8 @@ class WorkerSettings(ServiceSettings):
     ops_backend: Literal["auto", "cpu", "native", "reference", "triton"] = Field(
         default="auto",
         description="Kernels: native is fast on x86-64, and compiled at the first start; cpu needs no compiler; triton "
-        "runs on GPUs; reference is exact (a row's bits do not depend on the rest of the batch); auto is cpu or "
-        "triton, as the device needs.",
+        "runs on GPUs; reference is exact (a row's bits do not depend on the rest of the batch); auto is "
+        "triton on a GPU, native on x86-64, and cpu elsewhere.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",

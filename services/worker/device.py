@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,8 @@ class StepProposal:
     """Whether prompts and decodes share steps."""
 
 
+_CPU_BACKENDS = ("cpu", "native")
+
 # A GPU computes this many tokens in a fraction of a second, at its full throughput.
 _GPU_STEPS = StepProposal(16384, mixes=False)
 # A CPU takes as long for 512 tokens as a GPU for all of the above, and more at once would not be faster. Decodes wait
@@ -63,9 +66,9 @@ def choose_device(request: DeviceRequest) -> DeviceChoice:
         _check_gpu(torch.cuda.device_count() if torch.cuda.is_available() else 0, request.index)
     backend = request.ops_backend
     if backend == "auto":
-        backend = "triton" if is_gpu else "cpu"
-    if is_gpu and backend == "cpu":
-        raise DeviceError("--ops-backend cpu does not run on a GPU")
+        backend = "triton" if is_gpu else _cpu_backend()
+    if is_gpu and backend in _CPU_BACKENDS:
+        raise DeviceError(f"--ops-backend {backend} does not run on a GPU")
     device = torch.device("cuda", request.index) if is_gpu else torch.device("cpu")
     return DeviceChoice(device, backend)
 
@@ -107,6 +110,11 @@ def check_device(request: DeviceRequest) -> None:
     """
     if request.device == "cuda" or (request.device == "auto" and has_gpu_node()):
         choose_device(request)
+
+
+def _cpu_backend() -> str:
+    """`native` leaves it to `cpu` if it turns out that it cannot be built."""
+    return "native" if platform.machine() == "x86_64" else "cpu"
 
 
 def has_gpu_node() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -34,8 +35,12 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("name", ["auto", "cpu"])
-def test_without_a_gpu_everything_is_for_the_cpu(name: str) -> None:
-    assert choose(device=name) == DeviceChoice(torch.device("cpu"), "cpu")
+@pytest.mark.parametrize(("machine", "backend"), [("x86_64", "native"), ("aarch64", "cpu")])
+def test_without_a_gpu_everything_is_for_the_cpu(
+    name: str, machine: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert choose(device=name) == DeviceChoice(torch.device("cpu"), backend)
 
 
 @pytest.mark.usefixtures("two_gpus")
