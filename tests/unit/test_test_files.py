@@ -151,7 +151,9 @@ TESTED_BY = {
     ),
     "unit/worker/runner/test_late_device.py": (
         "services/worker/runner/batch_runner.py",
+        "services/worker/runner/host_end.py",
         "services/worker/runner/pending_step.py",
+        "services/worker/runner/rank.py",
         "services/worker/runner/stream.py",
     ),
     "unit/worker/runner/test_input_batch_drafts.py": ("services/worker/spec_decode/decodes.py",),

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from services.worker.batch.enter_checks import require
-from services.worker.batch.replay import ReplayScorer
 from services.worker.batch.slot_changes import HostArrays
 from services.worker.batch.step_input import StepInput, StepTokens
 from services.worker.forward.forward_context import (
@@ -22,33 +21,18 @@ from services.worker.forward.forward_context import (
     forward_context,
 )
 from services.worker.forward.kv_cache import KvCache
-from services.worker.forward.staging import Staging, to_device
+from services.worker.forward.staging import Staging
 from services.worker.layout import RankLayout
-from services.worker.models.protocol import CausalLM
-from services.worker.ops import DecodeRows, Ops
+from services.worker.ops import DecodeRows
 from services.worker.runner.device_batch import DeviceBatch
 from services.worker.runner.graph_runner import DecodeGraphs
+from services.worker.runner.host_end import HostEnd
 from services.worker.runner.input_batch import InputBatch
 from services.worker.runner.pending_step import HostResult, PendingStep
-from services.worker.runner.prompt_logprobs import PromptScorer
-from services.worker.runner.stream import Stream
-from services.worker.sampling.sampler import SampledTokens, Sampler, SamplingRows
-from services.worker.spec_decode.drafts import ComputedStep, DraftProposer
-from services.worker.step import Int32Column, PromptLogprobs, Step
-
-_NO_TOKENS = SampledTokens(np.empty(0, np.int32), np.empty(0, np.int32))
-
-
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """What a process computes all its epochs with."""
-
-    model: CausalLM
-    ops: Ops
-    device: torch.device
-    stream: Stream
-    layout: RankLayout
-    progress: Progress
+from services.worker.runner.rank import Rank
+from services.worker.sampling.sampler import SamplingRows
+from services.worker.spec_decode.drafts import DraftProposer
+from services.worker.step import Int32Column, Step
 
 
 @dataclass(slots=True)
@@ -102,9 +86,7 @@ class BatchRunner:
         self._decode_slots: Int32Column = np.empty(0, np.int32)
         self._not_finite = torch.tensor(-1, device=rank.device)
         self._query_starts = torch.arange(batch.limits.max_num_seqs + 1, dtype=torch.int32, device=rank.device)
-        self._sampler = Sampler(rank.ops)
-        self._prompt_scorer = PromptScorer(rank.ops, rank.model.compute_logits)
-        self._replay_scorer = ReplayScorer(rank.ops, rank.model.compute_logits)
+        self._host_end = HostEnd(rank, batch, self._columns, proposer)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> PendingStep:
@@ -116,13 +98,13 @@ class BatchRunner:
         step_input = self._batch.apply(step)
         dp = _dp_metadata(step, self._layout, step_input.num_tokens)
         graph_size = self._graph_size(step_input, dp)
-        has_tokens = step_input.is_plain_decode and self._proposer is None
+        are_made_there = step_input.is_plain_decode and self._proposer is None
         job = _Job(
             step_input=step_input,
             staging=self._stream.claim_staging(),
             dp=dp,
             graph_size=graph_size,
-            tokens=None if has_tokens else self._batch.tokens(step_input),
+            tokens=None if are_made_there else self._batch.tokens(step_input),
             sampling=self._batch.sampling(step_input) if step_input.needs_host else None,
         )
         num_values = 0 if step_input.needs_host else len(step_input.row_slots)
@@ -141,8 +123,9 @@ class BatchRunner:
             StepMismatchError: there is no such graph, or it does not hold the step.
         """
         if not dp.num_tokens_across_dp:
-            is_fit = self._graphs is not None and step_input.is_plain_decode
-            return self._graphs.size_for(len(step_input.slots)) if self._graphs is not None and is_fit else None
+            if self._graphs is None or not step_input.is_plain_decode:
+                return None
+            return self._graphs.size_for(len(step_input.slots))
         if not dp.graph_batch_size:
             return None
         sizes = () if self._graphs is None else self._graphs.sizes
@@ -191,13 +174,17 @@ class BatchRunner:
             hidden, positions = self._run_eagerly(job, arrays), arrays["row_positions"]
             slots = arrays["row_slots"]
         if job.sampling is not None:
-            job.result = self._end_on_host(job, job.sampling, hidden, arrays)
+            compute_logits = partial(self._logits, hidden, arrays)
+            job.result = self._host_end.finish(
+                job.step_input, job.tokens, rows=job.sampling, hidden=hidden, compute_logits=compute_logits
+            )
         elif len(job.step_input.row_slots):
             logits = self._logits(hidden, arrays)
             draws = self._columns.decode_draws(positions) if slots is None else self._columns.draws(slots, positions)
             token_ids, is_finite = self._ops.sample(logits, draws)
             drawn = torch.where(is_finite, token_ids, self._not_finite)
             job.staging.download(drawn)
+            # What is not finite is followed by token 0, which every model has.
             usable = drawn.clamp(min=0)
             if slots is None:
                 self._columns.record_decoded(usable)
@@ -256,35 +243,6 @@ class BatchRunner:
         logit_tokens = arrays.get("logit_tokens")
         return self._model.compute_logits(hidden if logit_tokens is None else hidden[logit_tokens])
 
-    def _end_on_host(self, job: _Job, rows: SamplingRows, hidden: Tensor, arrays: dict[str, Tensor]) -> HostResult:
-        """Score, draw, and tell the batch what was drawn. Waits for the device."""
-        step_input = job.step_input
-        known_ids = np.empty(0, np.int64) if job.tokens is None else job.tokens.token_ids
-        prompt_logprobs: PromptLogprobs = ()
-        replays = 0, 0
-        if step_input.scored_chunks:
-            prompt_logprobs = self._prompt_scorer.score(step_input.scored_chunks, known_ids, hidden)
-        if step_input.replayed_chunks:
-            replays = self._replay_scorer.score(step_input.replayed_chunks, known_ids, hidden)
-        sampled = _NO_TOKENS
-        if len(step_input.row_slots):
-            sampled = self._sampler.sample(self._logits(hidden, arrays), rows)
-        token_ids = _usable_tokens(sampled)
-        self._batch.record_sampled(step_input.row_slots, token_ids, sampled.counts)
-        self._record(step_input, token_ids, sampled.counts)
-        if self._proposer is not None and job.tokens is not None and len(hidden):
-            self._proposer.observe(ComputedStep(step_input, job.tokens, hidden, token_ids, sampled.counts))
-        return HostResult(sampled, prompt_logprobs, *replays)
-
-    def _record(self, step_input: StepInput, token_ids: Int32Column, counts: Int32Column | None) -> None:
-        """Give the device each row's last token and its position."""
-        positions = step_input.row_positions
-        if counts is not None:
-            token_ids, positions = token_ids[np.cumsum(counts) - 1], positions + (counts - 1)
-        slots = step_input.row_slots.astype(np.int64)
-        columns = (to_device(values, self._device) for values in (slots, token_ids.astype(np.int64), positions))
-        self._columns.record(*columns)
-
 
 def _dp_metadata(step: Step, layout: RankLayout, num_tokens: int) -> DpMetadata:
     """What coupled ranks compute in this step, checked against this rank's `num_tokens`.
@@ -320,16 +278,3 @@ def _host_lengths(step_input: StepInput) -> dict[str, Any]:
         "max_query_len": int(step_input.query_lens.max()),
         "max_context_len": int(step_input.context_lens.max()),
     }
-
-
-def _usable_tokens(sampled: SampledTokens) -> Int32Column:
-    """Meaningless tokens are replaced by token 0, which every model has."""
-    if not len(sampled.not_finite_rows):
-        return sampled.token_ids
-    # A row that is not finite has one token.
-    places = sampled.not_finite_rows
-    if sampled.counts is not None:
-        places = (np.cumsum(sampled.counts, dtype=np.int32) - sampled.counts)[places]
-    token_ids = sampled.token_ids.copy()
-    token_ids[places] = 0
-    return token_ids

@@ -21,13 +21,14 @@ from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadedModel, LoadOptions, ModelFacts, load_model
 from services.worker.ops import Ops, load_ops
 from services.worker.parallel.distributed import Rendezvous, make_parallel
-from services.worker.runner.batch_runner import BatchRunner, Rank
+from services.worker.runner.batch_runner import BatchRunner
 from services.worker.runner.cache_memory import GpuMemory, KvCacheSize
 from services.worker.runner.graph_runner import CudaCapture, DecodeGraphs, GraphSettings
 from services.worker.runner.input_batch import InputBatch
 from services.worker.runner.matchers import GrammarMatchers
 from services.worker.runner.number_formats import check_ranks_agree, choose_dtype, choose_quantization, log_loaded
 from services.worker.runner.pending_step import PendingStep
+from services.worker.runner.rank import Rank
 from services.worker.runner.stream import Stream, make_stream
 from services.worker.spec_decode.drafting import make_drafting
 from services.worker.spec_decode.drafts import Drafting
