@@ -12,6 +12,7 @@ from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.native.attention import NativeAttention
 from services.worker.ops.native.build import BuildError
 from services.worker.ops.native.elementwise import NativeElementwise
+from services.worker.ops.native.experts import NativeExpertOps
 from services.worker.ops.native.formats import FORMATS
 from services.worker.ops.native.heads import NativeHeads
 from services.worker.ops.native.isa import Isa, available_isas
@@ -22,7 +23,7 @@ from services.worker.ops.protocol import Ops
 logger = logging.getLogger(__name__)
 
 
-class NativeOps(NativeProducts, NativeElementwise, NativeHeads, NativeAttention, CpuOps):
+class NativeOps(NativeProducts, NativeExpertOps, NativeElementwise, NativeHeads, NativeAttention, CpuOps):
     """See `Ops`. A row's bits depend on its batch."""
 
     name = "native"

@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include <cstring>
+#include <initializer_list>
 
 #include "abi.h"
 
@@ -46,7 +47,15 @@ inline Floats add(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Floats mul(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
 // a * b + c
 inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Floats sub(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Floats div(Floats a, Floats b) { return {_mm512_div_ps(a.v, b.v)}; }
+// NaN where `b` is.
 inline Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Floats min(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }
+// To the nearest whole number.
+inline Floats round(Floats a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+// a * 2 ** power, for whole powers up to 126 and down to -126.
+inline Floats scale_by_power(Floats a, Floats power) { return {_mm512_scalef_ps(a.v, power.v)}; }
 inline Floats absolute(Floats a) { return {_mm512_abs_ps(a.v)}; }
 inline float max_lane(Floats a) { return _mm512_reduce_max_ps(a.v); }
 inline float sum_lanes(Floats a) { return _mm512_reduce_add_ps(a.v); }
@@ -141,7 +150,24 @@ inline Floats mul(Floats a, Floats b) { return {_mm256_mul_ps(a.low, b.low), _mm
 inline Floats fma(Floats a, Floats b, Floats c) {
     return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
 }
+inline Floats sub(Floats a, Floats b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
+inline Floats div(Floats a, Floats b) { return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)}; }
+// NaN where `b` is.
 inline Floats max(Floats a, Floats b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
+inline Floats min(Floats a, Floats b) { return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)}; }
+// To the nearest whole number.
+inline Floats round(Floats a) {
+    constexpr int kMode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {_mm256_round_ps(a.low, kMode), _mm256_round_ps(a.high, kMode)};
+}
+inline __m256 scale_by_power(__m256 a, __m256 power) {
+    const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(power), _mm256_set1_epi32(127));
+    return _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
+}
+// a * 2 ** power, for whole powers up to 126 and down to -126.
+inline Floats scale_by_power(Floats a, Floats power) {
+    return {scale_by_power(a.low, power.low), scale_by_power(a.high, power.high)};
+}
 inline Floats absolute(Floats a) {
     const __m256 sign = _mm256_set1_ps(-0.0f);
     return {_mm256_andnot_ps(sign, a.low), _mm256_andnot_ps(sign, a.high)};
@@ -245,5 +271,17 @@ inline void store_first(bf16* target, Floats a, int count) {
 }
 
 #endif
+
+// 1 / (1 + 2 ** -x), within 3e-7 of it relatively; NaN where `x` is.
+inline Floats sigmoid_of_power(Floats x) {
+    const Floats bounded = min(fill(126.0f), max(fill(-126.0f), x));
+    const Floats whole = round(bounded), rest = sub(whole, bounded);
+    // The Taylor series of 2 ** rest for |rest| <= 1 / 2: powers of log(2) over factorials.
+    Floats power = fill(1.5403530e-4f);
+    for (const float factor : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f}) {
+        power = fma(power, rest, fill(factor));
+    }
+    return div(fill(1.0f), add(fill(1.0f), scale_by_power(power, sub(zeros(), whole))));
+}
 
 }  // namespace lockstep::products

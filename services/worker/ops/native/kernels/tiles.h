@@ -5,9 +5,9 @@
 
 namespace lockstep::products {
 
-// At most this many rows of activations at once: as many as there are registers for their sums.
+// At most this many rows of activations at once, so that there are registers for the sums of a group of columns.
 #ifdef __AVX512VNNI__
-constexpr int kMaxIntRows = 6;
+constexpr int kMaxIntRows = 8;
 constexpr int kMaxFloatRows = 12;
 #else
 constexpr int kMaxIntRows = 4;

@@ -152,6 +152,7 @@ TileKernels int_kernels() {
         multiply_int_tile<Codes, kScales, 3>, multiply_int_tile<Codes, kScales, 4>,
 #ifdef __AVX512VNNI__
         multiply_int_tile<Codes, kScales, 5>, multiply_int_tile<Codes, kScales, 6>,
+        multiply_int_tile<Codes, kScales, 7>, multiply_int_tile<Codes, kScales, 8>,
 #endif
     };
     static_assert(sizeof kByRows / sizeof *kByRows == kMaxIntRows);
