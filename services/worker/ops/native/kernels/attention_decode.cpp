@@ -105,67 +105,125 @@ void for_row_blocks(int64_t num_rows, Body body) {
 }
 
 // Multiplies the scores or weights of rows by the scales of their keys or values.
-void scale_tile(const float* scales, const int64_t* slots, int64_t count, int64_t num_kv_heads, int64_t num_rows,
-                float* tile) {
-    float of_tile[kTile];
+void scale_rows(const float* scales, const int64_t* heads, int64_t count, int64_t num_rows, float* rows) {
+    float of_heads[kTile];
     for (int64_t j = 0; j < count; ++j) {
-        of_tile[j] = scales[slots[j] * num_kv_heads];
+        of_heads[j] = scales[heads[j]];
     }
     for (int64_t r = 0; r < num_rows; ++r) {
         for (int64_t j = 0; j < count; ++j) {
-            tile[r * kTile + j] *= of_tile[j];
+            rows[r * kTile + j] *= of_heads[j];
         }
     }
 }
+
+// Asks for a row ahead of its use: in short blocks the processor does not foresee what comes next. Inlined, as g++ drops
+// calls of functions that only prefetch.
+template <typename T>
+__attribute__((always_inline)) inline void prefetch(const T* row, int64_t dim) {
+    for (int64_t i = 0; i < dim; i += 64 / sizeof(T)) {
+        _mm_prefetch(row + i, _MM_HINT_T1);
+    }
+}
+
+// Successive keys of a sequence.
+struct Tile {
+    int64_t first, count;
+    int64_t slots[kTile];
+};
+
+template <typename T>
+class Decode {
+  public:
+    Decode(const AttentionArgs& args, const Piece& piece, float* memory)
+        : args_(args), step_(*args.step), piece_(piece), num_rows_(piece.rows_per_kv_head()) {
+        scratch_.lay_out(memory, piece.num_rows(), step_.head_dim, step_.value_dim, false);
+    }
+
+    void run() {
+        Tile tile = find_tile(piece_.key_begin);
+        for (int64_t i = 0; i < piece_.num_kv_heads; ++i) {
+            prefetch_head(tile, i);
+        }
+        begin(args_, piece_, scratch_);
+        while (tile.count > 0) {
+            const Tile next = find_tile(tile.first + tile.count);
+            for (int64_t i = 0; i < piece_.num_kv_heads; ++i) {
+                prefetch_head(next, i);
+                attend_head(tile, i);
+            }
+            tile = next;
+        }
+        finish(args_, piece_, scratch_);
+    }
+
+  private:
+    // Empty after the last key.
+    Tile find_tile(int64_t first) const {
+        Tile tile;
+        tile.first = first;
+        tile.count = std::min<int64_t>(kTile, piece_.key_end - first);
+        const int32_t* table = step_.block_tables + piece_.sequence * step_.table_stride;
+        find_slots(table, step_.block_size, first, tile.count, tile.slots);
+        return tile;
+    }
+
+    const T* key(int64_t head) const { return static_cast<const T*>(args_.key_cache) + head * step_.head_dim; }
+    const T* value(int64_t head) const { return static_cast<const T*>(args_.value_cache) + head * args_.value_stride(); }
+
+    __attribute__((always_inline)) void prefetch_head(const Tile& tile, int64_t i) const {
+        for (int64_t j = 0; j < tile.count; ++j) {
+            const int64_t head = tile.slots[j] * step_.num_kv_heads + piece_.first_kv_head + i;
+            prefetch(key(head), step_.head_dim);
+            prefetch(value(head), step_.value_dim);
+        }
+    }
+
+    // The rows of the piece's key/value head `i`.
+    void attend_head(const Tile& tile, int64_t i) {
+        // Keys are scored by fours; the last one fills up.
+        const int64_t count = tile.count, even = (count + 3) / 4 * 4, first_row = i * num_rows_;
+        int64_t heads[kTile];
+        const T *keys[kTile], *values[kTile];
+        for (int64_t j = 0; j < even; ++j) {
+            heads[j] = tile.slots[std::min(j, count - 1)] * step_.num_kv_heads + piece_.first_kv_head + i;
+            keys[j] = key(heads[j]), values[j] = value(heads[j]);
+        }
+        float* scores = scratch_.scores + first_row * kTile;
+        for_row_blocks(num_rows_, [&](int64_t r, auto rows) {
+            const float* query = scratch_.query + (first_row + r) * scratch_.key_width;
+            score<T, rows>(query, scratch_.key_width, step_.head_dim, keys, even, scores + r * kTile);
+        });
+        if constexpr (sizeof(T) == 1) {
+            scale_rows(args_.key_scales, heads, count, num_rows_, scores);
+        }
+        for (int64_t r = 0; r < num_rows_; ++r) {
+            const Range seen = seen_by(piece_, r / piece_.num_group_heads, step_.window);
+            const Range of_tile = {seen.begin - tile.first, seen.end - tile.first};
+            weigh(scores + r * kTile, count, of_tile, scratch_.state(first_row + r));
+        }
+        if constexpr (sizeof(T) == 1) {
+            scale_rows(args_.value_scales, heads, count, num_rows_, scores);
+        }
+        for_row_blocks(num_rows_, [&](int64_t r, auto rows) {
+            const int64_t row = first_row + r;
+            add_values<T, rows>(scores + r * kTile, scratch_.factors + row, values, count, step_.value_dim,
+                                scratch_.sum + row * scratch_.value_width, scratch_.value_width);
+        });
+    }
+
+    const AttentionArgs& args_;
+    const Step& step_;
+    const Piece& piece_;
+    const int64_t num_rows_;
+    Scratch scratch_;
+};
 
 }  // namespace
 
 template <typename T>
 void attend_decode(const AttentionArgs& args, const Piece& piece, float* memory) {
-    const Step& step = *args.step;
-    const int64_t num_rows = piece.rows_per_kv_head(), value_stride = args.value_stride();
-    Scratch scratch;
-    scratch.lay_out(memory, piece.num_rows(), step.head_dim, step.value_dim, false);
-    begin(args, piece, scratch);
-    const int32_t* table = step.block_tables + piece.sequence * step.table_stride;
-    for (int64_t first = piece.key_begin; first < piece.key_end; first += kTile) {
-        const int64_t count = std::min<int64_t>(kTile, piece.key_end - first), even = (count + 3) / 4 * 4;
-        int64_t slots[kTile];
-        find_slots(table, step.block_size, first, count, slots);
-        for (int64_t j = count; j < even; ++j) {
-            slots[j] = slots[count - 1];
-        }
-        for (int64_t i = 0; i < piece.num_kv_heads; ++i) {
-            const int64_t kv_head = piece.first_kv_head + i, row = i * num_rows;
-            const T *keys[kTile], *values[kTile];
-            for (int64_t j = 0; j < even; ++j) {
-                const int64_t head = slots[j] * step.num_kv_heads + kv_head;
-                keys[j] = static_cast<const T*>(args.key_cache) + head * step.head_dim;
-                values[j] = static_cast<const T*>(args.value_cache) + head * value_stride;
-            }
-            float* scores = scratch.scores + row * kTile;
-            for_row_blocks(num_rows, [&](int64_t r, auto rows) {
-                const float* query = scratch.query + (row + r) * scratch.key_width;
-                score<T, rows>(query, scratch.key_width, step.head_dim, keys, even, scores + r * kTile);
-            });
-            if constexpr (sizeof(T) == 1) {
-                scale_tile(args.key_scales + kv_head, slots, count, step.num_kv_heads, num_rows, scores);
-            }
-            for (int64_t r = 0; r < num_rows; ++r) {
-                const Range seen = seen_by(piece, r / piece.num_group_heads, step.window);
-                weigh(scores + r * kTile, count, {seen.begin - first, seen.end - first}, scratch.state(row + r));
-            }
-            if constexpr (sizeof(T) == 1) {
-                scale_tile(args.value_scales + kv_head, slots, count, step.num_kv_heads, num_rows, scores);
-            }
-            for_row_blocks(num_rows, [&](int64_t r, auto rows) {
-                float* output = scratch.sum + (row + r) * scratch.value_width;
-                add_values<T, rows>(scores + r * kTile, scratch.factors + row + r, values, count, step.value_dim, output,
-                                    scratch.value_width);
-            });
-        }
-    }
-    finish(args, piece, scratch);
+    Decode<T>(args, piece, memory).run();
 }
 
 template void attend_decode<float>(const AttentionArgs&, const Piece&, float*);
