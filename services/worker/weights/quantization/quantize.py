@@ -12,6 +12,7 @@ from services.worker.ops.matrix_rows import MatrixFormat
 
 _HIGHEST_INT8, _HIGHEST_INT4 = 127, 15
 _INT4_GROUP_SIZE = 32
+_FLOAT16 = torch.finfo(torch.float16)
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
@@ -48,7 +49,7 @@ def _quantize_int4(blocks: Iterable[Tensor], shape: tuple[int, int]) -> IntMatri
     for rows, block in _with_rows(blocks):
         groups = _in_groups(block.to(torch.float32, memory_format=torch.contiguous_format))
         low, high = groups.amin(dim=2, keepdim=True), groups.amax(dim=2, keepdim=True)
-        scale = (high - low).div_(_HIGHEST_INT4)
+        scale = _to_float16_values((high - low).div_(_HIGHEST_INT4))
         scales[rows] = scale.squeeze(2)
         # Stored with 8 added, so an offset is the value of 8.
         offsets[rows] = torch.add(low, scale, alpha=8).squeeze(2)
@@ -70,6 +71,12 @@ def _in_groups(values: Tensor) -> Tensor:
     if num_missing:
         values = torch.cat((values, values[:, -1:].expand(-1, num_missing)), dim=1)
     return values.view(len(values), -1, _INT4_GROUP_SIZE)
+
+
+def _to_float16_values(scale: Tensor) -> Tensor:
+    """`scale` rounded to 11 bits, so that a backend may keep it in half the memory, unless that loses more of it."""
+    is_normal = (scale >= _FLOAT16.tiny) & (scale <= _FLOAT16.max)
+    return torch.where(is_normal, scale.half().float(), scale)
 
 
 def _reciprocal(scale: Tensor) -> Tensor:
