@@ -48,7 +48,7 @@ BEFORE ?= $(shell git rev-parse --verify --quiet origin/main || git rev-parse --
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run demo test test-unit test-slow simulate format lint lint-changes protos settings parity chaos bench bench-peers bench-drafts bench-lockstep bench-interference bench-gpu gpu-pack gpu-proofs clean
+.PHONY: help run demo test test-unit test-slow simulate format lint lint-changes protos settings parity chaos bench bench-peers bench-cpu bench-quality bench-drafts bench-lockstep bench-interference bench-gpu gpu-pack gpu-proofs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' Makefile
@@ -85,6 +85,12 @@ bench: $(INSTALLED) $(STUBS) $(FLOAT32_READY) ## measure a cell's throughput and
 bench-peers: $(INSTALLED) $(STUBS) $(MODEL_READY) ## compare our scheduler and front end with vLLM's and nano-vLLM's
 	@$(BIN)/python -m tests.bench.scheduler
 	@$(BIN)/python -m tests.bench.front_end $(MODEL)
+
+bench-cpu: $(INSTALLED) $(STUBS) $(MODEL_READY) ## compare a cell on this CPU with llama.cpp, OpenVINO, vLLM and transformers
+	@$(BIN)/python -m tests.bench.cpu_peers $(MODEL)
+
+bench-quality: $(INSTALLED) $(STUBS) $(MODEL_READY) ## measure what quantised weights and KV caches cost in perplexity
+	@$(BIN)/python -m tests.bench.quality $(MODEL)
 
 bench-drafts: $(INSTALLED) $(STUBS) $(MODEL_READY) ## measure n-gram drafts on repetitive and on ordinary text
 	@$(BIN)/python -m tests.bench.drafts $(MODEL)

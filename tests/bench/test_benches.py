@@ -34,6 +34,7 @@ SCRIPT_TO_FLAGS = {
     "lockstep": ["--quick", "--num-ranks=2", "--only", "wall", "cpu"],
     "native_attention": ["--quick", "--num-threads=1"],
     "overload": [MODEL, "--calls=50", "--resets=200", "--watches=50"],
+    "quality": [MODEL, "--quick", "--without-peers", "--formats", "fp32", "bf16"],
     "revisions": ["HEAD", "HEAD", "--pairs=1"],
     # The other sections need peers.
     "scheduler": ["--quick", "--only=curves"],
@@ -55,6 +56,7 @@ PARTS = {
     "load",
     "machine",
     "machine_rates",
+    "public_text",
     "reference",
     "report",
     "stand_in_worker",

@@ -112,6 +112,27 @@ class LlamaEngine:
         return seconds
 
 
+class Perplexity:
+    """Each chunk by itself, given its true tokens, from the second one on."""
+
+    def __init__(self, *, gguf_path: str, kind: str, chunks: Sequence[Sequence[int]]) -> None:
+        self._model = LlamaModel(quantised_file(Path(gguf_path), kind))
+        self._chunks = chunks
+
+    def run(self) -> dict[str, float]:
+        """Returns the perplexity."""
+        losses = [loss for chunk in self._chunks for loss in self._losses(chunk)]
+        return {"perplexity": float(np.exp(np.mean(losses)))}
+
+    def _losses(self, chunk: Sequence[int]) -> Iterator[float]:
+        context = LlamaContext(self._model, 1, len(chunk), unified_kv=True)
+        entries = [Entry(token_id, position, 0, has_logits=True) for position, token_id in enumerate(chunk[:-1])]
+        for entry, logits in context.decode(entries):
+            largest = logits.max()
+            yield float(largest + np.log(np.exp(logits - largest).sum()) - logits[chunk[entry.position + 1]])
+        context.close()
+
+
 def quantised_file(source: Path, kind: str) -> Path:
     """A GGUF file as `llama-quantize` makes it of `source`; created once, beside it. `kind` is q8_0 or q4_0."""
     target = source.with_suffix(f".{kind}.gguf")
@@ -132,4 +153,4 @@ def _make_engines(_: Loads, *, gguf_path: str, kind: str) -> list[Engine]:
 
 
 if __name__ == "__main__":
-    serve({"generate": generate_with(_make_engines)})
+    serve({"generate": generate_with(_make_engines), "perplexity": Perplexity})

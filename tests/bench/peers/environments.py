@@ -101,7 +101,12 @@ LLAMA_CPP = Environment(
     (("--no-binary=llama-cpp-python", "llama-cpp-python==0.3.36", "numpy==2.4.6"),),
     {
         "CMAKE_ARGS": shlex.join(
-            ("-DGGML_NATIVE=ON", f"-DCMAKE_C_FLAGS={_WITHOUT_AMX}", f"-DCMAKE_CXX_FLAGS={_WITHOUT_AMX}")
+            (
+                "-DGGML_NATIVE=ON",
+                "-DLLAVA_BUILD=OFF",
+                f"-DCMAKE_C_FLAGS={_WITHOUT_AMX}",
+                f"-DCMAKE_CXX_FLAGS={_WITHOUT_AMX}",
+            )
         ),
         "CMAKE_BUILD_PARALLEL_LEVEL": "2",
     },

@@ -1,0 +1,195 @@
+"""What quantised weights and KV caches cost in quality, on a CPU.
+
+    python -m tests.bench.quality models/smollm2-135m-instruct --json quality.json
+    python -m tests.bench.quality models/smollm2-135m-instruct --formats fp32 int8 --without-peers
+
+Perplexity is that of a fixed public-domain text in chunks of 1024 tokens, each given the true tokens before it in its
+chunk. Ours is computed by the worker's own model, as `--formats` says; llama.cpp's by files that it has quantised. The
+reference of a format is fp32 on the `cpu` backend, or the same format with an ordinary KV cache.
+
+SmolLM2's published file is 4-bit already, which flatters int4. So the mean Kullback-Leibler divergence from fp32, in
+thousandths of a nat per token, is measured on a random Llama of 4 layers and hidden size 1024. Its weights follow
+Student's t-distribution with 5 degrees of freedom, whose tails are as heavy as those of trained weights, and 1 % of the
+channels of every norm are 10 times as large, as in trained models whose activations have outliers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from services.worker.config import WorkerSettings
+from services.worker.runner.model_runner import build_model_runner
+from shared.config import load_settings
+from tests.bench.peers.cpu_files import f16_gguf
+from tests.bench.peers.environments import LLAMA_CPP, LeftOutError
+from tests.bench.peers.protocol import start_process
+from tests.bench.public_text import public_text
+from tests.bench.report import Row, compare, limit, report
+from tests.support.outlier_llama import write_outlier_llama
+from tests.support.paged_model import PagedModel
+from tests.support.tiny_llama import TINY_CONFIG
+
+CHUNK_TOKENS = 1024
+# 65 536 tokens.
+NUM_CHUNKS = 64
+BLOCK_SIZE = 16
+PEER_KINDS = ("q8_0", "q4_0")
+NUM_RANDOM_CHUNKS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """What the worker stores, by its flags.
+
+    Attributes:
+        reference: The format that it is compared with; None for fp32.
+        most_excess_percent: How much higher than the reference's its perplexity may be.
+    """
+
+    flags: tuple[str, ...]
+    reference: str | None = "fp32"
+    most_excess_percent: float | None = None
+
+
+FORMATS = {
+    "fp32": Format(("--ops-backend=cpu", "--dtype=float32"), reference=None),
+    "bf16": Format(("--ops-backend=cpu", "--dtype=bfloat16")),
+    "int8": Format(("--ops-backend=native", "--quantization=int8"), most_excess_percent=1.0),
+    "int4": Format(("--ops-backend=native", "--quantization=int4"), most_excess_percent=6.0),
+    "int8, int8 KV": Format(
+        ("--ops-backend=native", "--quantization=int8", "--kv-cache-dtype=int8"),
+        reference="int8",
+        most_excess_percent=0.3,
+    ),
+}
+
+
+def main() -> None:
+    """Run the selected measurements, print the table, write the JSON."""
+    args = _parse_args()
+    chunks = _text_chunks(args.model_dir, 1 if args.quick else args.chunks)
+    rows = list(_perplexity_rows(args, chunks))
+    if not args.without_peers:
+        rows += _peer_rows(chunks, rows[0].value)
+    rows += _divergence_rows(args)
+    print(f"{len(chunks)} chunks of {CHUNK_TOKENS} tokens")
+    report(rows, args.json)
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_dir", type=Path, help="SmolLM2-135M: the peers' files are of this model")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="in this order")
+    parser.add_argument(
+        "--worker-flag", action="append", default=[], help="one more flag of the worker, in all formats"
+    )
+    parser.add_argument("--chunks", type=int, default=NUM_CHUNKS, help="length of the text, in chunks")
+    parser.add_argument("--quick", action="store_true", help="only one chunk")
+    parser.add_argument("--without-peers", action="store_true", help="measure only ours; nothing is installed")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    args = parser.parse_args()
+    if args.formats[0] != "fp32":
+        parser.error("--formats must begin with fp32, the reference")
+    return args
+
+
+def _text_chunks(model_dir: Path, num_chunks: int) -> list[list[int]]:
+    token_ids = Tokenizer.from_file(str(model_dir / "tokenizer.json")).encode(public_text()).ids
+    chunks = [token_ids[first : first + CHUNK_TOKENS] for first in range(0, len(token_ids), CHUNK_TOKENS)]
+    return chunks[: min(num_chunks, len(token_ids) // CHUNK_TOKENS)]
+
+
+class WorkerModel:
+    """A model as the worker loads it with some flags."""
+
+    def __init__(self, model_dir: Path, flags: Sequence[str]) -> None:
+        settings = load_settings(WorkerSettings, [f"--model-dir={model_dir}", "--device=cpu", *flags])
+        self._runner = build_model_runner(settings, lambda _: None)
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        """The logits after each token, [num_tokens, vocabulary], float32."""
+        num_blocks = math.ceil(len(token_ids) / BLOCK_SIZE)
+        paged = PagedModel(self._runner._model, self._runner._ops, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+        return paged.prefill_all(paged.add(token_ids)).float()
+
+
+def _perplexity_rows(args: argparse.Namespace, chunks: Sequence[Sequence[int]]) -> Iterator[Row]:
+    name_to_perplexity: dict[str, float] = {}
+    for name in args.formats:
+        print(f"perplexity, {name} …", file=sys.stderr)
+        form = FORMATS[name]
+        model = WorkerModel(args.model_dir, [*form.flags, *args.worker_flag])
+        value = math.exp(sum(_mean_loss(model.logits(chunk), chunk) for chunk in chunks) / len(chunks))
+        name_to_perplexity[name] = value
+        if form.reference in name_to_perplexity:
+            reference = name_to_perplexity[form.reference]
+            yield compare(f"perplexity, {name}, beside {form.reference}", value, "", reference=reference)
+            yield _excess_row(name, (value / reference - 1) * 100, form)
+        else:
+            yield Row(f"perplexity, {name}", value, "")
+
+
+def _excess_row(name: str, percent: float, form: Format) -> Row:
+    metric = f"perplexity, {name}, above {form.reference}"
+    if form.most_excess_percent is None:
+        return Row(metric, percent, "%")
+    return limit(metric, percent, "%", at_most=form.most_excess_percent)
+
+
+def _mean_loss(logits: Tensor, token_ids: Sequence[int]) -> float:
+    """The mean negative log-likelihood of all tokens but the first, in nats."""
+    return float(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(token_ids[1:])))
+
+
+def _peer_rows(chunks: Sequence[Sequence[int]], fp32_perplexity: float) -> Iterator[Row]:
+    """llama.cpp's files; says on stdout why they are left out if they are."""
+    for kind in PEER_KINDS:
+        name = f"llama.cpp {kind.upper()}"
+        print(f"perplexity, {name} …", file=sys.stderr)
+        try:
+            arguments = {"gguf_path": str(f16_gguf()), "kind": kind, "chunks": chunks}
+            with start_process(name, LLAMA_CPP.python(), "tests.bench.peers.cpu_llama_cpp") as process:
+                process.start("perplexity", **arguments)
+                value = process.run()[0]["perplexity"]
+        except (LeftOutError, RuntimeError) as error:
+            print(f"left out: {name}: {str(error).splitlines()[-1]}")
+        else:
+            yield compare(f"perplexity, {name}, beside our fp32", value, "", reference=fp32_perplexity)
+
+
+def _divergence_rows(args: argparse.Namespace) -> Iterator[Row]:
+    generator = torch.Generator().manual_seed(1)
+    with TemporaryDirectory() as directory:
+        model_dir = write_outlier_llama(Path(directory))
+        num_chunks = 1 if args.quick else NUM_RANDOM_CHUNKS
+        chunks = torch.randint(TINY_CONFIG["vocab_size"], (num_chunks, CHUNK_TOKENS), generator=generator).tolist()
+        expected: list[Tensor] = []
+        for name in args.formats:
+            print(f"divergence, {name} …", file=sys.stderr)
+            model = WorkerModel(model_dir, [*FORMATS[name].flags, *args.worker_flag])
+            log_probs = [model.logits(chunk).log_softmax(-1) for chunk in chunks]
+            if FORMATS[name].reference is None:
+                expected = log_probs
+            else:
+                yield Row(f"divergence from fp32, {name}", _mean_divergence(expected, log_probs) * 1e3, "mnats")
+
+
+def _mean_divergence(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> float:
+    """The mean over tokens of the divergence of `actual` from `expected`, both log-probabilities."""
+    pairs = zip(expected, actual, strict=True)
+    return sum(float((theirs.exp() * (theirs - ours)).sum(-1).mean()) for theirs, ours in pairs) / len(expected)
+
+
+if __name__ == "__main__":
+    main()
