@@ -86,11 +86,11 @@ bench-peers: $(INSTALLED) $(STUBS) $(MODEL_READY) ## compare our scheduler and f
 	@$(BIN)/python -m tests.bench.scheduler
 	@$(BIN)/python -m tests.bench.front_end $(MODEL)
 
-bench-cpu: $(INSTALLED) $(STUBS) $(MODEL_READY) ## compare a cell on this CPU with llama.cpp, OpenVINO, vLLM and transformers
-	@$(BIN)/python -m tests.bench.cpu_peers $(MODEL)
+bench-cpu: $(INSTALLED) $(STUBS) $(FLOAT32_READY) ## compare a cell on this CPU with llama.cpp, OpenVINO, vLLM and transformers
+	@$(BIN)/python -m tests.bench.cpu_peers $(FLOAT32_MODEL)
 
-bench-quality: $(INSTALLED) $(STUBS) $(MODEL_READY) ## measure what quantised weights and KV caches cost in perplexity
-	@$(BIN)/python -m tests.bench.quality $(MODEL)
+bench-quality: $(INSTALLED) $(STUBS) $(FLOAT32_READY) ## measure what quantised weights and KV caches cost in perplexity
+	@$(BIN)/python -m tests.bench.quality $(FLOAT32_MODEL)
 
 bench-drafts: $(INSTALLED) $(STUBS) $(MODEL_READY) ## measure n-gram drafts on repetitive and on ordinary text
 	@$(BIN)/python -m tests.bench.drafts $(MODEL)

@@ -1,8 +1,8 @@
 """Our cell on a CPU beside what users would pick instead: llama.cpp, OpenVINO GenAI, vLLM's CPU build, transformers.
 
-    python -m tests.bench.cpu_peers models/smollm2-135m-instruct --json cpu_peers.json
-    python -m tests.bench.cpu_peers models/smollm2-135m-instruct --formats int8 --serve-flag=--worker.num-threads=2
-    python -m tests.bench.cpu_peers models/smollm2-135m-instruct --without-cell
+    python -m tests.bench.cpu_peers models/smollm2-135m-instruct-float32 --json cpu_peers.json
+    python -m tests.bench.cpu_peers models/smollm2-135m-instruct-float32 --formats int8 --serve-flag=--worker.num-threads=2
+    python -m tests.bench.cpu_peers models/smollm2-135m-instruct-float32 --without-cell
 
 Ours answers through all three services over gRPC. A peer is a library in one process, which gets the same prompts as
 token ids. The first run makes the peers' environments and model files in .cache/: half an hour on two cores, 4 GB.

@@ -1,7 +1,7 @@
 """What quantised weights and KV caches cost in quality, on a CPU.
 
-    python -m tests.bench.quality models/smollm2-135m-instruct --json quality.json
-    python -m tests.bench.quality models/smollm2-135m-instruct --formats fp32 int8 --without-peers
+    python -m tests.bench.quality models/smollm2-135m-instruct-float32 --json quality.json
+    python -m tests.bench.quality models/smollm2-135m-instruct-float32 --formats fp32 int8 --without-peers
 
 Perplexity is that of a fixed public-domain text in chunks of 1024 tokens, each given the true tokens before it in its
 chunk. Ours is computed by the worker's own model, as `--formats` says; llama.cpp's by files that it has quantised. The

@@ -17,7 +17,7 @@ MODEL = str(ROOT / "models" / "smollm2-135m-instruct")
 FLOAT32_MODEL = f"{MODEL}-float32"
 SCRIPT_TO_FLAGS = {
     "cpu_peers": [
-        MODEL,
+        FLOAT32_MODEL,
         *("--formats", "fp32", "--only", "formats", "--peers", "transformers", "--requests=1,2"),
         *("--prompt-tokens=8", "--output-tokens=4", "--prefill=16", "--repeats=1"),
     ],
@@ -34,7 +34,7 @@ SCRIPT_TO_FLAGS = {
     "lockstep": ["--quick", "--num-ranks=2", "--only", "wall", "cpu"],
     "native_attention": ["--quick", "--num-threads=1"],
     "overload": [MODEL, "--calls=50", "--resets=200", "--watches=50"],
-    "quality": [MODEL, "--quick", "--without-peers", "--formats", "fp32", "bf16"],
+    "quality": [FLOAT32_MODEL, "--quick", "--without-peers", "--formats", "fp32", "bf16"],
     "revisions": ["HEAD", "HEAD", "--pairs=1"],
     # The other sections need peers.
     "scheduler": ["--quick", "--only=curves"],
