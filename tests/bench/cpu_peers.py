@@ -1,7 +1,7 @@
 """Our cell on a CPU beside what users would pick instead: llama.cpp, OpenVINO GenAI, vLLM's CPU build, transformers.
 
     python -m tests.bench.cpu_peers models/smollm2-135m-instruct-float32 --json cpu_peers.json
-    python -m tests.bench.cpu_peers models/smollm2-135m-instruct-float32 --formats int8 --serve-flag=--worker.num-threads=2
+    python -m tests.bench.cpu_peers models/smollm2-135m-instruct-float32 --formats int8
     python -m tests.bench.cpu_peers models/smollm2-135m-instruct-float32 --without-cell
 
 Ours answers through all three services over gRPC. A peer is a library in one process, which gets the same prompts as
