@@ -36,6 +36,8 @@ INSTALLED := $(VENV)/installed
 STUBS := .cache/stubs
 MODEL_READY := $(MODEL)/manifest.json
 FLOAT32_READY := $(FLOAT32_MODEL)/manifest.json
+# The kernels themselves are in the user's own cache, where a worker looks for them.
+KERNELS := .cache/kernels
 NODE_READY := $(NODE_CLIENT)/node_modules/.package-lock.json
 
 # Our protos import messages of google/rpc, which are in site-packages.
@@ -53,20 +55,20 @@ BEFORE ?= $(shell git rev-parse --verify --quiet origin/main || git rev-parse --
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' Makefile
 
-run: $(INSTALLED) $(STUBS) $(MODEL_READY) ## serve the model on this machine, answer one prompt, keep serving
+run: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) ## serve the model on this machine, answer one prompt, keep serving
 	@$(ANSWER_ONE_PROMPT) --scheduler-listen=127.0.0.1:50052
 
-demo: $(INSTALLED) $(STUBS) $(MODEL_READY) ## the same, and stop after the answer
+demo: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) ## the same, and stop after the answer
 	@$(ANSWER_ONE_PROMPT) --exit-after-prompt
 
-test: $(INSTALLED) $(STUBS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) ## run all tests except the slow ones
+test: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) ## run all tests except the slow ones
 	@$(PYTEST) $(IN_PARALLEL) -m "not slow" --durations=12
 
-test-unit: $(INSTALLED) $(STUBS) ## the tests that need no process and no model
+test-unit: $(INSTALLED) $(STUBS) $(KERNELS) ## the tests that need no process and no model
 	@$(PYTEST) $(IN_PARALLEL) tests/unit -m "not slow and not process"
 
 # The chaos tests run alone: they check how soon a killed process is noticed.
-test-slow: $(INSTALLED) $(STUBS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) ## run the slow tests
+test-slow: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) ## run the slow tests
 	@$(PYTEST) $(IN_PARALLEL) -m slow --ignore=tests/chaos --durations=12
 	@$(PYTEST) tests/chaos --durations=12
 
@@ -79,7 +81,7 @@ parity: $(INSTALLED) $(STUBS) ## compare our models with transformers
 chaos: $(INSTALLED) $(STUBS) $(MODEL_READY) ## kill, stop and cut off services under load: KILLS (20) of each kind, PAIRS (50) together
 	@$(PYTEST) tests/chaos --chaos-kills $(KILLS) --chaos-pairs $(PAIRS) --timeout=7200 --durations=0
 
-bench: $(INSTALLED) $(STUBS) $(FLOAT32_READY) ## measure a cell's throughput and latency, compared with transformers' generate
+bench: $(INSTALLED) $(STUBS) $(KERNELS) $(FLOAT32_READY) ## measure a cell's throughput and latency, compared with transformers' generate
 	@$(BIN)/python -m tests.bench.serve $(FLOAT32_MODEL) --reference --temperature 1 --idle
 
 bench-peers: $(INSTALLED) $(STUBS) $(MODEL_READY) ## compare our scheduler and front end with vLLM's and nano-vLLM's
@@ -157,6 +159,12 @@ $(STUBS): $(PROTOS) $(INSTALLED)
 	@mkdir -p $(@D)
 	@$(PROTOC) --python_out=protos --pyi_out=protos --grpc_python_out=protos $(PROTOS)
 	@touch $@
+
+# Not an error where they cannot be built: a worker then uses torch's kernels, and warns.
+$(KERNELS): $(wildcard services/worker/ops/native/kernels/*) services/worker/ops/native/build.py | $(INSTALLED)
+	@echo "building the kernels"
+	@mkdir -p $(@D)
+	@$(BIN)/python -m services.worker.ops.native.build && touch $@ || true
 
 $(WHEEL): | $(INSTALLED)
 	@echo "downloading the model (93 MB)"

@@ -37,8 +37,13 @@ class WorkerSettings(ServiceSettings):
     ops_backend: Literal["auto", "cpu", "native", "reference", "triton"] = Field(
         default="auto",
         description="Kernels: native is fast on x86-64, and compiled at the first start; cpu needs no compiler; triton "
-        "runs on GPUs; reference is exact (a row's bits do not depend on the rest of the batch); auto is "
-        "triton on a GPU, native on x86-64, and cpu elsewhere.",
+        "runs on GPUs; reference is exact (a row's bits do not depend on the rest of the batch); auto is triton on a "
+        "GPU, native on x86-64 and cpu elsewhere. Where native cannot be compiled, cpu takes over.",
+    )
+    native_isa: Literal["auto", "avx2", "avx512", "avx512_bf16"] = Field(
+        default="auto",
+        description="Instructions that the native kernels use: avx512 has VNNI; auto is the last that the processor "
+        "has.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",

@@ -44,8 +44,11 @@ __all__ = [
 ]
 
 
-def load_ops(name: str) -> Ops:
+def load_ops(name: str, native_isa: str = "auto") -> Ops:
     """Create the backend called `name`: one of `BACKEND_NAMES`, or `triton` for dense models on a GPU.
+
+    Args:
+        native_isa: The instructions that `native` uses, an `Isa` or `auto` for the processor's best.
 
     Raises:
         ValueError: there is no such backend.
@@ -55,5 +58,6 @@ def load_ops(name: str) -> Ops:
     if name not in _BACKENDS:
         raise ValueError(f"unknown ops backend {name!r}; available: {', '.join(_BACKENDS)}")
     module, maker = _BACKENDS[name]
-    ops: Ops = getattr(import_module(module), maker)()
+    arguments = (native_isa,) if name == "native" else ()
+    ops: Ops = getattr(import_module(module), maker)(*arguments)
     return ops

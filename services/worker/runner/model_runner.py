@@ -232,7 +232,7 @@ def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], 
     device = choice.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    ops = load_ops(choice.ops_backend)
+    ops = load_ops(choice.ops_backend, settings.native_isa)
     parallel = make_parallel(layout, _rendezvous(settings), is_exact=ops.is_exact, device=device.type)
     with_mtp = settings.draft_proposer == "mtp"
     quantization = choose_quantization(settings.quantization, ops)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from services.worker.device import DeviceError
 from services.worker.ops.cpu_ops import CpuOps
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.native.attention import NativeAttention
@@ -48,9 +49,17 @@ class NativeOps(NativeProducts, NativeExpertOps, NativeElementwise, NativeHeads,
         return f"native torch-{torch.__version__} {kernels} {super().numerics()}"
 
 
-def load_native_ops() -> Ops:
-    """The backend for this machine's best instructions; where it cannot be built, `cpu` with a warning."""
+def load_native_ops(isa_name: str) -> Ops:
+    """The backend for an `Isa`, or with `auto` for this machine's best; where it cannot be built, `cpu` with a warning.
+
+    Raises:
+        DeviceError: the processor does not have the instructions that `isa_name` asks for.
+    """
     isas = available_isas()
+    if isa_name != "auto":
+        isas = [isa for isa in isas if isa.value == isa_name]
+        if not isas:
+            raise DeviceError(f"--native-isa {isa_name}: this processor does not have these instructions")
     if not isas:
         logger.warning("no kernels for this processor: the cpu backend takes over")
         return CpuOps()

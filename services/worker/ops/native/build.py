@@ -23,17 +23,21 @@ class BuildError(Exception):
     """The kernels cannot be built here; the message says why."""
 
 
-def build(isa: Isa) -> Path:
+def build(isa: Isa, extra_flags: tuple[str, ...] = ()) -> Path:
     """The library for `isa`, from the cache or compiled now, which takes up to a minute.
+
+    Args:
+        extra_flags: For the compiler, after its usual ones.
 
     Raises:
         BuildError: there is no compiler, it fails, or the cache's folder is not the user's own.
     """
     compiler = _find_compiler()
     sources = sorted(_SOURCES.glob("*.cpp"))
-    library = _cache_dir() / f"{_digest(compiler, isa)}.so"
+    flags = (*_FLAGS, *isa.compiler_flags, *extra_flags)
+    library = _cache_dir() / f"{_digest(compiler, flags)}.so"
     if not library.exists():
-        _compile(compiler, isa, sources, library)
+        _compile(compiler, flags, sources, library)
     return library
 
 
@@ -57,23 +61,23 @@ def _cache_dir() -> Path:
     return path
 
 
-def _digest(compiler: str, isa: Isa) -> str:
+def _digest(compiler: str, flags: tuple[str, ...]) -> str:
     """Equal only for equal sources, compilers and flags."""
     version = _run([compiler, "--version"])
-    digest = hashlib.blake2b("\0".join((compiler, version, *_FLAGS, *isa.compiler_flags)).encode(), digest_size=16)
+    digest = hashlib.blake2b("\0".join((compiler, version, *flags)).encode(), digest_size=16)
     for path in sorted(_SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
-def _compile(compiler: str, isa: Isa, sources: list[Path], library: Path) -> None:
+def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], library: Path) -> None:
     """Compile in parallel. The library appears whole or not at all: several workers may build it at once."""
     with tempfile.TemporaryDirectory(dir=library.parent) as name:
         work_dir = Path(name)
         objects = [work_dir / f"{source.stem}.o" for source in sources]
 
         def compile_one(source: Path, target: Path) -> None:
-            _run([compiler, *_FLAGS, *isa.compiler_flags, "-c", str(source), "-o", str(target)])
+            _run([compiler, *flags, "-c", str(source), "-o", str(target)])
 
         with ThreadPoolExecutor(max_workers=num_usable_cores()) as pool:
             list(pool.map(compile_one, sources, objects))

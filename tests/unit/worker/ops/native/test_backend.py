@@ -1,0 +1,65 @@
+"""Which kernels are loaded, and what happens where there are none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.worker.device import DeviceError
+from services.worker.ops import load_ops
+from services.worker.ops.native import backend, library
+from services.worker.ops.native.build import BuildError, build
+from services.worker.ops.native.isa import Isa, available_isas
+
+
+@pytest.mark.parametrize("isa", available_isas(), ids=lambda isa: isa.value)
+def test_the_kernels_use_the_instructions_that_are_asked_for(isa: Isa) -> None:
+    ops = load_ops("native", isa.value)
+    assert f" {isa.value} " in ops.numerics()
+    assert torch.equal(ops.prepare_linear(torch.eye(3), None, torch.float32)(torch.ones(1, 3)), torch.ones(1, 3))
+
+
+@pytest.mark.skipif(not available_isas(), reason="no kernels for this processor")
+def test_by_default_they_are_the_processors_best() -> None:
+    assert f" {available_isas()[-1].value} " in load_ops("native").numerics()
+
+
+def test_instructions_that_the_processor_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "available_isas", lambda: [Isa.AVX2])
+    with pytest.raises(DeviceError, match="--native-isa avx512: this processor does not have these instructions"):
+        load_ops("native", "avx512")
+
+
+def test_torchs_kernels_take_over_on_other_processors(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(backend, "available_isas", list)
+    assert load_ops("native").name == "cpu"
+    assert [record.message for record in caplog.records] == [
+        "no kernels for this processor: the cpu backend takes over"
+    ]
+
+
+@pytest.mark.skipif(not available_isas(), reason="no kernels for this processor")
+def test_torchs_kernels_take_over_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    library.load_library.cache_clear()
+    monkeypatch.setenv("PATH", "")
+    try:
+        assert load_ops("native").name == "cpu"
+    finally:
+        library.load_library.cache_clear()
+    assert [record.message for record in caplog.records] == ["the kernels cannot be built: the cpu backend takes over"]
+
+
+@pytest.mark.skipif(not available_isas(), reason="no kernels for this processor")
+def test_a_cache_that_others_can_write_to_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = tmp_path / ".cache" / "lockstep" / "native"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    with pytest.raises(BuildError, match="is not the user's own: others could write to it"):
+        build(available_isas()[-1])
