@@ -33,6 +33,10 @@ SCRIPT_TO_FLAGS = {
     # Without the simulated comparison, which has its own tests.
     "lockstep": ["--quick", "--num-ranks=2", "--only", "wall", "cpu"],
     "native_attention": ["--quick", "--num-threads=1"],
+    "native_ops": [
+        *("--models", "135M", "--rows", "1", "3"),
+        *("--layers=1", "--read-mib=16", "--repeats=1"),
+    ],
     "overload": [MODEL, "--calls=50", "--resets=200", "--watches=50"],
     "quality": [FLOAT32_MODEL, "--quick", "--without-peers", "--formats", "fp32", "bf16"],
     "revisions": ["HEAD", "HEAD", "--pairs=1"],

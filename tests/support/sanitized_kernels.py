@@ -32,8 +32,9 @@ def sanitizer_environment() -> dict[str, str]:
 
 def main(tests: list[str]) -> int:
     """Run `tests`; returns pytest's exit code. A finding ends the process with its report."""
-    library.build = partial(build, extra_flags=_FLAGS)
-    return pytest.main(["-q", "-p", "no:cacheprovider", *tests])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "build", partial(build, extra_flags=_FLAGS))
+        return pytest.main(["-q", "-p", "no:cacheprovider", *tests])
 
 
 if __name__ == "__main__":
