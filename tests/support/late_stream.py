@@ -23,13 +23,13 @@ class LateStream:
     def __init__(self, pool: StagingPool | None = None) -> None:
         """`pool` hands out staging; by default a correct one."""
         self.max_in_flight = 0
+        self.num_computed = 0
         self._pool = pool or late_pool()
         self._claimed: list[Staging] = []
         self._in_use: dict[int, _LateLaunch] = {}
         self._launches: SimpleQueue[_LateLaunch | None] = SimpleQueue()
         self._num_launched = 0
         self._num_wanted = 0
-        self.num_computed = 0
         self._is_held = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="late device")
@@ -98,8 +98,9 @@ class LateStream:
         while (launch := self._launches.get()) is not None:
             with self._changed:
                 self._changed.wait_for(lambda: launch.number <= self._num_wanted and not self._is_held)
-            launch.run()
+            launch.compute()
             self.num_computed += 1
+            launch.is_done.set()
 
 
 def late_pool() -> StagingPool:
@@ -115,12 +116,11 @@ class _LateLaunch:
         self._work = work
         self._error: Exception | None = None
 
-    def run(self) -> None:
+    def compute(self) -> None:
         try:
             self._work()
         except Exception as error:  # noqa: BLE001 - raised by `wait`
             self._error = error
-        self.is_done.set()
 
     def wait(self) -> int:
         self._stream.want(self.number)

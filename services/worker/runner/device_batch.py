@@ -21,7 +21,6 @@ class DeviceBatch:
     def __init__(self, ops: Ops, limits: BatchLimits, device: torch.device) -> None:
         self._ops = ops
         self._block_size = limits.block_size
-        self._device = device
         num_slots = limits.max_num_seqs
         self._columns = SlotColumns(
             last_token=torch.zeros(num_slots, dtype=torch.int64, device=device),
