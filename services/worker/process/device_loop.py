@@ -1,10 +1,11 @@
 """The queue of device work: the RPC thread fills it, the main thread runs it.
 
-What the main thread launched on a device of its own is finished on a third thread, which sleeps until it is computed:
+What is launched on a device of its own is finished on a third thread, which sleeps until the device has computed it:
 
-    RPC thread     launch(A)  launch(B)                       A's future completes
-    main thread               A is launched, B is launched
-    finisher                               waits for A, finishes it ──┘  waits for B
+    RPC thread     submits A and B                                   gets A's result
+    main thread                     launches A, launches B
+    finisher                                    sleeps ─── finishes A ┘ sleeps ─── finishes B
+    device                                      computes A ──── computes B ───────
 """
 
 from __future__ import annotations
