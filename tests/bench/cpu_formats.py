@@ -24,7 +24,8 @@ class Format:
         prefill_target: The longest prefill relative to the best peer.
         other_format: Another format of ours that is also measured.
         other_target: The least tokens/s relative to it, at 32 requests.
-        weight_bytes: The size of a weight in a matrix, without scales.
+        weight_bytes: The size of a weight in a matrix of a layer, without scales.
+        head_bytes: The same in the head.
         kv_bytes: The size of a value in the KV cache.
     """
 
@@ -33,6 +34,7 @@ class Format:
     throughput_targets: Mapping[int, float]
     prefill_target: float
     weight_bytes: float
+    head_bytes: float
     kv_bytes: int
     other_format: str | None = None
     other_target: float | None = None
@@ -45,6 +47,7 @@ FORMATS: dict[str, Format] = {
         throughput_targets={1: 2.0, 8: 2.0, 32: 2.0},
         prefill_target=1.0,
         weight_bytes=4,
+        head_bytes=4,
         kv_bytes=4,
     ),
     "bf16": Format(
@@ -53,6 +56,7 @@ FORMATS: dict[str, Format] = {
         throughput_targets={1: 1.2, 8: 1.2, 32: 1.0},
         prefill_target=1.0,
         weight_bytes=2,
+        head_bytes=2,
         kv_bytes=2,
     ),
     "int8": Format(
@@ -61,6 +65,7 @@ FORMATS: dict[str, Format] = {
         throughput_targets={1: 1.2, 8: 1.3, 32: 1.3},
         prefill_target=0.6,
         weight_bytes=1,
+        head_bytes=1,
         kv_bytes=2,
     ),
     "int4": Format(
@@ -69,6 +74,7 @@ FORMATS: dict[str, Format] = {
         throughput_targets={1: 1.1, 8: 1.5, 32: 1.5},
         prefill_target=0.6,
         weight_bytes=0.5,
+        head_bytes=1,
         kv_bytes=2,
         other_format="int8",
         other_target=0.85,
@@ -89,11 +95,13 @@ class ModelSize:
     """The sizes of a Llama.
 
     Attributes:
-        num_weights: In all matrices by which a token is multiplied, the head included.
+        num_layer_weights: In the matrices of all layers.
+        num_head_weights: In the head's matrix.
         num_kv_values: That a token adds to the KV cache.
     """
 
-    num_weights: int
+    num_layer_weights: int
+    num_head_weights: int
     num_kv_values: int
 
     @classmethod
@@ -104,11 +112,15 @@ class ModelSize:
         kv_width = config["num_key_value_heads"] * config["head_dim"]
         query_width = config["num_attention_heads"] * config["head_dim"]
         layer = hidden * (2 * query_width + 2 * kv_width + 3 * config["intermediate_size"])
-        return cls(num_layers * layer + config["vocab_size"] * hidden, 2 * num_layers * kv_width)
+        return cls(num_layers * layer, config["vocab_size"] * hidden, 2 * num_layers * kv_width)
 
-    def step_bytes(self, form: Format, num_context_tokens: float) -> float:
-        """What a decode step of one sequence must read."""
-        return self.num_weights * form.weight_bytes + num_context_tokens * self.num_kv_values * form.kv_bytes
+    def weight_bytes(self, form: Format) -> int:
+        """The size of the matrices by which every token is multiplied."""
+        return int(self.num_layer_weights * form.weight_bytes + self.num_head_weights * form.head_bytes)
+
+    def kv_bytes(self, form: Format, num_tokens: float) -> int:
+        """The size of the KV cache of this many tokens."""
+        return int(num_tokens * self.num_kv_values * form.kv_bytes)
 
 
 def throughput_rows(name: str, loads: Loads, side_to_figures: Mapping[str, Figures]) -> Iterator[Row]:
@@ -130,7 +142,7 @@ def throughput_rows(name: str, loads: Loads, side_to_figures: Mapping[str, Figur
 def read_row(name: str, size: ModelSize, loads: Loads, step_s: float, rates: Figures) -> Row:
     """The rate at which one request's steps read weights and KV cache, beside the machine's."""
     mean_context = loads.num_prompt_tokens + loads.num_output_tokens / 2
-    num_bytes = size.step_bytes(FORMATS[name], mean_context)
+    num_bytes = size.weight_bytes(FORMATS[name]) + size.kv_bytes(FORMATS[name], mean_context)
     title = f"{name}, 1 request at {mean_context:.0f} tokens, reading"
     machine = rates["read_bytes_per_s"] / 1e9
     return compare(title, num_bytes / step_s / 1e9, "GB/s", reference=machine, at_least=READ_TARGET)
@@ -138,11 +150,10 @@ def read_row(name: str, size: ModelSize, loads: Loads, step_s: float, rates: Fig
 
 def products_row(name: str, size: ModelSize, num_requests: int, step_s: float, rates: Figures) -> Row:
     """The rate of products in the steps of several requests, attention not counted, beside the machine's for int8."""
+    products = num_requests * (size.num_layer_weights + size.num_head_weights)
     title = f"{name}, {num_requests} requests, multiply-adds"
     machine = rates["int8_products_per_s"] / 1e9
-    return compare(
-        title, num_requests * size.num_weights / step_s / 1e9, "G/s", reference=machine, at_least=PRODUCTS_TARGET
-    )
+    return compare(title, products / step_s / 1e9, "G/s", reference=machine, at_least=PRODUCTS_TARGET)
 
 
 def _load_rows(

@@ -211,7 +211,7 @@ class Bench:
         rates = self._rates
         if rates is None:
             return {}
-        return {MACHINE: lambda: rates.measure(int(size.num_weights * FORMATS[name].weight_bytes))}
+        return {MACHINE: lambda: rates.measure(size.weight_bytes(FORMATS[name]))}
 
     def _machine_rows(
         self, name: str, size: ModelSize, loads: Loads, own: OwnCell, figures: Mapping[str, Figures]
@@ -224,9 +224,9 @@ class Bench:
 
     def _memory_rows(self, name: str, size: ModelSize, own: OwnCell) -> Iterator[Row]:
         form = FORMATS[name]
-        weights, importing = size.num_weights * form.weight_bytes, importing_bytes()
+        weights, importing = size.weight_bytes(form), importing_bytes()
         num_tokens = self.loads.max_num_seqs * (self.loads.num_prompt_tokens + self.loads.num_output_tokens)
-        kv_cache = max(num_tokens, self.loads.num_prefill_tokens) * size.num_kv_values * form.kv_bytes
+        kv_cache = size.kv_bytes(form, max(num_tokens, self.loads.num_prefill_tokens))
         now = private_bytes(own.engine.cell.role_to_process["worker"].pid)
         for title, value, allowed in (("loading", own.peak_bytes, weights), ("serving", now, weights + kv_cache)):
             metric = f"{name}, private memory above importing, {title}"
