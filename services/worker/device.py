@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,30 +72,6 @@ def choose_device(request: DeviceRequest) -> DeviceChoice:
     return DeviceChoice(device, backend)
 
 
-def kv_dtype(name: str) -> torch.dtype | None:
-    """What --kv-cache-dtype asks for; None leaves it to the model. Imports torch."""
-    import torch  # noqa: PLC0415 - see `choose_device`
-
-    return None if name == "auto" else getattr(torch, name)
-
-
-def check_kv_dtype(requested: torch.dtype | None, model_dtype: torch.dtype, others: Collection[torch.dtype]) -> None:
-    """Check that the backend can store keys and values so.
-
-    Args:
-        requested: None leaves it to the model.
-        model_dtype: What every backend stores.
-        others: What else the backend stores; see `Ops.kv_dtypes`.
-
-    Raises:
-        DeviceError: it has no kernels for it.
-    """
-    possible = {model_dtype, *others}
-    if requested is not None and requested not in possible:
-        names = ", ".join(sorted(_name(dtype) for dtype in possible))
-        raise DeviceError(f"--kv-cache-dtype {_name(requested)}: these kernels have only {names}")
-
-
 def propose_steps(device_type: str) -> StepProposal:
     """Propose for a torch device type, such as "cpu" or "cuda"."""
     return _CPU_STEPS if device_type == "cpu" else _GPU_STEPS
@@ -120,10 +95,6 @@ def _cpu_backend() -> str:
 def has_gpu_node() -> bool:
     """Whether the system has a GPU's device file, NVIDIA's or AMD's: without one, torch need not be asked."""
     return Path("/dev/kfd").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _check_gpu(num_visible: int, index: int) -> None:

@@ -173,6 +173,13 @@ TESTED_BY = {
         "services/worker/weights/quantization/rules.py",
         "services/worker/weights/quantization/scaled.py",
     ),
+    "unit/worker/ops/native/test_backend.py": (
+        "services/worker/ops/native/build.py",
+        "services/worker/ops/native/isa.py",
+        "services/worker/ops/native/library.py",
+    ),
+    "unit/worker/ops/native/test_attention.py": ("services/worker/ops/native/formats.py",),
+    "unit/worker/ops/native/test_products.py": ("services/worker/ops/native/packed.py",),
     "unit/worker/weights/test_gguf_conversion.py": (
         "services/worker/weights/gguf_tensors.py",
         "services/worker/weights/quantization/gguf_blocks.py",

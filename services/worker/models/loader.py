@@ -70,6 +70,8 @@ class LoadedModel:
     """`WeightFiles.digest` or `dummy_digest`, the same on all ranks."""
     quantization: MatrixFormat | None
     """`LoadOptions.quantization`."""
+    kv_dtype: torch.dtype | None
+    """`LoadOptions.kv_dtype`."""
     packed_formats: frozenset[MatrixFormat]
     """What its matrices are in, stored like that or quantised at load; empty if all are dense."""
     model_dir: Path
@@ -119,7 +121,16 @@ def load_model(
     defaults = sampling_defaults(model_dir, limits)
     facts = ModelFacts(model.context_length, model.logits_width, eos_ids, digest, defaults)
     packed_formats = frozenset(weights.packed_formats)
-    return LoadedModel(model, facts, weights_digest, options.quantization, packed_formats, model_dir, options.device)
+    return LoadedModel(
+        model,
+        facts,
+        weights_digest,
+        options.quantization,
+        options.kv_dtype,
+        packed_formats,
+        model_dir,
+        options.device,
+    )
 
 
 def _checkpoint(

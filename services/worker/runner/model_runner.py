@@ -13,7 +13,7 @@ import torch
 
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.config import WorkerSettings
-from services.worker.device import check_kv_dtype, choose_device, kv_dtype, propose_steps
+from services.worker.device import choose_device, propose_steps
 from services.worker.forward.forward_context import AttentionMetadata, ForwardContext, Progress, forward_context
 from services.worker.forward.kv_cache import KvCache, KvCacheSpec, num_blocks_for
 from services.worker.forward.staging import to_device
@@ -26,7 +26,13 @@ from services.worker.runner.cache_memory import GpuMemory, KvCacheSize
 from services.worker.runner.graph_runner import CudaCapture, DecodeGraphs, GraphSettings
 from services.worker.runner.input_batch import InputBatch
 from services.worker.runner.matchers import GrammarMatchers
-from services.worker.runner.number_formats import check_ranks_agree, choose_dtype, choose_quantization, log_loaded
+from services.worker.runner.number_formats import (
+    check_ranks_agree,
+    choose_dtype,
+    choose_kv_dtype,
+    choose_quantization,
+    log_loaded,
+)
 from services.worker.runner.pending_step import PendingStep
 from services.worker.runner.rank import Rank
 from services.worker.runner.stream import Stream, make_stream
@@ -236,8 +242,8 @@ def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], 
     parallel = make_parallel(layout, _rendezvous(settings), is_exact=ops.is_exact, device=device.type)
     with_mtp = settings.draft_proposer == "mtp"
     quantization = choose_quantization(settings.quantization, ops)
-    dtype, stored = choose_dtype(settings.dtype, ops), kv_dtype(settings.kv_cache_dtype)
-    check_kv_dtype(stored, dtype, ops.kv_dtypes)
+    dtype = choose_dtype(settings.dtype, ops)
+    stored = choose_kv_dtype(settings.kv_cache_dtype, dtype, ops)
     options = LoadOptions(with_mtp, settings.weights_seed, device, quantization, stored)
     started_at = time.perf_counter()
     loaded = load_model(settings.model_dir, ops, dtype, on_progress, options=options, parallel=parallel)

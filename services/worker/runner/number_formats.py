@@ -43,13 +43,29 @@ def choose_quantization(setting: str, ops: Ops) -> MatrixFormat | None:
     return chosen
 
 
+def choose_kv_dtype(setting: str, dtype: torch.dtype, ops: Ops) -> torch.dtype | None:
+    """Resolve the setting `kv_cache_dtype` for a model in `dtype`; None leaves it to the model.
+
+    Raises:
+        DeviceError: the backend cannot store keys and values so.
+    """
+    if setting == "auto":
+        return None
+    possible = {dtype, *ops.kv_dtypes}
+    chosen: torch.dtype = getattr(torch, setting)
+    if chosen not in possible:
+        names = ", ".join(sorted(map(_name, possible)))
+        raise DeviceError(f"--kv-cache-dtype {setting}: the kernels of {ops.name} have only {names}")
+    return chosen
+
+
 def check_ranks_agree(loaded: LoadedModel, parallel: Parallel) -> None:
     """Compare what ranks chose: where native kernels cannot be built, `auto` means something else.
 
     Raises:
         DeviceError: the choices differ.
     """
-    choice = f"--dtype {str(loaded.model.dtype).removeprefix('torch.')}, {_quantization_flag(loaded)}"
+    choice = f"--dtype {_name(loaded.model.dtype)}, {_quantization_flag(loaded)}"
     ranks = parallel.ep or parallel.tp
     code = torch.tensor([[float(zlib.crc32(choice.encode()) % _NUM_CODES)]], device=loaded.device)
     if not bool((ranks.all_gather(code, (1,) * ranks.size) == code).all()):
@@ -68,6 +84,10 @@ def log_loaded(loaded: LoadedModel, ops: Ops, *, duration_s: float) -> None:
     }
     fields |= {"threads": torch.get_num_threads(), "seconds": round(duration_s, 1)}
     logger.info("the model is loaded", extra=fields)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _quantization_flag(loaded: LoadedModel) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from services.worker.config import WorkerSettings
-from services.worker.device import kv_dtype
 from services.worker.models.loader import LoadedModel, LoadOptions, load_model
 from services.worker.ops import Ops
 from services.worker.spec_decode.draft_model import DraftModelProposer
@@ -43,8 +42,9 @@ def _make_proposer(
         return MtpProposer(loaded.model.mtp, ops)
     assert settings.draft_model is not None, "checked by the settings"
     seed = settings.weights_seed
-    stored = kv_dtype(settings.kv_cache_dtype)
-    options = LoadOptions(dummy_seed=seed, device=loaded.device, quantization=loaded.quantization, kv_dtype=stored)
+    options = LoadOptions(
+        dummy_seed=seed, device=loaded.device, quantization=loaded.quantization, kv_dtype=loaded.kv_dtype
+    )
     # Whole on every rank: splitting a small model costs more than it saves.
     draft = load_model(settings.draft_model, ops, loaded.model.dtype, lambda _: on_progress(), options=options)
     _check_fit(loaded, draft, has_texts=seed is None)

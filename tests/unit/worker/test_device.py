@@ -13,7 +13,7 @@ import torch
 
 from services.worker import device
 from services.worker.config import WorkerSettings
-from services.worker.device import DeviceChoice, DeviceError, check_device, check_kv_dtype, choose_device, kv_dtype
+from services.worker.device import DeviceChoice, DeviceError, check_device, choose_device
 
 
 def choose(**settings: Any) -> DeviceChoice:
@@ -72,18 +72,6 @@ def test_a_gpu_that_torch_does_not_see_is_refused() -> None:
 def test_kernels_for_the_cpu_are_refused_on_a_gpu(name: str) -> None:
     with pytest.raises(DeviceError, match=f"--ops-backend {name} does not run on a GPU"):
         choose(ops_backend=name)
-
-
-@pytest.mark.parametrize(
-    ("requested", "others"), [("auto", ()), ("float32", ()), ("bfloat16", (torch.int8, torch.bfloat16))]
-)
-def test_a_cache_is_stored_as_the_model_or_as_kernels_can(requested: str, others: tuple[torch.dtype, ...]) -> None:
-    check_kv_dtype(kv_dtype(requested), torch.float32, others)
-
-
-def test_a_cache_that_kernels_cannot_store_is_refused() -> None:
-    with pytest.raises(DeviceError, match="--kv-cache-dtype int8: these kernels have only bfloat16, float32"):
-        check_kv_dtype(kv_dtype("int8"), torch.float32, [torch.bfloat16])
 
 
 @pytest.mark.process

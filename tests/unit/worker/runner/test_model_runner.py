@@ -219,7 +219,7 @@ def test_a_cache_of_any_type_gives_the_tokens_of_a_confident_model(tmp_path: Pat
 
 def test_a_cache_that_the_backend_cannot_store_is_refused(tmp_path: Path) -> None:
     settings = WorkerSettings(model_dir=write_tiny_llama(tmp_path), ops_backend="cpu", kv_cache_dtype="int8")
-    with pytest.raises(DeviceError, match="--kv-cache-dtype int8: these kernels have only float32"):
+    with pytest.raises(DeviceError, match="--kv-cache-dtype int8: the kernels of cpu have only float32"):
         build_model_runner(settings, lambda _: None)
 
 

@@ -16,7 +16,13 @@ from services.worker.ops import load_ops
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.parallel.communicator import Parallel
 from services.worker.runner.model_runner import build_model_runner, numerics_fingerprint
-from services.worker.runner.number_formats import check_ranks_agree, choose_dtype, choose_quantization, log_loaded
+from services.worker.runner.number_formats import (
+    check_ranks_agree,
+    choose_dtype,
+    choose_kv_dtype,
+    choose_quantization,
+    log_loaded,
+)
 from tests.support.packing_ops import PackingOps
 from tests.support.thread_ranks import run_ranks
 from tests.support.tiny_llama import write_tiny_llama
@@ -26,6 +32,18 @@ from tests.support.tiny_llama import write_tiny_llama
 def test_without_kernels_nothing_is_quantised_and_numbers_are_float32(backend: str) -> None:
     ops = load_ops(backend)
     assert (choose_dtype("auto", ops), choose_quantization("auto", ops)) == (torch.float32, None)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference", "native"])
+def test_a_cache_is_stored_as_the_model_or_as_kernels_can(backend: str) -> None:
+    ops = load_ops(backend)
+    assert choose_kv_dtype("auto", torch.float32, ops) is None
+    assert choose_kv_dtype("bfloat16", torch.bfloat16, ops) is torch.bfloat16
+    if backend == "native":
+        assert choose_kv_dtype("int8", torch.float32, ops) is torch.int8
+    else:
+        with pytest.raises(DeviceError, match=f"--kv-cache-dtype int8: the kernels of {backend} have only float32"):
+            choose_kv_dtype("int8", torch.float32, ops)
 
 
 def test_what_is_set_is_not_chosen() -> None:

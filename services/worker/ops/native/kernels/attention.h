@@ -6,7 +6,8 @@
 // section 3.1).
 //
 // Softmax is online (arXiv:2205.14135, section 3.1), in powers of 2: scores include the factor log2(e). A masked key's
-// weight is exactly 0, and keys outside of a piece are never read, so a NaN in a foreign slot cannot spread.
+// weight is exactly 0, and keys outside of a piece are never read, so a NaN in a foreign slot cannot spread. One in a key or
+// value of a sequence may reach all of its rows in the step.
 #pragma once
 
 #include <algorithm>
@@ -38,7 +39,7 @@ struct Piece {
     int32_t is_chunk;
     // Of the pieces with these rows. Partial results begin at the row `first_partial` of the buffer.
     int32_t part, num_parts, first_partial, counter;
-    int32_t unused;
+    int32_t padding;
 
     int64_t rows_per_kv_head() const { return int64_t{num_tokens} * num_group_heads; }
     int64_t num_rows() const { return num_kv_heads * rows_per_kv_head(); }

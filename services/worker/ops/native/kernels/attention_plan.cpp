@@ -6,11 +6,11 @@
 namespace lockstep {
 namespace {
 
-// Costs are in multiplications for keys and values: of a decode's row with a key, and of a chunk's, which is cheaper, in
-// units of the head's width. Reading a key costs as much as some rows.
-constexpr int64_t kDecodeRowCost = 2;
-constexpr int64_t kChunkRowCost = 1;
-constexpr int64_t kKeyCost = 6;
+// What it costs to attend from a row of a decode or of a chunk to a key, and to read the key, for each of the head's elements.
+// Measured: 64 of these units take about a nanosecond.
+constexpr int64_t kDecodeRowCost = 3;
+constexpr int64_t kChunkRowCost = 2;
+constexpr int64_t kKeyCost = 4;
 // The cost from which another thread saves more than it takes to wake it.
 constexpr int64_t kWorthThreads = 512 * 1024;
 // A piece is at least this large: merging costs time too.

@@ -144,17 +144,18 @@ LONG = [
 
 
 @pytest.mark.parametrize("batch", LONG)
-@pytest.mark.parametrize("params", [(None, False), (1100, True)])
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, INT8])
+@pytest.mark.parametrize(
+    ("window", "has_sinks", "cache_dtype"), [(None, True, FLOAT32), (None, False, BFLOAT16), (1100, True, INT8)]
+)
 def test_long_contexts_are_the_references_on_any_number_of_threads(
-    ops: NativeOps, num_threads: int, batch: Batch, params: tuple[int | None, bool], dtype: torch.dtype
+    ops: NativeOps, num_threads: int, batch: Batch, window: int | None, has_sinks: bool, cache_dtype: torch.dtype
 ) -> None:
-    shape = Shape(2, 3, 64, 64, FLOAT32 if dtype == INT8 else dtype, dtype)
-    step, attention = CachedStep(batch, shape), shape.params(params[0], has_sinks=params[1])
-    output = step.run(ops, attention)
-    assert_close(output, step.expected(attention))
+    shape = Shape(2, 3, 64, 64, FLOAT32 if cache_dtype == INT8 else cache_dtype, cache_dtype)
+    step, params = CachedStep(batch, shape), shape.params(window, has_sinks=has_sinks)
+    output = step.run(ops, params)
+    assert_close(output, step.expected(params))
     # Pieces are merged in their own order, not in that of the threads.
-    assert torch.equal(step.run(ops, attention), output)
+    assert torch.equal(step.run(ops, params), output)
 
 
 def test_a_plan_serves_layers_with_different_windows(ops: NativeOps, num_threads: int) -> None:
