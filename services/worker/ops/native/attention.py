@@ -87,9 +87,9 @@ class NativePlan(CpuPlan):
         starts, lengths = metadata.cu_seqlens_q.contiguous(), metadata.context_lens.contiguous()
         num_threads, sizes_of_heads = torch.get_num_threads(), (heads[0] or 0, *heads[1:])
         sizes = (ctypes.c_int64 * _NUM_SIZES)()
-        capacity = needed = 4 * (len(lengths) + num_threads)
-        while needed >= capacity:
-            capacity = needed + 1
+        capacity, needed = 0, 4 * (len(lengths) + num_threads)
+        while needed > capacity:
+            capacity = needed
             pieces = torch.empty(capacity, _PIECE_SIZE, dtype=torch.int32)
             self._library.ls_plan_attention(
                 _plan_args(
@@ -146,12 +146,14 @@ class NativeAttention(CpuMla):
         keys, values = cache[0], cache[1]
         _, _, num_kv_heads, key_dim = keys.shape
         value_dim = values.shape[3]
+        token_stride, head_stride, element_stride = query.stride()
+        assert element_stride == 1
         output = torch.empty(num_tokens, num_heads * value_dim, dtype=query.dtype)
         scales = (0, 0) if len(cache) == 2 else (cache[2].data_ptr(), cache[3].data_ptr())
         self._library.ls_attention(
             _attention_args(
                 plan.pieces((params.window, num_heads, num_kv_heads, key_dim, value_dim)).address,
-                *(query.data_ptr(), *query.stride()[:2], FORMATS[query.dtype]),
+                *(query.data_ptr(), token_stride, head_stride, FORMATS[query.dtype]),
                 *(keys.data_ptr(), values.data_ptr(), *scales, FORMATS[keys.dtype]),
                 *(0 if params.sinks is None else params.sinks.data_ptr(), output.data_ptr(), params.scale),
             )
@@ -172,13 +174,15 @@ class NativeAttention(CpuMla):
         if selected is not None:
             return super().mla_attention(query, latent_cache, plan, scale=scale, value_dim=value_dim, selected=selected)
         num_tokens, num_heads, key_dim = query.shape
+        token_stride, head_stride, element_stride = query.stride()
+        assert element_stride == 1
         output = torch.empty(num_tokens, num_heads, value_dim, dtype=query.dtype)
         # A key begins with its value, which the kernel knows by their equal addresses.
         latents = latent_cache.data_ptr()
         self._library.ls_attention(
             _attention_args(
                 plan.pieces((None, num_heads, 1, key_dim, value_dim)).address,
-                *(query.data_ptr(), *query.stride()[:2], FORMATS[query.dtype]),
+                *(query.data_ptr(), token_stride, head_stride, FORMATS[query.dtype]),
                 *(latents, latents, 0, 0, FORMATS[latent_cache.dtype]),
                 *(0, output.data_ptr(), scale),
             )

@@ -37,7 +37,8 @@ class NativeHeads:
 
     def rope(self, query_key: Tensor, rows: RopeRows) -> None:
         num_tokens, num_heads, head_dim = query_key.shape
-        token_stride, head_stride, _ = query_key.stride()
+        token_stride, head_stride, element_stride = query_key.stride()
+        assert element_stride == 1
         query = query_key.data_ptr(), token_stride, head_stride, num_heads
         sizes = num_tokens, head_dim, head_dim, FORMATS[query_key.dtype]
         self._library.ls_write_heads(_heads(*query, *_NO_KEYS, *sizes, *_NO_NORMS, *_rotation(rows), *_NO_CACHE))

@@ -11,8 +11,9 @@ namespace {
 constexpr int64_t kDecodeRowCost = 3;
 constexpr int64_t kChunkRowCost = 2;
 constexpr int64_t kKeyCost = 4;
-// The cost from which another thread saves more than it takes to wake it.
-constexpr int64_t kWorthThreads = 512 * 1024;
+// The cost from which another thread saves more than it takes to wake it, or to wait for it where cores are shared. With less
+// work the other threads still spin when the next kernel wants them.
+constexpr int64_t kWorthThreads = 1024 * 1024;
 // A piece is at least this large: merging costs time too.
 constexpr int64_t kMinPieceCost = 128 * 1024;
 // Pieces for each thread: when one is descheduled, the others take its pieces.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -23,8 +23,6 @@ from tests.support.attention_batches import Batch, random
 
 REFERENCE = load_ops("reference")
 FLOAT32, BFLOAT16, INT8 = torch.float32, torch.bfloat16, torch.int8
-# A fixture of a number of threads is the same for all examples of a test.
-in_examples = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 @given(batch=any_steps, shape=shapes(), window=windows, has_sinks=st.booleans())
-@in_examples
+@settings(max_examples=25)
 def test_a_step_is_the_references(
     ops: NativeOps, batch: Batch, shape: Shape, window: int | None, has_sinks: bool
 ) -> None:
