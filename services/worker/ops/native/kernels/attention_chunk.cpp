@@ -9,7 +9,8 @@ namespace {
 constexpr int kRows = kWidth == 16 ? 6 : 4;
 constexpr int kColumns = kWidth == 16 ? 4 : 2;
 
-// output[ROWS, COLUMNS vectors] = left[ROWS, depth] @ right[depth, ...], added to `factors` times the output if there are any.
+// output[ROWS, COLUMNS vectors] = left[ROWS, depth] @ right[depth, ...], added to `factors` times the output if there are
+// any.
 template <int ROWS, int COLUMNS>
 void multiply_block(const float* left, int64_t left_stride, const float* right, int64_t right_stride, int64_t depth,
                     const float* factors, float* output, int64_t output_stride) {

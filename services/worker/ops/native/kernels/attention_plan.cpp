@@ -6,13 +6,13 @@
 namespace lockstep {
 namespace {
 
-// What it costs to attend from a row of a decode or of a chunk to a key, and to read the key, for each of the head's elements.
-// Measured: 64 of these units take about a nanosecond.
+// What it costs to attend from a row of a decode or of a chunk to a key, and to read the key, for each of the head's
+// elements. Measured: 64 of these units take about a nanosecond.
 constexpr int64_t kDecodeRowCost = 3;
 constexpr int64_t kChunkRowCost = 2;
 constexpr int64_t kKeyCost = 4;
-// The cost from which another thread saves more than it takes to wake it, or to wait for it where cores are shared. With less
-// work the other threads still spin when the next kernel wants them.
+// The cost from which another thread saves more than it takes to wake it, or to wait for it where cores are shared. With
+// less work the other threads still spin when the next kernel wants them.
 constexpr int64_t kWorthThreads = 1024 * 1024;
 // A piece is at least this large: merging costs time too.
 constexpr int64_t kMinPieceCost = 128 * 1024;
