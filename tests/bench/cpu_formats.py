@@ -128,10 +128,10 @@ def throughput_rows(name: str, loads: Loads, side_to_figures: Mapping[str, Figur
     form = FORMATS[name]
     for count in loads.requests:
         title = f"{name}, {count} requests"
-        yield from _load_rows(title, str(count), name, side_to_figures, at_least=form.throughput_targets.get(count))
+        yield from load_rows(title, str(count), name, side_to_figures, at_least=form.throughput_targets.get(count))
     if loads.num_prefill_tokens:
         title = f"{name}, prefill of {loads.num_prefill_tokens}"
-        yield from _load_rows(title, "prefill_ms", name, side_to_figures, at_most=form.prefill_target)
+        yield from load_rows(title, "prefill_ms", name, side_to_figures, at_most=form.prefill_target)
     other = side_to_figures.get(form.other_format or "")
     if other is not None and _COMPARED_REQUESTS in loads.requests:
         value, reference = (its[str(_COMPARED_REQUESTS)] for its in (side_to_figures[name], other))
@@ -156,7 +156,7 @@ def products_row(name: str, size: ModelSize, num_requests: int, step_s: float, r
     return compare(title, products / step_s / 1e9, "G/s", reference=machine, at_least=PRODUCTS_TARGET)
 
 
-def _load_rows(
+def load_rows(
     title: str, metric: str, own: str, side_to_figures: Mapping[str, Figures], **target: float | None
 ) -> Iterator[Row]:
     """Our figure beside that of the best peer, and then each peer's."""

@@ -29,6 +29,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.bench.cpu_formats import (
@@ -37,17 +38,18 @@ from tests.bench.cpu_formats import (
     Figures,
     ModelSize,
     best,
+    load_rows,
     products_row,
     read_row,
     throughput_rows,
 )
 from tests.bench.machine_rates import MachineRates, NoCompilerError
 from tests.bench.peers.cpu_cell import CellEngine, start_cell_engine
-from tests.bench.peers.cpu_files import large_gguf, large_model
+from tests.bench.peers.cpu_files import large_model
 from tests.bench.peers.cpu_generation import Generate, Loads
-from tests.bench.peers.cpu_peers import PEERS, PeerArguments
+from tests.bench.peers.cpu_peers import PEERS, PeerArguments, large_arguments
 from tests.bench.peers.environments import LeftOutError
-from tests.bench.report import Row, compare, limit, report, run_sections
+from tests.bench.report import Row, limit, report, run_sections
 from tests.bench.worker_memory import MemoryWatch, importing_bytes, private_bytes
 
 Run = Callable[[], Figures]
@@ -152,16 +154,14 @@ class Bench:
         """A random Llama of 1.1 B parameters in int8, beside llama.cpp."""
         loads = Loads(tuple(LARGE_TARGETS), self._args.prompt_tokens, self._args.output_tokens)
         with contextlib.ExitStack() as stack:
-            model_dir, peer = large_model(self._args.model_dir), PEERS[LARGE_PEER]
+            model_dir = large_model(self._args.model_dir)
             own = stack.enter_context(self._start_cell("int8", model_dir, loads, "--worker.load-format=dummy"))
             runs: dict[str, Run] = {"int8": own.generate.run, **self._machine("int8", ModelSize.of(model_dir))}
-            self._add_peer(stack, LARGE_PEER, {"gguf_path": str(large_gguf(model_dir)), "kind": "q8_0"}, loads, runs)
+            self._add_peer(stack, LARGE_PEER, lambda: large_arguments(model_dir), loads, runs)
             figures = take_turns(runs, self._args.repeats)
         for count, target in LARGE_TARGETS.items():
-            if peer.name in figures:
-                value, reference = (figures[side][str(count)] for side in ("int8", peer.name))
-                title = f"1.1 B, int8, {count} requests, beside {peer.name}"
-                yield compare(title, value, "tokens/s", reference=reference, at_least=target)
+            title = f"1.1 B parameters, int8, {count} requests"
+            yield from load_rows(title, str(count), "int8", figures, at_least=target)
         yield from self._machine_rows("int8", ModelSize.of(model_dir), loads, own, figures)
 
     def _measure_format(self, name: str) -> Iterator[Row]:
@@ -173,7 +173,7 @@ class Bench:
                 cells[own] = stack.enter_context(self._start_cell(own, model_dir, self.loads))
                 runs[own] = cells[own].generate.run
             for key in form.peers:
-                self._add_peer(stack, key, None, self.loads, runs)
+                self._add_peer(stack, key, partial(PEERS[key].arguments, model_dir), self.loads, runs)
             figures = take_turns({**runs, **self._machine(name, size)}, self._args.repeats)
             yield from throughput_rows(name, self.loads, figures)
             if name in cells:
@@ -190,7 +190,12 @@ class Bench:
             yield OwnCell(engine, Generate([engine], loads), watch.peak)
 
     def _add_peer(
-        self, stack: contextlib.ExitStack, key: str, arguments: PeerArguments | None, loads: Loads, runs: dict[str, Run]
+        self,
+        stack: contextlib.ExitStack,
+        key: str,
+        make_arguments: Callable[[], PeerArguments],
+        loads: Loads,
+        runs: dict[str, Run],
     ) -> None:
         """Start a peer, unless it was not asked for or does not run here."""
         peer = PEERS[key]
@@ -200,7 +205,7 @@ class Bench:
             return
         print(f"{peer.name} …", file=sys.stderr)
         try:
-            process = stack.enter_context(peer.start(arguments or peer.arguments(self._args.model_dir), loads))
+            process = stack.enter_context(peer.start(make_arguments(), loads))
         except LeftOutError as error:
             self.left_out[peer.name] = str(error)
         else:

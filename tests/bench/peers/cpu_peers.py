@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.bench.peers.cpu_files import f16_gguf, w8a8_checkpoint
+from tests.bench.peers.cpu_files import f16_gguf, large_gguf, w8a8_checkpoint
 from tests.bench.peers.cpu_generation import Loads
 from tests.bench.peers.environments import LLAMA_CPP, OPENVINO, VLLM, Environment, LeftOutError
 from tests.bench.peers.protocol import ROOT, Process, start_process
@@ -50,6 +50,11 @@ class Peer:
             except RuntimeError as error:
                 raise LeftOutError(str(error).strip().splitlines()[-1]) from error
             yield process
+
+
+def large_arguments(model_dir: Path) -> PeerArguments:
+    """What llama.cpp's driver needs for the model of `large_model`; may raise LeftOutError."""
+    return {"gguf_path": str(large_gguf(model_dir)), "kind": "q8_0"}
 
 
 def _with_model_dir(model_dir: Path) -> PeerArguments:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -100,14 +99,9 @@ LLAMA_CPP = Environment(
     "llama-cpp-python-0.3.36",
     (("--no-binary=llama-cpp-python", "llama-cpp-python==0.3.36", "numpy==2.4.6"),),
     {
-        "CMAKE_ARGS": shlex.join(
-            (
-                "-DGGML_NATIVE=ON",
-                "-DLLAVA_BUILD=OFF",
-                f"-DCMAKE_C_FLAGS={_WITHOUT_AMX}",
-                f"-DCMAKE_CXX_FLAGS={_WITHOUT_AMX}",
-            )
-        ),
+        "CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF",
+        "CFLAGS": _WITHOUT_AMX,
+        "CXXFLAGS": _WITHOUT_AMX,
         "CMAKE_BUILD_PARALLEL_LEVEL": "2",
     },
 )
