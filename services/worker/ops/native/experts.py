@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from services.worker.ops.composed import ComposedOps
+from services.worker.ops.cpu_experts import CpuExperts
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
 from services.worker.ops.native.packed import PackedMatrix
 
@@ -33,7 +34,8 @@ class NativeExpertOps(ComposedOps):
             )
             for expert in experts
         ]
-        return NativeExperts(self._library, packed, clamp)
+        # A rank of many may have none.
+        return NativeExperts(self._library, packed, clamp) if packed else CpuExperts([])
 
 
 class NativeExperts:

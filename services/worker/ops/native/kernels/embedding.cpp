@@ -34,7 +34,8 @@ float read_value(const Matrix& m, const uint8_t* codes, int64_t place, int64_t c
 }
 
 // Dequantise the columns of group `group`, at `codes`, which share `scale` and `offset`.
-void read_group(const Matrix& m, int64_t row, int64_t group, const uint8_t* codes, float scale, float offset, float* out) {
+void read_group(
+    const Matrix& m, int64_t row, int64_t group, const uint8_t* codes, float scale, float offset, float* out) {
     const int64_t first = group * kGroup;
     for (int64_t column = 0; column < kGroup && first + column < m.num_columns; ++column) {
         out[first + column] = read_value(m, codes, row % kTileRows, column) * scale + offset;

@@ -188,8 +188,8 @@ void run(const ExpertsCall& call) {
 
 }  // namespace
 
-// Adds up each token's weighted experts, in ascending order of their numbers. Returns the number of ids, or the place of
-// one that is not an expert's number, and nothing is written then.
+// Adds up each token's weighted experts, in ascending order of their numbers. Returns the number of ids, or the place
+// of one that is not an expert's number, and nothing is written then.
 LS_EXPORT int64_t ls_experts(const ExpertsCall* call) {
     const int64_t num_ids = call->num_tokens * call->num_chosen;
     for (int64_t place = 0; place < num_ids; ++place) {

@@ -35,7 +35,6 @@ struct Bytes {
 inline Floats zeros() { return {_mm512_setzero_ps()}; }
 inline Floats fill(float value) { return {_mm512_set1_ps(value)}; }
 inline Ints fill_ints(int32_t value) { return {_mm512_set1_epi32(value)}; }
-inline Bytes fill_bytes(uint8_t value) { return {_mm512_set1_epi8(static_cast<char>(value))}; }
 // The same four bytes in every lane.
 inline Bytes repeat_word(const void* source) { return {_mm512_set1_epi32(load_word(source))}; }
 

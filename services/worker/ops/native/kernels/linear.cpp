@@ -16,7 +16,9 @@ constexpr int64_t kCachedBytes = 1 << 20;
 constexpr int64_t kOwnBytes = 8 << 10;
 // Products with fewer elements are not worth waking threads.
 constexpr int64_t kSerialElements = 1 << 15;
-// Weights that a thread takes at once, where there are enough.
+// Rows that a thread prepares at once.
+constexpr int64_t kPreparedRows = 4;
+// Weights that a thread takes at once for a single row; fewer for several.
 constexpr int64_t kPieceBytes = 32 << 10;
 
 template <class T>
@@ -38,7 +40,8 @@ struct Job {
             const int64_t count = first + rows_at_once < num_rows ? rows_at_once : num_rows - first;
             const int64_t start = piece % runs * tiles_at_once;
             for (int64_t tile = start; tile < start + tiles_at_once && tile < tiles; ++tile) {
-                multiply_tile(m, tile, rows + first * row_bytes, row_bytes, count, out + first * m.num_rows, m.num_rows);
+                T* target = out + first * m.num_rows;
+                multiply_tile(m, tile, rows + first * row_bytes, row_bytes, count, target, m.num_rows);
             }
         });
     }
@@ -53,14 +56,15 @@ void run(const Job<T>& job) {
     const bool is_shared = !in_place && bytes > kOwnBytes;
     const int64_t rows_at_once = std::max<int64_t>(32, kCachedBytes / prepared_row_bytes(m));
     const int64_t tiles_at_once = std::max<int64_t>(1, kPieceBytes / tile_bytes(m) / job.num_rows);
-    Pieces rows_to_prepare(divide_up(job.num_rows, 4));
+    Pieces rows_to_prepare(divide_up(job.num_rows, kPreparedRows));
     Pieces tiles(divide_up(job.num_rows, rows_at_once) * divide_up(num_tiles(m), tiles_at_once));
     uint8_t* shared = is_shared ? own_scratch.reserve(bytes) : nullptr;
     on_threads(job.num_rows * m.num_rows * m.num_columns >= kSerialElements, [&] {
         const uint8_t* rows = reinterpret_cast<const uint8_t*>(job.x);
         if (is_shared) {
             rows_to_prepare.take([&](int64_t piece) {
-                for (int64_t row = 4 * piece; row < 4 * piece + 4 && row < job.num_rows; ++row) job.prepare(row, shared);
+                const int64_t stop = std::min(job.num_rows, (piece + 1) * kPreparedRows);
+                for (int64_t row = piece * kPreparedRows; row < stop; ++row) job.prepare(row, shared);
             });
             wait_for_all();
             rows = shared;

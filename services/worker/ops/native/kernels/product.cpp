@@ -45,7 +45,13 @@ void store_rows(const float* sums, int64_t num_rows, int width, T* out, int64_t 
 
 template <class T>
 void multiply_tile(
-    const Matrix& m, int64_t tile, const uint8_t* rows, int64_t row_bytes, int64_t num_rows, T* out, int64_t out_stride) {
+    const Matrix& m,
+    int64_t tile,
+    const uint8_t* rows,
+    int64_t row_bytes,
+    int64_t num_rows,
+    T* out,
+    int64_t out_stride) {
     const TileKernels kernels = tile_kernels(m);
     const int64_t bytes = tile_bytes(m);
     const uint8_t* weights = m.tiles + tile * bytes;

@@ -6,12 +6,18 @@
 
 namespace lockstep::products {
 
-// Computes `rows @ tile.T` with scales, offsets and bias, and stores it in columns [32 * tile, 32 * tile + 32) of `out`.
+// Computes `rows @ tile.T` with scales, offsets and bias, and stores it in the tile's 32 columns of `out`.
 //
 // rows: [num_rows], prepared for `m`, `row_bytes` apart.
 // out: [num_rows, >= m.num_rows] of T, `out_stride` elements from row to row.
 template <class T>
 void multiply_tile(
-    const Matrix& m, int64_t tile, const uint8_t* rows, int64_t row_bytes, int64_t num_rows, T* out, int64_t out_stride);
+    const Matrix& m,
+    int64_t tile,
+    const uint8_t* rows,
+    int64_t row_bytes,
+    int64_t num_rows,
+    T* out,
+    int64_t out_stride);
 
 }  // namespace lockstep::products

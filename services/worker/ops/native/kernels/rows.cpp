@@ -1,5 +1,7 @@
 #include "rows.h"
 
+#include <algorithm>
+
 namespace lockstep::products {
 
 namespace {
@@ -55,8 +57,9 @@ void quantize_row(const Matrix& m, const T* x, uint8_t* target) {
     if (!m.offsets) return;
     const int64_t groups_per_scale = divide_up(m.group_size, kGroup);
     for (int64_t scale = 0; scale < num_scales(m); ++scale) {
+        const int64_t stop = std::min(groups, (scale + 1) * groups_per_scale);
         float total = 0.0f;
-        for (int64_t group = scale * groups_per_scale; group < groups && group < (scale + 1) * groups_per_scale; ++group) {
+        for (int64_t group = scale * groups_per_scale; group < stop; ++group) {
             int32_t sum = 0;
             for (int column = 0; column < kGroup; ++column) sum += row.codes[group * kGroup + column];
             total += row.scales[group] * static_cast<float>(sum);

@@ -1,6 +1,8 @@
 // Products of integers, for all formats of codes and scales.
 #pragma once
 
+#include <algorithm>
+
 #include "rows.h"
 #include "tiles.h"
 
@@ -26,7 +28,8 @@ inline Ints dot_int8(Ints sum, Bytes first, Bytes x_first, Bytes second, Bytes x
 
 // Weights of at most 32, so that four products fit in 16 bits: 4 * 32 * 127.
 inline __m256i dot_unsigned(__m256i sum, __m256i first, __m256i x_first, __m256i second, __m256i x_second) {
-    const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(first, x_first), _mm256_maddubs_epi16(second, x_second));
+    const __m256i some = _mm256_maddubs_epi16(first, x_first), others = _mm256_maddubs_epi16(second, x_second);
+    const __m256i pairs = _mm256_add_epi16(some, others);
     return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 inline Ints dot_unsigned(Ints sum, Bytes first, Bytes x_first, Bytes second, Bytes x_second) {
@@ -99,7 +102,8 @@ Floats load_scales(const uint8_t* source, int half) {
 template <class Codes, Scales kScales, int kRows>
 void multiply_int_tile(const TileCall& call, float* sums) {
     const Matrix& m = call.matrix;
-    const int64_t groups = num_groups(m), groups_per_scale = m.group_size / kGroup;
+    // With a scale per row, all columns are one group of weights.
+    const int64_t groups = num_groups(m), groups_per_scale = divide_up(m.group_size, kGroup);
     const int64_t next_bytes = divide_up(call.next_bytes, groups);
     const QuantizedRow row = quantized_row(m, const_cast<uint8_t*>(call.rows));
     const int64_t row_words = call.row_bytes / 4;
@@ -109,8 +113,8 @@ void multiply_int_tile(const TileCall& call, float* sums) {
     int64_t group = 0;
     while (group < groups) {
         const uint8_t* scales = codes;
-        codes += kScales == Scales::kRow ? 0 : scale_bytes(kScales);
-        const int64_t stop = kScales == Scales::kRow || group + groups_per_scale > groups ? groups : group + groups_per_scale;
+        codes += scale_bytes(kScales);
+        const int64_t stop = std::min(groups, group + groups_per_scale);
         for (; group < stop; ++group) {
             prefetch(next, next_bytes);
             next += next_bytes;

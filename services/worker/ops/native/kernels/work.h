@@ -1,5 +1,5 @@
-// Work split into pieces that threads take as they become free: one that the system has stopped holds up the others by no
-// more than a piece.
+// Work split into pieces that threads take as they become free: one that the system has stopped holds up the others by
+// no more than a piece.
 #pragma once
 
 #include <omp.h>

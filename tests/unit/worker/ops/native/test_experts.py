@@ -80,6 +80,12 @@ def test_more_tokens_than_are_computed_at_once_are_independent(isa: Isa) -> None
         assert torch.equal(kernel(x[row], expert_ids[row], weights[row]), output[row])
 
 
+def test_without_experts_there_is_nothing_to_add() -> None:
+    kernel = NativeOps(available_isas()[-1]).prepare_experts([], None, torch.float32)
+    no_choice = torch.empty(2, 0, dtype=torch.int64)
+    assert torch.equal(kernel(torch.ones(2, 3), no_choice, torch.empty(2, 0)), torch.zeros(2, 3))
+
+
 @pytest.mark.parametrize("expert_id", [-1, NUM_EXPERTS])
 def test_an_expert_that_does_not_exist_is_refused(expert_id: int) -> None:
     experts = [expert("float", number) for number in range(NUM_EXPERTS)]
