@@ -42,7 +42,7 @@ class Format:
 
 FORMATS: dict[str, Format] = {
     "fp32": Format(
-        flags=("--worker.dtype=float32",),
+        flags=("--worker.dtype=float32", "--worker.quantization=none"),
         peers=("transformers",),
         throughput_targets={1: 2.0, 8: 2.0, 32: 2.0},
         prefill_target=1.0,
@@ -51,7 +51,7 @@ FORMATS: dict[str, Format] = {
         kv_bytes=4,
     ),
     "bf16": Format(
-        flags=("--worker.dtype=bfloat16",),
+        flags=("--worker.dtype=bfloat16", "--worker.quantization=none"),
         peers=("vllm-bf16",),
         throughput_targets={1: 1.2, 8: 1.2, 32: 1.0},
         prefill_target=1.0,
@@ -60,7 +60,7 @@ FORMATS: dict[str, Format] = {
         kv_bytes=2,
     ),
     "int8": Format(
-        flags=("--worker.quantization=int8",),
+        flags=("--worker.quantization=int8", "--worker.kv-cache-dtype=bfloat16"),
         peers=("openvino-int8", "llama-cpp-q8_0", "vllm-w8a8"),
         throughput_targets={1: 1.2, 8: 1.3, 32: 1.3},
         prefill_target=0.6,
@@ -69,7 +69,7 @@ FORMATS: dict[str, Format] = {
         kv_bytes=2,
     ),
     "int4": Format(
-        flags=("--worker.quantization=int4",),
+        flags=("--worker.quantization=int4", "--worker.kv-cache-dtype=bfloat16"),
         peers=("llama-cpp-q4_0",),
         throughput_targets={1: 1.1, 8: 1.5, 32: 1.5},
         prefill_target=0.6,
