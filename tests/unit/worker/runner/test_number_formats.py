@@ -14,6 +14,7 @@ from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadOptions, load_model
 from services.worker.ops import load_ops
 from services.worker.ops.matrix_rows import MatrixFormat
+from services.worker.ops.native.isa import Isa, available_isas
 from services.worker.parallel.communicator import Parallel
 from services.worker.runner.model_runner import build_model_runner, numerics_fingerprint
 from services.worker.runner.number_formats import (
@@ -44,6 +45,15 @@ def test_a_cache_is_stored_as_the_model_or_as_kernels_can(backend: str) -> None:
     else:
         with pytest.raises(DeviceError, match=f"--kv-cache-dtype int8: the kernels of {backend} have only float32"):
             choose_kv_dtype("int8", torch.float32, ops)
+
+
+def test_native_kernels_quantise_to_int8_and_take_bfloat16_where_the_processor_does() -> None:
+    ops = load_ops("native")
+    if ops.name != "native":
+        pytest.skip("this machine cannot build native kernels")
+    assert choose_quantization("auto", ops) is MatrixFormat.INT8
+    has_bfloat16 = Isa.AVX512_BF16 in available_isas()
+    assert choose_dtype("auto", ops) is (torch.bfloat16 if has_bfloat16 else torch.float32)
 
 
 def test_what_is_set_is_not_chosen() -> None:
