@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_HUGE_PAGE_BYTES = 2 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class CacheTensor:
@@ -88,10 +90,14 @@ class KvCache:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of zeros. On the CPU the kernel zeroes pages on first use, so a large cache takes no time at start.
 
-    torch would write all of them: a second per GiB, or several if huge pages must be found.
+    torch would write all of them: a second per GiB, or several if huge pages must be found. Pages are huge where the
+    system has them, since a decode step reads rows of a few hundred bytes from everywhere in a cache; the first is used
+    here already, so that the first request does not wait for it.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
+    for place in {0, min(_HUGE_PAGE_BYTES, len(memory) - 1)}:
+        memory[place] = 0
     return torch.frombuffer(memory, dtype=dtype).view(shape)
