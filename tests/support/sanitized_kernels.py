@@ -34,7 +34,7 @@ def main(tests: list[str]) -> int:
     """Run `tests`; returns pytest's exit code. A finding ends the process with its report."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "build", partial(build, extra_flags=_FLAGS))
-        return pytest.main(["-q", "-p", "no:cacheprovider", *tests])
+        return pytest.main(["-q", "-s", "-p", "no:cacheprovider", *tests])
 
 
 if __name__ == "__main__":

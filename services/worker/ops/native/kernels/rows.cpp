@@ -36,7 +36,9 @@ void quantize_group(const T* x, int64_t count, Kind kind, int8_t* codes, float* 
     const Floats inverse = fill(bound > kSmallest ? 127.0f / bound : 0.0f);
     Ints sum = fill_ints(0);
     for (int part = 0; part < kParts; ++part) {
-        const Ints rounded = round_to_ints(mul(values[part], inverse));
+        // A NaN becomes a code like any other: the scale will be NaN.
+        const Floats levels = max(min(mul(values[part], inverse), fill(127.0f)), fill(-127.0f));
+        const Ints rounded = round_to_ints(levels);
         store_low_bytes(codes + part * kLanes, rounded);
         sum = add(sum, rounded);
     }
