@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cell import Cell, start_cell
+from tests.support.cell import FLOAT32, Cell, start_cell
 from tests.support.tiny_llama import write_tiny_llama
 
 
@@ -19,9 +19,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def real_cell(real_model: Path) -> Iterator[Cell]:
-    """A cell that serves the real model with default settings. Tests must leave it as they found it."""
-    with start_cell(real_model) as cell:
+def real_cell(float32_model: Path) -> Iterator[Cell]:
+    """A cell that serves the real model in float32, as answers of quantised weights depend on the processor's kernels.
+
+    Tests must leave it as they found it.
+    """
+    with start_cell(float32_model, *FLOAT32) as cell:
         yield cell
 
 

@@ -11,7 +11,7 @@ import pytest
 from lockstep.v1 import scheduler_pb2, tokenizer_pb2
 from services.worker.ops import BACKEND_NAMES
 from shared.model_dir import ModelDirectoryError
-from tests.support.cell import start_cell
+from tests.support.cell import FLOAT32, start_cell
 from tests.support.client import connect, token_request
 from tests.support.generation import Way, generate
 from tests.support.parity import SmallModels, TransformersModel, load_paged, make_prompts, wrong_tokens
@@ -43,7 +43,7 @@ async def ask(
     model_dir: Path, backend: str, *flags: str, num_rounds: int = 1
 ) -> tuple[list[list[int]], scheduler_pb2.GetStateResponse]:
     """The completions of `PROMPTS`, all sent at once, `num_rounds` times; they must be equal each time."""
-    with start_cell(model_dir, f"--worker.ops-backend={backend}", "--worker.num-threads=1", *flags) as cell:
+    with start_cell(model_dir, f"--worker.ops-backend={backend}", "--worker.num-threads=1", *FLOAT32, *flags) as cell:
         async with connect(cell) as client:
             rounds = [await asyncio.gather(*map(client.generate, requests())) for _ in range(num_rounds)]
             state = await client.wait_until_idle()

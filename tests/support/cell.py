@@ -26,6 +26,10 @@ from tests.support.processes import ROOT, module_command, module_environment
 _POLL_S = 0.02
 
 
+# The fast kernels compute as transformers does, instead of with what they choose.
+FLOAT32 = ("--worker.dtype=float32", "--worker.quantization=none")
+
+
 class Cell:
     """A running `lockstep serve` and its services. `start_cell` makes one and ends it.
 
