@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from services.worker.ops import BACKEND_NAMES
+from services.worker.ops import BACKEND_NAMES, load_ops
+from services.worker.ops.matrix_rows import MatrixFormat
 from shared.model_dir import CONFIG
 from tests.support.parity import SmallModels, load_paged, make_prompts
 from tests.support.quantized_checkpoints import (
@@ -38,6 +39,9 @@ MXFP4 = {
         "lm_head",
     ],
 }
+
+
+MOST_ROUNDING = 0.03
 
 
 def logits_of(directory: Path, backend: str) -> Tensor:
@@ -84,6 +88,10 @@ def test_gpt_oss_computes_the_same_from_mxfp4_as_from_its_values(tmp_path: Path,
     config = json.loads((plain / CONFIG).read_text())
     write_checkpoint(plain, tmp_path / "stored", {**config, "quantization_config": MXFP4}, stored)
     write_checkpoint(plain, tmp_path / "values", config, meant)
-    expected = logits_of(tmp_path / "values", backend)
-    assert torch.equal(logits_of(tmp_path / "stored", backend), expected)
+    expected, actual = (logits_of(tmp_path / name, backend) for name in ("values", "stored"))
+    if MatrixFormat.MXFP4 in load_ops(backend).formats:
+        # Kernels for the format quantise activations to 8 bits, whose rounding is about a hundredth of a typical value.
+        assert (actual - expected).std() < MOST_ROUNDING * expected.std()
+    else:
+        assert torch.equal(actual, expected)
     assert (logits_of(plain, backend) - expected).abs().max() > 1e-2
