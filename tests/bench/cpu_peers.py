@@ -18,7 +18,7 @@ peer's.
     large    a random Llama of 1.1 B parameters in int8, beside llama.cpp
 
 What a step reads is weights and KV cache, without scales; its time is that between two tokens. Memory is private memory
-of the worker above what importing it takes: at most packed weights, the KV cache in use and 200 MiB.
+that the worker has written to, above what importing it takes: at most packed weights, the KV cache touched and 200 MiB.
 """
 
 from __future__ import annotations
@@ -230,8 +230,8 @@ class Bench:
     def _memory_rows(self, name: str, size: ModelSize, own: OwnCell) -> Iterator[Row]:
         form = FORMATS[name]
         weights, importing = size.weight_bytes(form), importing_bytes()
-        num_tokens = self.loads.max_num_seqs * (self.loads.num_prompt_tokens + self.loads.num_output_tokens)
-        kv_cache = size.kv_bytes(form, max(num_tokens, self.loads.num_prefill_tokens))
+        # Blocks that were never used come before those that a later prompt may share.
+        kv_cache = size.kv_bytes(form, self._args.repeats * self.loads.num_tokens)
         now = private_bytes(own.engine.cell.role_to_process["worker"].pid)
         for title, value, allowed in (("loading", own.peak_bytes, weights), ("serving", now, weights + kv_cache)):
             metric = f"{name}, private memory above importing, {title}"

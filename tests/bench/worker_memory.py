@@ -1,4 +1,4 @@
-"""The private memory of a worker process: what no other process shares, whether it has been written to or not."""
+"""The private memory of a worker process: what it has written to. Files that it reads are in the system's own cache."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def importing_bytes() -> int:
 
 def _parse(rollup: str) -> int:
     lines = [line.split() for line in rollup.splitlines()]
-    return sum(int(line[1]) * 1024 for line in lines if line and line[0] in ("Private_Clean:", "Private_Dirty:"))
+    return next(int(line[1]) * 1024 for line in lines if line and line[0] == "Private_Dirty:")
 
 
 class MemoryWatch:

@@ -38,6 +38,12 @@ class Loads:
         return max(self.requests)
 
     @property
+    def num_tokens(self) -> int:
+        """Of all sequences together, whose KV blocks are those of a repeat."""
+        in_loads = sum(self.requests) * (self.num_prompt_tokens + self.num_output_tokens)
+        return in_loads + self.num_prefill_tokens
+
+    @property
     def max_num_tokens(self) -> int:
         """The longest sequence."""
         return max(self.num_prompt_tokens + self.num_output_tokens, self.num_prefill_tokens + 1)
