@@ -27,6 +27,7 @@ METHOD_TO_ROLES = {
     "/lockstep.internal.v1.ExchangeService/Exchange": frozenset({Role.TOKENIZER}),
     "/lockstep.internal.v1.WorkerService/Attach": frozenset({Role.SCHEDULER}),
     "/lockstep.internal.v1.WorkerService/Execute": frozenset({Role.SCHEDULER}),
+    "/lockstep.internal.v1.WorkerService/Profile": frozenset({Role.OPERATOR}),
     "/lockstep.internal.v1.WorkerService/Restart": frozenset({Role.SCHEDULER}),
     "/lockstep.internal.v1.GroupService/Join": frozenset({Role.WORKER}),
     "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": frozenset({Role.OPERATOR}),

@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -125,7 +126,7 @@ async def test_ctrl_c_cancels_the_call(real_cell: Cell) -> None:
 
 
 def test_ctrl_c_in_a_conversation_ends_the_answer_and_twice_it_leaves(
-    real_cell: Cell, monkeypatch: pytest.MonkeyPatch
+    real_cell: Cell, float32_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # This terminal does not answer cursor position requests.
     monkeypatch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")
@@ -136,7 +137,7 @@ def test_ctrl_c_in_a_conversation_ends_the_answer_and_twice_it_leaves(
         popen_lockstep(*command, stdin=program, stdout=program, stderr=program) as process,
     ):
         greeting = read_until(person, READS)
-        assert f"smollm2-135m-instruct on {real_cell.address}. /help lists the commands" in greeting
+        assert f"{float32_model.name} on {real_cell.address}. /help lists the commands" in greeting
         os.write(person, b"/system\r")
         assert "You tell stories." in read_until(person, READS)
         # Alt-Enter, which sends Escape and Enter, inserts a line break.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -115,11 +116,11 @@ async def test_a_cancelled_call_frees_its_blocks_and_its_neighbour_goes_on(real_
         await client.wait_until_idle()
 
 
-async def test_the_model_and_its_limits_are_told(real_cell: Cell) -> None:
+async def test_the_model_and_its_limits_are_told(real_cell: Cell, float32_model: Path) -> None:
     async with connect(real_cell) as client:
         info = await client.tokenizer.GetModelInfo(tokenizer_pb2.GetModelInfoRequest())
         state = await client.state()
-    assert (info.model, info.context_length, info.logits_width) == ("smollm2-135m-instruct", 8192, 49152)
+    assert (info.model, info.context_length, info.logits_width) == (float32_model.name, 8192, 49152)
     assert (list(info.eos_token_ids), info.has_chat_template) == ([2], True)
     assert info.num_pool_tokens == state.num_blocks * state.block_size
 
