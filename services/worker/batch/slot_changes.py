@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from services.worker.forward.staging import HostArrays
 from services.worker.step import EnteringSequence, Int32Column
-
-HostArrays = dict[str, npt.NDArray[Any]]
-"""Arrays of one transfer to the device, by name."""
 
 _IntArray = npt.NDArray[np.integer[Any]]
 # Slots, columns, block ids.

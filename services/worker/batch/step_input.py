@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.worker.batch.replay import ReplayedChunk
-from services.worker.batch.slot_changes import HostArrays
+from services.worker.forward.staging import HostArrays
 from services.worker.step import Int32Column, PrefillChunk
 
 _NO_SLOTS: Int32Column = np.empty(0, np.int32)

@@ -9,7 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.worker.batch.slot_changes import HostArrays
+HostArrays = dict[str, npt.NDArray[Any]]
+"""Arrays of one transfer to the device, by name."""
 
 # Every dtype may begin here.
 _ALIGNMENT = 16

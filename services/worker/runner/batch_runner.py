@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from services.worker.batch.enter_checks import require
-from services.worker.batch.slot_changes import HostArrays
 from services.worker.batch.step_input import StepInput, StepTokens
 from services.worker.forward.forward_context import (
     AttentionMetadata,
@@ -21,7 +20,7 @@ from services.worker.forward.forward_context import (
     forward_context,
 )
 from services.worker.forward.kv_cache import KvCache
-from services.worker.forward.staging import Staging
+from services.worker.forward.staging import HostArrays, Staging
 from services.worker.layout import RankLayout
 from services.worker.ops import DecodeRows
 from services.worker.runner.device_batch import DeviceBatch

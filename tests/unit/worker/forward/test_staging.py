@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from services.worker.batch.slot_changes import HostArrays
-from services.worker.forward.staging import PinnedStaging, SharedStaging, to_device
+from services.worker.forward.staging import HostArrays, PinnedStaging, SharedStaging, to_device
 
 
 def test_on_the_cpu_a_tensor_shares_the_arrays_memory() -> None:
