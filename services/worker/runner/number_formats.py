@@ -74,7 +74,7 @@ def check_ranks_agree(loaded: LoadedModel, parallel: Parallel) -> None:
 
 def log_loaded(loaded: LoadedModel, ops: Ops, *, duration_s: float) -> None:
     """Say what the model computes in."""
-    dtype = str(loaded.model.dtype).removeprefix("torch.")
+    dtype = _name(loaded.model.dtype)
     weights = "+".join(sorted(each.value for each in loaded.packed_formats)) or dtype
     fields: dict[str, object] = {
         "weights": weights,

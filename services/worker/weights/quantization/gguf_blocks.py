@@ -77,7 +77,7 @@ class GgufFormat:
     def dequantize(self, parts: Mapping[str, Tensor], rows: range, columns: range) -> Tensor:
         """See `LayerFormat`. The same operations as ggml's, so the same bits."""
         header, codes = self._read(parts, rows, columns)
-        values = codes.float().mul_(header[..., :1])
+        values = (codes - 8 if self.block_type is Q4_0 else codes).float().mul_(header[..., :1])
         if self.block_type is Q4_1:
             values += header[..., 1:]
         skipped = columns.start % _VALUES
@@ -91,10 +91,10 @@ class GgufFormat:
         scales, offsets = header[..., 0].contiguous(), None
         if self.block_type is Q4_1:
             # IntMatrix's codes of four bits have 8 subtracted.
-            offsets, codes = header[..., 1].add(scales, alpha=8), codes - 8
+            offsets = header[..., 1].add(scales, alpha=8)
         codes = codes.flatten(1)
         if self.block_type.num_bits == 4:
-            pairs = (codes + 8).view(torch.uint8).view(len(codes), -1, 2)
+            pairs = codes.view(torch.uint8).view(len(codes), -1, 2)
             codes = pairs[..., 0] | pairs[..., 1] << 4
         return IntMatrix(self.block_type.num_bits, codes.contiguous(), scales, _VALUES, offsets)
 
@@ -107,11 +107,10 @@ class GgufFormat:
         return header, self._codes(blocks[..., num_header_bytes:])
 
     def _codes(self, stored: Tensor) -> Tensor:
-        """The codes of blocks [..., bytes], as [..., 32] int8; Q4_0's have 8 subtracted."""
+        """The codes of blocks [..., bytes], as [..., 32] int8; those of four bits are 0 to 15."""
         if self.block_type is Q8_0:
             return stored.contiguous().view(torch.int8)
-        codes = torch.cat((stored & 0xF, stored >> 4), dim=-1).view(torch.int8)
-        return codes - 8 if self.block_type is Q4_0 else codes
+        return torch.cat((stored & 0xF, stored >> 4), dim=-1).view(torch.int8)
 
 
 def block_types(tensors: Mapping[str, Tensor]) -> dict[str, BlockType]:
