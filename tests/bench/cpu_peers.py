@@ -8,7 +8,7 @@ Ours answers through all three services over gRPC. A peer is a library in one pr
 token ids. The first run makes the peers' environments and model files in .cache/: half an hour on two cores, 4 GB.
 A peer that cannot be installed, or does not run here, is left out by name.
 
-For each format of weights, our cell and its peers take turns, repeat by repeat; whoever does not compute is idle. A
+For each format of weights, our cell and its peers take turns, repeat by repeat; a side that does not compute is idle. A
 load is a number of requests that start together: output tokens per second, with prefill; or one long prompt with one
 output token. A figure is that of the best repeat, since other work on the machine only slows. The reference is the best
 peer's.

@@ -22,7 +22,7 @@ class PackingOps(ReferenceOps):
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[MatrixFormat | None] = Counter()
-        """How many products have weights in each format; None stands for tensors."""
+        """How many products have weights in each format; None means tensors."""
         self.tied: Matrix | None = None
 
     def prepare_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> LinearKernel:

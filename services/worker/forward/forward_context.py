@@ -58,7 +58,7 @@ class DpMetadata:
     num_tokens_across_dp: tuple[int, ...] = ()
     """Tokens of each rank, 1 for a dummy; empty if ranks are not coupled."""
     graph_batch_size: int = 0
-    """Of the graph that every rank runs; 0 if they run eagerly, or are not coupled."""
+    """The size of the graph that every rank runs; 0 if they run eagerly, or are not coupled."""
 
 
 UNCOUPLED = DpMetadata()

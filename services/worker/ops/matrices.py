@@ -17,7 +17,7 @@ from torch import Tensor
 class IntMatrix:
     """Integers with scales: element [n, k] is `code[n, k] * scales[n, g] + offsets[n, g]`, g = k // group_size.
 
-    Tensors are contiguous. It has no dtype of its own: whoever prepares it says which one its products are in.
+    Tensors are contiguous. It has no dtype of its own: its products have the dtype that it is prepared for.
     """
 
     num_bits: int

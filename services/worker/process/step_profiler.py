@@ -45,7 +45,7 @@ class StepProfiler:
         self._profile, self._recording, self._num_left = started, recording, num_steps
 
     def abandon(self, recording: Future[str]) -> None:
-        """Drop a recording that nobody waits for any more."""
+        """Drop a recording whose caller has gone."""
         if self._recording is recording:
             self._take().stop()
 

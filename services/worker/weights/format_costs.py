@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Cost:
-    """Of the matrices of one format that were treated alike."""
+    """What the matrices of one format take that were treated alike."""
 
     num_matrices: int = 0
     stored_bytes: float = 0

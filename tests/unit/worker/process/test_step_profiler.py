@@ -1,4 +1,4 @@
-"""Recordings that nobody waits for any more."""
+"""Recordings whose caller has gone."""
 
 from __future__ import annotations
 
