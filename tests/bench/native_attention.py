@@ -22,6 +22,7 @@ from torch import Tensor
 from services.worker.forward.forward_context import AttentionMetadata
 from services.worker.forward.kv_cache import KvCache, KvCacheSpec, attention_cache
 from services.worker.ops import AttentionParams, Ops, load_ops
+from shared.cores import num_usable_cores
 from tests.bench.report import Row, compare, report
 from tests.support.attention_batches import Batch, random
 
@@ -113,15 +114,17 @@ def read_rate(duration_s: float) -> float:
 def main() -> None:
     """Measure, print the table, write the JSON."""
     args = _parse_args()
-    torch.set_num_threads(args.num_threads or torch.get_num_threads())
     with torch.inference_mode():
         rows = list(_rows(args))
-    print(f"{torch.get_num_threads()} threads, {load_ops('native').numerics()}")
+    print(f"{args.num_threads} threads, {load_ops('native').numerics()}")
     report(rows, args.json)
 
 
 def _rows(args: argparse.Namespace) -> Iterator[Row]:
     native, cpu = load_ops("native"), load_ops("cpu")
+    # The `cpu` backend's, which are torch's, come last: `native` leaves one to torch.
+    for ops in (native, cpu):
+        ops.use_threads(args.num_threads)
     duration_s, num_layers = (0.02, 2) if args.quick else (args.seconds, 8)
     rate = read_rate(duration_s)
     for name in QUICK_CASES if args.quick else CASES:
@@ -146,7 +149,7 @@ def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two cases, few short runs")
     parser.add_argument("--seconds", type=float, default=1.0, help="time for each figure")
-    parser.add_argument("--num-threads", type=int, help="by default as many as torch takes")
+    parser.add_argument("--num-threads", type=int, default=num_usable_cores(), help="all cores by default")
     parser.add_argument("--json", type=Path, help="write the rows to this file too")
     return parser.parse_args()
 

@@ -6,7 +6,7 @@
 For each model all products of a layer are called one after the other, layer by layer, so that no weights are still in a
 cache from the last call. A time is the sum of each product's shortest: other processes only make calls longer. The
 bounds are a loop that only reads memory, and one that only multiplies bytes in registers; float products are compared
-with the `cpu` backend instead. All of it is on torch's threads.
+with the `cpu` backend instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from struct import Struct
 
-# Read by OpenMP when torch loads it; as in the worker.
+# Read by OpenMP when torch loads it, for the `cpu` backend; as in the worker.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -31,6 +31,7 @@ from services.worker.ops import LinearKernel, Matrix, Ops, load_ops
 from services.worker.ops.matrices import IntMatrix, Mxfp4Matrix
 from services.worker.ops.native.isa import Isa, available_isas
 from services.worker.ops.native.library import load_library
+from shared.cores import num_usable_cores
 from tests.bench.report import Row, compare, report
 
 # (out_features, in_features) of query-key-value, output, gate-up and down projections.
@@ -125,6 +126,9 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     """One section for each model and format."""
     isa = Isa(arguments.isa) if arguments.isa else available_isas()[-1]
     native, cpu = load_ops("native", isa.value), load_ops("cpu")
+    # The `cpu` backend's, which are torch's, come last: `native` leaves one to torch.
+    for ops in (native, cpu):
+        ops.use_threads(arguments.num_threads)
     machine = Machine(isa, size_mib=arguments.read_mib, repeats=arguments.repeats)
     yield Row("memory read", machine.read_gb_s, "GB/s")
     yield Row("int8 products", machine.dot_gop_s, "GOP/s")
@@ -156,11 +160,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="layers of weights, which should not fit in a cache")
     parser.add_argument("--read-mib", type=int, default=256, help="memory that the read loop reads")
     parser.add_argument("--repeats", type=int, default=40, help="fewer for many rows")
-    parser.add_argument("--num-threads", type=int, help="all cores by default")
+    parser.add_argument("--num-threads", type=int, default=num_usable_cores(), help="all cores by default")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    if arguments.num_threads:
-        torch.set_num_threads(arguments.num_threads)
     report(list(measure(arguments)), arguments.json)
 
 

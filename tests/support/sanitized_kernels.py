@@ -20,8 +20,7 @@ _FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g
 def sanitizer_environment() -> dict[str, str]:
     """Variables for a process that runs this module.
 
-    Python's own memory is not freed at exit, and threads of OpenMP outlive their stacks' bookkeeping: leaks are not
-    reported.
+    Python's own memory is not freed at exit, nor is the pool of threads: leaks are not reported.
     """
     libraries = [
         subprocess.run(["g++", f"-print-file-name={name}"], check=True, capture_output=True, text=True).stdout.strip()

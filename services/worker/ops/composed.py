@@ -31,6 +31,15 @@ class ComposedOps(Ops, Protocol):
     automatic_quantization: MatrixFormat | None = None
     kv_dtypes: tuple[torch.dtype, ...] = ()
 
+    @property
+    def num_threads(self) -> int:
+        """See `Ops.num_threads`: torch's."""
+        return torch.get_num_threads()
+
+    def use_threads(self, count: int) -> None:
+        """See `Ops.use_threads`."""
+        torch.set_num_threads(count)
+
     def prepare_embedding(self, weight: Matrix, dtype: torch.dtype) -> EmbeddingKernel:
         """See `Ops.prepare_embedding`: dense."""
         return partial(F.embedding, weight=dense(weight, dtype))

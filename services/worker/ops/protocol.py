@@ -53,6 +53,13 @@ class Ops(Protocol):
     def numerics(self) -> str:
         """All that this backend's results depend on: equal strings mean equal bits."""
 
+    @property
+    def num_threads(self) -> int:
+        """How many of the CPU's threads its kernels run on."""
+
+    def use_threads(self, count: int) -> None:
+        """Run kernels, torch's too, on so many of the CPU's threads from now on."""
+
     # -- Batch --------------------------------------------------------------------------------------------
 
     def advance_batch(

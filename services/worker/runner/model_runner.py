@@ -233,12 +233,12 @@ def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], 
         ModelDirectoryError: this worker cannot run what the directory holds.
         RuntimeError: the rendezvous with the failure domain's other processes failed.
     """
-    torch.set_num_threads(settings.num_threads or num_usable_cores())
     choice, layout = choose_device(settings.device_request), settings.layout
     device = choice.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
     ops = load_ops(choice.ops_backend, settings.native_isa)
+    ops.use_threads(settings.num_threads or num_usable_cores())
     parallel = make_parallel(layout, _rendezvous(settings), is_exact=ops.is_exact, device=device.type)
     with_mtp = settings.draft_proposer == "mtp"
     quantization = choose_quantization(settings.quantization, ops)

@@ -82,7 +82,7 @@ def log_loaded(loaded: LoadedModel, ops: Ops, *, duration_s: float) -> None:
         "backend": ops.name,
         "instructions": ops.instructions,
     }
-    fields |= {"threads": torch.get_num_threads(), "seconds": round(duration_s, 1)}
+    fields |= {"threads": ops.num_threads, "seconds": round(duration_s, 1)}
     logger.info("the model is loaded", extra=fields)
 
 

@@ -85,7 +85,7 @@ class NativePlan(CpuPlan):
     def _cut(self, heads: Heads) -> Pieces:
         metadata, workspace = self.metadata, self._workspace
         starts, lengths = metadata.cu_seqlens_q.contiguous(), metadata.context_lens.contiguous()
-        num_threads, sizes_of_heads = torch.get_num_threads(), (heads[0] or 0, *heads[1:])
+        num_threads, sizes_of_heads = self._library.ls_num_threads(), (heads[0] or 0, *heads[1:])
         sizes = (ctypes.c_int64 * _NUM_SIZES)()
         capacity, needed = 0, 4 * (len(lengths) + num_threads)
         while needed > capacity:

@@ -42,11 +42,21 @@ class NativeOps(NativeProducts, NativeExpertOps, NativeElementwise, NativeHeads,
         self._isa = isa
         self._library = load_library(isa)
 
+    @property
+    def num_threads(self) -> int:
+        """See `Ops.num_threads`."""
+        return int(self._library.ls_num_threads())
+
+    def use_threads(self, count: int) -> None:
+        """See `Ops.use_threads`. One pool: torch's kernels, which are small here, run on the caller's thread."""
+        self._library.ls_set_num_threads(count)
+        torch.set_num_threads(1)
+
     def numerics(self) -> str:
         """See `Ops.numerics`."""
         # The library's name is a digest of the kernels, the compiler and its flags.
         kernels = f"{self._isa.value} kernels-{Path(self._library._name).stem}"
-        return f"native torch-{torch.__version__} {kernels} {super().numerics()}"
+        return f"native torch-{torch.__version__} {kernels} pool-{self.num_threads} {super().numerics()}"
 
 
 def load_native_ops(isa_name: str) -> Ops:

@@ -16,7 +16,7 @@ from shared.cores import num_usable_cores
 
 _SOURCES = Path(__file__).parent / "kernels"
 _COMPILERS = ("g++", "clang++")
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fvisibility=hidden", "-Wall", "-Wextra")
+_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-fno-math-errno", "-fvisibility=hidden", "-Wall", "-Wextra")
 
 
 class BuildError(Exception):
@@ -82,8 +82,7 @@ def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], library
         with ThreadPoolExecutor(max_workers=num_usable_cores()) as pool:
             list(pool.map(compile_one, sources, objects))
         linked = work_dir / library.name
-        # Not linked with OpenMP's library: torch brings its own, whose threads the kernels share (see `library`).
-        _run([compiler, "-shared", *map(str, objects), "-o", str(linked)])
+        _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(linked)])
         linked.rename(library)
 
 

@@ -1,9 +1,9 @@
 // What all kernels share: the calling convention, and names for the types of tensors.
 //
 // Functions are plain C, take addresses, sizes in elements and strides in elements, and neither allocate what they return
-// nor throw: callers have checked every size. They run on the threads of the caller's OpenMP runtime. A kernel takes its
-// arguments as one structure of fields of 8 bytes, which Python packs (`struct`) and passes as bytes: that costs 0.4
-// microseconds, where ctypes needs 0.2 for each argument on its own.
+// nor throw: callers have checked every size. They run on the threads of `pool.h`. A kernel takes its arguments as one
+// structure of fields of 8 bytes, which Python packs (`struct`) and passes as bytes: that costs 0.4 microseconds, where
+// ctypes needs 0.2 for each argument on its own.
 #pragma once
 
 #include <cstddef>

@@ -1,9 +1,6 @@
 // Runs the pieces of a step's attention on all threads, and merges the results of pieces that have the same rows.
 #include "attention.h"
-
-#include <atomic>
-
-#include "threads.h"
+#include "pool.h"
 
 namespace lockstep {
 namespace {
@@ -148,18 +145,7 @@ LS_EXPORT void ls_plan_attention(const PlanArgs* args) { plan(*args); }
 
 LS_EXPORT void ls_attention(const AttentionArgs* args) {
     const Step& step = *args->step;
-    if (step.num_threads == 1) {
-        for (int64_t i = 0; i < step.num_pieces; ++i) {
-            attend(*args, step.pieces[i], step.scratch);
-        }
-        return;
-    }
-    std::atomic<int64_t> next{0};
-#pragma omp parallel num_threads(step.num_threads)
-    {
-        float* const memory = step.scratch + omp_get_thread_num() * step.scratch_size;
-        for (int64_t i = next.fetch_add(1); i < step.num_pieces; i = next.fetch_add(1)) {
-            attend(*args, step.pieces[i], memory);
-        }
-    }
+    for_pieces(step.num_pieces, step.num_threads, [&](int64_t piece) {
+        attend(*args, step.pieces[piece], step.scratch + thread_number() * step.scratch_size);
+    });
 }

@@ -1,8 +1,8 @@
 // Norms, the activation and the choice of the largest logit: row by row, in float32.
 #include <cmath>
 
+#include "pool.h"
 #include "simd.h"
-#include "threads.h"
 
 namespace lockstep {
 namespace {

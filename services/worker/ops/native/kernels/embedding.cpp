@@ -2,7 +2,7 @@
 #include <cmath>
 
 #include "matrix.h"
-#include "work.h"
+#include "pool.h"
 
 namespace lockstep::products {
 
@@ -89,22 +89,19 @@ struct RowsCall {
 
 // Dequantises rows of `m`. Returns `count`, or the place of an id that is not a row, and nothing is written then.
 LS_EXPORT int64_t ls_rows(const RowsCall* call) {
-    static thread_local Scratch own_scratch;
     const Matrix& m = *call->m;
     for (int64_t place = 0; place < call->count; ++place) {
         if (call->ids[place] < 0 || call->ids[place] >= m.num_rows) return place;
     }
-    Pieces rows(call->count);
-    on_threads(call->count > 4, [&] {
-        auto* values = reinterpret_cast<float*>(own_scratch.reserve(m.num_columns * 4));
-        rows.take([&](int64_t place) {
-            read_row(m, call->ids[place], values);
-            if (m.dtype == DType::kFloat32) {
-                store_row(values, m.num_columns, static_cast<float*>(call->out) + place * m.num_columns);
-            } else {
-                store_row(values, m.num_columns, static_cast<bf16*>(call->out) + place * m.num_columns);
-            }
-        });
+    for_pieces(call->count, call->count > 4 ? num_threads() : 1, [&](int64_t place) {
+        static thread_local Buffer buffer;
+        auto* values = reinterpret_cast<float*>(buffer.reserve(m.num_columns * 4));
+        read_row(m, call->ids[place], values);
+        if (m.dtype == DType::kFloat32) {
+            store_row(values, m.num_columns, static_cast<float*>(call->out) + place * m.num_columns);
+        } else {
+            store_row(values, m.num_columns, static_cast<bf16*>(call->out) + place * m.num_columns);
+        }
     });
     return call->count;
 }

@@ -3,8 +3,8 @@
 // Rows are pairs of a token and one of its experts, sorted by expert, so that an expert's rows are multiplied together.
 #include <algorithm>
 
+#include "pool.h"
 #include "product.h"
-#include "work.h"
 
 namespace lockstep::products {
 
@@ -63,23 +63,17 @@ public:
           inner_(call.experts[0].down->num_columns),
           hidden_(call.experts[0].down->num_rows) {}
 
-    // Compute on all threads. `scratch` is this thread's.
-    void run(Scratch& scratch) {
-        reserve(scratch);
+    // Compute on all threads. `buffer` is this thread's.
+    void run(Buffer& buffer) {
+        reserve(buffer);
         sort_rows();
-        Pieces inputs(num_rows_), first(num_active_ * tiles_of(true)), inner(num_rows_);
-        Pieces second(num_active_ * tiles_of(false)), sums(num_tokens_);
-        on_threads(true, [&] {
-            inputs.take([&](int64_t row) { prepare_input(row); });
-            wait_for_all();
-            first.take([&](int64_t piece) { multiply(piece, true); });
-            wait_for_all();
-            inner.take([&](int64_t row) { prepare_inner(row); });
-            wait_for_all();
-            second.take([&](int64_t piece) { multiply(piece, false); });
-            wait_for_all();
-            sums.take([&](int64_t token) { add_up(token); });
-        });
+        run_phases(
+            num_threads(),
+            Phase{num_rows_, [this](int64_t row) { prepare_input(row); }},
+            Phase{num_active_ * tiles_of(true), [this](int64_t piece) { multiply(piece, true); }},
+            Phase{num_rows_, [this](int64_t row) { prepare_inner(row); }},
+            Phase{num_active_ * tiles_of(false), [this](int64_t piece) { multiply(piece, false); }},
+            Phase{num_tokens_, [this](int64_t token) { add_up(token); }});
     }
 
 private:
@@ -88,7 +82,7 @@ private:
     }
     int64_t tiles_of(bool is_first) const { return num_tiles(matrix(0, is_first)); }
 
-    void reserve(Scratch& scratch) {
+    void reserve(Buffer& buffer) {
         // Experts may have different formats.
         for (int64_t expert = 0; expert < call_.num_experts; ++expert) {
             row_bytes_ = std::max(row_bytes_, prepared_row_bytes(matrix(expert, true)));
@@ -96,7 +90,7 @@ private:
         }
         const int64_t floats = round_up(num_rows_ * (2 * inner_ + hidden_) * 4, 64);
         const int64_t numbers = num_rows_ * 3 + call_.num_experts * 2 + 2;
-        prepared_ = scratch.reserve(num_rows_ * row_bytes_ + floats + numbers * 8);
+        prepared_ = buffer.reserve(num_rows_ * row_bytes_ + floats + numbers * 8);
         projected_ = reinterpret_cast<float*>(prepared_ + num_rows_ * row_bytes_);
         outputs_ = projected_ + num_rows_ * 2 * inner_;
         source_ = reinterpret_cast<int64_t*>(prepared_ + num_rows_ * row_bytes_ + floats);
@@ -179,10 +173,10 @@ private:
 
 template <class T>
 void run(const ExpertsCall& call) {
-    static thread_local Scratch own_scratch;
+    static thread_local Buffer own_buffer;
     const int64_t tokens_at_once = std::max<int64_t>(1, kRowsAtOnce / call.num_chosen);
     for (int64_t first = 0; first < call.num_tokens; first += tokens_at_once) {
-        Step<T>(call, first, std::min(tokens_at_once, call.num_tokens - first)).run(own_scratch);
+        Step<T>(call, first, std::min(tokens_at_once, call.num_tokens - first)).run(own_buffer);
     }
 }
 

@@ -3,8 +3,8 @@
 #include <cmath>
 
 #include "cache.h"
+#include "pool.h"
 #include "simd.h"
-#include "threads.h"
 
 namespace lockstep {
 namespace {

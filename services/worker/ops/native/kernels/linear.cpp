@@ -1,8 +1,8 @@
 // Linear layers: `x @ weight.T + bias`.
 #include <algorithm>
 
+#include "pool.h"
 #include "product.h"
-#include "work.h"
 
 namespace lockstep::products {
 
@@ -12,8 +12,6 @@ namespace {
 constexpr int64_t kRowsAtOnce = 1024;
 // A thread multiplies a tile with this many bytes of prepared rows before it turns to the next: they stay in its cache.
 constexpr int64_t kCachedBytes = 1 << 20;
-// Up to this many bytes of prepared rows, each thread prepares all of them for itself rather than wait for others.
-constexpr int64_t kOwnBytes = 8 << 10;
 // Products with fewer elements are not worth waking threads.
 constexpr int64_t kSerialElements = 1 << 15;
 // Rows that a thread prepares at once.
@@ -22,7 +20,7 @@ constexpr int64_t kPreparedRows = 4;
 constexpr int64_t kPieceBytes = 32 << 10;
 
 template <class T>
-struct Job {
+struct Product {
     const Matrix& m;
     const T* x;
     int64_t x_stride;
@@ -32,49 +30,38 @@ struct Job {
 
     void prepare(int64_t row, uint8_t* rows) const { prepare_row(m, x + row * x_stride, rows + row * row_bytes); }
 
-    // Multiply all rows with a piece of the tiles at a time, so many rows at once that they stay in a cache.
-    void multiply(const uint8_t* rows, int64_t rows_at_once, int64_t tiles_at_once, Pieces& pieces) const {
-        const int64_t tiles = num_tiles(m), runs = divide_up(tiles, tiles_at_once);
-        pieces.take([&](int64_t piece) {
-            const int64_t first = piece / runs * rows_at_once;
-            const int64_t count = first + rows_at_once < num_rows ? rows_at_once : num_rows - first;
-            const int64_t start = piece % runs * tiles_at_once;
-            for (int64_t tile = start; tile < start + tiles_at_once && tile < tiles; ++tile) {
-                T* target = out + first * m.num_rows;
-                multiply_tile(m, tile, rows + first * row_bytes, row_bytes, count, target, m.num_rows);
-            }
-        });
+    // Multiply the rows from `first` on, `count` of them, with some of the tiles.
+    void multiply(const uint8_t* rows, int64_t first, int64_t count, int64_t first_tile, int64_t end_tile) const {
+        for (int64_t tile = first_tile; tile < end_tile; ++tile) {
+            T* target = out + first * m.num_rows;
+            multiply_tile(m, tile, rows + first * row_bytes, row_bytes, count, target, m.num_rows);
+        }
     }
 };
 
 template <class T>
-void run(const Job<T>& job) {
-    static thread_local Scratch own_scratch;
-    const Matrix& m = job.m;
-    const bool in_place = reads_in_place(m);
-    const int64_t bytes = job.num_rows * job.row_bytes;
-    const bool is_shared = !in_place && bytes > kOwnBytes;
+void run(const Product<T>& product) {
+    static thread_local Buffer buffer;
+    const Matrix& m = product.m;
+    const int64_t num_rows = product.num_rows, tiles = num_tiles(m);
     const int64_t rows_at_once = std::max<int64_t>(32, kCachedBytes / prepared_row_bytes(m));
-    const int64_t tiles_at_once = std::max<int64_t>(1, kPieceBytes / tile_bytes(m) / job.num_rows);
-    Pieces rows_to_prepare(divide_up(job.num_rows, kPreparedRows));
-    Pieces tiles(divide_up(job.num_rows, rows_at_once) * divide_up(num_tiles(m), tiles_at_once));
-    uint8_t* shared = is_shared ? own_scratch.reserve(bytes) : nullptr;
-    on_threads(job.num_rows * m.num_rows * m.num_columns >= kSerialElements, [&] {
-        const uint8_t* rows = reinterpret_cast<const uint8_t*>(job.x);
-        if (is_shared) {
-            rows_to_prepare.take([&](int64_t piece) {
-                const int64_t stop = std::min(job.num_rows, (piece + 1) * kPreparedRows);
-                for (int64_t row = piece * kPreparedRows; row < stop; ++row) job.prepare(row, shared);
-            });
-            wait_for_all();
-            rows = shared;
-        } else if (!in_place) {
-            uint8_t* own = own_scratch.reserve(bytes);
-            for (int64_t row = 0; row < job.num_rows; ++row) job.prepare(row, own);
-            rows = own;
-        }
-        job.multiply(rows, rows_at_once, tiles_at_once, tiles);
-    });
+    const int64_t tiles_at_once = std::max<int64_t>(1, kPieceBytes / tile_bytes(m) / num_rows);
+    const int64_t runs = divide_up(tiles, tiles_at_once);
+    const bool in_place = reads_in_place(m);
+    uint8_t* const prepared = in_place ? nullptr : buffer.reserve(num_rows * product.row_bytes);
+    const uint8_t* const rows = in_place ? reinterpret_cast<const uint8_t*>(product.x) : prepared;
+    const Phase prepare{in_place ? 0 : divide_up(num_rows, kPreparedRows), [&](int64_t piece) {
+        const int64_t end = std::min(num_rows, (piece + 1) * kPreparedRows);
+        for (int64_t row = piece * kPreparedRows; row < end; ++row) product.prepare(row, prepared);
+    }};
+    // All rows with a piece of the tiles, so many rows at once that they stay in a cache.
+    const Phase multiply{divide_up(num_rows, rows_at_once) * runs, [&](int64_t piece) {
+        const int64_t first = piece / runs * rows_at_once, first_tile = piece % runs * tiles_at_once;
+        const int64_t count = std::min(rows_at_once, num_rows - first);
+        product.multiply(rows, first, count, first_tile, std::min(tiles, first_tile + tiles_at_once));
+    }};
+    const bool is_large = num_rows * m.num_rows * m.num_columns >= kSerialElements;
+    run_phases(is_large ? num_threads() : 1, prepare, multiply);
 }
 
 template <class T>

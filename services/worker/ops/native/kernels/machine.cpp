@@ -1,6 +1,8 @@
 // What the machine can do at most, to compare the products with: `tests/bench/native_ops.py`.
+#include <atomic>
+
+#include "pool.h"
 #include "tiles_int.h"
-#include "work.h"
 
 namespace lockstep::products {
 
@@ -21,17 +23,14 @@ struct ReadCall {
 // Reads memory once, on all threads, as products do.
 LS_EXPORT void ls_read(const ReadCall* call) {
     std::atomic<int64_t> total{0};
-    Pieces pieces(call->bytes / kReadBytes);
-    on_threads(true, [&] {
+    for_pieces(call->bytes / kReadBytes, num_threads(), [&](int64_t piece) {
         Ints sum = fill_ints(0);
         const Bytes ones = repeat_word("\1\1\1\1");
-        pieces.take([&](int64_t piece) {
-            const uint8_t* source = call->source + piece * kReadBytes;
-            for (int64_t offset = 0; offset < kReadBytes; offset += 128) {
-                prefetch(source + offset + 1024, 128);
-                sum = dot_unsigned(sum, load_bytes(source + offset), ones, load_bytes(source + offset + 64), ones);
-            }
-        });
+        const uint8_t* source = call->source + piece * kReadBytes;
+        for (int64_t offset = 0; offset < kReadBytes; offset += 128) {
+            prefetch(source + offset + 1024, 128);
+            sum = dot_unsigned(sum, load_bytes(source + offset), ones, load_bytes(source + offset + 64), ones);
+        }
         total += sum_lanes(sum);
     });
     *call->sum = total;
@@ -46,7 +45,7 @@ struct DotCall {
 // Multiplies integers in registers, on all threads.
 LS_EXPORT void ls_dot(const DotCall* call) {
     std::atomic<int64_t> total{0}, num_products{0};
-    on_threads(true, [&] {
+    for_pieces(num_threads(), num_threads(), [&](int64_t) {
         Ints sums[kChains];
         for (Ints& sum : sums) sum = fill_ints(0);
         Bytes weights = repeat_word("\1\2\3\4");

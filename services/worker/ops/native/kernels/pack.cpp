@@ -1,6 +1,6 @@
 // Packs matrices into tiles.
 #include "matrix.h"
-#include "work.h"
+#include "pool.h"
 
 namespace lockstep::products {
 
@@ -103,8 +103,7 @@ LS_EXPORT int64_t ls_tiles_bytes(const Matrix* m) { return num_tiles(*m) * tile_
 // Write `m.tiles`, from values and scales in the formats of `Source`.
 LS_EXPORT void ls_pack(const Matrix* m, const void* values, const void* scales) {
     const Source source{*m, static_cast<const uint8_t*>(values), scales};
-    Pieces tiles(num_tiles(*m));
-    on_threads(true, [&] { tiles.take([&](int64_t tile) { pack_tile(source, tile); }); });
+    for_pieces(num_tiles(*m), num_threads(), [&](int64_t tile) { pack_tile(source, tile); });
 }
 
 }  // namespace lockstep::products

@@ -24,9 +24,10 @@ def ops(request: pytest.FixtureRequest) -> NativeOps:
 
 
 @pytest.fixture(params=[1, 2, 4])
-def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+def num_threads(ops: NativeOps, request: pytest.FixtureRequest) -> Iterator[int]:
     """The number of threads that kernels run on."""
-    former = torch.get_num_threads()
-    torch.set_num_threads(request.param)
+    former, former_of_torch = ops.num_threads, torch.get_num_threads()
+    ops.use_threads(request.param)
     yield request.param
-    torch.set_num_threads(former)
+    ops.use_threads(former)
+    torch.set_num_threads(former_of_torch)

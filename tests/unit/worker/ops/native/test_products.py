@@ -28,6 +28,8 @@ ACTIVATION_GROUP = 32
 def keep_threads() -> Iterator[None]:
     num_threads = torch.get_num_threads()
     yield
+    for isa in available_isas():
+        NativeOps(isa).use_threads(1)
     torch.set_num_threads(num_threads)
 
 
@@ -124,8 +126,8 @@ def error_bound(case: Case, x: Tensor, weight: Tensor, expected: Tensor) -> Tens
 @given(case=cases())
 @settings(max_examples=60, deadline=None)
 def test_a_product_is_within_its_rounding_of_the_exact_one(isa: Isa, case: Case) -> None:
-    torch.set_num_threads(case.num_threads)
     ops, x, weight, bias = NativeOps(isa), case.x(), case.weight(), case.bias()
+    ops.use_threads(case.num_threads)
     output = ops.prepare_linear(weight, bias, case.dtype)(x)
     exact_x, exact_weight = x.double(), dense(weight, torch.float32).double()
     expected = F.linear(exact_x, exact_weight, None if bias is None else bias.double())
@@ -138,10 +140,11 @@ def test_a_product_is_within_its_rounding_of_the_exact_one(isa: Isa, case: Case)
 @pytest.mark.parametrize("kind", [FLOAT, INT8, INT4, MXFP4])
 def test_a_rows_bits_depend_on_neither_its_batch_nor_the_threads(isa: Isa, kind: str, dtype: torch.dtype) -> None:
     case = Case(kind, dtype, num_rows=50, num_inputs=320, num_outputs=200, has_offsets=True)
-    kernel, x = NativeOps(isa).prepare_linear(case.weight(), case.bias(), dtype), case.x()
+    ops, x = NativeOps(isa), case.x()
+    kernel = ops.prepare_linear(case.weight(), case.bias(), dtype)
     expected = torch.cat([kernel(row.clone().unsqueeze(0)) for row in x])
     for num_threads in range(1, 5):
-        torch.set_num_threads(num_threads)
+        ops.use_threads(num_threads)
         assert torch.equal(kernel(x), expected)
         assert torch.equal(kernel(x[:7]), expected[:7])
 
