@@ -47,10 +47,11 @@ LS_EXPORT void ls_dot(const DotCall* call) {
     std::atomic<int64_t> total{0}, num_products{0};
     for_pieces(num_threads(), num_threads(), [&](int64_t) {
         Ints sums[kChains];
-        for (Ints& sum : sums) sum = fill_ints(0);
+        // All different, or the compiler would add up only one of them.
+        for (int i = 0; i < kChains; ++i) sums[i] = fill_ints(i);
         Bytes weights = repeat_word("\1\2\3\4");
         for (int64_t round = 0; round < call->num_rounds; ++round) {
-            // The compiler must not know the weights, or it would multiply only once.
+            // The compiler must not know the weights either, or it would multiply only once.
 #ifdef __AVX512VNNI__
             asm volatile("" : "+v"(weights.v));
 #else

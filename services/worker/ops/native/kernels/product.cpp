@@ -6,7 +6,7 @@ namespace {
 
 constexpr int kMaxRows = kMaxIntRows > kMaxFloatRows ? kMaxIntRows : kMaxFloatRows;
 // How far ahead of its loads a kernel asks for memory, when every byte is used only once.
-constexpr int64_t kAhead = 1024;
+constexpr int64_t kAhead = 8192;
 
 // What the sums of a tile's products lack.
 void complete(const Matrix& m, int64_t tile, const uint8_t* rows, int64_t row_bytes, int64_t num_rows, float* sums) {
@@ -66,8 +66,8 @@ void multiply_tile(
         const int64_t first = block * num_rows / num_blocks, count = (block + 1) * num_rows / num_blocks - first;
         const uint8_t* block_rows = rows + first * row_bytes;
         // While it computes, memory brings what comes next: this tile, or with several blocks the next one.
-        const int64_t share = num_blocks == 1 ? bytes : num_blocks < 16 ? bytes / num_blocks : 0;
-        const uint8_t* next = num_blocks == 1 ? weights + kAhead : weights + bytes + block * share;
+        const int64_t share = num_blocks == 1 ? bytes : num_blocks < 16 ? bytes / num_blocks : count * row_bytes;
+        const uint8_t* next = num_blocks == 1 ? weights + kAhead : num_blocks < 16 ? weights + bytes + block * share : block_rows + share;
         kernels.by_rows[count - 1]({m, weights, block_rows, row_bytes, next, share}, sums);
         complete(m, tile, block_rows, row_bytes, count, sums);
         store_rows(sums, count, width, out + first * out_stride + first_column, out_stride);

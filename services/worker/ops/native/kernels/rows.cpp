@@ -6,7 +6,7 @@ namespace lockstep::products {
 
 namespace {
 
-#ifdef __AVX512BF16__
+#ifdef MULTIPLY_BF16
 constexpr bool kMultipliesBf16 = true;
 #else
 constexpr bool kMultipliesBf16 = false;

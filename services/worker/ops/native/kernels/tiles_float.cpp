@@ -26,7 +26,7 @@ struct Float32Columns {
 
 struct Bfloat16Columns {
     static constexpr int kBytes = kTileRows * 4, kColumns = 2;
-#ifdef __AVX512BF16__
+#ifdef MULTIPLY_BF16
     static constexpr int kRowBytes = 4;
     template <int kRows>
     static void multiply(const uint8_t* weights, const uint8_t* x, int64_t row_bytes, Floats (&totals)[kRows][2]) {
