@@ -46,6 +46,9 @@ METADATA_HARD_BYTES = 16 * 1024
 # Calls that have arrived but that the event loop has not accepted yet. gRPC's default limits (1000, enforced at random,
 # and 3000) end calls of a burst, and unrelated ones, with a bare CANCELLED.
 MAX_PENDING_CALLS = 20_000
+# How long they may wait for that; a client's deadline decides earlier. After gRPC's 30 s, as a burst takes on a busy
+# machine, they would end with a bare CANCELLED too.
+_MAX_PENDING_S = 24 * 60 * 60
 # Calls served at once; we refuse calls above this with a reason and a retry delay.
 MAX_OPEN_CALLS = 16_384
 _RETRY_DELAY_S = 1.0
@@ -111,6 +114,7 @@ def make_server(
         ("grpc.absolute_max_metadata_size", METADATA_HARD_BYTES),
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+        ("grpc.server_max_unrequested_time_in_server", _MAX_PENDING_S),
     ]
     if internal:
         options += [
