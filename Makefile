@@ -50,7 +50,7 @@ BEFORE ?= $(shell git rev-parse --verify --quiet origin/main || git rev-parse --
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run demo test test-unit test-slow simulate format lint lint-changes protos settings parity chaos bench bench-peers bench-cpu bench-quality bench-drafts bench-lockstep bench-interference bench-gpu gpu-pack gpu-proofs clean
+.PHONY: help run demo test test-unit test-slow simulate format lint lint-changes protos settings metrics parity chaos bench bench-peers bench-cpu bench-quality bench-drafts bench-lockstep bench-interference bench-gpu gpu-pack gpu-proofs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' Makefile
@@ -138,6 +138,9 @@ protos: $(STUBS) ## generate the Python stubs from protos/
 
 settings: $(INSTALLED) $(STUBS) ## write the tables in services/SETTINGS.md from the services' settings models
 	@$(BIN)/python -m tests.support.settings_table
+
+metrics: $(INSTALLED) $(STUBS) ## write the tables in services/METRICS.md from the services' metrics
+	@$(BIN)/python -m tests.support.metrics_table
 
 clean: ## remove everything that these targets created
 	@rm -rf $(VENV) .cache models build *.egg-info $(NODE_CLIENT)/node_modules

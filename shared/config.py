@@ -86,6 +86,16 @@ class ServiceSettings(BaseSettings):
         return self.insecure_bind or self.listen
 
 
+class ProcessSettings(ServiceSettings):
+    """The settings that every service has and the launcher has not."""
+
+    manage_listen: Address | None = Field(
+        default=None,
+        description="Address for metrics and probes: GET /metrics, /livez, /readyz and /startupz over plain HTTP. Any "
+        "host that can reach it may read them.",
+    )
+
+
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
 

@@ -10,13 +10,13 @@ import uuid
 from services.scheduler.config import SchedulerSettings
 from services.scheduler.make_cell import make_cell
 from services.scheduler.metrics import make_registry
-from services.scheduler.server.cell_server import CellServer
 from services.scheduler.server.listeners import PUBLIC_SERVICES, make_servers
 from shared.config import load_settings, log_settings
 from shared.health import Health
 from shared.lifecycle import collect_garbage_between_steps, freeze_garbage, run_service
 from shared.logging import configure_logging
-from shared.metrics import serve_metrics
+from shared.management import serve_management
+from shared.probes import Probes
 
 logger = logging.getLogger(__name__)
 
@@ -26,47 +26,36 @@ _STOP_GRACE_S = 0.5
 
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> int:
     """Serve until `stop` is set or the cell fails; returns the exit code."""
-    health = Health(PUBLIC_SERVICES)
+    health, probes = Health(PUBLIC_SERVICES), Probes("starting")
     cell = make_cell(settings, uuid.uuid4().hex, health)
     try:
         servers = make_servers(settings, cell, health)
-        metrics_server = await _serve_metrics(settings, cell)
+        management = await serve_management(settings.manage_listen, make_registry(cell.engine, cell.idle_check), probes)
     except RuntimeError as error:
         logger.error("cannot serve", extra={"error": str(error)})
         return 1
     for server in servers:
         await server.start()
+    # A scheduler without workers is ready too: requests wait in its queue.
+    probes.set_started()
     logger.info("serving", extra={"address": settings.bind_address, "cell_address": settings.cell_bind_address})
     freeze_garbage()
     tasks = [cell.run_worker_links(), collect_garbage_between_steps(cell.is_idle), stop.wait(), cell.failed.wait()]
     ends = [asyncio.create_task(task) for task in tasks]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    probes.is_leaving = True
     # Whatever is still waiting ends by cancellation; an exception in a task that ended by itself is a bug.
     cell.close()
     for task in ends:
         task.cancel()
     results = await asyncio.gather(*ends, return_exceptions=True)
     await asyncio.gather(*(server.stop(_STOP_GRACE_S) for server in servers))
-    if metrics_server is not None:
-        metrics_server.close()
+    if management is not None:
+        management.close()
     for result in results:
         if isinstance(result, Exception):
             raise result
     return 1 if cell.failed.is_set() else 0
-
-
-async def _serve_metrics(settings: SchedulerSettings, cell: CellServer) -> asyncio.AbstractServer | None:
-    """Serve metrics if configured.
-
-    Raises:
-        RuntimeError: the address is not usable.
-    """
-    if settings.metrics_listen is None:
-        return None
-    try:
-        return await serve_metrics(settings.metrics_listen, make_registry(cell.engine, cell.idle_check))
-    except RuntimeError as error:
-        raise RuntimeError(f"--metrics-listen: {error}") from error
 
 
 def main() -> int:

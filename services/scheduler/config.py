@@ -10,7 +10,7 @@ from pydantic_settings import SettingsConfigDict
 from services.scheduler.core.admission import AdmissionPolicy
 from services.scheduler.core.policy import CacheSettings, CellTopology, RetractionPolicy, SchedulerPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
-from shared.config import Address, Addresses, LocalAddress, ServiceSettings, load_settings
+from shared.config import Address, Addresses, LocalAddress, ProcessSettings, load_settings
 
 # Take what the workers propose.
 Auto = Literal["auto"]
@@ -23,7 +23,7 @@ _CACHE = CacheSettings()
 _TOKENS_WITHOUT_CHUNKS = 16384
 
 
-class SchedulerSettings(ServiceSettings):
+class SchedulerSettings(ProcessSettings):
     """The scheduler's settings; names and defaults follow ATOM."""
 
     model_config = SettingsConfigDict(env_prefix="LOCKSTEP_SCHEDULER_", cli_prog_name="python -m services.scheduler")
@@ -55,9 +55,6 @@ class SchedulerSettings(ServiceSettings):
         ge=1.0,
         allow_inf_nan=False,
         description="A worker or tokenizer service that sends no heartbeat for this many seconds counts as lost.",
-    )
-    metrics_listen: LocalAddress | None = Field(
-        default=None, description="Address for Prometheus metrics, served as GET /metrics over HTTP."
     )
     max_num_seqs: int = Field(
         default=_POLICY.max_num_seqs, ge=1, le=65536, description="Maximum number of running sequences."

@@ -25,7 +25,11 @@ def make_registry(engine: Engine, idle_check: IdleCheck) -> CollectorRegistry:
 
 
 class CellCollector(Collector):
-    """A cell's metrics, from one snapshot. Counters start at 0 with the process; no label comes from a client."""
+    """A cell's metrics, from one snapshot. Counters start at 0 with the process; no label comes from a client.
+
+    What a load balancer reads (running, waiting, KV usage) has no labels. Source: the model server protocol of the
+    Gateway API Inference Extension, "Metrics Reporting".
+    """
 
     def __init__(self, engine: Engine, idle_check: IdleCheck) -> None:
         self._engine = engine
@@ -61,22 +65,37 @@ def _request_metrics(state: CellState) -> Iterator[Metric]:
         "Choices waiting for their first step, or to be prefilled again.",
         state.num_waiting,
     )
-    running = GaugeMetricFamily("lockstep_num_requests_running", "Choices that hold KV blocks.", labels=["rank"])
+    yield GaugeMetricFamily("lockstep_num_requests_running", "Choices that hold KV blocks.", state.num_running)
+    waiting = GaugeMetricFamily(
+        "lockstep_rank_num_requests_waiting", "Waiting choices that are placed on the rank.", labels=["rank"]
+    )
+    running = GaugeMetricFamily(
+        "lockstep_rank_num_requests_running", "Choices that hold KV blocks of the rank.", labels=["rank"]
+    )
     for rank in state.ranks:
+        waiting.add_metric([str(rank.rank)], rank.num_waiting)
         running.add_metric([str(rank.rank)], rank.num_running)
+    yield waiting
     yield running
     yield CounterMetricFamily(
         "lockstep_requests_finished", "Choices that ended, for any reason.", state.counters.num_finished
     )
     yield CounterMetricFamily(
-        "lockstep_preemptions",
+        "lockstep_num_preemptions",
         "Times a running choice gave its KV blocks back and was queued again, at its place by arrival.",
         state.counters.num_preemptions,
     )
 
 
 def _kv_cache_metrics(state: CellState) -> Iterator[Metric]:
-    usage = GaugeMetricFamily("lockstep_kv_cache_usage_ratio", "Used KV blocks over all, 0 to 1.", labels=["rank"])
+    yield GaugeMetricFamily(
+        "lockstep_kv_cache_usage_perc",
+        "Used KV blocks over all, 0 to 1.",
+        _usage(state.num_used_blocks, state.num_blocks),
+    )
+    usage = GaugeMetricFamily(
+        "lockstep_rank_kv_cache_usage_perc", "Used KV blocks of the rank over all of its, 0 to 1.", labels=["rank"]
+    )
     blocks = GaugeMetricFamily(
         "lockstep_kv_cache_blocks",
         "KV blocks by state, in sum the pool: used, cached (free, findable by their prefix), blank (free).",
@@ -84,7 +103,7 @@ def _kv_cache_metrics(state: CellState) -> Iterator[Metric]:
     )
     for rank in state.ranks:
         name = str(rank.rank)
-        usage.add_metric([name], rank.num_used_blocks / rank.num_blocks if rank.num_blocks else 0.0)
+        usage.add_metric([name], _usage(rank.num_used_blocks, rank.num_blocks))
         blocks.add_metric([name, "used"], rank.num_used_blocks)
         blocks.add_metric([name, "cached"], rank.num_cached_blocks)
         blocks.add_metric([name, "blank"], rank.num_free_blocks - rank.num_cached_blocks)
@@ -99,6 +118,10 @@ def _kv_cache_metrics(state: CellState) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "lockstep_prefix_cache_hits", "Tokens found in the prefix cache.", state.counters.num_prefix_hit_tokens
     )
+
+
+def _usage(num_used: int, num_blocks: int) -> float:
+    return num_used / num_blocks if num_blocks else 0.0
 
 
 def _step_metric(state: CellState) -> Metric:

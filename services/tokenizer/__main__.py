@@ -12,13 +12,15 @@ from services.tokenizer.exchange.scheduler_client import SchedulerClient
 from services.tokenizer.metrics import make_registry
 from services.tokenizer.request.model import ServedModel, load_model
 from services.tokenizer.server.live_requests import LiveRequests
+from services.tokenizer.server.request_totals import RequestTotals
 from services.tokenizer.server.servicer import TOKENIZER_SERVICE, TokenizerServicer
 from shared.config import load_settings, log_settings
 from shared.health import Health
 from shared.lifecycle import STOP_GRACE_S, freeze_garbage, run_service
 from shared.logging import configure_logging
-from shared.metrics import serve_metrics
+from shared.management import serve_management
 from shared.model_dir import ModelDirectoryError
+from shared.probes import Probes
 from shared.rpc import Servicer, make_server
 
 logger = logging.getLogger(__name__)
@@ -31,37 +33,44 @@ SWITCH_INTERVAL_S = 200e-6
 _DRAIN_S = STOP_GRACE_S - 1.0
 _CLOSE_S = 0.5
 
+_UNLINKED = "not linked to a scheduler"
+
 
 async def serve(settings: TokenizerSettings, model: ServedModel, stop: asyncio.Event) -> int:
     """Serve until `stop` is set and the streams are drained; returns the exit code."""
-    health = Health((TOKENIZER_SERVICE,))
+    health, probes = Health((TOKENIZER_SERVICE,)), Probes("starting")
+    probes.set_obstacle(_UNLINKED)
 
     async def on_link_change(is_linked: bool) -> None:
+        probes.set_obstacle(None if is_linked else _UNLINKED)
         await health.set_serving(is_linked and not stop.is_set())
 
     requests = CellRequests(settings.scheduler_lost_s)
     scheduler = SchedulerClient(
         settings.scheduler, model.digest, requests, on_link_change, silence_s=settings.scheduler_silence_s
     )
-    live = LiveRequests()
-    servicers: list[Servicer] = [TokenizerServicer(model, scheduler, live, settings.max_unread_s), health]
+    live, totals = LiveRequests(), RequestTotals()
+    servicer = TokenizerServicer(model, scheduler, live, totals=totals, max_unread_s=settings.max_unread_s)
+    servicers: list[Servicer] = [servicer, health]
     names = (TOKENIZER_SERVICE,) if settings.reflection else ()
     try:
         server = make_server(settings.bind_address, servicers, service_names=names)
-        metrics_server = await _serve_metrics(settings, scheduler)
+        management = await serve_management(settings.manage_listen, make_registry(scheduler, totals), probes)
     except RuntimeError as error:
         logger.error("cannot serve", extra={"address": settings.bind_address, "error": str(error)})
         return 1
     await server.start()
+    probes.set_started()
     logger.info("serving", extra={"address": settings.bind_address, "model": model.name})
     freeze_garbage()
     ends = [asyncio.create_task(stop.wait()), asyncio.create_task(scheduler.run())]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    probes.is_leaving = True
     await health.set_serving(False)
     await live.drain(_DRAIN_S)
     await server.stop(_CLOSE_S)
-    if metrics_server is not None:
-        metrics_server.close()
+    if management is not None:
+        management.close()
     model.structured_outputs.close()
     for task in ends:
         task.cancel()
@@ -70,15 +79,6 @@ async def serve(settings: TokenizerSettings, model: ServedModel, stop: asyncio.E
         if isinstance(result, Exception):
             raise result
     return 0
-
-
-async def _serve_metrics(settings: TokenizerSettings, scheduler: SchedulerClient) -> asyncio.AbstractServer | None:
-    if settings.metrics_listen is None:
-        return None
-    try:
-        return await serve_metrics(settings.metrics_listen, make_registry(scheduler))
-    except RuntimeError as error:
-        raise RuntimeError(f"--metrics-listen: {error}") from error
 
 
 def main() -> int:

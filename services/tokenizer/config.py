@@ -8,10 +8,10 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from shared.config import Addresses, LocalAddress, ServiceSettings, load_settings
+from shared.config import Addresses, LocalAddress, ProcessSettings, load_settings
 
 
-class TokenizerSettings(ServiceSettings):
+class TokenizerSettings(ProcessSettings):
     """The tokenizer service's settings."""
 
     model_config = SettingsConfigDict(env_prefix="LOCKSTEP_TOKENIZER_", cli_prog_name="python -m services.tokenizer")
@@ -41,9 +41,6 @@ class TokenizerSettings(ServiceSettings):
         allow_inf_nan=False,
         description="Seconds that requests in flight wait for a scheduler after theirs is lost. A scheduler that is up "
         "but still waiting for its workers does not count as lost.",
-    )
-    metrics_listen: LocalAddress | None = Field(
-        default=None, description="Address to serve Prometheus metrics on, as GET /metrics over HTTP."
     )
     max_unread_s: float = Field(
         default=30.0,

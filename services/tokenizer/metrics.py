@@ -1,20 +1,22 @@
-"""The tokenizer's Prometheus metrics, collected only when scraped, never while streaming."""
+"""The tokenizer's Prometheus metrics, collected only when scraped, never while streaming; named after vLLM's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
+from services.tokenizer.server.request_totals import RequestTotals, finish_label
+from shared.histogram import Histogram
 
 
-def make_registry(scheduler: SchedulerClient) -> CollectorRegistry:
+def make_registry(scheduler: SchedulerClient, totals: RequestTotals) -> CollectorRegistry:
     """The metrics of the replica and of the process."""
     registry = CollectorRegistry()
-    registry.register(ReplicaCollector(scheduler))
+    registry.register(ReplicaCollector(scheduler, totals))
     ProcessCollector(registry=registry)
     return registry
 
@@ -22,11 +24,18 @@ def make_registry(scheduler: SchedulerClient) -> CollectorRegistry:
 class ReplicaCollector(Collector):
     """Collects a replica's metrics. Counters start at 0 with the process. Labels never hold client data."""
 
-    def __init__(self, scheduler: SchedulerClient) -> None:
+    def __init__(self, scheduler: SchedulerClient, totals: RequestTotals) -> None:
         self._scheduler = scheduler
+        self._totals = totals
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics."""
+        yield from _time_metrics(self._totals)
+        yield from _token_metrics(self._totals)
+        yield from _outcome_metrics(self._totals)
+        yield from self._link_metrics()
+
+    def _link_metrics(self) -> Iterator[Metric]:
         counters = self._scheduler.counters
         yield GaugeMetricFamily(
             "lockstep_scheduler_linked", "1 if linked to a serving scheduler, otherwise 0.", self._scheduler.is_linked
@@ -53,3 +62,64 @@ class ReplicaCollector(Collector):
         resumes.add_metric(["true"], counters.num_exact_resumes)
         resumes.add_metric(["false"], counters.num_other_resumes)
         yield resumes
+
+
+def _time_metrics(totals: RequestTotals) -> Iterator[Metric]:
+    yield _histogram(
+        "lockstep_time_to_first_token_seconds",
+        "Time from a call's arrival until a choice's first token leaves for its client.",
+        totals.ttft_s,
+    )
+    yield _histogram(
+        "lockstep_inter_token_latency_seconds",
+        "Time between two responses with tokens of one choice; a response may have several tokens.",
+        totals.itl_s,
+    )
+    yield _histogram(
+        "lockstep_e2e_request_latency_seconds",
+        "Time from a call's arrival until the end of a choice that finished.",
+        totals.e2e_s,
+    )
+    yield _histogram(
+        "lockstep_request_queue_time_seconds",
+        "Time that a choice spent in the scheduler's queues before its first token.",
+        totals.queue_s,
+    )
+
+
+def _token_metrics(totals: RequestTotals) -> Iterator[Metric]:
+    yield CounterMetricFamily(
+        "lockstep_prompt_tokens", "Tokens of prompts whose first token has come.", totals.num_prompt_tokens
+    )
+    yield CounterMetricFamily(
+        "lockstep_generation_tokens", "Completion tokens that left for clients.", totals.num_generation_tokens
+    )
+    yield _histogram(
+        "lockstep_request_prompt_tokens", "Prompt tokens of each choice that finished.", totals.prompt_lengths
+    )
+    yield _histogram(
+        "lockstep_request_generation_tokens",
+        "Completion tokens of each choice that finished.",
+        totals.completion_lengths,
+    )
+
+
+def _outcome_metrics(totals: RequestTotals) -> Iterator[Metric]:
+    success = CounterMetricFamily(
+        "lockstep_request_success", "Choices that finished, by their finish reason.", labels=["finished_reason"]
+    )
+    for reason, count in totals.num_by_finish.items():
+        success.add_metric([finish_label(reason)], count)
+    yield success
+    failure = CounterMetricFamily(
+        "lockstep_request_failure",
+        "Calls of Generate and Complete that ended with an error, by its reason; CANCELLED is the client's wish.",
+        labels=["reason"],
+    )
+    for name, count in totals.num_by_failure.items():
+        failure.add_metric([name], count)
+    yield failure
+
+
+def _histogram(name: str, documentation: str, histogram: Histogram) -> HistogramMetricFamily:
+    return HistogramMetricFamily(name, documentation, histogram.buckets(), histogram.sum)

@@ -12,14 +12,14 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from services.worker.device import DeviceError, DeviceRequest, check_device
 from services.worker.layout import RankLayout
-from shared.config import Address, DraftProposerName, LocalAddress, ServiceSettings, load_settings, split_list
+from shared.config import Address, DraftProposerName, LocalAddress, ProcessSettings, load_settings, split_list
 from shared.limits import MAX_DRAFT_TOKENS
 
 # `1,2,4` on the command line and in the environment.
 BatchSizes = Annotated[tuple[PositiveInt, ...], NoDecode, BeforeValidator(split_list), Len(1)]
 
 
-class WorkerSettings(ServiceSettings):
+class WorkerSettings(ProcessSettings):
     """Settings of one worker process."""
 
     model_config = SettingsConfigDict(env_prefix="LOCKSTEP_WORKER_", cli_prog_name="python -m services.worker")

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shared.cli.manage_flag import number_manage_address
 from shared.cli.serve_settings import ServeSettings
 from shared.cores import num_usable_cores
 
@@ -97,8 +98,10 @@ def _plan_workers(settings: ServeSettings, more_flags: Sequence[str], runtime_di
             elif dp_rank and settings.is_coupled:
                 place.append(f"--leader={_worker_address(runtime_dir, 0, 0)}")
             domain = "workers" if settings.is_coupled else f"worker {dp_rank}"
-            flags = (f"--listen={address}", *common, *place, *more_flags)
-            yield ServiceCommand("worker", flags, address, domain, f"{dp_rank}.{tp_rank}")
+            rank = f"{dp_rank}.{tp_rank}"
+            own_flags = number_manage_address(more_flags, dp_rank * settings.tp + tp_rank, rank)
+            flags = (f"--listen={address}", *common, *place, *own_flags)
+            yield ServiceCommand("worker", flags, address, domain, rank)
 
 
 def _worker_address(runtime_dir: Path, dp_rank: int, tp_rank: int) -> str:

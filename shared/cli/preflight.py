@@ -6,13 +6,14 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from shared.cli.cell_plan import ServiceCommand, make_start_flags
 from shared.cli.child_process import start_child
 from shared.cli.last_problem import LastProblem
+from shared.cli.manage_flag import find_manage_address
 from shared.cli.serve_settings import ServeSettings
 from shared.model_dir import CONFIG, TOKENIZER, ModelDirectoryError, read_json
 from shared.rpc import refuse_taken_socket
@@ -31,7 +32,8 @@ async def check_cell(settings: ServeSettings, commands: Sequence[ServiceCommand]
     check_model_dir(settings.model_dir, [CONFIG, TOKENIZER])
     if settings.draft_model is not None:
         check_model_dir(settings.draft_model, [CONFIG])
-    check_addresses([*(command.address for command in commands), *_metrics_addresses(commands)])
+    manage_addresses = (find_manage_address(command.flags) for command in commands)
+    check_addresses([*(command.address for command in commands), *filter(None, manage_addresses)])
     await _check_flags(commands)
 
 
@@ -67,14 +69,6 @@ def check_addresses(addresses: Iterable[str]) -> None:
                     _try_to_listen(address, listeners)
             except (OSError, RuntimeError) as error:
                 raise RefusedError(f"cannot listen on {address}: {_reason(error)}") from None
-
-
-def _metrics_addresses(commands: Sequence[ServiceCommand]) -> Iterator[str]:
-    for command in commands:
-        for flag, following in zip(command.flags, (*command.flags[1:], ""), strict=True):
-            name, separator, value = flag.partition("=")
-            if name == "--metrics-listen":
-                yield value if separator else following
 
 
 def _reason(error: OSError | RuntimeError) -> str:

@@ -53,7 +53,7 @@ def watched(tiny_model: Path) -> Iterator[Watched]:
     scheduler, metrics = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     flags = (
         f"--scheduler-listen={scheduler}",
-        f"--scheduler.metrics-listen={metrics}",
+        f"--scheduler.manage-listen={metrics}",
         "--worker.kv-cache-num-blocks=64",
     )
     with start_cell(tiny_model, *flags) as cell:
@@ -109,7 +109,7 @@ async def test_an_idle_cell_checks_its_integrity(watched: Watched) -> None:
     await watched.serve_some()
     num_checks_before = watched.scrape()["lockstep_integrity_checks_total"]
     while (scraped := watched.scrape())["lockstep_integrity_checks_total"] == num_checks_before:
-        assert scraped["lockstep_num_requests_running 0"] == 0
+        assert scraped["lockstep_num_requests_running"] == 0
     assert scraped["lockstep_integrity_failures_total"] == 0
 
 

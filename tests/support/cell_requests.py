@@ -45,7 +45,7 @@ class Sink:
         """See `Receiver`."""
         self.resumes.append((num_resumes, self.resumes[-1][1]))
 
-    def begin(self, num_cached_tokens: int) -> None:
+    def begin(self, num_cached_tokens: int, queue_s: float | None) -> None:
         """See `Receiver`."""
         self.num_cached_tokens.append(num_cached_tokens)
 

@@ -54,6 +54,8 @@ class Row:
     token_ids: Sequence[int]
     num_cached_tokens: int = 0
     """Sent only with the first tokens."""
+    queue_time_us: int | None = None
+    """The same; not sent if None."""
     logprobs: Sequence[Position] = ()
     """One position per token, or none."""
 
@@ -102,7 +104,9 @@ def make_outputs(
         counts=column(len(row.token_ids) for row in rows),
         token_ids=column(token_id for row in rows for token_id in row.token_ids),
         starts=[
-            exchange_pb2.RequestStart(handle=row.handle, num_cached_tokens=row.num_cached_tokens)
+            exchange_pb2.RequestStart(
+                handle=row.handle, num_cached_tokens=row.num_cached_tokens, queue_time_us=row.queue_time_us
+            )
             for row in rows
             if row.first_index == 0
         ],

@@ -71,6 +71,7 @@ TESTED_BY = {
         "services/tokenizer/server/choice.py",
     ),
     "unit/tokenizer/test_main.py": ("services/tokenizer/request/reply_parsers.py",),
+    "unit/tokenizer/test_metrics.py": ("services/tokenizer/server/request_totals.py",),
     "unit/worker/group/test_group.py": (
         "services/worker/group/group_servicer.py",
         "services/worker/group/joined_link.py",
@@ -204,6 +205,8 @@ TESTED_BY = {
     "unit/shared/cli/test_service_process.py": ("shared/cli/child_process.py",),
     "unit/shared/cli/test_supervisor.py": ("shared/cli/cell_processes.py",),
     "integration/test_interrupts.py": ("shared/lifecycle.py", "shared/parent.py"),
+    "unit/worker/test_metrics.py": ("services/worker/runner/step_totals.py",),
+    "unit/shared/cli/test_cell_plan.py": ("shared/cli/manage_flag.py",),
 }
 
 

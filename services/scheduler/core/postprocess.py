@@ -123,7 +123,7 @@ class Postprocessor:
             seq = self._slots.sequence_at(Slot(slot))
             seq.first_token_at = now
             assert seq.num_first_cached_tokens is not None
-            outputs.add_start(seq.client, RequestStart(seq.handle, seq.num_first_cached_tokens))
+            outputs.add_start(seq.client, RequestStart(seq.handle, seq.num_first_cached_tokens, seq.waited_s))
 
     def _cut_failed(
         self, rows: RowTokens, failed_rows: IntColumn, is_usable: _Mask

@@ -10,7 +10,7 @@ from lockstep.v1 import common_pb2
 from services.scheduler.cell.events import ChoiceSoFar, ClientMessage, Submission
 from services.scheduler.core.batch.logprobs import IntColumn
 from services.scheduler.core.batch.sequence import FinishReason, Priority
-from services.scheduler.core.batch.step import Outputs, RequestEnd
+from services.scheduler.core.batch.step import Outputs, RequestEnd, RequestStart
 from shared.errors import InvalidRequestError
 from shared.ids import RequestHandle
 from shared.limits import MAX_CACHE_SALT_BYTES, MAX_CHOICES, NO_OPTIONS, TOKEN_DTYPE, SamplingOptions, SamplingParams
@@ -61,10 +61,7 @@ def encode_outputs(outputs: Outputs) -> exchange_pb2.Outputs:
         first_indexes=outputs.first_indexes.astype(TOKEN_DTYPE, copy=False).tobytes(),
         counts=_ONE * len(outputs.handles) if outputs.counts is None else _int_column(outputs.counts),
         token_ids=outputs.token_ids.astype(TOKEN_DTYPE, copy=False).tobytes(),
-        starts=[
-            exchange_pb2.RequestStart(handle=start.handle, num_cached_tokens=start.num_cached_tokens)
-            for start in outputs.starts
-        ],
+        starts=[_encode_start(start) for start in outputs.starts],
         ends=[_encode_end(end) for end in outputs.ends],
     )
     if outputs.logprobs is not None:
@@ -147,6 +144,14 @@ def _seconds(duration: duration_pb2.Duration) -> float:
 
 def _int_column(values: IntColumn) -> bytes:
     return values.astype(TOKEN_DTYPE, copy=False).tobytes()
+
+
+def _encode_start(start: RequestStart) -> exchange_pb2.RequestStart:
+    return exchange_pb2.RequestStart(
+        handle=start.handle,
+        num_cached_tokens=start.num_cached_tokens,
+        queue_time_us=round(1e6 * start.queue_s),
+    )
 
 
 def _encode_end(end: RequestEnd) -> exchange_pb2.RequestEnd:

@@ -52,8 +52,8 @@ class Receiver(Protocol):
     def resumed(self, num_resumes: int) -> None:
         """Resumed inside the cell, now `num_resumes` times in total."""
 
-    def begin(self, num_cached_tokens: int) -> None:
-        """Called once, before the first tokens."""
+    def begin(self, num_cached_tokens: int, queue_s: float | None) -> None:
+        """Called once, before the first tokens; `queue_s` is the time in the cell's queues, if it is known."""
 
     def receive(self, token_ids: Sequence[int], end: exchange_pb2.RequestEnd | None) -> int | None:
         """Take the next tokens and, with the last ones, the end.
@@ -186,7 +186,8 @@ class CellRequests:
         for start in outputs.starts:
             handle = RequestHandle(start.handle)
             if self._ledger.begin(self._stream, handle):
-                self._receivers[handle].begin(start.num_cached_tokens)
+                queue_s = 1e-6 * start.queue_time_us if start.HasField("queue_time_us") else None
+                self._receivers[handle].begin(start.num_cached_tokens, queue_s)
         if outputs.prompt_logprobs:
             self._receive_prompt_logprobs(outputs.prompt_logprobs)
         handle_to_logprobs = read_row_logprobs(outputs) if outputs.HasField("logprobs") else {}

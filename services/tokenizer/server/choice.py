@@ -21,6 +21,7 @@ from services.tokenizer.exchange.logprobs import LogprobQueue, Logprobs
 from services.tokenizer.replies.parser import ReplyParser
 from services.tokenizer.replies.parts import ReasoningPart, ReplyPart, TextPart
 from services.tokenizer.server.completion import Completion
+from services.tokenizer.server.request_totals import RequestTotals
 from shared.errors import ServiceError
 from shared.rpc import StatusError
 
@@ -34,6 +35,10 @@ class Call(Protocol):
     @property
     def arrived_at(self) -> float:
         """Seconds of `time.monotonic`."""
+
+    @property
+    def totals(self) -> RequestTotals:
+        """Where times, tokens and finishes are counted."""
 
     def on_news(self, choice: Choice) -> None:
         """A choice has something to send."""
@@ -86,6 +91,9 @@ class Choice:
         # The prompt's log-probabilities that have not been taken yet; None if they were not requested.
         self.prompt_logprobs = extras.prompt_logprobs
         self._call = call
+        self._totals = call.totals
+        # When the last tokens were taken.
+        self._taken_at = 0.0
         self._completion = completion
         # The prompt's tokens are counted with its first choice.
         self.is_first = place[1] == 0
@@ -112,9 +120,11 @@ class Choice:
         """See `Receiver`; for choices that a stop string ends."""
         self.num_resumes = num_resumes
 
-    def begin(self, num_cached_tokens: int) -> None:
+    def begin(self, num_cached_tokens: int, queue_s: float | None) -> None:
         """See `Receiver`."""
         self.usage.num_cached_tokens = num_cached_tokens
+        if queue_s is not None:
+            self._totals.queue_s.observe(queue_s)
 
     def receive(self, token_ids: Sequence[int], end: exchange_pb2.RequestEnd | None) -> int | None:
         """See `Receiver`; ignored once the choice is over."""
@@ -172,10 +182,12 @@ class Choice:
         )
         if self._adds_extras:
             self._add_extras(response, token_ids)
-        if token_ids and self.ttft_s is None:
-            self.ttft_s = now - self._call.arrived_at
+        if token_ids:
+            self._count_tokens(len(response.token_ids), now)
         if self._finish is not None and not self.has_news:
-            self._set_timings(self._finish, now - self._call.arrived_at)
+            total_s = now - self._call.arrived_at
+            self._set_timings(self._finish, total_s)
+            self._totals.count_finish(self._finish.reason, total_s, self.usage)
             response.finish.CopyFrom(self._finish)
             return response
         has_something = token_ids or response.text or response.reasoning or response.tool_calls
@@ -198,6 +210,18 @@ class Choice:
                 parts += extras.parser.finish()
             response.text = ""
             _add_parts(parts, response)
+
+    def _count_tokens(self, num_tokens: int, now: float) -> None:
+        totals = self._totals
+        totals.num_generation_tokens += num_tokens
+        if self.ttft_s is None:
+            self.ttft_s = now - self._call.arrived_at
+            totals.ttft_s.observe(self.ttft_s)
+            if self.is_first:
+                totals.num_prompt_tokens += self.usage.num_prompt_tokens
+        else:
+            totals.itl_s.observe(now - self._taken_at)
+        self._taken_at = now
 
     def _set_timings(self, finish: tokenizer_pb2.Finish, total_s: float) -> None:
         ttft_s = total_s if self.ttft_s is None else self.ttft_s

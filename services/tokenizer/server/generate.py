@@ -18,7 +18,8 @@ from services.tokenizer.server.choice import Choice, Extras
 from services.tokenizer.server.completion import Completion
 from services.tokenizer.server.generation import Generation
 from services.tokenizer.server.live_requests import LiveRequests
-from shared.errors import DeadlinePassedError, ServiceError
+from services.tokenizer.server.request_totals import CANCELLED, RequestTotals
+from shared.errors import DeadlinePassedError, InternalError, ServiceError
 from shared.ids import RequestHandle
 from shared.limits import NO_OPTIONS
 from shared.request_fields import check_exactness
@@ -47,6 +48,7 @@ class GenerateCall:
         live: LiveRequests,
         writer: Writer,
         *,
+        totals: RequestTotals,
         time_left_s: float | None,
     ) -> None:
         """`time_left_s` is None without a deadline."""
@@ -55,6 +57,7 @@ class GenerateCall:
         self._preparer = RequestPreparer(model, lambda: scheduler.cell().limits)
         self._live = live
         self._writer = writer
+        self._totals = totals
         self._arrived_at = time.monotonic()
         self._deadline_at = None if time_left_s is None else self._arrived_at + time_left_s
         # The fields of the log line: ids, counts and durations, never text.
@@ -66,19 +69,15 @@ class GenerateCall:
         Raises:
             ServiceError: the request was refused, or its answer ended with an error.
         """
-        outcome: str | None = "INTERNAL"
+        finish, failure = None, None
         try:
-            outcome = await self._serve(request)
-        except StatusError as error:
-            outcome = reason_of(error.status)
-            raise
-        except ServiceError as error:
-            outcome = error.reason
-            raise
-        except asyncio.CancelledError:
-            outcome = "CANCELLED"
+            finish = await self._serve(request)
+        except BaseException as error:
+            failure = _failure_reason(error)
+            self._totals.count_failure(failure)
             raise
         finally:
+            outcome = finish or failure
             logger.info("request ended", extra={**self._facts, "outcome": outcome, "total_ms": self._elapsed_ms()})
 
     async def _serve(self, message: tokenizer_pb2.GenerateRequest) -> str:
@@ -100,7 +99,7 @@ class GenerateCall:
             raise DeadlinePassedError("the deadline passed before the request was submitted")
 
     async def _stream(self, request: CheckedRequest, prompts: Sequence[PreparedPrompt]) -> str:
-        generation = Generation(arrived_at=self._arrived_at)
+        generation = Generation(arrived_at=self._arrived_at, totals=self._totals)
         self._live.begin(request.request_id, generation)
         handles: list[RequestHandle] = []
         try:
@@ -182,6 +181,14 @@ class GenerateCall:
 
     def _elapsed_ms(self) -> float:
         return round(1e3 * (time.monotonic() - self._arrived_at), 3)
+
+
+def _failure_reason(error: BaseException) -> str | None:
+    if isinstance(error, StatusError):
+        return reason_of(error.status)
+    if isinstance(error, ServiceError):
+        return error.reason
+    return CANCELLED if isinstance(error, asyncio.CancelledError) else InternalError.reason
 
 
 def echo_pieces(text: str) -> Iterator[str]:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.server.choice import Choice
+from services.tokenizer.server.request_totals import RequestTotals
 from shared.errors import ServiceError
 
 
@@ -21,9 +22,10 @@ class Generation:
     Invariant: `_fresh` are the choices that have news and have not had their turn, in the order of their news.
     """
 
-    def __init__(self, *, arrived_at: float) -> None:
+    def __init__(self, *, arrived_at: float, totals: RequestTotals) -> None:
         """`arrived_at` is in seconds of `time.monotonic`; the `choices` are added later."""
         self.arrived_at = arrived_at
+        self.totals = totals
         self.choices: list[Choice] = []
         self._fresh: list[Choice] = []
         self._error: ServiceError | None = None

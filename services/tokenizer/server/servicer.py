@@ -11,6 +11,7 @@ from services.tokenizer.exchange.scheduler_client import Cell, SchedulerClient
 from services.tokenizer.request.model import ServedModel
 from services.tokenizer.server.generate import GenerateCall, Writer
 from services.tokenizer.server.live_requests import LiveRequests
+from services.tokenizer.server.request_totals import RequestTotals
 from services.tokenizer.server.whole_answer import WholeAnswer
 from services.tokenizer.text_size import check_text
 from shared.errors import InvalidRequestError, Violation
@@ -24,11 +25,20 @@ TOKENIZER_SERVICE = "lockstep.v1.TokenizerService"
 class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     """Serves clients, while linked to the cell and not stopping; tokenizer.proto has the contracts."""
 
-    def __init__(self, model: ServedModel, scheduler: SchedulerClient, live: LiveRequests, max_unread_s: float) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        scheduler: SchedulerClient,
+        live: LiveRequests,
+        *,
+        totals: RequestTotals,
+        max_unread_s: float,
+    ) -> None:
         """A request is aborted once its client has read nothing for `max_unread_s`."""
         self._model = model
         self._scheduler = scheduler
         self._live = live
+        self._totals = totals
         self._max_unread_s = max_unread_s
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -94,7 +104,9 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self, request: tokenizer_pb2.GenerateRequest, writer: Writer, context: grpc.aio.ServicerContext
     ) -> None:
         time_left_s = read_time_left(context.time_remaining())
-        call = GenerateCall(self._model, self._scheduler, self._live, writer, time_left_s=time_left_s)
+        call = GenerateCall(
+            self._model, self._scheduler, self._live, writer, totals=self._totals, time_left_s=time_left_s
+        )
         await call.serve(request)
 
     def _cell(self) -> Cell:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     # The RPC server answers before torch is imported.
     from services.worker.runner.model_runner import ModelRunner
     from services.worker.runner.pending_step import PendingStep
+    from services.worker.runner.step_totals import StepTotals
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class DeviceSteps:
         if self._fail_on_token is not None and any((column == self._fail_on_token).any() for column in _brought(step)):
             end_process(ExitCode.FAILPOINT, "the step contains the --fail-on-token token", step_id=step.step_id)
         with _reported(step):
-            running = _RunningStep(step, self.runner.launch(step))
+            running = _RunningStep(step, self.runner.launch(step), self.runner.step_totals)
         self._profiler.count_launch()
         return running
 
@@ -108,9 +109,10 @@ class DeviceSteps:
 class _RunningStep:
     """See `Pending`."""
 
-    def __init__(self, step: Step, pending: PendingStep) -> None:
+    def __init__(self, step: Step, pending: PendingStep, totals: StepTotals) -> None:
         self._step = step
         self._pending = pending
+        self._totals = totals
 
     @property
     def is_computed(self) -> bool:
@@ -118,7 +120,9 @@ class _RunningStep:
 
     def finish(self) -> StepOutput:
         with _reported(self._step):
-            return self._pending.finish()
+            output = self._pending.finish()
+        self._totals.add(self._step, num_tokens=self._pending.num_tokens, device_time_us=output.device_time_us)
+        return output
 
 
 @contextmanager

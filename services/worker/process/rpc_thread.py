@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import uvloop
 
+from services.worker.metrics import WorkerCollector, make_registry
 from services.worker.process.exits import DomainEnd, ExitCode
 from shared.health import Health
+from shared.management import serve_management
+from shared.probes import Probes
 from shared.rpc import Servicer, make_server
 
 if TYPE_CHECKING:
@@ -39,9 +42,17 @@ class Role(Protocol):
 
 
 class RpcThread:
-    """Serves a role and health; health says "not serving" until the role is open."""
+    """Serves a role, health and the management port; health says "not serving" until the role is open.
 
-    def __init__(self, address: str, role: Role, end: DomainEnd, *, reflection: bool) -> None:
+    `probes` belong to the thread's event loop.
+    """
+
+    def __init__(
+        self, address: str, role: Role, end: DomainEnd, *, reflection: bool, manage_listen: str | None
+    ) -> None:
+        self.probes = Probes("the weights are loading")
+        self._collector = WorkerCollector()
+        self._manage_listen = manage_listen
         self._address = address
         self._role = role
         self._end = end
@@ -79,19 +90,26 @@ class RpcThread:
     async def _serve(self) -> None:
         servicers = [*self._role.servicers, self._health]
         server = make_server(self._address, servicers, internal=True, service_names=self._reflected)
+        management = await serve_management(self._manage_listen, make_registry(self._collector), self.probes)
         await server.start()
         self._started.set_result(asyncio.get_running_loop())
         await self._stop.wait()
+        self.probes.is_leaving = True
         await self._health.set_serving(False)
         self._end.stopping.set()
         await self._role.close()
         await server.stop(_STOP_GRACE_S)
+        if management is not None:
+            management.close()
 
     async def _announce(self, runner: ModelRunner) -> None:
+        self._collector.runner = runner
+        self.probes.set_waiting("the failure domain's processes have not all joined")
         try:
             await self._role.open(runner)
         except Exception:
             logger.exception("cannot start serving")
             self._end.fail(ExitCode.BUG, "cannot start serving")
         await self._health.set_serving(True)
+        self.probes.set_started()
         logger.info("serving", extra={"address": self._address})

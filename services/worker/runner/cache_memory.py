@@ -1,4 +1,4 @@
-"""How much memory the KV cache may take."""
+"""How much memory the KV cache may take, and what a GPU's memory is in use for."""
 
 from __future__ import annotations
 
@@ -45,3 +45,20 @@ class GpuMemory:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         return max(int(total * self.utilization) - (total - free) - peak, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What this process has of a GPU's memory."""
+
+    allocated_bytes: int
+    """In tensors."""
+    reserved_bytes: int
+    """Held for tensors, in use or not."""
+
+
+def device_memory(device: torch.device) -> DeviceMemory | None:
+    """From torch's own books, so that no call to the driver disturbs a capture; None unless `device` is a GPU."""
+    if device.type != "cuda":
+        return None
+    return DeviceMemory(torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device))

@@ -22,7 +22,7 @@ from services.worker.models.loader import LoadedModel, LoadOptions, ModelFacts, 
 from services.worker.ops import Ops, load_ops
 from services.worker.parallel.distributed import Rendezvous, make_parallel
 from services.worker.runner.batch_runner import BatchRunner
-from services.worker.runner.cache_memory import GpuMemory, KvCacheSize
+from services.worker.runner.cache_memory import DeviceMemory, GpuMemory, KvCacheSize, device_memory
 from services.worker.runner.graph_runner import CudaCapture, DecodeGraphs, GraphSettings
 from services.worker.runner.input_batch import InputBatch
 from services.worker.runner.matchers import GrammarMatchers
@@ -35,6 +35,7 @@ from services.worker.runner.number_formats import (
 )
 from services.worker.runner.pending_step import PendingStep
 from services.worker.runner.rank import Rank
+from services.worker.runner.step_totals import StepTotals
 from services.worker.runner.stream import Stream, make_stream
 from services.worker.spec_decode.drafting import make_drafting
 from services.worker.spec_decode.drafts import Drafting
@@ -91,6 +92,7 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._epoch: BatchRunner | None = None
         self._progress = Progress()
+        self.step_totals = StepTotals()
         self.facts: ModelFacts = loaded.facts
         self.layout: RankLayout = layout
         self.ops_backend: str = ops.name
@@ -112,6 +114,16 @@ class ModelRunner:
     def num_blocks(self) -> int:
         """The KV blocks of the present epoch, or of the last one; 0 before the first. From any thread."""
         return 0 if self._kv_cache is None else self._kv_cache.num_blocks
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes of the present epoch's KV cache, or of the last one's; 0 before the first. From any thread."""
+        cache = self._kv_cache
+        return 0 if cache is None else cache.num_blocks * cache.block_size * cache.spec.bytes_per_token
+
+    def device_memory(self) -> DeviceMemory | None:
+        """What the process has of its GPU's memory; None on a CPU. From any thread."""
+        return device_memory(self.device)
 
     @property
     def graph_batch_sizes(self) -> tuple[int, ...]:

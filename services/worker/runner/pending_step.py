@@ -41,6 +41,11 @@ class PendingStep:
     """Set when the launch has computed a step that needs the host."""
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that it computes, of prompts and completions; a dummy has one."""
+        return self.step_input.num_tokens
+
+    @property
     def is_computed(self) -> bool:
         """Whether `finish` returns at once, for certain."""
         return not self.stream.is_async

@@ -15,6 +15,7 @@ from services.tokenizer.request.request import Request
 from services.tokenizer.server.choice import Choice
 from services.tokenizer.server.completion import Completion
 from services.tokenizer.server.generation import Generation
+from services.tokenizer.server.request_totals import RequestTotals
 from services.tokenizer.text.detokenizer import make_token_texts
 from services.tokenizer.text.encoder import load_tokenizer
 from shared.lifecycle import freeze_garbage
@@ -63,14 +64,14 @@ class LockstepFrontEnd:
 
     async def _submit(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> CellRequests:
         """Submit the requests on a stream, up to building its messages."""
-        requests = CellRequests(LOST_AFTER_S)
+        requests, totals = CellRequests(LOST_AFTER_S), RequestTotals()
         link = requests.make_link()
         requests.open_stream(link, exchange_pb2.CellInfo())
         handles = []
         for number, prompt in enumerate(prompts):
             request = Request(f"{number:032x}", np.array(prompt, TOKEN_DTYPE).tobytes(), SamplingParams(max_tokens))
             self._completions.append(Completion(self._texts.detokenizer(), ()))
-            generation = Generation(arrived_at=0.0)
+            generation = Generation(arrived_at=0.0, totals=totals)
             generation.choices.append(Choice(generation, self._completions[-1], num_prompt_tokens=len(prompt)))
             handles.append(requests.submit(request, generation.choices, arrived_at=0.0, deadline_at=None))
         self._handles = np.array(handles, np.uint32)

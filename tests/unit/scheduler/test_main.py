@@ -38,7 +38,7 @@ def run_service(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
-@pytest.mark.parametrize("flag", ["--listen", "--cell-listen", "--metrics-listen"])
+@pytest.mark.parametrize("flag", ["--listen", "--cell-listen", "--manage-listen"])
 def test_a_taken_address_is_named_and_prevents_the_start(flag: str, tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -48,15 +48,14 @@ def test_a_taken_address_is_named_and_prevents_the_start(flag: str, tmp_path: Pa
         result = run_service(*free, f"{flag}={address}")
     assert result.returncode == 1
     assert address in result.stderr
-    assert flag != "--metrics-listen" or "--metrics-listen" in result.stderr
+    assert flag != "--manage-listen" or flag in result.stderr
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("address", ["nowhere", "0.0.0.0:9100"])
-def test_a_metrics_address_that_is_invalid_or_not_local_is_named(address: str) -> None:
-    result = run_service(f"--metrics-listen={address}")
+def test_a_management_address_that_is_invalid_is_named() -> None:
+    result = run_service("--manage-listen=nowhere")
     assert result.returncode == 2
-    assert "error: --metrics-listen (or LOCKSTEP_SCHEDULER_METRICS_LISTEN): " in result.stderr
+    assert "error: --manage-listen (or LOCKSTEP_SCHEDULER_MANAGE_LISTEN): " in result.stderr
 
 
 # The service with a lease so short that a rival soon outlasts it.

@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from prometheus_client import Metric
-from prometheus_client.parser import text_string_to_metric_families
 
 from services.scheduler.cell.engine import Engine
-from services.scheduler.core.policy import RECOVERY_BUCKETS_S, CacheSettings, SchedulerPolicy
+from services.scheduler.core.policy import RECOVERY_BUCKETS_S, CacheSettings, CellTopology, SchedulerPolicy
 from services.scheduler.metrics import make_registry
 from services.scheduler.server.idle_check import IdleCheck
-from shared.metrics import serve_metrics
+from shared.management import serve_management
+from shared.probes import Probes
 from tests.support.engine_driver import EngineDriver
+from tests.support.scraping import scrape, values
 
 
-async def scrape(path: Path, engine: Engine) -> list[Metric]:
+async def scrape_cell(path: Path, engine: Engine) -> list[Metric]:
     idle_check = IdleCheck(engine, asyncio.get_running_loop())
-    async with await serve_metrics(f"unix:{path}", make_registry(engine, idle_check)):
-        reader, writer = await asyncio.open_unix_connection(path)
-        writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
-        page = (await reader.read()).decode()
-        writer.close()
-    return list(text_string_to_metric_families(page.partition("\r\n\r\n")[2]))
-
-
-def values(families: Iterable[Metric]) -> dict[str, float]:
-    """The cell's samples by name, followed by the value of their label."""
-    samples = [sample for family in families if family.name.startswith("lockstep_") for sample in family.samples]
-    return {" ".join([sample.name, *sample.labels.values()]): sample.value for sample in samples}
+    server = await serve_management(f"unix:{path}", make_registry(engine, idle_check), Probes("nothing"))
+    assert server is not None
+    async with server:
+        return await scrape(path)
 
 
 async def test_values_match_the_state(tmp_path: Path) -> None:
@@ -44,7 +36,7 @@ async def test_values_match_the_state(tmp_path: Path) -> None:
     driver.step()
     state = driver.engine.state()
 
-    scraped = values(await scrape(tmp_path / "metrics", driver.engine))
+    scraped = values(await scrape_cell(tmp_path / "metrics", driver.engine))
 
     assert (state.num_waiting, state.num_running, state.num_used_blocks, state.counters.num_finished) == (1, 1, 3, 1)
     assert state.num_cached_blocks + state.num_used_blocks < state.num_blocks
@@ -54,10 +46,13 @@ async def test_values_match_the_state(tmp_path: Path) -> None:
     assert scraped == {
         "lockstep_worker_attached 0": 1,
         "lockstep_num_requests_waiting": state.num_waiting,
-        "lockstep_num_requests_running 0": state.num_running,
+        "lockstep_num_requests_running": state.num_running,
+        "lockstep_rank_num_requests_waiting 0": state.num_waiting,
+        "lockstep_rank_num_requests_running 0": state.num_running,
         "lockstep_requests_finished_total": state.counters.num_finished,
-        "lockstep_preemptions_total": state.counters.num_preemptions,
-        "lockstep_kv_cache_usage_ratio 0": state.num_used_blocks / state.num_blocks,
+        "lockstep_num_preemptions_total": state.counters.num_preemptions,
+        "lockstep_kv_cache_usage_perc": state.num_used_blocks / state.num_blocks,
+        "lockstep_rank_kv_cache_usage_perc 0": state.num_used_blocks / state.num_blocks,
         "lockstep_kv_cache_blocks 0 used": state.num_used_blocks,
         "lockstep_kv_cache_blocks 0 cached": state.num_cached_blocks,
         "lockstep_kv_cache_blocks 0 blank": state.num_free_blocks - state.num_cached_blocks,
@@ -83,10 +78,29 @@ async def test_values_match_the_state(tmp_path: Path) -> None:
     }
 
 
+async def test_what_a_load_balancer_reads_is_one_series_for_the_whole_cell(tmp_path: Path) -> None:
+    driver = EngineDriver(topology=CellTopology(2), num_blocks=8, policy=SchedulerPolicy(max_num_seqs=1))
+    for handle in range(1, 5):
+        driver.submit(handle, [handle] * 20)
+    driver.step()
+    state = driver.engine.state()
+    families = {family.name: family for family in await scrape_cell(tmp_path / "metrics", driver.engine)}
+    for name, total in (
+        ("lockstep_num_requests_running", state.num_running),
+        ("lockstep_num_requests_waiting", state.num_waiting),
+        ("lockstep_kv_cache_usage_perc", state.num_used_blocks / state.num_blocks),
+    ):
+        [sample] = families[name].samples
+        assert (sample.labels, sample.value) == ({}, total)
+        ranks = families[name.replace("lockstep_", "lockstep_rank_")].samples
+        assert [sample.labels for sample in ranks] == [{"rank": "0"}, {"rank": "1"}]
+        assert 0 < sum(sample.value for sample in ranks) == pytest.approx(total * (2 if "perc" in name else 1))
+
+
 async def test_a_cell_without_a_worker_can_be_scraped(tmp_path: Path) -> None:
-    scraped = values(await scrape(tmp_path / "metrics", Engine(SchedulerPolicy(), CacheSettings())))
+    scraped = values(await scrape_cell(tmp_path / "metrics", Engine(SchedulerPolicy(), CacheSettings())))
     assert scraped["lockstep_worker_attached 0"] == 0
-    assert scraped["lockstep_kv_cache_usage_ratio 0"] == 0
+    assert scraped["lockstep_kv_cache_usage_perc"] == scraped["lockstep_rank_kv_cache_usage_perc 0"] == 0
     assert sum(value for name, value in scraped.items() if name.startswith("lockstep_kv_cache_blocks")) == 0
 
 
@@ -98,7 +112,7 @@ async def test_recoveries_are_counted_by_duration(tmp_path: Path) -> None:
     driver.now += 0.2
     driver.attach()
     driver.run()
-    scraped = values(await scrape(tmp_path / "metrics", driver.engine))
+    scraped = values(await scrape_cell(tmp_path / "metrics", driver.engine))
     assert (scraped["lockstep_lost_epochs_total"], scraped["lockstep_recovery_seconds_count"]) == (1, 1)
     buckets = [scraped[f"lockstep_recovery_seconds_bucket {bound}"] for bound in (1.0, 3.0, 100.0)]
     assert buckets == [0, 1, 1]
@@ -107,6 +121,6 @@ async def test_recoveries_are_counted_by_duration(tmp_path: Path) -> None:
 
 
 async def test_every_metric_has_documentation_and_process_metrics_are_included(tmp_path: Path) -> None:
-    families = await scrape(tmp_path / "metrics", Engine(SchedulerPolicy(), CacheSettings()))
+    families = await scrape_cell(tmp_path / "metrics", Engine(SchedulerPolicy(), CacheSettings()))
     assert [family.name for family in families if not family.documentation] == []
     assert "process_cpu_seconds" in {family.name for family in families}

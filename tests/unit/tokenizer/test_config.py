@@ -53,7 +53,7 @@ def test_the_environment_lists_schedulers_separated_by_commas(monkeypatch: pytes
         ("--scheduler=nowhere", "--scheduler"),
         ("--scheduler=unix:a,nowhere", "--scheduler"),
         ("--scheduler-silence-s=0.5", "--scheduler-silence-s"),
-        ("--metrics-listen=0.0.0.0:1", "--metrics-listen"),
+        ("--manage-listen=0.0.0.0", "--manage-listen"),
         ("--listen=0.0.0.0:1", "--listen"),
     ],
 )

@@ -72,14 +72,14 @@ def test_a_malformed_tokenizer_prevents_the_start(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_a_taken_metrics_address_is_named_and_prevents_the_start(model_dir: Path, tmp_path: Path) -> None:
+def test_a_taken_management_address_is_named_and_prevents_the_start(model_dir: Path, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(f"{tmp_path}/taken")
         other.listen()
         flags = [f"--model-dir={model_dir}", f"--listen=unix:{tmp_path}/sock"]
-        result = run_service(*flags, f"--metrics-listen=unix:{tmp_path}/taken")
+        result = run_service(*flags, f"--manage-listen=unix:{tmp_path}/taken")
     assert result.returncode == 1
-    assert "--metrics-listen" in result.stderr
+    assert "--manage-listen" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -199,6 +199,8 @@ class RequestStart:
 
     handle: RequestHandle
     num_cached_tokens: int
+    queue_s: float
+    """Time in this scheduler's queues."""
 
 
 @dataclass(slots=True)

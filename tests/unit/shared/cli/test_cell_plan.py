@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shared.cli.cell_plan import ServiceCommand, make_start_flags, plan_services
+from shared.cli.manage_flag import find_manage_address
 from shared.cli.serve_settings import ServeSettings
 from shared.config import load_settings
 
@@ -167,3 +168,30 @@ def test_each_start_of_a_domain_has_a_unique_id() -> None:
 
 def test_a_process_without_partners_needs_no_rendezvous() -> None:
     assert [make_start_flags([command]) for command in plan("--dp=2").values()] == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "service_flags", "addresses"),
+    [
+        ([], ["--manage-listen=127.0.0.1:9100"], ["127.0.0.1:9100"]),
+        (
+            ["--dp=2", "--tp=2"],
+            ["--manage-listen=0.0.0.0:9100"],
+            ["0.0.0.0:9100", "0.0.0.0:9101", "0.0.0.0:9102", "0.0.0.0:9103"],
+        ),
+        (["--tp=2"], ["--manage-listen", "[::1]:9100", "--num-threads=1"], ["[::1]:9100", "[::1]:9101"]),
+        (["--dp=2"], ["--manage-listen=unix:/run/m"], ["unix:/run/m.0.0", "unix:/run/m.1.0"]),
+        (["--tp=2"], ["--manage-listen=127.0.0.1:0"], ["127.0.0.1:0", "127.0.0.1:0"]),
+        # No addresses: the worker refuses them.
+        (["--tp=2"], ["--manage-listen=nowhere"], ["nowhere", "nowhere"]),
+        (["--tp=2"], ["--manage-listen"], [None, None]),
+        (["--tp=2"], [], [None, None]),
+    ],
+)
+def test_each_worker_has_a_management_port_of_its_own(
+    flags: list[str], service_flags: list[str], addresses: list[str | None]
+) -> None:
+    commands = plan(*flags, service_flags={"worker": service_flags})
+    workers = [command for command in commands.values() if command.role == "worker"]
+    assert [find_manage_address(command.flags) for command in workers] == addresses
+    assert all("--num-threads=1" in command.flags for command in workers if "--num-threads=1" in service_flags)

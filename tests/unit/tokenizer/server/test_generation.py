@@ -17,6 +17,7 @@ from services.tokenizer.replies import make_reply_parser
 from services.tokenizer.server.choice import Choice, Extras
 from services.tokenizer.server.completion import Completion
 from services.tokenizer.server.generation import Generation
+from services.tokenizer.server.request_totals import RequestTotals
 from services.tokenizer.text.detokenizer import ByteLevelDetokenizer, text_table
 from shared.errors import DrainingError, NumericError, SchedulerLostError
 from shared.ids import RequestHandle
@@ -46,7 +47,7 @@ def make_generation(
     first_extras: Extras = PLAIN,
 ) -> Generation:
     """An answer with a choice at each place; the first choice has extras."""
-    generation = Generation(arrived_at=time.monotonic() if arrived_at is None else arrived_at)
+    generation = Generation(arrived_at=time.monotonic() if arrived_at is None else arrived_at, totals=RequestTotals())
     for place in places:
         extras = PLAIN if generation.choices else first_extras
         completion = Completion(
@@ -94,7 +95,7 @@ async def test_the_finish_has_usage_and_times() -> None:
     generation = make_generation(arrived_at=time.monotonic() - 10)
     [choice] = generation.choices
     responses = generation.responses()
-    choice.begin(num_cached_tokens=4)
+    choice.begin(num_cached_tokens=4, queue_s=None)
     choice.receive(ids("a"), None)
     await anext(responses)
     assert choice.ttft_s is not None
@@ -220,7 +221,7 @@ async def test_choices_are_sent_interleaved_each_with_its_place() -> None:
 async def test_every_choice_has_a_finish_and_the_last_response_the_total_usage() -> None:
     generation = make_generation(places=[(0, 0), (0, 1), (1, 0), (1, 1)])
     for number, choice in enumerate(generation.choices):
-        choice.begin(num_cached_tokens=number + 1)
+        choice.begin(num_cached_tokens=number + 1, queue_s=None)
         choice.receive(ids("a" * (number + 1)), make_end(1, MAX_TOKENS, number + 1))
     responses = await collect(generation)
     assert [response.finish.usage.num_completion_tokens for response in responses] == [1, 2, 3, 4]

@@ -8,6 +8,7 @@ from services.tokenizer.server.choice import Choice
 from services.tokenizer.server.completion import Completion
 from services.tokenizer.server.generation import Generation
 from services.tokenizer.server.live_requests import LiveRequests
+from services.tokenizer.server.request_totals import RequestTotals
 from services.tokenizer.text.detokenizer import ByteLevelDetokenizer
 from shared.errors import DrainingError, DuplicateRequestError
 
@@ -49,7 +50,7 @@ async def test_draining_waits_for_the_last_request() -> None:
 
 async def test_requests_that_remain_after_the_grace_period_get_an_error() -> None:
     live = LiveRequests()
-    generation = Generation(arrived_at=0)
+    generation = Generation(arrived_at=0, totals=RequestTotals())
     generation.choices.append(Choice(generation, Completion(ByteLevelDetokenizer({}, {}), ()), num_prompt_tokens=1))
     with live.admit(["encoding"]), live.admit(["streaming"]):
         live.begin("streaming", generation)

@@ -14,6 +14,7 @@ from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.device_steps import DeviceSteps
 from services.worker.process.exits import DomainEnd
 from services.worker.runner.model_runner import ModelRunner
+from services.worker.runner.step_totals import StepTotals
 from services.worker.step import Step, StepOutput
 from shared.errors import InternalError, StepMismatchError
 from tests.support.worker_steps import decode_step
@@ -28,6 +29,7 @@ class FailingRunner:
     fails_late: bool
     is_computed = False
     layout = RankLayout()
+    step_totals = StepTotals()
 
     def launch(self, step: Step) -> FailingRunner:
         if not self.fails_late:

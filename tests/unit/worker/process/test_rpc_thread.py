@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import grpc
@@ -15,6 +16,7 @@ from services.worker.process.rpc_thread import RpcThread
 from services.worker.server.leader import Leader
 from services.worker.server.servicer import SERVICE_NAME
 from shared.config import load_settings
+from tests.support.scraping import probes
 from tests.support.tiny_llama import write_tiny_llama
 from tests.support.worker_runner import load_exact, make_runner
 
@@ -24,12 +26,12 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_exact(write_tiny_llama(tmp_path_factory.mktemp("model"), changes={"num_hidden_layers": 2}))
 
 
-def make_rpc_thread(address: str) -> RpcThread:
-    """The RPC thread of a single process; its model is never loaded from the directory."""
-    settings = load_settings(WorkerSettings, ["--model-dir=/m", f"--listen={address}"])
+def make_rpc_thread(address: str, *flags: str, manage_listen: str | None = None) -> RpcThread:
+    """The RPC thread of a leader; its model is never loaded from the directory."""
+    settings = load_settings(WorkerSettings, ["--model-dir=/m", f"--listen={address}", *flags])
     device = DeviceLoop()
     end = DomainEnd(device)
-    return RpcThread(address, Leader(settings, device, end), end, reflection=False)
+    return RpcThread(address, Leader(settings, device, end), end, reflection=False, manage_listen=manage_listen)
 
 
 def wait_until_serving(channel: grpc.Channel) -> None:
@@ -73,4 +75,27 @@ def test_a_taken_address_is_refused(tmp_path: Path) -> None:
         second.start()
     with grpc.insecure_channel(address) as channel:
         assert health_of(channel) == ["NOT_SERVING", "NOT_SERVING"]
+    first.stop()
+
+
+def test_probes_tell_loading_from_waiting_for_the_domain(tmp_path: Path, loaded: LoadedModel) -> None:
+    address, manage = f"unix:{tmp_path / 'worker.sock'}", f"unix:{tmp_path / 'manage.sock'}"
+    domain = ["--tp-size=2", "--rendezvous=127.0.0.1:9", "--domain-start-id=x"]
+    rpc = make_rpc_thread(address, *domain, manage_listen=manage)
+    rpc.start()
+    loading, waiting = "503 the weights are loading", "503 the failure domain's processes have not all joined"
+    assert asyncio.run(probes(manage)) == {"livez": "200 ok", "startupz": loading, "readyz": loading}
+    rpc.announce(make_runner(loaded))
+    while (answers := asyncio.run(probes(manage)))["startupz"] == loading:
+        pass
+    assert answers == {"livez": "200 ok", "startupz": waiting, "readyz": waiting}
+    rpc.stop()
+
+
+def test_a_taken_management_address_is_refused(tmp_path: Path) -> None:
+    manage = f"unix:{tmp_path / 'manage.sock'}"
+    first, second = (make_rpc_thread(f"unix:{tmp_path / name}", manage_listen=manage) for name in "ab")
+    first.start()
+    with pytest.raises(RuntimeError, match=r"--manage-listen: .* in use"):
+        second.start()
     first.stop()

@@ -1,0 +1,37 @@
+"""The services' flag --manage-listen: each worker of a cell needs an address of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_FLAG = "--manage-listen"
+
+
+def find_manage_address(flags: Sequence[str]) -> str | None:
+    """The address that a service's flags name, if any."""
+    for flag, following in zip(flags, (*flags[1:], ""), strict=True):
+        name, separator, value = flag.partition("=")
+        if name == _FLAG:
+            return (value if separator else following) or None
+    return None
+
+
+def number_manage_address(flags: Sequence[str], number: int, rank: str) -> list[str]:
+    """The flags of one of several workers, with an address of its own if they name one.
+
+    `number` counts the cell's workers from 0 and is added to the port; a socket's path is followed by a dot and `rank`.
+    """
+    address = find_manage_address(flags)
+    if address is None:
+        return list(flags)
+    place = next(index for index, flag in enumerate(flags) if flag.partition("=")[0] == _FLAG)
+    end = place + (1 if "=" in flags[place] else 2)
+    return [*flags[:place], f"{_FLAG}={_number(address, number, rank)}", *flags[end:]]
+
+
+def _number(address: str, number: int, rank: str) -> str:
+    """What is no address stays as it is, for the worker to refuse; so does port 0, the choice of a free one."""
+    if address.startswith("unix:"):
+        return f"{address}.{rank}"
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + number}" if port.isdecimal() and int(port) else address

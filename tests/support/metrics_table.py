@@ -1,0 +1,109 @@
+"""The tables of services/METRICS.md, generated from what the services serve: `make metrics`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+
+from services.scheduler.cell.engine import Engine
+from services.scheduler.core.policy import CacheSettings, SchedulerPolicy
+from services.scheduler.metrics import make_registry as make_scheduler_registry
+from services.scheduler.server.idle_check import IdleCheck
+from services.tokenizer.exchange.cell_requests import CellRequests
+from services.tokenizer.exchange.scheduler_client import SchedulerClient
+from services.tokenizer.metrics import make_registry as make_tokenizer_registry
+from services.tokenizer.server.request_totals import RequestTotals
+from services.worker.layout import RankLayout
+from services.worker.metrics import WorkerCollector
+from services.worker.metrics import make_registry as make_worker_registry
+from services.worker.runner.step_totals import StepTotals
+from tests.support.processes import ROOT
+
+if TYPE_CHECKING:
+    from services.worker.runner.model_runner import ModelRunner
+
+METRICS_FILE = ROOT / "services" / "METRICS.md"
+BEGIN = "<!-- Made by `make metrics`: change services/*/metrics.py instead. -->\n"
+END = "<!-- The end of what `make metrics` makes. -->\n"
+
+_UNITS = ("seconds", "bytes", "tokens")
+
+
+def main() -> None:
+    """Bring services/METRICS.md up to date."""
+    tables = asyncio.run(render_tables())
+    METRICS_FILE.write_text(with_tables(METRICS_FILE.read_text(encoding="utf-8"), tables), encoding="utf-8")
+
+
+def with_tables(document: str, tables: str) -> str:
+    """The document's text with its tables replaced.
+
+    Raises:
+        ValueError: the text does not have the two marks, once each and in order.
+    """
+    before, begin, rest = document.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end or BEGIN in after or END in before + after:
+        raise ValueError("services/METRICS.md lacks the marks around its tables")
+    return f"{before}{BEGIN}\n{tables}{END}{after}"
+
+
+async def render_tables() -> str:
+    """One table for each service. Needs a running event loop, as the services' objects do."""
+    registries = {"Tokenizer": _tokenizer(), "Scheduler": _scheduler(), "Worker, each rank": _worker()}
+    return "".join(_table(title, registry.collect()) for title, registry in registries.items())
+
+
+def _tokenizer() -> CollectorRegistry:
+    async def ignore(_: bool) -> None:
+        """No link is made."""
+
+    client = SchedulerClient(("unix:none",), "", CellRequests(0.0), ignore, silence_s=1.0)
+    return make_tokenizer_registry(client, RequestTotals())
+
+
+def _scheduler() -> CollectorRegistry:
+    engine = Engine(SchedulerPolicy(), CacheSettings())
+    return make_scheduler_registry(engine, IdleCheck(engine, asyncio.get_running_loop()))
+
+
+def _worker() -> CollectorRegistry:
+    collector = WorkerCollector()
+    # What it reads of a rank on a GPU, since a rank itself needs torch.
+    runner = SimpleNamespace(
+        device=SimpleNamespace(type="cuda"),
+        device_memory=lambda: SimpleNamespace(allocated_bytes=0, reserved_bytes=0),
+        kv_cache_bytes=0,
+        layout=RankLayout(),
+        ops_backend="triton",
+        progress=0,
+        step_totals=StepTotals(),
+    )
+    collector.runner = cast("ModelRunner", runner)
+    return make_worker_registry(collector)
+
+
+def _table(title: str, metrics: Iterable[Metric]) -> str:
+    own = [metric for metric in metrics if metric.name.startswith("lockstep_")]
+    rows = "".join(_row(metric) for metric in own)
+    return f"**{title}**\n\n| metric | type | unit | labels | meaning |\n|---|---|---|---|---|\n{rows}\n"
+
+
+def _row(metric: Metric) -> str:
+    name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+    labels = sorted({label for sample in metric.samples for label in sample.labels} - {"le"})
+    unit = next((unit for unit in _UNITS if metric.name.endswith(unit)), "ratio" if name.endswith("perc") else "")
+    return f"| `{name}` | {metric.type} | {unit} | {_code(labels)} | {metric.documentation} |\n"
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+if __name__ == "__main__":
+    main()
