@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from shared.cli.serve_settings import ROLES
 from tests.support.cell import Cell, start_cell
 from tests.support.client import connect, text_request
+from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
 from tests.support.processes import start_service
 from tests.support.scraping import get, probes, scrape, values
@@ -32,29 +42,34 @@ class Watched:
 
 
 @pytest.fixture(scope="module")
-def watched(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+def watched(tiny_model: Path) -> Iterator[Watched]:
     """A cell of one group of two ranks."""
-    directory = tmp_path_factory.mktemp("manage")
-    addresses = {"tokenizer": f"127.0.0.1:{free_port()}", "scheduler": f"127.0.0.1:{free_port()}"}
-    flags = [f"--{role}.manage-listen={address}" for role, address in addresses.items()]
-    addresses |= {f"worker {rank}": f"unix:{directory}/worker.{rank}" for rank in ("0.0", "0.1")}
-    with start_cell(tiny_model, "--tp=2", f"--worker.manage-listen=unix:{directory}/worker", *flags) as cell:
-        yield Watched(cell, addresses)
+    flags = [f"--{role}.manage-listen=127.0.0.1:0" for role in ROLES]
+    with start_cell(tiny_model, "--tp=2", *flags) as cell:
+        ports = re.findall(r"(?m)^(\w[\w. ]*?) +\| .*serving metrics and probes .*'127.0.0.1', (\d+)", cell.log())
+        yield Watched(cell, {name: f"127.0.0.1:{port}" for name, port in ports})
 
 
-async def until_answered(address: str) -> dict[str, str]:
-    """The probes' answers, once the process listens."""
-    while True:
-        try:
-            return await probes(address)
-        except OSError:
+async def wait_for_probes(address: str, expected: dict[str, str]) -> None:
+    """Wait until a process listens and answers this."""
+    answers: dict[str, str] = {}
+    async with asyncio.timeout(PATIENCE_S):
+        while answers != expected:
+            with contextlib.suppress(OSError):
+                answers = await probes(address)
             await asyncio.sleep(_POLL_S)
 
 
+def stop(process: psutil.Process) -> None:
+    """Stop a process as a debugger does; returns when it is stopped."""
+    process.send_signal(signal.SIGSTOP)
+    while process.status() != psutil.STATUS_STOPPED:
+        time.sleep(_POLL_S)
+
+
 async def test_all_processes_of_a_serving_cell_are_ready(watched: Watched) -> None:
-    assert {name: await probes(address) for name, address in watched.addresses.items()} == dict.fromkeys(
-        watched.addresses, READY
-    )
+    answers = {name: await probes(address) for name, address in watched.addresses.items()}
+    assert answers == dict.fromkeys(["tokenizer", "scheduler", "worker 0.0", "worker 0.1"], READY)
 
 
 async def test_every_process_is_scraped_and_counts_what_it_did(watched: Watched) -> None:
@@ -83,17 +98,15 @@ async def test_a_head_has_the_headers_of_a_get(watched: Watched) -> None:
 
 @pytest.mark.parametrize("name", ["tokenizer", "scheduler", "worker 0.1"])
 async def test_a_stopped_event_loop_is_not_live(watched: Watched, name: str) -> None:
-    watched.cell.send_signal(name, signal.SIGSTOP)
+    process = watched.cell.find_processes()[name]
     try:
-        process = watched.cell.find_processes()[name]
-        while process.status() != psutil.STATUS_STOPPED:
-            await asyncio.sleep(_POLL_S)
+        stop(process)
         asked = asyncio.create_task(get(watched.addresses[name], "/livez"))
         # What is to be shown is that nothing comes: as long as others take many times over.
         await asyncio.wait([asked], timeout=0.3)
         assert not asked.done()
     finally:
-        watched.cell.send_signal(name, signal.SIGCONT)
+        process.send_signal(signal.SIGCONT)
     assert (await asked).status == 200
 
 
@@ -102,9 +115,8 @@ async def test_a_rank_whose_domain_has_not_met_lives_but_has_not_started(tiny_mo
     domain = ["--tp-size=2", "--domain-start-id=x", f"--rendezvous=127.0.0.1:{free_port()}"]
     flags = [f"--model-dir={tiny_model}", f"--listen=unix:{tmp_path}/worker", f"--manage-listen={manage}", *domain]
     with start_service("worker", *flags):
-        answers = await until_answered(manage)
-        assert answers["livez"] == "200 ok"
-        assert answers["startupz"] == answers["readyz"] == "503 the weights are loading"
+        loading = "503 the weights are loading"
+        await wait_for_probes(manage, {"livez": "200 ok", "startupz": loading, "readyz": loading})
         assert values(await scrape(manage)) == {}
 
 
@@ -120,11 +132,9 @@ async def test_without_partners_a_scheduler_is_ready_and_a_tokenizer_is_not(tiny
         start_service("scheduler", *scheduler),
         start_service("tokenizer", *tokenizer, f"--manage-listen=unix:{tmp_path}/t"),
     ):
-        while await until_answered(f"unix:{tmp_path}/s") != READY:
-            await asyncio.sleep(_POLL_S)
+        await wait_for_probes(f"unix:{tmp_path}/s", READY)
         unlinked = {"livez": "200 ok", "startupz": "200 ok", "readyz": "503 not linked to a scheduler"}
-        while await until_answered(f"unix:{tmp_path}/t") != unlinked:
-            await asyncio.sleep(_POLL_S)
+        await wait_for_probes(f"unix:{tmp_path}/t", unlinked)
 
 
 def tool(name: str) -> str:
@@ -136,9 +146,51 @@ def tool(name: str) -> str:
 
 
 @pytest.mark.slow
-async def test_promtool_finds_nothing_wrong_with_any_page(watched: Watched) -> None:
+def test_promtool_finds_nothing_wrong_with_any_page(watched: Watched) -> None:
     promtool = tool("promtool")
     for name, address in watched.addresses.items():
-        page = (await get(address, "/metrics")).body
+        page = asyncio.run(get(address, "/metrics")).body
         result = subprocess.run([promtool, "check", "metrics"], input=page, capture_output=True, text=True, check=False)
         assert (name, result.returncode, result.stdout + result.stderr) == (name, 0, "")
+
+
+@contextlib.contextmanager
+def running_prometheus(targets: Sequence[str], directory: Path) -> Iterator[str]:
+    """A Prometheus that scrapes `targets` every second; its URL."""
+    config = {"scrape_configs": [{"job_name": "cell", "static_configs": [{"targets": list(targets)}]}]}
+    (directory / "prometheus.yml").write_text(json.dumps({"global": {"scrape_interval": "1s"}, **config}))
+    address = f"127.0.0.1:{free_port()}"
+    flags = [f"--config.file={directory}/prometheus.yml", f"--storage.tsdb.path={directory}/data"]
+    command = [tool("prometheus"), *flags, f"--web.listen-address={address}", "--log.level=error"]
+    with subprocess.Popen(command) as process:
+        try:
+            yield f"http://{address}/api/v1"
+        finally:
+            process.terminate()
+
+
+def ask(url: str) -> Any:
+    """Ask Prometheus until it answers."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        with contextlib.suppress(urllib.error.URLError), urllib.request.urlopen(url) as response:
+            return json.load(response)["data"]
+        assert time.monotonic() < deadline
+        time.sleep(_POLL_S)
+
+
+@pytest.mark.slow
+def test_a_real_prometheus_scrapes_every_process(watched: Watched, tmp_path: Path) -> None:
+    with running_prometheus(list(watched.addresses.values()), tmp_path) as url:
+        targets = ask(f"{url}/targets")["activeTargets"]
+        while "unknown" in [target["health"] for target in targets] or not targets:
+            targets = ask(f"{url}/targets")["activeTargets"]
+        assert [(target["health"], target["lastError"]) for target in targets] == [("up", "")] * 4
+        for metric, num_series in (
+            ("lockstep_num_requests_running", 1),
+            ("lockstep_kv_cache_usage_perc", 1),
+            ("lockstep_worker_info", 2),
+            ("lockstep_time_to_first_token_seconds_count", 1),
+            ("histogram_quantile(0.9,lockstep_step_device_time_seconds_bucket{kind='decode'})", 2),
+        ):
+            assert len(ask(f"{url}/query?{urllib.parse.urlencode({'query': metric})}")["result"]) == num_series, metric
