@@ -209,7 +209,7 @@ class StatusError(ServiceError):
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Turns exceptions into statuses; unknown ones are logged and become INTERNAL without their text.
+    """Turns exceptions into statuses; unknown ones become INTERNAL and are logged, both without their text.
 
     Before that it refuses calls of peers that may not make them, calls above the limit, and messages that cannot be
     parsed. An interceptor sees no peer, and gRPC parses a message before its handler does: so messages arrive here as
@@ -347,9 +347,18 @@ async def _abort(context: grpc.aio.ServicerContext, method: str, error: Exceptio
     elif _is_unimplemented(context, error):
         status = to_status(NotSupportedError("this release does not implement the method", method=method))
     else:
-        logger.error("unexpected error", extra={"method": method}, exc_info=error)
+        logger.error("unexpected error", extra={"method": method}, exc_info=_without_text(error))
         status = to_status(InternalError("internal error"))
     await context.abort(_STATUS_CODES[status.code], status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
+
+
+class _UntoldError(Exception):
+    """Stands in the log for an exception whose text may quote a request."""
+
+
+def _without_text(error: Exception) -> BaseException:
+    """Where an exception was raised, and of which type."""
+    return _UntoldError(type(error).__qualname__).with_traceback(error.__traceback__)
 
 
 def _is_unimplemented(context: grpc.aio.ServicerContext, error: Exception) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.chat.conversation import Conversation, Message, Tool, ToolCall, ToolMode
 from services.tokenizer.json.json_values import JsonObject, read_json_object
+from services.tokenizer.refusal_text import without_quotes
 from services.tokenizer.text_size import check_text_bytes
 from shared.errors import MAX_VIOLATIONS, Violation
 from shared.request_fields import raise_violations
@@ -158,7 +159,7 @@ class _ChatReader:
         try:
             return read_json_object(text)
         except ValueError as error:
-            self._refuse(field, f"must be a JSON object: {error}")
+            self._refuse(field, f"must be a JSON object: {without_quotes(str(error), text)}")
             return {}
 
     def _read_tools(self, tools: Sequence[tokenizer_pb2.Tool]) -> tuple[Tool, ...]:

@@ -20,6 +20,7 @@ from llguidance import LLMatcher
 
 from services.tokenizer.grammar.grammar_source import grammar_source
 from services.tokenizer.grammar.shortest_text import shortest_text
+from services.tokenizer.refusal_text import without_quotes
 from services.tokenizer.trial_limits import limit_cpu
 from shared.grammar import GrammarError, GrammarLibrary, check_matcher
 from shared.limits import MAX_GRAMMAR_BYTES
@@ -130,11 +131,11 @@ def main() -> int:
 
 
 def _try(trial: GrammarTrial, request: dict[str, str]) -> dict[str, object]:
+    kind, text = request["kind"], request["text"]
     try:
-        kind, text = request["kind"], request["text"]
         return {"grammar": trial.run(kind, text), "shortest_bytes": shortest_text(kind, text)}
     except GrammarError as error:
-        message = str(error)
+        message = without_quotes(str(error), text)
     except MemoryError:
         message = "it takes too much memory"
     return {"problem": message[:_MAX_MESSAGE_LENGTH], "is_too_complex": bool(_LIMIT_MESSAGE.search(message))}

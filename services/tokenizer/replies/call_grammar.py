@@ -125,7 +125,7 @@ def _glm4_arguments(grammar: LarkGrammar, tool: Tool) -> str:
         or not isinstance(required, list)
         or _OTHER_KEYWORDS & schema.keys() - {"additionalProperties"}
     ):
-        raise GrammarError(f"with this model, the schema of {tool.name} must consist of plain properties")
+        raise GrammarError("with this model, it must consist of plain properties")
     arguments = []
     for name, value in properties.items():
         pair = f"{_glm4_key(grammar, name)} {_glm4_value(grammar, value, schema)}"
