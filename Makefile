@@ -69,7 +69,7 @@ test-unit: $(INSTALLED) $(STUBS) $(KERNELS) ## the tests that need no process an
 
 # The chaos tests run alone: they check how soon a killed process is noticed.
 test-slow: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) ## run the slow tests
-	@$(PYTEST) $(IN_PARALLEL) -m slow --ignore=tests/chaos --durations=12
+	@$(PYTEST) $(IN_PARALLEL) -m slow -rs --ignore=tests/chaos --durations=12
 	@$(PYTEST) tests/chaos --durations=12
 
 simulate: $(INSTALLED) $(STUBS) ## simulate a cell under random faults: SEEDS (100), FIRST_SEED (0), FAULTS (default: some of all)

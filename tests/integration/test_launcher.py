@@ -167,7 +167,7 @@ def test_the_launcher_names_a_setting_it_refuses(arguments: list[str], name: str
     assert f"error: {name}" in result.stderr.replace("lockstep serve: ", "").replace("argument ", "")
 
 
-@pytest.mark.parametrize("flag", ["--listen", "--scheduler-listen"])
+@pytest.mark.parametrize("flag", ["--listen", "--scheduler-listen", "--worker.manage-listen"])
 def test_a_taken_port_is_told_before_anything_starts(tiny_model: Path, flag: str) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -20,6 +20,7 @@ from services.worker.group.member import Member
 from services.worker.layout import RankLayout
 from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.exits import DomainEnd, ExitCode
+from services.worker.runner.step_totals import StepTotals
 from services.worker.step import Step, StepOutput
 from tests.simulation.clock import Clock
 from tests.simulation.collective import Collective, MemberPart
@@ -66,6 +67,7 @@ class PlayedRunner:
     def __init__(self, num_blocks: int) -> None:
         self.output: StepOutput | None = None
         self.num_blocks = num_blocks
+        self.step_totals = StepTotals()
 
     def attach(self, **_: int) -> int:
         """See `ModelRunner`."""
@@ -83,6 +85,7 @@ class PlayedStep:
 
     output: StepOutput
     is_computed = True
+    num_tokens = 1
 
     def finish(self) -> StepOutput:
         """See `PendingStep`."""

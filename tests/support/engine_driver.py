@@ -128,6 +128,7 @@ class ChoiceOutput:
     scores: list[Scores] = field(default_factory=list)
     prompt_scores: list[Scores] = field(default_factory=list)
     num_cached_tokens: int | None = None
+    queue_s: float | None = None
     end: RequestEnd | None = None
 
 
@@ -336,7 +337,7 @@ class EngineDriver:
         for start in outputs.starts:
             choice = self.choices.setdefault((action.client, start.handle), ChoiceOutput())
             assert (choice.num_cached_tokens, choice.tokens) == (None, []), "a choice starts twice, or late"
-            choice.num_cached_tokens = start.num_cached_tokens
+            choice.num_cached_tokens, choice.queue_s = start.num_cached_tokens, start.queue_s
         for handle, logprobs in outputs.prompt_logprobs:
             self.choices.setdefault((action.client, handle), ChoiceOutput()).prompt_scores += scores_of(logprobs)
         scores = scores_by_row(outputs)

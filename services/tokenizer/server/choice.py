@@ -183,7 +183,13 @@ class Choice:
         if self._adds_extras:
             self._add_extras(response, token_ids)
         if token_ids:
-            self._count_tokens(len(response.token_ids), now)
+            # Every token passes here.
+            if self.ttft_s is None:
+                self._count_first(now)
+            else:
+                self._totals.itl_s.observe(now - self._taken_at)
+            self._taken_at = now
+            self._totals.num_generation_tokens += len(token_ids)
         if self._finish is not None and not self.has_news:
             total_s = now - self._call.arrived_at
             self._set_timings(self._finish, total_s)
@@ -194,13 +200,13 @@ class Choice:
         return response if has_something else None
 
     def _add_extras(self, response: tokenizer_pb2.GenerateResponse, token_ids: list[int]) -> None:
-        """Add log-probabilities, leaving excess tokens for the next response, and parse the text."""
+        """Add log-probabilities, and parse the text; excess tokens leave `token_ids` for the next response."""
         extras = self._extras
         if extras.logprobs is not None:
             count = extras.logprobs.max_positions
             if len(token_ids) > count:
                 self._completion.put_back(token_ids[count:])
-                del response.token_ids[count:]
+                del response.token_ids[count:], token_ids[count:]
                 self.has_news = True
             response.logprobs.extend(extras.logprobs.take(len(response.token_ids)))
             assert len(response.logprobs) == len(response.token_ids), "a token without its log-probability"
@@ -211,17 +217,11 @@ class Choice:
             response.text = ""
             _add_parts(parts, response)
 
-    def _count_tokens(self, num_tokens: int, now: float) -> None:
-        totals = self._totals
-        totals.num_generation_tokens += num_tokens
-        if self.ttft_s is None:
-            self.ttft_s = now - self._call.arrived_at
-            totals.ttft_s.observe(self.ttft_s)
-            if self.is_first:
-                totals.num_prompt_tokens += self.usage.num_prompt_tokens
-        else:
-            totals.itl_s.observe(now - self._taken_at)
-        self._taken_at = now
+    def _count_first(self, now: float) -> None:
+        self.ttft_s = now - self._call.arrived_at
+        self._totals.ttft_s.observe(self.ttft_s)
+        if self.is_first:
+            self._totals.num_prompt_tokens += self.usage.num_prompt_tokens
 
     def _set_timings(self, finish: tokenizer_pb2.Finish, total_s: float) -> None:
         ttft_s = total_s if self.ttft_s is None else self.ttft_s

@@ -156,3 +156,14 @@ async def test_a_replica_is_ready_while_it_is_linked(model_dir: Path, tmp_path: 
         service.peer.end_stream()
         await service.until_health_is(health_pb2.HealthCheckResponse.NOT_SERVING)
         assert await probes(address) == unlinked
+
+
+async def test_a_replica_that_drains_is_not_ready_but_lives(model_dir: Path, tmp_path: Path) -> None:
+    async with watched(model_dir, tmp_path) as (service, address):
+        await service.link()
+        call, submit = await service.begin(THE_FOX)
+        service.stop.set()
+        await service.until_health_is(health_pb2.HealthCheckResponse.NOT_SERVING)
+        assert await probes(address) == {"livez": "200 ok", "startupz": "200 ok", "readyz": "503 leaving"}
+        service.peer.send(Row(submit.handle, 0, [70]), ends=[make_end(submit.handle, MAX_TOKENS, 1)])
+        await read_rest(call)

@@ -204,6 +204,15 @@ def test_a_preempted_request_reports_the_cached_tokens_of_its_first_prefill() ->
     assert driver.choices[1, 2].num_cached_tokens == 0
 
 
+def test_a_choice_starts_with_the_time_it_waited() -> None:
+    driver = EngineDriver(policy=SchedulerPolicy(max_num_seqs=1, max_steps_in_flight=1))
+    driver.submit(1, make_prompt(16), max_tokens=3)
+    driver.submit(2, make_prompt(16, 500), max_tokens=1)
+    driver.run()
+    # A step takes a second, and the second choice enters when the first has left after three.
+    assert (driver.choices[1, 1].queue_s, driver.choices[1, 2].queue_s) == (0.0, 3.0)
+
+
 def test_a_second_equal_prompt_computes_only_what_is_not_cached() -> None:
     driver = EngineDriver()
     driver.submit(1, make_prompt(48), max_tokens=1)

@@ -13,7 +13,7 @@ from lockstep.v1 import common_pb2
 from services.scheduler.cell.events import ChoiceSoFar, Submission
 from services.scheduler.core.batch.logprobs import Logprobs
 from services.scheduler.core.batch.sequence import Finish, FinishReason, Priority
-from services.scheduler.core.batch.step import Outputs, RequestEnd
+from services.scheduler.core.batch.step import Outputs, RequestEnd, RequestStart
 from services.scheduler.server.exchange_codec import decode_request, encode_outputs
 from shared.errors import InvalidRequestError, NumericError
 from shared.ids import RequestHandle, choice_handles
@@ -179,6 +179,13 @@ def test_outputs_carry_the_counts_of_their_rows_and_log_probabilities() -> None:
     assert (message.counts, message.token_ids) == (token_bytes([1, 2]), token_bytes([11, 12, 13]))
     assert message.logprobs == encoded
     assert list(message.prompt_logprobs) == [exchange_pb2.PromptLogprobs(handle=9, logprobs=encoded)]
+
+
+def test_a_start_says_how_long_its_choice_waited() -> None:
+    outputs = Outputs(np.array([4], np.uint32), column(0), column(11))
+    outputs.starts.append(RequestStart(RequestHandle(4), num_cached_tokens=32, queue_s=0.25))
+    [start] = encode_outputs(outputs).starts
+    assert start == exchange_pb2.RequestStart(handle=4, num_cached_tokens=32, queue_time_us=250_000)
 
 
 def test_an_end_reports_how_often_its_choice_was_resumed() -> None:
