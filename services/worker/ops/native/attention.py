@@ -141,24 +141,17 @@ class NativeAttention(CpuMla):
     def decode_attention(
         self, query: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan, params: AttentionParams
     ) -> Tensor:
-        assert isinstance(plan, NativePlan)
-        num_tokens, num_heads, _ = query.shape
         keys, values = cache[0], cache[1]
         _, _, num_kv_heads, key_dim = keys.shape
-        value_dim = values.shape[3]
-        token_stride, head_stride, element_stride = query.stride()
-        assert element_stride == 1
-        output = torch.empty(num_tokens, num_heads * value_dim, dtype=query.dtype)
         scales = (0, 0) if len(cache) == 2 else (cache[2].data_ptr(), cache[3].data_ptr())
-        self._library.ls_attention(
-            _attention_args(
-                plan.pieces((params.window, num_heads, num_kv_heads, key_dim, value_dim)).address,
-                *(query.data_ptr(), token_stride, head_stride, FORMATS[query.dtype]),
-                *(keys.data_ptr(), values.data_ptr(), *scales, FORMATS[keys.dtype]),
-                *(0 if params.sinks is None else params.sinks.data_ptr(), output.data_ptr(), params.scale),
-            )
-        )
-        return output
+        return self._attend(
+            query,
+            (keys.data_ptr(), values.data_ptr(), *scales, FORMATS[keys.dtype]),
+            plan,
+            (params.window, query.shape[1], num_kv_heads, key_dim, values.shape[3]),
+            sinks=0 if params.sinks is None else params.sinks.data_ptr(),
+            scale=params.scale,
+        ).flatten(1)
 
     def mla_attention(
         self,
@@ -170,21 +163,29 @@ class NativeAttention(CpuMla):
         value_dim: int,
         selected: Tensor | None = None,
     ) -> Tensor:
-        assert isinstance(plan, NativePlan)
         if selected is not None:
             return super().mla_attention(query, latent_cache, plan, scale=scale, value_dim=value_dim, selected=selected)
-        num_tokens, num_heads, key_dim = query.shape
-        token_stride, head_stride, element_stride = query.stride()
-        assert element_stride == 1
-        output = torch.empty(num_tokens, num_heads, value_dim, dtype=query.dtype)
         # A key begins with its value, which the kernel knows by their equal addresses.
         latents = latent_cache.data_ptr()
+        cache = (latents, latents, 0, 0, FORMATS[latent_cache.dtype])
+        heads = (None, query.shape[1], 1, query.shape[2], value_dim)
+        return self._attend(query, cache, plan, heads, sinks=0, scale=scale)
+
+    def _attend(
+        self, query: Tensor, cache: tuple[int, ...], plan: AttentionPlan, heads: Heads, *, sinks: int, scale: float
+    ) -> Tensor:
+        """Returns [T, H, V]. `cache` is keys, values, their scales and their format, as in `AttentionArgs`."""
+        assert isinstance(plan, NativePlan)
+        num_tokens, num_heads, _ = query.shape
+        token_stride, head_stride, element_stride = query.stride()
+        assert element_stride == 1
+        output = torch.empty(num_tokens, num_heads, heads[4], dtype=query.dtype)
         self._library.ls_attention(
             _attention_args(
-                plan.pieces((None, num_heads, 1, key_dim, value_dim)).address,
+                plan.pieces(heads).address,
                 *(query.data_ptr(), token_stride, head_stride, FORMATS[query.dtype]),
-                *(latents, latents, 0, 0, FORMATS[latent_cache.dtype]),
-                *(0, output.data_ptr(), scale),
+                *cache,
+                *(sinks, output.data_ptr(), scale),
             )
         )
         return output

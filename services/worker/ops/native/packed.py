@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.worker.ops.matrices import MXFP4_GROUP_SIZE, IntMatrix, Matrix, Mxfp4Matrix, dense
+from services.worker.ops.native.formats import FORMATS
 
 # The numbers of the enumerations in kernels/matrix.h.
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _FLOAT_KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _INT_KINDS = {8: 2, 4: 3}
 _MXFP4_KIND = 4
@@ -38,7 +38,7 @@ class PackedMatrix:
         offsets = None if form.offsets is None else _by_tile(form.offsets)
         row_scales = _padded(form.scales.flatten()) if form.scales_kind == _ROW_SCALES else None
         memory = [row_scales, offsets, None if bias is None else _padded(bias.float())]
-        head = (form.kind, form.scales_kind, _DTYPES[dtype], self.num_rows, self.num_columns, form.group_size)
+        head = (form.kind, form.scales_kind, FORMATS[dtype], self.num_rows, self.num_columns, form.group_size)
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in memory]
         tiles = torch.empty(library.ls_tiles_bytes(_matrix(*head, 0, *addresses)), dtype=torch.uint8)
         # The kernels are given the address of this structure, which has those of the tensors.

@@ -97,7 +97,7 @@ LS_EXPORT int64_t ls_rows(const RowsCall* call) {
         static thread_local Buffer buffer;
         auto* values = reinterpret_cast<float*>(buffer.reserve(m.num_columns * 4));
         read_row(m, call->ids[place], values);
-        if (m.dtype == DType::kFloat32) {
+        if (m.dtype == kFloat32) {
             store_row(values, m.num_columns, static_cast<float*>(call->out) + place * m.num_columns);
         } else {
             store_row(values, m.num_columns, static_cast<bf16*>(call->out) + place * m.num_columns);

@@ -189,7 +189,7 @@ LS_EXPORT int64_t ls_experts(const ExpertsCall* call) {
     for (int64_t place = 0; place < num_ids; ++place) {
         if (call->ids[place] < 0 || call->ids[place] >= call->num_experts) return place;
     }
-    if (call->experts[0].gate_up->dtype == DType::kFloat32) {
+    if (call->experts[0].gate_up->dtype == kFloat32) {
         run<float>(*call);
     } else {
         run<bf16>(*call);

@@ -86,7 +86,7 @@ struct LinearCall {
 // x @ m.T + bias.
 LS_EXPORT void ls_linear(const LinearCall* call) {
     const Matrix& m = *call->m;
-    if (m.dtype == DType::kFloat32) {
+    if (m.dtype == kFloat32) {
         multiply(m, static_cast<const float*>(call->x), call->x_stride, static_cast<float*>(call->out), call->num_rows);
     } else {
         multiply(m, static_cast<const bf16*>(call->x), call->x_stride, static_cast<bf16*>(call->out), call->num_rows);

@@ -30,8 +30,6 @@ enum class Scales : int64_t {
     kPower,    // [32] exponents of 2, plus 127
 };
 
-enum class DType : int64_t { kFloat32, kBfloat16 };
-
 // What added to an int8 code makes it what the processor multiplies: AVX-512's products take unsigned weights.
 #ifdef __AVX512VNNI__
 constexpr int kInt8Zero = 128;
@@ -43,7 +41,7 @@ constexpr int kInt8Zero = 0;
 struct Matrix {
     Kind kind;
     Scales scales;
-    DType dtype;  // of activations and results
+    Format dtype;  // of activations and results: kFloat32 or kBfloat16
     int64_t num_rows;
     int64_t num_columns;
     int64_t group_size;  // columns that share a scale and an offset: a multiple of kGroup; all of them for Scales::kRow
