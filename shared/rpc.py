@@ -8,7 +8,7 @@ import logging
 import math
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from shared.access import check_access
+from shared.access import check_access, find_served_methods
 from shared.errors import InternalError, InvalidRequestError, NotSupportedError, QueueFullError, ServiceError
 from shared.reflection import serve_reflection
 from shared.tls import Certificates, Role
@@ -97,9 +97,11 @@ def make_server(
 
     Args:
         address: unix:PATH or HOST:PORT; port 0 chooses a free one.
-        internal: Whether it serves processes of the cell, whose messages may be large.
+        internal: Whether it is a cell port, whose messages may be large; else it is a client port. Each serves only its
+            own methods, whatever the servicers have.
         service_names: What reflection lists besides health; empty turns it off.
-        certificates: For TLS, mutual if `internal`; peers may then call what their role may. None means no TLS.
+        certificates: For TLS, mutual if `internal`; peers may then call what their role may. None means no TLS. A unix
+            socket has none in any case: its file's permissions say who may connect, and peers have no roles.
         max_open_calls: More at once are refused with QUEUE_FULL.
 
     Raises:
@@ -120,8 +122,10 @@ def make_server(
         ]
     if address.startswith("unix:"):
         refuse_taken_socket(address.removeprefix("unix:"))
+        certificates = None
+    methods = find_served_methods(on_cell_port=internal, has_tls=certificates is not None)
     role_of = None if certificates is None else certificates.role_of
-    server = grpc.aio.server(interceptors=[CallInterceptor(max_open_calls, role_of)], options=options)
+    server = grpc.aio.server(interceptors=[CallInterceptor(methods, max_open_calls, role_of)], options=options)
     for servicer in servicers:
         servicer.add_to(server)
     if service_names:
@@ -141,7 +145,7 @@ def make_channel(address: str, *, internal: bool = False, peer: Peer | None = No
     Args:
         address: unix:PATH or HOST:PORT.
         internal: Whether it connects processes of the cell.
-        peer: Who must answer, by TLS; None means no TLS.
+        peer: Who must answer, by TLS; None means no TLS. A unix socket has none in any case.
     """
     options: list[tuple[str, int | str]] = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
     if internal:
@@ -153,7 +157,7 @@ def make_channel(address: str, *, internal: bool = False, peer: Peer | None = No
             ("grpc.max_reconnect_backoff_ms", 1000),
             *_KEEPALIVE_OPTIONS,
         ]
-    if peer is None:
+    if peer is None or address.startswith("unix:"):
         return grpc.aio.insecure_channel(address, options=options)
     # Addresses change; the role's name does not.
     options.append(("grpc.ssl_target_name_override", peer.certificates.name_of(peer.role)))
@@ -207,13 +211,14 @@ class StatusError(ServiceError):
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Turns exceptions into statuses; unknown ones are logged and become INTERNAL without their text.
 
-    Before that it refuses calls of peers that may not make them, calls above the limit, and messages that cannot be
-    parsed. An interceptor sees no peer, and gRPC parses a message before its handler does: so messages arrive here as
-    bytes, and are parsed after the peer was checked.
+    Before that it refuses methods of other ports, calls of peers that may not make them, calls above the limit, and
+    messages that cannot be parsed. An interceptor sees no peer, and gRPC parses a message before its handler does: so
+    messages arrive here as bytes, and are parsed after the peer was checked.
     """
 
-    def __init__(self, max_open_calls: int, role_of: RoleOf | None = None) -> None:
-        """`role_of` finds the role of a call's peer; None means that peers have no roles."""
+    def __init__(self, methods: Set[str], max_open_calls: int, role_of: RoleOf | None = None) -> None:
+        """`methods` are the port's; `role_of` finds the role of a call's peer, and None means that peers have none."""
+        self._methods = methods
         self._max_open_calls = max_open_calls
         self._role_of = role_of
         self._num_open_calls = 0
@@ -225,10 +230,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         """See `grpc.aio.ServerInterceptor`."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
         method = handler_call_details.method
+        handler = await continuation(handler_call_details) if method in self._methods else None
+        if handler is None:
+            # gRPC answers UNIMPLEMENTED.
+            return None
         # Exactly one of the four is set; the factory that created the handler has the same name.
         for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
             behavior = getattr(handler, kind)

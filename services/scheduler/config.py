@@ -30,12 +30,12 @@ class SchedulerSettings(ServiceSettings):
 
     listen: LocalAddress = Field(
         default="127.0.0.1:50052",
-        description="Address for clients that send token ids, and for `lockstep top`: unix:PATH, or HOST:PORT on "
-        "loopback.",
+        description="Address for clients that send token ids: unix:PATH, or HOST:PORT on loopback.",
     )
     cell_listen: LocalAddress = Field(
         default="127.0.0.1:50054",
-        description="Address for tokenizer services and operators: unix:PATH, or HOST:PORT on loopback.",
+        description="Address for tokenizer services, operators and `lockstep top`: unix:PATH, or HOST:PORT on "
+        "loopback.",
     )
     insecure_cell_bind: Address | None = Field(
         default=None,

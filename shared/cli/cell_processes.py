@@ -135,7 +135,7 @@ class CellProcesses:
 
     async def _check_health(self, service: ServiceProcess) -> None:
         name = service.command.name
-        async with make_channel(service.command.address, internal=True) as channel:
+        async with make_channel(service.command.health_address, internal=True) as channel:
             while True:
                 is_serving = await ask_process(channel, service.pid, self._check_period_s)
                 if is_serving is not None:

@@ -31,7 +31,8 @@ async def check_cell(settings: ServeSettings, commands: Sequence[ServiceCommand]
     check_model_dir(settings.model_dir, [CONFIG, TOKENIZER])
     if settings.draft_model is not None:
         check_model_dir(settings.draft_model, [CONFIG])
-    check_addresses([*(command.address for command in commands), *_metrics_addresses(commands)])
+    cell_addresses = (command.cell_address for command in commands if command.cell_address is not None)
+    check_addresses([*(command.address for command in commands), *cell_addresses, *_metrics_addresses(commands)])
     await _check_flags(commands)
 
 

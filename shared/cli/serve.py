@@ -51,8 +51,8 @@ async def _serve(
 ) -> int:
     with tempfile.TemporaryDirectory(prefix=DIRECTORY_PREFIX) as runtime_dir:
         commands = plan_services(settings, service_flags, Path(runtime_dir))
-        scheduler = next(command.address for command in commands if command.role == "scheduler")
-        cell = RunningCell(settings.model_name, settings.bind_address, scheduler)
+        scheduler = next(command for command in commands if command.role == "scheduler")
+        cell = RunningCell(settings.model_name, settings.bind_address, scheduler.health_address)
         try:
             await check_cell(settings, commands)
         except RefusedError as error:

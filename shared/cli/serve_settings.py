@@ -51,7 +51,7 @@ class ServeSettings(ServiceSettings):
     )
     scheduler_listen: LocalAddress | None = Field(
         default=None,
-        description="Scheduler address for `lockstep top` and clients that send token ids; private if not set.",
+        description="Scheduler address for clients that send token ids; private if not set.",
     )
     draft_proposer: DraftProposerName | None = Field(
         default=None, description="How draft tokens are proposed; if not set, model with --draft-model, else none."

@@ -168,8 +168,10 @@ class EchoServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     def add_to(self, server: grpc.aio.Server) -> None:
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(self, server)
-        exchange = {"Echo": grpc.stream_stream_rpc_method_handler(self.echo, tokenizer_pb2.TokenizeRequest.FromString)}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Streams", exchange),))
+        # Registered as a method that a cell port serves.
+        echo = grpc.stream_stream_rpc_method_handler(self.echo, tokenizer_pb2.TokenizeRequest.FromString)
+        service = grpc.method_handlers_generic_handler("lockstep.internal.v1.ExchangeService", {"Exchange": echo})
+        server.add_generic_rpc_handlers((service,))
 
     async def Tokenize(self, request: Any, context: Any) -> tokenizer_pb2.TokenizeResponse:
         self.calls.put_nowait(None)
@@ -183,11 +185,11 @@ class EchoServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
 @asynccontextmanager
 async def echo_channel(
-    tmp_path: Path, max_open_calls: int = MAX_OPEN_CALLS
+    tmp_path: Path, max_open_calls: int = MAX_OPEN_CALLS, *, internal: bool = False
 ) -> AsyncIterator[tuple[EchoServicer, grpc.aio.Channel]]:
     address = f"unix:{tmp_path / 'x'}"
     servicer, health = EchoServicer(), Health(())
-    server = make_server(address, [servicer, health], max_open_calls=max_open_calls)
+    server = make_server(address, [servicer, health], internal=internal, max_open_calls=max_open_calls)
     await server.start()
     try:
         async with make_channel(address) as channel:
@@ -217,8 +219,8 @@ async def test_a_message_that_cannot_be_parsed_is_an_invalid_request(
 
 @pytest.mark.parametrize("message", UNPARSABLE)
 async def test_a_stream_ends_at_a_message_that_cannot_be_parsed(tmp_path: Path, message: bytes) -> None:
-    async with echo_channel(tmp_path) as (_, channel):
-        call = channel.stream_stream("/test.Streams/Echo")(iter([b"\x0a\x01a", message]))
+    async with echo_channel(tmp_path, internal=True) as (_, channel):
+        call = channel.stream_stream("/lockstep.internal.v1.ExchangeService/Exchange")(iter([b"\x0a\x01a", message]))
         assert await call.read() == b"a"
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()

@@ -130,7 +130,7 @@ async def test_a_server_of_another_role_or_authority_is_not_called(tmp_path: Pat
         assert (await refusal(address, Peer(scheduler, Role.WORKER)))[0] is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_client_port_asks_for_no_certificate_and_serves_only_what_is_open(tmp_path: Path) -> None:
+async def test_a_client_port_asks_for_no_certificate_and_serves_only_its_own_methods(tmp_path: Path) -> None:
     async with serving(certificates(tmp_path / "worker", Role.WORKER), internal=False) as address:
         credentials = grpc.ssl_channel_credentials(AUTHORITY.pem)
         options = [("grpc.ssl_target_name_override", f"worker.{DOMAIN}")]
@@ -139,7 +139,17 @@ async def test_a_client_port_asks_for_no_certificate_and_serves_only_what_is_ope
             assert await health(b"") == b"\x08\x02"
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await worker_pb2_grpc.WorkerServiceStub(channel).Restart(worker_pb2.RestartRequest())
-    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_unix_socket_has_neither_tls_nor_roles(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/socket"
+    own = certificates(tmp_path / "worker", Role.WORKER)
+    server = make_server(address, [Worker()], internal=True, certificates=own)
+    await server.start()
+    for peer in (None, Peer(certificates(tmp_path / "peer", Role.TOKENIZER), Role.WORKER)):
+        await restart(address, peer)
+    await server.stop(None)
 
 
 async def test_renewed_files_are_used_by_new_connections_and_break_no_stream(tmp_path: Path) -> None:
