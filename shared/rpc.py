@@ -22,7 +22,7 @@ from google.rpc import error_details_pb2, status_pb2
 from shared.access import check_access, find_served_methods
 from shared.errors import InternalError, InvalidRequestError, NotSupportedError, QueueFullError, ServiceError
 from shared.reflection import serve_reflection
-from shared.tls import Certificates, Role
+from shared.tls import Certificates, Role, TrustedAuthority
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +71,25 @@ _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 class Peer:
     """The other end of a channel with TLS."""
 
-    certificates: Certificates
-    """This end's own."""
+    certificates: Certificates | TrustedAuthority
+    """This end's own; a client of a client port has only the authority's."""
     role: Role
     """What the other end's certificate must name."""
+
+
+def make_peer(certificates: Certificates | None, role: Role) -> Peer | None:
+    """The peer to be dialled by a service with these certificates; without them, None."""
+    return None if certificates is None else Peer(certificates, role)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """What a server refuses or ends."""
+
+    max_open_calls: int = MAX_OPEN_CALLS
+    """More at once are refused with QUEUE_FULL."""
+    max_connection_age_s: float | None = None
+    """A connection older than this, within 10 %, takes no new calls and ends after its open ones."""
 
 
 class Servicer(Protocol):
@@ -91,7 +106,7 @@ def make_server(
     internal: bool = False,
     service_names: Sequence[str] = (),
     certificates: Certificates | None = None,
-    max_open_calls: int = MAX_OPEN_CALLS,
+    limits: ServerLimits = ServerLimits(),
 ) -> grpc.aio.Server:
     """Create a server that listens on `address`; it is not started yet.
 
@@ -102,7 +117,7 @@ def make_server(
         service_names: What reflection lists besides health; empty turns it off.
         certificates: For TLS, mutual if `internal`; peers may then call what their role may. None means no TLS. A unix
             socket has none in any case: its file's permissions say who may connect, and peers have no roles.
-        max_open_calls: More at once are refused with QUEUE_FULL.
+        limits: On connections and calls.
 
     Raises:
         RuntimeError: the address is in use or not usable.
@@ -114,7 +129,12 @@ def make_server(
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
     ]
-    if internal:
+    if limits.max_connection_age_s is not None:
+        options.append(("grpc.max_connection_age_ms", round(limits.max_connection_age_s * 1000)))
+    if not internal:
+        # Clients and their proxies ping idle connections as often as they like; the default closes such a connection.
+        options.append(("grpc.http2.max_ping_strikes", 0))
+    else:
         options += [
             ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),
             ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
@@ -125,7 +145,7 @@ def make_server(
         certificates = None
     methods = find_served_methods(on_cell_port=internal, has_tls=certificates is not None)
     role_of = None if certificates is None else certificates.role_of
-    server = grpc.aio.server(interceptors=[CallInterceptor(methods, max_open_calls, role_of)], options=options)
+    server = grpc.aio.server(interceptors=[CallInterceptor(methods, limits.max_open_calls, role_of)], options=options)
     for servicer in servicers:
         servicer.add_to(server)
     if service_names:
@@ -159,8 +179,10 @@ def make_channel(address: str, *, internal: bool = False, peer: Peer | None = No
         ]
     if peer is None or address.startswith("unix:"):
         return grpc.aio.insecure_channel(address, options=options)
-    # Addresses change; the role's name does not.
-    options.append(("grpc.ssl_target_name_override", peer.certificates.name_of(peer.role)))
+    name = peer.certificates.name_of(peer.role)
+    if name is not None:
+        # Addresses change; the role's name does not.
+        options.append(("grpc.ssl_target_name_override", name))
     return grpc.aio.secure_channel(address, peer.certificates.channel_credentials(), options=options)
 
 

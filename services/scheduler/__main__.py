@@ -64,7 +64,9 @@ async def _serve_metrics(settings: SchedulerSettings, cell: CellServer) -> async
     if settings.metrics_listen is None:
         return None
     try:
-        return await serve_metrics(settings.metrics_listen, make_registry(cell.engine, cell.idle_check))
+        return await serve_metrics(
+            settings.metrics_listen, make_registry(cell.engine, cell.idle_check, settings.certificates)
+        )
     except RuntimeError as error:
         raise RuntimeError(f"--metrics-listen: {error}") from error
 

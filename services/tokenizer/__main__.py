@@ -19,7 +19,8 @@ from shared.lifecycle import STOP_GRACE_S, freeze_garbage, run_service
 from shared.logging import configure_logging
 from shared.metrics import serve_metrics
 from shared.model_dir import ModelDirectoryError
-from shared.rpc import Servicer, make_server
+from shared.rpc import ServerLimits, Servicer, make_peer, make_server
+from shared.tls import Role
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +42,24 @@ async def serve(settings: TokenizerSettings, model: ServedModel, stop: asyncio.E
 
     requests = CellRequests(settings.scheduler_lost_s)
     scheduler = SchedulerClient(
-        settings.scheduler, model.digest, requests, on_link_change, silence_s=settings.scheduler_silence_s
+        settings.scheduler,
+        model.digest,
+        requests,
+        on_link_change,
+        silence_s=settings.scheduler_silence_s,
+        peer=make_peer(settings.certificates, Role.SCHEDULER),
     )
     live = LiveRequests()
     servicers: list[Servicer] = [TokenizerServicer(model, scheduler, live, settings.max_unread_s), health]
     names = (TOKENIZER_SERVICE,) if settings.reflection else ()
     try:
-        server = make_server(settings.bind_address, servicers, service_names=names)
+        server = make_server(
+            settings.bind_address,
+            servicers,
+            service_names=names,
+            certificates=settings.certificates,
+            limits=ServerLimits(max_connection_age_s=settings.max_connection_age_s),
+        )
         metrics_server = await _serve_metrics(settings, scheduler)
     except RuntimeError as error:
         logger.error("cannot serve", extra={"address": settings.bind_address, "error": str(error)})
@@ -76,7 +88,7 @@ async def _serve_metrics(settings: TokenizerSettings, scheduler: SchedulerClient
     if settings.metrics_listen is None:
         return None
     try:
-        return await serve_metrics(settings.metrics_listen, make_registry(scheduler))
+        return await serve_metrics(settings.metrics_listen, make_registry(scheduler, settings.certificates))
     except RuntimeError as error:
         raise RuntimeError(f"--metrics-listen: {error}") from error
 

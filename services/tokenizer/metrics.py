@@ -9,11 +9,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
+from shared.tls import Certificates
+from shared.tls_metrics import TlsCollector
 
 
-def make_registry(scheduler: SchedulerClient) -> CollectorRegistry:
-    """The metrics of the replica and of the process."""
+def make_registry(scheduler: SchedulerClient, certificates: Certificates | None) -> CollectorRegistry:
+    """The metrics of the replica, of its certificate if it has one, and of the process."""
     registry = CollectorRegistry()
+    if certificates is not None:
+        registry.register(TlsCollector(certificates))
     registry.register(ReplicaCollector(scheduler))
     ProcessCollector(registry=registry)
     return registry

@@ -49,7 +49,9 @@ def main() -> int:
     end = DomainEnd(device)
     make_role = Leader if settings.layout.is_leader else Member
     role: Role = make_role(settings, device, end)
-    rpc = RpcThread(settings.bind_address, role, end, reflection=settings.reflection)
+    rpc = RpcThread(
+        settings.bind_address, role, end, reflection=settings.reflection, certificates=settings.certificates
+    )
     try:
         rpc.start()
     except RuntimeError as error:

@@ -62,8 +62,7 @@ def plan_services(
     scheduler_links = [f"--listen={scheduler}", f"--cell-listen={cell}", f"--workers={','.join(leaders)}"]
     if settings.is_coupled:
         scheduler_links.append("--coupled")
-    bind = f"--insecure-bind={settings.insecure_bind}" if settings.insecure_bind else f"--listen={settings.listen}"
-    tokenizer_links = [bind, f"--scheduler={cell}", f"--model-dir={settings.model_dir}"]
+    tokenizer_links = [*settings.client_port_flags(), f"--scheduler={cell}", f"--model-dir={settings.model_dir}"]
     scheduler_flags = (*scheduler_links, *shared_flags, *service_flags.get("scheduler", ()))
     tokenizer_flags = (*tokenizer_links, *shared_flags, *service_flags.get("tokenizer", ()))
     return [

@@ -15,7 +15,7 @@ from services.scheduler.server.servicer import (
     SchedulerServicer,
 )
 from shared.health import Health
-from shared.rpc import make_server
+from shared.rpc import ServerLimits, make_server
 
 PUBLIC_SERVICES = (SCHEDULER_SERVICE,)
 CELL_SERVICES = (EXCHANGE_SERVICE, ADMIN_SERVICE, SCHEDULER_SERVICE)
@@ -34,11 +34,14 @@ def make_servers(settings: SchedulerSettings, cell: CellServer, health: Health) 
         settings.bind_address,
         [scheduler, health],
         service_names=PUBLIC_SERVICES if settings.reflection else (),
+        certificates=settings.certificates,
+        limits=ServerLimits(max_connection_age_s=settings.max_connection_age_s),
     )
     internal = make_server(
         settings.cell_bind_address,
         [ExchangeServicer(cell), SchedulerAdminServicer(cell), scheduler, health.make_follower(CELL_SERVICES)],
         internal=True,
         service_names=CELL_SERVICES if settings.reflection else (),
+        certificates=settings.certificates,
     )
     return public, internal

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
@@ -11,7 +12,8 @@ import grpc
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.group.link import Link, LinkEnd, to_layout_message
 from services.worker.process.exits import DomainEnd, ExitCode
-from shared.rpc import make_channel
+from shared.rpc import make_channel, make_peer
+from shared.tls import Certificates, Role
 
 if TYPE_CHECKING:
     from services.worker.config import WorkerSettings
@@ -20,11 +22,6 @@ if TYPE_CHECKING:
 _GOODBYE = worker_pb2.JoinRequest(leave=worker_pb2.Leave())
 
 Connect = Callable[[str], grpc.aio.Channel]
-
-
-def connect_inside(address: str) -> grpc.aio.Channel:
-    """Open a channel to a process of the failure domain."""
-    return make_channel(address, internal=True)
 
 
 class Relay(Protocol):
@@ -37,14 +34,15 @@ class Relay(Protocol):
 class JoinedLink:
     """Joins a leader; ends this process when the link breaks, falls silent, or the leader says goodbye."""
 
-    def __init__(self, settings: WorkerSettings, end: DomainEnd, connect: Connect = connect_inside) -> None:
+    def __init__(self, settings: WorkerSettings, end: DomainEnd, connect: Connect | None = None) -> None:
+        """`connect` opens a channel to the leader; None means over the network."""
         assert settings.leader is not None, "there is no leader to join"
         self._leader = settings.leader
         self._layout = settings.layout
         self._domain_start_id = settings.domain_start_id
         self._silence_s = settings.silence_s
         self._end = end
-        self._connect = connect
+        self._connect = connect or _make_connect(settings.certificates)
         self._joined = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._link: Link[worker_pb2.JoinRequest] | None = None
@@ -93,6 +91,10 @@ class JoinedLink:
                 self._end.stop("the leader was asked to end", leader=self._leader)
             elif ended is not LinkEnd.CLOSED:
                 self._end.fail(ExitCode.LINK_LOST, f"the link to the leader is {ended.value}", leader=self._leader)
+
+
+def _make_connect(certificates: Certificates | None) -> Connect:
+    return partial(make_channel, internal=True, peer=make_peer(certificates, Role.WORKER))
 
 
 async def _read(call: Any, first: Any, link: Link[worker_pb2.JoinRequest], relay: Relay | None) -> bool:

@@ -14,6 +14,7 @@ import uvloop
 from services.worker.process.exits import DomainEnd, ExitCode
 from shared.health import Health
 from shared.rpc import Servicer, make_server
+from shared.tls import Certificates
 
 if TYPE_CHECKING:
     from services.worker.runner.model_runner import ModelRunner
@@ -41,8 +42,17 @@ class Role(Protocol):
 class RpcThread:
     """Serves a role and health; health says "not serving" until the role is open."""
 
-    def __init__(self, address: str, role: Role, end: DomainEnd, *, reflection: bool) -> None:
+    def __init__(
+        self,
+        address: str,
+        role: Role,
+        end: DomainEnd,
+        *,
+        reflection: bool,
+        certificates: Certificates | None = None,
+    ) -> None:
         self._address = address
+        self._certificates = certificates
         self._role = role
         self._end = end
         self._reflected: Sequence[str] = role.service_names if reflection else ()
@@ -78,7 +88,13 @@ class RpcThread:
 
     async def _serve(self) -> None:
         servicers = [*self._role.servicers, self._health]
-        server = make_server(self._address, servicers, internal=True, service_names=self._reflected)
+        server = make_server(
+            self._address,
+            servicers,
+            internal=True,
+            service_names=self._reflected,
+            certificates=self._certificates,
+        )
         await server.start()
         self._started.set_result(asyncio.get_running_loop())
         await self._stop.wait()

@@ -18,7 +18,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from shared.errors import InvalidRequestError, KvCapacityExceededError, Violation
 from shared.health import Health
-from shared.rpc import MAX_OPEN_CALLS, StatusError, make_channel, make_server, reason_of, status_from_rpc_error
+from shared.rpc import (
+    MAX_OPEN_CALLS,
+    ServerLimits,
+    StatusError,
+    make_channel,
+    make_server,
+    reason_of,
+    status_from_rpc_error,
+)
 
 Failure = Callable[[grpc.aio.ServicerContext], Awaitable[None]]
 
@@ -189,7 +197,7 @@ async def echo_channel(
 ) -> AsyncIterator[tuple[EchoServicer, grpc.aio.Channel]]:
     address = f"unix:{tmp_path / 'x'}"
     servicer, health = EchoServicer(), Health(())
-    server = make_server(address, [servicer, health], internal=internal, max_open_calls=max_open_calls)
+    server = make_server(address, [servicer, health], internal=internal, limits=ServerLimits(max_open_calls))
     await server.start()
     try:
         async with make_channel(address) as channel:
