@@ -40,7 +40,7 @@ class TlsCell:
         for rank in range(TP_SIZE):
             self._start_worker(model_dir, rank)
         self._scheduler = self._start_scheduler()
-        links = (f"--listen={self.address}", f"--scheduler={self.cell_address}", "--scheduler-silence-s=1")
+        links = (f"--listen={self.address}", f"--scheduler={self.cell_address}")
         self._start("tokenizer", Role.TOKENIZER, f"--model-dir={model_dir}", *links)
 
     def renew(self, authority: Authority, *others: Authority) -> None:
