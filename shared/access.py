@@ -1,12 +1,15 @@
-"""Which roles may call which methods of a cell that has TLS."""
+"""Which port serves which method, and in a cell with TLS which roles may call it.
+
+A client port serves clients, which have no certificate; a cell port serves the cell's own processes and its operators.
+"""
 
 from __future__ import annotations
 
 from shared.errors import PermissionDeniedError, UnauthenticatedError
 from shared.tls import Role
 
-# Methods that any client may call, also one without a certificate.
-OPEN_METHODS = frozenset(
+# On client ports, for everybody.
+CLIENT_METHODS = frozenset(
     {
         "/lockstep.v1.TokenizerService/Generate",
         "/lockstep.v1.TokenizerService/Complete",
@@ -16,11 +19,17 @@ OPEN_METHODS = frozenset(
         "/lockstep.v1.TokenizerService/GetModelInfo",
         "/lockstep.v1.SchedulerService/Generate",
         "/lockstep.v1.SchedulerService/Abort",
+    }
+)
+# On every port, for everybody that can connect.
+HEALTH_METHODS = frozenset(
+    {
         "/grpc.health.v1.Health/Check",
         "/grpc.health.v1.Health/List",
         "/grpc.health.v1.Health/Watch",
     }
 )
+# On cell ports.
 METHOD_TO_ROLES = {
     "/lockstep.v1.SchedulerService/GetState": frozenset({Role.OPERATOR, Role.TOKENIZER}),
     "/lockstep.v1.SchedulerAdminService/FlushPrefixCache": frozenset({Role.OPERATOR}),
@@ -33,6 +42,17 @@ METHOD_TO_ROLES = {
     "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": frozenset({Role.OPERATOR}),
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": frozenset({Role.OPERATOR}),
 }
+_REFLECTION_METHODS = frozenset(method for method in METHOD_TO_ROLES if method.startswith("/grpc.reflection."))
+
+
+def find_served_methods(*, on_cell_port: bool, has_tls: bool) -> frozenset[str]:
+    """The methods that a port may serve; all others are UNIMPLEMENTED there.
+
+    Reflection is for operators, whom a client port with TLS cannot tell from clients.
+    """
+    if on_cell_port:
+        return HEALTH_METHODS | METHOD_TO_ROLES.keys()
+    return HEALTH_METHODS | CLIENT_METHODS | (frozenset() if has_tls else _REFLECTION_METHODS)
 
 
 def check_access(method: str, role: Role | None) -> None:
@@ -40,9 +60,9 @@ def check_access(method: str, role: Role | None) -> None:
 
     Raises:
         UnauthenticatedError: only roles may, and the peer has none.
-        PermissionDeniedError: other roles may, or none: the method is in neither table.
+        PermissionDeniedError: other roles may, or none: the method is in no table.
     """
-    if method in OPEN_METHODS:
+    if method in CLIENT_METHODS or method in HEALTH_METHODS:
         return
     roles = METHOD_TO_ROLES.get(method, frozenset())
     if role is None:

@@ -6,17 +6,30 @@ Nothing else reads the environment.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
 
 from shared.settings_help import is_positional, name_values
+from shared.tls import Certificates, Role, TlsError, TlsFiles
 
 logger = logging.getLogger(__name__)
 
+# Lower-case DNS labels; a longer name leaves no room for the role's. Source: SPIFFE-ID, section 2.1; RFC 1035, 2.3.4.
+_TRUST_DOMAIN = re.compile(r"(?=.{1,240}\Z)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*")
 _LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]"})
 
 
@@ -45,7 +58,28 @@ def check_local_address(address: str) -> str:
     check_address(address)
     if address.startswith("unix:") or address.rpartition(":")[0] in _LOOPBACK_HOSTS:
         return address
-    raise ValueError("connections are not encrypted yet: use a unix socket, loopback, or --insecure-bind")
+    raise ValueError("without TLS only this machine may connect: use a unix socket, loopback, or --insecure-bind")
+
+
+def check_listen_address(address: str, info: ValidationInfo) -> str:
+    """Return an address of a server unchanged: with TLS any, without as `check_local_address`.
+
+    Raises:
+        ValueError: it is no address, or must be local and is not.
+    """
+    # The settings of TLS are checked before this one.
+    return check_local_address(address) if info.data.get("tls_cert") is None else check_address(address)
+
+
+def check_trust_domain(name: str) -> str:
+    """Return a trust domain unchanged.
+
+    Raises:
+        ValueError: it is no DNS name in lower case.
+    """
+    if _TRUST_DOMAIN.fullmatch(name):
+        return name
+    raise ValueError("must be a DNS name in lower case, such as cell.example.org")
 
 
 def split_list(value: object) -> object:
@@ -54,6 +88,7 @@ def split_list(value: object) -> object:
 
 
 Address = Annotated[str, AfterValidator(check_address)]
+ListenAddress = Annotated[str, AfterValidator(check_listen_address)]
 LocalAddress = Annotated[str, AfterValidator(check_local_address)]
 # `A,B` on the command line and in the environment.
 Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(split_list)]
@@ -69,7 +104,24 @@ class ServiceSettings(BaseSettings):
         frozen=True, extra="forbid", cli_kebab_case=True, cli_implicit_flags=True, cli_avoid_json=True
     )
 
-    listen: LocalAddress = Field(description="Address to serve on: unix:PATH, or HOST:PORT on loopback.")
+    role: ClassVar[Role]
+    """What the service's certificate must name."""
+
+    tls_cert: Path | None = Field(
+        default=None,
+        description="Certificate for TLS, in PEM, then any intermediate ones. It names the service's role: DNS "
+        "ROLE.DOMAIN and URI spiffe://DOMAIN/ROLE. New files are used by new connections.",
+    )
+    tls_key: Path | None = Field(default=None, description="Private key of --tls-cert, in PEM, not encrypted.")
+    tls_ca: Path | None = Field(
+        default=None, description="Certificates of the authorities that sign those of all services, in PEM."
+    )
+    trust_domain: Annotated[str, AfterValidator(check_trust_domain)] | None = Field(
+        default=None, description="DOMAIN in the names of all services' certificates, such as cell.example.org."
+    )
+    listen: ListenAddress = Field(
+        description="Address to serve on: unix:PATH, HOST:PORT on loopback, or with TLS any HOST:PORT."
+    )
     insecure_bind: Address | None = Field(
         default=None,
         description="Serve unencrypted on this address instead of --listen; any host that can reach it may connect.",
@@ -79,6 +131,28 @@ class ServiceSettings(BaseSettings):
         default="info", description="Lowest severity of the log records that are written."
     )
     log_format: Literal["text", "json"] = Field(default="text", description="Format of log records.")
+
+    _certificates: Certificates | None = PrivateAttr(default=None)
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        cert, key, ca, trust_domain = self.tls_cert, self.tls_key, self.tls_ca, self.trust_domain
+        if cert is None and key is None and ca is None and trust_domain is None:
+            return self
+        if cert is None or key is None or ca is None or trust_domain is None:
+            raise ValueError("--tls-cert, --tls-key, --tls-ca and --trust-domain must be used together")
+        if self.insecure_bind is not None:
+            raise ValueError("--insecure-bind cannot be used with TLS: --listen then takes any address")
+        try:
+            self._certificates = Certificates(TlsFiles(cert, key, ca, trust_domain), self.role)
+        except TlsError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+    @property
+    def certificates(self) -> Certificates | None:
+        """For TLS; None means that links are not encrypted."""
+        return self._certificates
 
     @property
     def bind_address(self) -> str:
@@ -93,6 +167,18 @@ class ProcessSettings(ServiceSettings):
         default=None,
         description="Address for metrics and probes: GET /metrics, /livez, /readyz and /startupz over plain HTTP. Any "
         "host that can reach it may read them.",
+    )
+
+
+class ClientPortSettings(ProcessSettings):
+    """The settings of a service with a client port."""
+
+    max_connection_age_s: float | None = Field(
+        default=None,
+        ge=1.0,
+        allow_inf_nan=False,
+        description="A client's connection older than this many seconds, within 10 %, takes no new calls and ends "
+        "after its open ones; the client connects again, perhaps to another replica. Connections last if not set.",
     )
 
 

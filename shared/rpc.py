@@ -8,7 +8,7 @@ import logging
 import math
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +19,10 @@ from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from shared.access import check_access
+from shared.access import check_access, find_served_methods
 from shared.errors import InternalError, InvalidRequestError, NotSupportedError, QueueFullError, ServiceError
 from shared.reflection import serve_reflection
-from shared.tls import Certificates, Role
+from shared.tls import Certificates, Role, TrustedAuthority
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +74,25 @@ _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 class Peer:
     """The other end of a channel with TLS."""
 
-    certificates: Certificates
-    """This end's own."""
+    certificates: Certificates | TrustedAuthority
+    """This end's own; a client of a client port has only the authority's."""
     role: Role
     """What the other end's certificate must name."""
+
+
+def make_peer(certificates: Certificates | None, role: Role) -> Peer | None:
+    """The peer to be dialled by a service with these certificates; without them, None."""
+    return None if certificates is None else Peer(certificates, role)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """What a server refuses or ends."""
+
+    max_open_calls: int = MAX_OPEN_CALLS
+    """More at once are refused with QUEUE_FULL."""
+    max_connection_age_s: float | None = None
+    """A connection older than this, within 10 %, takes no new calls and ends after its open ones."""
 
 
 class Servicer(Protocol):
@@ -94,16 +109,18 @@ def make_server(
     internal: bool = False,
     service_names: Sequence[str] = (),
     certificates: Certificates | None = None,
-    max_open_calls: int = MAX_OPEN_CALLS,
+    limits: ServerLimits = ServerLimits(),
 ) -> grpc.aio.Server:
     """Create a server that listens on `address`; it is not started yet.
 
     Args:
         address: unix:PATH or HOST:PORT; port 0 chooses a free one.
-        internal: Whether it serves processes of the cell, whose messages may be large.
+        internal: Whether it is a cell port, whose messages may be large; else it is a client port. Each serves only its
+            own methods, whatever the servicers have.
         service_names: What reflection lists besides health; empty turns it off.
-        certificates: For TLS, mutual if `internal`; peers may then call what their role may. None means no TLS.
-        max_open_calls: More at once are refused with QUEUE_FULL.
+        certificates: For TLS, mutual if `internal`; peers may then call what their role may. None means no TLS. A unix
+            socket has none in any case: its file's permissions say who may connect, and peers have no roles.
+        limits: On connections and calls.
 
     Raises:
         RuntimeError: the address is in use or not usable.
@@ -116,7 +133,12 @@ def make_server(
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         ("grpc.server_max_unrequested_time_in_server", _MAX_PENDING_S),
     ]
-    if internal:
+    if limits.max_connection_age_s is not None:
+        options.append(("grpc.max_connection_age_ms", round(limits.max_connection_age_s * 1000)))
+    if not internal:
+        # Clients and their proxies ping idle connections as often as they like; the default closes such a connection.
+        options.append(("grpc.http2.max_ping_strikes", 0))
+    else:
         options += [
             ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),
             ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
@@ -124,8 +146,10 @@ def make_server(
         ]
     if address.startswith("unix:"):
         refuse_taken_socket(address.removeprefix("unix:"))
+        certificates = None
+    methods = find_served_methods(on_cell_port=internal, has_tls=certificates is not None)
     role_of = None if certificates is None else certificates.role_of
-    server = grpc.aio.server(interceptors=[CallInterceptor(max_open_calls, role_of)], options=options)
+    server = grpc.aio.server(interceptors=[CallInterceptor(methods, limits.max_open_calls, role_of)], options=options)
     for servicer in servicers:
         servicer.add_to(server)
     if service_names:
@@ -145,7 +169,7 @@ def make_channel(address: str, *, internal: bool = False, peer: Peer | None = No
     Args:
         address: unix:PATH or HOST:PORT.
         internal: Whether it connects processes of the cell.
-        peer: Who must answer, by TLS; None means no TLS.
+        peer: Who must answer, by TLS; None means no TLS. A unix socket has none in any case.
     """
     options: list[tuple[str, int | str]] = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
     if internal:
@@ -157,10 +181,12 @@ def make_channel(address: str, *, internal: bool = False, peer: Peer | None = No
             ("grpc.max_reconnect_backoff_ms", 1000),
             *_KEEPALIVE_OPTIONS,
         ]
-    if peer is None:
+    if peer is None or address.startswith("unix:"):
         return grpc.aio.insecure_channel(address, options=options)
-    # Addresses change; the role's name does not.
-    options.append(("grpc.ssl_target_name_override", peer.certificates.name_of(peer.role)))
+    name = peer.certificates.name_of(peer.role)
+    if name is not None:
+        # Addresses change; the role's name does not.
+        options.append(("grpc.ssl_target_name_override", name))
     return grpc.aio.secure_channel(address, peer.certificates.channel_credentials(), options=options)
 
 
@@ -211,13 +237,14 @@ class StatusError(ServiceError):
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Turns exceptions into statuses; unknown ones become INTERNAL and are logged, both without their text.
 
-    Before that it refuses calls of peers that may not make them, calls above the limit, and messages that cannot be
-    parsed. An interceptor sees no peer, and gRPC parses a message before its handler does: so messages arrive here as
-    bytes, and are parsed after the peer was checked.
+    Before that it refuses methods of other ports, calls of peers that may not make them, calls above the limit, and
+    messages that cannot be parsed. An interceptor sees no peer, and gRPC parses a message before its handler does: so
+    messages arrive here as bytes, and are parsed after the peer was checked.
     """
 
-    def __init__(self, max_open_calls: int, role_of: RoleOf | None = None) -> None:
-        """`role_of` finds the role of a call's peer; None means that peers have no roles."""
+    def __init__(self, methods: Set[str], max_open_calls: int, role_of: RoleOf | None = None) -> None:
+        """`methods` are the port's; `role_of` finds the role of a call's peer, and None means that peers have none."""
+        self._methods = methods
         self._max_open_calls = max_open_calls
         self._role_of = role_of
         self._num_open_calls = 0
@@ -229,10 +256,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         """See `grpc.aio.ServerInterceptor`."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
         method = handler_call_details.method
+        handler = await continuation(handler_call_details) if method in self._methods else None
+        if handler is None:
+            # gRPC answers UNIMPLEMENTED.
+            return None
         # Exactly one of the four is set; the factory that created the handler has the same name.
         for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
             behavior = getattr(handler, kind)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import enum
 import logging
+import threading
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 import grpc
@@ -70,19 +71,26 @@ class Certificates:
         """Read the files.
 
         Raises:
-            TlsError: they cannot be read, do not fit together, or do not name `role`.
+            TlsError: they cannot be read, do not fit together, have expired, or do not name `role`.
         """
         self._files = files
         self._role = role
         self._state = self._stat()
         self._pair = _read(files, role)
-        self.num_failed_reads = 0
-        """How often changed files did not fit."""
+        self._num_failed_reads = 0
+        # gRPC's threads read too.
+        self._lock = threading.Lock()
 
     @property
     def expires_at(self) -> datetime:
         """When the certificate in use ceases to be valid."""
-        return self._pair.expires_at
+        return self._current().expires_at
+
+    @property
+    def num_failed_reads(self) -> int:
+        """How often changed files did not fit."""
+        self._current()
+        return self._num_failed_reads
 
     def server_credentials(self, *, is_mutual: bool) -> grpc.ServerCredentials:
         """For a server; `is_mutual` demands a certificate from every client."""
@@ -110,21 +118,51 @@ class Certificates:
         return grpc.ssl_server_certificate_configuration([(pair.key, pair.certificate)], pair.authority)
 
     def _current(self) -> _Pair:
-        state = self._stat()
-        if state != self._state:
-            self._state = state
-            try:
-                self._pair = _read(self._files, self._role)
-            except TlsError as error:
-                self.num_failed_reads += 1
-                logger.warning("changed TLS files are not used", extra={"error": str(error)})
-            else:
-                logger.info("TLS files read again", extra={"expires_at": self._pair.expires_at.isoformat()})
-        return self._pair
+        with self._lock:
+            state = self._stat()
+            if state != self._state:
+                self._state = state
+                self._read_again()
+            return self._pair
+
+    def _read_again(self) -> None:
+        try:
+            self._pair = _read(self._files, self._role)
+        except TlsError as error:
+            self._num_failed_reads += 1
+            logger.warning("changed TLS files are not used", extra={"error": str(error)})
+        else:
+            logger.info("TLS files read again", extra={"expires_at": self._pair.expires_at.isoformat()})
 
     def _stat(self) -> tuple[tuple[int, int, int] | None, ...]:
         paths = (self._files.certificate, self._files.key, self._files.authority)
         return tuple(_stat(path) for path in paths)
+
+
+class TrustedAuthority:
+    """What a client without a certificate knows: who signs the certificates of servers."""
+
+    def __init__(self, path: Path, trust_domain: str | None) -> None:
+        """Read the authority's certificates.
+
+        Args:
+            path: In PEM.
+            trust_domain: The domain in the servers' names; None means that a server's certificate names its address.
+
+        Raises:
+            TlsError: the file cannot be read or has no certificate.
+        """
+        self._pem = _read_file("--tls-ca", path)
+        _certificates("--tls-ca", path, self._pem)
+        self._trust_domain = trust_domain
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """For a new channel."""
+        return grpc.ssl_channel_credentials(self._pem)
+
+    def name_of(self, role: Role) -> str | None:
+        """The DNS name in the certificates of `role`; None if it is the server's address."""
+        return None if self._trust_domain is None else _dns_name(role, self._trust_domain)
 
 
 def _stat(path: Path) -> tuple[int, int, int] | None:
@@ -154,6 +192,8 @@ def _read(files: TlsFiles, role: Role) -> _Pair:
     if private.public_key() != own.public_key():
         raise TlsError(f"--tls-key {files.key} is not the key of --tls-cert {files.certificate}")
     _check_names(own, files, role)
+    if own.not_valid_after_utc <= datetime.now(UTC):
+        raise TlsError(f"--tls-cert {files.certificate} expired at {own.not_valid_after_utc.isoformat()}")
     return _Pair(certificate, key, authority, own.not_valid_after_utc)
 
 

@@ -30,7 +30,8 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> int:
     cell = make_cell(settings, uuid.uuid4().hex, health)
     try:
         servers = make_servers(settings, cell, health)
-        management = await serve_management(settings.manage_listen, make_registry(cell.engine, cell.idle_check), probes)
+        registry = make_registry(cell.engine, cell.idle_check, settings.certificates)
+        management = await serve_management(settings.manage_listen, registry, probes)
     except RuntimeError as error:
         logger.error("cannot serve", extra={"error": str(error)})
         return 1

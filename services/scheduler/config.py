@@ -10,7 +10,8 @@ from pydantic_settings import SettingsConfigDict
 from services.scheduler.core.admission import AdmissionPolicy
 from services.scheduler.core.policy import CacheSettings, CellTopology, RetractionPolicy, SchedulerPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
-from shared.config import Address, Addresses, LocalAddress, ProcessSettings, load_settings
+from shared.config import Address, Addresses, ClientPortSettings, ListenAddress, load_settings
+from shared.tls import Role
 
 # Take what the workers propose.
 Auto = Literal["auto"]
@@ -23,19 +24,22 @@ _CACHE = CacheSettings()
 _TOKENS_WITHOUT_CHUNKS = 16384
 
 
-class SchedulerSettings(ProcessSettings):
+class SchedulerSettings(ClientPortSettings):
     """The scheduler's settings; names and defaults follow ATOM."""
 
     model_config = SettingsConfigDict(env_prefix="LOCKSTEP_SCHEDULER_", cli_prog_name="python -m services.scheduler")
 
-    listen: LocalAddress = Field(
+    role = Role.SCHEDULER
+
+    listen: ListenAddress = Field(
         default="127.0.0.1:50052",
-        description="Address for clients that send token ids, and for `lockstep top`: unix:PATH, or HOST:PORT on "
-        "loopback.",
+        description="Address for clients that send token ids: unix:PATH, HOST:PORT on loopback, or with TLS any "
+        "HOST:PORT.",
     )
-    cell_listen: LocalAddress = Field(
+    cell_listen: ListenAddress = Field(
         default="127.0.0.1:50054",
-        description="Address for tokenizer services and operators: unix:PATH, or HOST:PORT on loopback.",
+        description="Address for tokenizer services, operators and `lockstep top`: unix:PATH, HOST:PORT on loopback, "
+        "or with mutual TLS any HOST:PORT.",
     )
     insecure_cell_bind: Address | None = Field(
         default=None,
@@ -157,6 +161,12 @@ class SchedulerSettings(ProcessSettings):
         ge=0,
         description="For recovery tests only: the process dies when a prompt with this token is submitted.",
     )
+
+    @model_validator(mode="after")
+    def _check_cell_bind(self) -> SchedulerSettings:
+        if self.insecure_cell_bind is not None and self.certificates is not None:
+            raise ValueError("--insecure-cell-bind cannot be used with TLS: --cell-listen then takes any address")
+        return self
 
     @model_validator(mode="after")
     def _check_workers(self) -> SchedulerSettings:

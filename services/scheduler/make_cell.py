@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 from lockstep.internal.v1 import worker_pb2
 from services.scheduler.cell.attach import DomainAttach, SchedulerClaim
@@ -14,6 +15,8 @@ from services.scheduler.server.cell_server import CellServer
 from services.scheduler.server.failpoint import SubmitFailpoint
 from services.scheduler.workers.domain_client import DomainClient
 from shared.health import Health
+from shared.rpc import make_channel, make_peer
+from shared.tls import Role
 
 
 def make_cell(settings: SchedulerSettings, instance_id: str, health: Health) -> CellServer:
@@ -27,11 +30,14 @@ def make_cell(settings: SchedulerSettings, instance_id: str, health: Health) -> 
         max_num_batched_tokens=settings.policy.max_num_batched_tokens,
     )
 
+    connect = partial(make_channel, internal=True, peer=make_peer(settings.certificates, Role.WORKER))
+
     def link_domain(domain: int, on_event: Callable[[Event], None], on_exit: Callable[[Exit], None]) -> DomainClient:
         return DomainClient(
             DomainAttach(domain, topology, claim),
             {rank: settings.workers[rank] for rank in topology.ranks_of(domain)},
             attach_request,
+            connect=connect,
             on_event=on_event,
             on_exit=on_exit,
         )

@@ -14,11 +14,15 @@ from services.scheduler.cell.engine import Engine
 from services.scheduler.cell.state import CellState
 from services.scheduler.core.policy import RECOVERY_BUCKETS_S, SchedulerCounters
 from services.scheduler.server.idle_check import IdleCheck
+from shared.tls import Certificates
+from shared.tls_metrics import TlsCollector
 
 
-def make_registry(engine: Engine, idle_check: IdleCheck) -> CollectorRegistry:
-    """Make a registry for a cell and this process."""
+def make_registry(engine: Engine, idle_check: IdleCheck, certificates: Certificates | None) -> CollectorRegistry:
+    """Make a registry for a cell, the service's certificate if it has one, and this process."""
     registry = CollectorRegistry()
+    if certificates is not None:
+        registry.register(TlsCollector(certificates))
     registry.register(CellCollector(engine, idle_check))
     ProcessCollector(registry=registry)
     return registry

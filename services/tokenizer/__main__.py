@@ -21,7 +21,8 @@ from shared.logging import configure_logging
 from shared.management import serve_management
 from shared.model_dir import ModelDirectoryError
 from shared.probes import Probes
-from shared.rpc import Servicer, make_server
+from shared.rpc import ServerLimits, Servicer, make_peer, make_server
+from shared.tls import Role
 
 logger = logging.getLogger(__name__)
 
@@ -47,15 +48,27 @@ async def serve(settings: TokenizerSettings, model: ServedModel, stop: asyncio.E
 
     requests = CellRequests(settings.scheduler_lost_s)
     scheduler = SchedulerClient(
-        settings.scheduler, model.digest, requests, on_link_change, silence_s=settings.scheduler_silence_s
+        settings.scheduler,
+        model.digest,
+        requests,
+        on_link_change,
+        silence_s=settings.scheduler_silence_s,
+        peer=make_peer(settings.certificates, Role.SCHEDULER),
     )
     live, totals = LiveRequests(), RequestTotals()
     servicer = TokenizerServicer(model, scheduler, live, totals=totals, max_unread_s=settings.max_unread_s)
     servicers: list[Servicer] = [servicer, health]
     names = (TOKENIZER_SERVICE,) if settings.reflection else ()
     try:
-        server = make_server(settings.bind_address, servicers, service_names=names)
-        management = await serve_management(settings.manage_listen, make_registry(scheduler, totals), probes)
+        server = make_server(
+            settings.bind_address,
+            servicers,
+            service_names=names,
+            certificates=settings.certificates,
+            limits=ServerLimits(max_connection_age_s=settings.max_connection_age_s),
+        )
+        registry = make_registry(scheduler, totals, settings.certificates)
+        management = await serve_management(settings.manage_listen, registry, probes)
     except RuntimeError as error:
         logger.error("cannot serve", extra={"address": settings.bind_address, "error": str(error)})
         return 1

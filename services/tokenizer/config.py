@@ -8,16 +8,20 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from shared.config import Addresses, LocalAddress, ProcessSettings, load_settings
+from shared.config import Addresses, ClientPortSettings, ListenAddress, load_settings
+from shared.tls import Role
 
 
-class TokenizerSettings(ProcessSettings):
+class TokenizerSettings(ClientPortSettings):
     """The tokenizer service's settings."""
 
     model_config = SettingsConfigDict(env_prefix="LOCKSTEP_TOKENIZER_", cli_prog_name="python -m services.tokenizer")
 
-    listen: LocalAddress = Field(
-        default="127.0.0.1:50051", description="Address to serve on: unix:PATH, or HOST:PORT on loopback."
+    role = Role.TOKENIZER
+
+    listen: ListenAddress = Field(
+        default="127.0.0.1:50051",
+        description="Address for clients: unix:PATH, HOST:PORT on loopback, or with TLS any HOST:PORT.",
     )
     model_dir: Path = Field(description="Model directory, in the Hugging Face layout.")
     model_name: str | None = Field(

@@ -50,7 +50,12 @@ def main() -> int:
     make_role = Leader if settings.layout.is_leader else Member
     role: Role = make_role(settings, device, end)
     rpc = RpcThread(
-        settings.bind_address, role, end, reflection=settings.reflection, manage_listen=settings.manage_listen
+        settings.bind_address,
+        role,
+        end,
+        reflection=settings.reflection,
+        manage_listen=settings.manage_listen,
+        certificates=settings.certificates,
     )
     try:
         rpc.start()

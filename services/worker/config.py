@@ -12,8 +12,9 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from services.worker.device import DeviceError, DeviceRequest, check_device
 from services.worker.layout import RankLayout
-from shared.config import Address, DraftProposerName, LocalAddress, ProcessSettings, load_settings, split_list
+from shared.config import Address, DraftProposerName, ListenAddress, ProcessSettings, load_settings, split_list
 from shared.limits import MAX_DRAFT_TOKENS
+from shared.tls import Role
 
 # `1,2,4` on the command line and in the environment.
 BatchSizes = Annotated[tuple[PositiveInt, ...], NoDecode, BeforeValidator(split_list), Len(1)]
@@ -23,6 +24,7 @@ class WorkerSettings(ProcessSettings):
     """Settings of one worker process."""
 
     model_config = SettingsConfigDict(env_prefix="LOCKSTEP_WORKER_", cli_prog_name="python -m services.worker")
+    role = Role.WORKER
 
     model_dir: Path = Field(description="Model directory in Hugging Face's layout.")
     device: Literal["auto", "cpu", "cuda"] = Field(
@@ -159,8 +161,10 @@ class WorkerSettings(ProcessSettings):
         description="For recovery tests: the process ends when a step contains this token in a prompt or in a "
         "completion so far.",
     )
-    listen: LocalAddress = Field(
-        default="127.0.0.1:50053", description="Address to serve on: unix:PATH, or HOST:PORT on loopback."
+    listen: ListenAddress = Field(
+        default="127.0.0.1:50053",
+        description="Address for the scheduler and for other workers: unix:PATH, HOST:PORT on loopback, or with mutual "
+        "TLS any HOST:PORT.",
     )
 
     @property

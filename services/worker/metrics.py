@@ -9,6 +9,9 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from shared.tls import Certificates
+from shared.tls_metrics import TlsCollector
+
 if TYPE_CHECKING:
     # The management port answers before torch is imported.
     from services.worker.runner.model_runner import ModelRunner
@@ -34,9 +37,11 @@ class WorkerCollector(Collector):
             yield from _memory_metrics(self.runner)
 
 
-def make_registry(collector: WorkerCollector) -> CollectorRegistry:
-    """The metrics of the rank and of the process."""
+def make_registry(collector: WorkerCollector, certificates: Certificates | None) -> CollectorRegistry:
+    """The metrics of the rank, of its certificate if it has one, and of the process."""
     registry = CollectorRegistry()
+    if certificates is not None:
+        registry.register(TlsCollector(certificates))
     registry.register(collector)
     ProcessCollector(registry=registry)
     return registry

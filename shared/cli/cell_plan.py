@@ -29,15 +29,23 @@ class ServiceCommand:
     flags: tuple[str, ...]
     """A failure domain's processes receive `make_start_flags` as well."""
     address: str
+    """Of its client port; a worker has only a cell port."""
     domain: str
     """Its failure domain."""
     rank: str = ""
     """A worker's `DP.TP`; empty for a single worker."""
+    cell_address: str | None = None
+    """Of its cell port, if it has two ports."""
 
     @property
     def name(self) -> str:
         """Unique within the cell."""
         return f"{self.role} {self.rank}".rstrip()
+
+    @property
+    def health_address(self) -> str:
+        """Where the launcher asks for its health: any port answers, and the cell's are the launcher's own sockets."""
+        return self.cell_address or self.address
 
 
 def plan_services(
@@ -55,15 +63,13 @@ def plan_services(
     scheduler_links = [f"--listen={scheduler}", f"--cell-listen={cell}", f"--workers={','.join(leaders)}"]
     if settings.is_coupled:
         scheduler_links.append("--coupled")
-    bind = f"--insecure-bind={settings.insecure_bind}" if settings.insecure_bind else f"--listen={settings.listen}"
-    tokenizer_links = [bind, f"--scheduler={cell}", f"--model-dir={settings.model_dir}"]
-    role_to_links = {
-        "scheduler": (scheduler, scheduler_links),
-        "tokenizer": (settings.bind_address, tokenizer_links),
-    }
-    return workers + [
-        ServiceCommand(role, (*links, *shared_flags, *service_flags.get(role, ())), address, role)
-        for role, (address, links) in role_to_links.items()
+    tokenizer_links = [*settings.client_port_flags(), f"--scheduler={cell}", f"--model-dir={settings.model_dir}"]
+    scheduler_flags = (*scheduler_links, *shared_flags, *service_flags.get("scheduler", ()))
+    tokenizer_flags = (*tokenizer_links, *shared_flags, *service_flags.get("tokenizer", ()))
+    return [
+        *workers,
+        ServiceCommand("scheduler", scheduler_flags, scheduler, "scheduler", cell_address=cell),
+        ServiceCommand("tokenizer", tokenizer_flags, settings.bind_address, "tokenizer"),
     ]
 
 

@@ -17,7 +17,7 @@ from shared.cli.supervisor import Kill, RestartPolicy, StartDomain, Supervisor
 from shared.health import ask_process
 from shared.heartbeat import next_beat_at
 from shared.line_writer import LineWriter
-from shared.rpc import make_channel
+from shared.rpc import Peer, make_channel
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +37,22 @@ class CellProcesses:
     """
 
     def __init__(
-        self, commands: Sequence[ServiceCommand], policy: RestartPolicy, writer: LineWriter, *, has_prefixes: bool
+        self,
+        commands: Sequence[ServiceCommand],
+        policy: RestartPolicy,
+        writer: LineWriter,
+        *,
+        has_prefixes: bool,
+        peer: Peer | None = None,
     ) -> None:
-        """`commands` are in start order; `has_prefixes` puts the process's name before each line of output."""
+        """Prepare; `run` starts them.
+
+        Args:
+            commands: In start order.
+            has_prefixes: Whether the process's name comes before each line of output.
+            peer: The tokenizer, as in `make_channel`; the others have unix sockets.
+        """
+        self._peer = peer
         self.has_served = asyncio.Event()
         self._domain_to_commands: dict[str, list[ServiceCommand]] = {}
         for command in commands:
@@ -134,18 +147,23 @@ class CellProcesses:
             logger.warning("exited; restarting", extra={**_fields(service), **restart})
 
     async def _check_health(self, service: ServiceProcess) -> None:
-        name = service.command.name
-        async with make_channel(service.command.address, internal=True) as channel:
-            while True:
-                is_serving = await ask_process(channel, service.pid, self._check_period_s)
-                if is_serving is not None:
-                    if self._supervisor.on_answer(name, self._loop.time(), is_serving=is_serving):
-                        logger.info("ready", extra=_fields(service))
-                    if self._supervisor.has_served:
-                        self.has_served.set()
-                now = self._loop.time()
-                period_s = self._check_period_s if is_serving else _START_CHECK_PERIOD_S
-                await asyncio.sleep(next_beat_at(now, period_s) - now)
+        while True:
+            # A new channel after a check without an answer: it has the certificates of the day.
+            async with make_channel(service.command.health_address, internal=True, peer=self._peer) as channel:
+                is_serving: bool | None = False
+                while is_serving is not None:
+                    is_serving = await ask_process(channel, service.pid, self._check_period_s)
+                    if is_serving is not None:
+                        self._on_answer(service, is_serving=is_serving)
+                    now = self._loop.time()
+                    period_s = self._check_period_s if is_serving else _START_CHECK_PERIOD_S
+                    await asyncio.sleep(next_beat_at(now, period_s) - now)
+
+    def _on_answer(self, service: ServiceProcess, *, is_serving: bool) -> None:
+        if self._supervisor.on_answer(service.command.name, self._loop.time(), is_serving=is_serving):
+            logger.info("ready", extra=_fields(service))
+        if self._supervisor.has_served:
+            self.has_served.set()
 
 
 class _Watchers:

@@ -13,8 +13,10 @@ from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from shared.cli.client import NotTextError, check_text, describe_failure, run_client
 from shared.cli.conversation import Conversation
 from shared.cli.request_flags import add_client_flags, request_from
+from shared.cli.tls_flags import peer_of_client
 from shared.cli.wrong_service import TOKENIZER, explain_wrong_service
-from shared.rpc import make_channel
+from shared.rpc import Peer, make_channel
+from shared.tls import Role, TlsError
 
 _HELP = """\
 /system TEXT   set the system prompt; without TEXT, show it
@@ -39,12 +41,16 @@ def main(argv: Sequence[str]) -> int:
         check_text(args.system)
     except (NotTextError, UnicodeEncodeError):
         parser.error("the text of a flag is not UTF-8")
+    try:
+        peer = peer_of_client(args, Role.TOKENIZER)
+    except TlsError as error:
+        parser.error(str(error))
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
 
     def converse() -> None:
         # The event loop does not run between answers, so reading a line needs no thread.
         with asyncio.Runner() as runner:
-            channel = runner.run(_open(args.target))
+            channel = runner.run(_open(args.target, peer))
             try:
                 conversation = Conversation(channel, request, args.system, args.timeout)
                 (_talk if is_terminal else _answer_lines)(runner, channel, args.target, conversation)
@@ -120,6 +126,6 @@ async def _find_model(channel: grpc.aio.Channel, target: str) -> str:
         return str(info.model)
 
 
-async def _open(target: str) -> grpc.aio.Channel:
+async def _open(target: str, peer: Peer | None) -> grpc.aio.Channel:
     # A channel belongs to the event loop that is running when it is created.
-    return make_channel(target)
+    return make_channel(target, peer=peer)

@@ -18,8 +18,10 @@ from shared.cli.client import (
     stream_answer,
 )
 from shared.cli.request_flags import add_client_flags, request_from
+from shared.cli.tls_flags import peer_of_client
 from shared.cli.wrong_service import TOKENIZER, explain_wrong_service
-from shared.rpc import make_channel
+from shared.rpc import Peer, make_channel
+from shared.tls import Role, TlsError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,24 +45,33 @@ def main(argv: Sequence[str]) -> int:
     request.echo = args.echo
     if args.logprobs is not None:
         request.sampling.num_logprobs = args.logprobs
+    try:
+        peer = peer_of_client(args, Role.TOKENIZER)
+    except TlsError as error:
+        parser.error(str(error))
+    generate = _generate
     if args.n > 1:
         request.sampling.n = args.n
-        return run_client(lambda: asyncio.run(_generate_several(args.target, request, args.timeout)))
-    return run_client(lambda: asyncio.run(_generate(args.target, request, args.timeout)))
+        generate = _generate_several
+    return run_client(lambda: asyncio.run(generate(args.target, peer, request, args.timeout)))
 
 
-async def _generate(target: str, request: tokenizer_pb2.GenerateRequest, timeout_s: float | None) -> None:
+async def _generate(
+    target: str, peer: Peer | None, request: tokenizer_pb2.GenerateRequest, timeout_s: float | None
+) -> None:
     answer = Answer()
-    async with make_channel(target) as channel, explain_wrong_service(channel, target, TOKENIZER):
+    async with make_channel(target, peer=peer) as channel, explain_wrong_service(channel, target, TOKENIZER):
         await stream_answer(channel, request, answer, timeout_s=timeout_s)
     if answer.logprobs:
         print(f"\n{describe_logprobs(answer.logprobs)}")
 
 
-async def _generate_several(target: str, request: tokenizer_pb2.GenerateRequest, timeout_s: float | None) -> None:
+async def _generate_several(
+    target: str, peer: Peer | None, request: tokenizer_pb2.GenerateRequest, timeout_s: float | None
+) -> None:
     """Complete answers only: interleaved streams could not be told apart."""
     answers: dict[int, Answer] = defaultdict(Answer)
-    async with make_channel(target) as channel, explain_wrong_service(channel, target, TOKENIZER):
+    async with make_channel(target, peer=peer) as channel, explain_wrong_service(channel, target, TOKENIZER):
         async for response in tokenizer_pb2_grpc.TokenizerServiceStub(channel).Generate(request, timeout=timeout_s):
             answer = answers[response.choice]
             answer.add(response)

@@ -32,8 +32,10 @@ async def check_cell(settings: ServeSettings, commands: Sequence[ServiceCommand]
     check_model_dir(settings.model_dir, [CONFIG, TOKENIZER])
     if settings.draft_model is not None:
         check_model_dir(settings.draft_model, [CONFIG])
-    manage_addresses = (find_manage_address(command.flags) for command in commands)
-    check_addresses([*(command.address for command in commands), *filter(None, manage_addresses)])
+    addresses = [command.address for command in commands]
+    addresses += [command.cell_address for command in commands if command.cell_address is not None]
+    addresses += filter(None, (find_manage_address(command.flags) for command in commands))
+    check_addresses(addresses)
     await _check_flags(commands)
 
 

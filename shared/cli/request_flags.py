@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
+from shared.cli.tls_flags import add_trust_flags
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 
@@ -25,6 +26,7 @@ def add_client_flags(parser: argparse.ArgumentParser) -> None:
     _add_sampling_flags(parser.add_argument_group("sampling"))
     _add_end_flags(parser.add_argument_group("length and stopping"))
     _add_form_flags(parser.add_argument_group("structured output"))
+    add_trust_flags(parser)
 
 
 def request_from(args: argparse.Namespace) -> tokenizer_pb2.GenerateRequest:

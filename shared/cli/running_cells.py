@@ -21,11 +21,11 @@ _NAME = "cell.json"
 
 @dataclass(frozen=True, slots=True)
 class RunningCell:
-    """A cell of this user: its model's directory name, and its tokenizer's and scheduler's addresses."""
+    """A cell of this user: its model's directory name, its tokenizer's address and its scheduler's for the cell."""
 
     model: str
     address: str
-    scheduler_address: str
+    cell_address: str
 
 
 @contextlib.contextmanager

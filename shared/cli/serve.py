@@ -51,8 +51,8 @@ async def _serve(
 ) -> int:
     with tempfile.TemporaryDirectory(prefix=DIRECTORY_PREFIX) as runtime_dir:
         commands = plan_services(settings, service_flags, Path(runtime_dir))
-        scheduler = next(command.address for command in commands if command.role == "scheduler")
-        cell = RunningCell(settings.model_name, settings.bind_address, scheduler)
+        scheduler = next(command for command in commands if command.role == "scheduler")
+        cell = RunningCell(settings.model_name, settings.bind_address, scheduler.health_address)
         try:
             await check_cell(settings, commands)
         except RefusedError as error:
@@ -75,7 +75,8 @@ async def _run_cell(
     policy = RestartPolicy(settings.health_kill_s, settings.max_restart_delay_s)
     scheduler = next(command.address for command in commands if command.role == "scheduler")
     # Only text output needs prefixes: a JSON record has its service's name.
-    cell = CellProcesses(commands, policy, writer, has_prefixes=settings.log_format == "text")
+    has_prefixes = settings.log_format == "text"
+    cell = CellProcesses(commands, policy, writer, has_prefixes=has_prefixes, peer=settings.tokenizer_peer)
     running = asyncio.create_task(cell.run())
     serving = asyncio.create_task(_announce_and_answer(settings, cell, scheduler))
     stopped = asyncio.create_task(stop.wait())
@@ -117,14 +118,14 @@ async def _announce_ready(settings: ServeSettings, scheduler_address: str) -> st
         f"ready: serving {settings.model_name} on {settings.bind_address}, scheduler on {scheduler_address}",
         flush=True,
     )
-    return None if settings.prompt is None else await _answer_prompt(settings.bind_address, settings.prompt)
+    return None if settings.prompt is None else await _answer_prompt(settings, settings.prompt)
 
 
-async def _answer_prompt(address: str, prompt: str) -> str | None:
+async def _answer_prompt(settings: ServeSettings, prompt: str) -> str | None:
     """Returns why the answer is missing or incomplete, or None."""
     print(f"\n> {prompt}", flush=True)
     try:
-        async with make_channel(address) as channel:
+        async with make_channel(settings.bind_address, peer=settings.tokenizer_peer) as channel:
             await answer_once(channel, prompt)
     except grpc.aio.AioRpcError as error:
         return f"the prompt was not answered: {describe_failure(error)}"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import Field, model_validator
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from shared.cli.request_flags import DEFAULT_TARGET
-from shared.config import Addresses, DraftProposerName, LocalAddress, ServiceSettings
+from shared.config import Addresses, ClientPortSettings, DraftProposerName, ListenAddress, LocalAddress
+from shared.rpc import Peer, make_peer
+from shared.tls import Role
 
 # In start order; they stop in reverse order, so that no service loses one it depends on.
 ROLES = ("worker", "scheduler", "tokenizer")
@@ -22,16 +24,21 @@ _OWN_FLAGS = frozenset(
         *("dp-rank", "dp-size", "tp-rank", "tp-size", "device-index", "leader", "rendezvous", "domain-start-id"),
     )
 )
+# The launcher's own settings of these names are the tokenizer's.
+_TOKENIZER_FLAGS = frozenset(("tls-cert", "tls-key", "tls-ca", "trust-domain", "max-connection-age-s"))
 
 
-class ServeSettings(ServiceSettings):
+class ServeSettings(ClientPortSettings):
     """Start one cell on this machine: workers, a scheduler and a tokenizer, each a process that is restarted on exit.
 
     --worker.X, --scheduler.X and --tokenizer.X are passed to that service as --X; a value follows as the next argument
-    or after "=". `python -m services.worker --help` lists a service's flags.
+    or after "=". `python -m services.worker --help` lists a service's flags. The services talk over unix sockets, so
+    TLS is for --listen, with a certificate of the role tokenizer.
     """
 
     model_config = SettingsConfigDict(env_prefix="LOCKSTEP_SERVE_", cli_prog_name="lockstep serve")
+
+    role = Role.TOKENIZER
 
     model_dir: CliPositionalArg[Path] = Field(description="Model directory, in Hugging Face's layout.")
     tp: int = Field(default=1, ge=1, description="Workers per model replica (tensor parallelism).")
@@ -46,12 +53,14 @@ class ServeSettings(ServiceSettings):
         description="Use workers that are already running instead of starting them: the address of each replica's "
         "first worker, by DP rank, separated by commas.",
     )
-    listen: LocalAddress = Field(
-        default=DEFAULT_TARGET, description="Address for clients: HOST:PORT on loopback, or unix:PATH."
+    listen: ListenAddress = Field(
+        default=DEFAULT_TARGET,
+        description="Address for clients: unix:PATH, HOST:PORT on loopback, or with TLS any HOST:PORT.",
     )
     scheduler_listen: LocalAddress | None = Field(
         default=None,
-        description="Scheduler address for `lockstep top` and clients that send token ids; private if not set.",
+        description="Scheduler address for clients that send token ids, HOST:PORT on loopback or unix:PATH; private if "
+        "not set.",
     )
     draft_proposer: DraftProposerName | None = Field(
         default=None, description="How draft tokens are proposed; if not set, model with --draft-model, else none."
@@ -113,6 +122,11 @@ class ServeSettings(ServiceSettings):
         return self
 
     @property
+    def tokenizer_peer(self) -> Peer | None:
+        """For channels to the tokenizer."""
+        return make_peer(self.certificates, Role.TOKENIZER)
+
+    @property
     def model_name(self) -> str:
         """The model's display name."""
         return self.model_dir.resolve().name
@@ -127,11 +141,29 @@ class ServeSettings(ServiceSettings):
         """Whether collectives span DP ranks, so that all workers fail together."""
         return self.ep and self.num_replicas > 1
 
+    def client_port_flags(self) -> list[str]:
+        """The tokenizer's flags about its port for clients."""
+        flags = {
+            "insecure-bind": self.insecure_bind,
+            "listen": None if self.insecure_bind else self.listen,
+            "tls-cert": self.tls_cert,
+            "tls-key": self.tls_key,
+            "tls-ca": self.tls_ca,
+            "trust-domain": self.trust_domain,
+            "max-connection-age-s": self.max_connection_age_s,
+        }
+        return _render(flags)
+
     def draft_flags(self) -> list[str]:
         """The worker's flags about drafting."""
         proposer = "model" if self.draft_model is not None else self.draft_proposer
         flags = {"draft-proposer": proposer, "draft-model": self.draft_model}
-        return [f"--{name}={value}" for name, value in flags.items() if value is not None]
+        return _render(flags)
+
+
+def _render(flags: Mapping[str, object]) -> list[str]:
+    """Without those that are not set."""
+    return [f"--{name}={value}" for name, value in flags.items() if value is not None]
 
 
 def split_service_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
@@ -149,7 +181,7 @@ def split_service_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, list[
     for arg in argv:
         role, separator, flag = arg.removeprefix("--").partition(".")
         if arg.startswith("--") and separator and role in role_to_flags:
-            if flag.partition("=")[0] in _OWN_FLAGS:
+            if flag.partition("=")[0] in (_OWN_FLAGS | _TOKENIZER_FLAGS if role == "tokenizer" else _OWN_FLAGS):
                 sys.stderr.write(f"error: {arg.partition('=')[0]} is set by lockstep serve\n")
                 raise SystemExit(2)
             role_to_flags[role].append(f"--{flag}")

@@ -13,10 +13,12 @@ from collections.abc import Iterator, Sequence
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
 from shared.cli.client import run_client
 from shared.cli.running_cells import find_cells
-from shared.cli.wrong_service import SCHEDULER, explain_wrong_service
-from shared.rpc import make_channel
+from shared.cli.tls_flags import add_certificate_flags, peer_of_operator
+from shared.cli.wrong_service import ADMIN, explain_wrong_service
+from shared.rpc import Peer, make_channel
+from shared.tls import Role, TlsError
 
-DEFAULT_SCHEDULER = "127.0.0.1:50052"
+DEFAULT_SCHEDULER = "127.0.0.1:50054"
 
 _DEADLINE_S = 5.0
 _COUNTERS = (
@@ -38,16 +40,22 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--target",
         metavar="ADDRESS",
-        help=f"scheduler address (default: that of the cell running on this machine, else {DEFAULT_SCHEDULER})",
+        help="the scheduler's --cell-listen (default: that of the cell running on this machine, else "
+        f"{DEFAULT_SCHEDULER})",
     )
     parser.add_argument(
         "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="refresh interval (default: %(default)g)"
     )
     parser.add_argument("--once", action="store_true", help="print one snapshot and exit")
+    add_certificate_flags(parser)
     args = parser.parse_args(argv)
+    try:
+        peer = peer_of_operator(args, Role.SCHEDULER)
+    except TlsError as error:
+        parser.error(str(error))
     num_snapshots = 1 if args.once else None
     target = args.target or _find_scheduler()
-    return run_client(lambda: asyncio.run(_show(target, args.interval, num_snapshots)))
+    return run_client(lambda: asyncio.run(_show(target, peer, args.interval, num_snapshots)))
 
 
 def render(
@@ -93,16 +101,16 @@ def _find_scheduler() -> str:
         print(f"note: no `lockstep serve` cell is running here; trying {DEFAULT_SCHEDULER}", file=sys.stderr)
         return DEFAULT_SCHEDULER
     for cell in cells[1:]:
-        print(f"note: {cell.model} is running here too: --target={cell.scheduler_address}", file=sys.stderr)
-    return cells[0].scheduler_address
+        print(f"note: {cell.model} is running here too: --target={cell.cell_address}", file=sys.stderr)
+    return cells[0].cell_address
 
 
-async def _show(target: str, interval_s: float, num_snapshots: int | None) -> None:
+async def _show(target: str, peer: Peer | None, interval_s: float, num_snapshots: int | None) -> None:
     """Until cancelled if `num_snapshots` is None."""
     is_terminal = sys.stdout.isatty() and num_snapshots is None
     before: scheduler_pb2.GetStateResponse | None = None
     before_at = 0.0
-    async with make_channel(target) as channel, explain_wrong_service(channel, target, SCHEDULER):
+    async with make_channel(target, peer=peer) as channel, explain_wrong_service(channel, target, ADMIN):
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         for number in itertools.count(1):
             state = await stub.GetState(scheduler_pb2.GetStateRequest(), timeout=_DEADLINE_S)

@@ -10,18 +10,21 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 TOKENIZER = "lockstep.v1.TokenizerService"
 SCHEDULER = "lockstep.v1.SchedulerService"
+# Only on the cell port.
+ADMIN = "lockstep.v1.SchedulerAdminService"
 
 _DEADLINE_S = 5.0
 
+# In this order: the scheduler's cell port has a part of the clients' service too.
 _SERVICE_TO_NAME = {
     TOKENIZER: "the tokenizer's address",
-    SCHEDULER: "the scheduler's address",
-    "lockstep.internal.v1.ExchangeService": "the scheduler's internal address",
+    ADMIN: "the scheduler's cell address",
+    SCHEDULER: "the scheduler's address for clients",
     "lockstep.internal.v1.WorkerService": "a worker's address",
 }
 _SERVICE_TO_ADVICE = {
     TOKENIZER: "`lockstep chat` and `lockstep generate` ask the tokenizer, which is at --listen of `lockstep serve`",
-    SCHEDULER: "`lockstep top` asks the scheduler; without --target it finds the cell that is running here",
+    ADMIN: "`lockstep top` asks the scheduler, at its --cell-listen; without --target it finds the cell running here",
 }
 
 

@@ -49,6 +49,7 @@ SCRIPT_TO_FLAGS = {
         *("--num-prompt-tokens=8", "--num-output-tokens=4"),
     ],
     "step_rate": ["--quick", "--step-ms=2", "--num-seqs=16"],
+    "tls": ["--quick"],
 }
 # Modules used by the benchmarks, which are not benchmarks themselves.
 PARTS = {

@@ -31,6 +31,7 @@ class Addresses:
 
     address: str
     scheduler_address: str
+    cell_address: str
 
 
 class PairedCell:
@@ -66,7 +67,8 @@ class PairedCell:
     @asynccontextmanager
     async def connect(self, scheduler: int) -> AsyncIterator[Client]:
         """Connect a client that uses one of the two schedulers for its state."""
-        async with connect(Addresses(self._tokenizer, self._schedulers[scheduler])) as client:
+        addresses = Addresses(self._tokenizer, self._schedulers[scheduler], self._cell_addresses[scheduler])
+        async with connect(addresses) as client:
             yield client
 
     def _start_worker(self, rank: int) -> subprocess.Popen[bytes]:

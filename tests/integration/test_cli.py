@@ -195,4 +195,4 @@ def test_a_scheduler_is_no_door_for_a_chat(real_cell: Cell) -> None:
     result = run_client("chat", f"--target={real_cell.scheduler_address}", stdin="hello\n")
 
     assert result.returncode == 1
-    assert result.stderr.startswith(f"error: {real_cell.scheduler_address} is the scheduler's address: `lockstep chat`")
+    assert result.stderr.startswith(f"error: {real_cell.scheduler_address} is the scheduler's address for clients: ")

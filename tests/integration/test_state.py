@@ -79,9 +79,9 @@ async def test_the_launcher_says_where_the_scheduler_is(watched: Watched) -> Non
 
 async def test_one_snapshot_says_what_the_state_says(watched: Watched) -> None:
     state = await watched.serve_some()
-    result = run_top("--once", f"--target={watched.scheduler_address}")
+    result = run_top("--once", f"--target={watched.cell.cell_address}")
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout == render(watched.scheduler_address, state)
+    assert result.stdout == render(watched.cell.cell_address, state)
     assert state.num_prefix_hit_tokens > 0
 
 
@@ -89,7 +89,7 @@ async def test_the_cell_that_runs_here_is_found_without_a_target(watched: Watche
     state = await watched.serve_some()
     result = run_top("--once", temp_dir=watched.cell.temp_dir)
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout == render(watched.scheduler_address, state)
+    assert result.stdout == render(watched.cell.cell_address, state)
 
 
 async def test_a_scrape_says_what_the_state_says(watched: Watched) -> None:
@@ -115,7 +115,7 @@ async def test_an_idle_cell_checks_its_integrity(watched: Watched) -> None:
 
 def test_in_a_terminal_each_snapshot_stands_over_the_last_one_until_ctrl_c(watched: Watched) -> None:
     person, program = pty.openpty()
-    command = ("top", f"--target={watched.scheduler_address}", "--interval=0.1")
+    command = ("top", f"--target={watched.cell.cell_address}", "--interval=0.1")
     with popen_lockstep(*command, stdin=program, stdout=program, stderr=program) as process:
         seen = read_until(person, r"\x1b\[H.*ready.*\x1b\[H.*last 0\.\d s.*\x1b\[H")
         process.send_signal(signal.SIGINT)
@@ -126,7 +126,7 @@ def test_in_a_terminal_each_snapshot_stands_over_the_last_one_until_ctrl_c(watch
 
 
 def test_in_a_pipe_snapshots_stand_one_below_the_other_until_nobody_reads(watched: Watched) -> None:
-    with popen_lockstep("top", f"--target={watched.scheduler_address}", "--interval=0.1") as process:
+    with popen_lockstep("top", f"--target={watched.cell.cell_address}", "--interval=0.1") as process:
         assert process.stdout is not None
         assert process.stderr is not None
         seen = read_until(process.stdout.fileno(), r"(scheduler .*){3}")
@@ -142,10 +142,10 @@ def test_a_scheduler_that_is_not_there_is_told() -> None:
     assert result.stderr.startswith("error: UNAVAILABLE: ")
 
 
-def test_a_door_that_is_not_the_schedulers_public_one_is_told(watched: Watched) -> None:
+def test_a_door_that_is_not_the_schedulers_for_the_cell_is_told(watched: Watched) -> None:
     address_to_name = {
         watched.cell.address: "the tokenizer's address",
-        watched.cell.cell_address: "the scheduler's internal address",
+        watched.scheduler_address: "the scheduler's address for clients",
     }
     for address, name in address_to_name.items():
         result = run_top("--once", f"--target={address}")

@@ -65,11 +65,12 @@ class Authority:
         )
 
 
-def write_files(folder: Path, issued: Issued, authority: Authority) -> TlsFiles:
-    """Write what a service is given; existing files are replaced."""
+def write_files(folder: Path, issued: Issued, *authorities: Authority) -> TlsFiles:
+    """Write what a service that trusts these authorities is given; existing files are replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     files = TlsFiles(folder / "tls.crt", folder / "tls.key", folder / "ca.crt", DOMAIN)
-    path_to_data = {files.certificate: issued.certificate, files.key: issued.key, files.authority: authority.pem}
+    trusted = b"".join(authority.pem for authority in authorities)
+    path_to_data = {files.certificate: issued.certificate, files.key: issued.key, files.authority: trusted}
     for path, data in path_to_data.items():
         new = path.with_suffix(".new")
         new.write_bytes(data)

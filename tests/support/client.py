@@ -24,7 +24,11 @@ class CellAddresses(Protocol):
 
     @property
     def scheduler_address(self) -> str:
-        """The address of its scheduler service."""
+        """The address of its scheduler service for clients."""
+
+    @property
+    def cell_address(self) -> str:
+        """The address of its scheduler service for the cell."""
 
 
 @dataclass
@@ -125,9 +129,10 @@ async def read_answer(call: AsyncIterable[tokenizer_pb2.GenerateResponse]) -> An
 class Client:
     """A client of one cell's tokenizer and scheduler services."""
 
-    def __init__(self, tokenizer: grpc.aio.Channel, scheduler: grpc.aio.Channel) -> None:
+    def __init__(self, tokenizer: grpc.aio.Channel, scheduler: grpc.aio.Channel, cell: grpc.aio.Channel) -> None:
         self.tokenizer: Any = tokenizer_pb2_grpc.TokenizerServiceStub(tokenizer)
         self.scheduler: Any = scheduler_pb2_grpc.SchedulerServiceStub(scheduler)
+        self._operator: Any = scheduler_pb2_grpc.SchedulerServiceStub(cell)
 
     async def generate(self, request: tokenizer_pb2.GenerateRequest, *, deadline_s: float | None = None) -> Completion:
         """Send one request for one choice and collect its answer.
@@ -154,7 +159,7 @@ class Client:
 
     async def state(self) -> scheduler_pb2.GetStateResponse:
         """The scheduler's state."""
-        state: scheduler_pb2.GetStateResponse = await self.scheduler.GetState(scheduler_pb2.GetStateRequest())
+        state: scheduler_pb2.GetStateResponse = await self._operator.GetState(scheduler_pb2.GetStateRequest())
         return state
 
     async def wait_until_idle(self) -> scheduler_pb2.GetStateResponse:
@@ -178,8 +183,12 @@ class Client:
 @asynccontextmanager
 async def connect(cell: CellAddresses) -> AsyncIterator[Client]:
     """Connect to a running cell."""
-    async with make_channel(cell.address) as tokenizer, make_channel(cell.scheduler_address) as scheduler:
-        yield Client(tokenizer, scheduler)
+    async with (
+        make_channel(cell.address) as tokenizer,
+        make_channel(cell.scheduler_address) as scheduler,
+        make_channel(cell.cell_address, internal=True) as operator,
+    ):
+        yield Client(tokenizer, scheduler, operator)
 
 
 def text_request(text: str, **sampling: Any) -> tokenizer_pb2.GenerateRequest:

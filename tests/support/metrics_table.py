@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
@@ -26,10 +27,14 @@ from tests.support.processes import ROOT
 
 if TYPE_CHECKING:
     from services.worker.runner.model_runner import ModelRunner
+    from shared.tls import Certificates
 
 METRICS_FILE = ROOT / "services" / "METRICS.md"
 BEGIN = "<!-- Made by `make metrics`: change services/*/metrics.py instead. -->\n"
 END = "<!-- The end of what `make metrics` makes. -->\n"
+
+# What a collector reads of a certificate.
+_CERTIFICATES = cast("Certificates", SimpleNamespace(num_failed_reads=0, expires_at=datetime.now(UTC)))
 
 _UNITS = ("seconds", "bytes", "tokens")
 
@@ -64,12 +69,12 @@ def _tokenizer() -> CollectorRegistry:
         """No link is made."""
 
     client = SchedulerClient(("unix:none",), "", CellRequests(0.0), ignore, silence_s=1.0)
-    return make_tokenizer_registry(client, RequestTotals())
+    return make_tokenizer_registry(client, RequestTotals(), _CERTIFICATES)
 
 
 def _scheduler() -> CollectorRegistry:
     engine = Engine(SchedulerPolicy(), CacheSettings())
-    return make_scheduler_registry(engine, IdleCheck(engine, asyncio.get_running_loop()))
+    return make_scheduler_registry(engine, IdleCheck(engine, asyncio.get_running_loop()), _CERTIFICATES)
 
 
 def _worker() -> CollectorRegistry:
@@ -85,7 +90,7 @@ def _worker() -> CollectorRegistry:
         step_totals=StepTotals(),
     )
     collector.runner = cast("ModelRunner", runner)
-    return make_worker_registry(collector)
+    return make_worker_registry(collector, _CERTIFICATES)
 
 
 def _table(title: str, metrics: Iterable[Metric]) -> str:

@@ -78,7 +78,8 @@ class Cell:
 
     async def state(self) -> scheduler_pb2.GetStateResponse:
         """The cell's state."""
-        state: scheduler_pb2.GetStateResponse = await self.scheduler.GetState(scheduler_pb2.GetStateRequest())
+        operator: Any = scheduler_pb2_grpc.SchedulerServiceStub(self.cell_channel)
+        state: scheduler_pb2.GetStateResponse = await operator.GetState(scheduler_pb2.GetStateRequest())
         return state
 
     async def wait_until(self, condition: Callable[[scheduler_pb2.GetStateResponse], object]) -> None:

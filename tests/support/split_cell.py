@@ -24,7 +24,8 @@ class SplitCell:
 
     Attributes:
         address: The address of its tokenizer service.
-        scheduler_address: The address of its scheduler service.
+        scheduler_address: The address of its scheduler service for clients.
+        cell_address: The address of its scheduler service for the cell.
     """
 
     def __init__(self, commands: Sequence[ServiceCommand]) -> None:
@@ -32,6 +33,7 @@ class SplitCell:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.address = self._commands["tokenizer"].address
         self.scheduler_address = self._commands["scheduler"].address
+        self.cell_address = self._commands["scheduler"].health_address
 
     def start(self, role: str) -> None:
         """Start a service that is not running."""
@@ -46,7 +48,10 @@ class SplitCell:
             RuntimeError: Its process has ended.
         """
         process = self._processes[role]
-        async with asyncio.timeout(PATIENCE_S), make_channel(self._commands[role].address, internal=True) as channel:
+        async with (
+            asyncio.timeout(PATIENCE_S),
+            make_channel(self._commands[role].health_address, internal=True) as channel,
+        ):
             serving = asyncio.create_task(wait_until_serving(channel))
             try:
                 while not serving.done():

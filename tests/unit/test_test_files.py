@@ -206,7 +206,8 @@ TESTED_BY = {
     "unit/shared/cli/test_supervisor.py": ("shared/cli/cell_processes.py",),
     "integration/test_interrupts.py": ("shared/lifecycle.py", "shared/parent.py"),
     "unit/worker/test_metrics.py": ("services/worker/runner/step_totals.py",),
-    "unit/shared/cli/test_cell_plan.py": ("shared/cli/manage_flag.py",),
+    "unit/shared/cli/test_cell_plan.py": ("shared/cli/manage_flag.py", "shared/cli/tls_flags.py"),
+    "unit/shared/test_tls.py": ("shared/tls_metrics.py",),
 }
 
 

@@ -15,29 +15,33 @@ from services.scheduler.server.servicer import (
     SchedulerServicer,
 )
 from shared.health import Health
-from shared.rpc import make_server
+from shared.rpc import ServerLimits, make_server
 
 PUBLIC_SERVICES = (SCHEDULER_SERVICE,)
-CELL_SERVICES = (EXCHANGE_SERVICE, ADMIN_SERVICE)
+CELL_SERVICES = (EXCHANGE_SERVICE, ADMIN_SERVICE, SCHEDULER_SERVICE)
 
 
 def make_servers(settings: SchedulerSettings, cell: CellServer, health: Health) -> tuple[grpc.aio.Server, ...]:
-    """Make the public server and the cell's, not started; the public one has `health`.
+    """Make the servers of the client port and of the cell port, not started; the client port has `health`.
 
-    Direct clients cannot reach the services of the cell's own processes and operators.
+    Direct clients cannot reach the methods of the cell's own processes and operators, nor these those.
 
     Raises:
         RuntimeError: an address is not usable.
     """
+    scheduler = SchedulerServicer(cell, settings.max_unread_s)
     public = make_server(
         settings.bind_address,
-        [SchedulerServicer(cell, settings.max_unread_s), health],
+        [scheduler, health],
         service_names=PUBLIC_SERVICES if settings.reflection else (),
+        certificates=settings.certificates,
+        limits=ServerLimits(max_connection_age_s=settings.max_connection_age_s),
     )
     internal = make_server(
         settings.cell_bind_address,
-        [ExchangeServicer(cell), SchedulerAdminServicer(cell), health.make_follower(CELL_SERVICES)],
+        [ExchangeServicer(cell), SchedulerAdminServicer(cell), scheduler, health.make_follower(CELL_SERVICES)],
         internal=True,
         service_names=CELL_SERVICES if settings.reflection else (),
+        certificates=settings.certificates,
     )
     return public, internal

@@ -90,7 +90,7 @@ def _closing(client: ClientLink) -> Iterator[None]:
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Serves direct clients; see scheduler.proto."""
+    """Serves direct clients on the client port, and the cell's state on the cell port; see scheduler.proto."""
 
     def __init__(self, cell: CellServer, max_unread_s: float) -> None:
         """A client that reads nothing for `max_unread_s` loses its answer."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
+
+import grpc
 
 from lockstep.internal.v1 import worker_pb2
 from services.scheduler.cell.attach import (
@@ -39,6 +42,7 @@ class DomainClient:
         rank_to_address: Mapping[DpRank, str],
         attach_request: worker_pb2.AttachRequest,
         *,
+        connect: Callable[[str], grpc.aio.Channel],
         on_event: Callable[[Event], None],
         on_exit: Callable[[Exit], None],
     ) -> None:
@@ -48,13 +52,20 @@ class DomainClient:
             attach: Must be in its initial state.
             rank_to_address: The leaders of the domain's groups.
             attach_request: What the groups are offered, without the epoch.
+            connect: Opens a channel to an address.
             on_exit: Called once.
         """
         self._attach = attach
         self._on_event = on_event
         self._on_exit = on_exit
         self._links = {
-            rank: GroupLink(rank, address, attach_request, on_attach_event=self._on_attach_event, on_event=on_event)
+            rank: GroupLink(
+                rank,
+                partial(connect, address),
+                attach_request,
+                on_attach_event=self._on_attach_event,
+                on_event=on_event,
+            )
             for rank, address in rank_to_address.items()
         }
         self._loop = asyncio.get_running_loop()

@@ -31,7 +31,7 @@ from services.scheduler.core.batch.step import EnteringSequence, PrefillChunk, S
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.ids import DpRank
 from shared.limits import TOKEN_DTYPE
-from shared.rpc import make_channel, reason_of, status_from_rpc_error
+from shared.rpc import reason_of, status_from_rpc_error
 from shared.sampling_codec import decode_logprobs, encode_options
 
 logger = logging.getLogger(__name__)
@@ -62,15 +62,15 @@ class GroupLink:
     def __init__(
         self,
         rank: DpRank,
-        address: str,
+        connect: Callable[[], grpc.aio.Channel],
         attach_request: worker_pb2.AttachRequest,
         *,
         on_attach_event: Callable[[AttachEvent], None],
         on_event: Callable[[Event], None],
     ) -> None:
-        """`attach_request` is as in `DomainClient`."""
+        """`connect` opens a channel to the leader; `attach_request` is as in `DomainClient`."""
         self._rank = rank
-        self._address = address
+        self._connect = connect
         self._attach_request = attach_request
         self._on_attach_event = on_attach_event
         self._on_event = on_event
@@ -148,7 +148,7 @@ class GroupLink:
 
     def _stub(self) -> worker_pb2_grpc.WorkerServiceStub:
         if self._channel is None:
-            self._channel = make_channel(self._address, internal=True)
+            self._channel = self._connect()
         return worker_pb2_grpc.WorkerServiceStub(self._channel)
 
     async def _receive(self, call: grpc.aio.StreamStreamCall, epoch: int) -> None:
@@ -178,7 +178,8 @@ class GroupLink:
             sent = await outbox.get()
 
     async def _leave_dead_connection(self, error: grpc.aio.AioRpcError) -> None:
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        """After no answer at all: another channel has the certificates of the day, and no state of this one."""
+        if reason_of(status_from_rpc_error(error)) is None:
             await self.close()
 
 

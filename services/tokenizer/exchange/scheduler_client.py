@@ -22,7 +22,7 @@ from shared.errors import NotReadyError, SchedulerLostError
 from shared.heartbeat import Silence, next_beat_at
 from shared.ids import RequestHandle
 from shared.limits import ModelLimits
-from shared.rpc import make_channel, reason_of, status_from_rpc_error
+from shared.rpc import Peer, make_channel, reason_of, status_from_rpc_error
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ class SchedulerClient:
         on_change: Callable[[bool], Awaitable[None]],
         *,
         silence_s: float,
+        peer: Peer | None = None,
     ) -> None:
         """Prepare to link; `run` does it.
 
@@ -73,12 +74,14 @@ class SchedulerClient:
             model_digest: A cell with a different one is refused.
             on_change: Called with `is_linked` each time it changes.
             silence_s: A link is given up after this silence.
+            peer: As in `make_channel`.
         """
         self._requests = requests
         self._addresses = tuple(addresses)
         self._model_digest = model_digest
         self._on_change = on_change
         self._silence_s = silence_s
+        self._peer = peer
         self._cell: Cell | None = None
         # Tries since the last link, and the pause after each address has been tried once.
         self._num_tries = 0
@@ -133,8 +136,8 @@ class SchedulerClient:
 
     async def _run_link(self, address: str) -> _LinkEnd:
         link = self._requests.make_link()
-        # A channel per link, so that no state of a lost link affects the next one.
-        async with make_channel(address, internal=True) as channel:
+        # A channel per link, so that no state of a lost link affects the next one, and certificates are today's.
+        async with make_channel(address, internal=True, peer=self._peer) as channel:
             call = exchange_pb2_grpc.ExchangeServiceStub(channel).Exchange(link.messages())
             reader = asyncio.create_task(self._read(link, call))
             end = _LinkEnd("cancelled")

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.group.link import Link, LinkEnd, to_layout_message
 from services.worker.process.exits import DomainEnd, ExitCode
-from shared.rpc import make_channel
+from shared.rpc import Peer, make_channel, make_peer
+from shared.tls import Role
 
 if TYPE_CHECKING:
     from services.worker.config import WorkerSettings
     from services.worker.runner.model_runner import ModelRunner
 
+logger = logging.getLogger(__name__)
+
 _GOODBYE = worker_pb2.JoinRequest(leave=worker_pb2.Leave())
 
-Connect = Callable[[str], grpc.aio.Channel]
+# Between attempts to connect; an attempt itself takes no longer than the other.
+_RETRY_S = 0.2
+_CONNECT_S = 5.0
 
-
-def connect_inside(address: str) -> grpc.aio.Channel:
-    """Open a channel to a process of the failure domain."""
-    return make_channel(address, internal=True)
+Connect = Callable[[str], AbstractAsyncContextManager[grpc.aio.Channel]]
 
 
 class Relay(Protocol):
@@ -37,14 +43,15 @@ class Relay(Protocol):
 class JoinedLink:
     """Joins a leader; ends this process when the link breaks, falls silent, or the leader says goodbye."""
 
-    def __init__(self, settings: WorkerSettings, end: DomainEnd, connect: Connect = connect_inside) -> None:
+    def __init__(self, settings: WorkerSettings, end: DomainEnd, connect: Connect | None = None) -> None:
+        """`connect` opens a channel to the leader; None means over the network."""
         assert settings.leader is not None, "there is no leader to join"
         self._leader = settings.leader
         self._layout = settings.layout
         self._domain_start_id = settings.domain_start_id
         self._silence_s = settings.silence_s
         self._end = end
-        self._connect = connect
+        self._connect = connect or partial(_connect, make_peer(settings.certificates, Role.WORKER))
         self._joined = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._link: Link[worker_pb2.JoinRequest] | None = None
@@ -78,10 +85,9 @@ class JoinedLink:
 
     async def _run(self, hello: worker_pb2.Hello, link: Link[worker_pb2.JoinRequest], relay: Relay | None) -> None:
         async with self._connect(self._leader) as channel:
-            # The leader may not listen yet.
-            call = worker_pb2_grpc.GroupServiceStub(channel).Join(wait_for_ready=True)
-            await call.write(worker_pb2.JoinRequest(hello=hello))
+            call = worker_pb2_grpc.GroupServiceStub(channel).Join()
             try:
+                await call.write(worker_pb2.JoinRequest(hello=hello))
                 # The leader sends a heartbeat when it accepts. Headers prove nothing: a refusal may have them too.
                 first = await call.read()
             except grpc.aio.AioRpcError as error:
@@ -93,6 +99,34 @@ class JoinedLink:
                 self._end.stop("the leader was asked to end", leader=self._leader)
             elif ended is not LinkEnd.CLOSED:
                 self._end.fail(ExitCode.LINK_LOST, f"the link to the leader is {ended.value}", leader=self._leader)
+
+
+@asynccontextmanager
+async def _connect(peer: Peer | None, address: str) -> AsyncIterator[grpc.aio.Channel]:
+    """Open a connected channel, once the leader answers; why it does not is logged when it changes.
+
+    Each attempt has a channel of its own, with the certificates of the day.
+    """
+    last_problem: str | None = None
+    while True:
+        async with make_channel(address, internal=True, peer=peer) as channel:
+            problem = await _find_problem(channel)
+            if problem is None:
+                yield channel
+                return
+        if problem != last_problem:
+            logger.warning("no connection to the leader", extra={"leader": address, "error": problem})
+            last_problem = problem
+        await asyncio.sleep(_RETRY_S)
+
+
+async def _find_problem(channel: grpc.aio.Channel) -> str | None:
+    try:
+        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=_CONNECT_S)
+    except grpc.aio.AioRpcError as error:
+        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            return str(error.details())
+    return None
 
 
 async def _read(call: Any, first: Any, link: Link[worker_pb2.JoinRequest], relay: Relay | None) -> bool:

@@ -7,7 +7,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from lockstep.internal.v1 import worker_pb2
-from services.worker.group.joined_link import Connect, JoinedLink, connect_inside
+from services.worker.group.joined_link import Connect, JoinedLink
 from services.worker.group.link import checksum
 from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.device_steps import DeviceSteps
@@ -29,8 +29,9 @@ class Member:
     service_names: tuple[str, ...] = ()
 
     def __init__(
-        self, settings: WorkerSettings, device: DeviceLoop, end: DomainEnd, connect: Connect = connect_inside
+        self, settings: WorkerSettings, device: DeviceLoop, end: DomainEnd, connect: Connect | None = None
     ) -> None:
+        """`connect` is as in `JoinedLink`."""
         self._settings = settings
         self._device = device
         self._end = end

@@ -17,6 +17,7 @@ from shared.health import Health
 from shared.management import serve_management
 from shared.probes import Probes
 from shared.rpc import Servicer, make_server
+from shared.tls import Certificates
 
 if TYPE_CHECKING:
     from services.worker.runner.model_runner import ModelRunner
@@ -48,12 +49,20 @@ class RpcThread:
     """
 
     def __init__(
-        self, address: str, role: Role, end: DomainEnd, *, reflection: bool, manage_listen: str | None
+        self,
+        address: str,
+        role: Role,
+        end: DomainEnd,
+        *,
+        reflection: bool,
+        manage_listen: str | None,
+        certificates: Certificates | None = None,
     ) -> None:
         self.probes = Probes("the weights are loading")
         self._collector = WorkerCollector()
         self._manage_listen = manage_listen
         self._address = address
+        self._certificates = certificates
         self._role = role
         self._end = end
         self._reflected: Sequence[str] = role.service_names if reflection else ()
@@ -89,8 +98,15 @@ class RpcThread:
 
     async def _serve(self) -> None:
         servicers = [*self._role.servicers, self._health]
-        server = make_server(self._address, servicers, internal=True, service_names=self._reflected)
-        management = await serve_management(self._manage_listen, make_registry(self._collector), self.probes)
+        server = make_server(
+            self._address,
+            servicers,
+            internal=True,
+            service_names=self._reflected,
+            certificates=self._certificates,
+        )
+        registry = make_registry(self._collector, self._certificates)
+        management = await serve_management(self._manage_listen, registry, self.probes)
         await server.start()
         self._started.set_result(asyncio.get_running_loop())
         await self._stop.wait()

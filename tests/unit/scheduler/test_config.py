@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from services.scheduler.config import SchedulerSettings
@@ -9,6 +11,9 @@ from services.scheduler.core.admission import AdmissionPolicy
 from services.scheduler.core.policy import CellTopology, RetractionPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
 from shared.config import load_settings
+from shared.tls import Role
+from tests.support.certificates import Authority, write_files
+from tests.support.tls_cell import tls_flags
 
 
 @pytest.mark.parametrize(
@@ -32,6 +37,15 @@ def test_a_bad_setting_is_named(flag: str, value: str, capsys: pytest.CaptureFix
         load_settings(SchedulerSettings, [flag, value])
     assert error.value.code == 2
     assert flag in capsys.readouterr().err
+
+
+def test_an_unencrypted_cell_port_is_refused_beside_tls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    authority = Authority()
+    flags = tls_flags(write_files(tmp_path, authority.issue_role(Role.SCHEDULER), authority))
+    assert load_settings(SchedulerSettings, [*flags, "--cell-listen=0.0.0.0:1"]).cell_bind_address == "0.0.0.0:1"
+    with pytest.raises(SystemExit):
+        load_settings(SchedulerSettings, [*flags, "--insecure-cell-bind=0.0.0.0:1"])
+    assert "--insecure-cell-bind cannot be used with TLS" in capsys.readouterr().err
 
 
 def test_a_token_budget_below_a_full_decode_step_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

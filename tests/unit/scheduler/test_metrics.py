@@ -20,7 +20,7 @@ from tests.support.scraping import scrape, values
 
 async def scrape_cell(path: Path, engine: Engine) -> list[Metric]:
     idle_check = IdleCheck(engine, asyncio.get_running_loop())
-    server = await serve_management(f"unix:{path}", make_registry(engine, idle_check), Probes("nothing"))
+    server = await serve_management(f"unix:{path}", make_registry(engine, idle_check, None), Probes("nothing"))
     assert server is not None
     async with server:
         return await scrape(path)

@@ -5,13 +5,26 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from shared.config import ServiceSettings, check_address, check_local_address, load_settings, log_settings
+from shared.config import (
+    ListenAddress,
+    ServiceSettings,
+    check_address,
+    check_local_address,
+    check_trust_domain,
+    load_settings,
+    log_settings,
+)
+from shared.tls import Role
+from tests.support.certificates import Authority, write_files
 from tests.support.processes import module_environment
+
+AUTHORITY = Authority()
 
 
 class ExampleSettings(ServiceSettings):
@@ -19,7 +32,9 @@ class ExampleSettings(ServiceSettings):
 
     model_config = SettingsConfigDict(env_prefix="LOCKSTEP_EXAMPLE_", cli_prog_name="example")
 
-    listen: str = "127.0.0.1:1"
+    role = Role.WORKER
+
+    listen: ListenAddress = "127.0.0.1:1"
     num_things: int = Field(default=3, ge=1, description="How many things.")
     most_things: int = Field(default=9, description="The most things.")
 
@@ -91,6 +106,74 @@ def test_an_address_that_other_machines_can_reach_is_not_local(address: str) -> 
 def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="unix:"):
         check_address(address)
+
+
+@pytest.fixture
+def tls_flags(tmp_path: Path) -> list[str]:
+    """The flags of TLS for a worker."""
+    files = write_files(tmp_path, AUTHORITY.issue_role(Role.WORKER), AUTHORITY)
+    return [
+        f"--tls-cert={files.certificate}",
+        f"--tls-key={files.key}",
+        f"--tls-ca={files.authority}",
+        f"--trust-domain={files.trust_domain}",
+    ]
+
+
+def test_with_tls_a_service_listens_anywhere(tls_flags: list[str]) -> None:
+    settings = load_settings(ExampleSettings, [*tls_flags, "--listen=0.0.0.0:7"])
+
+    assert settings.bind_address == "0.0.0.0:7"
+    assert settings.certificates is not None
+
+
+def test_without_tls_a_service_listens_on_this_machine_only(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_settings(ExampleSettings, ["--listen=0.0.0.0:7"])
+    assert "--listen (or LOCKSTEP_EXAMPLE_LISTEN): without TLS only this machine may connect" in capsys.readouterr().err
+
+
+def test_without_tls_there_are_no_certificates() -> None:
+    assert load_settings(ExampleSettings, []).certificates is None
+
+
+def test_a_part_of_the_tls_settings_is_refused(tls_flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for missing in range(len(tls_flags)):
+        with pytest.raises(SystemExit):
+            load_settings(ExampleSettings, [flag for number, flag in enumerate(tls_flags) if number != missing])
+        assert "must be used together" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--insecure-bind=0.0.0.0:7", "--insecure-bind cannot be used with TLS"),
+        ("--trust-domain=Cell.test", "--trust-domain (or LOCKSTEP_EXAMPLE_TRUST_DOMAIN): must be a DNS name"),
+        ("--trust-domain=other.test", "lacks the DNS name worker.other.test"),
+        ("--tls-key=/none", "--tls-key /none: No such file or directory"),
+    ],
+)
+def test_tls_settings_that_cannot_be_used_are_refused(
+    tls_flags: list[str], flag: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load_settings(ExampleSettings, [*tls_flags, flag])
+
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["cell.example.org", "a", "0-1.b", "a" * 63 + ".b"])
+def test_a_trust_domain_is_a_dns_name_in_lower_case(name: str) -> None:
+    assert check_trust_domain(name) == name
+
+
+@pytest.mark.parametrize(
+    "name", ["", "A.b", "a..b", ".a", "a.", "-a", "a-.b", "a_b", "a b", "ä", "a/b", "a" * 64, "a\n"]
+)
+def test_what_is_no_dns_name_is_no_trust_domain(name: str) -> None:
+    with pytest.raises(ValueError, match="DNS name"):
+        check_trust_domain(name)
 
 
 def test_insecure_bind_replaces_the_address_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:

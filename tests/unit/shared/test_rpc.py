@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,7 +19,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from shared.errors import InvalidRequestError, KvCapacityExceededError, Violation
 from shared.health import Health
-from shared.rpc import MAX_OPEN_CALLS, StatusError, make_channel, make_server, reason_of, status_from_rpc_error
+from shared.rpc import (
+    ServerLimits,
+    StatusError,
+    make_channel,
+    make_server,
+    reason_of,
+    status_from_rpc_error,
+)
 
 Failure = Callable[[grpc.aio.ServicerContext], Awaitable[None]]
 
@@ -171,8 +179,10 @@ class EchoServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     def add_to(self, server: grpc.aio.Server) -> None:
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(self, server)
-        exchange = {"Echo": grpc.stream_stream_rpc_method_handler(self.echo, tokenizer_pb2.TokenizeRequest.FromString)}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Streams", exchange),))
+        # Registered as a method that a cell port serves.
+        echo = grpc.stream_stream_rpc_method_handler(self.echo, tokenizer_pb2.TokenizeRequest.FromString)
+        service = grpc.method_handlers_generic_handler("lockstep.internal.v1.ExchangeService", {"Exchange": echo})
+        server.add_generic_rpc_handlers((service,))
 
     async def Tokenize(self, request: Any, context: Any) -> tokenizer_pb2.TokenizeResponse:
         self.calls.put_nowait(None)
@@ -186,11 +196,14 @@ class EchoServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
 @asynccontextmanager
 async def echo_channel(
-    tmp_path: Path, max_open_calls: int = MAX_OPEN_CALLS
+    tmp_path: Path,
+    limits: ServerLimits = ServerLimits(),  # noqa: B008 - immutable
+    *,
+    internal: bool = False,
 ) -> AsyncIterator[tuple[EchoServicer, grpc.aio.Channel]]:
     address = f"unix:{tmp_path / 'x'}"
     servicer, health = EchoServicer(), Health(())
-    server = make_server(address, [servicer, health], max_open_calls=max_open_calls)
+    server = make_server(address, [servicer, health], internal=internal, limits=limits)
     await server.start()
     try:
         async with make_channel(address) as channel:
@@ -220,8 +233,8 @@ async def test_a_message_that_cannot_be_parsed_is_an_invalid_request(
 
 @pytest.mark.parametrize("message", UNPARSABLE)
 async def test_a_stream_ends_at_a_message_that_cannot_be_parsed(tmp_path: Path, message: bytes) -> None:
-    async with echo_channel(tmp_path) as (_, channel):
-        call = channel.stream_stream("/test.Streams/Echo")(iter([b"\x0a\x01a", message]))
+    async with echo_channel(tmp_path, internal=True) as (_, channel):
+        call = channel.stream_stream("/lockstep.internal.v1.ExchangeService/Exchange")(iter([b"\x0a\x01a", message]))
         assert await call.read() == b"a"
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
@@ -229,10 +242,54 @@ async def test_a_stream_ends_at_a_message_that_cannot_be_parsed(tmp_path: Path, 
         assert reason_of(status_from_rpc_error(caught.value)) == "INVALID_REQUEST"
 
 
+# Frames of HTTP/2. Source: RFC 9113, sections 3.4, 4.1, 6.5, 6.7 and 6.8.
+SETTINGS, PING, GOAWAY, ACK = 4, 6, 7, 1
+
+
+def frame(kind: int, payload: bytes = b"") -> bytes:
+    return struct.pack(">I", len(payload))[1:] + bytes((kind, 0)) + bytes(4) + payload
+
+
+async def count_pings(path: Path, num_pings: int) -> int:
+    """Ping an idle connection, one after the other; the number answered before the server ends it."""
+    reader, writer = await asyncio.open_unix_connection(path)
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS))
+    num_answers = 0
+    head = b""
+    while num_answers < num_pings and head[3:4] != bytes((GOAWAY,)):
+        if head[3:5] in (b"", bytes((PING, ACK))):
+            writer.write(frame(PING, bytes(8)))
+        head = await reader.readexactly(9)
+        await reader.readexactly(int.from_bytes(head[:3]))
+        num_answers += head[3:5] == bytes((PING, ACK))
+    writer.close()
+    return num_answers
+
+
+@pytest.mark.parametrize("internal", [False, True])
+async def test_only_a_client_port_tolerates_many_pings_of_an_idle_client(tmp_path: Path, internal: bool) -> None:
+    server = make_server(f"unix:{tmp_path}/x", [Health(())], internal=internal)
+    await server.start()
+    assert (await count_pings(tmp_path / "x", 50) < 50) is internal
+    await server.stop(None)
+
+
+async def test_a_connection_that_is_too_old_ends_after_its_calls(tmp_path: Path) -> None:
+    async with echo_channel(tmp_path, ServerLimits(max_connection_age_s=0.05)) as (servicer, channel):
+        stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+        call = asyncio.ensure_future(stub.Tokenize(tokenizer_pb2.TokenizeRequest()))
+        await servicer.calls.get()
+        # The server has asked the client to leave.
+        await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+        servicer.may_answer.set()
+        await call
+        await stub.Tokenize(tokenizer_pb2.TokenizeRequest())
+
+
 async def test_calls_above_the_limit_get_a_retry_delay_and_health_still_answers(
     tmp_path: Path,
 ) -> None:
-    async with echo_channel(tmp_path, max_open_calls=2) as (servicer, channel):
+    async with echo_channel(tmp_path, ServerLimits(max_open_calls=2)) as (servicer, channel):
         stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
         open_calls = [asyncio.ensure_future(stub.Tokenize(tokenizer_pb2.TokenizeRequest())) for _ in range(2)]
         for _ in open_calls:

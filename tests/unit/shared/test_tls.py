@@ -12,11 +12,13 @@ from typing import Any
 
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from shared.health import Health
 from shared.rpc import Peer, make_channel, make_server, reason_of, status_from_rpc_error
-from shared.tls import Certificates, Role, TlsError
+from shared.tls import Certificates, Role, TlsError, TrustedAuthority
+from shared.tls_metrics import TlsCollector
 from tests.support.certificates import DOMAIN, Authority, Issued, write_files
 from tests.support.ports import free_port
 
@@ -63,6 +65,12 @@ async def refusal(address: str, peer: Peer | None) -> tuple[grpc.StatusCode, str
     return caught.value.code(), reason_of(status_from_rpc_error(caught.value))
 
 
+def open_channel_with(address: str, issued: Issued) -> grpc.aio.Channel:
+    """A channel of a client whose own checks would have refused its certificate."""
+    credentials = grpc.ssl_channel_credentials(AUTHORITY.pem, issued.key, issued.certificate)
+    return grpc.aio.secure_channel(address, credentials, [("grpc.ssl_target_name_override", f"worker.{DOMAIN}")])
+
+
 async def test_a_peer_whose_role_may_call_a_method_is_served(tmp_path: Path) -> None:
     scheduler = certificates(tmp_path / "scheduler", Role.SCHEDULER)
     async with serving(certificates(tmp_path / "worker", Role.WORKER)) as address:
@@ -87,15 +95,10 @@ async def test_a_message_of_a_peer_that_is_refused_is_not_parsed(tmp_path: Path)
 
 
 async def test_a_certificate_without_a_role_is_unauthenticated(tmp_path: Path) -> None:
-    # Its owner's own check would refuse it, so it is not loaded as a service's.
-    nameless = write_files(tmp_path / "peer", AUTHORITY.issue(dns=[f"scheduler.{DOMAIN}"]), AUTHORITY)
-    credentials = grpc.ssl_channel_credentials(
-        nameless.authority.read_bytes(), nameless.key.read_bytes(), nameless.certificate.read_bytes()
-    )
-    options = [("grpc.ssl_target_name_override", f"worker.{DOMAIN}")]
+    nameless = AUTHORITY.issue(dns=[f"scheduler.{DOMAIN}"])
     async with (
         serving(certificates(tmp_path / "worker", Role.WORKER)) as address,
-        grpc.aio.secure_channel(address, credentials, options) as channel,
+        open_channel_with(address, nameless) as channel,
     ):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await worker_pb2_grpc.WorkerServiceStub(channel).Restart(worker_pb2.RestartRequest())
@@ -108,15 +111,13 @@ async def test_strangers_get_no_connection(tmp_path: Path) -> None:
     signed_elsewhere = certificates(tmp_path / "other", Role.SCHEDULER, other.issue_role(Role.SCHEDULER))
     yesterday = datetime.now(UTC) - timedelta(days=1)
     expired = AUTHORITY.issue_role(Role.SCHEDULER, expires_at=yesterday)
-    peers = [
-        None,
-        Peer(signed_elsewhere, Role.WORKER),
-        Peer(certificates(tmp_path / "old", Role.SCHEDULER, expired), Role.WORKER),
-    ]
-    async with serving(own) as address:
-        for peer in peers:
+    async with serving(own) as address, open_channel_with(address, expired) as old:
+        for peer in (None, Peer(signed_elsewhere, Role.WORKER)):
             code, _ = await refusal(address, peer)
             assert code is grpc.StatusCode.UNAVAILABLE
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await worker_pb2_grpc.WorkerServiceStub(old).Restart(worker_pb2.RestartRequest())
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         # None of them disturbed those that may call.
         await restart(address, Peer(certificates(tmp_path / "scheduler", Role.SCHEDULER), Role.WORKER))
 
@@ -130,7 +131,7 @@ async def test_a_server_of_another_role_or_authority_is_not_called(tmp_path: Pat
         assert (await refusal(address, Peer(scheduler, Role.WORKER)))[0] is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_client_port_asks_for_no_certificate_and_serves_only_what_is_open(tmp_path: Path) -> None:
+async def test_a_client_port_asks_for_no_certificate_and_serves_only_its_own_methods(tmp_path: Path) -> None:
     async with serving(certificates(tmp_path / "worker", Role.WORKER), internal=False) as address:
         credentials = grpc.ssl_channel_credentials(AUTHORITY.pem)
         options = [("grpc.ssl_target_name_override", f"worker.{DOMAIN}")]
@@ -139,7 +140,31 @@ async def test_a_client_port_asks_for_no_certificate_and_serves_only_what_is_ope
             assert await health(b"") == b"\x08\x02"
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await worker_pb2_grpc.WorkerServiceStub(channel).Restart(worker_pb2.RestartRequest())
-    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_unix_socket_has_neither_tls_nor_roles(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/socket"
+    own = certificates(tmp_path / "worker", Role.WORKER)
+    server = make_server(address, [Worker()], internal=True, certificates=own)
+    await server.start()
+    for peer in (None, Peer(certificates(tmp_path / "peer", Role.TOKENIZER), Role.WORKER)):
+        await restart(address, peer)
+    await server.stop(None)
+
+
+async def test_a_client_without_a_certificate_checks_the_servers_role_or_its_address(tmp_path: Path) -> None:
+    files = write_files(tmp_path / "worker", AUTHORITY.issue_role(Role.WORKER), AUTHORITY)
+    health = "/grpc.health.v1.Health/Check"
+    async with serving(Certificates(files, Role.WORKER), internal=False) as address:
+        peer = Peer(TrustedAuthority(files.authority, DOMAIN), Role.WORKER)
+        async with make_channel(address, peer=peer) as channel:
+            assert await channel.unary_unary(health)(b"") == b"\x08\x02"
+        # The certificate does not name localhost.
+        async with make_channel(address, peer=Peer(TrustedAuthority(files.authority, None), Role.WORKER)) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary(health)(b"")
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_renewed_files_are_used_by_new_connections_and_break_no_stream(tmp_path: Path) -> None:
@@ -175,6 +200,23 @@ async def test_files_that_do_not_fit_leave_the_last_good_ones_in_use(
         assert own.num_failed_reads == 2
 
 
+def test_a_scrape_reads_changed_files_and_reports_the_expiry_of_those_in_use(tmp_path: Path) -> None:
+    expiries = [datetime(2090 + year, 1, 1, tzinfo=UTC) for year in range(2)]
+    issued = [AUTHORITY.issue_role(Role.WORKER, expires_at=expires_at) for expires_at in expiries]
+    registry = CollectorRegistry()
+    registry.register(TlsCollector(certificates(tmp_path, Role.WORKER, issued[0])))
+
+    def scrape() -> tuple[float | None, float | None]:
+        expiry = registry.get_sample_value("lockstep_tls_certificate_expiry_timestamp_seconds")
+        return registry.get_sample_value("lockstep_tls_failed_reads_total"), expiry
+
+    assert scrape() == (0, expiries[0].timestamp())
+    (tmp_path / "tls.crt").write_bytes(b"garbage")
+    assert [scrape(), scrape()] == [(1, expiries[0].timestamp())] * 2
+    write_files(tmp_path, issued[1], AUTHORITY)
+    assert scrape() == (1, expiries[1].timestamp())
+
+
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
@@ -197,9 +239,10 @@ def test_unusable_files_are_refused_at_start(tmp_path: Path, name: str, data: by
         (AUTHORITY.issue(), f"lacks the DNS name worker.{DOMAIN}"),
         (AUTHORITY.issue(dns=[f"worker.{DOMAIN}"]), f"lacks the URI spiffe://{DOMAIN}/worker"),
         (AUTHORITY.issue_role(Role.SCHEDULER), f"lacks the DNS name worker.{DOMAIN}"),
+        (AUTHORITY.issue_role(Role.WORKER, expires_at=datetime(2020, 1, 1, tzinfo=UTC)), "expired at 2020-01-01"),
     ],
 )
-def test_a_certificate_of_another_role_is_refused_at_start(tmp_path: Path, issued: Issued, message: str) -> None:
+def test_a_certificate_that_is_not_the_roles_is_refused_at_start(tmp_path: Path, issued: Issued, message: str) -> None:
     with pytest.raises(TlsError, match=message):
         Certificates(write_files(tmp_path, issued, AUTHORITY), Role.WORKER)
 

@@ -20,7 +20,7 @@ from tests.support.worker_steps import decode_step
 
 
 async def scrape_rank(path: Path, collector: WorkerCollector) -> dict[str, float]:
-    server = await serve_management(f"unix:{path}", make_registry(collector), Probes("nothing"))
+    server = await serve_management(f"unix:{path}", make_registry(collector, None), Probes("nothing"))
     assert server is not None
     async with server:
         return values(await scrape(path))

@@ -22,7 +22,7 @@ async def code_of(call: Awaitable[object]) -> grpc.StatusCode:
     return code
 
 
-async def test_direct_clients_reach_neither_exchange_nor_admin(tmp_path: Path) -> None:
+async def test_direct_clients_reach_neither_exchange_nor_admin_nor_the_state(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         await cell.wait_until_ready()
         exchange = exchange_pb2_grpc.ExchangeServiceStub(cell.channel).Exchange()
@@ -30,13 +30,17 @@ async def test_direct_clients_reach_neither_exchange_nor_admin(tmp_path: Path) -
         assert await code_of(exchange.read()) is grpc.StatusCode.UNIMPLEMENTED
         request = scheduler_pb2.FlushPrefixCacheRequest()
         assert await code_of(admin.FlushPrefixCache(request)) is grpc.StatusCode.UNIMPLEMENTED
+        state = cell.scheduler.GetState(scheduler_pb2.GetStateRequest())
+        assert await code_of(state) is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_the_cells_listener_accepts_no_direct_calls(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         await cell.wait_until_ready()
         scheduler = scheduler_pb2_grpc.SchedulerServiceStub(cell.cell_channel)
-        assert await code_of(scheduler.GetState(scheduler_pb2.GetStateRequest())) is grpc.StatusCode.UNIMPLEMENTED
+        request = scheduler_pb2.SchedulerServiceGenerateRequest()
+        assert await code_of(scheduler.Generate(request).read()) is grpc.StatusCode.UNIMPLEMENTED
+        assert await code_of(scheduler.Abort(scheduler_pb2.AbortRequest())) is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_both_listeners_report_the_same_health(tmp_path: Path) -> None:

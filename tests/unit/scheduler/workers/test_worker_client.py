@@ -1,20 +1,24 @@
-"""The size of a step on the wire."""
+"""The link to a group: the size of a step on the wire, and its connections."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
 from lockstep.internal.v1 import sampling_pb2, worker_pb2
+from services.scheduler.cell.attach import AttachEvent, Refused
 from services.scheduler.core.batch.slot_table import Slots
 from services.scheduler.core.batch.step import ScheduledBatch, Step, StepCounts, StepKind
-from services.scheduler.workers.worker_client import decode_result, encode_step
-from shared.ids import Slot
+from services.scheduler.workers.worker_client import GroupLink, decode_result, encode_step
+from shared.ids import DpRank, Slot
 from shared.limits import SamplingOptions
+from shared.rpc import make_channel
 from shared.sampling_codec import decode_options
 from tests.support.engine_driver import EOS, EngineDriver
 
@@ -160,3 +164,20 @@ def test_cached_tokens_are_sent_where_options_or_drafts_need_them(
     enter = enter_of(driver, 2, list(range(40)), options=options)
     assert enter.num_cached_tokens == 32
     assert np.frombuffer(enter.cached_token_ids, np.int32).tolist() == (list(range(32)) if is_sent else [])
+
+
+async def test_an_offer_that_reached_nobody_is_repeated_over_a_new_connection(tmp_path: Path) -> None:
+    channels: list[grpc.aio.Channel] = []
+    events: list[AttachEvent] = []
+
+    def connect() -> grpc.aio.Channel:
+        channels.append(make_channel(f"unix:{tmp_path}/none", internal=True))
+        return channels[-1]
+
+    link = GroupLink(
+        DpRank(0), connect, worker_pb2.AttachRequest(), on_attach_event=events.append, on_event=lambda _: None
+    )
+    for epoch in (1, 2):
+        await link.offer(epoch)
+    assert [event.epoch for event in events if isinstance(event, Refused)] == [1, 2]
+    assert len(channels) == 2

@@ -12,6 +12,9 @@ from shared.cli.cell_plan import ServiceCommand, make_start_flags, plan_services
 from shared.cli.manage_flag import find_manage_address
 from shared.cli.serve_settings import ServeSettings
 from shared.config import load_settings
+from shared.tls import Role
+from tests.support.certificates import Authority, write_files
+from tests.support.tls_cell import tls_flags
 
 RUNTIME_DIR = Path("/run/x")
 
@@ -66,6 +69,16 @@ def test_only_the_tokenizer_is_exposed_to_other_machines() -> None:
     commands = plan("--insecure-bind=0.0.0.0:7", "--dp=2")
 
     assert [name for name, command in commands.items() if "--insecure-bind=0.0.0.0:7" in command.flags] == ["tokenizer"]
+
+
+def test_tls_is_for_the_tokenizers_port(tmp_path: Path) -> None:
+    authority = Authority()
+    files = write_files(tmp_path, authority.issue_role(Role.TOKENIZER), authority)
+    commands = plan("--listen=0.0.0.0:7", "--max-connection-age-s=60", *tls_flags(files))
+
+    given = {"--listen=0.0.0.0:7", "--max-connection-age-s=60.0", *tls_flags(files)}
+    assert given <= set(commands["tokenizer"].flags)
+    assert not given & {*commands["worker"].flags, *commands["scheduler"].flags}
 
 
 @pytest.mark.parametrize(

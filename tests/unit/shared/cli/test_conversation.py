@@ -14,7 +14,7 @@ import pytest
 
 from lockstep.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from shared.cli.conversation import Conversation
-from shared.cli.wrong_service import SCHEDULER, TOKENIZER, WrongServiceError, explain_wrong_service
+from shared.cli.wrong_service import ADMIN, TOKENIZER, WrongServiceError, explain_wrong_service
 from shared.errors import NotReadyError
 from shared.health import Health
 from shared.rpc import make_channel, make_server
@@ -111,7 +111,7 @@ async def test_a_stopped_answer_is_kept_up_to_that_point(
 async def test_another_services_address_is_reported_with_the_command_for_it(channel: grpc.aio.Channel) -> None:
     stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
     with pytest.raises(WrongServiceError, match=r"^HERE is the tokenizer's address: `lockstep top` asks the scheduler"):
-        async with explain_wrong_service(channel, "HERE", SCHEDULER):
+        async with explain_wrong_service(channel, "HERE", ADMIN):
             await stub.GetState(scheduler_pb2.GetStateRequest())
 
 

@@ -46,7 +46,14 @@ def test_flags_after_a_service_flag_with_a_value_belong_to_the_launcher() -> Non
 
 
 @pytest.mark.parametrize(
-    "flag", ["--worker.listen", "--scheduler.workers=unix:x", "--worker.dp-rank=1", "--tokenizer.model-dir=y"]
+    "flag",
+    [
+        "--worker.listen",
+        "--scheduler.workers=unix:x",
+        "--worker.dp-rank=1",
+        "--tokenizer.model-dir=y",
+        "--tokenizer.tls-cert=x",
+    ],
 )
 def test_a_flag_that_the_launcher_sets_is_refused_by_name(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -54,6 +61,10 @@ def test_a_flag_that_the_launcher_sets_is_refused_by_name(flag: str, capsys: pyt
 
     assert caught.value.code == 2
     assert capsys.readouterr().err == f"error: {flag.partition('=')[0]} is set by lockstep serve\n"
+
+
+def test_the_scheduler_may_have_a_certificate_of_its_own() -> None:
+    assert split_service_flags(["MODEL", "--scheduler.tls-cert=x"])[1]["scheduler"] == ["--tls-cert=x"]
 
 
 def test_absent_sampling_flags_stay_absent_and_zeros_are_sent() -> None:

@@ -14,7 +14,7 @@ import pytest
 from shared.cli.running_cells import RunningCell, find_cells, publish_cell
 from tests.support.processes import ROOT, module_environment
 
-OLD, NEW = (RunningCell(name, f"unix:/{name}/tokenizer", f"unix:/{name}/scheduler") for name in ("old", "new"))
+OLD, NEW = (RunningCell(name, f"unix:/{name}/tokenizer", f"unix:/{name}/cell") for name in ("old", "new"))
 
 # A launcher that will be killed.
 LAUNCHER = """

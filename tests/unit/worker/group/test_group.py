@@ -209,6 +209,15 @@ async def test_a_refusal_after_the_headers_is_still_a_refusal(domain: Domain) ->
     assert not member.opening.done()
 
 
+async def test_a_member_says_that_its_leader_cannot_be_reached_and_joins_it_later(
+    domain: Domain, caplog: pytest.LogCaptureFixture
+) -> None:
+    member = await domain.start("--tp-rank=1", "--tp-size=2", f"--leader=unix:{domain.directory / '1.sock'}")
+    while not any("no connection" in record.message for record in caplog.records):  # noqa: ASYNC110 - a log has no event
+        await asyncio.sleep(0)
+    await wait_until_open(member, await domain.start())
+
+
 async def test_a_member_of_another_start_is_refused_and_ends(domain: Domain) -> None:
     await domain.start()
     member = await domain.start_member(start_id="second")

@@ -1,0 +1,58 @@
+"""The flags of the commands' TLS."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from shared.rpc import Peer
+from shared.tls import Certificates, Role, TlsError, TlsFiles, TrustedAuthority
+
+
+def add_trust_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a client without a certificate."""
+    group = parser.add_argument_group("TLS")
+    group.add_argument(
+        "--tls-ca", type=Path, metavar="FILE", help="use TLS, and trust servers that these certificates have signed"
+    )
+    group.add_argument(
+        "--trust-domain",
+        metavar="DOMAIN",
+        help="expect the server's name for its role in DOMAIN, instead of the target's host name",
+    )
+
+
+def add_certificate_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of an operator, whose certificate names the role."""
+    group = parser.add_argument_group("TLS, with all of these")
+    group.add_argument("--tls-cert", type=Path, metavar="FILE", help="the operator's certificate")
+    group.add_argument("--tls-key", type=Path, metavar="FILE", help="its key")
+    group.add_argument("--tls-ca", type=Path, metavar="FILE", help="certificates that have signed the server's")
+    group.add_argument("--trust-domain", metavar="DOMAIN", help="the domain in the names of all roles")
+
+
+def peer_of_client(args: argparse.Namespace, role: Role) -> Peer | None:
+    """The server of a client without a certificate; None without TLS.
+
+    Raises:
+        TlsError: the flags cannot be used.
+    """
+    if args.tls_ca is None:
+        if args.trust_domain is not None:
+            raise TlsError("--trust-domain needs --tls-ca")
+        return None
+    return Peer(TrustedAuthority(args.tls_ca, args.trust_domain), role)
+
+
+def peer_of_operator(args: argparse.Namespace, role: Role) -> Peer | None:
+    """The server of an operator; None without TLS.
+
+    Raises:
+        TlsError: the flags cannot be used.
+    """
+    values = (args.tls_cert, args.tls_key, args.tls_ca, args.trust_domain)
+    if all(value is None for value in values):
+        return None
+    if any(value is None for value in values):
+        raise TlsError("--tls-cert, --tls-key, --tls-ca and --trust-domain must be used together")
+    return Peer(Certificates(TlsFiles(*values), Role.OPERATOR), role)

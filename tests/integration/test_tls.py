@@ -1,0 +1,208 @@
+"""A cell whose services talk over TCP with TLS, as real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import grpc
+import pytest
+
+from lockstep.v1 import scheduler_pb2
+from shared.rpc import Peer, make_channel, reason_of, status_from_rpc_error
+from shared.tls import Role, TrustedAuthority
+from tests.support.cell import popen_lockstep, run_serve
+from tests.support.certificates import DOMAIN, Authority, Issued, write_files
+from tests.support.client import token_request
+from tests.support.ports import free_port
+from tests.support.tls_cell import TlsCell, start_tls_cell, tls_flags
+
+PROMPT = [3, 1, 4, 1, 5]
+NUM_STREAMS = 100
+LONG = 450
+
+UNAVAILABLE = (grpc.StatusCode.UNAVAILABLE, None)
+UNAUTHENTICATED = (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
+PERMISSION_DENIED = (grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED")
+
+
+@pytest.fixture(scope="module")
+def cell(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsCell]:
+    """A cell of two workers; tests may renew its certificates."""
+    with start_tls_cell(tiny_model, tmp_path_factory.mktemp("certificates")) as cell:
+        yield cell
+
+
+def credentials(authority: Authority, issued: Issued | None, key: bytes | None = None) -> grpc.ChannelCredentials:
+    """Credentials that no check of ours has seen; `key` replaces the certificate's own."""
+    if issued is None:
+        return grpc.ssl_channel_credentials(authority.pem)
+    return grpc.ssl_channel_credentials(authority.pem, key or issued.key, issued.certificate)
+
+
+def signed_elsewhere(authority: Authority) -> grpc.ChannelCredentials:
+    return credentials(authority, Authority("another authority").issue_role(Role.OPERATOR))
+
+
+def expired(authority: Authority) -> grpc.ChannelCredentials:
+    yesterday = datetime.now(UTC) - timedelta(days=1)
+    return credentials(authority, authority.issue_role(Role.OPERATOR, expires_at=yesterday))
+
+
+def of_no_role(authority: Authority) -> grpc.ChannelCredentials:
+    return credentials(authority, authority.issue(dns=[f"guest.{DOMAIN}"], uris=[f"spiffe://{DOMAIN}/guest"]))
+
+
+def without_uri(authority: Authority) -> grpc.ChannelCredentials:
+    return credentials(authority, authority.issue(dns=[f"operator.{DOMAIN}"]))
+
+
+def with_another_key(authority: Authority) -> grpc.ChannelCredentials:
+    return credentials(authority, authority.issue_role(Role.OPERATOR), authority.issue_role(Role.OPERATOR).key)
+
+
+async def refusal(address: str, server: Role, method: str, own: grpc.ChannelCredentials | None) -> object:
+    """The code and reason with which a call of a method is refused; `own` is None for plaintext."""
+    options = [("grpc.ssl_target_name_override", f"{server.value}.{DOMAIN}")]
+    channel = grpc.aio.insecure_channel(address) if own is None else grpc.aio.secure_channel(address, own, options)
+    async with channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary(method)(b"")
+    return caught.value.code(), reason_of(status_from_rpc_error(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("present", "expected"),
+    [
+        pytest.param(lambda _: None, UNAVAILABLE, id="plaintext"),
+        pytest.param(lambda authority: credentials(authority, None), UNAVAILABLE, id="no certificate"),
+        pytest.param(signed_elsewhere, UNAVAILABLE, id="another authority"),
+        pytest.param(expired, UNAVAILABLE, id="expired"),
+        pytest.param(with_another_key, UNAVAILABLE, id="the key of another certificate"),
+        pytest.param(of_no_role, UNAUTHENTICATED, id="a name that is no role"),
+        pytest.param(without_uri, UNAUTHENTICATED, id="no URI"),
+        pytest.param(
+            lambda authority: credentials(authority, authority.issue_role(Role.WORKER)),
+            PERMISSION_DENIED,
+            id="a worker",
+        ),
+    ],
+)
+async def test_a_stranger_is_refused_and_disturbs_nothing(
+    cell: TlsCell, present: Callable[[Authority], grpc.ChannelCredentials | None], expected: object
+) -> None:
+    own = present(cell.authority)
+    request = token_request(PROMPT, max_tokens=100, ignore_eos=True)
+    async with cell.connect() as client:
+        undisturbed = await client.generate(request)
+        neighbour = asyncio.create_task(client.generate(request))
+        await client.wait_until(lambda state: state.num_running)
+        state = "/lockstep.v1.SchedulerService/GetState"
+        assert await refusal(cell.cell_address, Role.SCHEDULER, state, own) == expected
+        attach = "/lockstep.internal.v1.WorkerService/Attach"
+        assert await refusal(cell.leader_address, Role.WORKER, attach, own) == expected
+        assert (await neighbour).token_ids == undisturbed.token_ids
+        assert (await client.state()).num_lost_epochs == 0
+
+
+async def test_client_ports_serve_clients_without_a_certificate_and_nothing_else(cell: TlsCell) -> None:
+    own = credentials(cell.authority, None)
+    methods = ("/lockstep.internal.v1.ExchangeService/Exchange", "/lockstep.v1.SchedulerService/GetState")
+    for address, role in ((cell.address, Role.TOKENIZER), (cell.scheduler_address, Role.SCHEDULER)):
+        for method in methods:
+            assert await refusal(address, role, method, own) == (grpc.StatusCode.UNIMPLEMENTED, None)
+    async with cell.connect() as client:
+        request = scheduler_pb2.SchedulerServiceGenerateRequest(prompt_token_ids=PROMPT)
+        request.sampling.max_tokens = 2
+        assert [response async for response in client.scheduler.Generate(request)][-1].HasField("finish")
+
+
+async def test_the_commands_take_certificates(cell: TlsCell) -> None:
+    async with cell.connect():
+        pass
+    operator, domain = cell.files(Role.OPERATOR), f"--trust-domain={DOMAIN}"
+    top = run_command("top", "--once", f"--target={cell.cell_address}", *tls_flags(operator))
+    assert (top.returncode, top.stderr) == (0, "")
+    assert top.stdout.startswith(f"scheduler {cell.cell_address}: ready")
+    flags = (f"--target={cell.address}", f"--tls-ca={operator.authority}", domain, "--max-tokens=2")
+    generate = run_command("generate", "hello", *flags)
+    assert (generate.returncode, generate.stderr) == (0, "")
+    refused = run_command("top", "--once", f"--target={cell.cell_address}")
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("error: UNAVAILABLE: ")
+
+
+def run_command(*args: str) -> subprocess.CompletedProcess[str]:
+    with popen_lockstep(*args) as process:
+        stdout, stderr = process.communicate()
+    return subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
+
+
+def test_the_launcher_serves_clients_with_tls(tiny_model: Path, tmp_path: Path) -> None:
+    authority = Authority()
+    files = write_files(tmp_path, authority.issue_role(Role.TOKENIZER), authority)
+    listen = f"--listen=0.0.0.0:{free_port()}"
+    flags = (listen, "--worker.ops-backend=cpu", "--prompt=hello", "--exit-after-prompt")
+    result = run_serve(str(tiny_model), *flags, *tls_flags(files))
+    assert result.returncode == 0, result.stderr
+    refused = run_serve(str(tiny_model), *flags, *tls_flags(files), f"--tls-key={files.authority}")
+    assert refused.returncode == 2
+    assert refused.stderr == f"error: --tls-key {files.authority}: not an unencrypted private key in PEM\n"
+
+
+@pytest.mark.slow
+async def test_no_stream_breaks_by_two_rotations_and_garbage_between(cell: TlsCell) -> None:
+    first, second = cell.authority, Authority("the next authority")
+    async with cell.connect() as client:
+        requests = [token_request([*PROMPT, number], max_tokens=LONG, ignore_eos=True) for number in range(NUM_STREAMS)]
+        streams = asyncio.create_task(client.generate_all(requests))
+        await client.wait_until(lambda state: state.num_running == NUM_STREAMS)
+        cell.renew(first, second)
+        await serve_one(cell)
+        cell.spoil()
+        await serve_one(cell)
+        cell.renew(second, first)
+        await serve_one(cell)
+        # The servers' certificates are those of the second authority.
+        for authority, code in ((second, None), (first, grpc.StatusCode.UNAVAILABLE)):
+            assert await health_code(cell, authority) is code
+        assert (await client.state()).num_running == NUM_STREAMS
+        for completion in await streams:
+            assert (completion.reason, len(completion.token_ids)) == ("MAX_TOKENS", LONG)
+            assert completion.finish is not None
+            assert completion.finish.recovery.resume_count == 0
+
+
+@pytest.mark.slow
+async def test_links_made_after_a_rotation_use_the_new_certificates(cell: TlsCell) -> None:
+    async with cell.connect() as client:
+        stream = asyncio.create_task(client.generate(token_request(PROMPT, max_tokens=LONG, ignore_eos=True)))
+        await client.wait_until(lambda state: state.num_running)
+        # What the former authority has signed is good for nothing now.
+        cell.renew(Authority("another authority"))
+        cell.restart_scheduler()
+        assert len((await stream).token_ids) == LONG
+        await serve_one(cell)
+
+
+async def serve_one(cell: TlsCell) -> None:
+    """Serve a request over new connections."""
+    async with cell.connect() as client:
+        await client.generate(token_request(PROMPT, max_tokens=1))
+        await client.state()
+
+
+async def health_code(cell: TlsCell, trusted: Authority) -> grpc.StatusCode | None:
+    """The code with which a client that trusts one authority fails at the tokenizer's port; None if it is served."""
+    path = cell.files(Role.OPERATOR).authority.with_name("one.crt")
+    path.write_bytes(trusted.pem)
+    async with make_channel(cell.address, peer=Peer(TrustedAuthority(path, DOMAIN), Role.TOKENIZER)) as channel:
+        try:
+            await channel.unary_unary("/grpc.health.v1.Health/Check")(b"")
+        except grpc.aio.AioRpcError as error:
+            code: grpc.StatusCode = error.code()
+            return code
+    return None
