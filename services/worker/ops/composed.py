@@ -40,6 +40,10 @@ class ComposedOps(Ops, Protocol):
         table = dense(weight, dtype)
         return self.prepare_embedding(table, dtype), self.prepare_linear(table, None, dtype)
 
+    def check_block_size(self, block_size: int) -> None:
+        """See `Ops.check_block_size`: any."""
+        assert block_size >= 1
+
     def advance_batch(
         self, columns: SlotColumns, slots: Tensor, rows: DecodeRows, *, block_size: int, num_blocks: int
     ) -> None:

@@ -53,6 +53,13 @@ class Ops(Protocol):
     def numerics(self) -> str:
         """All that this backend's results depend on: equal strings mean equal bits."""
 
+    def check_block_size(self, block_size: int) -> None:
+        """Check that the kernels can read blocks of `block_size` tokens, at least 1.
+
+        Raises:
+            InvalidRequestError: they cannot.
+        """
+
     # -- Batch --------------------------------------------------------------------------------------------
 
     def advance_batch(

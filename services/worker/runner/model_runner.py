@@ -126,7 +126,11 @@ class ModelRunner:
 
         Returns:
             The number of KV blocks; 0 if the memory does not hold one, and then no step can be run.
+
+        Raises:
+            InvalidRequestError: the backend cannot read blocks of this size; the last epoch goes on.
         """
+        self._ops.check_block_size(block_size)
         self._epoch = None
         self._stream.synchronize()
         limits = BatchLimits(

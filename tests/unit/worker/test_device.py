@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +49,20 @@ def test_without_a_gpu_everything_is_for_the_cpu(
 @pytest.mark.parametrize("name", ["auto", "cuda"])
 def test_a_rank_takes_the_gpu_of_its_index(name: str) -> None:
     assert choose(device=name, device_index=1) == DeviceChoice(torch.device("cuda", 1), "triton")
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("architecture", "is_installed", "backend"),
+    [("gfx942:sramecc+:xnack-", True, "aiter"), ("gfx942", False, "triton"), ("gfx1100", True, "triton")],
+)
+def test_an_amd_gpu_gets_aiter_where_it_can_run(
+    architecture: str, is_installed: bool, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(gcnArchName=architecture))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if is_installed else None)
+    assert choose() == DeviceChoice(torch.device("cuda", 0), backend)
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -11,15 +11,50 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.worker.forward.forward_context import AttentionMetadata
+from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
 from services.worker.forward.kv_cache import CacheTensor
 from services.worker.ops import BACKEND_NAMES, AttentionParams, Ops, cpu_mla, load_ops
+from services.worker.ops.aiter_ops import latent
+from services.worker.ops.cpu_ops import CpuOps
 from tests.support.attention_batches import Batch, attend, batches, random
 
 NUM_HEADS, LATENT_DIM, VALUE_DIM = 3, 12, 8
 NUM_INDEX_HEADS, INDEX_DIM = 2, 4
 SCALE = 0.4
-every_backend = pytest.mark.parametrize("ops", [load_ops(name) for name in BACKEND_NAMES], ids=BACKEND_NAMES)
+
+
+class LatentOps(CpuOps):
+    """The latent attention of the backend `aiter`, which needs no AITER."""
+
+    def mla_attention(
+        self,
+        query: Tensor,
+        latent_cache: Tensor,
+        plan: AttentionPlan,
+        *,
+        scale: float,
+        value_dim: int,
+        selected: Tensor | None = None,
+    ) -> Tensor:
+        if selected is None:
+            return latent.latent_attention(query, latent_cache, plan, scale=scale, value_dim=value_dim)
+        return latent.sparse_latent_attention(query, latent_cache, plan, selected, scale=scale, value_dim=value_dim)
+
+    def select_context(
+        self,
+        index_query: Tensor,
+        index_weights: Tensor,
+        index_cache: Tensor,
+        plan: AttentionPlan,
+        *,
+        num_selected: int,
+    ) -> Tensor | None:
+        return latent.select_context(index_query, index_weights, index_cache, plan, num_selected=num_selected)
+
+
+every_backend = pytest.mark.parametrize(
+    "ops", [*map(load_ops, BACKEND_NAMES), LatentOps()], ids=[*BACKEND_NAMES, "latent"]
+)
 every_kind = pytest.mark.parametrize("is_prefill", [True, False])
 
 

@@ -1,0 +1,84 @@
+"""What the backend says where AITER cannot be used, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.worker.device import DeviceError
+from services.worker.ops import load_ops
+from tests.support.aiter_process import aiter_environment
+from tests.support.processes import ROOT
+
+REFUSALS = """
+import torch
+from tests.support import aiter_triton_standins
+
+aiter_triton_standins.install()
+from services.worker.ops import load_ops
+
+ops = load_ops("aiter")
+print(ops.automatic_dtype, ops.numerics())
+for refused in (
+    lambda: ops.prepare_embedding(torch.zeros(4, 4), torch.float32),
+    lambda: ops.check_block_size(8),
+    lambda: ops.check_block_size(24),
+):
+    try:
+        refused()
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+
+FAILED_BUILD = """
+from tests.support import aiter_triton_standins
+
+aiter_triton_standins.name_gpu()
+from services.worker.ops import load_ops
+
+try:
+    load_ops("aiter")
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def run(script: str, directory: Path, *, with_standins: bool) -> list[str]:
+    """The lines that a process with AITER prints."""
+    environment = {**os.environ, **aiter_environment(directory, with_standins=with_standins)}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.process
+def test_a_dtype_and_block_sizes_without_kernels_are_refused(tmp_path: Path) -> None:
+    first, *refusals = run(REFUSALS, tmp_path, with_standins=True)
+    assert first.startswith("torch.bfloat16 aiter aiter-")
+    text = "InvalidRequestError block_size: must be a power of two and at least 16 with the backend aiter"
+    dtype = "DeviceError --dtype float32: the backend aiter has only kernels for bfloat16 and float16"
+    assert refusals == [dtype, text, text]
+
+
+@pytest.mark.process
+def test_a_kernel_that_cannot_be_built_is_an_error_at_start(tmp_path: Path) -> None:
+    """AITER ends the process where its compiler fails."""
+    (line,) = run(FAILED_BUILD, tmp_path, with_standins=False)
+    assert line.startswith("DeviceError AITER cannot build a kernel; the log has the compiler's message: [aiter] build")
+
+
+def test_without_an_amd_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    with pytest.raises(DeviceError, match="--ops-backend aiter needs an AMD GPU"):
+        load_ops("aiter")
+
+
+def test_where_aiter_is_not_installed_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton.knobs.runtime.interpret", True)
+    with pytest.raises(DeviceError, match="AITER is not complete on this machine: No module named 'aiter'"):
+        load_ops("aiter")
