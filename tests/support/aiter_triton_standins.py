@@ -41,7 +41,9 @@ def install() -> None:
 
 
 def name_gpu() -> None:
-    """Say which GPU AITER's Triton kernels are for, which it would ask the driver."""
+    """Say which GPU and which ROCm kernels are for: AITER would ask the driver and torch."""
+    # Read where a kernel must be built.
+    torch.version.hip = "6.4.43484"
     import_module("aiter.ops.triton.utils._triton.arch_info").__dict__["get_arch"] = lambda: "gfx942"
 
 
