@@ -98,6 +98,9 @@ class AiterOps(TritonOps):
         cache: tuple[Tensor, ...],
         plan: AttentionPlan,
     ) -> None:
+        # A decode multiplies by 0 what another sequence has left after a context's end, and NaN would remain NaN. The
+        # sequence itself still has it in its hidden state.
+        qkv[:, num_heads:].nan_to_num_(0.0, 0.0, 0.0)
         ComposedOps.norm_rope_write(self, qkv, norms, rows, num_heads=num_heads, cache=cache, plan=plan)
 
     def decode_attention(

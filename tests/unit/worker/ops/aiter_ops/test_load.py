@@ -34,6 +34,27 @@ for refused in (
         print(type(error).__name__, error)
 """
 
+POISONED_STEP = """
+import math
+import torch
+from tests.support import aiter_triton_standins
+
+aiter_triton_standins.install()
+from services.worker.ops import load_ops
+from services.worker.forward.kv_cache import KvCache, KvCacheSpec, attention_cache
+from tests.support.attention_batches import Batch
+
+ops, dtype = load_ops("aiter"), torch.bfloat16
+batch = Batch(16, [0], [3], 1)
+cache = KvCache(KvCacheSpec((attention_cache(1, 16, dtype),)), batch.num_blocks, 16)
+plan = ops.plan_attention(batch.metadata(), cache)
+table = torch.ones(4, 8)
+rows = ops.select_rope(ops.prepare_rope(table, table, is_interleaved=False), torch.arange(3))
+qkv = torch.tensor([1.0, math.nan, math.inf], dtype=dtype)[:, None, None].repeat(1, 3, 16)
+ops.norm_rope_write(qkv, None, rows, num_heads=1, cache=cache.layers[0], plan=plan)
+print([each.isfinite().all().item() for each in cache.layers[0]], qkv[1:, 0].isfinite().any().item())
+"""
+
 FAILED_BUILD = """
 from tests.support import aiter_triton_standins
 
@@ -63,6 +84,11 @@ def test_a_dtype_and_block_sizes_without_kernels_are_refused(tmp_path: Path) -> 
     text = "InvalidRequestError block_size: must be a power of two and at least 16 with the backend aiter"
     dtype = "DeviceError --dtype float32: the backend aiter has only kernels for bfloat16 and float16"
     assert refusals == [dtype, text, text]
+
+
+@pytest.mark.process
+def test_what_one_sequence_leaves_in_a_block_is_finite(tmp_path: Path) -> None:
+    assert run(POISONED_STEP, tmp_path, with_standins=True) == ["[True, True] False"]
 
 
 @pytest.mark.process
