@@ -270,3 +270,21 @@ def test_bfloat16_is_attended_to_in_bfloat16(ops: Ops, num_selected: int | None)
     output = step.attend(ops, num_selected=num_selected)
     assert output.dtype == torch.bfloat16
     torch.testing.assert_close(output.double(), step.expected(num_selected=num_selected), atol=0.05, rtol=0.05)
+
+
+@every_kind
+def test_latent_attention_for_a_gpu_waits_for_no_value(is_prefill: bool) -> None:
+    """On the meta device, where there are none."""
+    step = LatentStep(Batch(16, [40, 3], [5, 1] if is_prefill else [1, 1], 1), is_prefill=is_prefill)
+    tensors = ("slot_mapping", "block_tables", "context_lens", "cu_seqlens_q")
+    metadata = replace(step.metadata, **{name: getattr(step.metadata, name).to("meta") for name in tensors})
+    tokens, plan = step.tokens, AttentionPlan(metadata)
+    latents, index_keys = (tensor.to("meta") for tensor in step.cache.layers[0])
+    query, index_query, index_weights = (
+        each.to("meta") for each in (tokens.query, tokens.index_query, tokens.index_weights)
+    )
+    selected = latent.select_context(index_query, index_weights, index_keys, plan, num_selected=2)
+    assert selected is not None
+    dense = latent.latent_attention(query, latents, plan, scale=SCALE, value_dim=VALUE_DIM)
+    sparse = latent.sparse_latent_attention(query, latents, plan, selected, scale=SCALE, value_dim=VALUE_DIM)
+    assert dense.shape == sparse.shape == (*query.shape[:2], VALUE_DIM)

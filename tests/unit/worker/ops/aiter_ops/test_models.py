@@ -40,8 +40,8 @@ MAX_OTHER_CHOICES = 3
 
 # The fused kernel's sizes; the other small models with experts use the grouped product.
 FUSED: dict[str, Any] = {"hidden_size": 128, "moe_intermediate_size": 128}
-# Heads whose width is no power of two, over contexts that are long enough to be split.
-WIDE: dict[str, Any] = {"head_dim": 24, "max_position_embeddings": 1024}
+# Heads whose width is no power of two.
+WIDE: dict[str, Any] = {"head_dim": 24}
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "biases", {}),
     "llama, wide heads": ("LlamaForCausalLM", "plain", WIDE),
@@ -70,15 +70,16 @@ def _one_thread() -> Any:
 
 
 def splits() -> list[Any]:
-    """Every case on one rank and on two."""
+    """Every case on one rank and on two; and experts spread over two."""
     slow = {(case, 2) for case in CASES if case not in FAST_SPLIT}
     every = [(case, tp_size) for case in CASES for tp_size in (1, 2)]
-    return [pytest.param(*each, marks=(pytest.mark.slow,) if each in slow else ()) for each in every]
+    split = [pytest.param(*each, False, marks=(pytest.mark.slow,) if each in slow else ()) for each in every]
+    return [*split, pytest.param("qwen3-moe, fused", 2, True, marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize(("case", "tp_size"), splits())
+@pytest.mark.parametrize(("case", "tp_size", "has_expert_parallel"), splits())
 def test_a_model_generates_what_it_generates_on_cpu(
-    aiter_ranks: RankPool, tmp_path: Path, case: str, tp_size: int
+    aiter_ranks: RankPool, tmp_path: Path, case: str, tp_size: int, has_expert_parallel: bool
 ) -> None:
     architecture, variant, changes = CASES[case]
     config = {**SMALL_CONFIGS[architecture][variant], **changes}
@@ -88,7 +89,14 @@ def test_a_model_generates_what_it_generates_on_cpu(
 
     def check(prompts: Sequence[list[int]], way: Way) -> list[list[int]]:
         ranks = aiter_ranks.generate(
-            model_dir, prompts, NUM_TOKENS, tp_size=tp_size, backend="aiter", dtype="bfloat16", way=way
+            model_dir,
+            prompts,
+            NUM_TOKENS,
+            tp_size=tp_size,
+            backend="aiter",
+            dtype="bfloat16",
+            way=way,
+            has_expert_parallel=has_expert_parallel,
         )
         assert all(rank.tokens == ranks[0].tokens for rank in ranks)
         num_other = 0
