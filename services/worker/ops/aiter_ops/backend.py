@@ -6,7 +6,7 @@ batch it is in.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import metadata as packages
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from services.worker.device import DeviceError
 from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
-from services.worker.forward.kv_cache import KvCache
+from services.worker.forward.kv_cache import KvCache, LayerCache
 from services.worker.ops.aiter_ops.attention import AiterPlan, attend, check_block_size
 from services.worker.ops.aiter_ops.elementwise import add_rms_norm, rms_norm, rope, silu_and_mul, write_kv
 from services.worker.ops.aiter_ops.experts import prepare_experts
@@ -43,6 +43,10 @@ class AiterOps(TritonOps):
 
     def check_block_size(self, block_size: int) -> None:
         check_block_size(block_size)
+
+    def can_capture(self, layers: Sequence[LayerCache]) -> bool:
+        # Latent attention gathers whole contexts, so a graph would gather the longest possible ones.
+        return all(len(tensor.shape) > 1 for layer in layers for tensor in layer)
 
     # -- Weights ------------------------------------------------------------------------------------------
 

@@ -14,15 +14,20 @@ from services.worker.ops import load_ops
 from tests.support.aiter_process import aiter_environment
 from tests.support.processes import ROOT
 
-REFUSALS = """
+LOADED = """
+import math
 import torch
 from tests.support import aiter_triton_standins
 
 aiter_triton_standins.install()
+from services.worker.forward.kv_cache import CacheTensor, KvCache, KvCacheSpec, attention_cache
 from services.worker.ops import load_ops
+from tests.support.attention_batches import Batch
 
-ops = load_ops("aiter")
+dtype = torch.bfloat16
+ops, heads = load_ops("aiter"), attention_cache(1, 16, dtype)
 print(ops.automatic_dtype, ops.numerics())
+print(ops.can_capture([heads]), ops.can_capture([heads, (CacheTensor((576,), dtype),)]))
 for refused in (
     lambda: ops.prepare_embedding(torch.zeros(4, 4), torch.float32),
     lambda: ops.check_block_size(8),
@@ -32,21 +37,9 @@ for refused in (
         refused()
     except Exception as error:
         print(type(error).__name__, error)
-"""
 
-POISONED_STEP = """
-import math
-import torch
-from tests.support import aiter_triton_standins
-
-aiter_triton_standins.install()
-from services.worker.ops import load_ops
-from services.worker.forward.kv_cache import KvCache, KvCacheSpec, attention_cache
-from tests.support.attention_batches import Batch
-
-ops, dtype = load_ops("aiter"), torch.bfloat16
 batch = Batch(16, [0], [3], 1)
-cache = KvCache(KvCacheSpec((attention_cache(1, 16, dtype),)), batch.num_blocks, 16)
+cache = KvCache(KvCacheSpec((heads,)), batch.num_blocks, 16)
 plan = ops.plan_attention(batch.metadata(), cache)
 table = torch.ones(4, 8)
 rows = ops.select_rope(ops.prepare_rope(table, table, is_interleaved=False), torch.arange(3))
@@ -77,18 +70,28 @@ def run(script: str, directory: Path, *, with_standins: bool) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What `LOADED` prints."""
+    return run(LOADED, tmp_path_factory.mktemp("aiter"), with_standins=True)
+
+
 @pytest.mark.process
-def test_a_dtype_and_block_sizes_without_kernels_are_refused(tmp_path: Path) -> None:
-    first, *refusals = run(REFUSALS, tmp_path, with_standins=True)
-    assert first.startswith("torch.bfloat16 aiter aiter-")
+def test_models_compute_in_bfloat16_and_graphs_hold_all_but_latent_attention(lines: list[str]) -> None:
+    assert lines[0].startswith("torch.bfloat16 aiter aiter-")
+    assert lines[1] == "True False"
+
+
+@pytest.mark.process
+def test_a_dtype_and_block_sizes_without_kernels_are_refused(lines: list[str]) -> None:
     text = "InvalidRequestError block_size: must be a power of two and at least 16 with the backend aiter"
     dtype = "DeviceError --dtype float32: the backend aiter has only kernels for bfloat16 and float16"
-    assert refusals == [dtype, text, text]
+    assert lines[2:5] == [dtype, text, text]
 
 
 @pytest.mark.process
-def test_what_one_sequence_leaves_in_a_block_is_finite(tmp_path: Path) -> None:
-    assert run(POISONED_STEP, tmp_path, with_standins=True) == ["[True, True] False"]
+def test_what_one_sequence_leaves_in_a_block_is_finite(lines: list[str]) -> None:
+    assert lines[5:] == ["[True, True] False"]
 
 
 @pytest.mark.process

@@ -57,8 +57,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm4-moe": ("Glm4MoeForCausalLM", "plain", {}),
 }
 DENSE = ("llama", "llama, wide heads", "mistral, window", "qwen3")
-# Two ranks take as long again.
-FAST_SPLIT = ("llama", "gpt-oss")
+# The others are left to `make test-slow`.
+FAST_ALONE = ("llama", "llama, wide heads", "mistral, window", "qwen3-moe, fused", "deepseek-v3, fused", "gpt-oss")
+FAST_SPLIT = ("llama",)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -71,10 +72,10 @@ def _one_thread() -> Any:
 
 def splits() -> list[Any]:
     """Every case on one rank and on two; and experts spread over two."""
-    slow = {(case, 2) for case in CASES if case not in FAST_SPLIT}
-    every = [(case, tp_size) for case in CASES for tp_size in (1, 2)]
-    split = [pytest.param(*each, False, marks=(pytest.mark.slow,) if each in slow else ()) for each in every]
-    return [*split, pytest.param("qwen3-moe, fused", 2, True, marks=pytest.mark.slow)]
+    rows = [(case, tp_size, False) for case in CASES for tp_size in (1, 2)]
+    rows.append(("qwen3-moe, fused", 2, True))
+    fast = {(case, 1, False) for case in FAST_ALONE} | {(case, 2, False) for case in FAST_SPLIT}
+    return [pytest.param(*row, marks=() if row in fast else (pytest.mark.slow,)) for row in rows]
 
 
 @pytest.mark.parametrize(("case", "tp_size", "has_expert_parallel"), splits())
