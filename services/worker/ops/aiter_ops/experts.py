@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import triton.language as tl
 from aiter import ActivationType, QuantType
 from aiter.fused_moe import fused_moe
@@ -23,10 +25,10 @@ _SHUFFLED_TILE = (16, 16)
 # csrc/ck_gemm_moe_2stages_codegen/gen_instances.py, A16W16_A8W8_gemm1_heuristic_dispatch.
 _FUSED_MULTIPLE = 128
 
-_ROWS = 16
-# Of the grouped product. It fits the 64 KiB of shared memory of CDNA 3 twice.
+# Rows of a tile of the grouped product: few where an expert has few.
+_FEW_ROWS, _MANY_ROWS = 16, 64
+# The rest of its tiles, which fit the shared memory of CDNA 3 at least twice.
 _PRODUCT_CONFIG = {
-    "BLOCK_SIZE_M": _ROWS,
     "BLOCK_SIZE_N": 64,
     "BLOCK_SIZE_K": 64,
     "GROUP_SIZE_M": 1,
@@ -96,7 +98,7 @@ class GroupedExperts:
         # In the order in which they are added up.
         expert_ids, order = expert_ids.sort(dim=1)
         expert_weights = expert_weights.gather(1, order)
-        runs = _align(expert_ids, len(self._gate_up))
+        runs = _Runs.of(expert_ids, len(self._gate_up))
         projected = _multiply(x, self._gate_up, expert_ids, runs, rows_per_token=expert_ids.shape[1])
         if self._gate_up_bias is not None:
             projected += self._gate_up_bias[expert_ids]
@@ -120,35 +122,42 @@ def _stacked(biases: list[Tensor | None]) -> Tensor | None:
     return torch.stack(present) if present else None
 
 
-def _align(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Arrange rows in runs of one expert, each padded to whole tiles, without waiting for the device.
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Rows in runs of one expert, each padded to whole tiles."""
 
-    AITER's own kernel for it is compiled anew for every number of tokens.
+    tile_rows: int
+    rows: Tensor
+    """[at most T k + E (tile_rows - 1)] int32: rows by run; `T * k` for padding."""
+    tile_experts: Tensor
+    """[most tiles] int32: each tile's expert."""
+    num_padded: Tensor
+    """[1] int32: rows with padding."""
 
-    Args:
-        expert_ids: [T, k] int64.
+    @classmethod
+    def of(cls, expert_ids: Tensor, num_experts: int) -> _Runs:
+        """Arrange the rows of `expert_ids` [T, k] int64, without waiting for the device.
 
-    Returns:
-        (rows by run, `T * k` for padding [at most T k + E (tile - 1)] int32; each tile's expert, int32; the number of
-        rows with padding [1] int32).
-    """
-    flat = expert_ids.flatten()
-    num_rows, device = len(flat), flat.device
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=device).scatter_add_(0, flat, torch.ones_like(flat))
-    ends = ((counts + _ROWS - 1) // _ROWS * _ROWS).cumsum(0)
-    sorted_ids, order = flat.sort(stable=True)
-    gaps = torch.nn.functional.pad(ends - counts.cumsum(0), (1, 0))
-    places = torch.arange(num_rows, device=device) + gaps[sorted_ids]
-    most_tiles = num_rows // _ROWS + min(num_experts, num_rows)
-    rows = torch.full((most_tiles * _ROWS,), num_rows, dtype=torch.int32, device=device)
-    rows.scatter_(0, places, order.to(torch.int32))
-    tile_experts = torch.searchsorted(ends // _ROWS, torch.arange(most_tiles, device=device), right=True)
-    return rows, tile_experts.clamp_(max=num_experts - 1).to(torch.int32), ends[-1:].to(torch.int32)
+        AITER's own kernel for it is compiled anew for every number of tokens.
+        """
+        flat = expert_ids.flatten()
+        num_rows, device = len(flat), flat.device
+        tile = _MANY_ROWS if num_rows >= _MANY_ROWS * num_experts else _FEW_ROWS
+        counts = torch.zeros(num_experts, dtype=torch.int64, device=device).scatter_add_(0, flat, torch.ones_like(flat))
+        ends = ((counts + tile - 1) // tile * tile).cumsum(0)
+        sorted_ids, order = flat.sort(stable=True)
+        # The padding before each expert's run.
+        gaps = F.pad(ends - counts.cumsum(0), (1, 0))
+        places = torch.arange(num_rows, device=device) + gaps[sorted_ids]
+        most_tiles = num_rows // tile + min(num_experts, num_rows)
+        rows = torch.full((most_tiles * tile,), num_rows, dtype=torch.int32, device=device)
+        rows.scatter_(0, places, order.to(torch.int32))
+        tile_experts = torch.searchsorted(ends // tile, torch.arange(most_tiles, device=device), right=True)
+        tile_experts = tile_experts.clamp_(max=num_experts - 1).to(torch.int32)
+        return cls(tile, rows, tile_experts, ends[-1:].to(torch.int32))
 
 
-def _multiply(
-    x: Tensor, matrices: Tensor, expert_ids: Tensor, runs: tuple[Tensor, Tensor, Tensor], *, rows_per_token: int
-) -> Tensor:
+def _multiply(x: Tensor, matrices: Tensor, expert_ids: Tensor, runs: _Runs, *, rows_per_token: int) -> Tensor:
     """Each row's product with its expert's matrix, [T, k, N].
 
     Args:
@@ -157,7 +166,6 @@ def _multiply(
         expert_ids: [T, k].
     """
     output = torch.empty((*expert_ids.shape, matrices.shape[1]), dtype=x.dtype, device=x.device)
-    rows, tile_experts, num_padded = runs
     grouped_product(
         x,
         matrices,
@@ -168,15 +176,15 @@ def _multiply(
         # Not read: outputs are weighted when they are added up, in float32.
         topk_weights=expert_ids,
         topk_ids=expert_ids,
-        sorted_token_ids=rows,
-        expert_ids=tile_experts,
-        num_tokens_post_padded=num_padded,
+        sorted_token_ids=runs.rows,
+        expert_ids=runs.tile_experts,
+        num_tokens_post_padded=runs.num_padded,
         mul_routed_weight=False,
         top_k=rows_per_token,
         compute_type=_COMPUTE_TYPES[x.dtype],
         use_fp8_w8a8=False,
         use_int8_w8a16=False,
         use_int4_w4a16=False,
-        config=dict(_PRODUCT_CONFIG),
+        config={**_PRODUCT_CONFIG, "BLOCK_SIZE_M": runs.tile_rows},
     )
     return output

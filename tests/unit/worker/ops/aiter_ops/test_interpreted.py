@@ -34,6 +34,7 @@ CASES = {
     "a long context in parts, with sinks": Case(**{**asdict(LONG), "has_sinks": True}),
     "a long context of wide heads": Case(**{**asdict(LONG), "head_dim": 24}),
     "experts": Case(num_experts=4, num_tokens=21),
+    "many rows for each expert": Case(num_experts=2, num_tokens=75),
     "one token's experts": Case(num_experts=8, num_tokens=1),
     "experts with biases": Case(num_experts=4, num_tokens=9, has_clamp=True),
 }
