@@ -72,8 +72,7 @@ def measure(bench: Bench, model_dir: Path, device: str, *, num_steps: int) -> It
     for name, check in CHECKS.items():
         yield limit(f"{name}: difference", check(bench), "of largest", at_most=TOLERANCE)
     eager = make_runner(model_dir, device, is_eager=True)
-    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-    prompts = [tokenizer.encode(text).ids for text in TEXTS]
+    prompts = make_prompts(model_dir)
     yield limit("tokens eagerly: wrong", count_wrong(model_dir, prompts, generate(eager, prompts)), "tokens", at_most=0)
     yield from step_rows("eagerly", eager, num_steps)
     del eager
@@ -81,6 +80,12 @@ def measure(bench: Bench, model_dir: Path, device: str, *, num_steps: int) -> It
     wrong = count_wrong(model_dir, prompts, generate(graphs, prompts))
     yield limit("tokens from graphs: wrong", wrong, "tokens", at_most=0)
     yield from step_rows("from a graph", graphs, num_steps)
+
+
+def make_prompts(model_dir: Path) -> list[list[int]]:
+    """The texts as token ids of the model."""
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    return [tokenizer.encode(text).ids for text in TEXTS]
 
 
 def make_runner(model_dir: Path, device: str, *, is_eager: bool) -> ModelRunner:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from services.worker.ops.aiter_ops.builds import building
 from services.worker.ops.aiter_ops.elementwise import silu_and_mul
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp, gate_and_up
-from services.worker.ops.matrices import dense
+from services.worker.ops.matrices import Matrix, dense
 
 # The rows and columns of a tile of a shuffled matrix, in elements of 16 bits.
 _SHUFFLED_TILE = (16, 16)
@@ -62,8 +62,8 @@ class FusedExperts:
         Raises:
             DeviceError: AITER cannot build its kernel.
         """
-        self._gate_up = _shuffled([dense(each.gate_up, dtype) for each in experts])
-        self._down = _shuffled([dense(each.down, dtype) for each in experts])
+        self._gate_up = _shuffled([each.gate_up for each in experts], dtype)
+        self._down = _shuffled([each.down for each in experts], dtype)
         device = self._gate_up.device
         x = torch.zeros(1, self._gate_up.shape[2], dtype=dtype, device=device)
         with building():
@@ -110,9 +110,14 @@ class GroupedExperts:
         return (outputs.float() * expert_weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
 
 
-def _shuffled(matrices: list[Tensor]) -> Tensor:
-    """The matrices [E, N, K] in the order in which AITER's kernels load them."""
-    shuffled: Tensor = shuffle_weight(torch.stack(matrices), layout=_SHUFFLED_TILE)
+def _shuffled(matrices: Sequence[Matrix], dtype: torch.dtype) -> Tensor:
+    """The matrices as [E, N, K], in the order in which AITER's kernels load them."""
+    device = dense(matrices[0], dtype).device
+    shuffled = torch.empty((len(matrices), *matrices[0].shape), dtype=dtype, device=device)
+    for place, matrix in zip(shuffled, matrices, strict=True):
+        place.copy_(shuffle_weight(dense(matrix, dtype), layout=_SHUFFLED_TILE))
+    # AITER builds other kernels for a tensor without this mark, which `shuffle_weight` makes.
+    shuffled.__dict__["is_shuffled"] = True
     return shuffled
 
 

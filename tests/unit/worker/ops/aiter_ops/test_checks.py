@@ -16,6 +16,7 @@ import torch
 
 from services.worker.device import AITER_GPUS, gpu_architecture
 from services.worker.ops import load_ops
+from tests.bench import rocm_smoke
 from tests.support.aiter_checks import CHECKS, TOLERANCE, Bench
 from tests.support.aiter_process import aiter_environment
 from tests.support.processes import ROOT
@@ -82,6 +83,16 @@ def test_every_op_with_stand_ins_computes_what_the_reference_does(tmp_path: Path
 @pytest.mark.parametrize("name", CHECKS)
 def test_an_op_on_an_amd_gpu_computes_what_the_reference_does(rocm_bench: Bench, name: str) -> None:
     assert CHECKS[name](rocm_bench) <= TOLERANCE
+
+
+@pytest.mark.rocm
+@pytest.mark.parametrize("is_eager", [True, False])
+def test_the_real_model_on_an_amd_gpu_generates_what_it_generates_on_cpu(
+    rocm_bench: Bench, real_model: Path, is_eager: bool
+) -> None:
+    prompts = rocm_smoke.make_prompts(real_model)
+    completions = rocm_smoke.generate(rocm_smoke.make_runner(real_model, "cuda", is_eager=is_eager), prompts)
+    assert rocm_smoke.count_wrong(real_model, prompts, completions) == 0
 
 
 @pytest.mark.slow
