@@ -102,9 +102,14 @@ def gpu_architecture(index: int) -> str:
 def _gpu_backend(index: int) -> str:
     import torch  # noqa: PLC0415 - as in `choose_device`
 
-    if torch.version.hip is None or importlib.util.find_spec("aiter") is None:
-        return "triton"
-    return "aiter" if gpu_architecture(index) in AITER_GPUS else "triton"
+    has_aiter = torch.version.hip is not None and _has_aiter()
+    return "aiter" if has_aiter and gpu_architecture(index) in AITER_GPUS else "triton"
+
+
+def _has_aiter() -> bool:
+    """Whether AMD's library is installed. An unrelated package of the same name has no such folder."""
+    spec = importlib.util.find_spec("aiter")
+    return spec is not None and any(Path(each, "jit").is_dir() for each in spec.submodule_search_locations or ())
 
 
 def _cpu_backend() -> str:

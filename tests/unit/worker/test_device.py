@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import platform
 import subprocess
 import sys
@@ -53,15 +52,23 @@ def test_a_rank_takes_the_gpu_of_its_index(name: str) -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(
-    ("architecture", "is_installed", "backend"),
-    [("gfx942:sramecc+:xnack-", True, "aiter"), ("gfx942", False, "triton"), ("gfx1100", True, "triton")],
+    ("architecture", "folder", "backend"),
+    [
+        ("gfx942:sramecc+:xnack-", "aiter/jit", "aiter"),
+        ("gfx950", "aiter/jit", "aiter"),
+        ("gfx942", "another/jit", "triton"),
+        # An unrelated package of the same name.
+        ("gfx942", "aiter/tests", "triton"),
+        ("gfx1100", "aiter/jit", "triton"),
+    ],
 )
 def test_an_amd_gpu_gets_aiter_where_it_can_run(
-    architecture: str, is_installed: bool, backend: str, monkeypatch: pytest.MonkeyPatch
+    architecture: str, folder: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(gcnArchName=architecture))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if is_installed else None)
+    (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
     assert choose() == DeviceChoice(torch.device("cuda", 0), backend)
 
 
