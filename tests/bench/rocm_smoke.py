@@ -43,15 +43,20 @@ TIE = 0.5
 MAX_NUM_SEQS = 32
 BATCH_SIZES = (1, 8, 32)
 CONTEXT = 512
+MAX_STEPS = 128
+# Of the largest batch, at the end of its steps.
+NUM_BLOCKS = MAX_NUM_SEQS * (CONTEXT + 2 * MAX_STEPS) // BLOCK_SIZE
 
 
 def main() -> int:
     """Compare and measure; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="directory of the real model")
-    parser.add_argument("--steps", type=int, default=64, help="decode steps measured")
+    parser.add_argument("--steps", type=int, default=64, help=f"decode steps measured, at most {MAX_STEPS}")
     parser.add_argument("--json", type=Path, help="write the rows here: the file to send back")
     args = parser.parse_args()
+    if not 1 <= args.steps <= MAX_STEPS:
+        parser.error(f"--steps must be between 1 and {MAX_STEPS}")
     try:
         if torch.version.hip is None or not torch.cuda.is_available():
             raise DeviceError("torch sees no AMD GPU")
@@ -97,7 +102,7 @@ def make_runner(model_dir: Path, device: str, *, is_eager: bool) -> ModelRunner:
             "ops_backend": "aiter",
             "enforce_eager": is_eager,
             "graph_batch_sizes": BATCH_SIZES,
-            "kv_cache_memory_gib": 1.0,
+            "kv_cache_num_blocks": NUM_BLOCKS,
         }
     )
     return build_model_runner(settings, lambda _: None)

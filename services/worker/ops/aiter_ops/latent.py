@@ -1,4 +1,6 @@
-"""Latent attention, dense and sparse, in torch: AITER's kernels for it have few numbers of heads.
+"""Latent attention, dense and sparse, in torch.
+
+AITER's assembly kernels for it have few numbers of heads; its Triton kernel is compiled anew for every batch size.
 
 No op waits for the device. Lengths on the host are upper bounds; masks come from lengths on the device.
 """
