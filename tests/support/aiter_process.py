@@ -44,4 +44,7 @@ def aiter_environment(directory: Path, *, with_standins: bool = True) -> dict[st
         "CU_NUM": "304",
         "PYTHONPATH": os.pathsep.join([module_environment()["PYTHONPATH"], str(aiter_dir())]),
         "TRITON_INTERPRET": "1",
+        # Stand-ins compute on the CPU, on any machine.
+        "CUDA_VISIBLE_DEVICES": "",
+        "HIP_VISIBLE_DEVICES": "",
     }
