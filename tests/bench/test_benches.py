@@ -70,9 +70,22 @@ PARTS = {
 }
 
 
+# Its rows need an AMD GPU; tests/unit/worker/ops/aiter_ops runs the rest of it.
+ROCM_SCRIPT = "rocm_smoke"
+NO_GPU = 3
+
+
 def test_no_script_is_left_out() -> None:
     files = {path.stem for path in Path(__file__).parent.glob("*.py")}
-    assert files - {Path(__file__).stem} == SCRIPT_TO_FLAGS.keys() | PARTS
+    assert files - {Path(__file__).stem} == SCRIPT_TO_FLAGS.keys() | PARTS | {ROCM_SCRIPT}
+
+
+@pytest.mark.slow
+def test_without_an_amd_gpu_its_script_says_so() -> None:
+    command = [sys.executable, "-m", f"tests.bench.{ROCM_SCRIPT}", MODEL]
+    done = subprocess.run(command, cwd=ROOT, env=module_environment(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (NO_GPU, "")
+    assert done.stderr == "nothing was checked: torch sees no AMD GPU\n"
 
 
 @pytest.mark.slow

@@ -13,7 +13,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -235,8 +236,9 @@ def of_type(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def compile_all(target: str) -> list[CompiledKernel]:
-    """Compile every kernel with the constants of every launch, each combination once."""
+@contextmanager
+def compiling(target: str) -> Iterator[dict[str, Any]]:
+    """Instead of launching kernels in the body, compile them, each combination of constants once; by their hash."""
     compiled: dict[str, Any] = {}
     run, hip = JITFunction.run, torch.version.hip
 
@@ -249,6 +251,14 @@ def compile_all(target: str) -> list[CompiledKernel]:
     JITFunction.run = compile_only
     torch.version.hip = "stand-in" if TARGETS[target].backend == "hip" else None
     try:
+        yield compiled
+    finally:
+        JITFunction.run, torch.version.hip = run, hip
+
+
+def compile_all(target: str) -> list[CompiledKernel]:
+    """Compile every kernel with the constants of every launch."""
+    with compiling(target) as compiled:
         for model in MODELS.values():
             launch_layer(model)
         for model in OTHER_HEADS:
@@ -263,8 +273,6 @@ def compile_all(target: str) -> list[CompiledKernel]:
             launch_odd_step(model)
         launch_decode_inputs(3, 5, num_blocks=1, offset=1)
         launch_decode_inputs(1, 0, num_blocks=77, offset=3)
-    finally:
-        JITFunction.run, torch.version.hip = run, hip
     return [describe(target, kernel, is_late=number >= num_expected) for number, kernel in enumerate(compiled.values())]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,10 @@ class RankResult:
 class RankPool:
     """Ranks that load any model and complete prompts."""
 
-    def __init__(self) -> None:
-        self._processes = LineProcesses("tests.support.rank_process")
+    def __init__(
+        self, module: str = "tests.support.rank_process", environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._processes = LineProcesses(module, environment)
         # Rendezvous address and start id by kind of job; ranks stay connected.
         self._meetings: dict[tuple[Any, ...], tuple[str, str]] = {}
 

@@ -126,7 +126,7 @@ TESTED_BY = {
         "services/worker/ops/cpu_experts.py",
         "services/worker/ops/reference_experts.py",
     ),
-    "unit/worker/ops/test_mla_ops.py": ("services/worker/ops/cpu_mla.py",),
+    "unit/worker/ops/test_mla_ops.py": ("services/worker/ops/aiter_ops/latent.py", "services/worker/ops/cpu_mla.py"),
     "unit/worker/ops/test_ops.py": (
         "services/worker/ops/cpu_ops.py",
         "services/worker/ops/arguments.py",
@@ -134,6 +134,14 @@ TESTED_BY = {
         "services/worker/ops/reference_ops.py",
     ),
     "unit/worker/ops/test_routing.py": ("services/worker/layers/moe.py",),
+    "unit/worker/ops/aiter_ops/test_models.py": (
+        "services/worker/ops/aiter_ops/attention.py",
+        "services/worker/ops/aiter_ops/backend.py",
+        "services/worker/ops/aiter_ops/elementwise.py",
+        "services/worker/ops/aiter_ops/experts.py",
+        "services/worker/ops/aiter_ops/linear.py",
+    ),
+    "unit/worker/ops/aiter_ops/test_load.py": ("services/worker/ops/aiter_ops/builds.py",),
     "unit/worker/ops/triton/test_prefill_attention.py": ("services/worker/ops/triton/attention_tile.py",),
     "unit/worker/ops/triton/sampling/test_sample.py": (
         "services/worker/ops/triton/sampling/candidates.py",

@@ -120,6 +120,7 @@ class ExpertParallel:
         """Unweighted outputs for `rows` [N, hidden]: [N, parts, hidden]."""
         if not len(rows):
             return rows.new_empty(0, len(self._parts), rows.shape[1])
-        expert_ids = self._received_ids.repeat_interleave(received.flatten()).unsqueeze(1)
-        ones = torch.ones(expert_ids.shape)
+        received_ids = self._received_ids.to(received.device)
+        expert_ids = received_ids.repeat_interleave(received.flatten()).unsqueeze(1)
+        ones = torch.ones(expert_ids.shape, device=rows.device)
         return torch.stack([part(rows, expert_ids, ones) for part in self._parts], dim=1)

@@ -12,6 +12,7 @@ from services.worker.ops.routing import ExpertGroups, RouterScore, RoutingRule
 
 # Where each backend is made. Only the chosen one is imported: others may need libraries that are missing.
 _BACKENDS = {
+    "aiter": ("services.worker.ops.aiter_ops.load", "load_aiter_ops"),
     "cpu": ("services.worker.ops.cpu_ops", "CpuOps"),
     "native": ("services.worker.ops.native.backend", "load_native_ops"),
     "reference": ("services.worker.ops.reference_ops", "ReferenceOps"),
@@ -45,7 +46,7 @@ __all__ = [
 
 
 def load_ops(name: str, native_isa: str = "auto") -> Ops:
-    """Create the backend called `name`: one of `BACKEND_NAMES`, or `triton` for dense models on a GPU.
+    """Create the backend called `name`: `BACKEND_NAMES`, `triton` for dense models on a GPU, or `aiter` on AMD's.
 
     Args:
         native_isa: The instructions that `native` uses, an `Isa` or `auto` for the processor's best.

@@ -15,6 +15,7 @@ from services.worker.drawing.row_edits import RowEdits
 from services.worker.drawing.row_logprobs import row_logprobs
 from services.worker.drawing.token_draw import GREEDY_TEMPERATURE, TokenDraw
 from services.worker.forward.forward_context import AttentionPlan
+from services.worker.forward.kv_cache import LayerCache
 from services.worker.forward.staging import to_device
 from services.worker.ops.arguments import DecodeRows, DrawRows, HeadNorms, RopeRows, SlotColumns
 from services.worker.ops.matrices import Matrix, dense
@@ -48,6 +49,14 @@ class ComposedOps(Ops, Protocol):
         """See `Ops.prepare_tied`: dense, and twice if `prepare_linear` copies."""
         table = dense(weight, dtype)
         return self.prepare_embedding(table, dtype), self.prepare_linear(table, None, dtype)
+
+    def check_block_size(self, block_size: int) -> None:
+        """See `Ops.check_block_size`: any."""
+        assert block_size >= 1
+
+    def can_capture(self, layers: Sequence[LayerCache]) -> bool:  # noqa: ARG002
+        """See `Ops.can_capture`: always."""
+        return True
 
     def advance_batch(
         self, columns: SlotColumns, slots: Tensor, rows: DecodeRows, *, block_size: int, num_blocks: int

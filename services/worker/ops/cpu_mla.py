@@ -175,5 +175,5 @@ def largest_columns(scores: Tensor, count: int) -> Tensor:
     # NaN may have either sign. Adding 0.0 turns -0.0 into 0.0.
     bits = (scores.nan_to_num(math.inf, math.inf, -math.inf) + 0.0).view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    keys = (ordered << 32) | torch.arange(num_columns - 1, -1, -1)
+    keys = (ordered << 32) | torch.arange(num_columns - 1, -1, -1, device=scores.device)
     return num_columns - 1 - (keys.topk(count, dim=-1, sorted=False).values & 0xFFFFFFFF)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from services.worker.drawing.row_edits import RowEdits
 from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
-from services.worker.forward.kv_cache import KvCache
+from services.worker.forward.kv_cache import KvCache, LayerCache
 from services.worker.ops.arguments import AttentionParams, DecodeRows, DrawRows, HeadNorms, RopeRows, SlotColumns
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
 from services.worker.ops.matrices import Matrix
@@ -59,6 +59,19 @@ class Ops(Protocol):
 
     def use_threads(self, count: int) -> None:
         """Run kernels, torch's too, on so many of the CPU's threads from now on."""
+
+    def check_block_size(self, block_size: int) -> None:
+        """Check that the kernels can read blocks of `block_size` tokens, at least 1.
+
+        Raises:
+            InvalidRequestError: they cannot.
+        """
+
+    def can_capture(self, layers: Sequence[LayerCache]) -> bool:
+        """Whether graphs may hold the decode steps of a model with these caches.
+
+        In a graph, lengths on the host are the longest possible ones; kernels take the real ones from the device.
+        """
 
     # -- Batch --------------------------------------------------------------------------------------------
 

@@ -138,7 +138,11 @@ class ModelRunner:
 
         Returns:
             The number of KV blocks; 0 if the memory does not hold one, and then no step can be run.
+
+        Raises:
+            InvalidRequestError: the backend cannot read blocks of this size; the last epoch goes on.
         """
+        self._ops.check_block_size(block_size)
         self._epoch = None
         self._stream.synchronize()
         limits = BatchLimits(
@@ -269,7 +273,8 @@ def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], 
     memory_gib = settings.kv_cache_memory_gib or _DEFAULT_MEMORY_GIB
     size = KvCacheSize(int(memory_gib * _GIB), settings.kv_cache_num_blocks, measure)
     # The exchange of experts' tokens needs their numbers on the host, which no graph can wait for.
-    has_graphs = device.type == "cuda" and not settings.enforce_eager and not layout.has_expert_parallel
+    may_capture = not layout.has_expert_parallel and ops.can_capture(loaded.model.kv_cache_spec.layers)
+    has_graphs = device.type == "cuda" and not settings.enforce_eager and may_capture
     graphs = GraphSettings(CudaCapture(), settings.graph_batch_sizes or GRAPH_BATCH_SIZES) if has_graphs else None
     return ModelRunner(loaded, ops, size, drafting=drafting, layout=layout, execution=Execution(graphs))
 

@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +48,28 @@ def test_without_a_gpu_everything_is_for_the_cpu(
 @pytest.mark.parametrize("name", ["auto", "cuda"])
 def test_a_rank_takes_the_gpu_of_its_index(name: str) -> None:
     assert choose(device=name, device_index=1) == DeviceChoice(torch.device("cuda", 1), "triton")
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("architecture", "folder", "backend"),
+    [
+        ("gfx942:sramecc+:xnack-", "aiter/jit", "aiter"),
+        ("gfx950", "aiter/jit", "aiter"),
+        ("gfx942", "another/jit", "triton"),
+        # An unrelated package of the same name.
+        ("gfx942", "aiter/tests", "triton"),
+        ("gfx1100", "aiter/jit", "triton"),
+    ],
+)
+def test_an_amd_gpu_gets_aiter_where_it_can_run(
+    architecture: str, folder: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(gcnArchName=architecture))
+    (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert choose() == DeviceChoice(torch.device("cuda", 0), backend)
 
 
 @pytest.mark.usefixtures("two_gpus")

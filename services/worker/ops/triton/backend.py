@@ -115,7 +115,7 @@ class TritonOps(ComposedOps):
 
     # -- Attention ----------------------------------------------------------------------------------------
 
-    def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> TritonPlan:  # noqa: ARG002
+    def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> AttentionPlan:  # noqa: ARG002
         return TritonPlan(metadata)
 
     def write_kv(self, key: Tensor, value: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan) -> None:

@@ -11,15 +11,50 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.worker.forward.forward_context import AttentionMetadata
+from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
 from services.worker.forward.kv_cache import CacheTensor
 from services.worker.ops import BACKEND_NAMES, AttentionParams, Ops, cpu_mla, load_ops
+from services.worker.ops.aiter_ops import latent
+from services.worker.ops.cpu_ops import CpuOps
 from tests.support.attention_batches import Batch, attend, batches, random
 
 NUM_HEADS, LATENT_DIM, VALUE_DIM = 3, 12, 8
 NUM_INDEX_HEADS, INDEX_DIM = 2, 4
 SCALE = 0.4
-every_backend = pytest.mark.parametrize("ops", [load_ops(name) for name in BACKEND_NAMES], ids=BACKEND_NAMES)
+
+
+class LatentOps(CpuOps):
+    """The latent attention of the backend `aiter`, which needs no AITER."""
+
+    def mla_attention(
+        self,
+        query: Tensor,
+        latent_cache: Tensor,
+        plan: AttentionPlan,
+        *,
+        scale: float,
+        value_dim: int,
+        selected: Tensor | None = None,
+    ) -> Tensor:
+        if selected is None:
+            return latent.latent_attention(query, latent_cache, plan, scale=scale, value_dim=value_dim)
+        return latent.sparse_latent_attention(query, latent_cache, plan, selected, scale=scale, value_dim=value_dim)
+
+    def select_context(
+        self,
+        index_query: Tensor,
+        index_weights: Tensor,
+        index_cache: Tensor,
+        plan: AttentionPlan,
+        *,
+        num_selected: int,
+    ) -> Tensor | None:
+        return latent.select_context(index_query, index_weights, index_cache, plan, num_selected=num_selected)
+
+
+every_backend = pytest.mark.parametrize(
+    "ops", [*map(load_ops, BACKEND_NAMES), LatentOps()], ids=[*BACKEND_NAMES, "latent"]
+)
 every_kind = pytest.mark.parametrize("is_prefill", [True, False])
 
 
@@ -235,3 +270,21 @@ def test_bfloat16_is_attended_to_in_bfloat16(ops: Ops, num_selected: int | None)
     output = step.attend(ops, num_selected=num_selected)
     assert output.dtype == torch.bfloat16
     torch.testing.assert_close(output.double(), step.expected(num_selected=num_selected), atol=0.05, rtol=0.05)
+
+
+@every_kind
+def test_latent_attention_for_a_gpu_waits_for_no_value(is_prefill: bool) -> None:
+    """On the meta device, where there are none."""
+    step = LatentStep(Batch(16, [40, 3], [5, 1] if is_prefill else [1, 1], 1), is_prefill=is_prefill)
+    tensors = ("slot_mapping", "block_tables", "context_lens", "cu_seqlens_q")
+    metadata = replace(step.metadata, **{name: getattr(step.metadata, name).to("meta") for name in tensors})
+    tokens, plan = step.tokens, AttentionPlan(metadata)
+    latents, index_keys = (tensor.to("meta") for tensor in step.cache.layers[0])
+    query, index_query, index_weights = (
+        each.to("meta") for each in (tokens.query, tokens.index_query, tokens.index_weights)
+    )
+    selected = latent.select_context(index_query, index_weights, index_keys, plan, num_selected=2)
+    assert selected is not None
+    dense = latent.latent_attention(query, latents, plan, scale=SCALE, value_dim=VALUE_DIM)
+    sparse = latent.sparse_latent_attention(query, latents, plan, selected, scale=SCALE, value_dim=VALUE_DIM)
+    assert dense.shape == sparse.shape == (*query.shape[:2], VALUE_DIM)

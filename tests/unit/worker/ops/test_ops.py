@@ -26,7 +26,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown ops backend 'tpu'; available: cpu, native, reference, triton"):
+    with pytest.raises(ValueError, match="unknown ops backend 'tpu'; available: aiter, cpu, native, reference, triton"):
         load_ops("tpu")
 
 
