@@ -23,7 +23,9 @@ OPEN_METHODS = frozenset(
 )
 METHOD_TO_ROLES = {
     "/lockstep.v1.SchedulerService/GetState": frozenset({Role.OPERATOR, Role.TOKENIZER}),
+    "/lockstep.v1.SchedulerAdminService/Drain": frozenset({Role.OPERATOR}),
     "/lockstep.v1.SchedulerAdminService/FlushPrefixCache": frozenset({Role.OPERATOR}),
+    "/lockstep.v1.SchedulerAdminService/Undrain": frozenset({Role.OPERATOR}),
     "/lockstep.internal.v1.ExchangeService/Exchange": frozenset({Role.TOKENIZER}),
     "/lockstep.internal.v1.WorkerService/Attach": frozenset({Role.SCHEDULER}),
     "/lockstep.internal.v1.WorkerService/Execute": frozenset({Role.SCHEDULER}),

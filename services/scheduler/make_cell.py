@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from datetime import timedelta
 
 from lockstep.internal.v1 import worker_pb2
 from services.scheduler.cell.attach import DomainAttach, SchedulerClaim
@@ -25,6 +26,7 @@ def make_cell(settings: SchedulerSettings, instance_id: str, health: Health) -> 
         block_size=settings.kv_cache_block_size,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.policy.max_num_batched_tokens,
+        drain_time=timedelta(seconds=settings.drain_s),
     )
 
     def link_domain(domain: int, on_event: Callable[[Event], None], on_exit: Callable[[Exit], None]) -> DomainClient:
