@@ -15,7 +15,7 @@ from services.tokenizer.server.live_requests import LiveRequests
 from services.tokenizer.server.servicer import TOKENIZER_SERVICE, TokenizerServicer
 from shared.config import load_settings, log_settings
 from shared.health import Health
-from shared.lifecycle import STOP_GRACE_S, freeze_garbage, run_service
+from shared.lifecycle import StopRequest, freeze_garbage, run_service
 from shared.logging import configure_logging
 from shared.metrics import serve_metrics
 from shared.model_dir import ModelDirectoryError
@@ -27,12 +27,10 @@ logger = logging.getLogger(__name__)
 # noticeable in streams.
 SWITCH_INTERVAL_S = 200e-6
 
-# Streams get all but a second of the stop grace, so that the process exits before the grace is over.
-_DRAIN_S = STOP_GRACE_S - 1.0
 _CLOSE_S = 0.5
 
 
-async def serve(settings: TokenizerSettings, model: ServedModel, stop: asyncio.Event) -> int:
+async def serve(settings: TokenizerSettings, model: ServedModel, stop: StopRequest) -> int:
     """Serve until `stop` is set and the streams are drained; returns the exit code."""
     health = Health((TOKENIZER_SERVICE,))
 
@@ -58,7 +56,8 @@ async def serve(settings: TokenizerSettings, model: ServedModel, stop: asyncio.E
     ends = [asyncio.create_task(stop.wait()), asyncio.create_task(scheduler.run())]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     await health.set_serving(False)
-    await live.drain(_DRAIN_S)
+    # After a bug no answer can be finished.
+    await live.drain(settings.drain_s if stop.is_set() else 0.0, stop.is_urgent)
     await server.stop(_CLOSE_S)
     if metrics_server is not None:
         metrics_server.close()

@@ -51,11 +51,12 @@ def plan_services(
     leaders = settings.workers or [worker.address for worker in workers[:: settings.tp]]
     scheduler = settings.scheduler_listen or f"unix:{runtime_dir / 'scheduler.sock'}"
     cell = f"unix:{runtime_dir / 'cell.sock'}"
-    scheduler_links = [f"--listen={scheduler}", f"--cell-listen={cell}", f"--workers={','.join(leaders)}"]
+    drain = f"--drain-s={settings.drain_s:g}"
+    scheduler_links = [f"--listen={scheduler}", f"--cell-listen={cell}", f"--workers={','.join(leaders)}", drain]
     if settings.is_coupled:
         scheduler_links.append("--coupled")
     bind = f"--insecure-bind={settings.insecure_bind}" if settings.insecure_bind else f"--listen={settings.listen}"
-    tokenizer_links = [bind, f"--scheduler={cell}", f"--model-dir={settings.model_dir}"]
+    tokenizer_links = [bind, f"--scheduler={cell}", f"--model-dir={settings.model_dir}", drain]
     role_to_links = {
         "scheduler": (scheduler, scheduler_links),
         "tokenizer": (settings.bind_address, tokenizer_links),

@@ -28,6 +28,7 @@ TESTED_BY = {
         "services/scheduler/core/running_batch.py",
         "services/scheduler/core/scheduler.py",
     ),
+    "unit/scheduler/cell/test_engine_drains.py": ("services/scheduler/cell/drains.py",),
     "unit/scheduler/cell/test_engine_epochs.py": (
         "services/scheduler/cell/domain.py",
         "services/scheduler/cell/heartbeat.py",
@@ -203,7 +204,7 @@ TESTED_BY = {
     ),
     "unit/shared/cli/test_service_process.py": ("shared/cli/child_process.py",),
     "unit/shared/cli/test_supervisor.py": ("shared/cli/cell_processes.py",),
-    "integration/test_interrupts.py": ("shared/lifecycle.py", "shared/parent.py"),
+    "integration/test_interrupts.py": ("shared/parent.py",),
 }
 
 
