@@ -36,7 +36,15 @@ class Cell:
         *,
         counters: SchedulerCounters,
         is_alive: Callable[[str], bool],
+        is_current: Callable[[Sequence], bool],
     ) -> None:
+        """Make a cell without workers.
+
+        Args:
+            is_alive: Whether a request, by id, has not ended.
+            is_current: Whether a sequence belongs to the present attempt of such a request.
+        """
+        self._is_current = is_current
         self.ranks = [Rank(rank, Scheduler(policy, cache, counters)) for rank in topology.ranks]
         self.domains = [
             Domain(domain, [self.ranks[rank] for rank in topology.ranks_of(domain)], policy)
@@ -165,7 +173,8 @@ class Cell:
         self._recoveries.note(sequences[: len(record.row_slots)], now)
         domain = self.domain_by_rank[rank.number]
         if record.kind is StepKind.DECODE and self._quarantine.is_on(domain):
-            self._quarantine.suspects.clear(domain.number, {seq.id for seq in sequences})
+            # A row of an attempt that was replaced clears nothing: the present one is tried.
+            self._quarantine.suspects.clear(domain.number, {seq.id for seq in sequences if self._is_current(seq)})
         return outputs
 
     def settle(self, now: float) -> None:

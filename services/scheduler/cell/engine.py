@@ -62,6 +62,7 @@ class Engine:
             topology,
             counters=self._counters,
             is_alive=lambda request_id: self._requests.by_id(request_id) is not None,
+            is_current=self._requests.has_request_of,
         )
         self._facts = CellFacts(cache.block_size)
         self._request_manager = RequestManager(policy, self._requests, self._cell, self._facts)
