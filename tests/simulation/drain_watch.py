@@ -28,7 +28,7 @@ class DrainWatch:
         self._topology = settings.topology
         self._drain_s = settings.policy.drain_s
         self._epochs = epochs
-        self._cordoned: set[int] = set()
+        self._drained_by_operator: set[int] = set()
         # By domain; only attached ones.
         self._drains: dict[int, _Drain] = {}
 
@@ -46,24 +46,24 @@ class DrainWatch:
     def attach(self, rank: DpRank) -> None:
         """A rank's domain is attached, without sequences."""
         domain = self._topology.domain_of(rank)
-        if domain in self._cordoned:
+        if domain in self._drained_by_operator:
             self._drains[domain] = _Drain(math.inf, set())
 
     def leave(self, rank: DpRank, entering: set[str], now: float) -> None:
         """A rank has said that it is leaving; `entering` entered its batch before, with this event."""
         self._begin(self._topology.domain_of(rank), entering, now).is_leaving = True
 
-    def cordon(self, rank: DpRank, entering: set[str], now: float) -> None:
+    def drain(self, rank: DpRank, entering: set[str], now: float) -> None:
         """An operator drains a rank; see `leave`."""
         domain = self._topology.domain_of(rank)
-        self._cordoned.add(domain)
+        self._drained_by_operator.add(domain)
         if rank in self._epochs:
             self._begin(domain, entering, now)
 
-    def uncordon(self, rank: DpRank) -> None:
+    def undrain(self, rank: DpRank) -> None:
         """An operator takes it back."""
         domain = self._topology.domain_of(rank)
-        self._cordoned.discard(domain)
+        self._drained_by_operator.discard(domain)
         if not self.is_leaving(domain):
             self._drains.pop(domain, None)
 

@@ -52,7 +52,7 @@ def _drained_ranks_get_new_sequences_when_they_are_attached_again(patch: Patch) 
     end_epoch = Domain.end_epoch
 
     def forget(self: Domain, now: float) -> object:
-        self.is_cordoned = False
+        self.is_drained_by_operator = False
         return end_epoch(self, now)
 
     patch.setattr(Domain, "end_epoch", forget)
@@ -87,4 +87,4 @@ def _steps_in_flight_are_cut_off(patch: Patch) -> None:
 @_planted(Fault.RANK_DRAIN)
 def _undrained_ranks_stay_closed(patch: Patch) -> None:
     """Requests keep waiting although their rank was taken back."""
-    patch.setattr(Cell, "uncordon", lambda *_: None)
+    patch.setattr(Cell, "undrain", lambda *_: None)

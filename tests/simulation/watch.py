@@ -17,10 +17,10 @@ from services.scheduler.cell.events import (
     ClientClosed,
     ClientMessage,
     CloseClient,
-    CordonRank,
     Deliver,
     DomainAttached,
     DomainLost,
+    DrainRank,
     DropDomain,
     Event,
     Exit,
@@ -29,7 +29,7 @@ from services.scheduler.cell.events import (
     SendStep,
     StepReturned,
     Submission,
-    UncordonRank,
+    UndrainRank,
 )
 from services.scheduler.core.batch.sequence import Finish, FinishReason
 from services.scheduler.core.batch.step import Outputs, Step, StepResult
@@ -106,7 +106,7 @@ class EngineWatch:
                 # The engine checks its ranks before it handles the event.
                 assert self._is_overdue(action.domain, now), "the engine drops a healthy rank"
                 self._drop(action.domain, action.epoch, due)
-        if isinstance(event, RankHeartbeat | CordonRank):
+        if isinstance(event, RankHeartbeat | DrainRank):
             self._take_drain(event, actions, now)
         else:
             self._take_in(event, due, now)
@@ -189,18 +189,18 @@ class EngineWatch:
             case DomainLost(domain, epoch):
                 if self._epoch_of(domain) == epoch:
                     self._lose_link(domain, due)
-            case UncordonRank(rank):
-                self._drains.uncordon(rank)
+            case UndrainRank(rank):
+                self._drains.undrain(rank)
             case StepReturned(rank, result):
                 self._take_result(rank, result, due, now)
 
-    def _take_drain(self, event: RankHeartbeat | CordonRank, actions: list[Action], now: float) -> None:
+    def _take_drain(self, event: RankHeartbeat | DrainRank, actions: list[Action], now: float) -> None:
         is_after_drop = any(isinstance(action, DropDomain) for action in actions)
         # The steps that follow a drop were sent before the event was handled.
         steps = [action.step for action in actions if isinstance(action, SendStep) and is_after_drop]
         entering = set().union(*map(self._entering, steps))
-        if isinstance(event, CordonRank):
-            self._drains.cordon(event.rank, entering, now)
+        if isinstance(event, DrainRank):
+            self._drains.drain(event.rank, entering, now)
         elif event.rank in self._epochs and self._epochs[event.rank].number == event.epoch:
             self._epochs[event.rank].signs.take(event.progress, now)
             if event.is_leaving:

@@ -148,15 +148,15 @@ class Cell:
         domain.is_leaving = True
         self._begin_drain(domain, now)
 
-    def cordon(self, domain: Domain, now: float) -> None:
+    def drain(self, domain: Domain, now: float) -> None:
         """Drain a domain, and keep it empty whenever it is attached; a second call changes nothing."""
-        domain.is_cordoned = True
+        domain.is_drained_by_operator = True
         if domain.epoch is not None and not domain.is_empty:
             self._begin_drain(domain, now)
 
-    def uncordon(self, domain: Domain) -> None:
-        """Take `cordon` back."""
-        domain.is_cordoned = False
+    def undrain(self, domain: Domain) -> None:
+        """Take `drain` back."""
+        domain.is_drained_by_operator = False
         if not domain.is_leaving:
             self.drains.end(domain)
             self._quarantine.on_opened()
@@ -272,7 +272,7 @@ class Cell:
     def _move_waiting(self, rank: Rank, now: float) -> None:
         """Move the requests of which the rank computes no choice."""
         waiting = rank.scheduler.waiting_sequences()
-        computed = {seq.id for seq in rank.scheduler.unfinished()[len(waiting) :]}
+        computed = {seq.id for seq in set(rank.scheduler.unfinished()).difference(waiting)}
         for choices in by_request(waiting):
             if choices[0].id not in computed:
                 for seq in choices:

@@ -38,7 +38,7 @@ class Domain:
         self.is_held = False
         self.is_leaving = False
         """Whether its workers were asked to end; until the epoch ends."""
-        self.is_cordoned = False
+        self.is_drained_by_operator = False
         """Whether an operator wants no work on it; across epochs."""
         self.is_ending = False
         """Whether the epoch ends when the steps in flight have returned; see `Drains`."""
@@ -49,7 +49,7 @@ class Domain:
     @property
     def is_draining(self) -> bool:
         """Whether it takes no new sequences."""
-        return self.is_leaving or self.is_cordoned
+        return self.is_leaving or self.is_drained_by_operator
 
     @property
     def is_quiet(self) -> bool:

@@ -14,9 +14,9 @@ from services.scheduler.cell.events import (
     Beat,
     ClientClosed,
     ClientMessage,
-    CordonRank,
     DomainAttached,
     DomainLost,
+    DrainRank,
     DropDomain,
     Event,
     Exit,
@@ -24,7 +24,7 @@ from services.scheduler.cell.events import (
     ReleaseDomain,
     StepReturned,
     TimePassed,
-    UncordonRank,
+    UndrainRank,
 )
 from services.scheduler.cell.heartbeat import Heartbeat
 from services.scheduler.cell.request_manager import RequestManager, deliver
@@ -116,10 +116,10 @@ class Engine:
                 actions += self._on_domain_attached(self._cell.domains[domain], facts, now)
             case DomainLost():
                 actions += self._on_domain_lost(event, now)
-            case CordonRank(rank):
-                self._cell.cordon(self._cell.domain_by_rank[rank], now)
-            case UncordonRank(rank):
-                self._cell.uncordon(self._cell.domain_by_rank[rank])
+            case DrainRank(rank):
+                self._cell.drain(self._cell.domain_by_rank[rank], now)
+            case UndrainRank(rank):
+                self._cell.undrain(self._cell.domain_by_rank[rank])
             case TimePassed():
                 pass
         return actions + self._advance(now)

@@ -126,15 +126,15 @@ class AbortRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class CordonRank:
+class DrainRank:
     """An operator wants no work on a rank's domain; its sequences may finish there for the drain time."""
 
     rank: DpRank
 
 
 @dataclass(frozen=True, slots=True)
-class UncordonRank:
-    """An operator takes `CordonRank` back."""
+class UndrainRank:
+    """An operator takes `DrainRank` back."""
 
     rank: DpRank
 
@@ -152,8 +152,8 @@ Event = (
     | ClientMessage
     | ClientClosed
     | AbortRequest
-    | CordonRank
-    | UncordonRank
+    | DrainRank
+    | UndrainRank
     | TimePassed
 )
 

@@ -22,8 +22,8 @@ from services.scheduler.cell.events import (
     Beat,
     ClientClosed,
     CloseClient,
-    CordonRank,
     Deliver,
+    DrainRank,
     DropDomain,
     Event,
     Exit,
@@ -31,7 +31,7 @@ from services.scheduler.cell.events import (
     ReleaseDomain,
     SendStep,
     TimePassed,
-    UncordonRank,
+    UndrainRank,
 )
 from services.scheduler.core.batch.step import Step
 from services.scheduler.server.acceptance_log import AcceptanceLog
@@ -236,7 +236,7 @@ class CellServer:
         Raises:
             InvalidRequestError: there is no such rank.
         """
-        self.on_event(CordonRank(self._check_rank(rank)))
+        self.on_event(DrainRank(self._check_rank(rank)))
 
     def undrain(self, rank: int) -> None:
         """Take `drain` back.
@@ -244,7 +244,7 @@ class CellServer:
         Raises:
             InvalidRequestError: there is no such rank.
         """
-        self.on_event(UncordonRank(self._check_rank(rank)))
+        self.on_event(UndrainRank(self._check_rank(rank)))
 
     def on_event(self, event: Event) -> None:
         """Hand an event to the engine and carry out its actions.

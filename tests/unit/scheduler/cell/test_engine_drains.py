@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.cell.events import CordonRank, DropDomain, ReleaseDomain, TimePassed, UncordonRank
+from services.scheduler.cell.events import DrainRank, DropDomain, ReleaseDomain, TimePassed, UndrainRank
 from services.scheduler.core.policy import CellTopology, SchedulerPolicy
 from shared.ids import DpRank
 from tests.support.cell_model import expected_completion
@@ -159,7 +159,7 @@ def test_a_leaving_domain_that_hangs_is_given_up_as_any_other() -> None:
 def test_an_operator_drains_a_rank_and_takes_it_back() -> None:
     driver = make_driver(TWO_RANKS)
     driver.submit(1, PROMPT, seed=1)
-    driver.on_event(CordonRank(DpRank(0)))
+    driver.on_event(DrainRank(DpRank(0)))
     driver.run()
     check_answer(driver, 1)
     # Its workers stay, without work.
@@ -168,7 +168,7 @@ def test_an_operator_drains_a_rank_and_takes_it_back() -> None:
     assert not driver.sent_to[0]
     driver.run()
     assert [rank.is_draining for rank in driver.engine.state().ranks] == [True, False]
-    driver.on_event(UncordonRank(DpRank(0)))
+    driver.on_event(UndrainRank(DpRank(0)))
     driver.submit(3, PROMPT, seed=3)
     driver.submit(4, PROMPT, seed=4)
     assert driver.sent_to[0]
@@ -178,12 +178,12 @@ def test_an_operator_drains_a_rank_and_takes_it_back() -> None:
 
 def test_a_drained_rank_stays_empty_after_its_workers_are_replaced() -> None:
     driver = make_driver(TWO_RANKS)
-    driver.on_event(CordonRank(DpRank(0)))
+    driver.on_event(DrainRank(DpRank(0)))
     assert driver.leave(0) == [ReleaseDomain(0, 1)]
     driver.attach(0)
     driver.submit(1, PROMPT, seed=1)
     assert not driver.sent_to[0]
-    driver.on_event(UncordonRank(DpRank(0)))
+    driver.on_event(UndrainRank(DpRank(0)))
     driver.submit(2, PROMPT, seed=2)
     assert driver.sent_to[0]
 
@@ -191,7 +191,7 @@ def test_a_drained_rank_stays_empty_after_its_workers_are_replaced() -> None:
 def test_what_an_operator_s_drain_does_not_let_finish_moves_too() -> None:
     driver = make_driver(TWO_RANKS, drain_s=0.0)
     driver.submit(1, PROMPT, seed=1, max_tokens=40)
-    driver.on_event(CordonRank(DpRank(0)))
+    driver.on_event(DrainRank(DpRank(0)))
     driver.run()
     assert released(driver) == [ReleaseDomain(0, 1)]
     check_answer(driver, 1, max_tokens=40)
@@ -200,10 +200,10 @@ def test_what_an_operator_s_drain_does_not_let_finish_moves_too() -> None:
 
 def test_requests_wait_while_every_rank_is_drained_and_continue_when_one_is_taken_back() -> None:
     driver = make_driver()
-    driver.on_event(CordonRank(DpRank(0)))
+    driver.on_event(DrainRank(DpRank(0)))
     driver.submit(1, PROMPT, seed=1)
     assert not driver.sent
-    driver.on_event(UncordonRank(DpRank(0)))
+    driver.on_event(UndrainRank(DpRank(0)))
     driver.run()
     check_answer(driver, 1)
 
@@ -211,8 +211,8 @@ def test_requests_wait_while_every_rank_is_drained_and_continue_when_one_is_take
 def test_a_drain_that_is_taken_back_in_time_moves_nothing() -> None:
     driver = make_driver(TWO_RANKS, drain_s=0.0)
     driver.submit(1, PROMPT, seed=1)
-    driver.on_event(CordonRank(DpRank(0)))
-    driver.on_event(UncordonRank(DpRank(0)))
+    driver.on_event(DrainRank(DpRank(0)))
+    driver.on_event(UndrainRank(DpRank(0)))
     driver.run()
     assert not released(driver)
     check_answer(driver, 1)
