@@ -83,7 +83,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         It ends when the scheduler has closed its stream, and at the latest soon after the scheduler's drain time.
         """
         self._ledger.is_leaving = True
-        if self._drain_s is None or self._epoch is None or not self._epoch.has_streams:
+        if self._drain_s is None or not self._has_streams:
             self._end.stop("nothing to drain")
         else:
             loop = asyncio.get_running_loop()
@@ -129,7 +129,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             self._ledger.end_stream(stream.number)
             epoch.close_stream(stream)
-            if self._ledger.is_leaving and not epoch.has_streams:
+            if self._ledger.is_leaving and not self._has_streams:
                 self._end.stop("drained")
 
     async def Restart(
@@ -152,6 +152,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise InvalidRequestError.from_violations([Violation("num_steps", "OUT_OF_RANGE", text)])
         return worker_pb2.ProfileResponse(file_name=await self._steps.profile(request.num_steps))
 
+    @property
+    def _has_streams(self) -> bool:
+        return self._epoch is not None and self._epoch.has_streams
+
     async def _is_ready(self, epoch: Epoch, runner: ModelRunner) -> bool:
         """Wait for the epoch's empty batch; False if the device makes no progress for `stuck_s` meanwhile.
 
@@ -173,7 +177,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Fence the current epoch and begin the offered one. Raises as `ClaimLedger.offer`."""
         last_launched = self._ledger.last_launched
         self._ledger.offer(request.epoch, request.scheduler_instance_id, time.monotonic())
-        self._drain_s = request.drain_time.ToTimedelta().total_seconds() if request.HasField("drain_time") else None
+        drain_time = request.drain_time
+        self._drain_s = drain_time.seconds + drain_time.nanos / 1e9 if request.HasField("drain_time") else None
         if self._epoch is not None:
             self._epoch.supersede()
         members = self._group.relay_attach(request)
