@@ -32,7 +32,9 @@ HEALTH_METHODS = frozenset(
 # On cell ports.
 METHOD_TO_ROLES = {
     "/lockstep.v1.SchedulerService/GetState": frozenset({Role.OPERATOR, Role.TOKENIZER}),
+    "/lockstep.v1.SchedulerAdminService/Drain": frozenset({Role.OPERATOR}),
     "/lockstep.v1.SchedulerAdminService/FlushPrefixCache": frozenset({Role.OPERATOR}),
+    "/lockstep.v1.SchedulerAdminService/Undrain": frozenset({Role.OPERATOR}),
     "/lockstep.internal.v1.ExchangeService/Exchange": frozenset({Role.TOKENIZER}),
     "/lockstep.internal.v1.WorkerService/Attach": frozenset({Role.SCHEDULER}),
     "/lockstep.internal.v1.WorkerService/Execute": frozenset({Role.SCHEDULER}),

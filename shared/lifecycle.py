@@ -9,16 +9,28 @@ from collections.abc import Awaitable, Callable
 
 import uvloop
 
-STOP_GRACE_S = 5.0
-
 # A threshold, in collections of the middle generation, that is never reached.
 _NEVER = 2**31 - 1
 
 
-def run_service(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
+class StopRequest(asyncio.Event):
+    """Set by the first stop signal: finish what is in flight, then end. `is_urgent` is set by the second: end now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_urgent = asyncio.Event()
+
+    def on_signal(self) -> None:
+        """Take in a stop signal."""
+        if self.is_set():
+            self.is_urgent.set()
+        self.set()
+
+
+def run_service(main: Callable[[StopRequest], Awaitable[int]]) -> int:
     """Run `main` on uvloop until it returns the exit code.
 
-    SIGTERM, SIGINT or SIGHUP sets the event that `main` receives; it then stops serving.
+    SIGTERM, SIGINT or SIGHUP sets the request that `main` receives; it then stops serving.
     """
     return uvloop.run(_with_signals(main))
 
@@ -59,9 +71,9 @@ async def collect_garbage_between_steps(is_idle: Callable[[], bool]) -> None:
             minutes = 0
 
 
-async def _with_signals(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
-    stop = asyncio.Event()
+async def _with_signals(main: Callable[[StopRequest], Awaitable[int]]) -> int:
+    stop = StopRequest()
     loop = asyncio.get_running_loop()
     for number in stop_signals():
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, stop.on_signal)
     return await main(stop)

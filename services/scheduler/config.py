@@ -60,6 +60,13 @@ class SchedulerSettings(ClientPortSettings):
         allow_inf_nan=False,
         description="A worker or tokenizer service that sends no heartbeat for this many seconds counts as lost.",
     )
+    drain_s: float = Field(
+        default=_POLICY.drain_s,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Seconds that requests may take to finish on workers that were asked to end, or that an operator "
+        "drains; what is left then continues on other workers.",
+    )
     max_num_seqs: int = Field(
         default=_POLICY.max_num_seqs, ge=1, le=65536, description="Maximum number of running sequences."
     )
@@ -220,6 +227,7 @@ class SchedulerSettings(ClientPortSettings):
             placement_tokens_per_seq=self.placement_tokens_per_seq,
             max_prefill_wait_steps=self.max_prefill_wait_steps,
             worker_silence_s=self.worker_silence_s,
+            drain_s=self.drain_s,
         )
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 
 from lockstep.internal.v1 import worker_pb2
@@ -28,6 +29,7 @@ def make_cell(settings: SchedulerSettings, instance_id: str, health: Health) -> 
         block_size=settings.kv_cache_block_size,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.policy.max_num_batched_tokens,
+        drain_time=timedelta(seconds=settings.drain_s),
     )
 
     connect = partial(make_channel, internal=True, peer=make_peer(settings.certificates, Role.WORKER))

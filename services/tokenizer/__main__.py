@@ -16,7 +16,7 @@ from services.tokenizer.server.request_totals import RequestTotals
 from services.tokenizer.server.servicer import TOKENIZER_SERVICE, TokenizerServicer
 from shared.config import load_settings, log_settings
 from shared.health import Health
-from shared.lifecycle import STOP_GRACE_S, freeze_garbage, run_service
+from shared.lifecycle import StopRequest, freeze_garbage, run_service
 from shared.logging import configure_logging
 from shared.management import serve_management
 from shared.model_dir import ModelDirectoryError
@@ -30,14 +30,12 @@ logger = logging.getLogger(__name__)
 # noticeable in streams.
 SWITCH_INTERVAL_S = 200e-6
 
-# Streams get all but a second of the stop grace, so that the process exits before the grace is over.
-_DRAIN_S = STOP_GRACE_S - 1.0
 _CLOSE_S = 0.5
 
 _UNLINKED = "not linked to a scheduler"
 
 
-async def serve(settings: TokenizerSettings, model: ServedModel, stop: asyncio.Event) -> int:
+async def serve(settings: TokenizerSettings, model: ServedModel, stop: StopRequest) -> int:
     """Serve until `stop` is set and the streams are drained; returns the exit code."""
     health, probes = Health((TOKENIZER_SERVICE,)), Probes("starting")
     probes.set_obstacle(_UNLINKED)
@@ -80,7 +78,8 @@ async def serve(settings: TokenizerSettings, model: ServedModel, stop: asyncio.E
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     probes.is_leaving = True
     await health.set_serving(False)
-    await live.drain(_DRAIN_S)
+    # After a bug no answer can be finished.
+    await live.drain(settings.drain_s if stop.is_set() else 0.0, stop.is_urgent)
     await server.stop(_CLOSE_S)
     if management is not None:
         management.close()

@@ -52,6 +52,13 @@ class TokenizerSettings(ClientPortSettings):
         allow_inf_nan=False,
         description="A request is aborted once its client has read none of its responses for this many seconds.",
     )
+    drain_s: float = Field(
+        default=30.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Seconds that answers in flight may take once the service is asked to end; new calls are refused "
+        "with DRAINING. A second signal ends it at once.",
+    )
     num_encode_threads: int = Field(
         default=2,
         ge=1,

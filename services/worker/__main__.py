@@ -45,7 +45,6 @@ def main() -> int:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     _tune_libraries()
     device, is_loaded = DeviceLoop(), threading.Event()
-    call_at_stop_signals(lambda: _stop(device, is_loaded))
     end = DomainEnd(device)
     make_role = Leader if settings.layout.is_leader else Member
     role: Role = make_role(settings, device, end)
@@ -57,6 +56,7 @@ def main() -> int:
         manage_listen=settings.manage_listen,
         certificates=settings.certificates,
     )
+    call_at_stop_signals(lambda: _stop(device, rpc, is_loaded), rpc.end)
     try:
         rpc.start()
     except RuntimeError as error:
@@ -68,8 +68,10 @@ def main() -> int:
         rpc.stop()
 
 
-def _stop(device: DeviceLoop, is_loaded: threading.Event) -> None:
-    """End the process if loading does not stop: other ranks may never come."""
+def _stop(device: DeviceLoop, rpc: RpcThread, is_loaded: threading.Event) -> None:
+    """Leave the failure domain. Before it is complete, stop; if loading does not, end: other ranks may never come."""
+    if rpc.try_leave():
+        return
     device.stop()
     if not is_loaded.wait(_LOADING_STOP_S):
         end_process(ExitCode.STOPPED, "stopped while loading")

@@ -60,10 +60,11 @@ def plan_services(
     leaders = settings.workers or [worker.address for worker in workers[:: settings.tp]]
     scheduler = settings.scheduler_listen or f"unix:{runtime_dir / 'scheduler.sock'}"
     cell = f"unix:{runtime_dir / 'cell.sock'}"
-    scheduler_links = [f"--listen={scheduler}", f"--cell-listen={cell}", f"--workers={','.join(leaders)}"]
+    drain = f"--drain-s={settings.drain_s:g}"
+    scheduler_links = [f"--listen={scheduler}", f"--cell-listen={cell}", f"--workers={','.join(leaders)}", drain]
     if settings.is_coupled:
         scheduler_links.append("--coupled")
-    tokenizer_links = [*settings.client_port_flags(), f"--scheduler={cell}", f"--model-dir={settings.model_dir}"]
+    tokenizer_links = [*settings.client_port_flags(), f"--scheduler={cell}", f"--model-dir={settings.model_dir}", drain]
     scheduler_flags = (*scheduler_links, *shared_flags, *service_flags.get("scheduler", ()))
     tokenizer_flags = (*tokenizer_links, *shared_flags, *service_flags.get("tokenizer", ()))
     return [

@@ -21,7 +21,7 @@ from shared.rpc import Peer, make_channel
 
 logger = logging.getLogger(__name__)
 
-# Longer than a service takes to stop cleanly.
+# Longer than a service takes to stop cleanly when it has nothing to drain.
 STOP_GRACE_S = 10.0
 
 # A serving process is checked less often than a starting one: an idle cell costs next to nothing.
@@ -93,8 +93,12 @@ class CellProcesses:
         self._is_over = True
         self._has_news.set()
 
-    async def stop(self) -> list[str]:
+    async def stop(self, drain_s: float, is_urgent: asyncio.Event) -> list[str]:
         """Stop every process, in reverse start order, after `run` has returned.
+
+        Args:
+            drain_s: How long the tokenizer lets answers in flight finish.
+            is_urgent: Once it is set, every process ends at once.
 
         Returns:
             What did not end cleanly, the root cause first, without processes that waited for their restart.
@@ -104,7 +108,8 @@ class CellProcesses:
             self._bar.end()
         services = [*self._ended, *self._running.values()]
         for role in reversed(ROLES):
-            await asyncio.gather(*(_stop(service) for service in services if service.command.role == role))
+            some = (service for service in services if service.command.role == role)
+            await asyncio.gather(*(_stop(service, STOP_GRACE_S + drain_s, is_urgent) for service in some))
         return [service.problem for service in services if service.problem is not None]
 
     async def _start(self, domain: str, watchers: _Watchers) -> None:
@@ -184,8 +189,8 @@ class _Watchers:
             task.cancel()
 
 
-async def _stop(service: ServiceProcess) -> None:
-    await service.stop(STOP_GRACE_S)
+async def _stop(service: ServiceProcess, grace_s: float, is_urgent: asyncio.Event) -> None:
+    await service.stop(grace_s, is_urgent)
     logger.info("stopped", extra=_fields(service))
 
 

@@ -23,7 +23,7 @@ from shared.cli.running_cells import DIRECTORY_PREFIX, RunningCell, publish_cell
 from shared.cli.serve_settings import ServeSettings, split_service_flags
 from shared.cli.supervisor import RestartPolicy
 from shared.config import load_settings, log_settings
-from shared.lifecycle import freeze_garbage, run_service
+from shared.lifecycle import StopRequest, freeze_garbage, run_service
 from shared.line_writer import LineWriter
 from shared.logging import configure_logging
 from shared.rpc import make_channel
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _serve(
-    settings: ServeSettings, service_flags: Mapping[str, Sequence[str]], writer: LineWriter, stop: asyncio.Event
+    settings: ServeSettings, service_flags: Mapping[str, Sequence[str]], writer: LineWriter, stop: StopRequest
 ) -> int:
     with tempfile.TemporaryDirectory(prefix=DIRECTORY_PREFIX) as runtime_dir:
         commands = plan_services(settings, service_flags, Path(runtime_dir))
@@ -69,7 +69,7 @@ async def _serve(
 
 
 async def _run_cell(
-    settings: ServeSettings, commands: Sequence[ServiceCommand], writer: LineWriter, stop: asyncio.Event
+    settings: ServeSettings, commands: Sequence[ServiceCommand], writer: LineWriter, stop: StopRequest
 ) -> list[str]:
     """Runs until the cell fails or is asked to stop; returns the problems, the root cause first."""
     policy = RestartPolicy(settings.health_kill_s, settings.max_restart_delay_s)
@@ -85,7 +85,9 @@ async def _run_cell(
         task.cancel()
     cell.end()
     ran, failure, _ = await asyncio.gather(running, serving, stopped, return_exceptions=True)
-    problems = await cell.stop()
+    if stop.is_set():
+        logger.info("stopping; a second signal ends answers in flight", extra={"drain_s": settings.drain_s})
+    problems = await cell.stop(settings.drain_s, stop.is_urgent)
     for bug in (ran, failure):
         if isinstance(bug, Exception):
             raise bug

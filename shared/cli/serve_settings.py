@@ -21,7 +21,17 @@ _OWN_FLAGS = frozenset(
     (
         *("listen", "insecure-bind", "cell-listen", "insecure-cell-bind"),
         *("model-dir", "scheduler", "workers", "coupled", "ep", "no-ep"),
-        *("dp-rank", "dp-size", "tp-rank", "tp-size", "device-index", "leader", "rendezvous", "domain-start-id"),
+        *(
+            "drain-s",
+            "dp-rank",
+            "dp-size",
+            "tp-rank",
+            "tp-size",
+            "device-index",
+            "leader",
+            "rendezvous",
+            "domain-start-id",
+        ),
     )
 )
 # The launcher's own settings of these names are the tokenizer's.
@@ -67,6 +77,13 @@ class ServeSettings(ClientPortSettings):
     )
     draft_model: Path | None = Field(
         default=None, description="Directory of a second, smaller model with the same tokenizer, which drafts tokens."
+    )
+    drain_s: float = Field(
+        default=30.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Seconds that answers in flight may take to finish once the cell, or one of its processes, is "
+        "asked to end. A second signal ends the cell at once; an idle one ends at once anyway.",
     )
     health_kill_s: float = Field(
         default=30.0,

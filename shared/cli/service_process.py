@@ -62,15 +62,25 @@ class ServiceProcess:
         self._kill_reason = reason
         self._kill_group()
 
-    async def stop(self, grace_s: float) -> None:
-        """End the process if it still runs, killing it after `grace_s`; sets `problem` if the end was not clean."""
+    async def stop(self, grace_s: float, is_urgent: asyncio.Event) -> None:
+        """End the process if it still runs, killing it after `grace_s`; sets `problem` if the end was not clean.
+
+        Once `is_urgent` is set, it is asked a second time, which ends it at once.
+        """
         if self._process.returncode is None:
             self._process.terminate()
+            urging = asyncio.create_task(self._terminate_when(is_urgent))
             await self._wait_or_kill(grace_s)
+            urging.cancel()
         elif self._problem is None:
             self._problem = self._describe(self._process.returncode)
         # Let its last output appear before the launcher's. A grandchild may keep the pipe open, hence the timeout.
         await asyncio.wait([self._output], timeout=_OUTPUT_GRACE_S)
+
+    async def _terminate_when(self, is_urgent: asyncio.Event) -> None:
+        await is_urgent.wait()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
 
     async def _wait_or_kill(self, grace_s: float) -> None:
         try:

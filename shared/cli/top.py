@@ -157,9 +157,15 @@ def _rank_lines(
         rate = "" if before is None else f"{(num_steps - _num_steps(before.rank_steps[number])) / elapsed_s:.1f}"
         dummies = f"{rank.num_dummy_steps / num_steps:.1%}" if num_steps else "-"
         yield (
-            f"{number:<6}{'yes' if rank.is_attached else 'no':>9}{rank.num_waiting:>9}{rank.num_running:>9}"
+            f"{number:<6}{_attachment(rank):>9}{rank.num_waiting:>9}{rank.num_running:>9}"
             f"{usage:>9.1%}{num_steps:>12}{dummies:>9}{rate:>10}"
         )
+
+
+def _attachment(rank: scheduler_pb2.RankSteps) -> str:
+    if not rank.is_attached:
+        return "no"
+    return "draining" if rank.is_draining else "yes"
 
 
 def _num_steps(rank: scheduler_pb2.RankSteps) -> int:

@@ -8,14 +8,17 @@ import re
 import signal
 import socket
 import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 
-from lockstep.v1 import tokenizer_pb2_grpc
+from lockstep.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from shared.health import Health, wait_until_serving
-from shared.rpc import make_channel, make_server
+from shared.rpc import make_channel, make_server, reason_of, status_from_rpc_error
 from tests.support.cell import Cell, popen_lockstep, run_serve, start_cell
 from tests.support.client import text_request
 from tests.support.patience import PATIENCE_S
@@ -48,6 +51,40 @@ def test_a_signal_stops_tokenizer_then_scheduler_then_worker(tiny_model: Path, s
         order = ("tokenizer", "scheduler", "worker")
         assert stopped == [(role, str(cell.role_to_process[role].pid)) for role in order]
         assert_nothing_is_left(cell, runtime_dir)
+
+
+def begin_answer(cell: Cell, stack: ExitStack, *, max_tokens: int) -> Iterator[tokenizer_pb2.GenerateResponse]:
+    """Begin an answer of `max_tokens`, and read its first token."""
+    stub = stack.enter_context(cell.stub())
+    call = stub.Generate(text_request("Hello", max_tokens=max_tokens, ignore_eos=True))
+    while not next(call).token_ids:
+        pass
+    answer: Iterator[tokenizer_pb2.GenerateResponse] = call
+    return answer
+
+
+def test_a_busy_cell_that_is_asked_to_stop_finishes_its_answers(tiny_model: Path) -> None:
+    with start_cell(tiny_model) as cell, ExitStack() as stack:
+        answer = begin_answer(cell, stack, max_tokens=200)
+        cell.launcher.send_signal(signal.SIGTERM)
+        *_, last = answer
+        assert last.finish.reason == common_pb2.FINISH_REASON_MAX_TOKENS
+        assert cell.wait() == 0
+
+
+def test_the_second_signal_stops_a_busy_cell_at_once(tiny_model: Path) -> None:
+    with start_cell(tiny_model, "--drain-s=3600") as cell, ExitStack() as stack:
+        answer = begin_answer(cell, stack, max_tokens=400)
+        # The answer does not end by itself.
+        cell.send_signal("worker", signal.SIGSTOP)
+        cell.launcher.send_signal(signal.SIGINT)
+        cell.wait_for_log("draining num_requests=1")
+        cell.launcher.send_signal(signal.SIGINT)
+        with pytest.raises(grpc.RpcError) as ended:
+            list(answer)
+        assert reason_of(status_from_rpc_error(ended.value)) == "DRAINING"
+        cell.send_signal("worker", signal.SIGCONT)
+        assert cell.wait() == 0
 
 
 def test_ctrl_c_in_a_terminal_reaches_the_launcher_alone(tiny_model: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from shared.rpc import reason_of, status_from_rpc_error
+from tests.support.cell import start_cell
 from tests.support.client import Client, Completion, connect, token_request
 from tests.support.split_cell import SplitCell, run_split_cell
 from tests.support.token_client import Request, generate_tokens, prompt_request, read_to_end
@@ -175,3 +177,23 @@ async def test_a_direct_client_goes_on_by_itself_with_what_it_has(cell: SplitCel
     assert completion.finish is not None
     assert completion.finish.reason == common_pb2.FINISH_REASON_MAX_TOKENS
     assert completion.finish.usage.num_completion_tokens == 400
+
+
+@pytest.mark.slow
+async def test_a_lone_request_outlives_two_planned_stops_of_its_only_worker(tiny_model: Path) -> None:
+    request = make_requests(1)[0]
+    with start_cell(tiny_model, REFERENCE, "--drain-s=0") as cell:
+        async with connect(cell) as client:
+            undisturbed = await client.generate(request)
+            call, responses = await begin(client, request)
+            for _ in range(2):
+                await client.wait_until(lambda state: state.num_running)
+                pid = cell.send_signal("worker", signal.SIGTERM)
+                await cell.wait_until_serving("worker", instead_of=pid)
+            completion = await read_on(call, responses)
+            after = await client.wait_until_idle()
+        assert cell.log().count("the worker exited with code 0") == 2
+    assert (completion.token_ids, completion.text) == (undisturbed.token_ids, undisturbed.text)
+    assert completion.finish is not None
+    assert completion.finish.recovery.resume_count == 2
+    assert (after.num_lost_epochs, after.num_suspects) == (0, 0)

@@ -17,6 +17,8 @@ from tests.support.cell_model import Oracle
 _RESTART_S = (0.5, 3.0)
 # A process exits when a link inside its domain breaks; the launcher kills the rest after 2 s.
 _EXITS_S = (0.0, 2.0)
+# Until coupled leaders know that one of them was asked to end.
+_HEARS_S = (0.0, 1.0)
 
 
 class _Process(Protocol):
@@ -60,6 +62,7 @@ class SimulatedDomain:
                 collective=self._collective,
                 oracle=oracle,
                 end_domain=self.end,
+                on_leaving=self._on_leaving,
             )
             for rank in ranks
         }
@@ -81,6 +84,11 @@ class SimulatedDomain:
             if other is not process:
                 self._clock.after(self._rng.uniform(*_EXITS_S), other.end_process)
         self._clock.after(_EXITS_S[1] + self._rng.uniform(*_RESTART_S), self._start)
+
+    def _on_leaving(self) -> None:
+        """A leader was asked to end, and tells the others."""
+        for worker in self.workers.values():
+            self._clock.after(self._rng.uniform(*_HEARS_S), worker.leave)
 
     def close(self) -> None:
         """Release everything at the end of the run."""

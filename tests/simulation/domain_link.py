@@ -186,8 +186,8 @@ class DomainLink:
             _STEP_TROUBLE, lambda payload: worker.when_running(lambda: worker.on_step(stream, payload))
         )
         ends = StreamEnds(
-            on_progress=lambda progress: self._process.when_running(
-                lambda: self._tell_engine(RankHeartbeat(rank, epoch, progress))
+            on_beat=lambda progress, is_leaving: self._process.when_running(
+                lambda: self._tell_engine(RankHeartbeat(rank, epoch, progress, is_leaving))
             ),
             on_broken=lambda holder: self._after_delay(lambda: self._hear(_broken(rank, epoch, holder))),
             on_closed=lambda: self._send(rank, lambda: worker.on_close(stream)),

@@ -207,10 +207,21 @@ class EpochWatch:
         self._check_waiting(now)
         self._send(SentStep(step, now, rows, self._take_chunks(chunks)))
 
-    def lose(self) -> Iterator[Entry]:
-        """End the epoch; returns the entries of each step in flight, once per step, including those not live."""
-        in_flight = [entry for sent in self.in_flight for entry in sent.entries]
+    @property
+    def request_ids(self) -> set[str]:
+        """The requests in the batch or in flight that have not ended."""
         in_batch = {entered.entry for entered in self._batch.values()}
+        entries = in_batch.union(*(sent.entries for sent in self.in_flight))
+        return {entry.plan.request_id for entry in entries if entry.is_live}
+
+    def lose(self, *, may_resume: bool = True) -> Iterator[Entry]:
+        """End the epoch; returns the entries of each step in flight, once per step, including those not live.
+
+        Args:
+            may_resume: Whether sequences that it has computed are resumed elsewhere.
+        """
+        in_flight = [entry for sent in self.in_flight for entry in sent.entries]
+        in_batch = {entered.entry for entered in self._batch.values()} if may_resume else set()
         for entry in in_batch.union(in_flight):
             # A choice that ended with this event has already reported its number of resumes.
             entry.max_resumes += entry.is_live

@@ -63,6 +63,10 @@ class Fault(enum.Enum):
     QUEUE_FULL = "queue_full"
     LONG_ANSWER = "long_answer"
     UNEQUAL_POOLS = "unequal_pools"
+    # Planned stops, and drained ranks.
+    WORKER_LEAVE = "worker_leave"
+    MEMBER_LEAVE = "member_leave"
+    RANK_DRAIN = "rank_drain"
 
 
 # The probability of each at each of its opportunities; the rates of a run are drawn around it.
@@ -127,7 +131,13 @@ _LIKELIHOOD = {
     Fault.QUEUE_FULL: 1.0,
     Fault.LONG_ANSWER: 0.2,
     Fault.UNEQUAL_POOLS: 0.5,
+    # At each step, at each step that a leader relays, and at each arrival.
+    Fault.WORKER_LEAVE: 0.004,
+    Fault.MEMBER_LEAVE: 0.01,
+    Fault.RANK_DRAIN: 0.03,
 }
+# Faults after which a domain drains.
+DRAINS = frozenset({Fault.WORKER_LEAVE, Fault.MEMBER_LEAVE, Fault.RANK_DRAIN})
 
 # Faults that end an epoch at once, and faults that end it after a while, independently of what it computes.
 _KILLS = frozenset({Fault.WORKER_CRASH, Fault.LINK_BREAK, Fault.MEMBER_CRASH, Fault.MEMBER_LINK_BREAK})

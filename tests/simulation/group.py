@@ -49,6 +49,7 @@ class SimulatedGroup:
         collective: Collective,
         when_running: Callable[[Callable[[], object]], None],
         on_held: Callable[[], None],
+        on_leaving: Callable[[], None],
         end_leader: Callable[[], None],
         end_member: Callable[[SimulatedMember], None],
     ) -> None:
@@ -57,6 +58,7 @@ class SimulatedGroup:
         Args:
             when_running: Runs an action in the leader's process.
             on_held: Called when all members hold the epoch relayed last.
+            on_leaving: Called when a process of the group was asked to end, and the leader knows it.
             end_leader: Ends the leader's process, and with it the domain.
             end_member: Ends a member's process, and with it the domain.
         """
@@ -67,6 +69,7 @@ class SimulatedGroup:
         self._mix = mix
         self._when_running = when_running
         self._on_held = on_held
+        self._on_leaving = on_leaving
         self._end_leader = end_leader
         self._layout = RankLayout(dp_rank=rank, dp_size=settings.topology.dp_size, tp_size=settings.tp_size)
         self.members = [
@@ -101,8 +104,9 @@ class SimulatedGroup:
         self._num_starts += 1
         life = self.life = Life(self._clock, self._when_running)
         self.watch = GroupWatch(self._clock, self._settings.tp_size)
-        end = DomainEnd(cast(DeviceLoop, _LeaderDevice()), self._on_end)
+        end = self._domain_end = DomainEnd(cast(DeviceLoop, _LeaderDevice()), self._on_end)
         self.servicer = GroupServicer(self._layout, self.start_id, end, SILENCE_S)
+        life.loop.create_task(self._wait_until_leaving(end)).add_done_callback(retrieve)
         self._clock.after(self._rng.uniform(*_LOADS_S), lambda: life.do(self._open))
 
     def end(self) -> None:
@@ -123,6 +127,11 @@ class SimulatedGroup:
     def note_stop(self, until: float) -> None:
         """Record that the leader's process is stopped until then."""
         self._leader_stopped_until = until
+
+    def leave(self) -> None:
+        """Tell the members that the leader was asked to end."""
+        if self.members:
+            self.life.do(lambda: self._domain_end.leave("asked to end"))
 
     def fence(self, epoch: int) -> None:
         """Relay an epoch that the leader has accepted to the members."""
@@ -209,8 +218,15 @@ class SimulatedGroup:
         self.watch.leave(code, reason)
         self._end_leader()
 
+    async def _wait_until_leaving(self, end: DomainEnd) -> None:
+        await end.leaving.wait()
+        # Outside this loop: the scheduler, which has its own, hears of it at once.
+        self._clock.after(0.0, self._on_leaving)
+
     def _disturb(self) -> None:
         member = self._rng.choice(self.members)
+        if self._strikes(Fault.MEMBER_LEAVE):
+            self._clock.after(self._draw_delay_s(), member.leave)
         if self._strikes(Fault.MEMBER_CRASH):
             member.crash_after(self._draw_delay_s())
         if self._strikes(Fault.MEMBER_LINK_BREAK):

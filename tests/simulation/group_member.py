@@ -225,7 +225,7 @@ class SimulatedMember:
         self.stream = JoinStream(self._clock, self._rng, self._mix, self.group.life, life, self.group.servicer.Join)
         runner = PlayedRunner(self.group.num_blocks())
         device = _MemberDevice(self, runner, self._clock, self._rng, self._mix, life=life)
-        end = DomainEnd(cast(DeviceLoop, device), self._on_end)
+        end = self._domain_end = DomainEnd(cast(DeviceLoop, device), self._on_end)
         member = _WatchedMember(_Settings(self.layout, self.group.start_id), device, end, self.stream)
         self._clock.after(self._rng.uniform(*_LOADS_S), lambda: life.do(lambda: _open(life, member, runner)))
 
@@ -245,6 +245,11 @@ class SimulatedMember:
         """Break the connection: the leader's process has ended."""
         if self._is_up:
             self.stream.break_()
+
+    def leave(self) -> None:
+        """Ask the process to end (SIGTERM)."""
+        if self._is_up:
+            self.life.do(lambda: self._domain_end.leave("asked to end"))
 
     def crash_after(self, delay_s: float) -> None:
         """Let the process crash after a delay."""

@@ -242,6 +242,14 @@ class SchedulerProcess:
         """Handle an `Abort` call."""
         self.when_running(lambda: self.cell.direct_clients.abort(scheduler_pb2.AbortRequest(request_id=request_id)))
 
+    def drain(self, rank: int) -> None:
+        """Handle a `Drain` call."""
+        self.when_running(lambda: self.cell.drain(rank))
+
+    def undrain(self, rank: int) -> None:
+        """Handle an `Undrain` call."""
+        self.when_running(lambda: self.cell.undrain(rank))
+
     def flush_prefix_cache(self) -> None:
         """Handle a `FlushPrefixCache` call."""
         self.when_running(self.engine.flush_prefix_cache)

@@ -42,6 +42,7 @@ _CAUSES = {
 _GAPS = (Fault.MESSAGE_LOST, Fault.MESSAGE_REORDERED, Fault.MESSAGE_LATE)
 _SCHEDULER_ENDS = (Fault.SCHEDULER_RESTART, Fault.SCHEDULER_STOP)
 _ZOMBIE_S = (0.0, 3.0)
+_DRAINED_S = (0.0, 5.0)
 _SCHEDULER_STOPS_S = (1.0, 5.0, 15.0, 60.0)
 # A replica closes its stream to a scheduler that is silent for this long.
 _SCHEDULER_SILENCE_S = 5.0
@@ -76,6 +77,7 @@ class Report:
     """Deaths of failure domains."""
     num_suspects: int
     """The most requests accused by one death."""
+    num_lost_epochs: int
     num_schedulers: int
     num_preemptions: int
     num_accepted_tokens: int
@@ -163,6 +165,7 @@ class Simulation:
             sum(worker.num_attaches for domain in self._domains for worker in domain.workers.values()),
             sum(domain.num_deaths for domain in self._domains),
             max((scheduler.watch.suspects.max_accused for scheduler in schedulers), default=0),
+            sum(one.num_lost_epochs for one in counters),
             len(schedulers),
             sum(one.num_preemptions for one in counters),
             sum(one.num_accepted_tokens for one in counters),
@@ -225,8 +228,16 @@ class Simulation:
             number = self._rng.randrange(len(self._replicas))
             self._replicas[number].die()
             self._replicas[number] = self._make_replica()
+        if self._strikes(Fault.RANK_DRAIN):
+            self._drain_rank()
         if self._strikes(Fault.CACHE_FLUSH) and self._scheduler is not None:
             self._scheduler.flush_prefix_cache()
+
+    def _drain_rank(self) -> None:
+        scheduler, rank = self._scheduler, self._rng.randrange(self._settings.topology.dp_size)
+        if scheduler is not None:
+            scheduler.drain(rank)
+            self.clock.after(self._rng.uniform(*_DRAINED_S), lambda: scheduler.undrain(rank))
 
     def _abort_request(self, plan: RequestPlan) -> None:
         if self._scheduler is not None:

@@ -37,7 +37,8 @@ NO_HOLDER = Holder()
 class StreamEnds:
     """The callbacks of the two ends. `on_broken` receives the holder of the group if the stream was refused for it."""
 
-    on_progress: Callable[[int], None]
+    on_beat: Callable[[int, bool], None]
+    """Receives the worker's progress, and whether it is leaving."""
     on_broken: Callable[[Holder], None]
     on_closed: Callable[[], None]
 
@@ -56,10 +57,10 @@ class StepStream:
         self.is_broken = False
         self._ends = ends
 
-    def beat(self, progress: int) -> None:
+    def beat(self, progress: int, *, is_leaving: bool) -> None:
         """Deliver the worker's heartbeat, unless the link is silent."""
         if not self.is_broken and not self.answers.is_held:
-            self._ends.on_progress(progress)
+            self._ends.on_beat(progress, is_leaving)
 
     def break_(self, holder: Holder = NO_HOLDER) -> None:
         """End the stream from the worker's side, or break it; the scheduler is notified."""

@@ -35,6 +35,10 @@ class SuspectWatch:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._max_together
 
+    def ids(self) -> set[str]:
+        """All suspects."""
+        return set(self._max_together)
+
     def accuse(self, request_ids: Collection[str]) -> str | None:
         """Accuse the requests in the steps of a lost domain; returns the one that is poison, if any."""
         self._num_accusations += 1

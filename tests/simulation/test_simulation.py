@@ -8,7 +8,7 @@ import traceback
 import pytest
 
 from services.scheduler.core.batch.slot_table import RUN_TOKENS
-from tests.simulation.faults import Fault
+from tests.simulation.faults import DRAINS, Fault
 from tests.simulation.simulation import MIN_EVENTS, MIN_REQUESTS, SimulationError, simulate
 
 
@@ -64,6 +64,20 @@ def test_kills_from_outside_poison_nobody_who_gets_a_token_in_between() -> None:
             num_lost += report.num_attaches - report.dp_size
             assert not report.ends["POISON_REQUEST"]
     assert num_lost > 10
+
+
+def test_planned_stops_are_no_losses_and_accuse_no_request() -> None:
+    num_left = num_crashed = 0
+    for seed in range(20):
+        report = simulate(seed, DRAINS)
+        num_left += report.num_attaches - report.dp_size
+        assert (report.num_lost_epochs, report.num_suspects, report.ends["POISON_REQUEST"]) == (0, 0, 0)
+    # The watch checks that only the crashes among them count.
+    for seed in range(20):
+        kinds = [*DRAINS, Fault.WORKER_CRASH, Fault.SCHEDULER_RESTART, Fault.SCHEDULER_ZOMBIE, Fault.MEMBER_CRASH]
+        report = simulate(seed, kinds)
+        num_crashed += report.num_lost_epochs
+    assert min(num_left, num_crashed) > 10
 
 
 def test_a_merely_long_step_ends_no_epoch() -> None:

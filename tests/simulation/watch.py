@@ -20,19 +20,23 @@ from services.scheduler.cell.events import (
     Deliver,
     DomainAttached,
     DomainLost,
+    DrainRank,
     DropDomain,
     Event,
     Exit,
     RankHeartbeat,
+    ReleaseDomain,
     SendStep,
     StepReturned,
     Submission,
+    UndrainRank,
 )
 from services.scheduler.core.batch.sequence import Finish, FinishReason
-from services.scheduler.core.batch.step import Outputs, StepResult
+from services.scheduler.core.batch.step import Outputs, Step, StepResult
 from services.scheduler.server.direct_clients import DIRECT_CLIENT
 from shared.ids import DpRank
 from shared.limits import TOKEN_DTYPE
+from tests.simulation.drain_watch import DrainWatch
 from tests.simulation.epoch_watch import Entry, EpochWatch, Key, Number, SentStep
 from tests.simulation.lockstep_watch import check_lockstep
 from tests.simulation.responses import Responses
@@ -63,6 +67,8 @@ class EngineWatch:
         # By rank; only ranks whose domain is attached.
         self._epochs: dict[int, EpochWatch] = {}
         self.suspects = SuspectWatch()
+        self._drains = DrainWatch(settings, self._epochs)
+        self._num_lost_epochs = 0
         self.num_steps = 0
         self.num_dummy_steps = 0
         self._engine: Engine | None = None
@@ -100,13 +106,18 @@ class EngineWatch:
                 # The engine checks its ranks before it handles the event.
                 assert self._is_overdue(action.domain, now), "the engine drops a healthy rank"
                 self._drop(action.domain, action.epoch, due)
-        self._take_in(event, due, now)
+        if isinstance(event, RankHeartbeat | DrainRank):
+            self._take_drain(event, actions, now)
+        else:
+            self._take_in(event, due, now)
         sent = self._take_actions(actions, now)
         assert sent == due, f"the engine sent {sent}, expected {due}"
         if self.suspects:
             self.suspects.keep({entry.plan.request_id for entry in self._live.values()})
         if any(isinstance(action, SendStep) for action in actions):
             self._check_domains()
+        self._drains.check(now)
+        assert engine.state().counters.num_lost_epochs == self._num_lost_epochs, "losses are counted wrong"
         self._check_rest(engine, now)
         if not all(isinstance(action, Beat) for action in actions):
             self._check_integrity(engine)
@@ -132,8 +143,13 @@ class EngineWatch:
                     responses.closed.add(client)
                 case DropDomain(domain):
                     responses.dropped.add(domain)
+                case ReleaseDomain(domain, epoch):
+                    assert self._epoch_of(domain) == epoch, "the engine releases an epoch that it does not have"
+                    self._release(domain, may_resume=self._drains.check_release(domain, now))
                 case SendStep(rank, step):
                     assert rank in self._epochs, "a step for a rank that is not attached"
+                    if self._drains:
+                        self._drains.check_step(rank, self._entering(step) - self.suspects.ids(), now)
                     self._epochs[rank].check_step(step, now)
                     self.num_steps += 1
                     self.num_dummy_steps += step.batch.is_dummy
@@ -172,15 +188,23 @@ class EngineWatch:
                 self._attach(domain, facts[0].epoch, due, now)
             case DomainLost(domain, epoch):
                 if self._epoch_of(domain) == epoch:
-                    self._lose(domain, due)
-            case RankHeartbeat(rank, epoch, progress):
-                self._hear(rank, epoch, progress, now)
+                    self._lose_link(domain, due)
+            case UndrainRank(rank):
+                self._drains.undrain(rank)
             case StepReturned(rank, result):
                 self._take_result(rank, result, due, now)
 
-    def _hear(self, rank: int, epoch: int, progress: int, now: float) -> None:
-        if rank in self._epochs and self._epochs[rank].number == epoch:
-            self._epochs[rank].signs.take(progress, now)
+    def _take_drain(self, event: RankHeartbeat | DrainRank, actions: list[Action], now: float) -> None:
+        is_after_drop = any(isinstance(action, DropDomain) for action in actions)
+        # The steps that follow a drop were sent before the event was handled.
+        steps = [action.step for action in actions if isinstance(action, SendStep) and is_after_drop]
+        entering = set().union(*map(self._entering, steps))
+        if isinstance(event, DrainRank):
+            self._drains.drain(event.rank, entering, now)
+        elif event.rank in self._epochs and self._epochs[event.rank].number == event.epoch:
+            self._epochs[event.rank].signs.take(event.progress, now)
+            if event.is_leaving:
+                self._drains.leave(event.rank, entering, now)
 
     def _forget_all(self, is_gone: Callable[[Entry], bool]) -> None:
         for entry in [entry for entry in self._live.values() if is_gone(entry)]:
@@ -264,6 +288,7 @@ class EngineWatch:
                 self._end(entry, due, "EXACT_UNAVAILABLE")
         for rank in self._settings.topology.ranks_of(domain):
             assert rank not in self._epochs, "a domain is attached twice"
+            self._drains.attach(rank)
             waits_here = partial(self._waits_at, rank)
             self._epochs[rank] = EpochWatch(rank, number, self._settings, self._live, now=now, waits_here=waits_here)
 
@@ -273,11 +298,33 @@ class EngineWatch:
 
     def _lose(self, domain: int, due: Responses, *, accuses_rows: bool = True) -> None:
         """End a domain's epoch; the requests in its steps in flight become suspects if `accuses_rows`."""
+        self._num_lost_epochs += 1
+        self._drains.end(domain)
         lost = [self._epochs.pop(rank) for rank in self._settings.topology.ranks_of(domain)]
         in_flight = {entry.plan.request_id for epoch in lost for entry in epoch.lose() if entry.is_live}
         poison = self.suspects.accuse(in_flight) if accuses_rows else None
         for entry in [entry for entry in self._live.values() if entry.plan.request_id == poison]:
             self._end(entry, due, "POISON_REQUEST")
+
+    def _lose_link(self, domain: int, due: Responses) -> None:
+        if self._drains.is_leaving(domain):
+            self._release(domain, may_resume=True)
+        else:
+            self._lose(domain, due)
+
+    def _release(self, domain: int, *, may_resume: bool) -> None:
+        """End a domain's epoch as planned: no request is suspected for it, and it is no loss."""
+        self._drains.end(domain)
+        for rank in self._settings.topology.ranks_of(domain):
+            self._epochs.pop(rank).lose(may_resume=may_resume)
+        assert self._engine is not None
+        suspects = self._engine._cell._quarantine.suspects.ids()
+        assert all(request_id in self.suspects for request_id in suspects), "a planned stop accuses a request"
+
+    def _entering(self, step: Step) -> set[str]:
+        """The requests that enter with a step."""
+        entries = (self._live[number_of(enter.params.seed), enter.choice] for enter in step.batch.enters)
+        return {entry.plan.request_id for entry in entries}
 
     def _waits_at(self, rank: int, entry: Entry) -> bool:
         """Whether a choice waits in the queue to enter the batch of this rank."""
@@ -285,7 +332,8 @@ class EngineWatch:
             # Suspects wait for a trial, and all other requests for its end.
             return False
         assert self._engine is not None
-        return self._settings.topology.dp_size == 1 or rank_of(self._engine, entry.key) == rank
+        is_only_place = self._settings.topology.dp_size == 1 and not self._drains
+        return is_only_place or rank_of(self._engine, entry.key) == rank
 
     def _take_result(self, rank: DpRank, result: StepResult, due: Responses, now: float) -> None:
         answer, epoch = self._answer, self._epochs.get(rank)
@@ -388,7 +436,7 @@ class EngineWatch:
                 self.suspects.check_together(ids, max(len(rank.in_flight) for rank in ranks))
 
     def _check_rest(self, engine: Engine, now: float) -> None:
-        if self._epochs and self._live:
+        if self._live and any(not self._drains.is_draining(rank) for rank in self._epochs):
             is_idle = not any(epoch.in_flight for epoch in self._epochs.values())
             assert not is_idle, "requests wait, the workers are idle, and no step is sent"
         wakeup = engine.next_wakeup()

@@ -16,7 +16,7 @@ from lockstep.internal.v1 import worker_pb2
 from services.scheduler.cell.attach import Accepted, GroupPlace, Refused
 from services.worker.server.claim import NOTHING_LAUNCHED, ClaimLedger, LaunchedStep
 from services.worker.step import StepOutput
-from shared.errors import ServiceError
+from shared.errors import NotReadyError, ServiceError
 from shared.ids import DpRank
 from shared.limits import TOKEN_DTYPE
 from tests.simulation.clock import Clock
@@ -38,6 +38,10 @@ _SILENCES_S = (1.0, 5.0, 30.0)
 _NOTICE_S = (0.0, 2.0)
 # Rarer than real heartbeats, which keeps the number of events low, but often enough for the scheduler.
 _HEARTBEATS_S = (0.5, 2.5)
+# A group that its scheduler does not drain in time ends this long after that.
+_DRAIN_MARGIN_S = 5.0
+_SHARE_OF_SECOND_SIGNALS = 0.3
+_SECOND_SIGNALS_S = (0.0, 0.3)
 # A coupled rank that is silent for this long ends its domain.
 _DOMAIN_SILENCE_S = 3.0
 # An `Attach` that finds a launched step unanswered for this long reports the worker as stuck.
@@ -89,6 +93,7 @@ class SimulatedWorker:
         collective: Collective,
         oracle: Oracle,
         end_domain: Callable[[Any], None],
+        on_leaving: Callable[[], None],
     ) -> None:
         self.num_attaches = 0
         self.num_computed_dummies = 0
@@ -100,7 +105,9 @@ class SimulatedWorker:
         self._collective = collective
         self._oracle = oracle
         self._end_domain: Callable[[], None] = partial(end_domain, self)
+        self._on_leaving = on_leaving
         self._is_up = False
+        self._is_leaving = False
         self._pause = Pause(clock)
         self._claim = ClaimLedger()
         # The highest epoch fenced in this process: no older step may be launched.
@@ -119,6 +126,7 @@ class SimulatedWorker:
             collective=collective,
             when_running=self.when_running,
             on_held=self._accept_if_held,
+            on_leaving=self.leave,
             end_leader=self._end_domain,
             end_member=end_domain,
         )
@@ -132,9 +140,10 @@ class SimulatedWorker:
         try:
             self._claim.offer(epoch, instance_id, self._clock.now)
         except ServiceError as error:
-            holder = self._holder()
+            holder = NO_HOLDER if isinstance(error, NotReadyError) else self._holder()
             answer(Refused(self._rank, epoch, error.reason, holder.epoch, holder.instance_id))
             return
+        assert not self._is_leaving, "a group that is leaving is claimed"
         self._fence = epoch
         self._supersede()
         offer = self._offer = _Offer(epoch, before, answer)
@@ -162,6 +171,8 @@ class SimulatedWorker:
         self._claim.end_stream(stream.number)
         if stream is self._stream:
             self.group.close_stream()
+            if self._is_leaving:
+                self._end_domain()
 
     def on_step(self, stream: StepStream, payload: bytes) -> None:
         """Handle a step from the scheduler."""
@@ -198,11 +209,15 @@ class SimulatedWorker:
             return
         self._end_domain()
 
+    def leave(self) -> None:
+        """Ask the process to end (SIGTERM), or tell it that another process of the domain was asked."""
+        self.when_running(self._leave)
+
     def end_process(self) -> None:
         """End the process and discard its state."""
         if not self._is_up:
             return
-        self._is_up = False
+        self._is_up = self._is_leaving = False
         self._pause.end()
         self._launched.clear()
         self._model = self._offer = None
@@ -229,7 +244,26 @@ class SimulatedWorker:
         """Run `action` in the process: now, or when it is continued (SIGCONT); never if it ends before."""
         self._pause.when_over(action)
 
+    def _leave(self) -> None:
+        if not self._is_up or self._is_leaving:
+            return
+        self._is_leaving = self._claim.is_leaving = True
+        self.group.leave()
+        self._on_leaving()
+        if self._stream is None or self._stream.is_broken:
+            self._end_domain()
+            return
+        self._stream.beat(self._progress, is_leaving=True)
+        patience_s = self._settings.policy.drain_s + _DRAIN_MARGIN_S
+        # After a first step the scheduler has certainly taken in the heartbeat above.
+        if self._claim.next_step_id > 1 and self._rng.random() < _SHARE_OF_SECOND_SIGNALS:
+            patience_s = self._rng.uniform(*_SECOND_SIGNALS_S)
+        claim = self._claim
+        self._clock.after(patience_s, lambda: self._end_domain() if claim is self._claim else None)
+
     def _disturb(self, stream: StepStream) -> None:
+        if self._strikes(Fault.WORKER_LEAVE):
+            self._clock.after(self._rng.uniform(0.0, 0.1), self.leave)
         if self._strikes(Fault.WORKER_CRASH):
             self._end_domain()
         if self._strikes(Fault.LINK_BREAK):
@@ -367,7 +401,7 @@ class SimulatedWorker:
             return
         if not self.is_stopped:
             self._progress += bool(self._launched) and self._collective.gets_on
-            stream.beat(self._progress)
+            stream.beat(self._progress, is_leaving=self._is_leaving)
         delay_s = self._rng.uniform(*_HEARTBEATS_S)
         self._clock.after(delay_s, lambda: self._beat(stream), is_background=True)
 

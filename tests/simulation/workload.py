@@ -12,7 +12,7 @@ from services.scheduler.core.queue.waiting_queue import QueuePolicy
 from services.scheduler.core.worker_facts import WorkerFacts
 from services.worker.batch.enter_checks import BatchLimits
 from shared.limits import NO_OPTIONS, SamplingOptions, SamplingParams
-from tests.simulation.faults import Fault, FaultMix
+from tests.simulation.faults import DRAINS, Fault, FaultMix
 from tests.support.cell_model import VOCABULARY, HashGrammar, Oracle, expected_completion
 
 EOS_TOKEN_IDS = tuple(range(7, 22))
@@ -26,6 +26,7 @@ _LONG_COMPLETION_TOKENS = (601, 700)
 _LONG_PROMPT_TOKENS = (496, 511)
 _LONG_CONTEXT_LENGTH = 832
 _MAX_LONG_ANSWERS = 2
+_DRAINS_S = (0.0, 0.5, 5.0)
 # Follow-ups and shared ids refer to one of this many recent requests.
 _NUM_RECENT = 8
 # The share of cells whose DP ranks have several processes.
@@ -162,6 +163,7 @@ class CellSettings:
             retraction_policy=rng.choice(list(RetractionPolicy)),
             share_in_step=rng.random() < 0.5,
             max_prefill_wait_steps=2 * (max_num_seqs % 2),
+            drain_s=rng.choice(_DRAINS_S) if mix.rates.keys() & DRAINS else _DRAINS_S[-1],
         )
         # The smallest pool holds just the longest request.
         num_pool_tokens = rng.choice([160, 160, 256, 800])

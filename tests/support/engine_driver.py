@@ -19,6 +19,7 @@ from services.scheduler.cell.events import (
     DropDomain,
     Event,
     RankHeartbeat,
+    ReleaseDomain,
     SendStep,
     StepReturned,
     Submission,
@@ -136,8 +137,8 @@ class EngineDriver:
     """An engine with all ranks attached, whose steps run when the test calls `step`. The test sets `now`.
 
     As time passes, the engine is woken when it asks to be, and all ranks but `silent_ranks` send heartbeats with their
-    `progress`. Drafts are always right for the first choice of a request submitted here, unless `oracle` is fallible.
-    `poison`: see `WorkerModel`.
+    `progress`; those of `leaving_domains` say that they are leaving. Drafts are always right for the first choice of a
+    request submitted here, unless `oracle` is fallible. `poison`: see `WorkerModel`.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class EngineDriver:
         self.now = 0.0
         self.oracle = oracle or Oracle()
         self.silent_ranks: set[int] = set()
+        self.leaving_domains: set[int] = set()
         self.progress: dict[int, int] = {}
         self._num_draft_tokens = num_draft_tokens
         self._poison = poison
@@ -209,6 +211,11 @@ class EngineDriver:
         """Break the link to an attached domain."""
         return self.on_event(DomainLost(domain, self.epochs[domain]))
 
+    def leave(self, domain: int = 0) -> list[Action]:
+        """Let an attached domain's workers say that they are leaving, from now on."""
+        self.leaving_domains.add(domain)
+        return self.on_event(self._heartbeat(self.topology.ranks_of(domain)[0], domain))
+
     def on_event(self, event: Event) -> list[Action]:
         """Pass an event to the engine, process its actions, and check its integrity.
 
@@ -219,6 +226,7 @@ class EngineDriver:
         if isinstance(event, DomainAttached):
             # The workers start empty, and steps in transit to them are lost.
             self.epochs[event.domain] = event.facts[0].epoch
+            self.leaving_domains.discard(event.domain)
             for rank in self.topology.ranks_of(event.domain):
                 self.workers[rank] = self._make_worker()
                 self.sent_to[rank].clear()
@@ -233,11 +241,14 @@ class EngineDriver:
         """Wake the engine at each time it asked for up to `now`, after heartbeats of the ranks."""
         while (wakeup := self.engine.next_wakeup()) <= self.now:
             time = max(wakeup, 0.0)
-            for domain, epoch in list(self.epochs.items()):
+            for domain in list(self.epochs):
                 for rank in self.topology.ranks_of(domain):
                     if rank not in self.silent_ranks:
-                        self.actions += self._hand_over(RankHeartbeat(rank, epoch, self.progress.get(rank, 0)), time)
+                        self.actions += self._hand_over(self._heartbeat(rank, domain), time)
             self.actions += self._hand_over(TimePassed(), time)
+
+    def _heartbeat(self, rank: DpRank, domain: int) -> RankHeartbeat:
+        return RankHeartbeat(rank, self.epochs[domain], self.progress.get(rank, 0), domain in self.leaving_domains)
 
     def _hand_over(self, event: Event, now: float) -> list[Action]:
         actions = self.engine.on_event(event, now)
@@ -246,7 +257,7 @@ class EngineDriver:
         for action in actions:
             if isinstance(action, SendStep):
                 self.sent_to[action.rank].append(action.step)
-            elif isinstance(action, DropDomain):
+            elif isinstance(action, DropDomain | ReleaseDomain):
                 self._forget_epoch(action.domain, action.epoch)
             elif isinstance(action, Deliver):
                 self.delivered.append(action)

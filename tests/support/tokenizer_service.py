@@ -18,6 +18,7 @@ from services.tokenizer.__main__ import serve
 from services.tokenizer.config import TokenizerSettings
 from services.tokenizer.request.model import load_model
 from services.tokenizer.server.servicer import TOKENIZER_SERVICE
+from shared.lifecycle import StopRequest
 from shared.model_dir import model_digest
 from shared.rpc import make_channel, make_server
 from tests.support.exchange_peer import ExchangePeer
@@ -43,7 +44,7 @@ class Service:
     channel: grpc.aio.Channel
     peers: list[ExchangePeer]
     peer_servers: list[grpc.aio.Server]
-    stop: asyncio.Event
+    stop: StopRequest
     task: asyncio.Task[int]
 
     @property
@@ -109,14 +110,16 @@ async def run_tokenizer_service(
         await peer_servers[-1].start()
     address = f"unix:{socket_dir}/tokenizer.sock"
     service_settings = TokenizerSettings(listen=address, scheduler=tuple(addresses), model_dir=model_dir, **settings)
-    stop = asyncio.Event()
+    stop = StopRequest()
     task = asyncio.create_task(serve(service_settings, load_model(service_settings), stop))
     async with make_channel(address) as channel:
         stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
         try:
             yield Service(stub, channel, peers, peer_servers, stop, task)
         finally:
-            stop.set()
+            # Twice: what a test has left in flight is not waited for.
+            stop.on_signal()
+            stop.on_signal()
             exit_code = await task
             for peer_server in peer_servers:
                 await peer_server.stop(grace=0)

@@ -142,5 +142,6 @@ class WorkerPeer(worker_pb2_grpc.WorkerServiceServicer):
         while True:
             progress += 1
             if not self.is_silent:
-                await context.write(worker_pb2.StepResult(heartbeat=worker_pb2.Heartbeat(progress=progress)))
+                heartbeat = worker_pb2.Heartbeat(progress=progress, is_leaving=self.ledger.is_leaving)
+                await context.write(worker_pb2.StepResult(heartbeat=heartbeat))
             await asyncio.sleep(_BEAT_S)

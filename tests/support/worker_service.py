@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,12 @@ class Worker:
         """Open the worker for claims."""
         self.servicer.open(DeviceSteps(self.device, runner, self.end, is_alone=True, profile_dir=profile_dir))
 
-    async def attach(self, epoch: int, scheduler: str = "one", **sizes: int) -> worker_pb2.AttachResponse:
-        """Claim the worker."""
-        response: worker_pb2.AttachResponse = await self.stub.Attach(attach_request(epoch, scheduler, **sizes))
+    async def attach(
+        self, epoch: int, scheduler: str = "one", *, drain_s: float | None = None, **sizes: int
+    ) -> worker_pb2.AttachResponse:
+        """Claim the worker; see `attach_request`."""
+        request = attach_request(epoch, scheduler, drain_s=drain_s, **sizes)
+        response: worker_pb2.AttachResponse = await self.stub.Attach(request)
         return response
 
     async def execute(self, epoch: int = 1, scheduler: str = "one") -> Any:
@@ -70,10 +74,15 @@ class Worker:
         return [unpack(result.token_ids) for result in await rest_of(call)]
 
 
-def attach_request(epoch: int, scheduler: str = "one", **sizes: int) -> worker_pb2.AttachRequest:
-    """A claim of a worker, with valid sizes."""
-    defaults = {"block_size": BLOCK_SIZE, "max_num_seqs": 8, "max_num_batched_tokens": 256}
-    return worker_pb2.AttachRequest(epoch=epoch, scheduler_instance_id=scheduler, **(defaults | sizes))
+def attach_request(
+    epoch: int, scheduler: str = "one", *, drain_s: float | None = None, **sizes: int
+) -> worker_pb2.AttachRequest:
+    """A claim of a worker, with valid sizes; None is a scheduler that does not drain."""
+    drain_time = None if drain_s is None else timedelta(seconds=drain_s)
+    request = worker_pb2.AttachRequest(epoch=epoch, scheduler_instance_id=scheduler, drain_time=drain_time)
+    for name, size in {"block_size": BLOCK_SIZE, "max_num_seqs": 8, "max_num_batched_tokens": 256, **sizes}.items():
+        setattr(request, name, size)
+    return request
 
 
 def request(step: Step, epoch: int = 1) -> worker_pb2.StepRequest:

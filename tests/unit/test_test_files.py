@@ -28,6 +28,7 @@ TESTED_BY = {
         "services/scheduler/core/running_batch.py",
         "services/scheduler/core/scheduler.py",
     ),
+    "unit/scheduler/cell/test_engine_drains.py": ("services/scheduler/cell/drains.py",),
     "unit/scheduler/cell/test_engine_epochs.py": (
         "services/scheduler/cell/domain.py",
         "services/scheduler/cell/heartbeat.py",
@@ -212,7 +213,7 @@ TESTED_BY = {
     ),
     "unit/shared/cli/test_service_process.py": ("shared/cli/child_process.py",),
     "unit/shared/cli/test_supervisor.py": ("shared/cli/cell_processes.py",),
-    "integration/test_interrupts.py": ("shared/lifecycle.py", "shared/parent.py"),
+    "integration/test_interrupts.py": ("shared/parent.py",),
     "unit/worker/test_metrics.py": ("services/worker/runner/step_totals.py",),
     "unit/shared/cli/test_cell_plan.py": ("shared/cli/manage_flag.py", "shared/cli/tls_flags.py"),
     "unit/shared/test_tls.py": ("shared/tls_metrics.py",),

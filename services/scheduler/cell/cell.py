@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.scheduler.cell.domain import Domain, Rank
+from services.scheduler.cell.drains import Drains
 from services.scheduler.cell.events import Action
 from services.scheduler.cell.placement import Placement, by_request
 from services.scheduler.cell.quarantine.quarantine import Quarantine
@@ -14,15 +15,15 @@ from services.scheduler.core.batch.sequence import Finish, Sequence
 from services.scheduler.core.batch.step import OutputsByClient, RequestEnd, StepKind, StepResult
 from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerCounters, SchedulerPolicy
 from services.scheduler.core.queue.waiting_queue import WaitingQueue
-from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.scheduler import RecoveredSequences, Scheduler
 from services.scheduler.core.worker_facts import WorkerFacts
 
 
 class Cell:
     """The DP ranks, and a queue of the sequences that no rank may take now.
 
-    When a domain is lost, or emptied to try suspects, its sequences go to other ranks or to the unplaced queue.
-    Suspects wait there until they are tried.
+    When a domain is lost, drained, or emptied to try suspects, its sequences go to other ranks or to the unplaced
+    queue. Suspects wait there until they are tried.
 
     Invariant: a sequence that has not ended is in the scheduler of its `rank`, or in the unplaced queue if it has none.
     """
@@ -35,7 +36,15 @@ class Cell:
         *,
         counters: SchedulerCounters,
         is_alive: Callable[[str], bool],
+        is_current: Callable[[Sequence], bool],
     ) -> None:
+        """Make a cell without workers.
+
+        Args:
+            is_alive: Whether a request, by id, has not ended.
+            is_current: Whether a sequence belongs to the present attempt of such a request.
+        """
+        self._is_current = is_current
         self.ranks = [Rank(rank, Scheduler(policy, cache, counters)) for rank in topology.ranks]
         self.domains = [
             Domain(domain, [self.ranks[rank] for rank in topology.ranks_of(domain)], policy)
@@ -49,8 +58,9 @@ class Cell:
         self._placement = Placement(policy.placement_tokens_per_seq)
         self._recoveries = Recoveries(counters)
         self._quarantine = Quarantine(self.domains, policy, counters, is_alive)
-        # Whether a trial or a recovery is in progress; every result is inspected then.
-        self._is_disturbed = False
+        self.drains = Drains(policy.drain_s)
+        self.is_disturbed = False
+        """Whether a trial, a drain or a recovery is in progress; every result is inspected then."""
 
     @property
     def num_steps(self) -> int:
@@ -117,20 +127,44 @@ class Cell:
             The sequences, and the id of a request found to be poison.
         """
         self._counters.num_lost_epochs += 1
-        self._is_disturbed = True
-        recovered = domain.end_epoch(now)
+        recovered = self._end_epoch(domain, now)
         self._recoveries.begin([seq for lost in recovered for seq in lost.computed], now)
         in_flight = [request_id for lost in recovered for request_id in lost.in_flight]
         poison = self._quarantine.on_lost(domain, in_flight if accuses_rows else [], now)
-        sequences = [seq for lost in recovered for seq in lost.sequences]
-        for choices in by_request(sequences):
-            self.add(choices, now)
-        return sequences, poison
+        return self._requeue(recovered, now), poison
+
+    def release(self, domain: Domain, now: float) -> list[Sequence]:
+        """End an attached domain's epoch as planned, which is no loss: as `lose`, but it is not counted or suspicious.
+
+        Returns:
+            The sequences.
+        """
+        recovered = self._end_epoch(domain, now)
+        self._quarantine.on_lost(domain, [], now)
+        return self._requeue(recovered, now)
+
+    def on_leaving(self, domain: Domain, now: float) -> None:
+        """An attached domain's workers were asked to end: drain it."""
+        domain.is_leaving = True
+        self._begin_drain(domain, now)
+
+    def drain(self, domain: Domain, now: float) -> None:
+        """Drain a domain, and keep it empty whenever it is attached; a second call changes nothing."""
+        domain.is_drained_by_operator = True
+        if domain.epoch is not None and not domain.is_empty:
+            self._begin_drain(domain, now)
+
+    def undrain(self, domain: Domain) -> None:
+        """Take `drain` back."""
+        domain.is_drained_by_operator = False
+        if not domain.is_leaving:
+            self.drains.end(domain)
+            self._quarantine.on_opened()
 
     def postprocess(self, rank: Rank, result: StepResult, now: float) -> OutputsByClient:
         """See `Scheduler.postprocess`; also clears suspects and ends recoveries."""
         scheduler = rank.scheduler
-        if not self._is_disturbed:
+        if not self.is_disturbed:
             return scheduler.postprocess(result, now)
         record = scheduler.oldest_in_flight
         assert record is not None
@@ -139,7 +173,8 @@ class Cell:
         self._recoveries.note(sequences[: len(record.row_slots)], now)
         domain = self.domain_by_rank[rank.number]
         if record.kind is StepKind.DECODE and self._quarantine.is_on(domain):
-            self._quarantine.suspects.clear(domain.number, {seq.id for seq in sequences})
+            # A row of an attempt that was replaced clears nothing: the present one is tried.
+            self._quarantine.suspects.clear(domain.number, {seq.id for seq in sequences if self._is_current(seq)})
         return outputs
 
     def settle(self, now: float) -> None:
@@ -150,17 +185,14 @@ class Cell:
                 self._place_unplaced(frozenset(request_ids), now)
         if self._quarantine.take_has_opened():
             self._place_unplaced(None, now)
-        self._is_disturbed = bool(self._quarantine) or bool(self._recoveries)
+        self.is_disturbed = bool(self._quarantine) or bool(self._recoveries) or bool(self.drains)
 
     def send_ahead(self, now: float) -> list[Action]:
         """See `Domain.send_ahead`."""
         return [action for domain in self.domains for action in domain.send_ahead(now)]
 
     def advance_rank(self, rank: Rank, now: float) -> list[Action]:
-        """Settle and send ahead when only a step of this rank has returned."""
-        if self._is_disturbed:
-            self.settle(now)
-            return self.send_ahead(now)
+        """Send ahead when only a step of this rank has returned, and nothing is disturbed."""
         if len(self.ranks) > 1 and rank.scheduler.is_empty:
             self._placement.rebalance(rank, self._quarantine.open_ranks(), now)
         return self.domain_by_rank[rank.number].send_ahead(now)
@@ -191,6 +223,7 @@ class Cell:
         assert not self._unplaced.num_running, "a sequence runs without a rank"
         for domain in self.domains:
             assert domain.epoch is not None or domain.is_empty, "a sequence is on a rank without a worker"
+        self.drains.check_integrity(self.domains)
         self._quarantine.check_integrity()
 
     def _rank_state(self, rank: Rank) -> RankState:
@@ -198,6 +231,7 @@ class Cell:
         return RankState(
             rank=rank.number,
             is_attached=self.domain_by_rank[rank.number].epoch is not None,
+            is_draining=self.domain_by_rank[rank.number].is_draining,
             num_steps=scheduler.num_steps,
             num_waiting=scheduler.num_waiting,
             num_running=scheduler.num_running,
@@ -217,6 +251,33 @@ class Cell:
         if self._recoveries:
             self._recoveries.note((seq,), now)
         return self._unplaced if seq.rank is None else self.ranks[seq.rank].scheduler
+
+    def _end_epoch(self, domain: Domain, now: float) -> list[RecoveredSequences]:
+        self.is_disturbed = True
+        self.drains.end(domain)
+        return domain.end_epoch(now)
+
+    def _requeue(self, recovered: list[RecoveredSequences], now: float) -> list[Sequence]:
+        sequences = [seq for lost in recovered for seq in lost.sequences]
+        for choices in by_request(sequences):
+            self.add(choices, now)
+        return sequences
+
+    def _begin_drain(self, domain: Domain, now: float) -> None:
+        if self.drains.try_begin(domain, now):
+            self.is_disturbed = True
+            for rank in domain.ranks:
+                self._move_waiting(rank, now)
+
+    def _move_waiting(self, rank: Rank, now: float) -> None:
+        """Move the requests of which the rank computes no choice."""
+        waiting = rank.scheduler.waiting_sequences()
+        computed = {seq.id for seq in set(rank.scheduler.unfinished()).difference(waiting)}
+        for choices in by_request(waiting):
+            if choices[0].id not in computed:
+                for seq in choices:
+                    rank.scheduler.withdraw(seq, now)
+                self.add(choices, now)
 
     def _empty(self, domain: Domain, now: float) -> None:
         """No step may be in flight."""

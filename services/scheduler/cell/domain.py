@@ -27,7 +27,8 @@ class Rank:
 class Domain:
     """Ranks that share an epoch: all coupled ranks, or a single one.
 
-    Invariant: without an epoch its ranks hold no sequence and no step is in flight. While `is_held`, no step is sent.
+    Invariant: without an epoch its ranks hold no sequence and no step is in flight. While `is_held` or `is_ending`, no
+    step is sent.
     """
 
     def __init__(self, number: int, ranks: list[Rank], policy: SchedulerPolicy) -> None:
@@ -35,9 +36,20 @@ class Domain:
         self.ranks = ranks
         self.epoch: int | None = None
         self.is_held = False
+        self.is_leaving = False
+        """Whether its workers were asked to end; until the epoch ends."""
+        self.is_drained_by_operator = False
+        """Whether an operator wants no work on it; across epochs."""
+        self.is_ending = False
+        """Whether the epoch ends when the steps in flight have returned; see `Drains`."""
         self._policy = policy
         self._schedulers = [rank.scheduler for rank in ranks]
         self._planner = LockstepPlanner(self._schedulers, policy.max_prefill_wait_steps) if len(ranks) > 1 else None
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it takes no new sequences."""
+        return self.is_leaving or self.is_drained_by_operator
 
     @property
     def is_quiet(self) -> bool:
@@ -62,7 +74,7 @@ class Domain:
     def end_epoch(self, now: float) -> list[RecoveredSequences]:
         """End the epoch; returns the sequences that the ranks had."""
         self.epoch = None
-        self.is_held = False
+        self.is_held = self.is_leaving = False
         return [scheduler.end_epoch(now) for scheduler in self._schedulers]
 
     def set_depth(self, max_steps_in_flight: int) -> None:
@@ -72,7 +84,7 @@ class Domain:
 
     def send_ahead(self, now: float) -> list[Action]:
         """Send the steps for which there is work and room."""
-        if self.epoch is None or self.is_held:
+        if self.epoch is None or self.is_held or self.is_ending:
             return []
         if self._planner is not None:
             return [

@@ -16,17 +16,21 @@ from services.scheduler.cell.events import (
     ClientMessage,
     DomainAttached,
     DomainLost,
+    DrainRank,
     DropDomain,
     Event,
     Exit,
     RankHeartbeat,
+    ReleaseDomain,
     StepReturned,
     TimePassed,
+    UndrainRank,
 )
 from services.scheduler.cell.heartbeat import Heartbeat
 from services.scheduler.cell.request_manager import RequestManager, deliver
 from services.scheduler.cell.requests import RequestTable
 from services.scheduler.cell.state import CellState
+from services.scheduler.core.batch.sequence import Sequence
 from services.scheduler.core.batch.step import OutputsByClient, StepResult
 from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerCounters, SchedulerPolicy, StepBudget
 from services.scheduler.core.worker_facts import WorkerFacts
@@ -40,7 +44,8 @@ class Engine:
 
     A domain's epoch ends when a link breaks, a result is invalid, or a rank is silent or makes no progress. Its
     requests then wait, with their tokens, for the next rank. Their clients only learn that they resume, unless a
-    request turns out to crash its workers.
+    request turns out to crash its workers. The epoch of a domain that says that it is leaving ends as planned, which
+    accuses no request; see `Drains`.
 
     An engine that was stopped for longer than its claim to the workers lasts asks for its process to end, whatever
     events follow.
@@ -57,6 +62,7 @@ class Engine:
             topology,
             counters=self._counters,
             is_alive=lambda request_id: self._requests.by_id(request_id) is not None,
+            is_current=self._requests.has_request_of,
         )
         self._facts = CellFacts(cache.block_size)
         self._request_manager = RequestManager(policy, self._requests, self._cell, self._facts)
@@ -98,8 +104,8 @@ class Engine:
             case StepReturned(rank, result):
                 actions += self._on_step_returned(rank, result, now)
                 return actions
-            case RankHeartbeat(rank, epoch, progress):
-                self._on_rank_heartbeat(rank, epoch, progress, now)
+            case RankHeartbeat():
+                self._on_rank_heartbeat(event, now)
             case ClientMessage():
                 actions += self._request_manager.on_message(event, now)
             case ClientClosed(client):
@@ -108,9 +114,12 @@ class Engine:
                 actions += self._request_manager.on_abort_call(request_id, now)
             case DomainAttached(domain, facts):
                 actions += self._on_domain_attached(self._cell.domains[domain], facts, now)
-            case DomainLost(domain, epoch):
-                if self._cell.domains[domain].epoch == epoch:
-                    actions += self._lose(self._cell.domains[domain], now, accuses_rows=True)
+            case DomainLost():
+                actions += self._on_domain_lost(event, now)
+            case DrainRank(rank):
+                self._cell.drain(self._cell.domain_by_rank[rank], now)
+            case UndrainRank(rank):
+                self._cell.undrain(self._cell.domain_by_rank[rank])
             case TimePassed():
                 pass
         return actions + self._advance(now)
@@ -165,28 +174,42 @@ class Engine:
         self._facts.update(self._cell.domains)
         return actions + self._request_manager.end_unservable(self._cell.waiting(), now)
 
-    def _on_rank_heartbeat(self, rank_number: int, epoch: int, progress: int, now: float) -> None:
-        rank = self._cell.ranks[rank_number]
-        if self._cell.domain_by_rank[rank_number].epoch != epoch:
+    def _on_rank_heartbeat(self, beat: RankHeartbeat, now: float) -> None:
+        rank, domain = self._cell.ranks[beat.rank], self._cell.domain_by_rank[beat.rank]
+        if domain.epoch != beat.epoch:
             return
         rank.heard_at = now
-        if rank.progress not in (None, progress):
+        if rank.progress not in (None, beat.progress):
             rank.scheduler.on_progress(now)
-        rank.progress = progress
+        rank.progress = beat.progress
+        if beat.is_leaving and not domain.is_leaving:
+            self._cell.on_leaving(domain, now)
+
+    def _on_domain_lost(self, event: DomainLost, now: float) -> list[Action]:
+        domain = self._cell.domains[event.domain]
+        if domain.epoch != event.epoch:
+            return []
+        return self._release(domain, now) if domain.is_leaving else self._lose(domain, now, accuses_rows=True)
 
     def _lose(self, domain: Domain, now: float, *, accuses_rows: bool) -> list[Action]:
         """See `Cell.lose`."""
         sequences, poison = self._cell.lose(domain, now, accuses_rows=accuses_rows)
         self._facts.update(self._cell.domains)
-        resumes = OutputsByClient()
-        for seq in sequences:
-            if seq.num_resumes and seq.left_at is None:
-                resumes.add_resume(seq)
-        actions = deliver(resumes)
+        actions = _deliver_resumes(sequences)
         if poison is not None:
             actions += self._request_manager.end_poison(poison, now)
+        return actions + self._end_unservable(sequences, now)
+
+    def _release(self, domain: Domain, now: float) -> list[Action]:
+        """See `Cell.release`."""
+        sequences = self._cell.release(domain, now)
+        self._facts.update(self._cell.domains)
+        return _deliver_resumes(sequences) + self._end_unservable(sequences, now)
+
+    def _end_unservable(self, sequences: list[Sequence], now: float) -> list[Action]:
+        """End the exact ones that the remaining ranks cannot continue."""
         exact = [seq for seq in sequences if seq.is_exact and seq.left_at is None]
-        return actions + self._request_manager.end_unservable(exact, now)
+        return self._request_manager.end_unservable(exact, now)
 
     def _drop(self, domain: Domain, reason: str, now: float, *, accuses_rows: bool) -> list[Action]:
         assert domain.epoch is not None
@@ -207,9 +230,26 @@ class Engine:
         outputs = self._cell.postprocess(rank, result, now)
         self._request_manager.take_ends(outputs)
         actions = deliver(outputs)
-        actions += self._cell.advance_rank(rank, now)
+        actions += self._advance(now) if self._cell.is_disturbed else self._cell.advance_rank(rank, now)
         return actions
 
     def _advance(self, now: float) -> list[Action]:
+        actions = self._end_drains(now) if self._cell.drains else []
         self._cell.settle(now)
-        return self._cell.send_ahead(now)
+        return actions + self._cell.send_ahead(now)
+
+    def _end_drains(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for domain in self._cell.drains.take_over(now):
+            assert domain.epoch is not None
+            actions += [ReleaseDomain(domain.number, domain.epoch), *self._release(domain, now)]
+        return actions
+
+
+def _deliver_resumes(sequences: list[Sequence]) -> list[Action]:
+    """Tell the clients which of an ended epoch's sequences resume."""
+    resumes = OutputsByClient()
+    for seq in sequences:
+        if seq.num_resumes and seq.left_at is None:
+            resumes.add_resume(seq)
+    return deliver(resumes)

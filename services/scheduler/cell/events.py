@@ -88,11 +88,15 @@ class StepReturned:
 
 @dataclass(frozen=True, slots=True)
 class RankHeartbeat:
-    """A DP rank sent a heartbeat; `progress` increases while its device makes progress."""
+    """A DP rank sent a heartbeat; `progress` increases while its device makes progress.
+
+    `is_leaving` says that its domain's workers were asked to end.
+    """
 
     rank: DpRank
     epoch: int
     progress: int
+    is_leaving: bool = False
 
 
 @dataclass(slots=True)
@@ -122,6 +126,20 @@ class AbortRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainRank:
+    """An operator wants no work on a rank's domain; its sequences may finish there for the drain time."""
+
+    rank: DpRank
+
+
+@dataclass(frozen=True, slots=True)
+class UndrainRank:
+    """An operator takes `DrainRank` back."""
+
+    rank: DpRank
+
+
+@dataclass(frozen=True, slots=True)
 class TimePassed:
     """The moment returned by `Engine.next_wakeup` has come."""
 
@@ -134,6 +152,8 @@ Event = (
     | ClientMessage
     | ClientClosed
     | AbortRequest
+    | DrainRank
+    | UndrainRank
     | TimePassed
 )
 
@@ -172,6 +192,14 @@ class DropDomain:
 
 
 @dataclass(frozen=True, slots=True)
+class ReleaseDomain:
+    """Close the links to a domain that was drained: its epoch has ended as planned."""
+
+    domain: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Exit:
     """End the process: it can never serve these workers, or another scheduler has them."""
 
@@ -185,4 +213,4 @@ class Beat:
     progress: int
 
 
-Action = SendStep | Deliver | CloseClient | DropDomain | Beat | Exit
+Action = SendStep | Deliver | CloseClient | DropDomain | ReleaseDomain | Beat | Exit

@@ -55,6 +55,10 @@ class RequestTable:
         """The request with a handle (of its choice 0); None if unknown."""
         return self._requests.get((client, handle))
 
+    def has_request_of(self, seq: Sequence) -> bool:
+        """Whether a choice's request is here: it has not ended, and no later attempt has replaced it."""
+        return (seq.client, RequestHandle(seq.handle - seq.choice)) in self._requests
+
     def of_client(self, client: int) -> list[Request]:
         """The requests of a client."""
         return [request for request in self._id_to_request.values() if request.client == client]

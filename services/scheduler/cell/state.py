@@ -15,6 +15,8 @@ class RankState:
 
     rank: DpRank
     is_attached: bool
+    is_draining: bool
+    """Takes no new sequences."""
     num_steps: StepCounts
     num_waiting: int
     num_running: int

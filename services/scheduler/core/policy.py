@@ -54,6 +54,8 @@ class SchedulerPolicy:
     worker_silence_s: float = 3.0
     suspect_patience_s: float = 5.0
     """How long suspects wait for an idle failure domain before they take a busy one."""
+    drain_s: float = 30.0
+    """How long sequences may take to finish on a failure domain that is about to stop."""
 
 
 @dataclass(frozen=True, slots=True)

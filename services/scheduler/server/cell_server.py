@@ -23,12 +23,15 @@ from services.scheduler.cell.events import (
     ClientClosed,
     CloseClient,
     Deliver,
+    DrainRank,
     DropDomain,
     Event,
     Exit,
     RankHeartbeat,
+    ReleaseDomain,
     SendStep,
     TimePassed,
+    UndrainRank,
 )
 from services.scheduler.core.batch.step import Step
 from services.scheduler.server.acceptance_log import AcceptanceLog
@@ -36,7 +39,7 @@ from services.scheduler.server.direct_clients import DIRECT_CLIENT, DirectClient
 from services.scheduler.server.exchange_codec import encode_outputs
 from services.scheduler.server.failpoint import SubmitFailpoint
 from services.scheduler.server.idle_check import IdleCheck
-from shared.errors import NotReadyError, SchedulerLostError, ServiceError
+from shared.errors import InvalidRequestError, NotReadyError, SchedulerLostError, ServiceError, Violation
 from shared.health import Health
 from shared.heartbeat import Silence
 from shared.ids import DpRank
@@ -227,6 +230,22 @@ class CellServer:
         if self._clients.pop(client.number, None) is not None:
             self.on_event(ClientClosed(client.number))
 
+    def drain(self, rank: int) -> None:
+        """Keep work away from a rank's domain.
+
+        Raises:
+            InvalidRequestError: there is no such rank.
+        """
+        self.on_event(DrainRank(self._check_rank(rank)))
+
+    def undrain(self, rank: int) -> None:
+        """Take `drain` back.
+
+        Raises:
+            InvalidRequestError: there is no such rank.
+        """
+        self.on_event(UndrainRank(self._check_rank(rank)))
+
     def on_event(self, event: Event) -> None:
         """Hand an event to the engine and carry out its actions.
 
@@ -241,6 +260,14 @@ class CellServer:
         except Exception as bug:
             logger.exception("the scheduler exits: a bug", extra={"event": type(event).__name__})
             self._end_after_bug(bug)
+
+    def _check_rank(self, rank: int) -> DpRank:
+        dp_size = self.engine.topology.dp_size
+        if rank < dp_size:
+            return DpRank(rank)
+        raise InvalidRequestError.from_violations(
+            [Violation("dp_rank", "OUT_OF_RANGE", f"must be below {dp_size}, the number of ranks")]
+        )
 
     def _end_after_bug(self, bug: Exception) -> None:
         self.bug = bug
@@ -295,6 +322,10 @@ class CellServer:
             case DropDomain(domain, epoch, reason):
                 ranks = list(self.engine.topology.ranks_of(domain))
                 logger.error("giving up workers", extra={"ranks": ranks, "epoch": epoch, "reason": reason})
+                self._domains[domain].drop(epoch)
+            case ReleaseDomain(domain, epoch):
+                ranks = list(self.engine.topology.ranks_of(domain))
+                logger.info("workers drained", extra={"ranks": ranks, "epoch": epoch})
                 self._domains[domain].drop(epoch)
             case Exit():
                 self._exit(action)

@@ -14,7 +14,7 @@ from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler.cell.state import RankState
 from services.scheduler.server.cell_server import LAST_WORDS_S, CellServer, ClientLink
 from services.scheduler.server.exchange_codec import decode_request
-from shared.errors import InternalError, ServiceError
+from shared.errors import InternalError, InvalidRequestError, ServiceError, Violation
 from shared.request_fields import read_time_left
 from shared.response_writer import ResponseWriter
 
@@ -158,6 +158,7 @@ def _describe_rank(rank: RankState) -> scheduler_pb2.RankSteps:
         num_mixed_steps=rank.num_steps.mixed,
         num_dummy_steps=rank.num_steps.dummy,
         is_attached=rank.is_attached,
+        is_draining=rank.is_draining,
         num_waiting=rank.num_waiting,
         num_running=rank.num_running,
         num_blocks=rank.num_blocks,
@@ -184,3 +185,27 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServiceServicer):
         num_blocks = self._cell.engine.flush_prefix_cache()
         logger.info("the prefix cache was flushed", extra={"num_blocks": num_blocks})
         return scheduler_pb2.FlushPrefixCacheResponse(num_blocks=num_blocks)
+
+    async def Drain(
+        self, request: scheduler_pb2.DrainRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.DrainResponse:
+        """See scheduler.proto."""
+        rank = _read_rank(request)
+        self._cell.drain(rank)
+        logger.info("draining", extra={"rank": rank})
+        return scheduler_pb2.DrainResponse()
+
+    async def Undrain(
+        self, request: scheduler_pb2.UndrainRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.UndrainResponse:
+        """See scheduler.proto."""
+        rank = _read_rank(request)
+        self._cell.undrain(rank)
+        logger.info("no longer draining", extra={"rank": rank})
+        return scheduler_pb2.UndrainResponse()
+
+
+def _read_rank(request: scheduler_pb2.DrainRequest | scheduler_pb2.UndrainRequest) -> int:
+    if not request.HasField("dp_rank"):
+        raise InvalidRequestError.from_violations([Violation("dp_rank", "OUT_OF_RANGE", "must be set")])
+    return request.dp_rank

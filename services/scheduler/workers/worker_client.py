@@ -158,11 +158,16 @@ class GroupLink:
             if await anext(messages, None) is None:
                 return
         self._on_attach_event(StreamOpened(self._rank, epoch))
+        is_leaving = False
         async for message in messages:
             if message.step_id:
                 self._on_event(StepReturned(self._rank, _read_result(message)))
-            else:
-                self._on_event(RankHeartbeat(self._rank, epoch, message.heartbeat.progress))
+                continue
+            beat = message.heartbeat
+            if beat.is_leaving and not is_leaving:
+                is_leaving = True
+                logger.info("the workers were asked to end", extra={"rank": self._rank, "epoch": epoch})
+            self._on_event(RankHeartbeat(self._rank, epoch, beat.progress, beat.is_leaving))
 
     async def _send(self, call: grpc.aio.StreamStreamCall, epoch: int, outbox: asyncio.Queue[_Sent]) -> None:
         instance_id = self._attach_request.scheduler_instance_id

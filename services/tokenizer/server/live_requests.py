@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from services.tokenizer.server.generation import Generation
 from shared.errors import DrainingError, DuplicateRequestError
+
+logger = logging.getLogger(__name__)
 
 
 class LiveRequests:
@@ -51,13 +54,18 @@ class LiveRequests:
         """An admitted request's answer has begun."""
         self._generations[request_id] = generation
 
-    async def drain(self, grace_s: float) -> None:
-        """Refuse new requests, let those in flight finish, and end the rest with DRAINING after `grace_s`."""
+    async def drain(self, drain_s: float, is_urgent: asyncio.Event) -> None:
+        """Refuse new requests and let those in flight finish; ends the rest with DRAINING.
+
+        The rest is what is left after `drain_s`, or when `is_urgent` is set.
+        """
         self._is_draining = True
-        try:
-            async with asyncio.timeout(grace_s):
-                await self._is_empty.wait()
-        except TimeoutError:
-            for generation in self._generations.values():
-                if generation is not None:
-                    generation.fail(DrainingError("the service is stopping"))
+        if not self._is_empty.is_set():
+            logger.info("draining", extra={"num_requests": len(self._generations), "drain_s": drain_s})
+        ends = [asyncio.create_task(event.wait()) for event in (self._is_empty, is_urgent)]
+        await asyncio.wait(ends, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        for generation in self._generations.values():
+            if generation is not None:
+                generation.fail(DrainingError("the service is stopping"))

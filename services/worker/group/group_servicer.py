@@ -36,7 +36,8 @@ _GOODBYE = worker_pb2.JoinResponse(leave=worker_pb2.Leave())
 class Follower:
     """A member of the group, or the leader of another coupled group."""
 
-    def __init__(self, hello: worker_pb2.Hello, link: Link[worker_pb2.JoinResponse]) -> None:
+    def __init__(self, hello: worker_pb2.Hello, link: Link[worker_pb2.JoinResponse], end: DomainEnd) -> None:
+        self._end = end
         self.layout = parse_layout(hello.layout)
         self.numerics_fingerprint: str = hello.numerics_fingerprint
         self.link = link
@@ -56,6 +57,8 @@ class Follower:
                 self._dones.put_nowait(request.done)
             else:
                 assert kind == "heartbeat", "a joined process sent a second hello"
+                if request.heartbeat.is_leaving:
+                    self._end.leave("a follower is leaving", partner=self.layout)
         return False
 
     async def num_blocks(self, epoch: int) -> int:
@@ -105,7 +108,8 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
         await self._is_loaded.wait()
         follower = self._take_in(first.hello)
         # The first heartbeat tells the follower that it was accepted.
-        ended = await follower.link.run(context.write, follower.read(requests), self._end.stopping)
+        reading = follower.read(requests)
+        ended = await follower.link.run(context.write, reading, self._end.leaving, self._end.stopping)
         if ended is LinkEnd.LEFT:
             self._end.stop("a follower was asked to end", partner=follower.layout)
         elif ended is not LinkEnd.CLOSED:
@@ -161,7 +165,7 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
             GroupMismatchError: it does not belong to the domain.
         """
         assert self._runner is not None
-        follower = Follower(hello, Link(self._make_heartbeat, _GOODBYE, self._silence_s))
+        follower = Follower(hello, Link(self._make_heartbeat, _GOODBYE, self._silence_s), self._end)
         if hello.domain_start_id != self._domain_start_id:
             raise GroupMismatchError(
                 "the process belongs to another start of the domain", domain_start_id=self._domain_start_id
@@ -179,4 +183,5 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
 
     def _make_heartbeat(self) -> worker_pb2.JoinResponse:
         assert self._runner is not None
-        return worker_pb2.JoinResponse(heartbeat=worker_pb2.Heartbeat(progress=self._runner.progress))
+        heartbeat = worker_pb2.Heartbeat(progress=self._runner.progress, is_leaving=self._end.leaving.is_set())
+        return worker_pb2.JoinResponse(heartbeat=heartbeat)

@@ -72,7 +72,7 @@ class JoinedLink:
             model_digest=runner.facts.model_digest,
             numerics_fingerprint=runner.numerics_fingerprint,
         )
-        self._link = Link(lambda: _heartbeat(runner), _GOODBYE, self._silence_s)
+        self._link = Link(lambda: self._make_heartbeat(runner), _GOODBYE, self._silence_s)
         self._task = asyncio.create_task(self._run(hello, self._link, relay))
         await self._joined.wait()
 
@@ -94,11 +94,31 @@ class JoinedLink:
                 self._end.fail(ExitCode.REFUSED, "the leader refused this process", error=error.details())
                 return
             self._joined.set()
-            ended = await link.run(call.write, _read(call, first, link, relay), self._end.stopping)
+            reading = self._read(call, first, link, relay)
+            ended = await link.run(call.write, reading, self._end.leaving, self._end.stopping)
             if ended is LinkEnd.LEFT:
                 self._end.stop("the leader was asked to end", leader=self._leader)
             elif ended is not LinkEnd.CLOSED:
                 self._end.fail(ExitCode.LINK_LOST, f"the link to the leader is {ended.value}", leader=self._leader)
+
+    async def _read(self, call: Any, first: Any, link: Link[worker_pb2.JoinRequest], relay: Relay | None) -> bool:
+        """Whether the leader said goodbye when the stream ended; `first` is the first message."""
+        message = first
+        while message is not grpc.aio.EOF:
+            link.note_alive()
+            if message.HasField("leave"):
+                return True
+            if not message.HasField("heartbeat"):
+                assert relay is not None, "a coupled leader received a step from its leader"
+                relay.take(message)
+            elif message.heartbeat.is_leaving:
+                self._end.leave("the leader is leaving", leader=self._leader)
+            message = await call.read()
+        return False
+
+    def _make_heartbeat(self, runner: ModelRunner) -> worker_pb2.JoinRequest:
+        heartbeat = worker_pb2.Heartbeat(progress=runner.progress, is_leaving=self._end.leaving.is_set())
+        return worker_pb2.JoinRequest(heartbeat=heartbeat)
 
 
 @asynccontextmanager
@@ -127,21 +147,3 @@ async def _find_problem(channel: grpc.aio.Channel) -> str | None:
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             return str(error.details())
     return None
-
-
-async def _read(call: Any, first: Any, link: Link[worker_pb2.JoinRequest], relay: Relay | None) -> bool:
-    """Whether the leader said goodbye when the stream ended; `first` is the first message."""
-    message = first
-    while message is not grpc.aio.EOF:
-        link.note_alive()
-        if message.HasField("leave"):
-            return True
-        if not message.HasField("heartbeat"):
-            assert relay is not None, "a coupled leader received a step from its leader"
-            relay.take(message)
-        message = await call.read()
-    return False
-
-
-def _heartbeat(runner: ModelRunner) -> worker_pb2.JoinRequest:
-    return worker_pb2.JoinRequest(heartbeat=worker_pb2.Heartbeat(progress=runner.progress))

@@ -57,26 +57,29 @@ class Link(Generic[MessageT]):
         self,
         write: Callable[[MessageT], Awaitable[object]],
         read: Coroutine[Any, Any, bool],
+        leaving: asyncio.Event,
         closing: asyncio.Event,
     ) -> LinkEnd:
         """Keep the link open until it ends.
 
         Args:
             read: Handles messages until the stream ends; whether the partner said goodbye.
+            leaving: Set when the domain is asked to end, which a heartbeat says at once.
             closing: Set when this process is asked to end.
         """
         # A failed write alone does not end the link: the read that fails with it tells more.
         writing = asyncio.create_task(self._write_all(write))
         writing.add_done_callback(_take_error)
         reading, watching = asyncio.create_task(read), asyncio.create_task(self._beat())
-        leaving = asyncio.create_task(self._leave(closing, reading))
+        announcing = asyncio.create_task(self._beat_once(leaving))
+        parting = asyncio.create_task(self._part(closing, reading))
         try:
-            await asyncio.wait({reading, watching, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({reading, watching, parting}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             # gRPC cancels a call's handler when the connection is gone.
             return LinkEnd.CLOSED if closing.is_set() else LinkEnd.BROKEN
         finally:
-            for task in (writing, reading, watching, leaving):
+            for task in (writing, reading, watching, announcing, parting):
                 task.cancel()
         if closing.is_set():
             return LinkEnd.CLOSED
@@ -91,7 +94,11 @@ class Link(Generic[MessageT]):
             now = asyncio.get_running_loop().time()
             await asyncio.sleep(next_beat_at(now) - now)
 
-    async def _leave(self, closing: asyncio.Event, reading: asyncio.Task[bool]) -> None:
+    async def _beat_once(self, leaving: asyncio.Event) -> None:
+        await leaving.wait()
+        self.send(self._make_heartbeat())
+
+    async def _part(self, closing: asyncio.Event, reading: asyncio.Task[bool]) -> None:
         await closing.wait()
         self.send(self._goodbye)
         # The partner ends the stream once it has read the goodbye; if we ended it sooner, the message would be lost.

@@ -45,6 +45,9 @@ class Member:
         )
         await self._link.open(runner, self)
 
+    def leave(self) -> None:
+        """It ends with its leader."""
+
     async def close(self) -> None:
         """See `Role`."""
         await self._link.close()

@@ -51,6 +51,8 @@ class DomainEnd:
     def __init__(self, device: DeviceLoop, end: Callable[..., None] = end_process) -> None:
         self._device = device
         self._end = end
+        # Once it is set, heartbeats inside the domain and to the scheduler say so.
+        self.leaving = asyncio.Event()
         # Once it is set, links inside the domain say goodbye.
         self.stopping = asyncio.Event()
 
@@ -63,8 +65,14 @@ class DomainEnd:
         loop = asyncio.get_running_loop()
         loop.call_later(_GOODBYE_S, lambda: self.fail(ExitCode.STEP_FAILED, "a step failed", **fields))
 
+    def leave(self, reason: str, **fields: object) -> None:
+        """The domain was asked to end: its leaders let the scheduler drain it. Another call changes nothing."""
+        if not self.leaving.is_set():
+            logger.info(reason, extra=fields)
+            self.leaving.set()
+
     def stop(self, reason: str, **fields: object) -> None:
-        """End as after a stop signal: a partner was asked to end."""
+        """End as planned: after a drain, with a partner that ends, or because a second signal asks for it."""
         logger.info(reason, extra=fields)
         self._device.stop()
         self.stopping.set()

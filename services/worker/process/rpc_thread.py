@@ -38,12 +38,15 @@ class Role(Protocol):
     async def open(self, runner: ModelRunner) -> None:
         """Begin, once the weights are loaded; returns when the process is ready."""
 
+    def leave(self) -> None:
+        """The domain was asked to end: end this process once it has been drained. Only after `open`."""
+
     async def close(self) -> None:
         """Say goodbye to the domain's other processes."""
 
 
 class RpcThread:
-    """Serves a role, health and the management port; health says "not serving" until the role is open.
+    """Serves a role, health and the management port; health says "serving" while the role is open and not leaving.
 
     `probes` belong to the thread's event loop.
     """
@@ -68,6 +71,7 @@ class RpcThread:
         self._reflected: Sequence[str] = role.service_names if reflection else ()
         self._health = Health(role.service_names)
         self._started: Future[asyncio.AbstractEventLoop] = Future()
+        self._is_open = False
         self._stop = asyncio.Event()
         # A daemon: when the main thread fails, this one must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="rpc", daemon=True)
@@ -84,6 +88,16 @@ class RpcThread:
     def announce(self, runner: ModelRunner) -> None:
         """Open the role, and report "serving" once the failure domain is complete. Does not wait."""
         asyncio.run_coroutine_threadsafe(self._announce(runner), self._started.result())
+
+    def try_leave(self) -> bool:
+        """Begin to leave the failure domain; False if the role is not open yet. From any thread."""
+        if self._is_open:
+            self._started.result().call_soon_threadsafe(self._end.leave, "asked to end")
+        return self._is_open
+
+    def end(self) -> None:
+        """End the process at once, with a goodbye to its partners. From any thread, after `start`."""
+        self._started.result().call_soon_threadsafe(self._end.stop, "asked to end at once")
 
     def stop(self) -> None:
         """Refuse new calls, end open ones and join the thread. Only after `start`."""
@@ -126,6 +140,11 @@ class RpcThread:
         except Exception:
             logger.exception("cannot start serving")
             self._end.fail(ExitCode.BUG, "cannot start serving")
+        self._is_open = True
         await self._health.set_serving(True)
         self.probes.set_started()
         logger.info("serving", extra={"address": self._address})
+        await self._end.leaving.wait()
+        self.probes.is_leaving = True
+        await self._health.set_serving(False)
+        self._role.leave()

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from shared.lifecycle import stop_signals
 
 
-def call_at_stop_signals(on_signal: Callable[[], None]) -> None:
-    """Call `on_signal` on its own thread at the first stop signal. Call once, from the main thread.
+def call_at_stop_signals(*actions: Callable[[], None]) -> None:
+    """Call the first action at the first stop signal, and so on, on their own thread. Once, from the main thread.
 
     Python runs signal handlers only in the main thread, which a signal delivered to another thread does not wake from a
     lock. A byte in the wakeup fd wakes its reader.
@@ -24,7 +24,8 @@ def call_at_stop_signals(on_signal: Callable[[], None]) -> None:
         signal.signal(number, lambda *_: None)
 
     def wait() -> None:
-        os.read(reader, 1)
-        on_signal()
+        for action in actions:
+            os.read(reader, 1)
+            action()
 
     threading.Thread(target=wait, name="signals", daemon=True).start()

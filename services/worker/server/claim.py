@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shared.errors import GroupHeldError, StaleEpochError, StepMismatchError
+from shared.errors import GroupHeldError, NotReadyError, StaleEpochError, StepMismatchError
 from shared.heartbeat import LEASE_S
 
 
@@ -42,6 +42,8 @@ class ClaimLedger:
     holder: str = ""
     last_launched: LaunchedStep = NOTHING_LAUNCHED
     """The last step launched, under any epoch."""
+    is_leaving: bool = False
+    """Whether the group was asked to end; no scheduler may claim it any more."""
     is_open: bool = False
     """Whether steps of the epoch may be launched."""
     stream: int | None = None
@@ -55,9 +57,12 @@ class ClaimLedger:
         Changes nothing if it raises. Offering epoch 0 only asks which scheduler holds the group.
 
         Raises:
+            NotReadyError: the group is leaving.
             StaleEpochError: the epoch is not above the current one.
             GroupHeldError: another scheduler has a live stream and was heard within the lease.
         """
+        if self.is_leaving:
+            raise NotReadyError("the group was asked to end")
         if epoch <= self.epoch:
             raise self.stale("the offered epoch is not above the group's current one", now)
         # A holder's new epoch supersedes its old one; the end of the old stream may not have reached us yet.

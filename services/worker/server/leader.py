@@ -47,6 +47,10 @@ class Leader:
         )
         self._servicer.open(steps)
 
+    def leave(self) -> None:
+        """See `Role`."""
+        self._servicer.leave()
+
     async def close(self) -> None:
         """Say goodbye to its own leader; its followers learn from their Join streams."""
         if self._link is not None:

@@ -38,6 +38,8 @@ SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 # A launched step is stuck if the device makes no progress for this long: Attach then answers without waiting for it.
 STUCK_S = 10.0
+# A scheduler notices the end of the drain time a heartbeat late, and the last steps take their time.
+_DRAIN_MARGIN_S = 5.0
 # Time for the answer to a Restart to be sent before the process ends.
 _ANSWER_S = 0.1
 
@@ -64,6 +66,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._ledger = ClaimLedger()
         self._epoch: Epoch | None = None
         self._stream_numbers = itertools.count(1)
+        # How long the scheduler drains the group; None if it cannot.
+        self._drain_s: float | None = None
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve `WorkerService` on `server`."""
@@ -72,6 +76,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def open(self, steps: DeviceSteps) -> None:
         """Let schedulers claim the group, once weights are loaded and members have joined."""
         self._steps = steps
+
+    def leave(self) -> None:
+        """The failure domain was asked to end: let the scheduler drain the group, then end the process.
+
+        It ends when the scheduler has closed its stream, and at the latest soon after the scheduler's drain time.
+        """
+        self._ledger.is_leaving = True
+        if self._drain_s is None or not self._has_streams:
+            self._end.stop("nothing to drain")
+        else:
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._drain_s + _DRAIN_MARGIN_S, self._end.stop, "not drained in time")
 
     async def Attach(
         self, request: worker_pb2.AttachRequest, context: grpc.aio.ServicerContext
@@ -113,6 +129,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             self._ledger.end_stream(stream.number)
             epoch.close_stream(stream)
+            if self._ledger.is_leaving and not self._has_streams:
+                self._end.stop("drained")
 
     async def Restart(
         self, request: worker_pb2.RestartRequest, context: grpc.aio.ServicerContext
@@ -133,6 +151,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             text = f"must be between 1 and {_MAX_PROFILED_STEPS}"
             raise InvalidRequestError.from_violations([Violation("num_steps", "OUT_OF_RANGE", text)])
         return worker_pb2.ProfileResponse(file_name=await self._steps.profile(request.num_steps))
+
+    @property
+    def _has_streams(self) -> bool:
+        return self._epoch is not None and self._epoch.has_streams
 
     async def _is_ready(self, epoch: Epoch, runner: ModelRunner) -> bool:
         """Wait for the epoch's empty batch; False if the device makes no progress for `stuck_s` meanwhile.
@@ -155,6 +177,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Fence the current epoch and begin the offered one. Raises as `ClaimLedger.offer`."""
         last_launched = self._ledger.last_launched
         self._ledger.offer(request.epoch, request.scheduler_instance_id, time.monotonic())
+        drain_time = request.drain_time
+        self._drain_s = drain_time.seconds + drain_time.nanos / 1e9 if request.HasField("drain_time") else None
         if self._epoch is not None:
             self._epoch.supersede()
         members = self._group.relay_attach(request)
@@ -181,8 +205,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """
         # A call allows one write at a time.
         writing = asyncio.Lock()
-        beats = asyncio.create_task(self._beat(epoch, context, writing))
-        beats.add_done_callback(retrieve)
+        beats = [asyncio.create_task(beat(epoch, context, writing)) for beat in (self._beat, self._beat_when_leaving)]
+        for task in beats:
+            task.add_done_callback(retrieve)
         try:
             while (step := await stream.next_step()) is not None:
                 output = await step
@@ -191,17 +216,25 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     await context.write(to_result(output))
             await stream.finish()
         finally:
-            beats.cancel()
+            for task in beats:
+                task.cancel()
 
     async def _beat(self, epoch: Epoch, context: grpc.aio.ServicerContext, writing: asyncio.Lock) -> None:
-        assert self._steps is not None
-        runner = self._steps.runner
         while True:
-            heartbeat = worker_pb2.Heartbeat(progress=runner.progress)
-            async with writing:
-                await context.write(worker_pb2.StepResult(epoch=epoch.number, heartbeat=heartbeat))
+            await self._write_beat(epoch, context, writing)
             now = time.monotonic()
             await asyncio.sleep(next_beat_at(now) - now)
+
+    async def _beat_when_leaving(self, epoch: Epoch, context: grpc.aio.ServicerContext, writing: asyncio.Lock) -> None:
+        await self._end.leaving.wait()
+        await self._write_beat(epoch, context, writing)
+
+    async def _write_beat(self, epoch: Epoch, context: grpc.aio.ServicerContext, writing: asyncio.Lock) -> None:
+        assert self._steps is not None
+        progress, is_leaving = self._steps.runner.progress, self._end.leaving.is_set()
+        heartbeat = worker_pb2.Heartbeat(progress=progress, is_leaving=is_leaving)
+        async with writing:
+            await context.write(worker_pb2.StepResult(epoch=epoch.number, heartbeat=heartbeat))
 
     def _stale(self, message: str) -> StaleEpochError:
         return self._ledger.stale(message, time.monotonic())

@@ -23,6 +23,11 @@ class Epoch:
         ready.add_done_callback(retrieve)
         self._streams: set[StepStream] = set()
 
+    @property
+    def has_streams(self) -> bool:
+        """Whether any stream is open."""
+        return bool(self._streams)
+
     def open_stream(self, number: int) -> StepStream:
         """Open a stream of steps."""
         stream = StepStream(number)

@@ -45,7 +45,7 @@ class Quarantine:
         return [
             rank
             for domain in self._domains
-            if domain.epoch is not None and domain not in self._reserved
+            if domain.epoch is not None and not domain.is_draining and domain not in self._reserved
             for rank in domain.ranks
         ]
 
@@ -67,6 +67,10 @@ class Quarantine:
     def on_attached(self, domain: Domain) -> None:
         """A domain was attached: it has no sequences and waits for steps."""
         domain.set_depth(self._policy.max_steps_in_flight)
+        self.on_opened()
+
+    def on_opened(self) -> None:
+        """A domain may take sequences again."""
         self._has_opened = True
 
     def take_has_opened(self) -> bool:
@@ -91,7 +95,7 @@ class Quarantine:
         for domain in self._domains:
             if domain.epoch is None or self.is_on(domain):
                 continue
-            if self.suspects.next_group is None:
+            if self.suspects.next_group is None or domain.is_draining:
                 self._release(domain)
             elif domain in self._reserved or domain.is_empty or self._may_disturb(now):
                 self._reserved.add(domain)

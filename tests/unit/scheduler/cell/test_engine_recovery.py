@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from services.scheduler.cell.events import ClientMessage, Submission
 from services.scheduler.core.policy import SchedulerPolicy
 from shared.ids import RequestHandle
@@ -32,3 +34,19 @@ def test_a_step_whose_decodes_all_sit_out_has_prompts_only() -> None:
     driver.run()
     for handle, prompt in prompts.items():
         assert driver.choices[1, handle].tokens == expected_completion(prompt, 0, max_tokens[handle])
+
+
+def test_a_row_of_an_attempt_that_was_replaced_does_not_clear_the_present_one() -> None:
+    driver = EngineDriver()
+    submission = make_submission(1, make_prompt(5, 100), max_tokens=8)
+    driver.on_event(ClientMessage(1, [submission]))
+    driver.lose()
+    driver.attach()
+    driver.step()
+    # A decode of the trial is in flight.
+    driver.on_event(ClientMessage(1, [replace(submission, handle=RequestHandle(2), attempt=2)]))
+    driver.step()
+    assert driver.engine.state().num_suspects == 1
+    driver.run()
+    assert driver.engine.state().num_suspects == 0
+    assert driver.choices[1, 2].tokens == expected_completion(make_prompt(5, 100), 0, 8)

@@ -47,13 +47,22 @@ def test_services_are_linked_by_sockets_and_the_worker_starts_first() -> None:
     cell = "unix:/run/x/cell.sock"
     assert [(name, command.address, command.flags) for name, command in commands.items()] == [
         ("worker", worker, (f"--listen={worker}", "--model-dir=models/m", *shared, "--ops-backend", "reference")),
-        ("scheduler", scheduler, (f"--listen={scheduler}", f"--cell-listen={cell}", f"--workers={worker}", *shared)),
+        (
+            "scheduler",
+            scheduler,
+            (f"--listen={scheduler}", f"--cell-listen={cell}", f"--workers={worker}", "--drain-s=30", *shared),
+        ),
         (
             "tokenizer",
             "127.0.0.1:7",
-            ("--listen=127.0.0.1:7", f"--scheduler={cell}", "--model-dir=models/m", *shared),
+            ("--listen=127.0.0.1:7", f"--scheduler={cell}", "--model-dir=models/m", "--drain-s=30", *shared),
         ),
     ]
+
+
+def test_scheduler_and_tokenizer_drain_for_the_same_time() -> None:
+    commands = plan("--drain-s=2.5")
+    assert all("--drain-s=2.5" in commands[role].flags for role in ("scheduler", "tokenizer"))
 
 
 def test_a_scheduler_with_a_public_address_keeps_the_cells_socket_private() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 
 import pytest
 
 from shared.cli.cell_plan import ServiceCommand
 from shared.cli.service_process import ServiceProcess
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -24,3 +26,21 @@ async def test_killing_a_process_that_has_just_ended_is_harmless() -> None:
     service.kill("it was too late")
     await service.wait()
     assert service.problem == "the worker was killed: it was too late"
+
+
+async def test_a_service_that_drains_is_asked_a_second_time_when_that_is_urgent() -> None:
+    drains = "import signal; all_ = {signal.SIGTERM}; signal.pthread_sigmask(signal.SIG_BLOCK, all_)\n"
+    drains += "for word in ('ready', 'draining'): print(word, flush=True); signal.sigwait(all_)"
+    lines: asyncio.Queue[bytes] = asyncio.Queue()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", drains, stdout=asyncio.subprocess.PIPE, start_new_session=True
+    )
+    service = ServiceProcess(COMMAND, process, lines.put_nowait)
+    assert await lines.get() == b"ready"
+    is_urgent = asyncio.Event()
+    stopping = asyncio.create_task(service.stop(PATIENCE_S, is_urgent))
+    assert await lines.get() == b"draining"
+    assert not stopping.done()
+    is_urgent.set()
+    await stopping
+    assert service.problem is None

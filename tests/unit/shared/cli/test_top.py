@@ -100,3 +100,9 @@ def test_an_invalid_interval_is_refused(interval: str, capsys: pytest.CaptureFix
         top.main([f"--interval={interval}"])
     assert caught.value.code == 2
     assert "--interval" in capsys.readouterr().err
+
+
+def test_a_rank_that_drains_says_so() -> None:
+    ranks = [{"is_attached": True}, {"is_attached": True, "is_draining": True}, {"is_draining": True}]
+    text = top.render("x:1", changed(rank_steps=ranks))
+    assert [line.split()[1] for line in text.splitlines()[-3:]] == ["yes", "draining", "no"]

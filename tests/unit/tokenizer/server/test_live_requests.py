@@ -40,7 +40,7 @@ def test_either_all_or_none_of_several_ids_are_held() -> None:
 async def test_draining_waits_for_the_last_request() -> None:
     live = LiveRequests()
     with live.admit(["a"]):
-        draining = asyncio.create_task(live.drain(60))
+        draining = asyncio.create_task(live.drain(60, asyncio.Event()))
         await asyncio.sleep(0)
         with pytest.raises(DrainingError):
             live.check_open()
@@ -54,13 +54,21 @@ async def test_requests_that_remain_after_the_grace_period_get_an_error() -> Non
     generation.choices.append(Choice(generation, Completion(ByteLevelDetokenizer({}, {}), ()), num_prompt_tokens=1))
     with live.admit(["encoding"]), live.admit(["streaming"]):
         live.begin("streaming", generation)
-        await live.drain(0)
+        await live.drain(0, asyncio.Event())
     with pytest.raises(DrainingError):
         await anext(generation.responses())
 
 
+async def test_a_second_signal_ends_the_drain() -> None:
+    live, is_urgent = LiveRequests(), asyncio.Event()
+    with live.admit(["a"]):
+        draining = asyncio.create_task(live.drain(60, is_urgent))
+        is_urgent.set()
+        await draining
+
+
 async def test_draining_without_requests_ends_at_once() -> None:
     live = LiveRequests()
-    await live.drain(60)
+    await live.drain(60, asyncio.Event())
     with pytest.raises(DrainingError):
         live.check_open()

@@ -403,3 +403,31 @@ async def test_leaders_of_coupled_groups_follow_the_first_and_get_no_steps_from_
             assert len(unpack((await read_result(call)).token_ids)) == 1
     first.end.stopping.set()
     await second.end.stopping.wait()
+
+
+async def read_leaving(call: Any) -> None:
+    """Read until the group says that it is leaving."""
+    while not (await call.read()).heartbeat.is_leaving:
+        pass
+
+
+@pytest.mark.parametrize("asked", [0, 1], ids=["leader", "member"])
+async def test_a_group_leaves_whichever_of_its_processes_was_asked_to_end(domain: Domain, asked: int) -> None:
+    stub, *processes = await domain.start_group()
+    await stub.Attach(ATTACH)
+    call = await execute(stub, prefill_step(make_enter(0, PROMPT, list(range(16)))))
+    await read_result(call)
+    processes[asked].end.leave("asked to end")
+    await read_leaving(call)
+    for process in processes:
+        await process.end.leaving.wait()
+        assert not process.end.stopping.is_set()
+
+
+async def test_the_leaders_of_coupled_groups_leave_together(domain: Domain) -> None:
+    layout = ("--dp-size=2", "--ep")
+    first = await domain.start(*layout)
+    second = await domain.start(*layout, "--dp-rank=1", f"--leader={domain.leader_address}")
+    await wait_until_open(first, second)
+    second.end.leave("asked to end")
+    await first.end.leaving.wait()

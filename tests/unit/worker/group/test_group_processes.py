@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import queue
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,8 @@ PROMPT = [5, 9, 2, 44, 17]
 ATTACH = worker_pb2.AttachRequest(
     epoch=1, scheduler_instance_id="test", block_size=4, max_num_seqs=4, max_num_batched_tokens=64
 )
+DRAINABLE = worker_pb2.AttachRequest(drain_time={"seconds": 3600})
+DRAINABLE.MergeFrom(ATTACH)
 POISON = 333
 
 
@@ -109,3 +112,40 @@ def test_the_failpoint_token_ends_the_whole_group(model_dir: Path, tmp_path: Pat
         codes = {leader.wait(), member.wait()}
     assert codes <= {ExitCode.FAILPOINT, ExitCode.LINK_LOST}
     assert ExitCode.FAILPOINT in codes
+
+
+def test_a_held_group_is_drained_when_a_member_is_asked_to_end(model_dir: Path, tmp_path: Path) -> None:
+    steps: queue.SimpleQueue[worker_pb2.StepRequest | None] = queue.SimpleQueue()
+    with start_group(model_dir, tmp_path, 2) as (leader, member):
+        with grpc.insecure_channel(leader.address) as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            stub.Attach(DRAINABLE)
+            results = stub.Execute(iter(steps.get, None))
+            first, *later = requests_of(2)
+            steps.put(first)
+            steps.put(later[0])
+            while next(results).HasField("heartbeat"):
+                pass
+            member.process.send_signal(signal.SIGTERM)
+            while not next(results).heartbeat.is_leaving:
+                pass
+            for step in later[1:]:
+                steps.put(step)
+            steps.put(None)
+            assert [result.step_id for result in results if not result.HasField("heartbeat")] == [2, 3]
+        assert (member.wait(), leader.wait()) == (0, 0), leader.log() + member.log()
+
+
+def test_a_second_signal_ends_a_held_group_at_once(model_dir: Path, tmp_path: Path) -> None:
+    steps: queue.SimpleQueue[worker_pb2.StepRequest | None] = queue.SimpleQueue()
+    with start_group(model_dir, tmp_path, 2) as (leader, member), grpc.insecure_channel(leader.address) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        stub.Attach(DRAINABLE)
+        results = stub.Execute(iter(steps.get, None))
+        steps.put(next(requests_of(0)))
+        leader.process.send_signal(signal.SIGTERM)
+        while not next(results).heartbeat.is_leaving:
+            pass
+        leader.process.send_signal(signal.SIGTERM)
+        assert (member.wait(), leader.wait()) == (0, 0), leader.log() + member.log()
+        steps.put(None)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from services.worker.server.claim import ClaimLedger
-from shared.errors import GroupHeldError, ServiceError, StaleEpochError, StepMismatchError
+from shared.errors import GroupHeldError, NotReadyError, ServiceError, StaleEpochError, StepMismatchError
 from shared.heartbeat import LEASE_S
 
 
@@ -145,3 +145,13 @@ def test_a_stream_of_another_scheduler_is_refused_even_under_the_same_epoch() ->
     ledger = claimed(1, "two", stream=None)
     assert refusal(lambda: ledger.on_heartbeat(1, 1, "one", 0.0)) == (StaleEpochError, {"epoch": "1", "holder": ""})
     ledger.on_heartbeat(2, 1, "two", 0.0)
+
+
+def test_a_group_that_is_leaving_keeps_its_stream_but_cannot_be_claimed() -> None:
+    ledger = claimed()
+    ledger.is_leaving = True
+    for epoch in (0, 2):
+        with pytest.raises(NotReadyError):
+            ledger.offer(epoch, "one", 1.0)
+    ledger.launch(1, 1, 1, 1.0)
+    assert ledger.live_holder(1.0) == "one"

@@ -1,0 +1,92 @@
+"""A group that was asked to end: the scheduler learns of it, drains the group, and the process ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.support.worker_service import Worker, error_of, prefill_of, read, request, rest_of
+from tests.support.worker_steps import decode_step
+
+
+def leave(worker: Worker) -> None:
+    worker.end.leave("asked to end")
+    worker.servicer.leave()
+
+
+async def read_leaving(call: Any) -> None:
+    """Read until the worker says that it is leaving."""
+    while not (await call.read()).heartbeat.is_leaving:
+        pass
+
+
+async def test_a_group_that_nobody_holds_ends_at_once(worker: Worker) -> None:
+    leave(worker)
+    assert worker.end.stopping.is_set()
+
+
+async def test_a_group_whose_stream_has_ended_ends_at_once(worker: Worker) -> None:
+    await worker.attach(1, drain_s=30.0)
+    await worker.run(prefill_of())
+    leave(worker)
+    assert worker.end.stopping.is_set()
+
+
+async def test_a_held_group_says_that_it_is_leaving_and_runs_steps_until_its_stream_is_closed(worker: Worker) -> None:
+    await worker.attach(1, drain_s=30.0)
+    call = await worker.execute()
+    await call.write(request(prefill_of()))
+    await read(call)
+    leave(worker)
+    await read_leaving(call)
+    for step_id in (2, 3):
+        await call.write(request(decode_step(step_id=step_id)))
+        assert (await read(call)).step_id == step_id
+    assert not worker.end.stopping.is_set()
+    await call.done_writing()
+    await rest_of(call)
+    await worker.end.stopping.wait()
+
+
+@pytest.mark.parametrize("epoch", [0, 2])
+async def test_a_group_that_is_leaving_refuses_every_claim(worker: Worker, epoch: int) -> None:
+    await worker.attach(1, drain_s=30.0)
+    call = await worker.execute()
+    await call.write(request(prefill_of()))
+    await read(call)
+    leave(worker)
+    code, reason, _ = await error_of(worker.attach(epoch, "one"))
+    assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "NOT_READY")
+
+
+async def test_a_cancelled_stream_ends_a_group_that_is_leaving_too(worker: Worker) -> None:
+    await worker.attach(1, drain_s=30.0)
+    call = await worker.execute()
+    await call.write(request(prefill_of()))
+    await read(call)
+    leave(worker)
+    call.cancel()
+    await worker.end.stopping.wait()
+
+
+async def test_a_group_held_by_a_scheduler_that_does_not_drain_ends_at_once(worker: Worker) -> None:
+    await worker.attach(1)
+    call = await worker.execute()
+    await call.write(request(prefill_of()))
+    await read(call)
+    leave(worker)
+    assert worker.end.stopping.is_set()
+
+
+async def test_a_group_that_its_scheduler_does_not_drain_in_time_ends_by_itself(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.worker.server.servicer._DRAIN_MARGIN_S", 0.0)
+    await worker.attach(1, drain_s=0.01)
+    call = await worker.execute()
+    await call.write(request(prefill_of()))
+    await read(call)
+    leave(worker)
+    await worker.end.stopping.wait()
