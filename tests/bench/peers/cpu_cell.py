@@ -31,7 +31,7 @@ class CellEngine:
 
     def generate(self, prompts: Sequence[Sequence[int]], num_output_tokens: int) -> float:
         """See `Engine`."""
-        sampling = common_pb2.SamplingParams(max_tokens=num_output_tokens, ignore_eos=True)
+        sampling = common_pb2.SamplingParams(max_tokens=num_output_tokens, ignore_eos=True, temperature=0.0)
         measurement = self._runner.run(self._measure(prompts, sampling))
         if num_output_tokens > 1:
             tpots_s = [timing.tpot_s for timing in measurement.timings]
