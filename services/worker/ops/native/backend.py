@@ -12,6 +12,7 @@ from services.worker.ops.cpu_ops import CpuOps
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.native.attention import NativeAttention
 from services.worker.ops.native.build import BuildError
+from services.worker.ops.native.draw import NativeDraws
 from services.worker.ops.native.elementwise import NativeElementwise
 from services.worker.ops.native.experts import NativeExpertOps
 from services.worker.ops.native.formats import FORMATS
@@ -24,7 +25,7 @@ from services.worker.ops.protocol import Ops
 logger = logging.getLogger(__name__)
 
 
-class NativeOps(NativeProducts, NativeExpertOps, NativeElementwise, NativeHeads, NativeAttention, CpuOps):
+class NativeOps(NativeProducts, NativeExpertOps, NativeDraws, NativeElementwise, NativeHeads, NativeAttention, CpuOps):
     """See `Ops`. A row's bits depend on its batch."""
 
     name = "native"

@@ -81,9 +81,10 @@ inline void store_part(int8_t* to, Vec values, int64_t count) {
     _mm_mask_storeu_epi8(to, first(count), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(values)));
 }
 
-// Bit i says whether element i is NaN, or whether elements i are equal.
+// Bit i says whether element i is NaN, whether elements i are equal, or whether that of `a` is at most that of `b`.
 inline uint32_t nan_bits(Vec values) { return _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q); }
 inline uint32_t equal_bits(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+inline uint32_t at_most_bits(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_LE_OQ); }
 
 inline float sum(Vec values) { return _mm512_reduce_add_ps(values); }
 inline float max_of(Vec values) { return _mm512_reduce_max_ps(values); }
@@ -171,9 +172,10 @@ void store_part(T* to, Vec values, int64_t count) {
     std::memcpy(to, stored, count * sizeof(T));
 }
 
-// Bit i says whether element i is NaN, or whether elements i are equal.
+// Bit i says whether element i is NaN, whether elements i are equal, or whether that of `a` is at most that of `b`.
 inline uint32_t nan_bits(Vec values) { return _mm256_movemask_ps(_mm256_cmp_ps(values, values, _CMP_UNORD_Q)); }
 inline uint32_t equal_bits(Vec a, Vec b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_EQ_OQ)); }
+inline uint32_t at_most_bits(Vec a, Vec b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_LE_OQ)); }
 
 inline float sum(Vec values) {
     __m128 part = _mm_add_ps(_mm256_castps256_ps128(values), _mm256_extractf128_ps(values, 1));

@@ -12,7 +12,7 @@ import pytest
 from services.worker.ops.native.isa import available_isas
 from tests.support.sanitized_kernels import sanitizer_environment
 
-_TESTS = ("test_products.py", "test_experts.py")
+_TESTS = ("test_products.py", "test_experts.py", "test_draw.py")
 
 
 @pytest.mark.slow
