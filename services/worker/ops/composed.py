@@ -106,7 +106,10 @@ class ComposedOps(Ops, Protocol):
         is_finite = largest.isfinite()
         drawn = ((rows.temperature >= GREEDY_TEMPERATURE) & is_finite).nonzero().flatten()
         if len(drawn):
-            token_ids[drawn] = draw_on_host(logits, rows, drawn)
+            values = (logits[drawn] if len(drawn) < len(logits) else logits).cpu().numpy()
+            draws = _draws(rows, drawn)
+            tokens = [draw.token(row, position) for row, (draw, position) in zip(values, draws, strict=True)]
+            token_ids[drawn] = torch.tensor(tokens, device=token_ids.device)
         return token_ids, is_finite
 
     def token_logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,14 +130,6 @@ def _pad(rows: DecodeRows, num_rows: int) -> None:
     rows.slot_mapping[num_rows:].fill_(-1)
     rows.context_lens[num_rows:].fill_(1)
     rows.block_tables[num_rows:, :1].zero_()
-
-
-def draw_on_host(logits: Tensor, rows: DrawRows, drawn: Tensor) -> Tensor:
-    """The tokens of the rows `drawn`, which are not greedy, one by one: [len(drawn)], on the logits' device."""
-    values = (logits[drawn] if len(drawn) < len(logits) else logits).cpu().numpy()
-    draws = _draws(rows, drawn)
-    tokens = [draw.token(row, position) for row, (draw, position) in zip(values, draws, strict=True)]
-    return torch.tensor(tokens, device=logits.device)
 
 
 def _draws(rows: DrawRows, drawn: Tensor) -> list[tuple[TokenDraw, int]]:

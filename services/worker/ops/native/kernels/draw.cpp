@@ -2,8 +2,10 @@
 //
 // Noise is -log(-log(u)), which is at most -log(1 - u). A column whose score cannot reach the best one by that bound, which
 // needs no logarithm, is passed over: all but a few.
+#include <algorithm>
 #include <cmath>
 
+#include "kept_columns.h"
 #include "pool.h"
 #include "simd.h"
 
@@ -18,6 +20,8 @@ struct DrawArgs {
     int64_t num_rows;
     // By row of `logits`.
     const float* temperatures;
+    const int32_t* top_ks;
+    const float *top_ps, *min_ps;
     const int64_t *seeds, *choices, *positions;
     // By row of `logits`: the column of its largest logit, which is finite; then the drawn one.
     int64_t* token_ids;
@@ -54,12 +58,28 @@ public:
         : logits_(args.logits + row * args.row_stride),
           num_columns_(args.num_columns),
           temperature_(args.temperatures[row]),
+          filters_{temperature_, args.top_ks[row], args.top_ps[row], args.min_ps[row]},
           // The key's second word has the noise's purpose, which is 0, above the choice.
           philox_{static_cast<uint64_t>(args.seeds[row]), static_cast<uint64_t>(args.choices[row]),
                   static_cast<uint64_t>(args.positions[row])},
           largest_(args.token_ids[row]) {}
 
     int64_t draw() {
+        return filters_.keep_all(num_columns_) ? draw_from_all() : draw_from_kept();
+    }
+
+private:
+    int64_t draw_from_kept() {
+        uint64_t words[kWords];
+        int64_t block = -1;
+        for (const int64_t column : kept_columns(logits_, num_columns_, logits_[largest_], filters_)) {
+            if (column / kWords != block) philox_.block(block = column / kWords, words);
+            consider(column, words[column % kWords]);
+        }
+        return best_;
+    }
+
+    int64_t draw_from_all() {
         uint64_t words[kColumns];
         philox_.block(largest_ / kWords, words);
         consider(largest_, words[largest_ % kWords]);
@@ -74,7 +94,6 @@ public:
         return best_;
     }
 
-private:
     void consider(int64_t column, uint64_t word) {
         const double score = static_cast<double>(logits_[column]) / temperature_ + gumbel(word);
         if (score > score_ || (score == score_ && column < best_)) score_ = score, best_ = column;
@@ -101,6 +120,7 @@ private:
     const float* const logits_;
     const int64_t num_columns_;
     const double temperature_;
+    const Filters filters_;
     const Philox philox_;
     const int64_t largest_;
     int64_t best_ = 0;
@@ -112,7 +132,7 @@ private:
 
 using namespace lockstep;
 
-// Draws rows without top-k, top-p or min-p.
+// Draws the tokens of some rows.
 LS_EXPORT void ls_draw(const DrawArgs* args) {
     for_pieces(args->num_rows, num_threads(), [&](int64_t i) {
         const int64_t row = args->rows[i];

@@ -15,7 +15,9 @@ from tests.support.draws import Draw, draw_rows
 def draws(draw: st.DrawFn) -> Draw:
     return Draw(
         draw(st.sampled_from([0.0, 2**-13, 0.125, 1.0, 1.75, 100.0])),
-        top_k=draw(st.sampled_from([0, 0, 0, 7, 10**6])),
+        top_k=draw(st.sampled_from([0, 0, 1, 7, 200, 10**6])),
+        top_p=draw(st.sampled_from([1.0, 1.0, 0.95, 0.5, 2**-20])),
+        min_p=draw(st.sampled_from([0.0, 0.0, 0.05, 1.0])),
         seed=draw(st.integers(0, 2**64 - 1)),
         choice=draw(st.integers(0, 2**32 - 1)),
         position=draw(st.integers(0, 2**31)),
@@ -28,7 +30,7 @@ def draws(draw: st.DrawFn) -> Draw:
     spread=st.sampled_from([0.0, 0.01, 4.0, 300.0]),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_tokens_are_those_that_numpy_draws(rows: list[Draw], num_columns: int, spread: float, seed: int) -> None:
     logits = torch.randn(len(rows), num_columns, generator=torch.Generator().manual_seed(seed)) * spread
     expected = [draw.token(row) for draw, row in zip(rows, logits.numpy(), strict=True)]
