@@ -214,7 +214,7 @@ class EngineDriver:
     def leave(self, domain: int = 0) -> list[Action]:
         """Let an attached domain's workers say that they are leaving, from now on."""
         self.leaving_domains.add(domain)
-        return self.on_event(self._heartbeat(self.topology.ranks_of(domain)[0], domain))
+        return self.on_event(self._heartbeat(self.topology.ranks_of(domain)[0], domain, self.epochs[domain]))
 
     def on_event(self, event: Event) -> list[Action]:
         """Pass an event to the engine, process its actions, and check its integrity.
@@ -241,14 +241,15 @@ class EngineDriver:
         """Wake the engine at each time it asked for up to `now`, after heartbeats of the ranks."""
         while (wakeup := self.engine.next_wakeup()) <= self.now:
             time = max(wakeup, 0.0)
-            for domain in list(self.epochs):
+            # A domain may be lost meanwhile; heartbeats of its epoch still arrive.
+            for domain, epoch in list(self.epochs.items()):
                 for rank in self.topology.ranks_of(domain):
                     if rank not in self.silent_ranks:
-                        self.actions += self._hand_over(self._heartbeat(rank, domain), time)
+                        self.actions += self._hand_over(self._heartbeat(rank, domain, epoch), time)
             self.actions += self._hand_over(TimePassed(), time)
 
-    def _heartbeat(self, rank: DpRank, domain: int) -> RankHeartbeat:
-        return RankHeartbeat(rank, self.epochs[domain], self.progress.get(rank, 0), domain in self.leaving_domains)
+    def _heartbeat(self, rank: DpRank, domain: int, epoch: int) -> RankHeartbeat:
+        return RankHeartbeat(rank, epoch, self.progress.get(rank, 0), domain in self.leaving_domains)
 
     def _hand_over(self, event: Event, now: float) -> list[Action]:
         actions = self.engine.on_event(event, now)
