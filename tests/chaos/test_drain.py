@@ -40,8 +40,10 @@ async def replace_scheduler(cell: RollingCell, client: RollingClient, load: Load
 
 @pytest.mark.parametrize("drain_s", [30.0, 0.3], ids=["answers finish", "answers move"])
 async def test_a_rolling_restart_of_every_process_is_not_noticed(
-    model_dir: Path, peace: Peace, tmp_path: Path, drain_s: float, tell_of: TellOf
+    model_dir: Path, peace: Peace, tmp_path: Path, drain_s: float, tell_of: TellOf, num_kills: int
 ) -> None:
+    if drain_s > 1 and num_kills <= 5:
+        pytest.skip("takes a minute, and needs no other code than the other case: `make chaos` runs it")
     with run_rolling_cell(model_dir, tmp_path, drain_s=drain_s) as cell:
         async with connect_to_all(cell) as client:
             load = Load(client, peace)
