@@ -45,7 +45,7 @@ async def test_a_poisonous_request_fails_and_all_others_do_not(
     async with chaos_cell(model_dir, "--dp=2", f"--{role}.fail-on-token={MAGIC_TOKEN}") as (cell, client):
         load = Load(client, peace)
         async with load.keep_in_flight():
-            before = await load.wait_for_state(lambda state: state.num_running >= len(peace.requests) / 2)
+            await load.wait_for_state(lambda state: state.num_running >= len(peace.requests) / 2)
             async with asyncio.timeout(600):
                 reason = await swallow(client)
         state = await load.wait_for_state(lambda state: not state.num_running and not state.num_waiting)
@@ -54,4 +54,5 @@ async def test_a_poisonous_request_fails_and_all_others_do_not(
     assert reason == "POISON_REQUEST"
     tell_of(load, deaths, state)
     assert load.damage == Damage()
-    assert deaths <= 3 + math.log2(before.num_running)
+    # More may run when the request comes than did before.
+    assert deaths <= 3 + math.log2(len(peace.requests))
