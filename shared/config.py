@@ -170,7 +170,7 @@ class ProcessSettings(ServiceSettings):
     )
 
 
-class ClientPortSettings(ProcessSettings):
+class ClientPortSettings(ServiceSettings):
     """The settings of a service with a client port."""
 
     max_connection_age_s: float | None = Field(

@@ -10,7 +10,7 @@ from pydantic_settings import SettingsConfigDict
 from services.scheduler.core.admission import AdmissionPolicy
 from services.scheduler.core.policy import CacheSettings, CellTopology, RetractionPolicy, SchedulerPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
-from shared.config import Address, Addresses, ClientPortSettings, ListenAddress, load_settings
+from shared.config import Address, Addresses, ClientPortSettings, ListenAddress, ProcessSettings, load_settings
 from shared.tls import Role
 
 # Take what the workers propose.
@@ -24,7 +24,7 @@ _CACHE = CacheSettings()
 _TOKENS_WITHOUT_CHUNKS = 16384
 
 
-class SchedulerSettings(ClientPortSettings):
+class SchedulerSettings(ProcessSettings, ClientPortSettings):
     """The scheduler's settings; names and defaults follow ATOM."""
 
     model_config = SettingsConfigDict(env_prefix="LOCKSTEP_SCHEDULER_", cli_prog_name="python -m services.scheduler")

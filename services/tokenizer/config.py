@@ -8,11 +8,11 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from shared.config import Addresses, ClientPortSettings, ListenAddress, load_settings
+from shared.config import Addresses, ClientPortSettings, ListenAddress, ProcessSettings, load_settings
 from shared.tls import Role
 
 
-class TokenizerSettings(ClientPortSettings):
+class TokenizerSettings(ProcessSettings, ClientPortSettings):
     """The tokenizer service's settings."""
 
     model_config = SettingsConfigDict(env_prefix="LOCKSTEP_TOKENIZER_", cli_prog_name="python -m services.tokenizer")

@@ -46,6 +46,8 @@ def test_the_model_name_is_its_directorys_name_however_the_path_is_written() -> 
         (["--scheduler-listen=localhost:0"], "localhost:0 has no fixed port"),
         (["--workers=nowhere"], "--workers (or LOCKSTEP_SERVE_WORKERS): must be unix:PATH or HOST:PORT"),
         (["--dp=0"], "--dp (or LOCKSTEP_SERVE_DP)"),
+        # Each service has its own address.
+        (["--manage-listen=127.0.0.1:9100"], "--manage-listen"),
     ],
 )
 def test_conflicting_flags_are_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
