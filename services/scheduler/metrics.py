@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -14,18 +14,13 @@ from services.scheduler.cell.engine import Engine
 from services.scheduler.cell.state import CellState
 from services.scheduler.core.policy import RECOVERY_BUCKETS_S, SchedulerCounters
 from services.scheduler.server.idle_check import IdleCheck
+from shared.process_metrics import make_process_registry
 from shared.tls import Certificates
-from shared.tls_metrics import TlsCollector
 
 
 def make_registry(engine: Engine, idle_check: IdleCheck, certificates: Certificates | None) -> CollectorRegistry:
     """Make a registry for a cell, the service's certificate if it has one, and this process."""
-    registry = CollectorRegistry()
-    if certificates is not None:
-        registry.register(TlsCollector(certificates))
-    registry.register(CellCollector(engine, idle_check))
-    ProcessCollector(registry=registry)
-    return registry
+    return make_process_registry(CellCollector(engine, idle_check), certificates)
 
 
 class CellCollector(Collector):

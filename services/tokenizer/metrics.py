@@ -4,27 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
 from services.tokenizer.server.request_totals import RequestTotals, finish_label
 from shared.histogram import Histogram
+from shared.process_metrics import make_process_registry
 from shared.tls import Certificates
-from shared.tls_metrics import TlsCollector
 
 
 def make_registry(
     scheduler: SchedulerClient, totals: RequestTotals, certificates: Certificates | None
 ) -> CollectorRegistry:
     """The metrics of the replica, of its certificate if it has one, and of the process."""
-    registry = CollectorRegistry()
-    if certificates is not None:
-        registry.register(TlsCollector(certificates))
-    registry.register(ReplicaCollector(scheduler, totals))
-    ProcessCollector(registry=registry)
-    return registry
+    return make_process_registry(ReplicaCollector(scheduler, totals), certificates)
 
 
 class ReplicaCollector(Collector):

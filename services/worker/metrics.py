@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-
-from shared.tls import Certificates
-from shared.tls_metrics import TlsCollector
 
 if TYPE_CHECKING:
     # The management port answers before torch is imported.
@@ -35,16 +31,6 @@ class WorkerCollector(Collector):
             )
             yield from _step_metrics(self.runner.step_totals)
             yield from _memory_metrics(self.runner)
-
-
-def make_registry(collector: WorkerCollector, certificates: Certificates | None) -> CollectorRegistry:
-    """The metrics of the rank, of its certificate if it has one, and of the process."""
-    registry = CollectorRegistry()
-    if certificates is not None:
-        registry.register(TlsCollector(certificates))
-    registry.register(collector)
-    ProcessCollector(registry=registry)
-    return registry
 
 
 def _identity(runner: ModelRunner) -> Metric:

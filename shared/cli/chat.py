@@ -16,7 +16,7 @@ from shared.cli.request_flags import add_client_flags, request_from
 from shared.cli.tls_flags import peer_of_client
 from shared.cli.wrong_service import TOKENIZER, explain_wrong_service
 from shared.rpc import Peer, make_channel
-from shared.tls import Role, TlsError
+from shared.tls import Role
 
 _HELP = """\
 /system TEXT   set the system prompt; without TEXT, show it
@@ -41,10 +41,7 @@ def main(argv: Sequence[str]) -> int:
         check_text(args.system)
     except (NotTextError, UnicodeEncodeError):
         parser.error("the text of a flag is not UTF-8")
-    try:
-        peer = peer_of_client(args, Role.TOKENIZER)
-    except TlsError as error:
-        parser.error(str(error))
+    peer = peer_of_client(parser, args, Role.TOKENIZER)
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
 
     def converse() -> None:

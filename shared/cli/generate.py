@@ -21,7 +21,7 @@ from shared.cli.request_flags import add_client_flags, request_from
 from shared.cli.tls_flags import peer_of_client
 from shared.cli.wrong_service import TOKENIZER, explain_wrong_service
 from shared.rpc import Peer, make_channel
-from shared.tls import Role, TlsError
+from shared.tls import Role
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,10 +45,7 @@ def main(argv: Sequence[str]) -> int:
     request.echo = args.echo
     if args.logprobs is not None:
         request.sampling.num_logprobs = args.logprobs
-    try:
-        peer = peer_of_client(args, Role.TOKENIZER)
-    except TlsError as error:
-        parser.error(str(error))
+    peer = peer_of_client(parser, args, Role.TOKENIZER)
     generate = _generate
     if args.n > 1:
         request.sampling.n = args.n

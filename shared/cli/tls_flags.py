@@ -31,28 +31,26 @@ def add_certificate_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--trust-domain", metavar="DOMAIN", help="the domain in the names of all roles")
 
 
-def peer_of_client(args: argparse.Namespace, role: Role) -> Peer | None:
-    """The server of a client without a certificate; None without TLS.
-
-    Raises:
-        TlsError: the flags cannot be used.
-    """
+def peer_of_client(parser: argparse.ArgumentParser, args: argparse.Namespace, role: Role) -> Peer | None:
+    """The server of a client without a certificate; None without TLS. Ends the process if the flags cannot be used."""
     if args.tls_ca is None:
         if args.trust_domain is not None:
-            raise TlsError("--trust-domain needs --tls-ca")
+            parser.error("--trust-domain needs --tls-ca")
         return None
-    return Peer(TrustedAuthority(args.tls_ca, args.trust_domain), role)
+    try:
+        return Peer(TrustedAuthority(args.tls_ca, args.trust_domain), role)
+    except TlsError as error:
+        parser.error(str(error))
 
 
-def peer_of_operator(args: argparse.Namespace, role: Role) -> Peer | None:
-    """The server of an operator; None without TLS.
-
-    Raises:
-        TlsError: the flags cannot be used.
-    """
+def peer_of_operator(parser: argparse.ArgumentParser, args: argparse.Namespace, role: Role) -> Peer | None:
+    """The server of an operator; None without TLS. Ends the process if the flags cannot be used."""
     values = (args.tls_cert, args.tls_key, args.tls_ca, args.trust_domain)
     if all(value is None for value in values):
         return None
     if any(value is None for value in values):
-        raise TlsError("--tls-cert, --tls-key, --tls-ca and --trust-domain must be used together")
-    return Peer(Certificates(TlsFiles(*values), Role.OPERATOR), role)
+        parser.error("--tls-cert, --tls-key, --tls-ca and --trust-domain must be used together")
+    try:
+        return Peer(Certificates(TlsFiles(*values), Role.OPERATOR), role)
+    except TlsError as error:
+        parser.error(str(error))

@@ -16,7 +16,7 @@ from shared.cli.running_cells import find_cells
 from shared.cli.tls_flags import add_certificate_flags, peer_of_operator
 from shared.cli.wrong_service import ADMIN, explain_wrong_service
 from shared.rpc import Peer, make_channel
-from shared.tls import Role, TlsError
+from shared.tls import Role
 
 DEFAULT_SCHEDULER = "127.0.0.1:50054"
 
@@ -49,10 +49,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--once", action="store_true", help="print one snapshot and exit")
     add_certificate_flags(parser)
     args = parser.parse_args(argv)
-    try:
-        peer = peer_of_operator(args, Role.SCHEDULER)
-    except TlsError as error:
-        parser.error(str(error))
+    peer = peer_of_operator(parser, args, Role.SCHEDULER)
     num_snapshots = 1 if args.once else None
     target = args.target or _find_scheduler()
     return run_client(lambda: asyncio.run(_show(target, peer, args.interval, num_snapshots)))

@@ -21,8 +21,9 @@ from services.tokenizer.metrics import make_registry as make_tokenizer_registry
 from services.tokenizer.server.request_totals import RequestTotals
 from services.worker.layout import RankLayout
 from services.worker.metrics import WorkerCollector
-from services.worker.metrics import make_registry as make_worker_registry
 from services.worker.runner.step_totals import StepTotals
+from shared.process_metrics import make_process_registry
+from tests.support.generated_tables import replace_tables
 from tests.support.processes import ROOT
 
 if TYPE_CHECKING:
@@ -51,11 +52,7 @@ def with_tables(document: str, tables: str) -> str:
     Raises:
         ValueError: the text does not have the two marks, once each and in order.
     """
-    before, begin, rest = document.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in after or END in before + after:
-        raise ValueError("services/METRICS.md lacks the marks around its tables")
-    return f"{before}{BEGIN}\n{tables}{END}{after}"
+    return replace_tables(document, BEGIN, END, tables)
 
 
 async def render_tables() -> str:
@@ -90,7 +87,7 @@ def _worker() -> CollectorRegistry:
         step_totals=StepTotals(),
     )
     collector.runner = cast("ModelRunner", runner)
-    return make_worker_registry(collector, _CERTIFICATES)
+    return make_process_registry(collector, _CERTIFICATES)
 
 
 def _table(title: str, metrics: Iterable[Metric]) -> str:

@@ -16,6 +16,7 @@ from services.tokenizer.config import TokenizerSettings
 from services.worker.config import WorkerSettings
 from shared.cli.serve_settings import ServeSettings
 from shared.config import ServiceSettings
+from tests.support.generated_tables import replace_tables
 from tests.support.processes import ROOT
 
 SETTINGS_FILE = ROOT / "services" / "SETTINGS.md"
@@ -43,11 +44,7 @@ def with_tables(document: str) -> str:
     Raises:
         ValueError: the text does not have the two marks, once each and in order.
     """
-    before, begin, rest = document.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in after or END in before + after:
-        raise ValueError("services/SETTINGS.md lacks the marks around its tables")
-    return f"{before}{BEGIN}\n{render_tables()}{END}{after}"
+    return replace_tables(document, BEGIN, END, render_tables())
 
 
 def render_tables() -> str:

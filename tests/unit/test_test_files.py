@@ -216,7 +216,7 @@ TESTED_BY = {
     "integration/test_interrupts.py": ("shared/parent.py",),
     "unit/worker/test_metrics.py": ("services/worker/runner/step_totals.py",),
     "unit/shared/cli/test_cell_plan.py": ("shared/cli/manage_flag.py", "shared/cli/tls_flags.py"),
-    "unit/shared/test_tls.py": ("shared/tls_metrics.py",),
+    "unit/shared/test_tls.py": ("shared/process_metrics.py",),
 }
 
 

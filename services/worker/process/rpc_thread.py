@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import uvloop
 
-from services.worker.metrics import WorkerCollector, make_registry
+from services.worker.metrics import WorkerCollector
 from services.worker.process.exits import DomainEnd, ExitCode
 from shared.health import Health
 from shared.management import serve_management
 from shared.probes import Probes
+from shared.process_metrics import make_process_registry
 from shared.rpc import Servicer, make_server
 from shared.tls import Certificates
 
@@ -119,7 +120,7 @@ class RpcThread:
             service_names=self._reflected,
             certificates=self._certificates,
         )
-        registry = make_registry(self._collector, self._certificates)
+        registry = make_process_registry(self._collector, self._certificates)
         management = await serve_management(self._manage_listen, registry, self.probes)
         await server.start()
         self._started.set_result(asyncio.get_running_loop())

@@ -16,9 +16,9 @@ from prometheus_client import CollectorRegistry
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from shared.health import Health
+from shared.process_metrics import TlsCollector
 from shared.rpc import Peer, make_channel, make_server, reason_of, status_from_rpc_error
 from shared.tls import Certificates, Role, TlsError, TrustedAuthority
-from shared.tls_metrics import TlsCollector
 from tests.support.certificates import DOMAIN, Authority, Issued, write_files
 from tests.support.ports import free_port
 

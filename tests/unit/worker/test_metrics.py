@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.metrics import WorkerCollector, make_registry
+from services.worker.metrics import WorkerCollector
 from services.worker.models.loader import LoadedModel
 from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.device_steps import DeviceSteps
 from services.worker.process.exits import DomainEnd
 from shared.management import serve_management
 from shared.probes import Probes
+from shared.process_metrics import make_process_registry
 from tests.support.scraping import scrape, values
 from tests.support.worker_runner import make_runner
 from tests.support.worker_service import PROMPTS, attach_request, prefill_of
@@ -20,7 +21,7 @@ from tests.support.worker_steps import decode_step
 
 
 async def scrape_rank(path: Path, collector: WorkerCollector) -> dict[str, float]:
-    server = await serve_management(f"unix:{path}", make_registry(collector, None), Probes("nothing"))
+    server = await serve_management(f"unix:{path}", make_process_registry(collector, None), Probes("nothing"))
     assert server is not None
     async with server:
         return values(await scrape(path))

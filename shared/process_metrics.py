@@ -1,13 +1,24 @@
-"""Metrics of a service's certificate."""
+"""The metrics of every process, and of its certificate."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from shared.tls import Certificates
+
+
+def make_process_registry(collector: Collector, certificates: Certificates | None) -> CollectorRegistry:
+    """What `collector` collects, and the metrics of the process and of its certificate, if it has one."""
+    registry = CollectorRegistry()
+    if certificates is not None:
+        registry.register(TlsCollector(certificates))
+    registry.register(collector)
+    ProcessCollector(registry=registry)
+    return registry
 
 
 class TlsCollector(Collector):
