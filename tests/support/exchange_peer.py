@@ -137,35 +137,52 @@ def make_error_end(handle: int, error: ServiceError) -> exchange_pb2.RequestEnd:
     return exchange_pb2.RequestEnd(handle=handle, error=to_status(error))
 
 
+class _Stream:
+    """What one stream sends, which a test may say before the stream is there."""
+
+    def __init__(self) -> None:
+        self.outbox: asyncio.Queue[exchange_pb2.ExchangeResponse | _StreamEnd] = asyncio.Queue()
+        self.is_attached = False
+        self.will_end = False
+
+    def end(self, how: _StreamEnd) -> None:
+        self.will_end = True
+        self.outbox.put_nowait(how)
+
+
 class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
     """Plays the scheduler: sends given messages, queues received ones, and sends heartbeats.
 
     Attributes:
-        num_streams: Streams opened so far.
         num_messages: Messages received so far, without pure heartbeats.
         heartbeats: Has one entry per heartbeat received.
+        num_streams: Streams opened so far.
+        ended_streams: Has one entry per stream that has ended.
         is_silent: Set to True to stop sending heartbeats.
     """
 
     def __init__(self, cell_info: exchange_pb2.CellInfo) -> None:
         self.cell_info = cell_info
-        self.num_streams = 0
         self.num_messages = 0
         self.submits: asyncio.Queue[exchange_pb2.Submit] = asyncio.Queue()
         self.stop_ats: asyncio.Queue[exchange_pb2.StopAt] = asyncio.Queue()
         self.aborts: asyncio.Queue[int] = asyncio.Queue()
         self.heartbeats: asyncio.Queue[None] = asyncio.Queue()
         self.is_silent = False
-        self.stream_ended = asyncio.Event()
-        self._outbox: asyncio.Queue[exchange_pb2.ExchangeResponse | _StreamEnd] = asyncio.Queue()
+        self.ended_streams: asyncio.Queue[None] = asyncio.Queue()
+        self.num_streams = 0
+        self._streams: list[_Stream] = []
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve on `server`."""
         exchange_pb2_grpc.add_ExchangeServiceServicer_to_server(self, server)
 
     def attach(self) -> None:
-        """Send the cell info, as a scheduler does once it has a worker."""
-        self._outbox.put_nowait(exchange_pb2.ExchangeResponse(cell_info=self.cell_info))
+        """Send the cell info, as a scheduler does once it has a worker, on the first stream that does not have it."""
+        if self._last_stream.is_attached:
+            self._streams.append(_Stream())
+        self._last_stream.is_attached = True
+        self._last_stream.outbox.put_nowait(exchange_pb2.ExchangeResponse(cell_info=self.cell_info))
 
     def send(self, *rows: Row, ends: Sequence[exchange_pb2.RequestEnd] = (), prompts: Sequence[PromptRow] = ()) -> None:
         """Send one step's outputs."""
@@ -173,24 +190,27 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
 
     def send_outputs(self, outputs: exchange_pb2.Outputs) -> None:
         """Send prepared outputs."""
-        self._outbox.put_nowait(exchange_pb2.ExchangeResponse(outputs=outputs))
+        self._last_stream.outbox.put_nowait(exchange_pb2.ExchangeResponse(outputs=outputs))
 
     def end_stream(self) -> None:
         """End the stream with an error that has a reason, as a scheduler does."""
-        self._outbox.put_nowait(_StreamEnd.EXPLAINED)
+        self._last_stream.end(_StreamEnd.EXPLAINED)
 
     def break_stream(self) -> None:
         """End the stream as a scheduler's death does."""
-        self._outbox.put_nowait(_StreamEnd.BROKEN)
+        self._last_stream.end(_StreamEnd.BROKEN)
 
     async def Exchange(
         self, request_iterator: AsyncIterator[exchange_pb2.ExchangeRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[exchange_pb2.ExchangeResponse]:
+        # The service may open this one before the one that it has broken ends here.
+        if self.num_streams == len(self._streams):
+            self._streams.append(_Stream())
+        stream = self._streams[self.num_streams]
         self.num_streams += 1
-        self.stream_ended.clear()
-        tasks = [asyncio.create_task(self._read(request_iterator)), asyncio.create_task(self._beat())]
+        tasks = [asyncio.create_task(self._read(request_iterator)), asyncio.create_task(self._beat(stream))]
         try:
-            while not isinstance(message := await self._outbox.get(), _StreamEnd):
+            while not isinstance(message := await stream.outbox.get(), _StreamEnd):
                 yield message
             if message is _StreamEnd.EXPLAINED:
                 raise NotReadyError("the scheduler is stopping")
@@ -198,14 +218,20 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
         finally:
             for task in tasks:
                 task.cancel()
-            self.stream_ended.set()
+            self.ended_streams.put_nowait(None)
 
-    async def _beat(self) -> None:
+    async def _beat(self, stream: _Stream) -> None:
         for progress in itertools.count():
             if not self.is_silent:
                 heartbeat = exchange_pb2.SchedulerHeartbeat(progress=progress)
-                self._outbox.put_nowait(exchange_pb2.ExchangeResponse(heartbeat=heartbeat))
+                stream.outbox.put_nowait(exchange_pb2.ExchangeResponse(heartbeat=heartbeat))
             await asyncio.sleep(HEARTBEAT_S)
+
+    @property
+    def _last_stream(self) -> _Stream:
+        if not self._streams or self._streams[-1].will_end:
+            self._streams.append(_Stream())
+        return self._streams[-1]
 
     async def _read(self, requests: AsyncIterator[exchange_pb2.ExchangeRequest]) -> None:
         async for request in requests:

@@ -1,4 +1,4 @@
-"""Ranks of one model as threads of this process, for tests of code that does not run a whole forward pass."""
+"""Ranks of one model as threads of this process."""
 
 from __future__ import annotations
 

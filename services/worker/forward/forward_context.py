@@ -1,12 +1,13 @@
 """What layers need in a forward pass besides their inputs: which tokens belong together and where their KV is.
 
-Module-level by design: a captured graph takes no Python arguments. Only the worker's main thread runs forward passes.
+Not an argument by design: a captured graph takes none. Every thread has its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -111,21 +112,23 @@ class ForwardContext:
         return cls(attention, kv_cache, ops.plan_attention(attention, kv_cache), dp, progress or Progress())
 
 
-_current: ForwardContext | None = None
+_current: ContextVar[ForwardContext] = ContextVar("forward context")
 
 
 def get_forward_context() -> ForwardContext:
-    """The context of the running forward pass."""
-    assert _current is not None, "a layer ran outside of forward_context()"
-    return _current
+    """The context of the running forward pass.
+
+    Raises:
+        LookupError: a layer ran outside of `forward_context()`.
+    """
+    return _current.get()
 
 
 @contextmanager
 def forward_context(context: ForwardContext) -> Iterator[None]:
     """Make `context` current in the body."""
-    global _current  # noqa: PLW0603 - see the module's docstring
-    former, _current = _current, context
+    token = _current.set(context)
     try:
         yield
     finally:
-        _current = former
+        _current.reset(token)

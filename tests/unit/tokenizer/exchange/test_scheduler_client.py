@@ -70,7 +70,7 @@ async def test_a_silent_scheduler_loses_the_link_to_the_next_and_its_late_output
         first.is_silent = True
         second.attach()
         again = await second.submits.get()
-        await first.stream_ended.wait()
+        await first.ended_streams.get()
         first.send(Row(submit.handle, 1, [99]), ends=[make_end(submit.handle, EOS, 2)])
         second.send(Row(again.handle, 1, [71]), ends=[make_end(again.handle, MAX_TOKENS, 2)])
         _, token_ids, finish = await read_rest(call)

@@ -325,7 +325,7 @@ async def test_a_cell_of_another_model_is_refused(
     async with run_tokenizer_service(model_dir, tmp_path, model_digest_of_cell="other") as service:
         await service.until_health_is(health_pb2.HealthCheckResponse.NOT_SERVING)
         service.peer.attach()
-        await service.peer.stream_ended.wait()
+        await service.peer.ended_streams.get()
         assert await refusal(service.stub.Generate(HELLO)) == (grpc.StatusCode.UNAVAILABLE, "NOT_READY", {})
     assert "the cell serves another model" in str([vars(record) for record in caplog.records])
 

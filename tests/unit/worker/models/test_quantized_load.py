@@ -56,9 +56,9 @@ def test_projections_and_head_are_quantised(
     assert ops.tied is None
 
 
-@pytest.mark.parametrize("quantization", [INT8, INT4])
+@pytest.mark.parametrize(("quantization", "error"), [(INT8, 0.05), (INT4, 0.5)])
 def test_ranks_quantise_their_own_parts_and_together_compute_nearly_the_same(
-    tmp_path: Path, quantization: MatrixFormat
+    tmp_path: Path, quantization: MatrixFormat, error: float
 ) -> None:
     model_dir, alone = write_tiny_llama(tmp_path, changes={"tie_word_embeddings": True}), PackingOps()
     expected = logits_of(load(model_dir, alone, quantization), alone)
@@ -74,7 +74,7 @@ def test_ranks_quantise_their_own_parts_and_together_compute_nearly_the_same(
         assert alone.tied is not None
         assert ops.tied.shape == (alone.tied.shape[0] // 2, alone.tied.shape[1])
         # Parts of rows have scales of their own, so results differ a little.
-        assert (logits - expected).norm() / expected.norm() < 0.5
+        assert (logits - expected).norm() / expected.norm() < error
 
 
 @pytest.mark.parametrize("quantization", [INT8, INT4])
