@@ -101,16 +101,24 @@ class ComposedOps(Ops, Protocol):
             row.copy_(torch.from_numpy(row_edits.apply(row.cpu().numpy())))
 
     def sample(self, logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
-        """See `Ops.sample`: greedy rows together, the others one by one on the host."""
+        """See `Ops.sample`: greedy rows together, the others by `draw`."""
         token_ids, largest = self.greedy_sample(logits)
         is_finite = largest.isfinite()
         drawn = ((rows.temperature >= GREEDY_TEMPERATURE) & is_finite).nonzero().flatten()
         if len(drawn):
-            values = (logits[drawn] if len(drawn) < len(logits) else logits).cpu().numpy()
-            draws = _draws(rows, drawn)
-            tokens = [draw.token(row, position) for row, (draw, position) in zip(values, draws, strict=True)]
-            token_ids[drawn] = torch.tensor(tokens, device=token_ids.device)
+            self.draw(logits, rows, drawn, token_ids)
         return token_ids, is_finite
+
+    def draw(self, logits: Tensor, rows: DrawRows, drawn: Tensor, token_ids: Tensor) -> None:
+        """Draw the rows `drawn`, [n] int64, which are finite and not greedy.
+
+        Args:
+            token_ids: The columns of the largest logits; replaced, in place, by the drawn ones.
+        """
+        values = (logits[drawn] if len(drawn) < len(logits) else logits).cpu().numpy()
+        draws = _draws(rows, drawn)
+        tokens = [draw.token(row, position) for row, (draw, position) in zip(values, draws, strict=True)]
+        token_ids[drawn] = torch.tensor(tokens, device=token_ids.device)
 
     def token_logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
         """See `Ops.token_logprobs`: row by row on the host."""

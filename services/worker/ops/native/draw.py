@@ -7,7 +7,6 @@ from struct import Struct
 
 from torch import Tensor
 
-from services.worker.drawing.token_draw import GREEDY_TEMPERATURE
 from services.worker.ops.arguments import DrawRows
 from services.worker.ops.composed import ComposedOps
 
@@ -15,20 +14,11 @@ _draw = Struct("P2q Pq 7P P").pack
 
 
 class NativeDraws(ComposedOps):
-    """`sample` of `Ops`."""
+    """`sample` of `Ops`, but for its greedy rows."""
 
     _library: ctypes.CDLL
 
-    def sample(self, logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
-        token_ids, largest = self.greedy_sample(logits)
-        is_finite = largest.isfinite()
-        drawn = ((rows.temperature >= GREEDY_TEMPERATURE) & is_finite).nonzero().flatten()
-        if len(drawn):
-            self._draw(logits, rows, drawn, token_ids)
-        return token_ids, is_finite
-
-    def _draw(self, logits: Tensor, rows: DrawRows, drawn: Tensor, token_ids: Tensor) -> None:
-        """Replace the largest logits' columns in `token_ids` by the drawn ones, in the rows `drawn`."""
+    def draw(self, logits: Tensor, rows: DrawRows, drawn: Tensor, token_ids: Tensor) -> None:
         columns = rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.choice, rows.position
         self._library.ls_draw(
             _draw(

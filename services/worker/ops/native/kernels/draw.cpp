@@ -57,12 +57,12 @@ public:
     Row(const DrawArgs& args, int64_t row)
         : logits_(args.logits + row * args.row_stride),
           num_columns_(args.num_columns),
-          temperature_(args.temperatures[row]),
-          filters_{temperature_, args.top_ks[row], args.top_ps[row], args.min_ps[row]},
+          filters_{args.temperatures[row], args.top_ks[row], args.top_ps[row], args.min_ps[row]},
           // The key's second word has the noise's purpose, which is 0, above the choice.
           philox_{static_cast<uint64_t>(args.seeds[row]), static_cast<uint64_t>(args.choices[row]),
                   static_cast<uint64_t>(args.positions[row])},
-          largest_(args.token_ids[row]) {}
+          largest_(args.token_ids[row]),
+          factor_(static_cast<float>(static_cast<double>(kLog2E) / filters_.temperature)) {}
 
     int64_t draw() {
         return filters_.keep_all(num_columns_) ? draw_from_all() : draw_from_kept();
@@ -94,8 +94,10 @@ private:
         return best_;
     }
 
+    double scaled(int64_t column) const { return static_cast<double>(logits_[column]) / filters_.temperature; }
+
     void consider(int64_t column, uint64_t word) {
-        const double score = static_cast<double>(logits_[column]) / temperature_ + gumbel(word);
+        const double score = scaled(column) + gumbel(word);
         if (score > score_ || (score == score_ && column < best_)) score_ = score, best_ = column;
     }
 
@@ -104,10 +106,9 @@ private:
         float distances[kWidth];
         for (int64_t i = 0; i < kWidth; ++i) distances[i] = static_cast<float>(static_cast<int32_t>(~words[i] >> 33));
         // The highest logit is subtracted first, which loses no digits of those that matter.
-        const float factor = static_cast<float>(static_cast<double>(kLog2E) / temperature_);
-        const double lead = score_ - static_cast<double>(logits_[largest_]) / temperature_;
+        const double lead = score_ - scaled(largest_);
         const Vec below = sub(load_up_to(logits_ + column, count), broadcast(logits_[largest_]));
-        const Vec exponents = sub(mul(below, broadcast(factor)), broadcast(static_cast<float>(lead * kLog2E)));
+        const Vec exponents = sub(mul(below, broadcast(factor_)), broadcast(static_cast<float>(lead * kLog2E)));
         const Vec reach = mul(exp2(exponents), broadcast(kMargin));
         uint32_t found = at_most_bits(mul(load(distances), broadcast(0x1p-31f)), reach);
         found &= count < kWidth ? (1u << count) - 1 : ~0u;
@@ -119,10 +120,11 @@ private:
 
     const float* const logits_;
     const int64_t num_columns_;
-    const double temperature_;
     const Filters filters_;
     const Philox philox_;
     const int64_t largest_;
+    // From a difference of logits to a power of 2.
+    const float factor_;
     int64_t best_ = 0;
     double score_ = -INFINITY;
 };

@@ -3,7 +3,6 @@
 #include <immintrin.h>
 #include <pthread.h>
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <mutex>
@@ -77,12 +76,13 @@ public:
     }
 
     void run(const Job& job) {
+        if (job.num_threads == 1) return run_alone(job);
         const std::unique_lock lock(callers_, std::try_to_lock);
         if (!lock) return run_alone(job);
         const uint32_t job_number = announced_.load() + 1;
         publish(job, job_number);
         take_pieces(job_number);
-        wait_for(num_pieces_.load(std::memory_order_relaxed));
+        wait_for(num_pieces());
     }
 
 private:
@@ -109,7 +109,6 @@ private:
             if (phase < job.num_phases) num_pieces += job.counts[phase];
             ends_[phase].store(num_pieces, std::memory_order_relaxed);
         }
-        num_pieces_.store(num_pieces, std::memory_order_relaxed);
         ticket_.store(Ticket{job_number} << 32, std::memory_order_release);
         announced_.increment();
         announced_.wake();
@@ -119,7 +118,7 @@ private:
         Ticket ticket = ticket_.load(std::memory_order_acquire);
         while (ticket >> 32 == job_number && own_number < max_threads_.load(std::memory_order_relaxed)) {
             const int64_t piece = static_cast<int64_t>(ticket & kPieceMask);
-            if (piece >= num_pieces_.load(std::memory_order_relaxed)) return;
+            if (piece >= num_pieces()) return;
             // The job cannot end while a piece is taken: what was read of it is valid if the ticket is unchanged.
             if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
             run_piece(piece);
@@ -137,6 +136,7 @@ private:
         if (num_done_.increment() == end) num_done_.wake();
     }
 
+    int64_t num_pieces() const { return end_of(kMaxPhases - 1); }
     int64_t end_of(int phase) const { return ends_[phase].load(std::memory_order_relaxed); }
 
     // Wait until so many pieces are done, which end a phase.
@@ -162,8 +162,7 @@ private:
     std::atomic<void (*)(const void*, int, int64_t)> run_{nullptr};
     std::atomic<const void*> phases_{nullptr};
     std::atomic<int64_t> max_threads_{0};
-    std::atomic<int64_t> num_pieces_{0};
-    // Where phases end, in pieces of the job.
+    // Where phases end, in pieces of the job; those that it does not have end with it.
     std::array<std::atomic<int64_t>, kMaxPhases> ends_{};
     // Apart, as all threads write them.
     alignas(64) std::atomic<Ticket> ticket_{0};

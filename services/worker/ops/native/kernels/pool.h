@@ -34,7 +34,8 @@ struct Job {
     int64_t num_threads;
 };
 
-// Run on the pool, or on this thread alone while another one uses the pool. Returns when the job is done.
+// Run on the pool; on this thread alone if that is all the job may have, or while another one uses the pool. Returns when
+// the job is done.
 void run_job(const Job& job);
 
 // How many threads a kernel runs on, the caller's included.
@@ -47,13 +48,6 @@ int64_t thread_number();
 template <class... Bodies>
 void run_phases(int64_t threads, const Phase<Bodies>&... phases) {
     static_assert(sizeof...(phases) <= kMaxPhases);
-    if (threads == 1) {
-        const auto run_all = [](const auto& phase) {
-            for (int64_t piece = 0; piece < phase.count; ++piece) phase.body(piece);
-        };
-        (run_all(phases), ...);
-        return;
-    }
     const std::tuple<const Phase<Bodies>&...> all(phases...);
     const auto run_piece = [](const void* context, int number, int64_t piece) {
         std::apply(
@@ -79,10 +73,6 @@ template <class Body>
 void for_rows(int64_t count, int64_t cost, int64_t worth, const Body& body) {
     // More pieces than threads, so that one that comes late has less to do.
     const int64_t threads = count * cost < worth ? 1 : num_threads(), num_pieces = threads * 4;
-    if (threads == 1) {
-        for (int64_t row = 0; row < count; ++row) body(row);
-        return;
-    }
     for_pieces(num_pieces, threads, [&](int64_t piece) {
         const int64_t stop = (piece + 1) * count / num_pieces;
         for (int64_t row = piece * count / num_pieces; row < stop; ++row) body(row);
