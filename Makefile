@@ -54,7 +54,7 @@ BEFORE ?= $(shell git rev-parse --verify --quiet origin/main || git rev-parse --
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run demo test test-unit test-slow simulate format lint lint-changes protos settings metrics parity chaos bench bench-peers bench-cpu bench-quality bench-drafts bench-lockstep bench-interference bench-gpu gpu-pack gpu-proofs clean
+.PHONY: help run demo test test-unit test-slow proofs simulate format lint lint-changes protos settings metrics parity chaos bench bench-peers bench-cpu bench-quality bench-drafts bench-lockstep bench-interference bench-gpu gpu-pack gpu-proofs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' Makefile
@@ -66,15 +66,18 @@ demo: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) ## the same, and stop afte
 	@$(ANSWER_ONE_PROMPT) --exit-after-prompt
 
 test: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) ## run all tests except the slow ones
-	@$(PYTEST) $(IN_PARALLEL) -m "not slow" --durations=12
+	@$(PYTEST) $(IN_PARALLEL) -m "not slow and not proof" --durations=12
 
 test-unit: $(INSTALLED) $(STUBS) $(KERNELS) $(AITER) ## the tests that need no process and no model
-	@$(PYTEST) $(IN_PARALLEL) tests/unit -m "not slow and not process"
+	@$(PYTEST) $(IN_PARALLEL) tests/unit -m "not slow and not proof and not process"
 
 # The chaos tests run alone: they check how soon a killed process is noticed.
 test-slow: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) ## run the slow tests
 	@$(PYTEST) $(IN_PARALLEL) -m slow -rs --ignore=tests/chaos --durations=12
 	@$(PYTEST) tests/chaos --durations=12
+
+proofs: $(INSTALLED) $(STUBS) ## run the tests that are too long for every change
+	@$(PYTEST) -m proof --durations=0
 
 simulate: $(INSTALLED) $(STUBS) ## simulate a cell under random faults: SEEDS (100), FIRST_SEED (0), FAULTS (default: some of all)
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first-seed $(FIRST_SEED) $(if $(FAULTS),--faults $(FAULTS))

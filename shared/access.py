@@ -50,7 +50,7 @@ _REFLECTION_METHODS = frozenset(method for method in METHOD_TO_ROLES if method.s
 def find_served_methods(*, on_cell_port: bool, has_tls: bool) -> frozenset[str]:
     """The methods that a port may serve; all others are UNIMPLEMENTED there.
 
-    Reflection is for operators, whom a client port with TLS cannot tell from clients.
+    Reflection is for operators; a client port with TLS cannot tell them from clients.
     """
     if on_cell_port:
         return HEALTH_METHODS | METHOD_TO_ROLES.keys()

@@ -55,20 +55,26 @@ def check_local_address(address: str) -> str:
     Raises:
         ValueError: it is no address, or neither a unix socket nor loopback.
     """
-    check_address(address)
-    if address.startswith("unix:") or address.rpartition(":")[0] in _LOOPBACK_HOSTS:
+    if _is_local(check_address(address)):
         return address
-    raise ValueError("without TLS only this machine may connect: use a unix socket, loopback, or --insecure-bind")
+    raise ValueError("only this machine may connect: use a unix socket or loopback")
 
 
 def check_listen_address(address: str, info: ValidationInfo) -> str:
-    """Return an address of a server unchanged: with TLS any, without as `check_local_address`.
+    """Return an address of a server unchanged: with TLS any, without only a local one.
 
     Raises:
         ValueError: it is no address, or must be local and is not.
     """
     # The settings of TLS are checked before this one.
-    return check_local_address(address) if info.data.get("tls_cert") is None else check_address(address)
+    if _is_local(check_address(address)) or info.data.get("tls_cert") is not None:
+        return address
+    flag = "--insecure-cell-bind" if info.field_name == "cell_listen" else "--insecure-bind"
+    raise ValueError(f"without TLS only this machine may connect: use a unix socket, loopback, or {flag}")
+
+
+def _is_local(address: str) -> bool:
+    return address.startswith("unix:") or address.rpartition(":")[0] in _LOOPBACK_HOSTS
 
 
 def check_trust_domain(name: str) -> str:

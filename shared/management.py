@@ -90,8 +90,8 @@ def _probe(why_not: str | None) -> _Page:
 class _Endpoint:
     """A misbehaving client can only end its own connection.
 
-    When there are too many, the oldest is closed: whoever holds connections open does not keep a probe out, whose
-    request comes with its connection.
+    When there are too many, the oldest is closed: connections that are held open do not keep a probe out, whose request
+    comes with its connection.
     """
 
     def __init__(self, routes: dict[bytes, _Route], request_timeout_s: float) -> None:

@@ -1,6 +1,6 @@
 """Why a library refuses a text, without what it quotes of the text.
 
-An error may end up in the log of whatever stands between the service and its client, where no client's text belongs.
+A proxy between the service and its client may log an error, and no client's text belongs in its log.
 """
 
 from __future__ import annotations

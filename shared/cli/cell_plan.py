@@ -29,13 +29,13 @@ class ServiceCommand:
     flags: tuple[str, ...]
     """A failure domain's processes receive `make_start_flags` as well."""
     address: str
-    """Of its client port; a worker has only a cell port."""
+    """Its client port's; a worker has only a cell port."""
     domain: str
     """Its failure domain."""
     rank: str = ""
     """A worker's `DP.TP`; empty for a single worker."""
     cell_address: str | None = None
-    """Of its cell port, if it has two ports."""
+    """Its cell port's, if it has two ports."""
 
     @property
     def name(self) -> str:

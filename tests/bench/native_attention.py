@@ -47,7 +47,7 @@ class Case:
 
     @property
     def num_multiplications(self) -> int:
-        """Of queries and keys, and of weights and values."""
+        """Those of queries with keys, and of weights with values."""
         pairs = self.num_seqs * sum(range(self.num_cached + 1, self.num_cached + self.num_new + 1))
         return 2 * pairs * NUM_HEADS * HEAD_DIM
 

@@ -103,7 +103,7 @@ class Layers:
 
     @property
     def num_weights(self) -> int:
-        """Of one layer."""
+        """One layer's."""
         return sum(num_rows * num_columns for num_rows, num_columns in self._shapes)
 
     def layer_s(self, num_rows: int, repeats: int) -> float:

@@ -44,7 +44,7 @@ MAX_NUM_SEQS = 32
 BATCH_SIZES = (1, 8, 32)
 CONTEXT = 512
 MAX_STEPS = 128
-# Of the largest batch, at the end of its steps.
+# As many as the largest batch has at the end of its steps.
 NUM_BLOCKS = MAX_NUM_SEQS * (CONTEXT + 2 * MAX_STEPS) // BLOCK_SIZE
 
 

@@ -71,7 +71,6 @@ SEARCHES = {
 WIDE_SEARCHES = {
     "two schedulers, one group, two faults": TAKEN_GROUP,
     "two schedulers, coupled groups, a fault": FAULTS,
-    "one scheduler after the other, groups that are not coupled, two faults": PAIR,
 }
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import pytest
 
 from tests.simulation.attach_actors import ProtocolError
-from tests.simulation.attach_search import SEARCHES, WIDE_SEARCHES, Search
+from tests.simulation.attach_search import PAIR, SEARCHES, WIDE_SEARCHES, Search
 from tests.simulation.planted_attach_bugs import ATTACH_BUGS, AttachBug
 
 # Fewer states than any search has; a search with fewer would be cut off by its bounds before it covers its case.
@@ -36,6 +36,11 @@ def test_whatever_the_order_nothing_forbidden_happens_and_the_cell_is_served(sea
 @pytest.mark.parametrize("search", WIDE_SEARCHES.values(), ids=WIDE_SEARCHES.keys())
 def test_with_more_faults_nothing_forbidden_happens_either(search: Search) -> None:
     search.run()
+
+
+@pytest.mark.proof
+def test_whatever_dies_together_the_next_scheduler_goes_above_old_epochs() -> None:
+    PAIR.run()
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from services.worker.ops import AttentionParams, ExpertWeights, Ops, SwigluClamp
 from tests.support.attention_batches import Batch, random
 
 BF16 = torch.bfloat16
-# Of the largest value, for what bfloat16 rounds a few times.
+# Relative to the largest value, for what bfloat16 rounds a few times.
 TOLERANCE = 0.02
 
 _HIDDEN, _INNER = 1024, 1536

@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
@@ -52,7 +54,7 @@ class Outcome:
     """Tokens that are not almost the best ones."""
     num_tokens: int
     difference: float
-    """Of the logits, at most."""
+    """The largest one of a logit."""
 
 
 def main() -> None:
@@ -88,7 +90,10 @@ def _execute(mutation: Mutation) -> ModuleType:
         if name == mutation.module:
             assert source.count(mutation.before) == 1, mutation
             source = source.replace(mutation.before, mutation.after)
-        exec(compile(source, module.__file__, "exec"), module.__dict__)
+        with tempfile.NamedTemporaryFile("w", suffix=".py", encoding="utf-8") as file:
+            file.write(source)
+            file.flush()
+            SourceFileLoader(module.__name__, file.name).exec_module(module)
     return import_module(f"{_PACKAGE}.backend")
 
 

@@ -14,7 +14,7 @@ import pytest
 from services.worker.ops.native import library
 from services.worker.ops.native.build import build
 
-_FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1", "-O1")
+_FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1", "-O0")
 
 
 def sanitizer_environment() -> dict[str, str]:

@@ -52,7 +52,7 @@ class ModelWeights(Protocol):
     """
 
     dtype: torch.dtype
-    """Of what is not packed: the dtype that the model runs in."""
+    """The dtype that the model runs in, which is that of what is not packed."""
     device: torch.device
     """Where every tensor returned is."""
     packed_formats: set[MatrixFormat]

@@ -39,7 +39,7 @@ class Loads:
 
     @property
     def num_tokens(self) -> int:
-        """Of all sequences together, whose KV blocks are those of a repeat."""
+        """All sequences' together, whose KV blocks are those of a repeat."""
         in_loads = sum(self.requests) * (self.num_prompt_tokens + self.num_output_tokens)
         return in_loads + self.num_prefill_tokens
 

@@ -39,6 +39,17 @@ def test_a_bad_setting_is_named(flag: str, value: str, capsys: pytest.CaptureFix
     assert flag in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flag", "way_out"), [("--listen", "or --insecure-bind"), ("--cell-listen", "or --insecure-cell-bind")]
+)
+def test_a_port_that_others_may_reach_needs_tls_or_its_own_way_out(
+    flag: str, way_out: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        load_settings(SchedulerSettings, [f"{flag}=0.0.0.0:1"])
+    assert way_out in capsys.readouterr().err
+
+
 def test_an_unencrypted_cell_port_is_refused_beside_tls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     authority = Authority()
     flags = tls_flags(write_files(tmp_path, authority.issue_role(Role.SCHEDULER), authority))

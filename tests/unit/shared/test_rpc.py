@@ -113,7 +113,7 @@ async def test_an_unknown_errors_text_is_neither_logged_nor_revealed_to_the_clie
     assert (code, reason_of(status)) == (grpc.StatusCode.INTERNAL, "INTERNAL")
     assert "secret" not in status.message
     assert "the secret" not in caplog.text
-    # Type and place are for whoever mends it.
+    # Type and place help to mend it.
     assert "_UntoldError: RuntimeError" in caplog.text
     assert Path(__file__).name in caplog.text
 

@@ -19,7 +19,7 @@ from services.worker.forward.kv_cache import KvCache, LayerCache
 from services.worker.ops.aiter_ops.attention import AiterPlan, attend, check_block_size
 from services.worker.ops.aiter_ops.elementwise import add_rms_norm, rms_norm, rope, silu_and_mul, write_kv
 from services.worker.ops.aiter_ops.experts import prepare_experts
-from services.worker.ops.aiter_ops.latent import latent_attention, select_context, sparse_latent_attention
+from services.worker.ops.aiter_ops.latent import AiterLatent
 from services.worker.ops.aiter_ops.linear import prepare_linear, prepare_per_head_linear
 from services.worker.ops.arguments import AttentionParams, HeadNorms, RopeRows
 from services.worker.ops.composed import ComposedOps
@@ -32,7 +32,7 @@ from services.worker.ops.triton.backend import TritonOps
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
-class AiterOps(TritonOps):
+class AiterOps(AiterLatent, TritonOps):
     """See `Ops` for what each method computes. Models compute in bfloat16 or float16."""
 
     name = "aiter"
@@ -112,31 +112,6 @@ class AiterOps(TritonOps):
     ) -> Tensor:
         assert isinstance(plan, AiterPlan)
         return attend(query, cache, plan, params)
-
-    def mla_attention(
-        self,
-        query: Tensor,
-        latent_cache: Tensor,
-        plan: AttentionPlan,
-        *,
-        scale: float,
-        value_dim: int,
-        selected: Tensor | None = None,
-    ) -> Tensor:
-        if selected is None:
-            return latent_attention(query, latent_cache, plan, scale=scale, value_dim=value_dim)
-        return sparse_latent_attention(query, latent_cache, plan, selected, scale=scale, value_dim=value_dim)
-
-    def select_context(
-        self,
-        index_query: Tensor,
-        index_weights: Tensor,
-        index_cache: Tensor,
-        plan: AttentionPlan,
-        *,
-        num_selected: int,
-    ) -> Tensor | None:
-        return select_context(index_query, index_weights, index_cache, plan, num_selected=num_selected)
 
     # -- Experts ------------------------------------------------------------------------------------------
 

@@ -30,10 +30,36 @@ class _Group:
     max_context_len: int
 
 
-def latent_attention(
-    query: Tensor, latent_cache: Tensor, plan: AttentionPlan, *, scale: float, value_dim: int
-) -> Tensor:
-    """See `Ops.mla_attention` without `selected`."""
+class AiterLatent:
+    """The latent part of the section "Attention" of `Ops`. It needs no AITER."""
+
+    def mla_attention(
+        self,
+        query: Tensor,
+        latent_cache: Tensor,
+        plan: AttentionPlan,
+        *,
+        scale: float,
+        value_dim: int,
+        selected: Tensor | None = None,
+    ) -> Tensor:
+        if selected is None:
+            return _attend(query, latent_cache, plan, scale=scale, value_dim=value_dim)
+        return _attend_to_selected(query, latent_cache, plan, selected, scale=scale, value_dim=value_dim)
+
+    def select_context(
+        self,
+        index_query: Tensor,
+        index_weights: Tensor,
+        index_cache: Tensor,
+        plan: AttentionPlan,
+        *,
+        num_selected: int,
+    ) -> Tensor | None:
+        return _select_context(index_query, index_weights, index_cache, plan, num_selected=num_selected)
+
+
+def _attend(query: Tensor, latent_cache: Tensor, plan: AttentionPlan, *, scale: float, value_dim: int) -> Tensor:
     output = torch.empty((*query.shape[:2], value_dim), dtype=query.dtype, device=query.device)
     num_heads = query.shape[1]
     for part, keys, last_seen in _parts(latent_cache, plan, num_heads):
@@ -47,10 +73,9 @@ def latent_attention(
     return output
 
 
-def sparse_latent_attention(
+def _attend_to_selected(
     query: Tensor, latent_cache: Tensor, plan: AttentionPlan, selected: Tensor, *, scale: float, value_dim: int
 ) -> Tensor:
-    """See `Ops.mla_attention` with `selected`."""
     output = torch.empty((*query.shape[:2], value_dim), dtype=query.dtype, device=query.device)
     size = max(_MAX_SCORES // (selected.shape[1] * query.shape[2]), 1)
     seqs, _ = _places(plan)
@@ -64,10 +89,9 @@ def sparse_latent_attention(
     return output
 
 
-def select_context(
+def _select_context(
     index_query: Tensor, index_weights: Tensor, index_cache: Tensor, plan: AttentionPlan, *, num_selected: int
 ) -> Tensor | None:
-    """See `Ops.select_context`."""
     if plan.metadata.max_context_len <= num_selected:
         return None
     selected = torch.full((len(index_query), num_selected), -1, dtype=torch.int64, device=index_query.device)

@@ -37,7 +37,7 @@ class Pieces:
     """How a step is cut, and the memory that its pieces need."""
 
     address: int
-    """Of a `Step`."""
+    """The address of a `Step`."""
     memory: tuple[object, ...]
     """What holds it, and all that it refers to."""
 

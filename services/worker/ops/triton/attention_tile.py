@@ -92,7 +92,7 @@ def padded(size: int) -> int:
 
 @triton.jit
 def places_of_rows(first_token, start, query_len, kv_head, shape: tl.constexpr):
-    """Of each row of a program: the token in its sequence, the head, whether there is one, the row of the query."""
+    """For each row of a program: the token in its sequence, the head, whether there is one, the row of the query."""
     tile_tokens: tl.constexpr = shape.rows // shape.group
     rows = tl.arange(0, shape.rows)
     tokens = first_token + rows // shape.group

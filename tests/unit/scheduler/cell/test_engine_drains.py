@@ -1,4 +1,4 @@
-"""Planned stops: a domain that is leaving finishes or hands over its sequences, and nobody is suspected for it."""
+"""Planned stops: a domain that is leaving finishes or hands over its sequences, and no request is suspected for it."""
 
 from __future__ import annotations
 

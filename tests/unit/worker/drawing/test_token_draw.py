@@ -85,7 +85,7 @@ def test_min_p_applies_after_temperature() -> None:
 def test_top_p_applies_to_what_min_p_has_kept() -> None:
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
     assert kept_by(make_draw(top_p=0.6), logits) == [0, 1]
-    # Of 0.4 and 0.3, the first alone has a share of 0.57.
+    # The first has a share of 0.57 in 0.4 and 0.3.
     assert kept_by(make_draw(top_p=0.55, min_p=0.7), logits) == [0]
     assert kept_by(make_draw(top_p=0.6, min_p=0.7), logits) == [0, 1]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
 from services.worker.forward.kv_cache import CacheTensor
 from services.worker.ops import BACKEND_NAMES, AttentionParams, Ops, cpu_mla, load_ops
-from services.worker.ops.aiter_ops import latent
+from services.worker.ops.aiter_ops.latent import AiterLatent
 from services.worker.ops.cpu_ops import CpuOps
 from tests.support.attention_batches import Batch, attend, batches, random
 
@@ -23,33 +23,8 @@ NUM_INDEX_HEADS, INDEX_DIM = 2, 4
 SCALE = 0.4
 
 
-class LatentOps(CpuOps):
-    """The latent attention of the backend `aiter`, which needs no AITER."""
-
-    def mla_attention(
-        self,
-        query: Tensor,
-        latent_cache: Tensor,
-        plan: AttentionPlan,
-        *,
-        scale: float,
-        value_dim: int,
-        selected: Tensor | None = None,
-    ) -> Tensor:
-        if selected is None:
-            return latent.latent_attention(query, latent_cache, plan, scale=scale, value_dim=value_dim)
-        return latent.sparse_latent_attention(query, latent_cache, plan, selected, scale=scale, value_dim=value_dim)
-
-    def select_context(
-        self,
-        index_query: Tensor,
-        index_weights: Tensor,
-        index_cache: Tensor,
-        plan: AttentionPlan,
-        *,
-        num_selected: int,
-    ) -> Tensor | None:
-        return latent.select_context(index_query, index_weights, index_cache, plan, num_selected=num_selected)
+class LatentOps(AiterLatent, CpuOps):
+    """The latent attention of the backend `aiter`."""
 
 
 every_backend = pytest.mark.parametrize(
@@ -283,8 +258,9 @@ def test_latent_attention_for_a_gpu_waits_for_no_value(is_prefill: bool) -> None
     query, index_query, index_weights = (
         each.to("meta") for each in (tokens.query, tokens.index_query, tokens.index_weights)
     )
-    selected = latent.select_context(index_query, index_weights, index_keys, plan, num_selected=2)
+    ops = AiterLatent()
+    selected = ops.select_context(index_query, index_weights, index_keys, plan, num_selected=2)
     assert selected is not None
-    dense = latent.latent_attention(query, latents, plan, scale=SCALE, value_dim=VALUE_DIM)
-    sparse = latent.sparse_latent_attention(query, latents, plan, selected, scale=SCALE, value_dim=VALUE_DIM)
+    dense = ops.mla_attention(query, latents, plan, scale=SCALE, value_dim=VALUE_DIM)
+    sparse = ops.mla_attention(query, latents, plan, scale=SCALE, value_dim=VALUE_DIM, selected=selected)
     assert dense.shape == sparse.shape == (*query.shape[:2], VALUE_DIM)

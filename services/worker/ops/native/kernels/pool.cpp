@@ -98,7 +98,7 @@ private:
 
     // All pieces of the former job are done.
     void publish(const Job& job, uint32_t job_number) {
-        // No piece can be taken until the job is written. Whoever took the last one before has read what is overwritten.
+        // No piece can be taken until the job is written. The thread that took the last one before has read what is overwritten.
         ticket_.exchange(Ticket{job_number} << 32 | kPieceMask, std::memory_order_acq_rel);
         num_done_.reset();
         run_.store(job.run, std::memory_order_relaxed);

@@ -32,10 +32,10 @@ PROMPTS = make_prompts((1, 40, 16, 5, 33), seed=6)
 WAY = Way(chunk_size=16, is_mixed=True, has_prefix=True)
 # Largest logits are 11 to 15. Measured: 0.13 at most.
 TIE = 0.5
-# Of models without experts, where no choice lies between. Measured: 0.24 at most.
+# For models without experts, where no choice lies between. Measured: 0.24 at most.
 LOGIT_TOLERANCE = 0.5
 
-# Of 50 tokens, where experts or tokens were chosen otherwise. Measured: 1 at most.
+# Among 50 tokens, where experts or tokens were chosen otherwise. Measured: 1 at most.
 MAX_OTHER_CHOICES = 3
 
 # The fused kernel's sizes; the other small models with experts use the grouped product.
