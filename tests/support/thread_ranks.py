@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from datetime import timedelta
 from typing import TypeVar
 
@@ -33,4 +34,6 @@ def run_ranks(
         return function(parallel)
 
     with ThreadPoolExecutor(len(layouts)) as pool:
-        return list(pool.map(run, layouts))
+        # Each in its caller's forward context, if there is one.
+        contexts = [copy_context() for _ in layouts]
+        return list(pool.map(lambda context, layout: context.run(run, layout), contexts, layouts))

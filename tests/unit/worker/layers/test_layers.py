@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,15 @@ def test_contexts_nest_and_end() -> None:
         with forward_context(inner):
             assert get_forward_context() is inner
         assert get_forward_context() is outer
-    with pytest.raises(AssertionError, match="outside"):
+    with pytest.raises(LookupError, match="forward context"):
         get_forward_context()
+
+
+def test_every_thread_has_its_own_context() -> None:
+    with forward_context(make_context()), ThreadPoolExecutor(1) as pool:
+        outside = pool.submit(get_forward_context)
+        with pytest.raises(LookupError, match="forward context"):
+            outside.result()
 
 
 def test_a_context_ends_when_its_body_fails() -> None:
@@ -43,7 +51,7 @@ def test_a_context_ends_when_its_body_fails() -> None:
 
     with pytest.raises(RuntimeError, match="a kernel failed"):
         fail()
-    with pytest.raises(AssertionError, match="outside"):
+    with pytest.raises(LookupError, match="forward context"):
         get_forward_context()
 
 
