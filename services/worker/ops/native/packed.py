@@ -20,8 +20,10 @@ _MXFP4_KIND = 4
 _ROW_SCALES, _FLOAT32_SCALES, _FLOAT16_SCALES, _POWER_SCALES = range(4)
 
 _TILE_ROWS = 32
-# Columns that share a scale of the activations; scales of weights change only between such runs.
+# Columns that share a scale of the activations; scales of weights change only between such groups.
 _GROUP = 32
+# The same where a row of weights has one scale.
+_ROW_GROUP = 64
 
 # `Matrix` in kernels/matrix.h.
 _matrix = Struct("6q4P").pack
@@ -68,7 +70,7 @@ def _form(weight: Matrix, dtype: torch.dtype) -> _Form:
     if isinstance(weight, IntMatrix):
         has_row_scales = weight.group_size >= weight.shape[1]
         if has_row_scales or weight.group_size % _GROUP == 0:
-            group_size = -(-weight.shape[1] // _GROUP) * _GROUP if has_row_scales else weight.group_size
+            group_size = -(-weight.shape[1] // _ROW_GROUP) * _ROW_GROUP if has_row_scales else weight.group_size
             kind = _ROW_SCALES if has_row_scales else _narrowest(weight.scales)
             return _Form(_INT_KINDS[weight.num_bits], weight.codes, weight.scales, kind, group_size, weight.offsets)
     values = dense(weight, dtype)

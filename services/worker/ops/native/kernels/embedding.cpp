@@ -36,8 +36,8 @@ float read_value(const Matrix& m, const uint8_t* codes, int64_t place, int64_t c
 // Dequantise the columns of group `group`, at `codes`, which share `scale` and `offset`.
 void read_group(
     const Matrix& m, int64_t row, int64_t group, const uint8_t* codes, float scale, float offset, float* out) {
-    const int64_t first = group * kGroup;
-    for (int64_t column = 0; column < kGroup && first + column < m.num_columns; ++column) {
+    const int64_t columns = group_columns(m.scales), first = group * columns;
+    for (int64_t column = 0; column < columns && first + column < m.num_columns; ++column) {
         out[first + column] = read_value(m, codes, row % kTileRows, column) * scale + offset;
     }
 }
@@ -47,7 +47,7 @@ void read_integers(const Matrix& m, int64_t row, float* out) {
     const uint8_t* source = m.tiles + tile * tile_bytes(m);
     float scale = 0.0f, offset = 0.0f;
     for (int64_t group = 0; group < num_groups(m); ++group) {
-        const int64_t column = group * kGroup, number = column / m.group_size;
+        const int64_t column = group * group_columns(m.scales), number = column / m.group_size;
         if (column % m.group_size == 0) {
             scale = read_scale(m, row, source);
             source += scale_bytes(m.scales);

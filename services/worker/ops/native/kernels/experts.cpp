@@ -137,7 +137,9 @@ private:
         const int64_t row = first_row_[expert], count = first_row_[expert + 1] - row;
         const Matrix& m = matrix(expert, is_first);
         float* out = is_first ? projected_ : outputs_;
-        multiply_tile(m, tile, prepared(row), row_bytes_, count, out + row * m.num_rows, m.num_rows);
+        // Threads take pieces in turn.
+        const int64_t next_tile = std::min(tile + num_threads(), tiles_of(is_first) - 1);
+        multiply_tile(m, tile, next_tile, prepared(row), row_bytes_, count, out + row * m.num_rows, m.num_rows);
     }
 
     // Experts' outputs are rounded to the dtype, as if they had come from elsewhere, and added up in float32.

@@ -16,8 +16,9 @@ constexpr int64_t kCachedBytes = 1 << 20;
 constexpr int64_t kSerialElements = 1 << 15;
 // Rows that a thread prepares at once.
 constexpr int64_t kPreparedRows = 4;
-// Weights that a thread takes at once for a single row; fewer for several.
-constexpr int64_t kPieceBytes = 32 << 10;
+// Pieces for each thread: more share the work more evenly, fewer let a thread know which weights it needs next.
+constexpr int64_t kPieces = 8, kPiecesOfFewRows = 4;
+constexpr int64_t kFewRows = 8;
 
 template <class T>
 struct Product {
@@ -30,11 +31,13 @@ struct Product {
 
     void prepare(int64_t row, uint8_t* rows) const { prepare_row(m, x + row * x_stride, rows + row * row_bytes); }
 
-    // Multiply the rows from `first` on, `count` of them, with some of the tiles.
-    void multiply(const uint8_t* rows, int64_t first, int64_t count, int64_t first_tile, int64_t end_tile) const {
+    // Multiply the rows from `first` on, `count` of them, with some of the tiles; this thread's next are `next_tile` on.
+    void multiply(
+        const uint8_t* rows, int64_t first, int64_t count, int64_t first_tile, int64_t end_tile, int64_t next_tile) const {
         for (int64_t tile = first_tile; tile < end_tile; ++tile) {
+            const int64_t next = tile + 1 < end_tile ? tile + 1 : next_tile;
             T* target = out + first * m.num_rows;
-            multiply_tile(m, tile, rows + first * row_bytes, row_bytes, count, target, m.num_rows);
+            multiply_tile(m, tile, next, rows + first * row_bytes, row_bytes, count, target, m.num_rows);
         }
     }
 };
@@ -45,7 +48,8 @@ void run(const Product<T>& product) {
     const Matrix& m = product.m;
     const int64_t num_rows = product.num_rows, tiles = num_tiles(m);
     const int64_t rows_at_once = std::max<int64_t>(32, kCachedBytes / prepared_row_bytes(m));
-    const int64_t tiles_at_once = std::max<int64_t>(1, kPieceBytes / tile_bytes(m) / num_rows);
+    const int64_t pieces = (num_rows > kFewRows ? kPieces : kPiecesOfFewRows) * num_threads();
+    const int64_t tiles_at_once = std::max<int64_t>(1, tiles / pieces);
     const int64_t runs = divide_up(tiles, tiles_at_once);
     const bool in_place = reads_in_place(m);
     uint8_t* const prepared = in_place ? nullptr : buffer.reserve(num_rows * product.row_bytes);
@@ -58,7 +62,10 @@ void run(const Product<T>& product) {
     const Phase multiply{divide_up(num_rows, rows_at_once) * runs, [&](int64_t piece) {
         const int64_t first = piece / runs * rows_at_once, first_tile = piece % runs * tiles_at_once;
         const int64_t count = std::min(rows_at_once, num_rows - first);
-        product.multiply(rows, first, count, first_tile, std::min(tiles, first_tile + tiles_at_once));
+        const int64_t end_tile = std::min(tiles, first_tile + tiles_at_once);
+        // Threads take pieces in turn.
+        const int64_t next_tile = std::min(first_tile + tiles_at_once * num_threads(), tiles - 1);
+        product.multiply(rows, first, count, first_tile, end_tile, next_tile);
     }};
     const bool is_large = num_rows * m.num_rows * m.num_columns >= kSerialElements;
     run_phases(is_large ? num_threads() : 1, prepare, multiply);

@@ -9,8 +9,6 @@
 namespace lockstep::products {
 
 constexpr int kTileRows = 2 * kLanes;
-// Integer products: activations are quantised to 8 bits with a scale for each run of this many columns.
-constexpr int kGroup = 32;
 // Integer tiles are laid out in steps of 8 columns, the unit of one load of 4-bit codes.
 constexpr int kStep = 8;
 
@@ -30,6 +28,11 @@ enum class Scales : int64_t {
     kPower,    // [32] exponents of 2, plus 127
 };
 
+// Integer products: activations are quantised to 8 bits with a scale for each run of this many columns. Larger runs cost
+// less time and more precision; a run never has two scales of weights.
+constexpr int group_columns(Scales scales) { return scales == Scales::kRow ? 64 : 32; }
+constexpr int kMaxGroup = 64;
+
 // What added to an int8 code makes it what the processor multiplies: AVX-512's products take unsigned weights.
 #ifdef __AVX512VNNI__
 constexpr int kInt8Zero = 128;
@@ -44,7 +47,7 @@ struct Matrix {
     Format dtype;  // of activations and results: kFloat32 or kBfloat16
     int64_t num_rows;
     int64_t num_columns;
-    int64_t group_size;  // columns that share a scale and an offset: a multiple of kGroup; all of them for Scales::kRow
+    int64_t group_size;  // columns that share a scale and an offset: a multiple of a group of activations, or all of them
     uint8_t* tiles;
     float* row_scales;  // [tiles * 32], or null
     float* offsets;     // [tiles, groups, 32], or null for zeros: added to each element of a group
@@ -57,7 +60,7 @@ constexpr int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
 inline bool is_float(const Matrix& m) { return m.kind == Kind::kFloat32 || m.kind == Kind::kBfloat16; }
 inline int64_t num_tiles(const Matrix& m) { return divide_up(m.num_rows, kTileRows); }
 // Runs of columns with a scale of the activations, and with a scale of the weights.
-inline int64_t num_groups(const Matrix& m) { return divide_up(m.num_columns, kGroup); }
+inline int64_t num_groups(const Matrix& m) { return divide_up(m.num_columns, group_columns(m.scales)); }
 inline int64_t num_scales(const Matrix& m) { return divide_up(m.num_columns, m.group_size); }
 
 inline int64_t scale_bytes(Scales scales) {
@@ -74,9 +77,9 @@ inline int64_t code_bytes(const Matrix& m) {
     switch (m.kind) {
         case Kind::kFloat32: return m.num_columns * kTileRows * 4;
         case Kind::kBfloat16: return round_up(m.num_columns, 2) * kTileRows * 2;
-        case Kind::kInt8: return num_groups(m) * kGroup * kTileRows;
+        case Kind::kInt8: return num_groups(m) * group_columns(m.scales) * kTileRows;
         case Kind::kInt4:
-        case Kind::kMxfp4: return num_groups(m) * kGroup * kTileRows / 2;
+        case Kind::kMxfp4: return num_groups(m) * group_columns(m.scales) * kTileRows / 2;
     }
     return 0;
 }

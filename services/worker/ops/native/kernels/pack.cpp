@@ -1,4 +1,6 @@
 // Packs matrices into tiles.
+#include <algorithm>
+
 #include "matrix.h"
 #include "pool.h"
 
@@ -13,10 +15,10 @@ struct Source {
     const void* scales;  // [num_rows, num_scales]: float32, or bytes for Scales::kPower
 };
 
-// The codes of a row in columns [first, first + kGroup), one in a byte; zeros in the padding.
+// The codes of a row in the group of columns from `first` on, one in a byte; zeros in the padding.
 void read_codes(const Source& source, int64_t row, int64_t first, uint8_t* codes) {
-    const int64_t left = source.m.num_columns - first, count = left < kGroup ? left : kGroup;
-    std::memset(codes, 0, kGroup);
+    const int64_t left = source.m.num_columns - first, count = std::min<int64_t>(left, group_columns(source.m.scales));
+    std::memset(codes, 0, kMaxGroup);
     if (row >= source.m.num_rows) return;
     const int64_t index = row * source.m.num_columns + first;
     if (source.m.kind == Kind::kInt8) {
@@ -32,10 +34,10 @@ void read_codes(const Source& source, int64_t row, int64_t first, uint8_t* codes
 
 void pack_codes(const Source& source, int64_t first_row, int64_t first_column, uint8_t* target) {
     const bool is_int8 = source.m.kind == Kind::kInt8;
-    uint8_t codes[kGroup];
+    uint8_t codes[kMaxGroup];
     for (int64_t row = 0; row < kTileRows; ++row) {
         read_codes(source, first_row + row, first_column, codes);
-        for (int64_t step = 0; step < kGroup / kStep; ++step) {
+        for (int64_t step = 0; step < group_columns(source.m.scales) / kStep; ++step) {
             const int32_t first = load_word(codes + step * kStep), second = load_word(codes + step * kStep + 4);
             if (is_int8) {
                 std::memcpy(target + (2 * step * kTileRows + row) * 4, &first, 4);
@@ -85,7 +87,7 @@ void pack_tile(const Source& source, int64_t tile) {
     if (m.kind == Kind::kFloat32) return pack_floats<float>(source, first_row, target);
     if (m.kind == Kind::kBfloat16) return pack_floats<bf16>(source, first_row, target);
     for (int64_t group = 0; group < num_groups(m); ++group) {
-        const int64_t column = group * kGroup;
+        const int64_t column = group * group_columns(m.scales);
         if (column % m.group_size == 0) {
             pack_scales(source, first_row, column / m.group_size, target);
             target += scale_bytes(m.scales);

@@ -22,9 +22,9 @@ Floats load_up_to(const T* source, int64_t count) {
 }
 
 // Quantise to the nearest of 255 levels. `count` values are loaded, the rest of the group is zeros.
-template <class T>
+template <int kColumns, class T>
 void quantize_group(const T* x, int64_t count, Kind kind, int8_t* codes, float* scale, int32_t* start) {
-    constexpr int kParts = kGroup / kLanes;
+    constexpr int kParts = kColumns / kLanes;
     Floats values[kParts];
     Floats largest = zeros(), poison = zeros();
     for (int part = 0; part < kParts; ++part) {
@@ -47,23 +47,23 @@ void quantize_group(const T* x, int64_t count, Kind kind, int8_t* codes, float* 
     *start = static_cast<int32_t>(static_cast<uint32_t>(-zero_point(kind)) * static_cast<uint32_t>(sum_lanes(sum)));
 }
 
-template <class T>
+template <int kColumns, class T>
 void quantize_row(const Matrix& m, const T* x, uint8_t* target) {
     const QuantizedRow row = quantized_row(m, target);
     const int64_t groups = num_groups(m);
     for (int64_t group = 0; group < groups; ++group) {
-        const int64_t first = group * kGroup;
-        quantize_group(
+        const int64_t first = group * kColumns;
+        quantize_group<kColumns>(
             x + first, m.num_columns - first, m.kind, row.codes + first, row.scales + group, row.starts + group);
     }
     if (!m.offsets) return;
-    const int64_t groups_per_scale = divide_up(m.group_size, kGroup);
+    const int64_t groups_per_scale = divide_up(m.group_size, kColumns);
     for (int64_t scale = 0; scale < num_scales(m); ++scale) {
         const int64_t stop = std::min(groups, (scale + 1) * groups_per_scale);
         float total = 0.0f;
         for (int64_t group = scale * groups_per_scale; group < stop; ++group) {
             int32_t sum = 0;
-            for (int column = 0; column < kGroup; ++column) sum += row.codes[group * kGroup + column];
+            for (int column = 0; column < kColumns; ++column) sum += row.codes[group * kColumns + column];
             total += row.scales[group] * static_cast<float>(sum);
         }
         row.sums[scale] = total;
@@ -83,8 +83,10 @@ template <class T>
 void prepare(const Matrix& m, const T* x, uint8_t* row) {
     if (is_float(m)) {
         widen_row(m, x, reinterpret_cast<float*>(row));
+    } else if (m.scales == Scales::kRow) {
+        quantize_row<group_columns(Scales::kRow)>(m, x, row);
     } else {
-        quantize_row(m, x, row);
+        quantize_row<group_columns(Scales::kFloat32)>(m, x, row);
     }
 }
 

@@ -5,7 +5,7 @@
 
 namespace lockstep::products {
 
-// A row for an integer product: codes [groups * kGroup] int8, then what follows by group of columns.
+// A row for an integer product: codes [groups * columns of a group] int8, then what follows by group of columns.
 struct QuantizedRow {
     int8_t* codes;
     float* scales;    // [groups]
@@ -15,7 +15,7 @@ struct QuantizedRow {
 
 inline QuantizedRow quantized_row(const Matrix& m, uint8_t* row) {
     const int64_t groups = num_groups(m);
-    auto* scales = reinterpret_cast<float*>(row + groups * kGroup);
+    auto* scales = reinterpret_cast<float*>(row + groups * group_columns(m.scales));
     auto* starts = reinterpret_cast<int32_t*>(scales + groups);
     return {reinterpret_cast<int8_t*>(row), scales, starts, reinterpret_cast<float*>(starts + groups)};
 }
@@ -23,7 +23,7 @@ inline QuantizedRow quantized_row(const Matrix& m, uint8_t* row) {
 // The bytes from one prepared row to the next. The additional line keeps rows out of the same sets of a cache.
 inline int64_t prepared_row_bytes(const Matrix& m) {
     const int64_t sums = m.offsets ? num_scales(m) * 4 : 0;
-    const int64_t bytes = is_float(m) ? round_up(m.num_columns, 2) * 4 : num_groups(m) * (kGroup + 8) + sums;
+    const int64_t bytes = is_float(m) ? round_up(m.num_columns, 2) * 4 : num_groups(m) * (group_columns(m.scales) + 8) + sums;
     return round_up(bytes, 64) + 64;
 }
 

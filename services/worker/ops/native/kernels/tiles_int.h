@@ -101,32 +101,40 @@ Floats load_scales(const uint8_t* source, int half) {
 
 template <class Codes, Scales kScales, int kRows>
 void multiply_int_tile(const TileCall& call, float* sums) {
+    // It asks for memory once for each part of a group.
+    constexpr int kGroup = group_columns(kScales), kParts = kGroup / 32, kSteps = kGroup / kParts / kStep;
     const Matrix& m = call.matrix;
-    // With a scale per row, all columns are one group of weights.
-    const int64_t groups = num_groups(m), groups_per_scale = divide_up(m.group_size, kGroup);
-    const int64_t next_bytes = divide_up(call.next_bytes, groups);
+    const int64_t groups = num_groups(m);
+    // Groups before the next scale of weights.
+    [[maybe_unused]] int64_t left = 0;
+    [[maybe_unused]] const int64_t groups_per_scale = divide_up(m.group_size, kGroup);
+    const int64_t next_bytes = divide_up(call.next_bytes, groups * kParts);
     const QuantizedRow row = quantized_row(m, const_cast<uint8_t*>(call.rows));
     const int64_t row_words = call.row_bytes / 4;
-    const uint8_t *codes = call.tile, *next = call.next;
+    const uint8_t *codes = call.tile, *next = call.next, *scales = nullptr;
+    const uint8_t* x = call.rows;
     Floats totals[kRows][2];
     for (auto& total : totals) total[0] = total[1] = zeros();
-    int64_t group = 0;
-    while (group < groups) {
-        const uint8_t* scales = codes;
-        codes += scale_bytes(kScales);
-        const int64_t stop = std::min(groups, group + groups_per_scale);
-        for (; group < stop; ++group) {
+    for (int64_t group = 0; group < groups; ++group) {
+        if constexpr (kScales != Scales::kRow) {
+            if (left-- == 0) {
+                scales = codes;
+                codes += scale_bytes(kScales);
+                left = groups_per_scale - 1;
+            }
+        }
+        Ints dots[kRows][2];
+        for (int r = 0; r < kRows; ++r) dots[r][0] = dots[r][1] = fill_ints(row.starts[r * row_words + group]);
+#pragma GCC unroll 2
+        for (int part = 0; part < kParts; ++part) {
             prefetch(next, next_bytes);
             next += next_bytes;
-            Ints dots[kRows][2];
-            for (int r = 0; r < kRows; ++r) dots[r][0] = dots[r][1] = fill_ints(row.starts[r * row_words + group]);
-            const int8_t* x = row.codes + group * kGroup;
 #pragma GCC unroll 4
-            for (int step = 0; step < kGroup / kStep; ++step) {
+            for (int step = part * kSteps; step < (part + 1) * kSteps; ++step) {
                 const StepWeights weights = Codes::load(codes);
                 codes += Codes::kStepBytes;
                 for (int r = 0; r < kRows; ++r) {
-                    const int8_t* x_row = x + step * kStep + r * call.row_bytes;
+                    const uint8_t* x_row = x + step * kStep + r * call.row_bytes;
                     const Bytes x_first = repeat_word(x_row), x_second = repeat_word(x_row + 4);
                     for (int half = 0; half < 2; ++half) {
                         dots[r][half] = Codes::dot(
@@ -134,13 +142,14 @@ void multiply_int_tile(const TileCall& call, float* sums) {
                     }
                 }
             }
-            for (int r = 0; r < kRows; ++r) {
-                const Floats x_scale = fill(row.scales[r * row_words + group]);
-                for (int half = 0; half < 2; ++half) {
-                    const Floats scale =
-                        kScales == Scales::kRow ? x_scale : mul(x_scale, load_scales<kScales>(scales, half));
-                    totals[r][half] = fma(to_floats(dots[r][half]), scale, totals[r][half]);
-                }
+        }
+        x += kGroup;
+        for (int r = 0; r < kRows; ++r) {
+            const Floats x_scale = fill(row.scales[r * row_words + group]);
+            for (int half = 0; half < 2; ++half) {
+                const Floats scale =
+                    kScales == Scales::kRow ? x_scale : mul(x_scale, load_scales<kScales>(scales, half));
+                totals[r][half] = fma(to_floats(dots[r][half]), scale, totals[r][half]);
             }
         }
     }

@@ -20,8 +20,6 @@ from services.worker.ops.native.isa import Isa, available_isas
 every_isa = pytest.mark.parametrize("isa", available_isas(), ids=lambda isa: isa.value)
 
 FLOAT, INT8, INT4, MXFP4 = "float", "int8", "int4", "mxfp4"
-# Columns that share a scale of the quantised activations.
-ACTIVATION_GROUP = 32
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +44,11 @@ class Case:
     has_bias: bool = True
     num_threads: int = 2
     seed: int = 0
+
+    @property
+    def activation_group(self) -> int:
+        """How many columns of the quantised activations share a scale."""
+        return 64 if self.group_size >= self.num_inputs else 32
 
     def random(self, *shape: int, part: int) -> Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(100 * self.seed + part))
@@ -109,9 +112,9 @@ def error_bound(case: Case, x: Tensor, weight: Tensor, expected: Tensor) -> Tens
     bound = 1e-5 * (x.abs() @ weight.abs().T) + 1e-6
     if case.kind != FLOAT:
         # An activation is rounded to one of 127 levels up to its group's largest, so by at most half a level.
-        padded = F.pad(x.abs(), (0, -x.shape[1] % ACTIVATION_GROUP))
-        groups = padded.view(len(x), padded.shape[1] // ACTIVATION_GROUP, ACTIVATION_GROUP)
-        levels = (groups.amax(-1) / 127).repeat_interleave(ACTIVATION_GROUP, dim=1)[:, : x.shape[1]]
+        padded = F.pad(x.abs(), (0, -x.shape[1] % case.activation_group))
+        groups = padded.view(len(x), padded.shape[1] // case.activation_group, case.activation_group)
+        levels = (groups.amax(-1) / 127).repeat_interleave(case.activation_group, dim=1)[:, : x.shape[1]]
         bound += 0.5001 * levels @ weight.abs().T
     if case.dtype == torch.bfloat16:
         # The result is rounded to 8 bits.
