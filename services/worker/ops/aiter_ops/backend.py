@@ -51,7 +51,9 @@ class AiterOps(AiterLatent, TritonOps):
     # -- Weights ------------------------------------------------------------------------------------------
 
     def prepare_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> LinearKernel:
-        return prepare_linear(weight, bias, dtype)
+        if isinstance(weight, Tensor):
+            return prepare_linear(weight, bias)
+        return super().prepare_linear(weight, bias, dtype)
 
     def prepare_per_head_linear(self, weight: Tensor) -> PerHeadKernel:
         return prepare_per_head_linear(weight)
