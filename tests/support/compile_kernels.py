@@ -38,7 +38,7 @@ from services.worker.ops.triton.norm import add_rms_norm, layer_norm, rms_norm
 from services.worker.ops.triton.norm_rope_write import norm_rope_write
 from services.worker.ops.triton.prefill_attention import prefill_attention
 from services.worker.ops.triton.rope import rope
-from tests.support.product_launches import launch_products
+from tests.support.product_launches import launch_experts, launch_products
 from tests.support.sampling_launches import launch_sampling
 
 TARGETS = {
@@ -271,6 +271,8 @@ def compile_all(target: str) -> list[CompiledKernel]:
         launch_sampling()
         for num_tokens in (1, 64, 4096):
             launch_products(num_tokens)
+        for num_tokens in (1, 1024, 16384):
+            launch_experts(num_tokens)
         num_expected = len(compiled)
         for model in MODELS.values():
             launch_odd_step(model)
@@ -278,6 +280,8 @@ def compile_all(target: str) -> list[CompiledKernel]:
         launch_decode_inputs(1, 0, num_blocks=77, offset=3)
         for num_tokens in (3, 50, 777):
             launch_products(num_tokens, offset=1)
+        for num_tokens in (3, 777, 9999):
+            launch_experts(num_tokens, offset=1)
     return [describe(target, kernel, is_late=number >= num_expected) for number, kernel in enumerate(compiled.values())]
 
 

@@ -1,16 +1,58 @@
-"""Launches of products with packed weights, with the shapes of published models, only to compile."""
+"""Launches of products with packed weights, and of experts, with the shapes of published models, only to compile."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from services.worker.ops import ExpertWeights, SwigluClamp
 from services.worker.ops.matrices import IntMatrix, Mxfp4Matrix
+from services.worker.ops.triton.expert_sums import combine_experts
+from services.worker.ops.triton.experts import TritonExperts
 from services.worker.ops.triton.linear import PackedEmbedding, PackedLinear
 
 BF16 = torch.bfloat16
 # The sizes of Qwen3-8B.
 HIDDEN, INNER, VOCABULARY = 4096, 12288, 151_936
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The sizes of a published mixture of experts, and one expert."""
+
+    num_experts: int
+    num_chosen: int
+    weights: ExpertWeights
+    clamp: SwigluClamp | None = None
+
+    def launch(self, num_tokens: int, dtype: torch.dtype = BF16, *, offset: int = 0) -> None:
+        """A step of `num_tokens`; their experts begin at `offset` in longer columns."""
+        kernel = TritonExperts([self.weights] * self.num_experts, self.clamp, dtype)
+        expert_ids = on_meta(torch.int64, num_tokens + offset, self.num_chosen)[offset:]
+        expert_weights = on_meta(torch.float32, num_tokens + offset, self.num_chosen)[offset:]
+        kernel(on_meta(dtype, num_tokens, self.weights.down.shape[0]), expert_ids, expert_weights)
+
+
+def mixtures() -> tuple[Mixture, ...]:
+    """Qwen3-30B-A3B plain and in int4, gpt-oss-20b, and DeepSeek-V3 in int8."""
+    gpt_oss = ExpertWeights(mxfp4(5760, 2880), mxfp4(2880, 2880), on_meta(BF16, 5760), on_meta(BF16, 2880))
+    qwen3 = int4(1536, 2048, group_size=128), int4(2048, 768, group_size=128)
+    return (
+        Mixture(128, 8, ExpertWeights(on_meta(BF16, 1536, 2048), on_meta(BF16, 2048, 768))),
+        Mixture(128, 8, ExpertWeights(*qwen3)),
+        Mixture(32, 4, gpt_oss, SwigluClamp(1.702, 7.0)),
+        Mixture(256, 8, ExpertWeights(int8(4096, 7168), int8(7168, 2048))),
+    )
+
+
+def launch_experts(num_tokens: int, *, offset: int = 0) -> None:
+    """A step's experts, and sums of rows from other ranks."""
+    for mixture in mixtures():
+        mixture.launch(num_tokens, offset=offset)
+    tokens, weights = (on_meta(dtype, num_tokens + offset)[offset:] for dtype in (torch.int64, torch.float32))
+    combine_experts(on_meta(BF16, num_tokens, 2048), tokens, weights, num_tokens=num_tokens)
 
 
 def launch_products(num_tokens: int, *, offset: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""The `triton` backend: dense models on a GPU, with our own kernels and torch's matrix products.
+"""The `triton` backend: models on a GPU, with our own kernels and torch's products with matrices that are not packed.
 
 No op waits for the device, and launches depend only on shapes and on numbers on the host, so a graph can hold a step.
 A row's bits depend on the batch it is in.
@@ -25,11 +25,13 @@ from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClam
 from services.worker.ops.matrices import Matrix
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.protocol import EmbeddingKernel, LinearKernel, PerHeadKernel
-from services.worker.ops.routing import RoutingRule
+from services.worker.ops.routing import RoutingRule, route
 from services.worker.ops.triton.activation import silu_and_mul
 from services.worker.ops.triton.advance_batch import advance_batch
 from services.worker.ops.triton.attention_tile import PagedSequences
 from services.worker.ops.triton.decode_attention import decode_attention
+from services.worker.ops.triton.expert_sums import combine_experts
+from services.worker.ops.triton.experts import TritonExperts
 from services.worker.ops.triton.kv_write import write_cache, write_kv
 from services.worker.ops.triton.linear import PackedEmbedding, PackedLinear
 from services.worker.ops.triton.norm import add_rms_norm, layer_norm, rms_norm
@@ -198,26 +200,16 @@ class TritonOps(ComposedOps):
 
     # -- Experts ------------------------------------------------------------------------------------------
 
-    def route(self, logits: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        _refuse("a mixture of experts")
+    def route(self, logits: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
+        return route(logits, rule)
 
     def prepare_experts(
-        self,
-        experts: Iterable[ExpertWeights],  # noqa: ARG002
-        clamp: SwigluClamp | None,  # noqa: ARG002
-        dtype: torch.dtype,  # noqa: ARG002
+        self, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None, dtype: torch.dtype
     ) -> ExpertsKernel:
-        _refuse("a mixture of experts")
+        return TritonExperts(experts, clamp, dtype)
 
-    def combine_experts(
-        self,
-        outputs: Tensor,  # noqa: ARG002
-        tokens: Tensor,  # noqa: ARG002
-        weights: Tensor,  # noqa: ARG002
-        *,
-        num_tokens: int,  # noqa: ARG002
-    ) -> Tensor:
-        _refuse("a mixture of experts")
+    def combine_experts(self, outputs: Tensor, tokens: Tensor, weights: Tensor, *, num_tokens: int) -> Tensor:
+        return combine_experts(outputs, tokens, weights, num_tokens=num_tokens)
 
     # -- Sampling -----------------------------------------------------------------------------------------
 
