@@ -44,6 +44,14 @@ def test_logits_are_those_of_transformers(
         assert wrong_rows(paged.prefill_all(paged.add(prompt)), small.theirs, prompt) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "GptOssForCausalLM", "Glm4MoeForCausalLM"])
+def test_logits_of_mixtures_on_triton_are_those_of_transformers(small_models: SmallModels, architecture: str) -> None:
+    small = small_models.get(architecture, next(iter(SMALL_CONFIGS[architecture])))
+    paged, (prompt,) = small.load("triton"), make_prompts((20,))
+    assert wrong_rows(paged.prefill_all(paged.add(prompt)), small.theirs, prompt) == []
+
+
 def greedy_cases() -> list[Any]:
     """Pairwise combinations of the factors, one of which is the configuration."""
     cases = []

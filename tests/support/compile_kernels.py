@@ -38,6 +38,7 @@ from services.worker.ops.triton.norm import add_rms_norm, layer_norm, rms_norm
 from services.worker.ops.triton.norm_rope_write import norm_rope_write
 from services.worker.ops.triton.prefill_attention import prefill_attention
 from services.worker.ops.triton.rope import rope
+from tests.support.product_launches import launch_experts, launch_products
 from tests.support.sampling_launches import launch_sampling
 
 TARGETS = {
@@ -268,11 +269,19 @@ def compile_all(target: str) -> list[CompiledKernel]:
         launch_decode_inputs(64, 0, num_blocks=128)
         launch_other_attention(MODELS["Qwen3-8B"])
         launch_sampling()
+        for num_tokens in (1, 64, 4096):
+            launch_products(num_tokens)
+        for num_tokens in (1, 1024, 16384):
+            launch_experts(num_tokens)
         num_expected = len(compiled)
         for model in MODELS.values():
             launch_odd_step(model)
         launch_decode_inputs(3, 5, num_blocks=1, offset=1)
         launch_decode_inputs(1, 0, num_blocks=77, offset=3)
+        for num_tokens in (3, 50, 777):
+            launch_products(num_tokens, offset=1)
+        for num_tokens in (3, 777, 9999):
+            launch_experts(num_tokens, offset=1)
     return [describe(target, kernel, is_late=number >= num_expected) for number, kernel in enumerate(compiled.values())]
 
 

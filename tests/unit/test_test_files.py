@@ -143,6 +143,10 @@ TESTED_BY = {
         "services/worker/ops/aiter_ops/linear.py",
     ),
     "unit/worker/ops/aiter_ops/test_load.py": ("services/worker/ops/aiter_ops/builds.py",),
+    "unit/worker/ops/triton/test_linear.py": (
+        "services/worker/ops/triton/tile_sizes.py",
+        "services/worker/ops/triton/weight_tile.py",
+    ),
     "unit/worker/ops/triton/test_prefill_attention.py": ("services/worker/ops/triton/attention_tile.py",),
     "unit/worker/ops/triton/sampling/test_sample.py": (
         "services/worker/ops/triton/sampling/candidates.py",

@@ -46,7 +46,7 @@ __all__ = [
 
 
 def load_ops(name: str, native_isa: str = "auto") -> Ops:
-    """Create the backend called `name`: `BACKEND_NAMES`, `triton` for dense models on a GPU, or `aiter` on AMD's.
+    """Create the backend called `name`: `BACKEND_NAMES`, `triton` on a GPU, or `aiter` on AMD's.
 
     Args:
         native_isa: The instructions that `native` uses, an `Isa` or `auto` for the processor's best.

@@ -51,6 +51,11 @@ def take_rows(matrix: Matrix, rows: Tensor) -> Matrix:
     return _by_tensor([matrix], lambda tensors: tensors[0].index_select(0, rows))
 
 
+def copy_matrix(matrix: Matrix) -> Matrix:
+    """A new matrix with the same values, in the same format."""
+    return _by_tensor([matrix], lambda tensors: tensors[0].clone())
+
+
 def to_device(matrix: Matrix, device: torch.device) -> Matrix:
     """The matrix on `device`."""
     return _by_tensor([matrix], lambda tensors: tensors[0].to(device))

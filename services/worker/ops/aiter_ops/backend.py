@@ -26,7 +26,6 @@ from services.worker.ops.composed import ComposedOps
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
 from services.worker.ops.matrices import Matrix
 from services.worker.ops.protocol import EmbeddingKernel, LinearKernel, PerHeadKernel
-from services.worker.ops.routing import RoutingRule, route
 from services.worker.ops.triton.backend import TritonOps
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -51,7 +50,9 @@ class AiterOps(AiterLatent, TritonOps):
     # -- Weights ------------------------------------------------------------------------------------------
 
     def prepare_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> LinearKernel:
-        return prepare_linear(weight, bias, dtype)
+        if isinstance(weight, Tensor):
+            return prepare_linear(weight, bias)
+        return super().prepare_linear(weight, bias, dtype)
 
     def prepare_per_head_linear(self, weight: Tensor) -> PerHeadKernel:
         return prepare_per_head_linear(weight)
@@ -115,18 +116,15 @@ class AiterOps(AiterLatent, TritonOps):
 
     # -- Experts ------------------------------------------------------------------------------------------
 
-    def route(self, logits: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
-        # AITER's kernels choose any of equal scores.
-        return route(logits, rule)
+    # Not `route`: AITER's kernels choose any of equal scores.
 
     def prepare_experts(
         self, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None, dtype: torch.dtype
     ) -> ExpertsKernel:
-        return prepare_experts(experts, clamp, dtype)
-
-    def combine_experts(self, outputs: Tensor, tokens: Tensor, weights: Tensor, *, num_tokens: int) -> Tensor:
-        total = torch.zeros(num_tokens, outputs.shape[1], device=outputs.device)
-        return total.index_add_(0, tokens, outputs * weights.unsqueeze(1)).to(outputs.dtype)
+        weights = list(experts)
+        if all(isinstance(matrix, Tensor) for expert in weights for matrix in (expert.gate_up, expert.down)):
+            return prepare_experts(weights, clamp, dtype)
+        return super().prepare_experts(weights, clamp, dtype)
 
 
 def _version() -> str:

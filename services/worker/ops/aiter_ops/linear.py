@@ -9,17 +9,14 @@ import torch.nn.functional as F
 from aiter.tuned_gemm import tgemm
 from torch import Tensor
 
-from services.worker.ops.matrices import Matrix, dense
 from services.worker.ops.protocol import LinearKernel, PerHeadKernel
 
 
-def prepare_linear(weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> LinearKernel:
-    """See `Ops.prepare_linear`. A tensor is kept, not copied: a device has no memory for two tied embeddings."""
-    kept = dense(weight, dtype)
-    if dtype == torch.float32:
-        # Routers compute in it; AITER's kernels do not.
-        return partial(F.linear, weight=kept, bias=bias)
-    return partial(_linear, weight=kept, bias=bias)
+def prepare_linear(weight: Tensor, bias: Tensor | None) -> LinearKernel:
+    """See `Ops.prepare_linear`. The weight is kept, not copied: a device has no memory for two tied embeddings."""
+    # Routers compute in float32; AITER's kernels do not.
+    multiply = F.linear if weight.dtype == torch.float32 else _linear
+    return partial(multiply, weight=weight, bias=bias)
 
 
 def prepare_per_head_linear(weight: Tensor) -> PerHeadKernel:

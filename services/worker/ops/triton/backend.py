@@ -1,4 +1,4 @@
-"""The `triton` backend: dense models on a GPU, with our own kernels and torch's matrix products.
+"""The `triton` backend: models on a GPU, with our own kernels and torch's products with matrices that are not packed.
 
 No op waits for the device, and launches depend only on shapes and on numbers on the host, so a graph can hold a step.
 A row's bits depend on the batch it is in.
@@ -22,14 +22,18 @@ from services.worker.forward.kv_cache import KvCache
 from services.worker.ops.arguments import AttentionParams, DecodeRows, DrawRows, HeadNorms, RopeRows, SlotColumns
 from services.worker.ops.composed import ComposedOps
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
-from services.worker.ops.matrices import Matrix, dense
-from services.worker.ops.protocol import LinearKernel, PerHeadKernel
-from services.worker.ops.routing import RoutingRule
+from services.worker.ops.matrices import Matrix
+from services.worker.ops.matrix_rows import MatrixFormat
+from services.worker.ops.protocol import EmbeddingKernel, LinearKernel, PerHeadKernel
+from services.worker.ops.routing import RoutingRule, route
 from services.worker.ops.triton.activation import silu_and_mul
 from services.worker.ops.triton.advance_batch import advance_batch
 from services.worker.ops.triton.attention_tile import PagedSequences
 from services.worker.ops.triton.decode_attention import decode_attention
+from services.worker.ops.triton.expert_sums import combine_experts
+from services.worker.ops.triton.experts import TritonExperts
 from services.worker.ops.triton.kv_write import write_cache, write_kv
+from services.worker.ops.triton.linear import PackedEmbedding, PackedLinear
 from services.worker.ops.triton.norm import add_rms_norm, layer_norm, rms_norm
 from services.worker.ops.triton.norm_rope_write import norm_rope_write
 from services.worker.ops.triton.prefill_attention import prefill_attention
@@ -63,6 +67,7 @@ class TritonOps(ComposedOps):
     name = "triton"
     is_exact = False
     automatic_dtype = torch.bfloat16
+    formats = frozenset({MatrixFormat.INT8, MatrixFormat.INT4, MatrixFormat.MXFP4})
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +87,15 @@ class TritonOps(ComposedOps):
 
     def prepare_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> LinearKernel:
         # Without a copy: a tied embedding is also the head, and a device has no memory for two.
-        return partial(F.linear, weight=dense(weight, dtype), bias=bias)
+        if isinstance(weight, Tensor):
+            return partial(F.linear, weight=weight, bias=bias)
+        return PackedLinear(weight, bias, dtype)
+
+    def prepare_embedding(self, weight: Matrix, dtype: torch.dtype) -> EmbeddingKernel:
+        return partial(F.embedding, weight=weight) if isinstance(weight, Tensor) else PackedEmbedding(weight, dtype)
+
+    def prepare_tied(self, weight: Matrix, dtype: torch.dtype) -> tuple[EmbeddingKernel, LinearKernel]:
+        return self.prepare_embedding(weight, dtype), self.prepare_linear(weight, None, dtype)
 
     def prepare_per_head_linear(self, weight: Tensor) -> PerHeadKernel:  # noqa: ARG002
         _refuse("multi-head latent attention")
@@ -187,26 +200,16 @@ class TritonOps(ComposedOps):
 
     # -- Experts ------------------------------------------------------------------------------------------
 
-    def route(self, logits: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        _refuse("a mixture of experts")
+    def route(self, logits: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
+        return route(logits, rule)
 
     def prepare_experts(
-        self,
-        experts: Iterable[ExpertWeights],  # noqa: ARG002
-        clamp: SwigluClamp | None,  # noqa: ARG002
-        dtype: torch.dtype,  # noqa: ARG002
+        self, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None, dtype: torch.dtype
     ) -> ExpertsKernel:
-        _refuse("a mixture of experts")
+        return TritonExperts(experts, clamp, dtype)
 
-    def combine_experts(
-        self,
-        outputs: Tensor,  # noqa: ARG002
-        tokens: Tensor,  # noqa: ARG002
-        weights: Tensor,  # noqa: ARG002
-        *,
-        num_tokens: int,  # noqa: ARG002
-    ) -> Tensor:
-        _refuse("a mixture of experts")
+    def combine_experts(self, outputs: Tensor, tokens: Tensor, weights: Tensor, *, num_tokens: int) -> Tensor:
+        return combine_experts(outputs, tokens, weights, num_tokens=num_tokens)
 
     # -- Sampling -----------------------------------------------------------------------------------------
 

@@ -1,0 +1,134 @@
+"""Linear layers and embeddings whose weights stay packed."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from services.worker.ops.matrices import Matrix
+from services.worker.ops.triton.tile_sizes import choose_sizes
+from services.worker.ops.triton.weight_tile import DeviceMatrix, load_weights, multiply_rows
+
+# An embedding's programs: tokens, and columns of the matrix.
+_EMBEDDED_ROWS, _EMBEDDED_COLUMNS = 4, 256
+_NUM_WARPS = 4
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _linear_kernel(
+    x,
+    codes,
+    scales,
+    offsets,
+    bias,
+    output,
+    num_rows,
+    num_outputs,
+    num_inputs,
+    group_size,
+    row_stride,
+    tile: tl.constexpr,
+):
+    rows = tl.program_id(0) * tile.rows + tl.arange(0, tile.rows)
+    columns = tl.program_id(1) * tile.columns + tl.arange(0, tile.columns)
+    # In place of rows and columns that do not exist, the last one is computed once more, so that no load needs a mask.
+    x_rows = x + tl.minimum(rows, num_rows - 1).to(tl.int64) * row_stride
+    matrix_rows = tl.minimum(columns, num_outputs - 1).to(tl.int64)
+    summed = multiply_rows(x_rows, codes, scales, offsets, matrix_rows, num_inputs, group_size, tile)
+    if bias is not None:
+        summed += tl.load(bias + matrix_rows).to(tl.float32)[None, :]
+    places = rows.to(tl.int64)[:, None] * num_outputs + columns[None, :]
+    mask = (rows < num_rows)[:, None] & (columns < num_outputs)[None, :]
+    tl.store(output + places, summed.to(output.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["token_ids"])
+def _embedding_kernel(
+    token_ids, codes, scales, offsets, output, num_tokens, num_columns, group_size, tile: tl.constexpr
+):
+    tokens = tl.program_id(0) * tile.columns + tl.arange(0, tile.columns)
+    has_token = tokens < num_tokens
+    first = tl.program_id(1) * tile.depth
+    rows = tl.load(token_ids + tokens, mask=has_token, other=0)
+    values = load_weights(codes, scales, offsets, rows, first, num_columns, group_size, tile)
+    columns = first + tl.arange(0, tile.depth)
+    places = tokens.to(tl.int64)[:, None] * num_columns + columns[None, :]
+    mask = has_token[:, None] & (columns < num_columns)[None, :]
+    tl.store(output + places, values.to(output.dtype.element_ty), mask=mask)
+
+
+class PackedLinear:
+    """See `LinearKernel`: rows times a matrix whose tiles are dequantised in registers."""
+
+    def __init__(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> None:
+        """Keep `weight`, without a copy."""
+        self._matrix = DeviceMatrix.of(weight)
+        self._bias = bias
+        self._dtype = dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in_features] to a new [T, out_features].
+
+        Raises:
+            ValueError: `x` has another shape or dtype.
+        """
+        matrix = self._matrix
+        num_rows, width = x.shape
+        if width != matrix.num_columns or x.dtype is not self._dtype:
+            raise ValueError(f"expected [T, {matrix.num_columns}] {self._dtype}, got {list(x.shape)} {x.dtype}")
+        x = x if x.stride(1) == 1 else x.contiguous()
+        output = torch.empty((num_rows, matrix.num_rows), dtype=x.dtype, device=x.device)
+        if not output.numel():
+            return output
+        sizes = choose_sizes(num_rows, matrix.num_rows, x.dtype)
+        tile = matrix.tile(rows=sizes.rows, columns=sizes.columns, depth=sizes.depth)
+        _linear_kernel[(triton.cdiv(num_rows, tile.rows), triton.cdiv(matrix.num_rows, tile.columns))](
+            x,
+            matrix.codes,
+            matrix.scales,
+            matrix.offsets,
+            self._bias,
+            output,
+            num_rows,
+            matrix.num_rows,
+            width,
+            matrix.group_size,
+            x.stride(0),
+            tile=tile,
+            num_warps=sizes.num_warps,
+            num_stages=sizes.num_stages,
+        )
+        return output
+
+
+class PackedEmbedding:
+    """See `EmbeddingKernel`: rows of a packed matrix."""
+
+    def __init__(self, weight: Matrix, dtype: torch.dtype) -> None:
+        """Keep `weight`, without a copy."""
+        self._matrix = DeviceMatrix.of(weight)
+        self._dtype = dtype
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """[T] int64, contiguous, each a row of the matrix, to a new [T, hidden]."""
+        matrix, num_tokens = self._matrix, len(token_ids)
+        output = torch.empty((num_tokens, matrix.num_columns), dtype=self._dtype, device=token_ids.device)
+        if not output.numel():
+            return output
+        depth = min(triton.next_power_of_2(matrix.num_columns), _EMBEDDED_COLUMNS)
+        tile = matrix.tile(rows=1, columns=_EMBEDDED_ROWS, depth=depth)
+        _embedding_kernel[(triton.cdiv(num_tokens, _EMBEDDED_ROWS), triton.cdiv(matrix.num_columns, depth))](
+            token_ids,
+            matrix.codes,
+            matrix.scales,
+            matrix.offsets,
+            output,
+            num_tokens,
+            matrix.num_columns,
+            matrix.group_size,
+            tile=tile,
+            num_warps=_NUM_WARPS,
+        )
+        return output

@@ -1,0 +1,42 @@
+"""How large a program's share of a product is, and how it is compiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# A launch has about as many programs as a large GPU has multiprocessors, if the product is wide enough.
+_WANTED_PROGRAMS = 128
+_FEW_ROWS, _SOME_ROWS, _MANY_ROWS = 16, 64, 128
+
+
+@dataclass(frozen=True, slots=True)
+class TileSizes:
+    """See `Tile`."""
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_rows(num_rows: int, dtype: torch.dtype) -> int:
+    """Rows of a tile for products of `num_rows` rows. There are few choices, as each is compiled."""
+    if num_rows <= _FEW_ROWS or dtype == torch.float32:
+        # NVIDIA has no matrix instructions for float32, so products need many more registers.
+        return _FEW_ROWS
+    return _SOME_ROWS if num_rows <= _SOME_ROWS else _MANY_ROWS
+
+
+def choose_sizes(num_rows: int, num_outputs: int, dtype: torch.dtype) -> TileSizes:
+    """For `num_rows` rows by a matrix of `num_outputs` rows."""
+    rows = choose_rows(num_rows, dtype)
+    num_stages = 2 if torch.version.hip is not None else 3
+    if dtype == torch.float32:
+        return TileSizes(rows, 32, 32, num_warps=4, num_stages=num_stages)
+    if rows == _FEW_ROWS:
+        columns = 64 if num_outputs >= 64 * _WANTED_PROGRAMS else 32
+        return TileSizes(rows, columns, 128, num_warps=4, num_stages=num_stages)
+    return TileSizes(rows, 128, 64, num_warps=8 if rows == _MANY_ROWS else 4, num_stages=num_stages)
