@@ -38,6 +38,7 @@ from services.worker.ops.triton.norm import add_rms_norm, layer_norm, rms_norm
 from services.worker.ops.triton.norm_rope_write import norm_rope_write
 from services.worker.ops.triton.prefill_attention import prefill_attention
 from services.worker.ops.triton.rope import rope
+from tests.support.latent_launches import launch_latent_attention, launch_odd_latent_steps
 from tests.support.sampling_launches import launch_sampling
 
 TARGETS = {
@@ -268,9 +269,11 @@ def compile_all(target: str) -> list[CompiledKernel]:
         launch_decode_inputs(64, 0, num_blocks=128)
         launch_other_attention(MODELS["Qwen3-8B"])
         launch_sampling()
+        launch_latent_attention()
         num_expected = len(compiled)
         for model in MODELS.values():
             launch_odd_step(model)
+        launch_odd_latent_steps()
         launch_decode_inputs(3, 5, num_blocks=1, offset=1)
         launch_decode_inputs(1, 0, num_blocks=77, offset=3)
     return [describe(target, kernel, is_late=number >= num_expected) for number, kernel in enumerate(compiled.values())]

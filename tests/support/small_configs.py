@@ -271,3 +271,11 @@ SMALL_CONFIGS: dict[str, dict[str, Config]] = {
     for architecture, variants in _CHANGES.items()
 }
 ARCHITECTURES = tuple(SMALL_CONFIGS)
+
+# For backends without experts.
+DENSE_DEEPSEEK_V32: Config = {
+    **SMALL_CONFIGS["DeepseekV32ForCausalLM"]["plain"],
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "first_k_dense_replace": 2,
+}

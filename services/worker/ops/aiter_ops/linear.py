@@ -10,7 +10,7 @@ from aiter.tuned_gemm import tgemm
 from torch import Tensor
 
 from services.worker.ops.matrices import Matrix, dense
-from services.worker.ops.protocol import LinearKernel, PerHeadKernel
+from services.worker.ops.protocol import LinearKernel
 
 
 def prepare_linear(weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> LinearKernel:
@@ -22,15 +22,6 @@ def prepare_linear(weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> L
     return partial(_linear, weight=kept, bias=bias)
 
 
-def prepare_per_head_linear(weight: Tensor) -> PerHeadKernel:
-    """See `Ops.prepare_per_head_linear`."""
-    return partial(_per_head_linear, weight=weight.transpose(1, 2).contiguous())
-
-
 def _linear(x: Tensor, *, weight: Tensor, bias: Tensor | None) -> Tensor:
     output: Tensor = tgemm.mm(x.contiguous(), weight, bias=bias)
     return output
-
-
-def _per_head_linear(x: Tensor, *, weight: Tensor) -> Tensor:
-    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
