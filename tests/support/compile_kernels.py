@@ -38,6 +38,7 @@ from services.worker.ops.triton.norm import add_rms_norm, layer_norm, rms_norm
 from services.worker.ops.triton.norm_rope_write import norm_rope_write
 from services.worker.ops.triton.prefill_attention import prefill_attention
 from services.worker.ops.triton.rope import rope
+from tests.support.latent_launches import launch_latent_attention, launch_odd_latent_steps
 from tests.support.product_launches import launch_experts, launch_products
 from tests.support.sampling_launches import launch_sampling
 
@@ -273,9 +274,11 @@ def compile_all(target: str) -> list[CompiledKernel]:
             launch_products(num_tokens)
         for num_tokens in (1, 1024, 16384):
             launch_experts(num_tokens)
+        launch_latent_attention()
         num_expected = len(compiled)
         for model in MODELS.values():
             launch_odd_step(model)
+        launch_odd_latent_steps()
         launch_decode_inputs(3, 5, num_blocks=1, offset=1)
         launch_decode_inputs(1, 0, num_blocks=77, offset=3)
         for num_tokens in (3, 50, 777):

@@ -143,11 +143,15 @@ TESTED_BY = {
         "services/worker/ops/aiter_ops/linear.py",
     ),
     "unit/worker/ops/aiter_ops/test_load.py": ("services/worker/ops/aiter_ops/builds.py",),
+    "unit/worker/ops/triton/test_decode_attention.py": ("services/worker/ops/triton/context_splits.py",),
     "unit/worker/ops/triton/test_linear.py": (
         "services/worker/ops/triton/tile_sizes.py",
         "services/worker/ops/triton/weight_tile.py",
     ),
-    "unit/worker/ops/triton/test_prefill_attention.py": ("services/worker/ops/triton/attention_tile.py",),
+    "unit/worker/ops/triton/test_prefill_attention.py": (
+        "services/worker/ops/triton/attention_tile.py",
+        "services/worker/ops/triton/token_tiles.py",
+    ),
     "unit/worker/ops/triton/sampling/test_sample.py": (
         "services/worker/ops/triton/sampling/candidates.py",
         "services/worker/ops/triton/sampling/edge_search.py",

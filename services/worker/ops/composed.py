@@ -20,7 +20,7 @@ from services.worker.forward.staging import to_device
 from services.worker.ops.arguments import DecodeRows, DrawRows, HeadNorms, RopeRows, SlotColumns
 from services.worker.ops.matrices import Matrix, dense
 from services.worker.ops.matrix_rows import MatrixFormat
-from services.worker.ops.protocol import EmbeddingKernel, LinearKernel, Ops
+from services.worker.ops.protocol import EmbeddingKernel, LinearKernel, Ops, PerHeadKernel
 
 
 class ComposedOps(Ops, Protocol):
@@ -49,6 +49,10 @@ class ComposedOps(Ops, Protocol):
         """See `Ops.prepare_tied`: dense, and twice if `prepare_linear` copies."""
         table = dense(weight, dtype)
         return self.prepare_embedding(table, dtype), self.prepare_linear(table, None, dtype)
+
+    def prepare_per_head_linear(self, weight: Tensor) -> PerHeadKernel:
+        """See `Ops.prepare_per_head_linear`: a batched product."""
+        return partial(_per_head_linear, weight=weight.transpose(1, 2).contiguous())
 
     def check_block_size(self, block_size: int) -> None:
         """See `Ops.check_block_size`: any."""
@@ -129,6 +133,10 @@ class ComposedOps(Ops, Protocol):
             entries[place], values[place], ranks[place] = row_logprobs(row, token_id, width - 1)
         device = logits.device
         return to_device(entries, device), to_device(values, device), to_device(ranks, device)
+
+
+def _per_head_linear(x: Tensor, *, weight: Tensor) -> Tensor:
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
 
 def _pad(rows: DecodeRows, num_rows: int) -> None:

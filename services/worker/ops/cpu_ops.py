@@ -20,7 +20,7 @@ from services.worker.ops.cpu_experts import CpuExperts, combine_experts
 from services.worker.ops.cpu_mla import CpuMla
 from services.worker.ops.experts import Expert, ExpertsKernel, ExpertWeights, SwigluClamp
 from services.worker.ops.matrices import Matrix, dense
-from services.worker.ops.protocol import LinearKernel, PerHeadKernel
+from services.worker.ops.protocol import LinearKernel
 from services.worker.ops.routing import RoutingRule, route
 
 # Private to torch, so it may disappear; `F.linear` is the fallback.
@@ -55,9 +55,6 @@ class CpuOps(CpuMla, ComposedOps):
             return partial(F.linear, weight=weight.clone(), bias=bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)
         return partial(_packed_linear, packed=packed, bias=bias)
-
-    def prepare_per_head_linear(self, weight: Tensor) -> PerHeadKernel:
-        return partial(_per_head_linear, weight=weight.transpose(1, 2).contiguous())
 
     # -- Elementwise and norm -----------------------------------------------------------------------------
 
@@ -127,10 +124,6 @@ def _can_pack(dtype: torch.dtype) -> bool:
 def _packed_linear(x: Tensor, *, packed: Tensor, bias: Tensor | None) -> Tensor:
     output: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return output
-
-
-def _per_head_linear(x: Tensor, *, weight: Tensor) -> Tensor:
-    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
 
 def _join_interleaved(pair: tuple[Tensor, Tensor]) -> Tensor:

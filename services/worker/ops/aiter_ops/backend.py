@@ -20,12 +20,12 @@ from services.worker.ops.aiter_ops.attention import AiterPlan, attend, check_blo
 from services.worker.ops.aiter_ops.elementwise import add_rms_norm, rms_norm, rope, silu_and_mul, write_kv
 from services.worker.ops.aiter_ops.experts import prepare_experts
 from services.worker.ops.aiter_ops.latent import AiterLatent
-from services.worker.ops.aiter_ops.linear import prepare_linear, prepare_per_head_linear
+from services.worker.ops.aiter_ops.linear import prepare_linear
 from services.worker.ops.arguments import AttentionParams, HeadNorms, RopeRows
 from services.worker.ops.composed import ComposedOps
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
 from services.worker.ops.matrices import Matrix
-from services.worker.ops.protocol import EmbeddingKernel, LinearKernel, PerHeadKernel
+from services.worker.ops.protocol import EmbeddingKernel, LinearKernel
 from services.worker.ops.triton.backend import TritonOps
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -53,9 +53,6 @@ class AiterOps(AiterLatent, TritonOps):
         if isinstance(weight, Tensor):
             return prepare_linear(weight, bias)
         return super().prepare_linear(weight, bias, dtype)
-
-    def prepare_per_head_linear(self, weight: Tensor) -> PerHeadKernel:
-        return prepare_per_head_linear(weight)
 
     def prepare_embedding(self, weight: Matrix, dtype: torch.dtype) -> EmbeddingKernel:
         # Every model has one, in the dtype of all its activations.

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from aiter.tuned_gemm import tgemm
 from torch import Tensor
 
-from services.worker.ops.protocol import LinearKernel, PerHeadKernel
+from services.worker.ops.protocol import LinearKernel
 
 
 def prepare_linear(weight: Tensor, bias: Tensor | None) -> LinearKernel:
@@ -19,15 +19,6 @@ def prepare_linear(weight: Tensor, bias: Tensor | None) -> LinearKernel:
     return partial(multiply, weight=weight, bias=bias)
 
 
-def prepare_per_head_linear(weight: Tensor) -> PerHeadKernel:
-    """See `Ops.prepare_per_head_linear`."""
-    return partial(_per_head_linear, weight=weight.transpose(1, 2).contiguous())
-
-
 def _linear(x: Tensor, *, weight: Tensor, bias: Tensor | None) -> Tensor:
     output: Tensor = tgemm.mm(x.contiguous(), weight, bias=bias)
     return output
-
-
-def _per_head_linear(x: Tensor, *, weight: Tensor) -> Tensor:
-    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)

@@ -60,6 +60,8 @@ class Shape(NamedTuple):
     value_columns: int
     rows: int
     """Rows of a program, at least `group`; a power of two and at least 16."""
+    tile_tokens: int
+    """New tokens of a program: as many as have all their heads in its rows."""
     tokens: int
     """Tokens of the context that are read at a time; a power of two and at least 16."""
     has_window: bool
@@ -70,15 +72,17 @@ def make_shape(query: Tensor, cache: tuple[Tensor, ...], params: AttentionParams
     """The constants for `query` [T, H, D] and a layer's cache."""
     _, block_size, num_kv_heads, head_dim = cache[0].shape
     value_dim = cache[1].shape[3]
+    group = query.shape[1] // num_kv_heads
     return Shape(
         block_size=block_size,
         num_kv_heads=num_kv_heads,
-        group=query.shape[1] // num_kv_heads,
+        group=group,
         head_dim=head_dim,
         value_dim=value_dim,
         key_columns=padded(head_dim),
         value_columns=padded(value_dim),
         rows=rows,
+        tile_tokens=rows // group,
         tokens=tokens,
         has_window=params.window is not None,
         has_sinks=params.sinks is not None,
@@ -93,11 +97,10 @@ def padded(size: int) -> int:
 @triton.jit
 def places_of_rows(first_token, start, query_len, kv_head, shape: tl.constexpr):
     """For each row of a program: the token in its sequence, the head, whether there is one, the row of the query."""
-    tile_tokens: tl.constexpr = shape.rows // shape.group
     rows = tl.arange(0, shape.rows)
     tokens = first_token + rows // shape.group
     heads = kv_head * shape.group + rows % shape.group
-    has_row = (rows < tile_tokens * shape.group) & (tokens < query_len)
+    has_row = (rows < shape.tile_tokens * shape.group) & (tokens < query_len)
     return tokens, heads, has_row, (start + tokens).to(tl.int64)
 
 
@@ -112,11 +115,13 @@ def store_attended(output, output_rows, has_row, summed, total, shape: tl.conste
 
 
 @triton.jit
-def load_query(query, token_rows, heads, has_row, token_stride, head_stride, shape: tl.constexpr):
-    """The query [rows, key_columns] of each row's token and head; 0 outside."""
-    columns = tl.arange(0, shape.key_columns)
+def load_query(
+    query, token_rows, heads, has_row, token_stride, head_stride, width: tl.constexpr, num_columns: tl.constexpr
+):
+    """The query [rows, num_columns] of each row's token and head; 0 from column `width` on."""
+    columns = tl.arange(0, num_columns)
     places = token_rows[:, None] * token_stride + heads[:, None] * head_stride + columns[None, :]
-    return tl.load(query + places, mask=has_row[:, None] & (columns < shape.head_dim)[None, :], other=0.0)
+    return tl.load(query + places, mask=has_row[:, None] & (columns < width)[None, :], other=0.0)
 
 
 @triton.jit
@@ -129,6 +134,30 @@ def begin_softmax(sinks, heads, has_row, shape: tl.constexpr):
         maximum = tl.full((shape.rows,), float("-inf"), tl.float32)
         total = tl.full((shape.rows,), 0.0, tl.float32)
     return maximum, total
+
+
+@triton.jit
+def add_scores(scores, maximum, total, is_masked: tl.constexpr):
+    """Continue the softmax of each row with `scores` [rows, tokens], in units of log 2.
+
+    Args:
+        maximum: [rows] float32.
+        total: [rows] float32.
+        is_masked: Whether a row may have seen no score above -inf yet.
+
+    Returns:
+        (the weights of `scores`, the factor of what has been summed before [rows], the new `maximum` and `total`).
+
+    Source: arXiv:2205.14135, algorithm 1, lines 10 and 11.
+    """
+    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+    base = new_maximum
+    if is_masked:
+        # A row that has seen nothing yet has weights of exp2(-inf - 0).
+        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(maximum - base)
+    return weights, shrink, new_maximum, total * shrink + tl.sum(weights, axis=1)
 
 
 @triton.jit
@@ -185,16 +214,9 @@ def attend_tile(
         if shape.has_window:
             is_seen = is_seen & (positions[None, :] > query_positions[:, None] - window)
         scores = tl.where(is_seen, scores, float("-inf"))
-    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-    base = new_maximum
-    if is_masked:
-        # A row that has seen nothing yet has weights of exp2(-inf - 0).
-        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-    weights = tl.exp2(scores - base[:, None])
-    shrink = tl.exp2(maximum - base)
-    new_total = total * shrink + tl.sum(weights, axis=1)
+    weights, shrink, maximum, total = add_scores(scores, maximum, total, is_masked)
     value_rows = value_cache + slots * (shape.num_kv_heads * shape.value_dim)
     has_value = (value_columns < shape.value_dim)[None, :]
     values = tl.load(value_rows[:, None] + value_columns[None, :], mask=has_value, other=0.0)
     accumulator = tl.dot(weights.to(values.dtype), values, accumulator * shrink[:, None], input_precision="ieee")
-    return accumulator, new_maximum, new_total
+    return accumulator, maximum, total

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -24,15 +23,17 @@ from services.worker.ops.composed import ComposedOps
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
 from services.worker.ops.matrices import Matrix
 from services.worker.ops.matrix_rows import MatrixFormat
-from services.worker.ops.protocol import EmbeddingKernel, LinearKernel, PerHeadKernel
+from services.worker.ops.protocol import EmbeddingKernel, LinearKernel
 from services.worker.ops.routing import RoutingRule, route
 from services.worker.ops.triton.activation import silu_and_mul
 from services.worker.ops.triton.advance_batch import advance_batch
 from services.worker.ops.triton.attention_tile import PagedSequences
+from services.worker.ops.triton.context_selection import select_context
 from services.worker.ops.triton.decode_attention import decode_attention
 from services.worker.ops.triton.expert_sums import combine_experts
 from services.worker.ops.triton.experts import TritonExperts
 from services.worker.ops.triton.kv_write import write_cache, write_kv
+from services.worker.ops.triton.latent_attention import latent_attention
 from services.worker.ops.triton.linear import PackedEmbedding, PackedLinear
 from services.worker.ops.triton.norm import add_rms_norm, layer_norm, rms_norm
 from services.worker.ops.triton.norm_rope_write import norm_rope_write
@@ -43,7 +44,6 @@ from services.worker.ops.triton.sampling.greedy import greedy_sample
 from services.worker.ops.triton.sampling.sample import sample
 from services.worker.ops.triton.sampling.token_logprobs import token_logprobs
 from shared.limits import MAX_DRAFT_TOKENS
-from shared.model_dir import ModelDirectoryError
 
 
 class TritonPlan(AttentionPlan):
@@ -59,6 +59,10 @@ class TritonPlan(AttentionPlan):
         num_decodes = _num_leading_decodes(metadata)
         self.decodes = _sequences(metadata, slice(0, num_decodes))
         self.chunks = _sequences(metadata, slice(num_decodes, len(metadata.query_lens)))
+
+    def parts(self) -> list[PagedSequences]:
+        """Those of both kinds that there are, in the order of the step."""
+        return [part for part in (self.decodes, self.chunks) if part is not None]
 
 
 class TritonOps(ComposedOps):
@@ -96,9 +100,6 @@ class TritonOps(ComposedOps):
 
     def prepare_tied(self, weight: Matrix, dtype: torch.dtype) -> tuple[EmbeddingKernel, LinearKernel]:
         return self.prepare_embedding(weight, dtype), self.prepare_linear(weight, None, dtype)
-
-    def prepare_per_head_linear(self, weight: Tensor) -> PerHeadKernel:  # noqa: ARG002
-        _refuse("multi-head latent attention")
 
     # -- Elementwise and norm -----------------------------------------------------------------------------
 
@@ -177,26 +178,33 @@ class TritonOps(ComposedOps):
 
     def mla_attention(
         self,
-        query: Tensor,  # noqa: ARG002
-        latent_cache: Tensor,  # noqa: ARG002
-        plan: AttentionPlan,  # noqa: ARG002
+        query: Tensor,
+        latent_cache: Tensor,
+        plan: AttentionPlan,
         *,
-        scale: float,  # noqa: ARG002
-        value_dim: int,  # noqa: ARG002
-        selected: Tensor | None = None,  # noqa: ARG002
+        scale: float,
+        value_dim: int,
+        selected: Tensor | None = None,
     ) -> Tensor:
-        _refuse("multi-head latent attention")
+        assert isinstance(plan, TritonPlan)
+        output = torch.empty((*query.shape[:2], value_dim), dtype=query.dtype, device=query.device)
+        for sequences in plan.parts():
+            latent_attention(query, latent_cache, output, sequences, scale=scale, selected=selected)
+        return output
 
     def select_context(
         self,
-        index_query: Tensor,  # noqa: ARG002
-        index_weights: Tensor,  # noqa: ARG002
-        index_cache: Tensor,  # noqa: ARG002
-        plan: AttentionPlan,  # noqa: ARG002
+        index_query: Tensor,
+        index_weights: Tensor,
+        index_cache: Tensor,
+        plan: AttentionPlan,
         *,
-        num_selected: int,  # noqa: ARG002
+        num_selected: int,
     ) -> Tensor | None:
-        _refuse("sparse attention")
+        assert isinstance(plan, TritonPlan)
+        if plan.metadata.max_context_len <= num_selected:
+            return None
+        return select_context(index_query, index_weights, index_cache, plan.parts(), num_selected=num_selected)
 
     # -- Experts ------------------------------------------------------------------------------------------
 
@@ -258,7 +266,3 @@ def _sequences(metadata: AttentionMetadata, seqs: slice) -> PagedSequences | Non
         max_query_len=max(query_lens),
         max_context_len=max(metadata.context_lens_host[seqs]),
     )
-
-
-def _refuse(feature: str) -> NoReturn:
-    raise ModelDirectoryError(f"{feature} is not available on the triton backend; --device cpu serves such a model")

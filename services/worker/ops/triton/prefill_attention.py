@@ -1,12 +1,6 @@
 """Attention of chunks of prompts over their sequences, read from the paged cache.
 
-A program has a tile of a sequence's new tokens and the query heads of one key/value head. The tiles of all sequences
-are numbered one after the other, so a launch has hardly any programs without work, however lengths differ:
-
-    tokens of the step          A A A A A A B B C C C C C            4 tokens per tile
-    their tiles                 0 0 0 0 1 1 2 2 4 4 4 4 5            tile 3 is empty
-
-Sequence i begins with tile `cu_seqlens_q[i] // 4 + i`, which leaves room for all tiles of the sequences before it.
+A program has a tile of a sequence's new tokens, see `token_tiles`, and the query heads of one key/value head.
 """
 
 from __future__ import annotations
@@ -30,6 +24,7 @@ from services.worker.ops.triton.attention_tile import (
     places_of_rows,
     store_attended,
 )
+from services.worker.ops.triton.token_tiles import count_tiles, find_tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +51,6 @@ def _configure(key_columns: int, itemsize: int, group: int) -> _Config:
     return _Config(rows, tokens=64, num_warps=8 if key_columns > 64 else 4, num_stages=2)
 
 
-@triton.jit
-def _find_sequence(cu_seqlens_q, num_seqs, tile, tile_tokens: tl.constexpr):
-    """The last sequence that begins with `tile` or an earlier one."""
-    start = tl.load(cu_seqlens_q)
-    low = num_seqs * 0
-    high = num_seqs
-    while high - low > 1:
-        middle = (low + high) // 2
-        is_later = (tl.load(cu_seqlens_q + middle) - start) // tile_tokens + middle > tile
-        low = tl.where(is_later, low, middle)
-        high = tl.where(is_later, middle, high)
-    return low
-
-
 @triton.jit(
     do_not_specialize=["num_seqs", "table_stride"],
     do_not_specialize_on_alignment=["block_tables", "context_lens", "cu_seqlens_q"],
@@ -91,27 +72,26 @@ def _prefill_attention_kernel(
     scale,
     shape: tl.constexpr,
 ):
-    tile_tokens: tl.constexpr = shape.rows // shape.group
     # The last tiles of a prompt see the most tokens, so they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    seq = _find_sequence(cu_seqlens_q, num_seqs, tile, tile_tokens)
-    start = tl.load(cu_seqlens_q + seq)
-    query_len = tl.load(cu_seqlens_q + seq + 1) - start
-    first_token = (tile - seq - (start - tl.load(cu_seqlens_q)) // tile_tokens) * tile_tokens
+    begin = tl.load(cu_seqlens_q)
+    seq, start, query_len, first_token = find_tile(cu_seqlens_q, num_seqs, tile, begin, shape.tile_tokens)
     if first_token >= query_len:
         return
     context_len = tl.load(context_lens + seq)
     first_position = context_len - query_len + first_token
     kv_head = tl.program_id(1)
     tokens, heads, has_row, token_rows = places_of_rows(first_token, start, query_len, kv_head, shape)
-    queries = load_query(query, token_rows, heads, has_row, token_stride, head_stride, shape)
+    queries = load_query(
+        query, token_rows, heads, has_row, token_stride, head_stride, shape.head_dim, shape.key_columns
+    )
     positions = context_len - query_len + tokens
     keys, values = key_cache + kv_head * shape.head_dim, value_cache + kv_head * shape.value_dim
     table = block_tables + table_stride.to(tl.int64) * seq
 
     maximum, total = begin_softmax(sinks, heads, has_row, shape)
     summed = tl.full((shape.rows, shape.value_columns), 0.0, tl.float32)
-    end = tl.minimum(first_position + tile_tokens, context_len)
+    end = tl.minimum(first_position + shape.tile_tokens, context_len)
     if shape.has_window:
         begin = tl.maximum(first_position - window + 1, 0)
     else:
@@ -146,7 +126,7 @@ def prefill_attention(
     """
     config = _configure(padded(query.shape[2]), query.element_size(), query.shape[1] // cache[0].shape[2])
     shape = make_shape(query, cache, params, rows=config.rows, tokens=config.tokens)
-    num_tiles = sequences.num_tokens // (shape.rows // shape.group) + sequences.num_seqs
+    num_tiles = count_tiles(sequences.num_tokens, sequences.num_seqs, shape.tile_tokens)
     _prefill_attention_kernel[(num_tiles, shape.num_kv_heads)](
         query,
         *cache,

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
-from services.worker.forward.kv_cache import CacheTensor
-from services.worker.ops import BACKEND_NAMES, AttentionParams, Ops, cpu_mla, load_ops
+from services.worker.forward.forward_context import AttentionPlan
+from services.worker.ops import BACKEND_NAMES, Ops, cpu_mla, load_ops
 from services.worker.ops.aiter_ops.latent import AiterLatent
 from services.worker.ops.cpu_ops import CpuOps
-from tests.support.attention_batches import Batch, attend, batches, random
-
-NUM_HEADS, LATENT_DIM, VALUE_DIM = 3, 12, 8
-NUM_INDEX_HEADS, INDEX_DIM = 2, 4
-SCALE = 0.4
+from tests.support.attention_batches import Batch, batches
+from tests.support.latent_batches import (
+    LATENT_DIM,
+    NUM_HEADS,
+    SCALE,
+    VALUE_DIM,
+    LatentStep,
+    Tokens,
+    assert_close,
+    padded,
+)
 
 
 class LatentOps(AiterLatent, CpuOps):
@@ -31,93 +35,6 @@ every_backend = pytest.mark.parametrize(
     "ops", [*map(load_ops, BACKEND_NAMES), LatentOps()], ids=[*BACKEND_NAMES, "latent"]
 )
 every_kind = pytest.mark.parametrize("is_prefill", [True, False])
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Latents and index keys of every token of each sequence, and both kinds of queries of the new tokens."""
-
-    latents: list[Tensor]
-    index_keys: list[Tensor]
-    query: Tensor
-    index_query: Tensor
-    index_weights: Tensor
-
-    @classmethod
-    def random(cls, batch: Batch, dtype: torch.dtype = torch.float32) -> Tokens:
-        """Queries that are views of wider tensors. Scores are sums of whole numbers: exact, and often equal."""
-        count = batch.num_tokens
-        return cls(
-            latents=[context.to(dtype) for context in batch.contexts(LATENT_DIM, seed=1)],
-            index_keys=[context.round().to(dtype) for context in batch.contexts(INDEX_DIM, seed=2)],
-            query=random(count, NUM_HEADS, LATENT_DIM + 2, seed=batch.order).to(dtype)[..., :LATENT_DIM],
-            index_query=random(count, NUM_INDEX_HEADS + 1, INDEX_DIM, seed=3).round().to(dtype)[:, :NUM_INDEX_HEADS],
-            index_weights=random(count, NUM_INDEX_HEADS, seed=4).round(),
-        )
-
-    def part(self, seq: int, rows: slice, context_len: int) -> Tokens:
-        """One sequence's tokens, with the queries of the step's tokens `rows`."""
-        return Tokens(
-            [self.latents[seq][:context_len]],
-            [self.index_keys[seq][:context_len]],
-            self.query[rows],
-            self.index_query[rows],
-            self.index_weights[rows],
-        )
-
-
-class LatentStep:
-    """A batch and the cache that it runs on."""
-
-    def __init__(self, batch: Batch, *, is_prefill: bool, tokens: Tokens | None = None) -> None:
-        """Fill the cache with the tokens before the step; `tokens` are random by default."""
-        self.batch = batch
-        self.tokens = Tokens.random(batch) if tokens is None else tokens
-        self.metadata = batch.metadata(is_prefill=is_prefill)
-        dtype = self.tokens.query.dtype
-        cache = batch.make_cache((CacheTensor((LATENT_DIM,), dtype), CacheTensor((INDEX_DIM,), dtype)))
-        self.cache = cache
-        batch.fill_cached(self.metadata, cache.layers[0][0], self.tokens.latents)
-        batch.fill_cached(self.metadata, cache.layers[0][1], self.tokens.index_keys)
-
-    def select(self, ops: Ops, num_selected: int) -> Tensor | None:
-        """Write the index keys and select."""
-        plan = ops.plan_attention(self.metadata, self.cache)
-        tokens, index_keys = self.tokens, self.cache.layers[0][1]
-        ops.write_cache(self.batch.new_rows(tokens.index_keys), index_keys, plan)
-        return ops.select_context(tokens.index_query, tokens.index_weights, index_keys, plan, num_selected=num_selected)
-
-    def attend(self, ops: Ops, *, num_selected: int | None = None) -> Tensor:
-        """One layer's writes and attention, over all tokens or over those that the indexer selects."""
-        plan = ops.plan_attention(self.metadata, self.cache)
-        latents = self.cache.layers[0][0]
-        ops.write_cache(self.batch.new_rows(self.tokens.latents), latents, plan)
-        selected = None if num_selected is None else self.select(ops, num_selected)
-        query = self.tokens.query
-        return ops.mla_attention(query, latents, plan, scale=SCALE, value_dim=VALUE_DIM, selected=selected)
-
-    def expected(self, *, num_selected: int | None = None) -> Tensor:
-        """The result by definition."""
-
-        def attend_one(seq: int, row: int, position: int) -> Tensor:
-            keys = self.tokens.latents[seq][: position + 1, None]
-            if num_selected is not None:
-                keys = keys[sorted(self.best(seq, row, position)[:num_selected])]
-            return attend(self.tokens.query[row], keys, keys[..., :VALUE_DIM], AttentionParams(SCALE)).view(
-                NUM_HEADS, -1
-            )
-
-        return self.batch.attend_each(attend_one)
-
-    def best(self, seq: int, row: int, position: int) -> list[int]:
-        """Positions up to a token's own, best first."""
-        products = self.tokens.index_keys[seq][: position + 1].double() @ self.tokens.index_query[row].double().T
-        scores = (torch.relu(products) @ self.tokens.index_weights[row].double()).tolist()
-        return sorted(range(position + 1), key=lambda place: (-scores[place], place))
-
-
-def assert_close(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual.double(), expected.double(), atol=1e-5, rtol=1e-5)
 
 
 latent_batches = batches() | batches(max_new=5, max_cached=200)
@@ -203,20 +120,6 @@ def test_a_padded_row_changes_nothing(ops: Ops, num_selected: int | None) -> Non
     assert_close(step.attend(ops, num_selected=num_selected)[0], expected[0])
     held = step.cache.layers[0][0].isfinite().all(-1).sum()
     assert held == 21
-
-
-def padded(metadata: AttentionMetadata, row: int) -> AttentionMetadata:
-    """The metadata with a row of one token turned into padding."""
-    lengths = [0 if seq == row else length for seq, length in enumerate(metadata.context_lens_host)]
-    slots, tables = metadata.slot_mapping.clone(), metadata.block_tables.clone()
-    slots[row], tables[row] = -1, 0
-    return replace(
-        metadata,
-        slot_mapping=slots,
-        block_tables=tables,
-        context_lens=torch.tensor(lengths, dtype=torch.int32),
-        context_lens_host=tuple(lengths),
-    )
 
 
 @given(batch=batches(max_new=9), num_selected=st.none() | st.integers(1, 60), chunk=st.integers(1, 9))

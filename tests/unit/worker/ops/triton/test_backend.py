@@ -20,7 +20,6 @@ from services.worker.runner.model_runner import ModelRunner
 from services.worker.sampling.sampler import Sampler
 from services.worker.step import Step
 from shared.limits import SamplingOptions
-from shared.model_dir import ModelDirectoryError
 from tests.support.attention_batches import Batch, random
 from tests.support.paged_attention import PagedStep
 from tests.support.sampling import AlternatingMatcher, Recipe, make_rows
@@ -31,6 +30,7 @@ from tests.support.worker_steps import decode_step, make_chunk, make_enter, mixe
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_key_value_heads": 1}
 QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], **SMALL_CONFIGS["Qwen3MoeForCausalLM"]["plain"]}
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], **SMALL_CONFIGS["GptOssForCausalLM"]["plain"]}
+DEEPSEEK_V32 = {"architectures": ["DeepseekV32ForCausalLM"], **SMALL_CONFIGS["DeepseekV32ForCausalLM"]["plain"]}
 # Changes of the configuration, and what matrices are quantised to.
 MODELS: dict[str, tuple[dict[str, Any], MatrixFormat | None]] = {
     "llama": ({}, None),
@@ -39,6 +39,8 @@ MODELS: dict[str, tuple[dict[str, Any], MatrixFormat | None]] = {
     "qwen3-moe": (QWEN3_MOE, None),
     "qwen3-moe, int4": (QWEN3_MOE, MatrixFormat.INT4),
     "gpt-oss": (GPT_OSS, None),
+    # Most tokens of the longer prompts see more than 12.
+    "deepseek-v3.2": ({**DEEPSEEK_V32, "index_topk": 12}, None),
 }
 # In the interpreter, a product takes milliseconds for every tile.
 FAST = ("llama", "qwen3", "qwen3-moe, int4")
@@ -143,17 +145,6 @@ def test_greedy_takes_the_lowest_of_equal_columns_and_nan_before_all() -> None:
     token_ids, largest = TritonOps().greedy_sample(logits)
     assert token_ids.tolist() == [1, 0]
     assert largest.isnan().tolist() == [False, True]
-
-
-def test_what_only_other_models_need_is_refused() -> None:
-    ops, unused = TritonOps(), torch.empty(0)
-    plan = TritonPlan(Batch(4, [0], [1], 1).metadata())
-    with pytest.raises(ModelDirectoryError, match="latent attention is not available on the triton backend"):
-        ops.prepare_per_head_linear(unused)
-    with pytest.raises(ModelDirectoryError, match="latent attention"):
-        ops.mla_attention(unused, unused, plan, scale=1.0, value_dim=1)
-    with pytest.raises(ModelDirectoryError, match="sparse attention"):
-        ops.select_context(unused, unused, unused, plan, num_selected=1)
 
 
 def test_its_numbers_depend_on_torch_triton_and_the_device() -> None:

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from services.worker.ops import AttentionParams
+from services.worker.ops.triton import context_splits
 from services.worker.ops.triton import decode_attention as module
-from services.worker.ops.triton.decode_attention import choose_num_splits, decode_attention
+from services.worker.ops.triton.context_splits import choose_num_splits
+from services.worker.ops.triton.decode_attention import decode_attention
 from tests.support.attention_batches import Batch, random
 from tests.support.paged_attention import PagedStep, check_attention
 
@@ -32,9 +34,9 @@ every_kind = pytest.mark.parametrize(
 def is_split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether contexts are split, however short they are."""
     split: bool = request.param
-    monkeypatch.setattr(module, "_MIN_SPLIT_TOKENS", 8 if split else 10**6)
+    monkeypatch.setattr(context_splits, "_MIN_SPLIT_TOKENS", 8 if split else 10**6)
     # Each program takes about a millisecond in the interpreter.
-    monkeypatch.setattr(module, "_MAX_SPLITS", 8)
+    monkeypatch.setattr(context_splits, "_MAX_SPLITS", 8)
     return split
 
 
