@@ -13,15 +13,19 @@ from services.worker.ops.native.isa import available_isas
 from tests.support.sanitized_kernels import sanitizer_environment
 
 _HERE = Path(__file__).parent
-_TESTS = ("test_products.py", "test_experts.py", "test_draw.py")
+# Those that read weights, and all others.
+_PRODUCTS = ("test_products.py", "test_experts.py", "test_draw.py")
+_OTHERS = ("test_attention.py", "test_heads.py", "test_elementwise.py")
 
 
-@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.skipif(not available_isas(), reason="no kernels for this processor")
-def test_sanitizers_find_nothing_in_the_kernels() -> None:
+@pytest.mark.parametrize(
+    "names", [pytest.param(_PRODUCTS, marks=pytest.mark.slow), pytest.param(_OTHERS, marks=pytest.mark.proof)]
+)
+def test_sanitizers_find_nothing_in_the_kernels(names: tuple[str, ...]) -> None:
     # In one process: each would compile the kernels if they began together.
-    command = [sys.executable, "-m", "tests.support.sanitized_kernels", *(str(_HERE / name) for name in _TESTS)]
+    command = [sys.executable, "-m", "tests.support.sanitized_kernels", *(str(_HERE / name) for name in names)]
     result = subprocess.run(
         command, env=os.environ | sanitizer_environment(), capture_output=True, text=True, check=False
     )
