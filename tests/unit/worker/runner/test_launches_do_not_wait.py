@@ -6,6 +6,7 @@ copy to it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,13 @@ from services.worker.runner.stream import Launch
 from services.worker.step import Step
 from shared.limits import SamplingOptions
 from tests.support.graphs import CountingCapture
-from tests.support.tiny_llama import write_tiny_llama
+from tests.support.small_configs import DENSE_DEEPSEEK_V32
+from tests.support.tiny_llama import TINY_CONFIG
 from tests.support.worker_steps import decode_step, make_chunk, make_enter, mixed_step, prefill_step
 
 META = torch.device("meta")
+LLAMA = {**TINY_CONFIG, "num_hidden_layers": 2}
+DEEPSEEK = {**DENSE_DEEPSEEK_V32, "index_topk": 4}
 
 
 class UnreadStaging(PinnedStaging):
@@ -97,12 +101,20 @@ def skip_kernel(*_: Any, **__: Any) -> None:
 
 
 @pytest.fixture
-def make_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[CountingCapture | None], ModelRunner]:
+def config() -> dict[str, Any]:
+    """The model's."""
+    return LLAMA
+
+
+@pytest.fixture
+def make_runner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
+) -> Callable[[CountingCapture | None], ModelRunner]:
     """Makes runners whose kernels are not run."""
     monkeypatch.setattr(InterpretedFunction, "__getitem__", lambda *_: skip_kernel)
-    model_dir, ops = write_tiny_llama(tmp_path, changes={"num_hidden_layers": 2}), load_ops("triton")
-    options = LoadOptions(dummy_seed=1, device=META)
-    loaded = load_model(model_dir, ops, torch.bfloat16, lambda _: None, options=options)
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    ops, options = load_ops("triton"), LoadOptions(dummy_seed=1, device=META)
+    loaded = load_model(tmp_path, ops, torch.bfloat16, lambda _: None, options=options)
 
     def make(capture: CountingCapture | None) -> ModelRunner:
         graphs = None if capture is None else GraphSettings(capture, (1, 4, 8))
@@ -129,6 +141,7 @@ def steps() -> list[Step]:
     ]
 
 
+@pytest.mark.parametrize("config", [LLAMA, DEEPSEEK], ids=["llama", "deepseek"])
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_a_launch_reads_nothing_from_the_device(
     make_runner: Callable[[CountingCapture | None], ModelRunner], has_graphs: bool

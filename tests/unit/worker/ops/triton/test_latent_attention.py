@@ -66,7 +66,7 @@ def attend_to(step: LatentStep, selected: Tensor) -> Tensor:
 @every_kind
 @pytest.mark.usefixtures("is_split")
 def test_a_token_sees_the_latents_up_to_its_own(block_size: int, num_heads: int, is_prefill: bool) -> None:
-    step = make_step(Batch(block_size, [0, 70, 61, 33], [1, 1, 3, 12], 1), num_heads, is_prefill=is_prefill)
+    step = make_step(Batch(block_size, [0, 70, 40, 20], [1, 1, 3, 12], 1), num_heads, is_prefill=is_prefill)
     output = step.attend(TritonOps())
     assert output.shape == (17, num_heads, VALUE_DIM)
     assert output.is_contiguous()
