@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from services.worker.ops import AttentionParams, ExpertWeights, SwigluClamp, load_ops
+from services.worker.ops.matrix_rows import MatrixFormat
 from tests.support import aiter_triton_standins
 from tests.support.attention_batches import Batch, random
+from tests.support.packed_matrices import PLAIN_NUMBERS, MatrixKind
 from tests.support.paged_attention import PagedStep
 
 _SCALE = 0.3
@@ -41,6 +43,8 @@ class Case:
     num_tokens: int = 0
     has_clamp: bool = False
     """And biases, as in gpt-oss."""
+    is_packed: bool = False
+    """Whether experts' weights are in int8, which our own kernels multiply by."""
 
 
 def main() -> None:
@@ -79,10 +83,11 @@ def _experts_difference(case: Case) -> float:
     # The activation alone is built for a GPU.
     experts.silu_and_mul = load_ops("reference").silu_and_mul
     hidden, inner = 48, 40
+    kind = MatrixKind(MatrixFormat.INT8) if case.is_packed else PLAIN_NUMBERS
     weights = [
         ExpertWeights(
-            gate_up=random(2 * inner, hidden, seed=number) / hidden**0.5,
-            down=random(hidden, inner, seed=100 + number) / inner**0.5,
+            gate_up=kind.make(2 * inner, hidden, seed=number),
+            down=kind.make(hidden, inner, seed=100 + number),
             gate_up_bias=random(2 * inner, seed=200 + number) if case.has_clamp else None,
             down_bias=random(hidden, seed=300 + number) if case.has_clamp else None,
         )
@@ -93,7 +98,8 @@ def _experts_difference(case: Case) -> float:
     chosen = scores.topk(2, dim=1)
     arguments = x, chosen.indices, chosen.values.softmax(dim=1)
     expected = load_ops("reference").prepare_experts(weights, clamp, torch.float32)(*arguments)
-    return _difference(experts.GroupedExperts(weights, clamp, torch.float32)(*arguments), expected)
+    backend: Any = import_module("services.worker.ops.aiter_ops.backend")
+    return _difference(backend.AiterOps().prepare_experts(weights, clamp, torch.float32)(*arguments), expected)
 
 
 def _difference(output: Tensor, expected: Tensor) -> float:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.worker.ops.matrices import IntMatrix, Matrix, Mxfp4Matrix
+from services.worker.ops.matrices import Fp8Matrix, IntMatrix, Matrix, Mxfp4Matrix
 from services.worker.ops.matrix_rows import MatrixFormat
 from tests.support.attention_batches import random
 
@@ -41,6 +41,11 @@ class MatrixKind:
         groups = num_rows, -(-num_columns // self.group_size)
         offsets = random(*groups, seed=seed + 2) / 8 if self.has_offsets else None
         powers = integers(1, 3, *groups, seed=seed + 1).float().exp2()
+        if self.format is MatrixFormat.FP8:
+            # The largest numbers, up to 448, are left out.
+            signs = integers(0, 2, num_rows, num_columns, seed=seed + 2) * 128
+            codes = integers(0, 0x60, num_rows, num_columns, seed=seed) + signs
+            return Fp8Matrix(codes.to(torch.uint8), powers / 256, self.group_size)
         if self.format is MatrixFormat.INT4:
             codes = integers(0, 256, num_rows, num_columns // 2, seed=seed).to(torch.uint8)
             return IntMatrix(4, codes, powers / 128, self.group_size, offsets)
@@ -55,6 +60,8 @@ KINDS = (
     MatrixKind(MatrixFormat.INT4, 16),
     MatrixKind(MatrixFormat.INT4, 96, has_offsets=True),
     MatrixKind(MatrixFormat.INT4),
+    MatrixKind(MatrixFormat.FP8, 24),
+    MatrixKind(MatrixFormat.FP8),
     MatrixKind(MatrixFormat.MXFP4),
 )
 
@@ -63,7 +70,8 @@ def matrix_kinds() -> st.SearchStrategy[MatrixKind]:
     """Every format, with groups that do and do not divide the kernels' tiles."""
     group_sizes = st.sampled_from([1, 8, 24, 32, 128, 4096])
     formats = st.sampled_from([MatrixFormat.INT8, MatrixFormat.INT4])
-    return st.just(MatrixKind(MatrixFormat.MXFP4)) | st.builds(MatrixKind, formats, group_sizes, st.booleans())
+    floats = st.just(MatrixKind(MatrixFormat.MXFP4)) | st.builds(MatrixKind, st.just(MatrixFormat.FP8), group_sizes)
+    return floats | st.builds(MatrixKind, formats, group_sizes, st.booleans())
 
 
 def integers(low: int, high: int, *shape: int, seed: int) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from services.worker.ops import ExpertWeights, SwigluClamp
-from services.worker.ops.matrices import IntMatrix, Mxfp4Matrix
+from services.worker.ops.matrices import Fp8Matrix, IntMatrix, Mxfp4Matrix
 from services.worker.ops.triton.expert_sums import combine_experts
 from services.worker.ops.triton.experts import TritonExperts
 from services.worker.ops.triton.linear import PackedEmbedding, PackedLinear
@@ -36,14 +36,14 @@ class Mixture:
 
 
 def mixtures() -> tuple[Mixture, ...]:
-    """Qwen3-30B-A3B plain and in int4, gpt-oss-20b, and DeepSeek-V3 in int8."""
+    """Qwen3-30B-A3B plain and in int4, gpt-oss-20b, and DeepSeek-V3 in FP8."""
     gpt_oss = ExpertWeights(mxfp4(5760, 2880), mxfp4(2880, 2880), on_meta(BF16, 5760), on_meta(BF16, 2880))
     qwen3 = int4(1536, 2048, group_size=128), int4(2048, 768, group_size=128)
     return (
         Mixture(128, 8, ExpertWeights(on_meta(BF16, 1536, 2048), on_meta(BF16, 2048, 768))),
         Mixture(128, 8, ExpertWeights(*qwen3)),
         Mixture(32, 4, gpt_oss, SwigluClamp(1.702, 7.0)),
-        Mixture(256, 8, ExpertWeights(int8(4096, 7168), int8(7168, 2048))),
+        Mixture(256, 8, ExpertWeights(fp8(4096, 7168), fp8(7168, 2048))),
     )
 
 
@@ -64,6 +64,7 @@ def launch_products(num_tokens: int, *, offset: int = 0) -> None:
         # As GGUF's Q4_1.
         int4(2 * INNER, HIDDEN, group_size=32, has_offsets=True),
         mxfp4(2 * INNER, HIDDEN),
+        fp8(2 * INNER, HIDDEN),
     ):
         PackedLinear(weight, None, BF16)(on_meta(BF16, num_tokens, HIDDEN))
         PackedLinear(weight, None, torch.float32)(on_meta(torch.float32, num_tokens, HIDDEN))
@@ -88,6 +89,12 @@ def mxfp4(num_rows: int, num_columns: int) -> Mxfp4Matrix:
     """As gpt-oss's experts."""
     codes = on_meta(torch.uint8, num_rows, num_columns // 2)
     return Mxfp4Matrix(codes, on_meta(torch.uint8, num_rows, num_columns // 32))
+
+
+def fp8(num_rows: int, num_columns: int) -> Fp8Matrix:
+    """As DeepSeek-V3's: a scale per block, which every row of the block has."""
+    codes = on_meta(torch.uint8, num_rows, num_columns)
+    return Fp8Matrix(codes, on_meta(torch.float32, num_rows, num_columns // 128), group_size=128)
 
 
 def on_meta(dtype: torch.dtype, *shape: int) -> Tensor:

@@ -76,10 +76,36 @@ class Mxfp4Matrix:
         return torch.ldexp(values, exponents).to(dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Fp8Matrix:
+    """8-bit floats (E4M3) with scales: element [n, k] is the number with the bits `codes[n, k]`, times `scales[n, g]`.
+
+    Here g = k // group_size, and tensors are contiguous. Source: arXiv:2209.05433, section 3.
+    """
+
+    codes: Tensor
+    """[N, K] uint8, the bits of a `torch.float8_e4m3fn`; NaN, 127 and 255, does not occur."""
+    scales: Tensor
+    """[N, ceil(K / group_size)] float32."""
+    group_size: int
+    """Columns that share a scale; K or more for one scale per row."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        num_rows, num_columns = self.codes.shape
+        return num_rows, num_columns
+
+    def to_dense(self, dtype: torch.dtype) -> Tensor:
+        """A new [N, K] in `dtype`; computed in float32."""
+        values = self.codes.view(torch.float8_e4m3fn).float()
+        return values.mul_(_by_column(self.scales, self.group_size, self.shape[1])).to(dtype)
+
+
 MXFP4_GROUP_SIZE = 32
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
-Matrix: TypeAlias = Tensor | IntMatrix | Mxfp4Matrix
+Matrix: TypeAlias = Tensor | IntMatrix | Mxfp4Matrix | Fp8Matrix
 
 
 def dense(matrix: Matrix, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.worker.ops.matrices import IntMatrix, Matrix, dense
+from services.worker.ops.matrices import Fp8Matrix, IntMatrix, Matrix, dense
 
 
 class MatrixFormat(enum.Enum):
@@ -22,6 +22,7 @@ class MatrixFormat(enum.Enum):
     INT8 = "int8"
     INT4 = "int4"
     MXFP4 = "mxfp4"
+    FP8 = "fp8"
 
 
 def format_of(matrix: Matrix) -> MatrixFormat | None:
@@ -30,7 +31,7 @@ def format_of(matrix: Matrix) -> MatrixFormat | None:
         return None
     if isinstance(matrix, IntMatrix):
         return MatrixFormat.INT8 if matrix.num_bits == 8 else MatrixFormat.INT4
-    return MatrixFormat.MXFP4
+    return MatrixFormat.FP8 if isinstance(matrix, Fp8Matrix) else MatrixFormat.MXFP4
 
 
 def join_rows(matrices: Sequence[Matrix], dtype: torch.dtype) -> Matrix:

@@ -71,7 +71,7 @@ class TritonOps(ComposedOps):
     name = "triton"
     is_exact = False
     automatic_dtype = torch.bfloat16
-    formats = frozenset({MatrixFormat.INT8, MatrixFormat.INT4, MatrixFormat.MXFP4})
+    formats = frozenset(MatrixFormat)
 
     def __init__(self) -> None:
         super().__init__()

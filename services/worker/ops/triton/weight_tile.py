@@ -16,19 +16,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.worker.ops.matrices import MXFP4_GROUP_SIZE, IntMatrix, Matrix
+from services.worker.ops.matrices import MXFP4_GROUP_SIZE, Fp8Matrix, IntMatrix, Matrix
 
 # How `load_weights` makes numbers of codes.
 _FLOAT = tl.constexpr(0)
 _INT8 = tl.constexpr(1)
 _INT4 = tl.constexpr(2)
 _MXFP4 = tl.constexpr(3)
+_FP8 = tl.constexpr(4)
 
 # The exponent's bits of a float32, from the lowest one up, and the subnormal 2 ** -127.
 _EXPONENT_BIT = tl.constexpr(23)
 _SMALLEST_POWER = tl.constexpr(1 << 22)
-# A float16 has an exponent bias that is larger by 14 than that of E2M1.
+# A float16 has an exponent bias that is larger by 14 than that of E2M1, and by 8 than that of E4M3.
 _E2M1_FACTOR = tl.constexpr(2.0**14)
+_E4M3_FACTOR = tl.constexpr(2.0**8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class DeviceMatrix:
     codes: Tensor
     """Numbers or codes, contiguous."""
     scales: Tensor | None
-    """[N, groups]: see `IntMatrix.scales` and `Mxfp4Matrix.exponents`; None for plain numbers."""
+    """[N, groups]: see `IntMatrix`, `Fp8Matrix` and, for exponents, `Mxfp4Matrix`; None for plain numbers."""
     offsets: Tensor | None
     group_size: int
     """Columns that share a scale; not more than K."""
@@ -56,6 +58,9 @@ class DeviceMatrix:
             kind = _INT8 if matrix.num_bits == 8 else _INT4
             group_size = min(matrix.group_size, max(num_columns, 1))
             return cls(kind.value, matrix.codes, matrix.scales, matrix.offsets, group_size, num_rows, num_columns)
+        if isinstance(matrix, Fp8Matrix):
+            group_size = min(matrix.group_size, max(num_columns, 1))
+            return cls(_FP8.value, matrix.codes, matrix.scales, None, group_size, num_rows, num_columns)
         return cls(_MXFP4.value, matrix.codes, matrix.exponents, None, MXFP4_GROUP_SIZE, num_rows, num_columns)
 
     def tile(self, *, rows: int, columns: int, depth: int) -> Tile:
@@ -111,6 +116,9 @@ def load_weights(codes, scales, offsets, rows, first, num_columns, group_size, t
     elif tile.kind == _INT8:
         stored = _load(codes + rows[:, None] * num_columns + columns[None, :], (columns < num_columns)[None, :], tile)
         values = _scaled(stored.to(tl.float32), scales, offsets, rows, first, num_columns, group_size, tile)
+    elif tile.kind == _FP8:
+        stored = _load(codes + rows[:, None] * num_columns + columns[None, :], (columns < num_columns)[None, :], tile)
+        values = _scaled(_e4m3(stored), scales, offsets, rows, first, num_columns, group_size, tile)
     else:
         pairs = first // 2 + tl.arange(0, tile.depth // 2)
         num_pairs = num_columns // 2
@@ -135,6 +143,13 @@ def _e2m1(codes):
     """
     halves = ((codes & 8).to(tl.uint16) << 12) | ((codes & 7).to(tl.uint16) << 9)
     return halves.to(tl.float16, bitcast=True).to(tl.float32) * _E2M1_FACTOR
+
+
+@triton.jit
+def _e4m3(codes):
+    """The numbers of codes that are not NaN, in float32; as `_e2m1`."""
+    halves = ((codes & 0x80).to(tl.uint16) << 8) | ((codes & 0x7F).to(tl.uint16) << 7)
+    return halves.to(tl.float16, bitcast=True).to(tl.float32) * _E4M3_FACTOR
 
 
 @triton.jit

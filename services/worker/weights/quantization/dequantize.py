@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.worker.ops.matrices import IntMatrix, Matrix, Mxfp4Matrix
+from services.worker.ops.matrices import Fp8Matrix, IntMatrix, Matrix, Mxfp4Matrix
 from services.worker.weights.quantization.layer_format import LayerFormat
 
 # Values converted at once, few enough for intermediate results to stay in the processor's caches.
@@ -18,6 +18,8 @@ _CHUNK_VALUES = 1 << 18
 _LARGEST_CODE = 128
 # Products of larger exponents with the largest value, 6, overflow float32; the one above both is NaN.
 _LARGEST_SAFE_EXPONENT, _NAN_EXPONENT = 252, 255
+# E4M3's largest number, and the bits of NaN besides the sign.
+_LARGEST_E4M3, _E4M3_NAN = 448.0, 0x7F
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,9 @@ def has_finite_values(matrix: Matrix) -> bool:
     if isinstance(matrix, IntMatrix):
         largest = matrix.scales.abs().mul_(_LARGEST_CODE)
         return is_finite(largest if matrix.offsets is None else largest.add_(matrix.offsets.abs()))
+    if isinstance(matrix, Fp8Matrix):
+        has_nan = matrix.codes.numel() > 0 and int((matrix.codes & _E4M3_NAN).max()) == _E4M3_NAN
+        return not has_nan and is_finite(matrix.scales.abs().mul_(_LARGEST_E4M3))
     if isinstance(matrix, Mxfp4Matrix):
         largest_exponent = int(matrix.exponents.max()) if matrix.exponents.numel() else 0
         is_safe = largest_exponent <= _LARGEST_SAFE_EXPONENT

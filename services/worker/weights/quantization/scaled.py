@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from services.worker.ops.matrices import IntMatrix, Matrix
+from services.worker.ops.matrices import Fp8Matrix, IntMatrix, Matrix
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.weights.quantization.layer_format import FLOAT_DTYPES, StoredTensor
 
@@ -82,7 +82,9 @@ class ScaledFormat:
     @property
     def packed_as(self) -> MatrixFormat | None:
         """See `LayerFormat`."""
-        return MatrixFormat.INT8 if self.dtypes == INT8_DTYPES else None
+        if self.dtypes == INT8_DTYPES:
+            return MatrixFormat.INT8
+        return None if self.has_zero_point else MatrixFormat.FP8
 
     def stored_tensors(self, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
         """See `LayerFormat`."""
@@ -107,13 +109,16 @@ class ScaledFormat:
         """See `LayerFormat`."""
         granularity = self._granularity_of(parts)
         group_size = granularity.group_size(columns)
-        if self.packed_as is None or group_size is None:
+        if self.packed_as is None or group_size is None or parts["weight"].dtype == torch.float8_e5m2:
             return None
         codes = parts["weight"][rows.start : rows.stop, columns.start : columns.stop]
+        codes = codes.clone(memory_format=torch.contiguous_format)
         scales, offsets = granularity.by_group(parts["scale"], rows, columns), None
+        if self.packed_as is MatrixFormat.FP8:
+            return Fp8Matrix(codes.view(torch.uint8), scales, group_size)
         if self.has_zero_point:
             offsets = granularity.by_group(parts["zero_point"], rows, columns).mul_(scales).neg_()
-        return IntMatrix(8, codes.clone(memory_format=torch.contiguous_format), scales, group_size, offsets)
+        return IntMatrix(8, codes, scales, group_size, offsets)
 
     def _granularity_of(self, parts: Mapping[str, Tensor]) -> Granularity:
         shape, scale_shape = tuple(parts["weight"].shape), tuple(parts["scale"].shape)

@@ -56,9 +56,11 @@ def test_a_quantized_model_computes_the_same_as_its_values(plain_dir: Path, tmp_
         ("compressed int4, groups", {MatrixFormat.INT4: 8, None: 1}),
         ("compressed int4, asymmetric", {MatrixFormat.INT4: 8, None: 1}),
         ("compressed int4, activation order", {None: 9}),
-        ("fp8, blocks", {None: 9}),
-        # Only the fused parts: the others are FP8, and the first layer's feed-forward network is plain.
-        ("mixed", {MatrixFormat.INT4: 3, None: 6}),
+        # The second layer's down projection is plain too.
+        ("fp8, blocks", {MatrixFormat.FP8: 7, None: 2}),
+        ("fp8, e5m2", {None: 9}),
+        # The fused parts are int4, the others FP8, and the first layer's feed-forward network is plain.
+        ("mixed", {MatrixFormat.INT4: 3, MatrixFormat.FP8: 3, None: 3}),
     ],
 )
 def test_a_backend_with_kernels_for_a_format_is_given_it(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.worker.ops.matrices import MXFP4_VALUES, IntMatrix, Mxfp4Matrix, dense
+from services.worker.ops.matrices import MXFP4_VALUES, Fp8Matrix, IntMatrix, Mxfp4Matrix, dense
 
 
 def generator() -> torch.Generator:
@@ -45,6 +45,14 @@ def test_an_mxfp4_element_is_a_small_float_times_its_groups_power_of_two() -> No
             scale = 2.0 ** (int(exponents[row, column // 32]) - 127)
             exact = MXFP4_VALUES[int(codes[row, column])] * scale
             assert values[row, column] == torch.tensor(exact, dtype=torch.float32)
+
+
+def test_an_fp8_element_is_a_small_float_times_its_groups_scale() -> None:
+    numbers = torch.tensor([[0.0, -448.0, 2.0**-9, 1.75, -2.0], [1.0, 3.5, 240.0, -0.0, 2.0**-6]])
+    scales = torch.tensor([[0.5, 3.0], [2.0**-10, 1.0]])
+    matrix = Fp8Matrix(numbers.to(torch.float8_e4m3fn).view(torch.uint8), scales, group_size=3)
+    assert matrix.shape == (2, 5)
+    assert torch.equal(dense(matrix, torch.float32), numbers * scales.repeat_interleave(3, dim=1)[:, :5])
 
 
 def test_a_tensor_is_its_own_dense_form() -> None:

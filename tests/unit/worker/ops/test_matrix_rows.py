@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.worker.ops.matrices import IntMatrix, Matrix, Mxfp4Matrix, dense
+from services.worker.ops.matrices import Fp8Matrix, IntMatrix, Matrix, Mxfp4Matrix, dense
 from services.worker.ops.matrix_rows import MatrixFormat, format_of, join_rows, take_rows
 
 
@@ -28,6 +28,11 @@ def mxfp4(num_rows: int) -> Mxfp4Matrix:
     return Mxfp4Matrix(codes, torch.randint(110, 140, (num_rows, 2), dtype=torch.uint8))
 
 
+def fp8(num_rows: int, group_size: int = 64) -> Fp8Matrix:
+    codes = torch.randint(0, 127, (num_rows, 64), dtype=torch.uint8)
+    return Fp8Matrix(codes, torch.rand(num_rows, -(-64 // group_size)), group_size)
+
+
 def values(matrix: Matrix) -> Tensor:
     return dense(matrix, torch.float32)
 
@@ -39,6 +44,8 @@ def values(matrix: Matrix) -> Tensor:
         ([int8(3, 16, has_offsets=True), int8(1, 16, has_offsets=True)], MatrixFormat.INT8),
         ([int4(2), int4(7)], MatrixFormat.INT4),
         ([mxfp4(2), mxfp4(7)], MatrixFormat.MXFP4),
+        ([fp8(2, 16), fp8(7, 16)], MatrixFormat.FP8),
+        ([fp8(2), fp8(7, 16)], None),
         ([int8(4)], MatrixFormat.INT8),
         ([torch.rand(2, 64), torch.rand(1, 64)], None),
         ([int8(3), int8(3, 32)], None),
@@ -61,7 +68,9 @@ def test_a_mixture_is_dense_in_the_requested_dtype() -> None:
     assert joined.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("matrix", [int8(6), int8(6, 16, has_offsets=True), int4(6), mxfp4(6), torch.rand(6, 64)])
+@pytest.mark.parametrize(
+    "matrix", [int8(6), int8(6, 16, has_offsets=True), int4(6), mxfp4(6), fp8(6), torch.rand(6, 64)]
+)
 def test_rows_are_taken_in_any_order_in_the_same_format(matrix: Matrix) -> None:
     rows = torch.tensor([4, 0, 0, 5])
     taken = take_rows(matrix, rows)

@@ -27,13 +27,19 @@ from services.worker.runner.stream import Launch
 from services.worker.step import Step
 from shared.limits import SamplingOptions
 from tests.support.graphs import CountingCapture
-from tests.support.small_configs import DENSE_DEEPSEEK_V32
+from tests.support.small_configs import SMALL_CONFIGS
 from tests.support.tiny_llama import TINY_CONFIG
 from tests.support.worker_steps import decode_step, make_chunk, make_enter, mixed_step, prefill_step
 
 META = torch.device("meta")
 LLAMA = {**TINY_CONFIG, "num_hidden_layers": 2}
-DEEPSEEK = {**DENSE_DEEPSEEK_V32, "index_topk": 4}
+DEEPSEEK = {
+    **SMALL_CONFIGS["DeepseekV32ForCausalLM"]["plain"],
+    "architectures": ["DeepseekV32ForCausalLM"],
+    # Where there is no value, none can choose experts.
+    "first_k_dense_replace": 2,
+    "index_topk": 4,
+}
 
 
 class UnreadStaging(PinnedStaging):

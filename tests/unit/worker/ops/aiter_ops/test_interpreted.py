@@ -37,6 +37,8 @@ CASES = {
     "many rows for each expert": Case(num_experts=2, num_tokens=75),
     "one token's experts": Case(num_experts=8, num_tokens=1),
     "experts with biases": Case(num_experts=4, num_tokens=9, has_clamp=True),
+    "packed experts": Case(num_experts=4, num_tokens=9, is_packed=True),
+    "packed experts with biases": Case(num_experts=4, num_tokens=9, has_clamp=True, is_packed=True),
 }
 Ask = Callable[[Case], float]
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.ops.matrices import IntMatrix, Mxfp4Matrix, dense
+from services.worker.ops.matrices import Fp8Matrix, IntMatrix, Mxfp4Matrix, dense
 from services.worker.ops.triton.backend import TritonOps
 from services.worker.ops.triton.linear import PackedLinear
 from services.worker.ops.triton.tile_sizes import choose_sizes
@@ -63,6 +63,13 @@ def test_every_code_of_mxfp4_has_its_value_with_every_exponent() -> None:
     # One column at a time: sums would not be finite.
     embedding, _ = TritonOps().prepare_tied(weight, torch.float32)
     assert torch.equal(embedding(torch.arange(255)), dense(weight, torch.float32))
+
+
+def test_every_code_of_fp8_has_its_value() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    weight = Fp8Matrix(codes[codes & 0x7F != 0x7F].view(2, 127), torch.ones(2, 1), group_size=127)
+    embedding, _ = TritonOps().prepare_tied(weight, torch.float32)
+    assert torch.equal(embedding(torch.arange(2)), dense(weight, torch.float32))
 
 
 @every_kind

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from services.worker.ops.matrices import IntMatrix, Matrix, Mxfp4Matrix, dense
+from services.worker.ops.matrices import Fp8Matrix, IntMatrix, Matrix, Mxfp4Matrix, dense
 from services.worker.ops.matrix_rows import MatrixFormat, format_of
 from services.worker.weights.checkpoint import CheckpointWeights
 from services.worker.weights.model_weights import WeightFormats
@@ -117,6 +117,31 @@ def test_groups_that_are_consecutive_although_listed_are_packed_and_shuffled_one
         part = weights.linear(LAYER, (8, 64))
         assert isinstance(part, Tensor)
         assert_equal_values(part, quantized.values)
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEMES if "fp8" in name and name != "fp8, e5m2"])
+def test_fp8_is_kept_in_slices_of_whole_blocks(tmp_path: Path, name: str) -> None:
+    quantized = SCHEMES[name].quantize(matrix(SHAPE))
+    with weights_of(tmp_path, tensors_of(quantized), SCHEMES[name].config) as weights:
+        packed = weights.linear(LAYER, SHAPE, rows=slice(13, 70))
+        assert isinstance(packed, Fp8Matrix)
+        assert torch.equal(dense(packed, torch.float32), quantized.values[13:70])
+        cut = weights.linear(LAYER, SHAPE, columns=slice(13, 42))
+        assert isinstance(cut, Fp8Matrix) is ("blocks" not in name)
+        assert torch.equal(dense(cut, torch.float32), quantized.values[:, 13:42])
+        assert weights.packed_formats == {MatrixFormat.FP8}
+        weights.check_complete()
+
+
+@pytest.mark.parametrize(("code", "scale"), [(0x7F, 1.0), (0xFF, 1.0), (0, torch.nan), (0, 1e36)])
+def test_a_value_of_fp8_that_is_not_finite_is_detected(tmp_path: Path, code: int, scale: float) -> None:
+    weight = matrix((4, 6)).to(torch.float8_e4m3fn)
+    weight.view(torch.uint8)[2, 3] = code
+    tensors = {f"{LAYER}.weight": weight, f"{LAYER}.weight_scale": torch.tensor(scale)}
+    with weights_of(tmp_path, tensors, {"quant_method": "fp8"}) as weights:
+        assert isinstance(weights.linear(LAYER, (4, 6)), Fp8Matrix)
+        with pytest.raises(ModelDirectoryError, match="not finite"):
+            weights.check_complete()
 
 
 def test_mxfp4_experts_are_kept_in_slices_of_whole_groups(tmp_path: Path) -> None:
