@@ -36,8 +36,6 @@ LLAMA = {**TINY_CONFIG, "num_hidden_layers": 2}
 DEEPSEEK = {
     **SMALL_CONFIGS["DeepseekV32ForCausalLM"]["plain"],
     "architectures": ["DeepseekV32ForCausalLM"],
-    # Where there is no value, none can choose experts.
-    "first_k_dense_replace": 2,
     "index_topk": 4,
 }
 
