@@ -65,16 +65,16 @@ def _decode_attention_kernel(
         return
     context_len = tl.load(context_lens + seq)
     tokens, heads, has_row, token_rows = places_of_rows(first_token, start, query_len, kv_head, shape)
-    output_rows = token_rows * (shape.num_kv_heads * shape.group) + heads
     begin = 0
     if shape.has_window:
         begin = tl.maximum(context_len - query_len - window + 1, 0)
     end = context_len
     if is_split:
-        output_rows = partial_rows(output_rows, cu_seqlens_q, split, num_splits, shape.num_kv_heads * shape.group)
         begin, end = split_range(begin, end, split, num_splits, shape.tokens)
         if begin >= end:
-            tl.store(log_sums + output_rows, float("-inf"), mask=has_row)
+            empty_rows = token_rows * (shape.num_kv_heads * shape.group) + heads
+            empty_rows = partial_rows(empty_rows, cu_seqlens_q, split, num_splits, shape.num_kv_heads * shape.group)
+            tl.store(log_sums + empty_rows, float("-inf"), mask=has_row)
             return
     queries = load_query(
         query, token_rows, heads, has_row, token_stride, head_stride, shape.head_dim, shape.key_columns
@@ -93,7 +93,10 @@ def _decode_attention_kernel(
             queries, summed, maximum, total, keys, values, table, first, end, positions, window, scale, shape, True
         )
 
+    # Not before the loop, where it would need registers.
+    output_rows = token_rows * (shape.num_kv_heads * shape.group) + heads
     if is_split:
+        output_rows = partial_rows(output_rows, cu_seqlens_q, split, num_splits, shape.num_kv_heads * shape.group)
         # A row may see nothing of a split: its log sum is -inf.
         tl.store(log_sums + output_rows, maximum + tl.log2(total), mask=has_row)
     store_attended(output, output_rows, has_row, summed, total, shape)
