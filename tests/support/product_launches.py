@@ -9,9 +9,9 @@ from torch import Tensor
 
 from services.worker.ops import ExpertWeights, SwigluClamp
 from services.worker.ops.matrices import Fp8Matrix, IntMatrix, Mxfp4Matrix
-from services.worker.ops.triton.expert_sums import combine_experts
-from services.worker.ops.triton.experts import TritonExperts
-from services.worker.ops.triton.linear import PackedEmbedding, PackedLinear
+from services.worker.ops.triton.products.expert_sums import combine_experts
+from services.worker.ops.triton.products.experts import TritonExperts
+from services.worker.ops.triton.products.linear import PackedEmbedding, PackedLinear
 
 BF16 = torch.bfloat16
 # The sizes of Qwen3-8B.

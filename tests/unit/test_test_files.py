@@ -144,9 +144,9 @@ TESTED_BY = {
     ),
     "unit/worker/ops/aiter_ops/test_load.py": ("services/worker/ops/aiter_ops/builds.py",),
     "unit/worker/ops/triton/test_decode_attention.py": ("services/worker/ops/triton/context_splits.py",),
-    "unit/worker/ops/triton/test_linear.py": (
-        "services/worker/ops/triton/tile_sizes.py",
-        "services/worker/ops/triton/weight_tile.py",
+    "unit/worker/ops/triton/products/test_linear.py": (
+        "services/worker/ops/triton/products/tile_sizes.py",
+        "services/worker/ops/triton/products/weight_tile.py",
     ),
     "unit/worker/ops/triton/test_prefill_attention.py": (
         "services/worker/ops/triton/attention_tile.py",

@@ -83,7 +83,7 @@ def _rank_positions_kernel(
     if first_seeing >= end_token:
         return
 
-    # Nobody sees positions after the context. Its last one is read again, not what another sequence left.
+    # No token sees positions after the context. Its last one is read again, not what another sequence left.
     read = tl.minimum(positions, context_len - 1)
     blocks = tl.load(block_tables + table_stride.to(tl.int64) * seq + read // shape.block_size)
     slots = blocks.to(tl.int64) * shape.block_size + read % shape.block_size

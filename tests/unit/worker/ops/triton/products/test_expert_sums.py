@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.worker.ops import load_ops
-from services.worker.ops.triton.expert_sums import combine_experts, sum_experts
+from services.worker.ops.triton.products.expert_sums import combine_experts, sum_experts
 from tests.support.attention_batches import random
 
 REFERENCE = load_ops("reference")

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from services.worker.ops.matrices import Matrix
-from services.worker.ops.triton.tile_sizes import choose_sizes
-from services.worker.ops.triton.weight_tile import DeviceMatrix, load_weights, multiply_rows
+from services.worker.ops.triton.products.tile_sizes import choose_sizes
+from services.worker.ops.triton.products.weight_tile import DeviceMatrix, load_weights, multiply_rows
 
 # An embedding's programs: tokens, and columns of the matrix.
 _EMBEDDED_ROWS, _EMBEDDED_COLUMNS = 4, 256

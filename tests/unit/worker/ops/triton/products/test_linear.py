@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from services.worker.ops.matrices import Fp8Matrix, IntMatrix, Mxfp4Matrix, dense
 from services.worker.ops.triton.backend import TritonOps
-from services.worker.ops.triton.linear import PackedLinear
-from services.worker.ops.triton.tile_sizes import choose_sizes
+from services.worker.ops.triton.products.linear import PackedLinear
+from services.worker.ops.triton.products.tile_sizes import choose_sizes
 from tests.support.attention_batches import random
 from tests.support.packed_matrices import KINDS, MatrixKind, matrix_kinds
 

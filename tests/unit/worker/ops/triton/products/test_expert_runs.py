@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.ops.triton import expert_runs as module
-from services.worker.ops.triton.expert_runs import arrange_pairs
+from services.worker.ops.triton.products import expert_runs as module
+from services.worker.ops.triton.products.expert_runs import arrange_pairs
 
 
 def check(expert_ids: list[list[int]], num_experts: int, tile_rows: int) -> None:

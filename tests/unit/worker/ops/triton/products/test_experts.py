@@ -14,7 +14,7 @@ from torch import Tensor
 from services.worker.ops import ExpertWeights, RouterScore, RoutingRule, SwigluClamp, load_ops
 from services.worker.ops.matrices import Mxfp4Matrix
 from services.worker.ops.triton.backend import TritonOps
-from services.worker.ops.triton.experts import TritonExperts
+from services.worker.ops.triton.products.experts import TritonExperts
 from tests.support.attention_batches import random
 from tests.support.packed_matrices import KINDS, PLAIN_NUMBERS, MatrixKind
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from services.worker.ops.experts import ExpertWeights, SwigluClamp
 from services.worker.ops.matrices import Matrix
 from services.worker.ops.matrix_rows import copy_matrix, join_rows
-from services.worker.ops.triton.expert_runs import ExpertRuns, arrange_pairs
-from services.worker.ops.triton.expert_sums import sum_experts
-from services.worker.ops.triton.tile_sizes import choose_rows, choose_sizes
-from services.worker.ops.triton.weight_tile import DeviceMatrix, multiply_rows
+from services.worker.ops.triton.products.expert_runs import ExpertRuns, arrange_pairs
+from services.worker.ops.triton.products.expert_sums import sum_experts
+from services.worker.ops.triton.products.tile_sizes import choose_rows, choose_sizes
+from services.worker.ops.triton.products.weight_tile import DeviceMatrix, multiply_rows
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
