@@ -20,8 +20,7 @@ void for_each_row(const Step& step, const Piece& piece, Body body) {
 }
 
 template <typename T>
-void load_rows(const AttentionArgs& args, const Piece& piece, Scratch& scratch) {
-    const Vec factor = broadcast(static_cast<float>(args.scale * kLog2E));
+void load_rows(const AttentionArgs& args, const Piece& piece, Vec factor, Scratch& scratch) {
     for_each_row(*args.step, piece, [&](int64_t row, int64_t token, int64_t head) {
         const T* query =
             static_cast<const T*>(args.query) + token * args.query_token_stride + head * args.query_head_stride;
@@ -61,7 +60,7 @@ float* partial_row(const AttentionArgs& args, const Piece& piece, int64_t part, 
 void write_partial(const AttentionArgs& args, const Piece& piece, const Scratch& scratch) {
     for (int64_t row = 0; row < piece.num_rows(); ++row) {
         float* to = partial_row(args, piece, piece.part, row);
-        to[0] = scratch.highest[row], to[1] = scratch.total[row];
+        to[0] = scratch.highest[row], to[1] = sum(load(scratch.totals + row * kWidth));
         std::memcpy(to + 16, scratch.sum + row * scratch.value_width, scratch.value_width * sizeof(float));
     }
 }
@@ -109,23 +108,23 @@ void attend(const AttentionArgs& args, const Piece& piece, float* memory) {
 
 }  // namespace
 
-void begin(const AttentionArgs& args, const Piece& piece, Scratch& scratch) {
+void begin(const AttentionArgs& args, const Piece& piece, float factor, Scratch& scratch) {
     if (args.format == kBfloat16) {
-        load_rows<bf16>(args, piece, scratch);
+        load_rows<bf16>(args, piece, broadcast(factor), scratch);
     } else {
-        load_rows<float>(args, piece, scratch);
+        load_rows<float>(args, piece, broadcast(factor), scratch);
     }
     const int64_t num_rows = piece.num_rows();
     std::fill_n(scratch.sum, num_rows * scratch.value_width, 0.0f);
     std::fill_n(scratch.highest, num_rows, -INFINITY);
-    std::fill_n(scratch.total, num_rows, 0.0f);
+    std::fill_n(scratch.totals, num_rows * kWidth, 0.0f);
 }
 
 void finish(const AttentionArgs& args, const Piece& piece, const Scratch& scratch) {
     if (piece.num_parts == 1) {
         for_each_row(*args.step, piece, [&](int64_t row, int64_t token, int64_t head) {
-            const float* sum = scratch.sum + row * scratch.value_width;
-            write_row(args, token, head, sum, scratch.highest[row], scratch.total[row]);
+            const float* values = scratch.sum + row * scratch.value_width;
+            write_row(args, token, head, values, scratch.highest[row], sum(load(scratch.totals + row * kWidth)));
         });
         return;
     }

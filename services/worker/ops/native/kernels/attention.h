@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "simd.h"
 
@@ -87,7 +88,8 @@ inline int64_t padded(int64_t size) { return (size + 15) / 16 * 16; }
 // What online softmax keeps of a row.
 struct RowState {
     float& highest;
-    float& total;
+    // A vector, whose sum is that of the weights.
+    float* total;
     // What the row's sum of weighted values is to be multiplied by.
     float& factor;
 };
@@ -98,12 +100,12 @@ struct Scratch {
     float* query;
     float* sum;      // of weighted values
     float* highest;  // score so far
-    float* total;    // of the weights
+    float* totals;   // [rows, kWidth], of the weights
     float* factors;  // see RowState
     float* scores;   // [rows, kTile], then the weights; of a chunk only the rows computed together
     float* keys;     // chunks only: [head_dim, kTile]
     float* values;   // chunks only: [kTile, value_width]
-    float* rows;     // chunks only: [kTile, key_width]
+    float* rows;     // chunks only: [kTile, key_width or value_width]
 
     // The floats needed.
     int64_t lay_out(float* memory, int64_t num_rows, int64_t head_dim, int64_t value_dim, bool is_chunk) {
@@ -116,15 +118,16 @@ struct Scratch {
         };
         query = take(num_rows * key_width);
         sum = take(num_rows * value_width);
-        highest = take(num_rows), total = take(num_rows), factors = take(num_rows);
+        highest = take(num_rows), totals = take(num_rows * kWidth), factors = take(num_rows);
         scores = take((is_chunk ? 8 : num_rows) * kTile);
         if (is_chunk) {
-            keys = take(key_width * kTile), values = take(kTile * value_width), rows = take(kTile * key_width);
+            keys = take(key_width * kTile), values = take(kTile * value_width);
+            rows = take(kTile * std::max(key_width, value_width));
         }
         return memory - start;
     }
 
-    RowState state(int64_t row) const { return {highest[row], total[row], factors[row]}; }
+    RowState state(int64_t row) const { return {highest[row], totals + row * kWidth, factors[row]}; }
 };
 
 // Floats of a row's partial result: the highest score, the sum of the weights, and the sum of the weighted values.
@@ -151,8 +154,63 @@ inline void find_slots(const int32_t* table, int64_t block_size, int64_t first, 
     }
 }
 
-// Turns a row's scores for a tile's `count` keys into weights, 0 outside of `seen`, and updates the row's state.
-inline void weigh(float* scores, int64_t count, Range seen, RowState row) {
+// The scales of a tile's heads, times `factor`; 0 after `count`.
+inline void read_scales(const float* scales, const int64_t* heads, int64_t count, float factor, float* to) {
+    for (int64_t j = 0; j < count; ++j) {
+        to[j] = scales[heads[j]] * factor;
+    }
+    std::fill_n(to + count, kTile - count, 0.0f);
+}
+
+// Whether none of the scores [width] is above `highest`, or NaN.
+template <typename Width>
+bool none_above(const float* scores, Width width, float highest) {
+    uint32_t bits = (1u << kWidth) - 1;
+    const uint32_t all = bits;
+    for (int64_t j = 0; j < width; j += kWidth) {
+        bits &= at_most_bits(load(scores + j), broadcast(highest));
+    }
+    return bits == all;
+}
+
+template <typename Width>
+float highest_of(const float* scores, Width width, float former) {
+    Vec most = broadcast(former);
+    for (int64_t j = 0; j < width; j += kWidth) {
+        most = max(most, load(scores + j));
+    }
+    return max_of(most);
+}
+
+// Turns the scores [width] of a row, whole vectors, into weights, and updates the row's state. Scores of -infinity weigh 0.
+template <typename N, typename Width>
+__attribute__((always_inline)) inline void weigh_vectors(const float* scores, Width width, const float* value_scales,
+                                                         RowState row, N* weights) {
+    const float former = row.highest;
+    row.factor = 1.0f;
+    if (former == -INFINITY || !none_above(scores, width, former)) {
+        row.highest = highest_of(scores, width, former);
+        row.factor = former == row.highest ? 1.0f : exp2(former - row.highest);
+    }
+    // Nothing seen so far: a difference of infinities would be NaN.
+    const Vec subtracted = broadcast(row.highest == -INFINITY ? 0.0f : row.highest);
+    Vec total = mul(load(row.total), broadcast(row.factor));
+    for (int64_t j = 0; j < width; j += kWidth) {
+        const Vec part = exp2(sub(load(scores + j), subtracted));
+        store(weights + j, value_scales == nullptr ? part : mul(part, load(value_scales + j)));
+        total = add(total, part);
+    }
+    store(row.total, total);
+}
+
+// Turns a row's scores for a tile's `count` keys into weights, 0 outside of `seen`, and updates the row's state. Weights are
+// multiplied by the scales [kTile] of the values, if they have any. They may begin where the scores do.
+template <typename N>
+void weigh(float* scores, int64_t count, Range seen, const float* value_scales, RowState row, N* weights) {
+    if (count == kTile && seen.begin <= 0 && seen.end >= kTile) {
+        // A width that is known when this is compiled: the scores stay in registers.
+        return weigh_vectors(scores, std::integral_constant<int64_t, kTile>(), value_scales, row, weights);
+    }
     const int64_t width = (count + kWidth - 1) / kWidth * kWidth;
     for (int64_t j = 0; j < std::min(seen.begin, width); ++j) {
         scores[j] = -INFINITY;
@@ -160,30 +218,7 @@ inline void weigh(float* scores, int64_t count, Range seen, RowState row) {
     for (int64_t j = std::max<int64_t>(seen.end, 0); j < width; ++j) {
         scores[j] = -INFINITY;
     }
-    const float former = row.highest;
-    Vec most = broadcast(former);
-    for (int64_t j = 0; j < width; j += kWidth) {
-        most = max(most, load(scores + j));
-    }
-    row.highest = max_of(most);
-    if (row.highest == -INFINITY) {
-        // Nothing seen so far: a difference of infinities would be NaN. A score that is not infinite is NaN.
-        for (int64_t j = 0; j < width; ++j) {
-            scores[j] = scores[j] == -INFINITY ? 0.0f : scores[j];
-            row.total += scores[j];
-        }
-        row.factor = 1.0f;
-        return;
-    }
-    const Vec subtracted = broadcast(row.highest);
-    Vec all = zeros();
-    for (int64_t j = 0; j < width; j += kWidth) {
-        const Vec weights = exp2(sub(load(scores + j), subtracted));
-        store(scores + j, weights);
-        all = add(all, weights);
-    }
-    row.factor = former == row.highest ? 1.0f : exp2(former - row.highest);
-    row.total = row.total * row.factor + sum(all);
+    weigh_vectors(scores, width, value_scales, row, weights);
 }
 
 // Cuts a step into pieces.
@@ -207,8 +242,8 @@ void attend_decode(const AttentionArgs& args, const Piece& piece, float* memory)
 template <typename T>
 void attend_chunk(const AttentionArgs& args, const Piece& piece, float* memory);
 
-// Reads a piece's query rows, multiplied by the scale and log2(e), and resets their states.
-void begin(const AttentionArgs& args, const Piece& piece, Scratch& scratch);
+// Reads a piece's query rows, multiplied by `factor`, and resets their states.
+void begin(const AttentionArgs& args, const Piece& piece, float factor, Scratch& scratch);
 
 // Writes a piece's result, or its partial result, which the last of the pieces with these rows merges.
 void finish(const AttentionArgs& args, const Piece& piece, const Scratch& scratch);

@@ -1,5 +1,8 @@
 // Attention of many query rows for each key: tiles of keys and values are converted once, the keys transposed, and
 // multiplied with blocks of rows (arXiv:2205.14135, algorithm 1).
+//
+// Where the processor multiplies pairs of bfloat16 fast, and queries and cache have no more precision, they stay bfloat16,
+// and the weights are rounded to it; sums are float32.
 #include "attention.h"
 
 namespace lockstep {
@@ -9,18 +12,27 @@ namespace {
 constexpr int kRows = kWidth == 16 ? 6 : 4;
 constexpr int kColumns = kWidth == 16 ? 4 : 2;
 
-// output[ROWS, COLUMNS vectors] = left[ROWS, depth] @ right[depth, ...], added to `factors` times the output if there are
-// any.
-template <int ROWS, int COLUMNS>
-void multiply_block(const float* left, int64_t left_stride, const float* right, int64_t right_stride, int64_t depth,
-                    const float* factors, float* output, int64_t output_stride) {
-    Vec sum[ROWS][COLUMNS];
-    for (int r = 0; r < ROWS; ++r) {
-        for (int c = 0; c < COLUMNS; ++c) {
-            const float* former = output + r * output_stride + c * kWidth;
-            sum[r][c] = factors == nullptr ? zeros() : mul(load(former), broadcast(factors[r]));
-        }
-    }
+// What is multiplied, in words of 4 bytes: a float32, or the bfloat16 of two successive depths.
+template <typename N>
+constexpr int64_t kPerWord = sizeof(float) / sizeof(N);
+
+template <typename N>
+constexpr int64_t words(int64_t size) {
+    return (size + kPerWord<N> - 1) / kPerWord<N>;
+}
+
+template <typename N>
+Vec dot(Vec left, Vec right, Vec sum) {
+#ifdef MULTIPLY_BF16
+    if constexpr (sizeof(N) == sizeof(bf16)) return dot_pairs(left, right, sum);
+#endif
+    return fma(left, right, sum);
+}
+
+// sum += left[ROWS, depth] @ right[depth, COLUMNS vectors]. Depths and strides are in words.
+template <typename N, int ROWS, int COLUMNS>
+__attribute__((always_inline)) inline void multiply(const float* left, int64_t left_stride, const float* right,
+                                                    int64_t right_stride, int64_t depth, Vec (&sum)[ROWS][COLUMNS]) {
     for (int64_t k = 0; k < depth; ++k) {
         Vec row[COLUMNS];
         for (int c = 0; c < COLUMNS; ++c) {
@@ -29,33 +41,62 @@ void multiply_block(const float* left, int64_t left_stride, const float* right, 
         for (int r = 0; r < ROWS; ++r) {
             const Vec factor = broadcast(left[r * left_stride + k]);
             for (int c = 0; c < COLUMNS; ++c) {
-                sum[r][c] = fma(factor, row[c], sum[r][c]);
+                sum[r][c] = dot<N>(factor, row[c], sum[r][c]);
             }
         }
     }
-    for (int r = 0; r < ROWS; ++r) {
-        for (int c = 0; c < COLUMNS; ++c) {
-            store(output + r * output_stride + c * kWidth, sum[r][c]);
-        }
-    }
 }
 
-// The same for all columns, `width` of them, rounded up to whole vectors.
-template <int ROWS>
-void multiply_rows(const float* left, int64_t left_stride, const float* right, int64_t right_stride, int64_t depth,
-                   const float* factors, float* output, int64_t output_stride, int64_t width) {
+// Calls `body(column, vectors)` for all of `width` columns, rounded up to whole vectors.
+template <typename Body>
+void for_columns(int64_t width, Body body) {
     int64_t column = 0;
     for (; column + (kColumns - 1) * kWidth < width; column += kColumns * kWidth) {
-        multiply_block<ROWS, kColumns>(left, left_stride, right + column, right_stride, depth, factors, output + column,
-                                       output_stride);
+        body(column, std::integral_constant<int, kColumns>());
     }
     for (; column < width; column += kWidth) {
-        multiply_block<ROWS, 1>(left, left_stride, right + column, right_stride, depth, factors, output + column,
-                                output_stride);
+        body(column, std::integral_constant<int, 1>());
     }
 }
 
-// Writes [dim, kTile] from kTile rows [.., dim].
+// Scores [ROWS, kTile] of rows from `row` on with a tile's `count` keys, each multiplied by its scale.
+template <typename N, int ROWS>
+void score_rows(const Step& step, const Scratch& scratch, int64_t row, int64_t count, const float* scales) {
+    const int64_t depth = words<N>(step.head_dim);
+    for_columns(count, [&](int64_t column, auto columns) {
+        Vec sum[ROWS][columns] = {};
+        multiply<N>(scratch.query + row * scratch.key_width, scratch.key_width, scratch.keys + column, kTile, depth, sum);
+        for (int r = 0; r < ROWS; ++r) {
+            for (int c = 0; c < columns; ++c) {
+                const int64_t key = column + c * kWidth;
+                store(scratch.scores + r * kTile + key, mul(sum[r][c], load(scales + key)));
+            }
+        }
+    });
+}
+
+// Adds the tile's values, weighted, to the sums of rows from `row` on, which are first multiplied by their factors.
+template <typename N, int ROWS>
+void add_values(const Step& step, const Scratch& scratch, int64_t row, int64_t count) {
+    const int64_t width = scratch.value_width, depth = words<N>(count);
+    for_columns(step.value_dim, [&](int64_t column, auto columns) {
+        float* output = scratch.sum + row * width + column;
+        Vec sum[ROWS][columns];
+        for (int r = 0; r < ROWS; ++r) {
+            for (int c = 0; c < columns; ++c) {
+                sum[r][c] = mul(load(output + r * width + c * kWidth), broadcast(scratch.factors[row + r]));
+            }
+        }
+        multiply<N>(scratch.scores, kTile, scratch.values + column, width, depth, sum);
+        for (int r = 0; r < ROWS; ++r) {
+            for (int c = 0; c < columns; ++c) {
+                store(output + r * width + c * kWidth, sum[r][c]);
+            }
+        }
+    });
+}
+
+// Writes [dim, kTile] words from kTile rows [.., dim].
 void transpose(const float* rows, int64_t stride, int64_t dim, float* columns) {
     for (int64_t i = 0; i < dim; i += 4) {
         for (int64_t j = 0; j < kTile; j += 4) {
@@ -70,21 +111,27 @@ void transpose(const float* rows, int64_t stride, int64_t dim, float* columns) {
     }
 }
 
-// Reads kTile of the cache's heads as float32. Rows after `count` are 0.
-template <typename T>
-void read_tile(const T* cache, int64_t stride, const float* scales, const int64_t* heads, int64_t count, int64_t dim,
-               float* rows, int64_t width) {
+// Reads kTile of the cache's heads, without their scales. Rows after `count` are 0.
+template <typename N, typename T>
+void read_tile(const T* cache, int64_t stride, const int64_t* heads, int64_t count, int64_t dim, N* rows, int64_t width) {
     for (int64_t j = 0; j < count; ++j) {
         const T* from = cache + heads[j] * stride;
-        float* to = rows + j * width;
-        const Vec scale = broadcast(sizeof(T) == 1 ? scales[heads[j]] : 1.0f);
-        for_vectors(dim, [&](int64_t i, int64_t size) {
-            const Vec values = load_up_to(from + i, size);
-            store(to + i, sizeof(T) == 1 ? mul(values, scale) : values);
-        });
+        N* to = rows + j * width;
+        for_vectors(dim, [&](int64_t i, int64_t size) { store(to + i, load_up_to(from + i, size)); });
     }
-    std::fill_n(rows + count * width, (kTile - count) * width, 0.0f);
+    std::fill_n(rows + count * width, (kTile - count) * width, N());
 }
+
+#ifdef MULTIPLY_BF16
+// Writes [kTile / 2, width] words, each of two rows, from [kTile, width].
+void pair_rows(const bf16* rows, int64_t width, float* pairs) {
+    for (int64_t j = 0; j < kTile; j += 2) {
+        for (int64_t i = 0; i < width; i += kWidth) {
+            store(pairs + j / 2 * width + i, pair(rows + j * width + i, rows + (j + 1) * width + i));
+        }
+    }
+}
+#endif
 
 // Rows [first, end) of a piece that see keys of a tile.
 struct Rows {
@@ -100,54 +147,109 @@ Rows rows_that_see(const Piece& piece, int64_t first_key, int64_t count, int64_t
     return {first * piece.num_group_heads, std::max<int64_t>(0, end) * piece.num_group_heads};
 }
 
-template <int ROWS>
-void attend_rows(const AttentionArgs& args, const Piece& piece, const Scratch& scratch, int64_t row, int64_t first_key,
-                 int64_t count) {
-    float* scores = scratch.scores;
-    multiply_rows<ROWS>(scratch.query + row * scratch.key_width, scratch.key_width, scratch.keys, kTile, args.step->head_dim,
-                        nullptr, scores, kTile, count);
-    for (int64_t r = 0; r < ROWS; ++r) {
-        const Range seen = seen_by(piece, (row + r) / piece.num_group_heads, args.step->window);
-        weigh(scores + r * kTile, count, {seen.begin - first_key, seen.end - first_key}, scratch.state(row + r));
+// A piece with many rows for each key.
+template <typename N, typename T>
+class Chunk {
+  public:
+    Chunk(const AttentionArgs& args, const Piece& piece, float* memory)
+        : args_(args), step_(*args.step), piece_(piece) {
+        scratch_.lay_out(memory, piece.num_rows(), step_.head_dim, step_.value_dim, true);
+        std::fill_n(key_scales_, kTile, static_cast<float>(args.scale * kLog2E));
     }
-    multiply_rows<ROWS>(scores, kTile, scratch.values, scratch.value_width, count, scratch.factors + row,
-                        scratch.sum + row * scratch.value_width, scratch.value_width, args.step->value_dim);
-}
+
+    void run() {
+        begin(args_, piece_, 1.0f, scratch_);
+        pack_query();
+        for (int64_t first = piece_.key_begin; first < piece_.key_end; first += kTile) {
+            const int64_t count = std::min<int64_t>(kTile, piece_.key_end - first);
+            read_keys_and_values(first, count);
+            const Rows rows = rows_that_see(piece_, first, count, step_.window);
+            int64_t row = rows.first;
+            for (; row + kRows <= rows.end; row += kRows) {
+                attend<kRows>(row, first, count);
+            }
+            for (; row + 2 <= rows.end; row += 2) {
+                attend<2>(row, first, count);
+            }
+            for (; row < rows.end; ++row) {
+                attend<1>(row, first, count);
+            }
+        }
+        finish(args_, piece_, scratch_);
+    }
+
+  private:
+    // In place: a packed row begins where the row begins.
+    void pack_query() {
+        if constexpr (sizeof(N) < sizeof(float)) {
+            for (int64_t row = 0; row < piece_.num_rows(); ++row) {
+                float* query = scratch_.query + row * scratch_.key_width;
+                for (int64_t i = 0; i < scratch_.key_width; i += kWidth) {
+                    store(reinterpret_cast<N*>(query) + i, load(query + i));
+                }
+            }
+        }
+    }
+
+    void read_keys_and_values(int64_t first, int64_t count) {
+        int64_t heads[kTile];
+        find_slots(step_.block_tables + piece_.sequence * step_.table_stride, step_.block_size, first, count, heads);
+        for (int64_t j = 0; j < count; ++j) {
+            heads[j] = heads[j] * step_.num_kv_heads + piece_.first_kv_head;
+        }
+        N* rows = reinterpret_cast<N*>(scratch_.rows);
+        read_tile(static_cast<const T*>(args_.key_cache), step_.head_dim, heads, count, step_.head_dim, rows,
+                  scratch_.key_width * kPerWord<N>);
+        transpose(scratch_.rows, scratch_.key_width, words<N>(step_.head_dim), scratch_.keys);
+        if constexpr (sizeof(N) == sizeof(float)) {
+            rows = scratch_.values;
+        }
+        read_tile(static_cast<const T*>(args_.value_cache), args_.value_stride(), heads, count, step_.value_dim, rows,
+                  scratch_.value_width);
+#ifdef MULTIPLY_BF16
+        if constexpr (sizeof(N) < sizeof(float)) {
+            pair_rows(rows, scratch_.value_width, scratch_.values);
+        }
+#endif
+        if constexpr (kHasScales) {
+            read_scales(args_.key_scales, heads, count, static_cast<float>(args_.scale * kLog2E), key_scales_);
+            read_scales(args_.value_scales, heads, count, 1.0f, value_scales_);
+        }
+    }
+
+    template <int ROWS>
+    void attend(int64_t row, int64_t first_key, int64_t count) {
+        score_rows<N, ROWS>(step_, scratch_, row, count, key_scales_);
+        for (int64_t r = 0; r < ROWS; ++r) {
+            const Range seen = seen_by(piece_, (row + r) / piece_.num_group_heads, step_.window);
+            float* scores = scratch_.scores + r * kTile;
+            const Range of_tile = {seen.begin - first_key, seen.end - first_key};
+            weigh(scores, count, of_tile, kHasScales ? value_scales_ : nullptr, scratch_.state(row + r),
+                  reinterpret_cast<N*>(scores));
+        }
+        add_values<N, ROWS>(step_, scratch_, row, count);
+    }
+
+    static constexpr bool kHasScales = sizeof(T) == 1;
+
+    const AttentionArgs& args_;
+    const Step& step_;
+    const Piece& piece_;
+    Scratch scratch_;
+    // Of the tile's keys, times the scale of all scores; and of its values, if they have any.
+    float key_scales_[kTile], value_scales_[kHasScales ? kTile : 1];
+};
 
 }  // namespace
 
 template <typename T>
 void attend_chunk(const AttentionArgs& args, const Piece& piece, float* memory) {
-    const Step& step = *args.step;
-    Scratch scratch;
-    scratch.lay_out(memory, piece.num_rows(), step.head_dim, step.value_dim, true);
-    begin(args, piece, scratch);
-    const int32_t* table = step.block_tables + piece.sequence * step.table_stride;
-    for (int64_t first = piece.key_begin; first < piece.key_end; first += kTile) {
-        const int64_t count = std::min<int64_t>(kTile, piece.key_end - first);
-        int64_t heads[kTile];
-        find_slots(table, step.block_size, first, count, heads);
-        for (int64_t j = 0; j < count; ++j) {
-            heads[j] = heads[j] * step.num_kv_heads + piece.first_kv_head;
-        }
-        read_tile(static_cast<const T*>(args.key_cache), step.head_dim, args.key_scales, heads, count, step.head_dim,
-                  scratch.rows, scratch.key_width);
-        transpose(scratch.rows, scratch.key_width, step.head_dim, scratch.keys);
-        read_tile(static_cast<const T*>(args.value_cache), args.value_stride(), args.value_scales, heads, count,
-                  step.value_dim, scratch.values, scratch.value_width);
-        const Rows rows = rows_that_see(piece, first, count, step.window);
-        int64_t row = rows.first;
-        for (; row + kRows <= rows.end; row += kRows) {
-            attend_rows<kRows>(args, piece, scratch, row, first, count);
-        }
-        for (; row + 2 <= rows.end; row += 2) {
-            attend_rows<2>(args, piece, scratch, row, first, count);
-        }
-        for (; row < rows.end; ++row) {
-            attend_rows<1>(args, piece, scratch, row, first, count);
-        }
+#ifdef MULTIPLY_BF16
+    if (args.format == kBfloat16 && sizeof(T) <= sizeof(bf16)) {
+        return Chunk<bf16, T>(args, piece, memory).run();
     }
-    finish(args, piece, scratch);
+#endif
+    Chunk<float, T>(args, piece, memory).run();
 }
 
 template void attend_chunk<float>(const AttentionArgs&, const Piece&, float*);

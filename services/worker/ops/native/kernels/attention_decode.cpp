@@ -104,19 +104,6 @@ void for_row_blocks(int64_t num_rows, Body body) {
     }
 }
 
-// Multiplies the scores or weights of rows by the scales of their keys or values.
-void scale_rows(const float* scales, const int64_t* heads, int64_t count, int64_t num_rows, float* rows) {
-    float of_heads[kTile];
-    for (int64_t j = 0; j < count; ++j) {
-        of_heads[j] = scales[heads[j]];
-    }
-    for (int64_t r = 0; r < num_rows; ++r) {
-        for (int64_t j = 0; j < count; ++j) {
-            rows[r * kTile + j] *= of_heads[j];
-        }
-    }
-}
-
 // Asks for a row ahead of its use: in short blocks the processor does not foresee what comes next. Inlined, as g++ drops
 // calls of functions that only prefetch.
 template <typename T>
@@ -145,7 +132,7 @@ class Decode {
         for (int64_t i = 0; i < piece_.num_kv_heads; ++i) {
             prefetch_head(tile, i);
         }
-        begin(args_, piece_, scratch_);
+        begin(args_, piece_, static_cast<float>(args_.scale * kLog2E), scratch_);
         while (tile.count > 0) {
             const Tile next = find_tile(tile.first + tile.count);
             for (int64_t i = 0; i < piece_.num_kv_heads; ++i) {
@@ -194,16 +181,16 @@ class Decode {
             const float* query = scratch_.query + (first_row + r) * scratch_.key_width;
             score<T, rows>(query, scratch_.key_width, step_.head_dim, keys, even, scores + r * kTile);
         });
-        if constexpr (sizeof(T) == 1) {
-            scale_rows(args_.key_scales, heads, count, num_rows_, scores);
+        float value_scales[kTile];
+        if constexpr (kHasScales) {
+            scale_scores(heads, count, scores);
+            read_scales(args_.value_scales, heads, count, 1.0f, value_scales);
         }
         for (int64_t r = 0; r < num_rows_; ++r) {
             const Range seen = seen_by(piece_, r / piece_.num_group_heads, step_.window);
             const Range of_tile = {seen.begin - tile.first, seen.end - tile.first};
-            weigh(scores + r * kTile, count, of_tile, scratch_.state(first_row + r));
-        }
-        if constexpr (sizeof(T) == 1) {
-            scale_rows(args_.value_scales, heads, count, num_rows_, scores);
+            float* row = scores + r * kTile;
+            weigh(row, count, of_tile, kHasScales ? value_scales : nullptr, scratch_.state(first_row + r), row);
         }
         for_row_blocks(num_rows_, [&](int64_t r, auto rows) {
             const int64_t row = first_row + r;
@@ -211,6 +198,18 @@ class Decode {
                                 scratch_.sum + row * scratch_.value_width, scratch_.value_width);
         });
     }
+
+    void scale_scores(const int64_t* heads, int64_t count, float* scores) const {
+        float scales[kTile];
+        read_scales(args_.key_scales, heads, count, 1.0f, scales);
+        for (int64_t r = 0; r < num_rows_; ++r) {
+            for (int64_t j = 0; j < count; ++j) {
+                scores[r * kTile + j] *= scales[j];
+            }
+        }
+    }
+
+    static constexpr bool kHasScales = sizeof(T) == 1;
 
     const AttentionArgs& args_;
     const Step& step_;

@@ -81,6 +81,20 @@ inline void store_part(int8_t* to, Vec values, int64_t count) {
     _mm_mask_storeu_epi8(to, first(count), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(values)));
 }
 
+#ifdef MULTIPLY_BF16
+// sum + left * right for pairs of bfloat16.
+inline Vec dot_pairs(Vec left, Vec right, Vec sum) {
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(left), reinterpret_cast<__m512bh>(right));
+}
+// Elements of two rows as pairs.
+inline Vec pair(const bf16* first, const bf16* second) {
+    const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(first));
+    const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(second));
+    return _mm512_castsi512_ps(
+        _mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16)));
+}
+#endif
+
 // Bit i says whether element i is NaN, whether elements i are equal, or whether that of `a` is at most that of `b`.
 inline uint32_t nan_bits(Vec values) { return _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q); }
 inline uint32_t equal_bits(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }

@@ -1,7 +1,8 @@
 """Attention on every set of instructions and several numbers of threads, compared with the `reference` backend.
 
 The reference computes in float32 from the same keys and values, so results differ by rounding only: in float32 by the
-order of sums, in bfloat16 by one rounding of the result, which is within 2^-8.
+order of sums; in bfloat16 by a rounding of the result, within 2^-8 of it, and of each weight where the processor multiplies
+bfloat16, within 2^-9 of it: weights add up to 1, so that is within 2^-9 of the largest value.
 """
 
 from __future__ import annotations
@@ -110,17 +111,26 @@ class CachedStep:
     def expected(self, params: AttentionParams) -> Tensor:
         """The reference's, in float32."""
         plan = REFERENCE.plan_attention(self.metadata, self.kv_cache)
+        return REFERENCE.decode_attention(self.query.float(), self._cached(), plan, params)
+
+    @property
+    def largest_value(self) -> float:
+        """The absolute of all that are cached."""
+        return float(self._cached()[1].nan_to_num().abs().max())
+
+    def _cached(self) -> tuple[Tensor, Tensor]:
         tensors = self.kv_cache.layers[0]
         keys, values = (tensor.float() for tensor in tensors[:2])
         if len(tensors) == 4:
             keys, values = keys * tensors[2].unsqueeze(-1), values * tensors[3].unsqueeze(-1)
-        return REFERENCE.decode_attention(self.query.float(), (keys, values), plan, params)
+        return keys, values
 
 
-def assert_close(actual: Tensor, expected: Tensor) -> None:
+def assert_close(actual: Tensor, expected: Tensor, largest_value: float) -> None:
     """Assert that `actual` is `expected`, computed in float32, but for rounding."""
-    tolerance = 2**-8 if actual.dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(actual.float(), expected, atol=1e-5 * float(expected.abs().max()), rtol=tolerance)
+    is_rounded = actual.dtype == torch.bfloat16
+    atol = 1e-5 * float(expected.abs().max()) + is_rounded * 2**-9 * largest_value
+    torch.testing.assert_close(actual.float(), expected, atol=atol, rtol=2**-8 if is_rounded else 1e-5)
 
 
 @given(batch=any_steps, shape=shapes(), window=windows, has_sinks=st.booleans())
@@ -129,7 +139,7 @@ def test_a_step_is_the_references(
     ops: NativeOps, batch: Batch, shape: Shape, window: int | None, has_sinks: bool
 ) -> None:
     step, params = CachedStep(batch, shape), shape.params(window, has_sinks=has_sinks)
-    assert_close(step.run(ops, params), step.expected(params))
+    assert_close(step.run(ops, params), step.expected(params), step.largest_value)
 
 
 # Enough work to be cut into pieces of the same rows, whose results are merged.
@@ -151,7 +161,7 @@ def test_long_contexts_are_the_references_on_any_number_of_threads(
     shape = Shape(2, 3, 64, 64, FLOAT32 if cache_dtype == INT8 else cache_dtype, cache_dtype)
     step, params = CachedStep(batch, shape), shape.params(window, has_sinks=has_sinks)
     output = step.run(ops, params)
-    assert_close(output, step.expected(params))
+    assert_close(output, step.expected(params), step.largest_value)
     # Pieces are merged in their own order, not in that of the threads.
     assert torch.equal(step.run(ops, params), output)
 
@@ -163,7 +173,7 @@ def test_a_plan_serves_layers_with_different_windows(ops: NativeOps, num_threads
     for window in (None, 30, 700, None):
         params = shape.params(window, has_sinks=False)
         output = ops.decode_attention(step.query, step.kv_cache.layers[0], plan, params)
-        assert_close(output, step.expected(params))
+        assert_close(output, step.expected(params), step.largest_value)
 
 
 @pytest.mark.parametrize("num_heads", [1, 16, 130])
@@ -179,9 +189,10 @@ def test_latent_attention_is_the_references(
     ops.write_cache(batch.new_rows(latents).to(dtype), tensor, ops.plan_attention(metadata, cache))
     query = random(batch.num_tokens, num_heads + 1, 80).to(dtype)[:, 1:, 4:76]
     output = ops.mla_attention(query, tensor, ops.plan_attention(metadata, cache), scale=0.1, value_dim=52)
-    plan = REFERENCE.plan_attention(metadata, cache)
+    plan, cached = REFERENCE.plan_attention(metadata, cache), tensor.float()
     assert output.is_contiguous()
-    assert_close(output, REFERENCE.mla_attention(query.float(), tensor.float(), plan, scale=0.1, value_dim=52))
+    expected = REFERENCE.mla_attention(query.float(), cached, plan, scale=0.1, value_dim=52)
+    assert_close(output, expected, float(cached.nan_to_num().abs().max()))
 
 
 @pytest.mark.parametrize("context_len", [0, 1])
@@ -200,13 +211,14 @@ def test_a_padded_row_changes_nothing_and_is_finite(ops: NativeOps, context_len:
     output = step.run(ops, params)
     assert output.isfinite().all()
     rows = [row for row in range(len(output)) if row != 1]
-    assert_close(output[rows], expected[rows])
+    assert_close(output[rows], expected[rows], step.largest_value)
 
 
 @pytest.mark.parametrize("num_new", [1, 3, 40])
 @pytest.mark.parametrize("name", ["query", "keys", "values"])
-def test_a_nan_stays_in_its_sequence(ops: NativeOps, name: str, num_new: int) -> None:
-    shape = Shape(2, 3, 20, 20, FLOAT32, FLOAT32)
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+def test_a_nan_stays_in_its_sequence(ops: NativeOps, dtype: torch.dtype, name: str, num_new: int) -> None:
+    shape = Shape(2, 3, 20, 20, dtype, dtype)
     step = CachedStep(Batch(16, [0, 70, 33], [num_new] * 3, order=1), shape)
     params = shape.params(None, has_sinks=True)
     expected = step.expected(params)
@@ -217,4 +229,4 @@ def test_a_nan_stays_in_its_sequence(ops: NativeOps, name: str, num_new: int) ->
         tensor[step.metadata.block_tables[0].long()] = math.nan
     output = step.run(ops, params)
     assert output[:num_new].isnan().all()
-    assert_close(output[num_new:], expected[num_new:])
+    assert_close(output[num_new:], expected[num_new:], step.largest_value)
