@@ -87,22 +87,26 @@ void merge(const AttentionArgs& args, const Piece& piece, const Scratch& scratch
 }
 
 template <typename T>
-void attend(const AttentionArgs& args, const Piece& piece, float* memory) {
+void attend(const AttentionArgs& args, int64_t number, float* memory) {
+    const Step& step = *args.step;
+    const Piece& piece = step.pieces[number];
     if (piece.is_chunk) {
-        attend_chunk<T>(args, piece, memory);
-    } else {
-        attend_decode<T>(args, piece, memory);
+        return attend_chunk<T>(args, piece, memory);
     }
+    // Threads take pieces in turn.
+    const int64_t next = number + step.num_threads;
+    const bool is_known = next < step.num_pieces && !step.pieces[next].is_chunk;
+    attend_decode<T>(args, piece, is_known ? step.pieces + next : nullptr, memory);
 }
 
-void attend(const AttentionArgs& args, const Piece& piece, float* memory) {
+void attend(const AttentionArgs& args, int64_t number, float* memory) {
     switch (args.cache_format) {
         case kFloat32:
-            return attend<float>(args, piece, memory);
+            return attend<float>(args, number, memory);
         case kBfloat16:
-            return attend<bf16>(args, piece, memory);
+            return attend<bf16>(args, number, memory);
         default:
-            return attend<int8_t>(args, piece, memory);
+            return attend<int8_t>(args, number, memory);
     }
 }
 
@@ -145,6 +149,6 @@ LS_EXPORT void ls_plan_attention(const PlanArgs* args) { plan(*args); }
 LS_EXPORT void ls_attention(const AttentionArgs* args) {
     const Step& step = *args->step;
     for_pieces(step.num_pieces, step.num_threads, [&](int64_t piece) {
-        attend(*args, step.pieces[piece], step.scratch + thread_number() * step.scratch_size);
+        attend(*args, piece, step.scratch + thread_number() * step.scratch_size);
     });
 }

@@ -236,8 +236,9 @@ struct PlanArgs {
 
 void plan(const PlanArgs& args);
 
+// `next_piece` is what this thread probably has next; null: nothing, or a chunk.
 template <typename T>
-void attend_decode(const AttentionArgs& args, const Piece& piece, float* memory);
+void attend_decode(const AttentionArgs& args, const Piece& piece, const Piece* next_piece, float* memory);
 
 template <typename T>
 void attend_chunk(const AttentionArgs& args, const Piece& piece, float* memory);

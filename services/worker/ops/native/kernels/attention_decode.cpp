@@ -122,19 +122,23 @@ struct Tile {
 template <typename T>
 class Decode {
   public:
-    Decode(const AttentionArgs& args, const Piece& piece, float* memory)
-        : args_(args), step_(*args.step), piece_(piece), num_rows_(piece.rows_per_kv_head()) {
+    Decode(const AttentionArgs& args, const Piece& piece, const Piece* next_piece, float* memory)
+        : args_(args), step_(*args.step), piece_(piece), next_piece_(next_piece), num_rows_(piece.rows_per_kv_head()) {
         scratch_.lay_out(memory, piece.num_rows(), step_.head_dim, step_.value_dim, false);
     }
 
     void run() {
-        Tile tile = find_tile(piece_.key_begin);
+        Tile tile = find_tile(piece_, piece_.key_begin);
         for (int64_t i = 0; i < piece_.num_kv_heads; ++i) {
             prefetch_head(tile, i);
         }
         begin(args_, piece_, static_cast<float>(args_.scale * kLog2E), scratch_);
         while (tile.count > 0) {
-            const Tile next = find_tile(tile.first + tile.count);
+            const int64_t end = tile.first + tile.count;
+            const Tile next = find_tile(piece_, end);
+            if (next.count <= 0 && next_piece_ != nullptr) {
+                prefetch_next();
+            }
             for (int64_t i = 0; i < piece_.num_kv_heads; ++i) {
                 prefetch_head(next, i);
                 attend_head(tile, i);
@@ -146,11 +150,11 @@ class Decode {
 
   private:
     // Empty after the last key.
-    Tile find_tile(int64_t first) const {
+    Tile find_tile(const Piece& piece, int64_t first) const {
         Tile tile;
         tile.first = first;
-        tile.count = std::min<int64_t>(kTile, piece_.key_end - first);
-        const int32_t* table = step_.block_tables + piece_.sequence * step_.table_stride;
+        tile.count = std::min<int64_t>(kTile, piece.key_end - first);
+        const int32_t* table = step_.block_tables + piece.sequence * step_.table_stride;
         find_slots(table, step_.block_size, first, tile.count, tile.slots);
         return tile;
     }
@@ -163,6 +167,15 @@ class Decode {
             const int64_t head = tile.slots[j] * step_.num_kv_heads + piece_.first_kv_head + i;
             prefetch(key(head), step_.head_dim);
             prefetch(value(head), step_.value_dim);
+        }
+    }
+
+    __attribute__((always_inline)) void prefetch_next() const {
+        const Tile tile = find_tile(*next_piece_, next_piece_->key_begin);
+        for (int64_t j = 0; j < tile.count; ++j) {
+            const int64_t head = tile.slots[j] * step_.num_kv_heads + next_piece_->first_kv_head;
+            prefetch(key(head), next_piece_->num_kv_heads * step_.head_dim);
+            prefetch(value(head), next_piece_->num_kv_heads * step_.value_dim);
         }
     }
 
@@ -214,6 +227,7 @@ class Decode {
     const AttentionArgs& args_;
     const Step& step_;
     const Piece& piece_;
+    const Piece* next_piece_;
     const int64_t num_rows_;
     Scratch scratch_;
 };
@@ -221,12 +235,12 @@ class Decode {
 }  // namespace
 
 template <typename T>
-void attend_decode(const AttentionArgs& args, const Piece& piece, float* memory) {
-    Decode<T>(args, piece, memory).run();
+void attend_decode(const AttentionArgs& args, const Piece& piece, const Piece* next_piece, float* memory) {
+    Decode<T>(args, piece, next_piece, memory).run();
 }
 
-template void attend_decode<float>(const AttentionArgs&, const Piece&, float*);
-template void attend_decode<bf16>(const AttentionArgs&, const Piece&, float*);
-template void attend_decode<int8_t>(const AttentionArgs&, const Piece&, float*);
+template void attend_decode<float>(const AttentionArgs&, const Piece&, const Piece*, float*);
+template void attend_decode<bf16>(const AttentionArgs&, const Piece&, const Piece*, float*);
+template void attend_decode<int8_t>(const AttentionArgs&, const Piece&, const Piece*, float*);
 
 }  // namespace lockstep
