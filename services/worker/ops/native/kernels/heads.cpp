@@ -120,8 +120,22 @@ void store_head(const Head& head, void* cache, float* scales, int64_t index, int
     }
 }
 
+// Asks for the memory of a token's keys or values, which will be written.
+void prefetch_slot(const void* cache, int64_t slot, int64_t num_elements, int64_t format) {
+    const int64_t bytes = num_elements * (format == kFloat32 ? 4 : format == kBfloat16 ? 2 : 1);
+    const char* const first = static_cast<const char*>(cache) + slot * bytes;
+    for (int64_t i = 0; i < bytes; i += 64) {
+        __builtin_prefetch(first + i, 1);
+    }
+}
+
 template <typename T>
 void write_token(const HeadsArgs& args, int64_t token) {
+    const int64_t slot = args.num_kv_heads ? args.slots[token] : -1;
+    if (slot >= 0) {
+        prefetch_slot(args.key_cache, slot, args.num_kv_heads * args.head_dim, args.cache_format);
+        prefetch_slot(args.value_cache, slot, args.num_kv_heads * args.value_dim, args.cache_format);
+    }
     const int64_t width = std::max(args.head_dim, args.value_dim) + kWidth;
     Head head = {static_cast<float*>(__builtin_alloca_with_align(width * sizeof(float), 512)), args.head_dim};
     for (int64_t i = 0; i < args.num_heads; ++i) {
@@ -130,7 +144,6 @@ void write_token(const HeadsArgs& args, int64_t token) {
         turn<T>(args, token, args.query_norm, head);
         head.write(query);
     }
-    const int64_t slot = args.num_kv_heads ? args.slots[token] : -1;
     if (slot < 0) {
         return;
     }
