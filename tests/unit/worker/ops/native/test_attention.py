@@ -1,8 +1,8 @@
 """Attention on every set of instructions and several numbers of threads, compared with the `reference` backend.
 
 The reference computes in float32 from the same keys and values, so results differ by rounding only: in float32 by the
-order of sums; in bfloat16 by a rounding of the result, within 2^-8 of it, and of each weight where the processor multiplies
-bfloat16, within 2^-9 of it: weights add up to 1, so that is within 2^-9 of the largest value.
+order of sums; in bfloat16 by a rounding of the result, within 2^-8 of it, and of each weight where the processor
+multiplies bfloat16, within 2^-9 of it: weights add up to 1, so that is within 2^-9 of the largest value.
 """
 
 from __future__ import annotations
