@@ -32,6 +32,9 @@ HEALTH_METHODS = frozenset(
 # On cell ports.
 METHOD_TO_ROLES = {
     "/lockstep.v1.SchedulerService/GetState": frozenset({Role.OPERATOR, Role.TOKENIZER}),
+    # A gateway that routes by prefix is one of the cell's operators. No client may call it: to one that knows a prompt
+    # and its salt, the hashes say whether others sent it lately.
+    "/lockstep.v1.SchedulerService/SubscribeKvEvents": frozenset({Role.OPERATOR}),
     "/lockstep.v1.SchedulerAdminService/Drain": frozenset({Role.OPERATOR}),
     "/lockstep.v1.SchedulerAdminService/FlushPrefixCache": frozenset({Role.OPERATOR}),
     "/lockstep.v1.SchedulerAdminService/Undrain": frozenset({Role.OPERATOR}),

@@ -32,6 +32,7 @@ from services.scheduler.cell.requests import RequestTable
 from services.scheduler.cell.state import CellState
 from services.scheduler.core.batch.sequence import Sequence
 from services.scheduler.core.batch.step import OutputsByClient, StepResult
+from services.scheduler.core.cache.kv_feed import KvFeed
 from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerCounters, SchedulerPolicy, StepBudget
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.limits import ModelLimits
@@ -127,6 +128,15 @@ class Engine:
     def flush_prefix_cache(self) -> int:
         """Clear the prefix cache; returns how many blocks held a prefix. Requests in flight are unaffected."""
         return sum(rank.scheduler.flush_prefix_cache() for rank in self._cell.ranks)
+
+    def open_kv_feeds(self) -> list[KvFeed]:
+        """Begin to report what the ranks' prefix caches hold; returns one feed per rank."""
+        return [rank.scheduler.open_kv_feed() for rank in self._cell.ranks]
+
+    def close_kv_feeds(self) -> None:
+        """Take `open_kv_feeds` back."""
+        for rank in self._cell.ranks:
+            rank.scheduler.close_kv_feed()
 
     def state(self) -> CellState:
         """Take a snapshot."""

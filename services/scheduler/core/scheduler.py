@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from services.scheduler.core.admission import NewTokenRatio
 from services.scheduler.core.assemble import assemble, dummy_batch
-from services.scheduler.core.batch.sequence import Finish, Numerics, Sequence, SequenceStatus
+from services.scheduler.core.batch.sequence import TOKEN_BYTES, Finish, Numerics, Sequence, SequenceStatus
 from services.scheduler.core.batch.step import (
     OutputsByClient,
     RequestEnd,
@@ -21,6 +21,7 @@ from services.scheduler.core.batch.step import (
     StepResult,
 )
 from services.scheduler.core.cache.block_manager import BlockCounts, BlockManager
+from services.scheduler.core.cache.kv_feed import KvFeed
 from services.scheduler.core.decode import DecodePlanner, Decodes
 from services.scheduler.core.endings import Endings
 from services.scheduler.core.policy import CacheSettings, SchedulerCounters, SchedulerPolicy, StepBudget
@@ -79,6 +80,7 @@ class Scheduler:
         self._policy = policy
         self._cache = cache
         self._new_token_ratio = NewTokenRatio()
+        self._kv_feed: KvFeed | None = None
         self.begin_epoch(_NO_WORKER)
 
     def add(self, seq: Sequence, now: float) -> None:
@@ -161,7 +163,10 @@ class Scheduler:
         """Start over with a worker's empty block pool; nothing may be running."""
         self._budget = StepBudget.of(self._policy, facts)
         self._blocks = BlockManager(
-            facts.num_blocks, self._cache.block_size, enable_prefix_caching=self._cache.enable_prefix_caching
+            facts.num_blocks,
+            self._cache.block_size,
+            enable_prefix_caching=self._cache.enable_prefix_caching,
+            kv_feed=self._kv_feed,
         )
         self._running = RunningBatch(self._policy.max_num_seqs, self._blocks, facts.num_draft_tokens)
         self._preemption = Preemption(self._policy, self._waiting, self._running, self._new_token_ratio, self.counters)
@@ -271,6 +276,17 @@ class Scheduler:
     def flush_prefix_cache(self) -> int:
         """See `BlockManager.flush`."""
         return self._blocks.flush()
+
+    def open_kv_feed(self) -> KvFeed:
+        """Begin to report what the prefix cache holds, over all epochs from now on, until `close_kv_feed`."""
+        self._kv_feed = KvFeed(self._cache.block_size * TOKEN_BYTES)
+        self._blocks.set_kv_feed(self._kv_feed)
+        return self._kv_feed
+
+    def close_kv_feed(self) -> None:
+        """Take `open_kv_feed` back."""
+        self._kv_feed = None
+        self._blocks.set_kv_feed(None)
 
     def waiting_sequences(self) -> list[Sequence]:
         """In the order in which they were added."""

@@ -39,6 +39,7 @@ from services.scheduler.server.direct_clients import DIRECT_CLIENT, DirectClient
 from services.scheduler.server.exchange_codec import encode_outputs
 from services.scheduler.server.failpoint import SubmitFailpoint
 from services.scheduler.server.idle_check import IdleCheck
+from services.scheduler.server.kv_events import KvEvents
 from shared.errors import InvalidRequestError, NotReadyError, SchedulerLostError, ServiceError, Violation
 from shared.health import Health
 from shared.heartbeat import Silence
@@ -165,6 +166,7 @@ class CellServer:
         self.instance_id = instance_id
         self.engine = engine
         self.direct_clients = DirectClients(lambda: self.engine.model_limits, self.on_event, self._default_sampling)
+        self.kv_events = KvEvents(engine)
         self.failed = asyncio.Event()
         self.bug: Exception | None = None
         """What ended the cell, if it was a bug."""
@@ -208,6 +210,7 @@ class CellServer:
         """
         error = SchedulerLostError("the scheduler is shutting down; resend the request with its output so far")
         self.direct_clients.close(error)
+        self.kv_events.close(error)
         if self.bug is None:
             for client in self._clients.values():
                 client.close(error)
@@ -229,6 +232,12 @@ class CellServer:
         """Remove a replica and abort its requests; a second call does nothing."""
         if self._clients.pop(client.number, None) is not None:
             self.on_event(ClientClosed(client.number))
+
+    def flush_prefix_cache(self) -> int:
+        """See `Engine.flush_prefix_cache`."""
+        num_blocks = self.engine.flush_prefix_cache()
+        self.kv_events.wake()
+        return num_blocks
 
     def drain(self, rank: int) -> None:
         """Keep work away from a rank's domain.
@@ -284,6 +293,7 @@ class CellServer:
             # Heartbeats come all the time and do not count as activity.
             self.idle_check.on_event(now)
         self._acceptance_log.on_event()
+        self.kv_events.wake()
         if self.engine.is_ready != was_ready:
             self._report_health()
         if not was_known:

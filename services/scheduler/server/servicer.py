@@ -150,6 +150,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             rank_steps=map(_describe_rank, state.ranks),
         )
 
+    async def SubscribeKvEvents(
+        self, request: scheduler_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        """See scheduler.proto."""
+        await self._cell.kv_events.stream(context.write)
+
 
 def _describe_rank(rank: RankState) -> scheduler_pb2.RankSteps:
     return scheduler_pb2.RankSteps(
@@ -182,7 +188,7 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServiceServicer):
         self, request: scheduler_pb2.FlushPrefixCacheRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.FlushPrefixCacheResponse:
         """See scheduler.proto."""
-        num_blocks = self._cell.engine.flush_prefix_cache()
+        num_blocks = self._cell.flush_prefix_cache()
         logger.info("the prefix cache was flushed", extra={"num_blocks": num_blocks})
         return scheduler_pb2.FlushPrefixCacheResponse(num_blocks=num_blocks)
 

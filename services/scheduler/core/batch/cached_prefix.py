@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,6 +34,8 @@ class PrefixNode:
     children: dict[bytes, PrefixNode] = field(default_factory=dict)
     num_cuts: int = 0
     """Incremented by changes that void cursors at its end."""
+    hashes: array[int] = field(default_factory=lambda: array("Q"))
+    """Those of its first contents, as far as outsiders had to be told of them; see `kv_feed`."""
 
 
 @dataclass(slots=True)

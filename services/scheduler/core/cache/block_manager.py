@@ -11,6 +11,7 @@ import numpy as np
 from services.scheduler.core.batch.cached_prefix import BlockIds, CachedPrefix, PrefixCursor
 from services.scheduler.core.batch.sequence import Sequence
 from services.scheduler.core.cache.free_blocks import FreeBlocks
+from services.scheduler.core.cache.kv_feed import KvFeed
 from services.scheduler.core.cache.prefix_cache import PrefixCache
 
 # A few cached blocks more or less do not matter in a large pool, and evicting many at once costs no more than one.
@@ -35,11 +36,14 @@ class BlockManager:
     is cached exactly when it holds a content.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, kv_feed: KvFeed | None = None
+    ) -> None:
+        """Make a pool of blank blocks; `kv_feed` is told of the contents that can be found."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._caches_prefixes = enable_prefix_caching
-        self._prefixes = PrefixCache(num_blocks, block_size)
+        self._prefixes = PrefixCache(num_blocks, block_size, kv_feed)
         self._ref_counts = np.zeros(num_blocks, np.int32)
         self._free = FreeBlocks(num_blocks)
 
@@ -57,6 +61,10 @@ class BlockManager:
     def counts(self) -> BlockCounts:
         """Blocks by use."""
         return BlockCounts(self.num_blocks, self.num_free_blocks, self.num_cached_blocks)
+
+    def set_kv_feed(self, kv_feed: KvFeed | None) -> None:
+        """See `PrefixCache.set_feed`."""
+        self._prefixes.set_feed(kv_feed)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens need."""

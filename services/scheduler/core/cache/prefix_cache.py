@@ -22,6 +22,7 @@ from itertools import pairwise
 import numpy as np
 
 from services.scheduler.core.batch.cached_prefix import NO_BLOCKS, BlockIds, CachedPrefix, PrefixCursor, PrefixNode
+from services.scheduler.core.cache.kv_feed import KvFeed
 
 _NO_BLOCK = -1
 _NO_NODE = -1
@@ -39,12 +40,20 @@ class PrefixCache:
     Invariant: for each block, `_node_ids` and `_depths` say which node has it and which content of the path it holds.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, feed: KvFeed | None = None) -> None:
+        """Make an empty cache; `feed` is told of it and of its changes."""
+        self._feed = feed
         self._block_size = block_size
         self._block_bytes = block_size * np.dtype(_TOKEN_DTYPE).itemsize
         self._node_ids = np.full(num_blocks, _NO_NODE, np.int32)
         self._depths = np.zeros(num_blocks, np.int32)
         self._clear()
+
+    def set_feed(self, feed: KvFeed | None) -> None:
+        """Tell a feed of all changes from now on, or no one."""
+        self._feed = feed
+        if feed is not None:
+            feed.watch(self._nodes)
 
     def find(self, salt: bytes, tokens: bytearray, *, max_blocks: int) -> CachedPrefix:
         """Find the longest cached prefix, of at most `max_blocks` full blocks.
@@ -126,6 +135,8 @@ class PrefixCache:
         for start, end in pairwise(bounds):
             node = self._nodes[node_ids[start]]
             node.num_present -= end - start
+            if self._feed is not None:
+                self._feed.on_removed(node, self._depths[blocks[start:end]] - node.start)
             if node.num_present or node.children:
                 node.blocks[self._depths[blocks[start:end]] - node.start] = _NO_BLOCK
             if not node.children:
@@ -161,6 +172,7 @@ class PrefixCache:
         assert node.parent is None or node.tokens.startswith(node.key), "a node's key"
         assert len(node.tokens) == len(node.blocks) * self._block_bytes, "a node's tokens"
         assert (self._node_ids[present] == node.id).all(), "a block's node"
+        assert len(node.hashes) <= node.num_blocks, "hashes without contents"
         assert np.array_equal(self._depths[present], node.start + np.flatnonzero(blocks != _NO_BLOCK)), "depths"
         for key, child in node.children.items():
             assert child.key == key, "a child's key"
@@ -176,6 +188,8 @@ class PrefixCache:
         self._roots: dict[bytes, PrefixNode] = {}
         self._nodes: list[PrefixNode] = []
         self._unused_ids: list[int] = []
+        if self._feed is not None:
+            self._feed.on_cleared(self._nodes)
 
     def _resume(self, cursor: PrefixCursor) -> tuple[PrefixNode, int]:
         """The node that ends at the cursor, and its depth; the root if the node was cut since."""
@@ -205,6 +219,8 @@ class PrefixCache:
         """Put blocks into a node from its content `first` on; returns those they replace."""
         place = node.blocks[first : first + len(blocks)]
         before = place[place != _NO_BLOCK]
+        if self._feed is not None:
+            self._feed.on_held(node, first, place == _NO_BLOCK)
         self._node_ids[before] = _NO_NODE
         node.num_present += len(blocks) - len(before)
         place[:] = blocks
@@ -235,6 +251,9 @@ class PrefixCache:
         node.start += num_blocks
         node.parent, node.key = head, node.tokens[: self._block_bytes]
         head.children[node.key] = node
+        head.hashes, node.hashes = node.hashes[:num_blocks], node.hashes[num_blocks:]
+        if self._feed is not None:
+            self._feed.on_split(head)
         return head
 
     def _prune(self, node: PrefixNode | None) -> None:
@@ -250,6 +269,7 @@ class PrefixCache:
         if node is not None and not node.children and node.blocks[node.num_blocks - 1] == _NO_BLOCK:
             node.num_blocks = int(np.flatnonzero(node.blocks[: node.num_blocks] != _NO_BLOCK)[-1]) + 1
             node.num_cuts += 1
+            del node.hashes[node.num_blocks :]
             if 2 * node.num_blocks <= len(node.blocks):
                 # Not every time: a long run shrinks block by block.
                 node.blocks = node.blocks[: node.num_blocks].copy()
@@ -281,6 +301,8 @@ class PrefixCache:
             key = new_tokens[: self._block_bytes]
             node = self._add_node(node, key, start=depth, tokens=new_tokens, blocks=blocks, num_present=num_present)
         self._note_place(blocks[num_gap:], node, depth + num_gap)
+        if self._feed is not None:
+            self._feed.on_appended(node)
         return node
 
     def _add_node(
