@@ -191,7 +191,7 @@ class DeadlinePassedError(ServiceError):
 
 
 class ClientTooSlowError(ServiceError):
-    """The client has read nothing for too long."""
+    """The client has read nothing for too long, or reads more slowly than there is news."""
 
     code = ErrorCode.RESOURCE_EXHAUSTED
     reason = "CLIENT_TOO_SLOW"

@@ -48,6 +48,14 @@ class KvSubscriber:
             while not condition():
                 await self.read()
 
+    async def read_snapshots(self, num_ranks: int = 1) -> None:
+        """Read until the snapshots of so many ranks are complete."""
+        await self.read_until(lambda: len(self.complete) == num_ranks)
+
+    async def read_until_held(self, hashes: set[int], rank: int = 0) -> None:
+        """Read until a rank holds exactly these blocks."""
+        await self.read_until(lambda: self.hashes(rank) == hashes)
+
     def apply(self, response: scheduler_pb2.SubscribeKvEventsResponse) -> None:
         """Apply one response."""
         rank, number = response.dp_rank, response.sequence_number

@@ -42,6 +42,7 @@ TESTED_BY = {
         "services/scheduler/cell/recoveries.py",
     ),
     "unit/scheduler/cell/test_engine_results.py": ("services/scheduler/core/validate_result.py",),
+    "unit/scheduler/core/cache/test_kv_feed.py": ("services/scheduler/core/cache/kv_changes.py",),
     "unit/scheduler/core/cache/test_prefix_cache.py": ("services/scheduler/core/batch/cached_prefix.py",),
     "unit/scheduler/core/queue/test_waiting_queue.py": ("services/scheduler/core/queue/drain_rate.py",),
     "unit/scheduler/server/test_direct_clients.py": ("services/scheduler/server/token_stream.py",),

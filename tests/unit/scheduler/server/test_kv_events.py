@@ -55,18 +55,18 @@ async def reason_after(call: Awaitable[object]) -> tuple[grpc.StatusCode, str]:
 async def test_a_gateway_sees_prompts_appear_and_everything_go(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         gateway = KvSubscriber(operator(cell))
-        await gateway.read_until(lambda: gateway.complete == {0})
+        await gateway.read_snapshots()
         await cell.wait_until_ready()
         await serve(cell, PROMPT)
         await serve(cell, PROMPT, "tenant")
         both = {*chain(PROMPT), *chain(PROMPT, "tenant")}
-        await gateway.read_until(lambda: gateway.hashes() == both)
+        await gateway.read_until_held(both)
         assert (len(both), gateway.block_size) == (4, 16)
         await cell.admin.FlushPrefixCache(scheduler_pb2.FlushPrefixCacheRequest())
-        await gateway.read_until(lambda: not gateway.hashes())
+        await gateway.read_until_held(set())
         assert gateway.indexes[0].num_cleared == 2
         await serve(cell, PROMPT)
-        await gateway.read_until(lambda: gateway.hashes() == set(chain(PROMPT)))
+        await gateway.read_until_held(set(chain(PROMPT)))
 
 
 async def test_a_late_gateway_gets_a_snapshot_in_slices_and_then_changes(tmp_path: Path) -> None:
@@ -79,11 +79,12 @@ async def test_a_late_gateway_gets_a_snapshot_in_slices_and_then_changes(tmp_pat
         known = {block_hash for prompt in prompts for block_hash in chain(prompt, block_size=1)}
         late = KvSubscriber(operator(cell))
         for gateway in (first, late):
-            await gateway.read_until(lambda gateway=gateway: gateway.complete == {0} and gateway.hashes() == known)
+            await gateway.read_snapshots()
+            await gateway.read_until_held(known)
             assert gateway.largest <= 512
         await serve(cell, PROMPT)
         for gateway in (first, late):
-            await gateway.read_until(lambda gateway=gateway: gateway.hashes() == known | {*chain(PROMPT, block_size=1)})
+            await gateway.read_until_held(known | {*chain(PROMPT, block_size=1)})
         assert first.indexes[0].blocks == late.indexes[0].blocks == held_blocks(cache_of(cell), 1)
 
 
@@ -114,15 +115,15 @@ async def test_caches_are_watched_only_while_someone_subscribes(tmp_path: Path) 
         assert cache_of(cell)._feed is None
         gateways = [KvSubscriber(operator(cell)) for _ in range(2)]
         for gateway in gateways:
-            await gateway.read_until(lambda gateway=gateway: gateway.complete)
+            await gateway.read_snapshots()
         gateways[0].call.cancel()
         await serve(cell, PROMPT)
-        await gateways[1].read_until(lambda: gateways[1].hashes() == {*chain(PROMPT)})
+        await gateways[1].read_until_held({*chain(PROMPT)})
         gateways[1].call.cancel()
         await cell.wait_until(lambda _: cache_of(cell)._feed is None)
         await serve(cell, [6] * 40)
         again = KvSubscriber(operator(cell))
-        await again.read_until(lambda: again.complete)
+        await again.read_snapshots()
         assert again.hashes() == {*chain(PROMPT), *chain([6] * 40)}
 
 
@@ -135,7 +136,7 @@ async def test_a_gateway_that_reads_nothing_loses_its_stream_and_no_one_else_not
         cell.server.kv_events._max_queued_blocks = 2000
         await cell.wait_until_ready()
         slow, quick = KvSubscriber(scheduler_pb2_grpc.SchedulerServiceStub(channel)), KvSubscriber(operator(cell))
-        await slow.read_until(lambda: slow.complete)
+        await slow.read_snapshots()
         number = 0
         async with asyncio.timeout(PATIENCE_S):
             while len(cell.server.kv_events._subscribers) == 2:
@@ -143,7 +144,8 @@ async def test_a_gateway_that_reads_nothing_loses_its_stream_and_no_one_else_not
                 prompt = [number, *[9] * 400]
                 last = chain(prompt, block_size=1)[-1]
                 await serve(cell, prompt)
-                await quick.read_until(lambda last=last: last in quick.hashes())
+                while last not in quick.hashes():
+                    await quick.read()
         expected = (grpc.StatusCode.RESOURCE_EXHAUSTED, "CLIENT_TOO_SLOW")
         assert await reason_after(slow.read_until(lambda: False)) == expected
         await serve(cell, PROMPT)
@@ -154,7 +156,7 @@ async def test_there_are_not_too_many_subscribers_and_all_hear_of_the_end(tmp_pa
     async with running_cell(tmp_path) as cell:
         gateways = [KvSubscriber(operator(cell)) for _ in range(MAX_SUBSCRIBERS)]
         for gateway in gateways:
-            await gateway.read_until(lambda gateway=gateway: gateway.complete)
+            await gateway.read_snapshots()
         refused = KvSubscriber(operator(cell))
         assert await reason_after(refused.read()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
         cell.server.close()
