@@ -98,7 +98,7 @@ def _granularity(weights: Mapping[str, Any]) -> Granularity:
         return TENSOR
     if strategy == "channel":
         return CHANNEL
-    if strategy == "group" and group_size is not None and group_size > 0:
+    if strategy == "group" and group_size is not None and int(group_size) > 0:
         return Granularity(1, int(group_size))
     if strategy == "block":
         num_rows, num_columns = (int(size) for size in weights["block_structure"])

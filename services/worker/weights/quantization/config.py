@@ -51,12 +51,12 @@ class QuantizationConfig:
         if not values:
             return cls()
         method = values.get("quant_method") if isinstance(values, Mapping) else None
-        if method not in _METHODS:
+        if not isinstance(method, str) or method not in _METHODS:
             supported = ", ".join(sorted(_METHODS))
             raise ModelDirectoryError(f"config.json: quant_method {method!r} is not supported; supported: {supported}")
         try:
             rules = _METHODS[method](values)
-        except (re.error, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (re.error, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             text = str(error) if isinstance(error, UnsupportedFormatError) else repr(error)
             raise ModelDirectoryError(f"config.json: quantization_config of method {method!r}: {text}") from error
         return cls(rules, has_mxfp4=method == "mxfp4")

@@ -38,7 +38,12 @@ def is_listed(patterns: Sequence[str]) -> Callable[[str], bool]:
     A match at the start must end at a dot or the end of the name: `mlp.gate` does not match `mlp.gate_proj`.
 
     Source: transformers 5.23, quantizers/quantizers_utils.py, `should_convert_module`.
+
+    Raises:
+        ValueError: a pattern is not a string.
     """
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f"{list(patterns)!r} are not names of layers")
     starts = re.compile("|".join(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))" for pattern in patterns))
     ends = tuple(patterns)
     return lambda layer: bool(ends) and (starts.match(layer) is not None or layer.endswith(ends))

@@ -146,6 +146,8 @@ def _repeat(scales: Tensor, dim: int, size: int | None, places: range) -> Tensor
     """Scales of the indexes `places` along `dim`, where `size` consecutive ones share a scale; None means all do."""
     if size is None:
         return scales
+    # A checkpoint may say any size.
+    size = min(size, max(places.stop, 1))
     first = places.start // size
     scales = scales.narrow(dim, first, -(-places.stop // size) - first)
     if size > 1:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -131,3 +133,30 @@ def test_an_older_name_of_the_configuration_is_read() -> None:
 def test_an_unsupported_configuration_is_refused_by_name(config: Any, message: str) -> None:
     with pytest.raises(ModelDirectoryError, match=message):
         QuantizationConfig.from_json({"quantization_config": config})
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of everything inside `value`, a part of a JSON document."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield (*path, key)
+        yield from places(item, (*path, key))
+
+
+@pytest.mark.filterwarnings("ignore:Possible nested set")
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_configuration_with_any_value_is_read_or_refused(name: str) -> None:
+    config = json.loads(json.dumps(SCHEMES[name].config))
+    values = (None, True, 0, -1, 1 << 70, 0.5, float("inf"), float("nan"), "", "x", [], [0], [{}], {}, {"a": 1})
+    for *path, key in places(config):
+        for value in values:
+            changed = deepcopy(config)
+            part = changed
+            for step in path:
+                part = part[step]
+            part[key] = value
+            try:
+                stored = QuantizationConfig.from_json({"quantization_config": changed})
+            except ModelDirectoryError:
+                continue
+            stored.linear_format("model.layers.0.mlp.up_proj").stored_tensors((40, 80))
