@@ -1,4 +1,4 @@
-"""The kernels read and write only their arguments' memory, and their arithmetic is defined."""
+"""The kernels read and write only their arguments' memory, whatever is in a file, and their arithmetic is defined."""
 
 from __future__ import annotations
 
@@ -16,12 +16,18 @@ _HERE = Path(__file__).parent
 # Those that read weights, and all others.
 _PRODUCTS = ("test_products.py", "test_experts.py", "test_draw.py")
 _OTHERS = ("test_attention.py", "test_heads.py", "test_elementwise.py")
+_HOSTILE = ("test_hostile_weights.py",)
 
 
 @pytest.mark.process
 @pytest.mark.skipif(not available_isas(), reason="no kernels for this processor")
 @pytest.mark.parametrize(
-    "names", [pytest.param(_PRODUCTS, marks=pytest.mark.slow), pytest.param(_OTHERS, marks=pytest.mark.proof)]
+    "names",
+    [
+        pytest.param(_PRODUCTS, marks=pytest.mark.slow),
+        pytest.param(_OTHERS, marks=pytest.mark.proof),
+        pytest.param(_HOSTILE, marks=pytest.mark.proof),
+    ],
 )
 def test_sanitizers_find_nothing_in_the_kernels(names: tuple[str, ...]) -> None:
     # In one process: each would compile the kernels if they began together.
