@@ -61,6 +61,8 @@ LARGE_TARGETS = {1: 1.0, 8: 1.1}
 LARGE_PEER = "llama-cpp-q8_0"
 PRODUCTS_REQUESTS = 32
 MEMORY_MARGIN_MIB = 200
+# What a worker on a CPU has by default.
+KV_CACHE_BYTES = 1 << 30
 MIB = 2**20
 
 
@@ -231,7 +233,7 @@ class Bench:
         form = FORMATS[name]
         weights, importing = size.weight_bytes(form), importing_bytes()
         # Blocks that were never used come before those that a later prompt may share.
-        kv_cache = size.kv_bytes(form, self._args.repeats * self.loads.num_tokens)
+        kv_cache = min(size.kv_bytes(form, own.generate.num_tokens), KV_CACHE_BYTES)
         now = private_bytes(own.engine.cell.role_to_process["worker"].pid)
         for title, value, allowed in (("loading", own.peak_bytes, weights), ("serving", now, weights + kv_cache)):
             metric = f"{name}, private memory above importing, {title}"

@@ -20,16 +20,20 @@ IntArray = npt.NDArray[np.int64]
 
 
 class PromptSource:
-    """Random prompts, never reused and without common prefixes, so that the prefix cache has no effect."""
+    """Random prompts, never reused and without common prefixes, so that the prefix cache has no effect.
+
+    Attributes:
+        num_tokens: Of each prompt.
+    """
 
     def __init__(self, num_tokens: int, *, seed: int = 1) -> None:
-        self._num_tokens = num_tokens
+        self.num_tokens = num_tokens
         self._random = random.Random(seed)
 
     def take(self, count: int) -> list[list[int]]:
         """Draw the next prompts."""
         return [
-            [self._random.randrange(_FIRST_TOKEN_ID, _LAST_TOKEN_ID) for _ in range(self._num_tokens)]
+            [self._random.randrange(_FIRST_TOKEN_ID, _LAST_TOKEN_ID) for _ in range(self.num_tokens)]
             for _ in range(count)
         ]
 

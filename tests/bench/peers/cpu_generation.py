@@ -38,12 +38,6 @@ class Loads:
         return max(self.requests)
 
     @property
-    def num_tokens(self) -> int:
-        """All sequences' together, whose KV blocks are those of a repeat."""
-        in_loads = sum(self.requests) * (self.num_prompt_tokens + self.num_output_tokens)
-        return in_loads + self.num_prefill_tokens
-
-    @property
     def max_num_tokens(self) -> int:
         """The longest sequence."""
         return max(self.num_prompt_tokens + self.num_output_tokens, self.num_prefill_tokens + 1)
@@ -61,11 +55,16 @@ class Engine(Protocol):
 
 
 class Generate:
-    """Runs loads on engines; of several engines, which are one library with different settings, the best counts."""
+    """Runs loads on engines; of several engines, which are one library with different settings, the best counts.
+
+    Attributes:
+        num_tokens: Those of all sequences so far, whose keys and values an engine that reuses no memory has kept.
+    """
 
     def __init__(self, engines: Sequence[Engine], loads: Loads) -> None:
         self._engines = engines
         self._loads = loads
+        self.num_tokens = 0
         self._prompts = PromptSource(loads.num_prompt_tokens)
         self._long_prompts = PromptSource(loads.num_prefill_tokens, seed=2)
         self._run(min(_NUM_WARM_UP_TOKENS, loads.num_output_tokens))
@@ -84,10 +83,10 @@ class Generate:
         return figures
 
     def _best_s(self, source: PromptSource, count: int, num_output_tokens: int) -> float:
+        num_tries = _NUM_SINGLES if count == 1 else 1
+        self.num_tokens += num_tries * count * (source.num_tokens + num_output_tokens)
         return min(
-            engine.generate(source.take(count), num_output_tokens)
-            for engine in self._engines
-            for _ in range(_NUM_SINGLES if count == 1 else 1)
+            engine.generate(source.take(count), num_output_tokens) for engine in self._engines for _ in range(num_tries)
         )
 
 
