@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +14,11 @@ _DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32, torch.float64),
 )
+
+
+def _to(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor.float().to(dtype)
+
 
 SHAPES: Mapping[str, Damage] = {
     "empty": lambda tensor: tensor.new_empty(0),
@@ -28,7 +34,7 @@ SHAPES: Mapping[str, Damage] = {
 """For tensors of at least one dimension."""
 
 DTYPES: Mapping[str, Damage] = {
-    **{f"as {dtype}": lambda tensor, dtype=dtype: tensor.float().to(dtype) for dtype in _DTYPES},
+    **{f"as {dtype}": partial(_to, dtype) for dtype in _DTYPES},
     "as bytes": lambda tensor: _bytes(tensor).view(*tensor.shape[:-1], -1),
 }
 

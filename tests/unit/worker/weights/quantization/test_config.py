@@ -147,7 +147,23 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_configuration_with_any_value_is_read_or_refused(name: str) -> None:
     config = json.loads(json.dumps(SCHEMES[name].config))
-    values = (None, True, 0, -1, 1 << 70, 0.5, float("inf"), float("nan"), "", "x", [], [0], [{}], {}, {"a": 1})
+    values: tuple[Any, ...] = (
+        None,
+        True,
+        0,
+        -1,
+        1 << 70,
+        0.5,
+        float("inf"),
+        float("nan"),
+        "",
+        "x",
+        [],
+        [0],
+        [{}],
+        {},
+        {"a": 1},
+    )
     for *path, key in places(config):
         for value in values:
             changed = deepcopy(config)
