@@ -26,7 +26,8 @@ _HOSTILE = ("test_hostile_weights.py",)
     [
         pytest.param(_PRODUCTS, marks=pytest.mark.slow),
         pytest.param(_OTHERS, marks=pytest.mark.proof),
-        pytest.param(_HOSTILE, marks=pytest.mark.proof),
+        # Thousands of files for each set of instructions.
+        pytest.param(_HOSTILE, marks=(pytest.mark.proof, pytest.mark.timeout(3600))),
     ],
 )
 def test_sanitizers_find_nothing_in_the_kernels(names: tuple[str, ...]) -> None:
