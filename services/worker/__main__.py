@@ -14,6 +14,7 @@ from services.worker.group.member import Member
 from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.exits import DomainEnd, ExitCode, end_process
 from services.worker.process.loading_progress import make_progress
+from services.worker.process.private_home import make_home_private
 from services.worker.process.rpc_thread import Role, RpcThread
 from services.worker.process.signals import call_at_stop_signals
 from services.worker.server.leader import Leader
@@ -44,6 +45,7 @@ def main() -> int:
     log_settings(settings)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     _tune_libraries()
+    make_home_private()
     device, is_loaded = DeviceLoop(), threading.Event()
     end = DomainEnd(device)
     make_role = Leader if settings.layout.is_leader else Member

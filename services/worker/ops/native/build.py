@@ -1,4 +1,7 @@
-"""Builds the kernels with the machine's compiler, once for each content, compiler and set of instructions."""
+"""Builds the kernels with the machine's compiler, once for each content, compiler and set of instructions.
+
+An image brings them built, for every processor: there a worker has neither a compiler nor a minute to wait for one.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,12 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from services.worker.ops.native.isa import Isa, available_isas
+from services.worker.ops.native.isa import Isa, available_isas, every_compiler_flags
 from shared.cores import num_usable_cores
 
 _SOURCES = Path(__file__).parent / "kernels"
+# What an image brings. It is a part of the code, and is trusted as such.
+_PREBUILT = Path(__file__).parent / "prebuilt"
 _COMPILERS = ("g++", "clang++")
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-fno-math-errno", "-fvisibility=hidden", "-Wall", "-Wextra")
 
@@ -24,7 +29,7 @@ class BuildError(Exception):
 
 
 def build(isa: Isa, extra_flags: tuple[str, ...] = ()) -> Path:
-    """The library for `isa`, from the cache or compiled now, which takes up to a minute.
+    """The library for `isa`: an image's own, from the cache, or compiled now, which takes up to a minute.
 
     Args:
         extra_flags: For the compiler, after its usual ones.
@@ -32,12 +37,26 @@ def build(isa: Isa, extra_flags: tuple[str, ...] = ()) -> Path:
     Raises:
         BuildError: there is no compiler, it fails, or the cache's folder is not the user's own.
     """
-    compiler = _find_compiler()
-    sources = sorted(_SOURCES.glob("*.cpp"))
     flags = (*_FLAGS, *isa.compiler_flags, *extra_flags)
-    library = _cache_dir() / f"{_digest(compiler, flags)}.so"
+    prebuilt = next(_PREBUILT.glob(f"{_content_digest(flags)}-*.so"), None)
+    return prebuilt or _build_in(_cache_dir(), flags)
+
+
+def prebuild() -> list[Path]:
+    """The libraries for every processor, compiled into this package, where `build` finds them without a compiler.
+
+    Raises:
+        BuildError: there is no compiler, it fails, or the package cannot be written to.
+    """
+    folder = _prebuilt_dir()
+    return [_build_in(folder, (*_FLAGS, *flags)) for flags in every_compiler_flags()]
+
+
+def _build_in(folder: Path, flags: tuple[str, ...]) -> Path:
+    compiler = _find_compiler()
+    library = folder / f"{_content_digest(flags)}-{_compiler_digest(compiler)}.so"
     if not library.exists():
-        _compile(compiler, flags, sources, library)
+        _compile(compiler, flags, sorted(_SOURCES.glob("*.cpp")), library)
     return library
 
 
@@ -61,13 +80,26 @@ def _cache_dir() -> Path:
     return path
 
 
-def _digest(compiler: str, flags: tuple[str, ...]) -> str:
-    """Equal only for equal sources, compilers and flags."""
-    version = _run([compiler, "--version"])
-    digest = hashlib.blake2b("\0".join((compiler, version, *flags)).encode(), digest_size=16)
+def _prebuilt_dir() -> Path:
+    try:
+        _PREBUILT.mkdir(exist_ok=True)
+    except OSError as error:
+        raise BuildError(f"no folder for an image's kernels: {error}") from error
+    return _PREBUILT
+
+
+def _content_digest(flags: tuple[str, ...]) -> str:
+    """Equal only for equal sources and flags."""
+    digest = hashlib.blake2b("\0".join(flags).encode(), digest_size=16)
     for path in sorted(_SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def _compiler_digest(compiler: str) -> str:
+    """Equal only for equal compilers."""
+    version = _run([compiler, "--version"])
+    return hashlib.blake2b(f"{compiler}\0{version}".encode(), digest_size=16).hexdigest()
 
 
 def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], library: Path) -> None:
@@ -94,10 +126,15 @@ def _run(command: list[str]) -> str:
         raise BuildError(f"{command[0]} failed: {output[-2000:]}") from error
 
 
-if __name__ == "__main__":
-    # The Makefile builds ahead, so that the first start of a worker does not wait for the compiler.
+def main(arguments: list[str]) -> None:
+    """Build ahead for this machine, so that the first start of a worker does not wait; with --prebuild for an image."""
     isas = available_isas()
     try:
-        print(build(isas[-1]) if isas else "no kernels for this processor")  # noqa: T201
+        libraries = prebuild() if arguments == ["--prebuild"] else [build(isa) for isa in isas[-1:]]
     except BuildError as error:
         sys.exit(f"the kernels were not built: {error}")
+    print(*libraries or ["no kernels for this processor"], sep="\n")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -9,6 +9,7 @@ from pathlib import Path
 _AVX2 = ("avx2", "fma", "f16c", "bmi2")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
 _AVX512_BF16 = (*_AVX512, "avx512_bf16")
+_MULTIPLY_BF16 = "-DMULTIPLY_BF16"
 
 
 class Isa(enum.Enum):
@@ -26,9 +27,16 @@ class Isa(enum.Enum):
 
     @property
     def compiler_flags(self) -> tuple[str, ...]:
-        """What g++ and clang++ call them, and whether products of bfloat16 pay."""
-        flags = tuple(f"-m{flag.replace('avx512_', 'avx512')}" for flag in self.cpu_flags)
-        return (*flags, "-DMULTIPLY_BF16") if self is Isa.AVX512_BF16 and _multiplies_bf16_fast() else flags
+        """What g++ and clang++ call them, and whether products of bfloat16 pay on this processor."""
+        flags = _instruction_flags(self)
+        return (*flags, _MULTIPLY_BF16) if self is Isa.AVX512_BF16 and _multiplies_bf16_fast() else flags
+
+
+def every_compiler_flags() -> list[tuple[str, ...]]:
+    """What `Isa.compiler_flags` may be on any processor of this machine's architecture; empty if it has no kernels."""
+    if platform.machine() != "x86_64":
+        return []
+    return [*map(_instruction_flags, Isa), (*_instruction_flags(Isa.AVX512_BF16), _MULTIPLY_BF16)]
 
 
 def available_isas() -> list[Isa]:
@@ -37,6 +45,10 @@ def available_isas() -> list[Isa]:
         return []
     flags = set(_cpuinfo("flags").split())
     return [isa for isa in Isa if flags.issuperset(isa.cpu_flags)]
+
+
+def _instruction_flags(isa: Isa) -> tuple[str, ...]:
+    return tuple(f"-m{flag.replace('avx512_', 'avx512')}" for flag in isa.cpu_flags)
 
 
 def _multiplies_bf16_fast() -> bool:
