@@ -38,7 +38,8 @@ class WorkerSettings(ProcessSettings):
     )
     ops_backend: Literal["auto", "aiter", "cpu", "native", "reference", "triton"] = Field(
         default="auto",
-        description="Kernels: native is fast on x86-64, and compiled at the first start; cpu needs no compiler; triton "
+        description="Kernels: native is fast on x86-64, and compiled at the first start, except in an image, which "
+        "brings it; cpu needs no compiler; triton "
         "runs on GPUs; aiter on AMD's, with AMD's library of kernels, which are built at the first start; reference is "
         "exact (a row's bits do not depend on the rest of the batch); auto is aiter on an AMD GPU where that library "
         "is installed, else triton on a GPU, native on x86-64 and cpu elsewhere. Where native cannot be compiled, cpu "

@@ -10,8 +10,9 @@ import torch
 from services.worker.device import DeviceError
 from services.worker.ops import load_ops
 from services.worker.ops.native import backend, library
-from services.worker.ops.native.build import BuildError, build
-from services.worker.ops.native.isa import Isa, available_isas
+from services.worker.ops.native import build as building
+from services.worker.ops.native.build import BuildError, build, prebuild
+from services.worker.ops.native.isa import Isa, available_isas, every_compiler_flags
 
 
 @pytest.mark.parametrize("isa", available_isas(), ids=lambda isa: isa.value)
@@ -63,3 +64,26 @@ def test_a_cache_that_others_can_write_to_is_not_used(monkeypatch: pytest.Monkey
     folder.chmod(0o777)
     with pytest.raises(BuildError, match="is not the user's own: others could write to it"):
         build(available_isas()[-1])
+
+
+@pytest.mark.skipif(not available_isas(), reason="no kernels for this processor")
+def test_an_image_brings_kernels_that_need_neither_a_compiler_nor_a_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    isa = available_isas()[-1]
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "short.cpp").write_text('extern "C" int one() { return 1; }')
+    monkeypatch.setattr(building, "_SOURCES", tmp_path / "kernels")
+    monkeypatch.setattr(building, "_PREBUILT", tmp_path / "prebuilt")
+    libraries = prebuild()
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("HOME", "/nonexistent")
+    assert build(isa) in libraries
+    with pytest.raises(BuildError, match="there is no C\\+\\+ compiler"):
+        build(isa, ("-DOTHER",))
+
+
+def test_an_image_has_kernels_for_whatever_processor_runs_it() -> None:
+    flags = every_compiler_flags()
+    assert {isa.compiler_flags for isa in available_isas()} <= set(flags)
+    assert len(set(flags)) == len(flags) == (4 if available_isas() else 0)
