@@ -133,7 +133,7 @@ def main(arguments: list[str]) -> None:
         libraries = prebuild() if arguments == ["--prebuild"] else [build(isa) for isa in isas[-1:]]
     except BuildError as error:
         sys.exit(f"the kernels were not built: {error}")
-    print(*libraries or ["no kernels for this processor"], sep="\n")  # noqa: T201
+    print(*([str(path) for path in libraries] or ["no kernels for this processor"]), sep="\n")  # noqa: T201
 
 
 if __name__ == "__main__":
