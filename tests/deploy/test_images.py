@@ -28,7 +28,7 @@ from tests.support.tiny_llama import write_tiny_llama
 from tests.support.tiny_tokenizer import write_tiny_tokenizer
 
 TRIVY = ROOT / ".cache" / "tools" / "trivy"
-PINNED = {"PYTHON_BASE": "python@sha256:0", "TORCH_INDEX": "https://pypi.org/simple"}
+PINNED = {"PYTHON_BASE": "python@sha256:0"}
 ROLES = {
     "tokenizer": "tokenizer",
     "scheduler": "scheduler",
