@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import math
 from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
@@ -119,11 +120,13 @@ class SchedulerActor:
         return commands
 
     def pass_lease(self) -> None:
-        """Let every rival named so far have held its group for longer than the lease.
+        """Let every rival named so far have held its group for longer than the lease, and every head start end.
 
-        This has no effect on a scheduler that never attached a domain.
+        The first has no effect on a scheduler that never attached a domain, the second on one that did.
         """
         if not self.has_attached:
+            for group, free_at in self._claim.group_to_free_at.items():
+                self._claim.group_to_free_at[group] = free_at if math.isinf(free_at) else _LONG_AGO
             return
         for group, rival in self._claim.group_to_rival.items():
             if rival is not None:

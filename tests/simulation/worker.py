@@ -134,14 +134,15 @@ class SimulatedWorker:
     def offer(self, epoch: int, instance_id: str, answer: OfferAnswer) -> None:
         """Handle `Attach`; it is answered once all launched steps have returned, or as stuck after `_STUCK_AFTER_S`."""
         if not self._is_up or not self.group.is_open:
-            answer(Refused(self._rank, epoch, "NOT_READY", 0))
+            answer(Refused(self._rank, epoch, "NOT_READY", 0, is_ready=False))
             return
         before = self._claim.last_launched
         try:
             self._claim.offer(epoch, instance_id, self._clock.now)
         except ServiceError as error:
-            holder = NO_HOLDER if isinstance(error, NotReadyError) else self._holder()
-            answer(Refused(self._rank, epoch, error.reason, holder.epoch, holder.instance_id))
+            is_ready = not isinstance(error, NotReadyError)
+            holder = self._holder() if is_ready else NO_HOLDER
+            answer(Refused(self._rank, epoch, error.reason, holder.epoch, holder.instance_id, is_ready=is_ready))
             return
         assert not self._is_leaving, "a group that is leaving is claimed"
         self._fence = epoch

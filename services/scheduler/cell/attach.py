@@ -7,6 +7,7 @@ falls. So a lost, late or repeated message only costs another round.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -18,6 +19,10 @@ from shared.ids import DpRank
 
 # Mean delay between two rounds. A worker takes seconds to restart.
 RETRY_DELAY_S = 0.5
+
+# How long a standby leaves a group that has just started to the scheduler that held it: that one offers in every round,
+# so the crash of a worker does not move its cell to another scheduler.
+HEAD_START_S = 3.0
 
 # Not a real epoch: offering it only asks a group which scheduler holds it.
 QUESTION = 0
@@ -35,8 +40,9 @@ class Rival:
 class SchedulerClaim:
     """A scheduler's claim to its workers, shared by the domains of a cell.
 
-    A scheduler that has never held a domain takes nothing while another one holds any group that answers. One that has
-    exits when a rival has held one of its groups for longer than the lease, under a higher epoch than any of its own
+    A scheduler that has never held a domain takes nothing while another one holds any group that answers. If it has met
+    another one, it is a standby: it offers nothing to a domain in which a group is not ready, or became ready less than
+    `HEAD_START_S` ago and was never held since. A scheduler that has held a domain offers at once, and exits when a rival has held one of its groups for longer than the lease, under a higher epoch than any of its own
     (ties go by instance id). So of two schedulers that each hold part of a cell, exactly one exits.
     """
 
@@ -49,6 +55,18 @@ class SchedulerClaim:
     """Includes those whose streams are being opened."""
     group_to_rival: dict[int, Rival | None] = field(default_factory=dict)
     """From the last answer of each group asked."""
+    has_met_rival: bool = False
+    group_to_free_at: dict[int, float] = field(default_factory=dict)
+    """When a standby may take each group that was not held since its start; never, while the group is not ready."""
+
+    def note_answer(self, answer: Refused, now: float) -> None:
+        """Record whether a group that was asked is ready, and whether it was held since its start."""
+        if answer.held_epoch is None or not answer.is_ready:
+            self.group_to_free_at[answer.group] = math.inf
+        elif answer.held_epoch:
+            self.group_to_free_at.pop(answer.group, None)
+        elif self.group_to_free_at.get(answer.group, math.inf) == math.inf:
+            self.group_to_free_at[answer.group] = now + HEAD_START_S
 
     def note_holder(self, group: int, holder: str, now: float) -> None:
         """Record the live holder that a group named; empty for none or no answer."""
@@ -57,15 +75,21 @@ class SchedulerClaim:
             self.group_to_rival[group] = None
         elif rival is None or rival.instance_id != holder:
             self.group_to_rival[group] = Rival(holder, now)
+            self.has_met_rival = True
 
-    def find_obstacle(self) -> str | None:
-        """Say why it may not make an offer yet; None when it may."""
+    def find_obstacle(self, groups: Iterable[int], now: float) -> str | None:
+        """Say why it may not offer these groups an epoch yet; None when it may."""
         if self.has_held:
             return None
         for group, rival in self.group_to_rival.items():
             if rival is not None:
                 return f"scheduler {rival.instance_id} holds group {group}"
-        return "not every group has been asked" if len(self.group_to_rival) < self.num_groups else None
+        if len(self.group_to_rival) < self.num_groups:
+            return "not every group has been asked"
+        for group in groups:
+            if self.has_met_rival and now < self.group_to_free_at.get(group, now):
+                return f"group {group} is not ready, or has just started and is left to the scheduler that held it"
+        return None
 
     def find_lasting_rivals(self, groups: Iterable[int], now: float) -> dict[int, str]:
         """The rivals that these groups have named for longer than the lease."""
@@ -114,6 +138,8 @@ class Refused:
     """None when it did not answer; it may then have taken the offered epoch."""
     holder: str = ""
     """The scheduler that holds the group; empty for none."""
+    is_ready: bool = True
+    """False while the group loads, and once it leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +299,8 @@ class DomainAttach:
             self._note_holder(answer.group, answer.epoch, "", now)
         else:
             self._note_holder(answer.group, answer.held_epoch, answer.holder, now)
+            if answer.epoch == QUESTION:
+                self._claim.note_answer(answer, now)
             if self._is_last_refusal(answer):
                 return [self._exit(answer.holder)]
         return self._conclude(now) if len(self._answers) == len(self._groups) else []
@@ -293,7 +321,7 @@ class DomainAttach:
 
     def _conclude(self, now: float) -> list[Command]:
         if self._phase is _Phase.ASKING:
-            obstacle = self._claim.find_obstacle()
+            obstacle = self._claim.find_obstacle(self._groups, now)
             return self._offer(now) if obstacle is None else [self._retry(now, obstacle)]
         answers = [self._answers[group] for group in self._groups]
         accepted = [answer for answer in answers if isinstance(answer, Accepted)]

@@ -29,6 +29,7 @@ from services.scheduler.core.batch.logprobs import Logprobs
 from services.scheduler.core.batch.slot_table import Slots
 from services.scheduler.core.batch.step import EnteringSequence, PrefillChunk, Step, StepKind, StepResult
 from services.scheduler.core.worker_facts import WorkerFacts
+from shared.errors import NotReadyError
 from shared.ids import DpRank
 from shared.limits import TOKEN_DTYPE
 from shared.rpc import reason_of, status_from_rpc_error
@@ -103,7 +104,8 @@ class GroupLink:
             await self._leave_dead_connection(error)
             status = status_from_rpc_error(error)
             reason = f"{reason_of(status) or error.code().name}: {error.details()}"
-            self._on_attach_event(Refused(self._rank, epoch, reason, *_read_holder(status)))
+            is_ready = reason_of(status) != NotReadyError.reason
+            self._on_attach_event(Refused(self._rank, epoch, reason, *_read_holder(status), is_ready=is_ready))
         else:
             self._on_attach_event(_read_acceptance(self._rank, epoch, response))
 

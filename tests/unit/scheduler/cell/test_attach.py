@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from services.scheduler.cell.attach import (
+    HEAD_START_S,
     QUESTION,
     RETRY_DELAY_S,
     Accepted,
@@ -96,6 +97,13 @@ def retry_of(commands: list[Command]) -> RetryAt:
     assert isinstance(retry, RetryAt)
     assert retry.when == 5.0 + RETRY_DELAY_S
     return retry
+
+
+def retry_reason(commands: list[Command]) -> str:
+    """Why the only command schedules another round."""
+    [retry] = commands
+    assert isinstance(retry, RetryAt)
+    return retry.reason
 
 
 def test_a_domain_is_attached_when_every_group_opens_its_stream() -> None:
@@ -234,7 +242,41 @@ def test_a_newcomer_asks_until_no_group_names_a_live_holder_and_then_offers_the_
         assert "other" in retry_of(attach.on_event(Refused(1, QUESTION, "UNAVAILABLE"), 5.0)).reason
     attach.on_event(RetryDue(), 5.0)
     attach.on_event(refused(0, QUESTION, 7), 5.0)
-    assert attach.on_event(Refused(1, QUESTION, "UNAVAILABLE"), 5.0) == [Offer(0, 8), Offer(1, 8)]
+    assert attach.on_event(refused(1, QUESTION, 6), 5.0) == [Offer(0, 8), Offer(1, 8)]
+
+
+def standby() -> DomainAttach:
+    """Both groups have named another scheduler as their live holder."""
+    attach = DomainAttach(0, COUPLED, newcomer())
+    ask(attach, refused(0, QUESTION, 7, "other"), refused(1, QUESTION, 7, "other"), 0.0)
+    return attach
+
+
+def ask(attach: DomainAttach, first: Refused, second: Refused, now: float) -> list[Command]:
+    """The commands of a round in which the groups give these answers to the question."""
+    assert attach.on_event(RetryDue(), now) == [Offer(0, QUESTION), Offer(1, QUESTION)]
+    assert attach.on_event(first, now) == []
+    return attach.on_event(second, now)
+
+
+def test_a_standby_leaves_groups_that_have_just_started_to_their_former_holder_for_a_while() -> None:
+    attach = standby()
+    not_ready = [Refused(group, QUESTION, "NOT_READY", 0, is_ready=False) for group in (0, 1)]
+    # The head start begins when the last group is ready, however long that takes.
+    for now, answers in enumerate([not_ready, (free(0), not_ready[1]), (free(0), not_ready[1])]):
+        assert "not ready" in retry_reason(ask(attach, *answers, 100.0 * now))
+    for now in (1000.0, 1000.0 + 0.9 * HEAD_START_S):
+        assert "just started" in retry_reason(ask(attach, free(0), free(1), now))
+    assert ask(attach, free(0), free(1), 1000.0 + HEAD_START_S) == [Offer(0, 8), Offer(1, 8)]
+
+
+def test_a_standby_takes_groups_at_once_when_the_stream_of_their_holder_has_ended() -> None:
+    assert ask(standby(), refused(0, QUESTION, 7), refused(1, QUESTION, 7), 0.5) == [Offer(0, 8), Offer(1, 8)]
+
+
+def test_a_standby_does_not_offer_an_epoch_to_half_a_domain() -> None:
+    attach = standby()
+    assert "not ready" in retry_reason(ask(attach, refused(0, QUESTION, 7), Refused(1, QUESTION, "UNAVAILABLE"), 9.0))
 
 
 def test_a_newcomer_asks_all_groups_of_the_cell_before_it_offers_any() -> None:
