@@ -30,14 +30,14 @@ class TokenizerSettings(ProcessSettings, ClientPortSettings):
     scheduler: Addresses = Field(
         default=("127.0.0.1:50054",),
         min_length=1,
-        description="Addresses of the cell's schedulers (their --cell-listen), separated by commas; the first one that "
-        "serves is used.",
+        description="Addresses of the cell's schedulers (their --cell-listen), separated by commas. It links to "
+        "all of them, and uses the first that holds workers.",
     )
     scheduler_silence_s: float = Field(
         default=3.0,
         ge=1.0,
         allow_inf_nan=False,
-        description="Seconds of silence after which the scheduler counts as lost.",
+        description="Seconds of silence after which a scheduler counts as lost.",
     )
     scheduler_lost_s: float = Field(
         default=60.0,

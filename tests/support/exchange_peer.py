@@ -159,6 +159,7 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
         num_streams: Streams opened so far.
         ended_streams: Has one entry per stream that has ended.
         is_silent: Set to True to stop sending heartbeats.
+        holds_workers: What heartbeats say after the cell info.
     """
 
     def __init__(self, cell_info: exchange_pb2.CellInfo) -> None:
@@ -169,6 +170,7 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
         self.aborts: asyncio.Queue[int] = asyncio.Queue()
         self.heartbeats: asyncio.Queue[None] = asyncio.Queue()
         self.is_silent = False
+        self.holds_workers = True
         self.ended_streams: asyncio.Queue[None] = asyncio.Queue()
         self.num_streams = 0
         self._streams: list[_Stream] = []
@@ -223,7 +225,8 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
     async def _beat(self, stream: _Stream) -> None:
         for progress in itertools.count():
             if not self.is_silent:
-                heartbeat = exchange_pb2.SchedulerHeartbeat(progress=progress)
+                holds_workers = self.holds_workers and stream.is_attached
+                heartbeat = exchange_pb2.SchedulerHeartbeat(progress=progress, holds_workers=holds_workers)
                 stream.outbox.put_nowait(exchange_pb2.ExchangeResponse(heartbeat=heartbeat))
             await asyncio.sleep(HEARTBEAT_S)
 

@@ -42,8 +42,11 @@ class SchedulerClaim:
 
     A scheduler that has never held a domain takes nothing while another one holds any group that answers. If it has met
     another one, it is a standby: it offers nothing to a domain in which a group is not ready, or became ready less than
-    `HEAD_START_S` ago and was never held since. A scheduler that has held a domain offers at once, and exits when a rival has held one of its groups for longer than the lease, under a higher epoch than any of its own
-    (ties go by instance id). So of two schedulers that each hold part of a cell, exactly one exits.
+    `HEAD_START_S` ago and was never held since.
+
+    One that has held a domain offers at once. It exits when a rival has held one of its groups for longer than the
+    lease, under a higher epoch than any of its own (ties go by instance id). So of two schedulers that each hold part
+    of a cell, exactly one exits.
     """
 
     instance_id: str

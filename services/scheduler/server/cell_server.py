@@ -67,6 +67,8 @@ class ClientLink:
         self.number = number
         self.closed: asyncio.Future[ServiceError | None] = asyncio.get_running_loop().create_future()
         """The error that the stream ends with, or None for OK."""
+        self.has_cell_info = False
+        """Whether the cell's facts were sent."""
         self._on_close = on_close
         self._silence = Silence(silence_s)
         self._sends_heartbeats = False
@@ -95,9 +97,8 @@ class ClientLink:
         self._silence.note_alive()
         self._sends_heartbeats = True
 
-    def beat(self, progress: int, now: float) -> None:
-        """Send a heartbeat; closes the link if its replica has sent none for too long."""
-        heartbeat = exchange_pb2.SchedulerHeartbeat(progress=progress)
+    def beat(self, heartbeat: exchange_pb2.SchedulerHeartbeat, now: float) -> None:
+        """Send a heartbeat that is due; closes the link if its replica has sent none for too long."""
         self.send(exchange_pb2.ExchangeResponse(heartbeat=heartbeat), now)
         if self._sends_heartbeats and self._silence.beat() and not self.is_closed:
             logger.warning("a replica is silent", extra={"client": self.number})
@@ -180,6 +181,8 @@ class CellServer:
         self._health_updates: set[asyncio.Task[None]] = set()
         self._timer: asyncio.Handle | None = None
         self._timer_at = 0.0
+        # That of the last heartbeat.
+        self._progress = 0
         self._failpoint = failpoint
         self._domains = [
             link_domain(domain, self.on_event, self._exit) for domain in range(engine.topology.num_domains)
@@ -221,7 +224,7 @@ class CellServer:
         return not state.num_running and not state.num_waiting
 
     def connect(self) -> ClientLink:
-        """Add a replica; it gets the cell's info as soon as there are workers."""
+        """Add a replica; it gets the cell's info as soon as this scheduler holds workers."""
         number = next(self._client_numbers)
         client = ClientLink(number, lambda: self.disconnect(client), self._replica_silence_s)
         self._clients[number] = client
@@ -284,7 +287,7 @@ class CellServer:
 
     def _handle(self, event: Event) -> None:
         now = self._loop.time()
-        was_ready, was_known = self.engine.is_ready, self.engine.model is not None
+        was_ready = self.engine.is_ready
         actions = self.engine.on_event(event, now)
         for action in actions:
             self._perform(action)
@@ -296,9 +299,7 @@ class CellServer:
         self.kv_events.wake()
         if self.engine.is_ready != was_ready:
             self._report_health()
-        if not was_known:
-            for client in self._clients.values():
-                self._send_cell_info(client)
+            self._tell_replicas(now)
 
     def _arm_timer(self) -> None:
         """A timer that is too early is left to fire and then set again, because the time changes with every step."""
@@ -341,11 +342,22 @@ class CellServer:
                 self._exit(action)
 
     def _beat(self, progress: int) -> None:
-        now = self._loop.time()
+        now, self._progress = self._loop.time(), progress
         for domain in self._domains:
             domain.beat(progress)
+        heartbeat = self._make_heartbeat()
         for client in self._clients.values():
-            client.beat(progress, now)
+            client.beat(heartbeat, now)
+
+    def _tell_replicas(self, now: float) -> None:
+        """This scheduler holds workers now, or holds none any more: replicas choose between schedulers by it."""
+        heartbeat = exchange_pb2.ExchangeResponse(heartbeat=self._make_heartbeat())
+        for client in self._clients.values():
+            self._send_cell_info(client)
+            client.send(heartbeat, now)
+
+    def _make_heartbeat(self) -> exchange_pb2.SchedulerHeartbeat:
+        return exchange_pb2.SchedulerHeartbeat(progress=self._progress, holds_workers=self.engine.is_ready)
 
     def _exit(self, exit_: Exit) -> None:
         logger.error("the scheduler exits", extra={"reason": exit_.reason})
@@ -361,9 +373,11 @@ class CellServer:
         return common_pb2.SamplingParams.FromString(b"" if model is None else model.default_sampling)
 
     def _send_cell_info(self, client: ClientLink) -> None:
+        """Send the cell's facts, once, if this scheduler holds workers."""
         model, limits = self.engine.model, self.engine.model_limits
-        if model is None or limits is None:
+        if client.has_cell_info or not self.engine.is_ready or model is None or limits is None:
             return
+        client.has_cell_info = True
         cell_info = exchange_pb2.CellInfo(
             scheduler_instance_id=self.instance_id,
             model_digest=model.model_digest,

@@ -1,60 +1,43 @@
-"""The only caller of ExchangeService."""
+"""Which of the cell's schedulers gets the requests."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 
-import grpc
-
-from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
-from lockstep.v1 import common_pb2
+from lockstep.internal.v1 import exchange_pb2
 from services.tokenizer.exchange.cell_requests import CellRequests, Counters, Receiver
-from services.tokenizer.exchange.exchange_link import ExchangeLink
 from services.tokenizer.exchange.request_ledger import ExchangeError
+from services.tokenizer.exchange.scheduler_link import Cell, SchedulerLink, SchedulerStream, StreamEnd
 from services.tokenizer.request.request import Request
 from shared.errors import NotReadyError, SchedulerLostError
-from shared.heartbeat import Silence, next_beat_at
 from shared.ids import RequestHandle
 from shared.limits import ModelLimits
-from shared.rpc import Peer, make_channel, reason_of, status_from_rpc_error
+from shared.rpc import Peer
 
 logger = logging.getLogger(__name__)
 
-FIRST_RETRY_S = 0.1
-LONGEST_RETRY_S = 2.0
-
-_random = secrets.SystemRandom()
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """What the scheduler said about its cell."""
-
-    scheduler_instance_id: str
-    eos_token_ids: tuple[int, ...]
-    limits: ModelLimits
-    default_sampling: common_pb2.SamplingParams
-    exact_fingerprint: str
-    """Empty if the cell is not exact."""
-
-
-@dataclass(frozen=True, slots=True)
-class _LinkEnd:
-    reason: str
-    is_unexplained: bool = False
-    """Whether the scheduler gave no reason itself, and so may be dead."""
-
 
 class SchedulerClient:
-    """Keeps the service linked to the cell, and submits requests to it.
+    """Keeps a stream to each scheduler of the cell, and submits all requests on one of them, the used one.
 
-    Invariant: linked exactly while there is a stream with a `CellInfo`, and the cell serves our model.
+    The claim on the workers elects the leader; this side only follows what schedulers say about themselves:
+
+    - The first scheduler that holds workers is used. It stays the used one while its workers are lost and come back.
+    - It is left when its stream ends, or when it holds no worker and another one does; one that is silent for longer
+      than the lease holds none. All requests are then submitted to the other one, as a higher attempt, and nothing that
+      the old stream brings is delivered any more.
+
+                         A holds        A is killed      B takes the workers         A is back
+        stream to A      used           ends                                         standby
+        stream to B      standby        standby          used
+
+    Two schedulers may each hold a part of a cell, until one of them exits; that alone moves no request. Each move has a
+    cause of its own: a stream ended, or a scheduler lost its last worker or was silent for the lease.
+
+    Invariant: linked exactly while there is a used stream. Its cell serves our model. No other stream carries a submit.
     """
 
     def __init__(
@@ -70,22 +53,21 @@ class SchedulerClient:
         """Prepare to link; `run` does it.
 
         Args:
-            addresses: Tried in turn; only one scheduler serves at a time.
+            addresses: One for each scheduler.
             model_digest: A cell with a different one is refused.
             on_change: Called with `is_linked` each time it changes.
-            silence_s: A link is given up after this silence.
+            silence_s: A stream is given up after this silence.
             peer: As in `make_channel`.
         """
         self._requests = requests
         self._addresses = tuple(addresses)
         self._model_digest = model_digest
         self._on_change = on_change
-        self._silence_s = silence_s
-        self._peer = peer
+        self._links = [SchedulerLink(address, self, silence_s=silence_s, peer=peer) for address in addresses]
+        # The open ones, oldest first.
+        self._streams: list[SchedulerStream] = []
+        self._used: SchedulerStream | None = None
         self._cell: Cell | None = None
-        # Tries since the last link, and the pause after each address has been tried once.
-        self._num_tries = 0
-        self._retry_s = FIRST_RETRY_S
 
     @property
     def is_linked(self) -> bool:
@@ -123,81 +105,74 @@ class SchedulerClient:
         self._requests.abort(handle)
 
     async def run(self) -> None:
-        """Link to the schedulers in turn until cancelled."""
-        logger.info("linking to the scheduler", extra={"addresses": self._addresses})
-        for address in itertools.cycle(self._addresses):
-            end = await self._run_link(address)
-            logger.warning("no link to the scheduler", extra={"address": address, "reason": end.reason})
-            self._num_tries += 1
-            if self._num_tries % len(self._addresses) == 0:
-                # Random, so that the replicas of a cell do not all reconnect at once.
-                await asyncio.sleep(_random.uniform(0.5, 1.0) * self._retry_s)
-                self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
+        """Keep the links until cancelled.
 
-    async def _run_link(self, address: str) -> _LinkEnd:
-        link = self._requests.make_link()
-        # A channel per link, so that no state of a lost link affects the next one, and certificates are today's.
-        async with make_channel(address, internal=True, peer=self._peer) as channel:
-            call = exchange_pb2_grpc.ExchangeServiceStub(channel).Exchange(link.messages())
-            reader = asyncio.create_task(self._read(link, call))
-            end = _LinkEnd("cancelled")
-            try:
-                end = await self._keep_alive(link, reader)
-            finally:
-                reader.cancel()
-                await asyncio.wait([reader])
-                await self._unlink(link, end)
-        return end
+        Raises:
+            ExceptionGroup: a bug.
+        """
+        logger.info("linking to the schedulers", extra={"addresses": self._addresses})
+        async with asyncio.TaskGroup() as tasks:
+            for link in self._links:
+                tasks.create_task(link.run())
 
-    async def _keep_alive(self, link: ExchangeLink, reader: asyncio.Task[_LinkEnd]) -> _LinkEnd:
-        silence = Silence(self._silence_s)
-        while not silence.beat():
-            link.beat()
-            heard_at, now = link.heard_at, time.monotonic()
-            await asyncio.wait([reader], timeout=next_beat_at(now) - now)
-            if reader.done():
-                return reader.result()
-            if link.heard_at != heard_at:
-                silence.note_alive()
-        return _LinkEnd("the scheduler is not serving, or is silent", is_unexplained=True)
+    def open(self) -> SchedulerStream:
+        """See `StreamUser`."""
+        stream = SchedulerStream(self._requests.make_link())
+        self._streams.append(stream)
+        return stream
 
-    async def _read(
-        self,
-        link: ExchangeLink,
-        call: grpc.aio.StreamStreamCall[exchange_pb2.ExchangeRequest, exchange_pb2.ExchangeResponse],
-    ) -> _LinkEnd:
-        try:
-            async for response in call:
-                await self._on_response(link, response)
-        except grpc.aio.AioRpcError as error:
-            # A scheduler that ends the stream on purpose gives a reason.
-            is_unexplained = reason_of(status_from_rpc_error(error)) is None
-            return _LinkEnd(f"{error.code().name}: {error.details()}", is_unexplained)
-        except ExchangeError as error:
-            logger.error("the scheduler cannot be used", extra={"error": str(error)})
-            return _LinkEnd(str(error))
-        return _LinkEnd("the scheduler ended the stream")
+    async def on_heard(self, stream: SchedulerStream) -> None:
+        """See `StreamUser`."""
+        self._requests.note_scheduler_alive()
+        if stream.cell_info is not None and stream.cell_info.model_digest != self._model_digest:
+            self._refuse(stream, stream.cell_info.model_digest)
+        await self._choose()
 
-    async def _on_response(self, link: ExchangeLink, response: exchange_pb2.ExchangeResponse) -> None:
-        kind = response.WhichOneof("message")
-        # If there are other schedulers, the heartbeats of one that is not serving do not count: try the next one.
-        if self._cell is not None or kind != "heartbeat" or len(self._addresses) == 1:
-            link.heard_at = time.monotonic()
-        if self._cell is not None and kind == "outputs":
-            self._requests.on_outputs(response.outputs)
-        elif self._cell is None and kind == "cell_info":
-            await self._accept_cell(link, response.cell_info)
-        elif kind == "heartbeat":
-            self._requests.note_scheduler_alive()
-        else:
-            raise ExchangeError("cell_info must come first, and only once")
+    def on_outputs(self, stream: SchedulerStream, outputs: exchange_pb2.Outputs) -> None:
+        """See `StreamUser`."""
+        if stream is self._used:
+            self._requests.on_outputs(outputs)
 
-    async def _accept_cell(self, link: ExchangeLink, info: exchange_pb2.CellInfo) -> None:
-        if info.model_digest != self._model_digest:
+    async def on_end(self, stream: SchedulerStream, end: StreamEnd) -> None:
+        """See `StreamUser`."""
+        if stream in self._streams:
+            self._give_up(stream, is_unexplained=end.is_unexplained)
+            await self._choose()
+
+    def _refuse(self, stream: SchedulerStream, model_digest: str) -> None:
+        if self._used is None:
             self._requests.fail_all(SchedulerLostError("the cell now serves another model"))
-            raise ExchangeError(
-                f"the cell serves another model: its digest is {info.model_digest}, ours is {self._model_digest}"
-            )
+        self._give_up(stream, is_unexplained=False)
+        raise ExchangeError(
+            f"the cell serves another model: its digest is {model_digest}, ours is {self._model_digest}"
+        )
+
+    async def _choose(self) -> None:
+        """Use another stream if that is due."""
+        was_linked, now = self.is_linked, time.monotonic()
+        best = next((stream for stream in self._streams if stream.holds_workers(now)), None)
+        used_holds = self._used is not None and self._used.holds_workers(now)
+        if best is not None and not used_holds:
+            if self._used is not None:
+                self._used.leave("another scheduler holds the workers")
+                self._give_up(self._used, is_unexplained=not self._used.is_alive(now))
+            self._use(best)
+        if self._used is None:
+            self._cell = None
+        if self.is_linked != was_linked:
+            await self._on_change(self.is_linked)
+
+    def _give_up(self, stream: SchedulerStream, *, is_unexplained: bool) -> None:
+        """Forget a stream. An end without a reason counts as the scheduler's death, if the stream was used."""
+        self._streams.remove(stream)
+        if stream is self._used:
+            self._used = None
+        self._requests.lose_stream(stream.sender, died_at=stream.sender.heard_at if is_unexplained else None)
+
+    def _use(self, stream: SchedulerStream) -> None:
+        info = stream.cell_info
+        assert info is not None, "it holds workers"
+        self._used = stream
         self._cell = Cell(
             info.scheduler_instance_id,
             tuple(info.eos_token_ids),
@@ -205,15 +180,6 @@ class SchedulerClient:
             info.default_sampling,
             info.exact_fingerprint,
         )
-        num_requests = self._requests.open_stream(link, info)
-        self._num_tries, self._retry_s = 0, FIRST_RETRY_S
+        num_requests = self._requests.open_stream(stream.sender, info)
         facts = {"instance_id": info.scheduler_instance_id, "num_resubmitted": num_requests}
         logger.info("linked to the scheduler", extra=facts)
-        await self._on_change(True)
-
-    async def _unlink(self, link: ExchangeLink, end: _LinkEnd) -> None:
-        was_linked = self._cell is not None
-        self._cell = None
-        self._requests.lose_stream(link, died_at=link.heard_at if end.is_unexplained else None)
-        if was_linked:
-            await self._on_change(False)

@@ -7,7 +7,8 @@ import numpy as np
 
 from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from services.tokenizer.chat.chat_request import check_chat
-from services.tokenizer.exchange.scheduler_client import Cell, SchedulerClient
+from services.tokenizer.exchange.scheduler_client import SchedulerClient
+from services.tokenizer.exchange.scheduler_link import Cell
 from services.tokenizer.request.model import ServedModel
 from services.tokenizer.server.generate import GenerateCall, Writer
 from services.tokenizer.server.live_requests import LiveRequests

@@ -1,28 +1,20 @@
-"""The link to one of several schedulers, over real gRPC."""
+"""Links to several schedulers, of which one is used, over real gRPC."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
+from typing import Any
 
+import pytest
 from tokenizers import Tokenizer
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from tests.support.exchange_peer import Row, make_end, read_column
-from tests.support.tokenizer_service import Service, read_rest, run_tokenizer_service
+from services.tokenizer.exchange import scheduler_link
+from tests.support.exchange_peer import ExchangePeer, Row, make_end, read_column
+from tests.support.tokenizer_service import read_rest, run_tokenizer_service
 
 HELLO = tokenizer_pb2.GenerateRequest(text="The fox")
 EOS, MAX_TOKENS = common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_MAX_TOKENS
-
-
-async def test_heartbeats_are_sent_before_and_after_the_cell_info(service: Service) -> None:
-    for _ in range(3):
-        await service.peer.heartbeats.get()
-    call, submit = await service.begin(HELLO)
-    await service.peer.heartbeats.get()
-    service.peer.send(Row(submit.handle, 0, [70]), ends=[make_end(submit.handle, MAX_TOKENS, 1)])
-    _, token_ids, _ = await read_rest(call)
-    assert (token_ids, service.peer.num_streams) == ([70], 1)
 
 
 async def test_if_the_first_scheduler_is_dead_the_second_serves(model_dir: Path, tmp_path: Path) -> None:
@@ -77,19 +69,91 @@ async def test_a_silent_scheduler_loses_the_link_to_the_next_and_its_late_output
         assert (token_ids, finish.reason) == ([70, 71], MAX_TOKENS)
 
 
-async def test_a_scheduler_that_is_live_but_not_serving_is_left_for_the_next(model_dir: Path, tmp_path: Path) -> None:
+async def test_a_standby_keeps_its_stream_and_gets_no_request(model_dir: Path, tmp_path: Path) -> None:
     async with run_tokenizer_service(model_dir, tmp_path, num_schedulers=2, scheduler_silence_s=1.0) as service:
-        await service.peers[0].heartbeats.get()
+        standby, used = service.peers
         await service.link(1)
-        assert service.peers[0].num_streams > 0
+        call = service.stub.Generate(HELLO)
+        submit = await used.submits.get()
+        await hear(standby, num_heartbeats=4)
+        used.send(Row(submit.handle, 0, [70]), ends=[make_end(submit.handle, MAX_TOKENS, 1)])
+        await read_rest(call)
+        assert [(peer.num_streams, peer.num_messages) for peer in service.peers] == [(1, 0), (1, 1)]
 
 
-async def test_the_only_scheduler_is_waited_for_while_it_is_live(model_dir: Path, tmp_path: Path) -> None:
-    async with run_tokenizer_service(model_dir, tmp_path, scheduler_silence_s=1.0) as service:
-        for _ in range(5):
-            await service.peer.heartbeats.get()
+async def test_a_scheduler_that_lost_its_workers_to_another_one_is_left_for_it_once(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    async with run_tokenizer_service(model_dir, tmp_path, num_schedulers=2) as service:
         await service.link()
-        assert service.peer.num_streams == 1
+        first, second = service.peers
+        call, submit = await service.begin(HELLO)
+        first.send(Row(submit.handle, 0, [70]))
+        first.holds_workers = False
+        second.attach()
+        again = await second.submits.get()
+        assert (again.attempt, read_column(again.choices_so_far[0].token_ids)) == (2, [70])
+        # The first one may hold workers again, and still is a standby.
+        await first.ended_streams.get()
+        first.holds_workers = True
+        first.attach()
+        await hear(first)
+        await finish(call, second, Row(again.handle, 1, [71]))
+        assert (first.num_messages, second.num_messages) == (1, 1)
+
+
+async def test_two_schedulers_that_both_hold_workers_move_no_request(model_dir: Path, tmp_path: Path) -> None:
+    async with run_tokenizer_service(model_dir, tmp_path, num_schedulers=2) as service:
+        await service.link()
+        first, second = service.peers
+        call, submit = await service.begin(HELLO)
+        second.attach()
+        await hear(second)
+        await hear(first)
+        await finish(call, first, Row(submit.handle, 0, [70]))
+        assert [(peer.num_streams, peer.num_messages) for peer in service.peers] == [(1, 1), (1, 0)]
+
+
+async def test_a_scheduler_whose_workers_start_again_keeps_its_requests(model_dir: Path, tmp_path: Path) -> None:
+    async with run_tokenizer_service(model_dir, tmp_path, num_schedulers=2) as service:
+        await service.link()
+        first, standby = service.peers
+        call, submit = await service.begin(HELLO)
+        first.holds_workers = False
+        await hear(first)
+        await hear(standby)
+        first.holds_workers = True
+        await finish(call, first, Row(submit.handle, 0, [70]))
+        assert [(peer.num_streams, peer.num_messages) for peer in service.peers] == [(1, 1), (1, 0)]
+
+
+async def test_a_scheduler_that_is_silent_for_the_lease_is_left_for_one_that_holds_workers(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_link, "LEASE_S", 1.5)
+    async with run_tokenizer_service(model_dir, tmp_path, num_schedulers=2, scheduler_silence_s=300.0) as service:
+        await service.link()
+        first, second = service.peers
+        call, submit = await service.begin(HELLO)
+        first.is_silent = True
+        second.attach()
+        again = await second.submits.get()
+        assert again.attempt == 2
+        await finish(call, second, Row(submit.handle, 0, [70]))
+
+
+async def test_a_second_scheduler_with_another_model_disturbs_no_request(model_dir: Path, tmp_path: Path) -> None:
+    async with run_tokenizer_service(model_dir, tmp_path, num_schedulers=2) as service:
+        await service.link()
+        first, second = service.peers
+        call, submit = await service.begin(HELLO)
+        second.cell_info.model_digest = "another"
+        first.holds_workers = False
+        await hear(first)
+        second.attach()
+        await second.ended_streams.get()
+        await finish(call, first, Row(submit.handle, 0, [70]))
+        assert (first.num_streams, second.num_messages) == (1, 0)
 
 
 async def test_a_scheduler_that_waits_for_its_workers_is_not_lost(model_dir: Path, tmp_path: Path) -> None:
@@ -107,20 +171,15 @@ async def test_a_scheduler_that_waits_for_its_workers_is_not_lost(model_dir: Pat
         assert token_ids == [70]
 
 
-async def test_schedulers_are_tried_in_turn_until_one_serves(model_dir: Path, tmp_path: Path) -> None:
-    async with run_tokenizer_service(model_dir, tmp_path, num_schedulers=2, scheduler_silence_s=1.0) as service:
-        for peer in service.peers:
-            peer.end_stream()
-            peer.end_stream()
-        await service.link(1)
-        assert [peer.num_streams for peer in service.peers] == [3, 3]
+async def hear(peer: ExchangePeer, *, num_heartbeats: int = 2) -> None:
+    """Wait until the service has surely heard what the peer says now, and until then a number of its heartbeats."""
+    while not peer.heartbeats.empty():
+        peer.heartbeats.get_nowait()
+    for _ in range(num_heartbeats):
+        await peer.heartbeats.get()
 
 
-async def test_the_clients_own_pause_is_not_taken_for_the_schedulers_silence(model_dir: Path, tmp_path: Path) -> None:
-    async with run_tokenizer_service(model_dir, tmp_path, scheduler_silence_s=1.0) as service:
-        await service.link()
-        # The pause: nothing on this event loop runs.
-        time.sleep(1.5)  # noqa: ASYNC251 - only a blocking call pauses the loop
-        for _ in range(3):
-            await service.peer.heartbeats.get()
-        assert service.peer.num_streams == 1
+async def finish(call: Any, peer: ExchangePeer, row: Row) -> None:
+    """Let a peer send the last token of a call, and read its answer."""
+    peer.send(row, ends=[make_end(row.handle, MAX_TOKENS, row.first_index + len(row.token_ids))])
+    await read_rest(call)
