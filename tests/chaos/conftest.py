@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,13 +57,19 @@ def peace(model_dir: Path, num_requests: int) -> Peace:
 
 
 @pytest.fixture
-def tell_of(request: pytest.FixtureRequest) -> TellOf:
-    """Returns a function that adds the result of a load to the terminal summary."""
+def report(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Returns a function that adds a line about the test to the terminal summary."""
     reports = request.config.stash.setdefault(_REPORTS, [])
+    return lambda facts: reports.append(f"{request.node.name}: {facts}")
+
+
+@pytest.fixture
+def tell_of(report: Callable[[str], None]) -> TellOf:
+    """Returns a function that adds the result of a load to the terminal summary."""
 
     def tell(load: Load, num_deaths: int, state: State) -> None:
         seen = f"{state.num_lost_epochs} lost epochs, {state.num_late_results} late results"
-        reports.append(f"{request.node.name}: {num_deaths} deaths; {seen}; {load.describe()}")
+        report(f"{num_deaths} deaths; {seen}; {load.describe()}")
 
     return tell
 

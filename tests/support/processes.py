@@ -7,7 +7,7 @@ import selectors
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -41,9 +41,15 @@ def module_environment() -> dict[str, str]:
 
 
 @contextmanager
-def start_service(role: str, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a service without a launcher and without waiting for it; it is killed at the end, even if stopped."""
-    with subprocess.Popen(module_command(f"services.{role}", *flags), cwd=ROOT, env=module_environment()) as process:
+def start_service(role: str, *flags: str, log: Path | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a service without a launcher and without waiting for it; it is killed at the end, even if stopped.
+
+    It logs to the stderr of the test, or appends to the file `log`.
+    """
+    command = module_command(f"services.{role}", *flags)
+    with ExitStack() as stack:
+        stderr = None if log is None else stack.enter_context(log.open("ab"))
+        process = stack.enter_context(subprocess.Popen(command, cwd=ROOT, env=module_environment(), stderr=stderr))
         try:
             yield process
         finally:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import grpc
 
@@ -17,22 +19,28 @@ from shared.rpc import make_channel
 from tests.support.chaos import SCHEDULER_FLAGS, TOKENIZER_FLAGS, WORKER_FLAGS
 from tests.support.client import Client
 from tests.support.patience import PATIENCE_S
+from tests.support.ports import free_port
 from tests.support.processes import start_service
+from tests.support.tcp_path import TcpPath
 
 _NUMBERS = (0, 1)
 _RETRY_S = 0.05
+_POLL_S = 0.02
+# A scheduler that is stopped does not answer.
+_ANSWER_S = 1.0
 
 
 class RollingCell:
     """Two DP ranks, two schedulers of which one holds them, and two tokenizers; a service is named `ROLE NUMBER`."""
 
-    def __init__(self, model_dir: Path, directory: Path, stack: ExitStack, *, drain_s: float) -> None:
+    def __init__(self, model_dir: Path, directory: Path, stack: ExitStack, *, drain_s: float = 30.0) -> None:
         """Start all but the second scheduler; `drain_s` is that of the schedulers."""
         self._model_dir = model_dir
         self._directory = directory
         self._stack = stack
         self._drain_s = drain_s
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._logs: dict[str, list[Path]] = {}
         for name in ("worker 0", "worker 1", "scheduler 0", "tokenizer 0", "tokenizer 1"):
             self.start(name)
 
@@ -40,14 +48,42 @@ class RollingCell:
         """Start a service that is not running."""
         role, _, number = name.partition(" ")
         flags = getattr(self, f"_{role}_flags")(int(number))
-        service = start_service(role, f"--listen={self.address(name)}", *flags)
+        log = self._new_log(name) if role == "worker" else None
+        service = start_service(role, f"--listen={self.address(name)}", *flags, log=log)
         self._processes[name] = self._stack.enter_context(service)
 
     async def drain(self, name: str) -> int:
         """Ask a service to end, and wait for it; returns its exit code."""
-        process = self._processes.pop(name)
-        process.send_signal(signal.SIGTERM)
-        return await asyncio.to_thread(process.wait, PATIENCE_S)
+        self.send_signal(name, signal.SIGTERM)
+        return await self.wait_for_exit(name)
+
+    async def kill(self, name: str) -> None:
+        """Kill a service, and wait until it is gone."""
+        self.send_signal(name, signal.SIGKILL)
+        await self.wait_for_exit(name)
+
+    def send_signal(self, name: str, signal_number: int) -> None:
+        """Send a signal to a service."""
+        self._processes[name].send_signal(signal_number)
+
+    async def wait_for_exit(self, name: str) -> int:
+        """Wait until a service has ended; returns its exit code."""
+        exit_code = await asyncio.to_thread(self._processes[name].wait, PATIENCE_S)
+        del self._processes[name]
+        return exit_code
+
+    def has_exited(self, name: str) -> bool:
+        """Whether a service has ended."""
+        return self._processes[name].poll() is not None
+
+    def logs(self, name: str) -> list[Path]:
+        """The log of each process of a worker, oldest first."""
+        return self._logs[name]
+
+    def _new_log(self, name: str) -> Path:
+        logs = self._logs.setdefault(name, [])
+        logs.append(self._directory / f"{name.replace(' ', '-')}-{len(logs)}.log")
+        return logs[-1]
 
     async def wait_until_serving(self, name: str) -> None:
         """Wait until a service reports SERVING; fails after five minutes."""
@@ -60,32 +96,122 @@ class RollingCell:
 
     def _worker_flags(self, number: int) -> list[str]:
         place = [f"--dp-rank={number}", f"--dp-size={len(_NUMBERS)}"]
-        model = [f"--model-dir={self._model_dir}", "--ops-backend=reference", "--num-threads=1"]
+        model = [f"--model-dir={self._model_dir}", "--ops-backend=reference", "--num-threads=1", "--log-format=json"]
         return [*place, *model, *WORKER_FLAGS]
 
     def _scheduler_flags(self, number: int) -> list[str]:
-        workers = ",".join(self.address(f"worker {rank}") for rank in _NUMBERS)
+        workers = ",".join(self.address_for_scheduler(number, rank) for rank in _NUMBERS)
         links = [f"--cell-listen={self.cell_address(number)}", f"--workers={workers}"]
         return [*links, f"--drain-s={self._drain_s}", *SCHEDULER_FLAGS]
 
     def _tokenizer_flags(self, _: int) -> list[str]:
-        schedulers = ",".join(map(self.cell_address, _NUMBERS))
+        schedulers = ",".join(map(self.address_for_tokenizers, _NUMBERS))
         return [f"--model-dir={self._model_dir}", f"--scheduler={schedulers}", *TOKENIZER_FLAGS]
 
     def cell_address(self, number: int) -> str:
         """Where a scheduler serves tokenizers and operators."""
         return f"unix:{self._directory}/cell-{number}.sock"
 
+    def address_for_tokenizers(self, number: int) -> str:
+        """Where the tokenizers find a scheduler."""
+        return self.cell_address(number)
+
+    def address_for_scheduler(self, number: int, rank: int) -> str:
+        """Where a scheduler finds a worker."""
+        return self.address(f"worker {rank}")
+
+
+class PathedCell(RollingCell):
+    """A rolling cell in which each scheduler is linked to workers and tokenizers over its own paths, to be cut."""
+
+    def __init__(self, model_dir: Path, directory: Path, stack: ExitStack, paths: SchedulerPaths) -> None:
+        self._paths = paths
+        super().__init__(model_dir, directory, stack)
+
+    def address(self, name: str) -> str:
+        """See `RollingCell`."""
+        role, _, number = name.partition(" ")
+        return f"127.0.0.1:{self._paths.worker_ports[int(number)]}" if role == "worker" else super().address(name)
+
+    def cell_address(self, number: int) -> str:
+        """See `RollingCell`."""
+        return f"127.0.0.1:{self._paths.cell_ports[number]}"
+
+    def address_for_tokenizers(self, number: int) -> str:
+        """See `RollingCell`."""
+        return f"127.0.0.1:{self._paths.from_tokenizers[number].port}"
+
+    def address_for_scheduler(self, number: int, rank: int) -> str:
+        """See `RollingCell`."""
+        return f"127.0.0.1:{self._paths.to_workers[number][rank].port}"
+
+
+class SchedulerPaths:
+    """The network around two schedulers: ports of workers and schedulers, and a path for each of their links."""
+
+    def __init__(self) -> None:
+        """Prepare the paths; entering the context opens them."""
+        self.worker_ports = [free_port() for _ in _NUMBERS]
+        self.cell_ports = [free_port() for _ in _NUMBERS]
+        self.to_workers = [[TcpPath(port) for port in self.worker_ports] for _ in _NUMBERS]
+        self.from_tokenizers = [TcpPath(port) for port in self.cell_ports]
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> SchedulerPaths:
+        for number in _NUMBERS:
+            for path in self.of(number):
+                await self._stack.enter_async_context(path)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    def of(self, number: int) -> list[TcpPath]:
+        """All paths of a scheduler."""
+        return [*self.to_workers[number], self.from_tokenizers[number]]
+
 
 class RollingClient(Client):
-    """Calls whichever tokenizer takes a request, and asks the scheduler that holds the workers for its state."""
+    """Calls whichever tokenizer takes a request, and asks the scheduler that holds the workers for its state.
+
+    Attributes:
+        schedulers: A stub of each scheduler's client port.
+    """
 
     def __init__(
         self, tokenizers: list[grpc.aio.Channel], schedulers: list[grpc.aio.Channel], cells: list[grpc.aio.Channel]
     ) -> None:
         super().__init__(tokenizers[0], schedulers[0], cells[0])
         self.tokenizer = _EitherTokenizer(tokenizers)
-        self._schedulers = [scheduler_pb2_grpc.SchedulerServiceStub(channel) for channel in cells]
+        self.schedulers: list[Any] = [scheduler_pb2_grpc.SchedulerServiceStub(channel) for channel in schedulers]
+        self._operators: list[Any] = [scheduler_pb2_grpc.SchedulerServiceStub(channel) for channel in cells]
+
+    async def state_of(self, number: int) -> scheduler_pb2.GetStateResponse | None:
+        """The state of one scheduler; None if it does not answer."""
+        try:
+            state: scheduler_pb2.GetStateResponse = await self._operators[number].GetState(
+                scheduler_pb2.GetStateRequest(), timeout=_ANSWER_S
+            )
+        except grpc.aio.AioRpcError:
+            return None
+        return state
+
+    async def wait_for_state_of(
+        self, number: int, condition: Callable[[scheduler_pb2.GetStateResponse], object]
+    ) -> scheduler_pb2.GetStateResponse:
+        """Wait until one scheduler answers and its state meets a condition; fails after five minutes."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                state = await self.state_of(number)
+                if state is not None and condition(state):
+                    return state
+                await asyncio.sleep(_POLL_S)
+
+    async def wait_until_leading(self, number: int) -> scheduler_pb2.GetStateResponse:
+        """Wait until one scheduler holds every worker; returns its state."""
+        return await self.wait_for_state_of(number, lambda state: all(rank.is_attached for rank in state.rank_steps))
 
     async def state(self) -> scheduler_pb2.GetStateResponse:
         """The state of the scheduler that holds a worker, else of one that is up.
@@ -94,7 +220,8 @@ class RollingClient(Client):
             grpc.aio.AioRpcError: Neither is.
         """
         answers = await asyncio.gather(
-            *(stub.GetState(scheduler_pb2.GetStateRequest()) for stub in self._schedulers), return_exceptions=True
+            *(stub.GetState(scheduler_pb2.GetStateRequest(), timeout=_ANSWER_S) for stub in self._operators),
+            return_exceptions=True,
         )
         states = [answer for answer in answers if isinstance(answer, scheduler_pb2.GetStateResponse)]
         if states:
@@ -125,10 +252,18 @@ class _EitherTokenizer:
 
 
 @contextmanager
-def run_rolling_cell(model_dir: Path, directory: Path, *, drain_s: float) -> Iterator[RollingCell]:
+def run_rolling_cell(model_dir: Path, directory: Path, *, drain_s: float = 30.0) -> Iterator[RollingCell]:
     """Start a cell without waiting until it serves; its processes are killed at the end."""
     with ExitStack() as stack:
         yield RollingCell(model_dir, directory, stack, drain_s=drain_s)
+
+
+@asynccontextmanager
+async def run_pathed_cell(model_dir: Path, directory: Path) -> AsyncIterator[tuple[PathedCell, SchedulerPaths]]:
+    """Start a cell whose schedulers can be cut off; otherwise as `run_rolling_cell`."""
+    async with SchedulerPaths() as paths:
+        with ExitStack() as stack:
+            yield PathedCell(model_dir, directory, stack, paths), paths
 
 
 @asynccontextmanager

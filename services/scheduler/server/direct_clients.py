@@ -43,6 +43,9 @@ DIRECT_CLIENT = 0
 # A response costs about 50 µs. After this many, step results get their turn, at most half a millisecond late.
 RESPONSES_PER_TURN = 8
 
+# By then a scheduler that has just started holds workers, unless it is a standby.
+_STANDBY_RETRY_S = 1.0
+
 _MAX_FIRST_HANDLE = 2**32 - MAX_CHOICES
 
 
@@ -92,7 +95,9 @@ class DirectClients:
             raise self._end
         limits = self._model_limits()
         if limits is None:
-            raise NotReadyError("no worker has been attached yet")
+            raise NotReadyError(
+                "this scheduler has held no workers yet: it may be a standby", retry_delay_s=_STANDBY_RETRY_S
+            )
         submission = resolve_request(
             self._next_handle, request, limits, defaults=self._default_sampling(), time_left_s=time_left_s
         )

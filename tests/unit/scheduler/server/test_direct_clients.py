@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from google.rpc import error_details_pb2
 
 from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
@@ -20,7 +21,7 @@ from services.scheduler.server.direct_clients import RESPONSES_PER_TURN, DirectC
 from shared.errors import NotReadyError
 from shared.ids import RequestHandle
 from shared.limits import ModelLimits
-from shared.rpc import reason_of
+from shared.rpc import reason_of, status_from_rpc_error
 from tests.support.cell_model import expected_completion
 from tests.support.engine_driver import EOS, token_bytes
 from tests.support.gated_worker import GatedWorker
@@ -231,6 +232,9 @@ async def test_without_a_worker_a_call_is_refused(tmp_path: Path) -> None:
     async with running_cell(tmp_path, worker) as cell:
         error = await error_of(cell.scheduler.Generate(endless()))
         assert (error.code(), reason(error)) == (grpc.StatusCode.UNAVAILABLE, "NOT_READY")
+        retry_info = error_details_pb2.RetryInfo()
+        assert any(detail.Unpack(retry_info) for detail in status_from_rpc_error(error).details)
+        assert retry_info.retry_delay.ToSeconds() == 1
         worker.gate.set()
 
 
