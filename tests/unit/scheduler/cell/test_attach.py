@@ -261,12 +261,12 @@ def ask(attach: DomainAttach, first: Refused, second: Refused, now: float) -> li
 
 def test_a_standby_leaves_groups_that_have_just_started_to_their_former_holder_for_a_while() -> None:
     attach = standby()
-    not_ready = [Refused(group, QUESTION, "NOT_READY", 0, is_ready=False) for group in (0, 1)]
+    loading = [Refused(group, QUESTION, "NOT_READY", 0, is_ready=False) for group in (0, 1)]
     # The head start begins when the last group is ready, however long that takes.
-    for now, answers in enumerate([not_ready, (free(0), not_ready[1]), (free(0), not_ready[1])]):
-        assert "not ready" in retry_reason(ask(attach, *answers, 100.0 * now))
-    for now in (1000.0, 1000.0 + 0.9 * HEAD_START_S):
-        assert "just started" in retry_reason(ask(attach, free(0), free(1), now))
+    for now_s, first in [(0.0, loading[0]), (100.0, free(0)), (200.0, free(0))]:
+        assert "not ready" in retry_reason(ask(attach, first, loading[1], now_s))
+    for now_s in (1000.0, 1000.0 + 0.9 * HEAD_START_S):
+        assert "just started" in retry_reason(ask(attach, free(0), free(1), now_s))
     assert ask(attach, free(0), free(1), 1000.0 + HEAD_START_S) == [Offer(0, 8), Offer(1, 8)]
 
 
