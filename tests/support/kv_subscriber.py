@@ -20,7 +20,7 @@ class KvSubscriber:
     Attributes:
         indexes: What each rank holds.
         complete: The ranks whose snapshots are complete.
-        largest: The most blocks in one response.
+        num_responses: Those applied so far.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -28,7 +28,7 @@ class KvSubscriber:
         self.call = scheduler.SubscribeKvEvents(scheduler_pb2.SubscribeKvEventsRequest())
         self.indexes: defaultdict[int, KvIndex] = defaultdict(KvIndex)
         self.complete: set[int] = set()
-        self.largest = 0
+        self.num_responses = 0
         self.block_size = 0
         self._sequence_numbers: dict[int, int] = {}
 
@@ -64,7 +64,7 @@ class KvSubscriber:
         self._sequence_numbers[rank] = number
         assert response.block_size
         self.block_size = response.block_size
-        self.largest = max(self.largest, len(response.stored_hashes) + len(response.removed_hashes))
+        self.num_responses += 1
         index = self.indexes[rank]
         if response.all_cleared:
             index.blocks.clear()

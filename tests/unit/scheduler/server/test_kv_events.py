@@ -81,7 +81,7 @@ async def test_a_late_gateway_gets_a_snapshot_in_slices_and_then_changes(tmp_pat
         for gateway in (first, late):
             await gateway.read_snapshots()
             await gateway.read_until_held(known)
-            assert gateway.largest <= 512
+            assert gateway.num_responses > 1
         await serve(cell, PROMPT)
         for gateway in (first, late):
             await gateway.read_until_held(known | {*chain(PROMPT, block_size=1)})
