@@ -8,9 +8,10 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from services.scheduler.core.admission import AdmissionPolicy
-from services.scheduler.core.policy import CacheSettings, CellTopology, RetractionPolicy, SchedulerPolicy
+from services.scheduler.core.policy import CacheSettings, RetractionPolicy, SchedulerPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
-from shared.config import Address, Addresses, ClientPortSettings, ListenAddress, ProcessSettings, load_settings
+from services.scheduler.membership import MembershipSettings
+from shared.config import Address, ClientPortSettings, ListenAddress, ProcessSettings, load_settings
 from shared.tls import Role
 
 # Take what the workers propose.
@@ -24,7 +25,7 @@ _CACHE = CacheSettings()
 _TOKENS_WITHOUT_CHUNKS = 16384
 
 
-class SchedulerSettings(ProcessSettings, ClientPortSettings):
+class SchedulerSettings(ProcessSettings, ClientPortSettings, MembershipSettings):
     """The scheduler's settings; names and defaults follow ATOM."""
 
     model_config = SettingsConfigDict(env_prefix="LOCKSTEP_SCHEDULER_", cli_prog_name="python -m services.scheduler")
@@ -44,15 +45,6 @@ class SchedulerSettings(ProcessSettings, ClientPortSettings):
     insecure_cell_bind: Address | None = Field(
         default=None,
         description="Serve the cell unencrypted on this address instead of --cell-listen, to anyone who can reach it.",
-    )
-    workers: Addresses = Field(
-        default=("127.0.0.1:50053",),
-        description="Addresses of the groups' first workers, by DP rank, separated by commas.",
-    )
-    coupled: bool = Field(
-        default=False,
-        description="The workers share collectives across DP ranks (expert parallelism): they run in lockstep and are "
-        "one failure domain.",
     )
     worker_silence_s: float = Field(
         default=_POLICY.worker_silence_s,
@@ -176,12 +168,6 @@ class SchedulerSettings(ProcessSettings, ClientPortSettings):
         return self
 
     @model_validator(mode="after")
-    def _check_workers(self) -> SchedulerSettings:
-        if len(set(self.workers)) < len(self.workers):
-            raise ValueError("--workers names an address twice")
-        return self
-
-    @model_validator(mode="after")
     def _check_budget(self) -> SchedulerSettings:
         # A decode step has one token per running sequence; with auto these are not counted.
         if self.max_num_batched_tokens != "auto" and self.max_num_batched_tokens < self.max_num_seqs:
@@ -235,11 +221,6 @@ class SchedulerSettings(ProcessSettings, ClientPortSettings):
         if self.max_num_batched_tokens != "auto":
             return self.max_num_batched_tokens
         return None if self.enable_chunked_prefill else max(_TOKENS_WITHOUT_CHUNKS, self.max_num_seqs)
-
-    @property
-    def topology(self) -> CellTopology:
-        """The DP ranks, and which of them fail together."""
-        return CellTopology(len(self.workers), is_coupled=self.coupled and len(self.workers) > 1)
 
     @property
     def cache(self) -> CacheSettings:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -12,18 +13,27 @@ from services.scheduler.cell.attach import DomainAttach, SchedulerClaim
 from services.scheduler.cell.engine import Engine
 from services.scheduler.cell.events import Event, Exit
 from services.scheduler.config import SchedulerSettings
+from services.scheduler.discovery.dns import DnsDiscovery
+from services.scheduler.discovery.kubernetes_discovery import KubernetesDiscovery
+from services.scheduler.discovery.last_word import LastWord
+from services.scheduler.discovery.watch_messages import WatchTask
 from services.scheduler.server.cell_server import CellServer
 from services.scheduler.server.failpoint import SubmitFailpoint
+from services.scheduler.server.worker_links import Discovery, WorkerAccess
 from services.scheduler.workers.domain_client import DomainClient
 from shared.health import Health
 from shared.rpc import make_channel, make_peer
 from shared.tls import Role
 
 
-def make_cell(settings: SchedulerSettings, instance_id: str, health: Health) -> CellServer:
-    """Make the cell in the running event loop; no worker is attached yet."""
+def make_cell(settings: SchedulerSettings, instance_id: str, health: Health, last_word: LastWord) -> CellServer:
+    """Make the cell in the running event loop; no worker is attached yet.
+
+    Args:
+        last_word: What the discovery heard, if the workers are discovered.
+    """
     topology = settings.topology
-    claim = SchedulerClaim(instance_id, topology.dp_size, random.SystemRandom().random)
+    claim = SchedulerClaim(instance_id, random.SystemRandom().random)
     attach_request = worker_pb2.AttachRequest(
         scheduler_instance_id=instance_id,
         block_size=settings.kv_cache_block_size,
@@ -34,10 +44,12 @@ def make_cell(settings: SchedulerSettings, instance_id: str, health: Health) -> 
 
     connect = partial(make_channel, internal=True, peer=make_peer(settings.certificates, Role.WORKER))
 
-    def link_domain(domain: int, on_event: Callable[[Event], None], on_exit: Callable[[Exit], None]) -> DomainClient:
+    def link_domain(
+        domain: int, addresses: Sequence[str], on_event: Callable[[Event], None], on_exit: Callable[[Exit], None]
+    ) -> DomainClient:
         return DomainClient(
             DomainAttach(domain, topology, claim),
-            {rank: settings.workers[rank] for rank in topology.ranks_of(domain)},
+            dict(zip(topology.ranks_of(domain), addresses, strict=True)),
             attach_request,
             connect=connect,
             on_event=on_event,
@@ -46,9 +58,26 @@ def make_cell(settings: SchedulerSettings, instance_id: str, health: Health) -> 
 
     return CellServer(
         Engine(settings.policy, settings.cache, topology),
-        link_domain,
+        WorkerAccess(link_domain, _make_discovery(settings, last_word) if topology.is_dynamic else settings.workers),
         instance_id=instance_id,
         health=health,
         replica_silence_s=settings.worker_silence_s,
         failpoint=None if settings.fail_on_token is None else SubmitFailpoint(settings.fail_on_token),
     )
+
+
+def _make_discovery(settings: SchedulerSettings, last_word: LastWord) -> Discovery:
+    if settings.discovery_name is not None:
+        return DnsDiscovery(settings.discovery_name, settings.discovery_period, last_word)
+    assert settings.discovery_service is not None
+    assert settings.discovery_port is not None
+    task = WatchTask(
+        api_server=settings.discovery_api_server,
+        service_account=str(settings.discovery_service_account),
+        namespace=settings.namespace,
+        service=settings.discovery_service,
+        port=settings.discovery_port,
+        period_s=settings.discovery_period,
+        parent_pid=os.getpid(),
+    )
+    return KubernetesDiscovery(task, last_word)

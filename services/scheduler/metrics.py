@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 
@@ -11,28 +12,37 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from services.scheduler.cell.engine import Engine
-from services.scheduler.cell.state import CellState
+from services.scheduler.cell.state import CellState, RankState
 from services.scheduler.core.policy import RECOVERY_BUCKETS_S, SchedulerCounters
+from services.scheduler.discovery.last_word import LastWord
 from services.scheduler.server.idle_check import IdleCheck
 from shared.process_metrics import make_process_registry
 from shared.tls import Certificates
 
 
-def make_registry(engine: Engine, idle_check: IdleCheck, certificates: Certificates | None) -> CollectorRegistry:
-    """Make a registry for a cell, the service's certificate if it has one, and this process."""
-    return make_process_registry(CellCollector(engine, idle_check), certificates)
+def make_registry(
+    engine: Engine, idle_check: IdleCheck, certificates: Certificates | None, last_word: LastWord | None = None
+) -> CollectorRegistry:
+    """Make a registry for a cell, the service's certificate if it has one, and this process.
+
+    Args:
+        last_word: Of the discovery; None if the workers are configured.
+    """
+    return make_process_registry(CellCollector(engine, idle_check, last_word), certificates)
 
 
 class CellCollector(Collector):
     """A cell's metrics, from one snapshot. Counters start at 0 with the process; no label comes from a client.
 
     What a load balancer reads (running, waiting, KV usage) has no labels. Source: the model server protocol of the
-    Gateway API Inference Extension, "Metrics Reporting".
+    Gateway API Inference Extension, "Metrics Reporting". A place that no endpoint has is no rank; what was computed on
+    it counts in sums.
     """
 
-    def __init__(self, engine: Engine, idle_check: IdleCheck) -> None:
+    def __init__(self, engine: Engine, idle_check: IdleCheck, last_word: LastWord | None) -> None:
         self._engine = engine
         self._idle_check = idle_check
+        self._last_word = last_word
 
     def collect(self) -> Iterator[Metric]:
         """See the library's `Collector`."""
@@ -40,9 +50,11 @@ class CellCollector(Collector):
         attached = GaugeMetricFamily(
             "lockstep_worker_attached", "Whether the rank's workers are attached (1) or not (0).", labels=["rank"]
         )
-        for rank in state.ranks:
+        for rank in _ranks(state):
             attached.add_metric([str(rank.rank)], int(rank.is_attached))
         yield attached
+        if self._last_word is not None:
+            yield from _discovery_metrics(self._last_word, self._engine.num_unplaced_endpoints)
         yield from _request_metrics(state)
         yield from _kv_cache_metrics(state)
         yield _step_metric(state)
@@ -58,6 +70,26 @@ class CellCollector(Collector):
         )
 
 
+def _ranks(state: CellState) -> list[RankState]:
+    return [rank for rank in state.ranks if not rank.is_vacant]
+
+
+def _discovery_metrics(last_word: LastWord, num_unplaced: int) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "lockstep_discovery_staleness_seconds",
+        "Time since discovery had a good word from DNS or the Kubernetes API server; the last endpoints stay in use.",
+        max(0.0, time.monotonic() - last_word.heard_at),
+    )
+    yield GaugeMetricFamily(
+        "lockstep_discovery_endpoints", "Endpoints that discovery knows.", len(last_word.endpoints or ())
+    )
+    yield GaugeMetricFamily(
+        "lockstep_discovery_unplaced_endpoints",
+        "Endpoints that are idle because --max-dp others have all places.",
+        num_unplaced,
+    )
+
+
 def _request_metrics(state: CellState) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "lockstep_num_requests_waiting",
@@ -71,7 +103,7 @@ def _request_metrics(state: CellState) -> Iterator[Metric]:
     running = GaugeMetricFamily(
         "lockstep_rank_num_requests_running", "Choices that hold KV blocks of the rank.", labels=["rank"]
     )
-    for rank in state.ranks:
+    for rank in _ranks(state):
         waiting.add_metric([str(rank.rank)], rank.num_waiting)
         running.add_metric([str(rank.rank)], rank.num_running)
     yield waiting
@@ -100,7 +132,7 @@ def _kv_cache_metrics(state: CellState) -> Iterator[Metric]:
         "KV blocks by state, in sum the pool: used, cached (free, findable by their prefix), blank (free).",
         labels=["rank", "state"],
     )
-    for rank in state.ranks:
+    for rank in _ranks(state):
         name = str(rank.rank)
         usage.add_metric([name], _usage(rank.num_used_blocks, rank.num_blocks))
         blocks.add_metric([name, "used"], rank.num_used_blocks)
@@ -129,7 +161,7 @@ def _step_metric(state: CellState) -> Metric:
         "Steps sent to workers, by kind; a dummy computes nothing, but collectives of other ranks need it.",
         labels=["rank", "kind"],
     )
-    for rank in state.ranks:
+    for rank in _ranks(state):
         for kind, count in asdict(rank.num_steps).items():
             metric.add_metric([str(rank.rank), kind], count)
     return metric

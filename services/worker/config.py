@@ -115,11 +115,16 @@ class WorkerSettings(ProcessSettings):
     num_draft_tokens: int = Field(
         default=4, ge=1, le=MAX_DRAFT_TOKENS, description="Maximum tokens drafted per sequence and step."
     )
-    dp_rank: int = Field(
-        default=0, ge=0, description="Data-parallel rank of the process's tensor-parallel group, from 0."
+    dp_rank: int | None = Field(
+        default=None,
+        ge=0,
+        description="Data-parallel rank of the process's tensor-parallel group, from 0; by default the group fits any "
+        "place of a cell that is not coupled. Workers that a scheduler discovers must not set it.",
     )
     dp_size: int = Field(
-        default=1, ge=1, description="Number of tensor-parallel groups in the cell; each has a whole model."
+        default=1,
+        ge=1,
+        description="Number of tensor-parallel groups in the cell, each with a whole model; only with --dp-rank.",
     )
     tp_rank: int = Field(
         default=0, ge=0, description="Rank of the process in its tensor-parallel group, from 0, which is the leader's."
@@ -183,11 +188,20 @@ class WorkerSettings(ProcessSettings):
     @property
     def layout(self) -> RankLayout:
         """The process's place in the cell."""
-        return RankLayout(self.dp_rank, self.dp_size, self.tp_rank, self.tp_size, has_expert_parallel=self.ep)
+        return RankLayout(
+            self.dp_rank or 0,
+            self.dp_size,
+            self.tp_rank,
+            self.tp_size,
+            has_expert_parallel=self.ep,
+            fits_any_place=self.dp_rank is None,
+        )
 
     @model_validator(mode="after")
     def _check_layout(self) -> WorkerSettings:
-        if self.dp_rank >= self.dp_size or self.tp_rank >= self.tp_size:
+        if self.dp_rank is None and self.dp_size > 1:
+            raise ValueError("--dp-size needs --dp-rank")
+        if (self.dp_rank or 0) >= self.dp_size or self.tp_rank >= self.tp_size:
             raise ValueError("--dp-rank must be less than --dp-size, and --tp-rank less than --tp-size")
         if self.layout.follows is not (self.leader is not None):
             raise ValueError(

@@ -18,6 +18,8 @@ class RankLayout:
     tp_rank: int = 0
     tp_size: int = 1
     has_expert_parallel: bool = False
+    fits_any_place: bool = False
+    """Whether the TP group may be any DP rank of a cell that is not coupled; `dp_rank` is then 0 of 1."""
 
     @property
     def is_leader(self) -> bool:

@@ -35,9 +35,14 @@ class WorkerCollector(Collector):
 
 def _identity(runner: ModelRunner) -> Metric:
     names = ["dp_rank", "tp_rank", "device", "backend"]
-    metric = GaugeMetricFamily("lockstep_worker_info", "Always 1; the labels say which rank this is.", labels=names)
+    metric = GaugeMetricFamily(
+        "lockstep_worker_info",
+        "Always 1; the labels say which rank this is. The DP rank is empty if the worker fits any.",
+        labels=names,
+    )
     layout = runner.layout
-    metric.add_metric([str(layout.dp_rank), str(layout.tp_rank), runner.device.type, runner.ops_backend], 1)
+    dp_rank = "" if layout.fits_any_place else str(layout.dp_rank)
+    metric.add_metric([dp_rank, str(layout.tp_rank), runner.device.type, runner.ops_backend], 1)
     return metric
 
 

@@ -148,13 +148,16 @@ def _rank_lines(
 ) -> Iterator[str]:
     heading = f"{'rank':<6}{'attached':>9}{'waiting':>9}{'running':>9}{'KV used':>9}"
     yield f"{heading}{'steps':>12}{'dummies':>9}{'steps/s':>10}"
-    for number, rank in enumerate(state.rank_steps):
+    num_steps_before = {rank.dp_rank: _num_steps(rank) for rank in before.rank_steps} if before is not None else {}
+    for rank in state.rank_steps:
         usage = rank.num_used_blocks / rank.num_blocks if rank.num_blocks else 0.0
         num_steps = _num_steps(rank)
-        rate = "" if before is None else f"{(num_steps - _num_steps(before.rank_steps[number])) / elapsed_s:.1f}"
+        # A rank that was not there before has no rate yet.
+        earlier = num_steps_before.get(rank.dp_rank)
+        rate = "" if earlier is None else f"{(num_steps - earlier) / elapsed_s:.1f}"
         dummies = f"{rank.num_dummy_steps / num_steps:.1%}" if num_steps else "-"
         yield (
-            f"{number:<6}{_attachment(rank):>9}{rank.num_waiting:>9}{rank.num_running:>9}"
+            f"{rank.dp_rank:<6}{_attachment(rank):>9}{rank.num_waiting:>9}{rank.num_running:>9}"
             f"{usage:>9.1%}{num_steps:>12}{dummies:>9}{rate:>10}"
         )
 

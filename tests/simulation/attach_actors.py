@@ -85,7 +85,7 @@ class SchedulerActor:
 
     def __init__(self, instance_id: str, topology: CellTopology) -> None:
         self.instance_id = instance_id
-        self._claim = SchedulerClaim(instance_id, topology.dp_size, _draw_nothing)
+        self._claim = SchedulerClaim(instance_id, _draw_nothing)
         self._attaches = [DomainAttach(domain, topology, self._claim) for domain in range(topology.num_domains)]
         # By domain: the attached epoch, and the number of steps sent in it.
         self.attached: dict[int, int] = {}
@@ -183,6 +183,7 @@ class GroupActor:
     """A group's processes between two starts: the claim ledger, and the steps that the device received."""
 
     def __init__(self, group: int, topology: CellTopology) -> None:
+        self._group = group
         self._place = GroupPlace(DpRank(group), topology.dp_size, 1, topology.is_coupled)
         self.ledger = ClaimLedger()
         self.launches: tuple[Launch, ...] = ()
@@ -194,9 +195,9 @@ class GroupActor:
         try:
             self.ledger.offer(epoch, instance_id, LEASE_S + 1.0 if is_lease_over else 0.0)
         except ServiceError as error:
-            return Refused(self._place.dp_rank, epoch, error.reason, *_held(error))
+            return Refused(self._group, epoch, error.reason, *_held(error))
         self._answered_epoch = max(self._answered_epoch, epoch)
-        return Accepted(self._place.dp_rank, epoch, WorkerFacts(epoch, "", 0, 0, (), 0), self._place, last)
+        return Accepted(self._group, epoch, WorkerFacts(epoch, "", 0, 0, (), 0), self._place, last)
 
     def open_stream(self, stream: int, epoch: int, instance_id: str) -> StreamOpened | StreamBroken:
         """Answer the first heartbeat of a stream."""
@@ -204,7 +205,7 @@ class GroupActor:
             self.ledger.on_heartbeat(stream, epoch, instance_id, 0.0)
         except ServiceError as error:
             return self._broken(epoch, error)
-        return StreamOpened(self._place.dp_rank, epoch)
+        return StreamOpened(self._group, epoch)
 
     def launch(self, step_id: int, stream: int, epoch: int, instance_id: str) -> StreamBroken | None:
         """Take a step; returns the end of the stream if the step is refused, else None.
@@ -238,7 +239,7 @@ class GroupActor:
         return True
 
     def _broken(self, epoch: int, error: ServiceError) -> StreamBroken:
-        return StreamBroken(self._place.dp_rank, epoch, *_held(error))
+        return StreamBroken(self._group, epoch, *_held(error))
 
 
 def _held(error: ServiceError) -> tuple[int, str]:

@@ -117,6 +117,11 @@ class DomainLink:
         for stream in self._streams.values():
             stream.steps.delay(self._rng.uniform(*_DETOUR_S))
 
+    def end(self) -> None:
+        """The workers are not there any more."""
+        self._attach.end()
+        self.close()
+
     def close(self) -> None:
         """Close the links, or lose them with their process."""
         self._is_closed = True

@@ -16,6 +16,7 @@ from services.scheduler.cell.events import Action, Beat, Event, Exit, StepReturn
 from services.scheduler.server.cell_server import CellServer
 from services.scheduler.server.direct_clients import DIRECT_CLIENT
 from services.scheduler.server.servicer import ExchangeServicer, SchedulerServicer
+from services.scheduler.server.worker_links import WorkerAccess
 from services.scheduler.workers.worker_client import decode_result
 from shared.health import Health
 from tests.simulation.clock import Clock
@@ -99,9 +100,11 @@ class SchedulerProcess:
         self._is_ending = False
         self._health = Health(())
         self._links: list[DomainLink] = []
-        claim = SchedulerClaim(self.instance_id, settings.topology.dp_size, rng.random)
+        claim = SchedulerClaim(self.instance_id, rng.random)
 
-        def link_domain(domain: int, on_event: Callable[[Event], None], on_exit: Callable[[Exit], None]) -> DomainLink:
+        def link_domain(
+            domain: int, _: Sequence[str], on_event: Callable[[Event], None], on_exit: Callable[[Exit], None]
+        ) -> DomainLink:
             link = DomainLink(
                 domain,
                 self,
@@ -125,7 +128,7 @@ class SchedulerProcess:
         with self.loop.running():
             self.cell = CellServer(
                 self.engine,
-                link_domain,
+                WorkerAccess(link_domain, [str(rank) for rank in settings.topology.ranks]),
                 instance_id=self.instance_id,
                 health=self._health,
                 replica_silence_s=settings.policy.worker_silence_s,

@@ -14,6 +14,7 @@ import grpc
 from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler.config import SchedulerSettings
+from services.scheduler.discovery.last_word import LastWord
 from services.scheduler.make_cell import make_cell
 from services.scheduler.server.cell_server import CellServer
 from services.scheduler.server.listeners import make_servers
@@ -114,7 +115,7 @@ async def running_cell(tmp_path: Path, *workers: WorkerPeer, **settings: Any) ->
         listen=address, cell_listen=cell_address, workers=tuple(addresses), **settings
     )
     health = Health(())
-    cell = make_cell(scheduler_settings, "instance", health)
+    cell = make_cell(scheduler_settings, "instance", health, LastWord(0.0))
     servers = make_servers(scheduler_settings, cell, health)
     for server in servers:
         await server.start()

@@ -50,12 +50,13 @@ class SchedulerClaim:
     """
 
     instance_id: str
-    num_groups: int
     draw: Callable[[], float]
     """Uniform from 0 to 1."""
     has_held: bool = False
     domain_to_epoch: dict[int, int] = field(default_factory=dict)
     """Includes those whose streams are being opened."""
+    groups: set[int] = field(default_factory=set)
+    """Those that it knows. They may change while it runs: each is asked before any is taken."""
     group_to_rival: dict[int, Rival | None] = field(default_factory=dict)
     """From the last answer of each group asked."""
     has_met_rival: bool = False
@@ -70,6 +71,13 @@ class SchedulerClaim:
             self.group_to_free_at.pop(answer.group, None)
         elif self.group_to_free_at.get(answer.group, math.inf) == math.inf:
             self.group_to_free_at[answer.group] = now + HEAD_START_S
+
+    def forget(self, groups: Iterable[int]) -> None:
+        """These groups are not there any more."""
+        for group in groups:
+            self.groups.discard(group)
+            self.group_to_rival.pop(group, None)
+            self.group_to_free_at.pop(group, None)
 
     def note_holder(self, group: int, holder: str, now: float) -> None:
         """Record the live holder that a group named; empty for none or no answer."""
@@ -87,7 +95,7 @@ class SchedulerClaim:
         for group, rival in self.group_to_rival.items():
             if rival is not None:
                 return f"scheduler {rival.instance_id} holds group {group}"
-        if len(self.group_to_rival) < self.num_groups:
+        if self.groups - self.group_to_rival.keys():
             return "not every group has been asked"
         for group in groups:
             if self.has_met_rival and now < self.group_to_free_at.get(group, now):
@@ -111,7 +119,8 @@ class SchedulerClaim:
 class GroupPlace:
     """A group's place in its cell, as reported."""
 
-    dp_rank: DpRank
+    dp_rank: DpRank | None
+    """None if it fits any place of a cell that is not coupled; `dp_size` is then 1."""
     dp_size: int
     tp_size: int
     is_coupled: bool
@@ -250,6 +259,7 @@ class DomainAttach:
         self._topology = topology
         self._claim = claim
         self._groups = topology.ranks_of(domain)
+        claim.groups.update(self._groups)
         self._phase = _Phase.WAITING
         # The epoch of the current round, or of the last one.
         self._epoch = 0
@@ -274,6 +284,12 @@ class DomainAttach:
             case Dropped(epoch) if self._phase is _Phase.ATTACHED and epoch == self._epoch:
                 return [CloseStreams(epoch), self._retry(now, "the epoch was given up")]
         return []
+
+    def end(self) -> None:
+        """The groups are not there any more; no event may follow."""
+        self._phase = _Phase.GONE
+        self._claim.domain_to_epoch.pop(self._domain, None)
+        self._claim.forget(self._groups)
 
     @property
     def _is_asked(self) -> bool:
@@ -341,14 +357,20 @@ class DomainAttach:
 
     def _find_disagreement(self, accepted: list[Accepted]) -> str | None:
         for answer in accepted:
-            rank, tp_size = DpRank(answer.group), accepted[0].place.tp_size
-            expected = GroupPlace(rank, self._topology.dp_size, tp_size, self._topology.is_coupled)
+            expected = self._expected_place(answer, accepted[0].place.tp_size)
             if answer.place != expected:
                 return f"group {answer.group} reports {answer.place}, expected {expected}"
             name = next(_differing_facts(answer.facts, accepted[0].facts), None)
             if name is not None:
                 return f"{name} of group {answer.group} differs from that of group {accepted[0].group}"
         return None
+
+    def _expected_place(self, answer: Accepted, tp_size: int) -> GroupPlace:
+        """An endpoint's place changes with its neighbours, so one that is discovered must not name any."""
+        topology = self._topology
+        if topology.is_dynamic or (answer.place.dp_rank is None and not topology.is_coupled):
+            return GroupPlace(None, 1, tp_size, is_coupled=False)
+        return GroupPlace(DpRank(answer.group), topology.dp_size, tp_size, topology.is_coupled)
 
     def _on_opened(self, group: int) -> list[Command]:
         self._opened.add(group)

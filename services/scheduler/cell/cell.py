@@ -47,7 +47,12 @@ class Cell:
         self._is_current = is_current
         self.ranks = [Rank(rank, Scheduler(policy, cache, counters)) for rank in topology.ranks]
         self.domains = [
-            Domain(domain, [self.ranks[rank] for rank in topology.ranks_of(domain)], policy)
+            Domain(
+                domain,
+                [self.ranks[rank] for rank in topology.ranks_of(domain)],
+                policy,
+                is_vacant=topology.is_dynamic,
+            )
             for domain in range(topology.num_domains)
         ]
         self.domain_by_rank = [self.domains[topology.domain_of(rank)] for rank in topology.ranks]
@@ -157,9 +162,22 @@ class Cell:
     def undrain(self, domain: Domain) -> None:
         """Take `drain` back."""
         domain.is_drained_by_operator = False
-        if not domain.is_leaving:
-            self.drains.end(domain)
-            self._quarantine.on_opened()
+        self._reopen(domain)
+
+    def withdraw(self, domain: Domain, now: float) -> None:
+        """A domain's endpoint is terminating or gone: drain it; a second call changes nothing."""
+        domain.is_withdrawn = True
+        if domain.epoch is not None:
+            self._begin_drain(domain, now)
+
+    def restore(self, domain: Domain) -> None:
+        """Take `withdraw` back."""
+        domain.is_withdrawn = False
+        self._reopen(domain)
+
+    def vacate(self, domain: Domain) -> None:
+        """See `Domain.vacate`."""
+        domain.vacate()
 
     def postprocess(self, rank: Rank, result: StepResult, now: float) -> OutputsByClient:
         """See `Scheduler.postprocess`; also clears suspects and ends recoveries."""
@@ -223,6 +241,7 @@ class Cell:
         assert not self._unplaced.num_running, "a sequence runs without a rank"
         for domain in self.domains:
             assert domain.epoch is not None or domain.is_empty, "a sequence is on a rank without a worker"
+            assert domain.epoch is None or not domain.is_vacant, "a vacant place is attached"
         self.drains.check_integrity(self.domains)
         self._quarantine.check_integrity()
 
@@ -230,6 +249,7 @@ class Cell:
         scheduler, blocks = rank.scheduler, rank.scheduler.block_counts
         return RankState(
             rank=rank.number,
+            is_vacant=self.domain_by_rank[rank.number].is_vacant,
             is_attached=self.domain_by_rank[rank.number].epoch is not None,
             is_draining=self.domain_by_rank[rank.number].is_draining,
             num_steps=scheduler.num_steps,
@@ -268,6 +288,11 @@ class Cell:
             self.is_disturbed = True
             for rank in domain.ranks:
                 self._move_waiting(rank, now)
+
+    def _reopen(self, domain: Domain) -> None:
+        if not domain.is_draining:
+            self.drains.end(domain)
+            self._quarantine.on_opened()
 
     def _move_waiting(self, rank: Rank, now: float) -> None:
         """Move the requests of which the rank computes no choice."""

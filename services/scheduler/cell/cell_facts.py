@@ -12,7 +12,8 @@ from shared.limits import MAX_DRAFT_TOKENS, ModelLimits
 class CellFacts:
     """The model, the limits for requests, and the exactness that can be promised.
 
-    A lost rank still counts for the limits, because it may return.
+    A lost rank still counts for the limits, because it may return. An endpoint that has left its place does not, but
+    what the last of all reported stays.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -36,7 +37,7 @@ class CellFacts:
         return None
 
     def update(self, domains: Sequence[Domain]) -> None:
-        """Recompute everything after a domain was attached or lost."""
+        """Recompute everything after a domain was attached, lost or vacated."""
         known = [rank.facts for domain in domains for rank in domain.ranks if rank.facts is not None]
         attached = [
             rank.facts
@@ -44,6 +45,8 @@ class CellFacts:
             for rank in domain.ranks
             if domain.epoch is not None and rank.facts is not None
         ]
+        if not known:
+            return
         self.model = known[0]
         num_blocks = min(facts.num_blocks for facts in known)
         self.limits = ModelLimits(

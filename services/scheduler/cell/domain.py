@@ -28,12 +28,16 @@ class Domain:
     """Ranks that share an epoch: all coupled ranks, or a single one.
 
     Invariant: without an epoch its ranks hold no sequence and no step is in flight. While `is_held` or `is_ending`, no
-    step is sent.
+    step is sent. It is vacant only without an epoch.
     """
 
-    def __init__(self, number: int, ranks: list[Rank], policy: SchedulerPolicy) -> None:
+    def __init__(self, number: int, ranks: list[Rank], policy: SchedulerPolicy, *, is_vacant: bool = False) -> None:
         self.number = number
         self.ranks = ranks
+        self.is_vacant = is_vacant
+        """Whether it is a place that no endpoint has; see `Places`."""
+        self.is_withdrawn = False
+        """Whether its endpoint is terminating or gone; across epochs."""
         self.epoch: int | None = None
         self.is_held = False
         self.is_leaving = False
@@ -49,7 +53,12 @@ class Domain:
     @property
     def is_draining(self) -> bool:
         """Whether it takes no new sequences."""
-        return self.is_leaving or self.is_drained_by_operator
+        return self.is_departing or self.is_drained_by_operator
+
+    @property
+    def is_departing(self) -> bool:
+        """Whether its workers are about to end, or may be."""
+        return self.is_leaving or self.is_withdrawn
 
     @property
     def is_quiet(self) -> bool:
@@ -76,6 +85,12 @@ class Domain:
         self.epoch = None
         self.is_held = self.is_leaving = False
         return [scheduler.end_epoch(now) for scheduler in self._schedulers]
+
+    def vacate(self) -> None:
+        """Forget the endpoint of an unattached place."""
+        self.is_vacant, self.is_withdrawn, self.is_drained_by_operator = True, False, False
+        for rank in self.ranks:
+            rank.facts = None
 
     def set_depth(self, max_steps_in_flight: int) -> None:
         """Limit how many steps are sent ahead."""

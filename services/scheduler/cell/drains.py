@@ -10,7 +10,8 @@ from services.scheduler.cell.domain import Domain
 class Drains:
     """Decides when a draining domain's epoch ends.
 
-    A domain drains because its workers were asked to end, or because an operator asked for it. It takes no new
+    A domain drains because its workers were asked to end or its endpoint is withdrawn, or because an operator asked for
+    it. It takes no new
     sequences, and those that it computes have `drain_s` to finish:
 
         begins                          drain_s later
@@ -18,7 +19,7 @@ class Drains:
 
     The epoch ends earlier when no sequence is left, unless only the operator asked: the workers then stay attached.
 
-    Invariant: only attached domains that drain have a deadline; one that is empty and not leaving has none.
+    Invariant: only attached domains that drain have a deadline; one that is empty and not departing has none.
     """
 
     def __init__(self, drain_s: float) -> None:
@@ -44,7 +45,7 @@ class Drains:
         """The domains whose epochs are to end now; no step of theirs is in flight."""
         over = []
         for domain, deadline in list(self._domain_to_deadline.items()):
-            if domain.is_empty and not domain.is_leaving:
+            if domain.is_empty and not domain.is_departing:
                 self.end(domain)
                 continue
             domain.is_ending = now >= deadline
@@ -60,4 +61,4 @@ class Drains:
         for domain in domains:
             assert domain in draining or not domain.is_ending, "a domain sends no steps although it does not drain"
             is_left = domain.epoch is not None and domain.is_draining and domain not in draining
-            assert not is_left or (domain.is_empty and not domain.is_leaving), "a drain without a deadline"
+            assert not is_left or (domain.is_empty and not domain.is_departing), "a drain without a deadline"

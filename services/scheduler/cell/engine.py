@@ -18,6 +18,7 @@ from services.scheduler.cell.events import (
     DomainLost,
     DrainRank,
     DropDomain,
+    EndpointsFound,
     Event,
     Exit,
     RankHeartbeat,
@@ -27,6 +28,7 @@ from services.scheduler.cell.events import (
     UndrainRank,
 )
 from services.scheduler.cell.heartbeat import Heartbeat
+from services.scheduler.cell.places import Places
 from services.scheduler.cell.request_manager import RequestManager, deliver
 from services.scheduler.cell.requests import RequestTable
 from services.scheduler.cell.state import CellState
@@ -45,8 +47,8 @@ class Engine:
 
     A domain's epoch ends when a link breaks, a result is invalid, or a rank is silent or makes no progress. Its
     requests then wait, with their tokens, for the next rank. Their clients only learn that they resume, unless a
-    request turns out to crash its workers. The epoch of a domain that says that it is leaving ends as planned, which
-    accuses no request; see `Drains`.
+    request turns out to crash its workers. The epoch of a domain that says that it is leaving, or whose endpoint is
+    withdrawn, ends as planned, which accuses no request; see `Drains` and `Places`.
 
     An engine that was stopped for longer than its claim to the workers lasts asks for its process to end, whatever
     events follow.
@@ -65,6 +67,7 @@ class Engine:
             is_alive=lambda request_id: self._requests.by_id(request_id) is not None,
             is_current=self._requests.has_request_of,
         )
+        self._places = Places(self._cell)
         self._facts = CellFacts(cache.block_size)
         self._request_manager = RequestManager(policy, self._requests, self._cell, self._facts)
         self._heartbeat = Heartbeat()
@@ -89,6 +92,11 @@ class Engine:
     def exact_fingerprint(self) -> str:
         """See `CellFacts`."""
         return self._facts.exact_fingerprint
+
+    @property
+    def num_unplaced_endpoints(self) -> int:
+        """See `Places.num_unplaced`."""
+        return self._places.num_unplaced
 
     def next_wakeup(self) -> float:
         """When `TimePassed` is due."""
@@ -117,10 +125,11 @@ class Engine:
                 actions += self._on_domain_attached(self._cell.domains[domain], facts, now)
             case DomainLost():
                 actions += self._on_domain_lost(event, now)
-            case DrainRank(rank):
-                self._cell.drain(self._cell.domain_by_rank[rank], now)
-            case UndrainRank(rank):
-                self._cell.undrain(self._cell.domain_by_rank[rank])
+            case DrainRank() | UndrainRank():
+                self._on_operator_call(event, now)
+            case EndpointsFound(endpoints):
+                actions += self._places.update(endpoints, now)
+                self._facts.update(self._cell.domains)
             case TimePassed():
                 pass
         return actions + self._advance(now)
@@ -147,6 +156,7 @@ class Engine:
         self._requests.check_integrity()
         assert self._requests.choices() == set(self._cell.unfinished()), "a choice was forgotten, or was not ended"
         self._cell.check_integrity()
+        self._places.check_integrity()
 
     def _beat(self, now: float) -> list[Action]:
         if self._exit is None and self._cell.is_attached and self._heartbeat.is_lease_over(now):
@@ -195,11 +205,18 @@ class Engine:
         if beat.is_leaving and not domain.is_leaving:
             self._cell.on_leaving(domain, now)
 
+    def _on_operator_call(self, event: DrainRank | UndrainRank, now: float) -> None:
+        domain = self._cell.domain_by_rank[event.rank]
+        if isinstance(event, DrainRank):
+            self._cell.drain(domain, now)
+        else:
+            self._cell.undrain(domain)
+
     def _on_domain_lost(self, event: DomainLost, now: float) -> list[Action]:
         domain = self._cell.domains[event.domain]
         if domain.epoch != event.epoch:
             return []
-        return self._release(domain, now) if domain.is_leaving else self._lose(domain, now, accuses_rows=True)
+        return self._release(domain, now) if domain.is_departing else self._lose(domain, now, accuses_rows=True)
 
     def _lose(self, domain: Domain, now: float, *, accuses_rows: bool) -> list[Action]:
         """See `Cell.lose`."""
@@ -217,9 +234,9 @@ class Engine:
         return _deliver_resumes(sequences) + self._end_unservable(sequences, now)
 
     def _end_unservable(self, sequences: list[Sequence], now: float) -> list[Action]:
-        """End the exact ones that the remaining ranks cannot continue."""
-        exact = [seq for seq in sequences if seq.is_exact and seq.left_at is None]
-        return self._request_manager.end_unservable(exact, now)
+        """End those that no remaining rank can continue."""
+        unfinished = [seq for seq in sequences if seq.left_at is None]
+        return self._request_manager.end_unservable(unfinished, now)
 
     def _drop(self, domain: Domain, reason: str, now: float, *, accuses_rows: bool) -> list[Action]:
         assert domain.epoch is not None
@@ -245,8 +262,16 @@ class Engine:
 
     def _advance(self, now: float) -> list[Action]:
         actions = self._end_drains(now) if self._cell.drains else []
+        if self._places.has_withdrawn:
+            actions += self._settle_places()
         self._cell.settle(now)
         return actions + self._cell.send_ahead(now)
+
+    def _settle_places(self) -> list[Action]:
+        actions = self._places.settle()
+        if actions:
+            self._facts.update(self._cell.domains)
+        return actions
 
     def _end_drains(self, now: float) -> list[Action]:
         actions: list[Action] = []

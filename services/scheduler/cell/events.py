@@ -140,6 +140,23 @@ class UndrainRank:
 
 
 @dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a group's leader may be reached, as discovery reports it."""
+
+    address: str
+    is_ready: bool = True
+    is_terminating: bool = False
+    """Whether its process was asked to end, or soon will be."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointsFound:
+    """Discovery knows these endpoints now, and no others; each address occurs once."""
+
+    endpoints: tuple[Endpoint, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TimePassed:
     """The moment returned by `Engine.next_wakeup` has come."""
 
@@ -154,6 +171,7 @@ Event = (
     | AbortRequest
     | DrainRank
     | UndrainRank
+    | EndpointsFound
     | TimePassed
 )
 
@@ -200,6 +218,21 @@ class ReleaseDomain:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkDomain:
+    """Begin to attach a domain whose endpoint was found; the domain has no link."""
+
+    domain: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnlinkDomain:
+    """Close the link to a domain, which is not attached: its endpoint is terminating or gone."""
+
+    domain: int
+
+
+@dataclass(frozen=True, slots=True)
 class Exit:
     """End the process: it can never serve these workers, or another scheduler has them."""
 
@@ -213,4 +246,4 @@ class Beat:
     progress: int
 
 
-Action = SendStep | Deliver | CloseClient | DropDomain | ReleaseDomain | Beat | Exit
+Action = SendStep | Deliver | CloseClient | DropDomain | ReleaseDomain | LinkDomain | UnlinkDomain | Beat | Exit

@@ -14,6 +14,8 @@ class RankState:
     """Without a worker a rank has no blocks and no sequences. `num_steps` is cumulative."""
 
     rank: DpRank
+    is_vacant: bool
+    """Whether it is a place that no endpoint has."""
     is_attached: bool
     is_draining: bool
     """Takes no new sequences."""

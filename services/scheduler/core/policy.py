@@ -95,6 +95,8 @@ class CellTopology:
 
     dp_size: int = 1
     is_coupled: bool = False
+    is_dynamic: bool = False
+    """Whether endpoints come and go: each rank is a place, vacant until one takes it. Such ranks are not coupled."""
 
     @property
     def num_domains(self) -> int:

@@ -10,7 +10,6 @@ import itertools
 import logging
 import math
 from collections.abc import AsyncIterator, Callable
-from typing import Protocol
 
 from google.protobuf.message import Message
 
@@ -27,19 +26,21 @@ from services.scheduler.cell.events import (
     DropDomain,
     Event,
     Exit,
+    LinkDomain,
     RankHeartbeat,
     ReleaseDomain,
     SendStep,
     TimePassed,
     UndrainRank,
+    UnlinkDomain,
 )
-from services.scheduler.core.batch.step import Step
 from services.scheduler.server.acceptance_log import AcceptanceLog
 from services.scheduler.server.direct_clients import DIRECT_CLIENT, DirectClients
 from services.scheduler.server.exchange_codec import encode_outputs
 from services.scheduler.server.failpoint import SubmitFailpoint
 from services.scheduler.server.idle_check import IdleCheck
 from services.scheduler.server.kv_events import KvEvents
+from services.scheduler.server.worker_links import WorkerAccess, WorkerLinks
 from shared.errors import InvalidRequestError, NotReadyError, SchedulerLostError, ServiceError, Violation
 from shared.health import Health
 from shared.heartbeat import Silence
@@ -121,26 +122,6 @@ class ClientLink:
                 self._oldest_unread_at = None
 
 
-class DomainLinks(Protocol):
-    """The part of `DomainClient` used here."""
-
-    async def run(self) -> None:
-        """See `DomainClient`."""
-
-    def send(self, rank: DpRank, step: Step) -> None:
-        """See `DomainClient`."""
-
-    def beat(self, progress: int) -> None:
-        """See `DomainClient`."""
-
-    def drop(self, epoch: int) -> None:
-        """See `DomainClient`."""
-
-
-LinkDomain = Callable[[int, Callable[[Event], None], Callable[[Exit], None]], DomainLinks]
-"""Links a domain, given its number and functions that receive events and a request to exit."""
-
-
 class CellServer:
     """Runs one engine with its links to replicas and workers, and its direct clients.
 
@@ -150,7 +131,7 @@ class CellServer:
     def __init__(
         self,
         engine: Engine,
-        link_domain: LinkDomain,
+        workers: WorkerAccess,
         *,
         instance_id: str,
         health: Health,
@@ -184,9 +165,7 @@ class CellServer:
         # That of the last heartbeat.
         self._progress = 0
         self._failpoint = failpoint
-        self._domains = [
-            link_domain(domain, self.on_event, self._exit) for domain in range(engine.topology.num_domains)
-        ]
+        self._worker_links = WorkerLinks(engine, workers, self.on_event, self._exit)
 
     @property
     def num_clients(self) -> int:
@@ -198,9 +177,7 @@ class CellServer:
         # Triggers the first heartbeat, which schedules the next ones.
         self.on_event(TimePassed())
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for domain in self._domains:
-                    tasks.create_task(domain.run())
+            await self._worker_links.run()
         except ExceptionGroup as bugs:
             logger.exception("the scheduler exits: a bug in the links to the workers")
             self._end_after_bug(bugs)
@@ -275,11 +252,13 @@ class CellServer:
 
     def _check_rank(self, rank: int) -> DpRank:
         dp_size = self.engine.topology.dp_size
-        if rank < dp_size:
+        if rank >= dp_size:
+            problem = f"must be below {dp_size}, the number of ranks"
+        elif self.engine.state().ranks[rank].is_vacant:
+            problem = "no endpoint has this place"
+        else:
             return DpRank(rank)
-        raise InvalidRequestError.from_violations(
-            [Violation("dp_rank", "OUT_OF_RANGE", f"must be below {dp_size}, the number of ranks")]
-        )
+        raise InvalidRequestError.from_violations([Violation("dp_rank", "OUT_OF_RANGE", problem)])
 
     def _end_after_bug(self, bug: Exception) -> None:
         self.bug = bug
@@ -318,7 +297,7 @@ class CellServer:
     def _perform(self, action: Action) -> None:
         match action:
             case SendStep(rank, step):
-                self._domains[self.engine.topology.domain_of(rank)].send(rank, step)
+                self._worker_links.send(rank, step)
             case Deliver(client, outputs) if client == DIRECT_CLIENT:
                 self.direct_clients.deliver(outputs)
             case Deliver(client, outputs):
@@ -333,18 +312,19 @@ class CellServer:
             case DropDomain(domain, epoch, reason):
                 ranks = list(self.engine.topology.ranks_of(domain))
                 logger.error("giving up workers", extra={"ranks": ranks, "epoch": epoch, "reason": reason})
-                self._domains[domain].drop(epoch)
+                self._worker_links.drop(domain, epoch)
             case ReleaseDomain(domain, epoch):
                 ranks = list(self.engine.topology.ranks_of(domain))
                 logger.info("workers drained", extra={"ranks": ranks, "epoch": epoch})
-                self._domains[domain].drop(epoch)
+                self._worker_links.drop(domain, epoch)
+            case LinkDomain() | UnlinkDomain():
+                self._worker_links.perform(action)
             case Exit():
                 self._exit(action)
 
     def _beat(self, progress: int) -> None:
         now, self._progress = self._loop.time(), progress
-        for domain in self._domains:
-            domain.beat(progress)
+        self._worker_links.beat(progress)
         heartbeat = self._make_heartbeat()
         for client in self._clients.values():
             client.beat(heartbeat, now)

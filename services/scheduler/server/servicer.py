@@ -147,7 +147,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             num_suspects=state.num_suspects,
             num_poison_requests=counters.num_poison_requests,
             num_late_results=counters.num_late_results,
-            rank_steps=map(_describe_rank, state.ranks),
+            rank_steps=[_describe_rank(rank) for rank in state.ranks if not rank.is_vacant],
         )
 
     async def SubscribeKvEvents(
@@ -159,6 +159,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 def _describe_rank(rank: RankState) -> scheduler_pb2.RankSteps:
     return scheduler_pb2.RankSteps(
+        dp_rank=rank.rank,
         num_prefill_steps=rank.num_steps.prefill,
         num_decode_steps=rank.num_steps.decode,
         num_mixed_steps=rank.num_steps.mixed,

@@ -104,6 +104,10 @@ class DomainClient:
         """Break the links of an epoch that the engine gave up."""
         self._on_attach_event(Dropped(epoch))
 
+    def end(self) -> None:
+        """The groups are not there any more: no event may follow, and `run` is to be cancelled."""
+        self._attach.end()
+
     def _on_attach_event(self, event: AttachEvent) -> None:
         for command in self._attach.on_event(event, self._loop.time()):
             self._perform(command)

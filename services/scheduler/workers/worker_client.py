@@ -321,7 +321,9 @@ def _read_acceptance(rank: DpRank, epoch: int, response: worker_pb2.AttachRespon
         rank,
         epoch,
         facts,
-        GroupPlace(DpRank(layout.dp_rank), layout.dp_size, layout.tp_size, is_coupled),
+        GroupPlace(
+            DpRank(layout.dp_rank) if layout.HasField("dp_rank") else None, layout.dp_size, layout.tp_size, is_coupled
+        ),
         (response.last_step_epoch, response.last_step_id),
         response.is_stuck,
     )

@@ -118,7 +118,7 @@ def checksum(output: StepOutput) -> int:
 def to_layout_message(layout: RankLayout) -> worker_pb2.RankLayout:
     """Encode a layout."""
     return worker_pb2.RankLayout(
-        dp_rank=layout.dp_rank,
+        dp_rank=None if layout.fits_any_place else layout.dp_rank,
         dp_size=layout.dp_size,
         tp_rank=layout.tp_rank,
         tp_size=layout.tp_size,
@@ -128,7 +128,14 @@ def to_layout_message(layout: RankLayout) -> worker_pb2.RankLayout:
 
 def parse_layout(message: worker_pb2.RankLayout) -> RankLayout:
     """Decode a layout."""
-    return RankLayout(message.dp_rank, message.dp_size, message.tp_rank, message.tp_size, message.has_expert_parallel)
+    return RankLayout(
+        message.dp_rank,
+        message.dp_size,
+        message.tp_rank,
+        message.tp_size,
+        message.has_expert_parallel,
+        fits_any_place=not message.HasField("dp_rank"),
+    )
 
 
 def _take_error(task: asyncio.Task[Any]) -> BaseException | None:

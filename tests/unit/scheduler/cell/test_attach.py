@@ -46,7 +46,7 @@ def accepted(group: int, epoch: int = 1, *, place: GroupPlace | None = None, **f
 
 def newcomer(instance_id: str = "me", *, num_groups: int = 2) -> SchedulerClaim:
     """A scheduler that has never held a domain; its random draws are in the middle of their range."""
-    return SchedulerClaim(instance_id, num_groups, lambda: 0.5)
+    return SchedulerClaim(instance_id, lambda: 0.5, groups=set(range(num_groups)))
 
 
 def former_holder() -> SchedulerClaim:
@@ -226,7 +226,7 @@ def test_groups_may_differ_in_pool_size_numerics_and_graphs() -> None:
 
 @pytest.mark.parametrize(("drawn", "delay_s"), [(0.0, 0.5 * RETRY_DELAY_S), (1.0, 1.5 * RETRY_DELAY_S)])
 def test_rounds_begin_after_random_delays(drawn: float, delay_s: float) -> None:
-    attach = DomainAttach(0, COUPLED, SchedulerClaim("me", 2, lambda: drawn))
+    attach = DomainAttach(0, COUPLED, SchedulerClaim("me", lambda: drawn))
     attach.on_event(RetryDue(), 0.0)
     attach.on_event(refused(0, QUESTION, 3, "other"), 5.0)
     [retry] = attach.on_event(free(1), 5.0)

@@ -1,0 +1,1 @@
+"""Finds the workers of a cell whose endpoints come and go."""

@@ -1,0 +1,73 @@
+"""What passes between the scheduler and the process that watches Kubernetes: JSON, a line for each message."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from services.scheduler.cell.events import Endpoint
+from shared.config import check_address
+
+MAX_LINE_BYTES = 4 * 1024 * 1024
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class WatchTask(_Message):
+    """What to watch; the process's only argument."""
+
+    api_server: str
+    service_account: str
+    """The directory."""
+    namespace: str
+    service: str
+    port: str
+    period_s: float
+    """Between two lists; the slices are watched in between."""
+    parent_pid: int
+
+
+class EndpointMessage(_Message):
+    """See `Endpoint`."""
+
+    address: Annotated[str, AfterValidator(check_address)]
+    is_ready: bool
+    is_terminating: bool
+
+
+class WatchMessage(_Message):
+    """A word of the API server, or a problem: why there is none."""
+
+    endpoints: tuple[EndpointMessage, ...] | None = None
+    """All that there are; None with a problem."""
+    problem: str = ""
+
+    @classmethod
+    def of(cls, endpoints: tuple[Endpoint, ...]) -> WatchMessage:
+        """Encode a word."""
+        return cls(
+            endpoints=tuple(
+                EndpointMessage(address=one.address, is_ready=one.is_ready, is_terminating=one.is_terminating)
+                for one in endpoints
+            )
+        )
+
+    def found(self) -> tuple[Endpoint, ...] | None:
+        """The endpoints; None with a problem.
+
+        Raises:
+            ValueError: an address occurs twice.
+        """
+        if self.endpoints is None:
+            return None
+        found = tuple(Endpoint(one.address, one.is_ready, one.is_terminating) for one in self.endpoints)
+        if len({one.address for one in found}) < len(found):
+            raise ValueError("an address occurs twice")
+        return found
+
+    def line(self) -> bytes:
+        """The message as a line."""
+        return self.model_dump_json(exclude_defaults=True).encode() + b"\n"
