@@ -24,8 +24,8 @@ from services.scheduler.discovery.watch_messages import MAX_LINE_BYTES, WatchMes
 from shared.parent import make_end_with_parent
 
 _CONNECT_TIMEOUT_S = 3.0
-# How much later than asked a server may end a list or a watch before the connection counts as dead.
-_GRACE_S = 10.0
+# The most that a server may be silent, beyond what it was asked for, before the connection counts as dead.
+_MAX_GRACE_S = 10.0
 # A round that ends sooner than this counts as failed: a server that closes every watch at once must not be flooded.
 _MIN_ROUND_S = 1.0
 
@@ -51,6 +51,7 @@ class SliceWatch:
 
     def __init__(self, task: WatchTask, send: Callable[[WatchMessage], None]) -> None:
         self._task = task
+        self._grace_s = min(_MAX_GRACE_S, task.period_s)
         self._send = send
         self._backoff = Backoff(random.random)
         self._slices: dict[str, dict[str, Any]] = {}
@@ -93,7 +94,7 @@ class SliceWatch:
 
     def _list(self, api: client.DiscoveryV1Api) -> str:
         """Replace what is known; returns the version from which to watch."""
-        response = self._call(api, _request_timeout=(_CONNECT_TIMEOUT_S, _GRACE_S))
+        response = self._call(api, _request_timeout=(_CONNECT_TIMEOUT_S, self._grace_s))
         # Not parsed by the library, which refuses slices that have `endpoints: null`.
         listed = json.loads(response.data)
         self._slices = {item["metadata"]["name"]: item for item in listed.get("items") or ()}
@@ -114,7 +115,7 @@ class SliceWatch:
             resource_version=version,
             allow_watch_bookmarks=True,
             timeout_seconds=max(1, round(period_s)),
-            _request_timeout=(_CONNECT_TIMEOUT_S, period_s + _GRACE_S),
+            _request_timeout=(_CONNECT_TIMEOUT_S, period_s + self._grace_s),
         )
         ends_at = time.monotonic() + period_s
         try:

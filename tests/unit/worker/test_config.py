@@ -14,7 +14,7 @@ def test_only_the_model_directory_has_no_default() -> None:
     assert settings.model_dir == Path("/m")
     assert (settings.ops_backend, settings.dtype, settings.kv_cache_memory_gib) == ("auto", "auto", None)
     assert (settings.kv_cache_num_blocks, settings.num_threads) == (None, None)
-    assert (settings.layout, settings.leader, settings.silence_s) == (RankLayout(), None, 3.0)
+    assert (settings.layout, settings.leader, settings.silence_s) == (RankLayout(fits_any_place=True), None, 3.0)
     assert (settings.draft_proposer, settings.draft_model, settings.num_draft_tokens) == ("none", None, 4)
 
 
