@@ -123,3 +123,46 @@ def test_policies_are_named_by_their_values() -> None:
     assert policy.queue_policy is QueuePolicy.PRIORITY
     assert policy.admission_policy is AdmissionPolicy.LOOK_AHEAD
     assert policy.retraction_policy is RetractionPolicy.FEWEST_OUTPUT_TOKENS
+
+
+CLUSTER = ("--discovery=kubernetes", "--max-dp=4", "--discovery-service=workers", "--discovery-port=grpc")
+
+
+def test_workers_that_are_discovered_have_as_many_places_as_may_come(tmp_path: Path) -> None:
+    (tmp_path / "namespace").write_text("serving\n", encoding="utf-8")
+    (tmp_path / "token").write_text("secret", encoding="utf-8")
+    (tmp_path / "ca.crt").write_text("PEM", encoding="utf-8")
+    settings = load_settings(SchedulerSettings, [*CLUSTER, f"--discovery-service-account={tmp_path}"])
+    assert settings.topology == CellTopology(4, is_dynamic=True)
+    assert (settings.namespace, settings.discovery_period) == ("serving", 30.0)
+    named = load_settings(SchedulerSettings, ["--discovery=dns", "--max-dp=2", "--discovery-name=workers.x:7"])
+    assert (named.topology, named.discovery_period) == (CellTopology(2, is_dynamic=True), 5.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--discovery=dns", "--discovery-name=w:7"], "--discovery dns needs --max-dp"),
+        (["--discovery=dns", "--max-dp=2"], "--discovery dns needs --discovery-name"),
+        (["--discovery=dns", "--max-dp=2", "--discovery-name=unix:/w"], "--discovery-name"),
+        ([flag for flag in CLUSTER if "port" not in flag], "--discovery kubernetes needs --discovery-port"),
+        ([*CLUSTER, "--coupled"], "--coupled cannot be used with --discovery kubernetes"),
+        ([*CLUSTER, "--workers=unix:/w"], "--workers cannot be used with --discovery kubernetes"),
+        ([*CLUSTER, "--discovery-name=w:7"], "--discovery-name cannot be used with --discovery kubernetes"),
+        (["--max-dp=2"], "--max-dp cannot be used with --discovery static"),
+        (["--discovery-period-s=2"], "--discovery-period-s cannot be used with --discovery static"),
+        ([*CLUSTER, "--discovery-service-account=/nowhere"], "/nowhere/namespace: No such file"),
+        ([*CLUSTER, "--discovery-namespace=x", "--discovery-service-account=/nowhere"], "/nowhere/token: No such file"),
+        ([*CLUSTER, "--discovery-service=Workers"], "lower-case"),
+        ([*CLUSTER, "--discovery-port=0"], "1 to 65535"),
+        ([*CLUSTER, "--discovery-api-server=http://10.0.0.1"], "https://HOST"),
+        (["--discovery=dns", "--max-dp=0", "--discovery-name=w:7"], "--max-dp"),
+    ],
+)
+def test_a_discovery_that_cannot_work_is_refused(
+    flags: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        load_settings(SchedulerSettings, flags)
+    assert exit_info.value.code == 2
+    assert problem in capsys.readouterr().err

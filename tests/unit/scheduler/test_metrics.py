@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
 from prometheus_client import Metric
 
 from services.scheduler.cell.engine import Engine
+from services.scheduler.cell.events import Endpoint, EndpointsFound
 from services.scheduler.core.policy import RECOVERY_BUCKETS_S, CacheSettings, CellTopology, SchedulerPolicy
+from services.scheduler.discovery.last_word import LastWord
 from services.scheduler.metrics import make_registry
 from services.scheduler.server.idle_check import IdleCheck
 from shared.management import serve_management
@@ -124,3 +127,23 @@ async def test_every_metric_has_documentation_and_process_metrics_are_included(t
     families = await scrape_cell(tmp_path / "metrics", Engine(SchedulerPolicy(), CacheSettings()))
     assert [family.name for family in families if not family.documentation] == []
     assert "process_cpu_seconds" in {family.name for family in families}
+
+
+async def test_places_without_an_endpoint_are_no_ranks(tmp_path: Path) -> None:
+    driver = EngineDriver(topology=CellTopology(3, is_dynamic=True), attach=False)
+    found = tuple(Endpoint(f"10.0.0.{number}:1") for number in range(5))
+    driver.on_event(EndpointsFound(found[:2]))
+    driver.attach(1)
+    idle_check = IdleCheck(driver.engine, asyncio.get_running_loop())
+    last_word = LastWord(time.monotonic() - 100.0, found)
+    registry = make_registry(driver.engine, idle_check, None, last_word)
+    server = await serve_management(f"unix:{tmp_path}/metrics", registry, Probes("nothing"))
+    assert server is not None
+    async with server:
+        scraped = values(await scrape(tmp_path / "metrics"))
+    ranks = {name: value for name, value in scraped.items() if name.startswith("lockstep_worker_attached")}
+    assert ranks == {"lockstep_worker_attached 0": 0, "lockstep_worker_attached 1": 1}
+    assert not any(name.split()[1:2] == ["2"] for name in scraped)
+    assert scraped["lockstep_discovery_endpoints"] == 5
+    assert scraped["lockstep_discovery_unplaced_endpoints"] == 0
+    assert scraped["lockstep_discovery_staleness_seconds"] >= 100.0

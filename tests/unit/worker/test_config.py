@@ -34,6 +34,11 @@ def test_the_layout_of_a_coupled_groups_leader_is_read_from_its_flags() -> None:
     assert settings.layout == RankLayout(1, 2, 0, 3, has_expert_parallel=True)
 
 
+def test_a_worker_that_names_no_dp_rank_fits_any_place() -> None:
+    assert load_settings(WorkerSettings, ["--model-dir=/m"]).layout.fits_any_place
+    assert not load_settings(WorkerSettings, ["--model-dir=/m", "--dp-rank=0"]).layout.fits_any_place
+
+
 def test_uncoupled_ranks_need_no_partners() -> None:
     settings = load_settings(WorkerSettings, ["--model-dir=/m", "--dp-rank=1", "--dp-size=2"])
     assert settings.layout.is_alone
@@ -52,9 +57,11 @@ def test_uncoupled_ranks_need_no_partners() -> None:
         # No rendezvous or no start id.
         ["--tp-size=2", "--domain-start-id=x"],
         ["--tp-size=2", "--rendezvous=127.0.0.1:9"],
-        ["--dp-size=2", "--ep", "--rendezvous=unix:/r", "--domain-start-id=x"],
+        ["--dp-rank=0", "--dp-size=2", "--ep", "--rendezvous=unix:/r", "--domain-start-id=x"],
         # Drafts, which the plan of coupled ranks does not cover.
-        ["--dp-size=2", "--ep", "--draft-proposer=ngram", *RENDEZVOUS],
+        ["--dp-rank=0", "--dp-size=2", "--ep", "--draft-proposer=ngram", *RENDEZVOUS],
+        # A size without a place.
+        ["--dp-size=2"],
         ["--tp-size=0"],
         ["--silence-s=0.5"],
         ["--fail-on-token=-1"],

@@ -65,6 +65,66 @@ def free(group: int) -> Refused:
     return refused(group, QUESTION, 0)
 
 
+def attach_alone(topology: CellTopology, place: GroupPlace) -> list[Command]:
+    """What follows when the group of domain 1 accepts an offer from this place."""
+    attach = DomainAttach(1, topology, former_holder())
+    [offer] = attach.on_event(RetryDue(), 0.0)
+    assert isinstance(offer, Offer)
+    return attach.on_event(accepted(1, offer.epoch, place=place), 0.0)
+
+
+ANYWHERE = GroupPlace(None, 1, 1, is_coupled=False)
+
+
+@pytest.mark.parametrize("topology", [CellTopology(2), CellTopology(2, is_dynamic=True)])
+def test_a_group_that_names_no_rank_fits_any_place(topology: CellTopology) -> None:
+    assert attach_alone(topology, ANYWHERE) == [OpenStreams(1)]
+
+
+def test_a_group_that_names_no_rank_fits_no_coupled_cell() -> None:
+    attach = offered()
+    attach.on_event(accepted(0), 0.0)
+    [retry] = attach.on_event(accepted(1, place=ANYWHERE), 0.0)
+    assert isinstance(retry, RetryAt)
+    assert "expected GroupPlace(dp_rank=1, dp_size=2" in retry.reason
+
+
+def test_a_discovered_group_must_not_name_a_rank() -> None:
+    [retry] = attach_alone(CellTopology(2, is_dynamic=True), make_place(1, is_coupled=False))
+    assert isinstance(retry, RetryAt)
+    assert "expected GroupPlace(dp_rank=None" in retry.reason
+
+
+def test_a_group_that_was_found_later_is_asked_before_any_is_taken() -> None:
+    topology, claim = CellTopology(3, is_dynamic=True), SchedulerClaim("me", lambda: 0.5)
+    first = DomainAttach(0, topology, claim)
+    assert first.on_event(RetryDue(), 0.0) == [Offer(0, QUESTION)]
+    # Another endpoint is found before the first one has answered.
+    second = DomainAttach(1, topology, claim)
+    [retry] = first.on_event(free(0), 0.0)
+    assert isinstance(retry, RetryAt)
+    assert retry.reason == "not every group has been asked"
+    assert second.on_event(RetryDue(), 0.0) == [Offer(1, QUESTION)]
+    [retry] = second.on_event(refused(1, QUESTION, 4, "leader"), 0.0)
+    assert isinstance(retry, RetryAt)
+    assert retry.reason == "scheduler leader holds group 1"
+    # The endpoint that the leader held is gone, and with it what it said.
+    second.end()
+    first.on_event(RetryDue(), 1.0)
+    assert first.on_event(free(0), 1.0) == [Offer(0, 1)]
+
+
+def test_an_ended_attach_neither_holds_nor_answers() -> None:
+    claim = former_holder()
+    attach = DomainAttach(0, CellTopology(2, is_dynamic=True), claim)
+    attach.on_event(RetryDue(), 0.0)
+    attach.on_event(accepted(0, place=ANYWHERE), 0.0)
+    assert claim.domain_to_epoch == {0: 1}
+    attach.end()
+    assert claim.domain_to_epoch == {}
+    assert attach.on_event(StreamOpened(0, 1), 0.0) == []
+
+
 def offered(claim: SchedulerClaim | None = None) -> DomainAttach:
     """Two coupled groups that were offered epoch 1 after answering the question."""
     attach = DomainAttach(0, COUPLED, claim or newcomer())

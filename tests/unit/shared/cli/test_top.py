@@ -106,3 +106,10 @@ def test_a_rank_that_drains_says_so() -> None:
     ranks = [{"is_attached": True}, {"is_attached": True, "is_draining": True}, {"is_draining": True}]
     text = top.render("x:1", changed(rank_steps=ranks))
     assert [line.split()[1] for line in text.splitlines()[-3:]] == ["yes", "draining", "no"]
+
+
+def test_ranks_come_and_go_between_two_snapshots() -> None:
+    before = changed(rank_steps=[{"dp_rank": 0, "num_decode_steps": 5}, {"dp_rank": 2, "num_decode_steps": 10}])
+    now = changed(rank_steps=[{"dp_rank": 1, "num_decode_steps": 3}, {"dp_rank": 2, "num_decode_steps": 30}])
+    lines = [line.split() for line in top.render("x:1", now, before, elapsed_s=2.0).splitlines()[-2:]]
+    assert [(line[0], line[5:]) for line in lines] == [("1", ["3", "0.0%"]), ("2", ["30", "0.0%", "10.0"])]
