@@ -11,13 +11,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from tests.support.kube_store import ApiError, Kind, KubeStore, Object
+from tests.support.patience import PATIENCE_S
 
 TOKEN = "token-of-the-scheduler"
 NAMESPACE = "serving"
@@ -73,7 +74,20 @@ class KubeApi:
     def cut_connections(self) -> None:
         """Break every open connection in the middle of what it does."""
         for connection in list(self._connections):
-            connection.shutdown(socket.SHUT_RDWR)
+            # The other side may have closed it.
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def note_request(self, verb: str, resource_version: str) -> None:
+        """Record a request."""
+        with self.store.changed:
+            self.requests.append(Request(time.monotonic(), verb, resource_version))
+            self.store.changed.notify_all()
+
+    def wait_for_requests(self, count: int) -> None:
+        """Wait until there were this many requests; fails after five minutes."""
+        with self.store.changed:
+            assert self.store.changed.wait_for(lambda: len(self.requests) >= count, PATIENCE_S), "too few requests"
 
     def wake(self) -> None:
         """Let handlers notice changed faults."""
@@ -130,11 +144,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def finish(self) -> None:
         self.kube._connections.discard(self.connection)
-        # The other side may be gone.
-        try:
+        with suppress(OSError):
             super().finish()
-        except OSError:
-            self.connection.close()
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         """Say nothing."""
@@ -143,7 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         query = {name: values[0] for name, values in parse_qs(parts.query).items()}
         verb = "watch" if query.get("watch") in ("true", "True", "1") else "list"
-        self.kube.requests.append(Request(time.monotonic(), verb, query.get("resourceVersion", "")))
+        self.kube.note_request(verb, query.get("resourceVersion", ""))
         try:
             self._misbehave(verb)
             group, kind = self._authorize(verb, parts.path)

@@ -110,10 +110,17 @@ async def running_cell(tmp_path: Path, *workers: WorkerPeer, **settings: Any) ->
     for rank, (worker, worker_server) in enumerate(zip(workers, worker_servers, strict=True)):
         worker.place(rank, len(workers), is_coupled=is_coupled)
         await worker_server.start()
+    async with running_scheduler(tmp_path, list(workers), workers=tuple(addresses), **settings) as cell:
+        yield cell
+    for server in worker_servers:
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def running_scheduler(tmp_path: Path, workers: list[WorkerPeer], **settings: Any) -> AsyncIterator[Cell]:
+    """Run a scheduler with these settings, on sockets in `tmp_path`; `workers` are what its `Cell` shows."""
     address, cell_address = f"unix:{tmp_path}/scheduler", f"unix:{tmp_path}/cell"
-    scheduler_settings = SchedulerSettings(
-        listen=address, cell_listen=cell_address, workers=tuple(addresses), **settings
-    )
+    scheduler_settings = SchedulerSettings(listen=address, cell_listen=cell_address, **settings)
     health = Health(())
     cell = make_cell(scheduler_settings, "instance", health, LastWord(0.0))
     servers = make_servers(scheduler_settings, cell, health)
@@ -121,8 +128,8 @@ async def running_cell(tmp_path: Path, *workers: WorkerPeer, **settings: Any) ->
         await server.start()
     links = asyncio.create_task(cell.run_worker_links())
     async with make_channel(address) as channel, make_channel(cell_address, internal=True) as cell_channel:
-        yield Cell(list(workers), cell, channel, cell_channel)
+        yield Cell(workers, cell, channel, cell_channel)
     links.cancel()
     await asyncio.gather(links, return_exceptions=True)
-    for server in (*servers, *worker_servers):
+    for server in servers:
         await server.stop(0)
