@@ -186,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
         return group, (plural, namespace)
 
     def _list(self, group: str, kind: Kind, query: dict[str, str]) -> None:
-        version, items = self.kube.store.list(kind, _selector(query))
+        version, items = self.kube.store.select(kind, _selector(query))
         metadata = {"resourceVersion": str(version)}
         self._answer(200, {"kind": "List", "apiVersion": f"{group}/v1", "metadata": metadata, "items": items})
 

@@ -63,7 +63,7 @@ class KubeStore:
     _oldest: int = 100
     _numbers: Any = field(default_factory=itertools.count)
 
-    def list(self, kind: Kind, selector: dict[str, str]) -> tuple[int, list[Object]]:
+    def select(self, kind: Kind, selector: dict[str, str]) -> tuple[int, list[Object]]:
         """The version of the list, and the objects selected."""
         with self.changed:
             objects = self._objects.get(kind, {}).values()

@@ -117,8 +117,8 @@ async def running_cell(tmp_path: Path, *workers: WorkerPeer, **settings: Any) ->
 
 
 @asynccontextmanager
-async def running_scheduler(tmp_path: Path, workers: list[WorkerPeer], **settings: Any) -> AsyncIterator[Cell]:
-    """Run a scheduler with these settings, on sockets in `tmp_path`; `workers` are what its `Cell` shows."""
+async def running_scheduler(tmp_path: Path, peers: list[WorkerPeer], **settings: Any) -> AsyncIterator[Cell]:
+    """Run a scheduler with these settings, on sockets in `tmp_path`; `peers` are what its `Cell` shows."""
     address, cell_address = f"unix:{tmp_path}/scheduler", f"unix:{tmp_path}/cell"
     scheduler_settings = SchedulerSettings(listen=address, cell_listen=cell_address, **settings)
     health = Health(())
@@ -128,7 +128,7 @@ async def running_scheduler(tmp_path: Path, workers: list[WorkerPeer], **setting
         await server.start()
     links = asyncio.create_task(cell.run_worker_links())
     async with make_channel(address) as channel, make_channel(cell_address, internal=True) as cell_channel:
-        yield Cell(workers, cell, channel, cell_channel)
+        yield Cell(peers, cell, channel, cell_channel)
     links.cancel()
     await asyncio.gather(links, return_exceptions=True)
     for server in servers:

@@ -133,6 +133,7 @@ async def test_a_terminating_worker_finishes_what_it_has_and_gets_no_more(tmp_pa
         await cluster.wait_for_ranks(1)
 
 
+@pytest.mark.slow
 async def test_an_endpoint_that_is_not_ready_serves_on_while_its_stream_lives(tmp_path: Path) -> None:
     async with running_cluster(tmp_path, period_s=1.0) as cluster:
         await cluster.start("a")
@@ -144,6 +145,7 @@ async def test_an_endpoint_that_is_not_ready_serves_on_while_its_stream_lives(tm
         await cluster.check_serves()
 
 
+@pytest.mark.slow
 async def test_the_last_set_serves_on_while_the_api_server_is_down(tmp_path: Path) -> None:
     async with running_cluster(tmp_path, period_s=1.0) as cluster:
         await cluster.start("a")
@@ -159,6 +161,7 @@ async def test_the_last_set_serves_on_while_the_api_server_is_down(tmp_path: Pat
         await cluster.wait_for_ranks()
 
 
+@pytest.mark.slow
 async def test_the_watching_process_is_started_again_and_nothing_changes_meanwhile(tmp_path: Path) -> None:
     async with running_cluster(tmp_path) as cluster:
         await cluster.start("a")
@@ -187,6 +190,7 @@ async def test_a_dead_worker_gets_nothing_although_its_slice_says_that_it_is_rea
         assert not state.rank_steps[2].is_attached
 
 
+@pytest.mark.slow
 async def test_an_evicted_pod_without_an_address_does_no_harm(tmp_path: Path) -> None:
     # production-stack #1008: the watch failed on it and reported nothing more.
     async with running_cluster(tmp_path) as cluster:
@@ -195,6 +199,7 @@ async def test_an_evicted_pod_without_an_address_does_no_harm(tmp_path: Path) ->
         await cluster.wait_for_ranks(0)
 
 
+@pytest.mark.slow
 async def test_a_worker_that_names_a_rank_is_refused_with_the_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -207,6 +212,7 @@ async def test_a_worker_that_names_a_rank_is_refused_with_the_reason(
         assert not (await cluster.cell.state()).ready
 
 
+@pytest.mark.slow
 async def test_an_empty_place_cannot_be_drained(tmp_path: Path) -> None:
     async with running_cluster(tmp_path) as cluster:
         call = cluster.cell.admin.Drain(scheduler_pb2.DrainRequest(dp_rank=2))
