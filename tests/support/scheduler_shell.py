@@ -51,10 +51,11 @@ class ReplicaStream:
 
 @dataclass
 class Cell:
-    """A scheduler in this process, its workers by DP rank, and a channel to each of its listeners."""
+    """A scheduler in this process, its workers by DP rank, its links to them, and a channel to each listener."""
 
     workers: list[WorkerPeer]
     server: CellServer
+    links: asyncio.Task[None]
     channel: grpc.aio.Channel
     cell_channel: grpc.aio.Channel
 
@@ -117,18 +118,20 @@ async def running_cell(tmp_path: Path, *workers: WorkerPeer, **settings: Any) ->
 
 
 @asynccontextmanager
-async def running_scheduler(tmp_path: Path, peers: list[WorkerPeer], **settings: Any) -> AsyncIterator[Cell]:
+async def running_scheduler(
+    tmp_path: Path, peers: list[WorkerPeer], *, instance_id: str = "instance", **settings: Any
+) -> AsyncIterator[Cell]:
     """Run a scheduler with these settings, on sockets in `tmp_path`; `peers` are what its `Cell` shows."""
     address, cell_address = f"unix:{tmp_path}/scheduler", f"unix:{tmp_path}/cell"
     scheduler_settings = SchedulerSettings(listen=address, cell_listen=cell_address, **settings)
     health = Health(())
-    cell = make_cell(scheduler_settings, "instance", health, LastWord(0.0))
+    cell = make_cell(scheduler_settings, instance_id, health, LastWord(0.0))
     servers = make_servers(scheduler_settings, cell, health)
     for server in servers:
         await server.start()
     links = asyncio.create_task(cell.run_worker_links())
     async with make_channel(address) as channel, make_channel(cell_address, internal=True) as cell_channel:
-        yield Cell(peers, cell, channel, cell_channel)
+        yield Cell(peers, cell, links, channel, cell_channel)
     links.cancel()
     await asyncio.gather(links, return_exceptions=True)
     for server in servers:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -36,6 +37,7 @@ class Cluster:
 
     api: KubeApi
     cell: Cell
+    discovery: dict[str, Any]
     stack: AsyncExitStack
     ports: dict[str, int] = field(default_factory=dict)
 
@@ -80,7 +82,7 @@ class Cluster:
 @asynccontextmanager
 async def running_cluster(tmp_path: Path, *, max_dp: int = 3, period_s: float = 30.0) -> AsyncIterator[Cluster]:
     """Run a scheduler that watches an API server, without workers."""
-    discovery = {
+    discovery: dict[str, Any] = {
         "discovery": "kubernetes",
         "max_dp": max_dp,
         "discovery_service": SERVICE,
@@ -89,11 +91,9 @@ async def running_cluster(tmp_path: Path, *, max_dp: int = 3, period_s: float = 
         "discovery_service_account": write_service_account(tmp_path / "account"),
     }
     with run_kube_api(free_port()) as api:
-        async with (
-            AsyncExitStack() as stack,
-            running_scheduler(tmp_path, [], discovery_api_server=api.url, **discovery) as cell,
-        ):
-            yield Cluster(api, cell, stack)
+        discovery["discovery_api_server"] = api.url
+        async with AsyncExitStack() as stack, running_scheduler(tmp_path, [], **discovery) as cell:
+            yield Cluster(api, cell, discovery, stack)
 
 
 async def test_workers_are_attached_as_they_come_and_their_places_are_used_again(tmp_path: Path) -> None:
@@ -231,3 +231,23 @@ def find_watching_process() -> psutil.Process:
         child for child in psutil.Process().children() if "services.scheduler.discovery.slice_watch" in child.cmdline()
     ]
     return child
+
+
+@pytest.mark.slow
+async def test_a_standby_takes_no_worker_that_came_later_and_all_when_the_leader_is_gone(tmp_path: Path) -> None:
+    async with running_cluster(tmp_path) as cluster:
+        await cluster.start("a")
+        await cluster.wait_for_ranks(0)
+        directory = tmp_path / "standby"
+        directory.mkdir()
+        async with running_scheduler(directory, [], instance_id="standby", **cluster.discovery) as standby:
+            # Both hear of a new worker at about the same time.
+            worker = await cluster.start("b")
+            await cluster.wait_for_ranks(0, 1)
+            await standby.wait_until(lambda state: len(state.rank_steps) == 2)
+            num_refused = worker.num_refused
+            await standby.wait_until(lambda _: worker.num_refused >= num_refused + 2)
+            assert not (await standby.state()).ready
+            assert {attach.scheduler_instance_id for attach in worker.attaches} == {"instance"}
+            cluster.cell.links.cancel()
+            await standby.wait_until(lambda state: [rank.is_attached for rank in state.rank_steps] == [True, True])
