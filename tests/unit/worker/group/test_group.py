@@ -388,7 +388,7 @@ async def test_a_failing_step_ends_all_processes_of_a_group(domain: Domain, capl
 
 
 async def test_leaders_of_coupled_groups_follow_the_first_and_get_no_steps_from_it(domain: Domain) -> None:
-    domain.leader_flags = ("--dp-size=2", "--ep")
+    domain.leader_flags = ("--dp-rank=0", "--dp-size=2", "--ep")
     first = await domain.start()
     second = await domain.start("--dp-rank=1", "--dp-size=2", "--ep", f"--leader={domain.leader_address}")
     await wait_until_open(first, second)
@@ -426,7 +426,7 @@ async def test_a_group_leaves_whichever_of_its_processes_was_asked_to_end(domain
 
 async def test_the_leaders_of_coupled_groups_leave_together(domain: Domain) -> None:
     layout = ("--dp-size=2", "--ep")
-    first = await domain.start(*layout)
+    first = await domain.start("--dp-rank=0", *layout)
     second = await domain.start(*layout, "--dp-rank=1", f"--leader={domain.leader_address}")
     await wait_until_open(first, second)
     second.end.leave("asked to end")
