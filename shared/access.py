@@ -44,6 +44,7 @@ METHOD_TO_ROLES = {
     "/lockstep.internal.v1.WorkerService/Profile": frozenset({Role.OPERATOR}),
     "/lockstep.internal.v1.WorkerService/Restart": frozenset({Role.SCHEDULER}),
     "/lockstep.internal.v1.GroupService/Join": frozenset({Role.WORKER}),
+    "/lockstep.internal.v1.GroupService/Meet": frozenset({Role.WORKER}),
     "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": frozenset({Role.OPERATOR}),
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": frozenset({Role.OPERATOR}),
 }

@@ -39,7 +39,7 @@ def _value_name(name: str, annotation: Any) -> str:
             values += map(str, get_args(one))
         elif get_origin(one) is tuple:
             values.append("ADDRESS,...")
-        elif name.endswith(("listen", "bind", "leader", "rendezvous")):
+        elif name.endswith(("listen", "bind", "leader")):
             values.append("ADDRESS")
         else:
             values.append("SECONDS" if name.endswith("_s") else _TYPE_TO_VALUE[one])

@@ -6,10 +6,12 @@ import logging
 import os
 import sys
 import threading
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from services.worker.config import WorkerSettings
 from services.worker.device import DeviceError
+from services.worker.group.meeting import NotMetError
 from services.worker.group.member import Member
 from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.exits import DomainEnd, ExitCode, end_process
@@ -24,6 +26,7 @@ from shared.logging import configure_logging
 from shared.model_dir import ModelDirectoryError
 
 if TYPE_CHECKING:
+    from services.worker.parallel.rendezvous import Rendezvous
     from services.worker.runner.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -80,10 +83,15 @@ def _stop(device: DeviceLoop, rpc: RpcThread, is_loaded: threading.Event) -> Non
 
 
 def _serve(settings: WorkerSettings, device: DeviceLoop, rpc: RpcThread, is_loaded: threading.Event) -> int:
+    # Others ask as soon as it listens, long before torch is imported.
+    meeting = rpc.meet()
     try:
-        runner = _load(settings, device)
+        runner = _load(settings, device, meeting)
     except _LoadingStoppedError:
         return 0
+    except NotMetError as error:
+        logger.error(str(error))
+        return 1
     except (DeviceError, ModelDirectoryError) as error:
         logger.error("cannot load the model", extra={"error": str(error)})
         return 1
@@ -96,7 +104,7 @@ def _serve(settings: WorkerSettings, device: DeviceLoop, rpc: RpcThread, is_load
     return 0
 
 
-def _load(settings: WorkerSettings, device: DeviceLoop) -> ModelRunner:
+def _load(settings: WorkerSettings, device: DeviceLoop, meeting: Future[Rendezvous | None]) -> ModelRunner:
     # torch takes seconds to import: settings, OpenMP and health checks must not wait for it.
     from services.worker.runner.model_runner import build_model_runner  # noqa: PLC0415
 
@@ -108,7 +116,7 @@ def _load(settings: WorkerSettings, device: DeviceLoop) -> ModelRunner:
         progress(part)
 
     try:
-        return build_model_runner(settings, on_progress)
+        return build_model_runner(settings, on_progress, meeting.result())
     finally:
         progress.close()
 

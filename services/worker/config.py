@@ -19,6 +19,8 @@ from shared.tls import Role
 # `1,2,4` on the command line and in the environment.
 BatchSizes = Annotated[tuple[PositiveInt, ...], NoDecode, BeforeValidator(split_list), Len(1)]
 
+_EVERY_INTERFACE = frozenset({"0.0.0.0", "::"})  # noqa: S104 - recognised, not bound
+
 
 class WorkerSettings(ProcessSettings):
     """Settings of one worker process."""
@@ -139,18 +141,18 @@ class WorkerSettings(ProcessSettings):
         description="The leader to join: for a group's other members their group's leader; with --ep, for the other "
         "groups' leaders the one of DP rank 0.",
     )
-    rendezvous: Address | None = Field(
-        default=None,
-        description="HOST:PORT where the processes of a failure domain find each other; the first of them serves it.",
-    )
-    domain_start_id: str = Field(
-        default="",
-        description="Id of this start of the failure domain: the same on all its processes, different at every start.",
+    meet_timeout_s: float = Field(
+        default=300.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="Seconds to wait at start for names that do not resolve yet and for a leader that does not answer "
+        "yet; the process then exits. Weights load after that.",
     )
     collective_host: str | None = Field(
         default=None,
-        description="Local address for collectives, which are not encrypted; by default the one on the route to "
-        "--rendezvous.",
+        description="Local address or name for collectives, which are not encrypted; by default the one on the route to "
+        "the leader. The first process of a failure domain has no leader: by default it takes the host it listens on, "
+        "and needs this setting if that is every interface. Over unix sockets the default is 127.0.0.1.",
     )
     silence_s: float = Field(
         default=3.0,
@@ -186,6 +188,15 @@ class WorkerSettings(ProcessSettings):
         return DeviceRequest(self.device, self.device_index, self.ops_backend)
 
     @property
+    def store_host(self) -> str:
+        """Where the store listens by which the domain's ranks connect to each other, if this is its first process."""
+        if self.collective_host is not None:
+            return self.collective_host
+        if self.bind_address.startswith("unix:"):
+            return "127.0.0.1"
+        return self.bind_address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+
+    @property
     def layout(self) -> RankLayout:
         """The process's place in the cell."""
         return RankLayout(
@@ -208,10 +219,16 @@ class WorkerSettings(ProcessSettings):
                 "--leader is required for every member of a group except its first, and with --ep for the leader of "
                 "every group except the first; no other process may have it"
             )
-        if not self.layout.is_alone and (self.rendezvous is None or not self.domain_start_id):
-            raise ValueError("--rendezvous and --domain-start-id are required when there are several processes")
-        if self.rendezvous is not None and self.rendezvous.startswith("unix:"):
-            raise ValueError("--rendezvous must be HOST:PORT")
+        return self
+
+    @model_validator(mode="after")
+    def _check_store_host(self) -> WorkerSettings:
+        is_first = not self.layout.is_alone and not self.layout.follows
+        if is_first and self.store_host in _EVERY_INTERFACE:
+            raise ValueError(
+                "--collective-host is required for the first process of a failure domain that listens on every "
+                "interface: collectives use one address"
+            )
         return self
 
     @model_validator(mode="after")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from typing import NoReturn
 
 from shared.cli import chat, generate, serve, top
+from shared.release import find_release
 
 USAGE = """usage: lockstep COMMAND ...
 
@@ -40,17 +40,10 @@ def run(argv: Sequence[str]) -> int:
         sys.stdout.write(USAGE)
         return 0
     if argv and argv[0] == "--version":
-        print(f"lockstep {_version()}")
+        print(f"lockstep {find_release()}")
         return 0
     sys.stderr.write(USAGE)
     return 2
-
-
-def _version() -> str:
-    try:
-        return metadata.version("lockstep")
-    except metadata.PackageNotFoundError:
-        return "(running from a checkout that is not installed)"
 
 
 def _import(argv: Sequence[str]) -> NoReturn:

@@ -112,7 +112,7 @@ async def test_a_stopped_event_loop_is_not_live(watched: Watched, name: str) -> 
 
 async def test_a_rank_whose_domain_has_not_met_lives_but_has_not_started(tiny_model: Path, tmp_path: Path) -> None:
     manage = f"unix:{tmp_path}/manage"
-    domain = ["--tp-size=2", "--domain-start-id=x", f"--rendezvous=127.0.0.1:{free_port()}"]
+    domain = ["--tp-size=2"]
     flags = [f"--model-dir={tiny_model}", f"--listen=unix:{tmp_path}/worker", f"--manage-listen={manage}", *domain]
     with start_service("worker", *flags):
         loading = "503 the weights are loading"

@@ -10,13 +10,14 @@ from typing import Any, cast
 from lockstep.internal.v1 import worker_pb2
 from services.worker.group.group_servicer import GroupServicer
 from services.worker.layout import RankLayout
+from services.worker.parallel.rendezvous import Rendezvous
 from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.exits import DomainEnd, ExitCode
 from services.worker.step import StepOutput
 from tests.simulation.clock import Clock
 from tests.simulation.collective import Collective
 from tests.simulation.faults import Fault, FaultMix
-from tests.simulation.group_member import SILENCE_S, PlayedRunner, SimulatedMember, retrieve
+from tests.simulation.group_member import SILENCE_S, STORE, PlayedRunner, SimulatedMember, retrieve
 from tests.simulation.group_watch import MAX_UNNOTICED_S, GroupWatch
 from tests.simulation.join_stream import NOTICE_S, Life
 from tests.simulation.step_stream import Answer, StepStream
@@ -105,7 +106,8 @@ class SimulatedGroup:
         life = self.life = Life(self._clock, self._when_running)
         self.watch = GroupWatch(self._clock, self._settings.tp_size)
         end = self._domain_end = DomainEnd(cast(DeviceLoop, _LeaderDevice()), self._on_end)
-        self.servicer = GroupServicer(self._layout, self.start_id, end, SILENCE_S)
+        self.servicer = GroupServicer(self._layout, end, SILENCE_S)
+        self.servicer.tell(Rendezvous(self.start_id, STORE))
         life.loop.create_task(self._wait_until_leaving(end)).add_done_callback(retrieve)
         self._clock.after(self._rng.uniform(*_LOADS_S), lambda: life.do(self._open))
 

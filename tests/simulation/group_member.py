@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Protocol, cast
 
-import grpc
-
 from lockstep.internal.v1 import worker_pb2
 from services.worker.config import WorkerSettings
 from services.worker.group.group_servicer import GroupServicer
+from services.worker.group.meeting import Connect
 from services.worker.group.member import Member
 from services.worker.layout import RankLayout
 from services.worker.process.device_loop import DeviceLoop
@@ -31,6 +30,8 @@ from tests.simulation.pause import Pause
 
 # The default of the setting.
 SILENCE_S = 3.0
+# Where ranks would connect to each other: here they share an object.
+STORE = "127.0.0.1:1"
 # A member often starts more slowly than its leader.
 _LOADS_S = (0.0, 3.0)
 _ATTACH_S = (0.0, 0.002)
@@ -97,8 +98,10 @@ class _Settings:
     """The settings that a member reads."""
 
     layout: RankLayout
-    domain_start_id: str
     leader: str = "leader"
+    meet_timeout_s: float = 300.0
+    collective_host: str | None = None
+    certificates: None = None
     silence_s: float = SILENCE_S
     fail_on_token: int | None = None
 
@@ -180,7 +183,7 @@ class _WatchedMember(Member):
     """A member that reports every message of its leader to the watch."""
 
     def __init__(self, settings: _Settings, device: _MemberDevice, end: DomainEnd, stream: JoinStream) -> None:
-        connect = cast(Callable[[str], grpc.aio.Channel], lambda _: stream)
+        connect = cast(Connect, lambda: stream)
         super().__init__(cast(WorkerSettings, settings), cast(DeviceLoop, device), end, connect)
         self._tp_rank = settings.layout.tp_rank
         self._watch = device._watch
@@ -222,11 +225,14 @@ class SimulatedMember:
         """Start the process, after its leader's; it joins once its weights are loaded."""
         self._is_up = True
         life = self.life = Life(self._clock, self.pause.when_over)
-        self.stream = JoinStream(self._clock, self._rng, self._mix, self.group.life, life, self.group.servicer.Join)
+        answer = worker_pb2.MeetResponse(domain_start_id=self.group.start_id, store=STORE)
+        self.stream = JoinStream(
+            self._clock, self._rng, self._mix, self.group.life, life, answer=answer, handler=self.group.servicer.Join
+        )
         runner = PlayedRunner(self.group.num_blocks())
         device = _MemberDevice(self, runner, self._clock, self._rng, self._mix, life=life)
         end = self._domain_end = DomainEnd(cast(DeviceLoop, device), self._on_end)
-        member = _WatchedMember(_Settings(self.layout, self.group.start_id), device, end, self.stream)
+        member = _WatchedMember(_Settings(self.layout), device, end, self.stream)
         self._clock.after(self._rng.uniform(*_LOADS_S), lambda: life.do(lambda: _open(life, member, runner)))
 
     def end_process(self) -> None:
@@ -267,7 +273,12 @@ class SimulatedMember:
 
 
 def _open(life: Life, member: Member, runner: PlayedRunner) -> None:
-    life.loop.create_task(member.open(cast(Any, runner))).add_done_callback(retrieve)
+    life.loop.create_task(_meet_and_open(member, runner)).add_done_callback(retrieve)
+
+
+async def _meet_and_open(member: Member, runner: PlayedRunner) -> None:
+    await member.meet()
+    await member.open(cast(Any, runner))
 
 
 def retrieve(task: asyncio.Task[None]) -> None:

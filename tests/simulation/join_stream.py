@@ -112,11 +112,26 @@ class JoinStream:
     """Delivers the messages of each end to the other, in order, until it breaks; each end notices that at its own time.
 
     For the leader's handler it plays both the context of the call and the request iterator; for the member it plays the
-    channel and, through `_Call`, the call.
+    channel and, through `_Call` and `_MeetCall`, the calls. The leader answers Meet at once.
     """
 
-    def __init__(self, clock: Clock, rng: Random, mix: FaultMix, leader: Life, member: Life, handler: _Handler) -> None:
-        """Prepare a stream from a member to a leader; `handler` begins when the member opens it."""
+    def __init__(
+        self,
+        clock: Clock,
+        rng: Random,
+        mix: FaultMix,
+        leader: Life,
+        member: Life,
+        *,
+        answer: worker_pb2.MeetResponse,
+        handler: _Handler,
+    ) -> None:
+        """Prepare a stream from a member to a leader.
+
+        Args:
+            answer: What the leader answers to Meet.
+            handler: The leader's of Join; it begins when the member opens the stream.
+        """
         self._clock = clock
         self._rng = rng
         self._leader = leader
@@ -126,6 +141,8 @@ class JoinStream:
         self._task: asyncio.Task[None] | None = None
         self._requests: asyncio.Queue[worker_pb2.JoinRequest] = asyncio.Queue()
         self._responses: asyncio.Queue[worker_pb2.JoinResponse | None] = asyncio.Queue()
+        self._answers: asyncio.Queue[worker_pb2.MeetResponse | None] = asyncio.Queue()
+        self._answers.put_nowait(answer)
         self._up: Pipe[worker_pb2.JoinRequest] = Pipe(
             clock,
             rng,
@@ -154,6 +171,10 @@ class JoinStream:
     def stream_stream(self, *_: Any, **__: Any) -> Callable[..., _Call]:
         """Return the method that opens the call, as the stub expects of a channel."""
         return self._open
+
+    def unary_stream(self, *_: Any, **__: Any) -> Callable[..., _MeetCall]:
+        """Return the method that asks where to meet, as the stub expects of a channel."""
+        return lambda _: _MeetCall(self._answers)
 
     def _open(self, **_: Any) -> _Call:
         self._leader.do(self._begin)
@@ -206,9 +227,11 @@ class JoinStream:
         self._up.cut()
         self._down.cut()
         self._clock.after(self._rng.uniform(*NOTICE_S), lambda: self._leader.do(self._cancel))
-        self._clock.after(
-            self._rng.uniform(*NOTICE_S), lambda: self._member.do(lambda: self._responses.put_nowait(None))
-        )
+        self._clock.after(self._rng.uniform(*NOTICE_S), lambda: self._member.do(self._end))
+
+    def _end(self) -> None:
+        self._answers.put_nowait(None)
+        self._responses.put_nowait(None)
 
     def _cancel(self) -> None:
         # gRPC cancels a call's handler when the connection is lost.
@@ -230,3 +253,18 @@ class _Call:
         """See `grpc.aio.StreamStreamCall`."""
         response = await self._stream.next_response()
         return grpc.aio.EOF if response is None else response
+
+
+class _MeetCall:
+    """The member's call of Meet."""
+
+    def __init__(self, answers: asyncio.Queue[worker_pb2.MeetResponse | None]) -> None:
+        self._answers = answers
+
+    async def read(self) -> Any:
+        """See `grpc.aio.UnaryStreamCall`."""
+        answer = await self._answers.get()
+        return grpc.aio.EOF if answer is None else answer
+
+    def cancel(self) -> None:
+        """See `grpc.aio.UnaryStreamCall`."""

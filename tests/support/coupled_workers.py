@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -41,10 +40,9 @@ class CoupledWorkers:
     async def _keep(self) -> None:
         while True:
             self.num_starts += 1
-            domain = [f"--rendezvous=127.0.0.1:{free_port()}", f"--domain-start-id={uuid.uuid4().hex}"]
             with ExitStack() as stack:
                 processes = [
-                    stack.enter_context(start_service("worker", *self._flags, *self._place(rank), *domain))
+                    stack.enter_context(start_service("worker", *self._flags, *self._place(rank)))
                     for rank in range(len(self.ports))
                 ]
                 while True:

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -23,10 +23,11 @@ from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadOptions, load_model
 from services.worker.ops import load_ops
 from services.worker.parallel.communicator import Parallel
-from services.worker.parallel.distributed import Rendezvous, make_parallel
+from services.worker.parallel.distributed import make_parallel
 from tests.support.generation import Way, generate
 from tests.support.mtp_logits import our_mtp_logits
 from tests.support.paged_model import PagedModel
+from tests.support.meeting import meet_at
 from tests.support.patience import PATIENCE_S
 
 _NUM_BLOCKS = 2048
@@ -110,7 +111,8 @@ def _run(job: RankJob, rank: int) -> None:
 
 @cache
 def _connect(layout: RankLayout, rendezvous: str, start_id: str, *, is_exact: bool) -> Parallel:
-    return make_parallel(layout, Rendezvous(rendezvous, start_id, timeout=_TIMEOUT), is_exact=is_exact)
+    meeting = replace(meet_at(rendezvous, start_id, is_first=not layout.tp_rank), timeout=_TIMEOUT)
+    return make_parallel(layout, meeting, is_exact=is_exact)
 
 
 if __name__ == "__main__":

@@ -34,9 +34,8 @@ class StepPool:
             "ops_backend": backend,
             "num_threads": 1,
             "kv_cache_num_blocks": 64,
-            "rendezvous": f"127.0.0.1:{free_port()}",
-            "domain_start_id": f"start {next(self._start_ids)}",
         }
+        store, start_id = f"127.0.0.1:{free_port()}", f"start {next(self._start_ids)}"
         jobs = [
             StepJob(
                 {
@@ -50,6 +49,8 @@ class StepPool:
                     "leader": "127.0.0.1:1" if layout.follows else None,
                 },
                 [to_request(step).SerializeToString().hex() for step in steps[layout.dp_rank]],
+                store,
+                start_id,
             )
             for layout in layouts
         ]

@@ -16,6 +16,7 @@ from lockstep.internal.v1 import worker_pb2
 from services.worker.config import WorkerSettings
 from services.worker.runner.model_runner import build_model_runner
 from services.worker.step_codec import parse_step, to_result
+from tests.support.meeting import meet_at
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,9 @@ class StepJob:
     """Arguments of `WorkerSettings`."""
     steps: list[str]
     """Serialized `StepRequest`s, in hex."""
+    store: str
+    """HOST:PORT where the ranks connect."""
+    start_id: str
 
     def to_line(self) -> str:
         """Encode as one line."""
@@ -49,7 +53,10 @@ class StepAnswer:
 
 def run_job(job: StepJob) -> StepAnswer:
     """Load the model and run the steps."""
-    runner = build_model_runner(WorkerSettings(**job.settings), lambda _: None)
+    settings = WorkerSettings(**job.settings)
+    layout = settings.layout
+    meeting = None if layout.is_alone else meet_at(job.store, job.start_id, is_first=not layout.follows)
+    runner = build_model_runner(settings, lambda _: None, meeting)
     runner.attach(block_size=16, max_num_seqs=8, max_num_batched_tokens=1024)
     results = [_run_step(runner, bytes.fromhex(step)).hex() for step in job.steps]
     return StepAnswer(results, runner.numerics_fingerprint, runner.progress)

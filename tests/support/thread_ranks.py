@@ -6,14 +6,15 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from dataclasses import replace
 from datetime import timedelta
 from typing import TypeVar
 
 from services.worker.layout import RankLayout
 from services.worker.parallel.communicator import Parallel
-from services.worker.parallel.distributed import Rendezvous, make_parallel
+from services.worker.parallel.distributed import make_parallel
+from services.worker.parallel.rendezvous import open_rendezvous
 from tests.support.patience import PATIENCE_S
-from tests.support.ports import free_port
 
 Result = TypeVar("Result")
 # Longer than anything here takes; a rank whose peers have failed ends after this.
@@ -24,7 +25,7 @@ def run_ranks(
     layouts: list[RankLayout], function: Callable[[Parallel], Result], *, is_exact: bool = True, host: str = "127.0.0.1"
 ) -> list[Result]:
     """Run `function` on each rank of one failure domain; the ranks connect to each other as processes do, on `host`."""
-    rendezvous = Rendezvous(f"{host}:{free_port()}", "threads", timeout=_TIMEOUT)
+    rendezvous = replace(open_rendezvous(host), timeout=_TIMEOUT)
     # A rank that has connected may finish, and close its connections, before the others have connected.
     have_met = threading.Barrier(len(layouts), timeout=_TIMEOUT.total_seconds())
 

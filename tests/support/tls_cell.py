@@ -34,8 +34,8 @@ class TlsCell:
         self._stack = stack
         self.authority = Authority()
         self.renew(self.authority)
-        ports = [f"127.0.0.1:{free_port()}" for _ in range(TP_SIZE + 4)]
-        self.address, self.scheduler_address, self.cell_address, self._rendezvous, *self._workers = ports
+        ports = [f"127.0.0.1:{free_port()}" for _ in range(TP_SIZE + 3)]
+        self.address, self.scheduler_address, self.cell_address, *self._workers = ports
         self.leader_address = self._workers[0]
         for rank in range(TP_SIZE):
             self._start_worker(model_dir, rank)
@@ -81,7 +81,6 @@ class TlsCell:
 
     def _start_worker(self, model_dir: Path, rank: int) -> None:
         place = [f"--listen={self._workers[rank]}", f"--tp-rank={rank}", f"--tp-size={TP_SIZE}"]
-        place += [f"--rendezvous={self._rendezvous}", "--domain-start-id=one"]
         if rank:
             place.append(f"--leader={self.leader_address}")
         self._start("worker", Role.WORKER, f"--model-dir={model_dir}", *place, "--ops-backend=cpu", "--num-threads=1")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,6 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.patience import PATIENCE_S
-from tests.support.ports import free_port
 from tests.support.processes import ROOT, module_command, module_environment
 
 
@@ -59,7 +57,7 @@ def start_group(model_dir: Path, directory: Path, tp_size: int, *flags: str) -> 
         flags: Further worker flags, for all processes.
     """
     addresses = [f"unix:{directory / f'{rank}.sock'}" for rank in range(tp_size)]
-    domain = [f"--tp-size={tp_size}", f"--rendezvous=127.0.0.1:{free_port()}", f"--domain-start-id={uuid.uuid4().hex}"]
+    domain = [f"--tp-size={tp_size}"]
     with contextlib.ExitStack() as stack:
         group = []
         for rank, address in enumerate(addresses):

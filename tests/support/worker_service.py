@@ -44,7 +44,7 @@ class Worker:
         self.stub = worker_pb2_grpc.WorkerServiceStub(self.channel)
         self.end = DomainEnd(self.device, lambda code, *_, **__: self.ended.put_nowait(code))
         layout = RankLayout()
-        group = GroupServicer(layout, "", self.end, silence_s=3.0)
+        group = GroupServicer(layout, self.end, silence_s=3.0)
         self.servicer = WorkerServicer(layout, group, self.end, stuck_s=self.stuck_s)
 
     def open(self, runner: ModelRunner, *, profile_dir: Path | None = None) -> None:

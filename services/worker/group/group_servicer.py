@@ -23,9 +23,11 @@ import grpc
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.group.link import Link, LinkEnd, checksum, parse_layout
 from services.worker.layout import RankLayout
+from services.worker.parallel.rendezvous import Rendezvous
 from services.worker.process.exits import DomainEnd, ExitCode
 from services.worker.step import StepOutput
 from shared.errors import GroupMismatchError, InternalError
+from shared.release import find_release
 
 if TYPE_CHECKING:
     from services.worker.runner.model_runner import ModelRunner
@@ -81,9 +83,12 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
     them.
     """
 
-    def __init__(self, layout: RankLayout, domain_start_id: str, end: DomainEnd, silence_s: float) -> None:
+    def __init__(self, layout: RankLayout, end: DomainEnd, silence_s: float) -> None:
         self._layout = layout
-        self._domain_start_id = domain_start_id
+        self._release = find_release()
+        self._rendezvous: Rendezvous | None = None
+        self._is_begun = asyncio.Event()
+        self._met: set[RankLayout] = set()
         self._end = end
         self._silence_s = silence_s
         self._runner: ModelRunner | None = None
@@ -95,6 +100,17 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
         """Serve `GroupService` on `server`."""
         worker_pb2_grpc.add_GroupServiceServicer_to_server(self, server)
 
+    def tell(self, rendezvous: Rendezvous) -> None:
+        """Answer the followers that ask: the domain's start has begun."""
+        self._rendezvous = rendezvous
+        self._is_begun.set()
+
+    async def wait_until_begun(self) -> Rendezvous:
+        """Wait for `tell`; returns what was told."""
+        await self._is_begun.wait()
+        assert self._rendezvous is not None
+        return self._rendezvous
+
     async def open(self, runner: ModelRunner) -> None:
         """Accept the followers, once the weights are loaded; returns when all have joined."""
         self._runner = runner
@@ -102,11 +118,33 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
         if self._layout.followers():
             await self._is_complete.wait()
 
+    async def Meet(self, request: worker_pb2.MeetRequest, context: grpc.aio.ServicerContext) -> None:
+        """See worker.proto."""
+        layout = parse_layout(request.layout)
+        self._check_belongs(layout, request.release)
+        if layout in self._met:
+            raise GroupMismatchError("the process's rank is already taken", leader=self._layout)
+        self._met.add(layout)
+        is_told = False
+        try:
+            start = await self.wait_until_begun()
+            await context.write(worker_pb2.MeetResponse(domain_start_id=start.start_id, store=start.store))
+            is_told = True
+            # Until the call is cancelled.
+            await asyncio.Event().wait()
+        finally:
+            self._met.remove(layout)
+            if is_told and layout not in self._followers and not self._end.stopping.is_set():
+                self._end.fail(ExitCode.LINK_LOST, "a follower was lost before it had joined", partner=layout)
+
     async def Join(self, requests: AsyncIterator[worker_pb2.JoinRequest], context: grpc.aio.ServicerContext) -> None:
         """See worker.proto."""
-        first = await anext(aiter(requests), worker_pb2.JoinRequest())
+        hello = (await anext(aiter(requests), worker_pb2.JoinRequest())).hello
+        if self._rendezvous is None or hello.domain_start_id != self._rendezvous.start_id:
+            raise GroupMismatchError("the process belongs to another start of the domain")
+        self._check_belongs(parse_layout(hello.layout), hello.release)
         await self._is_loaded.wait()
-        follower = self._take_in(first.hello)
+        follower = self._take_in(hello)
         # The first heartbeat tells the follower that it was accepted.
         reading = follower.read(requests)
         ended = await follower.link.run(context.write, reading, self._end.leaving, self._end.stopping)
@@ -158,20 +196,31 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
         members = [follower for follower in self._followers.values() if follower.layout.tp_rank]
         return sorted(members, key=lambda member: member.layout.tp_rank)
 
+    def _check_belongs(self, layout: RankLayout, release: str) -> None:
+        """Check that a process has a place in this domain.
+
+        Raises:
+            GroupMismatchError: it has none, it is already there, or it is of another release.
+        """
+        if layout not in self._layout.followers() or layout in self._followers:
+            raise GroupMismatchError("the process's rank is unknown or already taken", leader=self._layout)
+        if release != self._release:
+            raise GroupMismatchError(
+                f"the process is of release {release or 'unknown'}, its leader of {self._release}",
+                release=release,
+                leaders_release=self._release,
+            )
+
     def _take_in(self, hello: worker_pb2.Hello) -> Follower:
         """Add a process.
 
         Raises:
-            GroupMismatchError: it does not belong to the domain.
+            GroupMismatchError: its rank is taken, or it has loaded another model.
         """
         assert self._runner is not None
         follower = Follower(hello, Link(self._make_heartbeat, _GOODBYE, self._silence_s), self._end)
-        if hello.domain_start_id != self._domain_start_id:
-            raise GroupMismatchError(
-                "the process belongs to another start of the domain", domain_start_id=self._domain_start_id
-            )
-        if follower.layout not in self._layout.followers() or follower.layout in self._followers:
-            raise GroupMismatchError("the process's rank is unknown or already taken", leader=self._layout)
+        if follower.layout in self._followers:
+            raise GroupMismatchError("the process's rank is already taken", leader=self._layout)
         if hello.model_digest != self._runner.facts.model_digest:
             raise GroupMismatchError(
                 "the process has loaded another model", model_digest=self._runner.facts.model_digest

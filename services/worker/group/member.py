@@ -7,8 +7,10 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from lockstep.internal.v1 import worker_pb2
-from services.worker.group.joined_link import Connect, JoinedLink
+from services.worker.group.joined_link import JoinedLink
 from services.worker.group.link import checksum
+from services.worker.group.meeting import Connect
+from services.worker.parallel.rendezvous import Rendezvous
 from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.device_steps import DeviceSteps
 from services.worker.process.exits import DomainEnd
@@ -37,6 +39,10 @@ class Member:
         self._end = end
         self._link = JoinedLink(settings, end, connect)
         self._steps: DeviceSteps | None = None
+
+    async def meet(self) -> Rendezvous:
+        """See `Role`."""
+        return await self._link.meet()
 
     async def open(self, runner: ModelRunner) -> None:
         """See `Role`."""

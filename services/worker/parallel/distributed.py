@@ -5,11 +5,7 @@ Process groups are created directly, each with its store: no default group, and 
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import sys
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,9 +15,8 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # 
 
 from services.worker.layout import RankLayout
 from services.worker.parallel.communicator import SINGLE, Communicator, Parallel, sum_in_order
+from services.worker.parallel.rendezvous import Rendezvous, split_address
 
-# Effectively none: a step may take long, and heartbeats on the links between processes detect lost partners.
-COLLECTIVE_TIMEOUT = timedelta(days=1)
 # Over Gloo, sums of at most this many bytes are gathered and added locally: a ring takes more rounds, and a small sum
 # spends its time waiting for them. Over loopback with two and three ranks: half the time for a few KiB if cores are
 # free, no clear difference if they are busy; at 2 MiB the ring wins, by up to three times.
@@ -66,50 +61,26 @@ class GroupCommunicator:
         return parts
 
 
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """Where the ranks of a failure domain meet."""
-
-    address: str
-    """HOST:PORT of a store that the domain's first rank serves."""
-    start_id: str
-    """Ranks of another start of the domain are never met."""
-    collective_host: str | None = None
-    """Local address for collectives; None means the one on the route to `address`."""
-    timeout: timedelta = COLLECTIVE_TIMEOUT
-    """How long ranks wait for each other, here and in a collective."""
-
-    def local_host(self) -> str:
-        """The local address for collectives. Finding it sends nothing."""
-        if self.collective_host is not None:
-            return self.collective_host
-        host, port = _host_and_port(self.address)
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-
-
 def make_parallel(
     layout: RankLayout, rendezvous: Rendezvous | None = None, *, is_exact: bool, device: str = "cpu"
 ) -> Parallel:
     """Meet and connect to the other ranks of the failure domain.
 
     Args:
-        rendezvous: The domain's first rank starts to serve there; None for a rank that is alone.
+        rendezvous: Its store is served from here on by the domain's first rank, which takes over its listener; None for
+            a rank that is alone.
         is_exact: Whether sums must have a fixed order; see `Communicator.all_reduce`.
         device: "cpu" uses Gloo, "cuda" uses NCCL or RCCL.
 
     Raises:
-        RuntimeError: the store's address is taken, ranks did not arrive in time, or one was lost meanwhile.
+        RuntimeError: ranks did not arrive in time, or one was lost meanwhile.
     """
     if layout.is_alone:
         return Parallel(layout, SINGLE.tp)
     rank = layout.ep_rank if layout.is_coupled else layout.tp_rank
     assert rendezvous is not None, "several ranks need a rendezvous"
-    host, port = _host_and_port(rendezvous.address)
-    # Without a socket of its own the store would listen on every interface.
-    listener = _listen(host, port).detach() if rank == 0 else None
+    host, port = split_address(rendezvous.store)
+    listener = _take_listener(rendezvous) if rank == 0 else None
     server = TCPStore(
         host,
         port,
@@ -134,6 +105,11 @@ def make_parallel(
     return Parallel(layout, tp, connect("ep", rank, layout.ep_size) if layout.is_coupled else tp)
 
 
+def _take_listener(rendezvous: Rendezvous) -> int:
+    assert rendezvous.listener is not None, "the first rank has the store's listener"
+    return rendezvous.listener.detach()
+
+
 def _make_gloo_group(store: Store, rank: int, size: int, rendezvous: Rendezvous) -> _Group:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname=rendezvous.local_host())]
@@ -150,27 +126,3 @@ def _make_nccl_group(store: Store, rank: int, size: int, rendezvous: Rendezvous)
     options = ProcessGroupNCCL.Options()
     options._timeout = rendezvous.timeout
     return ProcessGroupNCCL(store, rank, size, options)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Listen on this address alone.
-
-    Raises:
-        RuntimeError: it is taken, or not one of this machine's.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with contextlib.ExitStack() as on_error:
-            listener = on_error.enter_context(socket.socket(family, kind, protocol))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen()
-            on_error.pop_all()
-        return listener
-    except OSError as error:
-        raise RuntimeError(f"cannot listen on {host}:{port}: {error}") from error
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.removeprefix("[").removesuffix("]"), int(port)

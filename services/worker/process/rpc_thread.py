@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import uvloop
 
 from services.worker.metrics import WorkerCollector
+from services.worker.parallel.rendezvous import Rendezvous
 from services.worker.process.exits import DomainEnd, ExitCode
 from shared.health import Health
 from shared.management import serve_management
@@ -35,6 +36,15 @@ class Role(Protocol):
     servicers: tuple[Servicer, ...]
     """What it serves besides health."""
     service_names: tuple[str, ...]
+
+    async def meet(self) -> Rendezvous | None:
+        """Learn where the ranks of this start of the domain connect to each other; None if there is only one.
+
+        Returns when that is known, which may take long. A leader tells its followers.
+
+        Raises:
+            NotMetError: it did not become known in time.
+        """
 
     async def open(self, runner: ModelRunner) -> None:
         """Begin, once the weights are loaded; returns when the process is ready."""
@@ -85,6 +95,10 @@ class RpcThread:
         """
         self._thread.start()
         self._started.result()
+
+    def meet(self) -> Future[Rendezvous | None]:
+        """Begin to meet the domain's other processes; see `Role`. Only after `start`."""
+        return asyncio.run_coroutine_threadsafe(self._role.meet(), self._started.result())
 
     def announce(self, runner: ModelRunner) -> None:
         """Open the role, and report "serving" once the failure domain is complete. Does not wait."""

@@ -20,7 +20,8 @@ from services.worker.forward.staging import to_device
 from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadedModel, LoadOptions, ModelFacts, load_model
 from services.worker.ops import Ops, load_ops
-from services.worker.parallel.distributed import Rendezvous, make_parallel
+from services.worker.parallel.distributed import make_parallel
+from services.worker.parallel.rendezvous import Rendezvous
 from services.worker.runner.batch_runner import BatchRunner
 from services.worker.runner.cache_memory import DeviceMemory, GpuMemory, KvCacheSize, device_memory
 from services.worker.runner.graph_runner import CudaCapture, DecodeGraphs, GraphSettings
@@ -237,17 +238,20 @@ class ModelRunner:
         return ForwardContext.for_step(self._ops, attention, self._kv_cache, progress=self._progress)
 
 
-def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], None]) -> ModelRunner:
-    """Meet the other ranks and load the model.
+def build_model_runner(
+    settings: WorkerSettings, on_progress: Callable[[float], None], rendezvous: Rendezvous | None = None
+) -> ModelRunner:
+    """Connect to the other ranks and load the model.
 
     Args:
         on_progress: Called with the loaded part of the weights, 0 to 1; raising in it ends the loading.
+        rendezvous: As in `make_parallel`.
 
     Raises:
         DeviceError: there is no such device, its backend has no kernels for the formats of weights or KV cache, or the
             ranks' choices differ.
         ModelDirectoryError: this worker cannot run what the directory holds.
-        RuntimeError: the rendezvous with the failure domain's other processes failed.
+        RuntimeError: the failure domain's other processes could not be connected to.
     """
     choice, layout = choose_device(settings.device_request), settings.layout
     device = choice.device
@@ -255,7 +259,7 @@ def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], 
         torch.cuda.set_device(device)
     ops = load_ops(choice.ops_backend, settings.native_isa)
     ops.use_threads(settings.num_threads or num_usable_cores())
-    parallel = make_parallel(layout, _rendezvous(settings), is_exact=ops.is_exact, device=device.type)
+    parallel = make_parallel(layout, rendezvous, is_exact=ops.is_exact, device=device.type)
     with_mtp = settings.draft_proposer == "mtp"
     quantization = choose_quantization(settings.quantization, ops)
     dtype = choose_dtype(settings.dtype, ops)
@@ -277,12 +281,6 @@ def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], 
     has_graphs = device.type == "cuda" and not settings.enforce_eager and may_capture
     graphs = GraphSettings(CudaCapture(), settings.graph_batch_sizes or GRAPH_BATCH_SIZES) if has_graphs else None
     return ModelRunner(loaded, ops, size, drafting=drafting, layout=layout, execution=Execution(graphs))
-
-
-def _rendezvous(settings: WorkerSettings) -> Rendezvous | None:
-    if settings.rendezvous is None:
-        return None
-    return Rendezvous(settings.rendezvous, settings.domain_start_id, settings.collective_host)
 
 
 def numerics_fingerprint(loaded: LoadedModel, ops: Ops, layout: RankLayout = _ALONE) -> str:

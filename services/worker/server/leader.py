@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from services.worker.group.group_servicer import GroupServicer
 from services.worker.group.joined_link import JoinedLink
+from services.worker.group.meeting import Retries
+from services.worker.parallel.rendezvous import Rendezvous, open_rendezvous
 from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.device_steps import DeviceSteps
 from services.worker.process.exits import DomainEnd
@@ -26,14 +30,22 @@ class Leader:
         self._settings = settings
         self._device = device
         self._end = end
-        self._group = GroupServicer(settings.layout, settings.domain_start_id, end, settings.silence_s)
-        self._servicer = WorkerServicer(settings.layout, self._group, end)
+        self.group = GroupServicer(settings.layout, end, settings.silence_s)
+        self._servicer = WorkerServicer(settings.layout, self.group, end)
         self._link = JoinedLink(settings, end) if settings.layout.follows else None
-        self.servicers: tuple[Servicer, ...] = (self._servicer, self._group)
+        self.servicers: tuple[Servicer, ...] = (self._servicer, self.group)
+
+    async def meet(self) -> Rendezvous | None:
+        """The domain's first leader begins a start of it, another asks the first; its followers are told. See `Role`."""
+        if self._settings.layout.is_alone:
+            return None
+        rendezvous = await (self._begin() if self._link is None else self._link.meet())
+        self.group.tell(rendezvous)
+        return rendezvous
 
     async def open(self, runner: ModelRunner) -> None:
         """Accept followers; returns when the group can be claimed. See `Role`."""
-        await self._group.open(runner)
+        await self.group.open(runner)
         if self._link is not None:
             await self._link.open(runner)
         layout = self._settings.layout
@@ -55,3 +67,16 @@ class Leader:
         """Say goodbye to its own leader; its followers learn from their Join streams."""
         if self._link is not None:
             await self._link.close()
+
+    async def _begin(self) -> Rendezvous:
+        host = self._settings.store_host
+        retries = Retries(f"listen for collectives on {host}", self._settings.meet_timeout_s)
+        while True:
+            try:
+                # It may take seconds to resolve a name.
+                rendezvous = await asyncio.to_thread(open_rendezvous, host)
+            except OSError as error:
+                # A name may resolve later, or still to the address of a pod that had it before.
+                await retries.wait(str(error))
+            else:
+                return replace(rendezvous, collective_host=host)

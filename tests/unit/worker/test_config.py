@@ -25,11 +25,8 @@ def test_a_flag_overrides_the_environment_which_overrides_the_default(monkeypatc
     assert (settings.model_dir, settings.ops_backend) == (Path("/from-flag"), "reference")
 
 
-RENDEZVOUS = ("--rendezvous=127.0.0.1:9", "--domain-start-id=x")
-
-
 def test_the_layout_of_a_coupled_groups_leader_is_read_from_its_flags() -> None:
-    flags = ("--dp-rank=1", "--dp-size=2", "--tp-rank=0", "--tp-size=3", "--ep", "--leader=unix:/l", *RENDEZVOUS)
+    flags = ("--dp-rank=1", "--dp-size=2", "--tp-rank=0", "--tp-size=3", "--ep", "--leader=unix:/l")
     settings = load_settings(WorkerSettings, ["--model-dir=/m", *flags])
     assert settings.layout == RankLayout(1, 2, 0, 3, has_expert_parallel=True)
 
@@ -48,18 +45,18 @@ def test_uncoupled_ranks_need_no_partners() -> None:
     "flags",
     [
         ["--dp-rank=1"],
-        ["--tp-rank=2", "--tp-size=2", "--leader=unix:/l", *RENDEZVOUS],
+        ["--tp-rank=2", "--tp-size=2", "--leader=unix:/l"],
         # A follower without a leader, or a leader that would follow.
-        ["--tp-rank=1", "--tp-size=2", *RENDEZVOUS],
-        ["--tp-rank=0", "--tp-size=2", "--leader=unix:/l", *RENDEZVOUS],
-        ["--dp-rank=1", "--dp-size=2", "--ep", *RENDEZVOUS],
+        ["--tp-rank=1", "--tp-size=2"],
+        ["--tp-rank=0", "--tp-size=2", "--leader=unix:/l"],
+        ["--dp-rank=1", "--dp-size=2", "--ep"],
         ["--dp-rank=1", "--dp-size=2", "--leader=unix:/l"],
-        # No rendezvous or no start id.
-        ["--tp-size=2", "--domain-start-id=x"],
-        ["--tp-size=2", "--rendezvous=127.0.0.1:9"],
-        ["--dp-rank=0", "--dp-size=2", "--ep", "--rendezvous=unix:/r", "--domain-start-id=x"],
+        # The first of several processes, without an address for collectives.
+        ["--tp-size=2", "--insecure-bind=0.0.0.0:9"],
+        ["--dp-rank=0", "--dp-size=2", "--ep", "--insecure-bind=[::]:9"],
+        ["--meet-timeout-s=0"],
         # Drafts, which the plan of coupled ranks does not cover.
-        ["--dp-rank=0", "--dp-size=2", "--ep", "--draft-proposer=ngram", *RENDEZVOUS],
+        ["--dp-rank=0", "--dp-size=2", "--ep", "--draft-proposer=ngram"],
         # A size without a place.
         ["--dp-size=2"],
         ["--tp-size=0"],

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.config import WorkerSettings
+from services.worker.group.meeting import NotMetError
 from services.worker.group.member import Member
 from services.worker.models.loader import LoadedModel
 from services.worker.process.device_loop import DeviceLoop
@@ -24,6 +25,7 @@ from services.worker.process.rpc_thread import Role
 from services.worker.server.leader import Leader
 from shared.config import load_settings
 from shared.errors import GroupMismatchError
+from shared.release import find_release
 from shared.rpc import make_channel, make_server, reason_of, status_from_rpc_error
 from tests.support.worker_runner import WrappedModel, generate_alone, make_runner
 from tests.support.worker_steps import decode_step, heartbeat_request, make_enter, prefill_step, to_request, unpack
@@ -32,6 +34,7 @@ PROMPT = [5, 9, 2, 44, 17]
 ATTACH = worker_pb2.AttachRequest(
     epoch=1, scheduler_instance_id="test", block_size=4, max_num_seqs=8, max_num_batched_tokens=256
 )
+SECOND_OF_TWO = worker_pb2.RankLayout(dp_size=1, tp_rank=1, tp_size=2)
 # Fields serialized later win.
 SECOND_ATTACH = ATTACH.SerializeToString() + worker_pb2.AttachRequest(epoch=2).SerializeToString()
 
@@ -44,6 +47,7 @@ class Process:
     role: Role
     end: DomainEnd
     ended: asyncio.Queue[tuple[ExitCode, dict[str, Any]]]
+    server: grpc.aio.Server | None = None
     opening: asyncio.Task[None] | None = None
 
 
@@ -64,10 +68,22 @@ class Domain:
         """The address of the domain's first leader."""
         return f"unix:{self.directory / '0.sock'}"
 
-    async def start(self, *flags: str, num_blocks: int = 64, start_id: str = "first") -> Process:
+    async def start(self, *flags: str, num_blocks: int = 64) -> Process:
         """Serve a process, and begin to open it; the first one is the leader."""
+        process = await self.start_empty(*flags)
+
+        async def open_role() -> None:
+            await process.role.meet()
+            await process.role.open(make_runner(self.loaded, num_blocks=num_blocks))
+
+        process.opening = asyncio.create_task(open_role())
+        self.stack.callback(process.opening.cancel)
+        return process
+
+    async def start_empty(self, *flags: str) -> Process:
+        """Serve a process that has neither met the others nor loaded weights; the first one is the leader."""
         address = f"unix:{self.directory / f'{len(self.processes)}.sock'}"
-        common = (f"--listen={address}", "--rendezvous=127.0.0.1:9", f"--domain-start-id={start_id}")
+        common = (f"--listen={address}",)
         settings = load_settings(
             WorkerSettings, ["--model-dir=/m", *common, f"--silence-s={self.silence_s}", *(flags or self.leader_flags)]
         )
@@ -78,9 +94,7 @@ class Domain:
         server = make_server(address, role.servicers, internal=True)
         await server.start()
         self.stack.push_async_callback(server.stop, 0)
-        process = Process(address, role, end, ended)
-        process.opening = asyncio.create_task(role.open(make_runner(self.loaded, num_blocks=num_blocks)))
-        self.stack.callback(process.opening.cancel)
+        process = Process(address, role, end, ended, server)
         self.stack.push_async_callback(role.close)
         self.stack.callback(end.stopping.set)
         self.processes.append(process)
@@ -99,15 +113,23 @@ class Domain:
         channel = await self.stack.enter_async_context(make_channel(leader.address, internal=True))
         return worker_pb2_grpc.WorkerServiceStub(channel), leader, member
 
+    async def meet_by_hand(self, **changes: Any) -> Any:
+        """A Meet call of the second process of a group of two, with `changes`."""
+        channel = await self.stack.enter_async_context(make_channel(self.leader_address, internal=True))
+        request: dict[str, Any] = {"layout": SECOND_OF_TWO, "release": find_release()}
+        return worker_pb2_grpc.GroupServiceStub(channel).Meet(worker_pb2.MeetRequest(**(request | changes)))
+
     async def join_by_hand(self, **changes: Any) -> Any:
         """A Join call after its hello: the second process of a group of two, with `changes`."""
-        channel = await self.stack.enter_async_context(make_channel(self.leader_address, internal=True))
+        leader = self.processes[0]
+        channel = await self.stack.enter_async_context(make_channel(leader.address, internal=True))
         call = worker_pb2_grpc.GroupServiceStub(channel).Join()
         hello: dict[str, Any] = {
-            "layout": worker_pb2.RankLayout(dp_size=1, tp_rank=1, tp_size=2),
-            "domain_start_id": "first",
+            "layout": SECOND_OF_TWO,
+            "domain_start_id": await start_id_of(leader),
             "model_digest": self.loaded.facts.model_digest,
             "numerics_fingerprint": "other",
+            "release": find_release(),
         }
         await call.write(worker_pb2.JoinRequest(hello=worker_pb2.Hello(**(hello | changes))))
         return call
@@ -123,6 +145,12 @@ async def wait_until_open(*processes: Process) -> None:
     for process in processes:
         assert process.opening is not None
         await process.opening
+
+
+async def start_id_of(leader: Process) -> str:
+    """The id of the start of the domain that a leader has begun, once it has."""
+    assert isinstance(leader.role, Leader)
+    return (await leader.role.group.wait_until_begun()).start_id
 
 
 async def execute(stub: Any, *steps: Any) -> Any:
@@ -189,6 +217,11 @@ class SlowRefusal(worker_pb2_grpc.GroupServiceServicer):
         """Register this servicer."""
         worker_pb2_grpc.add_GroupServiceServicer_to_server(self, server)
 
+    async def Meet(self, request: worker_pb2.MeetRequest, context: grpc.aio.ServicerContext) -> None:
+        """See worker.proto."""
+        await context.write(worker_pb2.MeetResponse(domain_start_id="one", store="127.0.0.1:9"))
+        await asyncio.Event().wait()
+
     async def Join(self, requests: AsyncIterator[worker_pb2.JoinRequest], context: grpc.aio.ServicerContext) -> None:
         """See worker.proto."""
         await anext(aiter(requests))
@@ -213,17 +246,9 @@ async def test_a_member_says_that_its_leader_cannot_be_reached_and_joins_it_late
     domain: Domain, caplog: pytest.LogCaptureFixture
 ) -> None:
     member = await domain.start("--tp-rank=1", "--tp-size=2", f"--leader=unix:{domain.directory / '1.sock'}")
-    while not any("no connection" in record.message for record in caplog.records):  # noqa: ASYNC110 - a log has no event
+    while not any("cannot meet the leader" in record.message for record in caplog.records):  # noqa: ASYNC110 - a log has no event
         await asyncio.sleep(0)
     await wait_until_open(member, await domain.start())
-
-
-async def test_a_member_of_another_start_is_refused_and_ends(domain: Domain) -> None:
-    await domain.start()
-    member = await domain.start_member(start_id="second")
-    code, fields = await member.ended.get()
-    assert code is ExitCode.REFUSED
-    assert fields["error"] == "the process belongs to another start of the domain"
 
 
 @pytest.mark.parametrize(
@@ -234,6 +259,7 @@ async def test_a_member_of_another_start_is_refused_and_ends(domain: Domain) -> 
         {"layout": worker_pb2.RankLayout(dp_size=1, tp_rank=2, tp_size=3)},
         {"layout": worker_pb2.RankLayout(dp_size=1, tp_rank=0, tp_size=2)},
         {"layout": worker_pb2.RankLayout(dp_size=2, tp_rank=1, tp_size=2, has_expert_parallel=True)},
+        {"release": "0.0.1"},
     ],
 )
 async def test_a_process_that_does_not_belong_to_the_domain_is_refused(domain: Domain, changes: dict[str, Any]) -> None:
@@ -241,6 +267,82 @@ async def test_a_process_that_does_not_belong_to_the_domain_is_refused(domain: D
     call = await domain.join_by_hand(**changes)
     assert await refusal_of(call.read()) == "GROUP_MISMATCH"
     assert leader.ended.empty()
+
+
+async def test_a_leader_answers_before_its_weights_load(domain: Domain) -> None:
+    leader = await domain.start_empty()
+    meeting = await domain.meet_by_hand()
+    rendezvous = await leader.role.meet()
+    answer = await meeting.read()
+    assert rendezvous is not None
+    assert (answer.domain_start_id, answer.store) == (rendezvous.start_id, rendezvous.store)
+
+
+async def test_a_coupled_leader_passes_on_what_the_first_told_it(domain: Domain) -> None:
+    layout = ("--dp-size=2", "--tp-size=2", "--ep")
+    first = await domain.start_empty(*layout)
+    second = await domain.start_empty(*layout, "--dp-rank=1", f"--leader={first.address}")
+    member = await domain.start_empty(*layout, "--dp-rank=1", "--tp-rank=1", f"--leader={second.address}")
+    asking = [asyncio.create_task(process.role.meet()) for process in (member, second)]
+    told = await first.role.meet()
+    assert told is not None
+    assert {(answer.start_id, answer.store) for answer in await asyncio.gather(*asking) if answer} == {
+        (told.start_id, told.store)
+    }
+
+
+@pytest.mark.parametrize("by", ["meet_by_hand", "join_by_hand"])
+async def test_a_process_of_another_release_is_told_both(domain: Domain, by: str) -> None:
+    leader = await domain.start()
+    call = await getattr(domain, by)(release="0.0.1")
+    with pytest.raises(grpc.aio.AioRpcError) as error_info:
+        await call.read()
+    assert error_info.value.details() == f"the process is of release 0.0.1, its leader of {find_release()}"
+    assert leader.ended.empty()
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"layout": worker_pb2.RankLayout(dp_size=1, tp_rank=2, tp_size=3)}], ids=["taken", "unknown"]
+)
+async def test_a_process_without_a_place_is_not_told_where_to_meet(domain: Domain, changes: dict[str, Any]) -> None:
+    leader = await domain.start()
+    first = await domain.meet_by_hand()
+    assert await first.read() is not None
+    call = await domain.meet_by_hand(**changes)
+    assert await refusal_of(call.read()) == "GROUP_MISMATCH"
+    assert leader.ended.empty()
+
+
+async def test_a_follower_that_is_lost_while_it_loads_ends_its_leader(domain: Domain) -> None:
+    leader = await domain.start()
+    meeting = await domain.meet_by_hand()
+    await meeting.read()
+    meeting.cancel()
+    code, fields = await leader.ended.get()
+    assert (code, fields["partner"].tp_rank) == (ExitCode.LINK_LOST, 1)
+
+
+async def test_a_leader_that_is_lost_while_a_follower_loads_ends_it(domain: Domain) -> None:
+    leader = await domain.start()
+    member = await domain.start_empty("--tp-rank=1", "--tp-size=2", f"--leader={leader.address}")
+    await member.role.meet()
+    assert leader.server is not None
+    await leader.server.stop(0)
+    code, _ = await member.ended.get()
+    assert code is ExitCode.LINK_LOST
+
+
+async def test_a_leader_that_does_not_answer_in_time_is_named(domain: Domain) -> None:
+    leader = f"unix:{domain.directory / 'none.sock'}"
+    member = await domain.start_empty("--tp-rank=1", "--tp-size=2", f"--leader={leader}", "--meet-timeout-s=0.5")
+    with pytest.raises(NotMetError, match=f"cannot meet the leader {leader} within 0.5 s: .*[Cc]onnect"):
+        await member.role.meet()
+
+
+async def test_an_address_that_does_not_become_usable_is_named(domain: Domain) -> None:
+    leader = await domain.start_empty("--tp-size=2", "--collective-host=192.0.2.1", "--meet-timeout-s=0.5")
+    with pytest.raises(NotMetError, match=r"cannot listen for collectives on 192.0.2.1 within 0.5 s: .*assign"):
+        await leader.role.meet()
 
 
 async def test_a_place_can_be_taken_only_once(domain: Domain) -> None:

@@ -80,8 +80,7 @@ def test_a_taken_address_is_refused(tmp_path: Path) -> None:
 
 def test_probes_tell_loading_from_waiting_for_the_domain(tmp_path: Path, loaded: LoadedModel) -> None:
     address, manage = f"unix:{tmp_path / 'worker.sock'}", f"unix:{tmp_path / 'manage.sock'}"
-    domain = ["--tp-size=2", "--rendezvous=127.0.0.1:9", "--domain-start-id=x"]
-    rpc = make_rpc_thread(address, *domain, manage_listen=manage)
+    rpc = make_rpc_thread(address, "--tp-size=2", manage_listen=manage)
     rpc.start()
     loading, waiting = "503 the weights are loading", "503 the failure domain's processes have not all joined"
     assert asyncio.run(probes(manage)) == {"livez": "200 ok", "startupz": loading, "readyz": loading}

@@ -1,0 +1,99 @@
+"""A process's meeting with the leader that it will join: how it learns of this start of the failure domain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+# Between attempts: names may take 30 s to resolve, and a leader that restarts seconds to answer.
+_FIRST_RETRY_S = 0.2
+_LAST_RETRY_S = 2.0
+
+# What a leader answers that is not there yet, or that ends. All else is a refusal.
+_IS_NOT_THERE = frozenset(
+    {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
+)
+
+Connect = Callable[[], AbstractAsyncContextManager[grpc.aio.Channel]]
+
+
+class NotMetError(Exception):
+    """The leader did not answer in time, or one's own address did not become usable; the message says why."""
+
+
+class Retries:
+    """The times between attempts, each longer than the last, until the time to meet is over."""
+
+    def __init__(self, what: str, timeout_s: float) -> None:
+        """`what` is tried."""
+        self._what = what
+        self._timeout_s = timeout_s
+        self._ends_at = asyncio.get_running_loop().time() + timeout_s
+        self._delay_s = _FIRST_RETRY_S
+        self._last_problem: str | None = None
+
+    async def wait(self, problem: str) -> None:
+        """Wait for the next attempt after this problem, which is logged when it changes.
+
+        Raises:
+            NotMetError: the time is over.
+        """
+        if asyncio.get_running_loop().time() + self._delay_s > self._ends_at:
+            raise NotMetError(f"cannot {self._what} within {self._timeout_s:g} s: {problem}")
+        if problem != self._last_problem:
+            logger.warning("cannot %s yet", self._what, extra={"error": problem})
+            self._last_problem = problem
+        await asyncio.sleep(self._delay_s)
+        self._delay_s = min(2 * self._delay_s, _LAST_RETRY_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """A leader that answered, on a channel of its own."""
+
+    channel: grpc.aio.Channel
+    answer: worker_pb2.MeetResponse
+    call: Any
+
+    async def wait_until_lost(self) -> None:
+        """Return when the leader is gone."""
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            while await self.call.read() is not grpc.aio.EOF:
+                pass
+
+
+@asynccontextmanager
+async def meet(connect: Connect, request: worker_pb2.MeetRequest, retries: Retries) -> AsyncIterator[Meeting]:
+    """Ask the leader until it answers; the channel is open until the block ends.
+
+    Each attempt has a channel of its own: it resolves the name again, with the certificates of the day.
+
+    Raises:
+        NotMetError: there was no answer in time.
+        AioRpcError: the leader refuses the process.
+    """
+    while True:
+        async with connect() as channel:
+            call = worker_pb2_grpc.GroupServiceStub(channel).Meet(request)
+            try:
+                answer = await call.read()
+                problem = "it ended" if answer is grpc.aio.EOF else None
+            except grpc.aio.AioRpcError as error:
+                if error.code() not in _IS_NOT_THERE:
+                    raise
+                problem = str(error.details())
+            if problem is None:
+                yield Meeting(channel, answer, call)
+                return
+        await retries.wait(problem)
