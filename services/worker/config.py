@@ -150,9 +150,9 @@ class WorkerSettings(ProcessSettings):
     )
     collective_host: str | None = Field(
         default=None,
-        description="Local address or name for collectives, which are not encrypted; by default the one on the route to "
-        "the leader. The first process of a failure domain has no leader: by default it takes the host it listens on, "
-        "and needs this setting if that is every interface. Over unix sockets the default is 127.0.0.1.",
+        description="Local address or name for collectives, which are not encrypted; by default the one on the route "
+        "to the leader. The first process of a failure domain has no leader: by default it takes the host that it "
+        "listens on, 127.0.0.1 for a unix socket, and needs this setting if it listens on every interface.",
     )
     silence_s: float = Field(
         default=3.0,

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
-from shared.cli import chat, generate, serve, top
+from shared.cli import chat, generate, ranks, serve, top
 from shared.release import find_release
 
 USAGE = """usage: lockstep COMMAND ...
 
   serve MODEL_DIR           start the services of one cell on this machine
+  ranks MODEL_DIR           start one node's ranks of a cell that spans machines
   chat                      chat with the model of a running cell
   generate PROMPT           continue one prompt
   top                       show what a running cell's scheduler is doing
@@ -55,6 +56,7 @@ def _import(argv: Sequence[str]) -> NoReturn:
 
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "serve": serve.main,
+    "ranks": ranks.main,
     "chat": chat.main,
     "generate": generate.main,
     "top": top.main,

@@ -15,17 +15,19 @@ from pathlib import Path
 
 import grpc
 
-from shared.cli.cell_plan import ServiceCommand, plan_services
-from shared.cli.cell_processes import CellProcesses
+from shared.cli.cell_plan import plan_services
 from shared.cli.client import abandon_stdout, answer_once, describe_failure
-from shared.cli.preflight import RefusedError, check_cell
+from shared.cli.processes.cell_processes import CellProcesses
+from shared.cli.processes.preflight import RefusedError, check_commands
+from shared.cli.processes.service_command import ServiceCommand
+from shared.cli.processes.supervisor import RestartPolicy
 from shared.cli.running_cells import DIRECTORY_PREFIX, RunningCell, publish_cell
 from shared.cli.serve_settings import ServeSettings, split_service_flags
-from shared.cli.supervisor import RestartPolicy
 from shared.config import load_settings, log_settings
 from shared.lifecycle import StopRequest, freeze_garbage, run_service
 from shared.line_writer import LineWriter
 from shared.logging import configure_logging
+from shared.model_dir import CONFIG, TOKENIZER
 from shared.rpc import make_channel
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,8 @@ async def _serve(
         scheduler = next(command for command in commands if command.role == "scheduler")
         cell = RunningCell(settings.model_name, settings.bind_address, scheduler.health_address)
         try:
-            await check_cell(settings, commands)
+            settings.check_models([CONFIG, TOKENIZER])
+            await check_commands(commands)
         except RefusedError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from pydantic import Field, model_validator
-from pydantic_settings import CliPositionalArg, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
+from shared.cli.launcher_settings import RANK_FLAGS, LauncherSettings, render_flags, split_flags
 from shared.cli.request_flags import DEFAULT_TARGET
-from shared.config import Addresses, ClientPortSettings, DraftProposerName, ListenAddress, LocalAddress
+from shared.config import Addresses, ClientPortSettings, ListenAddress, LocalAddress
 from shared.rpc import Peer, make_peer
 from shared.tls import Role
 
-# In start order; they stop in reverse order, so that no service loses one it depends on.
-ROLES = ("worker", "scheduler", "tokenizer")
-
-_OWN_FLAGS = frozenset(
-    (
-        *("listen", "insecure-bind", "cell-listen", "insecure-cell-bind"),
-        *("model-dir", "scheduler", "workers", "coupled", "ep", "no-ep"),
-        *(
-            "drain-s",
-            "dp-rank",
-            "dp-size",
-            "tp-rank",
-            "tp-size",
-            "device-index",
-            "leader",
-            "rendezvous",
-            "domain-start-id",
-        ),
-    )
-)
+_OWN_FLAGS = frozenset({*RANK_FLAGS, "cell-listen", "insecure-cell-bind", "scheduler", "workers", "coupled"})
 # The launcher's own settings of these names are the tokenizer's.
-_TOKENIZER_FLAGS = frozenset(("tls-cert", "tls-key", "tls-ca", "trust-domain", "max-connection-age-s"))
+_TOKENIZER_FLAGS = frozenset({"tls-cert", "tls-key", "tls-ca", "trust-domain", "max-connection-age-s"})
+_RESERVED_FLAGS = {"worker": _OWN_FLAGS, "scheduler": _OWN_FLAGS, "tokenizer": _OWN_FLAGS | _TOKENIZER_FLAGS}
 
 
-class ServeSettings(ClientPortSettings):
+class ServeSettings(LauncherSettings, ClientPortSettings):
     """Start one cell on this machine: workers, a scheduler and a tokenizer, each a process that is restarted on exit.
 
     --worker.X, --scheduler.X and --tokenizer.X are passed to that service as --X; a value follows as the next argument
@@ -50,14 +31,6 @@ class ServeSettings(ClientPortSettings):
 
     role = Role.TOKENIZER
 
-    model_dir: CliPositionalArg[Path] = Field(description="Model directory, in Hugging Face's layout.")
-    tp: int = Field(default=1, ge=1, description="Workers per model replica (tensor parallelism).")
-    dp: int = Field(default=1, ge=1, description="Model replicas (data parallelism), each of --tp workers.")
-    ep: bool = Field(
-        default=False,
-        description="Split the experts over all workers (expert parallelism). With several replicas, all workers then "
-        "step in lockstep and are one failure domain.",
-    )
     workers: Addresses = Field(
         default=(),
         description="Use workers that are already running instead of starting them: the address of each replica's "
@@ -72,32 +45,12 @@ class ServeSettings(ClientPortSettings):
         description="Scheduler address for clients that send token ids, HOST:PORT on loopback or unix:PATH; private if "
         "not set.",
     )
-    draft_proposer: DraftProposerName | None = Field(
-        default=None, description="How draft tokens are proposed; if not set, model with --draft-model, else none."
-    )
-    draft_model: Path | None = Field(
-        default=None, description="Directory of a second, smaller model with the same tokenizer, which drafts tokens."
-    )
     drain_s: float = Field(
         default=30.0,
         ge=0.0,
         allow_inf_nan=False,
         description="Seconds that answers in flight may take to finish once the cell, or one of its processes, is "
         "asked to end. A second signal ends the cell at once; an idle one ends at once anyway.",
-    )
-    health_kill_s: float = Field(
-        default=30.0,
-        ge=1.0,
-        allow_inf_nan=False,
-        description="Kill and restart a process that has not answered its health check for this many seconds.",
-    )
-    max_restart_delay_s: float = Field(
-        default=30.0,
-        ge=0.5,
-        allow_inf_nan=False,
-        description="The longest restart delay, in seconds. A process that exits before it is ready is restarted after "
-        "0.5 s, and the delay doubles each time up to this limit. One that was ready is restarted at once, or after "
-        "5 s from the fourth restart within a minute on.",
     )
     # Excluded from the logged settings: prompt text is never logged.
     prompt: str | None = Field(
@@ -121,12 +74,6 @@ class ServeSettings(ClientPortSettings):
         return self
 
     @model_validator(mode="after")
-    def _check_draft_model(self) -> ServeSettings:
-        if self.draft_proposer is not None and (self.draft_proposer == "model") is not (self.draft_model is not None):
-            raise ValueError("--draft-proposer model and --draft-model must be used together")
-        return self
-
-    @model_validator(mode="after")
     def _check_workers(self) -> ServeSettings:
         if not self.workers:
             return self
@@ -142,11 +89,6 @@ class ServeSettings(ClientPortSettings):
     def tokenizer_peer(self) -> Peer | None:
         """For channels to the tokenizer."""
         return make_peer(self.certificates, Role.TOKENIZER)
-
-    @property
-    def model_name(self) -> str:
-        """The model's display name."""
-        return self.model_dir.resolve().name
 
     @property
     def num_replicas(self) -> int:
@@ -169,45 +111,9 @@ class ServeSettings(ClientPortSettings):
             "trust-domain": self.trust_domain,
             "max-connection-age-s": self.max_connection_age_s,
         }
-        return _render(flags)
-
-    def draft_flags(self) -> list[str]:
-        """The worker's flags about drafting."""
-        proposer = "model" if self.draft_model is not None else self.draft_proposer
-        flags = {"draft-proposer": proposer, "draft-model": self.draft_model}
-        return _render(flags)
-
-
-def _render(flags: Mapping[str, object]) -> list[str]:
-    """Without those that are not set."""
-    return [f"--{name}={value}" for name, value in flags.items() if value is not None]
+        return render_flags(flags)
 
 
 def split_service_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Separate the services' flags from the launcher's own arguments.
-
-    Returns:
-        The launcher's, and each role's without its prefix, otherwise unparsed.
-
-    Raises:
-        SystemExit: a flag is reserved for the launcher.
-    """
-    own_args: list[str] = []
-    role_to_flags: dict[str, list[str]] = {role: [] for role in ROLES}
-    target = own_args
-    for arg in argv:
-        role, separator, flag = arg.removeprefix("--").partition(".")
-        if arg.startswith("--") and separator and role in role_to_flags:
-            if flag.partition("=")[0] in (_OWN_FLAGS | _TOKENIZER_FLAGS if role == "tokenizer" else _OWN_FLAGS):
-                sys.stderr.write(f"error: {arg.partition('=')[0]} is set by lockstep serve\n")
-                raise SystemExit(2)
-            role_to_flags[role].append(f"--{flag}")
-            # A value may follow; only the service knows whether the flag takes one.
-            target = own_args if "=" in flag else role_to_flags[role]
-        elif arg.startswith("-"):
-            own_args.append(arg)
-            target = own_args
-        else:
-            target.append(arg)
-            target = own_args
-    return own_args, role_to_flags
+    """Separate the services' flags from those of `lockstep serve`; see `split_flags`."""
+    return split_flags(argv, _RESERVED_FLAGS, "lockstep serve")

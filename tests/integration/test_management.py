@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shared.cli.serve_settings import ROLES
+from shared.cli.processes.service_command import ROLES
 from tests.support.cell import Cell, start_cell
 from tests.support.client import connect, text_request
 from tests.support.patience import PATIENCE_S

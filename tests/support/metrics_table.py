@@ -23,6 +23,8 @@ from services.tokenizer.server.request_totals import RequestTotals
 from services.worker.layout import RankLayout
 from services.worker.metrics import WorkerCollector
 from services.worker.runner.step_totals import StepTotals
+from shared.cli.processes.service_command import ServiceCommand
+from shared.cli.ranks import RanksCollector
 from shared.process_metrics import make_process_registry
 from tests.support.generated_tables import replace_tables
 from tests.support.processes import ROOT
@@ -63,7 +65,12 @@ async def render_tables() -> str:
 
 async def collect_metrics() -> dict[str, list[Metric]]:
     """What each service exports. Needs a running event loop, as the services' objects do."""
-    registries = {"Tokenizer": _tokenizer(), "Scheduler": _scheduler(), "Worker, each rank": _worker()}
+    registries = {
+        "Tokenizer": _tokenizer(),
+        "Scheduler": _scheduler(),
+        "Worker, each rank": _worker(),
+        "`lockstep ranks`": _launcher(),
+    }
     return {title: list(registry.collect()) for title, registry in registries.items()}
 
 
@@ -95,6 +102,11 @@ def _worker() -> CollectorRegistry:
     )
     collector.runner = cast("ModelRunner", runner)
     return make_process_registry(collector, _CERTIFICATES)
+
+
+def _launcher() -> CollectorRegistry:
+    rank = ServiceCommand("worker", (), "unix:none", "ranks", "0.0")
+    return make_process_registry(RanksCollector([rank], {rank.name: 0}), _CERTIFICATES)
 
 
 def _table(title: str, metrics: Iterable[Metric]) -> str:

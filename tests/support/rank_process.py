@@ -25,9 +25,9 @@ from services.worker.ops import load_ops
 from services.worker.parallel.communicator import Parallel
 from services.worker.parallel.distributed import make_parallel
 from tests.support.generation import Way, generate
+from tests.support.meeting import meet_at
 from tests.support.mtp_logits import our_mtp_logits
 from tests.support.paged_model import PagedModel
-from tests.support.meeting import meet_at
 from tests.support.patience import PATIENCE_S
 
 _NUM_BLOCKS = 2048

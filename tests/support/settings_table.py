@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from services.scheduler.config import SchedulerSettings
 from services.tokenizer.config import TokenizerSettings
 from services.worker.config import WorkerSettings
+from shared.cli.ranks_settings import RanksSettings
 from shared.cli.serve_settings import ServeSettings
 from shared.config import ServiceSettings
 from tests.support.generated_tables import replace_tables
@@ -25,6 +26,7 @@ END = "<!-- The end of what `make settings` makes. -->\n"
 
 _TITLE_TO_MODEL: dict[str, type[ServiceSettings]] = {
     "`lockstep serve`": ServeSettings,
+    "`lockstep ranks`": RanksSettings,
     "Tokenizer": TokenizerSettings,
     "Scheduler": SchedulerSettings,
     "Worker": WorkerSettings,
@@ -49,7 +51,7 @@ def with_tables(document: str) -> str:
 
 def render_tables() -> str:
     """One table of what all services share, then one for each with its own."""
-    parts = [_table("Every service, and `lockstep serve`", ServiceSettings, _SHARED_NAMES)]
+    parts = [_table("Every service, `lockstep serve` and `lockstep ranks`", ServiceSettings, _SHARED_NAMES)]
     for title, model in _TITLE_TO_MODEL.items():
         names = [name for name in model.model_fields if name not in _SHARED_NAMES]
         names.sort(key=lambda name: not _is_positional(model.model_fields[name]))

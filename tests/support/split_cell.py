@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from shared.cli.cell_plan import ServiceCommand, plan_services
-from shared.cli.serve_settings import ROLES, ServeSettings, split_service_flags
+from shared.cli.cell_plan import plan_services
+from shared.cli.processes.service_command import ROLES, ServiceCommand
+from shared.cli.serve_settings import ServeSettings, split_service_flags
 from shared.health import wait_until_serving
 from shared.rpc import make_channel
 from tests.support.patience import PATIENCE_S

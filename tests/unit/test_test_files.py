@@ -81,6 +81,7 @@ TESTED_BY = {
         "services/worker/group/group_servicer.py",
         "services/worker/group/joined_link.py",
         "services/worker/group/link.py",
+        "services/worker/group/meeting.py",
         "services/worker/group/member.py",
         "services/worker/process/exits.py",
         "services/worker/server/leader.py",
@@ -214,6 +215,7 @@ TESTED_BY = {
     "unit/scheduler/server/test_exchange_codec.py": ("shared/sampling_codec.py",),
     "unit/tokenizer/grammar/test_grammar_trial.py": ("shared/grammar.py",),
     "unit/shared/cli/test_main.py": (
+        "shared/release.py",
         "shared/cli/client.py",
         "shared/cli/generate.py",
         "shared/cli/request_flags.py",
@@ -223,11 +225,17 @@ TESTED_BY = {
         "shared/cli/typed_turns.py",
         "shared/cli/wrong_service.py",
     ),
-    "unit/shared/cli/test_service_process.py": ("shared/cli/child_process.py",),
-    "unit/shared/cli/test_supervisor.py": ("shared/cli/cell_processes.py",),
+    "unit/shared/cli/processes/test_service_process.py": ("shared/cli/processes/child_process.py",),
+    "unit/shared/cli/processes/test_supervisor.py": ("shared/cli/processes/cell_processes.py",),
     "integration/test_interrupts.py": ("shared/parent.py",),
     "unit/worker/test_metrics.py": ("services/worker/runner/step_totals.py",),
-    "unit/shared/cli/test_cell_plan.py": ("shared/cli/manage_flag.py", "shared/cli/tls_flags.py"),
+    "unit/shared/cli/test_cell_plan.py": (
+        "shared/cli/processes/manage_flag.py",
+        "shared/cli/processes/rank_plan.py",
+        "shared/cli/processes/service_command.py",
+        "shared/cli/tls_flags.py",
+    ),
+    "unit/shared/cli/test_serve_settings.py": ("shared/cli/launcher_settings.py",),
     "unit/shared/test_tls.py": ("shared/process_metrics.py",),
 }
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,8 @@ from shared.release import find_release
 
 if TYPE_CHECKING:
     from services.worker.runner.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
 
 _GOODBYE = worker_pb2.JoinResponse(leave=worker_pb2.Leave())
 
@@ -104,6 +107,7 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
         """Answer the followers that ask: the domain's start has begun."""
         self._rendezvous = rendezvous
         self._is_begun.set()
+        logger.info("the domain's start has begun", extra={"start_id": rendezvous.start_id, "store": rendezvous.store})
 
     async def wait_until_begun(self) -> Rendezvous:
         """Wait for `tell`; returns what was told."""

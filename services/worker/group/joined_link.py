@@ -82,6 +82,7 @@ class JoinedLink:
             self._task.result()
         answer = await answering
         self._domain_start_id = answer.domain_start_id
+        logger.info("met the leader", extra={"leader": self._leader, "start_id": self._domain_start_id})
         return Rendezvous(answer.domain_start_id, answer.store, collective_host=self._settings.collective_host)
 
     async def open(self, runner: ModelRunner, relay: Relay | None = None) -> None:

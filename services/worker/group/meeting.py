@@ -21,9 +21,7 @@ _FIRST_RETRY_S = 0.2
 _LAST_RETRY_S = 2.0
 
 # What a leader answers that is not there yet, or that ends. All else is a refusal.
-_IS_NOT_THERE = frozenset(
-    {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
-)
+_IS_NOT_THERE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
 
 Connect = Callable[[], AbstractAsyncContextManager[grpc.aio.Channel]]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from services.worker.group.group_servicer import GroupServicer
 from services.worker.group.joined_link import JoinedLink
 from services.worker.group.meeting import Retries
-from services.worker.parallel.rendezvous import Rendezvous, open_rendezvous
+from services.worker.parallel.rendezvous import Rendezvous, open_rendezvous, split_address
 from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.device_steps import DeviceSteps
 from services.worker.process.exits import DomainEnd
@@ -36,7 +36,7 @@ class Leader:
         self.servicers: tuple[Servicer, ...] = (self._servicer, self.group)
 
     async def meet(self) -> Rendezvous | None:
-        """The domain's first leader begins a start of it, another asks the first; its followers are told. See `Role`."""
+        """See `Role`: the domain's first leader begins a start of it, another one asks the first."""
         if self._settings.layout.is_alone:
             return None
         rendezvous = await (self._begin() if self._link is None else self._link.meet())
@@ -79,4 +79,4 @@ class Leader:
                 # A name may resolve later, or still to the address of a pod that had it before.
                 await retries.wait(str(error))
             else:
-                return replace(rendezvous, collective_host=host)
+                return replace(rendezvous, collective_host=split_address(rendezvous.store)[0])

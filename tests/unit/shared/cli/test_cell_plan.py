@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.cli.cell_plan import ServiceCommand, make_start_flags, plan_services
-from shared.cli.manage_flag import find_manage_address
+from shared.cli.cell_plan import plan_services
+from shared.cli.processes.manage_flag import find_manage_address
+from shared.cli.processes.service_command import ServiceCommand
 from shared.cli.serve_settings import ServeSettings
 from shared.config import load_settings
 from shared.tls import Role
@@ -175,21 +176,6 @@ def test_workers_started_elsewhere_are_only_linked(flags: list[str], is_coupled:
     assert list(commands) == ["scheduler", "tokenizer"]
     assert "--workers=10.0.0.1:1,10.0.0.2:2" in commands["scheduler"].flags
     assert ("--coupled" in commands["scheduler"].flags) is is_coupled
-
-
-def test_each_start_of_a_domain_has_a_unique_id() -> None:
-    domain = [command for command in plan("--tp=2").values() if command.role == "worker"]
-
-    starts = [make_start_flags(domain) for _ in range(2)]
-
-    for rendezvous, start_id in starts:
-        assert rendezvous.startswith("--rendezvous=127.0.0.1:")
-        assert start_id.startswith("--domain-start-id=")
-    assert starts[0][1] != starts[1][1]
-
-
-def test_a_process_without_partners_needs_no_rendezvous() -> None:
-    assert [make_start_flags([command]) for command in plan("--dp=2").values()] == [[]] * 4
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ def test_each_start_has_an_id_and_a_listener_of_its_own() -> None:
         rendezvous.listener.close()
 
 
-@pytest.mark.parametrize(("host", "store"), [("127.0.0.3", "127.0.0.3:"), ("localhost", "127.0.0.1:"), ("::1", "[::1]:")])
+@pytest.mark.parametrize(
+    ("host", "store"), [("127.0.0.3", "127.0.0.3:"), ("localhost", "127.0.0.1:"), ("::1", "[::1]:")]
+)
 def test_others_are_told_an_ip_address_on_which_alone_it_listens(host: str, store: str) -> None:
     rendezvous = open_rendezvous(host)
     assert rendezvous.store.startswith(store)

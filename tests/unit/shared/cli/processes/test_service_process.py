@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from shared.cli.cell_plan import ServiceCommand
-from shared.cli.service_process import ServiceProcess
+from shared.cli.processes.service_command import ServiceCommand
+from shared.cli.processes.service_process import ServiceProcess
 from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process

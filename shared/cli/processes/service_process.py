@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 
-from shared.cli.cell_plan import ServiceCommand
-from shared.cli.child_process import start_child
-from shared.cli.last_problem import LastProblem
+from shared.cli.processes.child_process import start_child
+from shared.cli.processes.last_problem import LastProblem
+from shared.cli.processes.service_command import ServiceCommand
 
 _MAX_LINE_BYTES = 1 << 16
 _OUTPUT_GRACE_S = 1.0
@@ -30,20 +30,24 @@ class ServiceProcess:
         self._kill_reason: str | None = None
 
     @classmethod
-    async def start(
-        cls, command: ServiceCommand, start_flags: Sequence[str], write: Callable[[bytes], None]
-    ) -> ServiceProcess:
+    async def start(cls, command: ServiceCommand, write: Callable[[bytes], None]) -> ServiceProcess:
         """Start `python -m services.ROLE`; only from the main thread, with which the child dies.
 
         `write` receives each line of output, without the newline.
         """
-        process = await start_child(f"services.{command.role}", [*command.flags, *start_flags])
+        process = await start_child(f"services.{command.role}", command.flags)
         return cls(command, process, write)
 
     @property
     def pid(self) -> int:
         """The process id."""
         return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """As a shell shows it, 128 and the signal's number if one ended the process; None while it runs."""
+        code = self._process.returncode
+        return 128 - code if code is not None and code < 0 else code
 
     @property
     def problem(self) -> str | None:

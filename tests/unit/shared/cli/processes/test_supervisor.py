@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shared.cli.supervisor import Action, Kill, RestartPolicy, StartDomain, Supervisor
+from shared.cli.processes.supervisor import Action, Kill, RestartPolicy, StartDomain, Supervisor
 
 GROUP = ("worker 0.0", "worker 0.1")
 ALL = (*GROUP, "scheduler")
@@ -15,9 +15,11 @@ TICK_S = 0.125
 class Cell:
     """A supervised cell: a group of two workers and a scheduler. A restarted process answers when the test lets it."""
 
-    def __init__(self, *, health_kill_s: float = 30.0, max_delay_s: float = 30.0) -> None:
+    def __init__(
+        self, *, health_kill_s: float = 30.0, max_delay_s: float = 30.0, max_failed_starts: int | None = None
+    ) -> None:
         domains = {"worker 0": GROUP, "scheduler": ["scheduler"]}
-        self.supervisor = Supervisor(domains, RestartPolicy(health_kill_s, max_delay_s))
+        self.supervisor = Supervisor(domains, RestartPolicy(health_kill_s, max_delay_s, max_failed_starts))
         self.now = 1000.0
         self.answering: set[str] = set()
         self.started = self.supervisor.on_time(self.now)
@@ -75,6 +77,40 @@ def test_an_exit_before_the_cell_has_served_ends_it() -> None:
 
     assert not cell.supervisor.has_served
     assert cell.exit("worker 0.0") is None
+
+
+def test_a_number_of_failed_starts_is_tried_again_before_the_cell_has_served() -> None:
+    cell = Cell(max_failed_starts=3)
+
+    assert [exit_and_restart(cell, "scheduler", is_ready=False) for _ in range(2)] == [0.5, 1.0]
+    assert cell.exit("scheduler") is None
+
+
+def test_failed_starts_are_counted_in_a_row_and_once_for_a_domain() -> None:
+    cell = Cell(max_failed_starts=2).serve()
+    for _ in range(3):
+        # The first exit follows readiness, and only the second is a failed start.
+        exit_and_restart(cell, "scheduler", is_ready=False)
+        exit_and_restart(cell, "scheduler", is_ready=True)
+    for process in GROUP:
+        cell.exit(process)
+    assert StartDomain("worker 0") in [action for _, action in cell.pass_time(1)]
+
+    assert [cell.exit(process) for process in GROUP] == [0.5, 0.5]
+    assert StartDomain("worker 0") in [action for _, action in cell.pass_time(1)]
+    assert cell.exit(GROUP[0]) is None
+
+
+def test_a_cell_serves_while_every_process_does() -> None:
+    cell = Cell()
+    assert not cell.supervisor.is_serving
+    cell.serve()
+    assert cell.supervisor.is_serving
+    cell.supervisor.on_answer("scheduler", cell.now, is_serving=False)
+    assert not cell.supervisor.is_serving
+    cell.serve()
+    cell.exit("scheduler")
+    assert not cell.supervisor.is_serving
 
 
 def exit_and_restart(cell: Cell, process: str, *, is_ready: bool) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.cli.loading_bar import LoadingBar
+from shared.cli.processes.loading_bar import LoadingBar
 
 
 def line(percent: int) -> bytes:

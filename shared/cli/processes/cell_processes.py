@@ -9,11 +9,10 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from shared.cli.cell_plan import ServiceCommand, make_start_flags
-from shared.cli.loading_bar import LoadingBar
-from shared.cli.serve_settings import ROLES
-from shared.cli.service_process import ServiceProcess
-from shared.cli.supervisor import Kill, RestartPolicy, StartDomain, Supervisor
+from shared.cli.processes.loading_bar import LoadingBar
+from shared.cli.processes.service_command import ROLES, ServiceCommand
+from shared.cli.processes.service_process import ServiceProcess
+from shared.cli.processes.supervisor import Kill, RestartPolicy, StartDomain, Supervisor
 from shared.health import ask_process
 from shared.heartbeat import next_beat_at
 from shared.line_writer import LineWriter
@@ -33,7 +32,7 @@ _CHECKS_BEFORE_KILL = 3.0
 class CellProcesses:
     """Keeps a cell's processes running: `run` until `end` is called or the cell fails, then `stop`.
 
-    `has_served` is set once every process has reported that it serves.
+    `has_served` is set once every process has reported that it serves. `num_restarts` counts those of each process.
     """
 
     def __init__(
@@ -44,15 +43,19 @@ class CellProcesses:
         *,
         has_prefixes: bool,
         peer: Peer | None = None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare; `run` starts them.
 
         Args:
             commands: In start order.
             has_prefixes: Whether the process's name comes before each line of output.
-            peer: The tokenizer, as in `make_channel`; the others have unix sockets.
+            peer: Who answers health checks, as in `make_channel`, other than over unix sockets.
+            on_change: Called when a process has started, exited, or answered otherwise than before.
         """
         self._peer = peer
+        self._on_change = on_change
+        self.num_restarts = {command.name: 0 for command in commands}
         self.has_served = asyncio.Event()
         self._domain_to_commands: dict[str, list[ServiceCommand]] = {}
         for command in commands:
@@ -64,8 +67,9 @@ class CellProcesses:
         self._writer = writer
         self._bar = LoadingBar(writer.show) if has_prefixes and sys.stderr.isatty() else None
         self._running: dict[str, ServiceProcess] = {}
-        # Processes that exited before the cell had served. The first of them is why the cell ends.
+        # Processes whose exit ends the cell. The first of them is why.
         self._ended: list[ServiceProcess] = []
+        self._started: set[str] = set()
         self._is_over = False
         # Set when the supervisor has been notified of an exit, or when `run` is to return.
         self._has_news = asyncio.Event()
@@ -87,6 +91,16 @@ class CellProcesses:
                         await self._has_news.wait()
                 self._has_news.clear()
             watchers.cancel()
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether every process runs, and said last that it serves."""
+        return self._supervisor.is_serving
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code of the process because of which the cell failed; None if it has not failed."""
+        return self._ended[0].exit_code if self._ended else None
 
     def end(self) -> None:
         """Make `run` return."""
@@ -114,9 +128,10 @@ class CellProcesses:
 
     async def _start(self, domain: str, watchers: _Watchers) -> None:
         commands = self._domain_to_commands[domain]
-        start_flags = make_start_flags(commands)
         for command in commands:
-            service = await ServiceProcess.start(command, start_flags, self._make_write(command))
+            self.num_restarts[command.name] += command.name in self._started
+            self._started.add(command.name)
+            service = await ServiceProcess.start(command, self._make_write(command))
             self._running[command.name] = service
             logger.info("started", extra=_fields(service))
             watchers.add(self._watch(service, watchers))
@@ -143,6 +158,7 @@ class CellProcesses:
         if self._bar is not None:
             self._bar.drop(name)
         delay_s = self._supervisor.on_exit(name, self._loop.time())
+        self._on_change()
         if delay_s is None:
             self._ended.append(service)
             self.end()
@@ -169,6 +185,7 @@ class CellProcesses:
             logger.info("ready", extra=_fields(service))
         if self._supervisor.has_served:
             self.has_served.set()
+        self._on_change()
 
 
 class _Watchers:

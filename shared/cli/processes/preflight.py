@@ -1,4 +1,4 @@
-"""What `lockstep serve` checks before it starts anything."""
+"""What a launcher checks before it starts anything."""
 
 from __future__ import annotations
 
@@ -10,29 +10,28 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from shared.cli.cell_plan import ServiceCommand, make_start_flags
-from shared.cli.child_process import start_child
-from shared.cli.last_problem import LastProblem
-from shared.cli.manage_flag import find_manage_address
-from shared.cli.serve_settings import ServeSettings
-from shared.model_dir import CONFIG, TOKENIZER, ModelDirectoryError, read_json
+from shared.cli.processes.child_process import start_child
+from shared.cli.processes.last_problem import LastProblem
+from shared.cli.processes.manage_flag import find_manage_address
+from shared.cli.processes.service_command import ServiceCommand
+from shared.model_dir import CONFIG, ModelDirectoryError, read_json
 from shared.rpc import refuse_taken_socket
 
 
 class RefusedError(Exception):
-    """The cell cannot be started; the message says why."""
+    """The processes cannot be started; the message says why."""
 
 
-async def check_cell(settings: ServeSettings, commands: Sequence[ServiceCommand]) -> None:
+async def check_commands(commands: Sequence[ServiceCommand], *, more_addresses: Sequence[str] = ()) -> None:
     """Check what takes less than a second.
 
+    Args:
+        more_addresses: Where the launcher itself will listen.
+
     Raises:
-        RefusedError: the cell cannot be started.
+        RefusedError: the processes cannot be started.
     """
-    check_model_dir(settings.model_dir, [CONFIG, TOKENIZER])
-    if settings.draft_model is not None:
-        check_model_dir(settings.draft_model, [CONFIG])
-    addresses = [command.address for command in commands]
+    addresses = [*more_addresses, *(command.address for command in commands)]
     addresses += [command.cell_address for command in commands if command.cell_address is not None]
     addresses += filter(None, (find_manage_address(command.flags) for command in commands))
     check_addresses(addresses)
@@ -105,16 +104,15 @@ def _try_to_listen(address: str, listeners: ExitStack) -> None:
 async def _check_flags(commands: Sequence[ServiceCommand]) -> None:
     """Let each service check its own flags; of the workers only the last one, which has the highest device index."""
     last_of_role = {command.role: command for command in commands}
-    problems = await asyncio.gather(*(_find_problem(command, commands) for command in last_of_role.values()))
+    problems = await asyncio.gather(*map(_find_problem, last_of_role.values()))
     for role, problem in zip(last_of_role, problems, strict=True):
         if problem is not None:
             raise RefusedError(f"the {role} rejects its settings: {problem}")
 
 
-async def _find_problem(command: ServiceCommand, commands: Sequence[ServiceCommand]) -> str | None:
-    domain = [other for other in commands if other.domain == command.domain]
+async def _find_problem(command: ServiceCommand) -> str | None:
     # Run as a program, the settings module checks the flags and exits. Only a worker on a GPU imports something slow.
-    process = await start_child(f"services.{command.role}.config", [*command.flags, *make_start_flags(domain)])
+    process = await start_child(f"services.{command.role}.config", command.flags)
     output, _ = await process.communicate()
     if process.returncode == 0:
         return None

@@ -1,8 +1,9 @@
 """Decides when a cell's processes are killed and restarted. Sans-I/O.
 
 Processes that depend on each other form a failure domain: when one exits, all of them end and restart together. Until
-the cell has first served nothing is restarted, since a wrong flag is wrong every time. After that, a domain that was
-ready restarts at once, with a delay only if it fails repeatedly. One that fails earlier waits twice as long each time:
+the cell has first served nothing is restarted, since a wrong flag is wrong every time, unless the policy allows a
+number of failed starts. After that, a domain that was ready restarts at once, with a delay only if it fails repeatedly.
+One that fails earlier waits twice as long each time:
 
     first exit         last exit                              start           all serve
     |--- up to 2 s ----|--- delay_s --------------------------|--- loading ---|--- ready --->
@@ -41,6 +42,9 @@ class RestartPolicy:
     """A process that answers no health check for this long is killed."""
     max_delay_s: float = 30.0
     """The longest restart delay, up to which it doubles from `MIN_DELAY_S`."""
+    max_failed_starts: int | None = None
+    """The cell ends after this many starts in a row of one domain that failed before it was ready. None: after the
+    first exit if the cell has not served yet, and never later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,8 @@ class _Process:
     is_running: bool = True
     has_answered: bool = False
     has_served: bool = False
+    is_serving: bool = False
+    """Whether its last answer said so."""
     is_condemned: bool = False
 
 
@@ -83,6 +89,8 @@ class _Domain:
     """Whether all processes serve since their start."""
     has_served: bool = False
     """Whether it was ever ready."""
+    num_failed_starts: int = 0
+    """In a row, before it was ready."""
     last_early_delay_s: float = 0.0
     """The delay after the last failure if it was not ready then, else 0."""
     fell_at: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_AT_ONCE))
@@ -102,8 +110,10 @@ class _Domain:
         """Choose the restart delay after the first exit."""
         self.kill_rest_at = now + _LEAVE_S
         if not self.is_ready:
+            self.num_failed_starts += 1
             self.delay_s = self.last_early_delay_s = min(max(2 * self.last_early_delay_s, MIN_DELAY_S), max_delay_s)
             return
+        self.num_failed_starts = 0
         self.last_early_delay_s = 0.0
         is_often = len(self.fell_at) == _NUM_AT_ONCE and now - self.fell_at[0] <= _AT_ONCE_WITHIN_S
         self.delay_s = min(_LATER_DELAY_S, max_delay_s) if is_often else 0.0
@@ -128,11 +138,20 @@ class Supervisor:
         """Whether every domain has once been ready; from then on processes are restarted."""
         return all(domain.has_served for domain in self._domains.values())
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether every process runs, and said last that it serves."""
+        return all(
+            len(domain.processes) == len(domain.names)
+            and all(one.is_running and one.is_serving for one in domain.processes.values())
+            for domain in self._domains.values()
+        )
+
     def on_answer(self, process: str, now: float, *, is_serving: bool) -> bool:
         """Record a health answer; True if it is the first since the start that says serving."""
         domain = self._process_to_domain[process]
         state = domain.processes[process]
-        state.heard_at, state.has_answered = now, True
+        state.heard_at, state.has_answered, state.is_serving = now, True, is_serving
         if not is_serving or state.has_served:
             return False
         state.has_served = True
@@ -144,14 +163,14 @@ class Supervisor:
         """Record an exit, by a kill or otherwise.
 
         Returns:
-            Seconds from the domain's last exit to its restart; None if the cell must end, having never served.
+            Seconds from the domain's last exit to its restart; None if the cell must end.
         """
-        if not self.has_served:
-            return None
         domain = self._process_to_domain[process]
         domain.processes[process].is_running = False
         if domain.kill_rest_at is None:
             domain.break_up(now, self._policy.max_delay_s)
+        if self._must_end(domain):
+            return None
         if not any(other.is_running for other in domain.processes.values()):
             domain.start_at = now + domain.delay_s
         return domain.delay_s
@@ -179,6 +198,11 @@ class Supervisor:
                 if domain.kill_rest_at is not None:
                     times.append(domain.kill_rest_at)
         return max(now, min(times))
+
+    def _must_end(self, domain: _Domain) -> bool:
+        if self._policy.max_failed_starts is None:
+            return not self.has_served
+        return domain.num_failed_starts >= self._policy.max_failed_starts
 
     def _extend_deadlines(self, pause_s: float, now: float) -> None:
         """Ignore the last `pause_s`, in which this process did not run."""

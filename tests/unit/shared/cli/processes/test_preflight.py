@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.cli.preflight import RefusedError, check_addresses, check_model_dir
+from shared.cli.processes.preflight import RefusedError, check_addresses, check_model_dir
 from tests.support.ports import free_port
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.cli.last_problem import LastProblem
+from shared.cli.processes.last_problem import LastProblem
 
 
 @pytest.mark.parametrize(

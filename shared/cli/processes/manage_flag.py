@@ -26,11 +26,14 @@ def number_manage_address(flags: Sequence[str], number: int, rank: str) -> list[
         return list(flags)
     place = next(index for index, flag in enumerate(flags) if flag.partition("=")[0] == _FLAG)
     end = place + (1 if "=" in flags[place] else 2)
-    return [*flags[:place], f"{_FLAG}={_number(address, number, rank)}", *flags[end:]]
+    return [*flags[:place], f"{_FLAG}={number_address(address, number, rank)}", *flags[end:]]
 
 
-def _number(address: str, number: int, rank: str) -> str:
-    """What is no address stays as it is, for the worker to refuse; so does port 0, the choice of a free one."""
+def number_address(address: str, number: int, rank: str) -> str:
+    """The address of one of several processes, as in `number_manage_address`.
+
+    What is no address stays as it is, for the worker to refuse; so does port 0, the choice of a free one.
+    """
     if address.startswith("unix:"):
         return f"{address}.{rank}"
     host, _, port = address.rpartition(":")

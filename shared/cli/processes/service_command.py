@@ -1,0 +1,35 @@
+"""How a launcher starts a process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# In start order; they stop in reverse order, so that no service loses one it depends on.
+ROLES = ("worker", "scheduler", "tokenizer")
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceCommand:
+    """How a service is started and where it answers."""
+
+    role: str
+    """Its module is `services.ROLE`."""
+    flags: tuple[str, ...]
+    address: str
+    """Its client port's; a worker has only a cell port."""
+    domain: str
+    """Its failure domain."""
+    rank: str = ""
+    """A worker's `DP.TP`; empty for a single worker."""
+    cell_address: str | None = None
+    """Its cell port's, if it has two ports."""
+
+    @property
+    def name(self) -> str:
+        """Unique within the cell."""
+        return f"{self.role} {self.rank}".rstrip()
+
+    @property
+    def health_address(self) -> str:
+        """Where the launcher asks for its health: any port answers, and it may call a cell's own."""
+        return self.cell_address or self.address
