@@ -27,7 +27,7 @@ from tests.support.client import connect, text_request
 from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
 from tests.support.processes import start_service
-from tests.support.scraping import get, probes, scrape, values
+from tests.support.scraping import get, probes, scrape, values, wait_for_probes
 
 READY = {"livez": "200 ok", "startupz": "200 ok", "readyz": "200 ok"}
 _POLL_S = 0.02
@@ -48,16 +48,6 @@ def watched(tiny_model: Path) -> Iterator[Watched]:
     with start_cell(tiny_model, "--tp=2", *flags) as cell:
         ports = re.findall(r"(?m)^(\w[\w. ]*?) +\| .*serving metrics and probes .*'127.0.0.1', (\d+)", cell.log())
         yield Watched(cell, {name: f"127.0.0.1:{port}" for name, port in ports})
-
-
-async def wait_for_probes(address: str, expected: dict[str, str]) -> None:
-    """Wait until a process listens and answers this."""
-    answers: dict[str, str] = {}
-    async with asyncio.timeout(PATIENCE_S):
-        while answers != expected:
-            with contextlib.suppress(OSError):
-                answers = await probes(address)
-            await asyncio.sleep(_POLL_S)
 
 
 def stop(process: psutil.Process) -> None:

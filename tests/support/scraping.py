@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.patience import PATIENCE_S
+
+_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,16 @@ async def probes(address: str) -> dict[str, str]:
     """Status and reason of each probe."""
     answers = {path: await get(address, f"/{path}") for path in ("livez", "startupz", "readyz")}
     return {path: f"{answer.status} {answer.body.strip()}" for path, answer in answers.items()}
+
+
+async def wait_for_probes(address: str, expected: dict[str, str]) -> None:
+    """Wait until a process listens and answers this."""
+    answers: dict[str, str] = {}
+    async with asyncio.timeout(PATIENCE_S):
+        while answers != expected:
+            with contextlib.suppress(OSError):
+                answers = await probes(address)
+            await asyncio.sleep(_POLL_S)
 
 
 def values(families: Iterable[Metric]) -> dict[str, float]:

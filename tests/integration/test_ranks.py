@@ -1,0 +1,125 @@
+"""`lockstep ranks`: the ranks of a failure domain on one node or on several end and start again together, in place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
+from shared.release import find_release
+from shared.rpc import make_channel, reason_of, status_from_rpc_error
+from tests.support.cell import Cell, start_cell
+from tests.support.client import connect, token_request
+from tests.support.rank_nodes import RankNode, run_node, run_nodes
+from tests.support.scraping import scrape, values
+from tests.support.small_configs import SMALL_CONFIGS
+from tests.support.small_models import build_model, write_small_model
+
+RANK_FLAGS = ("--worker.ops-backend=reference", "--worker.num-threads=1", "--worker.kv-cache-num-blocks=256")
+MOE_ARCHITECTURE = "Qwen3MoeForCausalLM"
+
+
+@pytest.fixture(scope="module")
+def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model with experts."""
+    values = next(iter(SMALL_CONFIGS[MOE_ARCHITECTURE].values()))
+    return write_small_model(build_model(MOE_ARCHITECTURE, values), tmp_path_factory.mktemp("moe"))
+
+
+async def test_a_nodes_ranks_start_again_together_and_in_place(tiny_model: Path, tmp_path: Path) -> None:
+    with run_node(tiny_model, tmp_path, "--tp=2", *RANK_FLAGS) as node:
+        node.start()
+        await node.wait_until_ready()
+        before = {rank.pid for rank in node.find_ranks()}
+        [old] = node.start_ids()
+        node.kill_rank(1)
+        await node.wait_until_ready(after=old)
+        after = {rank.pid for rank in node.find_ranks()}
+        restarts = values(await scrape(node.manage_address))
+        exit_code = node.stop()
+
+    assert len(before) == len(after) == 2
+    assert not before & after
+    assert {restarts[f"lockstep_rank_restarts_total 0.{rank}"] for rank in range(2)} == {1}
+    assert len(set(node.start_ids())) == 2
+    assert exit_code == 0
+
+
+@pytest.mark.slow
+def test_starts_that_fail_end_the_launcher_with_the_ranks_exit_code(tiny_model: Path, tmp_path: Path) -> None:
+    flags = ("--tp=2", "--max-failed-starts=2", "--worker.meet-timeout-s=0.1", *RANK_FLAGS)
+    with run_nodes(tiny_model, tmp_path, 2, *flags) as (_, node):
+        node.start()
+        exit_code = node.wait()
+        log = node.log()
+
+    assert exit_code == 1
+    assert log.count("cannot meet the leader") >= 2
+    assert log.count("started role=worker") == 2
+
+
+@pytest.fixture(scope="module")
+def nodes(moe_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RankNode]]:
+    """Two nodes of a coupled cell; tests leave them running."""
+    with run_nodes(moe_model, tmp_path_factory.mktemp("nodes"), 2, "--dp=2", "--ep", *RANK_FLAGS) as nodes:
+        for node in nodes:
+            node.start()
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def cell(moe_model: Path, nodes: list[RankNode]) -> Iterator[Cell]:
+    """The cell whose ranks are on the nodes."""
+    workers = ",".join(node.address for node in nodes)
+    with start_cell(moe_model, f"--workers={workers}", "--ep") as cell:
+        yield cell
+
+
+def restart_launcher(node: RankNode) -> None:
+    node.kill()
+    node.start()
+
+
+def restart_all(node: RankNode) -> None:
+    node.kill_all()
+    node.start()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1], ids=["first node", "second node"])
+@pytest.mark.parametrize("damage", [RankNode.kill_rank, restart_launcher, restart_all])
+async def test_a_damaged_domain_of_two_nodes_is_back_under_a_new_start(
+    cell: Cell, nodes: list[RankNode], damage: Callable[[RankNode], None], number: int
+) -> None:
+    requests = [token_request([3 + n, 9, 40 + n], max_tokens=100, ignore_eos=True, seed=n) for n in range(4)]
+    async with connect(cell) as client:
+        await client.wait_until(lambda state: all(rank.is_attached for rank in state.rank_steps))
+        old = nodes[0].start_ids()[-1]
+        expected = await client.generate_all(requests)
+        answers = [asyncio.create_task(client.generate(request)) for request in requests]
+        await client.wait_until(lambda state: state.num_running == len(requests))
+        await asyncio.to_thread(damage, nodes[number])
+        completions = await asyncio.gather(*answers)
+        await client.wait_until_idle()
+
+    assert [one.token_ids for one in completions] == [one.token_ids for one in expected]
+    assert nodes[0].start_ids()[-1] != old
+    for node in nodes:
+        await node.wait_until_ready()
+    assert await refusal_of(nodes[0].address, old) == "GROUP_MISMATCH"
+
+
+async def refusal_of(leader: str, start_id: str) -> str | None:
+    """Why a leader refuses the rank of DP rank 1 of this start of the domain."""
+    layout = worker_pb2.RankLayout(dp_rank=1, dp_size=2, tp_size=1, has_expert_parallel=True)
+    hello = worker_pb2.Hello(layout=layout, domain_start_id=start_id, release=find_release())
+    async with make_channel(leader, internal=True) as channel:
+        call = worker_pb2_grpc.GroupServiceStub(channel).Join()
+        await call.write(worker_pb2.JoinRequest(hello=hello))
+        with pytest.raises(grpc.aio.AioRpcError) as error_info:
+            await call.read()
+    return reason_of(status_from_rpc_error(error_info.value))

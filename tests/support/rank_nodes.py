@@ -1,0 +1,139 @@
+"""The nodes of a failure domain: `lockstep ranks` processes, each on a loopback address of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from tests.support.cell import popen_lockstep
+from tests.support.patience import PATIENCE_S
+from tests.support.ports import free_port
+from tests.support.scraping import wait_for_probes
+
+READY = {"livez": "200 ok", "startupz": "200 ok", "readyz": "200 ok"}
+_POLL_S = 0.05
+
+_START_ID = re.compile(r"the domain's start has begun start_id=(\w+)")
+
+
+class RankNode:
+    """A launcher and its ranks, which a test can kill and start again.
+
+    Attributes:
+        address: Where its first rank listens.
+        manage_address: The launcher's management port.
+    """
+
+    def __init__(self, directory: Path, number: int, address: str, flags: Sequence[str]) -> None:
+        """Prepare; `start` starts it."""
+        self.address = address
+        self.manage_address = f"unix:{directory / f'{number}.manage'}"
+        self._flags = (*flags, f"--node-rank={number}", f"--manage-listen={self.manage_address}")
+        self._log_path = directory / f"{number}.log"
+        self._launcher: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Start the launcher, of which nothing is running."""
+        with self._log_path.open("a") as log:
+            self._launcher = popen_lockstep("ranks", *self._flags, stdout=subprocess.DEVNULL, stderr=log)
+
+    def find_ranks(self) -> list[psutil.Process]:
+        """The ranks that run."""
+        assert self._launcher is not None
+        children = psutil.Process(self._launcher.pid).children()
+        return [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+
+    def kill_rank(self, number: int = 0) -> None:
+        """Kill a rank with SIGKILL."""
+        self.find_ranks()[number].kill()
+
+    def kill(self) -> None:
+        """Kill the launcher with SIGKILL, and wait until its ranks have ended too."""
+        assert self._launcher is not None
+        ranks = self.find_ranks()
+        self._launcher.kill()
+        self._launcher.wait()
+        _, alive = psutil.wait_procs(ranks, PATIENCE_S)
+        assert not alive, "ranks outlive their launcher"
+
+    def kill_all(self) -> None:
+        """Kill the launcher and its ranks, all at once as far as that can be."""
+        assert self._launcher is not None
+        ranks = self.find_ranks()
+        for process in (*ranks, psutil.Process(self._launcher.pid)):
+            process.kill()
+        self._launcher.wait()
+        psutil.wait_procs(ranks, PATIENCE_S)
+
+    def stop(self) -> int:
+        """Ask the launcher to end; returns its exit code."""
+        assert self._launcher is not None
+        self._launcher.send_signal(signal.SIGTERM)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Wait for the launcher to end; returns its exit code."""
+        assert self._launcher is not None
+        return self._launcher.wait(PATIENCE_S)
+
+    def log(self) -> str:
+        """What the launcher and its ranks have written to stderr so far."""
+        return self._log_path.read_text(encoding="utf-8")
+
+    def start_ids(self) -> list[str]:
+        """The ids of the domain's starts that its ranks have begun, in order; of followers none."""
+        return _START_ID.findall(self.log())
+
+    async def wait_until_ready(self, *, after: str | None = None) -> None:
+        """Wait until the launcher says that all its ranks serve.
+
+        Args:
+            after: Wait first until its ranks have begun another start than this.
+        """
+        async with asyncio.timeout(PATIENCE_S):
+            while after is not None and self.start_ids()[-1:] in ([], [after]):  # noqa: ASYNC110 - a log has no event
+                await asyncio.sleep(_POLL_S)
+        await wait_for_probes(self.manage_address, READY)
+
+    def close(self) -> None:
+        """Kill what is left."""
+        if self._launcher is not None and self._launcher.poll() is None:
+            self.kill_all()
+
+
+@contextmanager
+def run_nodes(model_dir: Path, directory: Path, num_nodes: int, *flags: str) -> Iterator[list[RankNode]]:
+    """A domain's nodes, for the test to start; node I has one rank, on 127.0.0.(I + 1). Logs are in `directory`."""
+    port = free_port()
+    common = (str(model_dir), f"--nodes={num_nodes}", "--first-node=127.0.0.1", *flags)
+    nodes = []
+    for number in range(num_nodes):
+        address = f"127.0.0.{number + 1}:{port}"
+        nodes.append(RankNode(directory, number, address, (*common, f"--insecure-bind={address}")))
+    with _closing(nodes):
+        yield nodes
+
+
+@contextmanager
+def run_node(model_dir: Path, directory: Path, *flags: str) -> Iterator[RankNode]:
+    """A domain of one node, for the test to start; its ranks listen on sockets in `directory`."""
+    address = f"unix:{directory / 'rank'}"
+    node = RankNode(directory, 0, address, (str(model_dir), f"--listen={address}", *flags))
+    with _closing([node]):
+        yield node
+
+
+@contextmanager
+def _closing(nodes: Sequence[RankNode]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for node in nodes:
+            node.close()
