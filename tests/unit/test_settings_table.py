@@ -42,7 +42,7 @@ def test_a_setting_is_listed_under_its_service_with_default_and_choices() -> Non
 
 def test_settings_of_all_services_are_listed_once() -> None:
     assert render_tables().count("`--log-level`") == 1
-    assert render_tables().count("`--listen`") == 4
+    assert render_tables().count("`--listen`") == 5
 
 
 def test_text_around_the_tables_is_kept_and_outdated_tables_are_replaced() -> None:

@@ -12,7 +12,7 @@ import grpc
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.group.link import Link, LinkEnd, to_layout_message
-from services.worker.group.meeting import Connect, Meeting, Retries, meet
+from services.worker.group.meeting import Connect, Meeting, Retries, is_gone, meet
 from services.worker.parallel.rendezvous import Rendezvous
 from services.worker.process.exits import DomainEnd, ExitCode
 from shared.release import find_release
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LOST = "the leader was lost before this process had joined"
 _GOODBYE = worker_pb2.JoinRequest(leave=worker_pb2.Leave())
 
 
@@ -116,7 +117,10 @@ class JoinedLink:
                 self._met.put_nowait(meeting.answer)
                 await self._join(meeting)
         except grpc.aio.AioRpcError as error:
-            self._end.fail(ExitCode.REFUSED, "the leader refused this process", error=error.details())
+            if is_gone(error):
+                self._end.fail(ExitCode.LINK_LOST, _LOST, leader=self._leader)
+            else:
+                self._end.fail(ExitCode.REFUSED, "the leader refused this process", error=error.details())
 
     async def _join(self, meeting: Meeting) -> None:
         """Join once this process has loaded, and stay until the link ends.
@@ -143,9 +147,9 @@ class JoinedLink:
             self._end.fail(ExitCode.LINK_LOST, f"the link to the leader is {ended.value}", leader=self._leader)
 
     async def _watch(self, meeting: Meeting) -> None:
-        """End this process when the leader is lost, for whom it may be waiting in a collective."""
+        """End this process when the leader is lost: it may be waiting for it in a collective."""
         await meeting.wait_until_lost()
-        self._end.fail(ExitCode.LINK_LOST, "the leader was lost before this process had joined", leader=self._leader)
+        self._end.fail(ExitCode.LINK_LOST, _LOST, leader=self._leader)
 
     async def _read(self, call: Any, first: Any, link: Link[worker_pb2.JoinRequest], relay: Relay | None) -> bool:
         """Whether the leader said goodbye when the stream ended; `first` is the first message."""

@@ -20,8 +20,7 @@ logger = logging.getLogger(__name__)
 _FIRST_RETRY_S = 0.2
 _LAST_RETRY_S = 2.0
 
-# What a leader answers that is not there yet, or that ends. All else is a refusal.
-_IS_NOT_THERE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
+_GONE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
 
 Connect = Callable[[], AbstractAsyncContextManager[grpc.aio.Channel]]
 
@@ -37,7 +36,7 @@ class Retries:
         """`what` is tried."""
         self._what = what
         self._timeout_s = timeout_s
-        self._ends_at = asyncio.get_running_loop().time() + timeout_s
+        self.ends_at = asyncio.get_running_loop().time() + timeout_s
         self._delay_s = _FIRST_RETRY_S
         self._last_problem: str | None = None
 
@@ -47,13 +46,18 @@ class Retries:
         Raises:
             NotMetError: the time is over.
         """
-        if asyncio.get_running_loop().time() + self._delay_s > self._ends_at:
+        if asyncio.get_running_loop().time() + self._delay_s > self.ends_at:
             raise NotMetError(f"cannot {self._what} within {self._timeout_s:g} s: {problem}")
         if problem != self._last_problem:
             logger.warning("cannot %s yet", self._what, extra={"error": problem})
             self._last_problem = problem
         await asyncio.sleep(self._delay_s)
         self._delay_s = min(2 * self._delay_s, _LAST_RETRY_S)
+
+
+def is_gone(error: grpc.aio.AioRpcError) -> bool:
+    """Whether a leader is not there, or ended; all else is a refusal."""
+    return error.code() in _GONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +89,13 @@ async def meet(connect: Connect, request: worker_pb2.MeetRequest, retries: Retri
         async with connect() as channel:
             call = worker_pb2_grpc.GroupServiceStub(channel).Meet(request)
             try:
-                answer = await call.read()
+                async with asyncio.timeout_at(retries.ends_at):
+                    answer = await call.read()
                 problem = "it ended" if answer is grpc.aio.EOF else None
+            except TimeoutError:
+                problem = "it does not answer"
             except grpc.aio.AioRpcError as error:
-                if error.code() not in _IS_NOT_THERE:
+                if not is_gone(error):
                     raise
                 problem = str(error.details())
             if problem is None:

@@ -339,6 +339,14 @@ async def test_a_leader_that_does_not_answer_in_time_is_named(domain: Domain) ->
         await member.role.meet()
 
 
+async def test_a_leader_that_cannot_tell_in_time_is_named(domain: Domain) -> None:
+    leader = await domain.start_empty()
+    flags = ("--tp-rank=1", "--tp-size=2", f"--leader={leader.address}", "--meet-timeout-s=0.5")
+    member = await domain.start_empty(*flags)
+    with pytest.raises(NotMetError, match="within 0.5 s: it does not answer"):
+        await member.role.meet()
+
+
 async def test_an_address_that_does_not_become_usable_is_named(domain: Domain) -> None:
     leader = await domain.start_empty("--tp-size=2", "--collective-host=192.0.2.1", "--meet-timeout-s=0.5")
     with pytest.raises(NotMetError, match=r"cannot listen for collectives on 192.0.2.1 within 0.5 s: .*assign"):
