@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,8 +62,7 @@ class RankNode:
         ranks = self.find_ranks()
         self._launcher.kill()
         self._launcher.wait()
-        _, alive = psutil.wait_procs(ranks, PATIENCE_S)
-        assert not alive, "ranks outlive their launcher"
+        _wait_until_ended(ranks)
 
     def kill_all(self) -> None:
         """Kill the launcher and its ranks, all at once as far as that can be."""
@@ -70,7 +71,7 @@ class RankNode:
         for process in (*ranks, psutil.Process(self._launcher.pid)):
             process.kill()
         self._launcher.wait()
-        psutil.wait_procs(ranks, PATIENCE_S)
+        _wait_until_ended(ranks)
 
     def stop(self) -> int:
         """Ask the launcher to end; returns its exit code."""
@@ -106,6 +107,16 @@ class RankNode:
         """Kill what is left."""
         if self._launcher is not None and self._launcher.poll() is None:
             self.kill_all()
+
+
+def _wait_until_ended(processes: Sequence[psutil.Process]) -> None:
+    """Wait for processes that are no children of this one; the system may leave them as zombies."""
+    deadline = time.monotonic() + PATIENCE_S
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while process.status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() < deadline, "a rank outlives its launcher"
+                time.sleep(_POLL_S)
 
 
 @contextmanager

@@ -343,7 +343,7 @@ async def test_a_leader_that_cannot_tell_in_time_is_named(domain: Domain) -> Non
     leader = await domain.start_empty()
     flags = ("--tp-rank=1", "--tp-size=2", f"--leader={leader.address}", "--meet-timeout-s=0.5")
     member = await domain.start_empty(*flags)
-    with pytest.raises(NotMetError, match="within 0.5 s: it does not answer"):
+    with pytest.raises(NotMetError, match=r"within 0.5 s: it does not answer"):
         await member.role.meet()
 
 
