@@ -89,9 +89,15 @@ def restart_all(node: RankNode) -> None:
     node.start()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1], ids=["first node", "second node"])
-@pytest.mark.parametrize("damage", [RankNode.kill_rank, restart_launcher, restart_all])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(RankNode.kill_rank, marks=pytest.mark.slow),
+        pytest.param(restart_launcher, marks=pytest.mark.proof),
+        pytest.param(restart_all, marks=pytest.mark.slow),
+    ],
+)
 async def test_a_damaged_domain_of_two_nodes_is_back_under_a_new_start(
     cell: Cell, nodes: list[RankNode], damage: Callable[[RankNode], None], number: int
 ) -> None:
