@@ -1,0 +1,44 @@
+{{/*
+"lockstep.cells": JSON of the cells, each with the defaults merged in, checked, and with what is derived from it:
+  prefix        what the names of its objects begin with
+  trustDomain   in the names of its certificates
+  modelDir      where its pods see the model
+  workers       also .coupled, .domains, .ranks (of a domain), .ranksPerNode, .kind (what to render), .onGpu, .places (DP ranks)
+*/}}
+{{- define "lockstep.cells" -}}
+{{- $cells := list }}
+{{- $names := list }}
+{{- range $own := .Values.cells }}
+  {{- if has $own.name $names }}{{ fail (printf "cells: the name %q is used twice" $own.name) }}{{ end }}
+  {{- $names = append $names $own.name }}
+  {{- $cell := (include "lockstep.merged" (list $.Values.cellDefaults $own) | fromJson).v }}
+  {{- include "lockstep.derive" (list $ $cell) }}
+  {{- include "lockstep.check" (list $ $cell) }}
+  {{- $cells = append $cells $cell }}
+{{- end }}
+{{- if not $cells }}{{ fail "cells: name at least one, such as cells[0].name=main" }}{{ end }}
+{{- toJson $cells }}
+{{- end }}
+
+{{/* Adds to a cell what is derived from its values; prints nothing. */}}
+{{- define "lockstep.derive" -}}
+{{- $root := index . 0 }}{{ $cell := index . 1 }}{{ $workers := $cell.workers }}
+{{- $_ := set $cell "prefix" (printf "%s-%s" (default $root.Release.Name $root.Values.fullnameOverride) $cell.name) }}
+{{- $_ := set $cell "trustDomain" (printf "%s.%s" $cell.name $cell.tls.trustDomain) }}
+{{- $_ := set $cell "modelDir" (printf "/models/%s" $cell.model.path | trimSuffix "/") }}
+{{- $coupled := and $workers.ep (gt (int $workers.dp) 1) }}
+{{- range $part := list "tokenizer" "scheduler" "workers" }}{{ $_ := set (get $cell $part) "key" $part }}{{ end }}
+{{- $ranks := mul (int $workers.tp) (ternary (int $workers.dp) 1 $coupled) | int }}
+{{- $_ := set $workers "coupled" $coupled }}
+{{- $_ := set $workers "domains" (ternary 1 (int $workers.dp) $coupled) }}
+{{- $_ := set $workers "ranks" $ranks }}
+{{- $_ := set $workers "ranksPerNode" (div $ranks (int $workers.nodes)) }}
+{{- $_ := set $workers "onGpu" (not (and (empty $workers.gpu.resource) (empty $workers.gpu.deviceClass))) }}
+{{- $_ := set $workers "places" (ternary (int $workers.autoscaling.maxReplicas) (int $workers.dp) $workers.autoscaling.enabled) }}
+{{- if $workers.autoscaling.enabled }}
+  {{- $_ := set $workers "kind" "Deployment" }}
+{{- else if eq $workers.kind "auto" }}
+  {{- $hasSets := $root.Capabilities.APIVersions.Has "leaderworkerset.x-k8s.io/v1" }}
+  {{- $_ := set $workers "kind" (ternary "LeaderWorkerSet" "StatefulSet" $hasSets) }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,49 @@
+{{/*
+"lockstep.merged": JSON of {"v": merged} for (list BASE PATCH).
+Maps are merged key by key. Lists whose items have a mountPath or a name are merged by it; other lists are replaced.
+Source of the rule: strategic merge patch, with the merge keys that the Kubernetes API names for pods.
+*/}}
+{{- define "lockstep.merged" -}}
+{{- $base := index . 0 }}{{ $patch := index . 1 }}
+{{- $key := include "lockstep.mergeKey" (list $base $patch) }}
+{{- if and (kindIs "map" $base) (kindIs "map" $patch) }}
+  {{- $out := deepCopy $base }}
+  {{- range $name, $value := $patch }}
+    {{- $old := get $base $name }}
+    {{- $_ := set $out $name (ternary (include "lockstep.merged" (list $old $value) | fromJson).v $value (hasKey $base $name)) }}
+  {{- end }}
+  {{- dict "v" $out | toJson }}
+{{- else if $key }}
+  {{- $out := list }}
+  {{- range $old := $base }}
+    {{- $item := $old }}
+    {{- range $new := $patch }}
+      {{- if eq (get $new $key) (get $old $key) }}{{ $item = (include "lockstep.merged" (list $old $new) | fromJson).v }}{{ end }}
+    {{- end }}
+    {{- $out = append $out $item }}
+  {{- end }}
+  {{- range $new := $patch }}
+    {{- $known := false }}
+    {{- range $old := $base }}{{ if eq (get $new $key) (get $old $key) }}{{ $known = true }}{{ end }}{{ end }}
+    {{- if not $known }}{{ $out = append $out $new }}{{ end }}
+  {{- end }}
+  {{- dict "v" $out | toJson }}
+{{- else }}
+  {{- dict "v" $patch | toJson }}
+{{- end }}
+{{- end }}
+
+{{/* The key by which two lists are merged, or nothing. */}}
+{{- define "lockstep.mergeKey" -}}
+{{- $key := "" }}
+{{- if and (kindIs "slice" (index . 0)) (kindIs "slice" (index . 1)) }}
+  {{- range $candidate := list "name" "mountPath" }}
+    {{- $fits := true }}
+    {{- range $item := concat (index $ 0) (index $ 1) }}
+      {{- if not (and (kindIs "map" $item) (hasKey $item $candidate)) }}{{ $fits = false }}{{ end }}
+    {{- end }}
+    {{- if $fits }}{{ $key = $candidate }}{{ end }}
+  {{- end }}
+{{- end }}
+{{- $key }}
+{{- end }}

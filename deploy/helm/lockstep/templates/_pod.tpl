@@ -1,0 +1,114 @@
+{{/*
+A pod template: (dict "root" "cell" "component" "values" "pod"), where "values" has podTemplate and "pod" is a pod's spec
+that lacks what all pods have. The result is YAML, with podTemplate merged in. A pod's labels name no version: one that
+changes restarts the pod, and loading a model takes long.
+*/}}
+{{- define "lockstep.podTemplate" -}}
+{{- $common := include "lockstep.commonPod" . | fromYaml }}
+{{- $base := dict "metadata" (dict "labels" (include "lockstep.selector" (list .root .cell .component) | fromYaml)) }}
+{{- $_ := set $base "spec" (include "lockstep.merged" (list $common (.pod | fromYaml)) | fromJson).v }}
+{{- $merged := (include "lockstep.merged" (list $base .values.podTemplate) | fromJson).v }}
+{{- $needed := include "lockstep.graceSeconds" .cell | int }}
+{{- $given := int $merged.spec.terminationGracePeriodSeconds }}
+{{- if lt $given $needed }}
+  {{- fail (printf "cells[%s].%s.podTemplate.spec.terminationGracePeriodSeconds: %d is below preStopSeconds + drainSeconds + teardownSeconds = %d" .cell.name .values.key $given $needed) }}
+{{- end }}
+{{- toYaml $merged }}
+{{- end }}
+
+{{- define "lockstep.graceSeconds" -}}
+{{- add (int .shutdown.preStopSeconds) (int .shutdown.drainSeconds) (int .shutdown.teardownSeconds) }}
+{{- end }}
+
+{{- define "lockstep.commonPod" -}}
+automountServiceAccountToken: false
+serviceAccountName: {{ .cell.prefix }}
+enableServiceLinks: false
+terminationGracePeriodSeconds: {{ include "lockstep.graceSeconds" .cell }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 65532
+  runAsGroup: 65532
+  fsGroup: 65532
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile: {type: RuntimeDefault}
+{{- with .root.Values.images.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* What every container has: (list ROOT IMAGE). */}}
+{{- define "lockstep.container" -}}
+image: {{ include "lockstep.image" . }}
+imagePullPolicy: {{ (index . 0).Values.images.pullPolicy }}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities: {drop: [ALL]}
+{{- end }}
+
+{{- define "lockstep.resources" -}}
+requests: {cpu: {{ .cpu | quote }}, memory: {{ .memory }}}
+limits: {cpu: {{ .cpu | quote }}, memory: {{ .memory }}}
+{{- end }}
+
+{{/* Probes of a service's management port: startupSeconds. */}}
+{{- define "lockstep.probes" -}}
+startupProbe:
+  httpGet: {path: /startupz, port: manage}
+  periodSeconds: 5
+  failureThreshold: {{ div (add (int .) 4) 5 }}
+livenessProbe:
+  httpGet: {path: /livez, port: manage}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
+readinessProbe:
+  httpGet: {path: /readyz, port: manage}
+  periodSeconds: 5
+  timeoutSeconds: 5
+  failureThreshold: 2
+{{- end }}
+
+{{/* New clients go elsewhere before a process is asked to end: (list ROOT CELL). Before 1.30 there is no sleep action. */}}
+{{- define "lockstep.preStop" -}}
+{{- $root := index . 0 }}{{ $seconds := int (index . 1).shutdown.preStopSeconds }}
+{{- if $seconds }}
+lifecycle:
+  preStop:
+    {{- if semverCompare ">=1.30-0" $root.Capabilities.KubeVersion.Version }}
+    sleep: {seconds: {{ $seconds }}}
+    {{- else }}
+    exec: {command: [python3, -c, "import time; time.sleep({{ $seconds }})"]}
+    {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Replicas on different nodes and in different zones where there are some: (list ROOT CELL COMPONENT). */}}
+{{- define "lockstep.spread" -}}
+{{- range $key := list "kubernetes.io/hostname" "topology.kubernetes.io/zone" }}
+- maxSkew: 1
+  topologyKey: {{ $key }}
+  whenUnsatisfiable: ScheduleAnyway
+  labelSelector:
+    matchLabels:
+      {{- include "lockstep.selector" $ | nindent 6 }}
+{{- end }}
+{{- end }}
+
+{{/* Settings as flags: a service refuses one that it does not have. (list PREFIX SETTINGS) */}}
+{{- define "lockstep.settings" -}}
+{{- $prefix := index . 0 }}
+{{- range $name, $value := index . 1 }}
+{{- if kindIs "bool" $value }}
+- --{{ $prefix }}{{ if not $value }}no-{{ end }}{{ $name }}
+{{- else if kindIs "string" $value }}
+- {{ printf "--%s%s=%s" $prefix $name $value | quote }}
+{{- else }}
+- {{ printf "--%s%s=%s" $prefix $name (toJson $value) | quote }}
+{{- end }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,45 @@
+{{/* The tokenizer's pod: (list ROOT CELL). */}}
+{{- define "lockstep.tokenizerPod" -}}
+{{- $root := index . 0 }}{{ $cell := index . 1 }}{{ $values := $cell.tokenizer -}}
+containers:
+  - name: tokenizer
+    {{- include "lockstep.container" (list $root $values.image) | nindent 4 }}
+    command: [python3, -m, services.tokenizer]
+    args:
+      {{- include "lockstep.tokenizerArgs" $cell | nindent 6 }}
+    ports:
+      - {name: grpc, containerPort: 50051}
+      - {name: manage, containerPort: 9100}
+    {{- include "lockstep.probes" $values.startupSeconds | nindent 4 }}
+    {{- include "lockstep.preStop" . | nindent 4 }}
+    resources:
+      {{- include "lockstep.resources" $values.resources | nindent 6 }}
+    volumeMounts:
+      - {name: model, mountPath: /models, readOnly: true}
+      - {name: tmp, mountPath: /tmp}
+      - {name: cache, mountPath: /cache}
+      {{- include "lockstep.tlsMount" $cell | nindent 6 }}
+{{- include "lockstep.modelWait" . }}
+topologySpreadConstraints:
+  {{- include "lockstep.spread" (list $root $cell "tokenizer") | nindent 2 }}
+volumes:
+  {{- include "lockstep.modelVolume" . | nindent 2 }}
+  - {name: tmp, emptyDir: {sizeLimit: 1Gi}}
+  - {name: cache, emptyDir: {sizeLimit: 1Gi}}
+  {{- include "lockstep.tlsVolume" (list $cell "tokenizer") | nindent 2 }}
+{{- end }}
+
+{{- define "lockstep.tokenizerArgs" -}}
+{{- $cell := . -}}
+- --model-dir={{ .modelDir }}
+{{- with .model.name }}
+- {{ printf "--model-name=%s" . | quote }}
+{{- end }}
+- --scheduler={{ range $i := list 0 1 }}{{ if $i }},{{ end }}{{ $cell.prefix }}-scheduler-{{ $i }}.{{ $cell.prefix }}-scheduler:50054{{ end }}
+{{- include "lockstep.listenFlags" (list $cell 50051) }}
+- --manage-listen=0.0.0.0:9100
+- --max-connection-age-s={{ int .tokenizer.maxConnectionAgeSeconds }}
+- --drain-s={{ int .shutdown.drainSeconds }}
+- --log-format=json
+{{- include "lockstep.settings" (list "" .tokenizer.settings) }}
+{{- end }}
