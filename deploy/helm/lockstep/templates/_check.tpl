@@ -69,6 +69,9 @@
 {{- if mod $workers.ranks (int $workers.nodes) }}
   {{- fail (printf "%s.nodes: %d nodes cannot share the %d ranks of a failure domain evenly" $at (int $workers.nodes) (int $workers.ranks)) }}
 {{- end }}
+{{- if and $workers.coupled (mod (int $workers.ranksPerNode) (int $workers.tp)) }}
+  {{- fail (printf "%s.nodes: the %d ranks of a node are no multiple of tp, and coupled groups cannot be split" $at (int $workers.ranksPerNode)) }}
+{{- end }}
 {{- if $workers.autoscaling.enabled }}
   {{- if or $workers.coupled (gt (int $workers.nodes) 1) }}
     {{- fail (printf "%s.autoscaling.enabled: needs a failure domain that is one pod: nodes 1, and no ep with dp above 1" $at) }}

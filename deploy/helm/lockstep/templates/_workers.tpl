@@ -73,6 +73,7 @@ volumes:
 {{- end }}
 {{- include "lockstep.listenFlags" (list $cell 50053) }}
 - --manage-listen=0.0.0.0:9100
+- --drain-s={{ int $cell.shutdown.drainSeconds }}
 - --max-failed-starts={{ int $values.maxFailedStarts }}
 - --log-format=json
 - --worker.device={{ ternary "cuda" "cpu" $values.onGpu }}
