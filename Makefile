@@ -48,6 +48,9 @@ NODE_READY := $(NODE_CLIENT)/node_modules/.package-lock.json
 TOOLS := .cache/tools
 HADOLINT := $(TOOLS)/hadolint-$(HADOLINT_VERSION)
 TRIVY := $(TOOLS)/trivy
+# What checks the chart; the versions and checksums are in tests/support/deploy_tools.py.
+HELM := $(TOOLS)/helm-4
+CHART_TOOLS := $(HELM) $(TOOLS)/helm-3 $(TOOLS)/kubernetes-schemas
 
 # Our protos import messages of google/rpc, which are in site-packages.
 SITE = $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
@@ -59,7 +62,7 @@ BEFORE ?= $(shell git rev-parse --verify --quiet origin/main || git rev-parse --
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run demo test test-unit test-slow proofs simulate format lint lint-changes protos settings metrics parity chaos bench bench-peers bench-cpu bench-quality bench-drafts bench-lockstep bench-interference bench-gpu gpu-pack gpu-proofs clean
+.PHONY: help run demo test test-unit test-slow proofs simulate format lint lint-changes protos settings metrics chart parity chaos bench bench-peers bench-cpu bench-quality bench-drafts bench-lockstep bench-interference bench-gpu gpu-pack gpu-proofs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' Makefile
@@ -70,18 +73,18 @@ run: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) ## serve the model on this 
 demo: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) ## the same, and stop after the answer
 	@$(ANSWER_ONE_PROMPT) --exit-after-prompt
 
-test: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) ## run all tests except the slow ones
+test: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) $(HELM) ## run all tests except the slow ones
 	@$(PYTEST) $(IN_PARALLEL) -m "not slow and not proof" --durations=12
 
 test-unit: $(INSTALLED) $(STUBS) $(KERNELS) $(AITER) ## the tests that need no process and no model
 	@$(PYTEST) $(IN_PARALLEL) tests/unit -m "not slow and not proof and not process"
 
 # The chaos tests run alone: they check how soon a killed process is noticed.
-test-slow: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) $(TRIVY) ## run the slow tests
+test-slow: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) $(TRIVY) $(CHART_TOOLS) ## run the slow tests
 	@$(PYTEST) $(IN_PARALLEL) -m slow -rs --ignore=tests/chaos --durations=12
 	@$(PYTEST) tests/chaos --durations=12
 
-proofs: $(INSTALLED) $(STUBS) ## run the tests that are too long for every change
+proofs: $(INSTALLED) $(STUBS) $(CHART_TOOLS) ## run the tests that are too long for every change
 	@$(PYTEST) -m proof --durations=0
 
 simulate: $(INSTALLED) $(STUBS) ## simulate a cell under random faults: SEEDS (100), FIRST_SEED (0), FAULTS (default: some of all)
@@ -155,6 +158,9 @@ settings: $(INSTALLED) $(STUBS) ## write the tables in services/SETTINGS.md from
 metrics: $(INSTALLED) $(STUBS) ## write the tables in services/METRICS.md from the services' metrics
 	@$(BIN)/python -m tests.support.metrics_table
 
+chart: $(INSTALLED) $(STUBS) ## write the chart's table of values, and the names of settings in its schema
+	@$(BIN)/python -m tests.support.chart_tables
+
 clean: ## remove everything that these targets created
 	@rm -rf $(VENV) .cache models build *.egg-info $(NODE_CLIENT)/node_modules
 	@rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
@@ -197,6 +203,10 @@ $(AITER_WHEEL): | $(INSTALLED)
 
 $(AITER): | $(INSTALLED) $(AITER_WHEEL)
 	@$(BIN)/python -m tests.support.aiter_wheel $(AITER_WHEEL)
+
+$(CHART_TOOLS): $(TOOLS)/%: tests/support/deploy_tools.py | $(INSTALLED)
+	@echo "downloading $*"
+	@$(BIN)/python -m tests.support.deploy_tools $*
 
 # The importer creates the whole directory or nothing, so one file is enough to check for it.
 $(MODEL_READY): | $(INSTALLED) $(STUBS) $(WHEEL)

@@ -1,0 +1,227 @@
+"""Values: what is refused, and in which words; how a cell's values and `podTemplate` are merged; how many there are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from tests.support.chart import CHART, LEADER_WORKER_SETS, RenderError, Tree, find, render
+from tests.support.chart_tables import leaves
+
+DIGEST = f"sha256:{'1' * 64}"
+IMAGES = {part: {"image": {"digest": DIGEST}} for part in ("tokenizer", "scheduler", "workers")}
+TLS = {"trustDomain": "example.org", "issuer": {"name": "ca"}}
+HASHES = {"config.json": "4" * 64}
+
+
+def values(cell: Mapping[str, Any] | None = None, **top: Any) -> Tree:
+    """The fewest values that are valid, with more of a cell, or of the top."""
+    own: Tree = {"name": "main", "model": {"pvc": "models"}, "tls": TLS, **IMAGES}
+    for part, more in (cell or {}).items():
+        own[part] = {**own.get(part, {}), **more} if isinstance(more, dict) else more
+    return {"cells": [own], **top}
+
+
+def workers(**more: Any) -> Tree:
+    return values({"workers": more})
+
+
+# What is refused, what the error names, and for a check that depends on it the release of Kubernetes.
+REFUSED: dict[str, tuple[Tree, str]] = {
+    "a misspelt value": (values(networkPolicies={}), "networkPolicies"),
+    "a misspelt value of a cell": (values({"workerz": {}}), "workerz"),
+    "a misspelt setting": (workers(settings={"kv-cash-dtype": "int8"}), "kv-cash-dtype"),
+    "a setting that the chart gives": (workers(settings={"listen": "0.0.0.0:1"}), "listen"),
+    "a setting that is a list": (workers(settings={"num-threads": [1]}), "num-threads"),
+    "a tag instead of a digest": (workers(image={"digest": "latest"}), "digest"),
+    "no digest": (workers(image={"digest": ""}), "cells[main].workers.image.digest"),
+    "an image with a tag": (workers(image={"name": "worker:latest", "digest": DIGEST}), "name"),
+    "no cells": ({"cells": []}, "cells: name at least one"),
+    "a cell without a name": ({"cells": [{}]}, "name"),
+    "two cells of one name": ({"cells": [*values()["cells"], *values()["cells"]]}, 'the name "main" is used twice'),
+    "a name in capitals": (values({"name": "Main"}), "name"),
+    "a name that is too long": (values({"name": "m" * 21}), "name"),
+    "a release that is too long": (
+        values({"name": "m" * 20}, fullnameOverride="r" * 30),
+        f"cells[{'m' * 20}].name: with the release's name",
+    ),
+    "no model": (values({"model": {"pvc": ""}}), "cells[main].model: exactly one of"),
+    "two models": (values({"model": {"hostPath": "/m"}}), "cells[main].model: exactly one of"),
+    "a model outside its volume": (values({"model": {"path": "../secrets"}}), "path"),
+    "a download without hashes": (
+        values({"model": {"pvc": "", "path": "m", "download": {"url": "https://a/b"}}}),
+        "cells[main].model.download.sha256: is required",
+    ),
+    "a download into the root": (
+        values({"model": {"pvc": "", "download": {"url": "https://a/b", "sha256": HASHES}}}),
+        "cells[main].model.path: is required",
+    ),
+    "a download over plain HTTP": (values({"model": {"pvc": "", "download": {"url": "http://a/b"}}}), "url"),
+    "a file outside the download": (values({"model": {"download": {"sha256": {"../a": "4" * 64}}}}), "../a"),
+    "a hash that is none": (values({"model": {"download": {"sha256": {"a": "4"}}}}), "sha256"),
+    "no TLS by accident": (values({"tls": {"trustDomain": ""}}), "cells[main].tls.trustDomain: is required"),
+    "no certificates": (values({"tls": {"issuer": {}}}), "cells[main].tls: needs issuer.name, or secrets"),
+    "one secret of three": (
+        values({"tls": {"issuer": {}, "secrets": {"worker": "s"}}}),
+        "cells[main].tls: needs issuer.name, or secrets",
+    ),
+    "secrets and an issuer": (values({"tls": {"secrets": {"worker": "s"}}}), "cells[main].tls.secrets: cannot be used"),
+    "TLS and none": (values({"tls": {"insecure": True}}), "cells[main].tls.insecure: cannot be used"),
+    "a trust domain in capitals": (values({"tls": {"trustDomain": "Example.org"}}), "trustDomain"),
+    "ranks that nodes cannot share": (workers(tp=8, nodes=3), "cells[main].workers.nodes: 3 nodes cannot share"),
+    "coupled groups that are split": (
+        workers(tp=8, dp=2, ep=True, nodes=4),
+        "cells[main].workers.nodes: the 4 ranks of a node are no multiple of tp",
+    ),
+    "no ranks": (workers(tp=0), "tp"),
+    "an autoscaler with static discovery": (
+        workers(autoscaling={"enabled": True}),
+        "cells[main].workers.autoscaling.enabled: needs scheduler.discovery",
+    ),
+    "an autoscaled domain of two pods": (
+        values({"scheduler": {"discovery": "dns"}, "workers": {"autoscaling": {"enabled": True}, "tp": 2, "nodes": 2}}),
+        "cells[main].workers.autoscaling.enabled: needs a failure domain that is one pod",
+    ),
+    "an autoscaled coupled cell": (
+        values({"scheduler": {"discovery": "dns"}, "workers": {"autoscaling": {"enabled": True}, "dp": 2, "ep": True}}),
+        "cells[main].workers.autoscaling.enabled: needs a failure domain that is one pod",
+    ),
+    "a coupled cell that is discovered": (
+        values({"scheduler": {"discovery": "kubernetes"}, "workers": {"dp": 2, "ep": True}}),
+        "cells[main].workers.ep: with dp above 1 needs scheduler.discovery static",
+    ),
+    "a discovery that does not exist": (values({"scheduler": {"discovery": "consul"}}), "discovery"),
+    "GPUs by two ways": (workers(gpu={"deviceClass": "gpu.amd.com"}), "cells[main].workers.gpu.deviceClass: cannot"),
+    "a size without a unit": (workers(sharedMemory="8"), "sharedMemory"),
+    "a grace period below the drain": (
+        workers(podTemplate={"spec": {"terminationGracePeriodSeconds": 49}}),
+        "cells[main].workers.podTemplate.spec.terminationGracePeriodSeconds: 49 is below",
+    ),
+    "the same of a tokenizer": (
+        values({"tokenizer": {"podTemplate": {"spec": {"terminationGracePeriodSeconds": 10}}}}),
+        "cells[main].tokenizer.podTemplate.spec.terminationGracePeriodSeconds: 10 is below",
+    ),
+    "a pod template with something else": (workers(podTemplate={"status": {}}), "status"),
+    "an autoscaler whose least is its most": (
+        values({"tokenizer": {"autoscaling": {"enabled": True, "minReplicas": 9}}}),
+        "cells[main].tokenizer.autoscaling.minReplicas: is above maxReplicas",
+    ),
+    "a peer that is an address and a pod": (
+        values(networkPolicy={"clients": [{"ipBlock": {"cidr": "10.0.0.0/8"}, "podSelector": {}}]}),
+        "clients",
+    ),
+    "a peer that is nothing": (values(networkPolicy={"clients": [{}]}), "clients"),
+    "null instead of a value": (workers(dp=None), "dp"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_with_the_value_s_name(case: str) -> None:
+    wrong, named = REFUSED[case]
+    with pytest.raises(RenderError) as refused:
+        render(values=wrong)
+    assert named in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (
+            values({"model": {"pvc": "", "image": f"models/m@{DIGEST}"}}),
+            "cells[main].model.image: needs Kubernetes 1.33",
+        ),
+        (
+            workers(gpu={"resource": "", "deviceClass": "gpu.amd.com"}),
+            "cells[main].workers.gpu.deviceClass: needs Kubern",
+        ),
+    ],
+)
+def test_what_the_cluster_is_too_old_for_is_refused(wrong: Tree, named: str) -> None:
+    with pytest.raises(RenderError) as refused:
+        render(values=wrong, kubernetes="1.30.0")
+    assert named in str(refused.value)
+
+
+def test_a_cell_s_value_wins_over_the_default_also_where_it_is_false_or_zero_or_empty() -> None:
+    defaults = {
+        "workers": {"dp": 2, "ep": True, "gpu": {"resource": "nvidia.com/gpu"}, "settings": {"num-threads": 4}},
+        "shutdown": {"preStopSeconds": 7},
+    }
+    own = {"workers": {"ep": False, "gpu": {"resource": ""}}, "shutdown": {"preStopSeconds": 0}}
+    (group,) = find(render(values=values(own, cellDefaults=defaults), apis=[LEADER_WORKER_SETS]), "LeaderWorkerSet")
+    (container,) = group["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"]
+    assert group["spec"]["replicas"] == 2
+    assert "--ep" not in container["args"]
+    assert "--worker.num-threads=4" in container["args"]
+    assert "nvidia.com/gpu" not in container["resources"]["limits"]
+    assert "lifecycle" not in container
+
+
+def test_a_pod_template_is_merged_by_names_and_mount_paths() -> None:
+    patch = {
+        "metadata": {"annotations": {"note": "x"}},
+        "spec": {
+            "nodeSelector": {"disk": "fast"},
+            "containers": [
+                {"name": "worker", "env": [{"name": "NCCL_DEBUG", "value": "WARN"}]},
+                {"name": "sidecar", "image": "s"},
+            ],
+            "tolerations": [{"key": "mine", "operator": "Exists"}],
+            "volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "2Gi"}}],
+        },
+    }
+    before = find(render(values=workers()), "StatefulSet", "-worker-0")[0]["spec"]["template"]
+    after = find(render(values=workers(podTemplate=patch)), "StatefulSet", "-worker-0")[0]["spec"]["template"]
+    assert after["metadata"]["annotations"] == {"note": "x"}
+    assert after["metadata"]["labels"] == before["metadata"]["labels"]
+    assert after["spec"]["nodeSelector"] == {"disk": "fast"}
+    assert [each["name"] for each in after["spec"]["containers"]] == ["worker", "sidecar"]
+    first, old = after["spec"]["containers"][0], before["spec"]["containers"][0]
+    assert first["args"] == old["args"]
+    assert {each["name"] for each in first["env"]} == {"NODE_RANK", "NCCL_DEBUG"}
+    assert after["spec"]["tolerations"] == [{"key": "mine", "operator": "Exists"}]
+    sizes = {each["name"]: each.get("emptyDir", {}).get("sizeLimit") for each in after["spec"]["volumes"]}
+    assert sizes == {each["name"]: each.get("emptyDir", {}).get("sizeLimit") for each in before["spec"]["volumes"]} | {
+        "tmp": "2Gi"
+    }
+
+
+def test_a_longer_grace_period_is_taken() -> None:
+    patch = {"spec": {"terminationGracePeriodSeconds": 3600}}
+    (stateful_set,) = find(render(values=workers(podTemplate=patch)), "StatefulSet", "-worker-0")
+    assert stateful_set["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 3600
+
+
+def test_the_chart_has_at_most_120_values() -> None:
+    assert 60 < len(list(leaves())) <= 120
+
+
+def test_the_schema_is_closed_everywhere() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+    is_open = {path for path, node in objects_of(schema, "") if node.get("additionalProperties") in (None, True)}
+    # A parent chart's values, and what podTemplate merges.
+    assert is_open == {
+        "/properties/global",
+        *(
+            f"/definitions/{part}/properties/podTemplate/properties/{key}"
+            for part in ("tokenizer", "scheduler", "workers")
+            for key in ("metadata", "spec")
+        ),
+    }
+
+
+def objects_of(node: Any, path: str) -> Iterator[tuple[str, Tree]]:
+    if isinstance(node, dict):
+        if node.get("type") == "object":
+            yield path, node
+        for name, child in node.items():
+            yield from objects_of(child, f"{path}/{name}")
+
+
+def test_each_value_is_used_by_a_template() -> None:
+    templates = "".join(path.read_text(encoding="utf-8") for path in (CHART / "templates").iterdir())
+    unused = [name for name, _, _ in leaves() if f".{name.rpartition('.')[2]}" not in templates]
+    assert unused == []
