@@ -3,31 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.support.chart import CHART, LEADER_WORKER_SETS, RenderError, Tree, find, render
 from tests.support.chart_tables import leaves
-
-DIGEST = f"sha256:{'1' * 64}"
-IMAGES = {part: {"image": {"digest": DIGEST}} for part in ("tokenizer", "scheduler", "workers")}
-TLS = {"trustDomain": "example.org", "issuer": {"name": "ca"}}
-HASHES = {"config.json": "4" * 64}
-
-
-def values(cell: Mapping[str, Any] | None = None, **top: Any) -> Tree:
-    """The fewest values that are valid, with more of a cell, or of the top."""
-    own: Tree = {"name": "main", "model": {"pvc": "models"}, "tls": TLS, **IMAGES}
-    for part, more in (cell or {}).items():
-        own[part] = {**own.get(part, {}), **more} if isinstance(more, dict) else more
-    return {"cells": [own], **top}
-
-
-def workers(**more: Any) -> Tree:
-    return values({"workers": more})
-
+from tests.support.chart_values import DIGEST, HASHES, values, workers
 
 # What is refused, what the error names, and for a check that depends on it the release of Kubernetes.
 REFUSED: dict[str, tuple[Tree, str]] = {

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import http.client
 import json
 import sys
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def main() -> int:
     try:
         for name, sha256 in sorted(manifest["sha256"].items()):
             fetch(f"{manifest['url'].rstrip('/')}/{name}", args.directory / name, sha256)
-    except (OSError, WrongContentError) as error:
+    except (OSError, http.client.HTTPException, WrongContentError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
     mark.touch()

@@ -1,0 +1,329 @@
+"""What the chart makes of a cell: objects, addresses, GPUs, volumes, certificates."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.chart import CHART, LEADER_WORKER_SETS, Tree, containers, find, render, rendered_examples
+from tests.support.chart_values import DIGEST, HASHES, TLS, values, workers
+
+SETS = [LEADER_WORKER_SETS]
+
+
+def spec_of(objects: list[Tree], kind: str, name: str) -> Tree:
+    """The pod's spec of the one workload of a kind with this end of its name."""
+    (found,) = find(objects, kind, name)
+    spec = found["spec"]
+    template: Tree = (
+        spec["leaderWorkerTemplate"]["workerTemplate"] if kind == "LeaderWorkerSet" else spec["template"]
+    )["spec"]
+    return template
+
+
+def args_of(objects: list[Tree], kind: str, name: str) -> list[str]:
+    return list(spec_of(objects, kind, name)["containers"][0]["args"])
+
+
+def flag(args: list[str], name: str) -> str:
+    (value,) = [arg.partition("=")[2] for arg in args if arg.startswith(f"--{name}=")]
+    return value
+
+
+def dialled(objects: list[Tree]) -> list[str]:
+    return flag(args_of(objects, "StatefulSet", "-scheduler"), "workers").split(",")
+
+
+def test_a_group_of_each_domain_where_the_cluster_has_leader_worker_sets() -> None:
+    (found,) = find(render(values=workers(tp=8, dp=3, nodes=2), apis=SETS), "LeaderWorkerSet")
+    assert found["spec"]["replicas"] == 3
+    assert found["spec"]["leaderWorkerTemplate"]["size"] == 2
+    assert found["spec"]["leaderWorkerTemplate"]["restartPolicy"] == "None"
+
+
+def test_a_stateful_set_of_each_domain_where_it_has_none() -> None:
+    found = find(render(values=workers(tp=8, dp=3, nodes=2)), "StatefulSet")
+    assert [
+        (each["metadata"]["name"], each["spec"]["replicas"]) for each in found if "-worker" in each["metadata"]["name"]
+    ] == [
+        ("rel-main-worker-0", 2),
+        ("rel-main-worker-1", 2),
+        ("rel-main-worker-2", 2),
+    ]
+
+
+@pytest.mark.parametrize(("kind", "apis"), [("StatefulSet", SETS), ("LeaderWorkerSet", [])])
+def test_the_kind_can_be_given(kind: str, apis: list[str]) -> None:
+    found = find(render(values=workers(kind=kind), apis=apis), kind)
+    assert any("-worker" in each["metadata"]["name"] for each in found)
+
+
+def test_a_coupled_cell_is_one_domain() -> None:
+    objects = render(values=workers(tp=2, dp=4, ep=True, nodes=2), apis=SETS)
+    (found,) = find(objects, "LeaderWorkerSet")
+    args = args_of(objects, "LeaderWorkerSet", "-worker")
+    assert (found["spec"]["replicas"], found["spec"]["leaderWorkerTemplate"]["size"]) == (1, 2)
+    assert {"--ep", "--tp=2", "--dp=4", "--ranks-per-node=4", "--nodes=2"} <= set(args)
+    assert not [arg for arg in args if arg.startswith("--dp-rank")]
+    assert "--coupled" in args_of(objects, "StatefulSet", "-scheduler")
+
+
+def test_one_replica_with_expert_parallelism_is_not_coupled() -> None:
+    assert "--coupled" not in args_of(render(values=workers(tp=8, ep=True)), "StatefulSet", "-scheduler")
+
+
+def test_the_scheduler_dials_the_first_rank_of_each_group() -> None:
+    assert dialled(render(values=workers(tp=4, dp=2, nodes=2), apis=SETS)) == [
+        "rel-main-worker-0.rel-main-worker:50053",
+        "rel-main-worker-1.rel-main-worker:50053",
+    ]
+    assert dialled(render(values=workers(tp=4, dp=2, nodes=2))) == [
+        "rel-main-worker-0-0.rel-main-worker:50053",
+        "rel-main-worker-1-0.rel-main-worker:50053",
+    ]
+    assert dialled(render(values=workers(tp=2, dp=4, ep=True, nodes=2), apis=SETS)) == [
+        "rel-main-worker-0.rel-main-worker:50053",
+        "rel-main-worker-0.rel-main-worker:50055",
+        "rel-main-worker-0-1.rel-main-worker:50053",
+        "rel-main-worker-0-1.rel-main-worker:50055",
+    ]
+
+
+def test_tokenizers_dial_both_schedulers_by_their_own_names() -> None:
+    objects = render(values=values())
+    assert flag(args_of(objects, "Deployment", "-tokenizer"), "scheduler").split(",") == [
+        "rel-main-scheduler-0.rel-main-scheduler:50054",
+        "rel-main-scheduler-1.rel-main-scheduler:50054",
+    ]
+    (stateful_set,) = find(objects, "StatefulSet", "-scheduler")
+    (service,) = find(objects, "Service", "-scheduler")
+    assert stateful_set["spec"]["replicas"] == 2
+    assert stateful_set["spec"]["serviceName"] == service["metadata"]["name"]
+    assert service["spec"]["publishNotReadyAddresses"]
+
+
+def test_a_group_knows_its_rank_its_node_and_its_first_node() -> None:
+    objects = render(values=workers(tp=4, dp=2, nodes=2), apis=SETS)
+    args = args_of(objects, "LeaderWorkerSet", "-worker")
+    assert flag(args, "dp-rank") == "$(GROUP_INDEX)"
+    assert flag(args, "node-rank") == "$(LWS_WORKER_INDEX)"
+    assert flag(args, "first-node") == "$(LWS_LEADER_ADDRESS)"
+    args = args_of(render(values=workers(tp=4, dp=2, nodes=2)), "StatefulSet", "-worker-1")
+    assert flag(args, "dp-rank") == "1"
+    assert flag(args, "node-rank") == "$(NODE_RANK)"
+    assert flag(args, "first-node") == "rel-main-worker-1-0.rel-main-worker"
+
+
+def test_every_variable_in_a_flag_is_set() -> None:
+    injected = {"LWS_LEADER_ADDRESS", "LWS_WORKER_INDEX"}
+    for name, objects in rendered_examples().items():
+        for kind in ("StatefulSet", "Deployment", "LeaderWorkerSet"):
+            for each in find(objects, kind):
+                pod = spec_of(objects, kind, each["metadata"]["name"])
+                given = {variable["name"] for variable in pod["containers"][0].get("env", [])}
+                known = given | injected if kind == "LeaderWorkerSet" else given
+                used = {arg.partition("$(")[2].rstrip(")") for arg in pod["containers"][0]["args"] if "$(" in arg}
+                assert used <= known, name
+
+
+def test_an_autoscaled_cell_is_a_deployment_whose_number_is_left_open() -> None:
+    objects = render(
+        values=values(
+            {"scheduler": {"discovery": "kubernetes"}, "workers": {"autoscaling": {"enabled": True, "maxReplicas": 5}}}
+        )
+    )
+    (deployment,) = find(objects, "Deployment", "-worker")
+    assert "replicas" not in deployment["spec"]
+    assert not [arg for arg in args_of(objects, "Deployment", "-worker") if arg.startswith("--dp-rank")]
+    args = args_of(objects, "StatefulSet", "-scheduler")
+    (service,) = find(objects, "Service", "-groups")
+    assert flag(args, "discovery-service") == service["metadata"]["name"]
+    assert flag(args, "discovery-port") in {port["name"] for port in service["spec"]["ports"]}
+    assert flag(args, "max-dp") == "5"
+    assert not [arg for arg in args if arg.startswith("--workers")]
+
+
+@pytest.mark.parametrize(
+    ("apis", "selected"),
+    [(SETS, {"leaderworkerset.sigs.k8s.io/worker-index": "0"}), ([], {"apps.kubernetes.io/pod-index": "0"})],
+)
+def test_discovery_finds_the_first_pod_of_each_domain(apis: list[str], selected: dict[str, str]) -> None:
+    cell = {"scheduler": {"discovery": "dns"}, "workers": {"tp": 4, "dp": 2, "nodes": 2}}
+    (service,) = find(render(values=values(cell), apis=apis), "Service", "-groups")
+    assert selected.items() <= service["spec"]["selector"].items()
+
+
+def test_an_autoscaled_tokenizer_has_no_number_of_its_own() -> None:
+    objects = render(values=values({"tokenizer": {"autoscaling": {"enabled": True}}}))
+    (deployment,) = find(objects, "Deployment", "-tokenizer")
+    (scaler,) = find(objects, "HorizontalPodAutoscaler")
+    assert "replicas" not in deployment["spec"]
+    assert scaler["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+    assert not find(render(values=values()), "HorizontalPodAutoscaler")
+
+
+@pytest.mark.parametrize("resource", ["amd.com/gpu", "nvidia.com/gpu", "amd.com/cpx_nps4"])
+def test_one_container_asks_for_all_gpus_of_its_ranks(resource: str) -> None:
+    objects = render(values=workers(tp=8, nodes=2, gpu={"resource": resource}), apis=SETS)
+    pod = spec_of(objects, "LeaderWorkerSet", "-worker")
+    assert pod["containers"][0]["resources"]["limits"][resource] == 4
+    assert pod["tolerations"] == [{"key": resource, "operator": "Exists", "effect": "NoSchedule"}]
+    assert "--worker.device=cuda" in pod["containers"][0]["args"]
+
+
+def test_a_worker_on_a_cpu_asks_for_no_gpu() -> None:
+    pod = spec_of(render(values=workers(gpu={"resource": ""})), "StatefulSet", "-worker-0")
+    assert pod["containers"][0]["resources"]["limits"].keys() == {"cpu", "memory"}
+    assert "tolerations" not in pod
+    assert "--worker.device=cpu" in pod["containers"][0]["args"]
+
+
+def test_gpus_can_come_by_dynamic_resource_allocation() -> None:
+    objects = render(values=workers(tp=4, gpu={"resource": "", "deviceClass": "gpu.amd.com"}))
+    (template,) = find(objects, "ResourceClaimTemplate")
+    (request,) = template["spec"]["spec"]["devices"]["requests"]
+    pod = spec_of(objects, "StatefulSet", "-worker-0")
+    assert request["exactly"]["count"] == 4
+    assert pod["resourceClaims"] == [{"name": "gpu", "resourceClaimTemplateName": template["metadata"]["name"]}]
+    assert pod["containers"][0]["resources"]["claims"] == [{"name": "gpu"}]
+    assert "--worker.device=cuda" in pod["containers"][0]["args"]
+
+
+def test_the_process_joins_the_groups_of_render_devices() -> None:
+    pod = spec_of(render(values=workers(gpu={"renderGroups": [44, 109]})), "StatefulSet", "-worker-0")
+    assert pod["securityContext"]["supplementalGroups"] == [44, 109]
+    assert pod["securityContext"]["runAsNonRoot"]
+
+
+def test_shared_memory_is_part_of_the_memory_limit() -> None:
+    objects = render(values=workers(resources={"memory": "64Gi"}, sharedMemory="512Mi"))
+    pod = spec_of(objects, "StatefulSet", "-worker-0")
+    assert pod["containers"][0]["resources"]["limits"]["memory"] == f"{64 * 1024 + 512}Mi"
+    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "512Mi"}} in pod["volumes"]
+
+
+def model_of(objects: list[Tree]) -> Tree:
+    (volume,) = [each for each in spec_of(objects, "StatefulSet", "-worker-0")["volumes"] if each["name"] == "model"]
+    return volume
+
+
+def test_a_model_can_be_in_a_claim() -> None:
+    objects = render(values=values({"model": {"path": "a/b"}}))
+    assert model_of(objects)["persistentVolumeClaim"] == {"claimName": "models", "readOnly": True}
+    assert args_of(objects, "StatefulSet", "-worker-0")[0] == "/models/a/b"
+    assert flag(args_of(objects, "Deployment", "-tokenizer"), "model-dir") == "/models/a/b"
+
+
+def test_a_model_can_be_an_image() -> None:
+    image = f"models/m@{DIGEST}"
+    volume = model_of(render(values=values({"model": {"pvc": "", "image": image}})))
+    assert volume["image"] == {"reference": image, "pullPolicy": "IfNotPresent"}
+
+
+def test_a_model_on_the_nodes_is_a_volume_of_the_cluster() -> None:
+    objects = render(values=values({"model": {"pvc": "", "hostPath": "/mnt/models"}}))
+    (volume,) = find(objects, "PersistentVolume")
+    (claim,) = find(objects, "PersistentVolumeClaim")
+    assert volume["spec"]["hostPath"]["path"] == "/mnt/models"
+    assert volume["spec"]["claimRef"] == {"namespace": "ns", "name": claim["metadata"]["name"]}
+    assert claim["spec"]["volumeName"] == volume["metadata"]["name"]
+    assert model_of(objects)["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+
+
+def downloaded(sha256: dict[str, str]) -> list[Tree]:
+    download = {"url": "https://models.example.org/m", "sha256": sha256}
+    return render(values=values({"model": {"pvc": "", "path": "m", "download": download}}))
+
+
+def test_a_model_can_be_downloaded_and_pods_wait_for_it() -> None:
+    objects = downloaded(HASHES)
+    (job,) = find(objects, "Job")
+    (config,) = find(objects, "ConfigMap", "-model")
+    assert config["data"]["fetch_model.py"].strip() == (CHART / "files" / "fetch_model.py").read_text().strip()
+    for pod in (spec_of(objects, "StatefulSet", "-worker-0"), spec_of(objects, "Deployment", "-tokenizer")):
+        (first,) = pod["initContainers"]
+        assert "--wait" in first["command"]
+        assert set(job["spec"]["template"]["spec"]["containers"][0]["command"]) == set(first["command"]) - {"--wait"}
+
+
+def test_another_content_is_another_job() -> None:
+    assert find(downloaded(HASHES), "Job")[0] != find(downloaded({"config.json": "5" * 64}), "Job")[0]
+
+
+def test_each_role_has_a_certificate_with_its_names() -> None:
+    certificates = {each["metadata"]["name"]: each["spec"] for each in find(render(values=values()), "Certificate")}
+    assert certificates.keys() == {f"rel-main-{role}" for role in ("tokenizer", "scheduler", "worker", "operator")}
+    for role in ("tokenizer", "scheduler", "worker", "operator"):
+        spec = certificates[f"rel-main-{role}"]
+        assert spec["dnsNames"][0] == f"{role}.main.example.org"
+        assert spec["uris"] == [f"spiffe://main.example.org/{role}"]
+        assert {"server auth", "client auth"} <= set(spec["usages"])
+
+
+def test_each_pod_mounts_its_own_role_s_certificate_and_the_test_no_key() -> None:
+    given = {
+        "trustDomain": "example.org",
+        "issuer": {},
+        "secrets": {role: f"my-{role}" for role in ("tokenizer", "scheduler", "worker")},
+    }
+    for tls, name in ((TLS, "rel-main-{}-tls"), (given, "my-{}")):
+        objects = render(values=values({"tls": tls}))
+        for kind, role, end in (
+            ("Deployment", "tokenizer", ""),
+            ("StatefulSet", "scheduler", ""),
+            ("StatefulSet", "worker", "-0"),
+        ):
+            pod = spec_of(objects, kind, f"-{role}{end}")
+            secrets = [volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume]
+            assert secrets == [name.format(role)]
+        (test,) = find(objects, "Pod")
+        assert test["spec"]["volumes"][0]["secret"]["items"] == [{"key": "ca.crt", "path": "ca.crt"}]
+    assert not find(render(values=values({"tls": given})), "Certificate")
+
+
+def test_without_tls_every_port_says_that_it_is_insecure() -> None:
+    objects = render(values=values({"tls": {"trustDomain": "", "issuer": {}, "insecure": True}}))
+    for kind, name in (("Deployment", "-tokenizer"), ("StatefulSet", "-scheduler"), ("StatefulSet", "-worker-0")):
+        args = args_of(objects, kind, name)
+        assert flag(args, "insecure-bind").startswith("0.0.0.0:")
+        assert not [arg for arg in args if arg.startswith(("--tls", "--listen", "--cell-listen"))]
+
+
+def test_cells_share_no_object_and_select_no_pod_of_each_other() -> None:
+    objects = [each for name, objects in rendered_examples().items() if name.startswith("nvidia") for each in objects]
+    for each in find(objects, "Service"):
+        assert each["spec"]["selector"]["lockstep-cell"] in each["metadata"]["name"]
+
+
+def test_before_kubernetes_1_30_the_hook_is_a_command() -> None:
+    (container,) = spec_of(render(values=values(), kubernetes="1.29.0"), "StatefulSet", "-scheduler")["containers"]
+    assert container["lifecycle"]["preStop"]["exec"]["command"][0] == "python3"
+
+
+def test_upgrading_the_chart_restarts_no_pod_by_itself() -> None:
+    for _, objects in rendered_examples().items():
+        for kind in ("StatefulSet", "Deployment"):
+            for each in find(objects, kind):
+                labels = each["spec"]["template"]["metadata"]["labels"]
+                assert not {"helm.sh/chart", "app.kubernetes.io/version"} & labels.keys()
+
+
+def test_monitoring_is_made_on_request() -> None:
+    objects = render(
+        values=values(monitoring={"podMonitor": True, "rules": True, "dashboards": True, "labels": {"team": "a"}})
+    )
+    (monitor,) = find(objects, "PodMonitor")
+    (rule,) = find(objects, "PrometheusRule")
+    (dashboards,) = find(objects, "ConfigMap", "-dashboards")
+    assert [each["port"] for each in monitor["spec"]["podMetricsEndpoints"]] == ["manage", "rank-0"]
+    assert rule["spec"]["groups"]
+    assert dashboards["data"].keys() == {path.name for path in (CHART / "files" / "dashboards").iterdir()}
+    assert all(each["metadata"]["labels"]["team"] == "a" for each in (monitor, rule, dashboards))
+    assert not find(render(values=values()), "PodMonitor")
+
+
+def test_the_test_pod_generates_with_the_client() -> None:
+    (pod,) = find(render(values=values(testPrompt="Once: upon a time")), "Pod")
+    (container,) = containers(pod["spec"])
+    assert container["command"] == ["lockstep", "generate"]
+    assert container["args"][0] == "Once: upon a time"
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"

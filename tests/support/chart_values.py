@@ -1,0 +1,25 @@
+"""Values of the chart for tests: the fewest that are valid, and more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tests.support.chart import Tree
+
+DIGEST = f"sha256:{'1' * 64}"
+IMAGES = {part: {"image": {"digest": DIGEST}} for part in ("tokenizer", "scheduler", "workers")}
+TLS = {"trustDomain": "example.org", "issuer": {"name": "ca"}}
+HASHES = {"config.json": "4" * 64}
+
+
+def values(cell: Mapping[str, Any] | None = None, **top: Any) -> Tree:
+    """The fewest values that are valid, with more of a cell, or of the top."""
+    own: Tree = {"name": "main", "model": {"pvc": "models"}, "tls": TLS, **IMAGES}
+    for part, more in (cell or {}).items():
+        own[part] = {**own.get(part, {}), **more} if isinstance(more, dict) else more
+    return {"cells": [own], **top}
+
+
+def workers(**more: Any) -> Tree:
+    return values({"workers": more})
