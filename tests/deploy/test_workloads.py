@@ -300,7 +300,7 @@ def test_before_kubernetes_1_30_the_hook_is_a_command() -> None:
 
 
 def test_upgrading_the_chart_restarts_no_pod_by_itself() -> None:
-    for _, objects in rendered_examples().items():
+    for objects in rendered_examples().values():
         for kind in ("StatefulSet", "Deployment"):
             for each in find(objects, kind):
                 labels = each["spec"]["template"]["metadata"]["labels"]

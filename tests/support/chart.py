@@ -27,8 +27,9 @@ class RenderError(Exception):
     """Helm refused the values; the text is its own."""
 
 
+@cache
 def helm(*args: str, major: int = 4, values: str | None = None) -> str:
-    """Run Helm; returns its output.
+    """Run Helm; returns its output, which depends on nothing but the arguments and the chart.
 
     Args:
         major: Which Helm, 3 or 4.
