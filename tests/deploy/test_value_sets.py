@@ -88,7 +88,7 @@ def cells(draw: st.DrawFn, name: str) -> Tree:
         ),
         "resources": RESOURCES,
     }
-    cell = {
+    cell: Tree = {
         "name": name, "model": draw(models()), "tls": draw(certificates()),
         "tokenizer": draw(st.fixed_dictionaries({}, optional=tokenizer)),
         "scheduler": {"discovery": discovery},

@@ -202,8 +202,8 @@ def test_shared_memory_is_part_of_the_memory_limit() -> None:
 
 
 def model_of(objects: list[Tree]) -> Tree:
-    (volume,) = [each for each in spec_of(objects, "StatefulSet", "-worker-0")["volumes"] if each["name"] == "model"]
-    return volume
+    volumes: list[Tree] = spec_of(objects, "StatefulSet", "-worker-0")["volumes"]
+    return next(each for each in volumes if each["name"] == "model")
 
 
 def test_a_model_can_be_in_a_claim() -> None:

@@ -68,7 +68,8 @@ def _validator(kind: str, api_version: str, minor: int) -> Draft202012Validator:
 def _registry(minor: int) -> Registry[Any]:
     definitions = _read(tool("kubernetes-schemas") / f"1.{minor}" / _DEFINITIONS)
     resource = Resource.from_contents(definitions, default_specification=DRAFT202012)
-    return Registry().with_resource(_URI, resource).crawl()
+    registry: Registry[Any] = Registry().with_resource(_URI, resource).crawl()
+    return registry
 
 
 def _read(path: Path) -> Any:

@@ -12,7 +12,7 @@
     pullPolicy: {{ (index . 0).Values.images.pullPolicy }}
   {{- else }}
   persistentVolumeClaim:
-    claimName: {{ include "lockstep.modelClaim" $cell }}
+    claimName: {{ include "lockstep.modelClaim" $cell | quote }}
     readOnly: true
   {{- end }}
 {{- if $cell.model.download.url }}

@@ -10,13 +10,13 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{/* What selects a component's pods, which never changes: (list ROOT CELL COMPONENT). */}}
 {{- define "lockstep.selector" -}}
 {{ include "lockstep.releaseSelector" (index . 0) }}
-lockstep-cell: {{ (index . 1).name }}
+lockstep-cell: {{ (index . 1).name | quote }}
 app.kubernetes.io/component: {{ index . 2 }}
 {{- end }}
 
 {{- define "lockstep.releaseSelector" -}}
 app.kubernetes.io/name: lockstep
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{/* An image by its digest: (list ROOT IMAGE). */}}

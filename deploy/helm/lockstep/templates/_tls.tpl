@@ -29,7 +29,7 @@
 {{- if not (index . 0).tls.insecure }}
 - name: tls
   secret:
-    secretName: {{ include "lockstep.tlsSecret" . }}
+    secretName: {{ include "lockstep.tlsSecret" . | quote }}
     defaultMode: 0440
 {{- end }}
 {{- end }}
