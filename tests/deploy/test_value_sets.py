@@ -20,7 +20,7 @@ SIZES = st.builds("{}{}".format, st.integers(1, 9999), st.sampled_from(["Mi", "G
 CPUS = st.integers(1, 256).map(str) | st.integers(1, 9999).map("{}m".format)
 SECONDS = st.integers(5, 3000)
 RESOURCES = st.fixed_dictionaries({}, optional={"cpu": CPUS, "memory": SIZES})
-TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1, max_size=20)
+TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cn", "Co", "Cs", "Zl", "Zp"]), min_size=1, max_size=20)
 
 
 def models() -> st.SearchStrategy[Tree]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -59,7 +60,8 @@ def render_text(
     """
     flags = [f"--values={file}" for file in files]
     flags += [f"--api-versions={api}" for api in apis]
-    text = None if values is None else yaml.safe_dump(dict(values))
+    # JSON, which is YAML: PyYAML writes the text 1e3 as Helm reads a number.
+    text = None if values is None else json.dumps(dict(values), ensure_ascii=False)
     flags += [] if text is None else ["--values=-"]
     return helm(
         "template", "rel", str(CHART), "-n", "ns", f"--kube-version={kubernetes}", *flags, major=major, values=text
