@@ -20,7 +20,9 @@ SIZES = st.builds("{}{}".format, st.integers(1, 9999), st.sampled_from(["Mi", "G
 CPUS = st.integers(1, 256).map(str) | st.integers(1, 9999).map("{}m".format)
 SECONDS = st.integers(5, 3000)
 RESOURCES = st.fixed_dictionaries({}, optional={"cpu": CPUS, "memory": SIZES})
-TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cn", "Co", "Cs", "Zl", "Zp"]), min_size=1, max_size=20)
+TEXT = st.text(
+    st.characters(codec="utf-8", exclude_categories=["Cc", "Cn", "Co", "Cs", "Zl", "Zp"]), min_size=1, max_size=20
+)
 
 
 def models() -> st.SearchStrategy[Tree]:
@@ -57,7 +59,11 @@ def workers(draw: st.DrawFn, *, is_static: bool) -> Tree:
         st.sampled_from([("amd.com/gpu", ""), ("amd.com/cpx_nps4", ""), ("", "gpu.amd.com"), ("", "")])
     )
     fixed = {
-        "tp": tp, "dp": dp, "ep": ep, "nodes": nodes, "autoscaling": {"enabled": scaled},
+        "tp": tp,
+        "dp": dp,
+        "ep": ep,
+        "nodes": nodes,
+        "autoscaling": {"enabled": scaled},
         "gpu": {
             "resource": resource,
             "deviceClass": device_class,
@@ -67,7 +73,10 @@ def workers(draw: st.DrawFn, *, is_static: bool) -> Tree:
     options = {
         "kind": st.sampled_from(["auto", "LeaderWorkerSet", "StatefulSet"]),
         "restartPolicy": st.sampled_from(["None", "RecreateGroupAfterStart"]),
-        "resources": RESOURCES, "sharedMemory": SIZES, "cacheSize": SIZES, "startupSeconds": SECONDS,
+        "resources": RESOURCES,
+        "sharedMemory": SIZES,
+        "cacheSize": SIZES,
+        "startupSeconds": SECONDS,
         "env": st.dictionaries(st.sampled_from(["NCCL_DEBUG", "A_1"]), TEXT),
         "settings": st.dictionaries(
             st.sampled_from(["num-threads", "kv-cache-memory-gib", "enforce-eager"]),
@@ -89,7 +98,9 @@ def cells(draw: st.DrawFn, name: str) -> Tree:
         "resources": RESOURCES,
     }
     cell: Tree = {
-        "name": name, "model": draw(models()), "tls": draw(certificates()),
+        "name": name,
+        "model": draw(models()),
+        "tls": draw(certificates()),
         "tokenizer": draw(st.fixed_dictionaries({}, optional=tokenizer)),
         "scheduler": {"discovery": discovery},
         "workers": draw(workers(is_static=discovery == "static")),
@@ -106,11 +117,9 @@ def value_sets(draw: st.DrawFn) -> Tree:
     )
     return {
         "cells": [draw(cells(name)) for name in names],
-
-            "monitoring": draw(monitoring),
-            "testPrompt": draw(TEXT),
-            "fullnameOverride": draw(st.sampled_from(["", "ls"]))
-        ,
+        "monitoring": draw(monitoring),
+        "testPrompt": draw(TEXT),
+        "fullnameOverride": draw(st.sampled_from(["", "ls"])),
         "networkPolicy": {"enabled": draw(st.booleans()), "operators": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]},
     }
 
