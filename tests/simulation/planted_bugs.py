@@ -99,8 +99,8 @@ def _cache_survives_the_worker(patch: Patch) -> None:
         self.blocks.free([*self.sequences(), *self.retiring()])
         return void(self)
 
-    def make(num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> BlockManager:
-        blocks = BlockManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+    def make(num_blocks: int, block_size: int, **settings: Any) -> BlockManager:
+        blocks = BlockManager(num_blocks, block_size, **settings)
         if not num_blocks:
             return blocks
         kept.append(blocks)
@@ -224,8 +224,8 @@ def _prefixes_are_shared_where_that_is_off(patch: Patch) -> None:
     """Sequences share prefixes although prefix caching is off."""
     make = BlockManager.__init__
 
-    def make_sharing(self: BlockManager, num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> None:
-        make(self, num_blocks, block_size, enable_prefix_caching=True)
+    def make_sharing(self: BlockManager, num_blocks: int, block_size: int, **settings: Any) -> None:
+        make(self, num_blocks, block_size, **{**settings, "enable_prefix_caching": True})
 
     patch.setattr(BlockManager, "__init__", make_sharing)
 

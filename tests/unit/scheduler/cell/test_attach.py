@@ -110,8 +110,8 @@ def test_a_group_that_was_found_later_is_asked_before_any_is_taken() -> None:
     assert retry.reason == "scheduler leader holds group 1"
     # The endpoint that the leader held is gone, and with it what it said.
     second.end()
-    first.on_event(RetryDue(), 1.0)
-    assert first.on_event(free(0), 1.0) == [Offer(0, 1)]
+    first.on_event(RetryDue(), HEAD_START_S)
+    assert first.on_event(free(0), HEAD_START_S) == [Offer(0, 1)]
 
 
 def test_an_ended_attach_neither_holds_nor_answers() -> None:
