@@ -39,7 +39,7 @@ from tests.support.token_client import (
     reason,
     seeded,
 )
-from tests.support.worker_peer import column
+from tests.support.worker_peer import WorkerPeer, column
 
 
 @asynccontextmanager
@@ -197,12 +197,15 @@ async def test_few_responses_are_sent_per_loop_iteration_and_waiting_ones_accumu
 
 
 async def test_a_client_that_stops_reading_loses_its_answer_and_its_neighbour_does_not(tmp_path: Path) -> None:
+    # A context that takes much longer than the answer may be unread.
+    worker = WorkerPeer(num_blocks=4096, context_length=65_536)
     async with (
-        running_cell(tmp_path, max_unread_s=0.2) as cell,
+        running_cell(tmp_path, worker, max_unread_s=0.2) as cell,
         open_narrow_channel(f"unix:{tmp_path}/scheduler") as channel,
     ):
         await cell.wait_until_ready()
-        call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Generate(endless("unread"))
+        request = seeded(PROMPT, request_id="unread", max_tokens=65_000)
+        call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Generate(request)
         neighbour = await generate_tokens(cell.scheduler, seeded([9], max_tokens=400))
         assert neighbour.token_ids == expected_completion([9], 0, 400)
         await cell.wait_until_free()
