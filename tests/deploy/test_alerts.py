@@ -144,6 +144,7 @@ CASES = (
     fires("LockstepRankClaimedTwice", {of_scheduler("lockstep_worker_attached", "s-1", rank="0"): steady(1)}),
     fires("LockstepWorkersLostOften", {of_scheduler("lockstep_lost_epochs_total"): rising(0.2)}),
     fires("LockstepStuck", {of_scheduler("lockstep_steps_total", rank="0", kind="decode"): steady(9)}),
+    fires("LockstepDiscoveryStale", {of_scheduler("lockstep_discovery_staleness_seconds"): steady(600)}),
     fires("LockstepQueueTooOld", {of_tokenizer("lockstep_request_queue_time_seconds_bucket", le="0.3"): rising(6)}),
     fires("LockstepKvCacheFull", {of_scheduler("lockstep_num_preemptions_total"): rising(6)}),
     fires("LockstepPoisonRequest", {of_scheduler("lockstep_poison_requests_total"): late("1+0x10")}),

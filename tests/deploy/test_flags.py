@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from services.scheduler.config import SchedulerSettings
 from services.tokenizer.config import TokenizerSettings
 from services.worker.config import WorkerSettings
 from shared.cli import generate
+from shared.cli.ranks_settings import RanksSettings, split_worker_flags
 from shared.config import ServiceSettings, load_settings
 from tests.support.certificates import Authority
 from tests.support.chart import CHART, EXAMPLES, Tree, pod_templates, render, rendered_examples
@@ -33,6 +33,14 @@ class Certificates:
 
     folder: Path
     authority: Authority
+
+    def account(self) -> list[str]:
+        """The flag that names a folder with the files of a service account."""
+        folder = self.folder / "account"
+        folder.mkdir(exist_ok=True)
+        for name in ("namespace", "token", "ca.crt"):
+            (folder / name).write_text("small", encoding="utf-8")
+        return [f"--discovery-service-account={folder}"]
 
     def mount(self, role: str, domain: str) -> Path:
         """A folder with the certificate of a role of a domain."""
@@ -62,7 +70,9 @@ def arguments(objects: list[Tree], component: str, certificates: Certificates) -
             domain = next((arg.partition("=")[2] for arg in args if arg.startswith("--trust-domain=")), "")
             role = "tokenizer" if component == "test" else component
             folder = certificates.mount(role, domain) if domain else Path()
-            yield [substitute(arg, folder) for arg in args]
+            # What kubelet mounts where a flag does not name another folder.
+            account = certificates.account() if "--discovery=kubernetes" in args else []
+            yield [*(substitute(arg, folder) for arg in args), *account]
 
 
 def substitute(arg: str, tls: Path) -> str:
@@ -77,22 +87,23 @@ def test_a_service_accepts_its_flags(example: str, component: str, certificates:
     found = list(arguments(rendered_examples()[example], component, certificates))
     assert found
     for args in found:
-        if any(arg.startswith("--discovery") for arg in args) and "discovery" not in SchedulerSettings.model_fields:
-            pytest.xfail("the scheduler has no discovery")
         load_settings(MODELS[component], args)
+
+
+@pytest.mark.parametrize("discovery", ["dns", "kubernetes"])
+def test_a_scheduler_that_discovers_its_workers_accepts_its_flags(discovery: str, certificates: Certificates) -> None:
+    tree = render(values=values({"scheduler": {"discovery": discovery}}))
+    for args in arguments(tree, "scheduler", certificates):
+        assert load_settings(SchedulerSettings, args).discovery == discovery
 
 
 @pytest.mark.parametrize("example", CASES)
 def test_the_launcher_and_its_workers_accept_their_flags(example: str, certificates: Certificates) -> None:
-    try:
-        ranks = importlib.import_module("shared.cli.ranks_settings")
-    except ModuleNotFoundError:
-        pytest.xfail("there is no `lockstep ranks`")
     found = list(arguments(rendered_examples()[example], "worker", certificates))
     assert found
     for args in found:
-        own, worker_flags = ranks.split_worker_flags(args)
-        load_settings(ranks.RanksSettings, own)
+        own, worker_flags = split_worker_flags(args)
+        load_settings(RanksSettings, own)
         load_settings(WorkerSettings, [*WORKER_ARGS, *worker_flags])
 
 

@@ -43,11 +43,11 @@ _GIVEN_TO = {
     "tokenizer": {"model_dir", "model_name", "scheduler", "max_connection_age_s"},
     "scheduler": {
         *("cell_listen", "insecure_cell_bind", "workers", "coupled"),
-        *("discovery", "discovery_service", "discovery_port", "max_dp"),
+        *("discovery", "discovery_name", "discovery_service", "discovery_port", "max_dp"),
+        *("discovery_namespace", "discovery_service_account", "discovery_api_server"),
     },
     "workers": {
         *("model_dir", "device", "device_index", "dp_rank", "dp_size", "tp_rank", "tp_size", "ep", "leader"),
-        *("rendezvous", "domain_start_id"),
     },
 }
 

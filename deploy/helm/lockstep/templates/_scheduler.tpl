@@ -39,8 +39,12 @@ volumes:
 - --workers={{ join "," $addresses }}
 {{- else -}}
 - --discovery={{ .scheduler.discovery }}
+{{- if eq .scheduler.discovery "dns" }}
+- --discovery-name={{ .prefix }}-groups:50053
+{{- else }}
 - --discovery-service={{ .prefix }}-groups
 - --discovery-port=worker
+{{- end }}
 - --max-dp={{ $workers.places }}
 {{- end }}
 {{- if $workers.coupled }}
