@@ -96,6 +96,8 @@ class RanksSettings(LauncherSettings, ProcessSettings):
     @model_validator(mode="after")
     def _check_dp_rank(self) -> RanksSettings:
         if self.dp_rank is None:
+            if self.dp > 1 and not self.ep:
+                raise ValueError("--dp needs --dp-rank, or --ep")
             return self
         if self.domain.is_coupled:
             raise ValueError("--dp-rank cannot be used with --ep: the domain has all replicas")

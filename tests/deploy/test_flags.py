@@ -92,9 +92,13 @@ def test_a_service_accepts_its_flags(example: str, component: str, certificates:
 
 @pytest.mark.parametrize("discovery", ["dns", "kubernetes"])
 def test_a_scheduler_that_discovers_its_workers_accepts_its_flags(discovery: str, certificates: Certificates) -> None:
-    tree = render(values=values({"scheduler": {"discovery": discovery}}))
+    tree = render(values=values({"scheduler": {"discovery": discovery}, "workers": {"dp": 2}}))
     for args in arguments(tree, "scheduler", certificates):
         assert load_settings(SchedulerSettings, args).discovery == discovery
+    # A worker that is discovered has no place of its own.
+    for args in arguments(tree, "worker", certificates):
+        own, _ = split_worker_flags(args)
+        assert load_settings(RanksSettings, own).domain.dp_rank_of(0) is None
 
 
 @pytest.mark.parametrize("example", CASES)

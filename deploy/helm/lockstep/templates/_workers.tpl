@@ -54,7 +54,9 @@ volumes:
 {{- $cell := index . 0 }}{{ $domain := index . 1 }}{{ $values := $cell.workers -}}
 - {{ $cell.modelDir }}
 - --tp={{ int $values.tp }}
+{{- if or $values.coupled (eq $cell.scheduler.discovery "static") }}
 - --dp={{ int $values.places }}
+{{- end }}
 {{- if $values.ep }}
 - --ep
 {{- end }}

@@ -78,12 +78,14 @@ def test_sockets_have_a_path_for_each_rank() -> None:
     ]
 
 
-@pytest.mark.parametrize(("given", "passed_on"), [(["--dp-rank=1"], ["--dp-rank=1"] * 2), ([], [])])
+@pytest.mark.parametrize(
+    ("given", "passed_on"),
+    [(["--dp=2", "--dp-rank=1"], ["--dp-rank=1", "--dp-size=2"] * 2), ([], ["--dp-size=1"] * 2)],
+)
 def test_a_replicas_place_is_passed_on_only_if_given(given: list[str], passed_on: list[str]) -> None:
-    commands = plan("--tp=2", "--dp=2", *given)
+    commands = plan("--tp=2", *given)
 
-    assert [flag for command in commands for flag in command.flags if flag.startswith("--dp-rank")] == passed_on
-    assert all("--dp-size=2" in command.flags for command in commands)
+    assert [flag for command in commands for flag in command.flags if flag.startswith("--dp-")] == passed_on
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ NODES = ("--nodes=2", "--first-node=a")
         (["--listen=10.0.0.1:7"], "--listen (or LOCKSTEP_RANKS_LISTEN): without TLS only this machine may connect"),
         (["--draft-proposer=model"], "--draft-proposer model and --draft-model must be used together"),
         (["--max-failed-starts=0"], "--max-failed-starts"),
+        (["--dp=2"], "--dp needs --dp-rank, or --ep"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(
@@ -59,7 +60,7 @@ def test_flags_that_contradict_each_other_are_refused(
     [
         ([], 1),
         (["--tp=2"], 2),
-        (["--dp=4", "--tp=2"], 2),
+        (["--dp=4", "--dp-rank=3", "--tp=2"], 2),
         (["--dp=4", "--tp=2", "--ep"], 8),
         (["--dp=16", "--ep", *NODES], 8),
         (["--tp=16", *NODES], 8),

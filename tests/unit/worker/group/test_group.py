@@ -280,7 +280,7 @@ async def test_a_leader_answers_before_its_weights_load(domain: Domain) -> None:
 
 async def test_a_coupled_leader_passes_on_what_the_first_told_it(domain: Domain) -> None:
     layout = ("--dp-size=2", "--tp-size=2", "--ep")
-    first = await domain.start_empty(*layout)
+    first = await domain.start_empty(*layout, "--dp-rank=0")
     second = await domain.start_empty(*layout, "--dp-rank=1", f"--leader={first.address}")
     member = await domain.start_empty(*layout, "--dp-rank=1", "--tp-rank=1", f"--leader={second.address}")
     asking = [asyncio.create_task(process.role.meet()) for process in (member, second)]

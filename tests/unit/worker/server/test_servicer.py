@@ -57,7 +57,7 @@ async def test_attach_reports_the_workers_facts(worker: Worker, loaded: LoadedMo
     assert (response.num_blocks, response.ops_backend, response.last_step_id) == (64, "reference", 0)
     assert response.numerics_fingerprint == runner.numerics_fingerprint
     assert response.is_exact
-    assert response.layout == worker_pb2.RankLayout(dp_size=1, tp_size=1)
+    assert response.layout == worker_pb2.RankLayout(dp_rank=0, dp_size=1, tp_size=1)
     assert (response.is_stuck, response.last_step_epoch) == (False, 0)
     assert response.graph_batch_sizes == []
 
