@@ -126,6 +126,7 @@ def test_what_the_role_forbids_is_said(tmp_path: Path) -> None:
         watched.wait_for_problem('403 Forbidden: endpointslices.discovery.k8s.io is forbidden: User "scheduler" cannot')
 
 
+@pytest.mark.slow
 def test_a_rotated_token_is_read_again(tmp_path: Path) -> None:
     with watching(tmp_path) as (api, watched):
         (tmp_path / "token").write_text("old", encoding="utf-8")
