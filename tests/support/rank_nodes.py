@@ -8,9 +8,10 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -21,6 +22,9 @@ from tests.support.scraping import wait_for_probes
 
 READY = {"livez": "200 ok", "startupz": "200 ok", "readyz": "200 ok"}
 _POLL_S = 0.05
+
+# Starts a process that writes its errors to this file.
+Popen = Callable[[IO[str]], "subprocess.Popen[str]"]
 
 _START_ID = re.compile(r"the domain's start has begun start_id=(\w+)")
 
@@ -33,18 +37,23 @@ class RankNode:
         manage_address: The launcher's management port.
     """
 
-    def __init__(self, directory: Path, number: int, address: str, flags: Sequence[str]) -> None:
-        """Prepare; `start` starts it."""
+    def __init__(self, address: str, manage_address: str, log_path: Path, popen: Popen) -> None:
+        """Prepare; `start` starts it.
+
+        Args:
+            log_path: Where its stderr is appended.
+            popen: Starts the launcher; its argument is the process's stderr.
+        """
         self.address = address
-        self.manage_address = f"unix:{directory / f'{number}.manage'}"
-        self._flags = (*flags, f"--node-rank={number}", f"--manage-listen={self.manage_address}")
-        self._log_path = directory / f"{number}.log"
+        self.manage_address = manage_address
+        self._log_path = log_path
+        self._popen = popen
         self._launcher: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
         """Start the launcher, of which nothing is running."""
         with self._log_path.open("a") as log:
-            self._launcher = popen_lockstep("ranks", *self._flags, stdout=subprocess.DEVNULL, stderr=log)
+            self._launcher = self._popen(log)
 
     def find_ranks(self) -> list[psutil.Process]:
         """The ranks that run."""
@@ -127,8 +136,9 @@ def run_nodes(model_dir: Path, directory: Path, num_nodes: int, *flags: str) -> 
     nodes = []
     for number in range(num_nodes):
         address = f"127.0.0.{number + 1}:{port}"
-        nodes.append(RankNode(directory, number, address, (*common, f"--insecure-bind={address}")))
-    with _closing(nodes):
+        flags_here = (*common, f"--insecure-bind={address}", f"--node-rank={number}")
+        nodes.append(_make_node(directory, number, address, flags_here))
+    with closing_nodes(nodes):
         yield nodes
 
 
@@ -136,13 +146,24 @@ def run_nodes(model_dir: Path, directory: Path, num_nodes: int, *flags: str) -> 
 def run_node(model_dir: Path, directory: Path, *flags: str) -> Iterator[RankNode]:
     """A domain of one node, for the test to start; its ranks listen on sockets in `directory`."""
     address = f"unix:{directory / 'rank'}"
-    node = RankNode(directory, 0, address, (str(model_dir), f"--listen={address}", *flags))
-    with _closing([node]):
+    node = _make_node(directory, 0, address, (str(model_dir), f"--listen={address}", *flags))
+    with closing_nodes([node]):
         yield node
 
 
+def _make_node(directory: Path, number: int, address: str, flags: Sequence[str]) -> RankNode:
+    manage_address = f"unix:{directory / f'{number}.manage'}"
+
+    def popen(stderr: IO[str]) -> subprocess.Popen[str]:
+        command = ("ranks", *flags, f"--manage-listen={manage_address}")
+        return popen_lockstep(*command, stdout=subprocess.DEVNULL, stderr=stderr)
+
+    return RankNode(address, manage_address, directory / f"{number}.log", popen)
+
+
 @contextmanager
-def _closing(nodes: Sequence[RankNode]) -> Iterator[None]:
+def closing_nodes(nodes: Sequence[RankNode]) -> Iterator[None]:
+    """Kill what is left of the nodes at the end."""
     try:
         yield
     finally:
