@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from tests.support.chart import CHART, render
+import grpc
+import pytest
+import yaml
+
+from shared.rpc import Peer, make_channel
+from shared.tls import Certificates, Role, TlsFiles
+from tests.support.chart import CHART, LEADER_WORKER_SETS, render
+from tests.support.client import token_request
 from tests.support.patience import PATIENCE_S
-from tests.support.rendered_pods import Cluster, running
+from tests.support.rank_nodes import RankNode, closing_nodes, refusal_of, restart_all, restart_launcher
+from tests.support.rendered_pods import Cluster, Pod, logging_failures, running
+from tests.support.rolling_cell import RollingClient
+from tests.support.small_configs import SMALL_CONFIGS
+from tests.support.small_models import build_model, write_small_model
 from tests.support.tiny_llama import write_tiny_llama
 
 EXAMPLES = CHART / "examples"
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 SERVICES = ("worker", "scheduler", "tokenizer")
+MOE_ARCHITECTURE = "Qwen3MoeForCausalLM"
+TRUST_DOMAIN = "deepseek.example.org"
 # As much as a test needs.
 SMALL = {"num-threads": 1, "kv-cache-num-blocks": 256}
 
@@ -34,3 +50,105 @@ async def test_the_cpu_demo_runs_as_rendered(tmp_path: Path) -> None:
 
     assert process.returncode == 0, test.log_path.read_text(encoding="utf-8")
     assert answer.strip()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    """The pods of the example of a coupled cell on two nodes, made small and for CPUs, with cert-manager's secrets."""
+    folder = tmp_path_factory.mktemp("two-nodes")
+    config = next(iter(SMALL_CONFIGS[MOE_ARCHITECTURE].values()))
+    write_small_model(build_model(MOE_ARCHITECTURE, config), folder / "models" / "deepseek-v3")
+    [cell] = yaml.safe_load((EXAMPLES / "deepseek-2-nodes.yaml").read_text(encoding="utf-8"))["cells"]
+    cell["tls"] = {"trustDomain": cell["tls"]["trustDomain"], "issuer": {"name": "cell-ca"}}
+    cell["tokenizer"]["replicas"] = 1
+    cell["workers"] |= {
+        "dp": 2,
+        "gpu": {"resource": ""},
+        "env": {"GLOO_SOCKET_IFNAME": "lo"},
+        "settings": {**SMALL, "ops-backend": "reference"},
+    }
+    objects = render(values={"cells": [cell]}, apis=[LEADER_WORKER_SETS])
+    return Cluster(objects, folder / "cluster", {"deepseek": folder / "models"})
+
+
+@pytest.fixture(scope="module")
+def nodes(cluster: Cluster) -> Iterator[list[RankNode]]:
+    """The launchers of the cell's worker pods."""
+    nodes = [make_node(pod) for pod in cluster.of("worker")]
+    with closing_nodes(nodes), logging_failures(cluster.of("worker")):
+        for node in nodes:
+            node.start()
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def services(cluster: Cluster, nodes: list[RankNode]) -> Iterator[None]:
+    """The cell's other pods; tests leave them running."""
+    with running([*cluster.of("scheduler"), *cluster.of("tokenizer")]):
+        yield
+
+
+def make_node(pod: Pod) -> RankNode:
+    """A worker pod, whose container starts again as it was."""
+    address, manage_address = (f"{pod.address}:{pod.port(name)}" for name in ("worker", "manage"))
+    return RankNode(address, manage_address, pod.log_path, pod.start)
+
+
+def peer(cluster: Cluster, own: Role, other: Role) -> Peer:
+    """A service of the cell, dialled with the certificate of a role."""
+    folder = cluster.secret(f"rel-deepseek-{own.value}-tls")
+    files = TlsFiles(folder / "tls.crt", folder / "tls.key", folder / "ca.crt", TRUST_DOMAIN)
+    return Peer(Certificates(files, own), other)
+
+
+@asynccontextmanager
+async def connect(cluster: Cluster) -> AsyncIterator[RollingClient]:
+    """Connect to the cell's tokenizer and to both schedulers, on both of their ports."""
+    async with AsyncExitStack() as stack:
+
+        async def open_to(role: Role, port: str) -> list[grpc.aio.Channel]:
+            links = [
+                make_channel(f"{pod.address}:{pod.port(port)}", peer=peer(cluster, Role.OPERATOR, role))
+                for pod in cluster.of(role.value)
+            ]
+            return [await stack.enter_async_context(link) for link in links]
+
+        tokenizers = await open_to(Role.TOKENIZER, "grpc")
+        schedulers = await open_to(Role.SCHEDULER, "direct")
+        yield RollingClient(tokenizers, schedulers, await open_to(Role.SCHEDULER, "cell"))
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["first node", "second node"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(RankNode.kill_rank, marks=pytest.mark.slow),
+        pytest.param(restart_launcher, marks=pytest.mark.proof),
+        pytest.param(restart_all, marks=pytest.mark.proof),
+    ],
+)
+@pytest.mark.usefixtures("services")
+async def test_a_coupled_cell_on_two_nodes_loses_no_request(
+    cluster: Cluster, nodes: list[RankNode], damage: Callable[[RankNode], None], number: int
+) -> None:
+    for pod in cluster.of("tokenizer"):
+        await pod.wait_until_probed("readinessProbe")
+    requests = [token_request([3 + n, 9, 40 + n], max_tokens=100, ignore_eos=True, seed=n) for n in range(4)]
+    async with connect(cluster) as client:
+        await client.wait_until(lambda state: state.rank_steps and all(rank.is_attached for rank in state.rank_steps))
+        old = nodes[0].start_ids()[-1]
+        expected = await client.generate_all(requests)
+        answers = [asyncio.create_task(client.generate(request)) for request in requests]
+        await client.wait_until(lambda state: state.num_running == len(requests))
+        # Not in a thread of its own: a process ends with the thread that started it.
+        damage(nodes[number])
+        completions = await asyncio.gather(*answers)
+        await client.wait_until_idle()
+
+    assert [one.token_ids for one in completions] == [one.token_ids for one in expected]
+    assert nodes[0].start_ids()[-1] != old
+    for probe in PROBES:
+        for pod in cluster.of("worker"):
+            await pod.wait_until_probed(probe)
+    worker = peer(cluster, Role.WORKER, Role.WORKER)
+    assert await refusal_of(nodes[0].address, old, peer=worker) == "GROUP_MISMATCH"

@@ -6,15 +6,11 @@ import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import grpc
 import pytest
 
-from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
-from shared.release import find_release
-from shared.rpc import make_channel, reason_of, status_from_rpc_error
 from tests.support.cell import Cell, start_cell
 from tests.support.client import connect, token_request
-from tests.support.rank_nodes import RankNode, run_node, run_nodes
+from tests.support.rank_nodes import RankNode, refusal_of, restart_all, restart_launcher, run_node, run_nodes
 from tests.support.scraping import scrape, values
 from tests.support.small_configs import SMALL_CONFIGS
 from tests.support.small_models import build_model, write_small_model
@@ -79,16 +75,6 @@ def cell(moe_model: Path, nodes: list[RankNode]) -> Iterator[Cell]:
         yield cell
 
 
-def restart_launcher(node: RankNode) -> None:
-    node.kill()
-    node.start()
-
-
-def restart_all(node: RankNode) -> None:
-    node.kill_all()
-    node.start()
-
-
 @pytest.mark.parametrize("number", [0, 1], ids=["first node", "second node"])
 @pytest.mark.parametrize(
     "damage",
@@ -118,15 +104,3 @@ async def test_a_damaged_domain_of_two_nodes_is_back_under_a_new_start(
     for node in nodes:
         await node.wait_until_ready()
     assert await refusal_of(nodes[0].address, old) == "GROUP_MISMATCH"
-
-
-async def refusal_of(leader: str, start_id: str) -> str | None:
-    """Why a leader refuses the rank of DP rank 1 of this start of the domain."""
-    layout = worker_pb2.RankLayout(dp_rank=1, dp_size=2, tp_size=1, has_expert_parallel=True)
-    hello = worker_pb2.Hello(layout=layout, domain_start_id=start_id, release=find_release())
-    async with make_channel(leader, internal=True) as channel:
-        call = worker_pb2_grpc.GroupServiceStub(channel).Join()
-        await call.write(worker_pb2.JoinRequest(hello=hello))
-        with pytest.raises(grpc.aio.AioRpcError) as error_info:
-            await call.read()
-    return reason_of(status_from_rpc_error(error_info.value))

@@ -13,8 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+import grpc
 import psutil
+import pytest
 
+from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
+from shared.release import find_release
+from shared.rpc import Peer, make_channel, reason_of, status_from_rpc_error
 from tests.support.cell import popen_lockstep
 from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
@@ -26,7 +31,8 @@ _POLL_S = 0.05
 # Starts a process that writes its errors to this file.
 Popen = Callable[[IO[str]], "subprocess.Popen[str]"]
 
-_START_ID = re.compile(r"the domain's start has begun start_id=(\w+)")
+# In a log of lines of text or of JSON.
+_START_ID = re.compile(r"""the domain's start has begun(?: start_id=|", "start_id": ")(\w+)""")
 
 
 class RankNode:
@@ -126,6 +132,34 @@ def _wait_until_ended(processes: Sequence[psutil.Process]) -> None:
             while process.status() != psutil.STATUS_ZOMBIE:
                 assert time.monotonic() < deadline, "a rank outlives its launcher"
                 time.sleep(_POLL_S)
+
+
+def restart_launcher(node: RankNode) -> None:
+    """Kill a node's launcher with SIGKILL, and start it again once its ranks have ended."""
+    node.kill()
+    node.start()
+
+
+def restart_all(node: RankNode) -> None:
+    """Kill all processes of a node with SIGKILL, and start it again."""
+    node.kill_all()
+    node.start()
+
+
+async def refusal_of(leader: str, start_id: str, *, peer: Peer | None = None) -> str | None:
+    """Why the leader of a coupled domain of two DP ranks refuses DP rank 1 of this start; fails if it does not.
+
+    Args:
+        peer: The leader, if it serves with TLS.
+    """
+    layout = worker_pb2.RankLayout(dp_rank=1, dp_size=2, tp_size=1, has_expert_parallel=True)
+    hello = worker_pb2.Hello(layout=layout, domain_start_id=start_id, release=find_release())
+    async with make_channel(leader, internal=True, peer=peer) as channel:
+        call = worker_pb2_grpc.GroupServiceStub(channel).Join()
+        await call.write(worker_pb2.JoinRequest(hello=hello))
+        with pytest.raises(grpc.aio.AioRpcError) as error_info:
+            await call.read()
+    return reason_of(status_from_rpc_error(error_info.value))
 
 
 @contextmanager

@@ -89,7 +89,8 @@ class Pod:
         address = f"{self.address}:{self.port(probe['port'])}"
         async with asyncio.timeout(PATIENCE_S):
             while True:
-                assert self._process is not None and self._process.poll() is None, f"{self.name} has ended"
+                assert self._process is not None, f"{self.name} was never started"
+                assert self._process.poll() is None, f"{self.name} has ended"
                 with contextlib.suppress(OSError):
                     if 200 <= (await get(address, probe["path"])).status < 400:
                         return
@@ -113,7 +114,7 @@ class Pod:
     def _place(self, word: str) -> str:
         variables = self._variables()
         word = _VARIABLE.sub(lambda match: variables.get(match[1], match[0]), word)
-        table = {**self.names, "0.0.0.0": self.address}  # noqa: S104 - replaced, not bound
+        table = {**self.names, "0.0.0.0": self.address}
         word = _NAME.sub(lambda match: table.get(match[0], match[0]), word)
         return _FOLDER.sub(lambda match: str(self.mounts.get(match[0], match[0])), word)
 
@@ -126,7 +127,7 @@ class Pod:
         return {**self.variables, **rendered}
 
     def _environment(self) -> dict[str, str]:
-        own = {"TMPDIR": str(self.mounts["/tmp"])} if "/tmp" in self.mounts else {}  # noqa: S108 - a container's
+        own = {"TMPDIR": str(self.mounts["/tmp"])} if "/tmp" in self.mounts else {}
         return module_environment() | own | self._variables()
 
 
@@ -258,23 +259,22 @@ def _group_pods(name: str, spec: Tree) -> Iterator[Pod]:
 
 
 @contextlib.contextmanager
-def running(pods: Sequence[Pod]) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start pods without waiting for them; they are killed at the end. On a failure their logs are in the output."""
+def running(pods: Sequence[Pod]) -> Iterator[None]:
+    """Start pods without waiting for them; they are killed at the end."""
     with contextlib.ExitStack() as stack:
-        processes = []
+        stack.enter_context(logging_failures(pods))
         for pod in pods:
             with pod.log_path.open("a") as log:
-                process = stack.enter_context(pod.start(log))
-            stack.callback(process.kill)
-            processes.append(process)
-        try:
-            yield processes
-        except BaseException:
-            write_logs(pods)
-            raise
+                stack.callback(stack.enter_context(pod.start(log)).kill)
+        yield
 
 
-def write_logs(pods: Sequence[Pod]) -> None:
-    """Write what pods have logged to stderr, which pytest shows with a failure."""
-    for pod in pods:
-        sys.stderr.write(f"{pod.name}:\n{pod.log_path.read_text(encoding='utf-8')}\n")
+@contextlib.contextmanager
+def logging_failures(pods: Sequence[Pod]) -> Iterator[None]:
+    """After a failure, write what pods have logged to stderr, which pytest shows."""
+    try:
+        yield
+    except BaseException:
+        for pod in pods:
+            sys.stderr.write(f"{pod.name}:\n{pod.log_path.read_text(encoding='utf-8')}\n")
+        raise

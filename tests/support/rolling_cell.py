@@ -235,11 +235,16 @@ class _EitherTokenizer:
     def __init__(self, channels: list[grpc.aio.Channel]) -> None:
         self._stubs = [tokenizer_pb2_grpc.TokenizerServiceStub(channel) for channel in channels]
 
-    async def Generate(self, request: tokenizer_pb2.GenerateRequest) -> AsyncIterator[tokenizer_pb2.GenerateResponse]:
+    async def Generate(
+        self,
+        request: tokenizer_pb2.GenerateRequest,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - a stub's
+    ) -> AsyncIterator[tokenizer_pb2.GenerateResponse]:
         while True:
             is_begun = False
             try:
-                async for response in self._stubs[0].Generate(request):
+                async for response in self._stubs[0].Generate(request, timeout=timeout):
                     is_begun = True
                     yield response
             except grpc.aio.AioRpcError as error:
