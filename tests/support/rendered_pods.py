@@ -72,16 +72,16 @@ class Pod:
         """Where its container writes its errors."""
         return self.folder / "log"
 
-    def start(self, stderr: IO[str], **options: int) -> subprocess.Popen[str]:
+    def start(self, stderr: IO[str], *, stdout: int | None = None) -> subprocess.Popen[str]:
         """Start its container's process, which ends when this one ends, in whatever way."""
         self._process = subprocess.Popen(
-            self._command(), cwd=ROOT, env=self._environment(), stderr=stderr, text=True, **options
+            self._command(), cwd=ROOT, env=self._environment(), stderr=stderr, text=True, stdout=stdout
         )
         return self._process
 
     def port(self, name: str) -> int:
         """The number of a named port."""
-        return next(each["containerPort"] for each in self._container["ports"] if each["name"] == name)
+        return next(int(each["containerPort"]) for each in self._container["ports"] if each["name"] == name)
 
     async def wait_until_probed(self, kind: str) -> None:
         """Wait until a probe, such as `startupProbe`, succeeds as the kubelet would send it; the process must live."""
@@ -98,12 +98,14 @@ class Pod:
 
     @property
     def _container(self) -> Tree:
+        container: Tree
         [container] = self.spec["containers"]
-        return dict(container)
+        return container
 
     def _command(self) -> list[str]:
-        program, *words = [*self._container["command"], *self._container["args"]]
-        words = [self._place(word) for word in words]
+        container = self._container
+        program: str = container["command"][0]
+        words = [self._place(word) for word in (*container["command"][1:], *container["args"])]
         if program == "python3":
             return python_command(*words)
         # The image's PATH has the programs of the environment that Python runs in.
@@ -217,7 +219,8 @@ class Cluster:
 
     def _volume(self, pod: Pod, volume: Tree) -> Path:
         if "persistentVolumeClaim" in volume:
-            return self._claims[volume["persistentVolumeClaim"]["claimName"]]
+            claim: str = volume["persistentVolumeClaim"]["claimName"]
+            return self._claims[claim]
         folder = pod.folder / volume["name"]
         folder.mkdir()
         if "secret" in volume:
