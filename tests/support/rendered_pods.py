@@ -221,7 +221,7 @@ class Cluster:
         if "persistentVolumeClaim" in volume:
             claim: str = volume["persistentVolumeClaim"]["claimName"]
             return self._claims[claim]
-        folder = pod.folder / volume["name"]
+        folder = pod.folder / str(volume["name"])
         folder.mkdir()
         if "secret" in volume:
             source = self.secret(volume["secret"]["secretName"])
