@@ -82,10 +82,10 @@ test-unit: $(INSTALLED) $(STUBS) $(KERNELS) $(AITER) ## the tests that need no p
 # The chaos tests run alone: they check how soon a killed process is noticed.
 test-slow: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) $(TRIVY) $(CHART_TOOLS) ## run the slow tests
 	@$(PYTEST) $(IN_PARALLEL) -m slow -rs --ignore=tests/chaos --durations=12
-	@$(PYTEST) tests/chaos --durations=12
+	@$(PYTEST) tests/chaos -m "not proof" --durations=12
 
 proofs: $(INSTALLED) $(STUBS) $(CHART_TOOLS) ## run the tests that are too long for every change
-	@$(PYTEST) -m proof --durations=0
+	@$(PYTEST) -m proof --ignore=tests/chaos --durations=0
 
 simulate: $(INSTALLED) $(STUBS) ## simulate a cell under random faults: SEEDS (100), FIRST_SEED (0), FAULTS (default: some of all)
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first-seed $(FIRST_SEED) $(if $(FAULTS),--faults $(FAULTS))

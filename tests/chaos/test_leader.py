@@ -232,6 +232,7 @@ async def test_requests_outlive_a_leader_that_is_cut_off(scene: Scene) -> None:
         assert pair.load.num_resumes > 0
 
 
+@pytest.mark.proof
 async def test_a_crash_of_all_workers_does_not_move_the_lead(scene: Scene) -> None:
     with run_rolling_cell(scene.model_dir, scene.directory) as cell:
         async with pair_under_load(cell, scene) as pair:

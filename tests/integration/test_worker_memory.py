@@ -19,7 +19,7 @@ MARGIN_BYTES = 200 << 20
 LOADS = ((32, 64, 16), (128, 16, 8), (1, 1500, 8))
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.skipif(not available_isas(), reason="weights are kept in 8 and 4 bits by the native backend alone")
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_a_serving_worker_has_little_memory_besides_weights_and_kv_cache(float32_model: Path, name: str) -> None:
