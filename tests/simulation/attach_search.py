@@ -68,9 +68,11 @@ SEARCHES = {
     "one scheduler after the other, groups that are not coupled, a fault": HEIR,
 }
 # Half a million states.
-WIDE_SEARCHES = {
-    "two schedulers, one group, two faults": TAKEN_GROUP,
+WIDE_SEARCHES = {"two schedulers, one group, two faults": TAKEN_GROUP}
+# Minutes each.
+WIDEST_SEARCHES = {
     "two schedulers, coupled groups, a fault": FAULTS,
+    "whatever dies together": PAIR,
 }
 
 
