@@ -77,11 +77,11 @@ class WorkerSettings(ProcessSettings):
     )
     graph_batch_sizes: BatchSizes | None = Field(
         default=None,
-        description="Batch sizes for which graphs of decode steps are captured on a GPU, separated by commas; a batch "
-        "is padded to the next one, and runs eagerly above the largest. By default 1, 2, 4, 8 and the multiples of 16 "
-        "up to 512.",
+        description="Batch sizes for which decode steps are captured, separated by commas; a batch is padded to the "
+        "next one, and runs eagerly above the largest. By default 1, 2, 4, 8 and the multiples of 16 up to 512 on a "
+        "GPU, and every size up to 64 on the native backend.",
     )
-    enforce_eager: bool = Field(default=False, description="Capture no graphs: kernels are launched one by one.")
+    enforce_eager: bool = Field(default=False, description="Capture no decode steps: call kernels one by one.")
     kv_cache_memory_gib: float | None = Field(
         default=None,
         gt=0,

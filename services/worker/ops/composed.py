@@ -14,6 +14,7 @@ from torch import Tensor
 from services.worker.drawing.row_edits import RowEdits
 from services.worker.drawing.row_logprobs import row_logprobs
 from services.worker.drawing.token_draw import GREEDY_TEMPERATURE, TokenDraw
+from services.worker.forward.capture import Capture, CudaCapture
 from services.worker.forward.forward_context import AttentionPlan
 from services.worker.forward.kv_cache import LayerCache
 from services.worker.forward.staging import to_device
@@ -58,9 +59,9 @@ class ComposedOps(Ops, Protocol):
         """See `Ops.check_block_size`: any."""
         assert block_size >= 1
 
-    def can_capture(self, layers: Sequence[LayerCache]) -> bool:  # noqa: ARG002
-        """See `Ops.can_capture`: always."""
-        return True
+    def make_capture(self, device: torch.device, layers: Sequence[LayerCache]) -> Capture | None:  # noqa: ARG002
+        """See `Ops.make_capture`: a GPU's graphs."""
+        return CudaCapture() if device.type == "cuda" else None
 
     def advance_batch(
         self, columns: SlotColumns, slots: Tensor, rows: DecodeRows, *, block_size: int, num_blocks: int

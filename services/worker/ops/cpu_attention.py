@@ -42,9 +42,8 @@ class CpuAttention:
 
     def write_cache(self, values: Tensor, cache: Tensor, plan: AttentionPlan) -> None:
         assert isinstance(plan, CpuPlan)
-        if plan.written_rows is not None:
-            values = values[plan.written_rows]
-        by_slot(cache).index_copy_(0, plan.written_slots, values.flatten(1))
+        rows, slots = plan.written()
+        by_slot(cache).index_copy_(0, slots, (values if rows is None else values[rows]).flatten(1))
 
     def prefill_attention(
         self,

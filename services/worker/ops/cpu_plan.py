@@ -86,13 +86,13 @@ class AttentionLayout:
 
 
 class CpuPlan(AttentionPlan):
-    """One step's attention. Cache writes store the tokens `written_rows` (None means all) in `written_slots`."""
+    """One step's attention."""
 
-    __slots__ = ("_kv_cache", "_layouts", "written_rows", "written_slots")
+    __slots__ = ("_kv_cache", "_layouts", "_written")
 
     def __init__(self, metadata: AttentionMetadata, kv_cache: KvCache) -> None:
         super().__init__(metadata)
-        self.written_rows, self.written_slots = _written(metadata.slot_mapping)
+        self._written: tuple[Tensor | None, Tensor] | None = None
         self._kv_cache = kv_cache
         self._layouts: dict[int | None, AttentionLayout] = {}
 
@@ -103,6 +103,12 @@ class CpuPlan(AttentionPlan):
         if window not in self._layouts:
             self._layouts[window] = _make_layout(self.metadata, self._kv_cache, window)
         return self._layouts[window]
+
+    def written(self) -> tuple[Tensor | None, Tensor]:
+        """The tokens that are written to the cache, None for all, and their slots; computed once."""
+        if self._written is None:
+            self._written = _written(self.metadata.slot_mapping)
+        return self._written
 
     def positions(self) -> Tensor:
         """[T] int64: each token's position in its sequence; -1 for a padded token."""

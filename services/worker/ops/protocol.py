@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from services.worker.drawing.row_edits import RowEdits
+from services.worker.forward.capture import Capture
 from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
 from services.worker.forward.kv_cache import KvCache, LayerCache
 from services.worker.ops.arguments import AttentionParams, DecodeRows, DrawRows, HeadNorms, RopeRows, SlotColumns
@@ -67,11 +68,8 @@ class Ops(Protocol):
             InvalidRequestError: they cannot.
         """
 
-    def can_capture(self, layers: Sequence[LayerCache]) -> bool:
-        """Whether graphs may hold the decode steps of a model with these caches.
-
-        In a graph, lengths on the host are the longest possible ones; kernels take the real ones from the device.
-        """
+    def make_capture(self, device: torch.device, layers: Sequence[LayerCache]) -> Capture | None:
+        """What captures the decode steps of a model with these caches; None if they must run eagerly."""
 
     # -- Batch --------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Captured graphs of decode steps, one per batch size: a replay costs the host one call instead of one per kernel."""
+"""Captured decode steps, one graph per batch size: a replay costs the host one call instead of one per kernel."""
 
 from __future__ import annotations
 
@@ -7,44 +7,14 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from services.worker.batch.enter_checks import BatchLimits
+from services.worker.forward.capture import Capture
 from services.worker.forward.forward_context import AttentionMetadata, ForwardContext, forward_context
 from services.worker.ops import DecodeRows
-from shared.limits import GRAPH_BATCH_SIZES
-
-
-class Capture(Protocol):
-    """Makes a computation repeatable."""
-
-    is_recorded: bool
-    """Whether a replay repeats only the device's work: what was read from the host must then hold for every replay."""
-
-    def __call__(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """Capture `compute`, which reads and writes the same tensors each time; returns its replay."""
-
-
-class CudaCapture:
-    """CUDA and HIP graphs in one memory pool; see `Capture`. Capture the largest first: the others reuse its memory."""
-
-    is_recorded = True
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """See `Capture`."""
-        # Compiles kernels and fills the libraries' workspaces, neither of which may happen during a capture.
-        compute()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            compute()
-        return graph.replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +22,7 @@ class GraphSettings:
     """How graphs are captured."""
 
     capture: Capture
-    batch_sizes: tuple[int, ...] = GRAPH_BATCH_SIZES
+    batch_sizes: tuple[int, ...]
 
 
 class DecodeGraphs:
@@ -75,22 +45,25 @@ class DecodeGraphs:
         settings: GraphSettings,
         device: torch.device,
     ) -> None:
-        """Capture a graph for each batch size that a batch within `limits` can need.
+        """Capture a graph for each batch size that a batch within `limits` can need, or for the smallest of them.
 
         Args:
             forward: `CausalLM.forward`.
             make_context: Makes the context of a forward pass with this metadata.
+
+        Raises:
+            NotRepeatableError: the model's decode steps cannot be captured.
         """
         self._forward = forward
         self._make_context = make_context
-        self._is_recorded = settings.capture.is_recorded
+        self._capture = settings.capture
         self._limits = limits
         self.sizes = tuple(needed_sizes(settings.batch_sizes, limits.max_num_seqs))
         size = self.sizes[-1]
         self._rows = DecodeRows.padding(size, -(-limits.context_length // limits.block_size), device)
         self._cu_seqlens_q = torch.arange(size + 1, dtype=torch.int32, device=device)
-        self._hidden: Tensor | None = None
-        self._replays = self._capture_all(settings.capture)
+        first = reversed(self.sizes) if self._capture.is_ahead else self.sizes[:1]
+        self._replays = {each: self._make_replay(each) for each in first}
 
     def fits(self, limits: BatchLimits) -> bool:
         """Whether the graphs also serve another epoch, with the same KV cache."""
@@ -107,34 +80,31 @@ class DecodeGraphs:
         return self._rows.first(size)
 
     def replay(self, size: int) -> Tensor:
-        """Compute a decode from `rows`: hidden states [size, hidden], which the next call overwrites."""
-        self._replays[size]()
-        assert self._hidden is not None, "a replay before the capture"
-        return self._hidden[:size]
+        """Compute a decode from `rows`: hidden states [size, hidden], which the next call may overwrite."""
+        if size not in self._replays:
+            self._replays[size] = self._make_replay(size)
+        return self._replays[size]()
 
-    def _capture_all(self, capture: Capture) -> dict[int, Callable[[], None]]:
+    def _make_replay(self, size: int) -> Callable[[], Tensor]:
         # A collection during a capture may free device memory, which ends the capture.
         was_enabled = gc.isenabled()
         gc.disable()
         try:
             with torch.inference_mode():
-                return {size: capture(partial(self._compute, size)) for size in reversed(self.sizes)}
+                return self._capture(partial(self._compute, size))
         finally:
             if was_enabled:
                 gc.enable()
 
-    def _compute(self, size: int) -> None:
+    def _compute(self, size: int) -> Tensor:
         with forward_context(self._make_context(self._metadata(size))):
-            hidden = self._forward(self._rows.token_ids[:size], self._rows.positions[:size])
-        if self._hidden is None:
-            # The largest size comes first. One result for all sizes: each graph's own would stay allocated.
-            self._hidden = torch.empty_like(hidden)
-        self._hidden[:size].copy_(hidden)
+            return self._forward(self._rows.token_ids[:size], self._rows.positions[:size])
 
     def _metadata(self, size: int) -> AttentionMetadata:
         """The metadata of a step of `size` rows; lengths on the host are upper bounds if they are recorded."""
         rows = self._rows.first(size)
-        host_lengths = (self._limits.context_length,) * size if self._is_recorded else tuple(rows.context_lens.tolist())
+        longest = (self._limits.context_length,) * size
+        host_lengths = longest if self._capture.is_recorded else tuple(rows.context_lens.tolist())
         return AttentionMetadata(
             is_prefill=False,
             slot_mapping=rows.slot_mapping,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import torch
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.config import WorkerSettings
 from services.worker.device import choose_device, propose_steps
+from services.worker.forward.capture import NotRepeatableError
 from services.worker.forward.forward_context import AttentionMetadata, ForwardContext, Progress, forward_context
 from services.worker.forward.kv_cache import KvCache, KvCacheSpec, num_blocks_for
 from services.worker.forward.staging import to_device
@@ -24,7 +26,7 @@ from services.worker.parallel.distributed import make_parallel
 from services.worker.parallel.rendezvous import Rendezvous
 from services.worker.runner.batch_runner import BatchRunner
 from services.worker.runner.cache_memory import DeviceMemory, GpuMemory, KvCacheSize, device_memory
-from services.worker.runner.graph_runner import CudaCapture, DecodeGraphs, GraphSettings
+from services.worker.runner.graph_runner import DecodeGraphs, GraphSettings
 from services.worker.runner.input_batch import InputBatch
 from services.worker.runner.matchers import GrammarMatchers
 from services.worker.runner.number_formats import (
@@ -43,8 +45,9 @@ from services.worker.spec_decode.drafts import Drafting
 from services.worker.step import Step, StepOutput
 from shared.cores import num_usable_cores
 from shared.errors import StaleEpochError
-from shared.limits import GRAPH_BATCH_SIZES
 from shared.model_dir import ModelDirectoryError
+
+logger = logging.getLogger(__name__)
 
 _GIB = 1024**3
 _DEFAULT_MEMORY_GIB = 1.0
@@ -163,9 +166,10 @@ class ModelRunner:
             if not limits.num_blocks:
                 return 0
             self._kv_cache = cache = KvCache(self._model.kv_cache_spec, limits.num_blocks, block_size, self.device)
-        if self._graph_settings is not None and (self._graphs is None or not self._graphs.fits(limits)):
+        if self._graphs is None or not self._graphs.fits(limits):
+            # Free the old ones first.
             self._graphs = None
-            self._graphs = DecodeGraphs(self._model.forward, self._context, limits, self._graph_settings, self.device)
+            self._graphs = self._capture_graphs(limits)
         drafter = None if self._drafting is None else self._drafting.begin(limits, cache)
         self._epoch = BatchRunner(
             Rank(self._model, self._ops, self.device, self._stream, self.layout, self._progress),
@@ -194,6 +198,17 @@ class ModelRunner:
     def run_step(self, step: Step) -> StepOutput:
         """Launch a step and wait for its result. Raises as both."""
         return self.launch(step).finish()
+
+    def _capture_graphs(self, limits: BatchLimits) -> DecodeGraphs | None:
+        """None if every step runs eagerly."""
+        if self._graph_settings is None:
+            return None
+        try:
+            return DecodeGraphs(self._model.forward, self._context, limits, self._graph_settings, self.device)
+        except NotRepeatableError as error:
+            logger.info("decode steps are not captured", extra={"reason": str(error)})
+            self._graph_settings = None
+            return None
 
     def _count_blocks(self, limits: BatchLimits) -> int:
         """The configured number of KV blocks, or how many fit into the memory, possibly 0."""
@@ -277,9 +292,9 @@ def build_model_runner(
     memory_gib = settings.kv_cache_memory_gib or _DEFAULT_MEMORY_GIB
     size = KvCacheSize(int(memory_gib * _GIB), settings.kv_cache_num_blocks, measure)
     # The exchange of experts' tokens needs their numbers on the host, which no graph can wait for.
-    may_capture = not layout.has_expert_parallel and ops.can_capture(loaded.model.kv_cache_spec.layers)
-    has_graphs = device.type == "cuda" and not settings.enforce_eager and may_capture
-    graphs = GraphSettings(CudaCapture(), settings.graph_batch_sizes or GRAPH_BATCH_SIZES) if has_graphs else None
+    may_capture = not layout.has_expert_parallel and not settings.enforce_eager
+    capture = ops.make_capture(device, loaded.model.kv_cache_spec.layers) if may_capture else None
+    graphs = None if capture is None else GraphSettings(capture, settings.graph_batch_sizes or capture.batch_sizes)
     return ModelRunner(loaded, ops, size, drafting=drafting, layout=layout, execution=Execution(graphs))
 
 

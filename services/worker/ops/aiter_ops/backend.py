@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 
 from services.worker.device import DeviceError
+from services.worker.forward.capture import Capture
 from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
 from services.worker.forward.kv_cache import KvCache, LayerCache
 from services.worker.ops.aiter_ops.attention import AiterPlan, attend, check_block_size
@@ -43,9 +44,10 @@ class AiterOps(AiterLatent, TritonOps):
     def check_block_size(self, block_size: int) -> None:
         check_block_size(block_size)
 
-    def can_capture(self, layers: Sequence[LayerCache]) -> bool:
+    def make_capture(self, device: torch.device, layers: Sequence[LayerCache]) -> Capture | None:
         # Latent attention gathers whole contexts, so a graph would gather the longest possible ones.
-        return all(len(tensor.shape) > 1 for layer in layers for tensor in layer)
+        has_latents = any(len(tensor.shape) == 1 for layer in layers for tensor in layer)
+        return None if has_latents else super().make_capture(device, layers)
 
     # -- Weights ------------------------------------------------------------------------------------------
 

@@ -7,9 +7,9 @@ prompts are pieces of one list, whatever the kind of the step: new tokens are re
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from struct import Struct
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,27 +19,36 @@ from services.worker.ops.arguments import AttentionParams
 from services.worker.ops.cpu_mla import CpuMla
 from services.worker.ops.cpu_plan import CpuPlan
 from services.worker.ops.native.formats import FORMATS
+from services.worker.ops.native.results import Results
 
 # The fields of `PlanArgs` and its `sizes`, the size of `Piece` in numbers of 32 bits, the fields of `Step` and
 # `AttentionArgs`.
 _plan_args = Struct("PP q 6q PqP").pack
 _NUM_SIZES = 5
 _PIECE_SIZE = 16
-_step = Struct("P2q P2q Pq PP 5q").pack
+_step = Struct("P2q P2q Pq PP 5q")
 _attention_args = Struct("P P3q 4Pq PPd").pack
 
 # What the cut depends on besides the step: window, query heads, key/value heads, the widths of keys and values.
 Heads = tuple[int | None, int, int, int, int]
 
 
-@dataclass(frozen=True, slots=True)
 class Pieces:
     """How a step is cut, and the memory that its pieces need."""
 
-    address: int
-    """The address of a `Step`."""
-    memory: tuple[object, ...]
-    """What holds it, and all that it refers to."""
+    __slots__ = ("_step", "address", "memory")
+
+    def __init__(self) -> None:
+        self._step = ctypes.create_string_buffer(_step.size)
+        self.address = ctypes.addressof(self._step)
+        """The address of a `Step`."""
+        self.memory: tuple[object, ...] = ()
+        """What the step refers to."""
+
+    def set(self, *fields: int, memory: tuple[object, ...]) -> None:
+        """Set the fields of the `Step`."""
+        _step.pack_into(self._step, 0, *fields)
+        self.memory = memory
 
 
 class Workspace:
@@ -58,7 +67,8 @@ class Workspace:
         if len(self.partials) < partials:
             self.partials = torch.empty(partials)
         if len(self.counters) < counters:
-            self.counters = torch.zeros(counters, dtype=torch.int32)
+            # Not zeroed by torch, whose work a capture refuses.
+            self.counters = torch.from_numpy(np.zeros(counters, np.int32))
 
 
 class NativePlan(CpuPlan):
@@ -79,10 +89,16 @@ class NativePlan(CpuPlan):
     def pieces(self, heads: Heads) -> Pieces:
         """The pieces for these heads, computed once."""
         if heads not in self._pieces:
-            self._pieces[heads] = self._cut(heads)
+            self._pieces[heads] = Pieces()
+            self._cut(heads)
         return self._pieces[heads]
 
-    def _cut(self, heads: Heads) -> Pieces:
+    def renew(self) -> None:
+        """See `Renewable`."""
+        for heads in self._pieces:
+            self._cut(heads)
+
+    def _cut(self, heads: Heads) -> None:
         metadata, workspace = self.metadata, self._workspace
         starts, lengths = metadata.cu_seqlens_q.contiguous(), metadata.context_lens.contiguous()
         num_threads, sizes_of_heads = self._library.ls_num_threads(), (heads[0] or 0, *heads[1:])
@@ -102,30 +118,30 @@ class NativePlan(CpuPlan):
         num_pieces, num_threads, scratch_size, partials, counters = sizes
         workspace.grow(scratch=num_threads * scratch_size, partials=partials, counters=counters)
         tables = self._tables
-        step = ctypes.create_string_buffer(
-            _step(
-                *(tables.data_ptr(), tables.shape[1], self._kv_cache.block_size),
-                *(pieces.data_ptr(), num_pieces, num_threads),
-                *(workspace.scratch.data_ptr(), scratch_size),
-                *(workspace.partials.data_ptr(), workspace.counters.data_ptr()),
-                *sizes_of_heads,
-            )
+        self._pieces[heads].set(
+            *(tables.data_ptr(), tables.shape[1], self._kv_cache.block_size),
+            *(pieces.data_ptr(), num_pieces, num_threads),
+            *(workspace.scratch.data_ptr(), scratch_size),
+            *(workspace.partials.data_ptr(), workspace.counters.data_ptr()),
+            *sizes_of_heads,
+            memory=(tables, pieces, workspace.scratch, workspace.partials, workspace.counters),
         )
-        memory = step, tables, pieces, workspace.scratch, workspace.partials, workspace.counters
-        return Pieces(ctypes.addressof(step), memory)
 
 
 class NativeAttention(CpuMla):
     """The section "Attention" of `Ops`, but for what writes. Sparse attention is the `cpu` backend's."""
 
     _library: ctypes.CDLL
+    _results: Results
 
     def __init__(self) -> None:
         super().__init__()
         self._workspace = Workspace()
 
     def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> NativePlan:
-        return NativePlan(metadata, kv_cache, self._library, self._workspace)
+        plan = NativePlan(metadata, kv_cache, self._library, self._workspace)
+        self._results.add_plan(plan)
+        return plan
 
     def prefill_attention(
         self,
@@ -179,7 +195,7 @@ class NativeAttention(CpuMla):
         num_tokens, num_heads, _ = query.shape
         token_stride, head_stride, element_stride = query.stride()
         assert element_stride == 1
-        output = torch.empty(num_tokens, num_heads, heads[4], dtype=query.dtype)
+        output = self._results.empty(num_tokens, num_heads, heads[4], dtype=query.dtype)
         self._library.ls_attention(
             _attention_args(
                 plan.pieces(heads).address,

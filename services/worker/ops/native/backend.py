@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from services.worker.device import DeviceError
+from services.worker.forward.capture import Capture
+from services.worker.forward.kv_cache import LayerCache
 from services.worker.ops.cpu_ops import CpuOps
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.native.attention import NativeAttention
 from services.worker.ops.native.build import BuildError
+from services.worker.ops.native.capture import NativeCapture
 from services.worker.ops.native.draw import NativeDraws
 from services.worker.ops.native.elementwise import NativeElementwise
 from services.worker.ops.native.experts import NativeExpertOps
@@ -20,6 +24,7 @@ from services.worker.ops.native.heads import NativeHeads
 from services.worker.ops.native.isa import Isa, available_isas
 from services.worker.ops.native.library import load_library
 from services.worker.ops.native.products import NativeProducts
+from services.worker.ops.native.results import Results
 from services.worker.ops.protocol import Ops
 
 logger = logging.getLogger(__name__)
@@ -42,6 +47,7 @@ class NativeOps(NativeProducts, NativeExpertOps, NativeDraws, NativeElementwise,
         self.automatic_dtype = torch.bfloat16 if isa is Isa.AVX512_BF16 else torch.float32
         self._isa = isa
         self._library = load_library(isa)
+        self._results = Results()
 
     @property
     def num_threads(self) -> int:
@@ -52,6 +58,10 @@ class NativeOps(NativeProducts, NativeExpertOps, NativeDraws, NativeElementwise,
         """See `Ops.use_threads`. One pool: torch's kernels, which are small here, run on the caller's thread."""
         self._library.ls_set_num_threads(count)
         torch.set_num_threads(1)
+
+    def make_capture(self, device: torch.device, layers: Sequence[LayerCache]) -> Capture:  # noqa: ARG002
+        """See `Ops.make_capture`."""
+        return NativeCapture(self._library, self._results)
 
     def numerics(self) -> str:
         """See `Ops.numerics`."""

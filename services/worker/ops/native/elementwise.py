@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from services.worker.ops.native.formats import FORMATS
+from services.worker.ops.native.results import Results
 
 _rms_norm = Struct("PPP5qdq").pack
 _add_rms_norm = Struct("PPP2qdq").pack
@@ -24,9 +25,10 @@ class NativeElementwise:
     """The section "Elementwise and norm" of `Ops`, and `greedy_sample`."""
 
     _library: ctypes.CDLL
+    _results: Results
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        output = torch.empty_like(x, memory_format=torch.contiguous_format)
+        output = self._results.empty(*x.shape, dtype=x.dtype)
         shape, strides = x.shape, x.stride()
         num_heads, head_stride = (shape[1], strides[1]) if len(shape) == 3 else (1, 0)
         self._library.ls_rms_norm(
@@ -49,7 +51,7 @@ class NativeElementwise:
         return x
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        output = torch.empty_like(x, memory_format=torch.contiguous_format)
+        output = self._results.empty(*x.shape, dtype=x.dtype)
         self._library.ls_layer_norm(
             _layer_norm(
                 x.data_ptr(),
@@ -66,7 +68,7 @@ class NativeElementwise:
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         num_tokens, width = x.shape
-        output = torch.empty(num_tokens, width // 2, dtype=x.dtype)
+        output = self._results.empty(num_tokens, width // 2, dtype=x.dtype)
         addresses = x.data_ptr(), output.data_ptr()
         self._library.ls_silu_and_mul(_silu_and_mul(*addresses, num_tokens, width // 2, FORMATS[x.dtype]))
         return output

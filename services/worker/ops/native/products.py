@@ -9,35 +9,43 @@ import torch
 from torch import Tensor
 
 from services.worker.ops.composed import ComposedOps
-from services.worker.ops.matrices import Matrix
+from services.worker.ops.matrices import Matrix, dense
 from services.worker.ops.native.packed import PackedMatrix
+from services.worker.ops.native.results import Results
 from services.worker.ops.protocol import EmbeddingKernel, LinearKernel
 
 _linear = Struct("PPqPq").pack
 _rows = Struct("PPqP").pack
+_take = Struct("P2qPqP").pack
 
 
 class NativeProducts(ComposedOps):
-    """`prepare_linear` and `prepare_tied` of `Ops`."""
+    """`prepare_linear`, `prepare_embedding` and `prepare_tied` of `Ops`."""
 
     _library: ctypes.CDLL
+    _results: Results
 
     def prepare_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> LinearKernel:
-        return NativeLinear(self._library, PackedMatrix(self._library, weight, bias, dtype))
+        packed = PackedMatrix(self._library, weight, bias, dtype)
+        return NativeLinear(self._library, packed, self._results)
+
+    def prepare_embedding(self, weight: Matrix, dtype: torch.dtype) -> EmbeddingKernel:
+        return NativeTable(self._library, dense(weight, dtype), self._results)
 
     def prepare_tied(self, weight: Matrix, dtype: torch.dtype) -> tuple[EmbeddingKernel, LinearKernel]:
         packed = PackedMatrix(self._library, weight, None, dtype)
-        return NativeEmbedding(self._library, packed), NativeLinear(self._library, packed)
+        embedding = NativeEmbedding(self._library, packed, self._results)
+        return embedding, NativeLinear(self._library, packed, self._results)
 
 
 class NativeLinear:
     """See `LinearKernel`."""
 
-    __slots__ = ("_address", "_dtype", "_function", "_num_inputs", "_num_outputs", "_packed")
+    __slots__ = ("_address", "_dtype", "_function", "_num_inputs", "_num_outputs", "_packed", "_results")
 
-    def __init__(self, library: ctypes.CDLL, packed: PackedMatrix) -> None:
+    def __init__(self, library: ctypes.CDLL, packed: PackedMatrix, results: Results) -> None:
         self._function = library.ls_linear
-        self._packed = packed
+        self._packed, self._results = packed, results
         self._address, self._dtype = packed.address, packed.dtype
         self._num_outputs, self._num_inputs = packed.num_rows, packed.num_columns
 
@@ -54,19 +62,44 @@ class NativeLinear:
         if column_stride != 1:
             x = x.contiguous()
             row_stride = width
-        output = torch.empty((num_rows, self._num_outputs), dtype=self._dtype)
+        output = self._results.empty(num_rows, self._num_outputs, dtype=self._dtype)
         self._function(_linear(self._address, x.data_ptr(), row_stride, output.data_ptr(), num_rows))
+        return output
+
+
+class NativeTable:
+    """See `EmbeddingKernel`: rows of a tensor."""
+
+    __slots__ = ("_function", "_results", "_table", "_table_fields")
+
+    def __init__(self, library: ctypes.CDLL, table: Tensor, results: Results) -> None:
+        """`table` is contiguous, and is kept."""
+        self._function = library.ls_take_rows
+        self._table, self._results = table, results
+        self._table_fields = table.data_ptr(), len(table), table[0].nbytes
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """[T] int64 to a new [T, hidden].
+
+        Raises:
+            IndexError: an id is not a row of the table.
+        """
+        token_ids, table = token_ids.contiguous(), self._table
+        output = self._results.empty(len(token_ids), table.shape[1], dtype=table.dtype)
+        place = self._function(_take(*self._table_fields, token_ids.data_ptr(), len(token_ids), output.data_ptr()))
+        if place != len(token_ids):
+            raise _no_such_row(token_ids, place, len(table))
         return output
 
 
 class NativeEmbedding:
     """See `EmbeddingKernel`: rows of the matrix that the head multiplies by."""
 
-    __slots__ = ("_function", "_packed")
+    __slots__ = ("_function", "_packed", "_results")
 
-    def __init__(self, library: ctypes.CDLL, packed: PackedMatrix) -> None:
+    def __init__(self, library: ctypes.CDLL, packed: PackedMatrix, results: Results) -> None:
         self._function = library.ls_rows
-        self._packed = packed
+        self._packed, self._results = packed, results
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """[T] int64 to a new [T, hidden].
@@ -75,8 +108,12 @@ class NativeEmbedding:
             IndexError: an id is not a row of the matrix.
         """
         token_ids, packed = token_ids.contiguous(), self._packed
-        output = torch.empty((len(token_ids), packed.num_columns), dtype=packed.dtype)
+        output = self._results.empty(len(token_ids), packed.num_columns, dtype=packed.dtype)
         place = self._function(_rows(packed.address, token_ids.data_ptr(), len(token_ids), output.data_ptr()))
         if place != len(token_ids):
-            raise IndexError(f"token id {int(token_ids[place])} is not in a vocabulary of {packed.num_rows}")
+            raise _no_such_row(token_ids, place, packed.num_rows)
         return output
+
+
+def _no_such_row(token_ids: Tensor, place: int, num_rows: int) -> IndexError:
+    return IndexError(f"token id {int(token_ids[place])} is not in a vocabulary of {num_rows}")

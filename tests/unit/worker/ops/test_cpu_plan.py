@@ -34,7 +34,7 @@ def test_a_single_prompt_is_read_in_place() -> None:
     layout = plan.layout()
     (bucket,) = layout.causal
     assert (bucket.token_rows, bucket.num_rows, bucket.length) == (slice(0, 100), 1, 100)
-    assert (layout.gathered, layout.output_rows, plan.written_rows) == ((), None, None)
+    assert (layout.gathered, layout.output_rows, plan.written()[0]) == ((), None, None)
 
 
 def test_a_single_sequence_in_adjacent_blocks_is_decoded_in_place() -> None:

@@ -1,6 +1,7 @@
 // Runs the pieces of a step's attention on all threads, and merges the results of pieces that have the same rows.
 #include "attention.h"
 #include "pool.h"
+#include "recording.h"
 
 namespace lockstep {
 namespace {
@@ -140,15 +141,20 @@ void finish(const AttentionArgs& args, const Piece& piece, const Scratch& scratc
     }
 }
 
+namespace {
+
+void attend_all(const AttentionArgs& args) {
+    const Step& step = *args.step;
+    for_pieces(step.num_pieces, step.num_threads, [&](int64_t piece) {
+        attend(args, piece, step.scratch + thread_number() * step.scratch_size);
+    });
+}
+
+}  // namespace
 }  // namespace lockstep
 
 using namespace lockstep;
 
 LS_EXPORT void ls_plan_attention(const PlanArgs* args) { plan(*args); }
 
-LS_EXPORT void ls_attention(const AttentionArgs* args) {
-    const Step& step = *args->step;
-    for_pieces(step.num_pieces, step.num_threads, [&](int64_t piece) {
-        attend(*args, piece, step.scratch + thread_number() * step.scratch_size);
-    });
-}
+LS_EXPORT void ls_attention(const AttentionArgs* args) { run_kernel<attend_all>(args); }

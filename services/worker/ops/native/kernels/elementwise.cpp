@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "pool.h"
+#include "recording.h"
 #include "simd.h"
 
 namespace lockstep {
@@ -178,26 +179,32 @@ void greedy_sample(const GreedySampleArgs& args) {
     });
 }
 
+// The kernel for the call's format.
+template <auto kBfloat16Kernel, auto kFloat32Kernel, class Args>
+void by_format(const Args& args) {
+    args.format == kBfloat16 ? kBfloat16Kernel(args) : kFloat32Kernel(args);
+}
+
 }  // namespace
 }  // namespace lockstep
 
 using namespace lockstep;
 
 LS_EXPORT void ls_rms_norm(const RmsNormArgs* args) {
-    args->format == kBfloat16 ? rms_norm<bf16>(*args) : rms_norm<float>(*args);
+    run_kernel<by_format<rms_norm<bf16>, rms_norm<float>, RmsNormArgs>>(args);
 }
 
 // Writes the sum into `residual` and its norm into `x`.
 LS_EXPORT void ls_add_rms_norm(const AddRmsNormArgs* args) {
-    args->format == kBfloat16 ? add_rms_norm<bf16>(*args) : add_rms_norm<float>(*args);
+    run_kernel<by_format<add_rms_norm<bf16>, add_rms_norm<float>, AddRmsNormArgs>>(args);
 }
 
 LS_EXPORT void ls_layer_norm(const LayerNormArgs* args) {
-    args->format == kBfloat16 ? layer_norm<bf16>(*args) : layer_norm<float>(*args);
+    run_kernel<by_format<layer_norm<bf16>, layer_norm<float>, LayerNormArgs>>(args);
 }
 
 LS_EXPORT void ls_silu_and_mul(const SiluAndMulArgs* args) {
-    args->format == kBfloat16 ? silu_and_mul<bf16>(*args) : silu_and_mul<float>(*args);
+    run_kernel<by_format<silu_and_mul<bf16>, silu_and_mul<float>, SiluAndMulArgs>>(args);
 }
 
-LS_EXPORT void ls_greedy_sample(const GreedySampleArgs* args) { greedy_sample(*args); }
+LS_EXPORT void ls_greedy_sample(const GreedySampleArgs* args) { run_kernel<greedy_sample>(args); }

@@ -1,8 +1,10 @@
 // Looks up rows of a packed matrix: the embedding whose weight is also the head's.
 #include <cmath>
+#include <cstring>
 
 #include "matrix.h"
 #include "pool.h"
+#include "recording.h"
 
 namespace lockstep::products {
 
@@ -87,23 +89,54 @@ struct RowsCall {
     void* out;  // [count, m.num_columns] in m.dtype, contiguous; written
 };
 
-// Dequantises rows of `m`. Returns `count`, or the place of an id that is not a row, and nothing is written then.
-LS_EXPORT int64_t ls_rows(const RowsCall* call) {
-    const Matrix& m = *call->m;
-    for (int64_t place = 0; place < call->count; ++place) {
-        if (call->ids[place] < 0 || call->ids[place] >= m.num_rows) return place;
+namespace {
+
+int64_t read_rows(const RowsCall& call) {
+    const Matrix& m = *call.m;
+    for (int64_t place = 0; place < call.count; ++place) {
+        if (call.ids[place] < 0 || call.ids[place] >= m.num_rows) return place;
     }
-    for_pieces(call->count, call->count > 4 ? num_threads() : 1, [&](int64_t place) {
+    for_pieces(call.count, call.count > 4 ? num_threads() : 1, [&](int64_t place) {
         static thread_local Buffer buffer;
         auto* values = reinterpret_cast<float*>(buffer.reserve(m.num_columns * 4));
-        read_row(m, call->ids[place], values);
+        read_row(m, call.ids[place], values);
         if (m.dtype == kFloat32) {
-            store_row(values, m.num_columns, static_cast<float*>(call->out) + place * m.num_columns);
+            store_row(values, m.num_columns, static_cast<float*>(call.out) + place * m.num_columns);
         } else {
-            store_row(values, m.num_columns, static_cast<bf16*>(call->out) + place * m.num_columns);
+            store_row(values, m.num_columns, static_cast<bf16*>(call.out) + place * m.num_columns);
         }
     });
-    return call->count;
+    return call.count;
 }
+
+}  // namespace
+
+struct TakeCall {
+    const void* table;  // [num_rows] of `row_bytes`
+    int64_t num_rows, row_bytes;
+    const int64_t* ids;  // [count]
+    int64_t count;
+    void* out;  // [count] of `row_bytes`; written
+};
+
+namespace {
+
+int64_t take_rows(const TakeCall& call) {
+    for (int64_t place = 0; place < call.count; ++place) {
+        const int64_t id = call.ids[place];
+        if (id < 0 || id >= call.num_rows) return place;
+        const auto* row = static_cast<const uint8_t*>(call.table) + id * call.row_bytes;
+        std::memcpy(static_cast<uint8_t*>(call.out) + place * call.row_bytes, row, static_cast<size_t>(call.row_bytes));
+    }
+    return call.count;
+}
+
+}  // namespace
+
+// Copies rows of a table. Returns `count`, or the place of the first id that is not a row.
+LS_EXPORT int64_t ls_take_rows(const TakeCall* call) { return run_kernel<take_rows>(call); }
+
+// Dequantises rows of `m`. Returns `count`, or the place of an id that is not a row, and nothing is written then.
+LS_EXPORT int64_t ls_rows(const RowsCall* call) { return run_kernel<read_rows>(call); }
 
 }  // namespace lockstep::products

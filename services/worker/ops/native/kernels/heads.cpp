@@ -4,6 +4,7 @@
 
 #include "cache.h"
 #include "pool.h"
+#include "recording.h"
 #include "simd.h"
 
 namespace lockstep {
@@ -165,22 +166,26 @@ void write_tokens(const HeadsArgs& args) {
     for_rows(args.num_tokens, cost, kWorthThreads, [&](int64_t token) { write_token<T>(args, token); });
 }
 
+void write_heads(const HeadsArgs& args) {
+    args.format == kBfloat16 ? write_tokens<bf16>(args) : write_tokens<float>(args);
+}
+
+void write_rows(const RowsArgs& args) {
+    for_rows(args.num_tokens, args.row_bytes / 4, kWorthThreads, [&](int64_t token) {
+        if (args.slots[token] >= 0) {
+            const char* from = static_cast<const char*>(args.values) + token * args.token_stride;
+            std::memcpy(static_cast<char*>(args.cache) + args.slots[token] * args.row_bytes, from, args.row_bytes);
+        }
+    });
+}
+
 }  // namespace
 }  // namespace lockstep
 
 using namespace lockstep;
 
 // `norm_rope_write`; without queries `write_kv`, without keys `rope`.
-LS_EXPORT void ls_write_heads(const HeadsArgs* args) {
-    args->format == kBfloat16 ? write_tokens<bf16>(*args) : write_tokens<float>(*args);
-}
+LS_EXPORT void ls_write_heads(const HeadsArgs* args) { run_kernel<write_heads>(args); }
 
 // Copies rows into the slots of one cache tensor; a slot below 0 is skipped.
-LS_EXPORT void ls_write_rows(const RowsArgs* args) {
-    for_rows(args->num_tokens, args->row_bytes / 4, kWorthThreads, [&](int64_t token) {
-        if (args->slots[token] >= 0) {
-            const char* from = static_cast<const char*>(args->values) + token * args->token_stride;
-            std::memcpy(static_cast<char*>(args->cache) + args->slots[token] * args->row_bytes, from, args->row_bytes);
-        }
-    });
-}
+LS_EXPORT void ls_write_rows(const RowsArgs* args) { run_kernel<write_rows>(args); }

@@ -3,6 +3,7 @@
 
 #include "pool.h"
 #include "product.h"
+#include "recording.h"
 
 namespace lockstep::products {
 
@@ -90,14 +91,20 @@ struct LinearCall {
     int64_t num_rows;
 };
 
-// x @ m.T + bias.
-LS_EXPORT void ls_linear(const LinearCall* call) {
-    const Matrix& m = *call->m;
+namespace {
+
+void linear(const LinearCall& call) {
+    const Matrix& m = *call.m;
     if (m.dtype == kFloat32) {
-        multiply(m, static_cast<const float*>(call->x), call->x_stride, static_cast<float*>(call->out), call->num_rows);
+        multiply(m, static_cast<const float*>(call.x), call.x_stride, static_cast<float*>(call.out), call.num_rows);
     } else {
-        multiply(m, static_cast<const bf16*>(call->x), call->x_stride, static_cast<bf16*>(call->out), call->num_rows);
+        multiply(m, static_cast<const bf16*>(call.x), call.x_stride, static_cast<bf16*>(call.out), call.num_rows);
     }
 }
+
+}  // namespace
+
+// x @ m.T + bias.
+LS_EXPORT void ls_linear(const LinearCall* call) { run_kernel<linear>(call); }
 
 }  // namespace lockstep::products

@@ -29,7 +29,8 @@ from tests.support.attention_batches import Batch
 dtype = torch.bfloat16
 ops, heads = load_ops("aiter"), attention_cache(1, 16, dtype)
 print(ops.automatic_dtype, ops.numerics())
-print(ops.can_capture([heads]), ops.can_capture([heads, (CacheTensor((576,), dtype),)]))
+gpu = torch.device("cuda")
+print(*(ops.make_capture(gpu, layers) is not None for layers in ([heads], [heads, (CacheTensor((576,), dtype),)])))
 for refused in (
     lambda: ops.prepare_embedding(torch.zeros(4, 4), torch.float32),
     lambda: ops.check_block_size(8),

@@ -210,9 +210,21 @@ def native() -> Ops:
     return NativeOps(available_isas()[-1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [FLOAT, INT8])
+def test_an_embedding_has_the_rows_of_its_weight(kind: str, dtype: torch.dtype) -> None:
+    weight = Case(kind, dtype, 1, num_inputs=160, num_outputs=75).weight()
+    embedding, token_ids = native().prepare_embedding(weight, dtype), torch.tensor([74, 0, 31, 74])
+    assert torch.equal(embedding(token_ids), dense(weight, dtype)[token_ids])
+    assert embedding(token_ids[:0]).shape == (0, 160)
+
+
 @pytest.mark.parametrize("token_id", [-1, 75])
-def test_a_token_id_outside_the_vocabulary_is_refused(token_id: int) -> None:
-    embedding, _ = native().prepare_tied(torch.ones(75, 8), torch.float32)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_token_id_outside_the_vocabulary_is_refused(token_id: int, is_tied: bool) -> None:
+    weight = torch.ones(75, 8)
+    tied, _ = native().prepare_tied(weight, torch.float32)
+    embedding = tied if is_tied else native().prepare_embedding(weight, torch.float32)
     with pytest.raises(IndexError, match=f"token id {token_id} is not in a vocabulary of 75"):
         embedding(torch.tensor([3, token_id]))
 
