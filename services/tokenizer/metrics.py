@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from lockstep.internal.v1 import exchange_pb2
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
 from services.tokenizer.server.request_totals import RequestTotals, finish_label
 from shared.histogram import Histogram
@@ -35,6 +36,7 @@ class ReplicaCollector(Collector):
         yield from _token_metrics(self._totals)
         yield from _outcome_metrics(self._totals)
         yield from self._link_metrics()
+        yield from _load_metrics(self._scheduler.load)
 
     def _link_metrics(self) -> Iterator[Metric]:
         counters = self._scheduler.counters
@@ -63,6 +65,34 @@ class ReplicaCollector(Collector):
         resumes.add_metric(["true"], counters.num_exact_resumes)
         resumes.add_metric(["false"], counters.num_other_resumes)
         yield resumes
+
+
+def _load_metrics(load: exchange_pb2.CellLoad | None) -> Iterator[Metric]:
+    """What a load balancer reads of each replica, with no label in its way; no samples while the load is not known.
+
+    Source: the model server protocol of the Gateway API Inference Extension, "Metrics Reporting".
+    """
+    waiting = GaugeMetricFamily(
+        "lockstep_cell_num_requests_waiting",
+        "Choices in the whole cell that wait for their first step, or to be prefilled again.",
+    )
+    running = GaugeMetricFamily("lockstep_cell_num_requests_running", "Choices in the whole cell that hold KV blocks.")
+    usage = GaugeMetricFamily(
+        "lockstep_cell_kv_cache_usage_perc",
+        "Used KV blocks of the whole cell over all, 0 to 1; 1 while it has no workers.",
+    )
+    config = GaugeMetricFamily(
+        "lockstep_cell_cache_config_info",
+        "Always 1; the labels say how many tokens a KV block has, and how many blocks the whole cell has.",
+        labels=["block_size", "num_gpu_blocks"],
+    )
+    if load is not None:
+        waiting.add_metric([], load.num_waiting)
+        running.add_metric([], load.num_running)
+        # A cell without workers must not look idle.
+        usage.add_metric([], load.num_used_blocks / load.num_blocks if load.num_blocks else 1.0)
+        config.add_metric([str(load.block_size), str(load.num_blocks)], 1)
+    yield from (waiting, running, usage, config)
 
 
 def _time_metrics(totals: RequestTotals) -> Iterator[Metric]:

@@ -160,6 +160,7 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
         ended_streams: Has one entry per stream that has ended.
         is_silent: Set to True to stop sending heartbeats.
         holds_workers: What heartbeats say after the cell info.
+        load: What every heartbeat says.
     """
 
     def __init__(self, cell_info: exchange_pb2.CellInfo) -> None:
@@ -171,6 +172,7 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
         self.heartbeats: asyncio.Queue[None] = asyncio.Queue()
         self.is_silent = False
         self.holds_workers = True
+        self.load = exchange_pb2.CellLoad()
         self.ended_streams: asyncio.Queue[None] = asyncio.Queue()
         self.num_streams = 0
         self._streams: list[_Stream] = []
@@ -226,7 +228,9 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
         for progress in itertools.count():
             if not self.is_silent:
                 holds_workers = self.holds_workers and stream.is_attached
-                heartbeat = exchange_pb2.SchedulerHeartbeat(progress=progress, holds_workers=holds_workers)
+                heartbeat = exchange_pb2.SchedulerHeartbeat(
+                    progress=progress, holds_workers=holds_workers, load=self.load
+                )
                 stream.outbox.put_nowait(exchange_pb2.ExchangeResponse(heartbeat=heartbeat))
             await asyncio.sleep(HEARTBEAT_S)
 

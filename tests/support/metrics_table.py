@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
+from lockstep.internal.v1 import exchange_pb2
 from services.scheduler.cell.engine import Engine
 from services.scheduler.core.policy import CacheSettings, SchedulerPolicy
 from services.scheduler.discovery.last_word import LastWord
@@ -66,7 +67,7 @@ async def render_tables() -> str:
 async def collect_metrics() -> dict[str, list[Metric]]:
     """What each service exports. Needs a running event loop, as the services' objects do."""
     registries = {
-        "Tokenizer": _tokenizer(),
+        "Tokenizer": await _tokenizer(),
         "Scheduler": _scheduler(),
         "Worker, each rank": _worker(),
         "`lockstep ranks`": _launcher(),
@@ -74,11 +75,16 @@ async def collect_metrics() -> dict[str, list[Metric]]:
     return {title: list(registry.collect()) for title, registry in registries.items()}
 
 
-def _tokenizer() -> CollectorRegistry:
+async def _tokenizer() -> CollectorRegistry:
     async def ignore(_: bool) -> None:
-        """No link is made."""
+        """Nothing follows the link."""
 
     client = SchedulerClient(("unix:none",), "", CellRequests(0.0), ignore, silence_s=1.0)
+    # A cell, because without one its load has no samples, and so no labels.
+    stream = client.open()
+    stream.note_cell_info(exchange_pb2.CellInfo())
+    stream.note_heartbeat(exchange_pb2.SchedulerHeartbeat(holds_workers=True))
+    await client.on_heard(stream)
     return make_tokenizer_registry(client, RequestTotals(), _CERTIFICATES)
 
 

@@ -25,11 +25,16 @@ from tests.support.worker_peer import WorkerPeer
 
 
 class ReplicaStream:
-    """A replica's stream without heartbeats: it sends none, and only counts those it receives."""
+    """A replica's stream without heartbeats: it sends none, and only counts those it receives.
+
+    Attributes:
+        load: What the last one said.
+    """
 
     def __init__(self, call: grpc.aio.StreamStreamCall) -> None:
         self._call = call
         self.num_heartbeats = 0
+        self.load = exchange_pb2.CellLoad()
 
     async def read(self) -> exchange_pb2.ExchangeResponse:
         """The next response that is not a heartbeat; raises the error with which the call ends."""
@@ -37,6 +42,7 @@ class ReplicaStream:
             if not response.HasField("heartbeat"):
                 break
             self.num_heartbeats += 1
+            self.load = response.heartbeat.load
         message: exchange_pb2.ExchangeResponse = response
         return message
 

@@ -36,7 +36,7 @@ from services.scheduler.cell.events import (
 )
 from services.scheduler.server.acceptance_log import AcceptanceLog
 from services.scheduler.server.direct_clients import DIRECT_CLIENT, DirectClients
-from services.scheduler.server.exchange_codec import encode_outputs
+from services.scheduler.server.exchange_codec import encode_heartbeat, encode_outputs
 from services.scheduler.server.failpoint import SubmitFailpoint
 from services.scheduler.server.idle_check import IdleCheck
 from services.scheduler.server.kv_events import KvEvents
@@ -337,7 +337,7 @@ class CellServer:
             client.send(heartbeat, now)
 
     def _make_heartbeat(self) -> exchange_pb2.SchedulerHeartbeat:
-        return exchange_pb2.SchedulerHeartbeat(progress=self._progress, holds_workers=self.engine.is_ready)
+        return encode_heartbeat(self._progress, self.engine.state())
 
     def _exit(self, exit_: Exit) -> None:
         logger.error("the scheduler exits", extra={"reason": exit_.reason})

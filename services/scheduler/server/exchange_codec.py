@@ -8,6 +8,7 @@ from google.protobuf import duration_pb2
 from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2
 from services.scheduler.cell.events import ChoiceSoFar, ClientMessage, Submission
+from services.scheduler.cell.state import CellState
 from services.scheduler.core.batch.logprobs import IntColumn
 from services.scheduler.core.batch.sequence import FinishReason, Priority
 from services.scheduler.core.batch.step import Outputs, RequestEnd, RequestStart
@@ -52,6 +53,18 @@ def decode_request(client: int, message: exchange_pb2.ExchangeRequest) -> Client
         )
     except ValueError as error:
         raise InvalidRequestError(str(error)) from error
+
+
+def encode_heartbeat(progress: int, state: CellState) -> exchange_pb2.SchedulerHeartbeat:
+    """Encode the heartbeat to every replica; `progress` increases with every step."""
+    load = exchange_pb2.CellLoad(
+        num_waiting=state.num_waiting,
+        num_running=state.num_running,
+        num_used_blocks=state.num_used_blocks,
+        num_blocks=state.num_blocks,
+        block_size=state.block_size,
+    )
+    return exchange_pb2.SchedulerHeartbeat(progress=progress, holds_workers=state.ready, load=load)
 
 
 def encode_outputs(outputs: Outputs) -> exchange_pb2.Outputs:

@@ -85,6 +85,11 @@ class SchedulerClient:
         return self._cell
 
     @property
+    def load(self) -> exchange_pb2.CellLoad | None:
+        """How busy the linked cell is, by its scheduler's last heartbeat; None while there is none."""
+        return None if self._used is None else self._used.load
+
+    @property
     def counters(self) -> Counters:
         """Counts since the process started."""
         return self._requests.counters

@@ -54,6 +54,8 @@ class SchedulerStream:
     def __init__(self, sender: ExchangeLink) -> None:
         self.sender = sender
         self.cell_info: exchange_pb2.CellInfo | None = None
+        self.load: exchange_pb2.CellLoad | None = None
+        """How busy the cell is; None before the first heartbeat."""
         self.left: asyncio.Future[StreamEnd] = asyncio.get_running_loop().create_future()
         """How this side has ended the stream."""
         self._said_it_holds = False
@@ -77,7 +79,8 @@ class SchedulerStream:
         self.cell_info, self._said_it_holds = cell_info, True
 
     def note_heartbeat(self, heartbeat: exchange_pb2.SchedulerHeartbeat) -> None:
-        """The scheduler has said whether it holds workers now."""
+        """The scheduler has said whether it holds workers now, and how busy they are."""
+        self.load = heartbeat.load
         self._said_it_holds = self.cell_info is not None and heartbeat.holds_workers
 
     def leave(self, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,9 +12,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
+from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from shared.errors import PoisonRequestError
 from tests.support.exchange_peer import Row, make_end, make_error_end
+from tests.support.patience import PATIENCE_S
 from tests.support.scraping import probes, scrape, values
 from tests.support.tokenizer_service import Service, read_rest, run_tokenizer_service
 
@@ -92,6 +95,40 @@ async def test_the_times_tokens_and_finish_of_a_choice_are_counted(model_dir: Pa
         assert page["lockstep_generation_tokens_total"] == page["lockstep_request_generation_tokens_sum"] == 3
         assert page["lockstep_request_success_total max_tokens"] == 1
         assert [name for name in page if "failure" in name] == []
+
+
+async def test_the_load_of_the_cell_is_that_of_the_last_heartbeat_and_unknown_without_a_link(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    async with watched(model_dir, tmp_path) as (service, address):
+        await service.until_health_is(health_pb2.HealthCheckResponse.NOT_SERVING)
+        assert await load(address) == {}
+        service.peer.load = exchange_pb2.CellLoad(
+            num_waiting=3, num_running=2, num_used_blocks=25, num_blocks=100, block_size=16
+        )
+        await service.link()
+        told = {"num_requests_waiting": 3, "num_requests_running": 2, "kv_cache_usage_perc": 0.25}
+        await until_load_is(address, {**told, "cache_config_info 16 100": 1})
+        # Its workers are gone: it is not idle.
+        service.peer.load = exchange_pb2.CellLoad(num_waiting=5, block_size=16)
+        told = {"num_requests_waiting": 5, "num_requests_running": 0, "kv_cache_usage_perc": 1}
+        await until_load_is(address, {**told, "cache_config_info 16 0": 1})
+        service.peer.end_stream()
+        await until_load_is(address, {})
+
+
+async def load(address: str) -> dict[str, float]:
+    """What the replica tells about its cell."""
+    prefix = "lockstep_cell_"
+    page = values(await scrape(address))
+    return {name.removeprefix(prefix): value for name, value in page.items() if name.startswith(prefix)}
+
+
+async def until_load_is(address: str, expected: dict[str, float]) -> None:
+    """Wait until the replica tells this about its cell."""
+    async with asyncio.timeout(PATIENCE_S):
+        while await load(address) != expected:
+            pass
 
 
 async def test_a_prompt_is_counted_once_and_each_of_its_choices_by_itself(model_dir: Path, tmp_path: Path) -> None:

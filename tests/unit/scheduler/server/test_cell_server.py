@@ -173,6 +173,27 @@ async def test_a_replica_gets_heartbeats_even_before_any_worker_is_attached(tmp_
         assert (await reading).HasField("cell_info")
 
 
+async def test_heartbeats_tell_how_busy_the_cell_is(tmp_path: Path) -> None:
+    worker = GatedWorker(is_open=True)
+    async with running_cell(tmp_path, worker, max_num_seqs=1) as cell:
+        call = cell.exchange()
+        await call.read()
+        worker.gate.clear()
+        for handle in (1, 2, 3):
+            await call.write(submit(handle, [1, 2, 3], 5))
+        reading = asyncio.create_task(read_outputs(call, 3))
+        await cell.wait_until(lambda _: call.load.num_running and call.load.num_waiting == 2)
+        assert call.load == exchange_pb2.CellLoad(
+            num_waiting=2, num_running=1, num_used_blocks=call.load.num_used_blocks, num_blocks=64, block_size=16
+        )
+        assert 0 < call.load.num_used_blocks < 64
+        worker.gate.set()
+        await reading
+        listening = asyncio.create_task(call.read())
+        await cell.wait_until(lambda _: not (call.load.num_running or call.load.num_waiting))
+        listening.cancel()
+
+
 async def test_a_silent_replica_loses_its_stream_and_its_requests(tmp_path: Path) -> None:
     worker = GatedWorker(is_open=True)
     async with running_cell(tmp_path, worker, worker_silence_s=1.0) as cell:
