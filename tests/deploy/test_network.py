@@ -11,21 +11,24 @@ import pytest
 
 from tests.support.chart import CHART, EXAMPLES, LEADER_WORKER_SETS, Tree, find, pod_templates, render
 from tests.support.chart_network import NAMESPACE_LABEL, Endpoint, Network
+from tests.support.chart_values import pools
 
 OPEN = {
     "networkPolicy": {
         "directClients": [{"podSelector": {"matchLabels": {"app": "direct"}}}],
         "operators": [{"podSelector": {"matchLabels": {"app": "operator"}}}],
+        "endpointPickers": [{"podSelector": {"matchLabels": {"app": "picker"}}}],
     }
 }
 CLIENT = Endpoint("client", {"lockstep-client": "true"}, "elsewhere")
 DIRECT = Endpoint("direct client", {"app": "direct"})
 OPERATOR = Endpoint("operator", {"app": "operator"})
 PROMETHEUS = Endpoint("prometheus", {}, "monitoring")
+PICKER = Endpoint("endpoint picker", {"app": "picker"})
 STRANGER = Endpoint("stranger", {"app": "else"})
 STRANGER_ELSEWHERE = Endpoint("stranger elsewhere", {"app": "direct"}, "elsewhere")
 INTERNET = Endpoint("internet", {}, "", "93.184.216.34", is_pod=False)
-OUTSIDE = (CLIENT, DIRECT, OPERATOR, PROMETHEUS, STRANGER, STRANGER_ELSEWHERE, INTERNET)
+OUTSIDE = (CLIENT, DIRECT, OPERATOR, PROMETHEUS, PICKER, STRANGER, STRANGER_ELSEWHERE, INTERNET)
 # One that only collectives use, and the API server's.
 COLLECTIVE_PORT, API_PORT = 40000, 6443
 TWO_CELLS = {
@@ -71,6 +74,8 @@ def is_in_call_graph(source: Endpoint, target: Endpoint, port: int, workers: dic
         return False
     if (component(source), component(target)) == ("worker", "worker"):
         return workers[cell][1] > 1 and domain(source) == domain(target)
+    if source.name == PICKER.name and "lockstep-pool" not in target.labels:
+        return False
     num_ranks = workers[cell][0]
     return port in ports_called(component(source), component(target), range(50053, 50053 + num_ranks))
 
@@ -85,6 +90,7 @@ def ports_called(source: str, target: str, worker_ports: range) -> Container[int
         ("direct client", "scheduler"): {50052},
         ("operator", "scheduler"): {50054},
         ("operator", "worker"): worker_ports,
+        ("endpoint picker", "tokenizer"): {9100},
         ("prometheus", "tokenizer"): {9100},
         ("prometheus", "scheduler"): {9100},
         ("prometheus", "worker"): range(9100, 9101 + len(worker_ports)),
@@ -141,6 +147,10 @@ def test_the_matrix_of_a_domain_of_several_pods_is_its_call_graph() -> None:
 @pytest.mark.parametrize("api", [(), (LEADER_WORKER_SETS,)], ids=["StatefulSet", "LeaderWorkerSet"])
 def test_collectives_stay_in_their_domain_and_calls_in_their_cell(api: tuple[str, ...]) -> None:
     check(render(values=TWO_CELLS | OPEN, apis=api))
+
+
+def test_an_endpoint_picker_reads_the_metrics_of_its_pool_alone() -> None:
+    check(render(values=pools({}, cells=[{"name": "outside"}], **OPEN)))
 
 
 def test_every_pod_may_resolve_names() -> None:

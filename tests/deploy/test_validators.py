@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chart import CHART, EXAMPLES, KUBERNETES, LEADER_WORKER_SETS, Tree, helm, render
-from tests.support.chart_values import values
+from tests.support.chart import CHART, EXAMPLES, KUBERNETES, LEADER_WORKER_SETS, Tree, find, helm, render
+from tests.support.chart_values import pools, values
 from tests.support.deploy_tools import NEWEST_KUBERNETES, OLDEST_KUBERNETES, tool
 from tests.support.kubernetes_schemas import find_errors
 
@@ -48,8 +48,14 @@ def test_a_model_s_image_fits_every_kubernetes_that_mounts_one() -> None:
         assert find_errors(objects, minor) == [], minor
 
 
+def test_a_pool_fits_its_api_with_every_failure_mode() -> None:
+    for mode in ({}, {"failureMode": "FailOpen"}):
+        objects = render(values=pools({"endpointPicker": {"name": "picker", "port": 9002, **mode}}))
+        assert find_errors(objects, NEWEST_KUBERNETES) == []
+
+
 def test_the_schemas_find_what_is_wrong() -> None:
-    objects = render(EXAMPLES[0], apis=[LEADER_WORKER_SETS])
+    objects = render(EXAMPLES[0], apis=[LEADER_WORKER_SETS]) + find(render(values=pools({})), "InferencePool")
     for each in objects:
         match each["kind"]:
             case "Service":
@@ -57,10 +63,12 @@ def test_the_schemas_find_what_is_wrong() -> None:
             case "LeaderWorkerSet":
                 each["spec"]["leaderWorkerTemplate"]["restartPolicy"] = "Never"
                 each["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["contaners"] = []
+            case "InferencePool":
+                each["spec"]["appProtocol"] = "h2c"
             case "Certificate":
                 each["spec"]["usage"] = []
     errors = "\n".join(find_errors(objects, NEWEST_KUBERNETES))
-    assert all(word in errors for word in ("'50051'", "'Never'", "contaners", "'usage'"))
+    assert all(word in errors for word in ("'50051'", "'h2c'", "'Never'", "contaners", "'usage'"))
 
 
 @pytest.mark.parametrize("name", NAMES)

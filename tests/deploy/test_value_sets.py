@@ -18,6 +18,7 @@ NAMES = st.from_regex(r"[a-z0-9]([-a-z0-9]{0,8}[a-z0-9])?", fullmatch=True) | st
 )
 SIZES = st.builds("{}{}".format, st.integers(1, 9999), st.sampled_from(["Mi", "Gi", "Ti"]))
 CPUS = st.integers(1, 256).map(str) | st.integers(1, 9999).map("{}m".format)
+PEERS = [{"ipBlock": {"cidr": "10.0.0.0/8"}}]
 SECONDS = st.integers(5, 3000)
 RESOURCES = st.fixed_dictionaries({}, optional={"cpu": CPUS, "memory": SIZES})
 TEXT = st.text(
@@ -109,18 +110,29 @@ def cells(draw: st.DrawFn, name: str) -> Tree:
     return {**cell, **{part: {**cell[part], **image} for part, image in IMAGES.items()}}
 
 
+def pools(cell: str) -> st.SearchStrategy[Tree]:
+    picker = st.fixed_dictionaries(
+        {"name": st.sampled_from(["picker", "null", "no"]), "port": st.integers(1, 65535)},
+        optional={"failureMode": st.sampled_from(["FailClose", "FailOpen"])},
+    )
+    return st.fixed_dictionaries({"name": st.just(cell), "cells": st.just([cell]), "endpointPicker": picker})
+
+
 @st.composite
 def value_sets(draw: st.DrawFn) -> Tree:
     names = draw(st.lists(NAMES, min_size=1, max_size=2, unique=True))
     monitoring = st.fixed_dictionaries(
         {}, optional={key: st.booleans() for key in ("podMonitor", "rules", "dashboards")}
     )
+    # Each cell has a model of its own.
+    in_pools = draw(st.lists(st.sampled_from(names), unique=True))
     return {
         "cells": [draw(cells(name)) for name in names],
+        "inferencePools": [draw(pools(name)) for name in in_pools],
         "monitoring": draw(monitoring),
         "testPrompt": draw(TEXT),
         "fullnameOverride": draw(st.sampled_from(["", "ls"])),
-        "networkPolicy": {"enabled": draw(st.booleans()), "operators": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]},
+        "networkPolicy": {"enabled": draw(st.booleans()), "operators": PEERS, "endpointPickers": PEERS},
     }
 
 

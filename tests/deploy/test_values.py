@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.chart import CHART, LEADER_WORKER_SETS, RenderError, Tree, find, render
 from tests.support.chart_tables import leaves
-from tests.support.chart_values import DIGEST, HASHES, values, workers
+from tests.support.chart_values import DIGEST, HASHES, pools, values, workers
 
 # What is refused, what the error names, and for a check that depends on it the release of Kubernetes.
 REFUSED: dict[str, tuple[Tree, str]] = {
@@ -97,6 +97,27 @@ REFUSED: dict[str, tuple[Tree, str]] = {
         "clients",
     ),
     "a peer that is nothing": (values(networkPolicy={"clients": [{}]}), "clients"),
+    "a pool of a cell that is not there": (
+        pools({"cells": ["other"]}),
+        'inferencePools[main].cells: there is no cell "other"',
+    ),
+    "a pool of nothing": (pools({"cells": []}), "cells"),
+    "two pools of one name": (pools({}, {}), 'inferencePools: the name "main" is used twice'),
+    "a cell in two pools": (pools({}, {"name": "b"}), 'inferencePools[b].cells: "main" is in another pool too'),
+    "a pool of two models": (
+        pools({"cells": ["main", "b"]}, cells=[{"name": "b", "model": {"pvc": "models", "name": "other"}}]),
+        "inferencePools[main].cells: they serve different models: models, other",
+    ),
+    "a pool with TLS and without": (
+        pools({"cells": ["main", "b"]}, cells=[{"name": "b", "tls": {"insecure": True}}]),
+        "inferencePools[main].cells: some have TLS and some have not",
+    ),
+    "a pool without a picker": (pools({"endpointPicker": {"port": 9002}}), "endpointPicker"),
+    "a pool whose picker has no port": (pools({"endpointPicker": {"name": "picker"}}), "port"),
+    "a picker that cannot read metrics": (
+        pools({}, networkPolicy={}),
+        "networkPolicy.endpointPickers: is required with inferencePools",
+    ),
     "null instead of a value": (workers(dp=None), "dp"),
 }
 

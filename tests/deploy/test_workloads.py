@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.chart import CHART, LEADER_WORKER_SETS, Tree, containers, find, render, rendered_examples
-from tests.support.chart_values import DIGEST, HASHES, TLS, values, workers
+from tests.support.chart import (
+    CHART,
+    LEADER_WORKER_SETS,
+    Tree,
+    containers,
+    find,
+    pod_templates,
+    render,
+    rendered_examples,
+)
+from tests.support.chart_values import DIGEST, HASHES, TLS, pools, values, workers
+from tests.support.endpoint_picker import read_config, read_engine
 
 SETS = [LEADER_WORKER_SETS]
 
@@ -319,6 +329,27 @@ def test_monitoring_is_made_on_request() -> None:
     assert dashboards["data"].keys() == {path.name for path in (CHART / "files" / "dashboards").iterdir()}
     assert all(each["metadata"]["labels"]["team"] == "a" for each in (monitor, rule, dashboards))
     assert not find(render(values=values()), "PodMonitor")
+
+
+def test_an_inference_pool_selects_the_tokenizers_of_its_cells_and_no_other_pod() -> None:
+    objects = render(values=pools({"cells": ["main", "b"]}, cells=[{"name": "b"}, {"name": "c"}]))
+    (pool,) = find(objects, "InferencePool")
+    selector = pool["spec"]["selector"]["matchLabels"].items()
+    chosen = {name: pod for name, pod in pod_templates(objects) if selector <= pod["metadata"]["labels"].items()}
+    assert chosen.keys() == {"Deployment/rel-main-tokenizer", "Deployment/rel-b-tokenizer"}
+    for pod in chosen.values():
+        ports = [each["containerPort"] for each in pod["spec"]["containers"][0]["ports"]]
+        assert ports == [pool["spec"]["targetPorts"][0]["number"], read_config()["metrics-data-source"]["port"]]
+        # How the endpoint picker knows that the metrics are ours.
+        assert pod["metadata"]["labels"]["llm-d.ai/engine-type"] == read_engine()["name"]
+    assert pool["spec"]["appProtocol"] == "kubernetes.io/h2c"
+    assert pool["spec"]["endpointPickerRef"] == {"name": "picker", "port": {"number": 9002}, "failureMode": "FailClose"}
+
+
+def test_without_pools_there_is_nothing_of_them() -> None:
+    objects = render(values=values())
+    assert not find(objects, "InferencePool")
+    assert not [name for name, pod in pod_templates(objects) if "lockstep-pool" in pod["metadata"]["labels"]]
 
 
 def test_the_test_pod_generates_with_the_client() -> None:

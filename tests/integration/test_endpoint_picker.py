@@ -1,4 +1,4 @@
-"""An endpoint picker reads the load of a cell from its tokenizer: names, types, labels, and values that follow the load.
+"""An endpoint picker reads a cell's load from its tokenizer: names, types, labels, and values that follow it.
 
 Source: the model server protocol of the Gateway API Inference Extension, "Metrics Reporting".
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.support.chart import Tree
@@ -23,3 +23,14 @@ def values(cell: Mapping[str, Any] | None = None, **top: Any) -> Tree:
 
 def workers(**more: Any) -> Tree:
     return values({"workers": more})
+
+
+def pools(*pools: Tree, cells: Sequence[Tree] = (), **top: Any) -> Tree:
+    """InferencePools, of the cell `main` unless they say otherwise, and the peers that they need; with more cells."""
+    whole = [
+        {"name": "main", "cells": ["main"], "endpointPicker": {"name": "picker", "port": 9002}, **pool}
+        for pool in pools
+    ]
+    network = {"endpointPickers": [{"podSelector": {"matchLabels": {"app": "picker"}}}]}
+    few = values(**{"networkPolicy": network, "inferencePools": whole, **top})
+    return {**few, "cells": [*few["cells"], *({**few["cells"][0], **cell} for cell in cells)]}
