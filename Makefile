@@ -48,9 +48,10 @@ NODE_READY := $(NODE_CLIENT)/node_modules/.package-lock.json
 TOOLS := .cache/tools
 HADOLINT := $(TOOLS)/hadolint-$(HADOLINT_VERSION)
 TRIVY := $(TOOLS)/trivy
-# What checks the chart; the versions and checksums are in tests/support/deploy_tools.py.
+# What checks the chart, and a gateway in front of a cell; the versions and checksums are in tests/support/deploy_tools.py.
 HELM := $(TOOLS)/helm-4
 CHART_TOOLS := $(HELM) $(TOOLS)/helm-3 $(TOOLS)/kubernetes-schemas
+ENVOY := $(TOOLS)/envoy
 
 # Our protos import messages of google/rpc, which are in site-packages.
 SITE = $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
@@ -80,11 +81,11 @@ test-unit: $(INSTALLED) $(STUBS) $(KERNELS) $(AITER) ## the tests that need no p
 	@$(PYTEST) $(IN_PARALLEL) tests/unit -m "not slow and not proof and not process"
 
 # The chaos tests run alone: they check how soon a killed process is noticed.
-test-slow: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) $(TRIVY) $(CHART_TOOLS) ## run the slow tests
+test-slow: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) $(TRIVY) $(CHART_TOOLS) $(ENVOY) ## run the slow tests
 	@$(PYTEST) $(IN_PARALLEL) -m slow -rs --ignore=tests/chaos --durations=12
 	@$(PYTEST) tests/chaos -m "not proof" --durations=12
 
-proofs: $(INSTALLED) $(STUBS) $(CHART_TOOLS) ## run the tests that are too long for every change
+proofs: $(INSTALLED) $(STUBS) $(CHART_TOOLS) $(ENVOY) ## run the tests that are too long for every change
 	@$(PYTEST) -m proof --ignore=tests/chaos --durations=0
 
 simulate: $(INSTALLED) $(STUBS) ## simulate a cell under random faults: SEEDS (100), FIRST_SEED (0), FAULTS (default: some of all)
@@ -204,7 +205,7 @@ $(AITER_WHEEL): | $(INSTALLED)
 $(AITER): | $(INSTALLED) $(AITER_WHEEL)
 	@$(BIN)/python -m tests.support.aiter_wheel $(AITER_WHEEL)
 
-$(CHART_TOOLS): $(TOOLS)/%: tests/support/deploy_tools.py | $(INSTALLED)
+$(CHART_TOOLS) $(ENVOY): $(TOOLS)/%: tests/support/deploy_tools.py | $(INSTALLED)
 	@echo "downloading $*"
 	@$(BIN)/python -m tests.support.deploy_tools $*
 

