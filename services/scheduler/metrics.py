@@ -34,9 +34,8 @@ def make_registry(
 class CellCollector(Collector):
     """A cell's metrics, from one snapshot. Counters start at 0 with the process; no label comes from a client.
 
-    What a load balancer reads (running, waiting, KV usage) has no labels. Source: the model server protocol of the
-    Gateway API Inference Extension, "Metrics Reporting". A place that no endpoint has is no rank; what was computed on
-    it counts in sums.
+    Sums over the ranks have no labels; those that a load balancer reads are told by each tokenizer too. A place that no
+    endpoint has is no rank; what was computed on it counts in sums.
     """
 
     def __init__(self, engine: Engine, idle_check: IdleCheck, last_word: LastWord | None) -> None:

@@ -34,6 +34,7 @@ class EnvoyConfig:
         self._config["admin"] = {"address": _socket(self.admin_address)}
         resources = self._config["static_resources"]
         [self._listener], [cluster] = resources["listeners"], resources["clusters"]
+        self._cluster = cluster
         self._listener["address"] = _socket(self.address)
         [group] = cluster["load_assignment"]["endpoints"]
         group["lb_endpoints"] = [{"endpoint": {"address": _socket(address)}} for address in tokenizers]
@@ -60,6 +61,13 @@ class EnvoyConfig:
         [route] = host["routes"]
         action: dict[str, Any] = route["route"]
         return action
+
+    @property
+    def keepalive(self) -> dict[str, Any]:
+        """How often tokenizers are pinged."""
+        [protocol] = self._cluster["typed_extension_protocol_options"].values()
+        options: dict[str, Any] = protocol["explicit_http_config"]["http2_protocol_options"]["connection_keepalive"]
+        return options
 
     def write(self, path: Path) -> None:
         """Write it as JSON, which Envoy reads."""
