@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random
 import subprocess
 import sys
 
 from pydantic import ValidationError
 
-from services.scheduler.discovery.backoff import MAX_DELAY_S, Backoff
 from services.scheduler.discovery.last_word import LastWord, OnFound
-from services.scheduler.discovery.watch_messages import MAX_LINE_BYTES, WatchMessage, WatchTask
+from services.scheduler.discovery.watch_messages import (
+    FIRST_DELAY_S,
+    MAX_DELAY_S,
+    MAX_LINE_BYTES,
+    WatchMessage,
+    WatchTask,
+)
+from shared.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +38,7 @@ class KubernetesDiscovery:
 
     async def run(self, on_found: OnFound) -> None:
         """Report each new set of endpoints, until cancelled."""
-        backoff = Backoff(random.SystemRandom().random)
+        backoff = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
         while True:
             heard_at = self._last_word.heard_at
             problem = await self._watch(on_found)

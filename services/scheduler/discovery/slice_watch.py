@@ -7,7 +7,6 @@ the API server goes to stdout as the whole set of endpoints, so that nothing can
 from __future__ import annotations
 
 import json
-import random
 import signal
 import sys
 import time
@@ -18,9 +17,15 @@ from typing import Any, NoReturn, Protocol
 import urllib3
 from kubernetes import client
 
-from services.scheduler.discovery.backoff import Backoff
 from services.scheduler.discovery.endpoint_slices import merge_slices
-from services.scheduler.discovery.watch_messages import MAX_LINE_BYTES, WatchMessage, WatchTask
+from services.scheduler.discovery.watch_messages import (
+    FIRST_DELAY_S,
+    MAX_DELAY_S,
+    MAX_LINE_BYTES,
+    WatchMessage,
+    WatchTask,
+)
+from shared.backoff import Backoff
 from shared.parent import make_end_with_parent
 
 _CONNECT_TIMEOUT_S = 3.0
@@ -53,7 +58,7 @@ class SliceWatch:
         self._task = task
         self._grace_s = min(_MAX_GRACE_S, task.period_s)
         self._send = send
-        self._backoff = Backoff(random.random)
+        self._backoff = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
         self._slices: dict[str, dict[str, Any]] = {}
 
     def run(self) -> NoReturn:

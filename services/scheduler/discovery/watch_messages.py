@@ -10,6 +10,9 @@ from services.scheduler.cell.events import Endpoint
 from shared.config import check_address
 
 MAX_LINE_BYTES = 4 * 1024 * 1024
+# Between two attempts that fail, of the process to watch and of the scheduler to keep it running.
+FIRST_DELAY_S = 0.5
+MAX_DELAY_S = 30.0
 
 
 class _Message(BaseModel):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,16 +14,15 @@ from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
 from lockstep.v1 import common_pb2
 from services.tokenizer.exchange.exchange_link import ExchangeLink
 from services.tokenizer.exchange.request_ledger import ExchangeError
+from shared.backoff import Backoff
 from shared.heartbeat import LEASE_S, Silence, next_beat_at
 from shared.limits import ModelLimits
 from shared.rpc import Peer, make_channel, reason_of, status_from_rpc_error
 
 logger = logging.getLogger(__name__)
 
-FIRST_RETRY_S = 0.1
-LONGEST_RETRY_S = 2.0
-
-_random = secrets.SystemRandom()
+_FIRST_RETRY_S = 0.1
+_LONGEST_RETRY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +129,7 @@ class SchedulerLink:
         self._user = user
         self._silence_s = silence_s
         self._peer = peer
-        self._retry_s = FIRST_RETRY_S
+        self._backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
         # Why there is no stream, so that it is logged once; None while the scheduler answers.
         self._last_reason: str | None = None
 
@@ -142,9 +140,7 @@ class SchedulerLink:
             if end.reason != self._last_reason:
                 logger.warning("no link to the scheduler", extra={"address": self._address, "reason": end.reason})
                 self._last_reason = end.reason
-            # Random, so that the replicas of a cell do not all reconnect at once.
-            await asyncio.sleep(_random.uniform(0.5, 1.0) * self._retry_s)
-            self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
+            await asyncio.sleep(self._backoff.next_delay_s())
 
     async def _run_stream(self) -> StreamEnd:
         stream = self._user.open()
@@ -206,4 +202,5 @@ class SchedulerLink:
                 self._user.on_outputs(stream, response.outputs)
                 return
         await self._user.on_heard(stream)
-        self._retry_s, self._last_reason = FIRST_RETRY_S, None
+        self._backoff.reset()
+        self._last_reason = None

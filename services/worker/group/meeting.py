@@ -13,12 +13,13 @@ from typing import Any
 import grpc
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
+from shared.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 
 # Between attempts: names may take 30 s to resolve, and a leader that restarts seconds to answer.
 _FIRST_RETRY_S = 0.2
-_LAST_RETRY_S = 2.0
+_LONGEST_RETRY_S = 2.0
 
 _GONE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
 
@@ -30,14 +31,14 @@ class NotMetError(Exception):
 
 
 class Retries:
-    """The times between attempts, each longer than the last, until the time to meet is over."""
+    """The pauses between attempts, until the time to meet is over."""
 
     def __init__(self, what: str, timeout_s: float) -> None:
         """`what` is tried."""
         self._what = what
         self._timeout_s = timeout_s
         self.ends_at = asyncio.get_running_loop().time() + timeout_s
-        self._delay_s = _FIRST_RETRY_S
+        self._backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
         self._last_problem: str | None = None
 
     async def wait(self, problem: str) -> None:
@@ -46,13 +47,13 @@ class Retries:
         Raises:
             NotMetError: the time is over.
         """
-        if asyncio.get_running_loop().time() + self._delay_s > self.ends_at:
+        delay_s = self._backoff.next_delay_s()
+        if asyncio.get_running_loop().time() + delay_s > self.ends_at:
             raise NotMetError(f"cannot {self._what} within {self._timeout_s:g} s: {problem}")
         if problem != self._last_problem:
             logger.warning("cannot %s yet", self._what, extra={"error": problem})
             self._last_problem = problem
-        await asyncio.sleep(self._delay_s)
-        self._delay_s = min(2 * self._delay_s, _LAST_RETRY_S)
+        await asyncio.sleep(delay_s)
 
 
 def is_gone(error: grpc.aio.AioRpcError) -> bool:

@@ -17,10 +17,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shared.backoff import Backoff
 from shared.heartbeat import OwnPause
 
-MIN_DELAY_S = 0.5
-
+_FIRST_DELAY_S = 0.5
 # The other processes of a domain notice the exit and end, unless they are stuck in a collective or stopped.
 _LEAVE_S = 2.0
 # A domain that was ready restarts at once this many times within this period, and with a delay after that.
@@ -41,7 +41,7 @@ class RestartPolicy:
     health_kill_s: float = 30.0
     """A process that answers no health check for this long is killed."""
     max_delay_s: float = 30.0
-    """The longest restart delay, up to which it doubles from `MIN_DELAY_S`."""
+    """The longest restart delay, up to which it doubles."""
     max_failed_starts: int | None = None
     """The cell ends after this many starts in a row of one domain that failed before it was ready. None: after the
     first exit if the cell has not served yet, and never later."""
@@ -82,6 +82,8 @@ class _Domain:
     names: Sequence[str]
     start_at: float | None
     """When to start it; None while it runs."""
+    backoff: Backoff
+    """The delays after failures before it was ready."""
     processes: dict[str, _Process] = field(default_factory=dict)
     delay_s: float = 0.0
     """The delay of the next start."""
@@ -91,8 +93,6 @@ class _Domain:
     """Whether it was ever ready."""
     num_failed_starts: int = 0
     """In a row, before it was ready."""
-    last_early_delay_s: float = 0.0
-    """The delay after the last failure if it was not ready then, else 0."""
     fell_at: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_AT_ONCE))
     """The last few failures after it was ready."""
     kill_rest_at: float | None = None
@@ -106,17 +106,17 @@ class _Domain:
     def watched(self) -> dict[str, _Process]:
         return {name: one for name, one in self.processes.items() if one.is_running and not one.is_condemned}
 
-    def break_up(self, now: float, max_delay_s: float) -> None:
+    def break_up(self, now: float) -> None:
         """Choose the restart delay after the first exit."""
         self.kill_rest_at = now + _LEAVE_S
         if not self.is_ready:
             self.num_failed_starts += 1
-            self.delay_s = self.last_early_delay_s = min(max(2 * self.last_early_delay_s, MIN_DELAY_S), max_delay_s)
+            self.delay_s = self.backoff.next_delay_s()
             return
         self.num_failed_starts = 0
-        self.last_early_delay_s = 0.0
+        self.backoff.reset()
         is_often = len(self.fell_at) == _NUM_AT_ONCE and now - self.fell_at[0] <= _AT_ONCE_WITHIN_S
-        self.delay_s = min(_LATER_DELAY_S, max_delay_s) if is_often else 0.0
+        self.delay_s = min(_LATER_DELAY_S, self.backoff.longest_s) if is_often else 0.0
         self.fell_at.append(now)
 
 
@@ -129,7 +129,11 @@ class Supervisor:
     def __init__(self, domain_to_processes: Mapping[str, Sequence[str]], policy: RestartPolicy) -> None:
         """Nothing runs yet: `on_time` starts the domains in this order."""
         self._policy = policy
-        self._domains = {name: _Domain(processes, start_at=0.0) for name, processes in domain_to_processes.items()}
+        self._domains = {
+            # Nothing random: a launcher waits for nothing that others wait for too.
+            name: _Domain(processes, start_at=0.0, backoff=Backoff(_FIRST_DELAY_S, policy.max_delay_s, jitter=0.0))
+            for name, processes in domain_to_processes.items()
+        }
         self._process_to_domain = {process: domain for domain in self._domains.values() for process in domain.names}
         self._own_pause = OwnPause(0.0, _ABSENCE_S)
 
@@ -168,7 +172,7 @@ class Supervisor:
         domain = self._process_to_domain[process]
         domain.processes[process].is_running = False
         if domain.kill_rest_at is None:
-            domain.break_up(now, self._policy.max_delay_s)
+            domain.break_up(now)
         if self._must_end(domain):
             return None
         if not any(other.is_running for other in domain.processes.values()):
