@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
 
+from shared.addresses import check_address, is_local
 from shared.settings_help import is_positional, name_values
 from shared.tls import Certificates, Role, TlsError, TlsFiles
 
@@ -30,23 +31,6 @@ logger = logging.getLogger(__name__)
 
 # Lower-case DNS labels; a longer name leaves no room for the role's. Source: SPIFFE-ID, section 2.1; RFC 1035, 2.3.4.
 _TRUST_DOMAIN = re.compile(r"(?=.{1,240}\Z)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*")
-_LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]"})
-
-
-def check_address(address: str) -> str:
-    """Return `unix:PATH` or `HOST:PORT` unchanged.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if address.startswith("unix:"):
-        if len(address) > len("unix:"):
-            return address
-        raise ValueError("unix: needs a path after it")
-    host, separator, port = address.rpartition(":")
-    if separator and host and port.isdecimal() and int(port) < 65536:
-        return address
-    raise ValueError("must be unix:PATH or HOST:PORT")
 
 
 def check_local_address(address: str) -> str:
@@ -55,7 +39,7 @@ def check_local_address(address: str) -> str:
     Raises:
         ValueError: it is no address, or neither a unix socket nor loopback.
     """
-    if _is_local(check_address(address)):
+    if is_local(check_address(address)):
         return address
     raise ValueError("only this machine may connect: use a unix socket or loopback")
 
@@ -67,14 +51,10 @@ def check_listen_address(address: str, info: ValidationInfo) -> str:
         ValueError: it is no address, or must be local and is not.
     """
     # The settings of TLS are checked before this one.
-    if _is_local(check_address(address)) or info.data.get("tls_cert") is not None:
+    if is_local(check_address(address)) or info.data.get("tls_cert") is not None:
         return address
     flag = "--insecure-cell-bind" if info.field_name == "cell_listen" else "--insecure-bind"
     raise ValueError(f"without TLS only this machine may connect: use a unix socket, loopback, or {flag}")
-
-
-def _is_local(address: str) -> bool:
-    return address.startswith("unix:") or address.rpartition(":")[0] in _LOOPBACK_HOSTS
 
 
 def check_trust_domain(name: str) -> str:

@@ -16,6 +16,7 @@ from http import HTTPStatus
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from shared.addresses import split_address
 from shared.probes import Probes
 from shared.rpc import refuse_taken_socket
 
@@ -59,8 +60,8 @@ async def _listen(address: str, endpoint: _Endpoint) -> asyncio.Server:
         path = address.removeprefix("unix:")
         refuse_taken_socket(path)
         return await asyncio.start_unix_server(endpoint.answer, path, limit=MAX_REQUEST_BYTES)
-    host, _, port = address.rpartition(":")
-    return await asyncio.start_server(endpoint.answer, host.strip("[]"), int(port), limit=MAX_REQUEST_BYTES)
+    host, port = split_address(address)
+    return await asyncio.start_server(endpoint.answer, host, port, limit=MAX_REQUEST_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

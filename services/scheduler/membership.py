@@ -10,11 +10,11 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, model_validator
 
 from services.scheduler.core.policy import CellTopology
-from shared.config import Addresses, ServiceSettings, check_address
+from shared.addresses import LOOPBACK_HOSTS, check_host_and_port
+from shared.config import Addresses, ServiceSettings
 
 # A label of DNS: the name of a service, a namespace or a port. Source: RFC 1123, section 2.1.
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
-_LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 _COMMON = frozenset({"max_dp", "discovery_period_s"})
@@ -63,17 +63,6 @@ def check_port(port: str) -> str:
     return check_label(port)
 
 
-def check_host_and_port(address: str) -> str:
-    """Return `HOST:PORT` unchanged.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    if address.startswith("unix:"):
-        raise ValueError("must be HOST:PORT")
-    return check_address(address)
-
-
 def check_api_server(url: str) -> str:
     """Return the URL of an API server unchanged.
 
@@ -83,7 +72,7 @@ def check_api_server(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme == "https" and parts.hostname:
         return url
-    if parts.scheme == "http" and parts.hostname in _LOOPBACK_HOSTS:
+    if parts.scheme == "http" and parts.hostname in LOOPBACK_HOSTS:
         return url
     raise ValueError("must be https://HOST, or http:// on loopback")
 

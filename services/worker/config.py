@@ -12,14 +12,13 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from services.worker.device import DeviceError, DeviceRequest, check_device
 from services.worker.layout import RankLayout
+from shared.addresses import is_any_host, split_address
 from shared.config import Address, DraftProposerName, ListenAddress, ProcessSettings, load_settings, split_list
 from shared.limits import MAX_DRAFT_TOKENS
 from shared.tls import Role
 
 # `1,2,4` on the command line and in the environment.
 BatchSizes = Annotated[tuple[PositiveInt, ...], NoDecode, BeforeValidator(split_list), Len(1)]
-
-_EVERY_INTERFACE = frozenset({"0.0.0.0", "::"})  # noqa: S104 - recognised, not bound
 
 
 class WorkerSettings(ProcessSettings):
@@ -194,7 +193,7 @@ class WorkerSettings(ProcessSettings):
             return self.collective_host
         if self.bind_address.startswith("unix:"):
             return "127.0.0.1"
-        return self.bind_address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+        return split_address(self.bind_address)[0]
 
     @property
     def layout(self) -> RankLayout:
@@ -224,7 +223,7 @@ class WorkerSettings(ProcessSettings):
     @model_validator(mode="after")
     def _check_store_host(self) -> WorkerSettings:
         is_first = not self.layout.is_alone and not self.layout.follows
-        if is_first and self.store_host in _EVERY_INTERFACE:
+        if is_first and is_any_host(self.store_host):
             raise ValueError(
                 "--collective-host is required for the first process of a failure domain that listens on every "
                 "interface: collectives use one address"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shared.addresses import join_address, split_address, strip_brackets
 from shared.cli.processes.manage_flag import number_address
 from shared.cli.processes.rank_plan import RankNode, plan_ranks, share_cores
 from shared.cli.processes.service_command import ServiceCommand
@@ -18,13 +19,12 @@ def plan_node(settings: RanksSettings, worker_flags: Sequence[str]) -> list[Serv
     """A node's commands in start order; `worker_flags` are passed on unread."""
     domain, num_ranks = settings.domain, settings.num_local_ranks
     first = settings.node_rank * num_ranks
-    port = settings.bind_address.rpartition(":")[2]
-    here = f"{_LOOPBACK}:{port}" if settings.listens_everywhere else settings.bind_address
+    here = _own_address(settings)
 
     def address_of(rank: int) -> str:
         if rank < first:
             # Only leaders are asked for, and those of other nodes are on the first.
-            return number_address(f"{settings.first_node}:{port}", rank, domain.name_of(rank))
+            return number_address(_first_address(settings), rank, domain.name_of(rank))
         return number_address(here, rank - first, domain.name_of(rank) or ONLY_RANK)
 
     def listen_flag_of(rank: int) -> str:
@@ -34,6 +34,18 @@ def plan_node(settings: RanksSettings, worker_flags: Sequence[str]) -> list[Serv
     flags = [*settings.shared_flags(), *_manage_flags(settings), *_collective_flags(settings, worker_flags)]
     node = RankNode(range(first, first + num_ranks), address_of, listen_flag_of, name="ranks")
     return list(plan_ranks(domain, node, [*flags, *share_cores(worker_flags, num_ranks)]))
+
+
+def _own_address(settings: RanksSettings) -> str:
+    """Where this node's ranks find its first one."""
+    if not settings.listens_everywhere:
+        return settings.bind_address
+    return join_address(_LOOPBACK, split_address(settings.bind_address)[1])
+
+
+def _first_address(settings: RanksSettings) -> str:
+    """Where other nodes' ranks find the domain's first one."""
+    return f"{settings.first_node}:{split_address(settings.bind_address)[1]}"
 
 
 def _manage_flags(settings: RanksSettings) -> list[str]:
@@ -49,4 +61,4 @@ def _collective_flags(settings: RanksSettings, worker_flags: Sequence[str]) -> l
     is_given = any(flag.partition("=")[0] == "--collective-host" for flag in worker_flags)
     if is_given or settings.node_rank or not settings.listens_everywhere:
         return []
-    return [f"--collective-host={settings.first_node or _LOOPBACK}"]
+    return [f"--collective-host={strip_brackets(settings.first_node or _LOOPBACK)}"]

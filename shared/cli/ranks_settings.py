@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from shared.addresses import check_host, is_on_every_interface, split_address
 from shared.cli.launcher_settings import RANK_FLAGS, LauncherSettings, render_flags, split_flags
 from shared.cli.processes.rank_plan import RankDomain
 from shared.config import Address, ListenAddress, ProcessSettings
@@ -15,18 +16,6 @@ from shared.tls import Role
 
 _RESERVED_FLAGS = {"worker": RANK_FLAGS | {"manage-listen", "tls-cert", "tls-key", "tls-ca", "trust-domain"}}
 _LAST_PORT = 65535
-
-
-def check_host(host: str) -> str:
-    """Return a host's name or IP address unchanged, an IPv6 address in brackets.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    is_bracketed = host.startswith("[") and host.endswith("]")
-    if not host or "/" in host or (":" in host and not is_bracketed):
-        raise ValueError("must be a host without a port; an IPv6 address is in brackets")
-    return host
 
 
 class RanksSettings(LauncherSettings, ProcessSettings):
@@ -129,7 +118,7 @@ class RanksSettings(LauncherSettings, ProcessSettings):
     @property
     def listens_everywhere(self) -> bool:
         """Whether ranks listen on every interface."""
-        return self.bind_address.rpartition(":")[0] in ("0.0.0.0", "[::]")  # noqa: S104 - recognised, not bound
+        return is_on_every_interface(self.bind_address)
 
     def shared_flags(self) -> list[str]:
         """The flags that every rank gets as they are."""
@@ -147,7 +136,7 @@ class RanksSettings(LauncherSettings, ProcessSettings):
 
 def _check_fixed_ports(address: str, num_ports: int) -> None:
     if not address.startswith("unix:"):
-        first_port = int(address.rpartition(":")[2])
+        _, first_port = split_address(address)
         if not 0 < first_port <= _LAST_PORT + 1 - num_ports:
             raise ValueError(f"{address} must be the first of {num_ports} fixed ports")
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from shared.addresses import split_address
 from shared.cli.launcher_settings import RANK_FLAGS, LauncherSettings, render_flags, split_flags
 from shared.cli.request_flags import DEFAULT_TARGET
 from shared.config import Addresses, ClientPortSettings, ListenAddress, LocalAddress
@@ -69,7 +70,7 @@ class ServeSettings(LauncherSettings, ClientPortSettings):
         if self.scheduler_listen == self.bind_address:
             raise ValueError("--scheduler-listen is the tokenizer's address: each service needs its own")
         for address in (self.bind_address, self.scheduler_listen):
-            if address and not address.startswith("unix:") and int(address.rpartition(":")[2]) == 0:
+            if address and not address.startswith("unix:") and split_address(address)[1] == 0:
                 raise ValueError(f"{address} has no fixed port: the launcher needs one for its health checks")
         return self
 

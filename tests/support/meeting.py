@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.worker.parallel.rendezvous import Rendezvous, open_rendezvous, split_address
+from services.worker.parallel.rendezvous import Rendezvous, open_rendezvous
+from shared.addresses import split_address
 
 
 def meet_at(store: str, start_id: str, *, is_first: bool) -> Rendezvous:

@@ -11,6 +11,7 @@ from pathlib import Path
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from shared.addresses import split_address
 from tests.support.patience import PATIENCE_S
 
 _POLL_S = 0.02
@@ -30,8 +31,7 @@ async def get(address: str, path: str, *, method: str = "GET") -> Answer:
     if address.startswith("unix:"):
         reader, writer = await asyncio.open_unix_connection(address.removeprefix("unix:"))
     else:
-        host, _, port = address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await asyncio.open_connection(*split_address(address))
     writer.write(f"{method} {path} HTTP/1.1\r\nHost: cell\r\n\r\n".encode())
     head, _, body = (await reader.read()).decode().partition("\r\n\r\n")
     writer.close()

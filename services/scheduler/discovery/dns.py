@@ -10,6 +10,7 @@ from typing import Any
 
 from services.scheduler.cell.events import Endpoint
 from services.scheduler.discovery.last_word import LastWord, OnFound
+from shared.addresses import join_address, split_address
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +26,7 @@ class DnsDiscovery:
 
     def __init__(self, name: str, period_s: float, last_word: LastWord) -> None:
         """`name` is HOST:PORT."""
-        host, _, port = name.rpartition(":")
-        self._host, self._port = host.strip("[]"), int(port)
+        self._host, self._port = split_address(name)
         self._period_s = period_s
         self._last_word = last_word
         self._problem = ""
@@ -59,6 +59,5 @@ def _addresses(found: Iterable[tuple[int, int, int, str, tuple[Any, ...]]]) -> s
     """As HOST:PORT. A worker with addresses of both families would take two places, so one family is used."""
     by_family: dict[int, set[str]] = {}
     for family, _, _, _, where in found:
-        host = f"[{where[0]}]" if family == socket.AF_INET6 else where[0]
-        by_family.setdefault(family, set()).add(f"{host}:{where[1]}")
+        by_family.setdefault(family, set()).add(join_address(where[0], where[1]))
     return by_family.get(socket.AF_INET) or by_family.get(socket.AF_INET6) or set()

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from services.scheduler.cell.events import Endpoint
+from shared.addresses import join_address
 
 # A service in both families has slices of each, with the same pods: only the first family that it has is used, because
 # a worker with two addresses would take two places.
@@ -43,9 +44,8 @@ def _endpoints_of(one: Mapping[str, Any], port: str) -> Iterator[Endpoint]:
         if number is None or not addresses:
             continue
         conditions = endpoint.get("conditions") or {}
-        host = f"[{addresses[0]}]" if ":" in addresses[0] else addresses[0]
         yield Endpoint(
-            f"{host}:{number}",
+            join_address(addresses[0], number),
             # An absent condition: ready is true, terminating is false.
             is_ready=conditions.get("ready") is not False,
             is_terminating=conditions.get("terminating") is True,

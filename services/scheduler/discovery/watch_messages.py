@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from services.scheduler.cell.events import Endpoint
-from shared.config import check_address
+from shared.addresses import check_host_and_port
 
 MAX_LINE_BYTES = 4 * 1024 * 1024
 # Between two attempts that fail, of the process to watch and of the scheduler to keep it running.
@@ -36,7 +36,7 @@ class WatchTask(_Message):
 class EndpointMessage(_Message):
     """See `Endpoint`."""
 
-    address: Annotated[str, AfterValidator(check_address)]
+    address: Annotated[str, AfterValidator(check_host_and_port)]
     is_ready: bool
     is_terminating: bool
 

@@ -8,6 +8,8 @@ import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 
+from shared.addresses import join_address, split_address
+
 # Effectively none: a step may take long, and the links between processes detect lost partners.
 COLLECTIVE_TIMEOUT = timedelta(days=1)
 
@@ -54,11 +56,4 @@ def open_rendezvous(host: str, port: int = 0) -> Rendezvous:
         listener.listen()
         on_error.pop_all()
     bound_host, bound_port = listener.getsockname()[:2]
-    store = f"[{bound_host}]:{bound_port}" if family is socket.AF_INET6 else f"{bound_host}:{bound_port}"
-    return Rendezvous(uuid.uuid4().hex, store, listener)
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT, without the brackets of an IPv6 address."""
-    host, _, port = address.rpartition(":")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    return Rendezvous(uuid.uuid4().hex, join_address(bound_host, bound_port), listener)

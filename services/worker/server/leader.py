@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from services.worker.group.group_servicer import GroupServicer
 from services.worker.group.joined_link import JoinedLink
 from services.worker.group.meeting import Retries
-from services.worker.parallel.rendezvous import Rendezvous, open_rendezvous, split_address
+from services.worker.parallel.rendezvous import Rendezvous, open_rendezvous
 from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.device_steps import DeviceSteps
 from services.worker.process.exits import DomainEnd
 from services.worker.server.servicer import SERVICE_NAME, WorkerServicer
+from shared.addresses import split_address
 from shared.rpc import Servicer
 
 if TYPE_CHECKING:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shared.addresses import join_address, split_address
+
 _FLAG = "--manage-listen"
 
 
@@ -36,5 +38,8 @@ def number_address(address: str, number: int, rank: str) -> str:
     """
     if address.startswith("unix:"):
         return f"{address}.{rank}"
-    host, _, port = address.rpartition(":")
-    return f"{host}:{int(port) + number}" if port.isdecimal() and int(port) else address
+    try:
+        host, port = split_address(address)
+    except ValueError:
+        return address
+    return join_address(host, port + number) if port else address

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from shared.addresses import split_address
 from shared.cli.processes.child_process import start_child
 from shared.cli.processes.last_problem import LastProblem
 from shared.cli.processes.manage_flag import find_manage_address
@@ -68,11 +69,11 @@ def check_addresses(addresses: Iterable[str]) -> None:
                     _check_socket_path(address.removeprefix("unix:"))
                 else:
                     _try_to_listen(address, listeners)
-            except (OSError, RuntimeError) as error:
+            except (OSError, RuntimeError, ValueError) as error:
                 raise RefusedError(f"cannot listen on {address}: {_reason(error)}") from None
 
 
-def _reason(error: OSError | RuntimeError) -> str:
+def _reason(error: Exception) -> str:
     # gaierror has error numbers of its own; the text of other errors repeats the address.
     if isinstance(error, socket.gaierror):
         return error.strerror or str(error)
@@ -87,8 +88,7 @@ def _check_socket_path(path: str) -> None:
 
 def _try_to_listen(address: str, listeners: ExitStack) -> None:
     """One success on a host name's addresses is enough, but none may be in use."""
-    host, _, port = address.rpartition(":")
-    infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    infos = socket.getaddrinfo(*split_address(address), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     errors = []
     for family, _, _, _, socket_address in infos:
         try:

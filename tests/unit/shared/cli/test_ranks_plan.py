@@ -29,7 +29,7 @@ def settings_of(command: ServiceCommand) -> WorkerSettings:
 
 
 def places_of(commands: Sequence[ServiceCommand]) -> list[tuple[str, int, str, str | None]]:
-    """Of each process its name, its GPU, where it listens and whom it joins."""
+    """Each process: its name, its GPU, where it listens and which leader it joins."""
     return [
         (command.rank, worker.device_index, worker.bind_address, worker.leader)
         for command in commands
@@ -93,6 +93,7 @@ def test_a_replicas_place_is_passed_on_only_if_given(given: list[str], passed_on
     [
         (["--insecure-bind=0.0.0.0:7"], [], "127.0.0.1"),
         (["--insecure-bind=[::]:7", "--first-node=a"], [], "a"),
+        (["--insecure-bind=[::]:7", "--first-node=[fd00::1]"], [], "fd00::1"),
         (["--insecure-bind=0.0.0.0:7"], ["--collective-host=b"], "b"),
         (["--insecure-bind=10.0.0.1:7", "--first-node=a"], [], "10.0.0.1"),
         (["--listen=unix:/run/w"], [], "127.0.0.1"),

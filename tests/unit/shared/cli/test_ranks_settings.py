@@ -33,7 +33,8 @@ NODES = ("--nodes=2", "--first-node=a")
         ([*NODES, "--tp=2", "--listen=unix:x"], "a unix socket cannot be reached from other nodes"),
         (["--tp=2", "--listen=127.0.0.1:0"], "127.0.0.1:0 must be the first of 2 fixed ports"),
         (["--tp=2", "--listen=127.0.0.1:65535"], "127.0.0.1:65535 must be the first of 2 fixed ports"),
-        (["--tp=2", "--manage-listen=:::65534"], ":::65534 must be the first of 3 fixed ports"),
+        (["--tp=2", "--manage-listen=[::]:65534"], "[::]:65534 must be the first of 3 fixed ports"),
+        (["--manage-listen=:::65534"], "must be unix:PATH or HOST:PORT, with an IPv6 address in brackets"),
         (
             ["--nodes=2", "--tp=2", "--insecure-bind=0.0.0.0:7"],
             "--first-node is required on the first node too if it listens on every interface",

@@ -76,7 +76,8 @@ def test_a_socket_in_use_is_named_and_a_stale_one_is_accepted(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "address", ["unix:/nowhere/socket", f"unix:/tmp/{'x' * 200}", "192.0.2.1:7", "no-host.invalid:7"]
+    "address",
+    ["unix:/nowhere/socket", f"unix:/tmp/{'x' * 200}", "192.0.2.1:7", "no-host.invalid:7", "no-port", "::1:7"],
 )
 def test_an_unusable_address_is_named(address: str) -> None:
     with pytest.raises(RefusedError, match=f"cannot listen on {address}: (?!Unknown error)"):
