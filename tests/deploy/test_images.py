@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from services.worker.ops.native.isa import available_isas
-from tests.support.dockerfile import DOCKERFILE, Build, read_stages
+from tests.support.dockerfile import DOCKERFILE, Build, inherited_arguments, read_stages
 from tests.support.image_service import running_service
 from tests.support.ports import free_port
 from tests.support.processes import ROOT
@@ -36,6 +37,10 @@ ROLES = {
     "worker-cuda": "worker",
     "worker-rocm": "worker",
 }
+LABELS = [
+    f"org.opencontainers.image.{name}"
+    for name in ("title", "description", "licenses", "version", "revision", "base.name")
+]
 DEVELOPMENT = {"pip", "wheel", "pytest", "grpcio-tools", "mypy", "ruff"}
 # What an image must not have, since its role has no use for it. torch requires setuptools.
 FORBIDDEN = {
@@ -91,7 +96,10 @@ def test_every_role_has_an_image_that_starts_its_service_as_a_user_that_is_not_r
         entry_point = json.loads(stages[name].arguments_of("ENTRYPOINT")[0])
         assert entry_point[1:] == ["-m", f"services.{role}"], name
         assert stages[name].arguments_of("USER") == ["65532:65532"]
-        assert "org.opencontainers.image.revision" in stages[name].arguments_of("LABEL")[0]
+        labels = [
+            pair.partition("=")[0] for line in inherited_arguments(stages, name, "LABEL") for pair in shlex.split(line)
+        ]
+        assert sorted(labels) == sorted(LABELS), name
     assert json.loads(stages["import"].arguments_of("ENTRYPOINT")[0]) == ["lockstep"]
 
 

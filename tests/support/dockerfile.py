@@ -48,6 +48,12 @@ def read_stages(path: Path = DOCKERFILE) -> dict[str, Stage]:
     return stages
 
 
+def inherited_arguments(stages: Mapping[str, Stage], name: str, keyword: str) -> list[str]:
+    """The arguments of each such instruction of a stage, after those of the stages that it begins with."""
+    stage = stages.get(name)
+    return [] if stage is None else inherited_arguments(stages, stage.base, keyword) + stage.arguments_of(keyword)
+
+
 def _instructions(text: str) -> Iterator[tuple[str, str]]:
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     for instruction in "\n".join(lines).replace("\\\n", " ").splitlines():
@@ -84,7 +90,8 @@ class Build:
         stage = self._stages[target]
         self.build(stage.base)
         work_dir = self.folder
-        for keyword, arguments in self._with_inherited(target, "WORKDIR"):
+        inherited = [("WORKDIR", path) for path in inherited_arguments(self._stages, stage.base, "WORKDIR")]
+        for keyword, arguments in inherited + stage.instructions:
             if keyword == "WORKDIR":
                 work_dir = Path(self.place(arguments))
                 work_dir.mkdir(parents=True, exist_ok=True)
@@ -102,21 +109,13 @@ class Build:
 
     def environment(self, target: str) -> dict[str, str]:
         """The image's variables, without PATH."""
-        pairs = [pair for _, line in self._with_inherited(target, "ENV", only=True) for pair in shlex.split(line)]
+        pairs = [pair for line in inherited_arguments(self._stages, target, "ENV") for pair in shlex.split(line)]
         variables = dict(self.place(pair).split("=", 1) for pair in pairs)
         return {name: value for name, value in variables.items() if name != "PATH"}
 
     def place(self, text: str) -> str:
         """The text with each path of the image as one below the folder."""
         return _FOLDERS.sub(rf"{self.folder}/\1", text)
-
-    def _with_inherited(self, target: str, keyword: str, *, only: bool = False) -> list[tuple[str, str]]:
-        """A stage's instructions, after those of `keyword` that it inherits; with `only` no others."""
-        stage = self._stages.get(target)
-        if stage is None:
-            return []
-        own = [each for each in stage.instructions if not only or each[0] == keyword]
-        return self._with_inherited(stage.base, keyword, only=True) + own
 
     def _values(self, stage: Stage) -> dict[str, str]:
         declared = [word.partition("=") for line in stage.arguments_of("ARG") for word in line.split()]
