@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,9 +14,15 @@ import yaml
 from shared.rpc import Peer, make_channel
 from shared.tls import Certificates, Role, TlsFiles
 from tests.support.chart import CHART, LEADER_WORKER_SETS, render
-from tests.support.client import token_request
 from tests.support.patience import PATIENCE_S
-from tests.support.rank_nodes import RankNode, closing_nodes, refusal_of, restart_all, restart_launcher
+from tests.support.rank_nodes import (
+    RankNode,
+    closing_nodes,
+    damage_under_load,
+    refusal_of,
+    restart_all,
+    restart_launcher,
+)
 from tests.support.rendered_pods import Cluster, Pod, logging_failures, running
 from tests.support.rolling_cell import RollingClient
 from tests.support.small_configs import SMALL_CONFIGS
@@ -133,20 +138,8 @@ async def test_a_coupled_cell_on_two_nodes_loses_no_request(
 ) -> None:
     for pod in cluster.of("tokenizer"):
         await pod.wait_until_probed("readinessProbe")
-    requests = [token_request([3 + n, 9, 40 + n], max_tokens=100, ignore_eos=True, seed=n) for n in range(4)]
     async with connect(cluster) as client:
-        await client.wait_until(lambda state: state.rank_steps and all(rank.is_attached for rank in state.rank_steps))
-        old = nodes[0].start_ids()[-1]
-        expected = await client.generate_all(requests)
-        answers = [asyncio.create_task(client.generate(request)) for request in requests]
-        await client.wait_until(lambda state: state.num_running == len(requests))
-        # Not in a thread of its own: a process ends with the thread that started it.
-        damage(nodes[number])
-        completions = await asyncio.gather(*answers)
-        await client.wait_until_idle()
-
-    assert [one.token_ids for one in completions] == [one.token_ids for one in expected]
-    assert nodes[0].start_ids()[-1] != old
+        old = await damage_under_load(client, nodes, lambda: damage(nodes[number]))
     for probe in PROBES:
         for pod in cluster.of("worker"):
             await pod.wait_until_probed(probe)

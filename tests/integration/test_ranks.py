@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.cell import Cell, start_cell
-from tests.support.client import connect, token_request
-from tests.support.rank_nodes import RankNode, refusal_of, restart_all, restart_launcher, run_node, run_nodes
+from tests.support.client import connect
+from tests.support.rank_nodes import (
+    RankNode,
+    damage_under_load,
+    refusal_of,
+    restart_all,
+    restart_launcher,
+    run_node,
+    run_nodes,
+)
 from tests.support.scraping import scrape, values
 from tests.support.small_configs import SMALL_CONFIGS
 from tests.support.small_models import build_model, write_small_model
@@ -87,20 +94,8 @@ def cell(moe_model: Path, nodes: list[RankNode]) -> Iterator[Cell]:
 async def test_a_damaged_domain_of_two_nodes_is_back_under_a_new_start(
     cell: Cell, nodes: list[RankNode], damage: Callable[[RankNode], None], number: int
 ) -> None:
-    requests = [token_request([3 + n, 9, 40 + n], max_tokens=100, ignore_eos=True, seed=n) for n in range(4)]
     async with connect(cell) as client:
-        await client.wait_until(lambda state: all(rank.is_attached for rank in state.rank_steps))
-        old = nodes[0].start_ids()[-1]
-        expected = await client.generate_all(requests)
-        answers = [asyncio.create_task(client.generate(request)) for request in requests]
-        await client.wait_until(lambda state: state.num_running == len(requests))
-        # Not in a thread of its own: a process ends with the thread that started it.
-        damage(nodes[number])
-        completions = await asyncio.gather(*answers)
-        await client.wait_until_idle()
-
-    assert [one.token_ids for one in completions] == [one.token_ids for one in expected]
-    assert nodes[0].start_ids()[-1] != old
+        old = await damage_under_load(client, nodes, lambda: damage(nodes[number]))
     for node in nodes:
         await node.wait_until_ready()
     assert await refusal_of(nodes[0].address, old) == "GROUP_MISMATCH"

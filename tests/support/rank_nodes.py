@@ -21,6 +21,7 @@ from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from shared.release import find_release
 from shared.rpc import Peer, make_channel, reason_of, status_from_rpc_error
 from tests.support.cell import popen_lockstep
+from tests.support.client import Client, token_request
 from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
 from tests.support.scraping import wait_for_probes
@@ -144,6 +145,27 @@ def restart_all(node: RankNode) -> None:
     """Kill all processes of a node with SIGKILL, and start it again."""
     node.kill_all()
     node.start()
+
+
+async def damage_under_load(client: Client, nodes: Sequence[RankNode], damage: Callable[[], None]) -> str:
+    """Damage a domain while its cell generates: every request gets the tokens that it gets without damage.
+
+    Returns:
+        The id of the domain's start before the damage, which is over.
+    """
+    requests = [token_request([3 + n, 9, 40 + n], max_tokens=100, ignore_eos=True, seed=n) for n in range(4)]
+    await client.wait_until(lambda state: state.rank_steps and all(rank.is_attached for rank in state.rank_steps))
+    old = nodes[0].start_ids()[-1]
+    expected = await client.generate_all(requests)
+    answers = [asyncio.create_task(client.generate(request)) for request in requests]
+    await client.wait_until(lambda state: state.num_running == len(requests))
+    # Not in a thread of its own: a process ends with the thread that started it.
+    damage()
+    completions = await asyncio.gather(*answers)
+    await client.wait_until_idle()
+    assert [one.token_ids for one in completions] == [one.token_ids for one in expected]
+    assert nodes[0].start_ids()[-1] != old
+    return old
 
 
 async def refusal_of(leader: str, start_id: str, *, peer: Peer | None = None) -> str | None:
