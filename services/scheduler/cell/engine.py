@@ -37,6 +37,7 @@ from services.scheduler.core.batch.step import OutputsByClient, StepResult
 from services.scheduler.core.cache.kv_feed import KvFeed
 from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerCounters, SchedulerPolicy, StepBudget
 from services.scheduler.core.worker_facts import WorkerFacts
+from shared.ids import DpRank
 from shared.limits import ModelLimits
 
 _ONE_RANK = CellTopology()
@@ -150,6 +151,10 @@ class Engine:
     def state(self) -> CellState:
         """Take a snapshot."""
         return self._cell.state()
+
+    def is_vacant(self, rank: DpRank) -> bool:
+        """Whether a rank is a place that no endpoint has."""
+        return self._cell.domain_by_rank[rank].is_vacant
 
     def check_integrity(self) -> None:
         """Assert that all state is consistent."""

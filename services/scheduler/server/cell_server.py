@@ -254,7 +254,7 @@ class CellServer:
         dp_size = self.engine.topology.dp_size
         if rank >= dp_size:
             problem = f"must be below {dp_size}, the number of ranks"
-        elif self.engine.state().ranks[rank].is_vacant:
+        elif self.engine.is_vacant(DpRank(rank)):
             problem = "no endpoint has this place"
         else:
             return DpRank(rank)
