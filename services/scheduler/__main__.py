@@ -9,7 +9,7 @@ import time
 import uuid
 
 from services.scheduler.config import SchedulerSettings
-from services.scheduler.discovery.last_word import LastWord
+from services.scheduler.discovery.last_seen import LastSeen
 from services.scheduler.make_cell import make_cell
 from services.scheduler.metrics import make_registry
 from services.scheduler.server.listeners import PUBLIC_SERVICES, make_servers
@@ -29,13 +29,13 @@ _STOP_GRACE_S = 0.5
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> int:
     """Serve until `stop` is set or the cell fails; returns the exit code."""
     health, probes = Health(PUBLIC_SERVICES), Probes("starting")
-    last_word = LastWord(time.monotonic())
-    cell = make_cell(settings, uuid.uuid4().hex, health, last_word)
+    last_seen = LastSeen(time.monotonic())
+    cell = make_cell(settings, uuid.uuid4().hex, health, last_seen)
     try:
         servers = make_servers(settings, cell, health)
         is_discovered = settings.topology.is_dynamic
         registry = make_registry(
-            cell.engine, cell.idle_check, settings.certificates, last_word if is_discovered else None
+            cell.engine, cell.idle_check, settings.certificates, last_seen if is_discovered else None
         )
         management = await serve_management(settings.manage_listen, registry, probes)
     except RuntimeError as error:

@@ -44,7 +44,8 @@ class SchedulerSettings(ProcessSettings, ClientPortSettings, MembershipSettings)
     )
     insecure_cell_bind: Address | None = Field(
         default=None,
-        description="Serve the cell unencrypted on this address instead of --cell-listen, to anyone who can reach it.",
+        description="Serve the cell unencrypted on this address instead of --cell-listen; any host that can reach it "
+        "may connect.",
     )
     worker_silence_s: float = Field(
         default=_POLICY.worker_silence_s,

@@ -15,7 +15,7 @@ from services.scheduler.cell.events import Event, Exit
 from services.scheduler.config import SchedulerSettings
 from services.scheduler.discovery.dns import DnsDiscovery
 from services.scheduler.discovery.kubernetes_discovery import KubernetesDiscovery
-from services.scheduler.discovery.last_word import LastWord
+from services.scheduler.discovery.last_seen import LastSeen
 from services.scheduler.discovery.watch_messages import WatchTask
 from services.scheduler.server.cell_server import CellServer
 from services.scheduler.server.failpoint import SubmitFailpoint
@@ -26,11 +26,11 @@ from shared.rpc import make_channel, make_peer
 from shared.tls import Role
 
 
-def make_cell(settings: SchedulerSettings, instance_id: str, health: Health, last_word: LastWord) -> CellServer:
+def make_cell(settings: SchedulerSettings, instance_id: str, health: Health, last_seen: LastSeen) -> CellServer:
     """Make the cell in the running event loop; no worker is attached yet.
 
     Args:
-        last_word: What the discovery heard, if the workers are discovered.
+        last_seen: Filled by discovery, if the workers are discovered.
     """
     topology = settings.topology
     claim = SchedulerClaim(instance_id, random.SystemRandom().random)
@@ -58,7 +58,7 @@ def make_cell(settings: SchedulerSettings, instance_id: str, health: Health, las
 
     return CellServer(
         Engine(settings.policy, settings.cache, topology),
-        WorkerAccess(link_domain, _make_discovery(settings, last_word) if topology.is_dynamic else settings.workers),
+        WorkerAccess(link_domain, _make_discovery(settings, last_seen) if topology.is_dynamic else settings.workers),
         instance_id=instance_id,
         health=health,
         replica_silence_s=settings.worker_silence_s,
@@ -66,9 +66,9 @@ def make_cell(settings: SchedulerSettings, instance_id: str, health: Health, las
     )
 
 
-def _make_discovery(settings: SchedulerSettings, last_word: LastWord) -> Discovery:
+def _make_discovery(settings: SchedulerSettings, last_seen: LastSeen) -> Discovery:
     if settings.discovery_name is not None:
-        return DnsDiscovery(settings.discovery_name, settings.discovery_period, last_word)
+        return DnsDiscovery(settings.discovery_name, settings.discovery_period, last_seen)
     assert settings.discovery_service is not None
     assert settings.discovery_port is not None
     task = WatchTask(
@@ -80,4 +80,4 @@ def _make_discovery(settings: SchedulerSettings, last_word: LastWord) -> Discove
         period_s=settings.discovery_period,
         parent_pid=os.getpid(),
     )
-    return KubernetesDiscovery(task, last_word)
+    return KubernetesDiscovery(task, last_seen)

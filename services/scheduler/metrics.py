@@ -14,21 +14,21 @@ from prometheus_client.registry import Collector
 from services.scheduler.cell.engine import Engine
 from services.scheduler.cell.state import CellState, RankState
 from services.scheduler.core.policy import RECOVERY_BUCKETS_S, SchedulerCounters
-from services.scheduler.discovery.last_word import LastWord
+from services.scheduler.discovery.last_seen import LastSeen
 from services.scheduler.server.idle_check import IdleCheck
 from shared.process_metrics import make_process_registry
 from shared.tls import Certificates
 
 
 def make_registry(
-    engine: Engine, idle_check: IdleCheck, certificates: Certificates | None, last_word: LastWord | None = None
+    engine: Engine, idle_check: IdleCheck, certificates: Certificates | None, last_seen: LastSeen | None = None
 ) -> CollectorRegistry:
     """Make a registry for a cell, the service's certificate if it has one, and this process.
 
     Args:
-        last_word: Of the discovery; None if the workers are configured.
+        last_seen: What discovery saw; None if the workers are configured.
     """
-    return make_process_registry(CellCollector(engine, idle_check, last_word), certificates)
+    return make_process_registry(CellCollector(engine, idle_check, last_seen), certificates)
 
 
 class CellCollector(Collector):
@@ -38,10 +38,10 @@ class CellCollector(Collector):
     endpoint has is no rank; what was computed on it counts in sums.
     """
 
-    def __init__(self, engine: Engine, idle_check: IdleCheck, last_word: LastWord | None) -> None:
+    def __init__(self, engine: Engine, idle_check: IdleCheck, last_seen: LastSeen | None) -> None:
         self._engine = engine
         self._idle_check = idle_check
-        self._last_word = last_word
+        self._last_seen = last_seen
 
     def collect(self) -> Iterator[Metric]:
         """See the library's `Collector`."""
@@ -52,8 +52,8 @@ class CellCollector(Collector):
         for rank in _ranks(state):
             attached.add_metric([str(rank.rank)], int(rank.is_attached))
         yield attached
-        if self._last_word is not None:
-            yield from _discovery_metrics(self._last_word, self._engine.num_unplaced_endpoints)
+        if self._last_seen is not None:
+            yield from _discovery_metrics(self._last_seen, self._engine.num_unplaced_endpoints)
         yield from _request_metrics(state)
         yield from _kv_cache_metrics(state)
         yield _step_metric(state)
@@ -73,14 +73,14 @@ def _ranks(state: CellState) -> list[RankState]:
     return [rank for rank in state.ranks if not rank.is_vacant]
 
 
-def _discovery_metrics(last_word: LastWord, num_unplaced: int) -> Iterator[Metric]:
+def _discovery_metrics(last_seen: LastSeen, num_unplaced: int) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "lockstep_discovery_staleness_seconds",
-        "Time since discovery had a good word from DNS or the Kubernetes API server; the last endpoints stay in use.",
-        max(0.0, time.monotonic() - last_word.heard_at),
+        "Time since DNS or the Kubernetes API server last reported endpoints; the last ones stay in use.",
+        max(0.0, time.monotonic() - last_seen.seen_at),
     )
     yield GaugeMetricFamily(
-        "lockstep_discovery_endpoints", "Endpoints that discovery knows.", len(last_word.endpoints or ())
+        "lockstep_discovery_endpoints", "Endpoints that discovery knows.", len(last_seen.endpoints or ())
     )
     yield GaugeMetricFamily(
         "lockstep_discovery_unplaced_endpoints",

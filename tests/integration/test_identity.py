@@ -125,7 +125,7 @@ async def test_a_pool_so_small_that_sequences_are_preempted(
     assert state.num_preemptions > 0
 
 
-async def test_cancelled_neighbours_give_their_blocks_back_and_disturb_nobody(
+async def test_cancelled_neighbours_give_their_blocks_back_and_disturb_no_request(
     plain_cell: Cell, requests: list[tokenizer_pb2.GenerateRequest], alone: list[tuple[list[int], str]]
 ) -> None:
     async def cancel_after(request: tokenizer_pb2.GenerateRequest, num_responses: int) -> None:

@@ -1,4 +1,4 @@
-"""A launcher or test run leaves no process behind, however it is interrupted."""
+"""The processes of a launcher or test run end with it, however it is interrupted."""
 
 from __future__ import annotations
 

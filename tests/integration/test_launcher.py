@@ -167,7 +167,7 @@ def test_a_bad_flag_of_a_service_is_refused_before_anything_starts(tiny_model: P
     assert refused(str(tiny_model), free_address(), flag).startswith(f"error: {problem}")
 
 
-async def test_a_cell_whose_output_nobody_reads_serves_and_stops(tiny_model: Path) -> None:
+async def test_a_cell_whose_output_is_not_read_serves_and_stops(tiny_model: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     with (
         full_pipe() as (reader, stderr),
@@ -229,7 +229,7 @@ def test_a_draft_model_that_is_none_is_refused_before_anything_starts(tiny_model
     )
 
 
-def test_a_cell_can_be_of_workers_that_somebody_else_started(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_cell_can_be_of_workers_that_were_started_elsewhere(tiny_model: Path, tmp_path: Path) -> None:
     address = f"unix:{tmp_path / 'worker.sock'}"
     worker = start_service("worker", f"--model-dir={tiny_model}", f"--listen={address}")
     with worker, start_cell(tiny_model, f"--workers={address}") as cell:

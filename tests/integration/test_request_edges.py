@@ -136,7 +136,7 @@ async def flush_prefix_cache(cell: Cell) -> int:
 
 
 async def test_both_doors_share_the_prefixes_of_equal_salts_whatever_metadata_says(cell: Cell) -> None:
-    tenant = (("x-tenant", "somebody"), ("x-lockstep-tenant", "somebody"))
+    tenant = (("x-tenant", "a-tenant"), ("x-lockstep-tenant", "a-tenant"))
     async with connect(cell) as client:
         await flush_prefix_cache(cell)
         assert await num_cached_tokens(client, "text", "a") == 0
@@ -147,7 +147,7 @@ async def test_both_doors_share_the_prefixes_of_equal_salts_whatever_metadata_sa
         assert await num_cached_tokens(client, "text", metadata=tenant) == 32
 
 
-async def test_a_flush_forgets_prefixes_and_harms_nobody(cell: Cell) -> None:
+async def test_a_flush_forgets_prefixes_and_harms_no_request(cell: Cell) -> None:
     request = prompt_request(PROMPT, max_tokens=200, ignore_eos=True)
     async with connect(cell) as client:
         undisturbed = await generate_tokens(client.scheduler, request)

@@ -125,7 +125,7 @@ def test_in_a_terminal_each_snapshot_stands_over_the_last_one_until_ctrl_c(watch
     assert "Traceback" not in seen
 
 
-def test_in_a_pipe_snapshots_stand_one_below_the_other_until_nobody_reads(watched: Watched) -> None:
+def test_in_a_pipe_snapshots_come_one_below_the_other_until_the_reader_ends(watched: Watched) -> None:
     with popen_lockstep("top", f"--target={watched.cell.cell_address}", "--interval=0.1") as process:
         assert process.stdout is not None
         assert process.stderr is not None

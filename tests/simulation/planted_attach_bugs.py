@@ -102,7 +102,7 @@ def _refusals_teach_nothing(patch: Patch) -> None:
 
 
 @planted(SPLIT)
-def _nobody_goes(patch: Patch) -> None:
+def _no_scheduler_gives_way(patch: Patch) -> None:
     """Two schedulers that each hold a part of a cell keep it forever."""
     patch.setattr(SchedulerClaim, "is_below", lambda *_: False)
 

@@ -359,6 +359,6 @@ def _steps_exceed_their_budget(patch: Patch) -> None:
 
 
 @_planted(Fault.WORKER_SLOW)
-def _nobody_ages(patch: Patch) -> None:
+def _no_request_ages(patch: Patch) -> None:
     """A request that has waited for long never overtakes more urgent ones."""
     patch.setattr(WaitingQueue, "next", lambda self, now, cached: self._order.first(now, cached))

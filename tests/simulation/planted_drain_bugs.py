@@ -65,7 +65,7 @@ def _drains_never_end(patch: Patch) -> None:
 
 
 @_planted(Fault.WORKER_LEAVE, Fault.RANK_DRAIN)
-def _nobody_may_finish(patch: Patch) -> None:
+def _no_sequence_may_finish(patch: Patch) -> None:
     """Sequences are moved at once, although they might finish in time."""
     make = Drains.__init__
     patch.setattr(Drains, "__init__", lambda self, _: make(self, 0.0))

@@ -55,7 +55,7 @@ def test_a_poison_request_halves_its_suspects_with_each_death() -> None:
     assert num_poisoned > 5
 
 
-def test_kills_from_outside_poison_nobody_who_gets_a_token_in_between() -> None:
+def test_kills_from_outside_poison_no_request_that_gets_a_token_in_between() -> None:
     num_lost = 0
     for seed in range(60):
         report = simulate(seed, [Fault.WORKER_CRASH, Fault.LINK_BREAK])

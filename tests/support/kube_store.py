@@ -54,7 +54,7 @@ class Change:
 
 @dataclass
 class KubeStore:
-    """Objects by kind and name. Every write has a version of its own, and wakes whoever waits for `changed`."""
+    """Objects by kind and name. Every write has a version of its own, and notifies `changed`."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     version: int = 100

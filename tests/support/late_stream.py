@@ -89,7 +89,7 @@ class LateStream:
             self._changed.wait_for(lambda: self._num_launched >= number)
 
     def want(self, number: int) -> None:
-        """Somebody waits for the launch of this number."""
+        """The launch of this number is waited for."""
         with self._changed:
             self._num_wanted = max(self._num_wanted, number)
             self._changed.notify_all()

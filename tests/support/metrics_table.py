@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 from lockstep.internal.v1 import exchange_pb2
 from services.scheduler.cell.engine import Engine
 from services.scheduler.core.policy import CacheSettings, SchedulerPolicy
-from services.scheduler.discovery.last_word import LastWord
+from services.scheduler.discovery.last_seen import LastSeen
 from services.scheduler.metrics import make_registry as make_scheduler_registry
 from services.scheduler.server.idle_check import IdleCheck
 from services.tokenizer.exchange.cell_requests import CellRequests
@@ -91,7 +91,7 @@ async def _tokenizer() -> CollectorRegistry:
 def _scheduler() -> CollectorRegistry:
     engine = Engine(SchedulerPolicy(), CacheSettings())
     idle_check = IdleCheck(engine, asyncio.get_running_loop())
-    return make_scheduler_registry(engine, idle_check, _CERTIFICATES, LastWord(0.0))
+    return make_scheduler_registry(engine, idle_check, _CERTIFICATES, LastSeen(0.0))
 
 
 def _worker() -> CollectorRegistry:

@@ -2,7 +2,7 @@
 
 Each pod has a loopback address of its own, so that ports stay as they are rendered. An argument is changed in three
 ways only: the kubelet's `$(VARIABLE)`; a name that DNS would resolve, or 0.0.0.0, becomes an address; a folder that the
-container mounts becomes the folder that stands for the volume. Nothing here limits or confines a process.
+container mounts becomes the folder that the test has for the volume. Nothing here limits or confines a process.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class Cluster:
             ]:
                 shutil.copy(source / file["key"], folder / file["path"])
         else:
-            assert "emptyDir" in volume, f"nothing stands in for {volume}"
+            assert "emptyDir" in volume, f"the test has no folder for {volume}"
         return folder
 
 

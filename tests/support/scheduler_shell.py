@@ -14,7 +14,7 @@ import grpc
 from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler.config import SchedulerSettings
-from services.scheduler.discovery.last_word import LastWord
+from services.scheduler.discovery.last_seen import LastSeen
 from services.scheduler.make_cell import make_cell
 from services.scheduler.server.cell_server import CellServer
 from services.scheduler.server.listeners import make_servers
@@ -131,7 +131,7 @@ async def running_scheduler(
     address, cell_address = f"unix:{tmp_path}/scheduler", f"unix:{tmp_path}/cell"
     scheduler_settings = SchedulerSettings(listen=address, cell_listen=cell_address, **settings)
     health = Health(())
-    cell = make_cell(scheduler_settings, instance_id, health, LastWord(0.0))
+    cell = make_cell(scheduler_settings, instance_id, health, LastSeen(0.0))
     servers = make_servers(scheduler_settings, cell, health)
     for server in servers:
         await server.start()

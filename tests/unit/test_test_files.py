@@ -48,7 +48,7 @@ TESTED_BY = {
     "unit/scheduler/core/cache/test_prefix_cache.py": ("services/scheduler/core/batch/cached_prefix.py",),
     "unit/scheduler/core/queue/test_waiting_queue.py": ("services/scheduler/core/queue/drain_rate.py",),
     "unit/scheduler/server/test_direct_clients.py": ("services/scheduler/server/token_stream.py",),
-    "unit/scheduler/discovery/test_watch_messages.py": ("services/scheduler/discovery/last_word.py",),
+    "unit/scheduler/discovery/test_watch_messages.py": ("services/scheduler/discovery/last_seen.py",),
     "unit/scheduler/server/test_worker_links.py": ("services/scheduler/discovery/kubernetes_discovery.py",),
     "unit/scheduler/test_config.py": ("services/scheduler/membership.py",),
     "unit/scheduler/test_main.py": ("services/scheduler/make_cell.py", "services/scheduler/server/failpoint.py"),

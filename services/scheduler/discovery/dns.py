@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from services.scheduler.cell.events import Endpoint
-from services.scheduler.discovery.last_word import LastWord, OnFound
+from services.scheduler.discovery.last_seen import LastSeen, OnFound
 from shared.addresses import join_address, split_address
 
 logger = logging.getLogger(__name__)
@@ -24,11 +24,11 @@ class DnsDiscovery:
     endpoint is only known to be gone by its broken stream.
     """
 
-    def __init__(self, name: str, period_s: float, last_word: LastWord) -> None:
+    def __init__(self, name: str, period_s: float, last_seen: LastSeen) -> None:
         """`name` is HOST:PORT."""
         self._host, self._port = split_address(name)
         self._period_s = period_s
-        self._last_word = last_word
+        self._last_seen = last_seen
         self._problem = ""
 
     async def run(self, on_found: OnFound) -> None:
@@ -37,7 +37,7 @@ class DnsDiscovery:
         while True:
             endpoints = await self._look_up()
             if endpoints:
-                self._last_word.note(endpoints, loop.time(), on_found)
+                self._last_seen.note(endpoints, loop.time(), on_found)
             await asyncio.sleep(self._period_s)
 
     async def _look_up(self) -> tuple[Endpoint, ...]:

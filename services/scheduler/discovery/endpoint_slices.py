@@ -17,7 +17,7 @@ def merge_slices(slices: Iterable[Mapping[str, Any]], port: str) -> tuple[Endpoi
     """The endpoints of a service, by address.
 
     An address may be in several slices for a while: it is terminating if it is in all of them, and ready if it is in
-    one. An endpoint without an address, as an evicted pod leaves behind, and a slice without the port do not count.
+    one. An endpoint without an address, as an evicted pod has, and a slice without the port do not count.
 
     Args:
         slices: As in the API's JSON. Source: Kubernetes API, EndpointSlice discovery.k8s.io/v1.

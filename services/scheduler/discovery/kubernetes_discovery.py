@@ -10,7 +10,7 @@ import sys
 
 from pydantic import ValidationError
 
-from services.scheduler.discovery.last_word import LastWord, OnFound
+from services.scheduler.discovery.last_seen import LastSeen, OnFound
 from services.scheduler.discovery.watch_messages import (
     FIRST_DELAY_S,
     MAX_DELAY_S,
@@ -28,11 +28,11 @@ _PATIENCE_S = 60.0
 
 
 class KubernetesDiscovery:
-    """Starts a watching process again whenever it ends; what it said last counts meanwhile."""
+    """Starts a watching process again whenever it ends; its last report counts meanwhile."""
 
-    def __init__(self, task: WatchTask, last_word: LastWord) -> None:
+    def __init__(self, task: WatchTask, last_seen: LastSeen) -> None:
         self._task = task
-        self._last_word = last_word
+        self._last_seen = last_seen
         self._silence_s = task.period_s + MAX_DELAY_S + _PATIENCE_S
         self._problem = ""
 
@@ -40,9 +40,9 @@ class KubernetesDiscovery:
         """Report each new set of endpoints, until cancelled."""
         backoff = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
         while True:
-            heard_at = self._last_word.heard_at
+            seen_at = self._last_seen.seen_at
             problem = await self._watch(on_found)
-            if self._last_word.heard_at > heard_at:
+            if self._last_seen.seen_at > seen_at:
                 backoff.reset()
             delay_s = backoff.next_delay_s()
             logger.error("the process that watches Kubernetes ended", extra={"problem": problem, "delay_s": delay_s})
@@ -87,10 +87,10 @@ class KubernetesDiscovery:
     def _take(self, message: WatchMessage, now: float, on_found: OnFound) -> None:
         endpoints = message.found()
         if endpoints is not None:
-            self._last_word.note(endpoints, now, on_found)
+            self._last_seen.note(endpoints, now, on_found)
         if message.problem != self._problem:
             self._problem = message.problem
             if message.problem:
-                logger.warning("no word from Kubernetes: the last endpoints stay", extra={"problem": message.problem})
+                logger.warning("no report from Kubernetes: the last endpoints stay", extra={"problem": message.problem})
             else:
                 logger.info("Kubernetes answers again")

@@ -1,4 +1,4 @@
-"""What a discovery heard last, and when."""
+"""The set of endpoints that discovery saw last, and when."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ OnFound = Callable[[tuple[Endpoint, ...]], None]
 
 
 @dataclass(slots=True)
-class LastWord:
-    """The last good word of a source of endpoints; what it said counts until the next one."""
+class LastSeen:
+    """What a source of endpoints reported last, which counts until its next report."""
 
-    heard_at: float
-    """Monotonic seconds; when the process started if there was none yet."""
+    seen_at: float
+    """Monotonic seconds; when the process started if there was no report yet."""
     endpoints: tuple[Endpoint, ...] | None = None
-    """None until the first word."""
+    """None until the first report."""
 
     def note(self, endpoints: tuple[Endpoint, ...], now: float, on_found: OnFound) -> None:
-        """Take in a word; only news is passed on."""
-        self.heard_at = now
+        """Record a report; it is passed on only if the endpoints have changed."""
+        self.seen_at = now
         if endpoints != self.endpoints:
             self.endpoints = endpoints
             on_found(endpoints)

@@ -1,6 +1,6 @@
 """The process that lists and watches EndpointSlices: the only importer of `kubernetes`.
 
-The library blocks and parses in Python, so it has a process of its own: a thread would delay steps. Every good word of
+The library blocks and parses in Python, so it has a process of its own: a thread would delay steps. Every report of
 the API server goes to stdout as the whole set of endpoints, so that nothing can be missed.
 """
 
@@ -169,7 +169,7 @@ def _lines_of(stream: _Stream) -> Iterator[bytes]:
 
 
 def _message_of(error: client.ApiException) -> str:
-    """The server's own words, shortened."""
+    """The server's own message, shortened."""
     body = error.body.decode("utf-8", "replace") if isinstance(error.body, bytes) else str(error.body)
     try:
         return str(json.loads(body)["message"])[:300]

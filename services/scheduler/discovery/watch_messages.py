@@ -42,7 +42,7 @@ class EndpointMessage(_Message):
 
 
 class WatchMessage(_Message):
-    """A word of the API server, or a problem: why there is none."""
+    """What the API server reports, or a problem: why there is no report."""
 
     endpoints: tuple[EndpointMessage, ...] | None = None
     """All that there are; None with a problem."""
@@ -50,7 +50,7 @@ class WatchMessage(_Message):
 
     @classmethod
     def of(cls, endpoints: tuple[Endpoint, ...]) -> WatchMessage:
-        """Encode a word."""
+        """Encode a report."""
         return cls(
             endpoints=tuple(
                 EndpointMessage(address=one.address, is_ready=one.is_ready, is_terminating=one.is_terminating)

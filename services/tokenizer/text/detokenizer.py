@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders
 
 _REPLACEMENT = "\ufffd"
 
-# A token that stands for one byte in SentencePiece vocabularies; `ByteFallback` decodes it.
+# A token that is one byte in SentencePiece vocabularies; `ByteFallback` decodes it.
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 # Text that ends with U+FFFD is held back until the window has `_MAX_WINDOW` ids. After text is returned, the last

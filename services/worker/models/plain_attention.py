@@ -61,7 +61,7 @@ class AttentionConfig:
 
 
 def windows_by_type(values: ConfigValues, window: int | None, default: Sequence[str]) -> list[int | None]:
-    """Each layer's window: `window` for layers of type `SLIDING`; `default` stands in for absent `layer_types`."""
+    """Each layer's window: `window` for layers of type `SLIDING`; `default` is used where `layer_types` is absent."""
     types = values.texts("layer_types", len(default)) or default
     if unknown := set(types) - {FULL, SLIDING}:
         raise ModelDirectoryError(f"config.json: layer_types {sorted(unknown)} are not supported")

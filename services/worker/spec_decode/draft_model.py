@@ -75,12 +75,12 @@ class DraftModelProposer(DraftProposer):
         # A sequence with too many missing tokens computes some of them now, and drafts some steps later.
         counts[lengths < num_missing] = 0
         self._num_computed[rows.slots] = num_computed + lengths + np.maximum(counts - 1, 0)
-        behind = np.flatnonzero(lengths)
-        if not len(behind):
+        active = np.flatnonzero(lengths)
+        if not len(active):
             return Drafts(NO_DRAFTS, counts)
-        tables, num_known = rows.block_tables()[behind], rows.num_known[behind]
-        missing = [rows.token_ids[row][num_computed[row] : num_computed[row] + lengths[row]] for row in behind.tolist()]
-        runs = TokenRuns(num_computed[behind], lengths[behind], tables)
+        tables, num_known = rows.block_tables()[active], rows.num_known[active]
+        missing = [rows.token_ids[row][num_computed[row] : num_computed[row] + lengths[row]] for row in active.tolist()]
+        runs = TokenRuns(num_computed[active], lengths[active], tables)
         hidden = self._compute(runs, torch.from_numpy(np.concatenate(missing).astype(np.int64)))
 
         def advance(some: npt.NDArray[np.int64], token_ids: Tensor, _: Tensor, num_drafted: int) -> Tensor:
@@ -89,7 +89,7 @@ class DraftModelProposer(DraftProposer):
 
         drafts = draft_greedily(
             hidden[to_device(runs.lasts, hidden.device)],
-            counts[behind],
+            counts[active],
             compute_logits=self._model.compute_logits,
             ops=self._ops,
             advance=advance,

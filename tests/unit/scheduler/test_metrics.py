@@ -12,7 +12,7 @@ from prometheus_client import Metric
 from services.scheduler.cell.engine import Engine
 from services.scheduler.cell.events import Endpoint, EndpointsFound
 from services.scheduler.core.policy import RECOVERY_BUCKETS_S, CacheSettings, CellTopology, SchedulerPolicy
-from services.scheduler.discovery.last_word import LastWord
+from services.scheduler.discovery.last_seen import LastSeen
 from services.scheduler.metrics import make_registry
 from services.scheduler.server.idle_check import IdleCheck
 from shared.management import serve_management
@@ -135,8 +135,8 @@ async def test_places_without_an_endpoint_are_no_ranks(tmp_path: Path) -> None:
     driver.on_event(EndpointsFound(found[:2]))
     driver.attach(1)
     idle_check = IdleCheck(driver.engine, asyncio.get_running_loop())
-    last_word = LastWord(time.monotonic() - 100.0, found)
-    registry = make_registry(driver.engine, idle_check, None, last_word)
+    last_seen = LastSeen(time.monotonic() - 100.0, found)
+    registry = make_registry(driver.engine, idle_check, None, last_seen)
     server = await serve_management(f"unix:{tmp_path}/metrics", registry, Probes("nothing"))
     assert server is not None
     async with server:

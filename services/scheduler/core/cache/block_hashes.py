@@ -17,7 +17,7 @@ HASH_BYTES = 8
 
 
 def hash_salt(salt: bytes) -> int | None:
-    """What stands for the block before the first one; None without a salt."""
+    """What the first block has in place of the hash of a block before it; None without a salt."""
     return xxh64_intdigest(salt) if salt else None
 
 

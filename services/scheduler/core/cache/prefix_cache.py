@@ -50,7 +50,7 @@ class PrefixCache:
         self._clear()
 
     def set_feed(self, feed: KvFeed | None) -> None:
-        """Tell a feed of all changes from now on, or no one."""
+        """Tell a feed of all changes from now on; None ends that."""
         self._feed = feed
         if feed is not None:
             feed.watch(self._nodes)

@@ -10,7 +10,7 @@ import pytest
 
 from services.scheduler.cell.events import Endpoint
 from services.scheduler.discovery.dns import DnsDiscovery
-from services.scheduler.discovery.last_word import LastWord
+from services.scheduler.discovery.last_seen import LastSeen
 from tests.support.patience import PATIENCE_S
 
 FOUR, SIX = socket.AF_INET, socket.AF_INET6
@@ -42,7 +42,7 @@ async def look_up(monkeypatch: pytest.MonkeyPatch, *answers: list[tuple[Any, ...
 
     # The resolver is the system's: no test may depend on what it answers.
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
-    discovery = DnsDiscovery("workers.example.org:7", 0.0, LastWord(0.0))
+    discovery = DnsDiscovery("workers.example.org:7", 0.0, LastSeen(0.0))
     task = asyncio.create_task(discovery.run(found.append))
     await asyncio.wait_for(is_over.wait(), PATIENCE_S)
     task.cancel()
@@ -67,6 +67,6 @@ async def test_a_worker_with_addresses_of_both_families_is_one_endpoint(monkeypa
 
 async def test_a_real_look_up_of_loopback() -> None:
     found: asyncio.Queue[tuple[Endpoint, ...]] = asyncio.Queue()
-    task = asyncio.create_task(DnsDiscovery("127.0.0.1:7", 60.0, LastWord(0.0)).run(found.put_nowait))
+    task = asyncio.create_task(DnsDiscovery("127.0.0.1:7", 60.0, LastSeen(0.0)).run(found.put_nowait))
     assert await asyncio.wait_for(found.get(), PATIENCE_S) == (Endpoint("127.0.0.1:7"),)
     task.cancel()

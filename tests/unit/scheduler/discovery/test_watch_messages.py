@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.scheduler.cell.events import Endpoint
-from services.scheduler.discovery.last_word import LastWord
+from services.scheduler.discovery.last_seen import LastSeen
 from services.scheduler.discovery.watch_messages import WatchMessage
 
 
@@ -45,8 +45,8 @@ def test_an_address_that_occurs_twice_is_refused() -> None:
 
 def test_a_word_that_says_the_same_is_only_noted() -> None:
     found: list[tuple[Endpoint, ...]] = []
-    last_word = LastWord(0.0)
+    last_seen = LastSeen(0.0)
     for now, endpoints in enumerate([(), (Endpoint("10.0.0.1:1"),), (Endpoint("10.0.0.1:1"),)]):
-        last_word.note(endpoints, float(now), found.append)
+        last_seen.note(endpoints, float(now), found.append)
     assert found == [(), (Endpoint("10.0.0.1:1"),)]
-    assert last_word.heard_at == 2.0
+    assert last_seen.seen_at == 2.0

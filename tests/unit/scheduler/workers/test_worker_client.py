@@ -166,7 +166,7 @@ def test_cached_tokens_are_sent_where_options_or_drafts_need_them(
     assert np.frombuffer(enter.cached_token_ids, np.int32).tolist() == (list(range(32)) if is_sent else [])
 
 
-async def test_an_offer_that_reached_nobody_is_repeated_over_a_new_connection(tmp_path: Path) -> None:
+async def test_an_offer_that_was_not_delivered_is_repeated_over_a_new_connection(tmp_path: Path) -> None:
     channels: list[grpc.aio.Channel] = []
     events: list[AttachEvent] = []
 

@@ -22,7 +22,7 @@ async def read_leaving(call: Any) -> None:
         pass
 
 
-async def test_a_group_that_nobody_holds_ends_at_once(worker: Worker) -> None:
+async def test_a_group_without_a_scheduler_ends_at_once(worker: Worker) -> None:
     leave(worker)
     assert worker.end.stopping.is_set()
 

@@ -204,7 +204,7 @@ def test_a_padded_row_changes_nothing_and_is_finite(ops: NativeOps, context_len:
     expected = step.expected(params)
     metadata = step.metadata
     metadata.context_lens[1] = context_len
-    # The first entries of a padded row's table are 0, and block 0 may be anyone's.
+    # The first entries of a padded row's table are 0, and block 0 may be any sequence's.
     metadata.block_tables[1] = 0
     for tensor in step.kv_cache.layers[0]:
         tensor[0] = 1.0

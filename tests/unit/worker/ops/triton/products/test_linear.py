@@ -1,4 +1,4 @@
-"""Products with packed weights are those with the numbers that the weights stand for."""
+"""Products with packed weights are those with the numbers that the weights encode."""
 
 from __future__ import annotations
 
