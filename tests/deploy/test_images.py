@@ -24,7 +24,7 @@ from tests.support.dockerfile import DOCKERFILE, Build, inherited_arguments, rea
 from tests.support.image_service import running_service
 from tests.support.ports import free_port
 from tests.support.processes import ROOT
-from tests.support.scraping import probes, scrape, values
+from tests.support.scraping import probes, scrape
 from tests.support.tiny_llama import write_tiny_llama
 from tests.support.tiny_tokenizer import write_tiny_tokenizer
 
@@ -169,7 +169,7 @@ async def test_the_cpu_workers_image_starts_with_kernels_and_without_a_compiler(
     flags = [f"--model-dir={model_dir}", f"--listen=127.0.0.1:{free_port()}", "--kv-cache-num-blocks=16"]
     with service(images, "worker-cpu", *flags) as address:
         assert (await probes(address))["readyz"] == "200 ok"
-        metrics = values(await scrape(address))
+        metrics = await scrape(address)
     assert [len(files) for path, _, files in os.walk(folder / "opt" / "lockstep") if path.endswith("prebuilt")] == [4]
-    (backend,) = {name.split()[-1] for name in metrics if name.startswith("lockstep_worker_info")}
-    assert backend == ("native" if available_isas() else "cpu")
+    [info] = [sample for metric in metrics for sample in metric.samples if sample.name == "lockstep_worker_info"]
+    assert info.labels["backend"] == ("native" if available_isas() else "cpu")
