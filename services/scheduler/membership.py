@@ -13,6 +13,8 @@ from services.scheduler.core.policy import CellTopology
 from shared.addresses import LOOPBACK_HOSTS, check_host_and_port
 from shared.config import Addresses, ServiceSettings
 
+# The value of a label. Source: Kubernetes, Labels and Selectors, "Syntax and character set".
+_LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 # A label of DNS: the name of a service, a namespace or a port. Source: RFC 1123, section 2.1.
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -34,6 +36,7 @@ _TAKEN = {
         "discovery_port",
         "discovery_api_server",
         "discovery_service_account",
+        "discovery_zone",
     },
 }
 _PERIOD_S = {"static": 0.0, "dns": 5.0, "kubernetes": 30.0}
@@ -48,6 +51,17 @@ def check_label(name: str) -> str:
     if _LABEL.fullmatch(name):
         return name
     raise ValueError("must be a name of lower-case letters, digits and -")
+
+
+def check_zone(name: str) -> str:
+    """Return a zone's name unchanged.
+
+    Raises:
+        ValueError: no node can have it.
+    """
+    if _LABEL_VALUE.fullmatch(name):
+        return name
+    raise ValueError("must be a zone's name, as nodes have it in the label topology.kubernetes.io/zone")
 
 
 def check_port(port: str) -> str:
@@ -130,6 +144,11 @@ class MembershipSettings(ServiceSettings):
         description="Directory with token and ca.crt of a service account that may list and watch EndpointSlices, and "
         "with the pod's namespace.",
     )
+    discovery_zone: Annotated[str, AfterValidator(check_zone)] | None = Field(
+        default=None,
+        description="Zone whose workers get places first when there are more than --max-dp; one that has a place keeps "
+        "it. Both schedulers of a cell need the same zone, or each may take workers that the other does not know.",
+    )
 
     @model_validator(mode="after")
     def _check_workers(self) -> MembershipSettings:
@@ -156,7 +175,7 @@ class MembershipSettings(ServiceSettings):
     def topology(self) -> CellTopology:
         """The DP ranks, and which of them fail together."""
         if self.max_dp is not None:
-            return CellTopology(self.max_dp, is_dynamic=True)
+            return CellTopology(self.max_dp, is_dynamic=True, preferred_zone=self.discovery_zone)
         return CellTopology(len(self.workers), is_coupled=self.coupled and len(self.workers) > 1)
 
     @property

@@ -68,7 +68,7 @@ class Engine:
             is_alive=lambda request_id: self._requests.by_id(request_id) is not None,
             is_current=self._requests.has_request_of,
         )
-        self._places = Places(self._cell)
+        self._places = Places(self._cell, topology.preferred_zone)
         self._facts = CellFacts(cache.block_size)
         self._request_manager = RequestManager(policy, self._requests, self._cell, self._facts)
         self._heartbeat = Heartbeat()

@@ -147,6 +147,8 @@ class Endpoint:
     is_ready: bool = True
     is_terminating: bool = False
     """Whether its process was asked to end, or soon will be."""
+    zone: str | None = None
+    """None if it is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,15 +29,18 @@ class Places:
         |--- linked -----------|--- linked, drains ----------------|--- not linked ---| gone: the place is vacant
 
     The last set of endpoints counts until there is another. An endpoint that returns before its place is vacant has
-    never been away. Readiness only decides which endpoints come first when places are few: a stream says sooner and
-    better whether workers can serve, and a standby must find the leading scheduler's workers, ready or not.
+    never been away. Readiness and zone only decide which endpoints come first when places are few: a
+    stream says sooner and better whether workers can serve, and a standby must find the leading scheduler's workers,
+    ready or not.
 
     Invariant: an address has at most one place; a place is vacant exactly when it has no address. A link that is not
     withdrawn has an endpoint that was found and is not terminating.
     """
 
-    def __init__(self, cell: Cell) -> None:
+    def __init__(self, cell: Cell, preferred_zone: str | None) -> None:
+        """No endpoint is known yet; see `CellTopology.preferred_zone`."""
         self._cell = cell
+        self._preferred_zone = preferred_zone
         self._places = [_Place(domain) for domain in cell.domains if domain.is_vacant]
         self._endpoints: tuple[Endpoint, ...] = ()
         self.has_withdrawn = False
@@ -85,10 +88,16 @@ class Places:
         return [place for place in self._places if place.address]
 
     def _unplaced(self) -> list[Endpoint]:
-        """Those that are ready first, then by address, so that two schedulers begin with the same ones."""
+        """Those that are ready first, then those of the preferred zone.
+
+        At last by address: with equal settings two schedulers begin with the same ones.
+        """
         placed = {place.address for place in self._places}
         waiting = (one for one in self._endpoints if not one.is_terminating and one.address not in placed)
-        return sorted(waiting, key=lambda one: (not one.is_ready, one.address))
+        return sorted(waiting, key=lambda one: (not one.is_ready, self._is_remote(one), one.address))
+
+    def _is_remote(self, endpoint: Endpoint) -> bool:
+        return self._preferred_zone is not None and endpoint.zone != self._preferred_zone
 
     def _link(self, place: _Place) -> list[Action]:
         if place.is_linked:

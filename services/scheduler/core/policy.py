@@ -97,6 +97,8 @@ class CellTopology:
     is_coupled: bool = False
     is_dynamic: bool = False
     """Whether endpoints come and go: each rank is a place, vacant until one takes it. Such ranks are not coupled."""
+    preferred_zone: str | None = None
+    """Endpoints of this zone get places first."""
 
     @property
     def num_domains(self) -> int:

@@ -32,6 +32,7 @@ def merge_slices(slices: Iterable[Mapping[str, Any]], port: str) -> tuple[Endpoi
                 endpoint.address,
                 is_ready=known.is_ready or endpoint.is_ready,
                 is_terminating=known.is_terminating and endpoint.is_terminating,
+                zone=known.zone or endpoint.zone,
             )
     family = next((by_family[name] for name in _FAMILIES if by_family.get(name)), {})
     return tuple(family[address] for address in sorted(family))
@@ -49,6 +50,7 @@ def _endpoints_of(one: Mapping[str, Any], port: str) -> Iterator[Endpoint]:
             # An absent condition: ready is true, terminating is false.
             is_ready=conditions.get("ready") is not False,
             is_terminating=conditions.get("terminating") is True,
+            zone=endpoint.get("zone") or None,
         )
 
 

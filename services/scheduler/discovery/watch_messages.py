@@ -39,6 +39,7 @@ class EndpointMessage(_Message):
     address: Annotated[str, AfterValidator(check_host_and_port)]
     is_ready: bool
     is_terminating: bool
+    zone: str | None = None
 
 
 class WatchMessage(_Message):
@@ -53,7 +54,9 @@ class WatchMessage(_Message):
         """Encode a report."""
         return cls(
             endpoints=tuple(
-                EndpointMessage(address=one.address, is_ready=one.is_ready, is_terminating=one.is_terminating)
+                EndpointMessage(
+                    address=one.address, is_ready=one.is_ready, is_terminating=one.is_terminating, zone=one.zone
+                )
                 for one in endpoints
             )
         )
@@ -66,7 +69,7 @@ class WatchMessage(_Message):
         """
         if self.endpoints is None:
             return None
-        found = tuple(Endpoint(one.address, one.is_ready, one.is_terminating) for one in self.endpoints)
+        found = tuple(Endpoint(one.address, one.is_ready, one.is_terminating, one.zone) for one in self.endpoints)
         if len({one.address for one in found}) < len(found):
             raise ValueError("an address occurs twice")
         return found

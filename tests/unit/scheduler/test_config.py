@@ -135,6 +135,8 @@ def test_workers_that_are_discovered_have_as_many_places_as_may_come(tmp_path: P
     settings = load_settings(SchedulerSettings, [*CLUSTER, f"--discovery-service-account={tmp_path}"])
     assert settings.topology == CellTopology(4, is_dynamic=True)
     assert (settings.namespace, settings.discovery_period) == ("serving", 30.0)
+    in_zone = [*CLUSTER, f"--discovery-service-account={tmp_path}", "--discovery-zone=eu-west_1.A"]
+    assert load_settings(SchedulerSettings, in_zone).topology.preferred_zone == "eu-west_1.A"
     named = load_settings(SchedulerSettings, ["--discovery=dns", "--max-dp=2", "--discovery-name=workers.x:7"])
     assert (named.topology, named.discovery_period) == (CellTopology(2, is_dynamic=True), 5.0)
 
@@ -149,6 +151,9 @@ def test_workers_that_are_discovered_have_as_many_places_as_may_come(tmp_path: P
         ([*CLUSTER, "--coupled"], "--coupled cannot be used with --discovery kubernetes"),
         ([*CLUSTER, "--workers=unix:/w"], "--workers cannot be used with --discovery kubernetes"),
         ([*CLUSTER, "--discovery-name=w:7"], "--discovery-name cannot be used with --discovery kubernetes"),
+        (["--discovery=dns", "--max-dp=2", "--discovery-name=w:7", "--discovery-zone=a"], "--discovery-zone cannot be"),
+        ([*CLUSTER, "--discovery-zone="], "topology.kubernetes.io/zone"),
+        ([*CLUSTER, "--discovery-zone=eu/1"], "topology.kubernetes.io/zone"),
         (["--max-dp=2"], "--max-dp cannot be used with --discovery static"),
         (["--discovery-period-s=2"], "--discovery-period-s cannot be used with --discovery static"),
         ([*CLUSTER, "--discovery-service-account=/nowhere"], "/nowhere/namespace: No such file"),

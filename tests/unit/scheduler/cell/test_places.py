@@ -28,8 +28,8 @@ A, B, C = (Endpoint(f"10.0.0.{number}:50053") for number in (1, 2, 3))
 LEAVING_A = Endpoint(A.address, is_ready=False, is_terminating=True)
 
 
-def make_driver(max_dp: int = 2, *, drain_s: float = 30.0) -> EngineDriver:
-    topology = CellTopology(max_dp, is_dynamic=True)
+def make_driver(max_dp: int = 2, *, drain_s: float = 30.0, zone: str | None = None) -> EngineDriver:
+    topology = CellTopology(max_dp, is_dynamic=True, preferred_zone=zone)
     return EngineDriver(topology=topology, policy=SchedulerPolicy(drain_s=drain_s), attach=False)
 
 
@@ -75,6 +75,39 @@ def test_endpoints_that_are_ready_come_first_and_the_others_wait_for_a_place() -
     assert driver.engine.num_unplaced_endpoints == 1
     assert find(driver, A) == [UnlinkDomain(0), LinkDomain(0, A.address)]
     assert driver.engine.num_unplaced_endpoints == 0
+
+
+def in_zone(endpoint: Endpoint, zone: str | None, *, is_ready: bool = True) -> Endpoint:
+    return Endpoint(endpoint.address, is_ready=is_ready, zone=zone)
+
+
+def test_endpoints_of_the_preferred_zone_get_places_first() -> None:
+    driver = make_driver(1, zone="b")
+    assert find(driver, in_zone(A, "a"), in_zone(B, None), in_zone(C, "b")) == [LinkDomain(0, C.address)]
+    assert driver.engine.num_unplaced_endpoints == 2
+
+
+def test_endpoints_of_other_zones_get_the_places_that_are_left() -> None:
+    driver = make_driver(3, zone="b")
+    found = find(driver, in_zone(A, "a"), in_zone(B, None), in_zone(C, "b"))
+    assert found == [LinkDomain(0, C.address), LinkDomain(1, A.address), LinkDomain(2, B.address)]
+
+
+def test_an_endpoint_that_is_ready_comes_before_one_of_the_preferred_zone() -> None:
+    driver = make_driver(1, zone="b")
+    assert find(driver, in_zone(A, "a"), in_zone(B, "b", is_ready=False)) == [LinkDomain(0, A.address)]
+
+
+def test_an_endpoint_keeps_its_place_when_one_of_the_preferred_zone_comes() -> None:
+    driver = make_driver(1, zone="b")
+    find(driver, in_zone(A, "a"))
+    assert find(driver, in_zone(A, "a"), in_zone(B, "b"), in_zone(C, "a")) == []
+    assert links(find(driver, in_zone(B, "b"), in_zone(C, "a"))) == [UnlinkDomain(0), LinkDomain(0, B.address)]
+
+
+def test_without_a_preferred_zone_all_zones_are_equal() -> None:
+    driver = make_driver(1)
+    assert find(driver, in_zone(B, None), in_zone(A, "a")) == [LinkDomain(0, A.address)]
 
 
 def test_a_terminating_endpoint_that_was_never_seen_gets_no_place() -> None:

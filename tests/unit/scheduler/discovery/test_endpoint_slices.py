@@ -30,6 +30,13 @@ def test_an_address_in_two_slices_is_one_endpoint_and_terminates_only_in_both() 
     assert terminating.is_terminating
 
 
+def test_an_endpoint_has_its_zone_if_any_slice_says_it() -> None:
+    with_zone = make_slice("a", [{"addresses": ["10.0.0.1"], "zone": "eu-1a"}, {"addresses": ["10.0.0.2"], "zone": ""}])
+    without = make_slice("b", [endpoint("10.0.0.1")])
+    for slices in ([with_zone, without], [without, with_zone]):
+        assert [one.zone for one in merge_slices(slices, "grpc")] == ["eu-1a", None]
+
+
 def test_the_endpoint_of_an_evicted_pod_has_no_address_and_does_not_count() -> None:
     one = make_slice("a", [endpoint(None, ready=False), endpoint(""), endpoint("10.0.0.1"), {"addresses": None}])
     assert [found.address for found in merge_slices([one], "grpc")] == ["10.0.0.1:50053"]

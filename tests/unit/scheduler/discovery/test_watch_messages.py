@@ -10,7 +10,7 @@ from services.scheduler.discovery.watch_messages import WatchMessage
 
 
 def test_endpoints_survive_the_pipe() -> None:
-    endpoints = (Endpoint("10.0.0.1:1", is_ready=False), Endpoint("[fd00::1]:1", is_terminating=True))
+    endpoints = (Endpoint("10.0.0.1:1", is_ready=False), Endpoint("[fd00::1]:1", is_terminating=True, zone="eu-1a"))
     line = WatchMessage.of(endpoints).line()
     assert line.count(b"\n") == 1
     assert WatchMessage.model_validate_json(line).found() == endpoints
@@ -27,6 +27,7 @@ def test_no_endpoints_differ_from_a_problem() -> None:
         '{"endpoints": [{"address": "nowhere", "is_ready": true, "is_terminating": false}]}',
         '{"endpoints": [{"address": "10.0.0.1:1", "is_ready": 1, "is_terminating": false}]}',
         '{"endpoints": [{"address": "10.0.0.1:1"}]}',
+        '{"endpoints": [{"address": "10.0.0.1:1", "is_ready": true, "is_terminating": false, "zone": 1}]}',
         '{"endpoints": [], "more": 1}',
         '{"endpoints": ',
         "[]",
@@ -43,7 +44,7 @@ def test_an_address_that_occurs_twice_is_refused() -> None:
         message.found()
 
 
-def test_a_word_that_says_the_same_is_only_noted() -> None:
+def test_a_report_that_says_the_same_is_only_noted() -> None:
     found: list[tuple[Endpoint, ...]] = []
     last_seen = LastSeen(0.0)
     for now, endpoints in enumerate([(), (Endpoint("10.0.0.1:1"),), (Endpoint("10.0.0.1:1"),)]):

@@ -40,8 +40,9 @@ class Cluster:
     discovery: dict[str, Any]
     stack: AsyncExitStack
     ports: dict[str, int] = field(default_factory=dict)
+    zones: dict[str, str | None] = field(default_factory=dict)
 
-    async def start(self, name: str, worker: WorkerPeer | None = None) -> WorkerPeer:
+    async def start(self, name: str, worker: WorkerPeer | None = None, *, zone: str | None = None) -> WorkerPeer:
         """Start a pod, whose endpoint is ready."""
         worker = worker or WorkerPeer()
         worker.response.layout.CopyFrom(worker_pb2.RankLayout(dp_size=1, tp_size=1))
@@ -49,6 +50,7 @@ class Cluster:
         server = make_server(f"127.0.0.1:{port}", [worker], internal=True)
         await server.start()
         self.stack.push_async_callback(server.stop, 0)
+        self.zones[name] = zone
         self.api.store.create(SLICES, self._slice(name, ready=True))
         return worker
 
@@ -76,11 +78,14 @@ class Cluster:
         assert completion.token_ids == expected_completion(PROMPT, 0, 6)
 
     def _slice(self, name: str, **conditions: bool) -> dict[str, object]:
-        return make_slice(name, [endpoint("127.0.0.1", **conditions)], port=self.ports[name])
+        one = endpoint("127.0.0.1", **conditions) | {"zone": self.zones[name]}
+        return make_slice(name, [one], port=self.ports[name])
 
 
 @asynccontextmanager
-async def running_cluster(tmp_path: Path, *, max_dp: int = 3, period_s: float = 30.0) -> AsyncIterator[Cluster]:
+async def running_cluster(
+    tmp_path: Path, *, max_dp: int = 3, period_s: float = 30.0, zone: str | None = None
+) -> AsyncIterator[Cluster]:
     """Run a scheduler that watches an API server, without workers."""
     discovery: dict[str, Any] = {
         "discovery": "kubernetes",
@@ -88,6 +93,7 @@ async def running_cluster(tmp_path: Path, *, max_dp: int = 3, period_s: float = 
         "discovery_service": SERVICE,
         "discovery_port": "grpc",
         "discovery_period_s": period_s,
+        "discovery_zone": zone,
         "discovery_service_account": write_service_account(tmp_path / "account"),
     }
     with run_kube_api(free_port()) as api:
@@ -110,6 +116,18 @@ async def test_workers_are_attached_as_they_come_and_their_places_are_used_again
         await cluster.wait_for_ranks(0, 1)
         state = await cluster.cell.state()
         assert (state.num_lost_epochs, state.num_suspects) == (0, 0)
+
+
+async def test_a_worker_of_the_preferred_zone_gets_the_next_place(tmp_path: Path) -> None:
+    async with running_cluster(tmp_path, max_dp=1, zone="b") as cluster:
+        await cluster.start("first", zone="a")
+        await cluster.wait_for_ranks(0)
+        others = [await cluster.start(name, zone=zone) for name, zone in (("x", "a"), ("y", "b"), ("z", "a"))]
+        cluster.delete("first")
+        await cluster.cell.wait_until(lambda _: any(worker.attaches for worker in others))
+        await cluster.wait_for_ranks(0)
+        assert [bool(worker.attaches) for worker in others] == [False, True, False]
+        await cluster.check_serves()
 
 
 async def test_a_terminating_worker_finishes_what_it_has_and_gets_no_more(tmp_path: Path) -> None:
