@@ -18,16 +18,22 @@ from tests.support.chart_values import DIGEST, HASHES, TLS, pools, values, worke
 from tests.support.endpoint_picker import read_config, read_engine
 
 SETS = [LEADER_WORKER_SETS]
+ZONE = "topology.kubernetes.io/zone"
+GROUP_INDEX = "leaderworkerset.sigs.k8s.io/group-index"
+
+
+def template_of(objects: list[Tree], kind: str, name: str) -> Tree:
+    """The pod template of the one workload of a kind with this end of its name."""
+    (found,) = find(objects, kind, name)
+    spec = found["spec"]
+    template: Tree = spec["leaderWorkerTemplate"]["workerTemplate"] if kind == "LeaderWorkerSet" else spec["template"]
+    return template
 
 
 def spec_of(objects: list[Tree], kind: str, name: str) -> Tree:
-    """The pod's spec of the one workload of a kind with this end of its name."""
-    (found,) = find(objects, kind, name)
-    spec = found["spec"]
-    template: Tree = (
-        spec["leaderWorkerTemplate"]["workerTemplate"] if kind == "LeaderWorkerSet" else spec["template"]
-    )["spec"]
-    return template
+    """The pod's spec in `template_of`."""
+    spec: Tree = template_of(objects, kind, name)["spec"]
+    return spec
 
 
 def args_of(objects: list[Tree], kind: str, name: str) -> list[str]:
@@ -59,6 +65,49 @@ def test_a_stateful_set_of_each_domain_where_it_has_none() -> None:
         ("rel-main-worker-1", 2),
         ("rel-main-worker-2", 2),
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("Deployment", "-tokenizer"), ("StatefulSet", "-scheduler"), ("LeaderWorkerSet", "-worker")]
+)
+def test_replicas_are_on_different_nodes_and_in_different_zones_where_that_can_be(kind: str, name: str) -> None:
+    objects = render(values=workers(tp=4, dp=2), apis=SETS)
+    template = template_of(objects, kind, name)
+    assert "affinity" not in template["spec"]
+    spread = template["spec"]["topologySpreadConstraints"]
+    assert [each["topologyKey"] for each in spread] == ["kubernetes.io/hostname", ZONE]
+    for each in spread:
+        assert (each["maxSkew"], each["whenUnsatisfiable"]) == (1, "ScheduleAnyway")
+        assert each["labelSelector"]["matchLabels"] == template["metadata"]["labels"]
+
+
+@pytest.mark.parametrize(
+    ("dp", "apis", "group", "keys"),
+    [
+        (2, [], {"lockstep-domain": "1"}, None),
+        (1, SETS, {GROUP_INDEX: "0"}, None),
+        (2, SETS, {}, [GROUP_INDEX]),
+    ],
+    ids=["StatefulSets", "one group", "two groups"],
+)
+def test_a_domains_pods_are_in_one_zone_where_that_can_be(
+    dp: int, apis: list[str], group: dict[str, str], keys: list[str] | None
+) -> None:
+    objects = render(values=workers(tp=8, dp=dp, nodes=2), apis=apis)
+    kind, name = ("LeaderWorkerSet", "-worker") if apis else ("StatefulSet", "-worker-1")
+    template = template_of(objects, kind, name)
+    assert "topologySpreadConstraints" not in template["spec"]
+    (preferred,) = template["spec"]["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    term = preferred["podAffinityTerm"]
+    assert term["topologyKey"] == ZONE
+    assert term.get("matchLabelKeys") == keys
+    # The controller of a LeaderWorkerSet adds the label of the group.
+    assert term["labelSelector"]["matchLabels"] == template["metadata"]["labels"] | group
+
+
+def test_before_kubernetes_1_31_groups_of_a_set_have_no_preference() -> None:
+    objects = render(values=workers(tp=8, dp=2, nodes=2), apis=SETS, kubernetes="1.30.0")
+    assert "affinity" not in spec_of(objects, "LeaderWorkerSet", "-worker")
 
 
 @pytest.mark.parametrize(("kind", "apis"), [("StatefulSet", SETS), ("LeaderWorkerSet", [])])

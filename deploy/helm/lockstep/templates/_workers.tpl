@@ -38,6 +38,12 @@ securityContext:
 tolerations:
   - {key: {{ . }}, operator: Exists, effect: NoSchedule}
 {{- end }}
+{{- if gt (int $values.nodes) 1 }}
+  {{- include "lockstep.sameZone" . }}
+{{- else }}
+topologySpreadConstraints:
+  {{- include "lockstep.spread" (list $root $cell "worker") | nindent 2 }}
+{{- end }}
 {{- if $values.gpu.deviceClass }}
 resourceClaims:
   - {name: gpu, resourceClaimTemplateName: {{ $cell.prefix }}-gpu}
@@ -125,6 +131,33 @@ claims: [{name: gpu}]
 leaderworkerset.sigs.k8s.io/group-index: {{ index . 2 | quote }}
 {{- else }}
 lockstep-domain: {{ index . 2 | quote }}
+{{- end }}
+{{- end }}
+
+{{/*
+A domain's pods in one zone where that can be, since collectives are between them: (list ROOT CELL DOMAIN). All groups of
+a LeaderWorkerSet have one template, so there the pod's own label must name the group, as it can from 1.31 on.
+*/}}
+{{- define "lockstep.sameZone" -}}
+{{- $root := index . 0 }}{{ $cell := index . 1 }}
+{{- $isOneOfMany := and (eq $cell.workers.kind "LeaderWorkerSet") (gt (int $cell.workers.domains) 1) }}
+{{- if or (not $isOneOfMany) (semverCompare ">=1.31-0" $root.Capabilities.KubeVersion.Version) }}
+affinity:
+  podAffinity:
+    preferredDuringSchedulingIgnoredDuringExecution:
+      - weight: 100
+        podAffinityTerm:
+          topologyKey: topology.kubernetes.io/zone
+          labelSelector:
+            matchLabels:
+              {{- if $isOneOfMany }}
+              {{- include "lockstep.selector" (list $root $cell "worker") | nindent 14 }}
+              {{- else }}
+              {{- include "lockstep.domainSelector" . | nindent 14 }}
+              {{- end }}
+          {{- if $isOneOfMany }}
+          matchLabelKeys: [leaderworkerset.sigs.k8s.io/group-index]
+          {{- end }}
 {{- end }}
 {{- end }}
 
