@@ -169,7 +169,7 @@ def make_channel(address: str, *, internal: bool = False, peer: Peer | None = No
     Args:
         address: unix:PATH or HOST:PORT.
         internal: Whether it connects processes of the cell.
-        peer: Who must answer, by TLS; None means no TLS. A unix socket has none in any case.
+        peer: What must answer, by TLS; None means no TLS. A unix socket has none in any case.
     """
     options: list[tuple[str, int | str]] = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
     if internal:

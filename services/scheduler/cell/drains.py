@@ -11,8 +11,7 @@ class Drains:
     """Decides when a draining domain's epoch ends.
 
     A domain drains because its workers were asked to end or its endpoint is withdrawn, or because an operator asked for
-    it. It takes no new
-    sequences, and those that it computes have `drain_s` to finish:
+    it. It takes no new sequences, and those that it computes have `drain_s` to finish:
 
         begins                          drain_s later
         |--- sequences finish ----------|--- steps in flight return ---| the epoch ends: the rest continue elsewhere

@@ -50,7 +50,7 @@ class CellProcesses:
         Args:
             commands: In start order.
             has_prefixes: Whether the process's name comes before each line of output.
-            peer: Who answers health checks, as in `make_channel`, other than over unix sockets.
+            peer: The role that answers health checks, as in `make_channel`, other than over unix sockets.
             on_change: Called when a process has started, exited, or answered otherwise than before.
         """
         self._peer = peer

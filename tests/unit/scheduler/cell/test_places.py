@@ -1,4 +1,4 @@
-"""Places for endpoints that come and go: who gets which, how long, and what the cell says about it."""
+"""Places for endpoints that come and go: which one gets which, for how long, and what the cell says about it."""
 
 from __future__ import annotations
 
