@@ -1,0 +1,69 @@
+"""What Helm prints after an install: what there is, who may call it, and how to try it.
+
+By Helm 4 alone: Helm 3 asks a cluster first, also when it only simulates.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.chart import CHART, EXAMPLES, Tree, helm
+from tests.support.chart_values import values
+
+NOTES = {
+    "cpu-demo": """\
+Cell demo: StatefulSet, 1 rank(s) a pod, 1 pod(s) a failure domain.
+
+  Clients call      dns:///rel-demo-tokenizer.ns.svc:50051
+  WARNING           nothing is encrypted: tls.insecure is true
+  After an upgrade  delete the worker pods of one failure domain at a time (label lockstep-domain), all of it together
+
+Only pods that networkPolicy.clients selects reach the tokenizers.
+Try it: helm test rel --namespace ns --logs
+""",
+    "nvidia": """\
+Cell small: Deployment, 1 rank(s) a pod, 1 pod(s) a failure domain.
+
+  Clients call      dns:///rel-small-tokenizer.ns.svc:50051
+  and expect        tokenizer.small.example.org in its certificate
+  Scale             deployment/rel-small-worker with an autoscaler of yours, up to 6 replicas
+
+Cell large: StatefulSet, 8 rank(s) a pod, 1 pod(s) a failure domain.
+
+  Clients call      dns:///rel-large-tokenizer.ns.svc:50051
+  and expect        tokenizer.large.example.org in its certificate
+  After an upgrade  delete the worker pods of one failure domain at a time (label lockstep-domain), all of it together
+
+Only pods that networkPolicy.clients selects reach the tokenizers.
+Try it: helm test rel --namespace ns --logs
+""",
+}
+OF_GROUPS = """\
+Cell main: LeaderWorkerSet, 4 rank(s) a pod, 2 pod(s) a failure domain.
+
+  Clients call      dns:///rel-main-tokenizer.ns.svc:50051
+  and expect        tokenizer.main.example.org in its certificate
+
+Try it: helm test rel --namespace ns --logs
+"""
+
+
+def notes(*flags: str, given: Tree | None = None) -> str:
+    """The notes of an install that is only simulated."""
+    text = None if given is None else json.dumps(given)
+    output = helm("install", "rel", str(CHART), "-n", "ns", "--dry-run=client", *flags, values=text)
+    return output.partition("\nNOTES:\n")[2]
+
+
+@pytest.mark.parametrize("example", NOTES)
+def test_the_notes_of_an_example(example: str) -> None:
+    [path] = [each for each in EXAMPLES if each.stem == example]
+    assert notes(f"--values={path}") == NOTES[example]
+
+
+def test_the_notes_of_groups_without_network_policies() -> None:
+    cell = {"workers": {"kind": "LeaderWorkerSet", "tp": 8, "nodes": 2}}
+    given = values(cell, networkPolicy={"enabled": False})
+    assert notes("--values=-", given=given) == OF_GROUPS
