@@ -52,6 +52,7 @@ def render_text(
     apis: Sequence[str] = (),
     kubernetes: str = KUBERNETES,
     major: int = 4,
+    chart: Path = CHART,
 ) -> str:
     """The manifests for values from files and then from `values`, in a cluster with these APIs.
 
@@ -64,7 +65,7 @@ def render_text(
     text = None if values is None else json.dumps(dict(values), ensure_ascii=False)
     flags += [] if text is None else ["--values=-"]
     return helm(
-        "template", "rel", str(CHART), "-n", "ns", f"--kube-version={kubernetes}", *flags, major=major, values=text
+        "template", "rel", str(chart), "-n", "ns", f"--kube-version={kubernetes}", *flags, major=major, values=text
     )
 
 

@@ -1,6 +1,7 @@
-{{/* The claim that has the model, or nothing where it is an image. */}}
+{{/* The claim that has the model. One of ours has a name for what can never change in a claim: another is another claim. */}}
 {{- define "lockstep.modelClaim" -}}
-{{- .model.pvc | default (printf "%s-model" .prefix) }}
+{{- $fixed := list .model.hostPath .model.download.storageClass | toJson | sha256sum | trunc 8 }}
+{{- .model.pvc | default (printf "%s-model-%s" .prefix $fixed) }}
 {{- end }}
 
 {{- define "lockstep.modelVolume" -}}
@@ -36,4 +37,32 @@ initContainers:
       - {name: model, mountPath: /models, readOnly: true}
       - {name: fetch, mountPath: /fetch, readOnly: true}
 {{- end }}
+{{- end }}
+
+{{/* What downloads the model: (list ROOT CELL). */}}
+{{- define "lockstep.modelJob" -}}
+{{- $root := index . 0 }}{{ $cell := index . 1 -}}
+backoffLimit: 10
+template:
+  metadata:
+    labels:
+      {{- include "lockstep.selector" (list $root $cell "model") | nindent 6 }}
+  spec:
+    {{- include "lockstep.commonPod" (dict "root" $root "cell" $cell) | nindent 4 }}
+    restartPolicy: Never
+    containers:
+      - name: fetch
+        {{- include "lockstep.container" (list $root $cell.tokenizer.image) | nindent 8 }}
+        command: [python3, /fetch/fetch_model.py, --manifest=/fetch/manifest.json, {{ printf "--directory=%s" $cell.modelDir }}]
+        resources:
+          requests: {cpu: "1", memory: 512Mi}
+          limits: {cpu: "1", memory: 512Mi}
+        volumeMounts:
+          - {name: model, mountPath: /models}
+          - {name: fetch, mountPath: /fetch, readOnly: true}
+    volumes:
+      - name: model
+        persistentVolumeClaim: {claimName: {{ include "lockstep.modelClaim" $cell | quote }}}
+      - name: fetch
+        configMap: {name: {{ $cell.prefix }}-model}
 {{- end }}

@@ -46,7 +46,7 @@ topologySpreadConstraints:
 {{- end }}
 {{- if $values.gpu.deviceClass }}
 resourceClaims:
-  - {name: gpu, resourceClaimTemplateName: {{ $cell.prefix }}-gpu}
+  - {name: gpu, resourceClaimTemplateName: {{ include "lockstep.gpuClaim" $cell }}}
 {{- end }}
 volumes:
   {{- include "lockstep.modelVolume" . | nindent 2 }}
@@ -121,6 +121,20 @@ claims: [{name: gpu}]
 {{- define "lockstep.mebibytes" -}}
 {{- $factor := ternary 1 (ternary 1024 1048576 (hasSuffix "Gi" .)) (hasSuffix "Mi" .) }}
 {{- mul (regexFind "^[0-9]+" . | int) $factor }}
+{{- end }}
+
+{{/* How a pod claims its GPUs by dynamic resource allocation. */}}
+{{- define "lockstep.gpuClaimSpec" -}}
+spec:
+  devices:
+    requests:
+      - name: gpu
+        exactly: {deviceClassName: {{ .gpu.deviceClass | quote }}, allocationMode: ExactCount, count: {{ int .ranksPerNode }}}
+{{- end }}
+
+{{/* The name of its template, which cannot be changed: another spec is another template. */}}
+{{- define "lockstep.gpuClaim" -}}
+{{- printf "%s-gpu-%s" .prefix (include "lockstep.gpuClaimSpec" .workers | sha256sum | trunc 8) }}
 {{- end }}
 
 {{/* The labels of a failure domain's pods, in YAML: (list ROOT CELL DOMAIN). */}}
