@@ -32,9 +32,9 @@ def make_slice(
     }
 
 
-def write_service_account(directory: Path) -> Path:
+def write_service_account(directory: Path, namespace: str = NAMESPACE) -> Path:
     """What kubelet mounts into a pod; returns the directory."""
     directory.mkdir(exist_ok=True)
     (directory / "token").write_text(TOKEN, encoding="utf-8")
-    (directory / "namespace").write_text(NAMESPACE, encoding="utf-8")
+    (directory / "namespace").write_text(namespace, encoding="utf-8")
     return directory

@@ -66,6 +66,7 @@ class KubeApi:
     store: KubeStore = field(default_factory=KubeStore)
     faults: Faults = field(default_factory=Faults)
     role: Object = field(default_factory=lambda: ROLE)
+    namespace: str = NAMESPACE
     requests: list[Request] = field(default_factory=list)
     is_over: bool = False
     url: str = ""
@@ -112,9 +113,9 @@ class KubeApi:
 
 
 @contextmanager
-def run_kube_api(port: int) -> Iterator[KubeApi]:
-    """Serve on a port of loopback."""
-    api = KubeApi(url=f"http://127.0.0.1:{port}")
+def run_kube_api(port: int, namespace: str = NAMESPACE) -> Iterator[KubeApi]:
+    """Serve on a port of loopback; the caller's account may use one namespace."""
+    api = KubeApi(url=f"http://127.0.0.1:{port}", namespace=namespace)
 
     class Handler(_Handler):
         kube = api
@@ -180,7 +181,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             raise ApiError(401, "Unauthorized", "Unauthorized")
         _, _, group, _, _, namespace, plural = path.split("/")
-        if namespace != NAMESPACE:
+        if namespace != self.kube.namespace:
             raise ApiError(403, "Forbidden", f'cannot {verb} {plural} in the namespace "{namespace}"')
         self.kube.check_allowed(verb, group, plural)
         return group, (plural, namespace)

@@ -88,9 +88,9 @@ class KubernetesDiscovery:
         endpoints = message.found()
         if endpoints is not None:
             self._last_seen.note(endpoints, now, on_found)
-        if message.problem != self._problem:
+        if message.problem and message.problem != self._problem:
             self._problem = message.problem
-            if message.problem:
-                logger.warning("no report from Kubernetes: the last endpoints stay", extra={"problem": message.problem})
-            else:
-                logger.info("Kubernetes answers again")
+            logger.warning("endpoints are not watched: those heard of last stay", extra={"problem": message.problem})
+        elif message.is_watched and self._problem:
+            self._problem = ""
+            logger.info("endpoints are watched again")

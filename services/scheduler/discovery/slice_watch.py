@@ -103,7 +103,7 @@ class SliceWatch:
         # Not parsed by the library, which refuses slices that have `endpoints: null`.
         listed = json.loads(response.data)
         self._slices = {item["metadata"]["name"]: item for item in listed.get("items") or ()}
-        self._report()
+        self._report(is_watched=False)
         version: str = listed["metadata"]["resourceVersion"]
         return version
 
@@ -126,10 +126,12 @@ class SliceWatch:
         try:
             for line in _lines_of(stream):
                 self._apply(json.loads(line))
-                self._report()
+                self._report(is_watched=True)
                 if time.monotonic() > ends_at:
                     # The server does not end it.
-                    return
+                    break
+            # Nothing may have changed all the time.
+            self._report(is_watched=True)
         finally:
             stream.close()
 
@@ -153,8 +155,8 @@ class SliceWatch:
             case _:
                 raise _DoubtError(f"the watch reports {kind} {item.get('code', '')}: {item.get('message', '')}")
 
-    def _report(self) -> None:
-        self._send(WatchMessage.of(merge_slices(self._slices.values(), self._task.port)))
+    def _report(self, *, is_watched: bool) -> None:
+        self._send(WatchMessage.of(merge_slices(self._slices.values(), self._task.port), is_watched=is_watched))
 
 
 def _lines_of(stream: _Stream) -> Iterator[bytes]:

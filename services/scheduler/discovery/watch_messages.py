@@ -48,17 +48,20 @@ class WatchMessage(_Message):
     endpoints: tuple[EndpointMessage, ...] | None = None
     """All that there are; None with a problem."""
     problem: str = ""
+    is_watched: bool = False
+    """The report comes from a watch: problems are over. A list alone may be answered while every watch is refused."""
 
     @classmethod
-    def of(cls, endpoints: tuple[Endpoint, ...]) -> WatchMessage:
+    def of(cls, endpoints: tuple[Endpoint, ...], *, is_watched: bool = False) -> WatchMessage:
         """Encode a report."""
         return cls(
+            is_watched=is_watched,
             endpoints=tuple(
                 EndpointMessage(
                     address=one.address, is_ready=one.is_ready, is_terminating=one.is_terminating, zone=one.zone
                 )
                 for one in endpoints
-            )
+            ),
         )
 
     def found(self) -> tuple[Endpoint, ...] | None:

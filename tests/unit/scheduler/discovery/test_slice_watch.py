@@ -118,6 +118,17 @@ def test_a_storm_of_errors_makes_few_requests(tmp_path: Path, fault: str) -> Non
         assert rounds[2].at - began_at > 0.25 + 0.5
 
 
+def test_a_list_does_not_end_the_problem_of_a_watch(tmp_path: Path) -> None:
+    with watching(tmp_path) as (api, watched):
+        assert watched.next_message().is_watched
+        api.faults.watch_status = 500
+        api.cut_connections()
+        watched.wait_for_problem("500")
+        listed = watched.next_message()
+        assert (listed.found(), listed.is_watched) == ((A,), False)
+        assert "500" in watched.next_message().problem
+
+
 def test_what_the_role_forbids_is_said(tmp_path: Path) -> None:
     with watching(tmp_path) as (api, watched):
         rule = api.role["rules"][0]
