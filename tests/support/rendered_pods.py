@@ -79,9 +79,19 @@ class Pod:
         )
         return self._process
 
+    def has_port(self, name: str) -> bool:
+        """Whether it has a port of this name."""
+        return any(each["name"] == name for each in self._container.get("ports", []))
+
     def port(self, name: str) -> int:
         """The number of a named port."""
         return next(int(each["containerPort"]) for each in self._container["ports"] if each["name"] == name)
+
+    def kill(self) -> None:
+        """Kill its container's process, and wait until it is gone."""
+        assert self._process is not None, f"{self.name} was never started"
+        self._process.kill()
+        self._process.wait()
 
     async def wait_until_probed(self, kind: str) -> None:
         """Wait until a probe, such as `startupProbe`, succeeds as the kubelet would send it; the process must live."""
