@@ -7,12 +7,24 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.chart import EXAMPLES, LEADER_WORKER_SETS, Tree, containers, find, pod_templates, rendered_examples
+from tests.support.chart import (
+    EXAMPLES,
+    LEADER_WORKER_SETS,
+    Tree,
+    containers,
+    find,
+    pod_templates,
+    render,
+    rendered_examples,
+)
+from tests.support.chart_values import values
 
 # What Pod Security `restricted` admits, of the kinds that the chart uses.
 # Source: Pod Security Standards, "Restricted", Volume Types.
 RESTRICTED_VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "secret"}
 SERVICES = ("tokenizer", "scheduler", "worker")
+TEARDOWN_S = 15
+"""The default, which no example changes."""
 FACTORS = {"Mi": 1, "Gi": 1024, "Ti": 1024**2}
 CASES = [f"{path.stem} {kind}" for path in EXAMPLES for kind in ("StatefulSet", "LeaderWorkerSet")]
 
@@ -97,7 +109,17 @@ def test_the_grace_period_covers_the_hook_the_drain_and_the_end(objects: list[Tr
     for name, pod, container in services(objects):
         hook = container["lifecycle"]["preStop"]["sleep"]["seconds"]
         drain = next(int(arg.partition("=")[2]) for arg in container["args"] if arg.startswith("--drain-s="))
-        assert pod["terminationGracePeriodSeconds"] >= hook + drain + 5, name
+        assert pod["terminationGracePeriodSeconds"] == hook + drain + TEARDOWN_S, name
+
+
+@pytest.mark.parametrize("version", ["1.29.0", "1.36.0"])
+def test_the_grace_period_follows_the_values(version: str) -> None:
+    shutdown = {"preStopSeconds": 7, "drainSeconds": 100, "teardownSeconds": 20}
+    rendered = render(values=values({"shutdown": shutdown}), kubernetes=version)
+    for name, pod, container in services(rendered):
+        assert pod["terminationGracePeriodSeconds"] == 127, name
+        assert "--drain-s=100" in container["args"], name
+        assert "7" in str(container["lifecycle"]["preStop"]), name
 
 
 def test_only_schedulers_that_watch_endpoints_have_a_token(objects: list[Tree]) -> None:
