@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -229,3 +230,31 @@ def test_each_value_is_used_by_a_template() -> None:
     templates = "".join(path.read_text(encoding="utf-8") for path in (CHART / "templates").iterdir())
     unused = [name for name, _, _ in leaves() if f".{name.rpartition('.')[2]}" not in templates]
     assert unused == []
+
+
+# What `lockstep.derive` adds to a cell.
+DERIVED = {
+    "prefix",
+    "trustDomain",
+    "modelDir",
+    *(f"workers.{name}" for name in ("coupled", "domains", "ranks", "ranksPerNode", "onGpu", "places")),
+}
+# What templates call the parts of a cell.
+PARTS = {"$cell": "", "$workers": "workers.", "$tls": "tls.", "$model": "model.", "$monitoring": "monitoring."}
+
+
+def test_templates_use_no_value_that_there_is_not() -> None:
+    known = {name for path, _, _ in leaves() for name in prefixes(path.removeprefix("cellDefaults."))}
+    known |= DERIVED | {"name", "cells", "cellDefaults"}
+    templates = "".join(path.read_text(encoding="utf-8") for path in (CHART / "templates").iterdir())
+    top = re.findall(r"\.Values\.([\w.]+)", templates)
+    of_parts = re.findall(r"(\$[a-z]+)\.([A-Za-z][\w.]*)", templates)
+    used = {*top, *(PARTS[part] + name for part, name in of_parts if part in PARTS)}
+    assert len(used) > 50
+    assert used - known == set()
+
+
+def prefixes(path: str) -> Iterator[str]:
+    """A value's path, and those of the maps that it is in."""
+    names = path.split(".")
+    yield from (".".join(names[:end]) for end in range(1, len(names) + 1))
