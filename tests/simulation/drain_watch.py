@@ -18,6 +18,12 @@ class _Drain:
     request_ids: set[str]
     """Those that were there when it began."""
     is_leaving: bool = False
+    is_withdrawn: bool = False
+
+    @property
+    def is_departing(self) -> bool:
+        """Whether the workers, or their endpoint, are about to go."""
+        return self.is_leaving or self.is_withdrawn
 
 
 class DrainWatch:
@@ -35,9 +41,9 @@ class DrainWatch:
     def __bool__(self) -> bool:
         return bool(self._drains)
 
-    def is_leaving(self, domain: int) -> bool:
-        """Whether a domain's workers have said that they are leaving."""
-        return domain in self._drains and self._drains[domain].is_leaving
+    def is_departing(self, domain: int) -> bool:
+        """Whether a domain's workers have said that they are leaving, or its endpoint is terminating or gone."""
+        return domain in self._drains and self._drains[domain].is_departing
 
     def is_draining(self, rank: int) -> bool:
         """Whether an attached rank takes no new sequences."""
@@ -53,6 +59,17 @@ class DrainWatch:
         """A rank has said that it is leaving; `entering` entered its batch before, with this event."""
         self._begin(self._topology.domain_of(rank), entering, now).is_leaving = True
 
+    def withdraw(self, rank: DpRank, entering: set[str], now: float) -> None:
+        """An attached rank's endpoint is terminating or gone; see `leave`."""
+        self._begin(self._topology.domain_of(rank), entering, now).is_withdrawn = True
+
+    def restore(self, rank: DpRank) -> None:
+        """Its endpoint is there."""
+        domain = self._topology.domain_of(rank)
+        if domain in self._drains:
+            self._drains[domain].is_withdrawn = False
+            self._end_unless_wanted(domain)
+
     def drain(self, rank: DpRank, entering: set[str], now: float) -> None:
         """An operator drains a rank; see `leave`."""
         domain = self._topology.domain_of(rank)
@@ -64,8 +81,7 @@ class DrainWatch:
         """An operator takes it back."""
         domain = self._topology.domain_of(rank)
         self._drained_by_operator.discard(domain)
-        if not self.is_leaving(domain):
-            self._drains.pop(domain, None)
+        self._end_unless_wanted(domain)
 
     def end(self, domain: int) -> None:
         """A domain's epoch has ended."""
@@ -86,15 +102,19 @@ class DrainWatch:
             "a domain is released with a step in flight"
         )
         is_over = now >= drain.ends_at
-        assert is_over or drain.is_leaving, "a drained domain is released although its workers stay"
+        assert is_over or drain.is_departing, "a drained domain is released although its workers stay"
         return is_over
 
     def check(self, now: float) -> None:
         """Check that no drain is overdue."""
         for domain, drain in self._drains.items():
             is_quiet = not any(epoch.in_flight for epoch in self._epochs_of(domain))
-            is_overdue = drain.is_leaving and is_quiet and now >= drain.ends_at
+            is_overdue = drain.is_departing and is_quiet and now >= drain.ends_at
             assert not is_overdue, "a domain is not released although its drain is over"
+
+    def _end_unless_wanted(self, domain: int) -> None:
+        if not self.is_departing(domain) and domain not in self._drained_by_operator:
+            self._drains.pop(domain, None)
 
     def _begin(self, domain: int, entering: set[str], now: float) -> _Drain:
         there = entering.union(*(epoch.request_ids for epoch in self._epochs_of(domain)))

@@ -67,6 +67,8 @@ class Fault(enum.Enum):
     WORKER_LEAVE = "worker_leave"
     MEMBER_LEAVE = "member_leave"
     RANK_DRAIN = "rank_drain"
+    # Endpoints that come and go, in cells that discover their workers.
+    ENDPOINT_GONE = "endpoint_gone"
 
 
 # The probability of each at each of its opportunities; the rates of a run are drawn around it.
@@ -135,9 +137,11 @@ _LIKELIHOOD = {
     Fault.WORKER_LEAVE: 0.004,
     Fault.MEMBER_LEAVE: 0.01,
     Fault.RANK_DRAIN: 0.03,
+    # At each arrival.
+    Fault.ENDPOINT_GONE: 0.05,
 }
 # Faults after which a domain drains.
-DRAINS = frozenset({Fault.WORKER_LEAVE, Fault.MEMBER_LEAVE, Fault.RANK_DRAIN})
+DRAINS = frozenset({Fault.WORKER_LEAVE, Fault.MEMBER_LEAVE, Fault.RANK_DRAIN, Fault.ENDPOINT_GONE})
 
 # Faults that end an epoch at once, and faults that end it after a while, independently of what it computes.
 _KILLS = frozenset({Fault.WORKER_CRASH, Fault.LINK_BREAK, Fault.MEMBER_CRASH, Fault.MEMBER_LINK_BREAK})

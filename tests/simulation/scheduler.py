@@ -21,6 +21,7 @@ from services.scheduler.workers.worker_client import decode_result
 from shared.health import Health
 from tests.simulation.clock import Clock
 from tests.simulation.direct_calls import DirectCall
+from tests.simulation.discovery import HeardDiscovery, SimulatedDiscovery
 from tests.simulation.domain import SimulatedDomain
 from tests.simulation.domain_link import DomainLink
 from tests.simulation.exchange import MAX_CLOSE_S, ExchangeStream
@@ -84,6 +85,7 @@ class SchedulerProcess:
         mix: FaultMix,
         *,
         domains: Sequence[SimulatedDomain],
+        discovery: SimulatedDiscovery | None,
         watch: EngineWatch,
         on_exit: Callable[[SchedulerProcess], None],
     ) -> None:
@@ -120,6 +122,9 @@ class SchedulerProcess:
             self._links.append(link)
             return link
 
+        leaders: Sequence[str] | HeardDiscovery = [str(rank) for rank in settings.topology.ranks]
+        if discovery is not None:
+            leaders = HeardDiscovery(discovery, self.when_running)
         timer_lateness_s = rng.choice(_TIMER_LATENESSES_S)
         # The abstract methods for sockets and processes are not implemented.
         self.loop = VirtualLoop(  # type: ignore[abstract]
@@ -128,7 +133,7 @@ class SchedulerProcess:
         with self.loop.running():
             self.cell = CellServer(
                 self.engine,
-                WorkerAccess(link_domain, [str(rank) for rank in settings.topology.ranks]),
+                WorkerAccess(link_domain, leaders),
                 instance_id=self.instance_id,
                 health=self._health,
                 replica_silence_s=settings.policy.worker_silence_s,

@@ -10,6 +10,7 @@ from random import Random
 
 from tests.simulation.clock import Clock
 from tests.simulation.direct_calls import DirectClient
+from tests.simulation.discovery import SimulatedDiscovery
 from tests.simulation.domain import SimulatedDomain
 from tests.simulation.exchange import MAX_CLOSE_S, MAX_UNREAD_S, Ends, ExchangeStream
 from tests.simulation.faults import Fault, FaultMix
@@ -135,6 +136,11 @@ class Simulation:
             SimulatedDomain(topology.ranks_of(domain), self._settings, self.clock, self._rng, self._mix, oracle=oracle)
             for domain in range(topology.num_domains)
         ]
+        self._discovery = None
+        if topology.is_dynamic:
+            # Sometimes there are more endpoints than places, or fewer.
+            num_endpoints = max(1, topology.dp_size + self._rng.choice([-1, 0, 0, 1]))
+            self._discovery = SimulatedDiscovery(num_endpoints, self.clock, self._rng)
         self._num_schedulers = 0
         # Schedulers that were replaced; some of them may not have noticed yet.
         self._old_schedulers: list[SchedulerProcess] = []
@@ -230,12 +236,15 @@ class Simulation:
             self._replicas[number] = self._make_replica()
         if self._strikes(Fault.RANK_DRAIN):
             self._drain_rank()
+        if self._discovery is not None and self._strikes(Fault.ENDPOINT_GONE):
+            self._discovery.disturb()
         if self._strikes(Fault.CACHE_FLUSH) and self._scheduler is not None:
             self._scheduler.flush_prefix_cache()
 
     def _drain_rank(self) -> None:
         scheduler, rank = self._scheduler, self._rng.randrange(self._settings.topology.dp_size)
-        if scheduler is not None:
+        # A place that is vacant cannot be drained.
+        if scheduler is not None and self._discovery is None:
             scheduler.drain(rank)
             self.clock.after(self._rng.uniform(*_DRAINED_S), lambda: scheduler.undrain(rank))
 
@@ -252,6 +261,7 @@ class Simulation:
             self._rng,
             self._mix,
             domains=self._domains,
+            discovery=self._discovery,
             watch=watch,
             on_exit=self._on_exit,
         )

@@ -7,6 +7,7 @@ import pytest
 from tests.simulation.planted_bugs import CELL_BUGS
 from tests.simulation.planted_draft_bugs import DRAFT_BUGS
 from tests.simulation.planted_drain_bugs import DRAIN_BUGS
+from tests.simulation.planted_endpoint_bugs import ENDPOINT_BUGS
 from tests.simulation.planted_group_bugs import GROUP_BUGS
 from tests.simulation.planted_rank_bugs import RANK_BUGS
 from tests.simulation.planted_request_bugs import REQUEST_BUGS
@@ -14,7 +15,7 @@ from tests.simulation.planted_server_bugs import SERVER_BUGS
 from tests.simulation.planting import PlantedBug
 from tests.simulation.simulation import SimulationError, simulate
 
-BUGS = [*CELL_BUGS, *DRAFT_BUGS, *DRAIN_BUGS, *GROUP_BUGS, *RANK_BUGS, *REQUEST_BUGS, *SERVER_BUGS]
+BUGS = [*CELL_BUGS, *DRAFT_BUGS, *DRAIN_BUGS, *ENDPOINT_BUGS, *GROUP_BUGS, *RANK_BUGS, *REQUEST_BUGS, *SERVER_BUGS]
 MAX_SEEDS = 50
 
 

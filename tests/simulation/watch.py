@@ -22,14 +22,17 @@ from services.scheduler.cell.events import (
     DomainLost,
     DrainRank,
     DropDomain,
+    EndpointsFound,
     Event,
     Exit,
+    LinkDomain,
     RankHeartbeat,
     ReleaseDomain,
     SendStep,
     StepReturned,
     Submission,
     UndrainRank,
+    UnlinkDomain,
 )
 from services.scheduler.core.batch.sequence import Finish, FinishReason
 from services.scheduler.core.batch.step import Outputs, Step, StepResult
@@ -68,6 +71,8 @@ class EngineWatch:
         self._epochs: dict[int, EpochWatch] = {}
         self.suspects = SuspectWatch()
         self._drains = DrainWatch(settings, self._epochs)
+        # By rank: the endpoint that it is linked to; of cells that discover their workers.
+        self._places: dict[DpRank, str] = {}
         self._num_lost_epochs = 0
         self.num_steps = 0
         self.num_dummy_steps = 0
@@ -106,7 +111,7 @@ class EngineWatch:
                 # The engine checks its ranks before it handles the event.
                 assert self._is_overdue(action.domain, now), "the engine drops a healthy rank"
                 self._drop(action.domain, action.epoch, due)
-        if isinstance(event, RankHeartbeat | DrainRank):
+        if isinstance(event, RankHeartbeat | DrainRank | EndpointsFound):
             self._take_drain(event, actions, now)
         else:
             self._take_in(event, due, now)
@@ -153,6 +158,13 @@ class EngineWatch:
                     self._epochs[rank].check_step(step, now)
                     self.num_steps += 1
                     self.num_dummy_steps += step.batch.is_dummy
+                case LinkDomain(domain, address):
+                    assert address not in self._places.values(), "an endpoint has two places"
+                    assert domain not in self._places, "a place has two endpoints"
+                    self._places[DpRank(domain)] = address
+                case UnlinkDomain(domain):
+                    assert self._epoch_of(domain) is None, "the link of an attached domain is closed"
+                    del self._places[DpRank(domain)]
                 case Beat():
                     self._last_beat_at = now
                 case Exit(reason):
@@ -194,17 +206,27 @@ class EngineWatch:
             case StepReturned(rank, result):
                 self._take_result(rank, result, due, now)
 
-    def _take_drain(self, event: RankHeartbeat | DrainRank, actions: list[Action], now: float) -> None:
+    def _take_drain(self, event: RankHeartbeat | DrainRank | EndpointsFound, actions: list[Action], now: float) -> None:
         is_after_drop = any(isinstance(action, DropDomain) for action in actions)
         # The steps that follow a drop were sent before the event was handled.
         steps = [action.step for action in actions if isinstance(action, SendStep) and is_after_drop]
         entering = set().union(*map(self._entering, steps))
         if isinstance(event, DrainRank):
             self._drains.drain(event.rank, entering, now)
+        elif isinstance(event, EndpointsFound):
+            self._take_endpoints(event, entering, now)
         elif event.rank in self._epochs and self._epochs[event.rank].number == event.epoch:
             self._epochs[event.rank].signs.take(event.progress, now)
             if event.is_leaving:
                 self._drains.leave(event.rank, entering, now)
+
+    def _take_endpoints(self, event: EndpointsFound, entering: set[str], now: float) -> None:
+        found = {endpoint.address for endpoint in event.endpoints if not endpoint.is_terminating}
+        for rank, address in self._places.items():
+            if address in found:
+                self._drains.restore(rank)
+            elif rank in self._epochs:
+                self._drains.withdraw(rank, entering, now)
 
     def _forget_all(self, is_gone: Callable[[Entry], bool]) -> None:
         for entry in [entry for entry in self._live.values() if is_gone(entry)]:
@@ -307,7 +329,7 @@ class EngineWatch:
             self._end(entry, due, "POISON_REQUEST")
 
     def _lose_link(self, domain: int, due: Responses) -> None:
-        if self._drains.is_leaving(domain):
+        if self._drains.is_departing(domain):
             self._release(domain, may_resume=True)
         else:
             self._lose(domain, due)

@@ -316,6 +316,8 @@ class SimulatedWorker:
             )
         topology = self._settings.topology
         place = GroupPlace(self._rank, topology.dp_size, self._settings.tp_size, topology.is_coupled)
+        if topology.is_dynamic:
+            place = GroupPlace(None, 1, self._settings.tp_size, is_coupled=False)
         facts = self._settings.worker_facts(offer.epoch, self._rank)
         offer.answer(Accepted(self._rank, offer.epoch, facts, place, offer.last_step, is_stuck))
 

@@ -136,7 +136,9 @@ class CellSettings:
     def draw(cls, rng: Random, mix: FaultMix) -> CellSettings:
         """Draw the settings of a cell: tiny to roomy KV pools, and every policy."""
         dp_size = rng.choice([1, 1, 1, 2, 2, 3, 4])
-        topology = CellTopology(dp_size, is_coupled=dp_size > 1 and rng.random() < 0.5)
+        is_coupled = dp_size > 1 and rng.random() < 0.5
+        is_dynamic = Fault.ENDPOINT_GONE in mix.rates and not is_coupled
+        topology = CellTopology(dp_size, is_coupled=is_coupled, is_dynamic=is_dynamic)
         block_size = rng.choice([1, 16, 16, 32])
         max_num_seqs = rng.choice([1, 3, 8, 12])
         proposals = _draw_proposals(rng, topology)
