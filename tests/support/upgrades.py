@@ -118,6 +118,7 @@ _KIND_TO_RULE: Mapping[str, Callable[[Tree, Tree], Iterator[str]]] = MappingProx
         "ConfigMap": _only("immutable"),
         "Deployment": _only("spec.selector"),
         "HorizontalPodAutoscaler": _FREE,
+        "InferencePool": _FREE,
         "Job": _all_but("parallelism", "suspend", "activeDeadlineSeconds", "backoffLimit", "ttlSecondsAfterFinished"),
         "LeaderWorkerSet": _only("spec.leaderWorkerTemplate.subGroupPolicy"),
         "NetworkPolicy": _FREE,
