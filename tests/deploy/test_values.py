@@ -237,6 +237,7 @@ DERIVED = {
     "prefix",
     "trustDomain",
     "modelDir",
+    "pool",
     *(f"workers.{name}" for name in ("coupled", "domains", "ranks", "ranksPerNode", "onGpu", "places")),
 }
 # What templates call the parts of a cell.
