@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from shared.addresses import join_address, split_address
 from shared.tls import TlsFiles
 from tests.support.deploy_tools import tool
 from tests.support.patience import PATIENCE_S
@@ -126,13 +127,13 @@ def start_envoy(config: EnvoyConfig, folder: Path) -> Iterator[Envoy]:
 
 
 def _socket(address: str) -> dict[str, Any]:
-    host, _, port = address.rpartition(":")
-    return {"socket_address": {"address": host, "port_value": int(port)}}
+    host, port = split_address(address)
+    return {"socket_address": {"address": host, "port_value": port}}
 
 
 def _address(host: dict[str, Any]) -> str:
     socket = host["address"]["socket_address"]
-    return f"{socket['address']}:{socket['port_value']}"
+    return join_address(socket["address"], socket["port_value"])
 
 
 def _is_healthy(host: dict[str, Any]) -> bool:

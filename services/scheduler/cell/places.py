@@ -29,9 +29,9 @@ class Places:
         |--- linked -----------|--- linked, drains ----------------|--- not linked ---| gone: the place is vacant
 
     The last set of endpoints counts until there is another. An endpoint that returns before its place is vacant has
-    never been away. Readiness and zone only decide which endpoints come first when places are few: a
-    stream says sooner and better whether workers can serve, and a standby must find the leading scheduler's workers,
-    ready or not.
+    never been away. Readiness and zone only decide which endpoints come first when places are few: a stream says
+    sooner and better whether workers can serve, and a standby must find the leading scheduler's workers, ready or
+    not.
 
     Invariant: an address has at most one place; a place is vacant exactly when it has no address. A link that is not
     withdrawn has an endpoint that was found and is not terminating.

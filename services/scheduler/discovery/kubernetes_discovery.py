@@ -90,7 +90,7 @@ class KubernetesDiscovery:
             self._last_seen.note(endpoints, now, on_found)
         if message.problem and message.problem != self._problem:
             self._problem = message.problem
-            logger.warning("endpoints are not watched: those heard of last stay", extra={"problem": message.problem})
+            logger.warning("endpoints are not watched: the last known ones stay", extra={"problem": message.problem})
         elif message.is_watched and self._problem:
             self._problem = ""
             logger.info("endpoints are watched again")
