@@ -41,5 +41,5 @@ class Head:
         self._tp = tp
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[T, hidden] to a new [T, vocabulary], the same on all ranks."""
+        """[T, hidden] to a new [T, vocabulary], the same on all ranks; see `Ops.prepare_head` for its dtype."""
         return self._tp.all_gather(self._kernel(hidden), self._sizes)

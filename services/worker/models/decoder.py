@@ -139,7 +139,7 @@ class DecoderModel:
         else:
             table = shard.weights.embedding("model.embed_tokens", shape, rows=part.run)
             embedding = shard.ops.prepare_embedding(table, self.dtype)
-            head = Linear(shard.ops, shard.weights.head("lm_head", shape, rows=part.run), self.dtype)
+            head = shard.ops.prepare_head(shard.weights.head("lm_head", shape, rows=part.run), self.dtype)
         self.embedding = Embedding(embedding, part, shard.tp)
         self._head = Head(head, parts, shard.tp)
         self.rotary = rotary

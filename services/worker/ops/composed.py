@@ -46,10 +46,14 @@ class ComposedOps(Ops, Protocol):
         """See `Ops.prepare_embedding`: dense."""
         return partial(F.embedding, weight=dense(weight, dtype))
 
+    def prepare_head(self, weight: Matrix, dtype: torch.dtype) -> LinearKernel:
+        """See `Ops.prepare_head`: a linear layer."""
+        return self.prepare_linear(weight, None, dtype)
+
     def prepare_tied(self, weight: Matrix, dtype: torch.dtype) -> tuple[EmbeddingKernel, LinearKernel]:
         """See `Ops.prepare_tied`: dense, and twice if `prepare_linear` copies."""
         table = dense(weight, dtype)
-        return self.prepare_embedding(table, dtype), self.prepare_linear(table, None, dtype)
+        return self.prepare_embedding(table, dtype), self.prepare_head(table, dtype)
 
     def prepare_per_head_linear(self, weight: Tensor) -> PerHeadKernel:
         """See `Ops.prepare_per_head_linear`: a batched product."""

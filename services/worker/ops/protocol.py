@@ -122,8 +122,16 @@ class Ops(Protocol):
             dtype: Of the kernel's result.
         """
 
+    def prepare_head(self, weight: Matrix, dtype: torch.dtype) -> LinearKernel:
+        """Prepare the product that gives logits, once, at load: in `dtype`, or in float32 if that costs nothing.
+
+        Args:
+            weight: [vocabulary, hidden], as in `prepare_linear`.
+            dtype: Of the kernel's argument.
+        """
+
     def prepare_tied(self, weight: Matrix, dtype: torch.dtype) -> tuple[EmbeddingKernel, LinearKernel]:
-        """Prepare an embedding and the head with the same weight; arguments as in `prepare_linear`.
+        """Prepare an embedding and the head with the same weight; see `prepare_embedding` and `prepare_head`.
 
         A backend may keep the weight once, in the form that products need.
         """

@@ -10,24 +10,29 @@ from torch import Tensor
 
 from services.worker.ops.composed import ComposedOps
 from services.worker.ops.matrices import Matrix, dense
+from services.worker.ops.native.formats import FORMATS
 from services.worker.ops.native.packed import PackedMatrix
 from services.worker.ops.native.results import Results
 from services.worker.ops.protocol import EmbeddingKernel, LinearKernel
 
-_linear = Struct("PPqPq").pack
+_linear = Struct("PPqP2q").pack
 _rows = Struct("PPqP").pack
 _take = Struct("P2qPqP").pack
 
 
 class NativeProducts(ComposedOps):
-    """`prepare_linear`, `prepare_embedding` and `prepare_tied` of `Ops`."""
+    """`prepare_linear`, `prepare_embedding`, `prepare_head` and `prepare_tied` of `Ops`."""
 
     _library: ctypes.CDLL
     _results: Results
 
     def prepare_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> LinearKernel:
         packed = PackedMatrix(self._library, weight, bias, dtype)
-        return NativeLinear(self._library, packed, self._results)
+        return NativeLinear(self._library, packed, dtype, self._results)
+
+    def prepare_head(self, weight: Matrix, dtype: torch.dtype) -> LinearKernel:
+        packed = PackedMatrix(self._library, weight, None, dtype)
+        return NativeLinear(self._library, packed, torch.float32, self._results)
 
     def prepare_embedding(self, weight: Matrix, dtype: torch.dtype) -> EmbeddingKernel:
         return NativeTable(self._library, dense(weight, dtype), self._results)
@@ -35,16 +40,28 @@ class NativeProducts(ComposedOps):
     def prepare_tied(self, weight: Matrix, dtype: torch.dtype) -> tuple[EmbeddingKernel, LinearKernel]:
         packed = PackedMatrix(self._library, weight, None, dtype)
         embedding = NativeEmbedding(self._library, packed, self._results)
-        return embedding, NativeLinear(self._library, packed, self._results)
+        return embedding, NativeLinear(self._library, packed, torch.float32, self._results)
 
 
 class NativeLinear:
     """See `LinearKernel`."""
 
-    __slots__ = ("_address", "_dtype", "_function", "_num_inputs", "_num_outputs", "_packed", "_results")
+    __slots__ = (
+        "_address",
+        "_dtype",
+        "_function",
+        "_num_inputs",
+        "_num_outputs",
+        "_output_dtype",
+        "_output_format",
+        "_packed",
+        "_results",
+    )
 
-    def __init__(self, library: ctypes.CDLL, packed: PackedMatrix, results: Results) -> None:
+    def __init__(self, library: ctypes.CDLL, packed: PackedMatrix, output_dtype: torch.dtype, results: Results) -> None:
+        """`output_dtype` is the matrix's dtype or float32."""
         self._function = library.ls_linear
+        self._output_dtype, self._output_format = output_dtype, FORMATS[output_dtype]
         self._packed, self._results = packed, results
         self._address, self._dtype = packed.address, packed.dtype
         self._num_outputs, self._num_inputs = packed.num_rows, packed.num_columns
@@ -62,8 +79,9 @@ class NativeLinear:
         if column_stride != 1:
             x = x.contiguous()
             row_stride = width
-        output = self._results.empty(num_rows, self._num_outputs, dtype=self._dtype)
-        self._function(_linear(self._address, x.data_ptr(), row_stride, output.data_ptr(), num_rows))
+        output = self._results.empty(num_rows, self._num_outputs, dtype=self._output_dtype)
+        call = _linear(self._address, x.data_ptr(), row_stride, output.data_ptr(), num_rows, self._output_format)
+        self._function(call)
         return output
 
 

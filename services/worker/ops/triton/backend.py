@@ -99,7 +99,7 @@ class TritonOps(ComposedOps):
         return partial(F.embedding, weight=weight) if isinstance(weight, Tensor) else PackedEmbedding(weight, dtype)
 
     def prepare_tied(self, weight: Matrix, dtype: torch.dtype) -> tuple[EmbeddingKernel, LinearKernel]:
-        return self.prepare_embedding(weight, dtype), self.prepare_linear(weight, None, dtype)
+        return self.prepare_embedding(weight, dtype), self.prepare_head(weight, dtype)
 
     # -- Elementwise and norm -----------------------------------------------------------------------------
 

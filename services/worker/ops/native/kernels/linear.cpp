@@ -21,12 +21,13 @@ constexpr int64_t kPreparedRows = 4;
 constexpr int64_t kPieces = 8, kPiecesOfFewRows = 4;
 constexpr int64_t kFewRows = 8;
 
-template <class T>
+// T: of activations. U: of results.
+template <class T, class U>
 struct Product {
     const Matrix& m;
     const T* x;
     int64_t x_stride;
-    T* out;
+    U* out;
     int64_t num_rows;
     int64_t row_bytes;
 
@@ -37,14 +38,14 @@ struct Product {
         const uint8_t* rows, int64_t first, int64_t count, int64_t first_tile, int64_t end_tile, int64_t next_tile) const {
         for (int64_t tile = first_tile; tile < end_tile; ++tile) {
             const int64_t next = tile + 1 < end_tile ? tile + 1 : next_tile;
-            T* target = out + first * m.num_rows;
+            U* target = out + first * m.num_rows;
             multiply_tile(m, tile, next, rows + first * row_bytes, row_bytes, count, target, m.num_rows);
         }
     }
 };
 
-template <class T>
-void run(const Product<T>& product) {
+template <class T, class U>
+void run(const Product<T, U>& product) {
     static thread_local Buffer buffer;
     const Matrix& m = product.m;
     const int64_t num_rows = product.num_rows, tiles = num_tiles(m);
@@ -72,12 +73,12 @@ void run(const Product<T>& product) {
     run_phases(is_large ? num_threads() : 1, prepare, multiply);
 }
 
-template <class T>
-void multiply(const Matrix& m, const T* x, int64_t x_stride, T* out, int64_t num_rows) {
+template <class T, class U>
+void multiply(const Matrix& m, const T* x, int64_t x_stride, U* out, int64_t num_rows) {
     const int64_t row_bytes = reads_in_place(m) ? x_stride * static_cast<int64_t>(sizeof(T)) : prepared_row_bytes(m);
     for (int64_t first = 0; first < num_rows; first += kRowsAtOnce) {
         const int64_t count = first + kRowsAtOnce < num_rows ? kRowsAtOnce : num_rows - first;
-        run<T>({m, x + first * x_stride, x_stride, out + first * m.num_rows, count, row_bytes});
+        run<T, U>({m, x + first * x_stride, x_stride, out + first * m.num_rows, count, row_bytes});
     }
 }
 
@@ -85,21 +86,24 @@ void multiply(const Matrix& m, const T* x, int64_t x_stride, T* out, int64_t num
 
 struct LinearCall {
     const Matrix* m;
-    const void* x;     // [num_rows, m.num_columns] in m.dtype
-    int64_t x_stride;  // elements from row to row
-    void* out;         // [num_rows, m.num_rows] in m.dtype, contiguous; written
+    const void* x;      // [num_rows, m.num_columns] in m.dtype
+    int64_t x_stride;   // elements from row to row
+    void* out;          // [num_rows, m.num_rows] in out_format, contiguous; written
     int64_t num_rows;
+    Format out_format;  // m.dtype or kFloat32
 };
 
 namespace {
 
+template <class T, class U>
+void linear_as(const LinearCall& call) {
+    multiply(*call.m, static_cast<const T*>(call.x), call.x_stride, static_cast<U*>(call.out), call.num_rows);
+}
+
 void linear(const LinearCall& call) {
-    const Matrix& m = *call.m;
-    if (m.dtype == kFloat32) {
-        multiply(m, static_cast<const float*>(call.x), call.x_stride, static_cast<float*>(call.out), call.num_rows);
-    } else {
-        multiply(m, static_cast<const bf16*>(call.x), call.x_stride, static_cast<bf16*>(call.out), call.num_rows);
-    }
+    if (call.m->dtype == kFloat32) return linear_as<float, float>(call);
+    if (call.out_format == kFloat32) return linear_as<bf16, float>(call);
+    linear_as<bf16, bf16>(call);
 }
 
 }  // namespace

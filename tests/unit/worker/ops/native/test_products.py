@@ -203,7 +203,18 @@ def test_a_tied_embedding_has_the_rows_of_the_heads_weight(
         embedding(token_ids), expected, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
     )
     assert embedding(token_ids[:0]).shape == (0, 160)
-    assert torch.equal(head(case.x()), NativeOps(isa).prepare_linear(weight, None, dtype)(case.x()))
+    assert torch.equal(head(case.x()), NativeOps(isa).prepare_head(weight, dtype)(case.x()))
+
+
+@every_isa
+@pytest.mark.parametrize("kind", [FLOAT, INT8, INT4, MXFP4])
+def test_logits_are_products_that_were_not_rounded(isa: Isa, kind: str) -> None:
+    case = Case(kind, torch.bfloat16, num_rows=9, num_inputs=160, num_outputs=75)
+    weight, x = case.weight(), case.x()
+    logits = NativeOps(isa).prepare_head(weight, torch.bfloat16)(x)
+    assert logits.dtype == torch.float32
+    assert (logits != logits.bfloat16()).any()
+    assert torch.equal(logits.bfloat16(), NativeOps(isa).prepare_linear(weight, None, torch.bfloat16)(x))
 
 
 def native() -> Ops:
