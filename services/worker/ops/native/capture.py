@@ -112,6 +112,11 @@ class ReplayMemory:
 class _OnlyKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses what torch computes, which a replay would leave out."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from loading its compiler, 70 MiB, to keep that out of a body that nothing compiles."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

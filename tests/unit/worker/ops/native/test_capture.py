@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -15,6 +17,7 @@ from services.worker.forward.kv_cache import attention_cache
 from services.worker.ops import AttentionParams, HeadNorms
 from services.worker.ops.native.backend import NativeOps
 from services.worker.ops.native.capture import NativeCapture, ReplayMemory
+from services.worker.ops.native.isa import available_isas
 from tests.support.attention_batches import Batch, random
 
 DIM, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 64, 4, 2, 16
@@ -23,6 +26,17 @@ CONTEXT_LENS, LATER_CONTEXT_LENS = [4, 41, 17], [20, 470, 18]
 WINDOWS = pytest.mark.parametrize("window", [None, 24])
 
 Compute = Callable[[Tensor], Tensor]
+
+# `view` passes through what refuses torch's computations.
+CAPTURE = """
+import sys
+import torch
+from services.worker.ops.native.backend import NativeOps
+from services.worker.ops.native.isa import available_isas
+x = torch.ones(2, 8)
+NativeOps(available_isas()[-1]).make_capture(torch.device("cpu"), [])(lambda: x.view(4, 4))
+sys.exit("torch._dynamo" in sys.modules)
+"""
 
 
 def make_capture(ops: NativeOps) -> NativeCapture:
@@ -133,6 +147,13 @@ def test_captures_of_one_backend_do_not_disturb_each_other(ops: NativeOps) -> No
     replays = [capture(partial(compute, x)) for x in batches]
     for x, replay in [*zip(batches, replays, strict=True)] * 2:
         torch.testing.assert_close(replay(), compute(x), atol=0, rtol=0)
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not available_isas(), reason="this machine lacks the instructions")
+def test_a_capture_does_not_load_torchs_compiler() -> None:
+    # It would add 70 MiB to every worker.
+    subprocess.run([sys.executable, "-c", CAPTURE], check=True)
 
 
 def test_the_memory_of_a_freed_tensor_is_used_again() -> None:
