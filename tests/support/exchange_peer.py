@@ -188,6 +188,10 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
         self._last_stream.is_attached = True
         self._last_stream.outbox.put_nowait(exchange_pb2.ExchangeResponse(cell_info=self.cell_info))
 
+    def describe_cell(self) -> None:
+        """Send the cell info again, as a scheduler does when it has changed."""
+        self._last_stream.outbox.put_nowait(exchange_pb2.ExchangeResponse(cell_info=self.cell_info))
+
     def send(self, *rows: Row, ends: Sequence[exchange_pb2.RequestEnd] = (), prompts: Sequence[PromptRow] = ()) -> None:
         """Send one step's outputs."""
         self.send_outputs(make_outputs(*rows, ends=ends, prompts=prompts))

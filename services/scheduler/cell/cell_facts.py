@@ -23,6 +23,8 @@ class CellFacts:
         """Include the smallest pool of any rank; None while `model` is."""
         self.exact_fingerprint = ""
         """The exact numerics of all attached ranks, or of the last ones; empty if unavailable."""
+        self.version = 0
+        """Increases whenever something of this may have changed."""
         self._block_size = block_size
 
     def find_fault(self, facts: Iterable[WorkerFacts]) -> str | None:
@@ -47,6 +49,7 @@ class CellFacts:
         ]
         if not known:
             return
+        self.version += 1
         self.model = known[0]
         num_blocks = min(facts.num_blocks for facts in known)
         self.limits = ModelLimits(

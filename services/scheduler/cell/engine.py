@@ -95,6 +95,11 @@ class Engine:
         return self._facts.exact_fingerprint
 
     @property
+    def facts_version(self) -> int:
+        """See `CellFacts.version`."""
+        return self._facts.version
+
+    @property
     def num_unplaced_endpoints(self) -> int:
         """See `Places.num_unplaced`."""
         return self._places.num_unplaced

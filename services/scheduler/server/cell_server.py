@@ -68,8 +68,8 @@ class ClientLink:
         self.number = number
         self.closed: asyncio.Future[ServiceError | None] = asyncio.get_running_loop().create_future()
         """The error that the stream ends with, or None for OK."""
-        self.has_cell_info = False
-        """Whether the cell's facts were sent."""
+        self.cell_info: exchange_pb2.CellInfo | None = None
+        """The cell's facts as they were last sent."""
         self._on_close = on_close
         self._silence = Silence(silence_s)
         self._sends_heartbeats = False
@@ -205,7 +205,7 @@ class CellServer:
         number = next(self._client_numbers)
         client = ClientLink(number, lambda: self.disconnect(client), self._replica_silence_s)
         self._clients[number] = client
-        self._send_cell_info(client)
+        self._send_cell_info(client, self._loop.time())
         return client
 
     def disconnect(self, client: ClientLink) -> None:
@@ -266,7 +266,7 @@ class CellServer:
 
     def _handle(self, event: Event) -> None:
         now = self._loop.time()
-        was_ready = self.engine.is_ready
+        was_ready, facts_version = self.engine.is_ready, self.engine.facts_version
         actions = self.engine.on_event(event, now)
         for action in actions:
             self._perform(action)
@@ -279,6 +279,9 @@ class CellServer:
         if self.engine.is_ready != was_ready:
             self._report_health()
             self._tell_replicas(now)
+        elif self.engine.facts_version != facts_version:
+            for client in self._clients.values():
+                self._send_cell_info(client, now)
 
     def _arm_timer(self) -> None:
         """A timer that is too early is left to fire and then set again, because the time changes with every step."""
@@ -333,7 +336,7 @@ class CellServer:
         """This scheduler holds workers now, or holds none any more: replicas choose between schedulers by it."""
         heartbeat = exchange_pb2.ExchangeResponse(heartbeat=self._make_heartbeat())
         for client in self._clients.values():
-            self._send_cell_info(client)
+            self._send_cell_info(client, now)
             client.send(heartbeat, now)
 
     def _make_heartbeat(self) -> exchange_pb2.SchedulerHeartbeat:
@@ -352,12 +355,11 @@ class CellServer:
         model = self.engine.model
         return common_pb2.SamplingParams.FromString(b"" if model is None else model.default_sampling)
 
-    def _send_cell_info(self, client: ClientLink) -> None:
-        """Send the cell's facts, once, if this scheduler holds workers."""
+    def _send_cell_info(self, client: ClientLink, now: float) -> None:
+        """Send the cell's facts if this scheduler holds workers and the replica does not know them."""
         model, limits = self.engine.model, self.engine.model_limits
-        if client.has_cell_info or not self.engine.is_ready or model is None or limits is None:
+        if not self.engine.is_ready or model is None or limits is None:
             return
-        client.has_cell_info = True
         cell_info = exchange_pb2.CellInfo(
             scheduler_instance_id=self.instance_id,
             model_digest=model.model_digest,
@@ -368,4 +370,6 @@ class CellServer:
             default_sampling=self._default_sampling(),
             exact_fingerprint=self.engine.exact_fingerprint,
         )
-        client.send(exchange_pb2.ExchangeResponse(cell_info=cell_info), self._loop.time())
+        if cell_info != client.cell_info:
+            client.cell_info = cell_info
+            client.send(exchange_pb2.ExchangeResponse(cell_info=cell_info), now)

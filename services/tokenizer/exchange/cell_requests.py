@@ -149,6 +149,11 @@ class CellRequests:
             self._loop.call_later(delay, link.submit, handle)
         return len(handles)
 
+    def note_exactness(self, exact_fingerprint: str) -> None:
+        """The current cell's numerics have changed; see `RequestLedger.note_exactness`."""
+        self._exact_fingerprint = exact_fingerprint
+        self._ledger.note_exactness(exact_fingerprint)
+
     def lose_stream(self, link: ExchangeLink, *, died_at: float | None = None) -> None:
         """A stream has ended; if it is the current one, its requests wait for the next.
 

@@ -93,6 +93,10 @@ class RequestLedger:
         ]
         return [end for handle in inexact for end in self._fail(handle, error)]
 
+    def note_exactness(self, exact_fingerprint: str) -> None:
+        """The current stream's cell has this fingerprint now; its scheduler looks after requests already submitted."""
+        self._exact_fingerprint = exact_fingerprint
+
     def on_scheduler_death(self, died_at: float) -> list[tuple[RequestHandle, ServiceError]]:
         """The scheduler of the lost stream has died, at `died_at` or soon after.
 

@@ -132,6 +132,7 @@ class SchedulerClient:
         if stream.cell_info is not None and stream.cell_info.model_digest != self._model_digest:
             self._refuse(stream, stream.cell_info.model_digest)
         await self._choose()
+        self._update_cell()
 
     def on_outputs(self, stream: SchedulerStream, outputs: exchange_pb2.Outputs) -> None:
         """See `StreamUser`."""
@@ -177,14 +178,25 @@ class SchedulerClient:
     def _use(self, stream: SchedulerStream) -> None:
         info = stream.cell_info
         assert info is not None, "it holds workers"
-        self._used = stream
-        self._cell = Cell(
-            info.scheduler_instance_id,
-            tuple(info.eos_token_ids),
-            ModelLimits(info.context_length, info.logits_width, info.num_pool_tokens),
-            info.default_sampling,
-            info.exact_fingerprint,
-        )
+        self._used, self._cell = stream, _describe(info)
         num_requests = self._requests.open_stream(stream.sender, info)
         facts = {"instance_id": info.scheduler_instance_id, "num_resubmitted": num_requests}
         logger.info("linked to the scheduler", extra=facts)
+
+    def _update_cell(self) -> None:
+        """Workers may have come or gone since the used scheduler described its cell."""
+        info = None if self._used is None else self._used.cell_info
+        if info is not None and (cell := _describe(info)) != self._cell:
+            self._cell = cell
+            self._requests.note_exactness(cell.exact_fingerprint)
+            logger.info("the cell has changed", extra={"num_pool_tokens": cell.limits.num_pool_tokens})
+
+
+def _describe(info: exchange_pb2.CellInfo) -> Cell:
+    return Cell(
+        info.scheduler_instance_id,
+        tuple(info.eos_token_ids),
+        ModelLimits(info.context_length, info.logits_width, info.num_pool_tokens),
+        info.default_sampling,
+        info.exact_fingerprint,
+    )

@@ -67,13 +67,13 @@ class SchedulerStream:
         return self._said_it_holds and self.is_alive(now)
 
     def note_cell_info(self, cell_info: exchange_pb2.CellInfo) -> None:
-        """A scheduler that holds workers has described its cell.
+        """A scheduler that holds workers has described its cell, for the first time or because it has changed.
 
         Raises:
-            ExchangeError: it had done so before.
+            ExchangeError: it is another run of the scheduler.
         """
-        if self.cell_info is not None:
-            raise ExchangeError("cell_info was sent twice")
+        if self.cell_info is not None and self.cell_info.scheduler_instance_id != cell_info.scheduler_instance_id:
+            raise ExchangeError("a stream has two schedulers")
         self.cell_info, self._said_it_holds = cell_info, True
 
     def note_heartbeat(self, heartbeat: exchange_pb2.SchedulerHeartbeat) -> None:

@@ -96,6 +96,23 @@ async def test_a_lost_worker_pauses_requests_and_health_recovers(tmp_path: Path)
         assert await check_health(cell.channel)
 
 
+async def test_replicas_are_told_when_a_worker_returns_with_another_pool_or_other_numerics(tmp_path: Path) -> None:
+    async with running_cell(tmp_path) as cell:
+        call = cell.exchange()
+        first = (await call.read()).cell_info
+        cell.worker.num_blocks, cell.worker.lose_link_at = 32, 4
+        cell.worker.response.is_exact, cell.worker.response.numerics_fingerprint = True, "reference"
+        await call.write(submit(1, [1, 2, 3], 9))
+        messages = [await call.read()]
+        while not any(end.handle == 1 for end in messages[-1].outputs.ends):
+            messages.append(await call.read())
+        [second] = [message.cell_info for message in messages if message.HasField("cell_info")]
+        expected = exchange_pb2.CellInfo()
+        expected.CopyFrom(first)
+        expected.num_pool_tokens, expected.exact_fingerprint = 512, "reference"
+        assert (first.num_pool_tokens, second) == (1024, expected)
+
+
 async def test_the_offered_epoch_exceeds_the_workers_own(tmp_path: Path) -> None:
     worker = WorkerPeer()
     worker.ledger.offer(40, "another", 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from tokenizers import Tokenizer
 
@@ -14,6 +15,7 @@ from tests.support.exchange_peer import ExchangePeer, Row, make_end, read_column
 from tests.support.tokenizer_service import read_rest, run_tokenizer_service
 
 HELLO = tokenizer_pb2.GenerateRequest(text="The fox")
+EXACT = tokenizer_pb2.GenerateRequest(text="The fox", determinism=common_pb2.DETERMINISM_EXACT)
 EOS, MAX_TOKENS = common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_MAX_TOKENS
 
 
@@ -169,6 +171,31 @@ async def test_a_scheduler_that_waits_for_its_workers_is_not_lost(model_dir: Pat
         service.peer.send(Row(again.handle, 0, [70]), ends=[make_end(again.handle, MAX_TOKENS, 1)])
         _, token_ids, _ = await read_rest(call)
         assert token_ids == [70]
+
+
+async def test_a_cell_that_changes_disturbs_no_request(model_dir: Path, tmp_path: Path) -> None:
+    async with run_tokenizer_service(model_dir, tmp_path, exact_fingerprint="a") as service:
+        await service.link()
+        exact, submit = await service.begin(EXACT)
+        service.peer.cell_info.num_pool_tokens, service.peer.cell_info.exact_fingerprint = 64, ""
+        service.peer.describe_cell()
+        await hear(service.peer)
+        info = await service.stub.GetModelInfo(tokenizer_pb2.GetModelInfoRequest())
+        assert (info.num_pool_tokens, info.has_exact_determinism) == (64, False)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await service.stub.Generate(EXACT).read()
+        assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        # Its scheduler has promised.
+        await finish(exact, service.peer, Row(submit.handle, 0, [70]))
+        assert service.peer.num_streams == 1
+
+
+async def test_a_stream_has_one_scheduler(model_dir: Path, tmp_path: Path) -> None:
+    async with run_tokenizer_service(model_dir, tmp_path) as service:
+        await service.link()
+        service.peer.cell_info.scheduler_instance_id = "another"
+        service.peer.describe_cell()
+        await service.peer.ended_streams.get()
 
 
 async def hear(peer: ExchangePeer, *, num_heartbeats: int = 2) -> None:
