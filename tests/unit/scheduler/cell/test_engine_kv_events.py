@@ -20,5 +20,6 @@ def test_events_alone_rebuild_the_index_of_every_rank() -> None:
 
 
 @pytest.mark.proof
+@pytest.mark.timeout(3600)
 def test_events_alone_rebuild_the_index_in_many_long_runs() -> None:
     check_runs(range(4, 104), 1500)
