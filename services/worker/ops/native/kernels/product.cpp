@@ -1,6 +1,7 @@
 #include "product.h"
 
 #include <algorithm>
+#include <type_traits>
 
 namespace lockstep::products {
 
@@ -10,39 +11,51 @@ constexpr int kMaxRows = kMaxIntRows > kMaxFloatRows ? kMaxIntRows : kMaxFloatRo
 // How far ahead of its loads a kernel asks for memory, when every byte is used only once.
 constexpr int64_t kAhead = 8192;
 
-// The offsets of a group of weights times the sums of its activations, for half a tile.
-Floats add_offsets(const Matrix& m, const float* x_sums, const float* offsets, Floats values) {
-    for (int64_t scale = 0; scale < num_scales(m); ++scale) {
-        values = fma(fill(x_sums[scale]), load(offsets + scale * kTileRows), values);
+// Rows whose products are stored together: they share the loads of the tile's offsets.
+constexpr int64_t kStoredRows = 4;
+
+const float* tile_offsets(const Matrix& m, int64_t tile) { return m.offsets + tile * num_scales(m) * kTileRows; }
+
+// Adds the offsets of each group of weights times the sums of its activations, for a tile and some rows.
+template <int kRows>
+void add_offsets(const Matrix& m, int64_t tile, const uint8_t* rows, int64_t row_bytes, Floats (&values)[kRows][2]) {
+    const float* offsets = tile_offsets(m, tile);
+    const float* x_sums = quantized_row(m, const_cast<uint8_t*>(rows)).sums;
+    const int64_t row_words = row_bytes / 4, end = num_scales(m);
+    for (int64_t scale = 0; scale < end; ++scale) {
+        const Floats upper = load(offsets + scale * kTileRows), lower = load(offsets + scale * kTileRows + kLanes);
+        for (int r = 0; r < kRows; ++r) {
+            const Floats x_sum = fill(x_sums[r * row_words + scale]);
+            values[r][0] = fma(x_sum, upper, values[r][0]);
+            values[r][1] = fma(x_sum, lower, values[r][1]);
+        }
     }
-    return values;
 }
 
-// Stores half a tile's products: its sums, and what they lack.
-template <class T>
-void store_half(
+// Stores a tile's products with some rows: their sums, and what those lack.
+template <int kRows, class T>
+void store_rows(
     const Matrix& m,
     int64_t tile,
-    int64_t half,
     const uint8_t* rows,
     int64_t row_bytes,
-    int64_t num_rows,
     const float* sums,
     T* out,
     int64_t out_stride) {
-    const int64_t first = tile * kTileRows + half * kLanes;
-    const int count = static_cast<int>(std::min<int64_t>(m.num_rows - first, kLanes));
-    if (count <= 0) return;
-    const Floats scales = m.row_scales ? load(m.row_scales + first) : fill(1.0f);
-    const Floats bias = m.bias ? load(m.bias + first) : zeros();
-    for (int64_t row = 0; row < num_rows; ++row) {
-        Floats values = load(sums + row * kTileRows + half * kLanes);
-        values = mul(values, scales);
-        if (m.offsets) {
-            const float* x_sums = quantized_row(m, const_cast<uint8_t*>(rows + row * row_bytes)).sums;
-            values = add_offsets(m, x_sums, m.offsets + tile * num_scales(m) * kTileRows + half * kLanes, values);
-        }
-        store_first(out + row * out_stride + half * kLanes, add(values, bias), count);
+    const int64_t first = tile * kTileRows;
+    Floats values[kRows][2];
+    for (int half = 0; half < 2; ++half) {
+        const Floats scales = m.row_scales ? load(m.row_scales + first + half * kLanes) : fill(1.0f);
+        for (int r = 0; r < kRows; ++r) values[r][half] = mul(load(sums + r * kTileRows + half * kLanes), scales);
+    }
+    if (m.offsets) add_offsets(m, tile, rows, row_bytes, values);
+    for (int half = 0; half < 2; ++half) {
+        const int64_t left = m.num_rows - first - half * kLanes;
+        if (left <= 0) return;
+        const int count = static_cast<int>(std::min<int64_t>(left, kLanes));
+        const Floats bias = m.bias ? load(m.bias + first + half * kLanes) : zeros();
+        T* target = out + half * kLanes;
+        for (int r = 0; r < kRows; ++r) store_first(target + r * out_stride, add(values[r][half], bias), count);
     }
 }
 
@@ -64,6 +77,10 @@ void multiply_tile(
     int64_t num_blocks = divide_up(num_rows, kernels.max_rows);
     // Asking for half a tile during each of two blocks is slower than for a third during each of three: measured.
     if (num_blocks == 2 && num_rows > 8) num_blocks = 3;
+    if (m.offsets) {
+        const auto* offsets = reinterpret_cast<const uint8_t*>(tile_offsets(m, next_tile));
+        prefetch(offsets, num_scales(m) * kTileRows * static_cast<int64_t>(sizeof(float)));
+    }
     alignas(64) float sums[kMaxRows * kTileRows];
     for (int64_t block = 0; block < num_blocks; ++block) {
         // Blocks of nearly equal sizes: a block of one row would take as long as one of two.
@@ -78,10 +95,17 @@ void multiply_tile(
             next = num_blocks == 1 ? weights + kAhead : m.tiles + next_tile * bytes + block * share;
         }
         kernels.by_rows[count - 1]({m, weights, block_rows, row_bytes, next, share}, sums);
-        for (int64_t half = 0; half < 2; ++half) {
-            T* target = out + first * out_stride + tile * kTileRows;
-            store_half(m, tile, half, block_rows, row_bytes, count, sums, target, out_stride);
+        T* target = out + first * out_stride + tile * kTileRows;
+        const auto store_from = [&](int64_t row, auto num_stored) {
+            const uint8_t* stored = block_rows + row * row_bytes;
+            const float* stored_sums = sums + row * kTileRows;
+            store_rows<num_stored>(m, tile, stored, row_bytes, stored_sums, target + row * out_stride, out_stride);
+        };
+        int64_t row = 0;
+        for (; row + kStoredRows <= count; row += kStoredRows) {
+            store_from(row, std::integral_constant<int, kStoredRows>());
         }
+        for (; row < count; ++row) store_from(row, std::integral_constant<int, 1>());
     }
 }
 
