@@ -42,7 +42,7 @@ class SchedulerClaim:
 
     A scheduler that has never held a domain takes nothing while another one holds any group that answers. If it has met
     another one, it is a standby: it offers nothing to a domain in which a group is not ready, or became ready less than
-    `HEAD_START_S` ago and was never held since.
+    `HEAD_START_S` ago, or was offered an epoch less than the lease ago, and was not held since.
 
     One that has held a domain offers at once. It exits when a rival has held one of its groups for longer than the
     lease, under a higher epoch than any of its own (ties go by instance id). So of two schedulers that each hold part
@@ -61,16 +61,28 @@ class SchedulerClaim:
     """From the last answer of each group asked."""
     has_met_rival: bool = False
     group_to_free_at: dict[int, float] = field(default_factory=dict)
-    """When a standby may take each group that was not held since its start; never, while the group is not ready."""
+    """When a standby may take each group that is not held; never, while the group is not ready."""
+    group_to_epoch: dict[int, int] = field(default_factory=dict)
+    """The epoch of each group, from its last answer."""
 
     def note_answer(self, answer: Refused, now: float) -> None:
-        """Record whether a group that was asked is ready, and whether it was held since its start."""
-        if answer.held_epoch is None or not answer.is_ready:
-            self.group_to_free_at[answer.group] = math.inf
-        elif answer.held_epoch:
-            self.group_to_free_at.pop(answer.group, None)
-        elif self.group_to_free_at.get(answer.group, math.inf) == math.inf:
-            self.group_to_free_at[answer.group] = now + HEAD_START_S
+        """Record whether a group that was asked is ready, and whether a scheduler is just taking it."""
+        group, epoch = answer.group, answer.held_epoch
+        if epoch is None or not answer.is_ready:
+            self.group_to_free_at[group] = math.inf
+            return
+        last_epoch = self.group_to_epoch.get(group, epoch)
+        self.group_to_epoch[group] = epoch
+        was_ready = self.group_to_free_at.get(group, math.inf) < math.inf
+        if answer.holder:
+            self.group_to_free_at.pop(group, None)
+        elif epoch == 0 and (last_epoch or not was_ready):
+            self.group_to_free_at[group] = now + HEAD_START_S
+        elif epoch != last_epoch:
+            # It was offered an epoch and prepares its steps; no stream is open yet that would name a holder.
+            self.group_to_free_at[group] = now + LEASE_S
+        elif not was_ready:
+            self.group_to_free_at.pop(group, None)
 
     def forget(self, groups: Iterable[int]) -> None:
         """These groups are not there any more."""
@@ -78,6 +90,7 @@ class SchedulerClaim:
             self.groups.discard(group)
             self.group_to_rival.pop(group, None)
             self.group_to_free_at.pop(group, None)
+            self.group_to_epoch.pop(group, None)
 
     def note_holder(self, group: int, holder: str, now: float) -> None:
         """Record the live holder that a group named; empty for none or no answer."""
@@ -99,7 +112,7 @@ class SchedulerClaim:
             return "not every group has been asked"
         for group in groups:
             if self.has_met_rival and now < self.group_to_free_at.get(group, now):
-                return f"group {group} is not ready, or has just started and is left to the scheduler that held it"
+                return f"group {group} is not ready, has just started or was offered: it is left to its former holder"
         return None
 
     def find_lasting_rivals(self, groups: Iterable[int], now: float) -> dict[int, str]:

@@ -330,6 +330,19 @@ def test_a_standby_leaves_groups_that_have_just_started_to_their_former_holder_f
     assert ask(attach, free(0), free(1), 1000.0 + HEAD_START_S) == [Offer(0, 8), Offer(1, 8)]
 
 
+def test_a_standby_leaves_groups_whose_former_holder_is_taking_them_for_a_while() -> None:
+    attach = standby()
+    assert "just started" in retry_reason(ask(attach, free(0), free(1), 10.0))
+    # It has offered them its next epoch, and prepares its first steps: no stream says yet that it holds them.
+    for now_s in (12.0, 12.0 + 0.9 * LEASE_S):
+        assert "offered" in retry_reason(ask(attach, refused(0, QUESTION, 8), refused(1, QUESTION, 8), now_s))
+    # Then its streams are open, and then they end.
+    held = [refused(group, QUESTION, 8, "other") for group in (0, 1)]
+    assert "other" in retry_reason(ask(attach, held[0], held[1], 12.0 + LEASE_S))
+    free_again = [refused(group, QUESTION, 8) for group in (0, 1)]
+    assert ask(attach, free_again[0], free_again[1], 13.0 + LEASE_S) == [Offer(0, 9), Offer(1, 9)]
+
+
 def test_a_standby_takes_groups_at_once_when_the_stream_of_their_holder_has_ended() -> None:
     assert ask(standby(), refused(0, QUESTION, 7), refused(1, QUESTION, 7), 0.5) == [Offer(0, 8), Offer(1, 8)]
 
