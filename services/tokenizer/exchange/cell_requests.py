@@ -86,7 +86,6 @@ class CellRequests:
         self._link: ExchangeLink | None = None
         self._stream = 0
         self._scheduler_instance_id = ""
-        self._exact_fingerprint = ""
         # When the last stream's scheduler was last heard from, if it may have died.
         self._died_at: float | None = None
         self._loop = asyncio.get_running_loop()
@@ -112,7 +111,7 @@ class CellRequests:
         """
         if self._link is None:
             raise NotReadyError("the service is not connected to a scheduler")
-        check_exactness(self._exact_fingerprint, is_exact=request.is_exact)
+        check_exactness(self._ledger.exact_fingerprint, is_exact=request.is_exact)
         handle = self._ledger.add(request, arrived_at=arrived_at, deadline_at=deadline_at)
         self._receivers.update(zip(choice_handles(handle, request.n), receivers, strict=True))
         if self._ledger.must_wait(handle):
@@ -139,7 +138,6 @@ class CellRequests:
         They are spread over `LONGEST_JITTER_S`. Those that cannot be resumed in this cell end with an error.
         """
         self._on_scheduler(cell_info.scheduler_instance_id)
-        self._exact_fingerprint = cell_info.exact_fingerprint
         self._fail_each(self._ledger.on_cell(cell_info.exact_fingerprint))
         self._link = link
         self._stream, handles = self._ledger.open_stream()
@@ -151,7 +149,6 @@ class CellRequests:
 
     def note_exactness(self, exact_fingerprint: str) -> None:
         """The current cell's numerics have changed; see `RequestLedger.note_exactness`."""
-        self._exact_fingerprint = exact_fingerprint
         self._ledger.note_exactness(exact_fingerprint)
 
     def lose_stream(self, link: ExchangeLink, *, died_at: float | None = None) -> None:

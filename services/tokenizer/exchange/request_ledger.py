@@ -47,7 +47,8 @@ class RequestLedger:
         self._has_stream = False
         # The last sign of life of a scheduler; only used while there is no stream.
         self._alive_at = now
-        self._exact_fingerprint = ""
+        self.exact_fingerprint = ""
+        """Of the current cell; empty if it is not exact, or there was none yet."""
         self._suspects = SubmitSuspects()
         self._stream = 0
         self._next_handle = RequestHandle(1)
@@ -86,7 +87,7 @@ class RequestLedger:
         Returns:
             The choices that end with an error, because their requests can no longer be exact in this cell.
         """
-        self._exact_fingerprint = exact_fingerprint
+        self.exact_fingerprint = exact_fingerprint
         error = ExactUnavailableError("the request would be resumed in a cell whose answers differ in their bytes")
         inexact = [
             handle for handle, request in self._requests.items() if not request.may_resume_with(exact_fingerprint)
@@ -95,7 +96,7 @@ class RequestLedger:
 
     def note_exactness(self, exact_fingerprint: str) -> None:
         """The current stream's cell has this fingerprint now; its scheduler looks after requests already submitted."""
-        self._exact_fingerprint = exact_fingerprint
+        self.exact_fingerprint = exact_fingerprint
 
     def on_scheduler_death(self, died_at: float) -> list[tuple[RequestHandle, ServiceError]]:
         """The scheduler of the lost stream has died, at `died_at` or soon after.
@@ -154,7 +155,7 @@ class RequestLedger:
         if not self._has_stream or handle not in self._unsent or self.must_wait(handle):
             return None
         request = self._unsent.pop(handle)
-        request.begin_attempt(self._stream, self._exact_fingerprint)
+        request.begin_attempt(self._stream, self.exact_fingerprint)
         self._suspects.open(handle, now)
         return request
 

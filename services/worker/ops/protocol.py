@@ -127,7 +127,7 @@ class Ops(Protocol):
 
         Args:
             weight: [vocabulary, hidden], as in `prepare_linear`.
-            dtype: Of the kernel's argument.
+            dtype: What the kernel's argument has.
         """
 
     def prepare_tied(self, weight: Matrix, dtype: torch.dtype) -> tuple[EmbeddingKernel, LinearKernel]:
