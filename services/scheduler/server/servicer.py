@@ -105,9 +105,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.SchedulerServiceGenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
         """See scheduler.proto."""
-        writer = ResponseWriter(context, self._max_unread_s)
         time_left_s = read_time_left(context.time_remaining())
-        await self._cell.direct_clients.generate(request, writer.write, time_left_s=time_left_s)
+        with ResponseWriter(context, self._max_unread_s) as writer:
+            await self._cell.direct_clients.generate(request, writer.write, time_left_s=time_left_s)
 
     async def Abort(
         self, request: scheduler_pb2.AbortRequest, context: grpc.aio.ServicerContext

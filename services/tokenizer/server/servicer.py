@@ -48,7 +48,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     async def Generate(self, request: tokenizer_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         """Continue a prompt; the responses are written to `context`."""
-        await self._generate(request, ResponseWriter(context, self._max_unread_s), context)
+        with ResponseWriter(context, self._max_unread_s) as writer:
+            await self._generate(request, writer, context)
 
     async def Complete(
         self, request: tokenizer_pb2.CompleteRequest, context: grpc.aio.ServicerContext
