@@ -38,7 +38,9 @@ def test_with_more_faults_nothing_forbidden_happens_either(search: Search) -> No
     search.run()
 
 
+# Measured: 21 minutes at the lowest priority.
 @pytest.mark.proof
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("search", WIDEST_SEARCHES.values(), ids=WIDEST_SEARCHES.keys())
 def test_with_the_most_faults_nothing_forbidden_happens_either(search: Search) -> None:
     search.run()
