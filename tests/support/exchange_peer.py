@@ -186,7 +186,8 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
         if self._last_stream.is_attached:
             self._streams.append(_Stream())
         self._last_stream.is_attached = True
-        self._last_stream.outbox.put_nowait(exchange_pb2.ExchangeResponse(cell_info=self.cell_info))
+        self.describe_cell()
+        self._last_stream.outbox.put_nowait(self._make_heartbeat(self._last_stream))
 
     def describe_cell(self) -> None:
         """Send the cell info again, as a scheduler does when it has changed."""
@@ -231,12 +232,13 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
     async def _beat(self, stream: _Stream) -> None:
         for progress in itertools.count():
             if not self.is_silent:
-                holds_workers = self.holds_workers and stream.is_attached
-                heartbeat = exchange_pb2.SchedulerHeartbeat(
-                    progress=progress, holds_workers=holds_workers, load=self.load
-                )
-                stream.outbox.put_nowait(exchange_pb2.ExchangeResponse(heartbeat=heartbeat))
+                stream.outbox.put_nowait(self._make_heartbeat(stream, progress))
             await asyncio.sleep(HEARTBEAT_S)
+
+    def _make_heartbeat(self, stream: _Stream, progress: int = 0) -> exchange_pb2.ExchangeResponse:
+        holds_workers = self.holds_workers and stream.is_attached
+        heartbeat = exchange_pb2.SchedulerHeartbeat(progress=progress, holds_workers=holds_workers, load=self.load)
+        return exchange_pb2.ExchangeResponse(heartbeat=heartbeat)
 
     @property
     def _last_stream(self) -> _Stream:

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 from google.protobuf.message import Message
 
@@ -201,11 +201,11 @@ class CellServer:
         return not state.num_running and not state.num_waiting
 
     def connect(self) -> ClientLink:
-        """Add a replica; it gets the cell's info as soon as this scheduler holds workers."""
+        """Add a replica; it gets a heartbeat at once, after the cell's info if this scheduler holds workers."""
         number = next(self._client_numbers)
         client = ClientLink(number, lambda: self.disconnect(client), self._replica_silence_s)
         self._clients[number] = client
-        self._send_cell_info(client, self._loop.time())
+        self._tell([client], self._loop.time())
         return client
 
     def disconnect(self, client: ClientLink) -> None:
@@ -278,7 +278,7 @@ class CellServer:
         self.kv_events.wake()
         if self.engine.is_ready != was_ready:
             self._report_health()
-            self._tell_replicas(now)
+            self._tell(self._clients.values(), now)
         elif self.engine.facts_version != facts_version:
             for client in self._clients.values():
                 self._send_cell_info(client, now)
@@ -332,10 +332,13 @@ class CellServer:
         for client in self._clients.values():
             client.beat(heartbeat, now)
 
-    def _tell_replicas(self, now: float) -> None:
-        """This scheduler holds workers now, or holds none any more: replicas choose between schedulers by it."""
+    def _tell(self, clients: Iterable[ClientLink], now: float) -> None:
+        """Say whether this scheduler holds workers: replicas choose between schedulers by it.
+
+        The heartbeat comes last, so that a replica that uses the cell knows its facts and how busy it is.
+        """
         heartbeat = exchange_pb2.ExchangeResponse(heartbeat=self._make_heartbeat())
-        for client in self._clients.values():
+        for client in clients:
             self._send_cell_info(client, now)
             client.send(heartbeat, now)
 

@@ -67,14 +67,16 @@ class SchedulerStream:
         return self._said_it_holds and self.is_alive(now)
 
     def note_cell_info(self, cell_info: exchange_pb2.CellInfo) -> None:
-        """A scheduler that holds workers has described its cell, for the first time or because it has changed.
+        """A scheduler has described its cell, for the first time or because it has changed.
+
+        A heartbeat follows the first description, and says that the scheduler holds workers.
 
         Raises:
             ExchangeError: it is another run of the scheduler.
         """
         if self.cell_info is not None and self.cell_info.scheduler_instance_id != cell_info.scheduler_instance_id:
             raise ExchangeError("a stream has two schedulers")
-        self.cell_info, self._said_it_holds = cell_info, True
+        self.cell_info = cell_info
 
     def note_heartbeat(self, heartbeat: exchange_pb2.SchedulerHeartbeat) -> None:
         """The scheduler has said whether it holds workers now, and how busy they are."""

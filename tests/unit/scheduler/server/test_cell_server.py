@@ -190,6 +190,24 @@ async def test_a_replica_gets_heartbeats_even_before_any_worker_is_attached(tmp_
         assert (await reading).HasField("cell_info")
 
 
+async def test_after_the_cell_info_a_heartbeat_says_at_once_how_busy_the_cell_is(tmp_path: Path) -> None:
+    worker = GatedWorker()
+    async with running_cell(tmp_path, worker) as cell:
+        stub = exchange_pb2_grpc.ExchangeServiceStub(cell.cell_channel)
+        early = stub.Exchange()
+        assert not (await early.read()).heartbeat.holds_workers
+        worker.gate.set()
+        while (response := await early.read()).HasField("heartbeat"):
+            assert not response.heartbeat.holds_workers
+        late = stub.Exchange()
+        await cell.wait_until_ready()
+        assert (await late.read()) == response
+        for call in (early, late):
+            heartbeat = (await call.read()).heartbeat
+            assert heartbeat.holds_workers
+            assert heartbeat.load == exchange_pb2.CellLoad(num_blocks=64, block_size=16)
+
+
 async def test_heartbeats_tell_how_busy_the_cell_is(tmp_path: Path) -> None:
     worker = GatedWorker(is_open=True)
     async with running_cell(tmp_path, worker, max_num_seqs=1) as cell:

@@ -50,6 +50,7 @@ class Schedulers:
         stream = self.streams[number]
         if holds and stream.cell_info is None:
             stream.note_cell_info(exchange_pb2.CellInfo(scheduler_instance_id=str(number), model_digest=DIGEST))
+            await self.client.on_heard(stream)
         stream.note_heartbeat(exchange_pb2.SchedulerHeartbeat(holds_workers=holds))
         self.holds[number] = holds
         await self.client.on_heard(stream)
@@ -61,6 +62,7 @@ class Schedulers:
 
     async def _on_change(self, is_linked: bool) -> None:
         assert is_linked is not self.is_linked
+        assert is_linked is (self.client.load is not None), "a linked cell's load is known"
         self.is_linked = is_linked
 
 
