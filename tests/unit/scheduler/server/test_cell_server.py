@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc, worker_pb2
 from lockstep.v1 import common_pb2
 from services.scheduler.cell.events import Action, ClientMessage
-from services.scheduler.server.cell_server import MAX_UNREAD_S, ClientLink
+from services.scheduler.server.cell_server import MAX_UNREAD_S, CellServer, ClientLink
 from services.scheduler.server.exchange_codec import decode_request
 from shared.errors import NotReadyError
 from shared.rpc import reason_of, status_from_rpc_error
@@ -190,22 +191,26 @@ async def test_a_replica_gets_heartbeats_even_before_any_worker_is_attached(tmp_
         assert (await reading).HasField("cell_info")
 
 
-async def test_after_the_cell_info_a_heartbeat_says_at_once_how_busy_the_cell_is(tmp_path: Path) -> None:
+async def test_a_replica_learns_at_once_whether_the_cell_is_ready_and_how_busy_it_is(tmp_path: Path) -> None:
     worker = GatedWorker()
     async with running_cell(tmp_path, worker) as cell:
-        stub = exchange_pb2_grpc.ExchangeServiceStub(cell.cell_channel)
-        early = stub.Exchange()
-        assert not (await early.read()).heartbeat.holds_workers
+        [heartbeat] = await first_messages(cell.server)
+        assert not heartbeat.heartbeat.holds_workers
         worker.gate.set()
-        while (response := await early.read()).HasField("heartbeat"):
-            assert not response.heartbeat.holds_workers
-        late = stub.Exchange()
         await cell.wait_until_ready()
-        assert (await late.read()) == response
-        for call in (early, late):
-            heartbeat = (await call.read()).heartbeat
-            assert heartbeat.holds_workers
-            assert heartbeat.load == exchange_pb2.CellLoad(num_blocks=64, block_size=16)
+        cell_info, heartbeat = await first_messages(cell.server)
+        assert cell_info.cell_info.num_pool_tokens == 1024
+        load = exchange_pb2.CellLoad(num_blocks=64, block_size=16)
+        assert heartbeat.heartbeat == exchange_pb2.SchedulerHeartbeat(
+            progress=heartbeat.heartbeat.progress, holds_workers=True, load=load
+        )
+
+
+async def first_messages(server: CellServer) -> list[Any]:
+    """What a replica is sent in the turn of the event loop in which it connects."""
+    link = server.connect()
+    link.close(None)
+    return [message async for message in link.messages()]
 
 
 async def test_heartbeats_tell_how_busy_the_cell_is(tmp_path: Path) -> None:
