@@ -37,14 +37,14 @@ class WorkerSettings(ProcessSettings):
         ge=0,
         description="Which of the visible GPUs; CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES says which are visible.",
     )
-    ops_backend: Literal["auto", "aiter", "cpu", "native", "reference", "triton"] = Field(
+    ops_backend: Literal["auto", "aiter", "cpu", "native", "reference", "triton", "triton-exact"] = Field(
         default="auto",
         description="Kernels: native is fast on x86-64, and compiled at the first start, except in an image, which "
         "brings it; cpu needs no compiler; triton "
         "runs on GPUs; aiter on AMD's, with AMD's library of kernels, which are built at the first start; reference is "
-        "exact (a row's bits do not depend on the rest of the batch); auto is aiter on an AMD GPU where that library "
-        "is installed, else triton on a GPU, native on x86-64 and cpu elsewhere. Where native cannot be compiled, cpu "
-        "takes over.",
+        "exact (a row's bits do not depend on the rest of the batch), and so is triton-exact, on GPUs; auto is aiter "
+        "on an AMD GPU where that library is installed, else triton on a GPU, native on x86-64 and cpu elsewhere. "
+        "Where native cannot be compiled, cpu takes over.",
     )
     native_isa: Literal["auto", "avx2", "avx512", "avx512_bf16"] = Field(
         default="auto",
@@ -54,7 +54,8 @@ class WorkerSettings(ProcessSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
         description="Type of activations, KV cache and weights that are not quantised; auto is bfloat16 with "
-        "the backends triton and aiter, and with native on a processor that has instructions for it, else float32.",
+        "the backends triton, triton-exact and aiter, and with native on a processor that has instructions for it, "
+        "else float32.",
     )
     quantization: Literal["auto", "none", "int8", "int4"] = Field(
         default="auto",

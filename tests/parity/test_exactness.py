@@ -1,4 +1,4 @@
-"""The `reference` backend computes bitwise the same logits for a token in every batch, for every architecture."""
+"""Exact backends compute bitwise the same logits for a token in every batch: `reference` for every architecture."""
 
 from __future__ import annotations
 
@@ -8,16 +8,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.interpreted_products import multiply_in_order
 from tests.support.paged_model import PagedModel, PagedSequence
 from tests.support.parity import SmallModel, SmallModels, make_prompts
 from tests.support.small_configs import ARCHITECTURES, SMALL_CONFIGS, VOCABULARY_SIZE
 
 # Shorter than a block, at a block boundary, longer than the small models' windows and selections.
 PROMPT_LENGTHS = (1, 70, 16, 5, 33)
+# Longer than a tile of the context, and than those windows and selections.
+INTERPRETED_PROMPT_LENGTHS = (5, 40)
 # Architectures in which threads share a matrix product, a sum or a search. Fast on idle cores, slow on busy ones.
 THREADED = [
     "LlamaForCausalLM",
     *(pytest.param(f"{name}ForCausalLM", marks=pytest.mark.slow) for name in ("DeepseekV32", "GptOss")),
+]
+
+
+# In the interpreter a product takes milliseconds for every tile.
+INTERPRETED = [
+    "Qwen3ForCausalLM",
+    *(pytest.param(f"{name}ForCausalLM", marks=pytest.mark.slow) for name in ("DeepseekV32", "GptOss", "Qwen3Moe")),
 ]
 
 
@@ -30,11 +40,11 @@ def all_variants() -> list[object]:
     ]
 
 
-def exact_logits(small: SmallModel, prompts: list[list[int]]) -> list[Tensor]:
+def exact_logits(small: SmallModel, prompts: list[list[int]], backend: str) -> list[Tensor]:
     """The expected logits of every token: each prompt computed whole and alone, in blocks of 16."""
     logits = []
     for prompt in prompts:
-        paged = small.load("reference")
+        paged = small.load(backend)
         logits.append(paged.prefill_all(paged.add(prompt)))
     return logits
 
@@ -54,12 +64,27 @@ def test_threads_that_share_the_work_change_no_bits(small_models: SmallModels, a
     check_exactness(small_models.get(architecture, next(iter(SMALL_CONFIGS[architecture]))), 16)
 
 
-def check_exactness(small: SmallModel, block_size: int) -> None:
+@pytest.mark.parametrize("architecture", INTERPRETED)
+def test_so_does_the_exact_backend_of_gpus_in_the_interpreter(
+    small_models: SmallModels, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    multiply_in_order(monkeypatch)
+    small = small_models.get(architecture, next(iter(SMALL_CONFIGS[architecture])))
+    check_exactness(small, 3, backend="triton-exact", prompt_lengths=INTERPRETED_PROMPT_LENGTHS)
+
+
+def check_exactness(
+    small: SmallModel,
+    block_size: int,
+    *,
+    backend: str = "reference",
+    prompt_lengths: tuple[int, ...] = PROMPT_LENGTHS,
+) -> None:
     """Compute prompts together, after cached prefixes and in chunks of all lengths, with this block size."""
-    prompts = make_prompts(PROMPT_LENGTHS)
-    expected = exact_logits(small, prompts)
+    prompts = make_prompts(prompt_lengths)
+    expected = exact_logits(small, prompts, backend)
     last = torch.stack([logits[-1] for logits in expected])
-    paged = small.load("reference", block_size=block_size)
+    paged = small.load(backend, block_size=block_size)
     together = [paged.add(prompt) for prompt in prompts]
     assert torch.equal(paged.prefill(together), last)
     again = [paged.add(prompt, prefix_of=seq) for prompt, seq in zip(prompts, together, strict=True)]

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,12 @@ from services.worker.ops.triton.norm import add_rms_norm, layer_norm, rms_norm
 from services.worker.ops.triton.norm_rope_write import norm_rope_write
 from services.worker.ops.triton.prefill_attention import prefill_attention
 from services.worker.ops.triton.rope import rope
+from tests.support.exact_launches import launch_exact_latents, launch_exact_products
 from tests.support.latent_launches import launch_latent_attention, launch_odd_latent_steps
 from tests.support.product_launches import launch_experts, launch_products
 from tests.support.sampling_launches import launch_sampling
 
+exact_attention = partial(prefill_attention, is_exact=True)
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
@@ -275,6 +278,10 @@ def compile_all(target: str) -> list[CompiledKernel]:
         for num_tokens in (1, 1024, 16384):
             launch_experts(num_tokens)
         launch_latent_attention()
+        # A row is always computed by the same kernel: a single decode needs the one that all other steps take.
+        launch_exact_products(1)
+        launch_exact_latents((1,))
+        attend(MODELS["Qwen3-8B"], exact_attention, 1, query_len=1)
         num_expected = len(compiled)
         for model in MODELS.values():
             launch_odd_step(model)
@@ -285,6 +292,11 @@ def compile_all(target: str) -> list[CompiledKernel]:
             launch_products(num_tokens, offset=1)
         for num_tokens in (3, 777, 9999):
             launch_experts(num_tokens, offset=1)
+        for num_tokens in (64, 2048, 777):
+            launch_exact_products(num_tokens, offset=1)
+        launch_exact_latents((1, 5, 700), offset=1)
+        for num_seqs, query_len in ((256, 1), (3, 259)):
+            attend(MODELS["Qwen3-8B"], exact_attention, num_seqs, query_len=query_len, offset=1)
     return [describe(target, kernel, is_late=number >= num_expected) for number, kernel in enumerate(compiled.values())]
 
 

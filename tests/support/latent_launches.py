@@ -6,6 +6,7 @@ import torch
 
 from services.worker.forward.forward_context import AttentionMetadata
 from services.worker.ops.triton.backend import TritonOps, TritonPlan
+from services.worker.ops.triton.exact_backend import ExactPlan, TritonExactOps
 from tests.support.sampling_launches import on_meta
 
 # All heads of DeepSeek-V3, as data-parallel ranks have them, and those of one of eight tensor-parallel ranks.
@@ -43,6 +44,7 @@ def launch_step(
     dtype: torch.dtype = torch.bfloat16,
     max_context_len: int = 32768,
     offset: int = 0,
+    is_exact: bool = False,
 ) -> None:
     """Selection, and attention to all tokens and to those selected; the step begins at `offset` in longer columns."""
     num_tokens, num_seqs = sum(query_lens), len(query_lens)
@@ -57,7 +59,8 @@ def launch_step(
         max_query_len=max(query_lens),
         max_context_len=max_context_len,
     )
-    ops, plan, num_blocks = TritonOps(), TritonPlan(metadata), NUM_SLOTS // block_size
+    ops, plan = (TritonExactOps(), ExactPlan(metadata)) if is_exact else (TritonOps(), TritonPlan(metadata))
+    num_blocks = NUM_SLOTS // block_size
     selected = ops.select_context(
         on_meta(dtype, num_tokens, NUM_INDEX_HEADS, INDEX_DIM),
         on_meta(torch.float32, num_tokens, NUM_INDEX_HEADS),

@@ -7,15 +7,33 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.worker.ops import ExpertWeights, SwigluClamp
+from services.worker.ops import ExpertGroups, ExpertWeights, RouterScore, RoutingRule, SwigluClamp
 from services.worker.ops.matrices import Fp8Matrix, IntMatrix, Mxfp4Matrix
 from services.worker.ops.triton.products.expert_sums import combine_experts
 from services.worker.ops.triton.products.experts import TritonExperts
 from services.worker.ops.triton.products.linear import PackedEmbedding, PackedLinear
+from services.worker.ops.triton.routing import route
 
 BF16 = torch.bfloat16
 # The sizes of Qwen3-8B.
 HIDDEN, INNER, VOCABULARY = 4096, 12288, 151_936
+
+# Qwen3-30B-A3B, gpt-oss-20b and DeepSeek-V3.
+ROUTING = (
+    (128, RoutingRule(8, RouterScore.SOFTMAX, renormalizes=True)),
+    (32, RoutingRule(4, RouterScore.LOGIT)),
+    (
+        256,
+        RoutingRule(
+            8,
+            RouterScore.SIGMOID,
+            torch.empty(256, device="meta"),
+            ExpertGroups(num_groups=8, num_chosen=4, num_scoring=2),
+            renormalizes=True,
+            scale=2.5,
+        ),
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -48,9 +66,11 @@ def mixtures() -> tuple[Mixture, ...]:
 
 
 def launch_experts(num_tokens: int, *, offset: int = 0) -> None:
-    """A step's experts, and sums of rows from other ranks."""
+    """A step's experts and their choice, and sums of rows from other ranks."""
     for mixture in mixtures():
         mixture.launch(num_tokens, offset=offset)
+    for num_experts, rule in ROUTING:
+        route(on_meta(torch.float32, num_tokens, num_experts), rule)
     tokens, weights = (on_meta(dtype, num_tokens + offset)[offset:] for dtype in (torch.int64, torch.float32))
     combine_experts(on_meta(BF16, num_tokens, 2048), tokens, weights, num_tokens=num_tokens)
 

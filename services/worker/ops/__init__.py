@@ -17,6 +17,7 @@ _BACKENDS = {
     "native": ("services.worker.ops.native.backend", "load_native_ops"),
     "reference": ("services.worker.ops.reference_ops", "ReferenceOps"),
     "triton": ("services.worker.ops.triton.backend", "load_triton_ops"),
+    "triton-exact": ("services.worker.ops.triton.exact_backend", "load_exact_ops"),
 }
 
 BACKEND_NAMES = ("cpu", "native", "reference")
@@ -46,7 +47,7 @@ __all__ = [
 
 
 def load_ops(name: str, native_isa: str = "auto") -> Ops:
-    """Create the backend called `name`: `BACKEND_NAMES`, `triton` on a GPU, or `aiter` on AMD's.
+    """Create the backend called `name`: `BACKEND_NAMES`, `triton` or `triton-exact` on a GPU, or `aiter` on AMD's.
 
     Args:
         native_isa: The instructions that `native` uses, an `Isa` or `auto` for the processor's best.

@@ -12,8 +12,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-# Avoids division by zero when all scores are 0.
-_EPSILON = 1e-20
+EPSILON = 1e-20
+"""Avoids division by zero when all scores are 0."""
 
 
 class RouterScore(Enum):
@@ -65,7 +65,7 @@ def route(logits: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
     if rule.score is RouterScore.LOGIT:
         weights = weights.softmax(dim=-1)
     if rule.renormalizes:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + _EPSILON)
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + EPSILON)
     return expert_ids, weights if rule.scale == 1.0 else weights * rule.scale
 
 

@@ -24,7 +24,7 @@ from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClam
 from services.worker.ops.matrices import Matrix
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.protocol import EmbeddingKernel, LinearKernel
-from services.worker.ops.routing import RoutingRule, route
+from services.worker.ops.routing import RoutingRule
 from services.worker.ops.triton.activation import silu_and_mul
 from services.worker.ops.triton.advance_batch import advance_batch
 from services.worker.ops.triton.attention_tile import PagedSequences
@@ -39,6 +39,7 @@ from services.worker.ops.triton.products.expert_sums import combine_experts
 from services.worker.ops.triton.products.experts import TritonExperts
 from services.worker.ops.triton.products.linear import PackedEmbedding, PackedLinear
 from services.worker.ops.triton.rope import rope
+from services.worker.ops.triton.routing import route
 from services.worker.ops.triton.sampling.edits import edit_logits
 from services.worker.ops.triton.sampling.greedy import greedy_sample
 from services.worker.ops.triton.sampling.sample import sample
@@ -57,8 +58,8 @@ class TritonPlan(AttentionPlan):
     def __init__(self, metadata: AttentionMetadata) -> None:
         super().__init__(metadata)
         num_decodes = _num_leading_decodes(metadata)
-        self.decodes = _sequences(metadata, slice(0, num_decodes))
-        self.chunks = _sequences(metadata, slice(num_decodes, len(metadata.query_lens)))
+        self.decodes = select_sequences(metadata, slice(0, num_decodes))
+        self.chunks = select_sequences(metadata, slice(num_decodes, len(metadata.query_lens)))
 
     def parts(self) -> list[PagedSequences]:
         """Those of both kinds that there are, in the order of the step."""
@@ -78,7 +79,7 @@ class TritonOps(ComposedOps):
         self.instructions = torch.cuda.get_device_name() if torch.cuda.is_available() else "interpreter"
 
     def numerics(self) -> str:
-        return f"triton torch-{torch.__version__} triton-{triton.__version__} {self.instructions}"
+        return f"{self.name} torch-{torch.__version__} triton-{triton.__version__} {self.instructions}"
 
     # -- Batch --------------------------------------------------------------------------------------------
 
@@ -238,11 +239,20 @@ def load_triton_ops() -> TritonOps:
     """Create the backend. Without a GPU, kernels run only in Triton's interpreter.
 
     Raises:
+        DeviceError: as from `check_triton`.
+    """
+    check_triton(TritonOps.name)
+    return TritonOps()
+
+
+def check_triton(backend: str) -> None:
+    """Check that a backend's kernels can run.
+
+    Raises:
         DeviceError: there is no GPU, and the interpreter was not asked for by TRITON_INTERPRET=1.
     """
     if not torch.cuda.is_available() and not triton.knobs.runtime.interpret:
-        raise DeviceError("--ops-backend triton needs a GPU")
-    return TritonOps()
+        raise DeviceError(f"--ops-backend {backend} needs a GPU")
 
 
 def _num_leading_decodes(metadata: AttentionMetadata) -> int:
@@ -253,7 +263,7 @@ def _num_leading_decodes(metadata: AttentionMetadata) -> int:
     return next(long_chunks, len(metadata.query_lens))
 
 
-def _sequences(metadata: AttentionMetadata, seqs: slice) -> PagedSequences | None:
+def select_sequences(metadata: AttentionMetadata, seqs: slice) -> PagedSequences | None:
     """The sequences `seqs` of a step; None if there are none."""
     query_lens = metadata.query_lens[seqs]
     if not query_lens:

@@ -237,6 +237,7 @@ def latent_attention(
     *,
     scale: float,
     selected: Tensor | None,
+    is_exact: bool = False,
 ) -> None:
     """Causal attention of the new tokens of `sequences`, see `Ops.mla_attention`.
 
@@ -245,16 +246,18 @@ def latent_attention(
         cache: [num_blocks, block_size, L], contiguous, the dtype of `query`, with the new tokens' latents.
         output: [T, H, R], contiguous; the rows of the sequences' tokens are written.
         selected: [T, num_selected] int64, contiguous.
+        is_exact: Whether a token's bits do not depend on the step that it is in: no context is split.
 
     Source: arXiv:2405.04434, section 2.1 and appendix C; arXiv:2205.14135, algorithm 1; arXiv:2309.06180, section 4.1.
     """
     num_heads, value_dim = output.shape[1:]
-    num_tokens = sequences.max_query_len if selected is None else 1
+    # An exact program's size is that for one token, however many there are.
+    num_tokens = sequences.max_query_len if selected is None and not is_exact else 1
     shape, config = _make_shape(query, cache, value_dim, num_tokens, is_sparse=selected is not None)
     num_tiles = count_tiles(sequences.num_tokens, sequences.num_seqs, shape.tile_tokens)
     num_programs = num_tiles * num_heads // shape.group
     num_read = sequences.max_context_len if selected is None else selected.shape[1]
-    num_splits = choose_num_splits(num_programs, num_read)
+    num_splits = 1 if is_exact else choose_num_splits(num_programs, num_read)
     partials = None
     if num_splits > 1:
         partials = Partials.empty(sequences, num_heads, num_splits, value_dim)

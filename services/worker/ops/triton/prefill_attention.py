@@ -71,6 +71,7 @@ def _prefill_attention_kernel(
     window,
     scale,
     shape: tl.constexpr,
+    is_exact: tl.constexpr,
 ):
     # The last tiles of a prompt see the most tokens, so they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -94,6 +95,11 @@ def _prefill_attention_kernel(
     end = tl.minimum(first_position + shape.tile_tokens, context_len)
     if shape.has_window:
         begin = tl.maximum(first_position - window + 1, 0)
+        if is_exact:
+            begin = begin // shape.tokens * shape.tokens
+    elif is_exact:
+        # One loop, so that a tile of the context is added in the same way to every token that sees all of it.
+        begin = 0
     else:
         # Every row sees all of the tiles before the one with the first token.
         begin = tl.maximum(first_position + 1, 0) // shape.tokens * shape.tokens
@@ -112,7 +118,13 @@ def _prefill_attention_kernel(
 
 
 def prefill_attention(
-    query: Tensor, cache: tuple[Tensor, ...], output: Tensor, sequences: PagedSequences, params: AttentionParams
+    query: Tensor,
+    cache: tuple[Tensor, ...],
+    output: Tensor,
+    sequences: PagedSequences,
+    params: AttentionParams,
+    *,
+    is_exact: bool = False,
 ) -> None:
     """Causal attention of the new tokens of `sequences`, see `Ops.prefill_attention`.
 
@@ -121,6 +133,8 @@ def prefill_attention(
         cache: Keys [num_blocks, block_size, K, D] and values [num_blocks, block_size, K, V], contiguous, the dtype of
             `query`; they include the new tokens.
         output: [T, H * V], contiguous; the rows of the sequences' tokens are written.
+        is_exact: Whether a token's bits do not depend on the chunk that it is in. Tiles of the context then begin at
+            multiples of their size. Those of which a token sees nothing change no bit of its sums.
 
     Source: arXiv:2205.14135, algorithm 1; arXiv:2309.06180, section 4.1.
     """
@@ -142,6 +156,7 @@ def prefill_attention(
         params.window or 0,
         params.scale * LOG2_E.value,
         shape=shape,
+        is_exact=is_exact,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

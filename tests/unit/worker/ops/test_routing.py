@@ -1,4 +1,4 @@
-"""The rules by which tokens choose experts, one by one, on both backends."""
+"""The rules by which tokens choose experts, one by one, on every backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from services.worker.layers.linear import Linear
 from services.worker.layers.moe import Router, SparseMlp
 from services.worker.ops import BACKEND_NAMES, ExpertGroups, ExpertWeights, Ops, RouterScore, RoutingRule, load_ops
 
-every_backend = pytest.mark.parametrize("ops", [load_ops(name) for name in BACKEND_NAMES], ids=BACKEND_NAMES)
+NAMES = (*BACKEND_NAMES, "triton")
+every_backend = pytest.mark.parametrize("ops", [load_ops(name) for name in NAMES], ids=NAMES)
 
 # Few distinct values, so most rows have ties.
 LOGITS = torch.randint(-3, 4, (50, 12), generator=torch.Generator().manual_seed(0)).float() / 2
@@ -54,6 +55,7 @@ def test_renormalised_weights_sum_to_the_scale(ops: Ops) -> None:
 
 
 @every_backend
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 def test_all_zero_scores_give_zero_weights(ops: Ops) -> None:
     logits = torch.full((1, 4), -200.0)
     _, weights = ops.route(logits, RoutingRule(2, RouterScore.SIGMOID, renormalizes=True))

@@ -1,4 +1,7 @@
-"""Adds up each token's weighted outputs of experts, in float32, in the order of the experts, without atomics."""
+"""Adds up each token's weighted outputs of experts, in float32, in the order of the experts, without atomics.
+
+Both sums are of fused products, said in so many words: a compiler that chose could choose differently.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def _sum_experts_kernel(
         if (expert >= 0) & (expert < num_experts):
             row = token * NUM_CHOSEN + tl.sum(tl.where(is_next, places, 0), axis=0)
             values = tl.load(outputs + row * WIDTH + columns, mask=columns < WIDTH, other=0.0)
-            total += tl.sum(tl.where(is_next, weights, 0.0), axis=0) * values.to(tl.float32)
+            total = tl.fma(tl.sum(tl.where(is_next, weights, 0.0), axis=0), values.to(tl.float32), total)
     tl.store(output + token * WIDTH + columns, total.to(output.dtype.element_ty), mask=columns < WIDTH)
 
 
@@ -53,7 +56,7 @@ def _sum_rows_kernel(outputs, order, ends, weights, output, row_stride, WIDTH: t
     for place in range(first, tl.load(ends + token)):
         row = tl.load(order + place)
         values = tl.load(outputs + row * row_stride + columns, mask=columns < WIDTH, other=0.0)
-        total += tl.load(weights + row) * values.to(tl.float32)
+        total = tl.fma(tl.load(weights + row), values.to(tl.float32), total)
     tl.store(output + token * WIDTH + columns, total.to(output.dtype.element_ty), mask=columns < WIDTH)
 
 

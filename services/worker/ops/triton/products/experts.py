@@ -14,7 +14,7 @@ from services.worker.ops.matrices import Matrix
 from services.worker.ops.matrix_rows import copy_matrix, join_rows
 from services.worker.ops.triton.products.expert_runs import ExpertRuns, arrange_pairs
 from services.worker.ops.triton.products.expert_sums import sum_experts
-from services.worker.ops.triton.products.tile_sizes import choose_rows, choose_sizes
+from services.worker.ops.triton.products.tile_sizes import EXACT_NUM_ROWS, choose_rows, choose_sizes
 from services.worker.ops.triton.products.weight_tile import DeviceMatrix, multiply_rows
 
 
@@ -90,8 +90,16 @@ def _gate_and_up(gate, up, alpha, limit, HAS_CLAMP: tl.constexpr):
 class TritonExperts:
     """See `Ops.prepare_experts`. A pair whose expert does not exist adds nothing."""
 
-    def __init__(self, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None, dtype: torch.dtype) -> None:
-        """Join the experts' matrices, in the format that all of them have, else dense."""
+    def __init__(
+        self,
+        experts: Iterable[ExpertWeights],
+        clamp: SwigluClamp | None,
+        dtype: torch.dtype,
+        *,
+        is_exact: bool = False,
+    ) -> None:
+        """Join the experts' matrices, in the format that all of them have, else dense; `is_exact` as `PackedLinear`."""
+        self._is_exact = is_exact
         gate_up, down = _Stack(dtype), _Stack(dtype)
         for expert in experts:
             gate_up.append(expert.gate_up, expert.gate_up_bias)
@@ -111,7 +119,7 @@ class TritonExperts:
         x = x if x.stride(1) == 1 else x.contiguous()
         expert_ids, expert_weights = expert_ids.contiguous(), expert_weights.contiguous()
         # Tiles have as many rows as experts have pairs if all have equally many.
-        rows_per_expert = triton.cdiv(num_pairs, self._num_experts)
+        rows_per_expert = EXACT_NUM_ROWS if self._is_exact else triton.cdiv(num_pairs, self._num_experts)
         runs = arrange_pairs(expert_ids, self._num_experts, choose_rows(rows_per_expert, x.dtype))
         inner = torch.empty((num_pairs, self._down.num_columns), dtype=x.dtype, device=x.device)
         self._multiply(x, self._gate_up, self._gate_up_bias, inner, runs, pairs_per_row=expert_ids.shape[1])

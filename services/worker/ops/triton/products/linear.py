@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from services.worker.ops.matrices import Matrix
-from services.worker.ops.triton.products.tile_sizes import choose_sizes
+from services.worker.ops.triton.products.tile_sizes import EXACT_NUM_ROWS, choose_sizes
 from services.worker.ops.triton.products.weight_tile import DeviceMatrix, load_weights, multiply_rows
 
 # An embedding's programs: tokens, and columns of the matrix.
@@ -62,11 +62,16 @@ def _embedding_kernel(
 class PackedLinear:
     """See `LinearKernel`: rows times a matrix whose tiles are dequantised in registers."""
 
-    def __init__(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> None:
-        """Keep `weight`, without a copy."""
+    def __init__(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype, *, is_exact: bool = False) -> None:
+        """Keep `weight`, without a copy.
+
+        Args:
+            is_exact: Whether tiles have one size, so that a row's bits do not depend on how many there are.
+        """
         self._matrix = DeviceMatrix.of(weight)
         self._bias = bias
         self._dtype = dtype
+        self._is_exact = is_exact
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in_features] to a new [T, out_features].
@@ -82,7 +87,7 @@ class PackedLinear:
         output = torch.empty((num_rows, matrix.num_rows), dtype=x.dtype, device=x.device)
         if not output.numel():
             return output
-        sizes = choose_sizes(num_rows, matrix.num_rows, x.dtype)
+        sizes = choose_sizes(EXACT_NUM_ROWS if self._is_exact else num_rows, matrix.num_rows, x.dtype)
         tile = matrix.tile(rows=sizes.rows, columns=sizes.columns, depth=sizes.depth)
         _linear_kernel[(triton.cdiv(num_rows, tile.rows), triton.cdiv(matrix.num_rows, tile.columns))](
             x,

@@ -10,6 +10,9 @@ import torch
 _WANTED_PROGRAMS = 128
 _FEW_ROWS, _SOME_ROWS, _MANY_ROWS = 16, 64, 128
 
+EXACT_NUM_ROWS = _SOME_ROWS
+"""What exact products count as their number of rows, whatever it is: so a row is always computed in the same way."""
+
 
 @dataclass(frozen=True, slots=True)
 class TileSizes:
