@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,11 @@ class Sizes:
     config: dict[str, Any]
     item_bytes: int
 
+    @classmethod
+    def of(cls, shape: str, device: torch.device) -> Sizes:
+        """Those of a shape in the dtype that `auto` is on the device."""
+        return cls(CONFIGS[shape], 2 if device.type == "cuda" else 4)
+
     @property
     def num_weights(self) -> int:
         """Weights of all matrix products, the head's included."""
@@ -180,6 +185,7 @@ def main() -> None:
     """Measure; write rows to stdout and to `--json` as they come."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=CONFIGS, default=["qwen3-0.6b", "qwen3-8b", "llama-3.1-8b"])
+    parser.add_argument("--backends", nargs="+", default=["auto"], help="ops backends, such as auto triton-exact")
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8, 32, 128, 256])
     parser.add_argument("--context", type=int, default=1024, help="tokens before the measured decode steps")
     parser.add_argument("--steps", type=int, default=32, help="decode steps measured at each batch size")
@@ -204,28 +210,30 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
     ends_at = time.monotonic() + args.budget_s
     with tempfile.TemporaryDirectory() as folder:
         rates: Rates | None = None
-        for shape in args.shapes:
+        for shape, backend in product(args.shapes, args.backends):
             started = time.monotonic()
-            runner = make_runner(shape, Path(folder), args)
-            yield Row(f"{shape}: weights made", time.monotonic() - started, "s")
+            runner = make_runner(shape, backend, Path(folder), args)
+            case = shape if backend == "auto" else f"{shape}, {backend}"
+            yield Row(f"{case}: weights made", time.monotonic() - started, "s")
             clock = Clock(runner.device, ends_at)
             if rates is None:
                 rates = measure_rates(clock, runner.device)
                 yield Row("copy, bytes read and written", rates.bytes_per_s / 1e9, "GB/s")
                 yield Row("matrix product", rates.operations_per_s / 1e12, "TFLOP/s")
-            yield from measure_shape(shape, runner, rates, clock, args)
+            yield from measure_runner(case, runner, (rates, Sizes.of(shape, runner.device)), clock, args)
             del runner
 
 
-def make_runner(shape: str, folder: Path, args: argparse.Namespace) -> ModelRunner:
+def make_runner(shape: str, backend: Any, folder: Path, args: argparse.Namespace) -> ModelRunner:
     """A runner with random weights on the device."""
     model_dir = folder / shape
-    model_dir.mkdir()
+    model_dir.mkdir(exist_ok=True)
     (model_dir / "config.json").write_text(json.dumps(CONFIGS[shape]), encoding="utf-8")
     settings = WorkerSettings(
         model_dir=model_dir,
         load_format="dummy",
         device=args.device,
+        ops_backend=backend,
         enforce_eager=args.enforce_eager,
         kv_cache_memory_gib=args.kv_cache_gib,
     )
@@ -243,16 +251,16 @@ def measure_rates(clock: Clock, device: torch.device) -> Rates:
     return Rates(2 * len(source) / copy_s, 2 * size**3 / clock.median_s(lambda: a @ b, 10))
 
 
-def measure_shape(
-    shape: str, runner: ModelRunner, rates: Rates, clock: Clock, args: argparse.Namespace
+def measure_runner(
+    case: str, runner: ModelRunner, floor: tuple[Rates, Sizes], clock: Clock, args: argparse.Namespace
 ) -> Iterator[Row]:
     """Prefill whole prompts, then decode at each batch size after `--context` tokens."""
-    sizes = Sizes(CONFIGS[shape], 2 if runner.device.type == "cuda" else 4)
+    rates, sizes = floor
     num_seqs, length = args.prefill
     max_num_seqs = max(*args.batch_sizes, num_seqs)
     limits = {"block_size": BLOCK_SIZE, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": num_seqs * length}
     attach_s = clock.seconds(lambda: runner.attach(**limits))
-    yield Row(f"{shape}: attach, with {runner.num_blocks} blocks and graphs", attach_s, "s")
+    yield Row(f"{case}: attach, with {runner.num_blocks} blocks and graphs", attach_s, "s")
     prompts = list(islice(enters(length, length + 1), num_seqs))
 
     def prefill() -> None:
@@ -261,18 +269,18 @@ def measure_shape(
 
     floor_s = sizes.prefill_floor_s(rates, num_seqs, length)
     yield compare(
-        f"{shape}: prefill of {num_seqs} x {length}",
+        f"{case}: prefill of {num_seqs} x {length}",
         floor_s * 1e3,
         "ms floor",
         reference=clock.median_s(prefill, 3) * 1e3,
     )
     for batch_size in args.batch_sizes:
         if clock.holds(60 * args.steps * sizes.decode_floor_s(rates, batch_size, args.context)):
-            yield decode_row(shape, runner, (rates, sizes), clock, batch_size=batch_size, args=args, limits=limits)
+            yield decode_row(case, runner, floor, clock, batch_size=batch_size, args=args, limits=limits)
 
 
 def decode_row(
-    shape: str,
+    case: str,
     runner: ModelRunner,
     floor: tuple[Rates, Sizes],
     clock: Clock,
@@ -292,7 +300,7 @@ def decode_row(
     decode_ahead(runner, 2)
     step_s = clock.seconds(lambda: decode_ahead(runner, args.steps)) / args.steps
     floor_s = sizes.decode_floor_s(rates, batch_size, args.context)
-    name = f"{shape}: decode step of {batch_size} after {args.context}"
+    name = f"{case}: decode step of {batch_size} after {args.context}"
     return compare(name, floor_s * 1e3, "ms floor", reference=step_s * 1e3)
 
 
