@@ -21,7 +21,7 @@ from shared.health import wait_until_serving
 from shared.rpc import make_channel
 from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
-from tests.support.processes import ROOT, module_command, module_environment
+from tests.support.processes import ROOT, module_command, module_environment, running_children
 
 _POLL_S = 0.02
 
@@ -70,12 +70,9 @@ class Cell:
     def find_processes(self) -> dict[str, psutil.Process]:
         """The services' processes at this moment, by name; those that have exited are missing."""
         processes = {}
-        for child in psutil.Process(self.launcher.pid).children():
-            # A child may end at any moment; one that was only just forked still has the launcher's command line.
-            with contextlib.suppress(psutil.Error):
-                command = child.cmdline()
-                if child.status() != psutil.STATUS_ZOMBIE and (name := _name_of(command)) is not None:
-                    processes[name] = child
+        for child, command in running_children(self.launcher.pid).items():
+            if (name := _name_of(command)) is not None:
+                processes[name] = child
         return processes
 
     def send_signal(self, name: str, signal_number: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,6 +57,21 @@ def start_service(role: str, *flags: str, log: Path | None = None) -> Iterator[s
             yield process
         finally:
             process.kill()
+
+
+def running_children(pid: int | None = None) -> dict[psutil.Process, list[str]]:
+    """The children of a process, by default of this one, and their commands; one that is about to end may be missing.
+
+    A child that was only just forked still has its parent's command.
+    """
+    running = {}
+    for child in psutil.Process(pid).children():
+        # It may end at any moment, also between the calls.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            command = child.cmdline()
+            if child.status() != psutil.STATUS_ZOMBIE:
+                running[child] = command
+    return running
 
 
 class LineProcesses:

@@ -24,6 +24,7 @@ from tests.support.cell import popen_lockstep
 from tests.support.client import Client, token_request
 from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
+from tests.support.processes import running_children
 from tests.support.scraping import wait_for_probes
 
 READY = {"livez": "200 ok", "startupz": "200 ok", "readyz": "200 ok"}
@@ -65,8 +66,7 @@ class RankNode:
     def find_ranks(self) -> list[psutil.Process]:
         """The ranks that run."""
         assert self._launcher is not None
-        children = psutil.Process(self._launcher.pid).children()
-        return [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+        return list(running_children(self._launcher.pid))
 
     def kill_rank(self, number: int = 0) -> None:
         """Kill a rank with SIGKILL."""

@@ -33,7 +33,8 @@ def test_the_document_is_up_to_date() -> None:
 def test_a_setting_is_listed_under_its_service_with_default_and_choices() -> None:
     worker = {row[0]: row[1:] for row in rows_of("Worker")}
     assert worker["`--ops-backend`"][0] == "`auto`"
-    assert worker["`--ops-backend`"][1].endswith("One of `auto`, `aiter`, `cpu`, `native`, `reference`, `triton`.")
+    choices = "One of `auto`, `aiter`, `cpu`, `native`, `reference`, `triton`, `triton-exact`."
+    assert worker["`--ops-backend`"][1].endswith(choices)
     assert worker["`--model-dir`"][0] == "required"
     assert worker["`--kv-cache-num-blocks`"][0] == "not set"
     assert next(iter(rows_of("`lockstep serve`")))[0] == "`MODEL_DIR`"

@@ -24,6 +24,7 @@ from tests.support.gated_worker import GatedWorker
 from tests.support.kube_api import KubeApi, run_kube_api
 from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
+from tests.support.processes import running_children
 from tests.support.scheduler_shell import Cell, running_scheduler
 from tests.support.token_client import PROMPT, generate_tokens, seeded
 from tests.support.worker_peer import WorkerPeer
@@ -245,9 +246,8 @@ async def wait_for_requests(api: KubeApi, count: int) -> None:
 
 def find_watching_process() -> psutil.Process:
     """The scheduler's only child."""
-    [child] = [
-        child for child in psutil.Process().children() if "services.scheduler.discovery.slice_watch" in child.cmdline()
-    ]
+    watch = "services.scheduler.discovery.slice_watch"
+    [child] = [child for child, command in running_children().items() if watch in command]
     return child
 
 

@@ -22,7 +22,7 @@ from services.tokenizer.grammar.grammar_child import TrialLimits
 from services.tokenizer.grammar.structured_output import StructuredOutputs
 from shared.errors import InvalidRequestError, QueueFullError, Violation
 from tests.support.patience import PATIENCE_S
-from tests.support.processes import module_environment
+from tests.support.processes import module_environment, running_children
 
 MIB = 2**20
 LIMITS = TrialLimits(cpu_s=2.0, memory_bytes=1024 * MIB)
@@ -64,7 +64,7 @@ def outputs_for(model_dir: Path, limits: TrialLimits = LIMITS) -> Iterator[Struc
 
 def children() -> list[psutil.Process]:
     """The processes that try grammars."""
-    return [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return list(running_children())
 
 
 def wait_for_end(child: psutil.Process) -> None:
