@@ -15,18 +15,22 @@ class CountingCapture:
     batch_sizes = GRAPH_BATCH_SIZES
     is_ahead = True
     is_recorded = False
+    has_device = True
 
     def __init__(self) -> None:
         self.replays: list[int] = []
+        """Of forward passes."""
+        self.drawings: list[int] = []
+        """Of draws, whose results are integers."""
 
     def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        number = len(self.replays)
-        self.replays.append(0)
         # A capture computes once, as it does on a GPU.
-        compute()
+        counts = self.replays if compute().is_floating_point() else self.drawings
+        number = len(counts)
+        counts.append(0)
 
         def replay() -> Tensor:
-            self.replays[number] += 1
+            counts[number] += 1
             return compute()
 
         return replay

@@ -32,7 +32,8 @@ class LateStream:
         self._num_wanted = 0
         self._is_held = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="late device")
+        # A daemon: a test that fails before `close` must not keep the process alive.
+        self._thread = threading.Thread(target=self._run, name="late device", daemon=True)
         self._thread.start()
 
     def hold(self) -> None:
@@ -80,7 +81,7 @@ class LateStream:
         assert self._in_use[id(staging)].is_done.is_set(), "staging is given back before its launch has computed"
         assert isinstance(staging, PinnedStaging)
         staging._outgoing.numpy()[:] = 0xAB
-        staging._incoming.numpy()[:] = -77
+        staging._incoming.numpy()[:] = 0xB3
         self._pool.put_back(staging)
 
     def wait_for_launches(self, number: int) -> None:

@@ -179,7 +179,14 @@ TESTED_BY = {
         "services/worker/runner/host_end.py",
         "services/worker/runner/pending_step.py",
         "services/worker/runner/rank.py",
+        "services/worker/runner/step_work.py",
         "services/worker/runner/stream.py",
+        "services/worker/sampling/device_sampler.py",
+        "services/worker/sampling/row_options.py",
+    ),
+    "unit/worker/runner/test_graph_runner.py": (
+        "services/worker/runner/draft_graphs.py",
+        "services/worker/runner/step_graphs.py",
     ),
     "unit/worker/runner/test_input_batch_drafts.py": ("services/worker/spec_decode/decodes.py",),
     "unit/worker/runner/test_model_runner_drafts.py": (

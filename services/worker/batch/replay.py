@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from services.worker.forward.staging import to_device
@@ -94,40 +95,46 @@ class Replays:
 
 
 class ReplayScorer:
-    """Compares completions with the most likely tokens."""
+    """Finds the tokens that completions are compared with."""
 
     def __init__(self, ops: Ops, compute_logits: Callable[[Tensor], Tensor]) -> None:
         """`compute_logits` maps hidden states [n, hidden] to logits [n, vocabulary] float32."""
         self._ops = ops
         self._compute_logits = compute_logits
 
-    def score(
-        self, chunks: Sequence[ReplayedChunk], token_ids: npt.NDArray[np.int64], hidden: Tensor
-    ) -> tuple[int, int]:
-        """How many tokens were compared, and how many of them are not the most likely.
+    def score(self, chunks: Sequence[ReplayedChunk], hidden: Tensor) -> Tensor:
+        """The most likely tokens after `scoring_tokens`, chunk after chunk: [n] int64, possibly none.
 
         Args:
             chunks: At least one, from different sequences.
-            token_ids: [num_tokens].
             hidden: [num_tokens, hidden].
         """
-        rows = [chunk.scoring_tokens() for chunk in chunks]
-        likeliest = self._likeliest(hidden, np.concatenate(rows))
-        num_compared = num_different = end = 0
-        for chunk, chunk_rows in zip(chunks, rows, strict=True):
-            start, end = end, end + len(chunk_rows)
-            expected, given = _pairs(chunk, likeliest[start:end].tolist(), token_ids)
-            num_compared += len(given)
-            num_different += sum(a != b for a, b in zip(expected, given, strict=True))
-        return num_compared, num_different
-
-    def _likeliest(self, hidden: Tensor, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        likeliest = np.empty(len(rows), np.int64)
+        rows = np.concatenate([chunk.scoring_tokens() for chunk in chunks])
+        likeliest = torch.empty(len(rows), dtype=torch.int64, device=hidden.device)
+        rows_there = to_device(rows, hidden.device)
         for start in range(0, len(rows), _MAX_ROWS):
             part = slice(start, start + _MAX_ROWS)
-            logits = self._compute_logits(hidden[to_device(rows[part], hidden.device)])
-            likeliest[part] = self._ops.greedy_sample(logits)[0].cpu().numpy()
+            likeliest[part] = self._ops.greedy_sample(self._compute_logits(hidden[rows_there[part]]))[0]
         return likeliest
+
+
+def compare_replays(
+    chunks: Sequence[ReplayedChunk], likeliest: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]
+) -> tuple[int, int]:
+    """How many tokens were compared, and how many of them are not the most likely.
+
+    Args:
+        chunks: Of one step. A sequence's steps are compared in their order.
+        likeliest: From `ReplayScorer.score`.
+        token_ids: [num_tokens].
+    """
+    num_compared = num_different = end = 0
+    for chunk in chunks:
+        start, end = end, end + len(chunk.scoring_tokens())
+        expected, given = _pairs(chunk, likeliest[start:end].tolist(), token_ids)
+        num_compared += len(given)
+        num_different += sum(a != b for a, b in zip(expected, given, strict=True))
+    return num_compared, num_different
 
 
 def _pairs(chunk: ReplayedChunk, likeliest: list[int], token_ids: npt.NDArray[np.int64]) -> tuple[list[int], list[int]]:

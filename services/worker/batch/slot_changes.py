@@ -22,13 +22,17 @@ class SlotChanges:
     """
 
     def __init__(self) -> None:
-        self._enters: list[EnteringSequence] = []
+        self._enters: list[tuple[EnteringSequence, bool]] = []
         self._blocks: list[_Blocks] = []
 
-    def enter(self, enter: EnteringSequence) -> None:
-        """A sequence enters, with its block table."""
+    def enter(self, enter: EnteringSequence, *, is_edited: bool) -> None:
+        """A sequence enters, with its block table.
+
+        `is_edited` says that its logits are changed before it is drawn, so the draw from what they are before costs
+        as little as possible.
+        """
         num_blocks = len(enter.block_ids)
-        self._enters.append(enter)
+        self._enters.append((enter, is_edited))
         self.append_blocks(np.full(num_blocks, enter.chunk.slot), np.arange(num_blocks), enter.block_ids)
 
     def append_blocks(self, slots: _IntArray, columns: _IntArray, block_ids: Int32Column) -> None:
@@ -53,15 +57,15 @@ class SlotChanges:
         return arrays
 
 
-def _entered(enters: list[EnteringSequence]) -> HostArrays:
-    min_p = [0.0 if enter.options is None else enter.options.min_p for enter in enters]
+def _entered(enters: list[tuple[EnteringSequence, bool]]) -> HostArrays:
+    temperature = [0.0 if is_edited else enter.temperature for enter, is_edited in enters]
+    sequences = [enter for enter, _ in enters]
+    min_p = [0.0 if enter.options is None else enter.options.min_p for enter in sequences]
     return {
-        "entered_slots": np.array([enter.chunk.slot for enter in enters], np.int64),
-        "entered_filters": np.array(
-            [[enter.temperature for enter in enters], [enter.top_p for enter in enters], min_p], np.float32
-        ),
-        "entered_top_k": np.array([enter.top_k for enter in enters], np.int32),
+        "entered_slots": np.array([enter.chunk.slot for enter in sequences], np.int64),
+        "entered_filters": np.array([temperature, [enter.top_p for enter in sequences], min_p], np.float32),
+        "entered_top_k": np.array([enter.top_k for enter in sequences], np.int32),
         "entered_noise": np.array(
-            [[enter.seed for enter in enters], [enter.choice for enter in enters]], np.uint64
+            [[enter.seed for enter in sequences], [enter.choice for enter in sequences]], np.uint64
         ).view(np.int64),
     }

@@ -80,8 +80,8 @@ class StepInput:
     cu_seqlens_q: Int32Column  # [num_seqs + 1]
     num_blocks: int
     """Blocks that the longest context needs."""
-    needs_host: bool
-    """Whether the host must know the drawn tokens, or a part of the logits, before the next step."""
+    has_options: bool
+    """Whether a row's logits are edited, or its token's log-probabilities are wanted."""
     table_width: int
     """Columns that the device's block tables need; never fewer than before."""
     changes: HostArrays
@@ -108,7 +108,7 @@ class StepInput:
             query_lens=one,
             cu_seqlens_q=np.array([0, 1], np.int32),
             num_blocks=1,
-            needs_host=False,
+            has_options=False,
             table_width=table_width,
             changes=changes,
         )

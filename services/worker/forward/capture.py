@@ -24,12 +24,14 @@ class Capture(Protocol):
     """Whether all sizes are captured before the first step, the largest first; else each with its first step."""
     is_recorded: bool
     """Whether a replay does not run Python: what was read from the host must then hold for every replay."""
+    has_device: bool
+    """Whether replays run on a device of its own, where each launch costs the host time and padding costs little."""
 
     def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Capture `compute`, whose result has a row for each of the batch.
 
         Returns:
-            Its replay, whose result the next replay of any capture may overwrite.
+            Its replay, whose result the next replay of any capture with such rows may overwrite.
 
         Raises:
             NotRepeatableError: it cannot be captured. So it is with every batch size, and on every rank.
@@ -42,21 +44,23 @@ class CudaCapture:
     batch_sizes = GRAPH_BATCH_SIZES
     is_ahead = True
     is_recorded = True
+    has_device = True
 
     def __init__(self) -> None:
-        self._shared: tuple[torch.cuda._POOL_HANDLE, Tensor] | None = None
+        self._pool: torch.cuda._POOL_HANDLE | None = None
+        # The shape of a row and its dtype, to the result of all sizes: each graph's own would stay allocated.
+        self._results: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
     def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """See `Capture`."""
         # Compiles kernels and fills the libraries' workspaces, neither of which may happen during a capture.
         result = compute()
-        if self._shared is None:
-            # One result for all sizes: each graph's own would stay allocated.
-            self._shared = torch.cuda.graph_pool_handle(), torch.empty_like(result)
-        pool, kept = self._shared[0], self._shared[1][: len(result)]
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        kept = self._result_like(result)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             kept.copy_(compute())
 
         def replay() -> Tensor:
@@ -64,3 +68,10 @@ class CudaCapture:
             return kept
 
         return replay
+
+    def _result_like(self, result: Tensor) -> Tensor:
+        kind = result.shape[1:], result.dtype
+        kept = self._results.get(kind)
+        if kept is None or len(kept) < len(result):
+            self._results[kind] = kept = torch.empty_like(result)
+        return kept[: len(result)]

@@ -1,7 +1,8 @@
-"""Copies a step's arrays from the host to the device, and its tokens back."""
+"""Copies a step's arrays from the host to the device, and its results back."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,26 +19,31 @@ _DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64, np.
 
 
 def to_device(values: npt.NDArray[np.generic[Any]], device: torch.device) -> Tensor:
-    """A tensor of `values` on a device; on the CPU it shares their memory. Waits for a device of its own."""
-    return torch.from_numpy(values).to(device)
+    """A tensor of `values` on a device, for which the host does not wait; on the CPU it shares their memory."""
+    tensor = torch.from_numpy(values)
+    if device.type == "cpu":
+        return tensor
+    # torch keeps pinned memory from being used again until it is copied.
+    source = tensor.pin_memory() if device.type == "cuda" else tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(source, non_blocking=True)
 
 
 class Staging(Protocol):
-    """The arrays of one step on their way to the device, and its tokens on their way back.
+    """The arrays of one step on their way to the device, and its results on their way back.
 
     `pack` belongs to the launch; `upload` and `download` to the step's work on the device; `read` is called after it.
     """
 
-    def pack(self, arrays: HostArrays, *, num_values: int) -> None:
-        """Take in arrays of int32, int64 or float32; `num_values` is what will be downloaded."""
+    def pack(self, arrays: HostArrays) -> None:
+        """Take in arrays of int32, int64 or float32."""
 
     def upload(self) -> dict[str, Tensor]:
         """The arrays on the device."""
 
-    def download(self, values: Tensor) -> None:
-        """Copy `values` [num_values] int64 to the host."""
+    def download(self, results: Sequence[Tensor]) -> None:
+        """Copy tensors to the host, once per step."""
 
-    def read(self) -> npt.NDArray[np.int64]:
+    def read(self) -> list[npt.NDArray[Any]]:
         """What was downloaded. It belongs to the caller."""
 
 
@@ -46,9 +52,9 @@ class SharedStaging:
 
     def __init__(self) -> None:
         self._arrays: HostArrays = {}
-        self._values: Tensor | None = None
+        self._results: Sequence[Tensor] = ()
 
-    def pack(self, arrays: HostArrays, *, num_values: int) -> None:  # noqa: ARG002
+    def pack(self, arrays: HostArrays) -> None:
         """See `Staging`; the arrays must not be written afterwards."""
         self._arrays = arrays
 
@@ -56,21 +62,19 @@ class SharedStaging:
         """See `Staging`."""
         return {name: torch.from_numpy(values) for name, values in self._arrays.items()}
 
-    def download(self, values: Tensor) -> None:
-        """See `Staging`; `values` must not be written afterwards."""
-        self._values = values
+    def download(self, results: Sequence[Tensor]) -> None:
+        """See `Staging`; they must not be written afterwards."""
+        self._results = results
 
-    def read(self) -> npt.NDArray[np.int64]:
+    def read(self) -> list[npt.NDArray[Any]]:
         """See `Staging`."""
-        assert self._values is not None, "nothing was downloaded"
-        values: npt.NDArray[np.int64] = self._values.numpy()
-        return values
+        return [result.numpy() for result in self._results]
 
 
 class PinnedStaging:
-    """One piece of host memory each way, so that a step needs one transfer to the device and one back. See `Staging`.
+    """One piece of host memory each way, so that a step needs one transfer to the device. See `Staging`.
 
-    It may serve another step only when the work of this one is done and its tokens were read.
+    It may serve another step only when the work of this one is done and its results were read.
     """
 
     def __init__(self, device: torch.device, *, is_pinned: bool) -> None:
@@ -78,22 +82,19 @@ class PinnedStaging:
         self._device = device
         self._is_pinned = is_pinned
         self._outgoing = torch.empty(0, dtype=torch.uint8)
-        self._incoming = torch.empty(0, dtype=torch.int64)
+        self._incoming = torch.empty(0, dtype=torch.uint8)
         self._places: list[tuple[str, int, npt.NDArray[Any]]] = []
         self._num_bytes = 0
-        self._num_values = 0
+        # Views of `_incoming`.
+        self._results: list[Tensor] = []
 
-    def pack(self, arrays: HostArrays, *, num_values: int) -> None:
+    def pack(self, arrays: HostArrays) -> None:
         """See `Staging`."""
-        self._places, self._num_bytes, self._num_values = [], 0, num_values
+        self._places, self._num_bytes, self._results = [], 0, []
         for name, values in arrays.items():
             self._places.append((name, self._num_bytes, values))
-            self._num_bytes += -(-values.nbytes // _ALIGNMENT) * _ALIGNMENT
-        # Twice as much as needed: steps vary, and pinning takes long.
-        if self._num_bytes > self._outgoing.nbytes:
-            self._outgoing = self._allocate(2 * self._num_bytes, torch.uint8)
-        if num_values > len(self._incoming):
-            self._incoming = self._allocate(2 * num_values, torch.int64)
+            self._num_bytes += _aligned(values.nbytes)
+        self._outgoing = self._at_least(self._num_bytes, self._outgoing)
         memory = self._outgoing.numpy()
         for _, start, values in self._places:
             memory[start : start + values.nbytes].view(values.dtype)[:] = values.ravel()
@@ -107,14 +108,25 @@ class PinnedStaging:
             for name, start, values in self._places
         }
 
-    def download(self, values: Tensor) -> None:
+    def download(self, results: Sequence[Tensor]) -> None:
         """See `Staging`."""
-        self._incoming[: self._num_values].copy_(values, non_blocking=True)
+        self._incoming = self._at_least(sum(_aligned(result.nbytes) for result in results), self._incoming)
+        start = 0
+        for result in results:
+            here = self._incoming[start : start + result.nbytes].view(result.dtype).view(result.shape)
+            self._results.append(here.copy_(result, non_blocking=True))
+            start += _aligned(result.nbytes)
 
-    def read(self) -> npt.NDArray[np.int64]:
+    def read(self) -> list[npt.NDArray[Any]]:
         """See `Staging`."""
-        values: npt.NDArray[np.int64] = self._incoming[: self._num_values].numpy().copy()
-        return values
+        return [result.numpy().copy() for result in self._results]
 
-    def _allocate(self, size: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(size, dtype=dtype, pin_memory=self._is_pinned)
+    def _at_least(self, num_bytes: int, memory: Tensor) -> Tensor:
+        if num_bytes <= memory.nbytes:
+            return memory
+        # Twice as much as needed: steps vary, and pinning takes long.
+        return torch.empty(2 * num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -56,6 +56,24 @@ class DrawRows:
     seed: Tensor  # [B] int64, the bits of the unsigned seed
     choice: Tensor  # [B] int64
     position: Tensor  # [B] int64
+
+    @classmethod
+    def greedy(cls, num_rows: int, device: torch.device) -> DrawRows:
+        """Rows to be written; until then they are greedy ones at position 0."""
+        temperature, top_p, min_p = torch.zeros(3, num_rows, device=device)
+        seed, choice, position = torch.zeros(3, num_rows, dtype=torch.int64, device=device)
+        top_k = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        return cls(temperature, top_k, top_p, min_p, seed, choice, position)
+
+    def write(self, rows: DrawRows) -> None:
+        """Copy as many rows, in place."""
+        for each in fields(self):
+            getattr(self, each.name).copy_(getattr(rows, each.name))
+
+    def first(self, num_rows: int) -> DrawRows:
+        """Views of the first rows."""
+        columns = (getattr(self, each.name) for each in fields(self))
+        return DrawRows(*(column[:num_rows] for column in columns))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,13 @@ class DeviceBatch:
     in which it enters.
     """
 
-    def __init__(self, ops: Ops, limits: BatchLimits, device: torch.device) -> None:
+    def __init__(
+        self, ops: Ops, limits: BatchLimits, device: torch.device, *, decode_draws: DrawRows | None = None
+    ) -> None:
+        """`decode_draws` has rows for every slot, which a decode's are written into; see `decode_draws`."""
         self._ops = ops
         self._block_size = limits.block_size
-        num_slots = limits.max_num_seqs
+        self.num_slots = num_slots = limits.max_num_seqs
         self._columns = SlotColumns(
             last_token=torch.zeros(num_slots, dtype=torch.int64, device=device),
             position=torch.zeros(num_slots, dtype=torch.int64, device=device),
@@ -33,7 +36,8 @@ class DeviceBatch:
         self._noise = torch.zeros(2, num_slots, dtype=torch.int64, device=device)
         # Those of the last decode, whose sequences are mostly those of the next one.
         self._decode_slots = torch.zeros(0, dtype=torch.int64, device=device)
-        self._decode_draws: DrawRows | None = None
+        self._decode_draws = decode_draws or DrawRows.greedy(num_slots, device)
+        self._has_decode_draws = False
 
     def apply(self, changes: dict[str, Tensor], table_width: int) -> None:
         """Write a step's changes, each if it is there.
@@ -52,10 +56,10 @@ class DeviceBatch:
             self._filters.index_copy_(1, slots, changes["entered_filters"])
             self._top_k.index_copy_(0, slots, changes["entered_top_k"])
             self._noise.index_copy_(1, slots, changes["entered_noise"])
-            self._decode_draws = None
+            self._has_decode_draws = False
         if "decode_slots" in changes:
             self._decode_slots = changes["decode_slots"]
-            self._decode_draws = None
+            self._has_decode_draws = False
 
     def advance(self, rows: DecodeRows, num_blocks: int) -> None:
         """Make a decode's inputs; see `Ops.advance_batch`."""
@@ -70,9 +74,11 @@ class DeviceBatch:
 
     def decode_draws(self, positions: Tensor) -> DrawRows:
         """How the rows of the last decode are drawn; `positions` [num_rows] int64 are where."""
-        if self._decode_draws is None:
-            self._decode_draws = self.draws(self._decode_slots, positions)
-        return replace(self._decode_draws, position=positions)
+        rows = self._decode_draws.first(len(positions))
+        if not self._has_decode_draws:
+            rows.write(self.draws(self._decode_slots, positions))
+            self._has_decode_draws = True
+        return replace(rows, position=positions)
 
     def draws(self, slots: Tensor, positions: Tensor) -> DrawRows:
         """How the rows of `slots` [num_rows] int64 are drawn at `positions` [num_rows] int64."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.forward.capture import Capture
 from services.worker.forward.forward_context import AttentionMetadata, ForwardContext, forward_context
-from services.worker.ops import DecodeRows
+from services.worker.ops import DecodeRows, DrawRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,62 +25,34 @@ class GraphSettings:
     batch_sizes: tuple[int, ...]
 
 
-class DecodeGraphs:
-    """Replays decode steps of one token per sequence, padded to a captured batch size, from static inputs.
+@dataclass(frozen=True, slots=True)
+class StepFunctions:
+    """The computations that are captured."""
 
-        `DecodeRows`        rows 0 … n - 1 of the step     rows n … size - 1: padding
-        token_ids           last tokens                    0
-        slot_mapping        slots                          -1: nothing is stored
-        context_lens        lengths                        1
-        block_tables        blocks                         0: reads whatever block 0 holds
+    forward: Callable[[Tensor, Tensor], Tensor]
+    """`CausalLM.forward`."""
+    draw: Callable[[Tensor, DrawRows], Tensor]
+    """Maps hidden states [n, hidden] and how their rows are drawn to tokens, as `DeviceSampler.draw`."""
+    make_context: Callable[[AttentionMetadata], ForwardContext]
+    """Makes the context of a forward pass with this metadata."""
 
-    A padded row's results are garbage, and reach no other row.
-    """
 
-    def __init__(
-        self,
-        forward: Callable[[Tensor, Tensor], Tensor],
-        make_context: Callable[[AttentionMetadata], ForwardContext],
-        limits: BatchLimits,
-        settings: GraphSettings,
-        device: torch.device,
-    ) -> None:
-        """Capture a graph for each batch size that a batch within `limits` can need, or for the smallest of them.
+class Replays:
+    """One computation, captured for each batch size."""
 
-        Args:
-            forward: `CausalLM.forward`.
-            make_context: Makes the context of a forward pass with this metadata.
+    def __init__(self, capture: Capture, sizes: Sequence[int], compute: Callable[[int], Tensor]) -> None:
+        """Capture `compute`, which takes a batch size, for all `sizes` or for the smallest of them.
 
         Raises:
-            NotRepeatableError: the model's decode steps cannot be captured.
+            NotRepeatableError: it cannot be captured.
         """
-        self._forward = forward
-        self._make_context = make_context
-        self._capture = settings.capture
-        self._limits = limits
-        self.sizes = tuple(needed_sizes(settings.batch_sizes, limits.max_num_seqs))
-        size = self.sizes[-1]
-        self._rows = DecodeRows.padding(size, -(-limits.context_length // limits.block_size), device)
-        self._cu_seqlens_q = torch.arange(size + 1, dtype=torch.int32, device=device)
-        first = reversed(self.sizes) if self._capture.is_ahead else self.sizes[:1]
-        self._replays = {each: self._make_replay(each) for each in first}
+        self._capture = capture
+        self._compute = compute
+        first = sorted(sizes, reverse=True) if capture.is_ahead else sizes[:1]
+        self._replays = {size: self._make_replay(size) for size in first}
 
-    def fits(self, limits: BatchLimits) -> bool:
-        """Whether the graphs also serve another epoch, with the same KV cache."""
-        mine = self._limits
-        return (limits.max_num_seqs, limits.block_size) == (mine.max_num_seqs, mine.block_size)
-
-    def size_for(self, num_rows: int) -> int | None:
-        """The smallest captured batch size that holds a decode of `num_rows`; None if it is too large for all."""
-        place = bisect_left(self.sizes, num_rows)
-        return self.sizes[place] if place < len(self.sizes) else None
-
-    def rows(self, size: int) -> DecodeRows:
-        """The inputs of the graph of this size, padding included, to be written before `replay`."""
-        return self._rows.first(size)
-
-    def replay(self, size: int) -> Tensor:
-        """Compute a decode from `rows`: hidden states [size, hidden], which the next call may overwrite."""
+    def __call__(self, size: int) -> Tensor:
+        """Compute, with a size of `sizes`; the result is as in `Capture.__call__`."""
         if size not in self._replays:
             self._replays[size] = self._make_replay(size)
         return self._replays[size]()
@@ -96,9 +68,79 @@ class DecodeGraphs:
             if was_enabled:
                 gc.enable()
 
-    def _compute(self, size: int) -> Tensor:
-        with forward_context(self._make_context(self._metadata(size))):
-            return self._forward(self._rows.token_ids[:size], self._rows.positions[:size])
+
+class DecodeGraphs:
+    """Replays decode steps of one token per sequence, padded to a captured batch size, from static inputs.
+
+        `DecodeRows`        rows 0 … n - 1 of the step     rows n … size - 1: padding
+        token_ids           last tokens                    0
+        slot_mapping        slots                          -1: nothing is stored
+        context_lens        lengths                        1
+        block_tables        blocks                         0: reads whatever block 0 holds
+
+    A padded row's results are garbage, and reach no other row. On a device of its own there is a second graph per batch
+    size, which draws the tokens: between the two the host may edit logits instead.
+    """
+
+    def __init__(
+        self, functions: StepFunctions, limits: BatchLimits, settings: GraphSettings, device: torch.device
+    ) -> None:
+        """Capture a graph for each batch size that a batch within `limits` can need, or for the smallest of them.
+
+        Raises:
+            NotRepeatableError: the model's decode steps cannot be captured.
+        """
+        self._functions = functions
+        self._capture = settings.capture
+        self._limits = limits
+        self.sizes = tuple(needed_sizes(settings.batch_sizes, limits.max_num_seqs))
+        size = self.sizes[-1]
+        self._rows = DecodeRows.padding(size, -(-limits.context_length // limits.block_size), device)
+        self._cu_seqlens_q = torch.arange(size + 1, dtype=torch.int32, device=device)
+        self.draws = DrawRows.greedy(max(size, limits.max_num_seqs), device)
+        """How the rows of a decode are drawn, but for their positions; the first of them are to be written."""
+        self._forwards = Replays(self._capture, self.sizes, self._forward)
+        self._drawings: Replays | None = None
+        if self._capture.has_device:
+            # What is drawn from: a capture's results are always in the same place.
+            self._hidden = self._forwards(size)
+            self._drawings = Replays(self._capture, self.sizes, self._draw)
+
+    def fits(self, limits: BatchLimits) -> bool:
+        """Whether the graphs also serve another epoch, with the same KV cache."""
+        mine = self._limits
+        return (limits.max_num_seqs, limits.block_size) == (mine.max_num_seqs, mine.block_size)
+
+    def size_for(self, num_rows: int) -> int | None:
+        """The smallest captured batch size that holds a decode of `num_rows`; None if it is too large for all."""
+        return size_for(self.sizes, num_rows)
+
+    def rows(self, size: int) -> DecodeRows:
+        """The inputs of the graph of this size, padding included, to be written before `replay`."""
+        return self._rows.first(size)
+
+    def replay(self, size: int) -> Tensor:
+        """Compute a decode from `rows`: hidden states [size, hidden], which the next call may overwrite."""
+        self._hidden = self._forwards(size)
+        return self._hidden
+
+    @property
+    def draws_tokens(self) -> bool:
+        """Whether there is `draw`."""
+        return self._drawings is not None
+
+    def draw(self, size: int) -> Tensor:
+        """Draw the tokens of the decode that `replay` has computed, from `draws`: [size] int64, as `replay`."""
+        assert self._drawings is not None, "tokens are not drawn by graphs"
+        return self._drawings(size)
+
+    def _forward(self, size: int) -> Tensor:
+        with forward_context(self._functions.make_context(self._metadata(size))):
+            return self._functions.forward(self._rows.token_ids[:size], self._rows.positions[:size])
+
+    def _draw(self, size: int) -> Tensor:
+        rows = replace(self.draws.first(size), position=self._rows.draw_positions[:size])
+        return self._functions.draw(self._hidden[:size], rows)
 
     def _metadata(self, size: int) -> AttentionMetadata:
         """The metadata of a step of `size` rows; lengths on the host are upper bounds if they are recorded."""
@@ -116,6 +158,12 @@ class DecodeGraphs:
             max_query_len=1,
             max_context_len=max(host_lengths),
         )
+
+
+def size_for(sizes: Sequence[int], num_rows: int) -> int | None:
+    """The smallest of `sizes`, which ascend, that holds `num_rows`; None if all are smaller."""
+    place = bisect_left(sizes, num_rows)
+    return sizes[place] if place < len(sizes) else None
 
 
 def needed_sizes(batch_sizes: Sequence[int], max_num_seqs: int) -> list[int]:

@@ -119,7 +119,7 @@ class InputBatch:
         )
 
     def sampling(self, step_input: StepInput) -> SamplingRows:
-        """How the host draws the rows of the step that was just applied."""
+        """How the rows of the step that was just applied are drawn, options included."""
         slots = step_input.row_slots
         return SamplingRows(
             temperature=self._temperature[slots],
@@ -178,7 +178,6 @@ class InputBatch:
             # One token is drawn after a full context, and none after that.
             self._max_num_tokens[slot] = min(enter.max_num_tokens, self.limits.context_length + 1)
             self._tables.set(slot, enter.block_ids)
-            self._changes.enter(enter)
             self._temperature[slot] = enter.temperature
             self._top_k[slot] = enter.top_k
             self._top_p[slot] = enter.top_p
@@ -186,6 +185,7 @@ class InputBatch:
             self._choice[slot] = enter.choice
             if enter.options is not None:
                 self._states[slot] = self._make_state(enter, enter.options)
+            self._changes.enter(enter, is_edited=self._changes_logits(slot))
             if enter.temperature < GREEDY_TEMPERATURE and not self._changes_logits(slot):
                 self._replays.enter(enter)
             if self._drafter is not None:
@@ -301,7 +301,7 @@ class InputBatch:
             query_lens=query_lens,
             cu_seqlens_q=cu_seqlens_q,
             num_blocks=int(num_blocks_needed.max(initial=0)),
-            needs_host=bool(scored or replayed) or self._needs_host(row_slots),
+            has_options=self._have_options(row_slots),
             table_width=self._tables.width,
             changes=self._changes.take(self._tables.width),
             chunks=tuple(chunks),
@@ -311,10 +311,8 @@ class InputBatch:
             replayed_chunks=replayed,
         )
 
-    def _needs_host(self, row_slots: Int32Column) -> bool:
-        if self._drafter is not None:
-            return True
-        return bool(self._states) and any(state.needs_host for state in self._states_of(row_slots).values())
+    def _have_options(self, slots: Int32Column) -> bool:
+        return bool(self._states) and any(state.needs_logits for state in self._states_of(slots).values())
 
     def _token_ids(self, step_input: StepInput) -> npt.NDArray[np.int64]:
         decode_slots = step_input.slots[: step_input.num_decodes]

@@ -15,7 +15,6 @@ import torch
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.config import WorkerSettings
 from services.worker.device import choose_device, propose_steps
-from services.worker.forward.capture import NotRepeatableError
 from services.worker.forward.forward_context import AttentionMetadata, ForwardContext, Progress, forward_context
 from services.worker.forward.kv_cache import KvCache, KvCacheSpec, num_blocks_for
 from services.worker.forward.staging import to_device
@@ -26,7 +25,7 @@ from services.worker.parallel.distributed import make_parallel
 from services.worker.parallel.rendezvous import Rendezvous
 from services.worker.runner.batch_runner import BatchRunner
 from services.worker.runner.cache_memory import DeviceMemory, GpuMemory, KvCacheSize, device_memory
-from services.worker.runner.graph_runner import DecodeGraphs, GraphSettings
+from services.worker.runner.graph_runner import GraphSettings
 from services.worker.runner.input_batch import InputBatch
 from services.worker.runner.matchers import GrammarMatchers
 from services.worker.runner.number_formats import (
@@ -38,6 +37,7 @@ from services.worker.runner.number_formats import (
 )
 from services.worker.runner.pending_step import PendingStep
 from services.worker.runner.rank import Rank
+from services.worker.runner.step_graphs import StepGraphs, capture_steps
 from services.worker.runner.step_totals import StepTotals
 from services.worker.runner.stream import Stream, make_stream
 from services.worker.spec_decode.drafting import make_drafting
@@ -93,7 +93,7 @@ class ModelRunner:
         self._kv_cache_size = kv_cache_size
         self._graph_settings = execution.graphs
         self._kv_cache: KvCache | None = None
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._epoch: BatchRunner | None = None
         self._progress = Progress()
         self.step_totals = StepTotals()
@@ -133,7 +133,7 @@ class ModelRunner:
     def graph_batch_sizes(self) -> tuple[int, ...]:
         """The batch sizes, ascending, for which graphs of decode steps are captured. From any thread."""
         graphs = self._graphs
-        return () if graphs is None else graphs.sizes
+        return () if graphs is None else graphs.decodes.sizes
 
     def attach(self, *, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:
         """Start an epoch with an empty batch, once the launched steps have been computed.
@@ -166,13 +166,17 @@ class ModelRunner:
             if not limits.num_blocks:
                 return 0
             self._kv_cache = cache = KvCache(self._model.kv_cache_spec, limits.num_blocks, block_size, self.device)
-        if self._graphs is None or not self._graphs.fits(limits):
+        rank = Rank(self._model, self._ops, self.device, self._stream, self.layout, self._progress)
+        if self._graph_settings is not None and (self._graphs is None or not self._graphs.fits(limits)):
             # Free the old ones first.
             self._graphs = None
-            self._graphs = self._capture_graphs(limits)
+            settings, num_drafts = self._graph_settings, self.num_draft_tokens
+            self._graphs = capture_steps(rank, cache, limits, settings, num_draft_tokens=num_drafts)
+            if self._graphs is None:
+                self._graph_settings = None
         drafter = None if self._drafting is None else self._drafting.begin(limits, cache)
         self._epoch = BatchRunner(
-            Rank(self._model, self._ops, self.device, self._stream, self.layout, self._progress),
+            rank,
             InputBatch(limits, make_matcher=self._matchers.make, drafter=drafter),
             cache,
             graphs=self._graphs,
@@ -198,17 +202,6 @@ class ModelRunner:
     def run_step(self, step: Step) -> StepOutput:
         """Launch a step and wait for its result. Raises as both."""
         return self.launch(step).finish()
-
-    def _capture_graphs(self, limits: BatchLimits) -> DecodeGraphs | None:
-        """None if every step runs eagerly."""
-        if self._graph_settings is None:
-            return None
-        try:
-            return DecodeGraphs(self._model.forward, self._context, limits, self._graph_settings, self.device)
-        except NotRepeatableError as error:
-            logger.info("decode steps are not captured", extra={"reason": str(error)})
-            self._graph_settings = None
-            return None
 
     def _count_blocks(self, limits: BatchLimits) -> int:
         """The configured number of KV blocks, or how many fit into the memory, possibly 0."""
@@ -247,10 +240,6 @@ class ModelRunner:
         with forward_context(ForwardContext.for_step(self._ops, attention, cache)):
             hidden = self._model.forward(torch.zeros_like(positions), positions)
         self._model.compute_logits(hidden[: limits.max_num_seqs])
-
-    def _context(self, attention: AttentionMetadata) -> ForwardContext:
-        assert self._kv_cache is not None, "a step without a KV cache"
-        return ForwardContext.for_step(self._ops, attention, self._kv_cache, progress=self._progress)
 
 
 def build_model_runner(

@@ -2,43 +2,69 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
-from services.worker.batch.step_input import StepInput
+from services.worker.batch.replay import compare_replays
+from services.worker.batch.step_input import StepInput, StepTokens
 from services.worker.forward.forward_context import Progress
 from services.worker.forward.staging import Staging
+from services.worker.runner.prompt_logprobs import PromptScores
 from services.worker.runner.stream import Launch, Stream
+from services.worker.sampling.logprobs import ScoreTensors, make_logprobs
+from services.worker.sampling.row_options import EditedRows, RowOptions
 from services.worker.sampling.sampler import SampledTokens
-from services.worker.step import Int32Column, PromptLogprobs, Step, StepOutput
+from services.worker.step import Int32Column, Logprobs, Step, StepOutput
 
+_Array = npt.NDArray[Any]
 _NO_TOKENS: Int32Column = np.empty(0, np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class HostResult:
-    """What a step that needs the host found there."""
+@dataclass(slots=True)
+class StepResults:
+    """What a step's work leaves for the host. Only that work writes it."""
 
-    sampled: SampledTokens
-    prompt_logprobs: PromptLogprobs
-    num_replayed_tokens: int
-    num_replay_mismatches: int
+    drawn: Tensor | None = None
+    """[num_rows] int64: the rows' tokens, -1 where logits are not finite; None without rows, or if the host drew."""
+    scores: ScoreTensors | None = None
+    """Of the rows that want log-probabilities."""
+    prompts: tuple[PromptScores, ...] = ()
+    likeliest: Tensor | None = None
+    """What replayed completions are compared with."""
+    sampled: SampledTokens | None = None
+    """What the host drew, if tokens are drafted."""
+
+    def tensors(self) -> list[Tensor]:
+        """All of them, in the order in which `PendingStep` reads them."""
+        prompts = (tensor for prompt in self.prompts for tensor in prompt.scores)
+        optional = (self.drawn, *(self.scores or ()), *prompts, self.likeliest)
+        return [tensor for tensor in optional if tensor is not None]
 
 
 @dataclass(slots=True)
 class PendingStep:
-    """A step that was launched. `finish` is called once, from any thread."""
+    """A step that was launched. `finish` is called once, `drawn` any number of times, both from any thread."""
 
     step: Step
     step_input: StepInput
-    launch: Launch
+    tokens: StepTokens | None
+    launches: Sequence[Launch]
     stream: Stream
     staging: Staging
     progress: Progress
-    result: HostResult | None = None
-    """Set when the launch has computed a step that needs the host."""
+    results: StepResults
+    options: RowOptions | None = None
+    edited: EditedRows | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _arrays: list[_Array] | None = None
+    _device_time_us: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -50,44 +76,77 @@ class PendingStep:
         """Whether `finish` returns at once, for certain."""
         return not self.stream.is_async
 
+    def drawn(self) -> npt.NDArray[np.int64]:
+        """[num_rows], the tokens that the device drew, -1 where logits are not finite. Waits as `finish` does."""
+        arrays = self._read()
+        return np.empty(0, np.int64) if self.results.drawn is None else arrays[0]
+
     def finish(self) -> StepOutput:
-        """Wait for the device, without spinning, and read the tokens.
+        """Wait for the device, without spinning, and read the results.
 
         Raises what the computation raised, or RuntimeError if the device failed.
         """
-        device_time_us = self.launch.wait()
-        output = self._drawn(device_time_us) if self.result is None else self._sampled(self.result, device_time_us)
-        self.stream.return_staging(self.staging)
-        self.progress.advance_step()
-        return output
-
-    def _drawn(self, device_time_us: int) -> StepOutput:
-        """The result of a step whose tokens only the device knew."""
-        drawn = self.staging.read() if len(self.step_input.row_slots) else _NO_TOKENS
-        return StepOutput(
-            epoch=self.step.epoch,
-            step_id=self.step.step_id,
-            token_ids=np.maximum(drawn, 0).astype(np.int32),
-            not_finite_rows=(drawn < 0).nonzero()[0].astype(np.int32),
-            device_time_us=device_time_us,
-        )
-
-    def _sampled(self, result: HostResult, device_time_us: int) -> StepOutput:
-        step_input, sampled = self.step_input, result.sampled
-        return StepOutput(
+        arrays = iter(self._read())
+        sampled = self._sampled(arrays) if self.results.sampled is None else self.results.sampled
+        prompts = [(each.slot, make_logprobs(_take(arrays, 3), each.indexes)) for each in self.results.prompts]
+        num_replayed = num_different = 0
+        if self.results.likeliest is not None:
+            assert self.tokens is not None, "what is replayed has tokens"
+            chunks, likeliest = self.step_input.replayed_chunks, next(arrays)
+            num_replayed, num_different = compare_replays(chunks, likeliest, self.tokens.token_ids)
+        step_input = self.step_input
+        output = StepOutput(
             epoch=self.step.epoch,
             step_id=self.step.step_id,
             token_ids=sampled.token_ids,
             not_finite_rows=_result_rows(step_input, sampled.not_finite_rows),
             failed_grammar_rows=_result_rows(step_input, sampled.failed_grammar_rows),
-            device_time_us=device_time_us,
+            device_time_us=self._device_time_us,
             counts=_result_counts(step_input, sampled.counts),
             num_draft_tokens=len(step_input.draft_token_ids),
             logprobs=sampled.logprobs,
-            prompt_logprobs=result.prompt_logprobs,
-            num_replayed_tokens=result.num_replayed_tokens,
-            num_replay_mismatches=result.num_replay_mismatches,
+            prompt_logprobs=tuple(prompts),
+            num_replayed_tokens=num_replayed,
+            num_replay_mismatches=num_different,
         )
+        self.progress.advance_step()
+        return output
+
+    def _read(self) -> list[_Array]:
+        """What the step downloaded."""
+        with self._lock:
+            if self._arrays is None:
+                self._device_time_us = sum(launch.wait() for launch in self.launches)
+                self._arrays = self.staging.read()
+                self.stream.return_staging(self.staging)
+            return self._arrays
+
+    def _sampled(self, arrays: Iterator[_Array]) -> SampledTokens:
+        """What the device drew."""
+        if self.results.drawn is None:
+            return SampledTokens(_NO_TOKENS, _NO_TOKENS)
+        drawn = next(arrays)
+        failed = _NO_TOKENS
+        if self.edited is not None:
+            rows = self.edited.numbers[self.edited.has_failed]
+            failed = rows[drawn[rows] >= 0].astype(np.int32)
+        logprobs = None if self.results.scores is None else self._logprobs(drawn, _take(arrays, 3))
+        token_ids = np.maximum(drawn, 0).astype(np.int32)
+        not_finite_rows = (drawn < 0).nonzero()[0].astype(np.int32)
+        return SampledTokens(token_ids, not_finite_rows, logprobs=logprobs, failed_grammar_rows=failed)
+
+    def _logprobs(self, drawn: npt.NDArray[np.int64], scores: list[_Array]) -> Logprobs | None:
+        assert self.options is not None, "scores of rows without options"
+        rows = self.options.scored
+        is_finite = drawn[rows] >= 0
+        if not is_finite.any():
+            return None
+        wanted = [values[is_finite] for values in scores]
+        return make_logprobs(wanted, rows[is_finite], self.options.nums_top[is_finite])
+
+
+def _take(arrays: Iterator[_Array], count: int) -> list[_Array]:
+    return list(islice(arrays, count))
 
 
 def _result_counts(step_input: StepInput, counts: npt.NDArray[np.int32] | None) -> Int32Column | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -10,12 +11,23 @@ import torch
 from torch import Tensor
 
 from services.worker.batch.step_input import ScoredChunk
+from services.worker.forward.staging import to_device
 from services.worker.ops import Ops
-from services.worker.sampling.logprobs import join_logprobs, token_logprobs
-from services.worker.step import Logprobs
+from services.worker.sampling.logprobs import ScoreTensors, join_scores
+from services.worker.step import Int32Column
 
 # Bounds the logits in memory: 128 rows for a vocabulary of 128k are 64 MiB.
 _MAX_ROWS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Scores of a prompt's chunk, on the device."""
+
+    slot: int
+    indexes: Int32Column
+    """[n], positions in the prompt."""
+    scores: ScoreTensors
 
 
 class PromptScorer:
@@ -33,7 +45,7 @@ class PromptScorer:
 
     def score(
         self, chunks: Sequence[ScoredChunk], token_ids: npt.NDArray[np.int64], hidden: Tensor
-    ) -> tuple[tuple[int, Logprobs], ...]:
+    ) -> tuple[PromptScores, ...]:
         """Score a step's chunks, which are from different slots.
 
         Args:
@@ -41,14 +53,14 @@ class PromptScorer:
             hidden: [num_tokens, hidden].
 
         Returns:
-            (slot, log-probabilities by position in the prompt); none for a chunk with only a prompt's first token.
+            Scores of each chunk, except for one with only a prompt's first token.
         """
-        scores = ((chunk.slot, self._score_chunk(chunk, token_ids, hidden)) for chunk in chunks)
-        return tuple((slot, logprobs) for slot, logprobs in scores if logprobs is not None)
+        scores = (self._score_chunk(chunk, token_ids, hidden) for chunk in chunks)
+        return tuple(each for each in scores if each is not None)
 
-    def _score_chunk(self, chunk: ScoredChunk, token_ids: npt.NDArray[np.int64], hidden: Tensor) -> Logprobs | None:
+    def _score_chunk(self, chunk: ScoredChunk, token_ids: npt.NDArray[np.int64], hidden: Tensor) -> PromptScores | None:
         end = chunk.first_token + chunk.num_tokens
-        targets = token_ids[chunk.first_token : end].astype(np.int32)
+        targets = token_ids[chunk.first_token : end]
         states = hidden[chunk.first_token : end - 1]
         before = self._slot_to_last_hidden.pop(chunk.slot, None)
         if chunk.position == 0:
@@ -59,11 +71,14 @@ class PromptScorer:
         if chunk.position + chunk.num_tokens < chunk.num_prompt_tokens:
             # A copy: a view would keep all of the step's hidden states alive.
             self._slot_to_last_hidden[chunk.slot] = hidden[end - 1 : end].clone()
+        if not len(targets):
+            return None
         first = chunk.position + chunk.num_tokens - len(targets)
-        indexes = np.arange(first, first + len(targets), dtype=np.int32)
+        targets_there = to_device(targets, hidden.device)
         parts = []
         for start in range(0, len(targets), _MAX_ROWS):
             rows = slice(start, start + _MAX_ROWS)
             logits = self._compute_logits(states[rows])
-            parts.append(token_logprobs(self._ops, logits, targets[rows], indexes[rows], num_top=chunk.num_top))
-        return join_logprobs(parts) if parts else None
+            parts.append(self._ops.token_logprobs(logits, targets_there[rows], chunk.num_top))
+        indexes = np.arange(first, first + len(targets), dtype=np.int32)
+        return PromptScores(chunk.slot, indexes, join_scores(parts))

@@ -38,6 +38,20 @@ class SamplingRows:
     draft_token_ids: Int32Column = field(default_factory=lambda: _NO_TOKENS)  # [num_drafts], row after row
     draft_counts: Int32Column | None = None  # [num_rows], drafts of each row; None means that no row has any
 
+    def draw_rows(self, numbers: npt.NDArray[np.int64], device: torch.device) -> DrawRows:
+        """How the backend draws the rows `numbers`."""
+        min_p = np.array([self.states[row].options.min_p if row in self.states else 0.0 for row in numbers.tolist()])
+        columns = (
+            self.temperature[numbers],
+            self.top_k[numbers],
+            self.top_p[numbers],
+            min_p.astype(np.float32),
+            self.seed[numbers].view(np.int64),
+            self.choice[numbers].astype(np.int64),
+            self.position[numbers],
+        )
+        return DrawRows(*(to_device(column, device) for column in columns))
+
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:

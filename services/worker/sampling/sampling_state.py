@@ -87,8 +87,8 @@ class SamplingState:
         )
 
     @property
-    def needs_host(self) -> bool:
-        """Whether a step with the sequence must end on the host before the next one begins."""
+    def needs_logits(self) -> bool:
+        """Whether a step does more with the sequence's logits than draw a token."""
         return self.changes_logits or self.options.num_logprobs is not None
 
     @property

@@ -29,7 +29,7 @@ def test_packed_arrays_arrive_with_their_names_shapes_and_dtypes() -> None:
         "strided": np.arange(10, dtype=np.int64)[::2],
     }
     for staging in (SharedStaging(), PinnedStaging(torch.device("cpu"), is_pinned=False)):
-        staging.pack(arrays, num_values=0)
+        staging.pack(arrays)
         there = staging.upload()
         assert there.keys() == arrays.keys()
         for name, values in arrays.items():
@@ -40,12 +40,23 @@ def test_packed_memory_serves_larger_and_smaller_steps_one_after_the_other() -> 
     staging = PinnedStaging(torch.device("cpu"), is_pinned=False)
     for size in (3, 1000, 1, 0, 500):
         values = np.arange(size, dtype=np.int64)
-        staging.pack({"values": values, "more": values.astype(np.int32)}, num_values=size)
+        staging.pack({"values": values, "more": values.astype(np.int32)})
         there = staging.upload()
         values_there = there["values"].clone()
-        staging.download(there["values"] + 1)
+        staging.download([there["values"] + 1, there["more"].view(1, -1)])
         read = staging.read()
         # Neither what was uploaded nor what was read is in the memory of the next step.
-        staging.pack({"values": values - 5}, num_values=size)
+        staging.pack({"values": values - 5})
+        staging.download([torch.full((2000,), 7)])
         assert there["values"].tolist() == values_there.tolist() == list(range(size))
-        assert read.tolist() == list(range(1, size + 1))
+        np.testing.assert_array_equal(read[0], values + 1, strict=True)
+        np.testing.assert_array_equal(read[1], values.astype(np.int32)[None], strict=True)
+
+
+def test_results_arrive_in_their_order() -> None:
+    results = [torch.arange(3), torch.ones(2, 2), torch.zeros(0, dtype=torch.int32)]
+    for staging in (SharedStaging(), PinnedStaging(torch.device("cpu"), is_pinned=False)):
+        staging.pack({})
+        staging.download(results)
+        for read, result in zip(staging.read(), results, strict=True):
+            np.testing.assert_array_equal(read, result.numpy(), strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from services.worker.models.loader import LoadedModel
@@ -10,8 +11,8 @@ from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.graph_runner import GraphSettings, needed_sizes
 from services.worker.runner.model_runner import Execution, ModelRunner
 from services.worker.spec_decode.drafts import Drafting
-from services.worker.spec_decode.ngram_drafts import NgramProposer
-from services.worker.step import Step
+from services.worker.spec_decode.ngram_drafts import LookupProposer, NgramProposer
+from services.worker.step import Int32Column, Step
 from shared.limits import GRAPH_BATCH_SIZES
 from tests.support.graphs import CountingCapture
 from tests.support.tiny_llama import write_tiny_llama
@@ -66,7 +67,9 @@ def test_padded_rows_change_no_token(loaded: LoadedModel, sizes: tuple[int, ...]
     capture = CountingCapture()
     expected = tokens_of(attach(make_runner(loaded, None)))
     assert tokens_of(attach(make_runner(loaded, capture, *sizes))) == expected
-    assert sum(capture.replays) == {(1, 2, 4, 8): 6, (3,): 5, (8,): 6, (1,): 1}[sizes]
+    num_decodes = {(1, 2, 4, 8): 6, (3,): 5, (8,): 6, (1,): 1}[sizes]
+    # A forward pass is replayed before the draws are captured, to see where its result is.
+    assert (sum(capture.replays), sum(capture.drawings)) == (1 + num_decodes, num_decodes)
 
 
 def test_a_padded_row_writes_no_kv(loaded: LoadedModel) -> None:
@@ -77,7 +80,7 @@ def test_a_padded_row_writes_no_kv(loaded: LoadedModel) -> None:
     assert cache is not None
     runner.run_step(decode_step())
     written = {int(block) for layer in cache.layers for tensor in layer for block in tensor.flatten(1).any(1).nonzero()}
-    assert capture.replays == [1]
+    assert (capture.replays, capture.drawings) == ([2], [1])
     assert written == {8}
 
 
@@ -92,14 +95,43 @@ def test_an_equal_attach_keeps_the_graphs(loaded: LoadedModel) -> None:
     assert len(capture.replays) == 6
 
 
-def test_drafts_run_eagerly(loaded: LoadedModel) -> None:
+class CountingProposer(LookupProposer):
+    """Proposes as many tokens as it may, each the one after the last; the tokens are wrong as often as not."""
+
+    def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
+        """See `LookupProposer.look_up`."""
+        return (token_ids[-1] + 1 + np.arange(max_tokens, dtype=np.int32)) % 100
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_drafts_at_the_end_of_the_context_are_padded_past_it(loaded: LoadedModel, block_size: int) -> None:
+    length = loaded.facts.context_length
+    prompt = (PROMPTS[2] * length)[: length - 4]
+    outputs = []
     capture = CountingCapture()
-    drafting = Drafting(NgramProposer(), 3)
-    runner = attach(make_runner(loaded, capture, 4, drafting=drafting))
-    repetitive = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
-    runner.run_step(prefill_step(make_enter(0, repetitive, range(8), max_num_tokens=30)))
-    num_drafted = runner.run_step(decode_step()).num_draft_tokens
-    assert (sum(capture.replays) == 0) is (num_drafted > 0)
+    for each in (None, capture):
+        runner = ModelRunner(
+            loaded,
+            load_ops("reference"),
+            KvCacheSize(GIB, 2 * length),
+            drafting=Drafting(CountingProposer(), 6),
+            execution=Execution(None if each is None else GraphSettings(each, (1,))),
+        )
+        runner.attach(block_size=block_size, max_num_seqs=1, max_num_batched_tokens=length)
+        runner.run_step(prefill_step(make_enter(0, prompt, range(length // block_size))))
+        steps = [runner.run_step(decode_step()) for _ in range(2)]
+        outputs.append([(step.token_ids.tolist(), step.num_draft_tokens) for step in steps])
+    assert outputs[0] == outputs[1]
+    assert outputs[0][0][1] > 0
+    assert capture.replays[0] == sum(num_drafts > 0 for _, num_drafts in outputs[1])
+
+
+def test_no_graph_of_drafts_is_larger_than_a_step_may_be(loaded: LoadedModel) -> None:
+    capture = CountingCapture()
+    runner = make_runner(loaded, capture, 1, 2, 4, drafting=Drafting(NgramProposer(), 3))
+    runner.attach(block_size=4, max_num_seqs=4, max_num_batched_tokens=9)
+    # Drafts of one and two sequences, then decodes of up to four.
+    assert len(capture.replays) == 2 + 3
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from llguidance import LLMatcher
 from torch import Tensor
 
 from services.worker.forward.staging import PinnedStaging, Staging
@@ -70,14 +72,35 @@ def test_steps_launched_ahead_generate_the_same_tokens(
     assert late.max_in_flight == 2
 
 
+@pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize("drafting", [None, Drafting(NgramProposer(), 3)], ids=["no drafts", "drafts"])
 @pytest.mark.parametrize("seed", range(2))
 def test_sequences_that_need_the_host_generate_the_same_beside_others(
-    loaded: LoadedModel, late: LateStream, seed: int, drafting: Drafting | None
+    loaded: LoadedModel, late: LateStream, seed: int, drafting: Drafting | None, has_graphs: bool
 ) -> None:
+    graphs = GraphSettings(CountingCapture(), (1, 4, 16)) if has_graphs else None
     requests = [*PLAIN[:5], *RARE]
     expected = generate(loaded, Execution(), requests, seed, drafting)
-    assert generate(loaded, Execution(stream=late), requests, seed, drafting) == expected
+    assert generate(loaded, Execution(graphs, late), requests, seed, drafting) == expected
+
+
+def test_a_step_computes_while_the_host_waits_for_the_tokens_before_it(loaded: LoadedModel, late: LateStream) -> None:
+    grammar = LLMatcher.grammar_from_regex("(ab){3,9}c")
+    options = SamplingOptions(grammar=grammar, presence_penalty=1.0)
+    runner = make_runner(loaded, execution=Execution(stream=late))
+    (expected,) = WorkerDriver(make_runner(loaded)).generate([Request(PROMPTS[0], 3, options=options)])
+    runner.attach(block_size=4, max_num_seqs=8, max_num_batched_tokens=256)
+    late.hold()
+    pending = [runner.launch(prefill_step(make_enter(0, PROMPTS[0], range(4), options=options)))]
+    with ThreadPoolExecutor(1) as launching:
+        second = launching.submit(runner.launch, decode_step())
+        # Those of Attach, of the prefill's forward pass and draw, and of the decode's forward pass.
+        late.wait_for_launches(4)
+        assert late.num_computed == 1
+        late.release()
+        pending.append(second.result())
+    pending.append(runner.launch(decode_step()))
+    assert [int(step.finish().token_ids[0]) for step in pending] == expected.tokens
 
 
 def test_a_launch_needs_nothing_of_the_steps_before_it(loaded: LoadedModel, late: LateStream) -> None:

@@ -7,10 +7,13 @@ copy to it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
@@ -43,10 +46,13 @@ DEEPSEEK = {
 class UnreadStaging(PinnedStaging):
     """Staging of a device that has no values to copy back."""
 
-    def download(self, values: Tensor) -> None:
+    def download(self, results: Sequence[Tensor]) -> None:
         """See `Staging`."""
-        assert values.shape == (self._num_values,)
-        assert values.dtype == torch.int64
+        self._unread = [np.zeros(result.shape, str(result.dtype).removeprefix("torch.")) for result in results]
+
+    def read(self) -> list[npt.NDArray[Any]]:
+        """See `Staging`: zeros."""
+        return self._unread
 
 
 class WithoutWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -154,13 +160,29 @@ def test_a_launch_reads_nothing_from_the_device(
     runner = make_runner(capture)
     for step in steps():
         runner.launch(step)
-    assert capture is None or sum(capture.replays) == 5
+    assert capture is None or (sum(capture.replays), sum(capture.drawings)) == (6, 5)
 
 
-def test_a_step_that_needs_the_host_reads_from_the_device(
+def test_steps_with_every_option_read_only_tokens(
     make_runner: Callable[[CountingCapture | None], ModelRunner],
 ) -> None:
-    runner = make_runner(None)
-    penalized = make_enter(0, [5, 9, 2], range(4), options=SamplingOptions(presence_penalty=1.0))
-    with pytest.raises((NotImplementedError, RuntimeError, AssertionError), match=r"meta|waits"):
-        runner.launch(prefill_step(penalized))
+    runner = make_runner(RecordingCapture())
+    options = SamplingOptions(
+        presence_penalty=1.0, repetition_penalty=1.3, logit_bias=((7, 1.0),), num_logprobs=3, num_prompt_logprobs=2
+    )
+    enters = [
+        make_enter(0, [5, 9, 2], range(4), options=options, temperature=0.7),
+        make_enter(1, [3], [8]),
+        replace(make_enter(2, [7, 7, 7, 7], range(16, 20)), num_prompt_tokens=2),
+    ]
+    pending = [runner.launch(step) for step in (prefill_step(*enters), decode_step(), decode_step(rows=[1]))]
+    outputs = [step.finish() for step in pending]
+    assert [output.token_ids.tolist() for output in outputs] == [[0, 0, 0], [0, 0, 0], [0]]
+    (slot, scores), replayed = outputs[0].prompt_logprobs[0], outputs[0].num_replayed_tokens
+    assert (slot, scores.counts.tolist(), replayed) == (0, [3, 3], 2)
+    assert [output.logprobs is not None for output in outputs] == [True, True, False]
+
+
+def test_a_copy_that_is_waited_for_is_found() -> None:
+    with WithoutWaiting(), pytest.raises(AssertionError, match="waits"):  # type: ignore[no-untyped-call]
+        torch.zeros(3).to(META)

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from services.worker.models.loader import LoadedModel
+from services.worker.runner.graph_runner import GraphSettings
+from services.worker.runner.model_runner import Execution
 from services.worker.spec_decode.drafts import Drafting
 from services.worker.spec_decode.ngram_drafts import LookupProposer, NgramProposer
 from services.worker.step import Int32Column
 from tests.support.drafting import CYCLE, REQUESTS
+from tests.support.graphs import CountingCapture
 from tests.support.tiny_llama import write_tiny_llama
 from tests.support.worker_driver import Answer, WorkerDriver
 from tests.support.worker_runner import WrappedModel, load_exact, make_runner
@@ -63,6 +66,18 @@ def test_right_and_wrong_drafts_change_no_answer(
     driver = WorkerDriver(runner, seed=num_draft_tokens)
     assert driver.generate(REQUESTS) == undrafted
     assert sum(output.num_draft_tokens for output in driver.outputs) > 30
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 4, 16), (16,)])
+def test_drafts_computed_by_graphs_change_no_answer(
+    loaded: LoadedModel, undrafted: list[Answer], sizes: tuple[int, ...]
+) -> None:
+    proposer, capture = KnowingProposer(undrafted, share_right=0.7), CountingCapture()
+    execution = Execution(GraphSettings(capture, sizes))
+    runner = make_runner(loaded, num_blocks=200, drafting=Drafting(proposer, 4), execution=execution)
+    assert WorkerDriver(runner, seed=1).generate(REQUESTS) == undrafted
+    # The graphs of steps with drafts were captured first.
+    assert sum(capture.replays[: len(sizes)]) > 5
 
 
 def test_drafts_looked_up_in_the_prompt_change_no_answer(loaded: LoadedModel, undrafted: list[Answer]) -> None:

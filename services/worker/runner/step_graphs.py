@@ -1,0 +1,52 @@
+"""All that is captured of a process's steps."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from services.worker.batch.enter_checks import BatchLimits
+from services.worker.forward.capture import NotRepeatableError
+from services.worker.forward.forward_context import ForwardContext
+from services.worker.forward.kv_cache import KvCache
+from services.worker.runner.draft_graphs import DraftGraphs
+from services.worker.runner.graph_runner import DecodeGraphs, GraphSettings, StepFunctions
+from services.worker.runner.rank import Rank
+from services.worker.sampling.device_sampler import DeviceSampler
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraphs:
+    """Graphs that name the addresses of one KV cache."""
+
+    decodes: DecodeGraphs
+    drafts: DraftGraphs | None
+    """None without drafts, or where padding costs as much as tokens."""
+    limits: BatchLimits
+
+    def fits(self, limits: BatchLimits) -> bool:
+        """Whether the graphs also serve another epoch, with the same KV cache."""
+        return limits == self.limits
+
+
+def capture_steps(
+    rank: Rank, kv_cache: KvCache, limits: BatchLimits, settings: GraphSettings, *, num_draft_tokens: int
+) -> StepGraphs | None:
+    """Capture what decodes within `limits` need; None if the model's cannot be captured."""
+    model, sampler = rank.model, DeviceSampler(rank.ops, rank.device)
+    functions = StepFunctions(
+        forward=model.forward,
+        draw=lambda hidden, rows: sampler.draw(model.compute_logits(hidden), rows),
+        make_context=lambda attention: ForwardContext.for_step(rank.ops, attention, kv_cache, progress=rank.progress),
+    )
+    try:
+        # The largest first: the others then find its memory.
+        drafts = None
+        if num_draft_tokens and settings.capture.has_device:
+            drafts = DraftGraphs(functions, limits, settings, num_draft_tokens=num_draft_tokens, device=rank.device)
+        return StepGraphs(DecodeGraphs(functions, limits, settings, rank.device), drafts, limits)
+    except NotRepeatableError as error:
+        logger.info("decode steps are not captured", extra={"reason": str(error)})
+        return None
