@@ -74,7 +74,7 @@ class ExpertParallel:
         self._num_experts = num_experts
         self._experts_per_rank = [len(local_experts(num_experts, rank, ep.size)) for rank in range(ep.size)]
         # The order of received rows: by sender, then by expert.
-        self._received_ids = torch.arange(self._experts_per_rank[ep.rank]).repeat(ep.size)
+        self._received_ids = torch.arange(self._experts_per_rank[ep.rank], dtype=torch.int32).repeat(ep.size)
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         """See `moe.Experts`."""

@@ -72,7 +72,7 @@ class Layer:
         num_tokens, part = self.num_tokens_across_dp[dp_rank], 5000 + 10 * dp_rank
         scores = self.random(num_tokens, self.num_experts, part=part)
         weights = self.random(num_tokens, self.num_chosen, part=part + 1)
-        return self.tokens(dp_rank), scores.topk(self.num_chosen).indices, weights
+        return self.tokens(dp_rank), scores.topk(self.num_chosen).indices.int(), weights
 
     def tokens(self, dp_rank: int) -> Tensor:
         """A rank's tokens."""
