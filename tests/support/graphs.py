@@ -15,6 +15,7 @@ class CountingCapture:
     batch_sizes = GRAPH_BATCH_SIZES
     is_ahead = True
     is_recorded = False
+    holds_collectives = True
 
     def __init__(self) -> None:
         self.replays: list[int] = []

@@ -24,6 +24,8 @@ class Capture(Protocol):
     """Whether all sizes are captured before the first step, the largest first; else each with its first step."""
     is_recorded: bool
     """Whether a replay does not run Python: what was read from the host must then hold for every replay."""
+    holds_collectives: bool
+    """Whether a replay exchanges tensors with other ranks again."""
 
     def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Capture `compute`, whose result has a row for each of the batch.
@@ -37,11 +39,16 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """CUDA and HIP graphs in one memory pool; see `Capture`. The smaller ones reuse the memory of the largest."""
+    """CUDA and HIP graphs in one memory pool; see `Capture`. The smaller ones reuse the memory of the largest.
+
+    The largest is captured first, so a size that is not smaller than the first begins other graphs, for which those
+    before are gone, and their pool with them.
+    """
 
     batch_sizes = GRAPH_BATCH_SIZES
     is_ahead = True
     is_recorded = True
+    holds_collectives = True
 
     def __init__(self) -> None:
         self._shared: tuple[torch.cuda._POOL_HANDLE, Tensor] | None = None
@@ -50,7 +57,7 @@ class CudaCapture:
         """See `Capture`."""
         # Compiles kernels and fills the libraries' workspaces, neither of which may happen during a capture.
         result = compute()
-        if self._shared is None:
+        if self._shared is None or len(result) >= len(self._shared[1]):
             # One result for all sizes: each graph's own would stay allocated.
             self._shared = torch.cuda.graph_pool_handle(), torch.empty_like(result)
         pool, kept = self._shared[0], self._shared[1][: len(result)]

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from services.worker.batch.enter_checks import BatchLimits
-from services.worker.forward.capture import Capture
-from services.worker.forward.forward_context import AttentionMetadata, ForwardContext, forward_context
+from services.worker.forward.capture import Capture, NotRepeatableError
+from services.worker.forward.forward_context import AttentionMetadata, DpMetadata, ForwardContext, forward_context
+from services.worker.layout import RankLayout
 from services.worker.ops import DecodeRows
 
 
@@ -35,15 +36,21 @@ class DecodeGraphs:
         block_tables        blocks                         0: reads whatever block 0 holds
 
     A padded row's results are garbage, and reach no other row.
+
+    A capture computes, so all ranks of its collectives must capture at the same point. A TP group's ranks do when an
+    epoch begins; of coupled groups an epoch may reach only some, so they capture in their first step that runs from a
+    graph, anew in each epoch.
     """
 
     def __init__(
         self,
         forward: Callable[[Tensor, Tensor], Tensor],
-        make_context: Callable[[AttentionMetadata], ForwardContext],
+        make_context: Callable[[AttentionMetadata, DpMetadata], ForwardContext],
         limits: BatchLimits,
         settings: GraphSettings,
         device: torch.device,
+        *,
+        layout: RankLayout,
     ) -> None:
         """Capture a graph for each batch size that a batch within `limits` can need, or for the smallest of them.
 
@@ -54,19 +61,25 @@ class DecodeGraphs:
         Raises:
             NotRepeatableError: the model's decode steps cannot be captured.
         """
+        if not (layout.is_alone or settings.capture.holds_collectives):
+            raise NotRepeatableError("ranks exchange tensors")
         self._forward = forward
         self._make_context = make_context
         self._capture = settings.capture
         self._limits = limits
+        self._layout = layout
         self.sizes = tuple(needed_sizes(settings.batch_sizes, limits.max_num_seqs))
         size = self.sizes[-1]
         self._rows = DecodeRows.padding(size, -(-limits.context_length // limits.block_size), device)
         self._cu_seqlens_q = torch.arange(size + 1, dtype=torch.int32, device=device)
-        first = reversed(self.sizes) if self._capture.is_ahead else self.sizes[:1]
-        self._replays = {each: self._make_replay(each) for each in first}
+        self._replays: dict[int, Callable[[], Tensor]] = {}
+        if not layout.is_coupled:
+            self._capture_for(self.sizes[0])
 
     def fits(self, limits: BatchLimits) -> bool:
         """Whether the graphs also serve another epoch, with the same KV cache."""
+        if self._layout.is_coupled:
+            return False
         mine = self._limits
         return (limits.max_num_seqs, limits.block_size) == (mine.max_num_seqs, mine.block_size)
 
@@ -82,8 +95,16 @@ class DecodeGraphs:
     def replay(self, size: int) -> Tensor:
         """Compute a decode from `rows`: hidden states [size, hidden], which the next call may overwrite."""
         if size not in self._replays:
-            self._replays[size] = self._make_replay(size)
+            self._capture_for(size)
         return self._replays[size]()
+
+    def _capture_for(self, size: int) -> None:
+        """Capture this size, or all of them if that is to be ahead of their first steps.
+
+        In the latter case no step has run from a graph before, so the rows that this size has not are still padding.
+        """
+        sizes = reversed(self.sizes) if self._capture.is_ahead else (size,)
+        self._replays |= {each: self._make_replay(each) for each in sizes}
 
     def _make_replay(self, size: int) -> Callable[[], Tensor]:
         # A collection during a capture may free device memory, which ends the capture.
@@ -97,7 +118,8 @@ class DecodeGraphs:
                 gc.enable()
 
     def _compute(self, size: int) -> Tensor:
-        with forward_context(self._make_context(self._metadata(size))):
+        dp = DpMetadata((size,) * self._layout.dp_size if self._layout.is_coupled else (), size)
+        with forward_context(self._make_context(self._metadata(size), dp)):
             return self._forward(self._rows.token_ids[:size], self._rows.positions[:size])
 
     def _metadata(self, size: int) -> AttentionMetadata:

@@ -16,7 +16,13 @@ from services.worker.batch.enter_checks import BatchLimits
 from services.worker.config import WorkerSettings
 from services.worker.device import choose_device, propose_steps
 from services.worker.forward.capture import NotRepeatableError
-from services.worker.forward.forward_context import AttentionMetadata, ForwardContext, Progress, forward_context
+from services.worker.forward.forward_context import (
+    AttentionMetadata,
+    DpMetadata,
+    ForwardContext,
+    Progress,
+    forward_context,
+)
 from services.worker.forward.kv_cache import KvCache, KvCacheSpec, num_blocks_for
 from services.worker.forward.staging import to_device
 from services.worker.layout import RankLayout
@@ -131,7 +137,7 @@ class ModelRunner:
 
     @property
     def graph_batch_sizes(self) -> tuple[int, ...]:
-        """The batch sizes, ascending, for which graphs of decode steps are captured. From any thread."""
+        """The batch sizes, ascending, for which there are graphs of decode steps, or will be. From any thread."""
         graphs = self._graphs
         return () if graphs is None else graphs.sizes
 
@@ -204,7 +210,9 @@ class ModelRunner:
         if self._graph_settings is None:
             return None
         try:
-            return DecodeGraphs(self._model.forward, self._context, limits, self._graph_settings, self.device)
+            return DecodeGraphs(
+                self._model.forward, self._context, limits, self._graph_settings, self.device, layout=self.layout
+            )
         except NotRepeatableError as error:
             logger.info("decode steps are not captured", extra={"reason": str(error)})
             self._graph_settings = None
@@ -248,9 +256,9 @@ class ModelRunner:
             hidden = self._model.forward(torch.zeros_like(positions), positions)
         self._model.compute_logits(hidden[: limits.max_num_seqs])
 
-    def _context(self, attention: AttentionMetadata) -> ForwardContext:
+    def _context(self, attention: AttentionMetadata, dp: DpMetadata) -> ForwardContext:
         assert self._kv_cache is not None, "a step without a KV cache"
-        return ForwardContext.for_step(self._ops, attention, self._kv_cache, progress=self._progress)
+        return ForwardContext.for_step(self._ops, attention, self._kv_cache, dp=dp, progress=self._progress)
 
 
 def build_model_runner(
@@ -282,7 +290,10 @@ def build_model_runner(
     options = LoadOptions(with_mtp, settings.weights_seed, device, quantization, stored)
     started_at = time.perf_counter()
     loaded = load_model(settings.model_dir, ops, dtype, on_progress, options=options, parallel=parallel)
-    check_ranks_agree(loaded, parallel)
+    capture = None if settings.enforce_eager else ops.make_capture(device, loaded.model.kv_cache_spec.layers)
+    graphs = None if capture is None else GraphSettings(capture, settings.graph_batch_sizes or capture.batch_sizes)
+    common_sizes = graphs.batch_sizes if graphs is not None and graphs.capture.holds_collectives else ()
+    check_ranks_agree(loaded, parallel, common_sizes)
     log_loaded(loaded, ops, duration_s=time.perf_counter() - started_at)
     if layout.has_expert_parallel and not loaded.model.has_experts:
         raise ModelDirectoryError(f"{settings.model_dir}: the model has no experts for --ep to split")
@@ -291,10 +302,6 @@ def build_model_runner(
     measure = GpuMemory(settings.gpu_memory_utilization) if is_measured else None
     memory_gib = settings.kv_cache_memory_gib or _DEFAULT_MEMORY_GIB
     size = KvCacheSize(int(memory_gib * _GIB), settings.kv_cache_num_blocks, measure)
-    # The exchange of experts' tokens needs their numbers on the host, which no graph can wait for.
-    may_capture = not layout.has_expert_parallel and not settings.enforce_eager
-    capture = ops.make_capture(device, loaded.model.kv_cache_spec.layers) if may_capture else None
-    graphs = None if capture is None else GraphSettings(capture, settings.graph_batch_sizes or capture.batch_sizes)
     return ModelRunner(loaded, ops, size, drafting=drafting, layout=layout, execution=Execution(graphs))
 
 

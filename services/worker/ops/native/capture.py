@@ -31,6 +31,7 @@ class NativeCapture:
     batch_sizes = tuple(range(1, _MAX_ROWS + 1))
     is_ahead = False
     is_recorded = True
+    holds_collectives = False
 
     def __init__(self, library: ctypes.CDLL, results: Results) -> None:
         """`results` are those of the backend whose calls are captured."""
