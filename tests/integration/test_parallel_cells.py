@@ -7,21 +7,26 @@ TP size nothing else changes a byte.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lockstep.v1 import tokenizer_pb2
+from tests.support.capturing_worker import REPLAYED
 from tests.support.cell import start_cell
 from tests.support.client import connect, token_request
 from tests.support.pairwise import pairwise_rows
 from tests.support.parity import TransformersModel, make_prompts, wrong_tokens
+from tests.support.ports import free_port
+from tests.support.processes import start_module
 from tests.support.small_configs import SMALL_CONFIGS
 from tests.support.small_models import build_model, write_small_model
 
 MAX_PROCESSES = 8
 NUM_TOKENS = 24
+LIMITS = ("--scheduler.max-num-seqs=16", "--scheduler.max-num-batched-tokens=64")
 PROMPTS = make_prompts((1, 40, 16, 70, 5, 33, 40, 9), seed=4)
 
 # A dense family, and every family with experts. Heads that 2 and 3 ranks can split, and shared ones that they cannot.
@@ -108,8 +113,7 @@ def requests() -> list[tokenizer_pb2.GenerateRequest]:
 async def ask(model_dir: Path, *, tp: int = 1, dp: int = 1, ep: bool = False) -> Tokens:
     """The answers of a cell to all requests at once, in prefills of a few prompts."""
     layout = [f"--tp={tp}", f"--dp={dp}", *(["--ep"] if ep else [])]
-    limits = ["--scheduler.max-num-seqs=16", "--scheduler.max-num-batched-tokens=64"]
-    with start_cell(model_dir, "--worker.ops-backend=reference", *layout, *limits) as cell:
+    with start_cell(model_dir, "--worker.ops-backend=reference", *layout, *LIMITS) as cell:
         async with connect(cell) as client:
             # The cell is serving as soon as the first rank is attached.
             await client.wait_until(lambda state: all(rank.is_attached for rank in state.rank_steps))
@@ -130,6 +134,29 @@ async def test_tokens_do_not_depend_on_the_ranks(models: Models, family: str, tp
         assert wrong_tokens(theirs, prompt, completion) == []
     # The number of groups does not matter either.
     assert tokens == await models.ask(family, tp)
+
+
+@pytest.mark.slow
+async def test_a_coupled_cell_runs_decode_steps_from_graphs(models: Models, tmp_path: Path) -> None:
+    family = "Qwen3MoeForCausalLM"
+    model_dir, ports = models.directory_of(family), [free_port() for _ in range(2)]
+    logs = [tmp_path / f"{rank}.log" for rank in range(2)]
+    flags = [f"--model-dir={model_dir}", "--ops-backend=reference", "--dp-size=2", "--ep", "--num-threads=1"]
+    workers = ",".join(f"127.0.0.1:{port}" for port in ports)
+    with ExitStack() as stack:
+        for rank, (port, log) in enumerate(zip(ports, logs, strict=True)):
+            place = [f"--listen=127.0.0.1:{port}", f"--dp-rank={rank}"]
+            place += [f"--leader=127.0.0.1:{ports[0]}"] if rank else []
+            stack.enter_context(start_module("tests.support.capturing_worker", *flags, *place, log=log))
+        cell = stack.enter_context(start_cell(model_dir, f"--workers={workers}", "--ep", *LIMITS))
+        async with connect(cell) as client:
+            completions = await client.generate_all(requests())
+            state = await client.wait_until_idle()
+    assert all(rank.num_prefill_steps for rank in state.rank_steps)
+    # Both ran each graph, and most steps were decodes that ran from one.
+    first, second = (log.read_text().count(REPLAYED) for log in logs)
+    assert first == second > NUM_TOKENS / 2
+    assert [completion.token_ids for completion in completions] == await models.ask(family, 1)
 
 
 @pytest.mark.slow

@@ -153,10 +153,11 @@ def test_spreading_experts_changes_no_byte_of_any_result(
     check_ep_changes_no_byte(pool, model_dir, dp_size, tp_size)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "native"])
 def test_a_fast_backend_draws_the_same_tokens_on_all_ranks_of_a_group(
-    small_models: SmallModels, pool: StepPool
+    small_models: SmallModels, pool: StepPool, backend: str
 ) -> None:
     model_dir = small_models.get("MixtralForCausalLM", next(iter(SMALL_CONFIGS["MixtralForCausalLM"]))).directory
-    answers = pool.run(model_dir, layouts(2, 2, has_expert_parallel=True), coupled(script()), backend="cpu")
+    answers = pool.run(model_dir, layouts(2, 2, has_expert_parallel=True), coupled(script()), backend=backend)
     assert answers[0].results == answers[1].results
     assert answers[2].results == answers[3].results

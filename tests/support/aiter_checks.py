@@ -163,10 +163,11 @@ def latent_attention(bench: Bench) -> float:
     return bench.both(compute)
 
 
-def _experts(bench: Bench, *, clamp: SwigluClamp | None) -> float:
+def _experts(bench: Bench, *, clamp: SwigluClamp | None, num_elsewhere: int = 0) -> float:
     num_experts, hidden, inner = 8, 256, 128
-    x, scores = values(33, hidden), random(33, num_experts, seed=1)
+    x, scores = values(33, hidden), random(33, num_experts + num_elsewhere, seed=1)
     chosen = scores.topk(2, dim=1)
+    expert_ids = chosen.indices.clamp(max=num_experts).int()
     weights = chosen.values.softmax(dim=1)
 
     def compute(ops: Ops, place: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
@@ -180,7 +181,7 @@ def _experts(bench: Bench, *, clamp: SwigluClamp | None) -> float:
             for number in range(num_experts)
         ]
         rows = place(x)
-        return ops.prepare_experts(experts, clamp, dtype)(rows, place(chosen.indices), weights.to(rows.device))
+        return ops.prepare_experts(experts, clamp, dtype)(rows, expert_ids.to(rows.device), weights.to(rows.device))
 
     return bench.both(compute)
 
@@ -189,9 +190,19 @@ def fused_experts(bench: Bench) -> float:
     return _experts(bench, clamp=None)
 
 
+def fused_experts_of_a_rank(bench: Bench) -> float:
+    """Half of the experts are on another rank."""
+    return _experts(bench, clamp=None, num_elsewhere=8)
+
+
 def grouped_experts(bench: Bench) -> float:
     """With biases and the activation of gpt-oss."""
     return _experts(bench, clamp=SwigluClamp(1.702, 7.0))
+
+
+def grouped_experts_of_a_rank(bench: Bench) -> float:
+    """Half of the experts are on another rank."""
+    return _experts(bench, clamp=SwigluClamp(1.702, 7.0), num_elsewhere=8)
 
 
 CHECKS: dict[str, Check] = {
@@ -210,7 +221,9 @@ CHECKS: dict[str, Check] = {
     "attention: window and sinks": Attention((64, 0), (1, 90), window=17, has_sinks=True),
     "attention: latents": latent_attention,
     "experts, fused": fused_experts,
+    "experts of a rank, fused": fused_experts_of_a_rank,
     "experts, grouped": grouped_experts,
+    "experts of a rank, grouped": grouped_experts_of_a_rank,
 }
 
 

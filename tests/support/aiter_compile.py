@@ -64,7 +64,7 @@ def launch_experts(experts: Any, num_tokens: int) -> None:
         of_type(BF16, 2 * inner, hidden), of_type(BF16, hidden, inner), of_type(BF16, 2 * inner), of_type(BF16, hidden)
     )
     kernel = experts.GroupedExperts([weights] * 32, SwigluClamp(1.702, 7.0), BF16)
-    ids = of_type(torch.int64, num_tokens, 4)
+    ids = of_type(torch.int32, num_tokens, 4)
     kernel(of_type(BF16, num_tokens, hidden), ids, of_type(torch.float32, num_tokens, 4))
 
 

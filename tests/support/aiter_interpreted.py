@@ -45,6 +45,8 @@ class Case:
     """And biases, as in gpt-oss."""
     is_packed: bool = False
     """Whether experts' weights are in int8, which our own kernels multiply by."""
+    num_elsewhere: int = 0
+    """Experts that are chosen and that another rank has."""
 
 
 def main() -> None:
@@ -94,9 +96,9 @@ def _experts_difference(case: Case) -> float:
         for number in range(case.num_experts)
     ]
     clamp = SwigluClamp(1.702, 7.0) if case.has_clamp else None
-    x, scores = random(case.num_tokens, hidden), random(case.num_tokens, case.num_experts, seed=7)
-    chosen = scores.topk(2, dim=1)
-    arguments = x, chosen.indices, chosen.values.softmax(dim=1)
+    x = random(case.num_tokens, hidden)
+    chosen = random(case.num_tokens, case.num_experts + case.num_elsewhere, seed=7).topk(2, dim=1)
+    arguments = x, chosen.indices.clamp(max=case.num_experts).int(), chosen.values.softmax(dim=1)
     expected = load_ops("reference").prepare_experts(weights, clamp, torch.float32)(*arguments)
     backend: Any = import_module("services.worker.ops.aiter_ops.backend")
     return _difference(backend.AiterOps().prepare_experts(weights, clamp, torch.float32)(*arguments), expected)

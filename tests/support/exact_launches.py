@@ -23,7 +23,7 @@ def launch_exact_products(num_tokens: int, *, offset: int = 0) -> None:
     absorbed = ops.prepare_per_head_linear(on_meta(BF16, num_heads, VALUE_DIM, PLAIN_DIM))
     absorbed(on_meta(BF16, num_tokens, num_heads, QUERY_DIM)[..., :PLAIN_DIM])
     expert = ExpertWeights(on_meta(BF16, 2 * EXPERT_INNER, EXPERT_HIDDEN), on_meta(BF16, EXPERT_HIDDEN, EXPERT_INNER))
-    expert_ids = on_meta(torch.int64, num_tokens + offset, NUM_CHOSEN)[offset:]
+    expert_ids = on_meta(torch.int32, num_tokens + offset, NUM_CHOSEN)[offset:]
     expert_weights = on_meta(torch.float32, num_tokens + offset, NUM_CHOSEN)[offset:]
     kernel = ops.prepare_experts([expert] * NUM_EXPERTS, None, BF16)
     kernel(on_meta(BF16, num_tokens, EXPERT_HIDDEN), expert_ids, expert_weights)

@@ -16,12 +16,16 @@ class CountingCapture:
     is_ahead = True
     is_recorded = False
     has_device = True
+    holds_collectives = True
 
     def __init__(self) -> None:
         self.replays: list[int] = []
         """Of forward passes."""
         self.drawings: list[int] = []
         """Of draws, whose results are integers."""
+
+    def begin(self) -> None:
+        """See `Capture`."""
 
     def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
         # A capture computes once, as it does on a GPU.

@@ -49,7 +49,14 @@ def start_service(role: str, *flags: str, log: Path | None = None) -> Iterator[s
 
     It logs to the stderr of the test, or appends to the file `log`.
     """
-    command = module_command(f"services.{role}", *flags)
+    with start_module(f"services.{role}", *flags, log=log) as process:
+        yield process
+
+
+@contextmanager
+def start_module(module: str, *flags: str, log: Path | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """As `start_service`, for a module that runs a service."""
+    command = module_command(module, *flags)
     with ExitStack() as stack:
         stderr = None if log is None else stack.enter_context(log.open("ab"))
         process = stack.enter_context(subprocess.Popen(command, cwd=ROOT, env=module_environment(), stderr=stderr))

@@ -48,7 +48,7 @@ class Mixture:
     def launch(self, num_tokens: int, dtype: torch.dtype = BF16, *, offset: int = 0) -> None:
         """A step of `num_tokens`; their experts begin at `offset` in longer columns."""
         kernel = TritonExperts([self.weights] * self.num_experts, self.clamp, dtype)
-        expert_ids = on_meta(torch.int64, num_tokens + offset, self.num_chosen)[offset:]
+        expert_ids = on_meta(torch.int32, num_tokens + offset, self.num_chosen)[offset:]
         expert_weights = on_meta(torch.float32, num_tokens + offset, self.num_chosen)[offset:]
         kernel(on_meta(dtype, num_tokens, self.weights.down.shape[0]), expert_ids, expert_weights)
 

@@ -10,8 +10,6 @@ UNIT = ROOT / "tests" / "unit"
 
 # The tests of modules without their own test file: paths below tests/.
 TESTED_BY = {
-    # What captures on a GPU runs only there.
-    "unit/worker/runner/test_native_captures.py": ("services/worker/forward/capture.py",),
     "unit/scheduler/cell/test_engine.py": (
         "services/scheduler/cell/cell.py",
         "services/scheduler/cell/cell_facts.py",

@@ -26,6 +26,11 @@ class Capture(Protocol):
     """Whether a replay does not run Python: what was read from the host must then hold for every replay."""
     has_device: bool
     """Whether replays run on a device of its own, where each launch costs the host time and padding costs little."""
+    holds_collectives: bool
+    """Whether a replay exchanges tensors with other ranks again."""
+
+    def begin(self) -> None:
+        """What was captured before is gone, and with it the memory that it shared."""
 
     def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Capture `compute`, whose result has a row for each of the batch.
@@ -45,11 +50,17 @@ class CudaCapture:
     is_ahead = True
     is_recorded = True
     has_device = True
+    holds_collectives = True
 
     def __init__(self) -> None:
         self._pool: torch.cuda._POOL_HANDLE | None = None
         # The shape of a row and its dtype, to the result of all sizes: each graph's own would stay allocated.
         self._results: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+
+    def begin(self) -> None:
+        """See `Capture`. A pool goes with the last of its graphs."""
+        self._pool = None
+        self._results.clear()
 
     def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """See `Capture`."""

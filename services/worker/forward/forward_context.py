@@ -57,9 +57,9 @@ class DpMetadata:
     """What coupled DP ranks compute in the same step. The step carries it, so ranks need not exchange it."""
 
     num_tokens_across_dp: tuple[int, ...] = ()
-    """Tokens of each rank, 1 for a dummy; empty if ranks are not coupled."""
+    """Tokens of each rank, 1 for a dummy; empty if ranks are not coupled. Those of a graph have its size."""
     graph_batch_size: int = 0
-    """The size of the graph that every rank runs; 0 if they run eagerly, or are not coupled."""
+    """The size of the graph that runs, the same on all ranks; 0 if they run eagerly."""
 
 
 UNCOUPLED = DpMetadata()

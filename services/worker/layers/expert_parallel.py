@@ -10,6 +10,8 @@ One round with two ranks, four experts and two experts per token; `a3` is token 
           '---------- all_to_all ---------'                  combine
     a0 b1 | a2 b3                   c0 c1 | d2 d3            weighted and summed per token
 
+The host waits for the numbers of rows, so a step that runs from a graph uses `gathered_experts` instead.
+
 Source: GShard, arXiv:2006.16668, section 3.2, but without a capacity: no token is ever dropped.
 """
 
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from services.worker.forward.forward_context import get_forward_context
+from services.worker.layers.gathered_experts import GatheredExperts
 from services.worker.ops import ExpertsKernel, Ops
 from services.worker.parallel.communicator import Communicator, sum_in_order
 
@@ -74,10 +77,15 @@ class ExpertParallel:
         self._num_experts = num_experts
         self._experts_per_rank = [len(local_experts(num_experts, rank, ep.size)) for rank in range(ep.size)]
         # The order of received rows: by sender, then by expert.
-        self._received_ids = torch.arange(self._experts_per_rank[ep.rank]).repeat(ep.size)
+        self._received_ids = torch.arange(self._experts_per_rank[ep.rank], dtype=torch.int32).repeat(ep.size)
+        self._gathered = GatheredExperts(ops, parts, local=local_experts(num_experts, ep.rank, ep.size), tp=tp, ep=ep)
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         """See `moe.Experts`."""
+        graph_batch_size = get_forward_context().dp.graph_batch_size
+        if graph_batch_size:
+            assert len(x) == graph_batch_size, "the tokens are not those of the step's graph"
+            return self._gathered(x, expert_ids, expert_weights)
         runs = [nth_run(len(x), rank, self._tp.size) for rank in range(self._tp.size)]
         outputs = [
             self._compute(x[rows], expert_ids[rows], expert_weights[rows])

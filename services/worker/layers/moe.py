@@ -13,7 +13,7 @@ from services.worker.layers.shard import Part, Shard
 from services.worker.ops import ExpertsKernel, ExpertWeights, Ops, RoutingRule, SwigluClamp
 from services.worker.parallel.communicator import Communicator
 
-# Maps (x [T, hidden], expert ids [T, k] int64, weights [T, k] float32) to the weighted sums of each token's experts, a
+# Maps (x [T, hidden], expert ids [T, k] int32, weights [T, k] float32) to the weighted sums of each token's experts, a
 # new [T, hidden]. Arguments and result are the same on all ranks of a TP group.
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 # Reads a part of an expert's inner size. Only the part that starts at 0 has the bias of the down projection, as
@@ -32,7 +32,7 @@ class Router:
         self._dtype = dtype
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, hidden] to expert ids [T, k] int64 and weights [T, k] float32; see `Ops.route`."""
+        """x [T, hidden] to expert ids [T, k] int32 and weights [T, k] float32; see `Ops.route`."""
         return self._ops.route(self._logits(x.to(self._dtype)).float(), self._rule)
 
 

@@ -17,12 +17,13 @@ class CpuExperts:
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         flat_ids = expert_ids.flatten()
         order = flat_ids.argsort(stable=True)
-        counts = torch.bincount(flat_ids, minlength=len(self._experts)).tolist()
+        # The last count is of experts that are elsewhere.
+        counts = torch.bincount(flat_ids, minlength=len(self._experts) + 1).tolist()
         tokens = torch.split(order // expert_ids.shape[1], counts)
         weights = torch.split(expert_weights.flatten()[order], counts)
         total = torch.zeros(x.shape, dtype=torch.float32)
         # Added up expert by expert: the outputs of all experts at once would take k rows per token.
-        for expert, rows, row_weights in zip(self._experts, tokens, weights, strict=True):
+        for expert, rows, row_weights in zip(self._experts, tokens[:-1], weights[:-1], strict=True):
             if len(rows):
                 _add_weighted(total, expert(x.index_select(0, rows)), rows, row_weights)
         return total.to(x.dtype)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from services.worker.ops.matrices import Matrix
 
-# Maps (x [T, hidden], expert_ids [T, k] int64, expert_weights [T, k] float32) to a new [T, hidden].
+# Maps (x [T, hidden], expert_ids [T, k] int32, expert_weights [T, k] float32) to a new [T, hidden]. The number of
+# experts stands for one that is elsewhere, which adds nothing.
 ExpertsKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 # `Ops.prepare_linear` for one dtype.
 PrepareLinear = Callable[[Matrix, Tensor | None], Callable[[Tensor], Tensor]]

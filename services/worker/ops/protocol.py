@@ -352,7 +352,7 @@ class Ops(Protocol):
             logits: [T, E], float32; not written.
 
         Returns:
-            (expert ids [T, k] int64, no repeats, the lower id among equal scores; their weights [T, k] float32).
+            (expert ids [T, k] int32, no repeats, the lower id among equal scores; their weights [T, k] float32).
 
         Source: see `routing`; AITER `topk_softmax`, `biased_grouped_topk`, `grouped_topk`.
         """

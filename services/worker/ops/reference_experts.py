@@ -17,10 +17,14 @@ class ReferenceExperts:
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         # Sorted, so that a token's sum has the same order whatever order the router returns its experts in.
         numbers, order = expert_ids.flatten().sort(stable=True)
+        # Experts that are elsewhere come last.
+        order = order[: int((numbers < len(self._experts)).sum())]
         tokens = order // expert_ids.shape[1]
-        rows = zip(numbers.tolist(), x[tokens], strict=True)
-        outputs = torch.cat([self._experts[number](row.unsqueeze(0)) for number, row in rows])
-        return combine_experts(outputs, tokens, expert_weights.flatten()[order], num_tokens=len(x))
+        rows = zip(numbers.tolist(), x[tokens], strict=False)
+        outputs = [self._experts[number](row.unsqueeze(0)) for number, row in rows]
+        return combine_experts(
+            torch.cat(outputs) if outputs else x[:0], tokens, expert_weights.flatten()[order], num_tokens=len(x)
+        )
 
 
 def combine_experts(outputs: Tensor, tokens: Tensor, weights: Tensor, *, num_tokens: int) -> Tensor:

@@ -66,7 +66,7 @@ def route(logits: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
         weights = weights.softmax(dim=-1)
     if rule.renormalizes:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + EPSILON)
-    return expert_ids, weights if rule.scale == 1.0 else weights * rule.scale
+    return expert_ids.to(torch.int32), weights if rule.scale == 1.0 else weights * rule.scale
 
 
 def _scores(logits: Tensor, score: RouterScore) -> Tensor:

@@ -38,6 +38,15 @@ class Communicator(Protocol):
             A new [sum(receive_counts), ...], in order of the rank they come from.
         """
 
+    def gather_rows(self, x: Tensor) -> Tensor:
+        """The ranks' x [T, ...] one after the other, in rank order: [size * T, ...]; may be `x` on a single rank."""
+
+    def reduce_scatter_rows(self, x: Tensor) -> Tensor:
+        """This rank's T rows of the sum over all ranks of a floating-point x [size * T, ...]; may be `x` on one rank.
+
+        With an exact ops backend the sum is in rank order, as that of `all_reduce`.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
@@ -66,6 +75,14 @@ class SingleCommunicator:
     def all_to_all(self, x: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:  # noqa: ARG002
         """See `Communicator`."""
         return x.clone()
+
+    def gather_rows(self, x: Tensor) -> Tensor:
+        """See `Communicator`."""
+        return x
+
+    def reduce_scatter_rows(self, x: Tensor) -> Tensor:
+        """See `Communicator`."""
+        return x
 
 
 # A model on one rank.

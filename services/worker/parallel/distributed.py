@@ -56,6 +56,21 @@ class GroupCommunicator:
         self._group.alltoall_base(received, x, receive_counts, send_counts).wait()
         return received
 
+    def gather_rows(self, x: Tensor) -> Tensor:
+        """See `Communicator`."""
+        gathered = x.new_empty((self.size * len(x), *x.shape[1:]))
+        self._group._allgather_base(gathered, x).wait()
+        return gathered
+
+    def reduce_scatter_rows(self, x: Tensor) -> Tensor:
+        """See `Communicator`."""
+        counts = [len(x) // self.size] * self.size
+        if x.nbytes <= self._max_gathered_bytes:
+            return sum_in_order(torch.split(self.all_to_all(x, counts, counts), counts))
+        summed = x.new_empty((counts[0], *x.shape[1:]))
+        self._group._reduce_scatter_base(summed, x).wait()
+        return summed
+
     def _gather(self, x: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(x) for _ in range(self.size)]
         self._group.allgather([parts], [x]).wait()
@@ -98,7 +113,10 @@ def make_parallel(
         if group_size == 1:
             return SINGLE.tp
         group = make_group(PrefixStore(name, store), group_rank, group_size, rendezvous)
-        return GroupCommunicator(group, max_gathered_bytes=gathered)
+        communicator = GroupCommunicator(group, max_gathered_bytes=gathered)
+        # NCCL connects with the first collective, which must not be one that a graph captures.
+        communicator.all_reduce(torch.zeros(1, 1, device=device))
+        return communicator
 
     tp = connect(f"tp-{layout.dp_rank}", layout.tp_rank, layout.tp_size)
     if not layout.has_expert_parallel:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.batch.step_input import StepInput, StepTokens
-from services.worker.forward.forward_context import AttentionMetadata, forward_context
+from services.worker.forward.forward_context import AttentionMetadata, DpMetadata, forward_context
 from services.worker.forward.staging import HostArrays
 from services.worker.runner.graph_runner import GraphSettings, Replays, StepFunctions, needed_sizes, size_for
 
@@ -101,7 +101,7 @@ class DraftGraphs:
 
     def _forward(self, size: int) -> Tensor:
         num_tokens = size * self._num_tokens
-        with forward_context(self._functions.make_context(self._metadata(size))):
+        with forward_context(self._functions.make_context(self._metadata(size), DpMetadata((), num_tokens))):
             return self._functions.forward(self._token_ids[:num_tokens], self._positions[:num_tokens])
 
     def _metadata(self, size: int) -> AttentionMetadata:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.forward.capture import Capture
-from services.worker.forward.forward_context import AttentionMetadata, ForwardContext, forward_context
+from services.worker.forward.forward_context import AttentionMetadata, DpMetadata, ForwardContext, forward_context
+from services.worker.layout import RankLayout
 from services.worker.ops import DecodeRows, DrawRows
 
 
@@ -33,37 +34,50 @@ class StepFunctions:
     """`CausalLM.forward`."""
     draw: Callable[[Tensor, DrawRows], Tensor]
     """Maps hidden states [n, hidden] and how their rows are drawn to tokens, as `DeviceSampler.draw`."""
-    make_context: Callable[[AttentionMetadata], ForwardContext]
+    make_context: Callable[[AttentionMetadata, DpMetadata], ForwardContext]
     """Makes the context of a forward pass with this metadata."""
 
 
 class Replays:
-    """One computation, captured for each batch size."""
+    """One computation, captured for each batch size.
 
-    def __init__(self, capture: Capture, sizes: Sequence[int], compute: Callable[[int], Tensor]) -> None:
-        """Capture `compute`, which takes a batch size, for all `sizes` or for the smallest of them.
+    A capture computes, so all ranks of its collectives must capture at the same point. A TP group's ranks do when an
+    epoch begins; of coupled groups an epoch may reach only some, so they capture in a step, anew in each epoch.
+    """
+
+    def __init__(
+        self, capture: Capture, sizes: Sequence[int], compute: Callable[[int], Tensor], *, is_coupled: bool = False
+    ) -> None:
+        """Capture `compute`, which takes a batch size, for all `sizes` or for the smallest; nothing if coupled.
 
         Raises:
             NotRepeatableError: it cannot be captured.
         """
         self._capture = capture
         self._compute = compute
-        first = sorted(sizes, reverse=True) if capture.is_ahead else sizes[:1]
-        self._replays = {size: self._make_replay(size) for size in first}
+        self._replays: dict[int, Callable[[], Tensor]] = {}
+        if not is_coupled:
+            for size in sorted(sizes, reverse=True) if capture.is_ahead else sizes[:1]:
+                self.capture(size)
+
+    def __contains__(self, size: int) -> bool:
+        """Whether it is captured."""
+        return size in self._replays
 
     def __call__(self, size: int) -> Tensor:
         """Compute, with a size of `sizes`; the result is as in `Capture.__call__`."""
         if size not in self._replays:
-            self._replays[size] = self._make_replay(size)
+            self.capture(size)
         return self._replays[size]()
 
-    def _make_replay(self, size: int) -> Callable[[], Tensor]:
+    def capture(self, size: int) -> None:
+        """Capture this size, as the constructor."""
         # A collection during a capture may free device memory, which ends the capture.
         was_enabled = gc.isenabled()
         gc.disable()
         try:
             with torch.inference_mode():
-                return self._capture(partial(self._compute, size))
+                self._replays[size] = self._capture(partial(self._compute, size))
         finally:
             if was_enabled:
                 gc.enable()
@@ -83,9 +97,17 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, functions: StepFunctions, limits: BatchLimits, settings: GraphSettings, device: torch.device
+        self,
+        functions: StepFunctions,
+        limits: BatchLimits,
+        settings: GraphSettings,
+        device: torch.device,
+        *,
+        layout: RankLayout,
     ) -> None:
         """Capture a graph for each batch size that a batch within `limits` can need, or for the smallest of them.
+
+        Coupled ranks capture later; see `Replays`.
 
         Raises:
             NotRepeatableError: the model's decode steps cannot be captured.
@@ -93,23 +115,20 @@ class DecodeGraphs:
         self._functions = functions
         self._capture = settings.capture
         self._limits = limits
+        self._num_coupled = layout.dp_size if layout.is_coupled else 0
         self.sizes = tuple(needed_sizes(settings.batch_sizes, limits.max_num_seqs))
         size = self.sizes[-1]
         self._rows = DecodeRows.padding(size, -(-limits.context_length // limits.block_size), device)
         self._cu_seqlens_q = torch.arange(size + 1, dtype=torch.int32, device=device)
         self.draws = DrawRows.greedy(max(size, limits.max_num_seqs), device)
         """How the rows of a decode are drawn, but for their positions; the first of them are to be written."""
-        self._forwards = Replays(self._capture, self.sizes, self._forward)
+        self._forwards = Replays(self._capture, self.sizes, self._forward, is_coupled=layout.is_coupled)
         self._drawings: Replays | None = None
         if self._capture.has_device:
-            # What is drawn from: a capture's results are always in the same place.
-            self._hidden = self._forwards(size)
-            self._drawings = Replays(self._capture, self.sizes, self._draw)
-
-    def fits(self, limits: BatchLimits) -> bool:
-        """Whether the graphs also serve another epoch, with the same KV cache."""
-        mine = self._limits
-        return (limits.max_num_seqs, limits.block_size) == (mine.max_num_seqs, mine.block_size)
+            if not layout.is_coupled:
+                # What is drawn from: a capture's results are always in the same place.
+                self._hidden = self._forwards(size)
+            self._drawings = Replays(self._capture, self.sizes, self._draw, is_coupled=layout.is_coupled)
 
     def size_for(self, num_rows: int) -> int | None:
         """The smallest captured batch size that holds a decode of `num_rows`; None if it is too large for all."""
@@ -121,6 +140,10 @@ class DecodeGraphs:
 
     def replay(self, size: int) -> Tensor:
         """Compute a decode from `rows`: hidden states [size, hidden], which the next call may overwrite."""
+        if size not in self._forwards and self._capture.is_ahead:
+            # No step has run from a graph before, so the rows that this size has not are still padding.
+            for each in reversed(self.sizes):
+                self._forwards.capture(each)
         self._hidden = self._forwards(size)
         return self._hidden
 
@@ -135,7 +158,8 @@ class DecodeGraphs:
         return self._drawings(size)
 
     def _forward(self, size: int) -> Tensor:
-        with forward_context(self._functions.make_context(self._metadata(size))):
+        dp = DpMetadata((size,) * self._num_coupled, size)
+        with forward_context(self._functions.make_context(self._metadata(size), dp)):
             return self._functions.forward(self._rows.token_ids[:size], self._rows.positions[:size])
 
     def _draw(self, size: int) -> Tensor:

@@ -131,7 +131,7 @@ class ModelRunner:
 
     @property
     def graph_batch_sizes(self) -> tuple[int, ...]:
-        """The batch sizes, ascending, for which graphs of decode steps are captured. From any thread."""
+        """The batch sizes, ascending, for which there are graphs of decode steps, or will be. From any thread."""
         graphs = self._graphs
         return () if graphs is None else graphs.decodes.sizes
 
@@ -167,7 +167,7 @@ class ModelRunner:
                 return 0
             self._kv_cache = cache = KvCache(self._model.kv_cache_spec, limits.num_blocks, block_size, self.device)
         rank = Rank(self._model, self._ops, self.device, self._stream, self.layout, self._progress)
-        if self._graph_settings is not None and (self._graphs is None or not self._graphs.fits(limits)):
+        if self._graph_settings is not None and (self._graphs is None or not self._graphs.fits(limits, self.layout)):
             # Free the old ones first.
             self._graphs = None
             settings, num_drafts = self._graph_settings, self.num_draft_tokens
@@ -271,7 +271,10 @@ def build_model_runner(
     options = LoadOptions(with_mtp, settings.weights_seed, device, quantization, stored)
     started_at = time.perf_counter()
     loaded = load_model(settings.model_dir, ops, dtype, on_progress, options=options, parallel=parallel)
-    check_ranks_agree(loaded, parallel)
+    capture = None if settings.enforce_eager else ops.make_capture(device, loaded.model.kv_cache_spec.layers)
+    graphs = None if capture is None else GraphSettings(capture, settings.graph_batch_sizes or capture.batch_sizes)
+    common_sizes = graphs.batch_sizes if graphs is not None and graphs.capture.holds_collectives else ()
+    check_ranks_agree(loaded, parallel, common_sizes)
     log_loaded(loaded, ops, duration_s=time.perf_counter() - started_at)
     if layout.has_expert_parallel and not loaded.model.has_experts:
         raise ModelDirectoryError(f"{settings.model_dir}: the model has no experts for --ep to split")
@@ -280,10 +283,6 @@ def build_model_runner(
     measure = GpuMemory(settings.gpu_memory_utilization) if is_measured else None
     memory_gib = settings.kv_cache_memory_gib or _DEFAULT_MEMORY_GIB
     size = KvCacheSize(int(memory_gib * _GIB), settings.kv_cache_num_blocks, measure)
-    # The exchange of experts' tokens needs their numbers on the host, which no graph can wait for.
-    may_capture = not layout.has_expert_parallel and not settings.enforce_eager
-    capture = ops.make_capture(device, loaded.model.kv_cache_spec.layers) if may_capture else None
-    graphs = None if capture is None else GraphSettings(capture, settings.graph_batch_sizes or capture.batch_sizes)
     return ModelRunner(loaded, ops, size, drafting=drafting, layout=layout, execution=Execution(graphs))
 
 

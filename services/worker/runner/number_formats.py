@@ -1,9 +1,10 @@
-"""Which dtype and which quantised format a model computes in, whether ranks agree on it, and the line that says it."""
+"""Which dtype and quantised format a model computes in, whether ranks agree on it, and the line that says it."""
 
 from __future__ import annotations
 
 import logging
 import zlib
+from collections.abc import Sequence
 
 import torch
 
@@ -11,7 +12,7 @@ from services.worker.device import DeviceError
 from services.worker.models.loader import LoadedModel
 from services.worker.ops import Ops
 from services.worker.ops.matrix_rows import MatrixFormat
-from services.worker.parallel.communicator import Parallel
+from services.worker.parallel.communicator import Communicator, Parallel
 
 logger = logging.getLogger(__name__)
 
@@ -59,17 +60,22 @@ def choose_kv_dtype(setting: str, dtype: torch.dtype, ops: Ops) -> torch.dtype |
     return chosen
 
 
-def check_ranks_agree(loaded: LoadedModel, parallel: Parallel) -> None:
+def check_ranks_agree(loaded: LoadedModel, parallel: Parallel, graph_batch_sizes: Sequence[int] = ()) -> None:
     """Compare what ranks chose: where native kernels cannot be built, `auto` means something else.
+
+    Args:
+        graph_batch_sizes: The decode steps that ranks capture together; none without graphs.
 
     Raises:
         DeviceError: the choices differ.
     """
-    choice = f"--dtype {_name(loaded.model.dtype)}, {_quantization_flag(loaded)}"
     ranks = parallel.ep or parallel.tp
-    code = torch.tensor([[float(zlib.crc32(choice.encode()) % _NUM_CODES)]], device=loaded.device)
-    if not bool((ranks.all_gather(code, (1,) * ranks.size) == code).all()):
+    choice = f"--dtype {_name(loaded.model.dtype)}, {_quantization_flag(loaded)}"
+    if not _is_common(choice, ranks, loaded.device):
         raise DeviceError(f"ranks differ in their formats: rank {ranks.rank} computes with {choice}")
+    sizes = ",".join(map(str, graph_batch_sizes)) or "none"
+    if not _is_common(sizes, ranks, loaded.device):
+        raise DeviceError(f"ranks differ in --graph-batch-sizes or --enforce-eager: rank {ranks.rank} captures {sizes}")
 
 
 def log_loaded(loaded: LoadedModel, ops: Ops, *, duration_s: float) -> None:
@@ -84,6 +90,12 @@ def log_loaded(loaded: LoadedModel, ops: Ops, *, duration_s: float) -> None:
     }
     fields |= {"threads": ops.num_threads, "seconds": round(duration_s, 1)}
     logger.info("the model is loaded", extra=fields)
+
+
+def _is_common(choice: str, ranks: Communicator, device: torch.device) -> bool:
+    """Whether all ranks chose the same."""
+    code = torch.tensor([[float(zlib.crc32(choice.encode()) % _NUM_CODES)]], device=device)
+    return bool((ranks.all_gather(code, (1,) * ranks.size) == code).all())
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.forward.capture import NotRepeatableError
-from services.worker.forward.forward_context import ForwardContext
+from services.worker.forward.forward_context import AttentionMetadata, DpMetadata, ForwardContext
 from services.worker.forward.kv_cache import KvCache
+from services.worker.layout import RankLayout
 from services.worker.runner.draft_graphs import DraftGraphs
 from services.worker.runner.graph_runner import DecodeGraphs, GraphSettings, StepFunctions
 from services.worker.runner.rank import Rank
@@ -26,27 +27,35 @@ class StepGraphs:
     """None without drafts, or where padding costs as much as tokens."""
     limits: BatchLimits
 
-    def fits(self, limits: BatchLimits) -> bool:
-        """Whether the graphs also serve another epoch, with the same KV cache."""
-        return limits == self.limits
+    def fits(self, limits: BatchLimits, layout: RankLayout) -> bool:
+        """Whether the graphs also serve another epoch, with the same KV cache; see `Replays` for coupled ranks."""
+        return limits == self.limits and not layout.is_coupled
 
 
 def capture_steps(
     rank: Rank, kv_cache: KvCache, limits: BatchLimits, settings: GraphSettings, *, num_draft_tokens: int
 ) -> StepGraphs | None:
     """Capture what decodes within `limits` need; None if the model's cannot be captured."""
+    if not (rank.layout.is_alone or settings.capture.holds_collectives):
+        logger.info("decode steps are not captured", extra={"reason": "ranks exchange tensors"})
+        return None
+    settings.capture.begin()
     model, sampler = rank.model, DeviceSampler(rank.ops, rank.device)
+
+    def make_context(attention: AttentionMetadata, dp: DpMetadata) -> ForwardContext:
+        return ForwardContext.for_step(rank.ops, attention, kv_cache, dp=dp, progress=rank.progress)
+
     functions = StepFunctions(
         forward=model.forward,
         draw=lambda hidden, rows: sampler.draw(model.compute_logits(hidden), rows),
-        make_context=lambda attention: ForwardContext.for_step(rank.ops, attention, kv_cache, progress=rank.progress),
+        make_context=make_context,
     )
     try:
         # The largest first: the others then find its memory.
         drafts = None
         if num_draft_tokens and settings.capture.has_device:
             drafts = DraftGraphs(functions, limits, settings, num_draft_tokens=num_draft_tokens, device=rank.device)
-        return StepGraphs(DecodeGraphs(functions, limits, settings, rank.device), drafts, limits)
+        return StepGraphs(DecodeGraphs(functions, limits, settings, rank.device, layout=rank.layout), drafts, limits)
     except NotRepeatableError as error:
         logger.info("decode steps are not captured", extra={"reason": str(error)})
         return None

@@ -23,18 +23,22 @@ def moe_sorting_fwd(
     """moe_sorting_fwd(topk_ids: torch.Tensor, topk_weights: torch.Tensor, sorted_token_ids: torch.Tensor, sorted_weights: torch.Tensor, sorted_expert_ids: torch.Tensor, num_valid_ids: torch.Tensor, moe_buf: torch.Tensor, num_experts: typing.SupportsInt, unit_size: typing.SupportsInt, local_expert_mask: torch.Tensor | None = None, num_local_tokens: torch.Tensor | None = None, dispatch_policy: typing.SupportsInt = 0) -> None"""
     if topk_ids.dtype != torch.int32 or topk_weights.dtype != torch.float32:
         raise RuntimeError(f"ids are int32 and weights float32, not {topk_ids.dtype} and {topk_weights.dtype}")
+    if local_expert_mask is not None and local_expert_mask.dtype != torch.int32:
+        raise RuntimeError(f"the mask is int32, not {local_expert_mask.dtype}")
+    are_here = torch.ones(num_experts, dtype=torch.int32) if local_expert_mask is None else local_expert_mask
     num_tokens, num_chosen = topk_ids.shape
     # A row is a token and, in the upper byte, the place of the expert among the token's.
     sorted_token_ids.fill_(num_tokens | num_chosen << 24)
     sorted_weights.zero_()
     place = 0
-    for expert in range(num_experts):
+    # Experts that are here are numbered among themselves.
+    for number, expert in enumerate(are_here.nonzero().flatten().tolist()):
         tokens, choices = (topk_ids == expert).nonzero(as_tuple=True)
         rows = slice(place, place + len(tokens))
         sorted_token_ids[rows] = (tokens | choices << 24).to(torch.int32)
         sorted_weights[rows] = topk_weights[tokens, choices]
         num_tiles = -(-len(tokens) // unit_size)
-        sorted_expert_ids[place // unit_size : place // unit_size + num_tiles] = expert
+        sorted_expert_ids[place // unit_size : place // unit_size + num_tiles] = number
         place += num_tiles * unit_size
     num_valid_ids.copy_(torch.tensor([place, num_tokens]))
     moe_buf.zero_()

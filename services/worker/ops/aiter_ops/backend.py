@@ -121,7 +121,10 @@ class AiterOps(AiterLatent, TritonOps):
         self, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None, dtype: torch.dtype
     ) -> ExpertsKernel:
         weights = list(experts)
-        if all(isinstance(matrix, Tensor) for expert in weights for matrix in (expert.gate_up, expert.down)):
+        # A rank of many may have none.
+        if weights and all(
+            isinstance(matrix, Tensor) for expert in weights for matrix in (expert.gate_up, expert.down)
+        ):
             return prepare_experts(weights, clamp, dtype)
         return super().prepare_experts(weights, clamp, dtype)
 

@@ -65,9 +65,11 @@ class FusedExperts:
         self._gate_up = _shuffled([each.gate_up for each in experts], dtype)
         self._down = _shuffled([each.down for each in experts], dtype)
         device = self._gate_up.device
+        # The last one stands for experts that are elsewhere, which AITER leaves out.
+        self._are_here = F.pad(torch.ones(len(experts), dtype=torch.int32, device=device), (0, 1))
         x = torch.zeros(1, self._gate_up.shape[2], dtype=dtype, device=device)
         with building():
-            self(x, torch.zeros(1, 1, dtype=torch.int64, device=device), torch.ones(1, 1, device=device))
+            self(x, torch.zeros(1, 1, dtype=torch.int32, device=device), torch.ones(1, 1, device=device))
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         """See `ExpertsKernel`."""
@@ -76,7 +78,8 @@ class FusedExperts:
             self._gate_up,
             self._down,
             expert_weights,
-            expert_ids.to(torch.int32),
+            expert_ids,
+            expert_mask=self._are_here,
             activation=ActivationType.Silu,
             quant_type=QuantType.No,
         )
@@ -99,12 +102,15 @@ class GroupedExperts:
         expert_ids, order = expert_ids.sort(dim=1)
         expert_weights = expert_weights.gather(1, order)
         runs = _Runs.of(expert_ids, len(self._gate_up))
-        projected = _multiply(x, self._gate_up, expert_ids, runs, rows_per_token=expert_ids.shape[1])
+        projected = x.new_empty((*expert_ids.shape, self._gate_up.shape[1]))
+        _multiply(x, self._gate_up, projected, expert_ids, runs, rows_per_token=expert_ids.shape[1])
         if self._gate_up_bias is not None:
             projected += self._gate_up_bias[expert_ids]
         inner = projected.flatten(0, 1)
         inner = silu_and_mul(inner) if self._clamp is None else gate_and_up(inner, self._clamp)
-        outputs = _multiply(inner, self._down, expert_ids, runs, rows_per_token=1)
+        # Zeros are what experts that are elsewhere add.
+        outputs = x.new_zeros((*expert_ids.shape, x.shape[1]))
+        _multiply(inner, self._down, outputs, expert_ids, runs, rows_per_token=1)
         if self._down_bias is not None:
             outputs += self._down_bias[expert_ids]
         return (outputs.float() * expert_weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
@@ -122,9 +128,9 @@ def _shuffled(matrices: Sequence[Matrix], dtype: torch.dtype) -> Tensor:
 
 
 def _stacked(biases: list[Tensor | None]) -> Tensor | None:
-    """[E, N]; None if the experts have no biases."""
+    """[E + 1, N], the last row zero; None if the experts have no biases."""
     present = [bias for bias in biases if bias is not None]
-    return torch.stack(present) if present else None
+    return F.pad(torch.stack(present), (0, 0, 0, 1)) if present else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,44 +139,47 @@ class _Runs:
 
     tile_rows: int
     rows: Tensor
-    """[at most T k + E (tile_rows - 1)] int32: rows by run; `T * k` for padding."""
+    """[at most T k + (E + 1) (tile_rows - 1)] int32: rows by run; `T * k` for padding."""
     tile_experts: Tensor
     """[most tiles] int32: each tile's expert."""
     num_padded: Tensor
-    """[1] int32: rows with padding."""
+    """[1] int32: rows that are multiplied, with padding."""
 
     @classmethod
     def of(cls, expert_ids: Tensor, num_experts: int) -> _Runs:
-        """Arrange the rows of `expert_ids` [T, k] int64, without waiting for the device.
+        """Arrange the rows of `expert_ids` [T, k] int32, without waiting for the device.
 
-        AITER's own kernel for it is compiled anew for every number of tokens.
+        Rows of experts that are elsewhere come after those that are multiplied. AITER's own kernel for it is compiled
+        anew for every number of tokens.
         """
-        flat = expert_ids.flatten()
-        num_rows, device = len(flat), flat.device
+        flat = expert_ids.flatten().long()
+        num_rows, num_runs, device = len(flat), num_experts + 1, flat.device
         tile = _MANY_ROWS if num_rows >= _MANY_ROWS * num_experts else _FEW_ROWS
-        counts = torch.zeros(num_experts, dtype=torch.int64, device=device).scatter_add_(0, flat, torch.ones_like(flat))
+        counts = torch.zeros(num_runs, dtype=torch.int64, device=device).scatter_add_(0, flat, torch.ones_like(flat))
         ends = ((counts + tile - 1) // tile * tile).cumsum(0)
         sorted_ids, order = flat.sort(stable=True)
         # The padding before each expert's run.
         gaps = F.pad(ends - counts.cumsum(0), (1, 0))
         places = torch.arange(num_rows, device=device) + gaps[sorted_ids]
-        most_tiles = num_rows // tile + min(num_experts, num_rows)
+        most_tiles = num_rows // tile + min(num_runs, num_rows)
         rows = torch.full((most_tiles * tile,), num_rows, dtype=torch.int32, device=device)
         rows.scatter_(0, places, order.to(torch.int32))
         tile_experts = torch.searchsorted(ends // tile, torch.arange(most_tiles, device=device), right=True)
         tile_experts = tile_experts.clamp_(max=num_experts - 1).to(torch.int32)
-        return cls(tile, rows, tile_experts, ends[-1:].to(torch.int32))
+        return cls(tile, rows, tile_experts, ends[-2:-1].to(torch.int32))
 
 
-def _multiply(x: Tensor, matrices: Tensor, expert_ids: Tensor, runs: _Runs, *, rows_per_token: int) -> Tensor:
-    """Each row's product with its expert's matrix, [T, k, N].
+def _multiply(
+    x: Tensor, matrices: Tensor, output: Tensor, expert_ids: Tensor, runs: _Runs, *, rows_per_token: int
+) -> None:
+    """Write each row's product with its expert's matrix, unless the expert is elsewhere.
 
     Args:
         x: [T * k / rows_per_token, K].
         matrices: [E, N, K].
+        output: [T, k, N].
         expert_ids: [T, k].
     """
-    output = torch.empty((*expert_ids.shape, matrices.shape[1]), dtype=x.dtype, device=x.device)
     grouped_product(
         x,
         matrices,
@@ -192,4 +201,3 @@ def _multiply(x: Tensor, matrices: Tensor, expert_ids: Tensor, runs: _Runs, *, r
         use_int4_w4a16=False,
         config={**_PRODUCT_CONFIG, "BLOCK_SIZE_M": runs.tile_rows},
     )
-    return output

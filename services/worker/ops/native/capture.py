@@ -32,12 +32,16 @@ class NativeCapture:
     is_ahead = False
     is_recorded = True
     has_device = False
+    holds_collectives = False
 
     def __init__(self, library: ctypes.CDLL, results: Results) -> None:
         """`results` are those of the backend whose calls are captured."""
         self._library = library
         self._results = results
         self._memory = ReplayMemory(_MAX_ROWS)
+
+    def begin(self) -> None:
+        """See `Capture`. Memory stays for what is captured next."""
 
     def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """See `Capture`."""

@@ -57,11 +57,13 @@ class NativeExperts:
         """See `ExpertsKernel`.
 
         Raises:
-            ValueError: `x` has another shape or dtype.
+            ValueError: `x` has another shape or dtype, or the ids another dtype.
             IndexError: there is no such expert.
         """
         if x.shape[1] != self._num_inputs or x.dtype is not self._dtype:
             raise ValueError(f"expected [T, {self._num_inputs}] {self._dtype}, got {list(x.shape)} {x.dtype}")
+        if expert_ids.dtype is not torch.int32:
+            raise ValueError(f"expected expert ids of torch.int32, got {expert_ids.dtype}")
         x, ids, weights = x.contiguous(), expert_ids.contiguous(), expert_weights.contiguous()
         output = torch.empty_like(x)
         addresses = ids.data_ptr(), weights.data_ptr(), output.data_ptr()

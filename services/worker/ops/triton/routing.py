@@ -116,7 +116,7 @@ def _route_kernel(
     if RENORMALIZES:
         weights = weights / (tl.sum(weights, axis=0) + _EPSILON)
     outputs = token * NUM_CHOSEN + places
-    tl.store(expert_ids + outputs, chosen.to(tl.int64), mask=places < NUM_CHOSEN)
+    tl.store(expert_ids + outputs, chosen, mask=places < NUM_CHOSEN)
     tl.store(expert_weights + outputs, weights * scale, mask=places < NUM_CHOSEN)
 
 
@@ -127,7 +127,7 @@ def route(logits: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
         logits: [T, E] float32; rows may have any stride.
     """
     num_tokens, num_experts = logits.shape
-    expert_ids = torch.empty((num_tokens, rule.num_chosen), dtype=torch.int64, device=logits.device)
+    expert_ids = torch.empty((num_tokens, rule.num_chosen), dtype=torch.int32, device=logits.device)
     weights = torch.empty((num_tokens, rule.num_chosen), dtype=torch.float32, device=logits.device)
     if not num_tokens:
         return expert_ids, weights

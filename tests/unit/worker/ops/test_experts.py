@@ -50,7 +50,7 @@ class Case:
         scores = self.random(self.num_tokens, self.num_experts, part=91)
         weights = self.random(self.num_tokens, self.num_chosen, part=92)
         tokens = 0.5 * self.random(self.num_tokens, HIDDEN_SIZE, part=90)
-        return tokens, scores.topk(self.num_chosen).indices, weights
+        return tokens, scores.topk(self.num_chosen).indices.int(), weights
 
 
 def cases(*, max_tokens: int = 40) -> st.SearchStrategy[Case]:
@@ -135,7 +135,8 @@ def test_bfloat16_is_summed_in_float32(ops: Ops) -> None:
     kernel = ops.prepare_experts(rounded, None, torch.bfloat16)
     output = kernel(x.bfloat16(), expert_ids, weights)
     assert output.dtype == torch.bfloat16
-    alone = [kernel(x.bfloat16(), torch.full((9, 1), expert), torch.ones(9, 1)).float() for expert in range(6)]
+    ids = [torch.full((9, 1), expert, dtype=torch.int32) for expert in range(6)]
+    alone = [kernel(x.bfloat16(), each, torch.ones(9, 1)).float() for each in ids]
     columns = weights.gather(1, expert_ids.argsort(dim=1))
     summed = sum(columns[:, expert, None] * alone[expert] for expert in range(6))
     assert isinstance(summed, Tensor)
@@ -153,6 +154,23 @@ def test_a_nan_of_one_token_does_not_spread(ops: Ops) -> None:
     assert output[3].isnan().all()
     others = [0, 1, 2, 4, 5, 6]
     torch.testing.assert_close(output[others], expected[others])
+
+
+@every_backend
+@given(case=cases(max_tokens=12), num_here=st.integers(0, 12))
+@settings(max_examples=25)
+def test_an_expert_that_is_elsewhere_adds_nothing(ops: Ops, case: Case, num_here: int) -> None:
+    num_here = min(num_here, case.num_experts)
+    x, expert_ids, weights = case.step()
+    all_of_them = ops.prepare_experts(case.experts(), case.clamp, torch.float32)
+    expected = all_of_them(x, expert_ids, weights.masked_fill(expert_ids >= num_here, 0.0))
+    # Another rank computes a token that is not finite.
+    is_elsewhere = (expert_ids >= num_here).all(dim=1)
+    x[is_elsewhere] = torch.nan
+    some = ops.prepare_experts(case.experts()[:num_here], case.clamp, torch.float32)
+    output = some(x, expert_ids.clamp(max=num_here), weights)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+    assert not output[is_elsewhere].any()
 
 
 @given(case=cases(max_tokens=12))

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from services.worker.layout import RankLayout
+from services.worker.parallel import distributed
 from services.worker.parallel.communicator import SINGLE, Communicator, Parallel, sum_in_order
-from services.worker.parallel.distributed import make_parallel
+from services.worker.parallel.distributed import GroupCommunicator, make_parallel
 from services.worker.parallel.rendezvous import Rendezvous, open_rendezvous
 from tests.support.thread_ranks import run_ranks
 
@@ -89,6 +90,44 @@ def test_rows_are_exchanged_however_many_each_pair_of_ranks_has(dtype: torch.dty
     assert run_ranks(tp_layouts(3), exchange) == [[10, 10, 10, 20], [1, 1, 21], [2]]
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32, torch.bfloat16])
+def test_rows_are_gathered_in_rank_order(dtype: torch.dtype) -> None:
+    given = parts(3, (2, 5), dtype)
+    gathered = run_ranks(tp_layouts(3), lambda parallel: parallel.tp.gather_rows(given[parallel.tp.rank]))
+    assert all(torch.equal(rows, torch.cat(given)) for rows in gathered)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 200])
+def test_each_rank_gets_its_rows_of_an_exact_sum(num_rows: int, dtype: torch.dtype) -> None:
+    given = parts(3, (3 * num_rows, 2, 7), dtype)
+    sums = run_ranks(tp_layouts(3), lambda parallel: parallel.tp.reduce_scatter_rows(given[parallel.tp.rank]))
+    assert torch.equal(torch.cat(sums), sum_in_order(given))
+
+
+@pytest.mark.parametrize("num_rows", [1, 200])
+def test_each_rank_gets_its_rows_of_a_fast_sum(num_rows: int) -> None:
+    given = parts(3, (3 * num_rows, 1000))
+
+    def scatter(parallel: Parallel) -> Tensor:
+        return parallel.tp.reduce_scatter_rows(given[parallel.tp.rank].clone())
+
+    sums = run_ranks(tp_layouts(3), scatter, is_exact=False)
+    torch.testing.assert_close(torch.cat(sums), sum_in_order(given))
+
+
+def test_a_nan_stays_in_its_row_of_a_sum() -> None:
+    given = parts(2, (40, 1000))
+    given[1][3] = torch.nan
+    for is_exact in (True, False):
+        sums = run_ranks(
+            tp_layouts(2),
+            lambda parallel: parallel.tp.reduce_scatter_rows(given[parallel.tp.rank].clone()),
+            is_exact=is_exact,
+        )
+        assert torch.cat(sums).isnan().any(dim=1).nonzero().tolist() == [[3]]
+
+
 def test_coupled_ranks_have_their_own_group_and_a_group_of_all() -> None:
     layouts = [RankLayout(dp, 2, tp, 2, has_expert_parallel=True) for dp in range(2) for tp in range(2)]
 
@@ -114,6 +153,24 @@ def test_a_single_rank_connects_to_no_other() -> None:
     assert torch.equal(SINGLE.tp.all_reduce(x), x)
     assert torch.equal(SINGLE.tp.all_gather(x, (3,)), x)
     assert torch.equal(SINGLE.tp.all_to_all(x, [2], [2]), x)
+    assert torch.equal(SINGLE.tp.gather_rows(x), x)
+    assert torch.equal(SINGLE.tp.reduce_scatter_rows(x), x)
+
+
+def test_ranks_have_spoken_once_when_they_are_connected() -> None:
+    """Else a graph would capture the collective with which NCCL connects."""
+    layouts = [RankLayout(dp, 2, tp, 2, has_expert_parallel=True) for dp in range(2) for tp in range(2)]
+    spoken: list[tuple[int, int]] = []
+
+    class Listening(GroupCommunicator):
+        def all_reduce(self, x: Tensor) -> Tensor:
+            spoken.append((self.rank, self.size))
+            return super().all_reduce(x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "GroupCommunicator", Listening)
+        run_ranks(layouts, lambda _: None)
+    assert sorted(spoken) == [(0, 2), (0, 2), (0, 4), (1, 2), (1, 2), (1, 4), (2, 4), (3, 4)]
 
 
 def test_ranks_of_another_start_are_not_connected() -> None:

@@ -100,7 +100,8 @@ class CountingProposer(LookupProposer):
 
     def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
         """See `LookupProposer.look_up`."""
-        return (token_ids[-1] + 1 + np.arange(max_tokens, dtype=np.int32)) % 100
+        tokens: Int32Column = (token_ids[-1] + 1 + np.arange(max_tokens, dtype=np.int32)) % 100
+        return tokens
 
 
 @pytest.mark.parametrize("block_size", [1, 4])

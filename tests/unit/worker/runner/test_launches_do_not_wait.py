@@ -21,8 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
 from services.worker.forward.staging import PinnedStaging, Staging
+from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadOptions, load_model
 from services.worker.ops import load_ops
+from services.worker.parallel.communicator import Parallel
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.graph_runner import GraphSettings
 from services.worker.runner.model_runner import Execution, ModelRunner
@@ -30,6 +32,7 @@ from services.worker.runner.stream import Launch
 from services.worker.step import Step
 from shared.limits import SamplingOptions
 from tests.support.graphs import CountingCapture
+from tests.support.shape_communicator import ShapeCommunicator
 from tests.support.small_configs import SMALL_CONFIGS
 from tests.support.tiny_llama import TINY_CONFIG
 from tests.support.worker_steps import decode_step, make_chunk, make_enter, mixed_step, prefill_step
@@ -161,6 +164,27 @@ def test_a_launch_reads_nothing_from_the_device(
     for step in steps():
         runner.launch(step)
     assert capture is None or (sum(capture.replays), sum(capture.drawings)) == (6, 5)
+
+
+@pytest.mark.parametrize("config", [DEEPSEEK])
+@pytest.mark.usefixtures("make_runner")
+def test_a_graph_with_experts_on_other_ranks_reads_nothing_from_the_device(tmp_path: Path) -> None:
+    layout, capture = RankLayout(1, 2, 1, 2, has_expert_parallel=True), RecordingCapture()
+    ops, options = load_ops("triton"), LoadOptions(dummy_seed=1, device=META)
+    tp, ep = ShapeCommunicator(1, 2), ShapeCommunicator(3, 4)
+    loaded = load_model(
+        tmp_path, ops, torch.bfloat16, lambda _: None, options=options, parallel=Parallel(layout, tp, ep)
+    )
+    execution = Execution(GraphSettings(capture, (1, 4, 8)), MetaStream())
+    runner = ModelRunner(loaded, ops, KvCacheSize(0, 64), layout=layout, execution=execution)
+    runner.attach(block_size=4, max_num_seqs=8, max_num_batched_tokens=256)
+    idle = replace(decode_step(), is_dummy=True, num_tokens_across_dp=(3, 1))
+    runner.launch(replace(idle, graph_batch_size=4))
+    runner.launch(replace(idle, graph_batch_size=8))
+    assert capture.replays == [1, 1, 0]
+    assert {len(shape) for shape in ep.shapes} == {2}
+    with pytest.raises(NotImplementedError, match="bincount"):
+        runner.launch(idle)
 
 
 def test_steps_with_every_option_read_only_tokens(

@@ -7,9 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from services.worker.config import WorkerSettings
-from services.worker.runner.model_runner import ModelRunner, build_model_runner
+from services.worker.layout import RankLayout
+from services.worker.models.loader import load_model
+from services.worker.ops import load_ops
+from services.worker.runner.cache_memory import KvCacheSize
+from services.worker.runner.graph_runner import GraphSettings
+from services.worker.runner.model_runner import Execution, ModelRunner, build_model_runner
 from services.worker.step import Step
 from shared.limits import SamplingOptions
 from tests.support.parity import make_prompts
@@ -99,6 +105,21 @@ def test_batches_are_padded_to_the_sizes_that_are_asked_for(tmp_path: Path, size
     captured = build(model_dir, graph_batch_sizes=sizes, **flags)
     assert captured.graph_batch_sizes == sizes
     assert tokens_of(captured) == tokens_of(build(model_dir, enforce_eager=True, **flags))
+
+
+def test_ranks_that_exchange_tensors_run_eagerly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model_dir, ops = write_model(tmp_path, "LlamaForCausalLM", "plain"), load_ops("native")
+    loaded = load_model(model_dir, ops, torch.float32, lambda _: None)
+    capture = ops.make_capture(loaded.device, loaded.model.kv_cache_spec.layers)
+    assert capture is not None
+    execution, size = Execution(GraphSettings(capture, (8,))), KvCacheSize(0, 64)
+    for layout in (RankLayout(tp_size=2), RankLayout(dp_size=2, has_expert_parallel=True)):
+        runner = ModelRunner(loaded, ops, size, layout=layout, execution=execution)
+        with caplog.at_level(logging.INFO):
+            runner.attach(block_size=BLOCK_SIZE, max_num_seqs=8, max_num_batched_tokens=256)
+        assert runner.graph_batch_sizes == ()
+    reasons = [vars(record)["reason"] for record in caplog.records if record.message == "decode steps are not captured"]
+    assert reasons == ["ranks exchange tensors"] * 2
 
 
 def test_a_model_with_experts_runs_eagerly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -130,3 +130,22 @@ def test_ranks_with_different_formats_refuse_to_serve(tmp_path: Path) -> None:
         f"ranks differ in their formats: rank {rank} computes with --dtype float32, --quantization {name}"
         for rank, name in enumerate(["int8", "none"])
     ]
+
+
+def test_ranks_with_different_graphs_refuse_to_serve(tmp_path: Path) -> None:
+    model_dir, ops = write_tiny_llama(tmp_path), load_ops("reference")
+
+    def problem(parallel: Parallel, *sizes: tuple[int, ...]) -> str | None:
+        loaded = load_model(model_dir, ops, torch.float32, lambda _: None, parallel=parallel)
+        try:
+            check_ranks_agree(loaded, parallel, sizes[parallel.layout.tp_rank])
+        except DeviceError as error:
+            return str(error)
+        return None
+
+    layouts = [RankLayout(tp_rank=rank, tp_size=2) for rank in range(2)]
+    assert run_ranks(layouts, lambda rank: problem(rank, (1, 8), (1, 8))) == [None, None]
+    assert run_ranks(layouts, lambda rank: problem(rank, (1, 8), ())) == [
+        "ranks differ in --graph-batch-sizes or --enforce-eager: rank 0 captures 1,8",
+        "ranks differ in --graph-batch-sizes or --enforce-eager: rank 1 captures none",
+    ]

@@ -27,7 +27,7 @@ struct ExpertsCall {
     double limit;  // likewise; 0 for the plain activation
     const void* x;  // [num_tokens, hidden] in the matrices' dtype, `x_stride` elements from row to row
     int64_t x_stride;
-    const int64_t* ids;    // [num_tokens, num_chosen]
+    const int32_t* ids;    // [num_tokens, num_chosen]; `num_experts` for an expert that is elsewhere
     const float* weights;  // [num_tokens, num_chosen]
     void* out;             // [num_tokens, hidden], contiguous; written
     int64_t num_tokens;
@@ -69,9 +69,9 @@ public:
         sort_rows();
         run_phases(
             num_threads(),
-            Phase{num_rows_, [this](int64_t row) { prepare_input(row); }},
+            Phase{num_present_, [this](int64_t row) { prepare_input(row); }},
             Phase{num_active_ * tiles_of(true), [this](int64_t piece) { multiply(piece, true); }},
-            Phase{num_rows_, [this](int64_t row) { prepare_inner(row); }},
+            Phase{num_present_, [this](int64_t row) { prepare_inner(row); }},
             Phase{num_active_ * tiles_of(false), [this](int64_t piece) { multiply(piece, false); }},
             Phase{num_tokens_, [this](int64_t token) { add_up(token); }});
     }
@@ -89,7 +89,7 @@ private:
             row_bytes_ = std::max(row_bytes_, prepared_row_bytes(matrix(expert, false)));
         }
         const int64_t floats = round_up(num_rows_ * (2 * inner_ + hidden_) * 4, 64);
-        const int64_t numbers = num_rows_ * 3 + call_.num_experts * 2 + 2;
+        const int64_t numbers = num_rows_ * 3 + call_.num_experts * 2 + 3;
         prepared_ = buffer.reserve(num_rows_ * row_bytes_ + floats + numbers * 8);
         projected_ = reinterpret_cast<float*>(prepared_ + num_rows_ * row_bytes_);
         outputs_ = projected_ + num_rows_ * 2 * inner_;
@@ -100,15 +100,17 @@ private:
         first_row_ = active_ + call_.num_experts;
     }
 
-    // A stable sort by counting: rows of an expert are in the order of their tokens.
+    // A stable sort by counting: rows of an expert are in the order of their tokens. Those of experts that are elsewhere
+    // come last, and are not computed.
     void sort_rows() {
-        const int64_t* ids = call_.ids + first_token_ * call_.num_chosen;
-        std::fill_n(first_row_, call_.num_experts + 2, 0);
+        const int32_t* ids = call_.ids + first_token_ * call_.num_chosen;
+        std::fill_n(first_row_, call_.num_experts + 3, 0);
         for (int64_t i = 0; i < num_rows_; ++i) ++first_row_[ids[i] + 2];
         for (int64_t expert = 0; expert < call_.num_experts; ++expert) {
             if (first_row_[expert + 2]) active_[num_active_++] = expert;
             first_row_[expert + 2] += first_row_[expert + 1];
         }
+        num_present_ = first_row_[call_.num_experts + 1];
         // The start of an expert's rows moves to its end, which is the next one's start.
         for (int64_t i = 0; i < num_rows_; ++i) {
             const int64_t row = first_row_[ids[i] + 1]++;
@@ -151,7 +153,7 @@ private:
         for (int64_t first = 0; first < hidden_; first += kLanes) {
             const int count = static_cast<int>(std::min<int64_t>(hidden_ - first, kLanes));
             Floats total = zeros();
-            for (int64_t i = 0; i < call_.num_chosen; ++i) {
+            for (int64_t i = 0; i < call_.num_chosen && rows[i] < num_present_; ++i) {
                 T rounded[kLanes] = {};
                 store_first(rounded, load_first(outputs_ + rows[i] * hidden_ + first, count), count);
                 total = fma(load(rounded), fill(weights[source_[rows[i]]]), total);
@@ -163,6 +165,7 @@ private:
     const ExpertsCall& call_;
     const int64_t first_token_, num_tokens_, num_rows_, inner_, hidden_;
     int64_t row_bytes_ = 0, num_active_ = 0;
+    int64_t num_present_ = 0;       // the rows whose experts are here
     uint8_t* prepared_ = nullptr;   // [rows]: inputs of the first product, then of the second
     float* projected_ = nullptr;    // [rows, 2 * inner]: gate and up, then the activation in the first half
     float* outputs_ = nullptr;      // [rows, hidden]
@@ -170,7 +173,7 @@ private:
     int64_t* expert_ = nullptr;     // [rows]
     int64_t* place_ = nullptr;      // [rows]: the inverse of `source_`
     int64_t* active_ = nullptr;     // [num_active_]: the experts with rows, ascending
-    int64_t* first_row_ = nullptr;  // [num_experts + 2]; the first row of an expert, and where the last one's end
+    int64_t* first_row_ = nullptr;  // [num_experts + 3]; the first row of an expert, and where the last ones end
 };
 
 template <class T>
@@ -185,11 +188,11 @@ void run(const ExpertsCall& call) {
 }  // namespace
 
 // Adds up each token's weighted experts, in ascending order of their numbers. Returns the number of ids, or the place
-// of one that is not an expert's number, and nothing is written then.
+// of one that is neither an expert's number nor that of one elsewhere, and nothing is written then.
 LS_EXPORT int64_t ls_experts(const ExpertsCall* call) {
     const int64_t num_ids = call->num_tokens * call->num_chosen;
     for (int64_t place = 0; place < num_ids; ++place) {
-        if (call->ids[place] < 0 || call->ids[place] >= call->num_experts) return place;
+        if (call->ids[place] < 0 || call->ids[place] > call->num_experts) return place;
     }
     if (call->experts[0].gate_up->dtype == kFloat32) {
         run<float>(*call);

@@ -90,7 +90,7 @@ def _arrange_pairs_kernel(
 
 
 def arrange_pairs(expert_ids: Tensor, num_experts: int, tile_rows: int) -> ExpertRuns:
-    """Arrange the pairs of `expert_ids` [T, k] int64, contiguous; one whose expert does not exist is left out.
+    """Arrange the pairs of `expert_ids` [T, k] int32, contiguous; one whose expert does not exist is left out.
 
     Args:
         num_experts: At least 1.

@@ -65,7 +65,7 @@ def sum_experts(outputs: Tensor, expert_ids: Tensor, expert_weights: Tensor, num
 
     Args:
         outputs: [T * k, hidden], contiguous; rows whose expert does not exist are not read.
-        expert_ids: [T, k] int64, contiguous, at least one row.
+        expert_ids: [T, k] int32, contiguous, at least one row.
         expert_weights: [T, k] float32, contiguous.
 
     Returns:

@@ -37,6 +37,8 @@ CASES = {
     "many rows for each expert": Case(num_experts=2, num_tokens=75),
     "one token's experts": Case(num_experts=8, num_tokens=1),
     "experts with biases": Case(num_experts=4, num_tokens=9, has_clamp=True),
+    "experts that are elsewhere": Case(num_experts=3, num_tokens=40, num_elsewhere=3, has_clamp=True),
+    "all experts of a token are elsewhere": Case(num_experts=1, num_tokens=21, num_elsewhere=9),
     "packed experts": Case(num_experts=4, num_tokens=9, is_packed=True),
     "packed experts with biases": Case(num_experts=4, num_tokens=9, has_clamp=True, is_packed=True),
 }

@@ -65,7 +65,13 @@ REFUSED = {
         "pass",
         "cannot build a kernel",
     ),
-    "experts' numbers of int64": ("fused", "experts", "expert_ids.to(torch.int32),", "expert_ids,", "ids are int32"),
+    "experts' numbers of int64": (
+        "fused",
+        "experts",
+        "expert_ids,\n            expert_mask",
+        "expert_ids.long(),\n            expert_mask",
+        "ids are int32",
+    ),
 }
 WRONG = {
     "keys and values swapped": ("dense", "elementwise", "key, value, cache[0]", "value, key, cache[0]"),

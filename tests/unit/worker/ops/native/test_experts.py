@@ -56,7 +56,7 @@ def test_experts_compute_what_their_products_compute(
     ops, num_chosen = NativeOps(isa), 3
     experts = [expert(kinds[number % len(kinds)], number) for number in range(NUM_EXPERTS)]
     x = random(num_tokens, HIDDEN_SIZE, seed=1)
-    expert_ids = random(num_tokens, NUM_EXPERTS, seed=2).topk(num_chosen).indices
+    expert_ids = random(num_tokens, NUM_EXPERTS, seed=2).topk(num_chosen).indices.int()
     weights = F.softmax(random(num_tokens, num_chosen, seed=3), dim=1)
     output = ops.prepare_experts(experts, clamp, torch.float32)(x, expert_ids, weights)
     expected = torch.zeros(num_tokens, HIDDEN_SIZE)
@@ -73,7 +73,7 @@ def test_more_tokens_than_are_computed_at_once_are_independent(isa: Isa) -> None
     experts = [expert("int8", number) for number in range(NUM_EXPERTS)]
     kernel, num_tokens = NativeOps(isa).prepare_experts(experts, None, torch.float32), 700
     x, weights = random(num_tokens, HIDDEN_SIZE, seed=1), random(num_tokens, 2, seed=3)
-    expert_ids = random(num_tokens, NUM_EXPERTS, seed=2).topk(2).indices
+    expert_ids = random(num_tokens, NUM_EXPERTS, seed=2).topk(2).indices.int()
     output = kernel(x, expert_ids, weights)
     for token in (0, 300, 511, 512, 699):
         row = slice(token, token + 1)
@@ -82,16 +82,16 @@ def test_more_tokens_than_are_computed_at_once_are_independent(isa: Isa) -> None
 
 def test_without_experts_there_is_nothing_to_add() -> None:
     kernel = NativeOps(available_isas()[-1]).prepare_experts([], None, torch.float32)
-    no_choice = torch.empty(2, 0, dtype=torch.int64)
+    no_choice = torch.empty(2, 0, dtype=torch.int32)
     assert torch.equal(kernel(torch.ones(2, 3), no_choice, torch.empty(2, 0)), torch.zeros(2, 3))
 
 
-@pytest.mark.parametrize("expert_id", [-1, NUM_EXPERTS])
+@pytest.mark.parametrize("expert_id", [-1, NUM_EXPERTS + 1])
 def test_an_expert_that_does_not_exist_is_refused(expert_id: int) -> None:
     experts = [expert("float", number) for number in range(NUM_EXPERTS)]
     kernel = NativeOps(available_isas()[-1]).prepare_experts(experts, None, torch.float32)
     with pytest.raises(IndexError, match=f"expert {expert_id} is not one of 5"):
-        kernel(random(1, HIDDEN_SIZE, seed=1), torch.tensor([[0, expert_id]]), torch.ones(1, 2))
+        kernel(random(1, HIDDEN_SIZE, seed=1), torch.tensor([[0, expert_id]], dtype=torch.int32), torch.ones(1, 2))
 
 
 @pytest.mark.parametrize("x", [torch.ones(2, 9), torch.ones(2, HIDDEN_SIZE).bfloat16()])
@@ -99,4 +99,10 @@ def test_a_wrong_shape_or_dtype_is_refused(x: Tensor) -> None:
     experts = [expert("float", number) for number in range(NUM_EXPERTS)]
     kernel = NativeOps(available_isas()[-1]).prepare_experts(experts, None, torch.float32)
     with pytest.raises(ValueError, match=rf"expected \[T, {HIDDEN_SIZE}\] torch.float32"):
-        kernel(x, torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
+        kernel(x, torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1))
+
+
+def test_ids_of_another_dtype_are_refused() -> None:
+    kernel = NativeOps(available_isas()[-1]).prepare_experts([expert("float", 0)], None, torch.float32)
+    with pytest.raises(ValueError, match=r"expected expert ids of torch.int32, got torch.int64"):
+        kernel(random(2, HIDDEN_SIZE, seed=1), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))

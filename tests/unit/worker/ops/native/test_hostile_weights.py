@@ -135,7 +135,7 @@ def test_a_damaged_layer_is_quantised_within_its_bounds(
 
 
 def test_damaged_experts_are_refused_or_computed_within_their_bounds(tmp_path: Path, ops: NativeOps) -> None:
-    ids, shares = torch.tensor([[0, 1], [1, 0], [1, 0]]), torch.full((3, 2), 0.5)
+    ids, shares = torch.tensor([[0, 1], [1, 0], [1, 0]], dtype=torch.int32), torch.full((3, 2), 0.5)
 
     def use(weights: CheckpointWeights) -> None:
         def expert(number: int) -> ExpertWeights:

@@ -82,7 +82,7 @@ def test_experts_are_exact_and_so_are_sums_of_rows_that_ran_elsewhere() -> None:
     ]
     kernel = ops.prepare_experts(experts, None, torch.float32)
     x, weights = random(num_tokens, 48, seed=1), random(num_tokens, 2, seed=2)
-    expert_ids = random(num_tokens, num_experts, seed=3).topk(2).indices
+    expert_ids = random(num_tokens, num_experts, seed=3).topk(2).indices.int()
     outputs = kernel(x, expert_ids, weights)
     check_rows(outputs, kernel, x, expert_ids, weights)
     # As ranks do: each pair's output without a weight, then the sums, by rising expert.

@@ -13,7 +13,7 @@ from services.worker.ops.triton.products.expert_runs import arrange_pairs
 
 def check(expert_ids: list[list[int]], num_experts: int, tile_rows: int) -> None:
     """Every pair is in a tile of its expert, in rising order, and the rest of the tiles is padding."""
-    runs = arrange_pairs(torch.tensor(expert_ids), num_experts, tile_rows)
+    runs = arrange_pairs(torch.tensor(expert_ids, dtype=torch.int32), num_experts, tile_rows)
     flat = [expert for row in expert_ids for expert in row]
     assert runs.num_tiles == len(flat) // tile_rows + min(num_experts, len(flat))
     tiles = runs.pairs.view(-1, tile_rows).tolist()
@@ -52,6 +52,6 @@ def test_more_pairs_than_a_program_reads_at_a_time(monkeypatch: pytest.MonkeyPat
     check(ids.tolist(), num_experts=4, tile_rows=2)
 
 
-@pytest.mark.parametrize("number", [-1, 3, 2**40])
+@pytest.mark.parametrize("number", [-1, 3, 2**30])
 def test_a_pair_whose_expert_does_not_exist_is_left_out(number: int) -> None:
     check([[0, number], [2, 0], [number, number]], num_experts=3, tile_rows=2)

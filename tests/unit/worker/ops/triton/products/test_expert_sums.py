@@ -16,7 +16,7 @@ REFERENCE = load_ops("reference")
 @pytest.mark.parametrize("width", [5, 1030])
 def test_a_tokens_sum_is_by_rising_expert(width: int, num_chosen: int) -> None:
     outputs, weights = random(3 * num_chosen, width), random(3, num_chosen, seed=1)
-    expert_ids = random(3, 9, seed=2).topk(num_chosen).indices
+    expert_ids = random(3, 9, seed=2).topk(num_chosen).indices.int()
     total = torch.zeros(3, width)
     for place in expert_ids.argsort(dim=1).T:
         rows = torch.arange(3) * num_chosen + place
@@ -27,7 +27,7 @@ def test_a_tokens_sum_is_by_rising_expert(width: int, num_chosen: int) -> None:
 def test_rows_of_experts_that_do_not_exist_are_not_read() -> None:
     outputs = random(4, 8)
     outputs[[1, 2]] = torch.nan
-    expert_ids = torch.tensor([[3, -1], [9, 0]])
+    expert_ids = torch.tensor([[3, -1], [9, 0]], dtype=torch.int32)
     summed = sum_experts(outputs, expert_ids, torch.tensor([[2.0, 1.0], [1.0, 0.5]]), 9)
     assert torch.equal(summed, torch.stack((2 * outputs[0], outputs[3] / 2)))
 

@@ -52,7 +52,7 @@ class Case:
         """Tokens, expert ids and their weights."""
         scores, weights = random(self.num_tokens, self.num_experts, seed=3), random(self.num_tokens, self.num_chosen)
         x = random(self.num_tokens, self.hidden, seed=2).to(self.dtype)
-        return x, scores.topk(self.num_chosen).indices, weights
+        return x, scores.topk(self.num_chosen).indices.int(), weights
 
     def kernel(self) -> TritonExperts:
         return TritonExperts(self.experts(), self.clamp, self.dtype)
@@ -102,7 +102,8 @@ def test_bfloat16_is_summed_in_float32(kind: MatrixKind) -> None:
     output = kernel(x, expert_ids, weights)
     assert output.dtype == torch.bfloat16
     ones = torch.ones(case.num_tokens, 1)
-    alone = [kernel(x, torch.full((case.num_tokens, 1), expert), ones).float() for expert in range(4)]
+    ids = [torch.full((case.num_tokens, 1), expert, dtype=torch.int32) for expert in range(4)]
+    alone = [kernel(x, each, ones).float() for each in ids]
     ordered = weights.gather(1, expert_ids.argsort(dim=1))
     total = torch.zeros(x.shape)
     for expert in range(4):
@@ -143,7 +144,7 @@ def test_a_padded_rows_nan_chooses_experts_that_exist() -> None:
         assert weights.isnan().any(dim=1).tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("number", [-1, 5, 2**40])
+@pytest.mark.parametrize("number", [-1, 5, 2**30])
 def test_a_choice_of_no_expert_adds_nothing(number: int) -> None:
     case = Case()
     kernel, (x, expert_ids, weights) = case.kernel(), case.step()
@@ -176,7 +177,7 @@ def test_experts_are_requested_one_by_one_and_not_kept() -> None:
 
 def test_without_experts_or_tokens_there_is_nothing_to_add() -> None:
     none = TritonExperts([], None, torch.float32)
-    no_choice = torch.empty(2, 0, dtype=torch.int64)
+    no_choice = torch.empty(2, 0, dtype=torch.int32)
     assert torch.equal(none(torch.ones(2, 3), no_choice, torch.empty(2, 0)), torch.zeros(2, 3))
     case = Case(num_tokens=0)
     assert case.kernel()(*case.step()).shape == (0, HIDDEN)
