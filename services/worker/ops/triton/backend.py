@@ -73,6 +73,7 @@ class TritonOps(ComposedOps):
     is_exact = False
     automatic_dtype = torch.bfloat16
     formats = frozenset(MatrixFormat)
+    draws_on_host = False
 
     def __init__(self) -> None:
         super().__init__()
