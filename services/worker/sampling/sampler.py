@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from services.worker.drawing.token_draw import GREEDY_TEMPERATURE
-from services.worker.forward.staging import to_device, upload_arrays
+from services.worker.forward.staging import HostArrays, to_device, upload_arrays
 from services.worker.ops import DrawRows, Ops
 from services.worker.sampling.logprobs import join_logprobs, token_logprobs
 from services.worker.sampling.sampling_state import SamplingState
@@ -168,7 +168,7 @@ class _Runs:
     is_good: npt.NDArray[np.bool_]  # [num_rows], whether those are finite
     wanted: npt.NDArray[np.int32]  # [num_logits]
     """The draft that the row's next logits were computed with, which must be drawn here for them to be valid.
-    -1 if there is no such draft, or if these or the next logits are not finite.
+    -1 if there is no such draft, if these or the next logits are not finite, or once a grammar has failed here.
     """
 
     @classmethod
@@ -205,10 +205,8 @@ class _Runs:
         while len(places):
             token_ids[places], failed = draw(places)
             all_failed += failed
-            goes_on = token_ids[places] == self.wanted[places]
-            if failed:
-                goes_on &= ~np.isin(places, failed)
-            places = places[goes_on] + 1
+            self.wanted[failed] = -1
+            places = places[token_ids[places] == self.wanted[places]] + 1
         return all_failed
 
     def cut(self, token_ids: Int32Column, counts: Int32Column) -> Int32Column:
@@ -253,7 +251,7 @@ def _draw_rows(
     min_p = np.zeros(len(temperature), np.float32)
     for row, state in rows.states.items():
         min_p[row] = state.options.min_p
-    columns = {
+    columns: HostArrays = {
         "temperature": temperature,
         "top_k": rows.top_k,
         "top_p": rows.top_p,
