@@ -71,9 +71,9 @@ class TritonOps(ComposedOps):
 
     name = "triton"
     is_exact = False
+    draws_on_host = False
     automatic_dtype = torch.bfloat16
     formats = frozenset(MatrixFormat)
-    draws_on_host = False
 
     def __init__(self) -> None:
         super().__init__()
