@@ -120,19 +120,19 @@ class Sampler:
     def _draw_runs(self, logits: Tensor, rows: SamplingRows) -> tuple[Int32Column, _Runs, list[int]]:
         """A token for each of the logits of each row; meaningless after the first that differs from its draft.
 
-        A token depends on those before it only through a state that changes logits, so that all others are drawn at
-        once, after which they need only be compared with the drafts.
+        Only a state that changes logits makes a token depend on those before it. All others are drawn at once, and need
+        only be compared with their drafts; but where the host draws, too many would be drawn in vain.
         """
         places = _by_place(rows)
         is_edited = _changes_logits(places)
-        is_late = is_edited | ((places.temperature >= GREEDY_TEMPERATURE) & self._ops.draws_on_host)
+        is_drawn_in_order = is_edited | ((places.temperature >= GREEDY_TEMPERATURE) & self._ops.draws_on_host)
         # A greedy draw costs least.
-        temperature = np.where(is_late, np.float32(0), places.temperature)
+        temperature = np.where(is_drawn_in_order, np.float32(0), places.temperature)
         drawn, is_finite = self._ops.sample(logits, _draw_rows(places, temperature, logits.device))
         token_ids = drawn.cpu().numpy().astype(np.int32)
         runs = _Runs.make(rows, is_finite=is_finite.cpu().numpy())
         first = runs.first[runs.is_good]
-        unedited, edited = first[is_late[first] & ~is_edited[first]], first[is_edited[first]]
+        unedited, edited = first[(is_drawn_in_order & ~is_edited)[first]], first[is_edited[first]]
         runs.draw_in_order(unedited, token_ids, draw=partial(self._draw_unedited, logits, places))
         failed = runs.draw_in_order(edited, token_ids, draw=partial(self._draw_edited, logits, places))
         return token_ids, runs, (runs.first.searchsorted(np.sort(failed), side="right") - 1).tolist()

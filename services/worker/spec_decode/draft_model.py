@@ -109,7 +109,7 @@ class DraftModelProposer(DraftProposer):
 
     def _passes(self, block_tables: Int32Column, passes: Sequence[TokenRuns], others: HostArrays) -> ForwardPasses:
         assert self._kv_cache is not None, "drafts before the first epoch"
-        return ForwardPasses(self._ops, self._kv_cache, block_tables, passes, others)
+        return ForwardPasses(self._ops, self._kv_cache, block_tables=block_tables, passes=passes, others=others)
 
     def _compute(self, passes: ForwardPasses, number: int, token_ids: Tensor) -> Tensor:
         return passes.compute(number, lambda positions: self._model.forward(token_ids, positions))

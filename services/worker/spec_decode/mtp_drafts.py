@@ -126,7 +126,7 @@ class MtpProposer(DraftProposer):
 
     def _passes(self, block_tables: Int32Column, passes: Sequence[TokenRuns], others: HostArrays) -> ForwardPasses:
         assert self._kv_cache is not None, "drafts before the first epoch"
-        return ForwardPasses(self._ops, self._kv_cache, block_tables, passes, others)
+        return ForwardPasses(self._ops, self._kv_cache, block_tables=block_tables, passes=passes, others=others)
 
 
 @dataclass(frozen=True, slots=True)

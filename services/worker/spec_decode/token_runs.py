@@ -77,6 +77,7 @@ class ForwardPasses:
         self,
         ops: Ops,
         kv_cache: KvCache,
+        *,
         block_tables: Int32Column,
         passes: Sequence[TokenRuns],
         others: HostArrays,
@@ -96,7 +97,7 @@ class ForwardPasses:
             its_arrays = runs.arrays(block_tables, kv_cache.block_size)
             arrays |= {f"{name} {number}": values for name, values in its_arrays.items()}
         self.arrays = upload_arrays(arrays, kv_cache.device)
-        """`others` on the device, among others."""
+        """What was uploaded, by name: `others` and what the passes need."""
 
     def compute(self, number: int, forward: Callable[[Tensor], Tensor]) -> Tensor:
         """Call `forward` with the positions [num_tokens] int64 of a pass, in its forward context."""
