@@ -188,7 +188,6 @@ TESTED_BY = {
     ),
     "unit/worker/runner/test_input_batch_drafts.py": ("services/worker/spec_decode/decodes.py",),
     "unit/worker/runner/test_model_runner_drafts.py": (
-        "services/worker/spec_decode/greedy_drafts.py",
         "services/worker/spec_decode/ngram_drafts.py",
         "services/worker/spec_decode/token_runs.py",
     ),

@@ -23,9 +23,20 @@ def to_device(values: npt.NDArray[np.generic[Any]], device: torch.device) -> Ten
     tensor = torch.from_numpy(values)
     if device.type == "cpu":
         return tensor
-    # torch keeps pinned memory from being used again until it is copied.
+    # torch keeps a pinned piece of memory that is no longer used until copies from it are done.
     source = tensor.pin_memory() if device.type == "cuda" else tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(source, non_blocking=True)
+
+
+def upload_arrays(arrays: HostArrays, device: torch.device) -> dict[str, Tensor]:
+    """Copies of int32, int64 or float32 arrays on a device, in one transfer that the host does not wait for.
+
+    On the CPU they share the arrays' memory.
+    """
+    is_host = device.type == "cpu"
+    staging = SharedStaging() if is_host else PinnedStaging(device, is_pinned=device.type == "cuda")
+    staging.pack(arrays)
+    return staging.upload()
 
 
 class Staging(Protocol):

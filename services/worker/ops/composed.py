@@ -32,6 +32,7 @@ class ComposedOps(Ops, Protocol):
     formats: frozenset[MatrixFormat] = frozenset()
     automatic_quantization: MatrixFormat | None = None
     kv_dtypes: tuple[torch.dtype, ...] = ()
+    draws_on_host: bool = True
 
     @property
     def num_threads(self) -> int:

@@ -51,7 +51,7 @@ class DeviceSampler:
             part = slice(start, start + _MAX_COPIED_ROWS)
             own_logits, _ = self._finite_rows(logits, drawn, edited.numbers[part])
             self._ops.edit_logits(own_logits, edited.edits[part])
-            parts.append(self._ops.sample(own_logits, rows.draw_rows(edited.numbers[part], logits.device))[0])
+            parts.append(self._ops.sample(own_logits, rows.draw_rows(logits.device, edited.numbers[part]))[0])
         numbers = to_device(edited.numbers, logits.device)
         before = drawn[numbers]
         return drawn.index_copy(0, numbers, torch.where(before < 0, before, torch.cat(parts)))

@@ -5,15 +5,17 @@ A draft is accepted exactly when it would have been drawn without it: drafts cha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.worker.drawing.token_draw import GREEDY_TEMPERATURE, TokenDraw
-from services.worker.forward.staging import to_device
+from services.worker.drawing.token_draw import GREEDY_TEMPERATURE
+from services.worker.forward.staging import HostArrays, to_device, upload_arrays
 from services.worker.ops import DrawRows, Ops
 from services.worker.sampling.logprobs import join_logprobs, token_logprobs
 from services.worker.sampling.sampling_state import SamplingState
@@ -21,6 +23,8 @@ from services.worker.step import Int32Column, Logprobs
 
 _NO_TOKENS: Int32Column = np.empty(0, np.int32)
 _ALL = slice(None)
+# Draws one token at each of some places; also says which of these have a grammar that could not be followed.
+_DrawPlaces = Callable[[npt.NDArray[np.int64]], tuple[Int32Column, list[int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +42,27 @@ class SamplingRows:
     draft_token_ids: Int32Column = field(default_factory=lambda: _NO_TOKENS)  # [num_drafts], row after row
     draft_counts: Int32Column | None = None  # [num_rows], drafts of each row; None means that no row has any
 
-    def draw_rows(self, numbers: npt.NDArray[np.int64], device: torch.device) -> DrawRows:
-        """How the backend draws the rows `numbers`."""
-        min_p = np.array([self.states[row].options.min_p if row in self.states else 0.0 for row in numbers.tolist()])
-        columns = (
-            self.temperature[numbers],
-            self.top_k[numbers],
-            self.top_p[numbers],
-            min_p.astype(np.float32),
-            self.seed[numbers].view(np.int64),
-            self.choice[numbers].astype(np.int64),
-            self.position[numbers],
-        )
-        return DrawRows(*(to_device(column, device) for column in columns))
+    def draw_rows(
+        self,
+        device: torch.device,
+        chosen: npt.NDArray[np.int64] | slice = _ALL,
+        *,
+        temperature: npt.NDArray[np.float32] | None = None,
+    ) -> DrawRows:
+        """How the backend draws the `chosen` rows; `temperature` [num_rows] stands in for theirs."""
+        min_p = np.zeros(len(self.temperature), np.float32)
+        for row, state in self.states.items():
+            min_p[row] = state.options.min_p
+        columns: HostArrays = {
+            "temperature": self.temperature if temperature is None else temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": min_p,
+            "seed": self.seed.view(np.int64),
+            "choice": self.choice.astype(np.int64),
+            "position": self.position,
+        }
+        return DrawRows(**upload_arrays({name: column[chosen] for name, column in columns.items()}, device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +80,7 @@ class SampledTokens:
 
 
 class Sampler:
-    """Draws with the backend; rows with drafts on the host, where each token decides about the next draft."""
+    """Draws with the backend. The host learns every token, but never sees the logits."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
@@ -81,10 +93,7 @@ class Sampler:
                 `position`, then those after each of its drafts.
             rows: At least one.
         """
-        if rows.draft_counts is None:
-            token_ids, runs, failed = self._draw_together(logits, rows)
-        else:
-            token_ids, runs, failed = self._draw_runs(logits, rows)
+        token_ids, runs, failed = self._draw(logits, rows)
         not_finite_rows = np.flatnonzero(~runs.is_good).astype(np.int32)
         counts = None if rows.draft_counts is None else runs.counts(token_ids)
         sampled = SampledTokens(token_ids if counts is None else runs.cut(token_ids, counts), not_finite_rows, counts)
@@ -96,31 +105,16 @@ class Sampler:
             failed_grammar_rows=np.array(failed, np.int32),
         )
 
-    def _draw_together(self, logits: Tensor, rows: SamplingRows) -> tuple[Int32Column, _Runs, list[int]]:
-        """One token for each row; rows whose states change logits a second time, from a copy with the changes."""
-        is_edited = np.zeros(len(rows.temperature), np.bool_)
-        is_edited[[row for row, state in rows.states.items() if state.changes_logits]] = True
-        # A greedy draw costs least.
-        temperature = np.where(is_edited, np.float32(0), rows.temperature)
-        drawn, is_finite = self._ops.sample(logits, _draw_rows(rows, temperature, logits.device))
-        token_ids = drawn.cpu().numpy().astype(np.int32)
-        runs = _Runs.make(rows, is_finite=is_finite.cpu().numpy())
-        edited = np.flatnonzero(is_edited & runs.is_good)
-        failed: list[int] = []
-        if len(edited):
-            token_ids[edited], failed = self._draw_edited(logits, rows, edited)
-        return token_ids, runs, failed
-
     def _draw_edited(
         self, logits: Tensor, rows: SamplingRows, edited: npt.NDArray[np.int64]
     ) -> tuple[Int32Column, list[int]]:
         """The tokens of the rows `edited`, and which of these have a grammar that could not be followed."""
         states = [(row, rows.states[row]) for row in edited.tolist()]
-        own_logits = logits[to_device(edited, logits.device)]
+        own_logits = logits.index_select(0, to_device(edited, logits.device))
         self._ops.edit_logits(own_logits, [state.edits(int(rows.position[row])) for row, state in states])
         # Read before the next mask may be started: a failure of that one concerns the next token.
         failed = [row for row, state in states if state.has_failed]
-        drawn, _ = self._ops.sample(own_logits, _draw_rows(rows, rows.temperature, logits.device, edited))
+        drawn, _ = self._ops.sample(own_logits, rows.draw_rows(logits.device, edited))
         token_ids: Int32Column = drawn.cpu().numpy().astype(np.int32)
         for (row, state), token_id in zip(states, token_ids.tolist(), strict=True):
             state.append(token_id)
@@ -128,17 +122,35 @@ class Sampler:
                 state.prepare()
         return token_ids, failed
 
-    def _draw_runs(self, logits: Tensor, rows: SamplingRows) -> tuple[Int32Column, _Runs, list[int]]:
-        """The tokens of rows with drafts, each until one differs from its draft."""
-        greedy_ids, largest = self._ops.greedy_sample(logits)
-        token_ids = greedy_ids.cpu().numpy().astype(np.int32)
-        runs = _Runs.make(rows, is_finite=largest.isfinite().cpu().numpy())
-        drawn = np.flatnonzero(_is_drawn(rows) & runs.is_good).tolist()
-        if not drawn:
-            return token_ids, runs, []
-        values = logits.cpu().numpy()
-        failed = [row for row in drawn if not _draw_run(values, rows, row, runs=runs, token_ids=token_ids)]
-        return token_ids, runs, failed
+    def _draw(self, logits: Tensor, rows: SamplingRows) -> tuple[Int32Column, _Runs, list[int]]:
+        """A token for each of the logits of each row; meaningless after the first that differs from its draft.
+
+        Only a state that changes logits makes a token depend on those before it. All others are drawn at once, and need
+        only be compared with their drafts; but where the host draws, too many would be drawn in vain.
+        """
+        has_drafts = rows.draft_counts is not None
+        places = _by_place(rows) if has_drafts else rows
+        is_edited = _changes_logits(places)
+        is_costly = has_drafts and self._ops.draws_on_host
+        is_drawn_in_order = is_edited | ((places.temperature >= GREEDY_TEMPERATURE) & is_costly)
+        # A greedy draw costs least.
+        temperature = np.where(is_drawn_in_order, np.float32(0), places.temperature)
+        drawn, is_finite = self._ops.sample(logits, places.draw_rows(logits.device, temperature=temperature))
+        token_ids = drawn.cpu().numpy().astype(np.int32)
+        runs = _Runs.make(rows, is_finite=is_finite.cpu().numpy())
+        first = runs.first[runs.is_good]
+        unedited, edited = first[(is_drawn_in_order & ~is_edited)[first]], first[is_edited[first]]
+        runs.draw_in_order(unedited, token_ids, draw=partial(self._draw_unedited, logits, places))
+        failed = runs.draw_in_order(edited, token_ids, draw=partial(self._draw_edited, logits, places))
+        return token_ids, runs, (runs.first.searchsorted(np.sort(failed), side="right") - 1).tolist()
+
+    def _draw_unedited(
+        self, logits: Tensor, rows: SamplingRows, drawn: npt.NDArray[np.int64]
+    ) -> tuple[Int32Column, list[int]]:
+        """The tokens of the rows `drawn`; see `_draw_edited`."""
+        own_logits = logits.index_select(0, to_device(drawn, logits.device))
+        token_ids, _ = self._ops.sample(own_logits, rows.draw_rows(logits.device, drawn))
+        return token_ids.cpu().numpy().astype(np.int32), []
 
     def _logprobs(self, logits: Tensor, rows: SamplingRows, runs: _Runs, sampled: SampledTokens) -> Logprobs | None:
         counts = np.ones(len(runs.first), np.int32) if sampled.counts is None else sampled.counts
@@ -163,7 +175,7 @@ class _Runs:
     is_good: npt.NDArray[np.bool_]  # [num_rows], whether those are finite
     wanted: npt.NDArray[np.int32]  # [num_logits]
     """The draft that the row's next logits were computed with, which must be drawn here for them to be valid.
-    -1 if there is no such draft, or if these or the next logits are not finite.
+    -1 if there is no such draft, if these or the next logits are not finite, or once a grammar has failed here.
     """
 
     @classmethod
@@ -186,6 +198,24 @@ class _Runs:
         counts: npt.NDArray[np.int64] = ends[ends.searchsorted(self.first)] - self.first + 1
         return counts.astype(np.int32)
 
+    def draw_in_order(self, places: npt.NDArray[np.int64], token_ids: Int32Column, *, draw: _DrawPlaces) -> list[int]:
+        """Draw from the first logits of some rows on, one token of each at a time, while they equal their drafts.
+
+        Args:
+            places: [n], where those logits are.
+            token_ids: [num_logits]; the tokens are written into their places.
+
+        Returns:
+            The places with a grammar that could not be followed further.
+        """
+        all_failed: list[int] = []
+        while len(places):
+            token_ids[places], failed = draw(places)
+            all_failed += failed
+            self.wanted[failed] = -1
+            places = places[token_ids[places] == self.wanted[places]] + 1
+        return all_failed
+
     def cut(self, token_ids: Int32Column, counts: Int32Column) -> Int32Column:
         """The first `counts` tokens of each row, row after row."""
         starts = np.cumsum(counts, dtype=np.int64) - counts
@@ -194,58 +224,25 @@ class _Runs:
         return kept
 
 
-def _is_drawn(rows: SamplingRows) -> npt.NDArray[np.bool_]:
-    """[num_rows], False for rows that get the most likely tokens."""
-    is_drawn: npt.NDArray[np.bool_] = rows.temperature >= GREEDY_TEMPERATURE
-    for row, state in rows.states.items():
-        is_drawn[row] |= state.changes_logits
-    return is_drawn
-
-
-def _draw_rows(
-    rows: SamplingRows,
-    temperature: npt.NDArray[np.float32],
-    device: torch.device,
-    chosen: npt.NDArray[np.int64] | slice = _ALL,
-) -> DrawRows:
-    """How the backend draws the `chosen` rows, at these temperatures."""
-    min_p = np.zeros(len(temperature), np.float32)
-    for row, state in rows.states.items():
-        min_p[row] = state.options.min_p
-    seed, choice = rows.seed.view(np.int64), rows.choice.astype(np.int64)
-    columns = (temperature, rows.top_k, rows.top_p, min_p, seed, choice, rows.position)
-    return DrawRows(*(to_device(column[chosen], device) for column in columns))
-
-
-def _draw_run(
-    logits: npt.NDArray[np.float32], rows: SamplingRows, row: int, *, runs: _Runs, token_ids: Int32Column
-) -> bool:
-    """Draw one row's tokens into their places in `token_ids`, until one differs from its draft.
-
-    Returns False if the row's grammar could not be followed that far.
-    """
-    state = rows.states.get(row)
-    draw = TokenDraw(
-        temperature=float(rows.temperature[row]),
-        top_k=int(rows.top_k[row]),
-        top_p=float(rows.top_p[row]),
-        min_p=0.0 if state is None else state.options.min_p,
-        seed=int(rows.seed[row]),
-        choice=int(rows.choice[row]),
+def _by_place(rows: SamplingRows) -> SamplingRows:
+    """A row for each of the logits, without drafts."""
+    assert rows.draft_counts is not None, "rows without drafts are their own places"
+    counts = rows.draft_counts + 1
+    row = np.repeat(np.arange(len(counts)), counts)
+    num_before = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return SamplingRows(
+        temperature=rows.temperature[row],
+        top_k=rows.top_k[row],
+        top_p=rows.top_p[row],
+        seed=rows.seed[row],
+        choice=rows.choice[row],
+        position=rows.position[row] + num_before,
+        states={place: rows.states[its_row] for place, its_row in enumerate(row.tolist()) if its_row in rows.states},
     )
-    place, position = int(runs.first[row]), int(rows.position[row])
-    while True:
-        token_id = draw.token(logits[place] if state is None else state.process(logits[place], position), position)
-        token_ids[place] = token_id
-        if state is not None:
-            # Read before the next mask may be started: a failure of that one concerns the next token.
-            has_failed = state.has_failed
-            state.append(token_id)
-            if has_failed:
-                return False
-        if token_id != runs.wanted[place]:
-            break
-        place, position = place + 1, position + 1
-    if state is not None:
-        state.prepare()
-    return True
+
+
+def _changes_logits(rows: SamplingRows) -> npt.NDArray[np.bool_]:
+    """[num_rows], whether the row's state does."""
+    changes_logits = np.zeros(len(rows.temperature), np.bool_)
+    changes_logits[[row for row, state in rows.states.items() if state.changes_logits]] = True
+    return changes_logits

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.forward.kv_cache import KvCache
-from services.worker.forward.staging import to_device
+from services.worker.forward.staging import HostArrays
 from services.worker.models.registry import CausalLM
 from services.worker.ops import Ops
 from services.worker.spec_decode.drafts import NO_DRAFTS, ComputedStep, DraftProposer, DraftRows, Drafts
-from services.worker.spec_decode.greedy_drafts import draft_greedily
-from services.worker.spec_decode.token_runs import TokenRuns
+from services.worker.spec_decode.greedy_drafts import DraftChain
+from services.worker.spec_decode.token_runs import ForwardPasses, TokenRuns
 from services.worker.step import Int32Column
 
 
@@ -57,8 +57,11 @@ class DraftModelProposer(DraftProposer):
         self._num_computed[slots] = first + lengths
         fitting = np.flatnonzero(lengths)
         if len(fitting):
-            runs = TokenRuns(first[fitting], lengths[fitting], tokens.block_tables[inputs.num_decodes :][fitting])
-            self._compute(runs, torch.from_numpy(tokens.token_ids[runs.spread(first_tokens[fitting])]))
+            runs = TokenRuns(first[fitting], lengths[fitting])
+            token_ids = tokens.token_ids[runs.spread(first_tokens[fitting])]
+            tables = tokens.block_tables[inputs.num_decodes :][fitting]
+            passes = self._passes(tables, [runs], {"token_ids": token_ids})
+            self._compute(passes, 0, passes.arrays["token_ids"])
         # Rejected drafts were computed too. The newest token was only just drawn: what is valid ends before it.
         counts = 1 if step.counts is None else step.counts
         num_known = inputs.row_positions + counts
@@ -66,7 +69,7 @@ class DraftModelProposer(DraftProposer):
         self._num_computed[rows] = np.minimum(self._num_computed[rows], num_known - 1)
 
     def propose(self, rows: DraftRows) -> Drafts:
-        """See `DraftProposer.propose`."""
+        """See `DraftProposer.propose`; waits for the device once, see `greedy_drafts`."""
         # The last draft is never computed, so it may be one past the context.
         counts = np.clip(self._model.context_length + 1 - rows.num_known, 0, rows.counts_in_room()).astype(np.int32)
         num_computed = self._num_computed[rows.slots]
@@ -75,26 +78,28 @@ class DraftModelProposer(DraftProposer):
         # A sequence with too many missing tokens computes some of them now, and drafts some steps later.
         counts[lengths < num_missing] = 0
         self._num_computed[rows.slots] = num_computed + lengths + np.maximum(counts - 1, 0)
-        active = np.flatnonzero(lengths)
+        chain = DraftChain.make(counts)
+        # Rows that draft have missing tokens, so they stay first.
+        active = chain.order[lengths[chain.order] > 0]
         if not len(active):
             return Drafts(NO_DRAFTS, counts)
-        tables, num_known = rows.block_tables()[active], rows.num_known[active]
         missing = [rows.token_ids[row][num_computed[row] : num_computed[row] + lengths[row]] for row in active.tolist()]
-        runs = TokenRuns(num_computed[active], lengths[active], tables)
-        hidden = self._compute(runs, torch.from_numpy(np.concatenate(missing).astype(np.int64)))
+        num_known = rows.num_known[active]
+        backlog = TokenRuns(num_computed[active], lengths[active])
+        newest = [TokenRuns.single(num_known[:size] + place) for place, size in enumerate(chain.sizes[1:])]
+        others = {"token_ids": np.concatenate(missing).astype(np.int64), "lasts": backlog.lasts}
+        passes = self._passes(rows.block_tables()[active], [backlog, *newest], others)
+        hidden = self._compute(passes, 0, passes.arrays["token_ids"])
 
-        def advance(some: npt.NDArray[np.int64], token_ids: Tensor, _: Tensor, num_drafted: int) -> Tensor:
-            places = num_known[some] + (num_drafted - 1)
-            return self._compute(TokenRuns(places, np.ones_like(places), tables[some]), token_ids)
+        def advance(token_ids: Tensor, _: Tensor, num_drafted: int) -> Tensor:
+            return self._compute(passes, num_drafted, token_ids)
 
-        drafts = draft_greedily(
-            hidden[to_device(runs.lasts, hidden.device)],
-            counts[active],
+        return chain.draft(
+            hidden[passes.arrays["lasts"][: len(chain.drafting)]],
             compute_logits=self._model.compute_logits,
             ops=self._ops,
             advance=advance,
         )
-        return Drafts(drafts.token_ids, counts)
 
     def _at_once(self, num_missing: Int32Column) -> Int32Column:
         """How many of each row's missing tokens to compute in one forward pass, first rows first."""
@@ -102,7 +107,9 @@ class DraftModelProposer(DraftProposer):
         lengths: Int32Column = np.clip(self._max_tokens_at_once - before, 0, num_missing).astype(np.int32)
         return lengths
 
-    def _compute(self, runs: TokenRuns, token_ids: Tensor) -> Tensor:
+    def _passes(self, block_tables: Int32Column, passes: Sequence[TokenRuns], others: HostArrays) -> ForwardPasses:
         assert self._kv_cache is not None, "drafts before the first epoch"
-        token_ids = token_ids.to(self._kv_cache.device)
-        return runs.compute(self._ops, self._kv_cache, lambda positions: self._model.forward(token_ids, positions))
+        return ForwardPasses(self._ops, self._kv_cache, block_tables=block_tables, passes=passes, others=others)
+
+    def _compute(self, passes: ForwardPasses, number: int, token_ids: Tensor) -> Tensor:
+        return passes.compute(number, lambda positions: self._model.forward(token_ids, positions))

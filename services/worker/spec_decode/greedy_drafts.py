@@ -1,28 +1,38 @@
-"""Greedy drafts from a model, for all sequences together."""
+"""Greedy drafts from a model, for all sequences together.
+
+A sequence's drafts are a chain: each is computed from the one before it. Everything else is known beforehand, so that
+the device goes from one to the next without the host:
+
+    host      upload all inputs   launch every pass   wait                  plan the step
+    device                           d0   d1   d2   …   copy the drafts
+
+The step that checks the drafts is planned on the host, which therefore waits once per step, for the whole chain. The
+device then idles until that step is launched.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from services.worker.forward.staging import to_device
 from services.worker.ops import Ops
 from services.worker.spec_decode.drafts import NO_DRAFTS, Drafts
 from services.worker.step import Int32Column
 
 
 class Advance(Protocol):
-    """Feeds the newest drafts to the drafting layers."""
+    """Feeds the newest drafts to the drafting layers, without waiting for the device."""
 
-    def __call__(self, rows: npt.NDArray[np.int64], token_ids: Tensor, hidden: Tensor, num_drafted: int, /) -> Tensor:
-        """The next hidden states of some rows.
+    def __call__(self, token_ids: Tensor, hidden: Tensor, num_drafted: int, /) -> Tensor:
+        """The next hidden states of the first rows in a chain's order.
 
         Args:
-            rows: [n].
             token_ids: [n] int64, their newest drafts.
             hidden: [n, hidden], the states they were drawn from.
             num_drafted: Drafts of each row so far, at least 1.
@@ -32,31 +42,55 @@ class Advance(Protocol):
         """
 
 
-def draft_greedily(
-    hidden: Tensor, counts: Int32Column, *, compute_logits: Callable[[Tensor], Tensor], ops: Ops, advance: Advance
-) -> Drafts:
-    """Draft `counts` tokens for each row.
+@dataclass(frozen=True, slots=True)
+class DraftChain:
+    """Rows in the order of their numbers of drafts, so that those that get another draft are always the first ones."""
 
-    Ties go to the lower token id; logits that are not finite give some token of the vocabulary.
+    counts: Int32Column  # [num_rows], drafts of each row, at least 0
+    order: npt.NDArray[np.int64]  # [num_rows], the rows, those with most drafts first
+    sizes: tuple[int, ...]
+    """How many rows have a first draft, a second one, and so on; all at least 1."""
 
-    Args:
-        hidden: [num_rows, hidden], to draw the first drafts from; only read where `counts` is above 0.
-        counts: [num_rows], at least 0.
-        compute_logits: Hidden states [n, hidden] to logits [n, vocabulary] float32.
-        advance: Called once per further draft, for all rows together.
-    """
-    drafted = np.zeros((len(counts), int(counts.max(initial=0))), np.int32)
-    rows = np.flatnonzero(counts)
-    if not len(rows):
-        return Drafts(NO_DRAFTS, counts)
-    hidden = hidden[to_device(rows, hidden.device)]
-    for place in range(drafted.shape[1]):
+    @classmethod
+    def make(cls, counts: Int32Column) -> DraftChain:
+        """The chain for these `counts`."""
+        places = np.arange(int(counts.max(initial=0)))
+        sizes = np.count_nonzero(counts[:, None] > places, axis=0)
+        return cls(counts, np.argsort(-counts, kind="stable"), tuple(sizes.tolist()))
+
+    @property
+    def drafting(self) -> npt.NDArray[np.int64]:
+        """The rows that have drafts, in order."""
+        return self.order[: max(self.sizes, default=0)]
+
+    def draft(
+        self, hidden: Tensor, *, compute_logits: Callable[[Tensor], Tensor], ops: Ops, advance: Advance
+    ) -> Drafts:
+        """Compute all drafts; waits for the device once, at the end.
+
+        Ties go to the lower token id; logits that are not finite give some token of the vocabulary.
+
+        Args:
+            hidden: [len(drafting), hidden], to draw the first drafts from.
+            compute_logits: Hidden states [n, hidden] to logits [n, vocabulary] float32.
+            advance: Called once per further draft, for all rows together.
+        """
+        if not self.sizes:
+            return Drafts(NO_DRAFTS, self.counts)
         token_ids, _ = ops.greedy_sample(compute_logits(hidden))
-        drafted[rows, place] = token_ids.cpu().numpy()
-        goes_on = counts[rows] > place + 1
-        if not goes_on.any():
-            break
-        kept = to_device(goes_on, hidden.device)
-        rows = rows[goes_on]
-        hidden = advance(rows, token_ids[kept], hidden[kept], place + 1)
-    return Drafts(drafted[np.arange(drafted.shape[1]) < counts[:, None]], counts)
+        drafted = [token_ids]
+        for place, size in enumerate(self.sizes[1:], start=1):
+            hidden = advance(token_ids[:size], hidden[:size], place)
+            token_ids, _ = ops.greedy_sample(compute_logits(hidden))
+            drafted.append(token_ids)
+        return Drafts(self._by_row(torch.cat(drafted).cpu().numpy()), self.counts)
+
+    def _by_row(self, token_ids: npt.NDArray[np.int64]) -> Int32Column:
+        """From draft after draft, each of the rows in order, to row after row."""
+        has_draft = np.arange(len(self.sizes))[:, None] < self.counts[self.order]
+        by_place = np.zeros(has_draft.shape, np.int32)
+        by_place[has_draft] = token_ids
+        by_row = np.empty_like(by_place.T)
+        by_row[self.order] = by_place.T
+        drafts: Int32Column = by_row[np.arange(len(self.sizes)) < self.counts[:, None]]
+        return drafts

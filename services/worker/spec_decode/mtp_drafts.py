@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -12,12 +13,12 @@ from torch import Tensor
 
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.forward.kv_cache import KvCache
-from services.worker.forward.staging import to_device
+from services.worker.forward.staging import HostArrays, to_device, upload_arrays
 from services.worker.models.protocol import MtpLayers
 from services.worker.ops import Ops
 from services.worker.spec_decode.drafts import ComputedStep, DraftProposer, DraftRows, Drafts
-from services.worker.spec_decode.greedy_drafts import draft_greedily
-from services.worker.spec_decode.token_runs import TokenRuns
+from services.worker.spec_decode.greedy_drafts import DraftChain
+from services.worker.spec_decode.token_runs import ForwardPasses, TokenRuns
 from services.worker.step import Int32Column
 
 _IntArray = npt.NDArray[np.int64]
@@ -64,36 +65,34 @@ class MtpProposer(DraftProposer):
     def observe(self, step: ComputedStep) -> None:
         """See `DraftProposer.observe`."""
         self._make_room(step.hidden)
-        inputs, device = step.inputs, step.hidden.device
+        inputs = step.inputs
         first = step.tokens.positions[inputs.cu_seqlens_q[:-1]]
         is_awaited = (first > 0) & (first == self._awaited[inputs.slots])
         known = _KnownTokens.make(step, is_awaited)
         if len(known.sequences):
-            hidden = step.hidden[to_device(known.places, device)]
-            hidden[to_device(known.awaited, device)] = self._waiting[to_device(inputs.slots[is_awaited], device)]
-            self._compute_known(known, hidden, to_device(inputs.slots[known.sequences], device))
+            self._compute_known(known, step.hidden)
         goes_on = np.ones(len(inputs.slots), np.bool_)
         goes_on[inputs.row_sequences()] = False
         self._awaited[inputs.slots] = np.where(goes_on, first + inputs.query_lens, 0)
-        lasts = inputs.cu_seqlens_q[1:][goes_on] - 1
-        self._waiting[to_device(inputs.slots[goes_on], device)] = step.hidden[to_device(lasts, device)]
+        lasts = inputs.cu_seqlens_q[1:][goes_on].astype(np.int64) - 1
+        there = upload_arrays({"slots": inputs.slots[goes_on].astype(np.int64), "lasts": lasts}, step.hidden.device)
+        self._waiting[there["slots"]] = step.hidden[there["lasts"]]
 
     def propose(self, rows: DraftRows) -> Drafts:
-        """See `DraftProposer.propose`."""
-        tables, num_known = rows.block_tables(), rows.num_known
+        """See `DraftProposer.propose`; waits for the device once, see `greedy_drafts`."""
+        chain = DraftChain.make(rows.counts_in_room())
+        num_known = rows.num_known[chain.drafting]
+        # The first draft is at position `num_known`; it is combined with the hidden state of the token just before.
+        runs = [TokenRuns.single(num_known[:size] + (place - 1)) for place, size in enumerate(chain.sizes[1:])]
+        slots = rows.slots[chain.drafting].astype(np.int64)
+        passes = self._passes(rows.block_tables()[chain.drafting], runs, {"slots": slots})
 
-        def advance(some: _IntArray, token_ids: Tensor, hidden: Tensor, num_drafted: int) -> Tensor:
-            # The first draft is at position `num_known`; it is combined with the hidden state of the token just before.
-            places = num_known[some] + (num_drafted - 2)
+        def advance(token_ids: Tensor, hidden: Tensor, num_drafted: int) -> Tensor:
             layer = min(num_drafted, self._layers.num_layers - 1)
-            return self._compute(
-                TokenRuns(places, np.ones_like(places), tables[some]),
-                lambda positions: self._layers.forward(hidden, token_ids, positions, layer),
-            )
+            return passes.compute(num_drafted - 1, partial(self._layers.forward, hidden, token_ids, layer=layer))
 
-        return draft_greedily(
-            self._last[0][to_device(rows.slots, self._last.device)],
-            rows.counts_in_room(),
+        return chain.draft(
+            self._last[0].index_select(0, passes.arrays["slots"]),
             compute_logits=self._layers.compute_logits,
             ops=self._ops,
             advance=advance,
@@ -105,10 +104,13 @@ class MtpProposer(DraftProposer):
             self._waiting = hidden.new_zeros(len(self._waiting), hidden.shape[1])
             self._last = hidden.new_zeros(*self._last.shape[:2], hidden.shape[1])
 
-    def _compute_known(self, known: _KnownTokens, hidden: Tensor, slots: Tensor) -> None:
-        """Run all layers over `known`; `hidden` are the model's hidden states of these tokens."""
-        token_ids, starts = to_device(known.token_ids, hidden.device), to_device(known.runs.starts, hidden.device)
-        lasts = to_device(known.runs.lasts, hidden.device)
+    def _compute_known(self, known: _KnownTokens, step_hidden: Tensor) -> None:
+        """Run all layers over `known`; `step_hidden` are the model's hidden states of the step's tokens."""
+        passes = self._passes(known.block_tables, [known.runs], known.arrays())
+        arrays = passes.arrays
+        token_ids, starts, lasts, slots = (arrays[name] for name in ("token_ids", "starts", "lasts", "slots"))
+        hidden = step_hidden[arrays["places"]]
+        hidden[arrays["awaited"]] = self._waiting[arrays["awaited_slots"]]
 
         def forward(positions: Tensor) -> Tensor:
             states = hidden
@@ -120,11 +122,11 @@ class MtpProposer(DraftProposer):
                 self._last[layer, slots] = computed[lasts]
             return states
 
-        self._compute(known.runs, forward)
+        passes.compute(0, forward)
 
-    def _compute(self, runs: TokenRuns, forward: Callable[[Tensor], Tensor]) -> Tensor:
+    def _passes(self, block_tables: Int32Column, passes: Sequence[TokenRuns], others: HostArrays) -> ForwardPasses:
         assert self._kv_cache is not None, "drafts before the first epoch"
-        return runs.compute(self._ops, self._kv_cache, forward)
+        return ForwardPasses(self._ops, self._kv_cache, block_tables=block_tables, passes=passes, others=others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +134,13 @@ class _KnownTokens:
     """Tokens with a successor that became known in a step."""
 
     runs: TokenRuns
+    block_tables: Int32Column  # [num_runs, most blocks of one run]
     sequences: _IntArray  # [num_runs], indexes of the step's sequences
+    slots: _IntArray  # [num_runs]
     places: _IntArray  # [num_tokens], where their hidden states are in the step; meaningless for those that waited
     token_ids: _IntArray  # [num_tokens], their successors
     awaited: _IntArray  # [num_awaited], indexes of the tokens with hidden states that waited
+    awaited_slots: _IntArray  # [num_awaited]
 
     @classmethod
     def make(cls, step: ComputedStep, is_awaited: npt.NDArray[np.bool_]) -> _KnownTokens:
@@ -149,8 +154,30 @@ class _KnownTokens:
         lengths[rows] += counts - num_drafts
         sequences = np.flatnonzero(lengths)
         first = tokens.positions[starts] - num_waiting
-        runs = TokenRuns(first[sequences], lengths[sequences], tokens.block_tables[sequences])
+        runs = TokenRuns(first[sequences], lengths[sequences])
         places = runs.spread((starts - num_waiting)[sequences])
         token_ids = tokens.token_ids[np.minimum(places + 1, len(tokens.token_ids) - 1)]
         token_ids[runs.lasts[np.searchsorted(sequences, rows)]] = step.token_ids[np.cumsum(counts) - 1]
-        return cls(runs, sequences, places, token_ids, runs.starts[is_awaited[sequences]])
+        slots = inputs.slots.astype(np.int64)
+        return cls(
+            runs=runs,
+            block_tables=tokens.block_tables[sequences],
+            sequences=sequences,
+            slots=slots[sequences],
+            places=places,
+            token_ids=token_ids,
+            awaited=runs.starts[is_awaited[sequences]],
+            awaited_slots=slots[is_awaited],
+        )
+
+    def arrays(self) -> HostArrays:
+        """What the layers need on the device besides what `ForwardPasses` uploads itself."""
+        return {
+            "slots": self.slots,
+            "places": self.places,
+            "token_ids": self.token_ids,
+            "starts": self.runs.starts,
+            "lasts": self.runs.lasts,
+            "awaited": self.awaited,
+            "awaited_slots": self.awaited_slots,
+        }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from services.worker.forward.forward_context import AttentionMetadata, ForwardContext, forward_context
 from services.worker.forward.kv_cache import KvCache
-from services.worker.forward.staging import to_device
+from services.worker.forward.staging import HostArrays, upload_arrays
 from services.worker.ops import Ops
 from services.worker.step import Int32Column
 from shared.limits import MAX_DRAFT_TOKENS
@@ -22,14 +22,15 @@ IntArray = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class TokenRuns:
-    """Runs of consecutive tokens, one per sequence, that continue what the cache holds.
-
-    The tables hold the blocks of every token up to a run's last.
-    """
+    """Runs of consecutive tokens, one per sequence, that continue what the cache holds."""
 
     first_positions: IntArray  # [num_runs]
     lengths: IntArray  # [num_runs], at least 1
-    block_tables: Int32Column  # [num_runs, most blocks of one run]
+
+    @classmethod
+    def single(cls, positions: IntArray) -> TokenRuns:
+        """Runs of one token each."""
+        return cls(positions, np.ones_like(positions))
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
@@ -41,34 +42,81 @@ class TokenRuns:
         """[num_runs], each run's last token among all tokens."""
         return np.cumsum(self.lengths, dtype=np.int64) - 1
 
+    @property
+    def context_lens(self) -> Int32Column:
+        """[num_runs], KV tokens of each sequence, including its run."""
+        context_lens: Int32Column = (self.first_positions + self.lengths).astype(np.int32)
+        return context_lens
+
     def spread(self, values: IntArray) -> npt.NDArray[np.int64]:
         """`values[i]`, `values[i]` + 1, … for the tokens of run i: [num_tokens]."""
         return np.arange(self.lengths.sum(), dtype=np.int64) + np.repeat(values - self.starts, self.lengths)
 
-    def compute(self, ops: Ops, kv_cache: KvCache, forward: Callable[[Tensor], Tensor]) -> Tensor:
-        """Call `forward` with all tokens' positions, [num_tokens] int64, in their forward context."""
+    def arrays(self, block_tables: Int32Column, block_size: int) -> HostArrays:
+        """What a forward pass needs on the device besides token ids and `block_tables`; see `AttentionMetadata`."""
         positions = self.spread(self.first_positions)
-        attention = self._attention(positions, kv_cache)
-        with forward_context(ForwardContext.for_step(ops, attention, kv_cache)):
-            return forward(to_device(positions, kv_cache.device))
-
-    def _attention(self, positions: npt.NDArray[np.int64], kv_cache: KvCache) -> AttentionMetadata:
-        block_size, device = kv_cache.block_size, kv_cache.device
-        context_lens = (self.first_positions + self.lengths).astype(np.int32)
         cu_seqlens_q = np.zeros(len(self.lengths) + 1, np.int32)
         np.cumsum(self.lengths, out=cu_seqlens_q[1:])
         run_of_token = np.repeat(np.arange(len(self.lengths)), self.lengths)
-        block_ids = self.block_tables[run_of_token, positions // block_size].astype(np.int64)
-        max_query_len = int(self.lengths.max())
+        block_ids = block_tables[run_of_token, positions // block_size].astype(np.int64)
+        return {
+            "positions": positions,
+            "slot_mapping": block_ids * block_size + positions % block_size,
+            "context_lens": self.context_lens,
+            "cu_seqlens_q": cu_seqlens_q,
+        }
+
+
+class ForwardPasses:
+    """Forward passes over the same sequences, one after another, whose inputs are on the device before the first one.
+
+    Token ids are not among them: those of a later pass are mostly computed by an earlier one.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        kv_cache: KvCache,
+        *,
+        block_tables: Int32Column,
+        passes: Sequence[TokenRuns],
+        others: HostArrays,
+    ) -> None:
+        """Upload what the passes need, in one transfer that the host does not wait for.
+
+        Args:
+            block_tables: [num_seqs, most blocks of one sequence], with the blocks of all tokens of `passes`.
+            passes: Each has one run for each of the first sequences; at least one run.
+            others: More int32, int64 or float32 arrays to upload, named otherwise than those here.
+        """
+        self._ops = ops
+        self._kv_cache = kv_cache
+        self._passes = passes
+        arrays = {**others, "block_tables": block_tables}
+        for number, runs in enumerate(passes):
+            its_arrays = runs.arrays(block_tables, kv_cache.block_size)
+            arrays |= {f"{name} {number}": values for name, values in its_arrays.items()}
+        self.arrays = upload_arrays(arrays, kv_cache.device)
+        """What was uploaded, by name: `others` and what the passes need."""
+
+    def compute(self, number: int, forward: Callable[[Tensor], Tensor]) -> Tensor:
+        """Call `forward` with the positions [num_tokens] int64 of a pass, in its forward context."""
+        attention = self._attention(number)
+        with forward_context(ForwardContext.for_step(self._ops, attention, self._kv_cache)):
+            return forward(self.arrays[f"positions {number}"])
+
+    def _attention(self, number: int) -> AttentionMetadata:
+        runs = self._passes[number]
+        context_lens, max_query_len = tuple(runs.context_lens.tolist()), int(runs.lengths.max())
         return AttentionMetadata(
             # A decode has one token and its drafts; a backend treats longer runs as parts of prompts.
             is_prefill=max_query_len > 1 + MAX_DRAFT_TOKENS,
-            slot_mapping=to_device(block_ids * block_size + positions % block_size, device),
-            block_tables=to_device(self.block_tables, device),
-            context_lens=to_device(context_lens, device),
-            cu_seqlens_q=to_device(cu_seqlens_q, device),
-            query_lens=tuple(self.lengths.tolist()),
-            context_lens_host=tuple(context_lens.tolist()),
+            slot_mapping=self.arrays[f"slot_mapping {number}"],
+            block_tables=self.arrays["block_tables"][: len(runs.lengths)],
+            context_lens=self.arrays[f"context_lens {number}"],
+            cu_seqlens_q=self.arrays[f"cu_seqlens_q {number}"],
+            query_lens=tuple(runs.lengths.tolist()),
+            context_lens_host=context_lens,
             max_query_len=max_query_len,
-            max_context_len=int(context_lens.max()),
+            max_context_len=max(context_lens),
         )

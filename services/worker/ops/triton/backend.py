@@ -71,6 +71,7 @@ class TritonOps(ComposedOps):
 
     name = "triton"
     is_exact = False
+    draws_on_host = False
     automatic_dtype = torch.bfloat16
     formats = frozenset(MatrixFormat)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from services.worker.forward.staging import HostArrays, PinnedStaging, SharedStaging, to_device
+from services.worker.forward.staging import HostArrays, PinnedStaging, SharedStaging, to_device, upload_arrays
 
 
 def test_on_the_cpu_a_tensor_shares_the_arrays_memory() -> None:
@@ -34,6 +34,17 @@ def test_packed_arrays_arrive_with_their_names_shapes_and_dtypes() -> None:
         assert there.keys() == arrays.keys()
         for name, values in arrays.items():
             np.testing.assert_array_equal(there[name].numpy(), values, strict=True)
+
+
+def test_arrays_of_no_step_are_shared_on_the_cpu_and_copied_elsewhere() -> None:
+    arrays: HostArrays = {"ids": np.arange(5, dtype=np.int64), "table": np.zeros((2, 3), np.int32)}
+    shared, copied = (upload_arrays(arrays, torch.device(name)) for name in ("cpu", "meta"))
+    arrays["ids"][2] = 9
+    assert shared["ids"].tolist() == [0, 1, 9, 3, 4]
+    assert [(name, values.shape, values.dtype) for name, values in copied.items()] == [
+        ("ids", (5,), torch.int64),
+        ("table", (2, 3), torch.int32),
+    ]
 
 
 def test_packed_memory_serves_larger_and_smaller_steps_one_after_the_other() -> None:

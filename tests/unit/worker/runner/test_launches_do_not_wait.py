@@ -17,8 +17,6 @@ import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.interpreter import InterpretedFunction
 
 from services.worker.forward.staging import PinnedStaging, Staging
 from services.worker.layout import RankLayout
@@ -32,12 +30,12 @@ from services.worker.runner.stream import Launch
 from services.worker.step import Step
 from shared.limits import SamplingOptions
 from tests.support.graphs import CountingCapture
+from tests.support.meta_device import META, WithoutWaiting, skip_kernels
 from tests.support.shape_communicator import ShapeCommunicator
 from tests.support.small_configs import SMALL_CONFIGS
 from tests.support.tiny_llama import TINY_CONFIG
 from tests.support.worker_steps import decode_step, make_chunk, make_enter, mixed_step, prefill_step
 
-META = torch.device("meta")
 LLAMA = {**TINY_CONFIG, "num_hidden_layers": 2}
 DEEPSEEK = {
     **SMALL_CONFIGS["DeepseekV32ForCausalLM"]["plain"],
@@ -56,21 +54,6 @@ class UnreadStaging(PinnedStaging):
     def read(self) -> list[npt.NDArray[Any]]:
         """See `Staging`: zeros."""
         return self._unread
-
-
-class WithoutWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses copies from host memory for which the host would wait."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.aten.copy_.default and args[1].device.type == "cpu":
-            assert len(args) > 2, "a copy to the device for which the host waits"
-            assert args[2], "a copy to the device for which the host waits"
-        if func is torch.ops.aten._to_copy.default:
-            assert args[0].device.type == "meta", "a copy to the device for which the host waits"
-        return func(*args, **kwargs)
 
 
 class MetaStream:
@@ -109,10 +92,6 @@ class RecordingCapture(CountingCapture):
     is_recorded = True
 
 
-def skip_kernel(*_: Any, **__: Any) -> None:
-    """Launch nothing."""
-
-
 @pytest.fixture
 def config() -> dict[str, Any]:
     """The model's."""
@@ -124,7 +103,7 @@ def make_runner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
 ) -> Callable[[CountingCapture | None], ModelRunner]:
     """Makes runners whose kernels are not run."""
-    monkeypatch.setattr(InterpretedFunction, "__getitem__", lambda *_: skip_kernel)
+    skip_kernels(monkeypatch)
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     ops, options = load_ops("triton"), LoadOptions(dummy_seed=1, device=META)
     loaded = load_model(tmp_path, ops, torch.bfloat16, lambda _: None, options=options)

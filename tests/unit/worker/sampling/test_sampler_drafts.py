@@ -184,7 +184,7 @@ def test_a_grammar_can_prepare_its_next_mask_as_soon_as_the_tokens_before_it_are
     matcher.calls.clear()
     sampled = sample(forced_logits([4, 7, 2]), make_rows([GREEDY], [4], states={0: state}, drafts=[[4, 5]]))
     assert sampled.token_ids.tolist() == [4, 7]
-    assert matcher.calls == ["mask", "advance 4", "mask", "advance 7", "prepare"]
+    assert matcher.calls == ["mask", "advance 4", "prepare", "mask", "advance 7", "prepare"]
 
 
 class ShortMatcher(AlternatingMatcher):
