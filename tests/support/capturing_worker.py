@@ -34,5 +34,5 @@ def _make_capture(*_: Any) -> CountingCapture:
 
 
 if __name__ == "__main__":
-    ReferenceOps.make_capture = _make_capture  # type: ignore[assignment, method-assign]
+    ReferenceOps.make_capture = _make_capture  # type: ignore[assignment]
     sys.exit(main())

@@ -61,7 +61,7 @@ class GatheredExperts:
         own = slice(self._tp.rank * share, (self._tp.rank + 1) * share)
         # The bits of the weights go with the numbers, so that a layer has one collective less.
         choices = self._gather(torch.cat((expert_ids, expert_weights.view(torch.int32)), dim=1), own)
-        rows, weights = self._gather(x, own), choices[:, num_chosen:].view(torch.float32)
+        rows, weights = self._gather(x, own), choices[:, num_chosen:].contiguous().view(torch.float32)
         add_up = self._add_up_exactly if self._ops.is_exact else self._add_up
         summed = add_up(rows, self._local_ids(choices[:, :num_chosen]), weights, expert_weights[own])
         return self._tp.gather_rows(summed)[:num_tokens]
@@ -73,7 +73,8 @@ class GatheredExperts:
     def _local_ids(self, expert_ids: Tensor) -> Tensor:
         """The places of experts among this rank's; the number of those for one that is elsewhere, or that is none."""
         places = expert_ids - self._local.start
-        return torch.where((places >= 0) & (places < len(self._local)), places, len(self._local))
+        # Not `where`, for whose number the host would wait.
+        return places.masked_fill((places < 0) | (places >= len(self._local)), len(self._local))
 
     def _add_up(self, rows: Tensor, local_ids: Tensor, weights: Tensor, own_weights: Tensor) -> Tensor:  # noqa: ARG002
         """Each of this rank's tokens' weighted sum over all ranks' experts, [share, hidden].

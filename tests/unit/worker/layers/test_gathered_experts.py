@@ -261,6 +261,13 @@ def test_nothing_is_read_from_the_device(monkeypatch: pytest.MonkeyPatch, is_exa
 
 def test_ranks_of_a_single_group_gather_no_tokens() -> None:
     ranks = ShapeCommunicator(0, 2)
-    experts = GatheredExperts(load_ops("cpu"), [lambda x, *_: torch.zeros_like(x)], local=range(3), tp=ranks, ep=ranks)
+
+    def kernel(x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        assert (expert_ids.dtype, weights.dtype) == (torch.int32, torch.float32)
+        # Not all kernels take strides.
+        assert all(each.is_contiguous() for each in (x, expert_ids, weights))
+        return torch.zeros_like(x)
+
+    experts = GatheredExperts(load_ops("cpu"), [kernel], local=range(3), tp=ranks, ep=ranks)
     experts(*make_layer(1).step(0))
     assert ranks.shapes == [(SIZE, HIDDEN_SIZE), (SIZE // 2, HIDDEN_SIZE)]

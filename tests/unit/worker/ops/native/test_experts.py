@@ -86,6 +86,20 @@ def test_without_experts_there_is_nothing_to_add() -> None:
     assert torch.equal(kernel(torch.ones(2, 3), no_choice, torch.empty(2, 0)), torch.zeros(2, 3))
 
 
+@every_isa
+def test_experts_that_are_elsewhere_are_not_computed(isa: Isa) -> None:
+    kernel = NativeOps(isa).prepare_experts(
+        [expert("int8", number) for number in range(NUM_EXPERTS)], None, torch.float32
+    )
+    x, weights = random(600, HIDDEN_SIZE, seed=1), random(600, 3, seed=3)
+    expert_ids = random(600, 2 * NUM_EXPERTS, seed=2).topk(3).indices.clamp(max=NUM_EXPERTS).int()
+    is_elsewhere = expert_ids == NUM_EXPERTS
+    x[is_elsewhere.all(dim=1)] = torch.nan
+    output = kernel(x, expert_ids, weights)
+    expected = kernel(x.nan_to_num(), expert_ids.masked_fill(is_elsewhere, 0), weights.masked_fill(is_elsewhere, 0.0))
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("expert_id", [-1, NUM_EXPERTS + 1])
 def test_an_expert_that_does_not_exist_is_refused(expert_id: int) -> None:
     experts = [expert("float", number) for number in range(NUM_EXPERTS)]
