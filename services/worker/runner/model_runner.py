@@ -29,6 +29,7 @@ from services.worker.runner.cache_memory import DeviceMemory, GpuMemory, KvCache
 from services.worker.runner.graph_runner import DecodeGraphs, GraphSettings
 from services.worker.runner.input_batch import InputBatch
 from services.worker.runner.matchers import GrammarMatchers
+from services.worker.runner.memory_wait import CurrentGpu, wait_for_memory
 from services.worker.runner.number_formats import (
     check_ranks_agree,
     choose_dtype,
@@ -259,7 +260,8 @@ def build_model_runner(
     """Connect to the other ranks and load the model.
 
     Args:
-        on_progress: Called with the loaded part of the weights, 0 to 1; raising in it ends the loading.
+        on_progress: Called with the loaded part of the weights, 0 to 1, and with 0 while a GPU's memory is not free
+            yet; raising in it ends the loading.
         rendezvous: As in `make_parallel`.
 
     Raises:
@@ -280,6 +282,8 @@ def build_model_runner(
     dtype = choose_dtype(settings.dtype, ops)
     stored = choose_kv_dtype(settings.kv_cache_dtype, dtype, ops)
     options = LoadOptions(with_mtp, settings.weights_seed, device, quantization, stored)
+    if device.type == "cuda":
+        wait_for_memory(settings.gpu_memory_utilization, lambda: on_progress(0.0), CurrentGpu())
     started_at = time.perf_counter()
     loaded = load_model(settings.model_dir, ops, dtype, on_progress, options=options, parallel=parallel)
     check_ranks_agree(loaded, parallel)
