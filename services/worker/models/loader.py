@@ -20,6 +20,7 @@ from services.worker.weights.freed_memory import return_freed_memory
 from services.worker.weights.model_weights import ModelWeights, WeightFormats
 from services.worker.weights.quantization.config import QuantizationConfig
 from services.worker.weights.sampling_defaults import SamplingDefaults, sampling_defaults
+from services.worker.weights.tensor_digests import Hashing
 from services.worker.weights.weight_files import WeightFiles
 from shared.limits import ModelLimits
 from shared.model_dir import CONFIG, TOKENIZER, eos_token_ids, model_digest, read_json
@@ -105,7 +106,8 @@ def load_model(
     eos_ids = eos_token_ids(model_dir)
     if options.dummy_seed is None:
         digest = model_digest(model_dir)
-        with WeightFiles(model_dir, on_progress) as files:
+        hashing = Hashing(parallel.ep or parallel.tp, options.device, ops.num_threads)
+        with WeightFiles(model_dir, on_progress, hashing=hashing) as files:
             weights: ModelWeights = _checkpoint(files, config, ops, dtype, options)
             model = _build_complete(build, config, Shard(ops, weights, parallel, options.kv_dtype))
             weights_digest = files.digest()
