@@ -1,8 +1,7 @@
 """How fast a model's weights are loaded, hashing included, beside reading alone; by ranks and threads.
 
 Ranks are threads of this process that read one copy of the files, which is in the page cache, and copy their part of
-each tensor as loading does. Reading alone is the same without hashing. A rate is the model's bytes by the time until
-the last rank has the digest.
+each tensor as loading does. Reading alone is the same without hashing.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import hashlib
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -51,45 +51,59 @@ def _load(directory: Path, num_threads: int, rank: Parallel) -> None:
         files.digest()
 
 
-def _gb_s(num_bytes: int, num_ranks: int, function: Callable[[Parallel], None], repeats: int) -> float:
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    gb_s: float
+    """The model's bytes by the time until the last rank is done."""
+    cpu_s_per_gb: float
+    """Of all ranks together: what it costs, however busy the machine is."""
+
+
+def _measure_ranks(num_bytes: int, num_ranks: int, function: Callable[[Parallel], None], repeats: int) -> _Cost:
     """The best of some runs."""
     layouts = [RankLayout(tp_rank=rank, tp_size=num_ranks) for rank in range(num_ranks)]
 
-    def timed(rank: Parallel) -> tuple[float, float]:
-        # The first collective opens the connections.
+    def timed(rank: Parallel) -> tuple[float, float, float]:
+        # All ranks begin together, and end together.
         rank.tp.all_gather(torch.zeros(1, 1), (1,) * num_ranks)
-        started_at = time.perf_counter()
+        started_at, cpu_before = time.perf_counter(), time.process_time()
         function(rank)
-        return started_at, time.perf_counter()
+        rank.tp.all_gather(torch.zeros(1, 1), (1,) * num_ranks)
+        return started_at, time.perf_counter(), time.process_time() - cpu_before
 
-    durations = []
+    durations, cpu_times = [], []
     for _ in range(repeats):
-        times = run_ranks(layouts, timed)
-        durations.append(max(ended_at for _, ended_at in times) - min(started_at for started_at, _ in times))
+        started, ended, cpu = zip(*run_ranks(layouts, timed), strict=True)
+        durations.append(max(ended) - min(started))
+        cpu_times.append(max(cpu))
+    return _Cost(num_bytes / min(durations) / _GB, min(cpu_times) / num_bytes * _GB)
+
+
+def _hash_gb_s(num_bytes: int, repeats: int) -> float:
+    content, durations = bytes(num_bytes), []
+    for _ in range(repeats):
+        started_at = time.perf_counter()
+        hashlib.sha256(content)
+        durations.append(time.perf_counter() - started_at)
     return num_bytes / min(durations) / _GB
 
 
-def _hash_gb_s(num_bytes: int) -> float:
-    content = bytes(num_bytes)
-    started_at = time.perf_counter()
-    hashlib.sha256(content)
-    return num_bytes / (time.perf_counter() - started_at) / _GB
-
-
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
-    """The rate of each number of ranks and threads."""
-    num_bytes = arguments.tensors * _TENSOR_MIB << 20
+    """Rate and processor time of each number of ranks and threads."""
+    num_bytes, repeats = arguments.tensors * _TENSOR_MIB << 20, arguments.repeats
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         _write_model(directory, arguments.tensors)
-        yield Row("SHA-256, one thread", _hash_gb_s(_TENSOR_MIB << 20), "GB/s")
+        yield Row("SHA-256, one thread", _hash_gb_s(_TENSOR_MIB << 20, repeats), "GB/s")
         for num_ranks in arguments.ranks:
-            reading = _gb_s(num_bytes, num_ranks, partial(_read, directory), arguments.repeats)
-            yield Row(f"reading alone, ranks: {num_ranks}", reading, "GB/s")
+            reading = _measure_ranks(num_bytes, num_ranks, partial(_read, directory), repeats)
+            yield Row(f"reading alone, ranks: {num_ranks}", reading.gb_s, "GB/s")
             for num_threads in arguments.threads:
-                loading = _gb_s(num_bytes, num_ranks, partial(_load, directory, num_threads), arguments.repeats)
+                loading = _measure_ranks(num_bytes, num_ranks, partial(_load, directory, num_threads), repeats)
                 metric = f"loading, ranks: {num_ranks}, threads of each: {num_threads}"
-                yield compare(metric, loading, "GB/s", reference=reading)
+                yield compare(metric, loading.gb_s, "GB/s", reference=reading.gb_s)
+                cost = f"{metric}: processor time"
+                yield compare(cost, loading.cpu_s_per_gb, "s/GB", reference=reading.cpu_s_per_gb)
 
 
 def main() -> None:

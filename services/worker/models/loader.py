@@ -89,7 +89,7 @@ def load_model(
     options: LoadOptions = ORDINARY,
     parallel: Parallel = SINGLE,
 ) -> LoadedModel:
-    """Load a model directory, or a rank's part of it; about a second for half a gigabyte.
+    """Load a model directory, or a rank's part of it. The ranks of `parallel` load at once, and compare what they read.
 
     Args:
         model_dir: config.json, tokenizer.json, model.safetensors or shards with an index; config.json is enough for
@@ -99,7 +99,9 @@ def load_model(
 
     Raises:
         ModelDirectoryError: a file is missing, malformed or not supported; configuration and weights do not match; the
-            model cannot be split over the ranks; or a sampling default is outside the range for requests.
+            model cannot be split over the ranks; the ranks have different weights; or a sampling default is outside
+            the range for requests.
+        RuntimeError: another rank was lost.
     """
     config = read_json(model_dir, CONFIG)
     build = loader_for(config, with_mtp=options.with_mtp)

@@ -21,7 +21,7 @@ _SETTLE_S = 10.0
 # A process that does not end (its teardown hangs in the driver) needs an operator, who finds the warning in the log.
 _LONGEST_S = 60.0
 _POLL_S = 0.25
-# A process without any tensor has this much at most: its context and the code of libraries.
+# What a process is taken to have before its first tensor: its context, and the code of libraries.
 _CONTEXT_BYTES = 1 << 30
 
 

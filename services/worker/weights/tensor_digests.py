@@ -29,7 +29,8 @@ from shared.model_dir import ModelDirectoryError
 _DIGEST_BYTES = hashlib.sha256().digest_size
 # No tensor has this digest.
 _NOT_HASHED = bytes(_DIGEST_BYTES)
-# One thread hashes 0.4 to 2 GB/s, depending on the processor: no storage is faster than so many.
+# One thread hashes 0.5 to 2 GB/s, by whether the processor has instructions for it. The thread that reads does not
+# keep ahead of more.
 _MAX_THREADS = 8
 # Differs between machines, and between two starts of one.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
