@@ -69,7 +69,6 @@ class TensorDigests:
             ModelDirectoryError: the ranks' headers differ.
         """
         self._model_dir = files[0].parent
-        self._sizes = sizes
         self._names = sorted(sizes)
         self._hashing = hashing
         self._machines = self._find_machines(files, headers)
