@@ -13,7 +13,7 @@ from services.worker.layers.shard import Shard
 from services.worker.models.registry import CausalLM, ModelLoader, loader_for
 from services.worker.ops import Ops
 from services.worker.ops.matrix_rows import MatrixFormat
-from services.worker.parallel.communicator import SINGLE, Parallel
+from services.worker.parallel.communicator import SINGLE, Communicator, Parallel
 from services.worker.weights.checkpoint import CheckpointWeights
 from services.worker.weights.dummy_weights import DummyWeights, dummy_digest
 from services.worker.weights.freed_memory import return_freed_memory
@@ -56,6 +56,8 @@ class LoadOptions:
     """What the matrices of a checkpoint that is not quantised are quantised to; None means nothing."""
     kv_dtype: torch.dtype | None = None
     """What keys and values are stored in; None leaves it to the model."""
+    readers: Communicator | None = None
+    """The ranks that load it together, each of them whole; None means those that it is split over."""
 
 
 ORDINARY = LoadOptions()
@@ -108,7 +110,8 @@ def load_model(
     eos_ids = eos_token_ids(model_dir)
     if options.dummy_seed is None:
         digest = model_digest(model_dir)
-        hashing = Hashing(parallel.ep or parallel.tp, options.device, ops.num_threads)
+        readers = options.readers or parallel.ep or parallel.tp
+        hashing = Hashing(readers, options.device, ops.num_threads)
         with WeightFiles(model_dir, on_progress, hashing=hashing) as files:
             weights: ModelWeights = _checkpoint(files, config, ops, dtype, options)
             model = _build_complete(build, config, Shard(ops, weights, parallel, options.kv_dtype))

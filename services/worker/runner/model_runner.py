@@ -290,7 +290,7 @@ def build_model_runner(
     log_loaded(loaded, ops, duration_s=time.perf_counter() - started_at)
     if layout.has_expert_parallel and not loaded.model.has_experts:
         raise ModelDirectoryError(f"{settings.model_dir}: the model has no experts for --ep to split")
-    drafting = make_drafting(settings, loaded, ops, lambda: on_progress(1.0))
+    drafting = make_drafting(settings, loaded, ops, lambda: on_progress(1.0), parallel=parallel)
     is_measured = device.type == "cuda" and settings.kv_cache_memory_gib is None
     measure = GpuMemory(settings.gpu_memory_utilization) if is_measured else None
     memory_gib = settings.kv_cache_memory_gib or _DEFAULT_MEMORY_GIB
