@@ -1,8 +1,8 @@
 """SHA-256 of a model's tensors, computed once on each machine by the ranks that read them there.
 
-    machine A   rank 0 hashes t0 and t3 ─┐
-                rank 1 hashes t1 and t2 ─┤ all-gather: every rank has the digests of t0 to t3,
-    machine B   rank 2 hashes t0, t1, t2 and t3 ─┘ and has compared those of A with those of B
+    machine A   rank 0 hashes t0 and t3           ─┐
+                rank 1 hashes t1 and t2           ─┼─ all-gather: every rank has the digests of t0 to t3,
+    machine B   rank 2 hashes t0, t1, t2 and t3   ─┘  and has compared those of A with those of B
 
 So the bytes on every machine are hashed, and machines with different weights are found.
 """
