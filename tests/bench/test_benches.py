@@ -30,6 +30,7 @@ SCRIPT_TO_FLAGS = {
         *("--device=cpu", "--shapes", "tiny", "--kv-cache-gib=0.1"),
         *("--batch-sizes", "1", "3", "--context=20", "--steps=2", "--prefill", "2", "40"),
     ],
+    "loading": ["--tensors=2", "--threads=1", "--repeats=1"],
     # Without the simulated comparison, which has its own tests.
     "lockstep": ["--quick", "--num-ranks=2", "--only", "wall", "cpu"],
     "native_attention": ["--quick", "--num-threads=1"],

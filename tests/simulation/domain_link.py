@@ -9,6 +9,7 @@ from random import Random
 from typing import Protocol
 
 from services.scheduler.cell.attach import (
+    OFFER_TIMEOUT_S,
     Accepted,
     AttachEvent,
     CloseStreams,
@@ -38,8 +39,6 @@ from tests.simulation.workload import CellSettings
 
 _DELAY_S = (0.0002, 0.002)
 _DETOUR_S = (0.0, 4.0)
-# An `Attach` may take the 10 s after which a worker reports that it is stuck.
-_OFFER_TIMEOUT_S = 15.0
 _STEP_TROUBLE = Trouble(Fault.STEP_LOST, Fault.STEP_REPEATED, late=Fault.STEP_LATE)
 _RESULT_TROUBLE = Trouble(Fault.RESULT_LOST, Fault.RESULT_REPEATED, Fault.RESULT_REORDERED, Fault.RESULT_LATE)
 
@@ -173,7 +172,7 @@ class DomainLink:
             lambda event: self._after_delay(lambda: answer(event)),
         )
         self._send(rank, offer)
-        self._clock.after(_OFFER_TIMEOUT_S, lambda: answer(Refused(rank, epoch, "no answer")))
+        self._clock.after(OFFER_TIMEOUT_S, lambda: answer(Refused(rank, epoch, "no answer")))
 
     def _open(self, rank: DpRank, stream: StepStream) -> None:
         if not stream.is_broken and self._workers[rank].open(stream):

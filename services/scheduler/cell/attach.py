@@ -24,6 +24,10 @@ RETRY_DELAY_S = 0.5
 # so the crash of a worker does not move its cell to another scheduler.
 HEAD_START_S = 3.0
 
+# How long a group has for its answer to an offer; it may take 10 s to notice that it is stuck. A group that prepares
+# its steps for longer (capturing graphs can take minutes) is offered the next epoch, and accepts one when it is ready.
+OFFER_TIMEOUT_S = 15.0
+
 # Not a real epoch: offering it only asks a group which scheduler holds it.
 QUESTION = 0
 
@@ -42,7 +46,8 @@ class SchedulerClaim:
 
     A scheduler that has never held a domain takes nothing while another one holds any group that answers. If it has met
     another one, it is a standby: it offers nothing to a domain in which a group is not ready, or became ready less than
-    `HEAD_START_S` ago, or was offered an epoch less than the lease ago, and was not held since.
+    `HEAD_START_S` ago, or was not held since another scheduler offered it an epoch, unless no further offer followed in
+    time.
 
     One that has held a domain offers at once. It exits when a rival has held one of its groups for longer than the
     lease, under a higher epoch than any of its own (ties go by instance id). So of two schedulers that each hold part
@@ -79,8 +84,9 @@ class SchedulerClaim:
         elif epoch == 0 and (last_epoch or not was_ready):
             self.group_to_free_at[group] = now + HEAD_START_S
         elif epoch != last_epoch:
-            # It was offered an epoch and prepares its steps; no stream is open yet that would name a holder.
-            self.group_to_free_at[group] = now + LEASE_S
+            # It was offered an epoch and prepares its steps; no stream is open yet that would name a holder. While it
+            # prepares them, a scheduler that lives offers it one epoch after another.
+            self.group_to_free_at[group] = now + OFFER_TIMEOUT_S + HEAD_START_S
         elif not was_ready:
             self.group_to_free_at.pop(group, None)
 

@@ -16,6 +16,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from services.scheduler.cell.attach import (
+    OFFER_TIMEOUT_S,
     QUESTION,
     Accepted,
     AttachEvent,
@@ -37,8 +38,6 @@ from shared.sampling_codec import decode_logprobs, encode_options
 
 logger = logging.getLogger(__name__)
 
-# A group may take 10 s to notice that it is stuck.
-OFFER_TIMEOUT_S = 15.0
 # For calls that a group answers at once.
 ANSWER_TIMEOUT_S = 5.0
 

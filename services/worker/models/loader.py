@@ -13,13 +13,14 @@ from services.worker.layers.shard import Shard
 from services.worker.models.registry import CausalLM, ModelLoader, loader_for
 from services.worker.ops import Ops
 from services.worker.ops.matrix_rows import MatrixFormat
-from services.worker.parallel.communicator import SINGLE, Parallel
+from services.worker.parallel.communicator import SINGLE, Communicator, Parallel
 from services.worker.weights.checkpoint import CheckpointWeights
 from services.worker.weights.dummy_weights import DummyWeights, dummy_digest
 from services.worker.weights.freed_memory import return_freed_memory
 from services.worker.weights.model_weights import ModelWeights, WeightFormats
 from services.worker.weights.quantization.config import QuantizationConfig
 from services.worker.weights.sampling_defaults import SamplingDefaults, sampling_defaults
+from services.worker.weights.tensor_digests import Hashing
 from services.worker.weights.weight_files import WeightFiles
 from shared.limits import ModelLimits
 from shared.model_dir import CONFIG, TOKENIZER, eos_token_ids, model_digest, read_json
@@ -55,6 +56,8 @@ class LoadOptions:
     """What the matrices of a checkpoint that is not quantised are quantised to; None means nothing."""
     kv_dtype: torch.dtype | None = None
     """What keys and values are stored in; None leaves it to the model."""
+    readers: Communicator | None = None
+    """The ranks that load it together, each of them whole; None means those that it is split over."""
 
 
 ORDINARY = LoadOptions()
@@ -88,7 +91,7 @@ def load_model(
     options: LoadOptions = ORDINARY,
     parallel: Parallel = SINGLE,
 ) -> LoadedModel:
-    """Load a model directory, or a rank's part of it; about a second for half a gigabyte.
+    """Load a model directory, or a rank's part of it. The ranks of `parallel` load at once, and compare what they read.
 
     Args:
         model_dir: config.json, tokenizer.json, model.safetensors or shards with an index; config.json is enough for
@@ -98,14 +101,18 @@ def load_model(
 
     Raises:
         ModelDirectoryError: a file is missing, malformed or not supported; configuration and weights do not match; the
-            model cannot be split over the ranks; or a sampling default is outside the range for requests.
+            model cannot be split over the ranks; the ranks have different weights; or a sampling default is outside
+            the range for requests.
+        RuntimeError: another rank was lost.
     """
     config = read_json(model_dir, CONFIG)
     build = loader_for(config, with_mtp=options.with_mtp)
     eos_ids = eos_token_ids(model_dir)
     if options.dummy_seed is None:
         digest = model_digest(model_dir)
-        with WeightFiles(model_dir, on_progress) as files:
+        readers = options.readers or parallel.ep or parallel.tp
+        hashing = Hashing(readers, options.device, ops.num_threads)
+        with WeightFiles(model_dir, on_progress, hashing=hashing) as files:
             weights: ModelWeights = _checkpoint(files, config, ops, dtype, options)
             model = _build_complete(build, config, Shard(ops, weights, parallel, options.kv_dtype))
             weights_digest = files.digest()

@@ -28,6 +28,7 @@ from services.worker.runner.cache_memory import DeviceMemory, GpuMemory, KvCache
 from services.worker.runner.graph_runner import GraphSettings
 from services.worker.runner.input_batch import InputBatch
 from services.worker.runner.matchers import GrammarMatchers
+from services.worker.runner.memory_wait import CurrentGpu, wait_for_memory
 from services.worker.runner.number_formats import (
     check_ranks_agree,
     choose_dtype,
@@ -248,7 +249,8 @@ def build_model_runner(
     """Connect to the other ranks and load the model.
 
     Args:
-        on_progress: Called with the loaded part of the weights, 0 to 1; raising in it ends the loading.
+        on_progress: Called with the loaded part of the weights, 0 to 1, and with 0 while a GPU's memory is not free
+            yet; raising in it ends the loading.
         rendezvous: As in `make_parallel`.
 
     Raises:
@@ -269,6 +271,8 @@ def build_model_runner(
     dtype = choose_dtype(settings.dtype, ops)
     stored = choose_kv_dtype(settings.kv_cache_dtype, dtype, ops)
     options = LoadOptions(with_mtp, settings.weights_seed, device, quantization, stored)
+    if device.type == "cuda":
+        wait_for_memory(settings.gpu_memory_utilization, lambda: on_progress(0.0), CurrentGpu())
     started_at = time.perf_counter()
     loaded = load_model(settings.model_dir, ops, dtype, on_progress, options=options, parallel=parallel)
     capture = None if settings.enforce_eager else ops.make_capture(device, loaded.model.kv_cache_spec.layers)
@@ -278,7 +282,7 @@ def build_model_runner(
     log_loaded(loaded, ops, duration_s=time.perf_counter() - started_at)
     if layout.has_expert_parallel and not loaded.model.has_experts:
         raise ModelDirectoryError(f"{settings.model_dir}: the model has no experts for --ep to split")
-    drafting = make_drafting(settings, loaded, ops, lambda: on_progress(1.0))
+    drafting = make_drafting(settings, loaded, ops, lambda: on_progress(1.0), parallel=parallel)
     is_measured = device.type == "cuda" and settings.kv_cache_memory_gib is None
     measure = GpuMemory(settings.gpu_memory_utilization) if is_measured else None
     memory_gib = settings.kv_cache_memory_gib or _DEFAULT_MEMORY_GIB

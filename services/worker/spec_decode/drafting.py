@@ -8,6 +8,7 @@ from pathlib import Path
 from services.worker.config import WorkerSettings
 from services.worker.models.loader import LoadedModel, LoadOptions, load_model
 from services.worker.ops import Ops
+from services.worker.parallel.communicator import SINGLE, Parallel
 from services.worker.spec_decode.draft_model import DraftModelProposer
 from services.worker.spec_decode.drafts import Drafting, DraftProposer
 from services.worker.spec_decode.mtp_drafts import MtpProposer
@@ -16,23 +17,31 @@ from shared.model_dir import TOKENIZER, ModelDirectoryError, read_json
 
 
 def make_drafting(
-    settings: WorkerSettings, loaded: LoadedModel, ops: Ops, on_progress: Callable[[], None]
+    settings: WorkerSettings,
+    loaded: LoadedModel,
+    ops: Ops,
+    on_progress: Callable[[], None],
+    *,
+    parallel: Parallel = SINGLE,
 ) -> Drafting | None:
     """How to draft for the `loaded` model; None if drafting is off.
 
-    `on_progress` is called while a draft model loads; raising in it ends the loading.
+    Args:
+        on_progress: Called while a draft model loads; raising in it ends the loading.
+        parallel: The ranks that the model is split over, which must draft alike.
 
     Raises:
-        ModelDirectoryError: the model has no MTP layers to draft with, or the draft model cannot be loaded or has
-            another vocabulary.
+        ModelDirectoryError: the model has no MTP layers to draft with, or the draft model cannot be loaded, has another
+            vocabulary, or is another one on another rank.
     """
     if settings.draft_proposer == "none":
         return None
-    return Drafting(_make_proposer(settings, loaded, ops, on_progress), settings.num_draft_tokens)
+    proposer = _make_proposer(settings, loaded, ops, on_progress, parallel)
+    return Drafting(proposer, settings.num_draft_tokens)
 
 
 def _make_proposer(
-    settings: WorkerSettings, loaded: LoadedModel, ops: Ops, on_progress: Callable[[], None]
+    settings: WorkerSettings, loaded: LoadedModel, ops: Ops, on_progress: Callable[[], None], parallel: Parallel
 ) -> DraftProposer:
     if settings.draft_proposer == "ngram":
         return NgramProposer()
@@ -43,7 +52,11 @@ def _make_proposer(
     assert settings.draft_model is not None, "checked by the settings"
     seed = settings.weights_seed
     options = LoadOptions(
-        dummy_seed=seed, device=loaded.device, quantization=loaded.quantization, kv_dtype=loaded.kv_dtype
+        dummy_seed=seed,
+        device=loaded.device,
+        quantization=loaded.quantization,
+        kv_dtype=loaded.kv_dtype,
+        readers=parallel.ep or parallel.tp,
     )
     # Whole on every rank: splitting a small model costs more than it saves.
     draft = load_model(settings.draft_model, ops, loaded.model.dtype, lambda _: on_progress(), options=options)

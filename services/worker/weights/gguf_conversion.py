@@ -18,7 +18,9 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from services.worker.weights.gguf_tensors import UnexpectedTensorsError, convert_tensors
 from services.worker.weights.quantization.gguf_blocks import block_types, gguf_config
+from services.worker.weights.tensor_digests import Hashing
 from services.worker.weights.weight_files import SINGLE_FILE, WeightFiles
+from shared.cores import num_usable_cores
 from shared.model_dir import CHAT_TEMPLATE, TOKENIZER, read_json
 
 # GGUF's name of an architecture -> transformers' name. GGUF files of Mistral use "llama".
@@ -69,7 +71,7 @@ def convert(gguf_path: Path, result_dir: Path, *, keeps_blocks: bool = True) -> 
     result_dir.mkdir()
     _convert_weights(source, result_dir, keeps_blocks=keeps_blocks)
     _convert_tokenizer(source, result_dir)
-    with WeightFiles(result_dir) as weights:
+    with WeightFiles(result_dir, hashing=Hashing(num_threads=num_usable_cores())) as weights:
         for name in weights.names:
             weights.read(name)
         return weights.digest()

@@ -6,9 +6,7 @@ Other formats are not read, as they can run code.
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from services.worker.weights.tensor_digests import Hashing, TensorDigests
 from shared.model_dir import ModelDirectoryError, read_json
 
 SINGLE_FILE = "model.safetensors"
@@ -40,7 +39,7 @@ _DTYPE_BYTES = {
     "U8": 1,
     "BOOL": 1,
 }
-_MAX_UNFINISHED = 2
+_ALONE = Hashing()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +62,32 @@ class WeightFiles:
     A context manager. Tensors returned are views of mapped files and must not be kept.
     """
 
-    def __init__(self, model_dir: Path, on_progress: Callable[[float], None] = lambda _: None) -> None:
-        """Open the files and check their headers.
+    def __init__(
+        self, model_dir: Path, on_progress: Callable[[float], None] = lambda _: None, *, hashing: Hashing = _ALONE
+    ) -> None:
+        """Open the files and check their headers, also against those of the other ranks that read them.
 
-        `on_progress` is called with the fraction of all bytes read, 0 to 1.
+        Args:
+            on_progress: Called with the fraction of all bytes read, 0 to 1.
+            hashing: By which ranks and threads the tensors are hashed.
 
         Raises:
-            ModelDirectoryError: a file is missing, truncated or malformed, or the index and the files disagree.
+            ModelDirectoryError: a file is missing, truncated or malformed, the index and the files disagree, or ranks
+                have different headers.
         """
         self.model_dir = model_dir
         self._on_progress = on_progress
         self._open_files = ExitStack()
-        self._name_to_file = _locate({path: self._open(path) for path in _weight_paths(model_dir)})
+        paths = _weight_paths(model_dir)
+        self._name_to_file = _locate({path: self._open(path) for path in paths})
         self._check_index()
         self._headers = {name: self._header(name) for name in self._name_to_file}
         self.num_bytes = sum(header.num_bytes for header in self._headers.values())
         self._num_bytes_read = 0
-        self._hasher = self._open_files.enter_context(ThreadPoolExecutor(1, "hash-weights"))
-        self._name_to_entry: dict[str, Future[str]] = {}
-        # Few, so that a tensor is hashed while it is in the page cache, and progress is not far ahead.
-        self._unfinished: deque[Future[str]] = deque()
+        self._name_to_entry: dict[str, str] = {}
+        sizes = {name: header.num_bytes for name, header in self._headers.items()}
+        self._digests = TensorDigests(paths, sizes, repr(sorted(self._headers.items())), hashing)
+        self._open_files.callback(self._digests.close)
 
     def __enter__(self) -> WeightFiles:
         return self
@@ -102,26 +107,28 @@ class WeightFiles:
     def read(self, name: str) -> Tensor:
         """A view of the mapped file, in its dtype. Reports progress.
 
-        The first read hashes the whole tensor even if a rank needs only part of it, so that all ranks have the same
-        digest. That is done by another thread, since it takes as long as converting the tensor.
+        The first read has the whole tensor hashed, by this rank or another one, even if ranks need only part of it: so
+        all have the same digest. Other threads do that, since it takes as long as converting the tensor.
         """
         tensor: Tensor = self._name_to_file[name].get_tensor(name)
         if name not in self._name_to_entry:
-            self._name_to_entry[name] = entry = self._hasher.submit(_digest_entry, name, tensor)
-            self._unfinished.append(entry)
-            if len(self._unfinished) > _MAX_UNFINISHED:
-                self._unfinished.popleft().result()
+            self._name_to_entry[name] = f"{name} {tensor.dtype} {list(tensor.shape)}"
+            self._digests.add(name, tensor)
             self._num_bytes_read += self._headers[name].num_bytes
             self._on_progress(self._num_bytes_read / max(self.num_bytes, 1))
         return tensor
 
     def digest(self) -> str:
-        """SHA-256 over name, dtype, shape and bytes of every tensor read, in hex.
+        """SHA-256 over name, dtype, shape and bytes of every tensor read, in hex. Waits for the other ranks.
 
-        Independent of the split into files, and of how much of each tensor was used.
+        Independent of the split into files, of how much of each tensor was used, and of the number of ranks.
+
+        Raises:
+            ModelDirectoryError: ranks have read different tensors.
         """
-        lines = "".join(self._name_to_entry[name].result() for name in sorted(self._name_to_entry))
-        return hashlib.sha256(lines.encode()).hexdigest()
+        digests = self._digests.exchange()
+        lines = (f"{self._name_to_entry[name]} {digests[name].hex()}\n" for name in sorted(digests))
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def _open(self, path: Path) -> Any:
         """safetensors checks the header against the file's size."""
@@ -168,9 +175,3 @@ def _locate(files: dict[Path, Any]) -> dict[str, Any]:
                 raise ModelDirectoryError(f"{path}: tensor {name} is also in another file")
             name_to_file[name] = file
     return name_to_file
-
-
-def _digest_entry(name: str, tensor: Tensor) -> str:
-    """One line of what `WeightFiles.digest` hashes."""
-    sha256 = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
-    return f"{name} {tensor.dtype} {list(tensor.shape)} {sha256}\n"

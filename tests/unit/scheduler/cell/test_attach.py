@@ -9,6 +9,7 @@ import pytest
 
 from services.scheduler.cell.attach import (
     HEAD_START_S,
+    OFFER_TIMEOUT_S,
     QUESTION,
     RETRY_DELAY_S,
     Accepted,
@@ -334,13 +335,25 @@ def test_a_standby_leaves_groups_whose_former_holder_is_taking_them_for_a_while(
     attach = standby()
     assert "just started" in retry_reason(ask(attach, free(0), free(1), 10.0))
     # It has offered them its next epoch, and prepares its first steps: no stream says yet that it holds them.
-    for now_s in (12.0, 12.0 + 0.9 * LEASE_S):
+    for now_s in (12.0, 12.0 + OFFER_TIMEOUT_S):
         assert "offered" in retry_reason(ask(attach, refused(0, QUESTION, 8), refused(1, QUESTION, 8), now_s))
     # Then its streams are open, and then they end.
     held = [refused(group, QUESTION, 8, "other") for group in (0, 1)]
-    assert "other" in retry_reason(ask(attach, held[0], held[1], 12.0 + LEASE_S))
+    assert "other" in retry_reason(ask(attach, held[0], held[1], 12.5 + OFFER_TIMEOUT_S))
     free_again = [refused(group, QUESTION, 8) for group in (0, 1)]
-    assert ask(attach, free_again[0], free_again[1], 13.0 + LEASE_S) == [Offer(0, 9), Offer(1, 9)]
+    assert ask(attach, free_again[0], free_again[1], 13.0 + OFFER_TIMEOUT_S) == [Offer(0, 9), Offer(1, 9)]
+
+
+def test_a_standby_leaves_groups_that_take_minutes_to_prepare_to_the_scheduler_that_offers_them_epochs() -> None:
+    attach = standby()
+    ask(attach, free(0), free(1), 10.0)
+    # Each offer ends without an answer, and the next one is a retry later; the standby asks shortly before it.
+    for epoch, now_s in [(8 + number, 10.5 + number * (OFFER_TIMEOUT_S + RETRY_DELAY_S)) for number in range(8)]:
+        for later_s in (0.0, OFFER_TIMEOUT_S):
+            answers = [refused(group, QUESTION, epoch) for group in (0, 1)]
+            assert "offered" in retry_reason(ask(attach, answers[0], answers[1], now_s + later_s))
+    # Its scheduler is lost: no further offer follows.
+    assert ask(attach, answers[0], answers[1], now_s + OFFER_TIMEOUT_S + HEAD_START_S) == [Offer(0, 16), Offer(1, 16)]
 
 
 def test_a_standby_takes_groups_at_once_when_the_stream_of_their_holder_has_ended() -> None:

@@ -162,6 +162,25 @@ def test_every_rank_has_the_digest_of_the_whole_model(tmp_path: Path) -> None:
     assert len({digest for size in (1, 2, 4) for digest in run_ranks(layouts(size), partial(digest_of, tmp_path))}) == 1
 
 
+def test_ranks_that_read_different_weights_refuse_them_by_name(tmp_path: Path) -> None:
+    directories = [tmp_path / "first", tmp_path / "second"]
+    for directory in directories:
+        directory.mkdir()
+        write_tiny_llama(directory)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    tensors = load_file(directories[1] / "model.safetensors")
+    # In the rows of rank 0, which reads the other file.
+    tensors[name][0, 0] += 1
+    save_file(tensors, directories[1] / "model.safetensors", metadata={"format": "pt"})
+
+    def check(rank: Parallel) -> None:
+        directory = directories[rank.tp.rank]
+        with pytest.raises(ModelDirectoryError, match=f"^{directory}: tensor {name} is not the same on all ranks$"):
+            digest_of(directory, rank)
+
+    run_ranks(layouts(2), check)
+
+
 def test_a_rank_finds_errors_in_tensors_that_others_hold(tmp_path: Path) -> None:
     config: dict[str, Any] = {
         **TINY_CONFIG,

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 from services.worker.config import WorkerSettings
+from services.worker.layout import RankLayout
 from services.worker.ops import load_ops
+from services.worker.parallel.communicator import Parallel
 from services.worker.runner.model_runner import build_model_runner
 from services.worker.spec_decode.draft_model import DraftModelProposer
 from services.worker.spec_decode.drafting import make_drafting
 from services.worker.spec_decode.drafts import Drafting
 from services.worker.spec_decode.ngram_drafts import NgramProposer
 from shared.model_dir import TOKENIZER, ModelDirectoryError
+from tests.support.thread_ranks import run_ranks
 from tests.support.tiny_llama import write_tiny_llama
 from tests.support.worker_runner import load_exact
 
@@ -99,6 +102,27 @@ def test_a_tokenizer_without_a_vocabulary_is_an_error(model_dir: Path, tmp_path:
     (draft_dir / TOKENIZER).write_text(content, encoding="utf-8")
     with pytest.raises(ModelDirectoryError, match=str(draft_dir / TOKENIZER)):
         drafting_of(model_dir, draft_proposer="model", draft_model=draft_dir)
+
+
+def test_ranks_with_different_draft_models_are_refused(model_dir: Path, tmp_path: Path) -> None:
+    """They would compute different drafts in the same step."""
+    draft_dirs = [write_tiny_llama(tmp_path / f"draft{seed}", changes=SMALL, seed=seed) for seed in (2, 3)]
+    loaded, ops = load_exact(model_dir), load_ops("reference")
+
+    def problem(parallel: Parallel, *own_dirs: Path) -> str | None:
+        settings = WorkerSettings(
+            model_dir=model_dir, draft_proposer="model", draft_model=own_dirs[parallel.layout.tp_rank]
+        )
+        try:
+            make_drafting(settings, loaded, ops, lambda: None, parallel=parallel)
+        except ModelDirectoryError as error:
+            return str(error)
+        return None
+
+    layouts = [RankLayout(tp_rank=rank, tp_size=2) for rank in range(2)]
+    assert run_ranks(layouts, lambda rank: problem(rank, draft_dirs[0], draft_dirs[0])) == [None, None]
+    problems = run_ranks(layouts, lambda rank: problem(rank, *draft_dirs))
+    assert problems == [f"{each}: tensor model.embed_tokens.weight is not the same on all ranks" for each in draft_dirs]
 
 
 def test_mtp_is_refused_without_layers_for_it(model_dir: Path) -> None:
