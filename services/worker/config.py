@@ -62,10 +62,13 @@ class WorkerSettings(ProcessSettings):
         description="What a model's matrices are quantised to while it loads, unless its files are quantised already; "
         "with int4 the head has 8 bits. auto is int8 on the native backend, and none on the others.",
     )
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = Field(
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = Field(
         default="auto",
-        description="Type of the KV cache: auto is the weights' type, others need the kernels of native; int8 has a "
-        "scale for each token and head.",
+        description="Type of the KV cache: auto is the weights' type. int8, with a scale for each token and head, "
+        "needs the kernels of native, as do float32 and bfloat16 for weights of another type. fp8 (E4M3, half the size "
+        "of bfloat16) takes the checkpoint's scales of each layer's keys and values, or 1, and clamps what is too "
+        "large; it needs triton, triton-exact or reference, since AITER's FP8 is another format on MI300 than on "
+        "MI350. Latent attention stores the weights' type only.",
     )
     load_format: Literal["auto", "dummy"] = Field(
         default="auto",

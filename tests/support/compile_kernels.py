@@ -50,7 +50,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
-BF16 = torch.bfloat16
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 PLAIN = AttentionParams(1.0)
 NUM_BLOCKS, BLOCK_SIZE = 2**17, 16
 MAX_CONTEXT_LEN = 32768
@@ -113,14 +113,14 @@ class StandInDriver:
         return 0
 
 
-def launch_layer(model: Model) -> None:
+def launch_layer(model: Model, kv_dtype: torch.dtype = BF16) -> None:
     """A layer's launches in decode steps of 1 to 256 sequences and in a prefill of 8 prompts."""
     for num_seqs in (1, 8, 64, 256):
-        launch_all_but_attention(model, num_tokens=num_seqs)
-        attend(model, decode_attention, num_seqs, query_len=1)
-        attend(model, decode_attention, num_seqs, query_len=9)
-    launch_all_but_attention(model, num_tokens=8 * 2048)
-    attend(model, prefill_attention, 8, query_len=2048)
+        launch_all_but_attention(model, num_tokens=num_seqs, kv_dtype=kv_dtype)
+        attend(model, decode_attention, num_seqs, query_len=1, kv_dtype=kv_dtype)
+        attend(model, decode_attention, num_seqs, query_len=9, kv_dtype=kv_dtype)
+    launch_all_but_attention(model, num_tokens=8 * 2048, kv_dtype=kv_dtype)
+    attend(model, prefill_attention, 8, query_len=2048, kv_dtype=kv_dtype)
 
 
 def launch_mixed_step(model: Model) -> None:
@@ -170,16 +170,30 @@ def launch_other_attention(model: Model) -> None:
     attend(model, prefill_attention, 8, query_len=2048, dtype=torch.float32)
 
 
-def launch_odd_step(model: Model) -> None:
+def launch_cache_in_fp8(model: Model) -> None:
+    """The launches that read a cache in FP8 besides those of a layer.
+
+    They are on the exact backend, with a window, in float32, and with the widest heads, which need the most registers.
+    """
+    attend(model, exact_attention, 1, query_len=1, kv_dtype=FP8)
+    windowed = AttentionParams(1.0, window=4096, sinks=of_type(torch.float32, model.num_heads))
+    for launch, query_len in ((decode_attention, 1), (prefill_attention, 2048)):
+        attend(model, launch, 8, query_len=query_len, params=windowed, kv_dtype=FP8)
+        attend(model, launch, 8, query_len=query_len, dtype=torch.float32, kv_dtype=FP8)
+        attend(OTHER_HEADS[-1], launch, 8, query_len=query_len, kv_dtype=FP8)
+
+
+def launch_odd_step(model: Model, kv_dtype: torch.dtype = BF16) -> None:
     """Launches of the same model with sizes and alignments that the others do not have."""
-    launch_all_but_attention(model, num_tokens=777, offset=1)
+    launch_all_but_attention(model, num_tokens=777, offset=1, kv_dtype=kv_dtype)
+    odd = partial(attend, model, kv_dtype=kv_dtype, offset=1)
     for num_seqs, max_context_len in ((3, 1600), (777, 4001)):
-        attend(model, decode_attention, num_seqs, query_len=1, max_context_len=max_context_len, offset=1)
-        attend(model, decode_attention, num_seqs, query_len=9, max_context_len=max_context_len, offset=1)
-    attend(model, prefill_attention, 3, query_len=259, max_context_len=1600, offset=1)
+        odd(decode_attention, num_seqs, query_len=1, max_context_len=max_context_len)
+        odd(decode_attention, num_seqs, query_len=9, max_context_len=max_context_len)
+    odd(prefill_attention, 3, query_len=259, max_context_len=1600)
 
 
-def launch_all_but_attention(model: Model, num_tokens: int, *, offset: int = 0) -> None:
+def launch_all_but_attention(model: Model, num_tokens: int, *, offset: int = 0, kv_dtype: torch.dtype = BF16) -> None:
     """The launches of a step of `num_tokens`; the columns of the step begin at `offset` in longer ones."""
     num_kv = model.num_kv_heads
     num_qkv = model.num_heads + 2 * num_kv
@@ -192,7 +206,7 @@ def launch_all_but_attention(model: Model, num_tokens: int, *, offset: int = 0) 
     table = of_type(torch.float32, MAX_CONTEXT_LEN, model.head_dim // 2)
     rows = RopeRows(table, table, slots, is_interleaved=False)
     norms = HeadNorms(head_norm, head_norm, 1e-6) if model.has_head_norms else None
-    cache = kv_cache(model, BF16)
+    cache = kv_cache(model, kv_dtype)
     rms_norm(hidden, weight, 1e-6)
     rms_norm(heads[:, : model.num_heads], head_norm, 1e-6)
     add_rms_norm(hidden, hidden, weight, 1e-6)
@@ -200,7 +214,7 @@ def launch_all_but_attention(model: Model, num_tokens: int, *, offset: int = 0) 
     silu_and_mul(of_type(BF16, num_tokens, 2 * model.inner))
     rope(heads[:, :-num_kv], rows)
     write_kv(key, value, cache, slots)
-    write_cache(key, cache[0], slots)
+    write_cache(key, of_type(BF16, *cache[0].shape), slots)
     norm_rope_write(qkv, norms, rows, num_heads=model.num_heads, cache=cache, slot_mapping=slots)
 
 
@@ -212,10 +226,11 @@ def attend(
     query_len: int,
     params: AttentionParams = PLAIN,
     dtype: torch.dtype = BF16,
+    kv_dtype: torch.dtype | None = None,
     max_context_len: int = MAX_CONTEXT_LEN,
     offset: int = 0,
 ) -> None:
-    """One launch of attention over a query where the fused projection leaves it."""
+    """One launch of attention over a query where the fused projection leaves it; `kv_dtype` None means `dtype`."""
     num_tokens = num_seqs * query_len
     qkv = of_type(dtype, num_tokens, model.num_heads + 2 * model.num_kv_heads, model.head_dim)
     sequences = PagedSequences(
@@ -227,13 +242,15 @@ def attend(
         max_context_len=max_context_len,
     )
     output = of_type(dtype, num_tokens, model.num_heads * model.head_dim)
-    launch(qkv[:, : model.num_heads], kv_cache(model, dtype), output, sequences, params)
+    launch(qkv[:, : model.num_heads], kv_cache(model, kv_dtype or dtype), output, sequences, params)
 
 
 def kv_cache(model: Model, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """A layer's cache. Its tensors exceed 2 GiB, which changes how AMD's compiler addresses them."""
-    shape = (NUM_BLOCKS, BLOCK_SIZE, model.num_kv_heads, model.head_dim)
-    return of_type(dtype, *shape), of_type(dtype, *shape)
+    num_blocks = NUM_BLOCKS * BF16.itemsize // dtype.itemsize
+    shape = (num_blocks, BLOCK_SIZE, model.num_kv_heads, model.head_dim)
+    scales = [of_type(torch.float32, 1) for _ in range(2 if dtype == FP8 else 0)]
+    return of_type(dtype, *shape), of_type(dtype, *shape), *scales
 
 
 def of_type(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -269,6 +286,8 @@ def compile_all(target: str) -> list[CompiledKernel]:
         for model in OTHER_HEADS:
             attend(model, decode_attention, 8, query_len=1)
             attend(model, prefill_attention, 8, query_len=2048)
+        launch_layer(MODELS["Qwen3-8B"], FP8)
+        launch_cache_in_fp8(MODELS["Qwen3-8B"])
         launch_mixed_step(MODELS["Qwen3-8B"])
         launch_decode_inputs(64, 0, num_blocks=128)
         launch_other_attention(MODELS["Qwen3-8B"])
@@ -285,6 +304,7 @@ def compile_all(target: str) -> list[CompiledKernel]:
         num_expected = len(compiled)
         for model in MODELS.values():
             launch_odd_step(model)
+        launch_odd_step(MODELS["Qwen3-8B"], FP8)
         launch_odd_latent_steps()
         launch_decode_inputs(3, 5, num_blocks=1, offset=1)
         launch_decode_inputs(1, 0, num_blocks=77, offset=3)
@@ -296,7 +316,8 @@ def compile_all(target: str) -> list[CompiledKernel]:
             launch_exact_products(num_tokens, offset=1)
         launch_exact_latents((1, 5, 700), offset=1)
         for num_seqs, query_len in ((256, 1), (3, 259)):
-            attend(MODELS["Qwen3-8B"], exact_attention, num_seqs, query_len=query_len, offset=1)
+            for kv_dtype in (BF16, FP8):
+                attend(MODELS["Qwen3-8B"], exact_attention, num_seqs, query_len=query_len, kv_dtype=kv_dtype, offset=1)
     return [describe(target, kernel, is_late=number >= num_expected) for number, kernel in enumerate(compiled.values())]
 
 

@@ -8,10 +8,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from services.worker.forward.kv_cache import CacheTensor
+from services.worker.forward.kv_cache import CacheTensor, LayerCache
 from services.worker.ops import AttentionParams, load_ops
 from services.worker.ops.triton.attention_tile import PagedSequences
 from tests.support.attention_batches import Batch, random
+
+FP8 = torch.float8_e4m3fn
+# No powers of two: they would be lost in the exponents of the codes.
+FP8_SCALES = (torch.tensor([0.03]), torch.tensor([1.7]))
 
 Launch = Callable[[Tensor, tuple[Tensor, ...], Tensor, PagedSequences, AttentionParams], None]
 
@@ -19,12 +23,22 @@ Launch = Callable[[Tensor, tuple[Tensor, ...], Tensor, PagedSequences, Attention
 class PagedStep:
     """Random queries over contexts whose keys and values are all in the cache. The rest of the cache is NaN.
 
-    The query lies where the fused projection leaves it: with other heads after each token's.
+    The query lies where the fused projection leaves it: with other heads after each token's. A cache in FP8 has codes
+    of what it would have in float32, and scales.
     """
 
-    def __init__(self, batch: Batch, *, num_heads: int, num_kv_heads: int, key_dim: int, value_dim: int) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        key_dim: int,
+        value_dim: int,
+        kv_dtype: torch.dtype = torch.float32,
+    ) -> None:
         ops = load_ops("reference")
-        layer = tuple(CacheTensor((num_kv_heads, dim), torch.float32) for dim in (key_dim, value_dim))
+        layer: LayerCache = tuple(CacheTensor((num_kv_heads, dim), torch.float32) for dim in (key_dim, value_dim))
         kv_cache = batch.make_cache(layer)
         self.metadata = batch.metadata()
         self.plan = ops.plan_attention(self.metadata, kv_cache)
@@ -33,6 +47,9 @@ class PagedStep:
             contexts = batch.contexts(*tensor.shape[2:], seed=seed + 1)
             batch.fill_cached(self.metadata, tensor, contexts)
             ops.write_cache(batch.new_rows(contexts), tensor, self.plan)
+        if kv_dtype == FP8:
+            codes = ((tensor / scale).to(FP8) for tensor, scale in zip(self.cache, FP8_SCALES, strict=True))
+            self.cache = (*codes, *FP8_SCALES)
         self.query = random(batch.num_tokens, num_heads + 2 * num_kv_heads, key_dim)[:, :num_heads]
 
     def sequences(self) -> PagedSequences:

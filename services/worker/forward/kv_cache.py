@@ -35,13 +35,21 @@ def attention_cache(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Lay
     """What ordinary attention stores: keys and values.
 
     In int8 these are codes in [-127, 127], and two more tensors have their scales: for each token and head the largest
-    magnitude over 127, for keys and for values.
+    magnitude over 127, for keys and for values. In float8_e4m3fn all keys of a layer have one scale, and so have all
+    values: they are constants of the model, see `Attention`.
     """
     heads = CacheTensor((num_kv_heads, head_dim), dtype)
     if dtype != torch.int8:
         return heads, heads
     scales = CacheTensor((num_kv_heads,), torch.float32)
     return heads, heads, scales, scales
+
+
+def split_scales(cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Keys, values and the scales of both, of a layer's cache as ops get it; a cache of plain numbers has no scales."""
+    keys, values, *scales = cache
+    key_scales, value_scales = scales or (None, None)
+    return keys, values, key_scales, value_scales
 
 
 @dataclass(frozen=True, slots=True)

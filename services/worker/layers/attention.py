@@ -31,11 +31,13 @@ class Attention:
     params: AttentionParams
     norms: HeadNorms | None = None
     """None means that heads are not normalised."""
+    kv_scales: tuple[Tensor, ...] = ()
+    """Of keys and of values, [1] float32 each, where the cache holds them in float8_e4m3fn; none otherwise."""
 
     def __call__(self, x: Tensor, rope: RopeRows) -> Tensor:
         """[T, hidden] to a new [T, hidden]; writes the cache."""
         ops, context = self.ops, get_forward_context()
-        cache = context.kv_cache.layers[self.layer]
+        cache = context.kv_cache.layers[self.layer] + self.kv_scales
         num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
         qkv = self.qkv(x).view(x.shape[0], num_heads + 2 * num_kv_heads, -1)
         ops.norm_rope_write(qkv, self.norms, rope, num_heads=num_heads, cache=cache, plan=context.plan)

@@ -36,6 +36,8 @@ def load_deepseek(
     Raises:
         ModelDirectoryError: see `DecoderModel`, or the cache is to have another type than the model.
     """
+    if shard.kv_dtype != shard.weights.dtype:
+        raise ModelDirectoryError("--kv-cache-dtype: latents are stored in the model's type only")
 
     def load_layer(layer: int) -> DecoderLayer:
         return DecoderLayer.load(
@@ -48,8 +50,6 @@ def load_deepseek(
 
     layers = [load_layer(layer) for layer in range(config.num_layers)]
     blocks = [load_layer(layer) for layer in mtp_layers]
-    if shard.kv_dtype != shard.weights.dtype:
-        raise ModelDirectoryError("--kv-cache-dtype: latents are stored in the model's type only")
     kv_layers = [attention.layer_cache(shard.weights.dtype)] * (len(layers) + len(blocks))
     rotary = load_latent_rotary(shard, config, attention)
     model = DecoderModel(shard, config, layers=layers, rotary=rotary, kv_layers=kv_layers)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from services.worker.forward.kv_cache import LayerCache, attention_cache
 from services.worker.layers.attention import Attention
@@ -16,6 +17,18 @@ from services.worker.models.config import ConfigValues
 from services.worker.models.decoder import DecoderConfig, DecoderLayer, DecoderModel, FeedForward
 from services.worker.ops import AttentionParams, HeadNorms
 from shared.model_dir import ModelDirectoryError
+
+# What publishers call the scales of an FP8 cache, where {} is k or v. The last name is of both.
+# Source: vLLM, `maybe_remap_kv_scale_name` (model_loader/weight_utils.py) and `get_cache_scale` (layers/quantization).
+_KV_SCALES = (
+    "{}_scale",
+    "attn.{}_scale",
+    "{}_proj.{}_scale",
+    "qkv_proj.{}_scale",
+    "qkqkv_proj.{}_scale",
+    "{}_proj.output_scale",
+    "kv_scale",
+)
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -139,4 +152,14 @@ def _load_attention(shard: Shard, config: DecoderConfig, layer: int, attention: 
         num_kv_heads=len(kv_heads),
         params=AttentionParams(head_dim**-0.5, attention.windows[layer], sinks),
         norms=norms,
+        kv_scales=_load_kv_scales(shard, prefix),
+    )
+
+
+def _load_kv_scales(shard: Shard, prefix: str) -> tuple[Tensor, ...]:
+    """See `Attention.kv_scales`."""
+    if shard.kv_dtype != torch.float8_e4m3fn:
+        return ()
+    return tuple(
+        shard.weights.scale([f"{prefix}.{name.replace('{}', letter)}" for name in _KV_SCALES]) for letter in "kv"
     )

@@ -217,8 +217,8 @@ class Ops(Protocol):
             key: [T, K, D], the model's dtype; rows may have any stride.
             value: [T, K, V], likewise.
             cache: Keys [num_blocks, block_size, K, D] and values [num_blocks, block_size, K, V], in one of `kv_dtypes`;
-                for int8 the scales of both too, [num_blocks, block_size, K] float32. Written at `slot_mapping` (int64,
-                no repeats).
+                for int8 the scales of both too, [num_blocks, block_size, K] float32, and for float8_e4m3fn their scales
+                [1] float32, which are only read. Written at `slot_mapping` (int64, no repeats).
 
         Source: arXiv:2309.06180, section 4.1; AITER `reshape_and_cache_flash`.
         """

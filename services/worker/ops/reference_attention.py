@@ -5,14 +5,17 @@ So its result does not depend on chunking, a cached prefix, the block size or dr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
-from services.worker.forward.kv_cache import KvCache
+from services.worker.forward.kv_cache import KvCache, split_scales
 from services.worker.ops.arguments import AttentionParams
+
+_MAX_E4M3 = torch.finfo(torch.float8_e4m3fn).max
 
 
 class ReferencePlan(AttentionPlan):
@@ -45,9 +48,9 @@ class ReferenceAttention:
         return ReferencePlan(metadata, kv_cache.block_size)
 
     def write_kv(self, key: Tensor, value: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan) -> None:
-        key_cache, value_cache = cache
-        self.write_cache(key, key_cache, plan)
-        self.write_cache(value, value_cache, plan)
+        key_cache, value_cache, key_scale, value_scale = split_scales(cache)
+        self.write_cache(_to_cached(key, key_scale), key_cache, plan)
+        self.write_cache(_to_cached(value, value_scale), value_cache, plan)
 
     def write_cache(self, values: Tensor, cache: Tensor, plan: AttentionPlan) -> None:
         slots = plan.metadata.slot_mapping
@@ -70,10 +73,11 @@ class ReferenceAttention:
         self, query: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan, params: AttentionParams
     ) -> Tensor:
         assert isinstance(plan, ReferencePlan)
-        key_cache, value_cache = cache
+        key_cache, value_cache, key_scale, value_scale = split_scales(cache)
         output = query.new_zeros(query.shape[0], query.shape[1] * value_cache.shape[-1])
         for slots, rows in plan.sequences():
-            keys, values = key_cache.flatten(0, 1)[slots], value_cache.flatten(0, 1)[slots]
+            keys = _from_cached(key_cache.flatten(0, 1)[slots], key_scale, query.dtype)
+            values = _from_cached(value_cache.flatten(0, 1)[slots], value_scale, query.dtype)
             for row, end in rows:
                 # The slice's offset in the fresh copy depends only on the position, and so do the result's bits.
                 start = 0 if params.window is None else max(end - params.window, 0)
@@ -121,6 +125,23 @@ class ReferenceAttention:
                 best = torch.sort(scores, descending=True, stable=True).indices[:num_selected]
                 selected[row, : len(best)] = best
         return selected
+
+
+def _to_cached(values: Tensor, scale: Tensor | None) -> Tensor:
+    """What a cache stores; with a `scale`, numbers of E4M3, of which none is larger than 448.
+
+    A value that is not finite becomes NaN.
+    """
+    if scale is None:
+        return values
+    # A product with the inverse: GPUs do not round quotients alike.
+    saturated = (values.float() * scale.reciprocal()).clamp(-_MAX_E4M3, _MAX_E4M3)
+    return saturated.masked_fill(~values.isfinite(), math.nan).to(torch.float8_e4m3fn)
+
+
+def _from_cached(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The numbers that a cache stands for."""
+    return stored if scale is None else (stored.float() * scale).to(dtype)
 
 
 def _used(selected: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ class ReferenceOps(ReferenceAttention, ComposedOps):
 
     name = "reference"
     is_exact = True
+    kv_dtypes = (torch.float8_e4m3fn,)
 
     def numerics(self) -> str:
         capability = torch.backends.cpu.get_cpu_capability()

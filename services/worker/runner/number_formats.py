@@ -16,6 +16,8 @@ from services.worker.parallel.communicator import Communicator, Parallel
 
 logger = logging.getLogger(__name__)
 
+# What `kv_cache_dtype` calls a dtype, where that is not torch's name.
+_KV_NAMES = {torch.float8_e4m3fn: "fp8"}
 # Whole numbers below this are exact in float32, which collectives are sure to take.
 _NUM_CODES = 1 << 24
 
@@ -52,12 +54,11 @@ def choose_kv_dtype(setting: str, dtype: torch.dtype, ops: Ops) -> torch.dtype |
     """
     if setting == "auto":
         return None
-    possible = {dtype, *ops.kv_dtypes}
-    chosen: torch.dtype = getattr(torch, setting)
-    if chosen not in possible:
-        names = ", ".join(sorted(map(_name, possible)))
+    possible = {_KV_NAMES.get(each, _name(each)): each for each in (dtype, *ops.kv_dtypes)}
+    if setting not in possible:
+        names = ", ".join(sorted(possible))
         raise DeviceError(f"--kv-cache-dtype {setting}: the kernels of {ops.name} have only {names}")
-    return chosen
+    return possible[setting]
 
 
 def check_ranks_agree(loaded: LoadedModel, parallel: Parallel, graph_batch_sizes: Sequence[int] = ()) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -35,6 +36,7 @@ from services.worker.weights.weight_problems import WeightProblems
 # Limit on memory for tensors that are not read, per byte stored. No format expands by more than this.
 _MAX_UNREAD_RATIO = 8
 _MIN_UNREAD_BYTES = 1 << 26
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 # Reading stops at the first such tensor, so others may have the same problem.
 _NOT_FINITE = "not finite"
 
@@ -85,6 +87,17 @@ class CheckpointWeights:
         if not is_finite(out):
             self._problems.add(_NOT_FINITE, name)
         return out
+
+    def scale(self, names: Sequence[str]) -> Tensor:
+        """See `ModelWeights`."""
+        wanted = StoredTensor("scale", tuple(names), ((), (1,)), FLOAT_DTYPES, is_optional=True)
+        found = self._find("", (wanted,), num_values=1)
+        scale = torch.ones(1)
+        if found and not self._problems:
+            scale.copy_(self._files.read(found["scale"]))
+            if not _SMALLEST_SCALE <= float(scale) < math.inf:
+                self._problems.add("malformed", found["scale"], f"(a scale of {float(scale)})")
+        return scale.to(self.device)
 
     def linear(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Matrix:
         """See `ModelWeights`."""

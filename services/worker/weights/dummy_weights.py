@@ -66,6 +66,10 @@ class DummyWeights:
         self._fill(out.view(-1), name, selected.start * prod(row_shape), _NORM_SPREAD if is_norm else spread)
         return out.add_(1.0) if is_norm else out
 
+    def scale(self, names: Sequence[str]) -> Tensor:  # noqa: ARG002
+        """See `ModelWeights`; 1."""
+        return torch.ones(1, device=self.device)
+
     def linear(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Matrix:
         """See `ModelWeights`."""
         region = Region(selected_run(rows, shape[0]), selected_run(columns, shape[1]))

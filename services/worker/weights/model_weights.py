@@ -74,6 +74,18 @@ class ModelWeights(Protocol):
             ModelDirectoryError: too much is missing to continue; as from `check_complete`.
         """
 
+    def scale(self, names: Sequence[str]) -> Tensor:
+        """Read the number that codes are multiplied by: the tensor of the first of `names` that is stored, or 1.
+
+        What is not a normal positive number of float32 is a problem.
+
+        Returns:
+            [1] float32.
+
+        Raises:
+            ModelDirectoryError: as in `read`.
+        """
+
     def linear(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Matrix:
         """Read a linear layer's matrix, packed if its format is kept or if matrices are quantised.
 

@@ -36,6 +36,8 @@ class AiterOps(AiterLatent, TritonOps):
     """See `Ops` for what each method computes. Models compute in bfloat16 or float16."""
 
     name = "aiter"
+    # AITER's own FP8 is the GPU's: on MI300 a code would be half the number that it is on MI350.
+    kv_dtypes = ()
 
     def numerics(self) -> str:
         versions = f"aiter-{_version()} torch-{torch.__version__} triton-{triton.__version__}"

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from services.worker.ops.arguments import AttentionParams
+from services.worker.ops.triton.e4m3 import from_e4m3
 
 # Logits are in units of log 2, so that `exp2` gives the weights.
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -161,6 +162,33 @@ def add_scores(scores, maximum, total, is_masked: tl.constexpr):
 
 
 @triton.jit
+def scale_scores(scale, key_scale):
+    """The factor of products of queries and keys: `scale`, times that of the keys' codes if they are codes."""
+    if key_scale is not None:
+        scale *= tl.load(key_scale)
+    return scale
+
+
+@triton.jit
+def scale_values(summed, value_scale):
+    """Sums of values, of sums of their codes if they are codes."""
+    if value_scale is not None:
+        summed *= tl.load(value_scale)
+    return summed
+
+
+@triton.jit
+def _load_cached(places, mask, dtype: tl.constexpr):
+    """Numbers, or those of codes of E4M3 in `dtype`; 0 outside of `mask`."""
+    if places.dtype.scalar.element_ty == tl.float8e4nv:
+        codes = tl.load(places.to(tl.pointer_type(tl.uint8), bitcast=True), mask=mask, other=0)
+        numbers = from_e4m3(codes).to(dtype)
+    else:
+        numbers = tl.load(places, mask=mask, other=0.0)
+    return numbers
+
+
+@triton.jit
 def attend_tile(
     query,
     accumulator,
@@ -187,16 +215,16 @@ def attend_tile(
         accumulator: [rows, value_columns] float32.
         maximum: [rows] float32.
         total: [rows] float32.
-        key_cache: Points at the group's head in slot 0.
+        key_cache: Points at the group's head in slot 0: numbers of the dtype of `query`, or codes of E4M3.
         value_cache: Likewise.
         block_table: Points at the sequence's first block.
         end: More than `first`. If the tile reaches past it, more than the query positions of all rows with a token.
         query_positions: [rows], in the sequence.
-        scale: The factor of the products.
+        scale: The factor of the products; see `scale_scores`.
         is_masked: May be False if every row sees all positions of the tile.
 
     Returns:
-        `accumulator`, `maximum` and `total` with the tile.
+        `accumulator`, `maximum` and `total` with the tile; see `scale_values`.
 
     Source: arXiv:2205.14135, algorithm 1, lines 9 to 13.
     """
@@ -207,7 +235,7 @@ def attend_tile(
     slots = blocks.to(tl.int64) * shape.block_size + read % shape.block_size
     key_rows = key_cache + slots * (shape.num_kv_heads * shape.head_dim)
     has_key = (key_columns < shape.head_dim)[:, None]
-    keys = tl.load(key_rows[None, :] + key_columns[:, None], mask=has_key, other=0.0)
+    keys = _load_cached(key_rows[None, :] + key_columns[:, None], has_key, query.dtype)
     scores = tl.dot(query, keys, input_precision="ieee") * scale
     if is_masked:
         is_seen = positions[None, :] <= query_positions[:, None]
@@ -217,6 +245,6 @@ def attend_tile(
     weights, shrink, maximum, total = add_scores(scores, maximum, total, is_masked)
     value_rows = value_cache + slots * (shape.num_kv_heads * shape.value_dim)
     has_value = (value_columns < shape.value_dim)[None, :]
-    values = tl.load(value_rows[:, None] + value_columns[None, :], mask=has_value, other=0.0)
+    values = _load_cached(value_rows[:, None] + value_columns[None, :], has_value, query.dtype)
     accumulator = tl.dot(weights.to(values.dtype), values, accumulator * shrink[:, None], input_precision="ieee")
     return accumulator, maximum, total

@@ -74,6 +74,7 @@ class TritonOps(ComposedOps):
     draws_on_host = False
     automatic_dtype = torch.bfloat16
     formats = frozenset(MatrixFormat)
+    kv_dtypes: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)
 
     def __init__(self) -> None:
         super().__init__()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.worker.forward.kv_cache import split_scales
 from services.worker.ops.arguments import AttentionParams
 from services.worker.ops.triton.attention_tile import (
     LOG2_E,
@@ -16,6 +19,8 @@ from services.worker.ops.triton.attention_tile import (
     make_shape,
     padded,
     places_of_rows,
+    scale_scores,
+    scale_values,
     store_attended,
 )
 from services.worker.ops.triton.context_splits import (
@@ -28,8 +33,23 @@ from services.worker.ops.triton.context_splits import (
 
 # Queries are packed into no more rows than this; several programs share those of a longer run.
 _MAX_ROWS = 64
-_NUM_WARPS = 4
-_NUM_STAGES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Config:
+    """How many tokens of the context a program reads at a time, and how it is compiled."""
+
+    tokens: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+def _configure(key_columns: int, itemsize: int, *, has_codes: bool) -> _Config:
+    """For products with keys of `key_columns` columns of `itemsize` bytes, which may be made of codes in registers."""
+    # 16 KiB of keys, or half of that where they need more registers.
+    wanted_bytes = 2**13 if has_codes or itemsize > 2 else 2**14
+    tokens = min(max(wanted_bytes // (key_columns * itemsize), 16), 64)
+    return _Config(tokens, num_warps=8, num_stages=1) if has_codes and itemsize > 2 else _Config(tokens)
 
 
 @triton.jit(
@@ -40,6 +60,8 @@ def _decode_attention_kernel(
     query,
     key_cache,
     value_cache,
+    key_scale,
+    value_scale,
     output,
     log_sums,
     block_tables,
@@ -83,6 +105,7 @@ def _decode_attention_kernel(
     keys, values = key_cache + kv_head * shape.head_dim, value_cache + kv_head * shape.value_dim
     table = block_tables + table_stride.to(tl.int64) * seq
 
+    scale = scale_scores(scale, key_scale)
     maximum, total = begin_softmax(sinks, heads, has_row, shape)
     if shape.has_sinks:
         # The sink is one logit of the whole context, so it joins one of the sums.
@@ -99,7 +122,7 @@ def _decode_attention_kernel(
         output_rows = partial_rows(output_rows, cu_seqlens_q, split, num_splits, shape.num_kv_heads * shape.group)
         # A row may see nothing of a split: its log sum is -inf.
         tl.store(log_sums + output_rows, maximum + tl.log2(total), mask=has_row)
-    store_attended(output, output_rows, has_row, summed, total, shape)
+    store_attended(output, output_rows, has_row, scale_values(summed, value_scale), total, shape)
 
 
 def decode_attention(
@@ -110,7 +133,7 @@ def decode_attention(
     Args:
         query: [T, H, D], contiguous in the last dimension. Not written.
         cache: Keys [num_blocks, block_size, K, D] and values [num_blocks, block_size, K, V], contiguous, the dtype of
-            `query`; they include the new tokens.
+            `query`, or float8_e4m3fn with their scales [1] float32; they include the new tokens.
         output: [T, H * V], contiguous; the rows of the sequences' tokens are written.
         sequences: Their tokens are the first ones of the step.
 
@@ -118,7 +141,8 @@ def decode_attention(
     """
     group = query.shape[1] // cache[0].shape[2]
     rows = max(min(padded(sequences.max_query_len * group), _MAX_ROWS), padded(group))
-    shape = make_shape(query, cache, params, rows=rows, tokens=_tile_tokens(query))
+    config = _configure(padded(query.shape[2]), query.element_size(), has_codes=cache[0].dtype != query.dtype)
+    shape = make_shape(query, cache, params, rows=rows, tokens=config.tokens)
     num_tiles = shape.num_kv_heads * triton.cdiv(sequences.max_query_len, shape.tile_tokens)
     num_splits = choose_num_splits(num_tiles * sequences.num_seqs, _seen_tokens(sequences, params))
     partials = None
@@ -126,7 +150,7 @@ def decode_attention(
         partials = Partials.empty(sequences, query.shape[1], num_splits, shape.value_dim)
     _decode_attention_kernel[(num_splits, num_tiles, sequences.num_seqs)](
         query,
-        *cache,
+        *split_scales(cache),
         output if partials is None else partials.attended,
         None if partials is None else partials.log_sums,
         sequences.block_tables,
@@ -141,18 +165,11 @@ def decode_attention(
         params.scale * LOG2_E.value,
         shape=shape,
         is_split=partials is not None,
-        num_warps=_NUM_WARPS,
-        num_stages=_NUM_STAGES,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )
     if partials is not None:
         merge_splits(partials, output, sequences)
-
-
-def _tile_tokens(query: Tensor) -> int:
-    """Tokens that a program reads at a time: 16 KiB of keys, or half of that in float32, but at least 16 tokens."""
-    key_bytes = padded(query.shape[2]) * query.element_size()
-    wanted_bytes = 2**14 if query.element_size() == 2 else 2**13
-    return min(max(wanted_bytes // key_bytes, 16), 64)
 
 
 def _seen_tokens(sequences: PagedSequences, params: AttentionParams) -> int:

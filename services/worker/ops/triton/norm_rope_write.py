@@ -15,7 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.worker.forward.kv_cache import split_scales
 from services.worker.ops.arguments import HeadNorms, RopeRows
+from services.worker.ops.triton.kv_write import store_cached
 from services.worker.ops.triton.rope import load_rotation
 
 # Elements of a tile. Each thread then holds 8 of them at most.
@@ -39,6 +41,7 @@ def _scale(values, inverse_root, weight, columns, mask, dtype: tl.constexpr):
 def _norm_rope_heads(
     source,
     target,
+    target_scale,
     weight,
     cosines,
     sines,
@@ -76,10 +79,10 @@ def _norm_rope_heads(
             rest = _scale(rest, inverse_root, weight, rest_columns, has_rest, dtype)
     rotated_first = first * cosines[None, :] - second * sines[None, :]
     rotated_second = second * cosines[None, :] + first * sines[None, :]
-    tl.store(target + first_columns[None, :], rotated_first.to(dtype), mask=mask)
-    tl.store(target + second_columns[None, :], rotated_second.to(dtype), mask=mask)
+    store_cached(target + first_columns[None, :], rotated_first.to(dtype), mask, target_scale)
+    store_cached(target + second_columns[None, :], rotated_second.to(dtype), mask, target_scale)
     if REST > 0:
-        tl.store(target + rest_columns[None, :], rest.to(dtype), mask=rest_mask)
+        store_cached(target + rest_columns[None, :], rest.to(dtype), rest_mask, target_scale)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
@@ -92,6 +95,8 @@ def _norm_rope_write_kernel(
     positions,
     key_cache,
     value_cache,
+    key_scale,
+    value_scale,
     slot_mapping,
     row_stride,
     eps,
@@ -119,6 +124,7 @@ def _norm_rope_write_kernel(
         _norm_rope_heads(
             source,
             source,
+            None,
             query_weight,
             cosines,
             sines,
@@ -140,6 +146,7 @@ def _norm_rope_write_kernel(
                 _norm_rope_heads(
                     row + (NUM_HEADS + heads)[:, None] * HEAD_DIM,
                     key_cache + slot * NUM_KV_HEADS * HEAD_DIM + heads[:, None] * HEAD_DIM,
+                    key_scale,
                     key_weight,
                     cosines,
                     sines,
@@ -158,7 +165,7 @@ def _norm_rope_write_kernel(
                 mask = (heads < NUM_KV_HEADS)[:, None] & (columns < HEAD_DIM)[None, :]
                 places = heads[:, None] * HEAD_DIM + columns[None, :]
                 values = tl.load(row + (NUM_HEADS + NUM_KV_HEADS) * HEAD_DIM + places, mask=mask, other=0.0)
-                tl.store(value_cache + slot * NUM_KV_HEADS * HEAD_DIM + places, values, mask=mask)
+                store_cached(value_cache + slot * NUM_KV_HEADS * HEAD_DIM + places, values, mask, value_scale)
 
 
 def norm_rope_write(
@@ -178,14 +185,13 @@ def norm_rope_write(
         rope: Whole tables [max_positions, rotary_dim / 2] float32, contiguous, and `positions` [T] int64, each below
             max_positions.
         num_heads: H.
-        cache: Keys and values, each [num_blocks, block_size, K, D], contiguous, of the dtype of `qkv`; written in
-            place.
+        cache: Keys and values, each [num_blocks, block_size, K, D], contiguous, of the dtype of `qkv`, or in
+            float8_e4m3fn with their scales [1] float32. Both are written in place.
         slot_mapping: [T] int64, no repeats; a token with slot -1 is not written to the cache.
 
     Source: arXiv:1910.07467, equation 4; arXiv:2104.09864, equation 34; arXiv:2309.06180, section 4.1.
     """
-    key_cache, value_cache = cache
-    num_kv_heads, head_dim = key_cache.shape[2:]
+    num_kv_heads, head_dim = cache[0].shape[2:]
     half = rope.cos.shape[1]
     columns, pairs = triton.next_power_of_2(head_dim), triton.next_power_of_2(half)
     num_rows = _num_rows(num_heads, num_kv_heads, columns)
@@ -197,8 +203,7 @@ def norm_rope_write(
         rope.cos,
         rope.sin,
         rope.positions,
-        key_cache,
-        value_cache,
+        *split_scales(cache),
         slot_mapping,
         qkv.stride(0),
         0.0 if norms is None else norms.eps,

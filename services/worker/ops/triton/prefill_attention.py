@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.worker.forward.kv_cache import split_scales
 from services.worker.ops.arguments import AttentionParams
 from services.worker.ops.triton.attention_tile import (
     LOG2_E,
@@ -22,6 +23,8 @@ from services.worker.ops.triton.attention_tile import (
     make_shape,
     padded,
     places_of_rows,
+    scale_scores,
+    scale_values,
     store_attended,
 )
 from services.worker.ops.triton.token_tiles import count_tiles, find_tile
@@ -37,13 +40,16 @@ class _Config:
     num_stages: int
 
 
-def _configure(key_columns: int, itemsize: int, group: int) -> _Config:
-    """For heads of `key_columns` columns of `itemsize` bytes, and `group` query heads per key/value head."""
+def _configure(key_columns: int, itemsize: int, group: int, *, has_codes: bool) -> _Config:
+    """For heads of `key_columns` columns of `itemsize` bytes, and `group` query heads per key/value head.
+
+    Keys and values that are made of codes are in registers before their products.
+    """
     if itemsize > 2:
         # NVIDIA has no matrix instructions for float32, so products need many more registers.
         return _Config(max(32, padded(group)), tokens=32, num_warps=8, num_stages=1)
     if key_columns > 128:
-        return _Config(max(64, padded(group)), tokens=32, num_warps=4, num_stages=2)
+        return _Config(max(64, padded(group)), tokens=16 if has_codes else 32, num_warps=4, num_stages=2)
     rows = max(128, padded(group))
     if torch.version.hip is not None:
         # Larger tiles of the context do not fit the registers of CDNA 3.
@@ -59,6 +65,8 @@ def _prefill_attention_kernel(
     query,
     key_cache,
     value_cache,
+    key_scale,
+    value_scale,
     output,
     block_tables,
     context_lens,
@@ -90,6 +98,7 @@ def _prefill_attention_kernel(
     keys, values = key_cache + kv_head * shape.head_dim, value_cache + kv_head * shape.value_dim
     table = block_tables + table_stride.to(tl.int64) * seq
 
+    scale = scale_scores(scale, key_scale)
     maximum, total = begin_softmax(sinks, heads, has_row, shape)
     summed = tl.full((shape.rows, shape.value_columns), 0.0, tl.float32)
     end = tl.minimum(first_position + shape.tile_tokens, context_len)
@@ -114,7 +123,7 @@ def _prefill_attention_kernel(
 
     # Only rows of padding have seen nothing.
     output_rows = token_rows * (shape.num_kv_heads * shape.group) + heads
-    store_attended(output, output_rows, has_row, summed, total, shape)
+    store_attended(output, output_rows, has_row, scale_values(summed, value_scale), total, shape)
 
 
 def prefill_attention(
@@ -131,19 +140,20 @@ def prefill_attention(
     Args:
         query: [T, H, D], contiguous in the last dimension. Not written.
         cache: Keys [num_blocks, block_size, K, D] and values [num_blocks, block_size, K, V], contiguous, the dtype of
-            `query`; they include the new tokens.
+            `query`, or float8_e4m3fn with their scales [1] float32; they include the new tokens.
         output: [T, H * V], contiguous; the rows of the sequences' tokens are written.
         is_exact: Whether a token's bits do not depend on the chunk that it is in. Tiles of the context then begin at
             multiples of their size. Those of which a token sees nothing change no bit of its sums.
 
     Source: arXiv:2205.14135, algorithm 1; arXiv:2309.06180, section 4.1.
     """
-    config = _configure(padded(query.shape[2]), query.element_size(), query.shape[1] // cache[0].shape[2])
+    group, has_codes = query.shape[1] // cache[0].shape[2], cache[0].dtype != query.dtype
+    config = _configure(padded(query.shape[2]), query.element_size(), group, has_codes=has_codes)
     shape = make_shape(query, cache, params, rows=config.rows, tokens=config.tokens)
     num_tiles = count_tiles(sequences.num_tokens, sequences.num_seqs, shape.tile_tokens)
     _prefill_attention_kernel[(num_tiles, shape.num_kv_heads)](
         query,
-        *cache,
+        *split_scales(cache),
         output,
         sequences.block_tables,
         sequences.context_lens,

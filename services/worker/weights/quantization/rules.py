@@ -8,8 +8,16 @@ from dataclasses import dataclass
 
 from services.worker.weights.quantization.layer_format import LayerFormat
 
-# Scales of an 8-bit KV cache, which is not supported.
-_CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_output_scale")
+# Scales of 8-bit attention. Those of keys and values are read if the KV cache is in FP8.
+_CACHE_SCALES = (
+    ".k_scale",
+    ".v_scale",
+    ".kv_scale",
+    ".q_scale",
+    ".prob_output_scale",
+    ".k_proj.output_scale",
+    ".v_proj.output_scale",
+)
 
 
 class UnsupportedFormatError(ValueError):

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.worker.forward.kv_cache import CacheTensor, KvCache, KvCacheSpec, attention_cache, num_blocks_for
+from services.worker.forward.kv_cache import (
+    CacheTensor,
+    KvCache,
+    KvCacheSpec,
+    attention_cache,
+    num_blocks_for,
+    split_scales,
+)
 
 # 2 tensors * 3 layers * 2 heads * 8 elements * 4 bytes.
 SPEC = KvCacheSpec((attention_cache(2, 8, torch.float32),) * 3)
@@ -26,6 +33,19 @@ def test_codes_of_int8_come_with_a_scale_for_each_head() -> None:
     assert keys.shape == values.shape == (5, 4, 2, 8)
     assert key_scales.shape == value_scales.shape == (5, 4, 2)
     assert (keys.dtype, key_scales.dtype) == (torch.int8, torch.float32)
+
+
+def test_fp8_holds_twice_the_tokens_of_bfloat16() -> None:
+    plain, coded = (KvCacheSpec((attention_cache(2, 8, dtype),) * 3) for dtype in (torch.bfloat16, torch.float8_e4m3fn))
+    assert num_blocks_for(1 << 20, coded, block_size=16) == 2 * num_blocks_for(1 << 20, plain, block_size=16)
+    cache = KvCache(coded, num_blocks=5, block_size=4).layers[0]
+    assert [(tuple(tensor.shape), tensor.dtype) for tensor in cache] == [((5, 4, 2, 8), torch.float8_e4m3fn)] * 2
+
+
+def test_a_cache_may_have_scales() -> None:
+    tensors = tuple(torch.zeros(1) for _ in range(4))
+    assert split_scales(tensors) == tensors
+    assert split_scales(tensors[:2]) == (*tensors[:2], None, None)
 
 
 def test_a_token_needs_the_entries_of_each_layer() -> None:

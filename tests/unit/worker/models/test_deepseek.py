@@ -37,8 +37,9 @@ def test_invalid_lists_of_layer_kinds_are_refused(kinds: list[str], message: str
         read_dense_layers(ConfigValues({"mlp_layer_types": kinds}), 4, default_count=3)
 
 
-def test_latents_are_stored_in_the_models_type_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("backend", "dtype"), [("native", torch.int8), ("reference", torch.float8_e4m3fn)])
+def test_latents_are_stored_in_the_models_type_only(tmp_path: Path, backend: str, dtype: torch.dtype) -> None:
     model_dir = write_small_model(build_small_model("DeepseekV2ForCausalLM", "plain"), tmp_path)
-    options = LoadOptions(kv_dtype=torch.int8)
+    options = LoadOptions(kv_dtype=dtype)
     with pytest.raises(ModelDirectoryError, match="--kv-cache-dtype: latents are stored in the model's type only"):
-        load_model(model_dir, load_ops("native"), torch.float32, lambda _: None, options=options)
+        load_model(model_dir, load_ops(backend), torch.float32, lambda _: None, options=options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from services.worker.models.loader import load_model
+from services.worker.models.loader import LoadOptions, load_model
 from services.worker.ops import Ops, load_ops
 from services.worker.ops.matrix_rows import MatrixFormat
 from shared.model_dir import ModelDirectoryError
@@ -23,12 +24,19 @@ from tests.support.quantized_checkpoints import SCHEMES, write_quantized
 from tests.support.tiny_llama import write_tiny_llama
 
 CHANGES = {"num_hidden_layers": 2, "tie_word_embeddings": False, "attention_bias": True}
+FP8 = torch.float8_e4m3fn
 UP = "model.layers.0.mlp.up_proj"
 
 
-def logits_of(model_dir: Path, *, backend: str = "reference", dtype: torch.dtype = torch.float32) -> Tensor:
-    ops = load_ops(backend)
-    paged = PagedModel(load_model(model_dir, ops, dtype, lambda _: None).model, ops, num_blocks=8)
+def logits_of(
+    model_dir: Path,
+    *,
+    backend: str = "reference",
+    dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
+) -> Tensor:
+    ops, options = load_ops(backend), LoadOptions(kv_dtype=kv_dtype)
+    paged = PagedModel(load_model(model_dir, ops, dtype, lambda _: None, options=options).model, ops, num_blocks=8)
     return paged.prefill_all(paged.add([5, 9, 300, 4, 77]))
 
 
@@ -172,6 +180,46 @@ def test_scales_of_a_quantized_cache_are_not_read(plain_dir: Path, tmp_path: Pat
     tensors["model.layers.0.self_attn.k_proj.output_scale"] = torch.tensor(0.5)
     save_file(tensors, quantized / "model.safetensors")
     assert torch.equal(logits_of(quantized), expected)
+
+
+def write_with_scales(plain_dir: Path, directory: Path, key_name: str, value_name: str, value: float) -> Path:
+    """Write a copy of the model with scales of its second layer's keys, 3, and values."""
+    shutil.copytree(plain_dir, directory)
+    tensors, layer = load_file(plain_dir / "model.safetensors"), "model.layers.1.self_attn"
+    scales = {f"{layer}.{key_name}": torch.tensor(3.0), f"{layer}.{value_name}": torch.tensor([value])}
+    save_file({**tensors, **scales}, directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("key_name", "value_name", "value"),
+    [
+        ("attn.k_scale", "attn.v_scale", 0.05),
+        ("k_proj.k_scale", "v_proj.v_scale", 0.05),
+        ("qkv_proj.k_scale", "qkv_proj.v_scale", 0.05),
+        ("qkqkv_proj.k_scale", "qkqkv_proj.v_scale", 0.05),
+        ("k_proj.output_scale", "v_proj.output_scale", 0.05),
+        ("kv_scale", "kv_scale", 3.0),
+    ],
+)
+def test_scales_of_a_cache_in_fp8_are_found_by_every_publishers_name(
+    plain_dir: Path, tmp_path: Path, key_name: str, value_name: str, value: float
+) -> None:
+    usual = write_with_scales(plain_dir, tmp_path / "usual", "k_scale", "v_scale", value)
+    named = write_with_scales(plain_dir, tmp_path / "named", key_name, value_name, value)
+    expected = logits_of(usual, kv_dtype=FP8)
+    assert torch.equal(logits_of(named, kv_dtype=FP8), expected)
+    assert not torch.equal(logits_of(plain_dir, kv_dtype=FP8), expected)
+    # Other caches have no use for them.
+    assert torch.equal(logits_of(named), logits_of(plain_dir))
+    assert (logits_of(plain_dir) - expected).abs().max() < 1
+
+
+def test_a_malformed_scale_is_refused_where_it_is_used(plain_dir: Path, tmp_path: Path) -> None:
+    model_dir = write_with_scales(plain_dir, tmp_path / "model", "k_scale", "v_scale", 0.0)
+    logits_of(model_dir)
+    with pytest.raises(ModelDirectoryError, match=r"malformed: model.layers.1.self_attn.v_scale \(a scale of 0.0\)"):
+        logits_of(model_dir, kv_dtype=FP8)
 
 
 def costs_of(model_dir: Path, ops: Ops, caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:

@@ -235,3 +235,17 @@ def test_a_norm_of_heads_reads_them_where_the_fused_projection_left_them(ops: Op
     normed = ops.rms_norm(heads, weight, 0.1)
     assert normed.shape == heads.shape
     assert_close(normed.flatten(0, 1), ops.rms_norm(heads.reshape(-1, HEAD_DIM), weight, 0.1))
+
+
+@every_kind
+def test_the_reference_backend_attends_to_codes_of_fp8_times_their_scale(is_prefill: bool) -> None:
+    ops, batch = load_ops("reference"), Batch(3, [0, 0], [9, 4], 1)
+    step = Step(batch, is_prefill=is_prefill)
+    scales = (torch.tensor([0.3]), torch.tensor([1.7]))
+    codes = batch.make_cache(attention_cache(NUM_KV_HEADS, HEAD_DIM, torch.float8_e4m3fn)).layers[0]
+    cache, plan = (*codes, *scales), ops.plan_attention(step.metadata, step.cache)
+    ops.write_kv(step.heads.key, step.heads.value, cache, plan)
+    output = ops.decode_attention(step.heads.query, cache, plan, PLAIN)
+    for contexts, scale in zip((step.keys, step.values), scales, strict=True):
+        contexts[:] = [(context / scale).to(torch.float8_e4m3fn).float() * scale for context in contexts]
+    assert_close(output, step.expected(PLAIN))

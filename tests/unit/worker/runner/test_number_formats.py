@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from services.worker.config import WorkerSettings
 from services.worker.device import DeviceError
@@ -45,6 +46,34 @@ def test_a_cache_is_stored_as_the_model_or_as_kernels_can(backend: str) -> None:
     else:
         with pytest.raises(DeviceError, match=f"--kv-cache-dtype int8: the kernels of {backend} have only float32"):
             choose_kv_dtype("int8", torch.float32, ops)
+
+
+@pytest.mark.parametrize("backend", ["triton", "triton-exact", "reference"])
+def test_a_cache_may_be_stored_in_fp8(backend: str) -> None:
+    assert choose_kv_dtype("fp8", torch.float32, load_ops(backend)) is torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("backend", ["cpu", "native"])
+def test_a_backend_without_kernels_for_fp8_refuses_it(backend: str) -> None:
+    ops = load_ops(backend)
+    with pytest.raises(DeviceError, match=f"--kv-cache-dtype fp8: the kernels of {ops.name} have only bfloat16"):
+        choose_kv_dtype("fp8", torch.bfloat16, ops)
+
+
+def test_the_fingerprint_depends_on_the_scales_of_a_cache_in_fp8(tmp_path: Path) -> None:
+    model_dir, ops = write_tiny_llama(tmp_path), load_ops("reference")
+
+    def fingerprint(*, is_coded: bool) -> str:
+        options = LoadOptions(kv_dtype=torch.float8_e4m3fn if is_coded else None)
+        return numerics_fingerprint(load_model(model_dir, ops, torch.float32, lambda _: None, options=options), ops)
+
+    without_scales = [fingerprint(is_coded=is_coded) for is_coded in (False, True)]
+    tensors = load_file(model_dir / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_scale"] = torch.tensor(0.5)
+    save_file(tensors, model_dir / "model.safetensors")
+    with_scales = [fingerprint(is_coded=is_coded) for is_coded in (False, True)]
+    assert without_scales[0] == with_scales[0]
+    assert len({*without_scales, *with_scales}) == 3
 
 
 def test_native_kernels_quantise_to_int8_and_take_bfloat16_where_the_processor_does() -> None:

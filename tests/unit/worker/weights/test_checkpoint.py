@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +44,29 @@ def test_a_tensor_is_read_in_the_models_dtype_or_in_the_requested_one(tmp_path: 
         assert torch.equal(weights.read("norm.weight", (4,), dtype=torch.float32), torch.full((4,), 1.1).half().float())
         assert weights.read("scalar", ()).item() == 3
         assert ("scalar" in weights, "vector" in weights) == (True, False)
+
+
+def test_a_scale_is_the_first_of_its_names_that_is_stored_or_1(tmp_path: Path) -> None:
+    tensors = {"a.scale": torch.tensor(0.375).bfloat16(), "b.scale": torch.tensor([2.0])}
+    with weights_of(tmp_path, tensors, torch.bfloat16) as (weights, _):
+        scales = [weights.scale(names) for names in (["c", "a.scale"], ["b.scale", "a.scale"], ["c", "d"])]
+        assert torch.equal(torch.stack(scales), torch.tensor([[0.375], [2.0], [1.0]]))
+        weights.check_complete()
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, 1e-45])
+def test_a_scale_that_is_no_positive_number_is_refused(tmp_path: Path, value: float) -> None:
+    with weights_of(tmp_path, {"a.scale": torch.tensor(value)}) as (weights, _):
+        assert weights.scale(["a.scale"]).shape == (1,)
+        with pytest.raises(ModelDirectoryError, match=r"malformed: a.scale \(a scale of "):
+            weights.check_complete()
+
+
+def test_scales_of_each_head_are_refused(tmp_path: Path) -> None:
+    with weights_of(tmp_path, {"a.scale": torch.ones(8)}) as (weights, _):
+        weights.scale(["a.scale"])
+        with pytest.raises(ModelDirectoryError, match=r"a.scale has shape \[8\], not \[\] or \[1\]"):
+            weights.check_complete()
 
 
 def test_parts_equal_those_of_the_whole(tmp_path: Path) -> None:

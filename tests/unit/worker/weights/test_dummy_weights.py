@@ -45,6 +45,10 @@ def test_values_do_not_depend_on_order_or_slices() -> None:
     assert torch.equal(again.read("table.weight", SHAPE, rows=rows), table[rows])
 
 
+def test_a_scale_is_1() -> None:
+    assert torch.equal(DummyWeights(3, torch.bfloat16).scale(["a", "b"]), torch.ones(1))
+
+
 def test_names_and_seeds_distinguish_weights() -> None:
     def values(seed: int, name: str) -> tuple[float, ...]:
         return tuple(DummyWeights(seed, torch.float32).dense(name, (3, 4)).flatten().tolist())

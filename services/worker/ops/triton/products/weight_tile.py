@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from services.worker.ops.matrices import MXFP4_GROUP_SIZE, Fp8Matrix, IntMatrix, Matrix
+from services.worker.ops.triton.e4m3 import finite_from_e4m3
 
 # How `load_weights` makes numbers of codes.
 _FLOAT = tl.constexpr(0)
@@ -28,9 +29,8 @@ _FP8 = tl.constexpr(4)
 # The exponent's bits of a float32, from the lowest one up, and the subnormal 2 ** -127.
 _EXPONENT_BIT = tl.constexpr(23)
 _SMALLEST_POWER = tl.constexpr(1 << 22)
-# A float16 has an exponent bias that is larger by 14 than that of E2M1, and by 8 than that of E4M3.
+# A float16 has an exponent bias that is larger by 14 than that of E2M1.
 _E2M1_FACTOR = tl.constexpr(2.0**14)
-_E4M3_FACTOR = tl.constexpr(2.0**8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def load_weights(codes, scales, offsets, rows, first, num_columns, group_size, t
         values = _scaled(stored.to(tl.float32), scales, offsets, rows, first, num_columns, group_size, tile)
     elif tile.kind == _FP8:
         stored = _load(codes + rows[:, None] * num_columns + columns[None, :], (columns < num_columns)[None, :], tile)
-        values = _scaled(_e4m3(stored), scales, offsets, rows, first, num_columns, group_size, tile)
+        values = _scaled(finite_from_e4m3(stored), scales, offsets, rows, first, num_columns, group_size, tile)
     else:
         pairs = first // 2 + tl.arange(0, tile.depth // 2)
         num_pairs = num_columns // 2
@@ -136,20 +136,9 @@ def _load(places, mask, tile: tl.constexpr):
 
 @triton.jit
 def _e2m1(codes):
-    """The numbers of codes below 16, in float32.
-
-    A float16 has the same fields with more bits in each. So a code shifted into its fields has the right value,
-    subnormal or not, but for the difference of the exponent biases.
-    """
+    """The numbers of codes below 16, in float32; as `finite_from_e4m3`."""
     halves = ((codes & 8).to(tl.uint16) << 12) | ((codes & 7).to(tl.uint16) << 9)
     return halves.to(tl.float16, bitcast=True).to(tl.float32) * _E2M1_FACTOR
-
-
-@triton.jit
-def _e4m3(codes):
-    """The numbers of codes that are not NaN, in float32; as `_e2m1`."""
-    halves = ((codes & 0x80).to(tl.uint16) << 8) | ((codes & 0x7F).to(tl.uint16) << 7)
-    return halves.to(tl.float16, bitcast=True).to(tl.float32) * _E4M3_FACTOR
 
 
 @triton.jit

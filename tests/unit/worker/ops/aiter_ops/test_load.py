@@ -24,6 +24,7 @@ from tests.support import aiter_triton_standins
 aiter_triton_standins.install()
 from services.worker.forward.kv_cache import CacheTensor, KvCache, KvCacheSpec, attention_cache
 from services.worker.ops import load_ops
+from services.worker.runner.number_formats import choose_kv_dtype
 from tests.support.attention_batches import Batch
 
 dtype = torch.bfloat16
@@ -35,6 +36,7 @@ for refused in (
     lambda: ops.prepare_embedding(torch.zeros(4, 4), torch.float32),
     lambda: ops.check_block_size(8),
     lambda: ops.check_block_size(24),
+    lambda: choose_kv_dtype("fp8", dtype, ops),
 ):
     try:
         refused()
@@ -86,15 +88,16 @@ def test_models_compute_in_bfloat16_and_graphs_hold_all_but_latent_attention(lin
 
 
 @pytest.mark.process
-def test_a_dtype_and_block_sizes_without_kernels_are_refused(lines: list[str]) -> None:
+def test_dtypes_and_block_sizes_without_kernels_are_refused(lines: list[str]) -> None:
     text = "InvalidRequestError block_size: must be a power of two and at least 16 with the backend aiter"
     dtype = "DeviceError --dtype float32: the backend aiter has only kernels for bfloat16 and float16"
-    assert lines[2:5] == [dtype, text, text]
+    kv_dtype = "DeviceError --kv-cache-dtype fp8: the kernels of aiter have only bfloat16"
+    assert lines[2:6] == [dtype, text, text, kv_dtype]
 
 
 @pytest.mark.process
 def test_what_one_sequence_leaves_in_a_block_is_finite(lines: list[str]) -> None:
-    assert lines[5:] == ["[True, True] False"]
+    assert lines[6:] == ["[True, True] False"]
 
 
 @pytest.mark.process

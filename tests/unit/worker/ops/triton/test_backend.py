@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from services.worker.config import WorkerSettings
 from services.worker.models.loader import LoadOptions, load_model
 from services.worker.ops import AttentionParams, load_ops
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.triton.backend import TritonOps, TritonPlan
 from services.worker.runner.cache_memory import KvCacheSize
-from services.worker.runner.model_runner import ModelRunner
+from services.worker.runner.model_runner import ModelRunner, build_model_runner
 from services.worker.sampling.sampler import Sampler
 from services.worker.step import Step
 from shared.limits import SamplingOptions
@@ -24,7 +26,7 @@ from tests.support.attention_batches import Batch, random
 from tests.support.paged_attention import PagedStep
 from tests.support.sampling import AlternatingMatcher, Recipe, make_rows
 from tests.support.small_configs import SMALL_CONFIGS
-from tests.support.tiny_llama import TINY_CONFIG
+from tests.support.tiny_llama import TINY_CONFIG, write_tiny_llama
 from tests.support.worker_steps import decode_step, make_chunk, make_enter, mixed_step, prefill_step
 
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_key_value_heads": 1}
@@ -96,6 +98,28 @@ def test_a_model_generates_what_it_generates_on_the_reference_backend(tmp_path: 
     triton, reference = (generate(make_runner(tmp_path, backend, quantization)) for backend in ("triton", "reference"))
     assert triton == reference
     assert len({token for step in triton for token in step}) > 4
+
+
+def write_qwen3_with_scales(model_dir: Path) -> Path:
+    """A model of one layer, with scales of its keys and values."""
+    write_tiny_llama(model_dir, changes={**QWEN3, "num_key_value_heads": 2, "num_hidden_layers": 1})
+    tensors, layer = load_file(model_dir / "model.safetensors"), "model.layers.0.self_attn"
+    norms = {f"{layer}.{name}.weight": 1 + 0.3 * random(16) for name in ("q_norm", "k_norm")}
+    scales = {f"{layer}.k_scale": torch.tensor(0.01), f"{layer}.v_scale": torch.tensor(0.3)}
+    save_file({**tensors, **norms, **scales}, model_dir / "model.safetensors")
+    return model_dir
+
+
+def test_so_it_does_over_a_cache_in_fp8_with_the_checkpoints_scales(tmp_path: Path) -> None:
+    model_dir, generated = write_qwen3_with_scales(tmp_path), []
+    for backend in ("triton", "reference"):
+        values = {"ops_backend": backend, "dtype": "float32", "kv_cache_dtype": "fp8", "kv_cache_num_blocks": 64}
+        settings = WorkerSettings.model_validate({"model_dir": model_dir, "device": "cpu", **values})
+        runner = build_model_runner(settings, lambda _: None)
+        runner.attach(block_size=BLOCK_SIZE, max_num_seqs=8, max_num_batched_tokens=256)
+        generated.append(generate(runner))
+    assert generated[0] == generated[1]
+    assert len({token for step in generated[0] for token in step}) > 4
 
 
 @pytest.mark.parametrize("is_prefill", [True, False])

@@ -14,7 +14,7 @@ from services.worker.ops.triton import decode_attention as module
 from services.worker.ops.triton.context_splits import choose_num_splits
 from services.worker.ops.triton.decode_attention import decode_attention
 from tests.support.attention_batches import Batch, random
-from tests.support.paged_attention import PagedStep, check_attention
+from tests.support.paged_attention import FP8, PagedStep, check_attention
 
 # A row that sees nothing of a split has a sum of 0.
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")
@@ -40,8 +40,22 @@ def is_split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return split
 
 
-def make_step(batch: Batch, num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 16) -> PagedStep:
-    return PagedStep(batch, num_heads=num_heads, num_kv_heads=num_kv_heads, key_dim=head_dim, value_dim=head_dim)
+def make_step(
+    batch: Batch,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    *,
+    kv_dtype: torch.dtype = torch.float32,
+) -> PagedStep:
+    return PagedStep(
+        batch,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        key_dim=head_dim,
+        value_dim=head_dim,
+        kv_dtype=kv_dtype,
+    )
 
 
 @pytest.mark.parametrize(("block_size", "num_heads", "num_kv_heads", "head_dim"), SHAPES)
@@ -66,6 +80,14 @@ def test_values_may_be_narrower_than_keys() -> None:
     check_attention(step, decode_attention, PLAIN)
 
 
+@every_kind
+@pytest.mark.usefixtures("is_split")
+def test_numbers_of_a_cache_in_fp8_are_codes_times_their_scale(params: AttentionParams) -> None:
+    # 24 columns are padded in a product.
+    step = make_step(Batch(3, [0, 61, 30], [3, 9, 1], 2), head_dim=24, kv_dtype=FP8)
+    check_attention(step, decode_attention, params)
+
+
 @pytest.mark.usefixtures("is_split")
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
 def test_one_sequences_nan_stays_its_own() -> None:
@@ -74,6 +96,18 @@ def test_one_sequences_nan_stays_its_own() -> None:
     step.query[1:3] = math.nan
     for tensor in step.cache:
         tensor[step.metadata.block_tables[1].long()] = math.nan
+    output = step.run(decode_attention, PLAIN)
+    assert output[1:3].isnan().all()
+    torch.testing.assert_close(output[[0, 3]], expected[[0, 3]], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
+@pytest.mark.usefixtures("is_split")
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+def test_a_nan_in_a_cache_in_fp8_is_found_by_its_own_sequence_alone(part: int) -> None:
+    step = make_step(Batch(16, [20, 33, 5], [1, 2, 1], 6), kv_dtype=FP8)
+    expected = step.expected(PLAIN)
+    step.cache[part][step.metadata.block_tables[1, 0].long(), 3] = math.nan
     output = step.run(decode_attention, PLAIN)
     assert output[1:3].isnan().all()
     torch.testing.assert_close(output[[0, 3]], expected[[0, 3]], atol=2e-5, rtol=2e-5)

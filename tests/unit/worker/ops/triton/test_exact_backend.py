@@ -18,7 +18,7 @@ from services.worker.ops import AttentionParams, ExpertGroups, ExpertWeights, Op
 from services.worker.ops.triton.exact_backend import ExactPlan, TritonExactOps
 from tests.support.attention_batches import Batch, random
 from tests.support.packed_matrices import KINDS, PLAIN_NUMBERS, MatrixKind
-from tests.support.paged_attention import PagedStep
+from tests.support.paged_attention import FP8, PagedStep
 from tests.support.paged_model import attention_metadata
 
 NUM_ROWS = 2048
@@ -101,8 +101,19 @@ def test_a_token_attends_alike_in_chunks_of_every_length(
 ) -> None:
     length, num_heads = 150, 6
     step = PagedStep(Batch(3, [0], [length], 1), num_heads=num_heads, num_kv_heads=2, key_dim=16, value_dim=16)
-    cache = tuple(tensor.to(dtype) for tensor in step.cache)
     params = AttentionParams(0.3, window=window, sinks=random(num_heads, seed=9) if has_sinks else None)
+    check_attention_alike(step, tuple(tensor.to(dtype) for tensor in step.cache), params, dtype)
+
+
+def test_so_it_does_over_a_cache_in_fp8() -> None:
+    step = PagedStep(Batch(3, [0], [150], 1), num_heads=6, num_kv_heads=2, key_dim=16, value_dim=16, kv_dtype=FP8)
+    check_attention_alike(step, step.cache, AttentionParams(0.3, window=50), torch.float16)
+
+
+def check_attention_alike(
+    step: PagedStep, cache: tuple[Tensor, ...], params: AttentionParams, dtype: torch.dtype
+) -> None:
+    """Compute some of the 150 tokens' attention in other chunks."""
     ops, query = TritonExactOps(), step.query.to(dtype)
     whole = ops.decode_attention(query, cache, ExactPlan(step.metadata), params)
     table = step.metadata.block_tables[0].tolist()

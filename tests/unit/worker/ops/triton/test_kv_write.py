@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+from services.worker.forward.forward_context import AttentionPlan
+from services.worker.ops import load_ops
 from services.worker.ops.triton.kv_write import write_cache, write_kv
 from tests.support.attention_batches import random
+from tests.support.paged_attention import FP8
+from tests.support.paged_model import attention_metadata
 
 SLOTS = torch.tensor([5, -1, 2, 0, 11])
 OTHERS = [slot for slot in range(12) if slot not in SLOTS]
@@ -29,6 +35,28 @@ def test_write_kv_writes_tokens_with_a_slot(
         written = tensor.view(12, -1)
         assert torch.equal(written[SLOTS[SLOTS >= 0]], rows[SLOTS >= 0])
         assert bool((written[OTHERS] == 7.0).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered in multiply")
+def test_write_kv_makes_the_codes_of_fp8_that_the_reference_backend_makes(dtype: torch.dtype) -> None:
+    key, value = (20 * random(5, 3, dim, seed=dim).to(dtype) for dim in (80, 24))
+    # A token each: too large for a code, none of the others; not a number; infinite.
+    key[0, 1, 5], value[2, 0, 7], key[3, 2, 1] = -1e6, math.nan, math.inf
+    caches = [
+        (*(torch.full((4, 3, 3, dim), 7.0).to(FP8) for dim in (80, 24)), torch.tensor([0.37]), torch.tensor([5.0]))
+        for _ in range(2)
+    ]
+    write_kv(key, value, caches[0], SLOTS)
+    metadata = attention_metadata([[0]], [len(SLOTS)], [len(SLOTS)], block_size=len(SLOTS), is_prefill=True)
+    metadata.slot_mapping.copy_(SLOTS)
+    load_ops("reference").write_kv(key, value, caches[1], AttentionPlan(metadata))
+    for written, expected in zip(*caches, strict=True):
+        torch.testing.assert_close(written.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+    keys, values = (tensor.float().flatten(0, 1) for tensor in caches[0][:2])
+    assert keys[5, 1, 5] == -448
+    assert keys.isnan().nonzero().tolist() == [[0, 2, 1]]
+    assert values.isnan().nonzero().tolist() == [[2, 0, 7]]
 
 
 @pytest.mark.parametrize("shape", [(600,), (2, 24)])

@@ -14,6 +14,7 @@ from services.worker.ops import Ops, RopeRows, load_ops
 from services.worker.ops.arguments import HeadNorms
 from services.worker.ops.triton.norm_rope_write import norm_rope_write
 from tests.support.attention_batches import random
+from tests.support.paged_attention import FP8, FP8_SCALES
 from tests.support.paged_model import attention_metadata
 
 SLOTS = torch.tensor([5, -1, 2, 0, 11])
@@ -87,6 +88,22 @@ def test_one_launch_equals_norm_rope_and_write(case: Case) -> None:
     assert torch.equal(qkv[:, width:], untouched[:, width:])
     torch.testing.assert_close(cache[0], expected_cache[0], atol=1e-5, rtol=1e-5)
     assert torch.equal(cache[1], expected_cache[1])
+
+
+@pytest.mark.parametrize("case", CASES[:4], ids=str)
+def test_a_cache_in_fp8_has_the_codes_of_what_a_plain_one_has(case: Case) -> None:
+    cache, scales = case.cache(), FP8_SCALES
+    coded = (*(tensor.to(FP8) for tensor in cache), *scales)
+    queries = []
+    for each in (cache, coded):
+        qkv = case.qkv()
+        norm_rope_write(qkv, case.norms(), case.tables(), num_heads=case.num_heads, cache=each, slot_mapping=SLOTS)
+        queries.append(qkv)
+    assert torch.equal(*queries)
+    slots = SLOTS[SLOTS >= 0]
+    for codes, plain, scale in zip(coded, cache, scales, strict=False):
+        written = plain.flatten(0, 1)[slots] * scale.reciprocal()
+        assert torch.equal(codes.float().flatten(0, 1)[slots], written.clamp(-448, 448).to(FP8).float())
 
 
 def test_a_tokens_nan_stays_its_own() -> None:
