@@ -273,7 +273,7 @@ def compile_all(target: str) -> list[CompiledKernel]:
         launch_decode_inputs(64, 0, num_blocks=128)
         launch_other_attention(MODELS["Qwen3-8B"])
         launch_sampling()
-        for num_tokens in (1, 64, 4096):
+        for num_tokens in (1, 64, 256, 4096):
             launch_products(num_tokens)
         for num_tokens in (1, 1024, 16384):
             launch_experts(num_tokens)

@@ -17,6 +17,8 @@ from services.worker.ops.triton.routing import route
 BF16 = torch.bfloat16
 # The sizes of Qwen3-8B.
 HIDDEN, INNER, VOCABULARY = 4096, 12288, 151_936
+# The outputs of its keys' projection.
+NARROW = 1024
 
 # Qwen3-30B-A3B, gpt-oss-20b and DeepSeek-V3.
 ROUTING = (
@@ -89,6 +91,8 @@ def launch_products(num_tokens: int, *, offset: int = 0) -> None:
         PackedLinear(weight, None, BF16)(on_meta(BF16, num_tokens, HIDDEN))
         PackedLinear(weight, None, torch.float32)(on_meta(torch.float32, num_tokens, HIDDEN))
     PackedLinear(int8(HIDDEN, HIDDEN), on_meta(BF16, HIDDEN), BF16)(on_meta(BF16, num_tokens, HIDDEN))
+    # With so few outputs, sums are split.
+    PackedLinear(int4(NARROW, HIDDEN, group_size=128), None, BF16)(on_meta(BF16, num_tokens, HIDDEN))
     PackedEmbedding(int8(VOCABULARY, HIDDEN), BF16)(token_ids)
 
 

@@ -2,7 +2,8 @@
 
 It has the kernels of `triton`, launched so that a row is always computed in the same way:
 
-    products        our own for plain weights too, with tiles of one size, so one matrix instruction and one order
+    products        our own for plain weights too, with tiles of one size, so one matrix instruction and one order, and
+                    no splits
     attention       decodes and chunks take one kernel; tiles of the context are counted from its first token, and no
                     context is split
     experts         tiles of one size, sums by rising expert

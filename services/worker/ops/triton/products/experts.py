@@ -1,4 +1,8 @@
-"""Mixtures of experts: two grouped products, the first with the activation, and each token's weighted sum."""
+"""Mixtures of experts: two grouped products, the first with the activation, and each token's weighted sum.
+
+No sum over columns is split over programs: a token by its 4 to 8 experts has hundreds of tiles already, unless many
+ranks share each expert.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,9 @@ from services.worker.ops.matrices import Matrix
 from services.worker.ops.matrix_rows import copy_matrix, join_rows
 from services.worker.ops.triton.products.expert_runs import ExpertRuns, arrange_pairs
 from services.worker.ops.triton.products.expert_sums import sum_experts
+from services.worker.ops.triton.products.row_products import multiply_rows
 from services.worker.ops.triton.products.tile_sizes import EXACT_NUM_ROWS, choose_rows, choose_sizes
-from services.worker.ops.triton.products.weight_tile import DeviceMatrix, multiply_rows
+from services.worker.ops.triton.products.weight_tile import DeviceMatrix
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -47,7 +52,7 @@ def _experts_kernel(
     pairs = tl.load(arranged + tl.program_id(0) * tile.rows + tl.arange(0, tile.rows))
     has_pair = pairs < num_pairs
     # Padding computes the first pair once more, and the same for columns, so that no load needs a mask.
-    x_rows = x + (tl.where(has_pair, pairs, 0) // pairs_per_row).to(tl.int64) * row_stride
+    x_rows = (tl.where(has_pair, pairs, 0) // pairs_per_row).to(tl.int64)
     numbers = tl.program_id(1) * tile.columns + tl.arange(0, tile.columns)
     if IS_GATED:
         # Rows of the gate and of up in turn, so that a program has both of each column.
@@ -57,7 +62,9 @@ def _experts_kernel(
         width = num_matrix_rows
         numbers = tl.minimum(numbers, width - 1)
     matrix_rows = expert.to(tl.int64) * num_matrix_rows + numbers
-    summed = multiply_rows(x_rows, codes, scales, offsets, matrix_rows, num_inputs, group_size, tile)
+    summed = multiply_rows(
+        x, x_rows, row_stride, codes, scales, offsets, matrix_rows, num_inputs, group_size, 0, 1, tile
+    )
     if bias is not None:
         summed += tl.load(bias + matrix_rows).to(tl.float32)[None, :]
     if IS_GATED:

@@ -1,4 +1,4 @@
-"""What all products with weight matrices share: a tile of weights in any format, and its product with rows.
+"""What all products with weight matrices share: a tile of weights in any format.
 
 Weights stay in memory as they are kept. A program reads a tile of codes, makes numbers of them in registers, rounds
 them to the dtype of the rows as `dense` does, and multiplies:
@@ -63,7 +63,7 @@ class DeviceMatrix:
             return cls(_FP8.value, matrix.codes, matrix.scales, None, group_size, num_rows, num_columns)
         return cls(_MXFP4.value, matrix.codes, matrix.exponents, None, MXFP4_GROUP_SIZE, num_rows, num_columns)
 
-    def tile(self, *, rows: int, columns: int, depth: int) -> Tile:
+    def tile(self, *, rows: int, columns: int, depth: int, is_split: bool = False) -> Tile:
         """The constants for programs of this size."""
         return Tile(
             kind=self.kind,
@@ -73,6 +73,7 @@ class DeviceMatrix:
             depth=depth,
             run=_common_run(self.group_size, self.num_columns, depth),
             has_tail=self.num_columns % depth > 0,
+            is_split=is_split,
         )
 
 
@@ -91,6 +92,8 @@ class Tile(NamedTuple):
     """Aligned runs of this many columns have one scale."""
     has_tail: bool
     """Whether the matrix's last columns are fewer than `depth`."""
+    is_split: bool
+    """Whether several programs share the sum over the matrix's columns."""
 
 
 def _common_run(group_size: int, num_columns: int, depth: int) -> int:
@@ -111,18 +114,19 @@ def load_weights(codes, scales, offsets, rows, first, num_columns, group_size, t
         [n, tile.depth]. Columns outside of the matrix have finite numbers.
     """
     columns = first + tl.arange(0, tile.depth)
+    places, has_column = rows[:, None] * num_columns + columns[None, :], (columns < num_columns)[None, :]
     if tile.kind == _FLOAT:
-        values = _load(codes + rows[:, None] * num_columns + columns[None, :], (columns < num_columns)[None, :], tile)
+        values = load_tile(codes + places, has_column, tile)
     elif tile.kind == _INT8:
-        stored = _load(codes + rows[:, None] * num_columns + columns[None, :], (columns < num_columns)[None, :], tile)
+        stored = load_tile(codes + places, has_column, tile)
         values = _scaled(stored.to(tl.float32), scales, offsets, rows, first, num_columns, group_size, tile)
     elif tile.kind == _FP8:
-        stored = _load(codes + rows[:, None] * num_columns + columns[None, :], (columns < num_columns)[None, :], tile)
+        stored = load_tile(codes + places, has_column, tile)
         values = _scaled(_e4m3(stored), scales, offsets, rows, first, num_columns, group_size, tile)
     else:
         pairs = first // 2 + tl.arange(0, tile.depth // 2)
         num_pairs = num_columns // 2
-        stored = _load(codes + rows[:, None] * num_pairs + pairs[None, :], (pairs < num_pairs)[None, :], tile)
+        stored = load_tile(codes + rows[:, None] * num_pairs + pairs[None, :], (pairs < num_pairs)[None, :], tile)
         nibbles = tl.interleave(stored & 0xF, stored >> 4)
         numbers = nibbles.to(tl.float32) - 8.0 if tile.kind == _INT4 else _e2m1(nibbles)
         values = _scaled(numbers, scales, offsets, rows, first, num_columns, group_size, tile)
@@ -130,7 +134,8 @@ def load_weights(codes, scales, offsets, rows, first, num_columns, group_size, t
 
 
 @triton.jit
-def _load(places, mask, tile: tl.constexpr):
+def load_tile(places, mask, tile: tl.constexpr):
+    """Numbers or codes at `places`; zeros outside of `mask`, which is not read if the matrix has whole tiles."""
     return tl.load(places, mask=mask, other=0) if tile.has_tail else tl.load(places)
 
 
@@ -160,33 +165,12 @@ def _scaled(values, scales, offsets, rows, first, num_columns, group_size, tile:
     places = rows[:, None] * tl.cdiv(num_columns, group_size) + (starts // group_size)[None, :]
     has_column = (starts < num_columns)[None, :]
     values = values.reshape(values.shape[0], num_runs, tile.run)
-    scale = _load(scales + places, has_column, tile)
+    scale = load_tile(scales + places, has_column, tile)
     if tile.kind == _MXFP4:
         powers = scale.to(tl.int32)
         powers = tl.where(powers == 0, _SMALLEST_POWER, powers << _EXPONENT_BIT)
         scale = powers.to(tl.float32, bitcast=True)
     values = values * scale[:, :, None]
     if tile.has_offsets:
-        values += _load(offsets + places, has_column, tile)[:, :, None]
+        values += load_tile(offsets + places, has_column, tile)[:, :, None]
     return values.reshape(values.shape[0], tile.depth)
-
-
-@triton.jit
-def multiply_rows(x_rows, codes, scales, offsets, matrix_rows, num_columns, group_size, tile: tl.constexpr):
-    """The products of rows with rows of a matrix, summed in float32.
-
-    Args:
-        x_rows: [tile.rows] pointers to rows of `num_columns` numbers.
-        codes: See `load_weights`, as are `scales`, `offsets`, `num_columns` and `group_size`.
-        matrix_rows: [tile.columns] int64.
-
-    Returns:
-        [tile.rows, tile.columns].
-    """
-    summed = tl.full((tile.rows, tile.columns), 0.0, tl.float32)
-    for first in range(0, num_columns, tile.depth):
-        columns = first + tl.arange(0, tile.depth)
-        x = _load(x_rows[:, None] + columns[None, :], (columns < num_columns)[None, :], tile)
-        weights = load_weights(codes, scales, offsets, matrix_rows, first, num_columns, group_size, tile)
-        summed = tl.dot(x, tl.trans(weights.to(x.dtype)), summed, input_precision="ieee")
-    return summed
