@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from services.worker.ops.matrices import Matrix
+from services.worker.ops.triton.products.fp8_rows import Fp8Encoding, Rows
 from services.worker.ops.triton.products.row_products import multiply_rows
 from services.worker.ops.triton.products.split_sums import sum_splits
 from services.worker.ops.triton.products.tile_sizes import EXACT_NUM_ROWS, TileSizes, choose_sizes, choose_splits
@@ -23,6 +24,7 @@ _NUM_WARPS = 4
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x,
+    x_scales,
     codes,
     scales,
     offsets,
@@ -43,6 +45,7 @@ def _linear_kernel(
     split = tl.program_id(2)
     summed = multiply_rows(
         x,
+        x_scales,
         x_rows,
         row_stride,
         codes,
@@ -78,16 +81,25 @@ def _embedding_kernel(
 
 
 class PackedLinear:
-    """See `LinearKernel`: rows times a matrix whose tiles are dequantised in registers."""
+    """See `LinearKernel`: rows times a matrix whose tiles are dequantised in registers, or both in FP8."""
 
-    def __init__(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype, *, is_exact: bool = False) -> None:
-        """Keep `weight`, without a copy.
+    def __init__(
+        self,
+        weight: Matrix,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        *,
+        is_exact: bool = False,
+        encoding: Fp8Encoding | None = None,
+    ) -> None:
+        """Keep `weight`, without a copy unless `encoding` needs one.
 
         Args:
             is_exact: Whether tiles have one size and no splits, so that a row's bits do not depend on how many there
                 are.
+            encoding: What rows are quantised to if `weight` is in FP8; None means that they are not.
         """
-        self._matrix = DeviceMatrix.of(weight)
+        self._matrix = DeviceMatrix.of(weight, encoding)
         self._bias = bias
         self._dtype = dtype
         self._is_exact = is_exact
@@ -105,20 +117,20 @@ class PackedLinear:
         output = torch.empty((num_rows, matrix.num_rows), dtype=x.dtype, device=x.device)
         if not output.numel():
             return output
-        x = x if x.stride(1) == 1 else x.contiguous()
-        sizes = choose_sizes(EXACT_NUM_ROWS if self._is_exact else num_rows, matrix.num_rows, x.dtype)
+        rows = matrix.take_rows(x)
+        sizes = choose_sizes(EXACT_NUM_ROWS if self._is_exact else num_rows, matrix.num_rows, rows.values.dtype)
         num_tiles = triton.cdiv(num_rows, sizes.rows), triton.cdiv(matrix.num_rows, sizes.columns)
         num_splits = 1 if self._is_exact else choose_splits(prod(num_tiles), triton.cdiv(width, sizes.depth))
         if num_splits == 1:
-            self._multiply(x, self._bias, output, sizes, (*num_tiles, 1))
+            self._multiply(rows, self._bias, output, sizes, (*num_tiles, 1))
             return output
         partial = torch.empty((num_splits, *output.shape), dtype=torch.float32, device=x.device)
-        self._multiply(x, None, partial, sizes, (*num_tiles, num_splits))
+        self._multiply(rows, None, partial, sizes, (*num_tiles, num_splits))
         sum_splits(partial, self._bias, output)
         return output
 
     def _multiply(
-        self, x: Tensor, bias: Tensor | None, output: Tensor, sizes: TileSizes, grid: tuple[int, int, int]
+        self, rows: Rows, bias: Tensor | None, output: Tensor, sizes: TileSizes, grid: tuple[int, int, int]
     ) -> None:
         """Write the products to `output`, [T, N], or those of each split to [splits, T, N].
 
@@ -127,17 +139,18 @@ class PackedLinear:
         """
         matrix, is_split = self._matrix, grid[2] > 1
         _linear_kernel[grid](
-            x,
+            rows.values,
+            rows.scales,
             matrix.codes,
             matrix.scales,
             matrix.offsets,
             bias,
             output,
-            len(x),
+            len(rows.values),
             matrix.num_rows,
             matrix.num_columns,
             matrix.group_size,
-            x.stride(0),
+            rows.values.stride(0),
             tile=matrix.tile(rows=sizes.rows, columns=sizes.columns, depth=sizes.depth, is_split=is_split),
             num_warps=sizes.num_warps,
             num_stages=sizes.num_stages,

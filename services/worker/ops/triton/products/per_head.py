@@ -22,6 +22,7 @@ def _per_head_kernel(x, weight, output, num_rows, num_outputs, num_inputs, row_s
     matrix_rows = head.to(tl.int64) * num_outputs + tl.minimum(columns, num_outputs - 1)
     summed = multiply_rows(
         x + head.to(tl.int64) * head_stride,
+        None,
         x_rows,
         row_stride,
         weight,

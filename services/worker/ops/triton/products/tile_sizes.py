@@ -45,15 +45,21 @@ def choose_rows(num_rows: int, dtype: torch.dtype) -> int:
 
 
 def choose_sizes(num_rows: int, num_outputs: int, dtype: torch.dtype) -> TileSizes:
-    """For `num_rows` rows by a matrix of `num_outputs` rows."""
-    rows = choose_rows(num_rows, dtype)
-    num_stages = 2 if torch.version.hip is not None else 3
+    """For `num_rows` rows by a matrix of `num_outputs` rows; `dtype` is what is multiplied."""
+    rows, is_amd = choose_rows(num_rows, dtype), torch.version.hip is not None
+    num_stages = 2 if is_amd else 3
     if dtype == torch.float32:
         return TileSizes(rows, 32, 32, num_warps=4, num_stages=num_stages)
     if rows == _FEW_ROWS:
         columns = 64 if num_outputs >= 64 * _WANTED_PROGRAMS else 32
         return TileSizes(rows, columns, 128, num_warps=4, num_stages=num_stages)
-    return TileSizes(rows, 128, 64, num_warps=8 if rows == _MANY_ROWS else 4, num_stages=num_stages)
+    columns, num_warps = 128, 8 if rows == _MANY_ROWS else 4
+    if dtype.itemsize > 1:
+        return TileSizes(rows, columns, 64, num_warps, num_stages)
+    if rows == _MANY_ROWS and not is_amd:
+        # A group's sums take as many registers as those that they are added to, and wider ones would spill.
+        columns = 64
+    return TileSizes(rows, columns, 128, num_warps, num_stages)
 
 
 def choose_splits(num_programs: int, num_steps: int) -> int:

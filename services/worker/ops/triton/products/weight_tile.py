@@ -5,6 +5,8 @@ them to the dtype of the rows as `dense` does, and multiplies:
 
     codes [columns, depth] -> * scale + offset -> to bfloat16
     rows [rows, depth] x the above, transposed -> added to sums [rows, columns] in float32
+
+Where rows are quantised to FP8, codes of FP8 are multiplied as they are: see `row_products`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from services.worker.ops.matrices import MXFP4_GROUP_SIZE, Fp8Matrix, IntMatrix, Matrix
+from services.worker.ops.triton.products.fp8_rows import Fp8Encoding, RowFormat, Rows
 
 # How `load_weights` makes numbers of codes.
 _FLOAT = tl.constexpr(0)
@@ -47,10 +50,12 @@ class DeviceMatrix:
     """Columns that share a scale; not more than K."""
     num_rows: int
     num_columns: int
+    row_format: RowFormat | None = None
+    """What rows are quantised to before they are multiplied with it; None if they are not."""
 
     @classmethod
-    def of(cls, matrix: Matrix) -> DeviceMatrix:
-        """Without a copy."""
+    def of(cls, matrix: Matrix, encoding: Fp8Encoding | None = None) -> DeviceMatrix:
+        """Without a copy, unless `encoding` needs one: what rows are quantised to if the matrix is in FP8."""
         num_rows, num_columns = matrix.shape
         if isinstance(matrix, Tensor):
             return cls(_FLOAT.value, matrix.contiguous(), None, None, max(num_columns, 1), num_rows, num_columns)
@@ -60,8 +65,15 @@ class DeviceMatrix:
             return cls(kind.value, matrix.codes, matrix.scales, matrix.offsets, group_size, num_rows, num_columns)
         if isinstance(matrix, Fp8Matrix):
             group_size = min(matrix.group_size, max(num_columns, 1))
-            return cls(_FP8.value, matrix.codes, matrix.scales, None, group_size, num_rows, num_columns)
+            row_format = None if encoding is None else RowFormat.of(matrix, encoding)
+            codes, scales = (matrix.codes, matrix.scales) if row_format is None else row_format.encoding.encode(matrix)
+            return cls(_FP8.value, codes, scales, None, group_size, num_rows, num_columns, row_format)
         return cls(_MXFP4.value, matrix.codes, matrix.exponents, None, MXFP4_GROUP_SIZE, num_rows, num_columns)
+
+    def take_rows(self, x: Tensor) -> Rows:
+        """`x` [T, K] as products with the matrix take it."""
+        x = x if x.stride(1) == 1 else x.contiguous()
+        return Rows(x, None) if self.row_format is None else self.row_format.quantize(x)
 
     def tile(self, *, rows: int, columns: int, depth: int, is_split: bool = False) -> Tile:
         """The constants for programs of this size."""
@@ -73,6 +85,7 @@ class DeviceMatrix:
             depth=depth,
             run=_common_run(self.group_size, self.num_columns, depth),
             has_tail=self.num_columns % depth > 0,
+            has_groups=self.group_size < self.num_columns,
             is_split=is_split,
         )
 
@@ -92,6 +105,8 @@ class Tile(NamedTuple):
     """Aligned runs of this many columns have one scale."""
     has_tail: bool
     """Whether the matrix's last columns are fewer than `depth`."""
+    has_groups: bool
+    """Whether not all columns have the same scale."""
     is_split: bool
     """Whether several programs share the sum over the matrix's columns."""
 
@@ -136,7 +151,7 @@ def load_weights(codes, scales, offsets, rows, first, num_columns, group_size, t
 @triton.jit
 def load_tile(places, mask, tile: tl.constexpr):
     """Numbers or codes at `places`; zeros outside of `mask`, which is not read if the matrix has whole tiles."""
-    return tl.load(places, mask=mask, other=0) if tile.has_tail else tl.load(places)
+    return tl.load(places, mask=mask, other=0.0) if tile.has_tail else tl.load(places)
 
 
 @triton.jit

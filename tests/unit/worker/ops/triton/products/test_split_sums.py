@@ -8,10 +8,12 @@ import torch.nn.functional as F
 
 from services.worker.ops.matrices import dense
 from services.worker.ops.triton.products import linear
+from services.worker.ops.triton.products.fp8_rows import OCP
 from services.worker.ops.triton.products.linear import PackedLinear
 from services.worker.ops.triton.products.split_sums import sum_splits
 from services.worker.ops.triton.products.tile_sizes import choose_splits
 from tests.support.attention_batches import random
+from tests.support.float8_rows import rounded
 from tests.support.packed_matrices import KINDS, MatrixKind
 
 # In float32 a program reads 32 columns at a time, so there are 29 tiles and 7 splits of 5 tiles: one has none.
@@ -41,6 +43,18 @@ def test_a_split_product_is_that_with_the_dense_matrix(
     expected = F.linear(x.double(), dense(weight, torch.float32).double(), None if bias is None else bias.double())
     torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
     assert split_counts == [7]
+
+
+@pytest.mark.parametrize("group_size", [128, 4096])
+@pytest.mark.usefixtures("float8")
+def test_a_split_product_of_rows_in_fp8_is_that_of_their_numbers(group_size: int, split_counts: list[int]) -> None:
+    # 9 tiles of 128 columns.
+    num_columns = 1100
+    weight, x = MatrixKind(KINDS[5].format, group_size).make(35, num_columns), random(3, num_columns, seed=1)
+    output = PackedLinear(weight, None, torch.float32, encoding=OCP)(x)
+    expected = rounded(x, min(group_size, num_columns), OCP) @ dense(weight, torch.float32).double().T
+    torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
+    assert split_counts == [2]
 
 
 def test_more_numbers_than_a_program_adds_up_are_added_up_in_the_order_of_the_splits() -> None:
