@@ -35,6 +35,7 @@ for refused in (
     lambda: ops.prepare_embedding(torch.zeros(4, 4), torch.float32),
     lambda: ops.check_block_size(8),
     lambda: ops.check_block_size(24),
+    lambda: ops.quantize_activations(),
 ):
     try:
         refused()
@@ -86,15 +87,16 @@ def test_models_compute_in_bfloat16_and_graphs_hold_all_but_latent_attention(lin
 
 
 @pytest.mark.process
-def test_a_dtype_and_block_sizes_without_kernels_are_refused(lines: list[str]) -> None:
+def test_what_has_no_kernels_is_refused(lines: list[str]) -> None:
     text = "InvalidRequestError block_size: must be a power of two and at least 16 with the backend aiter"
     dtype = "DeviceError --dtype float32: the backend aiter has only kernels for bfloat16 and float16"
-    assert lines[2:5] == [dtype, text, text]
+    activations = "DeviceError --activation-quantization fp8: the backend aiter has no kernels for it, but triton has"
+    assert lines[2:6] == [dtype, text, text, activations]
 
 
 @pytest.mark.process
 def test_what_one_sequence_leaves_in_a_block_is_finite(lines: list[str]) -> None:
-    assert lines[5:] == ["[True, True] False"]
+    assert lines[6:] == ["[True, True] False"]
 
 
 @pytest.mark.process
