@@ -62,6 +62,13 @@ class WorkerSettings(ProcessSettings):
         description="What a model's matrices are quantised to while it loads, unless its files are quantised already; "
         "with int4 the head has 8 bits. auto is int8 on the native backend, and none on the others.",
     )
+    activation_quantization: Literal["none", "fp8"] = Field(
+        default="none",
+        description="What activations are quantised to where they are multiplied with matrices in FP8: fp8 (E4M3, with "
+        "a scale per token, and per 128 columns if the matrix has scales by group) uses a GPU's FP8 instructions, with "
+        "the backends triton and triton-exact on NVIDIA's sm_89 and later, gfx942 and gfx950; results are then less "
+        "precise than on a CPU, which multiplies activations as they are.",
+    )
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = Field(
         default="auto",
         description="Type of the KV cache: auto is the weights' type. int8, with a scale for each token and head, "

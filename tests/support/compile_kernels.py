@@ -38,10 +38,11 @@ from services.worker.ops.triton.kv_write import write_cache, write_kv
 from services.worker.ops.triton.norm import add_rms_norm, layer_norm, rms_norm
 from services.worker.ops.triton.norm_rope_write import norm_rope_write
 from services.worker.ops.triton.prefill_attention import prefill_attention
+from services.worker.ops.triton.products.fp8_rows import FNUZ, OCP
 from services.worker.ops.triton.rope import rope
 from tests.support.exact_launches import launch_exact_latents, launch_exact_products
 from tests.support.latent_launches import launch_latent_attention, launch_odd_latent_steps
-from tests.support.product_launches import launch_experts, launch_products
+from tests.support.product_launches import launch_experts, launch_fp8_experts, launch_fp8_products, launch_products
 from tests.support.sampling_launches import launch_sampling
 
 exact_attention = partial(prefill_attention, is_exact=True)
@@ -50,6 +51,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
+FP8_ENCODINGS = {"sm_90": OCP, "gfx942": FNUZ, "gfx950": OCP}
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 PLAIN = AttentionParams(1.0)
 NUM_BLOCKS, BLOCK_SIZE = 2**17, 16
@@ -292,10 +294,12 @@ def compile_all(target: str) -> list[CompiledKernel]:
         launch_decode_inputs(64, 0, num_blocks=128)
         launch_other_attention(MODELS["Qwen3-8B"])
         launch_sampling()
-        for num_tokens in (1, 64, 4096):
+        for num_tokens in (1, 64, 256, 4096):
             launch_products(num_tokens)
+            launch_fp8_products(num_tokens, FP8_ENCODINGS[target])
         for num_tokens in (1, 1024, 16384):
             launch_experts(num_tokens)
+            launch_fp8_experts(num_tokens, FP8_ENCODINGS[target])
         launch_latent_attention()
         # A row is always computed by the same kernel: a single decode needs the one that all other steps take.
         launch_exact_products(1)
@@ -310,8 +314,10 @@ def compile_all(target: str) -> list[CompiledKernel]:
         launch_decode_inputs(1, 0, num_blocks=77, offset=3)
         for num_tokens in (3, 50, 777):
             launch_products(num_tokens, offset=1)
+            launch_fp8_products(num_tokens, FP8_ENCODINGS[target])
         for num_tokens in (3, 777, 9999):
             launch_experts(num_tokens, offset=1)
+            launch_fp8_experts(num_tokens, FP8_ENCODINGS[target], offset=1)
         for num_tokens in (64, 2048, 777):
             launch_exact_products(num_tokens, offset=1)
         launch_exact_latents((1, 5, 700), offset=1)

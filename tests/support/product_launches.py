@@ -11,12 +11,15 @@ from services.worker.ops import ExpertGroups, ExpertWeights, RouterScore, Routin
 from services.worker.ops.matrices import Fp8Matrix, IntMatrix, Mxfp4Matrix
 from services.worker.ops.triton.products.expert_sums import combine_experts
 from services.worker.ops.triton.products.experts import TritonExperts
+from services.worker.ops.triton.products.fp8_rows import Fp8Encoding
 from services.worker.ops.triton.products.linear import PackedEmbedding, PackedLinear
 from services.worker.ops.triton.routing import route
 
 BF16 = torch.bfloat16
 # The sizes of Qwen3-8B.
 HIDDEN, INNER, VOCABULARY = 4096, 12288, 151_936
+# The outputs of its keys' projection, and DeepSeek-V2-Lite's inner numbers, of which the last group is not whole.
+NARROW, TAILED = 1024, 10944
 
 # Qwen3-30B-A3B, gpt-oss-20b and DeepSeek-V3.
 ROUTING = (
@@ -45,12 +48,12 @@ class Mixture:
     weights: ExpertWeights
     clamp: SwigluClamp | None = None
 
-    def launch(self, num_tokens: int, dtype: torch.dtype = BF16, *, offset: int = 0) -> None:
+    def launch(self, num_tokens: int, *, offset: int = 0, encoding: Fp8Encoding | None = None) -> None:
         """A step of `num_tokens`; their experts begin at `offset` in longer columns."""
-        kernel = TritonExperts([self.weights] * self.num_experts, self.clamp, dtype)
+        kernel = TritonExperts([self.weights] * self.num_experts, self.clamp, BF16, encoding=encoding)
         expert_ids = on_meta(torch.int32, num_tokens + offset, self.num_chosen)[offset:]
         expert_weights = on_meta(torch.float32, num_tokens + offset, self.num_chosen)[offset:]
-        kernel(on_meta(dtype, num_tokens, self.weights.down.shape[0]), expert_ids, expert_weights)
+        kernel(on_meta(BF16, num_tokens, self.weights.down.shape[0]), expert_ids, expert_weights)
 
 
 def mixtures() -> tuple[Mixture, ...]:
@@ -89,7 +92,23 @@ def launch_products(num_tokens: int, *, offset: int = 0) -> None:
         PackedLinear(weight, None, BF16)(on_meta(BF16, num_tokens, HIDDEN))
         PackedLinear(weight, None, torch.float32)(on_meta(torch.float32, num_tokens, HIDDEN))
     PackedLinear(int8(HIDDEN, HIDDEN), on_meta(BF16, HIDDEN), BF16)(on_meta(BF16, num_tokens, HIDDEN))
+    # With so few outputs, sums are split.
+    PackedLinear(int4(NARROW, HIDDEN, group_size=128), None, BF16)(on_meta(BF16, num_tokens, HIDDEN))
     PackedEmbedding(int8(VOCABULARY, HIDDEN), BF16)(token_ids)
+
+
+def launch_fp8_products(num_tokens: int, encoding: Fp8Encoding) -> None:
+    """A step's products with FP8 matrices, of rows in FP8."""
+    x, inner, tailed = on_meta(BF16, num_tokens, HIDDEN), on_meta(BF16, num_tokens, TAILED), fp8(HIDDEN, TAILED)
+    for weight in (fp8(2 * INNER, HIDDEN), fp8(NARROW, HIDDEN, group_size=HIDDEN)):
+        PackedLinear(weight, None, BF16, encoding=encoding)(x)
+    for is_exact in (False, True):
+        PackedLinear(tailed, None, BF16, encoding=encoding, is_exact=is_exact)(inner)
+
+
+def launch_fp8_experts(num_tokens: int, encoding: Fp8Encoding, *, offset: int = 0) -> None:
+    """A step's experts of which weights and rows are in FP8: DeepSeek-V3's."""
+    mixtures()[-1].launch(num_tokens, offset=offset, encoding=encoding)
 
 
 def int8(num_rows: int, num_columns: int) -> IntMatrix:
@@ -111,10 +130,10 @@ def mxfp4(num_rows: int, num_columns: int) -> Mxfp4Matrix:
     return Mxfp4Matrix(codes, on_meta(torch.uint8, num_rows, num_columns // 32))
 
 
-def fp8(num_rows: int, num_columns: int) -> Fp8Matrix:
-    """As DeepSeek-V3's: a scale per block, which every row of the block has."""
-    codes = on_meta(torch.uint8, num_rows, num_columns)
-    return Fp8Matrix(codes, on_meta(torch.float32, num_rows, num_columns // 128), group_size=128)
+def fp8(num_rows: int, num_columns: int, *, group_size: int = 128) -> Fp8Matrix:
+    """By default as DeepSeek-V3's: a scale per block, which every row of the block has."""
+    codes, num_groups = on_meta(torch.uint8, num_rows, num_columns), -(-num_columns // group_size)
+    return Fp8Matrix(codes, on_meta(torch.float32, num_rows, num_groups), group_size)
 
 
 def on_meta(dtype: torch.dtype, *shape: int) -> Tensor:

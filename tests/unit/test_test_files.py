@@ -150,6 +150,7 @@ TESTED_BY = {
     "unit/worker/ops/aiter_ops/test_load.py": ("services/worker/ops/aiter_ops/builds.py",),
     "unit/worker/ops/triton/test_decode_attention.py": ("services/worker/ops/triton/context_splits.py",),
     "unit/worker/ops/triton/products/test_linear.py": (
+        "services/worker/ops/triton/products/row_products.py",
         "services/worker/ops/triton/products/tile_sizes.py",
         "services/worker/ops/triton/products/weight_tile.py",
     ),

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from services.worker.device import DeviceError
 from services.worker.drawing.row_edits import RowEdits
 from services.worker.drawing.row_logprobs import row_logprobs
 from services.worker.drawing.token_draw import GREEDY_TEMPERATURE, TokenDraw
@@ -42,6 +43,12 @@ class ComposedOps(Ops, Protocol):
     def use_threads(self, count: int) -> None:
         """See `Ops.use_threads`."""
         torch.set_num_threads(count)
+
+    def quantize_activations(self) -> None:
+        """See `Ops.quantize_activations`: refused."""
+        raise DeviceError(
+            f"--activation-quantization fp8: the backend {self.name} has no kernels for it, but triton has"
+        )
 
     def prepare_embedding(self, weight: Matrix, dtype: torch.dtype) -> EmbeddingKernel:
         """See `Ops.prepare_embedding`: dense."""

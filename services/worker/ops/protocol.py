@@ -63,6 +63,13 @@ class Ops(Protocol):
     def use_threads(self, count: int) -> None:
         """Run kernels, torch's too, on so many of the CPU's threads from now on."""
 
+    def quantize_activations(self) -> None:
+        """Quantise the rows of products with matrices in FP8 to FP8 too; of those that are prepared from now on.
+
+        Raises:
+            DeviceError: the backend has no kernels for that, or the device no instructions.
+        """
+
     def check_block_size(self, block_size: int) -> None:
         """Check that the kernels can read blocks of `block_size` tokens, at least 1.
 

@@ -21,6 +21,7 @@ from services.worker.forward.staging import to_device
 from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadedModel, LoadOptions, ModelFacts, load_model
 from services.worker.ops import Ops, load_ops
+from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.parallel.distributed import make_parallel
 from services.worker.parallel.rendezvous import Rendezvous
 from services.worker.runner.batch_runner import BatchRunner
@@ -254,8 +255,8 @@ def build_model_runner(
         rendezvous: As in `make_parallel`.
 
     Raises:
-        DeviceError: there is no such device, its backend has no kernels for the formats of weights or KV cache, or the
-            ranks' choices differ.
+        DeviceError: there is no such device, its backend has no kernels for the formats of weights, activations or KV
+            cache, or the ranks' choices differ.
         ModelDirectoryError: this worker cannot run what the directory holds.
         RuntimeError: the failure domain's other processes could not be connected to.
     """
@@ -265,6 +266,8 @@ def build_model_runner(
         torch.cuda.set_device(device)
     ops = load_ops(choice.ops_backend, settings.native_isa)
     ops.use_threads(settings.num_threads or num_usable_cores())
+    if settings.activation_quantization == "fp8":
+        ops.quantize_activations()
     parallel = make_parallel(layout, rendezvous, is_exact=ops.is_exact, device=device.type)
     with_mtp = settings.draft_proposer == "mtp"
     quantization = choose_quantization(settings.quantization, ops)
@@ -282,6 +285,8 @@ def build_model_runner(
     log_loaded(loaded, ops, duration_s=time.perf_counter() - started_at)
     if layout.has_expert_parallel and not loaded.model.has_experts:
         raise ModelDirectoryError(f"{settings.model_dir}: the model has no experts for --ep to split")
+    if settings.activation_quantization == "fp8" and MatrixFormat.FP8 not in loaded.packed_formats:
+        raise ModelDirectoryError(f"{settings.model_dir}: no matrices in FP8 for --activation-quantization fp8")
     drafting = make_drafting(settings, loaded, ops, lambda: on_progress(1.0), parallel=parallel)
     is_measured = device.type == "cuda" and settings.kv_cache_memory_gib is None
     measure = GpuMemory(settings.gpu_memory_utilization) if is_measured else None

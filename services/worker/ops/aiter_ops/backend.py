@@ -43,6 +43,10 @@ class AiterOps(AiterLatent, TritonOps):
         versions = f"aiter-{_version()} torch-{torch.__version__} triton-{triton.__version__}"
         return f"aiter {versions} {self.instructions}"
 
+    def quantize_activations(self) -> None:
+        # Its experts have no FP8 weights.
+        ComposedOps.quantize_activations(self)
+
     def check_block_size(self, block_size: int) -> None:
         check_block_size(block_size)
 

@@ -37,6 +37,7 @@ from services.worker.ops.triton.norm_rope_write import norm_rope_write
 from services.worker.ops.triton.prefill_attention import prefill_attention
 from services.worker.ops.triton.products.expert_sums import combine_experts
 from services.worker.ops.triton.products.experts import TritonExperts
+from services.worker.ops.triton.products.fp8_rows import Fp8Encoding, device_encoding
 from services.worker.ops.triton.products.linear import PackedEmbedding, PackedLinear
 from services.worker.ops.triton.rope import rope
 from services.worker.ops.triton.routing import route
@@ -79,9 +80,14 @@ class TritonOps(ComposedOps):
     def __init__(self) -> None:
         super().__init__()
         self.instructions = torch.cuda.get_device_name() if torch.cuda.is_available() else "interpreter"
+        self._encoding: Fp8Encoding | None = None
 
     def numerics(self) -> str:
-        return f"{self.name} torch-{torch.__version__} triton-{triton.__version__} {self.instructions}"
+        activations = "" if self._encoding is None else " fp8-activations"
+        return f"{self.name} torch-{torch.__version__} triton-{triton.__version__} {self.instructions}{activations}"
+
+    def quantize_activations(self) -> None:
+        self._encoding = device_encoding()
 
     # -- Batch --------------------------------------------------------------------------------------------
 
@@ -96,7 +102,7 @@ class TritonOps(ComposedOps):
         # Without a copy: a tied embedding is also the head, and a device has no memory for two.
         if isinstance(weight, Tensor):
             return partial(F.linear, weight=weight, bias=bias)
-        return PackedLinear(weight, bias, dtype)
+        return PackedLinear(weight, bias, dtype, encoding=self._encoding)
 
     def prepare_embedding(self, weight: Matrix, dtype: torch.dtype) -> EmbeddingKernel:
         return partial(F.embedding, weight=weight) if isinstance(weight, Tensor) else PackedEmbedding(weight, dtype)
@@ -217,7 +223,7 @@ class TritonOps(ComposedOps):
     def prepare_experts(
         self, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None, dtype: torch.dtype
     ) -> ExpertsKernel:
-        return TritonExperts(experts, clamp, dtype)
+        return TritonExperts(experts, clamp, dtype, encoding=self._encoding)
 
     def combine_experts(self, outputs: Tensor, tokens: Tensor, weights: Tensor, *, num_tokens: int) -> Tensor:
         return combine_experts(outputs, tokens, weights, num_tokens=num_tokens)

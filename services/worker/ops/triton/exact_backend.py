@@ -2,7 +2,8 @@
 
 It has the kernels of `triton`, launched so that a row is always computed in the same way:
 
-    products        our own for plain weights too, with tiles of one size, so one matrix instruction and one order
+    products        our own for plain weights too, with tiles of one size, so one matrix instruction and one order, and
+                    no splits; rows that are quantised to FP8 have scales of their own
     attention       decodes and chunks take one kernel; tiles of the context are counted from its first token, and no
                     context is split
     experts         tiles of one size, sums by rising expert
@@ -56,7 +57,7 @@ class TritonExactOps(TritonOps):
     # -- Weights ------------------------------------------------------------------------------------------
 
     def prepare_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> LinearKernel:
-        return PackedLinear(weight, bias, dtype, is_exact=True)
+        return PackedLinear(weight, bias, dtype, is_exact=True, encoding=self._encoding)
 
     def prepare_per_head_linear(self, weight: Tensor) -> PerHeadKernel:
         return ExactPerHeadLinear(weight)
@@ -112,7 +113,7 @@ class TritonExactOps(TritonOps):
     def prepare_experts(
         self, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None, dtype: torch.dtype
     ) -> ExpertsKernel:
-        return TritonExperts(experts, clamp, dtype, is_exact=True)
+        return TritonExperts(experts, clamp, dtype, is_exact=True, encoding=self._encoding)
 
 
 def load_exact_ops() -> TritonExactOps:

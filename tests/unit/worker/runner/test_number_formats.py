@@ -25,7 +25,9 @@ from services.worker.runner.number_formats import (
     choose_quantization,
     log_loaded,
 )
+from shared.model_dir import ModelDirectoryError
 from tests.support.packing_ops import PackingOps
+from tests.support.quantized_checkpoints import SCHEMES, write_quantized
 from tests.support.thread_ranks import run_ranks
 from tests.support.tiny_llama import write_tiny_llama
 
@@ -102,6 +104,32 @@ def test_a_format_without_kernels_is_refused(tmp_path: Path, backend: str, quant
     values = {"model_dir": tmp_path, "ops_backend": backend, "quantization": quantization}
     with pytest.raises(DeviceError, match=f"--quantization {quantization}: the backend {backend} has no kernels"):
         build_model_runner(WorkerSettings.model_validate(values), lambda _: None)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "native", "reference"])
+def test_activations_are_not_quantised_without_kernels(tmp_path: Path, backend: str) -> None:
+    values = {"model_dir": tmp_path, "ops_backend": backend, "activation_quantization": "fp8"}
+    with pytest.raises(DeviceError, match=r"--activation-quantization fp8: the backend \w+ has no kernels for it"):
+        build_model_runner(WorkerSettings.model_validate(values), lambda _: None)
+
+
+def test_activations_are_not_quantised_for_a_model_without_fp8(tmp_path: Path) -> None:
+    settings = WorkerSettings(
+        model_dir=write_tiny_llama(tmp_path), ops_backend="triton", device="cpu", activation_quantization="fp8"
+    )
+    with pytest.raises(ModelDirectoryError, match="no matrices in FP8 for --activation-quantization fp8"):
+        build_model_runner(settings, lambda _: None)
+
+
+@pytest.mark.parametrize("backend", ["triton", "triton-exact"])
+def test_the_fingerprint_depends_on_the_activations(tmp_path: Path, backend: str) -> None:
+    model_dir, _ = write_quantized(write_tiny_llama(tmp_path / "plain"), tmp_path / "fp8", SCHEMES["fp8, channels"])
+    values = {"model_dir": model_dir, "ops_backend": backend, "device": "cpu"}
+    fingerprints = {
+        build_model_runner(WorkerSettings.model_validate({**values, **flags}), lambda _: None).numerics_fingerprint
+        for flags in ({}, {"activation_quantization": "none"}, {"activation_quantization": "fp8"})
+    }
+    assert len(fingerprints) == 2
 
 
 def test_the_fingerprint_depends_on_the_quantisation(tmp_path: Path) -> None:

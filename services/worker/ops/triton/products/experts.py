@@ -1,4 +1,8 @@
-"""Mixtures of experts: two grouped products, the first with the activation, and each token's weighted sum."""
+"""Mixtures of experts: two grouped products, the first with the activation, and each token's weighted sum.
+
+No sum over columns is split over programs: a token by its 4 to 8 experts has hundreds of tiles already, unless many
+ranks share each expert.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,16 @@ from services.worker.ops.matrices import Matrix
 from services.worker.ops.matrix_rows import copy_matrix, join_rows
 from services.worker.ops.triton.products.expert_runs import ExpertRuns, arrange_pairs
 from services.worker.ops.triton.products.expert_sums import sum_experts
+from services.worker.ops.triton.products.fp8_rows import Fp8Encoding
+from services.worker.ops.triton.products.row_products import multiply_rows
 from services.worker.ops.triton.products.tile_sizes import EXACT_NUM_ROWS, choose_rows, choose_sizes
-from services.worker.ops.triton.products.weight_tile import DeviceMatrix, multiply_rows
+from services.worker.ops.triton.products.weight_tile import DeviceMatrix
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _experts_kernel(
     x,
+    x_scales,
     codes,
     scales,
     offsets,
@@ -47,7 +54,7 @@ def _experts_kernel(
     pairs = tl.load(arranged + tl.program_id(0) * tile.rows + tl.arange(0, tile.rows))
     has_pair = pairs < num_pairs
     # Padding computes the first pair once more, and the same for columns, so that no load needs a mask.
-    x_rows = x + (tl.where(has_pair, pairs, 0) // pairs_per_row).to(tl.int64) * row_stride
+    x_rows = (tl.where(has_pair, pairs, 0) // pairs_per_row).to(tl.int64)
     numbers = tl.program_id(1) * tile.columns + tl.arange(0, tile.columns)
     if IS_GATED:
         # Rows of the gate and of up in turn, so that a program has both of each column.
@@ -57,7 +64,9 @@ def _experts_kernel(
         width = num_matrix_rows
         numbers = tl.minimum(numbers, width - 1)
     matrix_rows = expert.to(tl.int64) * num_matrix_rows + numbers
-    summed = multiply_rows(x_rows, codes, scales, offsets, matrix_rows, num_inputs, group_size, tile)
+    summed = multiply_rows(
+        x, x_scales, x_rows, row_stride, codes, scales, offsets, matrix_rows, num_inputs, group_size, 0, 1, tile
+    )
     if bias is not None:
         summed += tl.load(bias + matrix_rows).to(tl.float32)[None, :]
     if IS_GATED:
@@ -97,8 +106,12 @@ class TritonExperts:
         dtype: torch.dtype,
         *,
         is_exact: bool = False,
+        encoding: Fp8Encoding | None = None,
     ) -> None:
-        """Join the experts' matrices, in the format that all of them have, else dense; `is_exact` as `PackedLinear`."""
+        """Join the experts' matrices, in the format that all of them have, else dense.
+
+        `is_exact` and `encoding` mean what they do in `PackedLinear`.
+        """
         self._is_exact = is_exact
         gate_up, down = _Stack(dtype), _Stack(dtype)
         for expert in experts:
@@ -108,15 +121,14 @@ class TritonExperts:
         self._clamp = clamp
         # A rank of many may have none.
         if self._num_experts:
-            self._gate_up, self._gate_up_bias = gate_up.join()
-            self._down, self._down_bias = down.join()
+            self._gate_up, self._gate_up_bias = gate_up.join(encoding)
+            self._down, self._down_bias = down.join(encoding)
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         """See `ExpertsKernel`."""
         num_pairs = expert_ids.numel()
         if not num_pairs or not self._num_experts:
             return torch.zeros_like(x)
-        x = x if x.stride(1) == 1 else x.contiguous()
         expert_ids, expert_weights = expert_ids.contiguous(), expert_weights.contiguous()
         # Tiles have as many rows as experts have pairs if all have equally many.
         rows_per_expert = EXACT_NUM_ROWS if self._is_exact else triton.cdiv(num_pairs, self._num_experts)
@@ -133,15 +145,17 @@ class TritonExperts:
         """Write each pair's row of `output`: the product with its expert's matrix, and after the first the activation.
 
         Args:
-            x: [T * k / pairs_per_row, K], contiguous in the last dimension.
+            x: [T * k / pairs_per_row, K].
             matrix: The experts' ones, each with the same number of rows.
             output: [T * k, width], contiguous. Rows of experts that do not exist are not written.
         """
-        sizes = choose_sizes(runs.tile_rows, matrix.num_rows, x.dtype)
+        rows = matrix.take_rows(x)
+        sizes = choose_sizes(runs.tile_rows, matrix.num_rows, rows.values.dtype)
         num_rows = matrix.num_rows // self._num_experts
         clamp = self._clamp or SwigluClamp(0.0, 0.0)
         _experts_kernel[(runs.num_tiles, triton.cdiv(num_rows, sizes.columns))](
-            x,
+            rows.values,
+            rows.scales,
             matrix.codes,
             matrix.scales,
             matrix.offsets,
@@ -154,7 +168,7 @@ class TritonExperts:
             num_rows,
             matrix.num_columns,
             matrix.group_size,
-            x.stride(0),
+            rows.values.stride(0),
             pairs_per_row,
             clamp.alpha,
             clamp.limit,
@@ -183,9 +197,10 @@ class _Stack:
         if bias is not None:
             self._biases.append(bias.clone())
 
-    def join(self) -> tuple[DeviceMatrix, Tensor | None]:
+    def join(self, encoding: Fp8Encoding | None) -> tuple[DeviceMatrix, Tensor | None]:
         """The rows of all matrices, one after the other, and of the biases; the stack is empty afterwards."""
-        joined = DeviceMatrix.of(join_rows(self._matrices, self._dtype))
+        joined = join_rows(self._matrices, self._dtype)
         bias = torch.cat(self._biases) if self._biases else None
+        # Before the codes may be copied once more.
         self._matrices.clear()
-        return joined, bias
+        return DeviceMatrix.of(joined, encoding), bias

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from services.worker.ops.matrices import Matrix
-from services.worker.ops.triton.products.tile_sizes import EXACT_NUM_ROWS, choose_sizes
-from services.worker.ops.triton.products.weight_tile import DeviceMatrix, load_weights, multiply_rows
+from services.worker.ops.triton.products.fp8_rows import Fp8Encoding, Rows
+from services.worker.ops.triton.products.row_products import multiply_rows
+from services.worker.ops.triton.products.split_sums import sum_splits
+from services.worker.ops.triton.products.tile_sizes import EXACT_NUM_ROWS, TileSizes, choose_sizes, choose_splits
+from services.worker.ops.triton.products.weight_tile import DeviceMatrix, load_weights
 
 # An embedding's programs: tokens, and columns of the matrix.
 _EMBEDDED_ROWS, _EMBEDDED_COLUMNS = 4, 256
@@ -19,6 +24,7 @@ _NUM_WARPS = 4
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x,
+    x_scales,
     codes,
     scales,
     offsets,
@@ -34,12 +40,27 @@ def _linear_kernel(
     rows = tl.program_id(0) * tile.rows + tl.arange(0, tile.rows)
     columns = tl.program_id(1) * tile.columns + tl.arange(0, tile.columns)
     # In place of rows and columns that do not exist, the last one is computed once more, so that no load needs a mask.
-    x_rows = x + tl.minimum(rows, num_rows - 1).to(tl.int64) * row_stride
+    x_rows = tl.minimum(rows, num_rows - 1).to(tl.int64)
     matrix_rows = tl.minimum(columns, num_outputs - 1).to(tl.int64)
-    summed = multiply_rows(x_rows, codes, scales, offsets, matrix_rows, num_inputs, group_size, tile)
+    split = tl.program_id(2)
+    summed = multiply_rows(
+        x,
+        x_scales,
+        x_rows,
+        row_stride,
+        codes,
+        scales,
+        offsets,
+        matrix_rows,
+        num_inputs,
+        group_size,
+        split,
+        tl.num_programs(2),
+        tile,
+    )
     if bias is not None:
         summed += tl.load(bias + matrix_rows).to(tl.float32)[None, :]
-    places = rows.to(tl.int64)[:, None] * num_outputs + columns[None, :]
+    places = (split * num_rows + rows).to(tl.int64)[:, None] * num_outputs + columns[None, :]
     mask = (rows < num_rows)[:, None] & (columns < num_outputs)[None, :]
     tl.store(output + places, summed.to(output.dtype.element_ty), mask=mask)
 
@@ -60,15 +81,25 @@ def _embedding_kernel(
 
 
 class PackedLinear:
-    """See `LinearKernel`: rows times a matrix whose tiles are dequantised in registers."""
+    """See `LinearKernel`: rows times a matrix whose tiles are dequantised in registers, or both in FP8."""
 
-    def __init__(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype, *, is_exact: bool = False) -> None:
-        """Keep `weight`, without a copy.
+    def __init__(
+        self,
+        weight: Matrix,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        *,
+        is_exact: bool = False,
+        encoding: Fp8Encoding | None = None,
+    ) -> None:
+        """Keep `weight`, without a copy unless `encoding` needs one.
 
         Args:
-            is_exact: Whether tiles have one size, so that a row's bits do not depend on how many there are.
+            is_exact: Whether tiles have one size and no splits, so that a row's bits do not depend on how many there
+                are.
+            encoding: What rows are quantised to if `weight` is in FP8; None means that they are not.
         """
-        self._matrix = DeviceMatrix.of(weight)
+        self._matrix = DeviceMatrix.of(weight, encoding)
         self._bias = bias
         self._dtype = dtype
         self._is_exact = is_exact
@@ -83,29 +114,47 @@ class PackedLinear:
         num_rows, width = x.shape
         if width != matrix.num_columns or x.dtype is not self._dtype:
             raise ValueError(f"expected [T, {matrix.num_columns}] {self._dtype}, got {list(x.shape)} {x.dtype}")
-        x = x if x.stride(1) == 1 else x.contiguous()
         output = torch.empty((num_rows, matrix.num_rows), dtype=x.dtype, device=x.device)
         if not output.numel():
             return output
-        sizes = choose_sizes(EXACT_NUM_ROWS if self._is_exact else num_rows, matrix.num_rows, x.dtype)
-        tile = matrix.tile(rows=sizes.rows, columns=sizes.columns, depth=sizes.depth)
-        _linear_kernel[(triton.cdiv(num_rows, tile.rows), triton.cdiv(matrix.num_rows, tile.columns))](
-            x,
+        rows = matrix.take_rows(x)
+        sizes = choose_sizes(EXACT_NUM_ROWS if self._is_exact else num_rows, matrix.num_rows, rows.values.dtype)
+        num_tiles = triton.cdiv(num_rows, sizes.rows), triton.cdiv(matrix.num_rows, sizes.columns)
+        num_splits = 1 if self._is_exact else choose_splits(prod(num_tiles), triton.cdiv(width, sizes.depth))
+        if num_splits == 1:
+            self._multiply(rows, self._bias, output, sizes, (*num_tiles, 1))
+            return output
+        partial = torch.empty((num_splits, *output.shape), dtype=torch.float32, device=x.device)
+        self._multiply(rows, None, partial, sizes, (*num_tiles, num_splits))
+        sum_splits(partial, self._bias, output)
+        return output
+
+    def _multiply(
+        self, rows: Rows, bias: Tensor | None, output: Tensor, sizes: TileSizes, grid: tuple[int, int, int]
+    ) -> None:
+        """Write the products to `output`, [T, N], or those of each split to [splits, T, N].
+
+        Args:
+            grid: Tiles of rows and of columns, and splits.
+        """
+        matrix, is_split = self._matrix, grid[2] > 1
+        _linear_kernel[grid](
+            rows.values,
+            rows.scales,
             matrix.codes,
             matrix.scales,
             matrix.offsets,
-            self._bias,
+            bias,
             output,
-            num_rows,
+            len(rows.values),
             matrix.num_rows,
-            width,
+            matrix.num_columns,
             matrix.group_size,
-            x.stride(0),
-            tile=tile,
+            rows.values.stride(0),
+            tile=matrix.tile(rows=sizes.rows, columns=sizes.columns, depth=sizes.depth, is_split=is_split),
             num_warps=sizes.num_warps,
             num_stages=sizes.num_stages,
         )
-        return output
 
 
 class PackedEmbedding:

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.worker.ops.triton.products.row_products import multiply_rows
 from services.worker.ops.triton.products.tile_sizes import EXACT_NUM_ROWS, choose_sizes
-from services.worker.ops.triton.products.weight_tile import DeviceMatrix, multiply_rows
+from services.worker.ops.triton.products.weight_tile import DeviceMatrix
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -17,9 +18,23 @@ def _per_head_kernel(x, weight, output, num_rows, num_outputs, num_inputs, row_s
     rows = tl.program_id(0) * tile.rows + tl.arange(0, tile.rows)
     columns = tl.program_id(1) * tile.columns + tl.arange(0, tile.columns)
     # In place of rows and columns that do not exist, the last one is computed once more, so that no load needs a mask.
-    x_rows = x + tl.minimum(rows, num_rows - 1).to(tl.int64) * row_stride + head * head_stride
+    x_rows = tl.minimum(rows, num_rows - 1).to(tl.int64)
     matrix_rows = head.to(tl.int64) * num_outputs + tl.minimum(columns, num_outputs - 1)
-    summed = multiply_rows(x_rows, weight, None, None, matrix_rows, num_inputs, num_inputs, tile)
+    summed = multiply_rows(
+        x + head.to(tl.int64) * head_stride,
+        None,
+        x_rows,
+        row_stride,
+        weight,
+        None,
+        None,
+        matrix_rows,
+        num_inputs,
+        num_inputs,
+        0,
+        1,
+        tile,
+    )
     places = (rows.to(tl.int64)[:, None] * tl.num_programs(2) + head) * num_outputs + columns[None, :]
     mask = (rows < num_rows)[:, None] & (columns < num_outputs)[None, :]
     tl.store(output + places, summed.to(output.dtype.element_ty), mask=mask)

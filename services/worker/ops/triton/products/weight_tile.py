@@ -1,10 +1,12 @@
-"""What all products with weight matrices share: a tile of weights in any format, and its product with rows.
+"""What all products with weight matrices share: a tile of weights in any format.
 
 Weights stay in memory as they are kept. A program reads a tile of codes, makes numbers of them in registers, rounds
 them to the dtype of the rows as `dense` does, and multiplies:
 
     codes [columns, depth] -> * scale + offset -> to bfloat16
     rows [rows, depth] x the above, transposed -> added to sums [rows, columns] in float32
+
+Where rows are quantised to FP8, codes of FP8 are multiplied as they are: see `row_products`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from services.worker.ops.matrices import MXFP4_GROUP_SIZE, Fp8Matrix, IntMatrix, Matrix
 from services.worker.ops.triton.e4m3 import finite_from_e4m3
+from services.worker.ops.triton.products.fp8_rows import Fp8Encoding, RowFormat, Rows
 
 # How `load_weights` makes numbers of codes.
 _FLOAT = tl.constexpr(0)
@@ -47,10 +50,12 @@ class DeviceMatrix:
     """Columns that share a scale; not more than K."""
     num_rows: int
     num_columns: int
+    row_format: RowFormat | None = None
+    """What rows are quantised to before they are multiplied with it; None if they are not."""
 
     @classmethod
-    def of(cls, matrix: Matrix) -> DeviceMatrix:
-        """Without a copy."""
+    def of(cls, matrix: Matrix, encoding: Fp8Encoding | None = None) -> DeviceMatrix:
+        """Without a copy, unless `encoding` needs one: what rows are quantised to if the matrix is in FP8."""
         num_rows, num_columns = matrix.shape
         if isinstance(matrix, Tensor):
             return cls(_FLOAT.value, matrix.contiguous(), None, None, max(num_columns, 1), num_rows, num_columns)
@@ -60,10 +65,17 @@ class DeviceMatrix:
             return cls(kind.value, matrix.codes, matrix.scales, matrix.offsets, group_size, num_rows, num_columns)
         if isinstance(matrix, Fp8Matrix):
             group_size = min(matrix.group_size, max(num_columns, 1))
-            return cls(_FP8.value, matrix.codes, matrix.scales, None, group_size, num_rows, num_columns)
+            row_format = None if encoding is None else RowFormat.of(matrix, encoding)
+            codes, scales = (matrix.codes, matrix.scales) if row_format is None else row_format.encoding.encode(matrix)
+            return cls(_FP8.value, codes, scales, None, group_size, num_rows, num_columns, row_format)
         return cls(_MXFP4.value, matrix.codes, matrix.exponents, None, MXFP4_GROUP_SIZE, num_rows, num_columns)
 
-    def tile(self, *, rows: int, columns: int, depth: int) -> Tile:
+    def take_rows(self, x: Tensor) -> Rows:
+        """`x` [T, K] as products with the matrix take it."""
+        x = x if x.stride(1) == 1 else x.contiguous()
+        return Rows(x, None) if self.row_format is None else self.row_format.quantize(x)
+
+    def tile(self, *, rows: int, columns: int, depth: int, is_split: bool = False) -> Tile:
         """The constants for programs of this size."""
         return Tile(
             kind=self.kind,
@@ -73,6 +85,8 @@ class DeviceMatrix:
             depth=depth,
             run=_common_run(self.group_size, self.num_columns, depth),
             has_tail=self.num_columns % depth > 0,
+            has_groups=self.group_size < self.num_columns,
+            is_split=is_split,
         )
 
 
@@ -91,6 +105,10 @@ class Tile(NamedTuple):
     """Aligned runs of this many columns have one scale."""
     has_tail: bool
     """Whether the matrix's last columns are fewer than `depth`."""
+    has_groups: bool
+    """Whether not all columns have the same scale."""
+    is_split: bool
+    """Whether several programs share the sum over the matrix's columns."""
 
 
 def _common_run(group_size: int, num_columns: int, depth: int) -> int:
@@ -111,18 +129,19 @@ def load_weights(codes, scales, offsets, rows, first, num_columns, group_size, t
         [n, tile.depth]. Columns outside of the matrix have finite numbers.
     """
     columns = first + tl.arange(0, tile.depth)
+    places, has_column = rows[:, None] * num_columns + columns[None, :], (columns < num_columns)[None, :]
     if tile.kind == _FLOAT:
-        values = _load(codes + rows[:, None] * num_columns + columns[None, :], (columns < num_columns)[None, :], tile)
+        values = load_tile(codes + places, has_column, tile)
     elif tile.kind == _INT8:
-        stored = _load(codes + rows[:, None] * num_columns + columns[None, :], (columns < num_columns)[None, :], tile)
+        stored = load_tile(codes + places, has_column, tile)
         values = _scaled(stored.to(tl.float32), scales, offsets, rows, first, num_columns, group_size, tile)
     elif tile.kind == _FP8:
-        stored = _load(codes + rows[:, None] * num_columns + columns[None, :], (columns < num_columns)[None, :], tile)
+        stored = load_tile(codes + places, has_column, tile)
         values = _scaled(finite_from_e4m3(stored), scales, offsets, rows, first, num_columns, group_size, tile)
     else:
         pairs = first // 2 + tl.arange(0, tile.depth // 2)
         num_pairs = num_columns // 2
-        stored = _load(codes + rows[:, None] * num_pairs + pairs[None, :], (pairs < num_pairs)[None, :], tile)
+        stored = load_tile(codes + rows[:, None] * num_pairs + pairs[None, :], (pairs < num_pairs)[None, :], tile)
         nibbles = tl.interleave(stored & 0xF, stored >> 4)
         numbers = nibbles.to(tl.float32) - 8.0 if tile.kind == _INT4 else _e2m1(nibbles)
         values = _scaled(numbers, scales, offsets, rows, first, num_columns, group_size, tile)
@@ -130,8 +149,9 @@ def load_weights(codes, scales, offsets, rows, first, num_columns, group_size, t
 
 
 @triton.jit
-def _load(places, mask, tile: tl.constexpr):
-    return tl.load(places, mask=mask, other=0) if tile.has_tail else tl.load(places)
+def load_tile(places, mask, tile: tl.constexpr):
+    """Numbers or codes at `places`; zeros outside of `mask`, which is not read if the matrix has whole tiles."""
+    return tl.load(places, mask=mask, other=0.0) if tile.has_tail else tl.load(places)
 
 
 @triton.jit
@@ -149,33 +169,12 @@ def _scaled(values, scales, offsets, rows, first, num_columns, group_size, tile:
     places = rows[:, None] * tl.cdiv(num_columns, group_size) + (starts // group_size)[None, :]
     has_column = (starts < num_columns)[None, :]
     values = values.reshape(values.shape[0], num_runs, tile.run)
-    scale = _load(scales + places, has_column, tile)
+    scale = load_tile(scales + places, has_column, tile)
     if tile.kind == _MXFP4:
         powers = scale.to(tl.int32)
         powers = tl.where(powers == 0, _SMALLEST_POWER, powers << _EXPONENT_BIT)
         scale = powers.to(tl.float32, bitcast=True)
     values = values * scale[:, :, None]
     if tile.has_offsets:
-        values += _load(offsets + places, has_column, tile)[:, :, None]
+        values += load_tile(offsets + places, has_column, tile)[:, :, None]
     return values.reshape(values.shape[0], tile.depth)
-
-
-@triton.jit
-def multiply_rows(x_rows, codes, scales, offsets, matrix_rows, num_columns, group_size, tile: tl.constexpr):
-    """The products of rows with rows of a matrix, summed in float32.
-
-    Args:
-        x_rows: [tile.rows] pointers to rows of `num_columns` numbers.
-        codes: See `load_weights`, as are `scales`, `offsets`, `num_columns` and `group_size`.
-        matrix_rows: [tile.columns] int64.
-
-    Returns:
-        [tile.rows, tile.columns].
-    """
-    summed = tl.full((tile.rows, tile.columns), 0.0, tl.float32)
-    for first in range(0, num_columns, tile.depth):
-        columns = first + tl.arange(0, tile.depth)
-        x = _load(x_rows[:, None] + columns[None, :], (columns < num_columns)[None, :], tile)
-        weights = load_weights(codes, scales, offsets, matrix_rows, first, num_columns, group_size, tile)
-        summed = tl.dot(x, tl.trans(weights.to(x.dtype)), summed, input_precision="ieee")
-    return summed

@@ -37,6 +37,7 @@ for refused in (
     lambda: ops.check_block_size(8),
     lambda: ops.check_block_size(24),
     lambda: choose_kv_dtype("fp8", dtype, ops),
+    lambda: ops.quantize_activations(),
 ):
     try:
         refused()
@@ -88,11 +89,12 @@ def test_models_compute_in_bfloat16_and_graphs_hold_all_but_latent_attention(lin
 
 
 @pytest.mark.process
-def test_dtypes_and_block_sizes_without_kernels_are_refused(lines: list[str]) -> None:
+def test_what_has_no_kernels_is_refused(lines: list[str]) -> None:
     text = "InvalidRequestError block_size: must be a power of two and at least 16 with the backend aiter"
     dtype = "DeviceError --dtype float32: the backend aiter has only kernels for bfloat16 and float16"
     kv_dtype = "DeviceError --kv-cache-dtype fp8: the kernels of aiter have only bfloat16"
-    assert lines[2:6] == [dtype, text, text, kv_dtype]
+    activations = "DeviceError --activation-quantization fp8: the backend aiter has no kernels for it, but triton has"
+    assert lines[2:7] == [dtype, text, text, kv_dtype, activations]
 
 
 @pytest.mark.process

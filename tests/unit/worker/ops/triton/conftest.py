@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.interpreted_products import multiply_bfloat16, multiply_in_order
+from tests.support.interpreted_products import compute_float8, multiply_bfloat16, multiply_in_order
 
 
 @pytest.fixture
@@ -17,3 +17,9 @@ def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
 def ordered_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """See `multiply_in_order`."""
     multiply_in_order(monkeypatch)
+
+
+@pytest.fixture
+def float8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See `compute_float8`."""
+    compute_float8(monkeypatch)

@@ -24,6 +24,8 @@ from services.worker.step import Step
 from shared.limits import SamplingOptions
 from tests.support.attention_batches import Batch, random
 from tests.support.paged_attention import PagedStep
+from tests.support.paged_model import PagedModel
+from tests.support.quantized_checkpoints import SCHEMES, write_quantized
 from tests.support.sampling import AlternatingMatcher, Recipe, make_rows
 from tests.support.small_configs import SMALL_CONFIGS
 from tests.support.tiny_llama import TINY_CONFIG, write_tiny_llama
@@ -120,6 +122,21 @@ def test_so_it_does_over_a_cache_in_fp8_with_the_checkpoints_scales(tmp_path: Pa
         generated.append(generate(runner))
     assert generated[0] == generated[1]
     assert len({token for step in generated[0] for token in step}) > 4
+
+
+@pytest.mark.usefixtures("float8")
+def test_with_activations_in_fp8_a_models_logits_are_near_those_of_the_reference_backend(tmp_path: Path) -> None:
+    plain = write_tiny_llama(tmp_path / "plain", changes={"num_hidden_layers": 2})
+    model_dir, _ = write_quantized(plain, tmp_path / "fp8", SCHEMES["fp8, channels"])
+    quantizing = TritonOps()
+    quantizing.quantize_activations()
+    logits = []
+    for ops in (load_ops("reference"), quantizing):
+        paged = PagedModel(load_model(model_dir, ops, torch.float32, lambda _: None).model, ops, num_blocks=8)
+        logits.append(paged.prefill_all(paged.add(LONG)))
+    error = float((logits[1] - logits[0]).norm() / logits[0].norm())
+    # Each product is off by 3 % or so.
+    assert 0.005 < error < 0.15
 
 
 @pytest.mark.parametrize("is_prefill", [True, False])

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from services.worker.device import DeviceError
 from services.worker.ops import AttentionParams, ExpertGroups, ExpertWeights, Ops, RouterScore, RoutingRule, load_ops
+from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.triton.exact_backend import ExactPlan, TritonExactOps
 from tests.support.attention_batches import Batch, random
+from tests.support.interpreted_products import compute_float8
 from tests.support.packed_matrices import KINDS, PLAIN_NUMBERS, MatrixKind
 from tests.support.paged_attention import FP8, PagedStep
 from tests.support.paged_model import attention_metadata
@@ -47,6 +49,19 @@ def test_so_it_has_where_elements_are_narrow_and_tiles_are_large() -> None:
     output = kernel(x)
     check_rows(output, kernel, x)
     torch.testing.assert_close(output, F.linear(x.float(), weight.float()).half(), atol=0.02, rtol=0.01)
+
+
+def test_so_it_has_where_rows_are_quantised_to_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    # After the order of `ordered_products`, in which widened numbers are then added up.
+    compute_float8(monkeypatch)
+    ops, kind = TritonExactOps(), MatrixKind(MatrixFormat.FP8, 128)
+    ops.quantize_activations()
+    kernel = ops.prepare_linear(kind.make(9, 160), None, torch.float32)
+    # In the interpreter each row's scale takes a millisecond.
+    x = random(170, 160, seed=1)
+    output = kernel(x)
+    assert not torch.equal(output[:2], TritonExactOps().prepare_linear(kind.make(9, 160), None, torch.float32)(x[:2]))
+    check_rows(output, kernel, x)
 
 
 def test_a_tied_head_is_exact_and_has_no_copy_of_the_embedding() -> None:
@@ -136,7 +151,10 @@ def test_the_selection_has_one_order_whatever_the_longest_context_is() -> None:
 def test_it_is_exact_and_says_what_its_numbers_depend_on() -> None:
     ops: Ops = load_ops("triton-exact")
     assert ops.is_exact
-    assert ops.numerics().startswith(f"triton-exact torch-{torch.__version__} triton-")
+    numerics = ops.numerics()
+    assert numerics.startswith(f"triton-exact torch-{torch.__version__} triton-")
+    ops.quantize_activations()
+    assert ops.numerics() == f"{numerics} fp8-activations"
 
 
 def test_without_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,15 +7,19 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from services.worker.ops import ExpertWeights, RouterScore, RoutingRule, SwigluClamp, load_ops
-from services.worker.ops.matrices import Mxfp4Matrix
+from services.worker.ops.matrices import Mxfp4Matrix, dense
+from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.triton.backend import TritonOps
 from services.worker.ops.triton.products.experts import TritonExperts
+from services.worker.ops.triton.products.fp8_rows import FNUZ, OCP, Fp8Encoding
 from tests.support.attention_batches import random
+from tests.support.float8_rows import rounded
 from tests.support.packed_matrices import KINDS, PLAIN_NUMBERS, MatrixKind
 
 HIDDEN, INNER = 64, 32
@@ -189,3 +193,26 @@ def test_matrices_of_one_format_are_not_made_dense(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Mxfp4Matrix, "to_dense", lambda *_: pytest.fail("made dense"))
     output = TritonExperts(experts, None, torch.float32)(*case.step())
     torch.testing.assert_close(output, expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("group_size", "encoding"), [(128, OCP), (4096, FNUZ)])
+@pytest.mark.usefixtures("float8")
+def test_experts_in_fp8_take_rows_in_fp8(group_size: int, encoding: Fp8Encoding) -> None:
+    kind = MatrixKind(MatrixFormat.FP8, group_size)
+    case = Case((kind,), num_experts=3, num_tokens=4, hidden=256, inner=150)
+    x, expert_ids, weights = case.step()
+    output = TritonExperts(case.experts(), None, torch.float32, encoding=encoding)(x, expert_ids, weights)
+    expected = torch.zeros(x.shape, dtype=torch.float64)
+    for number, expert in enumerate(case.experts()):
+        gate_up, down = (dense(matrix, torch.float32).double() for matrix in (expert.gate_up, expert.down))
+        gate, up = (rounded(x, min(group_size, 256), encoding) @ gate_up.T).chunk(2, dim=1)
+        inner = rounded((F.silu(gate) * up).float(), min(group_size, 150), encoding)
+        expected += (weights * (expert_ids == number)).sum(dim=1, keepdim=True) * (inner @ down.T)
+    torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("float8")
+def test_experts_in_other_formats_take_rows_as_they_are() -> None:
+    case = Case((PLAIN_NUMBERS,))
+    kernel = TritonExperts(case.experts(), None, torch.float32, encoding=OCP)
+    assert torch.equal(kernel(*case.step()), case.kernel()(*case.step()))
