@@ -1,0 +1,97 @@
+"""Cases of a benchmark that must end in time: none begins that the budget may not hold, and none ends the others."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from tests.bench.report import Row, limit
+
+# A case that took this many times as long as estimated would still end within the budget.
+_SAFETY = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Something to measure."""
+
+    name: str
+    seconds: float
+    """An estimate for a GPU, kernels compiled."""
+    rows: Callable[[], Iterable[Row]]
+
+
+class Budget:
+    """What is left of a time, and how far estimates have been from it."""
+
+    def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._ends_at = now() + seconds
+        self._slowdown = 1.0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the end; negative after it."""
+        return self._ends_at - self._now()
+
+    def holds(self, seconds: float) -> bool:
+        """Whether a case with this estimate would end in time, even if it is as slow as the slowest so far."""
+        return _SAFETY * self._slowdown * seconds < self.left_s
+
+    def learn(self, estimated_s: float, took_s: float) -> None:
+        """A case took longer than estimated, or not."""
+        self._slowdown = max(self._slowdown, took_s / estimated_s)
+
+
+class Clock:
+    """Measures work on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """How long `work` takes until the device has done it."""
+        self._wait()
+        started = time.perf_counter()
+        work()
+        self._wait()
+        return time.perf_counter() - started
+
+    def median_s(self, work: Callable[[], object], repeats: int) -> float:
+        """The median of several times, after a warm-up."""
+        work()
+        return statistics.median(self.seconds(work) for _ in range(repeats))
+
+    def mean_s(self, work: Callable[[], object], repeats: int) -> float:
+        """The mean of works that are launched without waiting, after a warm-up."""
+
+        def all_of_them() -> None:
+            for _ in range(repeats):
+                work()
+
+        work()
+        return self.seconds(all_of_them) / repeats
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def run_cases(cases: Iterable[Case], budget: Budget) -> Iterator[Row]:
+    """Rows as they come. A case that fails, or that the budget may not hold, has a row that says so."""
+    for case in cases:
+        if not budget.holds(case.seconds):
+            yield Row(f"{case.name}: left out, as it may take", case.seconds, "s")
+            continue
+        started = time.monotonic()
+        try:
+            yield from case.rows()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other cases have a machine only now
+            traceback.print_exception(error)
+            yield limit(f"{case.name}: {type(error).__name__}", 1, "failures", at_most=0)
+        budget.learn(case.seconds, time.monotonic() - started)

@@ -1,0 +1,84 @@
+"""The pack for a machine without network: cut here, joined there."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.bench.gpu.pack import cut_model
+from tests.bench.gpu.unpack import copy_stubs, join_model, unpacked_dir, without_pack
+
+CONTENTS = {"config.json": b"{}", "model.safetensors": bytes(range(250)), "tokenizer.json": b"", "whole": b"x" * 120}
+
+
+@pytest.fixture
+def pack(tmp_path: Path) -> Path:
+    model = tmp_path / "model"
+    model.mkdir()
+    for name, content in CONTENTS.items():
+        (model / name).write_bytes(content)
+    cut_model(model, tmp_path / "pack", part_bytes=60)
+    shutil.rmtree(model)
+    return tmp_path / "pack"
+
+
+def test_a_model_is_cut_into_folders_and_joined_when_all_have_come(pack: Path, tmp_path: Path) -> None:
+    folders = sorted(folder for folder in pack.iterdir() if folder.name.startswith("model-"))
+    assert len(folders) > 2
+    assert all(sum(part.stat().st_size for part in folder.iterdir()) <= 3 * 60 for folder in folders)
+    home = tmp_path / "home"
+    # A transfer brings one folder and removes the one before.
+    for folder in folders:
+        folder.rename(tmp_path / folder.name)
+    for folder in folders:
+        assert join_model(pack, home) is None
+        (tmp_path / folder.name).rename(folder)
+        model = join_model(pack, home)
+        shutil.rmtree(folder)
+    assert model is not None
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == CONTENTS
+    assert join_model(pack, home) == model
+
+
+def test_a_spoilt_part_is_noticed(pack: Path, tmp_path: Path) -> None:
+    part = next(pack.glob("model-*/model.safetensors.001"))
+    content = part.read_bytes()
+    part.write_bytes(content[::-1])
+    # Not taken for a whole model the second time either.
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"model\.safetensors differs"):
+            join_model(pack, tmp_path / "home")
+    part.write_bytes(content)
+    assert join_model(pack, tmp_path / "home") is not None
+
+
+def test_a_pack_without_a_model_has_none(tmp_path: Path) -> None:
+    assert join_model(tmp_path, tmp_path / "home") is None
+
+
+def test_stubs_go_beside_their_protos(tmp_path: Path) -> None:
+    stubs, protos = tmp_path / "pack" / "base" / "stubs" / "a" / "v1", tmp_path / "protos" / "a" / "v1"
+    for folder in (stubs, protos):
+        folder.mkdir(parents=True)
+    (stubs / "x_pb2.py").write_text("new")
+    (protos / "x.proto").write_text("proto")
+    copy_stubs(tmp_path / "pack", tmp_path / "protos")
+    assert sorted(path.name for path in protos.iterdir()) == ["x.proto", "x_pb2.py"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "rest"),
+    [
+        (["--pack", "a", "--stages", "ops"], ["--stages", "ops"]),
+        (["--stages", "ops", "--pack=a", "--json", "x"], ["--stages", "ops", "--json", "x"]),
+        (["--json", "x"], ["--json", "x"]),
+    ],
+)
+def test_the_benchmark_begins_anew_without_the_pack(flags: list[str], rest: list[str]) -> None:
+    assert without_pack(flags) == rest
+
+
+def test_a_pack_is_installed_beside_itself(tmp_path: Path) -> None:
+    assert unpacked_dir(tmp_path / "pack") == tmp_path / "pack-installed"
