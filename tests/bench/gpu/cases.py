@@ -83,15 +83,26 @@ class Clock:
 
 
 def run_cases(cases: Iterable[Case], budget: Budget) -> Iterator[Row]:
-    """Rows as they come. A case that fails, or that the budget may not hold, has a row that says so."""
-    for case in cases:
-        if not budget.holds(case.seconds):
-            yield Row(f"{case.name}: left out, as it may take", case.seconds, "s")
-            continue
-        started = time.monotonic()
-        try:
-            yield from case.rows()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other cases have a machine only now
-            traceback.print_exception(error)
-            yield limit(f"{case.name}: {type(error).__name__}", 1, "failures", at_most=0)
-        budget.learn(case.seconds, time.monotonic() - started)
+    """Rows as they come. What fails, or what the budget may not hold, has a row that says so."""
+    try:
+        for case in cases:
+            yield from _run_case(case, budget)
+    except Exception as error:  # noqa: BLE001 - whatever it is, other stages have a machine only now
+        yield _failed("making a case", error)
+
+
+def _run_case(case: Case, budget: Budget) -> Iterator[Row]:
+    if not budget.holds(case.seconds):
+        yield Row(f"{case.name}: left out, as it may take", case.seconds, "s")
+        return
+    started = time.monotonic()
+    try:
+        yield from case.rows()
+    except Exception as error:  # noqa: BLE001 - as above: the other cases
+        yield _failed(case.name, error)
+    budget.learn(case.seconds, time.monotonic() - started)
+
+
+def _failed(name: str, error: Exception) -> Row:
+    traceback.print_exception(error)
+    return limit(f"{name}: {type(error).__name__}", 1, "failures", at_most=0)

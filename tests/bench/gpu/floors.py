@@ -94,11 +94,11 @@ def _layer(config: Config, item_bytes: int, size: StepSize, layer: int) -> Itera
     if not num_experts(config) or layer < config.get("first_k_dense_replace", 0):
         yield from _mlp(hidden, config["intermediate_size"], weight_bytes, size.num_tokens)
         return
-    inner = config.get("moe_intermediate_size", config["intermediate_size"])
+    inner = config["moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"]
     # Routers are plain.
     yield _product(num_experts(config) * hidden, item_bytes, size.num_tokens)
-    if shared := config.get("n_shared_experts", 0):
-        yield from _mlp(hidden, shared * inner, weight_bytes, size.num_tokens)
+    if "n_shared_experts" in config:
+        yield from _mlp(hidden, config["n_shared_experts"] * inner, weight_bytes, size.num_tokens)
     num_pairs = config["num_experts_per_tok"] * size.num_tokens
     for num_weights in (2 * inner * hidden, hidden * inner):
         read = size.num_touched * num_weights * expert_bytes(config, item_bytes)
@@ -166,7 +166,7 @@ def linear_bytes(config: Config, item_bytes: int) -> float:
     method = quantization.get("quant_method")
     if method == "fp8":
         num_rows, num_columns = quantization["weight_block_size"]
-        return 1 + _FP8_SCALE_BYTES / (num_rows * num_columns)
+        return float(1 + _FP8_SCALE_BYTES / (num_rows * num_columns))
     if method == "compressed-tensors":
         weights = quantization["config_groups"]["group_0"]["weights"]
         return float(weights["num_bits"] / 8 + _INT_SCALE_BYTES / weights["group_size"])

@@ -36,7 +36,7 @@ class Faster:
     shape: str
     backend: str
     batch_size: int
-    at_least: float
+    at_least: float | None
     """The least speed, as a multiple of the plain one's."""
 
 
@@ -47,9 +47,9 @@ FASTER = (
     Faster("qwen3-8b", "triton-exact", 32, 0.4),
 )
 TINY_FASTER = (
-    Faster("tiny-fp8", "auto", 1, 0.0),
-    Faster("tiny-int4", "auto", 1, 0.0),
-    Faster("tiny", "reference", 3, 0.0),
+    Faster("tiny-fp8", "auto", 1, None),
+    Faster("tiny-int4", "auto", 1, None),
+    Faster("tiny", "reference", 3, None),
 )
 SPARSE = (
     Sparse("qwen3-30b-a3b", (1, 8, 32), load_s=120.0),
@@ -66,38 +66,35 @@ TINY_SPARSE = (
 def cases(bench: Bench) -> Iterator[Case]:
     """Packed weights beside plain ones, and each sparse model beside its floor."""
     is_tiny = bench.options.is_tiny
-    yield from _faster_cases(bench, TINY_PLAIN if is_tiny else PLAIN, TINY_FASTER if is_tiny else FASTER)
+    plain, others = (TINY_PLAIN, TINY_FASTER) if is_tiny else (PLAIN, FASTER)
+    shapes = bench.options.selected([other.shape for other in FASTER], [other.shape for other in TINY_FASTER])
+    wanted = [other for other in others if other.shape in shapes]
+    if wanted:
+        yield from _faster_cases(bench, plain, wanted)
     known = {sparse.shape: sparse for sparse in (*SPARSE, *TINY_SPARSE)}
     names = [sparse.shape for sparse in SPARSE], [sparse.shape for sparse in TINY_SPARSE]
     for shape in bench.options.selected(*names):
         yield from _sparse_cases(bench, known[shape])
 
 
-def _faster_cases(bench: Bench, plain: str, others: tuple[Faster, ...]) -> Iterator[Case]:
+def _faster_cases(bench: Bench, plain: str, others: list[Faster]) -> Iterator[Case]:
     """The plain model first: what the others are compared with."""
-    wanted = [
-        other
-        for other in others
-        if bench.options.is_tiny or other.shape in bench.options.selected([each.shape for each in others], ())
-    ]
-    if not wanted:
-        return
     batch_size_to_s: dict[int, float] = {}
     held = Held(f"{plain}, plain", dense_limits(bench))
     yield Case(f"{plain}, plain: load", _LOAD_S, partial(load_rows, bench, held, plain))
     if held.runner is None:
         return
-    sizes = sorted({other.batch_size for other in wanted})
+    sizes = sorted({other.batch_size for other in others})
     yield Case(f"{plain}, plain", len(sizes) * _CASE_S, partial(_plain_rows, bench, held, sizes, batch_size_to_s))
-    held.runner = None
-    for other in wanted:
+    held.free()
+    for other in others:
         name = other.shape if other.backend == "auto" else f"{other.shape}, {other.backend}"
         held = Held(name, dense_limits(bench))
         yield Case(f"{name}: load", _LOAD_S, partial(load_rows, bench, held, other.shape, other.backend))
         if held.runner is not None and other.batch_size in batch_size_to_s:
             measure = partial(_faster_rows, bench, held, other, batch_size_to_s[other.batch_size])
             yield Case(name, _CASE_S, measure)
-        held.runner = None
+        held.free()
 
 
 def _plain_rows(bench: Bench, held: Held, sizes: list[int], batch_size_to_s: dict[int, float]) -> Iterator[Row]:
@@ -125,7 +122,7 @@ def _sparse_cases(bench: Bench, sparse: Sparse) -> Iterator[Case]:
     for batch_size in sparse.batch_sizes:
         measure = partial(_sparse_rows, bench, held, sparse, batch_size)
         yield Case(f"{shape}: decode of {batch_size}", 2 * _CASE_S, measure)
-    held.runner = None
+    held.free()
 
 
 def _sparse_rows(bench: Bench, held: Held, sparse: Sparse, num_seqs: int) -> Iterator[Row]:

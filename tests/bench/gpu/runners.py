@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -136,8 +137,14 @@ def measure_rates(clock: Clock, device: torch.device) -> Rates:
     target = torch.empty_like(source)
     size, dtype = (8192, torch.bfloat16) if is_gpu else (512, torch.float32)
     a, b = torch.randn(2, size, size, dtype=dtype, device=device)
-    copy_s = clock.median_s(lambda: target.copy_(source), 10)
-    return Rates(2 * len(source) / copy_s, 2 * size**3 / clock.median_s(lambda: a @ b, 10))
+    copy_s, product_s = clock.median_s(lambda: target.copy_(source), 10), clock.median_s(lambda: a @ b, 10)
+    return Rates(2 * len(source) / copy_s, 2 * size**3 / product_s)
+
+
+def free_memory() -> None:
+    """Give unused memory back to the device, where the next runner, or another process, measures what is left."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @dataclass
@@ -148,13 +155,17 @@ class Held:
     limits: dict[str, int]
     """As for `ModelRunner.attach`."""
     runner: ModelRunner | None = None
-    warm_batch_sizes: set[int] = field(default_factory=set)
 
     @property
     def loaded(self) -> ModelRunner:
         """The runner."""
         assert self.runner is not None, "a case without a runner"
         return self.runner
+
+    def free(self) -> None:
+        """Drop the runner."""
+        self.runner = None
+        free_memory()
 
     def attach(self) -> None:
         """Begin with an empty batch."""

@@ -13,12 +13,12 @@ from tests.bench.gpu.cells import Loaded, start_dummy_cell
 from tests.bench.gpu.client import start_clients
 from tests.bench.gpu.in_process import PlainLoop
 from tests.bench.gpu.requests import Request, draw_requests, num_output_tokens
-from tests.bench.gpu.runners import BLOCK_SIZE, Bench
+from tests.bench.gpu.runners import BLOCK_SIZE, Bench, free_memory
 from tests.bench.peers.environments import LeftOutError
 from tests.bench.peers.gpu_peer import run_transformers
 from tests.bench.report import Row, compare, limit
 
-SHAPES, TINY_SHAPES = ("qwen3-0.6b",), ("tiny",)
+SHAPES, START_SHAPES, TINY_SHAPES = ("qwen3-0.6b",), ("qwen3-8b",), ("tiny",)
 IN_PROCESS_TARGET = 0.85
 PEER_TARGET = 3.0
 IDLE_TARGETS = {"qwen3-8b": 0.03, "qwen3-0.6b": 0.1}
@@ -33,6 +33,7 @@ def cases(bench: Bench) -> Iterator[Case]:
     """The cell first; the others are what it is compared with."""
     for shape in bench.options.selected(SHAPES, TINY_SHAPES):
         effort = bench.options.effort
+        free_memory()
         requests = draw_requests(effort.num_requests, effort.lengths, seed=1)
         cell_rates: list[float] = []
         yield Case(f"{shape}: a cell", _CELL_S, partial(_cell_rows, bench, shape, requests, cell_rates))
@@ -45,7 +46,8 @@ def cases(bench: Bench) -> Iterator[Case]:
 
 def start_cases(bench: Bench) -> Iterator[Case]:
     """From start to serving, with kernels to compile and with compiled ones; and then how idle the device is."""
-    for shape in bench.options.selected(("qwen3-8b",), TINY_SHAPES):
+    for shape in bench.options.selected(START_SHAPES, TINY_SHAPES):
+        free_memory()
         yield Case(f"{shape}: start", _START_S, partial(_start_rows, bench, shape))
         yield Case(f"{shape}: start again", _START_S, partial(_next_start_rows, bench, shape))
 
@@ -72,6 +74,14 @@ def _loaded_rows(shape: str, loaded: Loaded) -> Iterator[Row]:
 
 
 def _in_process_rows(bench: Bench, shape: str, requests: list[Request], cell_rate: float) -> Iterator[Row]:
+    rate = num_output_tokens(requests) / _in_process_s(bench, shape, requests)
+    free_memory()
+    target = None if bench.options.is_tiny else IN_PROCESS_TARGET
+    name = f"{shape}: a cell, beside the runner in process"
+    yield compare(name, cell_rate, "tokens/s", reference=rate, at_least=target)
+
+
+def _in_process_s(bench: Bench, shape: str, requests: list[Request]) -> float:
     runner = bench.make_runner(shape)
     limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": runner.step_proposal.num_prompt_tokens}
 
@@ -80,10 +90,7 @@ def _in_process_rows(bench: Bench, shape: str, requests: list[Request], cell_rat
         PlainLoop(runner, **limits).serve(some)
 
     serve(_warm_up(bench))
-    rate = num_output_tokens(requests) / bench.clock.seconds(lambda: serve(requests))
-    target = None if bench.options.is_tiny else IN_PROCESS_TARGET
-    name = f"{shape}: a cell, beside the runner in process"
-    yield compare(name, cell_rate, "tokens/s", reference=rate, at_least=target)
+    return bench.clock.seconds(lambda: serve(requests))
 
 
 def _peer_rows(bench: Bench, shape: str, requests: list[Request], cell_rate: float) -> Iterator[Row]:

@@ -43,7 +43,7 @@ def cases(bench: Bench) -> Iterator[Case]:
         for batch_size in (min(sizes), max(sizes)):
             measure = partial(_trace_rows, bench, held, shape, batch_size)
             yield Case(f"{shape}: trace of {batch_size}", _CASE_S, measure)
-        held.runner = None
+        held.free()
 
 
 def _trace_rows(bench: Bench, held: Held, shape: str, num_seqs: int) -> Iterator[Row]:
@@ -62,11 +62,11 @@ def _record(bench: Bench, held: Held, num_steps: int) -> list[Run]:
         decode_ahead(held.loaded, num_steps)
         if is_gpu:
             torch.cuda.synchronize()
-    wanted = torch.autograd.DeviceType.CUDA if is_gpu else torch.autograd.DeviceType.CPU
+    wanted = "CUDA" if is_gpu else "CPU"
     return [
         Run(event.name, event.time_range.start, event.time_range.end)
         for event in recorded.events() or ()
-        if event.device_type == wanted
+        if event.device_type.name == wanted
     ]
 
 

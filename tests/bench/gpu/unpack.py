@@ -52,8 +52,8 @@ def make_environment(pack: Path, home: Path) -> Path:
     here = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
     (packages / "machine.pth").write_text("\n".join(sorted(here)) + "\n", encoding="utf-8")
     wheels = sorted((pack / BASE / "wheels").glob("*.whl"))
-    command = [sys.executable, "-m", "pip", "install", "-qq", "--no-index", "--no-deps", "--target", packages]
-    subprocess.run([*command, *wheels], check=True)
+    command = [sys.executable, "-m", "pip", "install", "-qq", "--no-index", "--no-deps", "--target", str(packages)]
+    subprocess.run([*command, *map(str, wheels)], check=True)
     return python
 
 

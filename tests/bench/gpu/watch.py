@@ -84,7 +84,7 @@ class Choices:
         touched = 0
         for layer in range(num_layers):
             last = [chosen[every - 1 :: every].flatten() for chosen in self.expert_ids[layer::num_layers]]
-            touched += len(torch.cat(last).unique())
+            touched += len(set(torch.cat(last).tolist()))
         return touched / num_layers
 
 

@@ -65,9 +65,22 @@ def test_what_is_left_out_and_what_fails_has_a_row(capsys: pytest.CaptureFixture
 def test_a_case_is_made_after_the_one_before_has_run() -> None:
     loaded: list[str] = []
 
+    def load() -> list[Row]:
+        loaded.append("model")
+        return []
+
     def cases() -> Iterator[Case]:
-        yield Case("load", 1.0, lambda: loaded.append("model") or [])
+        yield Case("load", 1.0, load)
         if loaded:
             yield case("measure")
 
     assert [row.metric for row in run_cases(cases(), Budget(100.0, Time()))] == ["measure"]
+
+
+def test_a_case_that_cannot_be_made_ends_its_stage_with_a_row() -> None:
+    def cases() -> Iterator[Case]:
+        yield case("a")
+        raise MemoryError
+
+    rows = list(run_cases(cases(), Budget(100.0, Time())))
+    assert [(row.metric, row.met) for row in rows] == [("a", None), ("making a case: MemoryError", False)]
