@@ -27,7 +27,7 @@ SCRIPT_TO_FLAGS = {
     "grammar": [MODEL, "--quick", "--without-peers"],
     "interference": [MODEL, "--num-streams=2", "--num-prompts=1", "--num-prompt-tokens=600"],
     "gpu": [
-        *("--device=cpu", "--shapes", "tiny", "--kv-cache-gib=0.02", "--model", MODEL),
+        *("--device=cpu", "--shapes", "tiny", "--kv-cache-gib=0.02", "--model", FLOAT32_MODEL),
         *("--stages", "ops", "decode", "packed", "tokens", "trace", "start", "serve"),
     ],
     # Without the simulated comparison, which has its own tests.

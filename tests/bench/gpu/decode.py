@@ -132,7 +132,8 @@ def _sampling_rows(bench: Bench, held: Held, shape: str) -> Iterator[Row]:
     greedy_s, _ = timed_decode(bench, held, num_seqs=num_seqs, context=effort.context)
     sampled_s, counts = timed_decode(bench, held, num_seqs=num_seqs, context=effort.context, sampling=QWEN3_SAMPLING)
     name = f"{shape}: decode step of {num_seqs}, sampled, beside greedy"
-    yield compare(name, sampled_s * 1e3, "ms", reference=greedy_s * 1e3, at_most=SAMPLING_TARGET)
+    target = None if bench.options.is_tiny else SAMPLING_TARGET
+    yield compare(name, sampled_s * 1e3, "ms", reference=greedy_s * 1e3, at_most=target)
     yield from _watched_rows(f"{shape}, {num_seqs} sampled", counts)
 
 

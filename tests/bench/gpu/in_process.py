@@ -31,20 +31,20 @@ class PlainLoop:
         self._ended: list[int] = []
         """Slots of sequences that leave with the next step."""
 
-    def serve(self, requests: Sequence[Request]) -> None:
-        """Compute all answers.
+    def serve(self, requests: Sequence[Request]) -> int:
+        """Compute all answers; returns how many tokens they have together.
 
         Raises:
             ValueError: a request can never run.
         """
-        waiting, pending = deque(requests), None
-        while waiting or self._slot_to_left:
-            launched = self._launch(self._next_step(waiting))
-            if pending is not None:
-                pending.finish()
-            pending = launched
-        if pending is not None:
-            pending.finish()
+        waiting, pending = deque(requests), deque[PendingStep]()
+        num_tokens = 0
+        while waiting or self._slot_to_left or pending:
+            if waiting or self._slot_to_left:
+                pending.append(self._launch(self._next_step(waiting)))
+            if len(pending) > 1 or not (waiting or self._slot_to_left):
+                num_tokens += len(pending.popleft().finish().token_ids)
+        return num_tokens
 
     def _next_step(self, waiting: deque[Request]) -> Step:
         leave = self._release()

@@ -15,11 +15,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from tests.bench.gpu.unpack import BASE, MANIFEST, ROOT, part_names
 
-CONSTRAINTS = ROOT / "deploy" / "constraints-cpu.txt"
 # What the services import beyond torch, Triton, numpy, xxhash and transformers, with what these packages need.
 # Installed with `--no-deps`, so that nothing replaces the machine's torch.
 REQUIREMENTS = (
@@ -57,11 +57,12 @@ def main() -> int:
 
 
 def download_wheels(folder: Path, python: str, more: Sequence[str]) -> None:
-    """Download the requirements' wheels in the versions of the constraints."""
+    """Download the requirements' wheels in the versions that are installed here, which fit one another."""
     platforms = [part for platform in PLATFORMS for part in ("--platform", platform)]
     interpreter = ["--python-version", python, "--implementation", "cp", *platforms]
     command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--only-binary=:all:"]
-    subprocess.run([*command, *interpreter, "-c", CONSTRAINTS, "-d", folder, *REQUIREMENTS, *more], check=True)
+    pinned = [f"{name}=={version(name)}" for name in REQUIREMENTS]
+    subprocess.run([*command, *interpreter, "-d", str(folder), *pinned, *more], check=True)
 
 
 def copy_stubs(folder: Path) -> None:

@@ -87,7 +87,7 @@ def _in_process_s(bench: Bench, shape: str, requests: list[Request]) -> float:
 
     def serve(some: list[Request]) -> None:
         runner.attach(block_size=BLOCK_SIZE, **limits)
-        PlainLoop(runner, **limits).serve(some)
+        assert PlainLoop(runner, **limits).serve(some) == num_output_tokens(some), "an answer is not whole"
 
     serve(_warm_up(bench))
     return bench.clock.seconds(lambda: serve(requests))
