@@ -32,7 +32,7 @@ class Budget:
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._ends_at = now() + seconds
-        self._slowdown = 1.0
+        self._estimated_s = self._took_s = 0.0
 
     @property
     def left_s(self) -> float:
@@ -40,12 +40,14 @@ class Budget:
         return self._ends_at - self._now()
 
     def holds(self, seconds: float) -> bool:
-        """Whether a case with this estimate would end in time, even if it is as slow as the slowest so far."""
-        return _SAFETY * self._slowdown * seconds < self.left_s
+        """Whether a case with this estimate would end in time, if estimates are as wrong as they were so far."""
+        slowdown = max(1.0, self._took_s / self._estimated_s) if self._estimated_s else 1.0
+        return _SAFETY * slowdown * seconds < self.left_s
 
     def learn(self, estimated_s: float, took_s: float) -> None:
-        """A case took longer than estimated, or not."""
-        self._slowdown = max(self._slowdown, took_s / estimated_s)
+        """What a case took."""
+        self._estimated_s += estimated_s
+        self._took_s += took_s
 
 
 class Clock:

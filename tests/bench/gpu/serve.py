@@ -14,6 +14,7 @@ from tests.bench.gpu.client import start_clients
 from tests.bench.gpu.in_process import PlainLoop
 from tests.bench.gpu.requests import Request, draw_requests, num_output_tokens
 from tests.bench.gpu.runners import BLOCK_SIZE, Bench, free_memory
+from tests.bench.gpu.watch import Counts, watched
 from tests.bench.peers.environments import LeftOutError
 from tests.bench.peers.gpu_peer import run_transformers
 from tests.bench.report import Row, compare, limit
@@ -24,6 +25,10 @@ PEER_TARGET = 3.0
 IDLE_TARGETS = {"qwen3-8b": 0.03, "qwen3-0.6b": 0.1}
 START_TARGET_S, NEXT_START_TARGET_S = 120.0, 30.0
 MAX_NUM_SEQS = 512
+KERNELS = Path.home() / ".triton" / "cache"
+"""Where Triton keeps what it compiled, for all stages but the start of a cell."""
+_NEW_KERNELS = "kernels"
+"""There, below the benchmark's own folder."""
 _WARM_UP_PART = 16
 # On a GPU, warm-ups and starts included.
 _CELL_S, _IN_PROCESS_S, _PEER_S, _START_S = 90.0, 60.0, 150.0, 90.0
@@ -48,14 +53,16 @@ def start_cases(bench: Bench) -> Iterator[Case]:
     """From start to serving, with kernels to compile and with compiled ones; and then how idle the device is."""
     for shape in bench.options.selected(START_SHAPES, TINY_SHAPES):
         free_memory()
-        yield Case(f"{shape}: start", _START_S, partial(_start_rows, bench, shape))
+        if bench.device.type == "cuda":
+            # Elsewhere there are no kernels to compile.
+            yield Case(f"{shape}: start", _START_S, partial(_start_rows, bench, shape))
         yield Case(f"{shape}: start again", _START_S, partial(_next_start_rows, bench, shape))
 
 
 def _cell_rows(bench: Bench, shape: str, requests: list[Request], cell_rates: list[float]) -> Iterator[Row]:
     effort = bench.options.effort
     flags = f"--scheduler.max-num-seqs={MAX_NUM_SEQS}", f"--scheduler.max-waiting-requests={2 * len(requests)}"
-    with start_clients(effort.num_clients) as clients, start_dummy_cell(bench, shape, _kernels(bench), *flags) as cell:
+    with start_clients(effort.num_clients) as clients, start_dummy_cell(bench, shape, KERNELS, *flags) as cell:
         clients.send(cell.cell.address, _warm_up(bench))
         loaded = cell.load(clients, requests)
     served = loaded.served
@@ -74,14 +81,16 @@ def _loaded_rows(shape: str, loaded: Loaded) -> Iterator[Row]:
 
 
 def _in_process_rows(bench: Bench, shape: str, requests: list[Request], cell_rate: float) -> Iterator[Row]:
-    rate = num_output_tokens(requests) / _in_process_s(bench, shape, requests)
+    seconds, counts = _timed_in_process(bench, shape, requests)
     free_memory()
     target = None if bench.options.is_tiny else IN_PROCESS_TARGET
-    name = f"{shape}: a cell, beside the runner in process"
+    name, rate = f"{shape}: a cell, beside the runner in process", num_output_tokens(requests) / seconds
     yield compare(name, cell_rate, "tokens/s", reference=rate, at_least=target)
+    late = counts.num_compiled + counts.num_captures
+    yield limit(f"{shape}, in process: compilations and captures after the warm-up", late, "times", at_most=0)
 
 
-def _in_process_s(bench: Bench, shape: str, requests: list[Request]) -> float:
+def _timed_in_process(bench: Bench, shape: str, requests: list[Request]) -> tuple[float, Counts]:
     runner = bench.make_runner(shape)
     limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": runner.step_proposal.num_prompt_tokens}
 
@@ -90,7 +99,8 @@ def _in_process_s(bench: Bench, shape: str, requests: list[Request]) -> float:
         assert PlainLoop(runner, **limits).serve(some) == num_output_tokens(some), "an answer is not whole"
 
     serve(_warm_up(bench))
-    return bench.clock.seconds(lambda: serve(requests))
+    with watched() as counts:
+        return bench.clock.seconds(lambda: serve(requests)), counts
 
 
 def _peer_rows(bench: Bench, shape: str, requests: list[Request], cell_rate: float) -> Iterator[Row]:
@@ -106,7 +116,7 @@ def _peer_rows(bench: Bench, shape: str, requests: list[Request], cell_rate: flo
 
 def _start_rows(bench: Bench, shape: str) -> Iterator[Row]:
     started_at = time.monotonic()
-    with start_dummy_cell(bench, shape, _kernels(bench)):
+    with start_dummy_cell(bench, shape, bench.folder / _NEW_KERNELS):
         seconds = time.monotonic() - started_at
     yield limit(f"{shape}: from start to serving, kernels to compile", seconds, "s", at_most=START_TARGET_S)
 
@@ -116,16 +126,11 @@ def _next_start_rows(bench: Bench, shape: str) -> Iterator[Row]:
     requests = draw_requests(max(1, effort.num_requests // 4), effort.lengths, seed=2)
     with start_clients(effort.num_clients) as clients:
         started_at = time.monotonic()
-        with start_dummy_cell(bench, shape, _kernels(bench)) as cell:
+        with start_dummy_cell(bench, shape, bench.folder / _NEW_KERNELS) as cell:
             seconds = time.monotonic() - started_at
             yield limit(f"{shape}: from start to serving, kernels compiled", seconds, "s", at_most=NEXT_START_TARGET_S)
             clients.send(cell.cell.address, _warm_up(bench))
             yield from _loaded_rows(shape, cell.load(clients, requests))
-
-
-def _kernels(bench: Bench) -> Path:
-    """Where cells keep compiled kernels; the first one finds none."""
-    return bench.folder / "kernels"
 
 
 def _warm_up(bench: Bench) -> list[Request]:

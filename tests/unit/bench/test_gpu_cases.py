@@ -34,9 +34,17 @@ def test_estimates_that_were_too_low_count_for_later_ones() -> None:
     budget = Budget(90.0, Time())
     budget.learn(10.0, 5.0)
     assert budget.holds(59.0)
-    budget.learn(10.0, 20.0)
-    assert not budget.holds(31.0)
+    # 40 s in all instead of 20: 90 s hold 30 s, with the margin.
+    budget.learn(10.0, 35.0)
+    assert not budget.holds(30.0)
     assert budget.holds(29.0)
+
+
+def test_a_short_case_that_took_long_does_not_stop_long_ones() -> None:
+    budget = Budget(300.0, Time())
+    budget.learn(60.0, 60.0)
+    budget.learn(1.0, 10.0)
+    assert budget.holds(100.0)
 
 
 def case(name: str, seconds: float = 1.0, *, fails: bool = False) -> Case:
