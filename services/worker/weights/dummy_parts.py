@@ -1,7 +1,7 @@
 """Random contents for the tensors of a packed layer, as a checkpoint would store them.
 
-Every code is equally likely, except E4M3's upper half, which contains NaN. Scales are equal, and make the values of the
-matrix as large as those of a dense one.
+Every code is equally likely, except E4M3's upper half, which contains NaN. Zero points are 0. Scales are equal, and
+make the values of the matrix as large as those of a dense one.
 """
 
 from __future__ import annotations
@@ -25,22 +25,27 @@ _DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8, 
 # Clears the highest bit of E4M3's exponent: numbers stay below 2.
 _LOW_E4M3 = 0xBF
 _E8M0_BIAS = 127
+# A byte of zeros.
+_PACKED_ZEROS = {MatrixFormat.INT4: 0x88, MatrixFormat.INT8: 0x80}
 
 
 def dummy_parts(layer_format: LayerFormat, shape: Sequence[int], spread: float, draw: DrawBytes) -> dict[str, Tensor]:
     """The whole tensors of a layer by role, for a matrix whose values have about this standard deviation.
 
-    Codes are where `draw` makes them, scales on the host.
+    Codes are where `draw` makes them, scales and zero points on the host.
 
     Args:
         shape: As for `LayerFormat.stored_tensors`.
     """
     assert layer_format.packed_as is not None, "a plain layer has no packed parts"
-    scale = spread / _code_spread(layer_format.packed_as)
+    packed_as = layer_format.packed_as
+    scale = spread / _code_spread(packed_as)
     parts: dict[str, Tensor] = {}
     for stored in layer_format.stored_tensors(tuple(shape)):
         if stored.role == "shape":
             parts[stored.role] = torch.tensor(shape)
+        elif stored.role == "zero_point":
+            parts[stored.role] = _zero_points(stored, packed_as)
         elif not stored.is_optional:
             parts[stored.role] = _part(stored, scale, draw)
     if isinstance(layer_format, GgufFormat):
@@ -59,6 +64,14 @@ def _part(stored: StoredTensor, scale: float, draw: DrawBytes) -> Tensor:
     if dtype is torch.float8_e4m3fn:
         codes &= _LOW_E4M3
     return codes.view(dtype).view(shape)
+
+
+def _zero_points(stored: StoredTensor, packed_as: MatrixFormat) -> Tensor:
+    """In words they have half of their range added."""
+    dtype = _DTYPES[stored.dtypes[0]]
+    zero = 0 if dtype is torch.int8 else _PACKED_ZEROS[packed_as]
+    num_bytes = prod(stored.shapes[0]) * dtype.itemsize
+    return torch.full((num_bytes,), zero, dtype=torch.uint8).view(dtype).view(stored.shapes[0])
 
 
 def _write_headers(blocks: Tensor, layer_format: GgufFormat, scale: float) -> None:

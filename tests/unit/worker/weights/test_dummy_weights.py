@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,11 @@ FORMATS: dict[str, tuple[MatrixFormat, Config]] = {
     "int8-packed": (MatrixFormat.INT8, quantization({"num_bits": 8, "strategy": "channel"}, "pack-quantized")),
     "int4": (MatrixFormat.INT4, quantization(INT4_GROUPS, "pack-quantized")),
     "int4-offsets": (MatrixFormat.INT4, quantization({**INT4_GROUPS, "symmetric": False}, "pack-quantized")),
+    "int8-offsets": (
+        MatrixFormat.INT8,
+        quantization({"num_bits": 8, "strategy": "channel", "symmetric": False}, "pack-quantized"),
+    ),
+    "int8-tensor-offsets": (MatrixFormat.INT8, quantization({"num_bits": 8, "symmetric": False}, "int-quantized")),
     **{
         f"gguf-{name}": (packed_as, {"quant_method": "gguf", "layers": {name: ["layer", "lm_head"]}})
         for name, packed_as in (("Q8_0", MatrixFormat.INT8), ("Q4_0", MatrixFormat.INT4), ("Q4_1", MatrixFormat.INT4))
@@ -121,11 +127,11 @@ FORMATS: dict[str, tuple[MatrixFormat, Config]] = {
 }
 
 
-def packed_weights(config: Config, *, seed: int = 1, kept: bool = True) -> DummyWeights:
+def packed_weights(config: Config, *, seed: int = 1, kept: bool = True, device: str = "cpu") -> DummyWeights:
     """Weights of a quantised checkpoint on a backend that keeps all formats, or none."""
     stored = QuantizationConfig.from_json({"quantization_config": config})
     formats = WeightFormats(frozenset(MatrixFormat) if kept else frozenset())
-    return DummyWeights(seed, torch.float32, config=stored, formats=formats)
+    return DummyWeights(seed, torch.float32, device=device, config=stored, formats=formats)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -143,6 +149,16 @@ def test_layers_are_in_the_format_of_the_configuration(name: str) -> None:
     part = weights.linear("layer", (160, 256), rows=slice(32, 64), columns=slice(64, 128))
     torch.testing.assert_close(dense(part, torch.float32), values[32:64, 64:128])
     assert not torch.equal(dense(packed_weights(config, seed=2).linear("layer", (160, 256)), torch.float32), values)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_packed_layers_are_made_on_the_device(name: str) -> None:
+    packed_as, config = FORMATS[name]
+    matrix = packed_weights(config, device="meta").linear("layer", (160, 256))
+    assert format_of(matrix) is packed_as
+    assert not isinstance(matrix, Tensor)
+    tensors = [getattr(matrix, field.name) for field in fields(matrix)]
+    assert {tensor.device.type for tensor in tensors if isinstance(tensor, Tensor)} == {"meta"}
 
 
 def test_only_blocks_of_gguf_are_also_in_heads_and_embeddings() -> None:
