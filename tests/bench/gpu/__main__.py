@@ -24,10 +24,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # What the pack holds is imported below, when it has been installed.
-from tests.bench.gpu.unpack import run_unpacked
+from tests.bench.gpu.configs import CONFIGS
+from tests.bench.gpu.unpack import has_base, run_unpacked
 from tests.bench.report import Row, print_table, write_json
 
 STAGES = ("ops", "decode", "packed", "tokens", "trace", "start", "serve")
+SHAPES = [shape for shape in CONFIGS if not shape.startswith("tiny-")]
 
 
 def main() -> None:
@@ -49,14 +51,19 @@ def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pack", type=Path, help="what `tests.bench.gpu.pack` made; installed beside itself, once")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=["decode"])
-    parser.add_argument("--shapes", nargs="+", default=[], help="only these; `tiny` means miniatures")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[], help="only these; `tiny`: miniatures")
     parser.add_argument("--model", type=Path, help="the real model's directory; by default the pack's")
     parser.add_argument("--enforce-eager", action="store_true", help="capture no graphs")
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--kv-cache-gib", type=float, help="KV cache; by default what the device has left")
     parser.add_argument("--budget-s", type=float, default=540.0)
     parser.add_argument("--json", type=Path, help="write the rows here too")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.pack is not None and not has_base(args.pack):
+        parser.error(f"--pack {args.pack}: there is no {args.pack / 'base'}, which tests.bench.gpu.pack makes")
+    if args.model is not None and not (args.model / "config.json").exists():
+        parser.error(f"--model {args.model}: there is no config.json")
+    return args
 
 
 def _measure(args: argparse.Namespace) -> Iterator[Row]:

@@ -15,6 +15,8 @@ from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[3]
 BASE, MANIFEST = "base", "model.json"
+# Names the folders where this Python has its packages.
+_LINK = "machine.pth"
 
 
 def run_unpacked(pack: Path, flags: Sequence[str]) -> NoReturn:
@@ -35,6 +37,11 @@ def run_unpacked(pack: Path, flags: Sequence[str]) -> NoReturn:
     os.execve(python, [str(python), "-m", "tests.bench.gpu", *rest], {**os.environ, "PYTHONPATH": paths})
 
 
+def has_base(pack: Path) -> bool:
+    """Whether there is something to install, or it was installed before."""
+    return (pack / BASE / "wheels").is_dir() or unpacked_dir(pack).is_dir()
+
+
 def unpacked_dir(pack: Path) -> Path:
     """Where the pack is installed: beside it, as a transfer may replace the pack."""
     return pack.resolve().with_name(f"{pack.resolve().name}-installed")
@@ -44,22 +51,23 @@ def make_environment(pack: Path, home: Path) -> Path:
     """An environment of the wheels and of all that this Python has; returns its interpreter."""
     environment = home / "environment"
     python = environment / "bin" / "python"
-    if python.exists():
+    if any(environment.glob(f"lib/python*/site-packages/{_LINK}")):
         return python
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     (packages,) = environment.glob("lib/python*/site-packages")
-    # After the wheels, which therefore take precedence.
-    here = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
-    (packages / "machine.pth").write_text("\n".join(sorted(here)) + "\n", encoding="utf-8")
     wheels = sorted((pack / BASE / "wheels").glob("*.whl"))
     command = [sys.executable, "-m", "pip", "install", "-qq", "--no-index", "--no-deps", "--target", str(packages)]
     subprocess.run([*command, *map(str, wheels)], check=True)
+    # Read after the packages beside it, which therefore take precedence. Written last: it says that all is there.
+    here = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    (packages / _LINK).write_text("\n".join(sorted(here)) + "\n", encoding="utf-8")
     return python
 
 
 def copy_stubs(pack: Path, protos: Path) -> None:
-    """Put the generated modules beside their protos."""
-    shutil.copytree(pack / BASE / "stubs", protos, dirs_exist_ok=True)
+    """Put the generated modules beside their protos, if they have come."""
+    if (pack / BASE / "stubs").exists():
+        shutil.copytree(pack / BASE / "stubs", protos, dirs_exist_ok=True)
 
 
 def join_model(pack: Path, home: Path) -> Path | None:
@@ -68,13 +76,16 @@ def join_model(pack: Path, home: Path) -> Path | None:
     Raises:
         ValueError: a joined file differs from the one that was cut.
     """
-    manifest = pack / BASE / MANIFEST
-    model, parts = home / "model", home / "parts"
-    if not manifest.exists() or (model / "config.json").exists():
-        return model if model.exists() else None
+    model, parts, manifest = home / "model", home / "parts", home / MANIFEST
+    if (model / "config.json").exists():
+        return model
     parts.mkdir(parents=True, exist_ok=True)
+    if (pack / BASE / MANIFEST).exists():
+        shutil.copy(pack / BASE / MANIFEST, manifest)
     for part in pack.glob("model-*/*"):
         shutil.copy(part, parts / part.name)
+    if not manifest.exists():
+        return None
     files: dict[str, dict[str, object]] = json.loads(manifest.read_text(encoding="utf-8"))
     names = {name: [parts / part for part in part_names(name, int(str(file["parts"])))] for name, file in files.items()}
     if not all(part.exists() for paths in names.values() for part in paths):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from tests.bench.gpu.pack import cut_model
-from tests.bench.gpu.unpack import copy_stubs, join_model, unpacked_dir, without_pack
+from tests.bench.gpu.unpack import copy_stubs, has_base, join_model, make_environment, unpacked_dir, without_pack
 
+ROOT = Path(__file__).parents[3]
 CONTENTS = {"config.json": b"{}", "model.safetensors": bytes(range(250)), "tokenizer.json": b"", "whole": b"x" * 120}
 
 
@@ -29,17 +33,16 @@ def test_a_model_is_cut_into_folders_and_joined_when_all_have_come(pack: Path, t
     assert len(folders) > 2
     assert all(sum(part.stat().st_size for part in folder.iterdir()) <= 3 * 60 for folder in folders)
     home = tmp_path / "home"
-    # A transfer brings one folder and removes the one before.
-    for folder in folders:
-        folder.rename(tmp_path / folder.name)
-    for folder in folders:
-        assert join_model(pack, home) is None
-        (tmp_path / folder.name).rename(folder)
-        model = join_model(pack, home)
-        shutil.rmtree(folder)
+    # Each transfer brings one folder in place of the one before.
+    arrived = tmp_path / "arrived"
+    for folder in (pack / "base", *folders):
+        assert join_model(arrived, home) is None
+        shutil.rmtree(arrived, ignore_errors=True)
+        shutil.copytree(folder, arrived / folder.name)
+    model = join_model(arrived, home)
     assert model is not None
     assert {path.name: path.read_bytes() for path in model.iterdir()} == CONTENTS
-    assert join_model(pack, home) == model
+    assert join_model(arrived, home) == model
 
 
 def test_a_spoilt_part_is_noticed(pack: Path, tmp_path: Path) -> None:
@@ -82,3 +85,45 @@ def test_the_benchmark_begins_anew_without_the_pack(flags: list[str], rest: list
 
 def test_a_pack_is_installed_beside_itself(tmp_path: Path) -> None:
     assert unpacked_dir(tmp_path / "pack") == tmp_path / "pack-installed"
+    assert not has_base(tmp_path / "pack")
+    (tmp_path / "pack-installed").mkdir()
+    assert has_base(tmp_path / "pack")
+
+
+@pytest.mark.slow
+def test_the_environment_has_the_wheels_before_what_the_machine_has(tmp_path: Path) -> None:
+    write_wheel(tmp_path / "pack" / "base" / "wheels", "xxhash")
+    python = make_environment(tmp_path / "pack", tmp_path / "home")
+    code = "import xxhash, numpy; print(xxhash.ORIGIN, numpy.__name__)"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "the pack numpy\n"
+    # Installed once: there need not be wheels the second time.
+    shutil.rmtree(tmp_path / "pack")
+    assert make_environment(tmp_path / "pack", tmp_path / "home") == python
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--pack", "/nowhere"], "--pack /nowhere: there is no /nowhere/base"),
+        (["--model", "/nowhere"], "--model /nowhere: there is no config.json"),
+        (["--shapes", "qwen3-9b"], "invalid choice: 'qwen3-9b'"),
+    ],
+)
+def test_a_wrong_flag_is_refused_before_anything_starts(flags: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "tests.bench.gpu", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def write_wheel(folder: Path, name: str) -> None:
+    """A wheel of a module that says where it is from."""
+    folder.mkdir(parents=True)
+    info = f"{name}-99.0.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-99.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", "ORIGIN = 'the pack'\n")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 99.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", f"{name}.py,,\n")
