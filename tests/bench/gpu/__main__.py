@@ -50,7 +50,7 @@ def main() -> None:
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pack", type=Path, help="what `tests.bench.gpu.pack` made; installed beside itself, once")
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=["decode"])
+    parser.add_argument("--stages", type=_stages, default=["decode"], help="separated by commas")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[], help="only these; `tiny`: miniatures")
     parser.add_argument("--model", type=Path, help="the real model's directory; by default the pack's")
     parser.add_argument("--enforce-eager", action="store_true", help="capture no graphs")
@@ -64,6 +64,13 @@ def _parse_args() -> argparse.Namespace:
     if args.model is not None and not (args.model / "config.json").exists():
         parser.error(f"--model {args.model}: there is no config.json")
     return args
+
+
+def _stages(text: str) -> list[str]:
+    stages = text.split(",")
+    if unknown := sorted(set(stages) - set(STAGES)):
+        raise argparse.ArgumentTypeError(f"there is no stage {unknown[0]!r}; there are {', '.join(STAGES)}")
+    return stages
 
 
 def _measure(args: argparse.Namespace) -> Iterator[Row]:

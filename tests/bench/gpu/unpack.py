@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -59,8 +58,9 @@ def make_environment(pack: Path, home: Path) -> Path:
     command = [sys.executable, "-m", "pip", "install", "-qq", "--no-index", "--no-deps", "--target", str(packages)]
     subprocess.run([*command, *map(str, wheels)], check=True)
     # Read after the packages beside it, which therefore take precedence. Written last: it says that all is there.
-    here = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
-    (packages / _LINK).write_text("\n".join(sorted(here)) + "\n", encoding="utf-8")
+    here = [path for path in sys.path if Path(path).name in {"site-packages", "dist-packages"}]
+    lines = [f"import site; site.addsitedir({path!r})" for path in here]
+    (packages / _LINK).write_text("\n".join(lines) + "\n", encoding="utf-8")
     return python
 
 
