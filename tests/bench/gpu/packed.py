@@ -10,7 +10,7 @@ from tests.bench.gpu.cases import Case
 from tests.bench.gpu.configs import CONFIGS
 from tests.bench.gpu.decode import decode_rows, dense_limits, load_rows, timed_decode
 from tests.bench.gpu.floors import expected_touched, num_experts
-from tests.bench.gpu.runners import Bench, Held
+from tests.bench.gpu.runners import GREEDY, Bench, Held
 from tests.bench.gpu.watch import watched_choices
 from tests.bench.report import Row, compare
 
@@ -130,7 +130,7 @@ def _sparse_rows(bench: Bench, held: Held, sparse: Sparse, num_seqs: int) -> Ite
     effort, config = bench.options.effort, CONFIGS[sparse.shape]
     context = effort.latent_context if sparse.is_long else effort.context
     with watched_choices() as choices:
-        held.fill(num_seqs, context, num_later=1)
+        held.fill(num_seqs, context, num_later=1, sampling=GREEDY)
     num_layers = config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
     touched = choices.num_touched(num_layers, every=context)
     expected = expected_touched(num_experts(config), config["num_experts_per_tok"], num_seqs)

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -116,7 +115,7 @@ class Bench:
             (model_dir / "config.json").write_text(json.dumps(CONFIGS[shape]), encoding="utf-8")
         return model_dir
 
-    def make_runner(self, shape: str, backend: str = "auto", **settings: Any) -> ModelRunner:
+    def make_runner(self, shape: str, backend: str = "auto") -> ModelRunner:
         """A runner with random weights on the device."""
         values = {
             "model_dir": self.model_dir(shape),
@@ -126,7 +125,6 @@ class Bench:
             "enforce_eager": self.options.enforce_eager,
             "kv_cache_memory_gib": self.options.kv_cache_gib,
             "quantization": "none",
-            **settings,
         }
         return build_model_runner(WorkerSettings.model_validate(values), lambda _: None)
 
@@ -174,12 +172,10 @@ class Held:
         """Begin with an empty batch."""
         assert self.loaded.attach(**self.limits), "no memory for the KV cache"
 
-    def fill(self, num_seqs: int, context: int, *, num_later: int, sampling: Sampling | None = None) -> None:
+    def fill(self, num_seqs: int, context: int, *, num_later: int, sampling: Sampling) -> None:
         """Begin with sequences that have `context` tokens, and blocks for `num_later` more."""
         self.attach()
-        waiting = enters(
-            context, context + num_later, sampling or GREEDY, most_new=self.limits["max_num_batched_tokens"]
-        )
+        waiting = enters(context, context + num_later, sampling, most_new=self.limits["max_num_batched_tokens"])
         at_once = max(1, self.limits["max_num_batched_tokens"] // context)
         batch = list(islice(waiting, num_seqs))
         for first in range(0, num_seqs, at_once):

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.bench.gpu.cases import Case
 from tests.bench.gpu.decode import dense_limits, load_rows
-from tests.bench.gpu.runners import Bench, Held, decode_ahead
+from tests.bench.gpu.runners import GREEDY, Bench, Held, decode_ahead
 from tests.bench.report import Row
 
 SHAPES, TINY_SHAPES = ("qwen3-8b", "qwen3-0.6b"), ("tiny",)
@@ -48,7 +48,7 @@ def cases(bench: Bench) -> Iterator[Case]:
 
 def _trace_rows(bench: Bench, held: Held, shape: str, num_seqs: int) -> Iterator[Row]:
     effort = bench.options.effort
-    held.fill(num_seqs, effort.context, num_later=effort.num_steps + _WARM_UP_STEPS + 1)
+    held.fill(num_seqs, effort.context, num_later=effort.num_steps + _WARM_UP_STEPS + 1, sampling=GREEDY)
     decode_ahead(held.loaded, _WARM_UP_STEPS)
     runs = _record(bench, held, effort.num_steps)
     yield from step_rows(f"{shape}, decode step of {num_seqs}", runs, effort.num_steps)
