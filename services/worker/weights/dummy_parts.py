@@ -1,0 +1,96 @@
+"""Random contents for the tensors of a packed layer, as a checkpoint would store them.
+
+Every code is equally likely, except E4M3's upper half, which contains NaN. Zero points are 0. Scales are equal, and
+make the values of the matrix as large as those of a dense one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from services.worker.ops.matrices import MXFP4_VALUES
+from services.worker.ops.matrix_rows import MatrixFormat
+from services.worker.weights.quantization.gguf_blocks import GgufFormat
+from services.worker.weights.quantization.layer_format import LayerFormat, StoredTensor
+
+# Returns so many random bytes, uint8, those of a role from some place on.
+DrawBytes = Callable[[str, int], Tensor]
+
+_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32}
+# Clears the highest bit of E4M3's exponent: numbers stay below 2.
+_LOW_E4M3 = 0xBF
+_E8M0_BIAS = 127
+# A byte of zeros.
+_PACKED_ZEROS = {MatrixFormat.INT4: 0x88, MatrixFormat.INT8: 0x80}
+
+
+def dummy_parts(layer_format: LayerFormat, shape: Sequence[int], spread: float, draw: DrawBytes) -> dict[str, Tensor]:
+    """The whole tensors of a layer by role, for a matrix whose values have about this standard deviation.
+
+    Codes are where `draw` makes them, scales and zero points on the host.
+
+    Args:
+        shape: As for `LayerFormat.stored_tensors`.
+    """
+    assert layer_format.packed_as is not None, "a plain layer has no packed parts"
+    packed_as = layer_format.packed_as
+    scale = spread / _code_spread(packed_as)
+    parts: dict[str, Tensor] = {}
+    for stored in layer_format.stored_tensors(tuple(shape)):
+        if stored.role == "shape":
+            parts[stored.role] = torch.tensor(shape)
+        elif stored.role == "zero_point":
+            parts[stored.role] = _zero_points(stored, packed_as)
+        elif not stored.is_optional:
+            parts[stored.role] = _part(stored, scale, draw)
+    if isinstance(layer_format, GgufFormat):
+        _write_headers(parts["blocks"], layer_format, scale)
+    return parts
+
+
+def _part(stored: StoredTensor, scale: float, draw: DrawBytes) -> Tensor:
+    shape, dtype = stored.shapes[0], _DTYPES.get(stored.dtypes[0])
+    if dtype is None:
+        return torch.full(shape, scale)
+    if stored.role == "scales":
+        # The only scales that are stored in whole numbers: powers of two.
+        return torch.full(shape, round(math.log2(scale)) + _E8M0_BIAS, dtype=dtype)
+    codes = draw(stored.role, prod(shape) * dtype.itemsize)
+    if dtype is torch.float8_e4m3fn:
+        codes &= _LOW_E4M3
+    return codes.view(dtype).view(shape)
+
+
+def _zero_points(stored: StoredTensor, packed_as: MatrixFormat) -> Tensor:
+    """In words they have half of their range added."""
+    dtype = _DTYPES[stored.dtypes[0]]
+    zero = 0 if dtype is torch.int8 else _PACKED_ZEROS[packed_as]
+    num_bytes = prod(stored.shapes[0]) * dtype.itemsize
+    return torch.full((num_bytes,), zero, dtype=torch.uint8).view(dtype).view(stored.shapes[0])
+
+
+def _write_headers(blocks: Tensor, layer_format: GgufFormat, scale: float) -> None:
+    """Write the scale, and an offset that centres the values, in front of each block's codes."""
+    block_type = layer_format.block_type
+    # Codes of blocks with an offset are not signed.
+    header = torch.tensor([scale, -7.5 * scale][: block_type.num_header_values], dtype=torch.float16)
+    blocks[..., : 2 * block_type.num_header_values] = header.view(torch.uint8).to(blocks.device)
+
+
+def _code_spread(matrix_format: MatrixFormat) -> float:
+    """The root mean square of codes that are equally likely."""
+    if matrix_format is MatrixFormat.INT8:
+        values = torch.arange(-128.0, 128.0)
+    elif matrix_format is MatrixFormat.INT4:
+        values = torch.arange(-8.0, 8.0)
+    elif matrix_format is MatrixFormat.MXFP4:
+        values = torch.tensor(MXFP4_VALUES)
+    else:
+        codes = torch.arange(256, dtype=torch.int16).to(torch.uint8) & _LOW_E4M3
+        values = codes.view(torch.float8_e4m3fn).float()
+    return float(values.square().mean().sqrt())

@@ -1,0 +1,82 @@
+"""A cell with random weights, all services as processes, and what its worker says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+from tests.bench.gpu.client import Clients, Served
+from tests.bench.gpu.requests import Request
+from tests.bench.gpu.runners import Bench
+from tests.support.cell import Cell, start_cell
+from tests.support.ports import free_port
+from tests.support.scraping import scrape
+from tests.support.tiny_tokenizer import write_tiny_tokenizer
+
+_DEVICE_TIME = "lockstep_step_device_time_seconds_sum"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A load that a cell served."""
+
+    served: Served
+    idle: float
+    """The part of the time in which the device computed no step."""
+    num_compiled: int
+    """Kernels that were compiled meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class DummyCell:
+    """A running cell; created by `start_dummy_cell`."""
+
+    cell: Cell
+    manage_address: str
+    kernels: Path
+    """Where its worker's Triton keeps what it compiles."""
+
+    def load(self, clients: Clients, requests: list[Request]) -> Loaded:
+        """Have clients send requests, and watch the worker meanwhile."""
+        device_s, num_kernels = self._device_s(), self._num_kernels()
+        served = clients.send(self.cell.address, requests)
+        idle = 1 - (self._device_s() - device_s) / served.seconds
+        return Loaded(served, idle, self._num_kernels() - num_kernels)
+
+    def _device_s(self) -> float:
+        families = asyncio.run(scrape(self.manage_address))
+        samples = [sample for family in families for sample in family.samples]
+        return sum(sample.value for sample in samples if sample.name == _DEVICE_TIME)
+
+    def _num_kernels(self) -> int:
+        return sum(1 for _ in self.kernels.glob("*")) if self.kernels.exists() else 0
+
+
+@contextmanager
+def start_dummy_cell(bench: Bench, shape: str, kernels: Path, *flags: str) -> Iterator[DummyCell]:
+    """Start a cell, wait until it serves, and stop it at the end.
+
+    Args:
+        kernels: The worker's Triton keeps there what it compiles.
+        flags: More of `lockstep serve`'s.
+    """
+    model_dir = bench.model_dir(shape)
+    write_tiny_tokenizer(model_dir)
+    address = f"127.0.0.1:{free_port()}"
+    options = bench.options
+    worker_flags = [f"--manage-listen={address}", f"--device={options.device}", "--load-format=dummy"]
+    if options.enforce_eager:
+        worker_flags.append("--enforce-eager")
+    if options.kv_cache_gib is not None:
+        worker_flags.append(f"--kv-cache-memory-gib={options.kv_cache_gib}")
+    all_flags = [flag.replace("--", "--worker.", 1) for flag in (*worker_flags, "--quantization=none")]
+    with (
+        mock.patch.dict(os.environ, {"TRITON_CACHE_DIR": str(kernels)}),
+        start_cell(model_dir, "--log-level=warning", *all_flags, *flags) as cell,
+    ):
+        yield DummyCell(cell, address, kernels)
