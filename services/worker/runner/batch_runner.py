@@ -52,7 +52,7 @@ class BatchRunner:
         self._layout = rank.layout
         self._graphs = graphs
         self._batch = batch
-        draws = None if graphs is None else graphs.decodes.draws
+        draws = None if graphs is None else graphs.decodes.draw_rows
         columns = DeviceBatch(rank.ops, batch.limits, rank.device, decode_draws=draws)
         self._has_drafts = proposer is not None
         host_end = None if proposer is None else HostEnd(rank, batch, columns, proposer)

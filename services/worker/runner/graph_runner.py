@@ -92,8 +92,8 @@ class DecodeGraphs:
         context_lens        lengths                        1
         block_tables        blocks                         0: reads whatever block 0 holds
 
-    A padded row's results are garbage, and reach no other row. On a device of its own there is a second graph per batch
-    size, which draws the tokens: between the two the host may edit logits instead.
+    A padded row's results are garbage, and reach no other row. A second graph per batch size draws the tokens; those of
+    a step with options are drawn eagerly instead.
     """
 
     def __init__(
@@ -104,10 +104,14 @@ class DecodeGraphs:
         device: torch.device,
         *,
         layout: RankLayout,
+        draws: bool,
     ) -> None:
         """Capture a graph for each batch size that a batch within `limits` can need, or for the smallest of them.
 
         Coupled ranks capture later; see `Replays`.
+
+        Args:
+            draws: Whether graphs also draw the tokens, if there is a device of its own.
 
         Raises:
             NotRepeatableError: the model's decode steps cannot be captured.
@@ -120,11 +124,11 @@ class DecodeGraphs:
         size = self.sizes[-1]
         self._rows = DecodeRows.padding(size, -(-limits.context_length // limits.block_size), device)
         self._cu_seqlens_q = torch.arange(size + 1, dtype=torch.int32, device=device)
-        self.draws = DrawRows.greedy(max(size, limits.max_num_seqs), device)
+        self.draw_rows = DrawRows.greedy(max(size, limits.max_num_seqs), device)
         """How the rows of a decode are drawn, but for their positions; the first of them are to be written."""
         self._forwards = Replays(self._capture, self.sizes, self._forward, is_coupled=layout.is_coupled)
         self._drawings: Replays | None = None
-        if self._capture.has_device:
+        if draws and self._capture.has_device:
             if not layout.is_coupled:
                 # What is drawn from: a capture's results are always in the same place.
                 self._hidden = self._forwards(size)
@@ -153,7 +157,7 @@ class DecodeGraphs:
         return self._drawings is not None
 
     def draw(self, size: int) -> Tensor:
-        """Draw the tokens of the decode that `replay` has computed, from `draws`: [size] int64, as `replay`."""
+        """Draw the tokens of the decode that `replay` has computed, from `draw_rows`: [size] int64, as `replay`."""
         assert self._drawings is not None, "tokens are not drawn by graphs"
         return self._drawings(size)
 
@@ -163,7 +167,7 @@ class DecodeGraphs:
             return self._functions.forward(self._rows.token_ids[:size], self._rows.positions[:size])
 
     def _draw(self, size: int) -> Tensor:
-        rows = replace(self.draws.first(size), position=self._rows.draw_positions[:size])
+        rows = replace(self.draw_rows.first(size), position=self._rows.draw_positions[:size])
         return self._functions.draw(self._hidden[:size], rows)
 
     def _metadata(self, size: int) -> AttentionMetadata:
