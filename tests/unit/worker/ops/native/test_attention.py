@@ -2,7 +2,7 @@
 
 The reference computes in float32 from the same keys and values, so results differ by rounding only: in float32 by the
 order of sums; in bfloat16 by a rounding of the result, within 2^-8 of it, and of each weight where the processor
-multiplies bfloat16, within 2^-9 of it: weights add up to 1, so that is within 2^-9 of the largest value.
+multiplies bfloat16, within 2^-8 of it: weights add up to 1, so that is within 2^-8 of the largest value.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -129,11 +129,16 @@ class CachedStep:
 def assert_close(actual: Tensor, expected: Tensor, largest_value: float) -> None:
     """Assert that `actual` is `expected`, computed in float32, but for rounding."""
     is_rounded = actual.dtype == torch.bfloat16
-    atol = 1e-5 * float(expected.abs().max()) + is_rounded * 2**-9 * largest_value
+    atol = 1e-5 * float(expected.abs().max()) + is_rounded * 2**-8 * largest_value
     torch.testing.assert_close(actual.float(), expected, atol=atol, rtol=2**-8 if is_rounded else 1e-5)
 
 
+# One weight, whose rounding no other one makes up for.
+LONE_WEIGHT = {"batch": Batch(16, [0], [1], order=2), "shape": Shape(1, 40, 16, 16, BFLOAT16, INT8)}
+
+
 @given(batch=any_steps, shape=shapes(), window=windows, has_sinks=st.booleans())
+@example(**LONE_WEIGHT, window=None, has_sinks=True)
 @settings(max_examples=25)
 def test_a_step_is_the_references(
     ops: NativeOps, batch: Batch, shape: Shape, window: int | None, has_sinks: bool
