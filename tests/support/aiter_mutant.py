@@ -28,7 +28,7 @@ from tests.support.parity import make_prompts
 
 _PACKAGE = "services.worker.ops.aiter_ops"
 # Each after those that it imports.
-_MODULES = ("elementwise", "linear", "attention", "experts", "latent", "backend")
+_MODULES = ("elementwise", "linear", "attention", "experts", "backend")
 _PROMPTS = make_prompts((5, 40), seed=6)
 _NUM_TOKENS = 6
 _TIE = 0.5

@@ -134,7 +134,7 @@ TESTED_BY = {
         "services/worker/ops/cpu_experts.py",
         "services/worker/ops/reference_experts.py",
     ),
-    "unit/worker/ops/test_mla_ops.py": ("services/worker/ops/aiter_ops/latent.py", "services/worker/ops/cpu_mla.py"),
+    "unit/worker/ops/test_mla_ops.py": ("services/worker/ops/cpu_mla.py",),
     "unit/worker/ops/test_ops.py": (
         "services/worker/ops/cpu_ops.py",
         "services/worker/ops/arguments.py",

@@ -80,9 +80,9 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.process
-def test_models_compute_in_bfloat16_and_graphs_hold_all_but_latent_attention(lines: list[str]) -> None:
+def test_models_compute_in_bfloat16_and_graphs_hold_latent_attention_too(lines: list[str]) -> None:
     assert lines[0].startswith("torch.bfloat16 aiter aiter-")
-    assert lines[1] == "True False"
+    assert lines[1] == "True True"
 
 
 @pytest.mark.process
