@@ -143,6 +143,9 @@ TESTED_BY = {
     ),
     "unit/worker/ops/test_routing.py": ("services/worker/layers/moe.py",),
     "unit/worker/ops/aiter_ops/test_models.py": (
+        "services/worker/ops/aiter_ops/asm_attention.py",
+        "services/worker/ops/aiter_ops/asm_backend.py",
+        "services/worker/ops/aiter_ops/asm_latent.py",
         "services/worker/ops/aiter_ops/attention.py",
         "services/worker/ops/aiter_ops/backend.py",
         "services/worker/ops/aiter_ops/elementwise.py",

@@ -272,7 +272,7 @@ def build_model_runner(
     device = choice.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    ops = load_ops(choice.ops_backend, settings.native_isa)
+    ops = load_ops(choice.ops_backend, settings.native_isa, settings.aiter_decode)
     ops.use_threads(settings.num_threads or num_usable_cores())
     parallel = make_parallel(layout, rendezvous, is_exact=ops.is_exact, device=device.type)
     with_mtp = settings.draft_proposer == "mtp"
