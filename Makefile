@@ -87,7 +87,7 @@ test-slow: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SC
 	@$(PYTEST) $(IN_PARALLEL) -m slow -rs --ignore=tests/chaos --durations=12
 	@$(PYTEST) tests/chaos -m "not proof" --durations=12
 
-proofs: $(INSTALLED) $(STUBS) $(CHART_TOOLS) $(ENVOY) ## run the tests that are too long for every change
+proofs: $(INSTALLED) $(STUBS) $(AITER) $(CHART_TOOLS) $(ENVOY) ## run the tests that are too long for every change
 	@$(PYTEST) -m proof --ignore=tests/chaos --durations=0
 
 simulate: $(INSTALLED) $(STUBS) ## simulate a cell under random faults: SEEDS (100), FIRST_SEED (0), FAULTS (default: some of all)

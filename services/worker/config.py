@@ -51,6 +51,13 @@ class WorkerSettings(ProcessSettings):
         description="Instructions that the native kernels use: avx512 has VNNI; auto is the last that the processor "
         "has.",
     )
+    aiter_decode: Literal["triton", "asm"] = Field(
+        default="triton",
+        description="Kernels that --ops-backend aiter decodes with: triton has them for every model; asm are AITER's "
+        "in assembly, for blocks of 16 tokens and for attention by heads of 128 columns, at most 16 per key head, "
+        "without windows and sinks, or dense attention to latents of 512 and 64 columns by 16 or 128 heads on a rank. "
+        "Other models are refused.",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
         description="Type of activations, KV cache and weights that are not quantised; auto is bfloat16 with "
@@ -246,6 +253,12 @@ class WorkerSettings(ProcessSettings):
         # A step says how many tokens each group computes, but only the group itself knows how many drafts it makes.
         if self.layout.is_coupled and self.draft_proposer != "none":
             raise ValueError("--draft-proposer can be combined with --ep only when there is a single group")
+        return self
+
+    @model_validator(mode="after")
+    def _check_aiter_decode(self) -> WorkerSettings:
+        if "aiter_decode" in self.model_fields_set and self.ops_backend != "aiter":
+            raise ValueError("--aiter-decode needs --ops-backend aiter")
         return self
 
     @model_validator(mode="after")

@@ -5,14 +5,15 @@ The same checks run on an AMD GPU, and without one on stand-ins for AITER's kern
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
-from services.worker.forward.kv_cache import KvCache, KvCacheSpec, LayerCache, attention_cache
+from services.worker.forward.kv_cache import CacheTensor, KvCache, KvCacheSpec, LayerCache, attention_cache
 from services.worker.ops import AttentionParams, ExpertWeights, Ops, SwigluClamp, load_ops
 from tests.support.attention_batches import Batch, random
 
@@ -31,14 +32,14 @@ class Bench:
     def __init__(self, ops: Ops, device: torch.device) -> None:
         self.ops = ops
         self.reference = load_ops("reference")
-        self._device = device
+        self.device = device
 
     def both(self, compute: Callable[[Ops, Callable[[Tensor], Tensor], torch.dtype], Tensor]) -> float:
         """The largest difference of what `compute(ops, place, dtype)` returns, in parts of the largest value.
 
         `place` puts a float32 tensor with values of bfloat16 where the backend computes; it copies it.
         """
-        ours = compute(self.ops, lambda x: x.to(self._device, BF16 if x.is_floating_point() else x.dtype), BF16)
+        ours = compute(self.ops, lambda x: x.to(self.device, BF16 if x.is_floating_point() else x.dtype), BF16)
         expected = compute(self.reference, torch.clone, torch.float32)
         difference = (ours.cpu().float() - expected).abs().max() / expected.abs().max()
         return float(difference.nan_to_num(torch.inf))
@@ -120,10 +121,12 @@ class Attention:
     num_new: tuple[int, ...]
     window: int | None = None
     has_sinks: bool = False
+    is_prefill: bool | None = None
+    """None means that several new tokens are of a prompt."""
 
     def __call__(self, bench: Bench) -> float:
         batch = Batch(_BLOCK_SIZE, list(self.num_cached), list(self.num_new), 1)
-        is_prefill = max(self.num_new) > 1
+        is_prefill = max(self.num_new) > 1 if self.is_prefill is None else self.is_prefill
         heads = values(batch.num_tokens, _HEADS + 2 * _KV_HEADS, _WIDTH, seed=3)
         contexts = [batch.contexts(_KV_HEADS, _WIDTH, seed=seed) for seed in (4, 5)]
         sinks = random(_HEADS, seed=6) if self.has_sinks else None
@@ -131,10 +134,7 @@ class Attention:
         def compute(ops: Ops, place: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
             qkv = place(heads)
             cache, plan = _begin(ops, batch, attention_cache(_KV_HEADS, _WIDTH, dtype), qkv.device, is_prefill)
-            for tensor, rows in zip(cache, contexts, strict=True):
-                filled = tensor.cpu()
-                batch.fill_cached(batch.metadata(), filled, [each.to(BF16).to(dtype) for each in rows])
-                tensor.copy_(filled)
+            _write_cached(ops, batch, cache, plan, [place(_cached(batch, rows)) for rows in contexts])
             query, key, value = torch.split(qkv, [_HEADS, _KV_HEADS, _KV_HEADS], dim=1)
             ops.write_kv(key, value, cache, plan)
             on_device = None if sinks is None else sinks.to(qkv.device)
@@ -148,17 +148,30 @@ class Attention:
 
 def latent_attention(bench: Bench) -> float:
     """A decode with the sizes of DeepSeek-V3 on eight ranks."""
-    batch = Batch(_BLOCK_SIZE, [40, 3, 200], [1, 1, 1], 1)
-    query, latents = values(3, 16, 576), batch.contexts(576, seed=1)
+    return _latent_attention(bench, num_heads=16, num_cached=(40, 3, 200), num_new=(1, 1, 1))
+
+
+def latent_attention_of_all_heads(bench: Bench) -> float:
+    """A decode with the sizes of DeepSeek-V3 on data-parallel ranks."""
+    return _latent_attention(bench, num_heads=128, num_cached=(70,), num_new=(1,))
+
+
+def latent_attention_with_drafts(bench: Bench) -> float:
+    return _latent_attention(bench, num_heads=16, num_cached=(40, 3, 20), num_new=(1, 3, 1))
+
+
+def _latent_attention(bench: Bench, *, num_heads: int, num_cached: tuple[int, ...], num_new: tuple[int, ...]) -> float:
+    batch = Batch(_BLOCK_SIZE, list(num_cached), list(num_new), 1)
+    query, latents = values(batch.num_tokens, num_heads, 576), batch.contexts(576, seed=1)
 
     def compute(ops: Ops, place: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
-        layer = (attention_cache(1, 576, dtype)[0],)
+        layer = (CacheTensor((576,), dtype),)
         (cache,), plan = _begin(ops, batch, layer, place(query).device, False)
         filled = cache.cpu()
-        batch.fill_cached(batch.metadata(), filled, [each.to(BF16).to(dtype)[:, None] for each in latents])
+        batch.fill_cached(batch.metadata(), filled, [each.to(BF16).to(dtype) for each in latents])
         cache.copy_(filled)
-        ops.write_cache(place(batch.new_rows(latents).to(BF16).float()[:, None]), cache, plan)
-        return ops.mla_attention(place(query), cache.squeeze(2), plan, scale=576**-0.5, value_dim=512)
+        ops.write_cache(place(batch.new_rows(latents).to(BF16).float()), cache, plan)
+        return ops.mla_attention(place(query), cache, plan, scale=576**-0.5, value_dim=512)
 
     return bench.both(compute)
 
@@ -205,6 +218,16 @@ def grouped_experts_of_a_rank(bench: Bench) -> float:
     return _experts(bench, clamp=SwigluClamp(1.702, 7.0), num_elsewhere=8)
 
 
+# AITER's assembly kernels, on a backend that decodes with them.
+ASM_CHECKS: dict[str, Check] = {
+    "assembly: decodes": Attention((15, 16, 300), (1, 1, 1)),
+    "assembly: drafts": Attention((15, 16, 300), (1, 4, 1), is_prefill=False),
+    "assembly: prompts": Attention((0, 0), (300, 1)),
+    "assembly: decodes, prefix and chunk": Attention((37, 64, 100), (1, 40, 15)),
+    "assembly: latents": latent_attention,
+    "assembly: latents of all heads": latent_attention_of_all_heads,
+    "assembly: latents, drafts": latent_attention_with_drafts,
+}
 CHECKS: dict[str, Check] = {
     "rms_norm": rms_norm,
     "rms_norm of heads": rms_norm_of_heads,
@@ -225,6 +248,26 @@ CHECKS: dict[str, Check] = {
     "experts, grouped": grouped_experts,
     "experts of a rank, grouped": grouped_experts_of_a_rank,
 }
+
+
+def _cached(batch: Batch, contexts: Sequence[Tensor]) -> Tensor:
+    """The rows of `contexts` that earlier steps have computed, with values of bfloat16."""
+    rows = [context[:cached] for context, cached in zip(contexts, batch.num_cached, strict=True)]
+    return torch.cat(rows).to(BF16).float()
+
+
+def _write_cached(
+    ops: Ops, batch: Batch, cache: tuple[Tensor, ...], plan: AttentionPlan, rows: Sequence[Tensor]
+) -> None:
+    """Write keys and values of the tokens that earlier steps have computed, as those would."""
+    metadata, slots = batch.metadata(), []
+    for table, cached in zip(metadata.block_tables.long(), batch.num_cached, strict=True):
+        places = torch.arange(cached)
+        slots.append(table[places // _BLOCK_SIZE] * _BLOCK_SIZE + places % _BLOCK_SIZE)
+    step = copy(plan)
+    step.metadata = replace(plan.metadata, slot_mapping=torch.cat(slots).to(cache[0].device))
+    key, value = rows
+    ops.write_kv(key, value, cache, step)
 
 
 def _begin(

@@ -1,6 +1,7 @@
 """Stand-ins in torch for AITER's Triton kernels, which Triton's interpreter computes wrongly in bfloat16.
 
-They take the arguments of the launches that AITER's own functions make.
+They take the arguments of the launches that AITER's own functions make. Our own kernels of latent attention, which the
+backend uses too, run on the same values in float32.
 """
 
 from __future__ import annotations
@@ -25,6 +26,18 @@ class StandIn:
         return self._compute
 
 
+class _TorchOnCpu:
+    """The module `torch`, on a machine without a GPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def arange(self, *arguments: int, dtype: torch.dtype, device: str) -> Tensor:
+        """Make it on the CPU."""
+        assert device == "cuda"
+        return torch.arange(*arguments, dtype=dtype)
+
+
 def install() -> None:
     """Replace the kernels of AITER in this process; AITER must be importable."""
     name_gpu()
@@ -34,6 +47,9 @@ def install() -> None:
     attention.kernel_unified_attention_3d = StandIn(_attend_in_segments)
     attention.reduce_segments = StandIn(_reduce_segments)
     import_module("aiter.ops.triton.moe_op").__dict__["_fused_moe_kernel"] = StandIn(_multiply_grouped)
+    _widen_latents()
+    # It makes its tensors on a GPU by name.
+    import_module("aiter.mla").__dict__["torch"] = _TorchOnCpu()
     # AITER calls kernels without a tensor among their arguments with an empty one on a GPU.
     tuned: Any = import_module("aiter.tuned_gemm")
     tuned.tgemm.extensions_created = True
@@ -45,6 +61,24 @@ def name_gpu() -> None:
     # Read where a kernel must be built.
     torch.version.hip = "6.4.43484"
     import_module("aiter.ops.triton.utils._triton.arch_info").__dict__["get_arch"] = lambda: "gfx942"
+
+
+def _widen_latents() -> None:
+    """Give our kernels float32."""
+    backend: Any = import_module("services.worker.ops.triton.backend")
+    attend_latents, select_context = backend.latent_attention, backend.select_context
+
+    def widened_attention(query: Tensor, cache: Tensor, output: Tensor, *arguments: Any, **named: Any) -> None:
+        # Rows of other parts of the step are already there.
+        wide = output.float()
+        attend_latents(query.float(), cache.float(), wide, *arguments, **named)
+        output.copy_(wide)
+
+    def widened_selection(query: Tensor, weights: Tensor, cache: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        selected: Tensor = select_context(query.float(), weights, cache.float(), *arguments, **named)
+        return selected
+
+    backend.latent_attention, backend.select_context = widened_attention, widened_selection
 
 
 def _attend(**launch: Any) -> None:

@@ -132,7 +132,7 @@ TESTED_BY = {
         "services/worker/ops/cpu_experts.py",
         "services/worker/ops/reference_experts.py",
     ),
-    "unit/worker/ops/test_mla_ops.py": ("services/worker/ops/aiter_ops/latent.py", "services/worker/ops/cpu_mla.py"),
+    "unit/worker/ops/test_mla_ops.py": ("services/worker/ops/cpu_mla.py",),
     "unit/worker/ops/test_ops.py": (
         "services/worker/ops/cpu_ops.py",
         "services/worker/ops/arguments.py",
@@ -141,6 +141,9 @@ TESTED_BY = {
     ),
     "unit/worker/ops/test_routing.py": ("services/worker/layers/moe.py",),
     "unit/worker/ops/aiter_ops/test_models.py": (
+        "services/worker/ops/aiter_ops/asm_attention.py",
+        "services/worker/ops/aiter_ops/asm_backend.py",
+        "services/worker/ops/aiter_ops/asm_latent.py",
         "services/worker/ops/aiter_ops/attention.py",
         "services/worker/ops/aiter_ops/backend.py",
         "services/worker/ops/aiter_ops/elementwise.py",

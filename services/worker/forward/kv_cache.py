@@ -79,7 +79,8 @@ class KvCache:
     """The cache's tensors, zeroed at start, written and read by `Ops`.
 
     `layers[i]` has layer i's tensors in the order of its `LayerCache`, each contiguous [num_blocks, block_size,
-    *shape]: for keys and values the "flash" layout of AITER's `unified_attention` and `reshape_and_cache_flash`.
+    *shape]: for keys and values the "flash" layout of AITER's `unified_attention` and `reshape_and_cache_flash`. A
+    backend may use a block's memory of a tensor in another layout.
     """
 
     def __init__(self, spec: KvCacheSpec, num_blocks: int, block_size: int, device: torch.device | str = "cpu") -> None:

@@ -81,11 +81,14 @@ def load_latent_attention(
     shard: Shard, config: DecoderConfig, layer: int, *, attention: LatentAttentionConfig
 ) -> LatentAttention:
     """Load this rank's heads of a layer, and the projections to the latents in full."""
-    prefix, heads = f"model.layers.{layer}.self_attn", shard.heads(attention.sizes.num_heads)
+    prefix, heads, sizes = f"model.layers.{layer}.self_attn", shard.heads(attention.sizes.num_heads), attention.sizes
+    shard.ops.check_latent_attention(
+        len(heads), sizes.latent_dim, sizes.rope_dim, shard.weights.dtype, is_sparse=attention.indexer is not None
+    )
     return LatentAttention(
         shard.ops,
         layer,
-        replace(attention.sizes, num_heads=len(heads)),
+        replace(sizes, num_heads=len(heads)),
         _load_projections(shard, config, prefix, attention, heads),
         scale=attention.scale,
         indexer=None if attention.indexer is None else _load_indexer(shard, config, prefix, attention),

@@ -132,13 +132,14 @@ def _load_attention(shard: Shard, config: DecoderConfig, layer: int, attention: 
     )
     heads, kv_heads = shard.heads(attention.heads.num_heads), shard.kv_heads(attention.heads.num_kv_heads)
     hidden, query, kv = Part.whole(config.hidden_size), heads.times(head_dim), kv_heads.times(head_dim)
-    names = [f"{prefix}.{name}_proj" for name in "qkv"]
-    qkv = Linear.load(shard, names, [query, kv, kv], inputs=hidden, has_bias=attention.has_qkv_bias)
-    output = Linear.load(shard, [f"{prefix}.o_proj"], [hidden], inputs=query, has_bias=attention.has_output_bias)
     sinks = None
     if attention.has_sinks:
         sinks = weights.read(f"{prefix}.sinks", (heads.total,), rows=heads.run, dtype=torch.float32)
-
+    params = AttentionParams(head_dim**-0.5, attention.windows[layer], sinks)
+    ops.check_attention(len(heads), len(kv_heads), head_dim, params)
+    names = [f"{prefix}.{name}_proj" for name in "qkv"]
+    qkv = Linear.load(shard, names, [query, kv, kv], inputs=hidden, has_bias=attention.has_qkv_bias)
+    output = Linear.load(shard, [f"{prefix}.o_proj"], [hidden], inputs=query, has_bias=attention.has_output_bias)
     norms = None
     if attention.has_head_norms:
         query_norm = weights.read(f"{prefix}.q_norm.weight", (head_dim,))
@@ -150,7 +151,7 @@ def _load_attention(shard: Shard, config: DecoderConfig, layer: int, attention: 
         output=sum_over_ranks(output, shard.tp),
         num_heads=len(heads),
         num_kv_heads=len(kv_heads),
-        params=AttentionParams(head_dim**-0.5, attention.windows[layer], sinks),
+        params=params,
         norms=norms,
         kv_scales=_load_kv_scales(shard, prefix),
     )

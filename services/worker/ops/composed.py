@@ -19,7 +19,7 @@ from services.worker.forward.capture import Capture, CudaCapture
 from services.worker.forward.forward_context import AttentionPlan
 from services.worker.forward.kv_cache import LayerCache
 from services.worker.forward.staging import to_device
-from services.worker.ops.arguments import DecodeRows, DrawRows, HeadNorms, RopeRows, SlotColumns
+from services.worker.ops.arguments import AttentionParams, DecodeRows, DrawRows, HeadNorms, RopeRows, SlotColumns
 from services.worker.ops.matrices import Matrix, dense
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.protocol import EmbeddingKernel, LinearKernel, Ops, PerHeadKernel
@@ -70,6 +70,22 @@ class ComposedOps(Ops, Protocol):
     def check_block_size(self, block_size: int) -> None:
         """See `Ops.check_block_size`: any."""
         assert block_size >= 1
+
+    def check_attention(self, num_heads: int, num_kv_heads: int, head_dim: int, params: AttentionParams) -> None:  # noqa: ARG002
+        """See `Ops.check_attention`: any."""
+        assert num_heads % num_kv_heads == 0
+
+    def check_latent_attention(
+        self,
+        num_heads: int,
+        latent_dim: int,
+        rotated_dim: int,
+        dtype: torch.dtype,  # noqa: ARG002
+        *,
+        is_sparse: bool,  # noqa: ARG002
+    ) -> None:
+        """See `Ops.check_latent_attention`: any."""
+        assert min(num_heads, latent_dim, rotated_dim) >= 1
 
     def make_capture(self, device: torch.device, layers: Sequence[LayerCache]) -> Capture | None:  # noqa: ARG002
         """See `Ops.make_capture`: a GPU's graphs."""

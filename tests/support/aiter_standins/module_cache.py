@@ -6,6 +6,39 @@ import torch
 from torch import Tensor
 
 
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    asm_layout: bool = False,
+) -> None:
+    """reshape_and_cache(key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slot_mapping: torch.Tensor, kv_cache_dtype: str, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, asm_layout: bool = False) -> None"""
+    _check_slots(slot_mapping, kv_cache_dtype, key, key_cache)
+    num_blocks, num_heads, num_parts, block_size, x = key_cache.shape
+    head_dim = num_parts * x
+    if x != 16 // key.element_size() or (num_heads, head_dim) != key.shape[1:] or key.shape != value.shape:
+        raise RuntimeError(f"keys are not packed: {tuple(key_cache.shape)} for {tuple(key.shape)}")
+    for each, cache in ((key, key_cache), (value, value_cache)):
+        _check_rows(each)
+        if not cache.is_contiguous() or cache.numel() != key_cache.numel():
+            raise RuntimeError(f"the cache is not contiguous: {cache.stride()}")
+    is_stored = slot_mapping >= 0
+    slots = slot_mapping[is_stored]
+    blocks, places = slots // block_size, slots % block_size
+    key_cache[blocks, :, :, places] = key[is_stored].view(-1, num_heads, num_parts, x)
+    # As in C++, the flag alone says how the memory of the values is used.
+    if asm_layout:
+        packed = value_cache.view(num_blocks, num_heads, block_size // x, head_dim, x)
+        packed[blocks, :, places // x, :, places % x] = value[is_stored]
+    else:
+        value_cache.view(num_blocks, num_heads, head_dim, block_size)[blocks, :, :, places] = value[is_stored]
+
+
 def reshape_and_cache_flash(
     key: Tensor,
     value: Tensor,
@@ -17,16 +50,12 @@ def reshape_and_cache_flash(
     v_scale: Tensor,
 ) -> None:
     """reshape_and_cache_flash(arg0: torch.Tensor, arg1: torch.Tensor, arg2: torch.Tensor, arg3: torch.Tensor, arg4: torch.Tensor, arg5: str, arg6: torch.Tensor, arg7: torch.Tensor) -> None"""
-    if slot_mapping.dtype != torch.int64:
-        raise RuntimeError(f"expected scalar type Long but found {slot_mapping.dtype}")
-    if kv_cache_dtype != "auto" or key_cache.dtype != key.dtype:
-        raise RuntimeError(f"Unsupported data type of kv cache: {kv_cache_dtype}")
+    _check_slots(slot_mapping, kv_cache_dtype, key, key_cache)
     for each, cache in ((key, key_cache), (value, value_cache)):
         # Packed keys have five dimensions, and other layouts have heads before tokens.
         if cache.dim() != 4 or not cache.is_contiguous() or cache.shape[2:] != each.shape[1:]:
             raise RuntimeError(f"the cache is not in flash layout: {tuple(cache.shape)} for {tuple(each.shape)}")
-        if each.stride()[1:] != (each.shape[2], 1):
-            raise RuntimeError(f"a token's heads are not contiguous: {each.stride()}")
+        _check_rows(each)
     if key_cache.stride(0) != value_cache.stride(0):
         raise RuntimeError("key_cache.stride(0) == value_cache.stride(0)")
     if k_scale.numel() != 1 or v_scale.numel() != 1:
@@ -35,3 +64,15 @@ def reshape_and_cache_flash(
     slots = slot_mapping[is_stored]
     key_cache.flatten(0, 1)[slots] = key[is_stored]
     value_cache.flatten(0, 1)[slots] = value[is_stored]
+
+
+def _check_slots(slot_mapping: Tensor, kv_cache_dtype: str, key: Tensor, key_cache: Tensor) -> None:
+    if slot_mapping.dtype != torch.int64:
+        raise RuntimeError(f"expected scalar type Long but found {slot_mapping.dtype}")
+    if kv_cache_dtype != "auto" or key_cache.dtype != key.dtype:
+        raise RuntimeError(f"Unsupported data type of kv cache: {kv_cache_dtype}")
+
+
+def _check_rows(each: Tensor) -> None:
+    if each.stride()[1:] != (each.shape[2], 1):
+        raise RuntimeError(f"a token's heads are not contiguous: {each.stride()}")

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from aiter.ops.triton.unified_attention import unified_attention
 from torch import Tensor
 
-from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
+from services.worker.forward.forward_context import AttentionMetadata
 from services.worker.ops.arguments import AttentionParams
+from services.worker.ops.triton.backend import TritonPlan
 from shared.errors import InvalidRequestError, Violation
 
 # AITER reads this many tokens at a time where a sequence has several new ones, and a block where it has one.
@@ -18,8 +19,8 @@ _LEAST_BLOCK_SIZE = 16
 _ENDLESS = 1 << 30
 
 
-class AiterPlan(AttentionPlan):
-    """A step's arguments that AITER wants in a form of its own."""
+class AiterPlan(TritonPlan):
+    """A step's arguments that AITER wants in a form of its own, and those of our kernels for latent attention."""
 
     __slots__ = ("block_tables", "unit_scale")
 

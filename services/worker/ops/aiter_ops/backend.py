@@ -6,7 +6,7 @@ batch it is in.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib import metadata as packages
 
 import torch
@@ -14,13 +14,11 @@ import triton
 from torch import Tensor
 
 from services.worker.device import DeviceError
-from services.worker.forward.capture import Capture
 from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
-from services.worker.forward.kv_cache import KvCache, LayerCache
+from services.worker.forward.kv_cache import KvCache
 from services.worker.ops.aiter_ops.attention import AiterPlan, attend, check_block_size
 from services.worker.ops.aiter_ops.elementwise import add_rms_norm, rms_norm, rope, silu_and_mul, write_kv
 from services.worker.ops.aiter_ops.experts import prepare_experts
-from services.worker.ops.aiter_ops.latent import AiterLatent
 from services.worker.ops.aiter_ops.linear import prepare_linear
 from services.worker.ops.arguments import AttentionParams, HeadNorms, RopeRows
 from services.worker.ops.composed import ComposedOps
@@ -32,7 +30,7 @@ from services.worker.ops.triton.backend import TritonOps
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
-class AiterOps(AiterLatent, TritonOps):
+class AiterOps(TritonOps):
     """See `Ops` for what each method computes. Models compute in bfloat16 or float16."""
 
     name = "aiter"
@@ -49,11 +47,6 @@ class AiterOps(AiterLatent, TritonOps):
 
     def check_block_size(self, block_size: int) -> None:
         check_block_size(block_size)
-
-    def make_capture(self, device: torch.device, layers: Sequence[LayerCache]) -> Capture | None:
-        # Latent attention gathers whole contexts, so a graph would gather the longest possible ones.
-        has_latents = any(len(tensor.shape) == 1 for layer in layers for tensor in layer)
-        return None if has_latents else super().make_capture(device, layers)
 
     # -- Weights ------------------------------------------------------------------------------------------
 
@@ -91,7 +84,7 @@ class AiterOps(AiterLatent, TritonOps):
 
     # -- Attention ----------------------------------------------------------------------------------------
 
-    def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> AiterPlan:
+    def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> AttentionPlan:
         return AiterPlan(metadata, kv_cache.block_size)
 
     def write_kv(self, key: Tensor, value: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan) -> None:

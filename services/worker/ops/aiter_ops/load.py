@@ -10,7 +10,7 @@ import triton
 
 from services.worker.device import AITER_GPUS, DeviceError, gpu_architecture
 from services.worker.forward.forward_context import AttentionMetadata
-from services.worker.forward.kv_cache import KvCache, KvCacheSpec, attention_cache
+from services.worker.forward.kv_cache import CacheTensor, KvCache, KvCacheSpec, attention_cache
 from services.worker.ops.aiter_ops.builds import building
 from services.worker.ops.arguments import AttentionParams
 
@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from services.worker.ops.aiter_ops.backend import AiterOps
 
 
-def load_aiter_ops() -> AiterOps:
+def load_aiter_ops(decode: str) -> AiterOps:
     """Create the backend and build its kernels, which takes minutes at the first start on a machine.
+
+    Args:
+        decode: The kernels it decodes with, `triton` or `asm`.
 
     Raises:
         DeviceError: AITER has no kernels for the GPU, is not installed, or cannot build a kernel.
@@ -27,17 +30,30 @@ def load_aiter_ops() -> AiterOps:
     _check_gpu()
     with building():
         try:
-            from services.worker.ops.aiter_ops.backend import AiterOps  # noqa: PLC0415 - only where it was chosen
+            ops = _make_ops(decode)
         except ImportError as error:
             raise DeviceError(f"--ops-backend aiter: AITER is not complete on this machine: {error}") from error
         except (AssertionError, KeyError, OSError, RuntimeError) as error:
             # It runs ROCm's tools when it is imported.
             raise DeviceError(f"--ops-backend aiter: AITER cannot be loaded: {error}") from error
-        ops = AiterOps()
-        _call_each(ops, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        _call_each(ops, device)
+        if decode == "asm":
+            _call_latent(ops, device)
     # It says what it builds, which takes long, and from here on what it chose for every new shape.
     logging.getLogger("aiter").setLevel(logging.WARNING)
     return ops
+
+
+def _make_ops(decode: str) -> AiterOps:
+    """Import what was chosen, and with it AITER."""
+    if decode == "asm":
+        from services.worker.ops.aiter_ops.asm_backend import AiterAsmOps  # noqa: PLC0415
+
+        return AiterAsmOps()
+    from services.worker.ops.aiter_ops.backend import AiterOps  # noqa: PLC0415
+
+    return AiterOps()
 
 
 def _check_gpu() -> None:
@@ -60,21 +76,34 @@ def _call_each(ops: AiterOps, device: torch.device) -> None:
     ops.silu_and_mul(hidden)
     ops.prepare_linear(torch.zeros(width, width, dtype=dtype, device=device), None, dtype)(hidden)
     cache = KvCache(KvCacheSpec((attention_cache(1, width, dtype),)), 1, block_size, device)
-    ones = torch.ones(1, dtype=torch.int32, device=device)
-    metadata = AttentionMetadata(
-        is_prefill=False,
-        slot_mapping=torch.zeros(1, dtype=torch.int64, device=device),
-        block_tables=torch.zeros(1, 1, dtype=torch.int32, device=device),
-        context_lens=ones,
-        cu_seqlens_q=torch.arange(2, dtype=torch.int32, device=device),
-        query_lens=(1,),
-        context_lens_host=(1,),
-        max_query_len=1,
-        max_context_len=1,
-    )
+    metadata = _one_token(device)
     plan = ops.plan_attention(metadata, cache)
     table = torch.zeros(1, width // 2, device=device)
     rows = ops.select_rope(ops.prepare_rope(table, table, is_interleaved=False), metadata.slot_mapping)
     qkv = torch.zeros(1, 3, width, dtype=dtype, device=device)
     ops.norm_rope_write(qkv, None, rows, num_heads=1, cache=cache.layers[0], plan=plan)
     ops.decode_attention(qkv[:, :1], cache.layers[0], plan, AttentionParams(1.0))
+
+
+def _call_latent(ops: AiterOps, device: torch.device) -> None:
+    """Call the kernel for latent attention."""
+    layer = (CacheTensor((576,), ops.automatic_dtype),)
+    cache = KvCache(KvCacheSpec((layer,)), 1, 16, device)
+    query = torch.zeros(1, 16, 576, dtype=ops.automatic_dtype, device=device)
+    plan = ops.plan_attention(_one_token(device), cache)
+    ops.mla_attention(query, cache.layers[0][0], plan, scale=1.0, value_dim=512)
+
+
+def _one_token(device: torch.device) -> AttentionMetadata:
+    """A decode of one token, the first of its sequence."""
+    return AttentionMetadata(
+        is_prefill=False,
+        slot_mapping=torch.zeros(1, dtype=torch.int64, device=device),
+        block_tables=torch.zeros(1, 1, dtype=torch.int32, device=device),
+        context_lens=torch.ones(1, dtype=torch.int32, device=device),
+        cu_seqlens_q=torch.arange(2, dtype=torch.int32, device=device),
+        query_lens=(1,),
+        context_lens_host=(1,),
+        max_query_len=1,
+        max_context_len=1,
+    )

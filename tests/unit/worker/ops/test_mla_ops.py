@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.forward.forward_context import AttentionPlan
 from services.worker.ops import BACKEND_NAMES, Ops, cpu_mla, load_ops
-from services.worker.ops.aiter_ops.latent import AiterLatent
-from services.worker.ops.cpu_ops import CpuOps
 from tests.support.attention_batches import Batch, batches
 from tests.support.latent_batches import (
     LATENT_DIM,
     NUM_HEADS,
-    SCALE,
     VALUE_DIM,
     LatentStep,
     Tokens,
@@ -26,14 +21,7 @@ from tests.support.latent_batches import (
     padded,
 )
 
-
-class LatentOps(AiterLatent, CpuOps):
-    """The latent attention of the backend `aiter`."""
-
-
-every_backend = pytest.mark.parametrize(
-    "ops", [*map(load_ops, BACKEND_NAMES), LatentOps()], ids=[*BACKEND_NAMES, "latent"]
-)
+every_backend = pytest.mark.parametrize("ops", [load_ops(name) for name in BACKEND_NAMES], ids=BACKEND_NAMES)
 every_kind = pytest.mark.parametrize("is_prefill", [True, False])
 
 
@@ -148,22 +136,3 @@ def test_bfloat16_is_attended_to_in_bfloat16(ops: Ops, num_selected: int | None)
     output = step.attend(ops, num_selected=num_selected)
     assert output.dtype == torch.bfloat16
     torch.testing.assert_close(output.double(), step.expected(num_selected=num_selected), atol=0.05, rtol=0.05)
-
-
-@every_kind
-def test_latent_attention_for_a_gpu_waits_for_no_value(is_prefill: bool) -> None:
-    """On the meta device, where there are none."""
-    step = LatentStep(Batch(16, [40, 3], [5, 1] if is_prefill else [1, 1], 1), is_prefill=is_prefill)
-    tensors = ("slot_mapping", "block_tables", "context_lens", "cu_seqlens_q")
-    metadata = replace(step.metadata, **{name: getattr(step.metadata, name).to("meta") for name in tensors})
-    tokens, plan = step.tokens, AttentionPlan(metadata)
-    latents, index_keys = (tensor.to("meta") for tensor in step.cache.layers[0])
-    query, index_query, index_weights = (
-        each.to("meta") for each in (tokens.query, tokens.index_query, tokens.index_weights)
-    )
-    ops = AiterLatent()
-    selected = ops.select_context(index_query, index_weights, index_keys, plan, num_selected=2)
-    assert selected is not None
-    dense = ops.mla_attention(query, latents, plan, scale=SCALE, value_dim=VALUE_DIM)
-    sparse = ops.mla_attention(query, latents, plan, scale=SCALE, value_dim=VALUE_DIM, selected=selected)
-    assert dense.shape == sparse.shape == (*query.shape[:2], VALUE_DIM)

@@ -17,7 +17,7 @@ import torch
 from services.worker.device import AITER_GPUS, gpu_architecture
 from services.worker.ops import load_ops
 from tests.bench import rocm_smoke
-from tests.support.aiter_checks import CHECKS, TOLERANCE, Bench
+from tests.support.aiter_checks import ASM_CHECKS, CHECKS, TOLERANCE, Bench
 from tests.support.aiter_process import aiter_environment
 from tests.support.processes import ROOT
 from tests.support.small_configs import SMALL_CONFIGS
@@ -30,10 +30,13 @@ from tests.support import aiter_triton_standins
 
 aiter_triton_standins.install()
 from services.worker.ops import load_ops
-from tests.support.aiter_checks import CHECKS, Bench
+from tests.support.aiter_checks import ASM_CHECKS, CHECKS, Bench
 
 bench = Bench(load_ops("aiter"), torch.device("cpu"))
-print(json.dumps({name: check(bench) for name, check in CHECKS.items()}), flush=True)
+found = {name: check(bench) for name, check in CHECKS.items()}
+bench = Bench(load_ops("aiter", aiter_decode="asm"), torch.device("cpu"))
+found |= {name: check(bench) for name, check in ASM_CHECKS.items()}
+print(json.dumps(found), flush=True)
 os._exit(0)
 """
 RUN_SMOKE = """
@@ -48,8 +51,8 @@ from tests.bench import rocm_smoke
 from tests.support.aiter_checks import Bench
 
 rocm_smoke.BATCH_SIZES = (1, 2)
-bench = Bench(load_ops("aiter"), torch.device("cpu"))
-rows = rocm_smoke.measure(bench, Path(sys.argv[1]), "cpu", num_steps=2)
+bench, asm_bench = (Bench(load_ops("aiter", aiter_decode=each), torch.device("cpu")) for each in ("triton", "asm"))
+rows = rocm_smoke.measure(bench, asm_bench, Path(sys.argv[1]), "cpu", num_steps=2)
 print(json.dumps([asdict(row) for row in rows]), flush=True)
 os._exit(0)
 """
@@ -75,7 +78,7 @@ def rocm_bench() -> Bench:
 @pytest.mark.process
 def test_every_op_with_stand_ins_computes_what_the_reference_does(tmp_path: Path) -> None:
     differences: dict[str, float] = json.loads(run(RUN_CHECKS, tmp_path))
-    assert differences.keys() == CHECKS.keys()
+    assert differences.keys() == CHECKS.keys() | ASM_CHECKS.keys()
     assert {name: each for name, each in differences.items() if each > TOLERANCE} == {}
 
 
@@ -83,6 +86,12 @@ def test_every_op_with_stand_ins_computes_what_the_reference_does(tmp_path: Path
 @pytest.mark.parametrize("name", CHECKS)
 def test_an_op_on_an_amd_gpu_computes_what_the_reference_does(rocm_bench: Bench, name: str) -> None:
     assert CHECKS[name](rocm_bench) <= TOLERANCE
+
+
+@pytest.mark.rocm
+@pytest.mark.parametrize("name", ASM_CHECKS)
+def test_an_assembly_kernel_computes_what_the_reference_does(rocm_bench: Bench, name: str) -> None:
+    assert ASM_CHECKS[name](Bench(load_ops("aiter", aiter_decode="asm"), rocm_bench.device)) <= TOLERANCE
 
 
 @pytest.mark.rocm
@@ -101,5 +110,5 @@ def test_the_command_for_an_amd_gpu_finds_everything_right_with_stand_ins(tmp_pa
     config = {**SMALL_CONFIGS["LlamaForCausalLM"]["plain"], "max_position_embeddings": 1024}
     model_dir = write_small_model(build_model("LlamaForCausalLM", config), tmp_path / "model")
     rows = json.loads(run(RUN_SMOKE, tmp_path / "environment", str(model_dir)))
-    assert len(rows) == len(CHECKS) + 2 * (1 + 2)
+    assert len(rows) == len(CHECKS) + len(ASM_CHECKS) + 2 * (1 + 2)
     assert [row for row in rows if row["met"] is False] == []

@@ -56,9 +56,23 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt-oss": ("GptOssForCausalLM", "plain", {}),
     "glm4-moe": ("Glm4MoeForCausalLM", "plain", {}),
 }
-DENSE = ("llama", "llama, wide heads", "mistral, window", "qwen3")
-# The others are left to `make test-slow`.
-FAST_ALONE = ("llama", "llama, wide heads", "mistral, window", "qwen3-moe, fused", "deepseek-v3, fused", "gpt-oss")
+LATENTS: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 2}
+# What the assembly kernels fit.
+ASM_CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama, assembly": ("LlamaForCausalLM", "biases", {"head_dim": 128}),
+    "deepseek-v3, assembly": ("DeepseekV3ForCausalLM", "plain", LATENTS),
+}
+DENSE = ("llama, assembly", "llama", "llama, wide heads", "mistral, window", "qwen3")
+# The others are left to `make test-slow`, and one to `make proofs`.
+FAST_ALONE = (
+    "llama",
+    "llama, wide heads",
+    "llama, assembly",
+    "mistral, window",
+    "qwen3-moe, fused",
+    "deepseek-v3, fused",
+    "gpt-oss",
+)
 FAST_SPLIT = ("llama",)
 
 
@@ -72,17 +86,25 @@ def _one_thread() -> Any:
 
 def splits() -> list[Any]:
     """Every case on one rank and on two; and experts spread over two."""
-    rows = [(case, tp_size, False) for case in CASES for tp_size in (1, 2)]
+    rows = [(case, tp_size, False) for case in (*CASES, *ASM_CASES) for tp_size in (1, 2)]
     rows.append(("qwen3-moe, fused", 2, True))
     fast = {(case, 1, False) for case in FAST_ALONE} | {(case, 2, False) for case in FAST_SPLIT}
-    return [pytest.param(*row, marks=() if row in fast else (pytest.mark.slow,)) for row in rows]
+    proofs = {("deepseek-v3, assembly", 2, False)}
+    marks = [() if row in fast else (pytest.mark.proof if row in proofs else pytest.mark.slow,) for row in rows]
+    return [pytest.param(*row, marks=each) for row, each in zip(rows, marks, strict=True)]
 
 
 @pytest.mark.parametrize(("case", "tp_size", "has_expert_parallel"), splits())
 def test_a_model_generates_what_it_generates_on_cpu(
     aiter_ranks: RankPool, tmp_path: Path, case: str, tp_size: int, has_expert_parallel: bool
 ) -> None:
-    architecture, variant, changes = CASES[case]
+    is_asm = case in ASM_CASES
+    architecture, variant, changes = ASM_CASES[case] if is_asm else CASES[case]
+    if "kv_lora_rank" in changes:
+        # Each rank has as many heads as there is a kernel for.
+        changes = {**changes, "num_attention_heads": 16 * tp_size, "num_key_value_heads": 16 * tp_size}
+    # Latent attention takes the interpreter long.
+    prompts, num_tokens = (PROMPTS[1:3], 3) if architecture.startswith("Deepseek") else (PROMPTS, NUM_TOKENS)
     config = {**SMALL_CONFIGS[architecture][variant], **changes}
     model_dir = write_small_model(build_model(architecture, config), tmp_path)
     ops = load_ops("cpu")
@@ -92,9 +114,10 @@ def test_a_model_generates_what_it_generates_on_cpu(
         ranks = aiter_ranks.generate(
             model_dir,
             prompts,
-            NUM_TOKENS,
+            num_tokens,
             tp_size=tp_size,
             backend="aiter",
+            aiter_decode="asm" if is_asm else "triton",
             dtype="bfloat16",
             way=way,
             has_expert_parallel=has_expert_parallel,
@@ -110,12 +133,12 @@ def test_a_model_generates_what_it_generates_on_cpu(
         assert num_other <= (0 if case in DENSE else MAX_OTHER_CHOICES)
         return ranks[0].tokens
 
-    completions = check(PROMPTS, WAY)
+    completions = check(prompts, WAY)
     # A preempted sequence loses its blocks; when it resumes, its prompt ends with what it has generated.
     resumed = [
-        [*prompt, *tokens[: 1 + index]] for index, (prompt, tokens) in enumerate(zip(PROMPTS, completions, strict=True))
+        [*prompt, *tokens[: 1 + index]] for index, (prompt, tokens) in enumerate(zip(prompts, completions, strict=True))
     ]
-    check(resumed, replace(WAY, chunk_size=None, has_prefix=False, block_size=32))
+    check(resumed, replace(WAY, chunk_size=None, has_prefix=False, block_size=16 if is_asm else 32))
 
 
 def logits_on_cpu(paged: PagedModel, prompt: list[int], completion: list[int]) -> Tensor:
