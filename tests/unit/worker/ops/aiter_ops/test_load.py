@@ -161,7 +161,7 @@ def test_what_has_no_kernels_is_refused(lines: list[str]) -> None:
 
 @pytest.mark.process
 def test_what_one_sequence_leaves_in_a_block_is_finite(lines: list[str]) -> None:
-    assert lines[6:] == ["[True, True] False"]
+    assert lines[7:] == ["[True, True] False"]
 
 
 @pytest.fixture(scope="module")
