@@ -135,7 +135,8 @@ async def test_a_gateway_that_reads_nothing_loses_its_stream_and_no_one_else_not
         cell.server.kv_events._max_queued_blocks = 2000
         await cell.wait_until_ready()
         slow, quick = KvSubscriber(scheduler_pb2_grpc.SchedulerServiceStub(channel)), KvSubscriber(operator(cell))
-        await slow.read_snapshots()
+        for gateway in (slow, quick):
+            await gateway.read_snapshots()
         number = 0
         async with asyncio.timeout(PATIENCE_S):
             while len(cell.server.kv_events._subscribers) == 2:
