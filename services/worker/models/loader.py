@@ -148,9 +148,7 @@ def _checkpoint(
     return CheckpointWeights(files, dtype, stored, options.device, formats=formats)
 
 
-def _formats(
-    config: Mapping[str, Any], ops: Ops, options: LoadOptions
-) -> tuple[QuantizationConfig, WeightFormats]:
+def _formats(config: Mapping[str, Any], ops: Ops, options: LoadOptions) -> tuple[QuantizationConfig, WeightFormats]:
     """What a checkpoint is stored in, and what that becomes; one that is quantised already stays as it is."""
     stored = QuantizationConfig.from_json(config)
     return stored, WeightFormats(ops.formats, None if stored.is_quantized else options.quantization)
