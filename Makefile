@@ -94,7 +94,7 @@ simulate: $(INSTALLED) $(STUBS) ## simulate a cell under random faults: SEEDS (1
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first-seed $(FIRST_SEED) $(if $(FAULTS),--faults $(FAULTS))
 
 parity: $(INSTALLED) $(STUBS) ## compare our models with transformers
-	@$(PYTEST) tests/parity
+	@$(PYTEST) tests/parity -m "not proof"
 
 chaos: $(INSTALLED) $(STUBS) $(MODEL_READY) ## kill, stop and cut off services under load: KILLS (20) of each kind, PAIRS (50) together
 	@$(PYTEST) tests/chaos --chaos-kills $(KILLS) --chaos-pairs $(PAIRS) --timeout=7200 --durations=0

@@ -15,6 +15,8 @@ from tests.support.small_configs import ARCHITECTURES, SMALL_CONFIGS
 NUM_TOKENS = 64
 # Short, long, shorter than a block, at a block boundary, longer than sliding windows and token selections.
 PROMPT_LENGTHS = (1, 70, 16, 5, 33, 100)
+# Mixtures of experts of three kinds.
+SLOW_ON_TRITON = ("Qwen3MoeForCausalLM", "GptOssForCausalLM", "Glm4MoeForCausalLM")
 # The number of rows per architecture in `make test`.
 NUM_FAST_ROWS = 3
 
@@ -44,10 +46,20 @@ def test_logits_are_those_of_transformers(
         assert wrong_rows(paged.prefill_all(paged.add(prompt)), small.theirs, prompt) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "GptOssForCausalLM", "Glm4MoeForCausalLM"])
-def test_logits_of_mixtures_on_triton_are_those_of_transformers(small_models: SmallModels, architecture: str) -> None:
-    small = small_models.get(architecture, next(iter(SMALL_CONFIGS[architecture])))
+def triton_cases() -> list[Any]:
+    """Every configuration; all but a few are left to `make proofs`, since Triton's interpreter is slow."""
+    cases = []
+    for architecture in ARCHITECTURES:
+        for number, variant in enumerate(SMALL_CONFIGS[architecture]):
+            is_chosen = architecture in SLOW_ON_TRITON and number == 0
+            mark = pytest.mark.slow if is_chosen else pytest.mark.proof
+            cases.append(pytest.param(architecture, variant, marks=mark))
+    return cases
+
+
+@pytest.mark.parametrize(("architecture", "variant"), triton_cases())
+def test_logits_on_triton_are_those_of_transformers(small_models: SmallModels, architecture: str, variant: str) -> None:
+    small = small_models.get(architecture, variant)
     paged, (prompt,) = small.load("triton"), make_prompts((20,))
     assert wrong_rows(paged.prefill_all(paged.add(prompt)), small.theirs, prompt) == []
 
