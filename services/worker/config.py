@@ -257,8 +257,8 @@ class WorkerSettings(ProcessSettings):
 
     @model_validator(mode="after")
     def _check_aiter_decode(self) -> WorkerSettings:
-        if "aiter_decode" in self.model_fields_set and self.ops_backend != "aiter":
-            raise ValueError("--aiter-decode needs --ops-backend aiter")
+        if self.aiter_decode == "asm" and self.ops_backend != "aiter":
+            raise ValueError("--aiter-decode asm needs --ops-backend aiter")
         return self
 
     @model_validator(mode="after")

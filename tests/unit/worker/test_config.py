@@ -86,7 +86,7 @@ def test_an_impossible_layout_is_refused(flags: list[str]) -> None:
         (["--model-dir=/m", "--draft-proposer=model"], "--draft-model"),
         (["--model-dir=/m", "--draft-proposer=ngram", "--draft-model=/d"], "--draft-model"),
         (["--model-dir=/m", "--aiter-decode=asm"], "--aiter-decode"),
-        (["--model-dir=/m", "--aiter-decode=triton", "--ops-backend=triton"], "--aiter-decode"),
+        (["--model-dir=/m", "--aiter-decode=asm", "--ops-backend=triton"], "--aiter-decode"),
         (["--model-dir=/m", "--aiter-decode=hip", "--ops-backend=aiter"], "--aiter-decode"),
         (["--model-dir=/m", "--num-draft-tokens=0"], "--num-draft-tokens"),
         (["--model-dir=/m", "--num-draft-tokens=9"], "--num-draft-tokens"),
