@@ -78,3 +78,22 @@ class PagedStep:
 def check_attention(step: PagedStep, launch: Launch, params: AttentionParams) -> None:
     """Assert that `launch` computes what the reference backend does."""
     torch.testing.assert_close(step.run(launch, params), step.expected(params), atol=2e-5, rtol=2e-5)
+
+
+def make_step(
+    batch: Batch,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    *,
+    kv_dtype: torch.dtype = torch.float32,
+) -> PagedStep:
+    """A step whose keys and values are `head_dim` wide."""
+    return PagedStep(
+        batch,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        key_dim=head_dim,
+        value_dim=head_dim,
+        kv_dtype=kv_dtype,
+    )

@@ -14,7 +14,7 @@ from services.worker.ops.triton import decode_attention as module
 from services.worker.ops.triton.context_splits import choose_num_splits
 from services.worker.ops.triton.decode_attention import decode_attention
 from tests.support.attention_batches import Batch, random
-from tests.support.paged_attention import FP8, PagedStep, check_attention
+from tests.support.paged_attention import FP8, PagedStep, check_attention, make_step
 
 # A row that sees nothing of a split has a sum of 0.
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")
@@ -38,24 +38,6 @@ def is_split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     # Each program takes about a millisecond in the interpreter.
     monkeypatch.setattr(context_splits, "_MAX_SPLITS", 8)
     return split
-
-
-def make_step(
-    batch: Batch,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_dim: int = 16,
-    *,
-    kv_dtype: torch.dtype = torch.float32,
-) -> PagedStep:
-    return PagedStep(
-        batch,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        key_dim=head_dim,
-        value_dim=head_dim,
-        kv_dtype=kv_dtype,
-    )
 
 
 @pytest.mark.parametrize(("block_size", "num_heads", "num_kv_heads", "head_dim"), SHAPES)

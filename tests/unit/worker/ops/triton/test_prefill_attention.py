@@ -12,31 +12,13 @@ from services.worker.ops import AttentionParams
 from services.worker.ops.triton import prefill_attention as module
 from services.worker.ops.triton.prefill_attention import prefill_attention
 from tests.support.attention_batches import Batch, random
-from tests.support.paged_attention import FP8, PagedStep, check_attention
+from tests.support.paged_attention import FP8, PagedStep, check_attention, make_step
 
 PLAIN = AttentionParams(0.3)
 # Block size, query heads, key/value heads and the width of a head: groups of 1, 3 and 8.
 SHAPES = ((1, 8, 1, 64), (3, 3, 1, 80), (16, 6, 2, 128), (16, 2, 2, 16), (1, 6, 2, 80), (3, 16, 2, 16))
 
 every_block_size = pytest.mark.parametrize("block_size", [1, 3, 16])
-
-
-def make_step(
-    batch: Batch,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_dim: int = 16,
-    *,
-    kv_dtype: torch.dtype = torch.float32,
-) -> PagedStep:
-    return PagedStep(
-        batch,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        key_dim=head_dim,
-        value_dim=head_dim,
-        kv_dtype=kv_dtype,
-    )
 
 
 @pytest.mark.parametrize(("block_size", "num_heads", "num_kv_heads", "head_dim"), SHAPES)
