@@ -26,7 +26,7 @@ from services.worker.batch.block_tables import BlockTables
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.batch.step_input import StepInput, StepTokens
 from services.worker.runner.input_batch import InputBatch
-from services.worker.sampling.sampler import SamplingRows
+from services.worker.sampling.sampling_rows import SamplingRows
 from services.worker.sampling.sampling_state import SamplingState
 from services.worker.spec_decode.drafts import Drafter, Drafts
 from services.worker.spec_decode.ngram_drafts import LookupProposer

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from services.worker.ops import load_ops
-from services.worker.sampling.sampler import SampledTokens, Sampler, SamplingRows
+from services.worker.sampling.sampler import SampledTokens, Sampler
+from services.worker.sampling.sampling_rows import SamplingRows
 from services.worker.sampling.sampling_state import GrammarMatcher, SamplingState
 from services.worker.step import Int32Column
 from shared.limits import NO_OPTIONS, SamplingOptions

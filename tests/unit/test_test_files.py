@@ -185,6 +185,7 @@ TESTED_BY = {
         "services/worker/runner/stream.py",
         "services/worker/sampling/device_sampler.py",
         "services/worker/sampling/row_options.py",
+        "services/worker/sampling/sampling_rows.py",
     ),
     "unit/worker/runner/test_graph_runner.py": (
         "services/worker/runner/draft_graphs.py",

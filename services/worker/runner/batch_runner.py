@@ -109,7 +109,7 @@ class BatchRunner:
         """Tell the sequences with edited logits the tokens that they drew last. Waits for these."""
         pending, self._unlearned = self._unlearned, None
         if pending is not None and pending.edited is not None:
-            pending.edited.append(pending.drawn())
+            pending.edited.append(pending.drawn()[pending.edited.numbers])
 
     def _decode_graph(self, step_input: StepInput, dp: DpMetadata) -> int | None:
         """See `StepJob.decode_graph`; coupled ranks are told.

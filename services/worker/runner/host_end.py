@@ -10,7 +10,8 @@ from services.worker.forward.staging import to_device
 from services.worker.runner.device_batch import DeviceBatch
 from services.worker.runner.input_batch import InputBatch
 from services.worker.runner.rank import Rank
-from services.worker.sampling.sampler import SampledTokens, Sampler, SamplingRows
+from services.worker.sampling.sampler import SampledTokens, Sampler
+from services.worker.sampling.sampling_rows import SamplingRows
 from services.worker.spec_decode.drafts import ComputedStep, DraftProposer
 from services.worker.step import Int32Column
 

@@ -16,7 +16,7 @@ from services.worker.batch.replay import ReplayedChunk, Replays
 from services.worker.batch.slot_changes import SlotChanges
 from services.worker.batch.step_input import ScoredChunk, StepInput, StepTokens
 from services.worker.drawing.token_draw import GREEDY_TEMPERATURE
-from services.worker.sampling.sampler import SamplingRows
+from services.worker.sampling.sampling_rows import SamplingRows
 from services.worker.sampling.sampling_state import GrammarMatcher, SamplingState
 from services.worker.spec_decode.decodes import Decodes
 from services.worker.spec_decode.drafts import NO_DRAFTS, Drafter

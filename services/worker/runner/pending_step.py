@@ -19,8 +19,9 @@ from services.worker.forward.staging import Staging
 from services.worker.runner.prompt_logprobs import PromptScores
 from services.worker.runner.stream import Launch, Stream
 from services.worker.sampling.logprobs import ScoreTensors, make_logprobs
-from services.worker.sampling.row_options import EditedRows, RowOptions
+from services.worker.sampling.row_options import RowOptions
 from services.worker.sampling.sampler import SampledTokens
+from services.worker.sampling.sampling_rows import EditedRows
 from services.worker.step import Int32Column, Logprobs, Step, StepOutput
 
 _Array = npt.NDArray[Any]
@@ -34,7 +35,7 @@ class StepResults:
     drawn: Tensor | None = None
     """[num_rows] int64: the rows' tokens, -1 where logits are not finite; None without rows, or if the host drew."""
     scores: ScoreTensors | None = None
-    """Of the rows that want log-probabilities."""
+    """For rows that want log-probabilities."""
     prompts: tuple[PromptScores, ...] = ()
     likeliest: Tensor | None = None
     """What replayed completions are compared with."""

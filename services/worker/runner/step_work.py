@@ -28,8 +28,8 @@ from services.worker.runner.prompt_logprobs import PromptScorer
 from services.worker.runner.rank import Rank
 from services.worker.runner.step_graphs import StepGraphs
 from services.worker.sampling.device_sampler import DeviceSampler
-from services.worker.sampling.row_options import EditedRows, RowOptions
-from services.worker.sampling.sampler import SamplingRows
+from services.worker.sampling.row_options import RowOptions
+from services.worker.sampling.sampling_rows import EditedRows, SamplingRows
 from services.worker.step import Int32Column
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from services.worker.forward.staging import to_device
 from services.worker.ops import DrawRows, Ops
 from services.worker.sampling.logprobs import ScoreTensors, join_scores
-from services.worker.sampling.row_options import EditedRows
-from services.worker.sampling.sampler import SamplingRows
+from services.worker.sampling.sampling_rows import EditedRows, SamplingRows
 
 # Bounds the logits that are copied: 128 rows for a vocabulary of 128k are 64 MiB.
 _MAX_COPIED_ROWS = 128

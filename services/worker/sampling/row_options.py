@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from services.worker.drawing.row_edits import RowEdits
-from services.worker.sampling.sampler import SamplingRows
-from services.worker.sampling.sampling_state import SamplingState
+from services.worker.sampling.sampling_rows import EditedRows, SamplingRows
 from services.worker.step import Int32Column
 
 _Numbers = npt.NDArray[np.int64]
@@ -38,33 +35,5 @@ class RowOptions:
         return cls(rows, np.array(edited, np.int64), scored, tops)
 
     def edit(self) -> EditedRows:
-        """What the rows' grammars and penalties change now. Their states must know all of their tokens so far."""
-        states = [self.rows.states[row] for row in self.edited.tolist()]
-        positions = self.rows.position[self.edited].tolist()
-        edits = [state.edits(position) for state, position in zip(states, positions, strict=True)]
-        # Read before the next mask may be started: a failure of that one concerns the next token.
-        has_failed = np.array([state.has_failed for state in states], np.bool_)
-        return EditedRows(self.edited, states, edits, has_failed)
-
-
-@dataclass(frozen=True, slots=True)
-class EditedRows:
-    """Rows with the changes in their logits."""
-
-    numbers: _Numbers
-    states: list[SamplingState]
-    edits: list[RowEdits]
-    has_failed: npt.NDArray[np.bool_]
-    """[n], whether a row's grammar cannot be followed further, so that its token is meaningless."""
-
-    def append(self, drawn: npt.NDArray[np.integer[Any]]) -> None:
-        """Tell the states their rows' tokens, and let them prepare their next edits.
-
-        `drawn` [num_rows of the step] is negative for a row whose logits are not finite, which has no next token.
-        """
-        for token_id, state, has_failed in zip(drawn[self.numbers].tolist(), self.states, self.has_failed, strict=True):
-            if token_id < 0:
-                continue
-            state.append(token_id)
-            if not has_failed:
-                state.prepare()
+        """What the rows' grammars and penalties change now; see `SamplingRows.edit`."""
+        return self.rows.edit(self.edited)

@@ -11,58 +11,19 @@ from functools import partial
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from services.worker.drawing.token_draw import GREEDY_TEMPERATURE
-from services.worker.forward.staging import HostArrays, to_device, upload_arrays
-from services.worker.ops import DrawRows, Ops
+from services.worker.forward.staging import to_device
+from services.worker.ops import Ops
 from services.worker.sampling.logprobs import join_logprobs, token_logprobs
-from services.worker.sampling.sampling_state import SamplingState
+from services.worker.sampling.sampling_rows import SamplingRows
 from services.worker.step import Int32Column, Logprobs
 
 _NO_TOKENS: Int32Column = np.empty(0, np.int32)
 _ALL = slice(None)
 # Draws one token at each of some places; also says which of these have a grammar that could not be followed.
 _DrawPlaces = Callable[[npt.NDArray[np.int64]], tuple[Int32Column, list[int]]]
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingRows:
-    """How each row is sampled; a row is a sequence that gets tokens."""
-
-    temperature: npt.NDArray[np.float32]  # [num_rows], finite; below 1e-5 greedy
-    top_k: npt.NDArray[np.int32]  # [num_rows], 0: all
-    top_p: npt.NDArray[np.float32]  # [num_rows], in (0, 1]; 1: all
-    seed: npt.NDArray[np.uint64]  # [num_rows]
-    choice: npt.NDArray[np.uint32]  # [num_rows], which of its request's choices a row is
-    position: npt.NDArray[np.int64]  # [num_rows], absolute position of the first token drawn: the length so far
-    states: dict[int, SamplingState] = field(default_factory=dict)
-    """By row, for sequences with options."""
-    draft_token_ids: Int32Column = field(default_factory=lambda: _NO_TOKENS)  # [num_drafts], row after row
-    draft_counts: Int32Column | None = None  # [num_rows], drafts of each row; None means that no row has any
-
-    def draw_rows(
-        self,
-        device: torch.device,
-        chosen: npt.NDArray[np.int64] | slice = _ALL,
-        *,
-        temperature: npt.NDArray[np.float32] | None = None,
-    ) -> DrawRows:
-        """How the backend draws the `chosen` rows; `temperature` [num_rows] stands in for theirs."""
-        min_p = np.zeros(len(self.temperature), np.float32)
-        for row, state in self.states.items():
-            min_p[row] = state.options.min_p
-        columns: HostArrays = {
-            "temperature": self.temperature if temperature is None else temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "min_p": min_p,
-            "seed": self.seed.view(np.int64),
-            "choice": self.choice.astype(np.int64),
-            "position": self.position,
-        }
-        return DrawRows(**upload_arrays({name: column[chosen] for name, column in columns.items()}, device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +70,13 @@ class Sampler:
         self, logits: Tensor, rows: SamplingRows, edited: npt.NDArray[np.int64]
     ) -> tuple[Int32Column, list[int]]:
         """The tokens of the rows `edited`, and which of these have a grammar that could not be followed."""
-        states = [(row, rows.states[row]) for row in edited.tolist()]
         own_logits = logits.index_select(0, to_device(edited, logits.device))
-        self._ops.edit_logits(own_logits, [state.edits(int(rows.position[row])) for row, state in states])
-        # Read before the next mask may be started: a failure of that one concerns the next token.
-        failed = [row for row, state in states if state.has_failed]
+        edited_rows = rows.edit(edited)
+        self._ops.edit_logits(own_logits, edited_rows.edits)
         drawn, _ = self._ops.sample(own_logits, rows.draw_rows(logits.device, edited))
         token_ids: Int32Column = drawn.cpu().numpy().astype(np.int32)
-        for (row, state), token_id in zip(states, token_ids.tolist(), strict=True):
-            state.append(token_id)
-            if row not in failed:
-                state.prepare()
-        return token_ids, failed
+        edited_rows.append(token_ids)
+        return token_ids, edited[edited_rows.has_failed].tolist()
 
     def _draw(self, logits: Tensor, rows: SamplingRows) -> tuple[Int32Column, _Runs, list[int]]:
         """A token for each of the logits of each row; meaningless after the first that differs from its draft.

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from services.worker.drawing.noise import gumbel, noise_words
 from services.worker.ops import load_ops
-from services.worker.sampling.sampler import SampledTokens, Sampler, SamplingRows
+from services.worker.sampling.sampler import SampledTokens, Sampler
+from services.worker.sampling.sampling_rows import SamplingRows
 
 VOCABULARY = 40
 
