@@ -10,7 +10,14 @@ from services.worker.batch.enter_checks import BatchLimits
 from services.worker.batch.step_input import StepInput, StepTokens
 from services.worker.forward.forward_context import AttentionMetadata, DpMetadata, forward_context
 from services.worker.forward.staging import HostArrays
-from services.worker.runner.graph_runner import GraphSettings, Replays, StepFunctions, needed_sizes, size_for
+from services.worker.runner.graph_runner import (
+    GraphSettings,
+    Replays,
+    StepFunctions,
+    decode_metadata,
+    needed_sizes,
+    size_for,
+)
 
 
 class DraftGraphs:
@@ -105,17 +112,12 @@ class DraftGraphs:
             return self._functions.forward(self._token_ids[:num_tokens], self._positions[:num_tokens])
 
     def _metadata(self, size: int) -> AttentionMetadata:
-        """As in `DecodeGraphs`."""
-        longest = (self._limits.context_length + self._num_tokens - 1,) * size
-        host_lengths = longest if self._is_recorded else tuple(self._context_lens[:size].tolist())
-        return AttentionMetadata(
-            is_prefill=False,
-            slot_mapping=self._slot_mapping[: size * self._num_tokens],
-            block_tables=self._block_tables[:size],
-            context_lens=self._context_lens[:size],
-            cu_seqlens_q=self._cu_seqlens_q[: size + 1],
-            query_lens=(self._num_tokens,) * size,
-            context_lens_host=host_lengths,
-            max_query_len=self._num_tokens,
-            max_context_len=max(host_lengths),
+        """Padding may begin where a context ends, so the longest is longer than that."""
+        longest = self._limits.context_length + self._num_tokens - 1 if self._is_recorded else None
+        return decode_metadata(
+            self._slot_mapping[: size * self._num_tokens],
+            self._block_tables[:size],
+            self._context_lens[:size],
+            self._cu_seqlens_q[: size + 1],
+            longest=longest,
         )

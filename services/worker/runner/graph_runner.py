@@ -171,21 +171,33 @@ class DecodeGraphs:
         return self._functions.draw(self._hidden[:size], rows)
 
     def _metadata(self, size: int) -> AttentionMetadata:
-        """The metadata of a step of `size` rows; lengths on the host are upper bounds if they are recorded."""
-        rows = self._rows.first(size)
-        longest = (self._limits.context_length,) * size
-        host_lengths = longest if self._capture.is_recorded else tuple(rows.context_lens.tolist())
-        return AttentionMetadata(
-            is_prefill=False,
-            slot_mapping=rows.slot_mapping,
-            block_tables=rows.block_tables,
-            context_lens=rows.context_lens,
-            cu_seqlens_q=self._cu_seqlens_q[: size + 1],
-            query_lens=(1,) * size,
-            context_lens_host=host_lengths,
-            max_query_len=1,
-            max_context_len=max(host_lengths),
-        )
+        rows, longest = self._rows.first(size), self._limits.context_length if self._capture.is_recorded else None
+        starts = self._cu_seqlens_q[: size + 1]
+        return decode_metadata(rows.slot_mapping, rows.block_tables, rows.context_lens, starts, longest=longest)
+
+
+def decode_metadata(
+    slot_mapping: Tensor, block_tables: Tensor, context_lens: Tensor, cu_seqlens_q: Tensor, *, longest: int | None
+) -> AttentionMetadata:
+    """The metadata of a decode in which all sequences have equally many tokens; see `AttentionMetadata`.
+
+    Args:
+        longest: A bound for every context, for a replay that does not run Python; None reads `context_lens`.
+    """
+    size = len(context_lens)
+    query_len = len(slot_mapping) // size
+    host_lengths = tuple(context_lens.tolist()) if longest is None else (longest,) * size
+    return AttentionMetadata(
+        is_prefill=False,
+        slot_mapping=slot_mapping,
+        block_tables=block_tables,
+        context_lens=context_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        query_lens=(query_len,) * size,
+        context_lens_host=host_lengths,
+        max_query_len=query_len,
+        max_context_len=max(host_lengths),
+    )
 
 
 def size_for(sizes: Sequence[int], num_rows: int) -> int | None:

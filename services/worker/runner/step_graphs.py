@@ -29,7 +29,11 @@ class StepGraphs:
 
     def fits(self, limits: BatchLimits, layout: RankLayout) -> bool:
         """Whether the graphs also serve another epoch, with the same KV cache; see `Replays` for coupled ranks."""
-        return limits == self.limits and not layout.is_coupled
+        mine = self.limits
+        # Only drafts have graphs that a step's number of tokens limits.
+        holds_steps = self.drafts is None or limits.max_num_batched_tokens == mine.max_num_batched_tokens
+        is_same = (limits.max_num_seqs, limits.block_size) == (mine.max_num_seqs, mine.block_size)
+        return is_same and holds_steps and not layout.is_coupled
 
 
 def capture_steps(
