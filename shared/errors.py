@@ -1,6 +1,7 @@
 """Every error a client can receive: status code, stable reason and explaining values.
 
-Domain code raises these without importing grpc; an interceptor in `shared.rpc` turns them into `google.rpc.Status`.
+Domain code raises these without importing grpc; an interceptor in `shared.network.rpc` turns them into
+`google.rpc.Status`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import uvloop
 from hypothesis import HealthCheck, settings
 
 from services.worker.device import has_gpu_node
-from tests.support.processes import ROOT
+from tests.support.system.processes import ROOT
 
 # There are as many parallel test processes as cores. Threads that spin while waiting for each other become many times
 # slower when another process takes their core. Must be set before torch is imported.

@@ -14,11 +14,11 @@ from services.scheduler.make_cell import make_cell
 from services.scheduler.metrics import make_registry
 from services.scheduler.server.listeners import PUBLIC_SERVICES, make_servers
 from shared.config import load_settings, log_settings
-from shared.health import Health
-from shared.lifecycle import collect_garbage_between_steps, freeze_garbage, run_service
-from shared.logging import configure_logging
-from shared.management import serve_management
-from shared.probes import Probes
+from shared.network.health import Health
+from shared.network.management import serve_management
+from shared.network.probes import Probes
+from shared.process.lifecycle import collect_garbage_between_steps, freeze_garbage, run_service
+from shared.process.logging import configure_logging
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from services.scheduler.core.policy import CacheSettings, RetractionPolicy, Sche
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
 from services.scheduler.membership import MembershipSettings
 from shared.config import Address, ClientPortSettings, ListenAddress, ProcessSettings, load_settings
-from shared.tls import Role
+from shared.network.tls import Role
 
 # Take what the workers propose.
 Auto = Literal["auto"]

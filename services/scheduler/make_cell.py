@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import partial
 
 from lockstep.internal.v1 import worker_pb2
-from services.scheduler.cell.attach import DomainAttach, SchedulerClaim
+from services.scheduler.cell.domains.attach import DomainAttach, SchedulerClaim
 from services.scheduler.cell.engine import Engine
 from services.scheduler.cell.events import Event, Exit
 from services.scheduler.config import SchedulerSettings
@@ -21,9 +21,9 @@ from services.scheduler.server.cell_server import CellServer
 from services.scheduler.server.failpoint import SubmitFailpoint
 from services.scheduler.server.worker_links import Discovery, WorkerAccess
 from services.scheduler.workers.domain_client import DomainClient
-from shared.health import Health
-from shared.rpc import make_channel, make_peer
-from shared.tls import Role
+from shared.network.health import Health
+from shared.network.rpc import make_channel, make_peer
+from shared.network.tls import Role
 
 
 def make_cell(settings: SchedulerSettings, instance_id: str, health: Health, last_seen: LastSeen) -> CellServer:

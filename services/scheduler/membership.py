@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, model_validator
 
 from services.scheduler.core.policy import CellTopology
-from shared.addresses import LOOPBACK_HOSTS, check_host_and_port
 from shared.config import Addresses, ServiceSettings
+from shared.network.addresses import LOOPBACK_HOSTS, check_host_and_port
 
 # The value of a label. Source: Kubernetes, Labels and Selectors, "Syntax and character set".
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")

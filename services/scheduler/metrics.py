@@ -16,8 +16,8 @@ from services.scheduler.cell.state import CellState, RankState
 from services.scheduler.core.policy import RECOVERY_BUCKETS_S, SchedulerCounters
 from services.scheduler.discovery.last_seen import LastSeen
 from services.scheduler.server.idle_check import IdleCheck
-from shared.process_metrics import make_process_registry
-from shared.tls import Certificates
+from shared.network.tls import Certificates
+from shared.process.metrics import make_process_registry
 
 
 def make_registry(

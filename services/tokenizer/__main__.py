@@ -15,14 +15,14 @@ from services.tokenizer.server.live_requests import LiveRequests
 from services.tokenizer.server.request_totals import RequestTotals
 from services.tokenizer.server.servicer import TOKENIZER_SERVICE, TokenizerServicer
 from shared.config import load_settings, log_settings
-from shared.health import Health
-from shared.lifecycle import StopRequest, freeze_garbage, run_service
-from shared.logging import configure_logging
-from shared.management import serve_management
 from shared.model_dir import ModelDirectoryError
-from shared.probes import Probes
-from shared.rpc import ServerLimits, Servicer, make_peer, make_server
-from shared.tls import Role
+from shared.network.health import Health
+from shared.network.management import serve_management
+from shared.network.probes import Probes
+from shared.network.rpc import ServerLimits, Servicer, make_peer, make_server
+from shared.network.tls import Role
+from shared.process.lifecycle import StopRequest, freeze_garbage, run_service
+from shared.process.logging import configure_logging
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from shared.config import Addresses, ClientPortSettings, ListenAddress, ProcessSettings, load_settings
-from shared.tls import Role
+from shared.network.tls import Role
 
 
 class TokenizerSettings(ProcessSettings, ClientPortSettings):

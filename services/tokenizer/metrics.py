@@ -12,8 +12,8 @@ from lockstep.internal.v1 import exchange_pb2
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
 from services.tokenizer.server.request_totals import RequestTotals, finish_label
 from shared.histogram import Histogram
-from shared.process_metrics import make_process_registry
-from shared.tls import Certificates
+from shared.network.tls import Certificates
+from shared.process.metrics import make_process_registry
 
 
 def make_registry(

@@ -21,9 +21,9 @@ from services.worker.process.rpc_thread import Role, RpcThread
 from services.worker.process.signals import call_at_stop_signals
 from services.worker.server.leader import Leader
 from shared.config import load_settings, log_settings
-from shared.lifecycle import freeze_garbage
-from shared.logging import configure_logging
 from shared.model_dir import ModelDirectoryError
+from shared.process.lifecycle import freeze_garbage
+from shared.process.logging import configure_logging
 
 if TYPE_CHECKING:
     from services.worker.parallel.rendezvous import Rendezvous

@@ -12,10 +12,10 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from services.worker.device import DeviceError, DeviceRequest, check_device
 from services.worker.layout import RankLayout
-from shared.addresses import is_any_host, split_address
 from shared.config import Address, DraftProposerName, ListenAddress, ProcessSettings, load_settings, split_list
 from shared.limits import MAX_DRAFT_TOKENS
-from shared.tls import Role
+from shared.network.addresses import is_any_host, split_address
+from shared.network.tls import Role
 
 # `1,2,4` on the command line and in the environment.
 BatchSizes = Annotated[tuple[PositiveInt, ...], NoDecode, BeforeValidator(split_list), Len(1)]

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
-from shared.cli import chat, generate, ranks, serve, top
+from shared.cli import ranks, serve
+from shared.cli.clients import chat, generate, top
 from shared.release import find_release
 
 USAGE = """usage: lockstep COMMAND ...

@@ -18,15 +18,15 @@ from shared.cli.processes.supervisor import RestartPolicy
 from shared.cli.ranks_plan import ONLY_RANK, plan_node
 from shared.cli.ranks_settings import RanksSettings, split_worker_flags
 from shared.config import load_settings, log_settings
-from shared.lifecycle import StopRequest, run_service
-from shared.line_writer import LineWriter
-from shared.logging import configure_logging
-from shared.management import serve_management
 from shared.model_dir import CONFIG
-from shared.probes import Probes
-from shared.process_metrics import make_process_registry
-from shared.rpc import make_peer
-from shared.tls import Role
+from shared.network.management import serve_management
+from shared.network.probes import Probes
+from shared.network.rpc import make_peer
+from shared.network.tls import Role
+from shared.process.lifecycle import StopRequest, run_service
+from shared.process.line_writer import LineWriter
+from shared.process.logging import configure_logging
+from shared.process.metrics import make_process_registry
 
 logger = logging.getLogger(__name__)
 

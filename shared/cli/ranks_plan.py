@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shared.addresses import join_address, split_address, strip_brackets
 from shared.cli.processes.manage_flag import number_address
 from shared.cli.processes.rank_plan import RankNode, plan_ranks, share_cores
 from shared.cli.processes.service_command import ServiceCommand
 from shared.cli.ranks_settings import RanksSettings
+from shared.network.addresses import join_address, split_address, strip_brackets
 
 _LOOPBACK = "127.0.0.1"
 # The name of a cell's only rank.

@@ -8,11 +8,11 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from shared.addresses import check_host, is_on_every_interface, split_address
 from shared.cli.launcher_settings import RANK_FLAGS, LauncherSettings, render_flags, split_flags
 from shared.cli.processes.rank_plan import RankDomain
 from shared.config import Address, ListenAddress, ProcessSettings
-from shared.tls import Role
+from shared.network.addresses import check_host, is_on_every_interface, split_address
+from shared.network.tls import Role
 
 _RESERVED_FLAGS = {"worker": RANK_FLAGS | {"manage-listen", "tls-cert", "tls-key", "tls-ca", "trust-domain"}}
 _LAST_PORT = 65535

@@ -16,19 +16,19 @@ from pathlib import Path
 import grpc
 
 from shared.cli.cell_plan import plan_services
-from shared.cli.client import abandon_stdout, answer_once, describe_failure
+from shared.cli.clients.client import abandon_stdout, answer_once, describe_failure
+from shared.cli.clients.running_cells import DIRECTORY_PREFIX, RunningCell, publish_cell
 from shared.cli.processes.cell_processes import CellProcesses
 from shared.cli.processes.preflight import RefusedError, check_commands
 from shared.cli.processes.service_command import ServiceCommand
 from shared.cli.processes.supervisor import RestartPolicy
-from shared.cli.running_cells import DIRECTORY_PREFIX, RunningCell, publish_cell
 from shared.cli.serve_settings import ServeSettings, split_service_flags
 from shared.config import load_settings, log_settings
-from shared.lifecycle import StopRequest, freeze_garbage, run_service
-from shared.line_writer import LineWriter
-from shared.logging import configure_logging
 from shared.model_dir import CONFIG, TOKENIZER
-from shared.rpc import make_channel
+from shared.network.rpc import make_channel
+from shared.process.lifecycle import StopRequest, freeze_garbage, run_service
+from shared.process.line_writer import LineWriter
+from shared.process.logging import configure_logging
 
 logger = logging.getLogger(__name__)
 

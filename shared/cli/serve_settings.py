@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from shared.addresses import split_address
+from shared.cli.clients.request_flags import DEFAULT_TARGET
 from shared.cli.launcher_settings import RANK_FLAGS, LauncherSettings, render_flags, split_flags
-from shared.cli.request_flags import DEFAULT_TARGET
 from shared.config import Addresses, ClientPortSettings, ListenAddress, LocalAddress
-from shared.rpc import Peer, make_peer
-from shared.tls import Role
+from shared.network.addresses import split_address
+from shared.network.rpc import Peer, make_peer
+from shared.network.tls import Role
 
 _OWN_FLAGS = frozenset({*RANK_FLAGS, "cell-listen", "insecure-cell-bind", "scheduler", "workers", "coupled"})
 # The launcher's own settings of these names are the tokenizer's.

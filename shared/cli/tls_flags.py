@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from shared.rpc import Peer
-from shared.tls import Certificates, Role, TlsError, TlsFiles, TrustedAuthority
+from shared.network.rpc import Peer
+from shared.network.tls import Certificates, Role, TlsError, TlsFiles, TrustedAuthority
 
 
 def add_trust_flags(parser: argparse.ArgumentParser) -> None:

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tests.bench.cpu_formats import (
+from tests.bench.parts.cpu_formats import (
     FORMATS,
     INT8_FORMATS,
     Figures,
@@ -43,14 +43,14 @@ from tests.bench.cpu_formats import (
     read_row,
     throughput_rows,
 )
-from tests.bench.machine_rates import MachineRates, NoCompilerError
+from tests.bench.parts.machine_rates import MachineRates, NoCompilerError
+from tests.bench.parts.report import Row, limit, report, run_sections
+from tests.bench.parts.worker_memory import MemoryWatch, importing_bytes, private_bytes
 from tests.bench.peers.cpu_cell import CellEngine, start_cell_engine
 from tests.bench.peers.cpu_files import large_model
 from tests.bench.peers.cpu_generation import Generate, Loads
 from tests.bench.peers.cpu_peers import PEERS, PeerArguments, large_arguments
 from tests.bench.peers.environments import LeftOutError
-from tests.bench.report import Row, limit, report, run_sections
-from tests.bench.worker_memory import MemoryWatch, importing_bytes, private_bytes
 
 Run = Callable[[], Figures]
 

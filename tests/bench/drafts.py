@@ -24,9 +24,9 @@ from transformers import AutoTokenizer
 from services.worker.config import WorkerSettings
 from services.worker.runner.model_runner import ModelRunner, build_model_runner
 from services.worker.step import EnteringSequence
-from tests.bench.report import Row, compare, print_table, write_json
-from tests.support.processes import ROOT
-from tests.support.worker_steps import decode_step, make_enter, prefill_step
+from tests.bench.parts.report import Row, compare, print_table, write_json
+from tests.support.system.processes import ROOT
+from tests.support.worker.worker_steps import decode_step, make_enter, prefill_step
 
 # The least gain in tokens per step, and in tokens per second, on repetitive text.
 STEPS_TARGET = 1.5
@@ -41,7 +41,7 @@ CODE_FILES = (
     "services/worker/process/signals.py",
     "services/worker/batch/block_tables.py",
     "services/worker/forward/kv_cache.py",
-    "shared/lifecycle.py",
+    "shared/process/lifecycle.py",
 )
 QUESTIONS = (
     "Why is the sky blue? Explain in detail.",

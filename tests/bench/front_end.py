@@ -15,8 +15,8 @@ import argparse
 import os
 from pathlib import Path
 
+from tests.bench.parts.report import Row, compare, report
 from tests.bench.peers.turns import Turns
-from tests.bench.report import Row, compare, report
 
 MODULES = {"ours": "lockstep_front_end", "vllm": "vllm_front_end"}
 SCENARIOS = (("ours", "detokenize"), ("vllm", "detokenize"), ("vllm", "detokenize_with_statistics"))

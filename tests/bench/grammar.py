@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from shared.model_dir import eos_token_ids
+from tests.bench.parts.report import Row, compare, limit, report
 from tests.bench.peers.turns import Turns
-from tests.bench.report import Row, compare, limit, report
 
 MODULES = {"ours": "llguidance_grammars", "xgrammar": "xgrammar_grammars"}
 METRICS = {

@@ -23,14 +23,14 @@ from services.worker.forward.forward_context import AttentionMetadata, Attention
 from services.worker.forward.kv_cache import KvCache
 from services.worker.models.loader import LoadOptions, load_model
 from services.worker.ops import AttentionParams, EmbeddingKernel, LinearKernel, RopeRows
-from services.worker.ops.cpu_ops import CpuOps
+from services.worker.ops.cpu.backend import CpuOps
 from services.worker.ops.matrices import Matrix
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.model_runner import ModelRunner
 from tests.bench.gpu.configs import CONFIGS
 from tests.bench.gpu.runners import BLOCK_SIZE
-from tests.bench.report import Row, compare, limit, print_table, write_json
-from tests.support.worker_steps import decode_step, make_enter, prefill_step
+from tests.bench.parts.report import Row, compare, limit, print_table, write_json
+from tests.support.worker.worker_steps import decode_step, make_enter, prefill_step
 
 BASE_ROWS = 8
 MOST_ROWS = 512

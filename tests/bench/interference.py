@@ -31,10 +31,10 @@ import numpy as np
 import uvloop
 
 from lockstep.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
-from shared.rpc import make_channel
-from tests.bench.report import Row, compare, report
-from tests.bench.tokens import PromptSource
-from tests.support.cell import start_cell
+from shared.network.rpc import make_channel
+from tests.bench.parts.report import Row, compare, report
+from tests.bench.parts.tokens import PromptSource
+from tests.support.cells.cell import start_cell
 
 CHUNK_TOKENS = 512
 PREFILL_FIRST = ("--scheduler.max-num-batched-tokens=16384", "--scheduler.enable-mixed-steps=false")

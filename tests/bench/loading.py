@@ -23,8 +23,8 @@ from services.worker.layout import RankLayout
 from services.worker.parallel.communicator import Parallel
 from services.worker.weights.tensor_digests import Hashing
 from services.worker.weights.weight_files import SINGLE_FILE, WeightFiles
-from tests.bench.report import Row, compare, report
-from tests.support.thread_ranks import run_ranks
+from tests.bench.parts.report import Row, compare, report
+from tests.support.ranks.thread_ranks import run_ranks
 
 # Of one tensor, bfloat16: 32 MiB, as in a layer of a model of 7 billion weights.
 _SHAPE = (4096, 4096)

@@ -37,14 +37,14 @@ import uvloop
 
 from lockstep.internal.v1 import worker_pb2
 from services.scheduler.core.policy import SchedulerPolicy
-from shared.rpc import make_channel
-from tests.bench.engine_steps import CoupledEngine
-from tests.bench.exchange_load import Replica
-from tests.bench.report import Row, compare, report, run_sections
-from tests.bench.stand_in_worker import DeviceStep
+from shared.network.rpc import make_channel
+from tests.bench.parts.engine_steps import CoupledEngine
+from tests.bench.parts.exchange_load import Replica
+from tests.bench.parts.report import Row, compare, report, run_sections
+from tests.bench.parts.stand_in_worker import DeviceStep
 from tests.simulation.coupled_cells import LOADS, Load, Outcome, run_atom, run_ours
-from tests.support.patience import PATIENCE_S
-from tests.support.processes import ROOT, module_command, module_environment
+from tests.support.system.patience import PATIENCE_S
+from tests.support.system.processes import ROOT, module_command, module_environment
 
 NUM_RANKS = (1, 2, 4)
 NUM_WARM_UP_STEPS = 50
@@ -207,7 +207,7 @@ def _cpu_s(pid: int) -> float:
 
 def _start_worker(directory: str, rank: int, num_ranks: int, step_us: float) -> subprocess.Popen[str]:
     flags = [f"--address=unix:{directory}/worker-{rank}", f"--dp-rank={rank}", f"--dp-size={num_ranks}"]
-    return _start(["tests.bench.stand_in_worker", *flags, f"--step-us={step_us}"])
+    return _start(["tests.bench.parts.stand_in_worker", *flags, f"--step-us={step_us}"])
 
 
 def _idle_s(worker: subprocess.Popen[str], began_at: float, ended_at: float) -> float:
@@ -226,7 +226,7 @@ def _measure_gloo(num_ranks: int, num_steps: int) -> list[float]:
     """Seconds of each all-reduce on rank 0."""
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as directory:
         flags = [f"--size={num_ranks}", f"--store={directory}/store", f"--num-steps={num_steps}"]
-        ranks = [_start(["tests.bench.gloo_rank", f"--rank={rank}", *flags]) for rank in range(num_ranks)]
+        ranks = [_start(["tests.bench.parts.gloo_rank", f"--rank={rank}", *flags]) for rank in range(num_ranks)]
         outputs = [rank.communicate(timeout=_GLOO_TIMEOUT_S)[0] for rank in ranks]
     durations: list[float] = json.loads(outputs[0])
     return durations

@@ -22,9 +22,9 @@ from torch import Tensor
 from services.worker.forward.forward_context import AttentionMetadata
 from services.worker.forward.kv_cache import KvCache, KvCacheSpec, attention_cache
 from services.worker.ops import AttentionParams, Ops, load_ops
-from shared.cores import num_usable_cores
-from tests.bench.report import Row, compare, report
-from tests.support.attention_batches import Batch, random
+from shared.process.cores import num_usable_cores
+from tests.bench.parts.report import Row, compare, report
+from tests.support.kernels.attention_batches import Batch, random
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 9, 3, 64
 PARAMS = AttentionParams(HEAD_DIM**-0.5)

@@ -31,8 +31,8 @@ from services.worker.ops import LinearKernel, Matrix, Ops, load_ops
 from services.worker.ops.matrices import IntMatrix, Mxfp4Matrix
 from services.worker.ops.native.isa import Isa, available_isas
 from services.worker.ops.native.library import load_library
-from shared.cores import num_usable_cores
-from tests.bench.report import Row, compare, report
+from shared.process.cores import num_usable_cores
+from tests.bench.parts.report import Row, compare, report
 
 # (out_features, in_features) of query-key-value, output, gate-up and down projections.
 MODELS = {

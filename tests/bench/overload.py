@@ -12,9 +12,9 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from tests.bench.report import Row, limit, report
-from tests.support.cell import Cell, start_cell
-from tests.support.flood import Outcomes, flood_with_calls, flood_with_resets, flood_with_watches
+from tests.bench.parts.report import Row, limit, report
+from tests.support.cells.cell import Cell, start_cell
+from tests.support.clients.flood import Outcomes, flood_with_calls, flood_with_resets, flood_with_watches
 
 
 def main() -> None:

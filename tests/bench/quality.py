@@ -30,14 +30,14 @@ from torch import Tensor
 from services.worker.config import WorkerSettings
 from services.worker.runner.model_runner import build_model_runner
 from shared.config import load_settings
+from tests.bench.parts.public_text import public_text
+from tests.bench.parts.report import Row, compare, limit, report
 from tests.bench.peers.cpu_files import f16_gguf
 from tests.bench.peers.environments import LLAMA_CPP, LeftOutError
 from tests.bench.peers.protocol import start_process
-from tests.bench.public_text import public_text
-from tests.bench.report import Row, compare, limit, report
-from tests.support.outlier_llama import write_outlier_llama
-from tests.support.paged_model import PagedModel
-from tests.support.tiny_llama import TINY_CONFIG
+from tests.support.models.outlier_llama import write_outlier_llama
+from tests.support.models.paged_model import PagedModel
+from tests.support.models.tiny_llama import TINY_CONFIG
 
 CHUNK_TOKENS = 1024
 # 65 536 tokens.

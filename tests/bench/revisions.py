@@ -20,8 +20,8 @@ import tarfile
 from contextlib import ExitStack
 from pathlib import Path
 
+from tests.bench.parts.report import Row, limit, report
 from tests.bench.peers.protocol import ROOT, start_process
-from tests.bench.report import Row, limit, report
 
 NUM_SEQS = 512
 NUM_STEPS = 256

@@ -26,10 +26,10 @@ from services.worker.ops import load_ops
 from services.worker.runner.model_runner import ModelRunner, build_model_runner
 from tests.bench.gpu.cases import Clock
 from tests.bench.gpu.runners import BLOCK_SIZE, decode_ahead, enters
-from tests.bench.report import Row, limit, report
-from tests.support.aiter_checks import ASM_CHECKS, CHECKS, TOLERANCE, Bench
-from tests.support.paged_model import PagedModel
-from tests.support.worker_steps import decode_step, make_enter, prefill_step
+from tests.bench.parts.report import Row, limit, report
+from tests.support.aiter.checks import ASM_CHECKS, CHECKS, TOLERANCE, Bench
+from tests.support.models.paged_model import PagedModel
+from tests.support.worker.worker_steps import decode_step, make_enter, prefill_step
 
 NO_GPU = 3
 TEXTS = (

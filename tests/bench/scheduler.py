@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
+from tests.bench.parts.report import Row, compare, limit, report, run_sections
 from tests.bench.peers.protocol import Process
 from tests.bench.peers.turns import Turns
-from tests.bench.report import Row, compare, limit, report, run_sections
 
 BLOCK_SIZE = 16
 DECODE_PROMPT_TOKENS = 1024

@@ -25,12 +25,12 @@ import psutil
 import uvloop
 
 from lockstep.v1 import common_pb2, tokenizer_pb2_grpc
-from shared.rpc import make_channel
-from tests.bench.load import Measurement, measure
-from tests.bench.reference import Reference, start_reference
-from tests.bench.report import Row, compare, limit, report
-from tests.bench.tokens import PromptSource
-from tests.support.cell import find_cell_processes, start_cell
+from shared.network.rpc import make_channel
+from tests.bench.parts.load import Measurement, measure
+from tests.bench.parts.reference import Reference, start_reference
+from tests.bench.parts.report import Row, compare, limit, report
+from tests.bench.parts.tokens import PromptSource
+from tests.support.cells.cell import find_cell_processes, start_cell
 
 # The least throughput relative to the reference, by concurrency, and of sampling relative to greedy.
 TARGETS = {1: 1.5, 32: 8.0}

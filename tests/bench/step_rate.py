@@ -39,14 +39,14 @@ import numpy.typing as npt
 import uvloop
 
 from lockstep.internal.v1 import worker_pb2
-from shared.rpc import make_channel, make_server
-from tests.bench.exchange_load import Replica
-from tests.bench.machine import CpuTimes
-from tests.bench.report import Row, compare, limit, report
-from tests.bench.stand_in_worker import DeviceStep, StandInWorker
-from tests.bench.tokens import IntArray
-from tests.support.patience import PATIENCE_S
-from tests.support.processes import ROOT, module_command, module_environment
+from shared.network.rpc import make_channel, make_server
+from tests.bench.parts.exchange_load import Replica
+from tests.bench.parts.machine import CpuTimes
+from tests.bench.parts.report import Row, compare, limit, report
+from tests.bench.parts.stand_in_worker import DeviceStep, StandInWorker
+from tests.bench.parts.tokens import IntArray
+from tests.support.system.patience import PATIENCE_S
+from tests.support.system.processes import ROOT, module_command, module_environment
 
 STEP_RATE_TARGET = 0.99
 GAP_TARGET_PERCENT = 3.0

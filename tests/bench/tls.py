@@ -21,11 +21,11 @@ import grpc
 import uvloop
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
-from shared.rpc import make_channel, make_peer, make_server
-from shared.tls import Certificates, Role
-from tests.bench.report import Row, compare, report
-from tests.support.certificates import Authority, write_files
-from tests.support.ports import free_port
+from shared.network.rpc import make_channel, make_peer, make_server
+from shared.network.tls import Certificates, Role
+from tests.bench.parts.report import Row, compare, report
+from tests.support.cells.certificates import Authority, write_files
+from tests.support.system.ports import free_port
 
 # Rows of a step.
 BATCH_SIZES = (1, 32, 512)

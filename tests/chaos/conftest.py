@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chaos import Load, Peace, State, TellOf, learn, mixed_requests
-from tests.support.small_configs import SMALL_CONFIGS
-from tests.support.small_models import build_model, write_small_model
-from tests.support.tiny_llama import write_tiny_llama
+from tests.support.cells.chaos import Load, Peace, State, TellOf, learn, mixed_requests
+from tests.support.models.small_configs import SMALL_CONFIGS
+from tests.support.models.small_models import build_model, write_small_model
+from tests.support.models.tiny_llama import write_tiny_llama
 
 MOE_ARCHITECTURE = "Qwen3MoeForCausalLM"
 _REPORTS = pytest.StashKey[list[str]]()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chaos import WORKER_FLAGS, Damage, Load, Peace, TellOf, chaos_cell, learn, mixed_requests
-from tests.support.coupled_workers import CoupledWorkers
-from tests.support.tcp_path import TcpPath
+from tests.support.cells.chaos import WORKER_FLAGS, Damage, Load, Peace, TellOf, chaos_cell, learn, mixed_requests
+from tests.support.cells.coupled_workers import CoupledWorkers
+from tests.support.system.tcp_path import TcpPath
 
 pytestmark = pytest.mark.slow
 

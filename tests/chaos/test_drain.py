@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chaos import Damage, Load, Peace, State, TellOf
-from tests.support.rolling_cell import RollingCell, RollingClient, connect_to_all, run_rolling_cell
+from tests.support.cells.chaos import Damage, Load, Peace, State, TellOf
+from tests.support.cells.rolling_cell import RollingCell, RollingClient, connect_to_all, run_rolling_cell
 
 pytestmark = pytest.mark.slow
 

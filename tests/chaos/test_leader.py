@@ -15,11 +15,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from shared.heartbeat import LEASE_S
-from shared.rpc import reason_of, status_from_rpc_error
-from tests.support.chaos import Damage, Load, Peace, TellOf
-from tests.support.patience import PATIENCE_S
-from tests.support.rolling_cell import (
+from shared.network.heartbeat import LEASE_S
+from shared.network.rpc import reason_of, status_from_rpc_error
+from tests.support.cells.chaos import Damage, Load, Peace, TellOf
+from tests.support.cells.rolling_cell import (
     RollingCell,
     RollingClient,
     SchedulerPaths,
@@ -27,7 +26,8 @@ from tests.support.rolling_cell import (
     run_pathed_cell,
     run_rolling_cell,
 )
-from tests.support.token_client import generate_tokens, seeded
+from tests.support.clients.token_client import generate_tokens, seeded
+from tests.support.system.patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chaos import HEALTH_KILL_S, Damage, Killer, Load, Peace, TellOf, chaos_cell
+from tests.support.cells.chaos import HEALTH_KILL_S, Damage, Killer, Load, Peace, TellOf, chaos_cell
 
 pytestmark = pytest.mark.slow
 

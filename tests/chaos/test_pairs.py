@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chaos import Damage, Killer, Load, Peace, TellOf, chaos_cell, learn, stateful_requests
+from tests.support.cells.chaos import Damage, Killer, Load, Peace, TellOf, chaos_cell, learn, stateful_requests
 
 pytestmark = pytest.mark.slow
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chaos import WORKER_FLAGS, Damage, Load, Peace, TellOf, chaos_cell
-from tests.support.ports import free_port
-from tests.support.processes import start_service
-from tests.support.tcp_path import TcpPath
+from tests.support.cells.chaos import WORKER_FLAGS, Damage, Load, Peace, TellOf, chaos_cell
+from tests.support.system.ports import free_port
+from tests.support.system.processes import start_service
+from tests.support.system.tcp_path import TcpPath
 
 pytestmark = pytest.mark.slow
 

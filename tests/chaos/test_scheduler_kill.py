@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chaos import Damage, Killer, Load, Peace, TellOf, chaos_cell
+from tests.support.cells.chaos import Damage, Killer, Load, Peace, TellOf, chaos_cell
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.v1 import common_pb2
-from tests.support.chaos import Damage, Killer, Load, Peace, State, TellOf, chaos_cell, learn, mixed_requests
+from tests.support.cells.chaos import Damage, Killer, Load, Peace, State, TellOf, chaos_cell, learn, mixed_requests
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.processes import ROOT
+from tests.support.system.processes import ROOT
 
 FILES = ROOT / "deploy" / "helm" / "lockstep" / "files"
 RULES = FILES / "rules.yaml"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from tests.support.chart import CHART
-from tests.support.chart_tables import README, SCHEMA, leaves, with_settings, with_table
+from tests.support.deploy.chart import CHART
+from tests.support.deploy.chart_tables import README, SCHEMA, leaves, with_settings, with_table
 
 
 def test_the_table_of_values_is_up_to_date() -> None:

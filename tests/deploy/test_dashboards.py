@@ -13,7 +13,7 @@ from prometheus_client import Metric
 
 from services.tokenizer.server.request_totals import RequestTotals
 from tests.deploy.test_alerts import FILES, RULES, promtool
-from tests.support.metrics_table import collect_metrics
+from tests.support.tables.metrics_table import collect_metrics
 
 DASHBOARDS = sorted((FILES / "dashboards").glob("*.json"))
 # What Prometheus knows of a target by itself.

@@ -15,7 +15,7 @@ from threading import Thread
 
 import pytest
 
-from tests.support.chart import CHART
+from tests.support.deploy.chart import CHART
 
 pytestmark = pytest.mark.process
 

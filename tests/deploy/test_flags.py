@@ -13,12 +13,12 @@ import pytest
 from services.scheduler.config import SchedulerSettings
 from services.tokenizer.config import TokenizerSettings
 from services.worker.config import WorkerSettings
-from shared.cli import generate
+from shared.cli.clients import generate
 from shared.cli.ranks_settings import RanksSettings, split_worker_flags
 from shared.config import ServiceSettings, load_settings
-from tests.support.certificates import Authority
-from tests.support.chart import CHART, EXAMPLES, Tree, pod_templates, render, rendered_examples
-from tests.support.chart_values import values
+from tests.support.cells.certificates import Authority
+from tests.support.deploy.chart import CHART, EXAMPLES, Tree, pod_templates, render, rendered_examples
+from tests.support.deploy.chart_values import values
 
 CASES = [f"{path.stem} {kind}" for path in EXAMPLES for kind in ("StatefulSet", "LeaderWorkerSet")]
 # What a LeaderWorkerSet's controller, or the kubelet, puts in place.

@@ -20,13 +20,13 @@ from pathlib import Path
 import pytest
 
 from services.worker.ops.native.isa import available_isas
-from tests.support.dockerfile import DOCKERFILE, Build, inherited_arguments, read_stages
-from tests.support.image_service import running_service
-from tests.support.ports import free_port
-from tests.support.processes import ROOT
-from tests.support.scraping import probes, scrape
-from tests.support.tiny_llama import write_tiny_llama
-from tests.support.tiny_tokenizer import write_tiny_tokenizer
+from tests.support.deploy.dockerfile import DOCKERFILE, Build, inherited_arguments, read_stages
+from tests.support.deploy.image_service import running_service
+from tests.support.models.tiny_llama import write_tiny_llama
+from tests.support.models.tiny_tokenizer import write_tiny_tokenizer
+from tests.support.system.ports import free_port
+from tests.support.system.processes import ROOT
+from tests.support.system.scraping import probes, scrape
 
 TRIVY = ROOT / ".cache" / "tools" / "trivy"
 PINNED = {"PYTHON_BASE": "python@sha256:0"}

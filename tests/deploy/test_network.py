@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chart import CHART, EXAMPLES, LEADER_WORKER_SETS, Tree, find, pod_templates, render
-from tests.support.chart_network import NAMESPACE_LABEL, Endpoint, Network
-from tests.support.chart_values import pools
+from tests.support.deploy.chart import CHART, EXAMPLES, LEADER_WORKER_SETS, Tree, find, pod_templates, render
+from tests.support.deploy.chart_network import NAMESPACE_LABEL, Endpoint, Network
+from tests.support.deploy.chart_values import pools
 
 OPEN = {
     "networkPolicy": {

@@ -9,8 +9,8 @@ import json
 
 import pytest
 
-from tests.support.chart import CHART, EXAMPLES, Tree, helm
-from tests.support.chart_values import values
+from tests.support.deploy.chart import CHART, EXAMPLES, Tree, helm
+from tests.support.deploy.chart_values import values
 
 NOTES = {
     "cpu-demo": """\

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.chart import (
+from tests.support.deploy.chart import (
     EXAMPLES,
     LEADER_WORKER_SETS,
     Tree,
@@ -17,7 +17,7 @@ from tests.support.chart import (
     render,
     rendered_examples,
 )
-from tests.support.chart_values import values
+from tests.support.deploy.chart_values import values
 
 # What Pod Security `restricted` admits, of the kinds that the chart uses.
 # Source: Pod Security Standards, "Restricted", Volume Types.

@@ -9,14 +9,14 @@ from pathlib import Path
 import grpc
 import pytest
 
-from shared.rpc import make_channel
+from shared.network.rpc import make_channel
 from tests.deploy.test_dashboards import DASHBOARDS, panels
-from tests.support.chart import CHART, render
-from tests.support.client import Client, token_request
-from tests.support.polling import poll_until
-from tests.support.prometheus import Prometheus, run_prometheus
-from tests.support.rendered_pods import NAMESPACE, Cluster, Pod, running
-from tests.support.tiny_llama import write_tiny_llama
+from tests.support.clients.client import Client, token_request
+from tests.support.deploy.chart import CHART, render
+from tests.support.deploy.prometheus import Prometheus, run_prometheus
+from tests.support.deploy.rendered_pods import NAMESPACE, Cluster, Pod, running
+from tests.support.models.tiny_llama import write_tiny_llama
+from tests.support.system.polling import poll_until
 
 SERVICES = ("worker", "scheduler", "tokenizer")
 VARIABLES = {"$__rate_interval": "5m", "$namespace": NAMESPACE, "$cell": "demo"}

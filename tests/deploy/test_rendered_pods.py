@@ -11,11 +11,9 @@ import grpc
 import pytest
 import yaml
 
-from shared.rpc import Peer, make_channel
-from shared.tls import Certificates, Role, TlsFiles
-from tests.support.chart import CHART, LEADER_WORKER_SETS, render
-from tests.support.patience import PATIENCE_S
-from tests.support.rank_nodes import (
+from shared.network.rpc import Peer, make_channel
+from shared.network.tls import Certificates, Role, TlsFiles
+from tests.support.cells.rank_nodes import (
     RankNode,
     closing_nodes,
     damage_under_load,
@@ -23,11 +21,13 @@ from tests.support.rank_nodes import (
     restart_all,
     restart_launcher,
 )
-from tests.support.rendered_pods import Cluster, Pod, logging_failures, running
-from tests.support.rolling_cell import RollingClient
-from tests.support.small_configs import SMALL_CONFIGS
-from tests.support.small_models import build_model, write_small_model
-from tests.support.tiny_llama import write_tiny_llama
+from tests.support.cells.rolling_cell import RollingClient
+from tests.support.deploy.chart import CHART, LEADER_WORKER_SETS, render
+from tests.support.deploy.rendered_pods import Cluster, Pod, logging_failures, running
+from tests.support.models.small_configs import SMALL_CONFIGS
+from tests.support.models.small_models import build_model, write_small_model
+from tests.support.models.tiny_llama import write_tiny_llama
+from tests.support.system.patience import PATIENCE_S
 
 EXAMPLES = CHART / "examples"
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")

@@ -18,19 +18,19 @@ import pytest
 
 from lockstep.internal.v1 import worker_pb2
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
-from shared.rpc import make_channel, make_server
-from tests.support.chart import Tree, find, pod_templates, render, rendered_examples
-from tests.support.chart_values import values
-from tests.support.endpoint_slices import endpoint, make_slice, write_service_account
-from tests.support.kube_api import KubeApi, run_kube_api
-from tests.support.patience import PATIENCE_S
-from tests.support.polling import poll_until
-from tests.support.ports import free_port
-from tests.support.rendered_pods import NAMESPACE, Cluster, Pod, running
-from tests.support.scraping import get, scrape
-from tests.support.scraping import values as samples_of
-from tests.support.token_client import PROMPT, generate_tokens, seeded
-from tests.support.worker_peer import WorkerPeer
+from shared.network.rpc import make_channel, make_server
+from tests.support.clients.token_client import PROMPT, generate_tokens, seeded
+from tests.support.deploy.chart import Tree, find, pod_templates, render, rendered_examples
+from tests.support.deploy.chart_values import values
+from tests.support.deploy.rendered_pods import NAMESPACE, Cluster, Pod, running
+from tests.support.kubernetes.endpoint_slices import endpoint, make_slice, write_service_account
+from tests.support.kubernetes.kube_api import KubeApi, run_kube_api
+from tests.support.scheduler.worker_peer import WorkerPeer
+from tests.support.system.patience import PATIENCE_S
+from tests.support.system.polling import poll_until
+from tests.support.system.ports import free_port
+from tests.support.system.scraping import get, scrape
+from tests.support.system.scraping import values as samples_of
 
 SLICES = ("endpointslices", NAMESPACE)
 STALENESS = "lockstep_discovery_staleness_seconds"

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.chart import CHART, LEADER_WORKER_SETS, Tree, find, render
-from tests.support.chart_values import DIGEST, HASHES, IMAGES, values
-from tests.support.upgrades import lost_state, refused_changes
+from tests.support.deploy.chart import CHART, LEADER_WORKER_SETS, Tree, find, render
+from tests.support.deploy.chart_values import DIGEST, HASHES, IMAGES, values
+from tests.support.deploy.upgrades import lost_state, refused_changes
 
 OTHER_DIGEST = f"sha256:{'7' * 64}"
 DOWNLOAD = {"pvc": "", "path": "m", "download": {"url": "https://models.example.org/m", "sha256": HASHES}}

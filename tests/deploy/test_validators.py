@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chart import CHART, EXAMPLES, KUBERNETES, LEADER_WORKER_SETS, Tree, find, helm, render
-from tests.support.chart_values import pools, values
-from tests.support.deploy_tools import NEWEST_KUBERNETES, OLDEST_KUBERNETES, tool
-from tests.support.kubernetes_schemas import find_errors
+from tests.support.deploy.chart import CHART, EXAMPLES, KUBERNETES, LEADER_WORKER_SETS, Tree, find, helm, render
+from tests.support.deploy.chart_values import pools, values
+from tests.support.deploy.deploy_tools import NEWEST_KUBERNETES, OLDEST_KUBERNETES, tool
+from tests.support.deploy.kubernetes_schemas import find_errors
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.chart import LEADER_WORKER_SETS, Tree, containers, pod_templates, render
-from tests.support.chart_values import DIGEST, HASHES, IMAGES, TLS
-from tests.support.kubernetes_schemas import find_errors
+from tests.support.deploy.chart import LEADER_WORKER_SETS, Tree, containers, pod_templates, render
+from tests.support.deploy.chart_values import DIGEST, HASHES, IMAGES, TLS
+from tests.support.deploy.kubernetes_schemas import find_errors
 
 pytestmark = [pytest.mark.proof, pytest.mark.process]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.chart import CHART, LEADER_WORKER_SETS, RenderError, Tree, find, render
-from tests.support.chart_tables import leaves
-from tests.support.chart_values import DIGEST, HASHES, pools, values, workers
+from tests.support.deploy.chart import CHART, LEADER_WORKER_SETS, RenderError, Tree, find, render
+from tests.support.deploy.chart_tables import leaves
+from tests.support.deploy.chart_values import DIGEST, HASHES, pools, values, workers
 
 # What is refused, what the error names, and for a check that depends on it the release of Kubernetes.
 REFUSED: dict[str, tuple[Tree, str]] = {

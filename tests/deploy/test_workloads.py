@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.chart import (
+from tests.support.clients.endpoint_picker import read_config, read_engine
+from tests.support.deploy.chart import (
     CHART,
     LEADER_WORKER_SETS,
     Tree,
@@ -14,8 +15,7 @@ from tests.support.chart import (
     render,
     rendered_examples,
 )
-from tests.support.chart_values import DIGEST, HASHES, TLS, pools, values, workers
-from tests.support.endpoint_picker import read_config, read_engine
+from tests.support.deploy.chart_values import DIGEST, HASHES, TLS, pools, values, workers
 
 SETS = [LEADER_WORKER_SETS]
 ZONE = "topology.kubernetes.io/zone"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cell import FLOAT32, Cell, start_cell
-from tests.support.tiny_llama import write_tiny_llama
+from tests.support.cells.cell import FLOAT32, Cell, start_cell
+from tests.support.models.tiny_llama import write_tiny_llama
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep.v1 import tokenizer_pb2
-from tests.support.cell import Cell
-from tests.support.client import Client, chat, chat_request, connect, text_request, token_request
+from tests.support.cells.cell import Cell
+from tests.support.clients.client import Client, chat, chat_request, connect, text_request, token_request
 
 NUM_TOKENS = 32
 MAX_LOGIT_GAP = 1e-3

@@ -11,13 +11,13 @@ import pytest
 from lockstep.v1 import scheduler_pb2, tokenizer_pb2
 from services.worker.ops import BACKEND_NAMES
 from shared.model_dir import ModelDirectoryError
-from tests.support.cell import FLOAT32, start_cell
-from tests.support.client import connect, token_request
-from tests.support.generation import Way, generate
-from tests.support.parity import SmallModels, TransformersModel, load_paged, make_prompts, wrong_tokens
-from tests.support.small_configs import ARCHITECTURES, SMALL_CONFIGS
-from tests.support.small_mtp import MTP_ARCHITECTURES, make_small_mtp_model
-from tests.support.tiny_llama import write_tiny_llama
+from tests.support.cells.cell import FLOAT32, start_cell
+from tests.support.clients.client import connect, token_request
+from tests.support.models.generation import Way, generate
+from tests.support.models.parity import SmallModels, TransformersModel, load_paged, make_prompts, wrong_tokens
+from tests.support.models.small_configs import ARCHITECTURES, SMALL_CONFIGS
+from tests.support.models.small_mtp import MTP_ARCHITECTURES, make_small_mtp_model
+from tests.support.models.tiny_llama import write_tiny_llama
 
 # Together these have every kind of layer.
 SERVED_FAST = ("DeepseekV32ForCausalLM", "GptOssForCausalLM", "Glm4MoeForCausalLM")

@@ -19,9 +19,9 @@ from google.rpc import error_details_pb2
 
 from lockstep.v1 import tokenizer_pb2
 from shared.model_dir import CHAT_TEMPLATE
-from shared.rpc import reason_of, status_from_rpc_error
-from tests.support.cell import Cell, start_cell
-from tests.support.client import Client, chat_request, connect, text_request, token_request
+from shared.network.rpc import reason_of, status_from_rpc_error
+from tests.support.cells.cell import Cell, start_cell
+from tests.support.clients.client import Client, chat_request, connect, text_request, token_request
 
 VOCABULARY = 49_152
 CONTEXT = 8_192

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from tests.support.cell import run_serve
-from tests.support.ports import free_port
+from tests.support.cells.cell import run_serve
+from tests.support.system.ports import free_port
 
 WEIGHTS = "model.safetensors"
 

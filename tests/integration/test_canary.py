@@ -15,11 +15,11 @@ from google.protobuf.message import Message
 
 from lockstep.v1 import scheduler_pb2, tokenizer_pb2
 from shared.cli.processes.service_command import ROLES
-from shared.rpc import make_channel
-from tests.support.cell import Cell, start_cell
-from tests.support.client import Client, connect, greedy
-from tests.support.scraping import get
-from tests.support.text_fields import messages_with_text
+from shared.network.rpc import make_channel
+from tests.support.cells.cell import Cell, start_cell
+from tests.support.clients.client import Client, connect, greedy
+from tests.support.clients.text_fields import messages_with_text
+from tests.support.system.scraping import get
 
 # No token of its own, so that no answer has it, and a name that every field of names allows.
 CANARY = "Zqxcanary7vjk"

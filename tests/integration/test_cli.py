@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from tests.support.cell import Cell, popen_lockstep
-from tests.support.client import chat_request, connect, text_request
-from tests.support.ports import free_port
-from tests.support.processes import module_command, module_environment
+from tests.support.cells.cell import Cell, popen_lockstep
+from tests.support.clients.client import chat_request, connect, text_request
+from tests.support.system.ports import free_port
+from tests.support.system.processes import module_command, module_environment
 
 GREEDY = "--temperature=0"
 LONG = "--max-tokens=2000"

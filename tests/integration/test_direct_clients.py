@@ -12,10 +12,16 @@ import grpc
 import pytest
 
 from lockstep.v1 import common_pb2, scheduler_pb2, tokenizer_pb2
-from shared.rpc import reason_of, status_from_rpc_error
-from tests.support.cell import Cell
-from tests.support.client import Client, connect, text_request, token_request
-from tests.support.token_client import Request, generate_token_choices, generate_tokens, prompt_request, read_to_end
+from shared.network.rpc import reason_of, status_from_rpc_error
+from tests.support.cells.cell import Cell
+from tests.support.clients.client import Client, connect, text_request, token_request
+from tests.support.clients.token_client import (
+    Request,
+    generate_token_choices,
+    generate_tokens,
+    prompt_request,
+    read_to_end,
+)
 
 VOCABULARY = 49_152
 CONTEXT = 8_192

@@ -13,14 +13,14 @@ import grpc
 import pytest
 
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
-from shared.rpc import make_channel
-from tests.support.endpoint_slices import SERVICE, SLICES, endpoint, make_slice, write_service_account
-from tests.support.kube_api import KubeApi, run_kube_api
-from tests.support.patience import PATIENCE_S
-from tests.support.ports import free_port
-from tests.support.processes import start_service
-from tests.support.tiny_llama import write_tiny_llama
-from tests.support.token_client import generate_tokens, seeded
+from shared.network.rpc import make_channel
+from tests.support.clients.token_client import generate_tokens, seeded
+from tests.support.kubernetes.endpoint_slices import SERVICE, SLICES, endpoint, make_slice, write_service_account
+from tests.support.kubernetes.kube_api import KubeApi, run_kube_api
+from tests.support.models.tiny_llama import write_tiny_llama
+from tests.support.system.patience import PATIENCE_S
+from tests.support.system.ports import free_port
+from tests.support.system.processes import start_service
 
 State = scheduler_pb2.GetStateResponse
 

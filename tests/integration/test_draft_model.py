@@ -7,12 +7,12 @@ import random
 from pathlib import Path
 
 from lockstep.v1 import scheduler_pb2
-from tests.support.cell import run_serve, start_cell
-from tests.support.client import connect, token_request
-from tests.support.generation import Way, generate
-from tests.support.parity import load_paged
-from tests.support.ports import free_port
-from tests.support.tiny_llama import write_noisy_copy, write_tiny_llama
+from tests.support.cells.cell import run_serve, start_cell
+from tests.support.clients.client import connect, token_request
+from tests.support.models.generation import Way, generate
+from tests.support.models.parity import load_paged
+from tests.support.models.tiny_llama import write_noisy_copy, write_tiny_llama
+from tests.support.system.ports import free_port
 
 NUM_TOKENS = 41
 # Chunked prompts in the same steps as decodes, and a pool that two prompts fill.

@@ -15,12 +15,12 @@ import grpc
 import pytest
 
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
-from shared.rpc import make_channel, reason_of, status_from_rpc_error
-from tests.support.cell import Cell, start_cell
-from tests.support.client import connect, token_request
-from tests.support.endpoint_picker import MemberLoad, scrape_member
-from tests.support.patience import PATIENCE_S
-from tests.support.ports import free_port
+from shared.network.rpc import make_channel, reason_of, status_from_rpc_error
+from tests.support.cells.cell import Cell, start_cell
+from tests.support.clients.client import connect, token_request
+from tests.support.clients.endpoint_picker import MemberLoad, scrape_member
+from tests.support.system.patience import PATIENCE_S
+from tests.support.system.ports import free_port
 
 pytestmark = pytest.mark.process
 

@@ -15,14 +15,14 @@ import grpc
 import pytest
 
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2
-from shared.rpc import make_channel, status_from_rpc_error
-from shared.tls import Role
-from tests.support.cell import Cell, start_cell
-from tests.support.client import Client, connect, text_request, token_request
-from tests.support.envoy import Envoy, EnvoyConfig, start_envoy
-from tests.support.ports import free_port
-from tests.support.processes import start_service
-from tests.support.tls_cell import start_tls_cell
+from shared.network.rpc import make_channel, status_from_rpc_error
+from shared.network.tls import Role
+from tests.support.cells.cell import Cell, start_cell
+from tests.support.cells.envoy import Envoy, EnvoyConfig, start_envoy
+from tests.support.cells.tls_cell import start_tls_cell
+from tests.support.clients.client import Client, connect, text_request, token_request
+from tests.support.system.ports import free_port
+from tests.support.system.processes import start_service
 
 pytestmark = pytest.mark.process
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.v1 import tokenizer_pb2
-from tests.support.cell import Cell
-from tests.support.client import chat, chat_request, connect, text_request, token_request
+from tests.support.cells.cell import Cell
+from tests.support.clients.client import chat, chat_request, connect, text_request, token_request
 
 QUESTION = ("user", "What is the capital of France?")
 

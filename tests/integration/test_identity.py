@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.v1 import tokenizer_pb2
-from tests.support.cell import Cell, start_cell
-from tests.support.client import Client, Completion, connect, token_request
+from tests.support.cells.cell import Cell, start_cell
+from tests.support.clients.client import Client, Completion, connect, token_request
 
 NUM_REQUESTS = 32
 NUM_TOKENS = 20

@@ -14,18 +14,18 @@ import psutil
 import pytest
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from tests.support.cell import popen_lockstep, start_cell
-from tests.support.patience import PATIENCE_S
-from tests.support.ports import free_port
-from tests.support.processes import ROOT, module_command, module_environment
+from tests.support.cells.cell import popen_lockstep, start_cell
+from tests.support.system.patience import PATIENCE_S
+from tests.support.system.ports import free_port
+from tests.support.system.processes import ROOT, module_command, module_environment
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL]
 
 # The code of a test run that starts a service, and a launcher that starts more.
 TEST_RUN = """
 import sys
-from tests.support.cell import popen_lockstep
-from tests.support.processes import start_service
+from tests.support.cells.cell import popen_lockstep
+from tests.support.system.processes import start_service
 model_dir, temp_dir = sys.argv[1:]
 with start_service("scheduler", f"--listen=unix:{temp_dir}/alone"):
     with popen_lockstep("serve", model_dir, f"--listen=unix:{temp_dir}/cell", stderr=sys.stderr) as launcher:

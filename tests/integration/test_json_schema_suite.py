@@ -10,9 +10,9 @@ import pytest
 from services.tokenizer.grammar.grammar_trial import GrammarTrial
 from shared.grammar import GrammarError, GrammarLibrary
 from shared.model_dir import eos_token_ids
-from tests.support.grammar_texts import TextWriter
-from tests.support.json_schema_suite import SuiteSchema, read_suite
-from tests.support.tiny_llama import TINY_CONFIG
+from tests.support.models.tiny_llama import TINY_CONFIG
+from tests.support.tokenizer.grammar_texts import TextWriter
+from tests.support.tokenizer.json_schema_suite import SuiteSchema, read_suite
 
 # Out of 1365. The others use keywords about the whole value, such as `not` or `uniqueItems`.
 MIN_SUPPORTED = 750

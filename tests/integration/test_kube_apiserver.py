@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from services.scheduler.discovery.watch_messages import WatchTask
-from tests.support.watched_slices import watch_slices, watch_task
+from tests.support.kubernetes.watched_slices import watch_slices, watch_task
 
 _API_SERVER = os.environ.get("TEST_KUBE_APISERVER", "")
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
-from shared.rpc import make_channel
-from tests.support.cell import Cell, start_cell
-from tests.support.client import Client, connect, token_request
-from tests.support.kv_subscriber import KvSubscriber
-from tests.support.processes import ROOT
+from shared.network.rpc import make_channel
+from tests.support.cells.cell import Cell, start_cell
+from tests.support.clients.client import Client, connect, token_request
+from tests.support.clients.kv_subscriber import KvSubscriber
+from tests.support.system.processes import ROOT
 
 BLOCK_SIZE = 16
 SAMPLE = re.compile(r"^```py\n(.*?)^```$", re.DOTALL | re.MULTILINE)

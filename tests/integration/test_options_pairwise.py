@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from tests.support.cell import Cell, start_cell
-from tests.support.client import Answer, Client, connect
+from tests.support.cells.cell import Cell, start_cell
+from tests.support.clients.client import Answer, Client, connect
+from tests.support.models.tiny_llama import write_noisy_copy
 from tests.support.pairwise import pairwise_rows
-from tests.support.tiny_llama import write_noisy_copy
 
 REFERENCE = "--worker.ops-backend=reference"
 BATCH = 16

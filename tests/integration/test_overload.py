@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cell import Cell, start_cell
-from tests.support.flood import flood_with_calls, flood_with_resets, flood_with_watches
+from tests.support.cells.cell import Cell, start_cell
+from tests.support.clients.flood import flood_with_calls, flood_with_resets, flood_with_watches
 
 pytestmark = pytest.mark.slow
 

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from lockstep.v1 import tokenizer_pb2
-from tests.support.capturing_worker import REPLAYED
-from tests.support.cell import start_cell
-from tests.support.client import connect, token_request
+from tests.support.cells.capturing_worker import REPLAYED
+from tests.support.cells.cell import start_cell
+from tests.support.clients.client import connect, token_request
+from tests.support.models.parity import TransformersModel, make_prompts, wrong_tokens
+from tests.support.models.small_configs import SMALL_CONFIGS
+from tests.support.models.small_models import build_model, write_small_model
 from tests.support.pairwise import pairwise_rows
-from tests.support.parity import TransformersModel, make_prompts, wrong_tokens
-from tests.support.ports import free_port
-from tests.support.processes import start_module
-from tests.support.small_configs import SMALL_CONFIGS
-from tests.support.small_models import build_model, write_small_model
+from tests.support.system.ports import free_port
+from tests.support.system.processes import start_module
 
 MAX_PROCESSES = 8
 NUM_TOKENS = 24
@@ -147,7 +147,7 @@ async def test_a_coupled_cell_runs_decode_steps_from_graphs(models: Models, tmp_
         for rank, (port, log) in enumerate(zip(ports, logs, strict=True)):
             place = [f"--listen=127.0.0.1:{port}", f"--dp-rank={rank}"]
             place += [f"--leader=127.0.0.1:{ports[0]}"] if rank else []
-            stack.enter_context(start_module("tests.support.capturing_worker", *flags, *place, log=log))
+            stack.enter_context(start_module("tests.support.cells.capturing_worker", *flags, *place, log=log))
         cell = stack.enter_context(start_cell(model_dir, f"--workers={workers}", "--ep", *LIMITS))
         async with connect(cell) as client:
             completions = await client.generate_all(requests())

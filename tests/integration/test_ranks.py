@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cell import Cell, start_cell
-from tests.support.client import connect
-from tests.support.rank_nodes import (
+from tests.support.cells.cell import Cell, start_cell
+from tests.support.cells.rank_nodes import (
     RankNode,
     damage_under_load,
     refusal_of,
@@ -18,9 +17,10 @@ from tests.support.rank_nodes import (
     run_node,
     run_nodes,
 )
-from tests.support.scraping import scrape, values
-from tests.support.small_configs import SMALL_CONFIGS
-from tests.support.small_models import build_model, write_small_model
+from tests.support.clients.client import connect
+from tests.support.models.small_configs import SMALL_CONFIGS
+from tests.support.models.small_models import build_model, write_small_model
+from tests.support.system.scraping import scrape, values
 
 RANK_FLAGS = ("--worker.ops-backend=reference", "--worker.num-threads=1", "--worker.kv-cache-num-blocks=256")
 MOE_ARCHITECTURE = "Qwen3MoeForCausalLM"

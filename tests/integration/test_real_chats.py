@@ -15,7 +15,7 @@ from services.tokenizer.chat.chat_template import ChatTemplate, load_chat_templa
 from services.tokenizer.chat.conversation import Conversation, Message
 from services.tokenizer.text.encoder import Encoder, load_tokenizer
 from services.tokenizer.text.text_cuts import TextCutter
-from tests.support.many_tokenizers import TEXTS as ODD_TEXTS
+from tests.support.tokenizer.many_tokenizers import TEXTS as ODD_TEXTS
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<repo_name>", "<file_sep>", "<jupyter_output>"]
 

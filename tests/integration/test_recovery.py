@@ -12,11 +12,11 @@ import grpc
 import pytest
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from shared.rpc import reason_of, status_from_rpc_error
-from tests.support.cell import start_cell
-from tests.support.client import Client, Completion, connect, token_request
-from tests.support.split_cell import SplitCell, run_split_cell
-from tests.support.token_client import Request, generate_tokens, prompt_request, read_to_end
+from shared.network.rpc import reason_of, status_from_rpc_error
+from tests.support.cells.cell import start_cell
+from tests.support.cells.split_cell import SplitCell, run_split_cell
+from tests.support.clients.client import Client, Completion, connect, token_request
+from tests.support.clients.token_client import Request, generate_tokens, prompt_request, read_to_end
 
 # Each row is computed alone, so an answer depends only on its request.
 REFERENCE = "--worker.ops-backend=reference"

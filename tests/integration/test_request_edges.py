@@ -12,11 +12,11 @@ import grpc
 import pytest
 
 from lockstep.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
-from shared.rpc import make_channel, reason_of, status_from_rpc_error
-from tests.support.cell import Cell, start_cell
-from tests.support.client import Client, connect, token_request
-from tests.support.narrow_channel import open_narrow_channel
-from tests.support.token_client import Request, generate_tokens, prompt_request, read_to_end
+from shared.network.rpc import make_channel, reason_of, status_from_rpc_error
+from tests.support.cells.cell import Cell, start_cell
+from tests.support.clients.client import Client, connect, token_request
+from tests.support.clients.narrow_channel import open_narrow_channel
+from tests.support.clients.token_client import Request, generate_tokens, prompt_request, read_to_end
 
 PROMPT = [*range(10, 50)]
 DOORS = pytest.mark.parametrize("door", ["text", "tokens"])

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.cell import Cell, start_cell
-from tests.support.client import connect, token_request
+from tests.support.cells.cell import Cell, start_cell
+from tests.support.clients.client import connect, token_request
 
 
 def is_loopback(host: str) -> bool:

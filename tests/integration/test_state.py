@@ -16,10 +16,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lockstep.v1 import scheduler_pb2
-from shared.cli.top import render
-from tests.support.cell import Cell, popen_lockstep, start_cell
-from tests.support.client import connect, token_request
-from tests.support.ports import free_port
+from shared.cli.clients.top import render
+from tests.support.cells.cell import Cell, popen_lockstep, start_cell
+from tests.support.clients.client import connect, token_request
+from tests.support.system.ports import free_port
 
 PROMPT = list(range(1, 40))
 

@@ -13,12 +13,12 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from tests.support.cell import Cell, start_cell
-from tests.support.client import Client, Completion, connect
-from tests.support.grammar_texts import CLOSERS
-from tests.support.json_schema_suite import SuiteSchema, read_suite
-from tests.support.tiny_llama import write_tiny_llama
-from tests.support.tiny_tokenizer import tiny_tokenizer
+from tests.support.cells.cell import Cell, start_cell
+from tests.support.clients.client import Client, Completion, connect
+from tests.support.models.tiny_llama import write_tiny_llama
+from tests.support.models.tiny_tokenizer import tiny_tokenizer
+from tests.support.tokenizer.grammar_texts import CLOSERS
+from tests.support.tokenizer.json_schema_suite import SuiteSchema, read_suite
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ import grpc
 import pytest
 
 from lockstep.v1 import tokenizer_pb2
-from tests.support.cell import Cell, start_cell
-from tests.support.client import Client, Completion, connect, token_request
+from tests.support.cells.cell import Cell, start_cell
+from tests.support.clients.client import Client, Completion, connect, token_request
 
 # Each row is computed alone, so an answer depends only on its request.
 REFERENCE = "--worker.ops-backend=reference"

@@ -12,13 +12,13 @@ import grpc
 import pytest
 
 from lockstep.v1 import scheduler_pb2
-from shared.rpc import Peer, make_channel, reason_of, status_from_rpc_error
-from shared.tls import Role, TrustedAuthority
-from tests.support.cell import popen_lockstep, run_serve
-from tests.support.certificates import DOMAIN, Authority, Issued, write_files
-from tests.support.client import token_request
-from tests.support.ports import free_port
-from tests.support.tls_cell import TlsCell, start_tls_cell, tls_flags
+from shared.network.rpc import Peer, make_channel, reason_of, status_from_rpc_error
+from shared.network.tls import Role, TrustedAuthority
+from tests.support.cells.cell import popen_lockstep, run_serve
+from tests.support.cells.certificates import DOMAIN, Authority, Issued, write_files
+from tests.support.cells.tls_cell import TlsCell, start_tls_cell, tls_flags
+from tests.support.clients.client import token_request
+from tests.support.system.ports import free_port
 
 PROMPT = [3, 1, 4, 1, 5]
 NUM_STREAMS = 100

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from services.worker.ops.native.isa import available_isas
-from tests.bench.cpu_formats import FORMATS, ModelSize
+from tests.bench.parts.cpu_formats import FORMATS, ModelSize
+from tests.bench.parts.tokens import PromptSource
+from tests.bench.parts.worker_memory import importing_bytes, private_bytes
 from tests.bench.peers.cpu_cell import start_cell_engine
-from tests.bench.tokens import PromptSource
-from tests.bench.worker_memory import importing_bytes, private_bytes
 
 # Small, so that the requests below use all of it.
 KV_CACHE_GIB = 0.125

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.support.parity import SmallModels
+from tests.support.models.parity import SmallModels
 
 
 @pytest.fixture(scope="session")

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from services.worker.ops import BACKEND_NAMES
-from tests.support.generation import Way, generate
+from tests.support.models.generation import Way, generate
+from tests.support.models.parity import SmallModels, make_prompts, wrong_rows, wrong_tokens
+from tests.support.models.small_configs import ARCHITECTURES, SMALL_CONFIGS
 from tests.support.pairwise import pairwise_rows
-from tests.support.parity import SmallModels, make_prompts, wrong_rows, wrong_tokens
-from tests.support.small_configs import ARCHITECTURES, SMALL_CONFIGS
 
 NUM_TOKENS = 64
 # Short, long, shorter than a block, at a block boundary, longer than sliding windows and token selections.

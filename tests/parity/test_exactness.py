@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.interpreted_products import multiply_in_order
-from tests.support.paged_model import PagedModel, PagedSequence
-from tests.support.parity import SmallModel, SmallModels, make_prompts
-from tests.support.small_configs import ARCHITECTURES, SMALL_CONFIGS, VOCABULARY_SIZE
+from tests.support.kernels.interpreted_products import multiply_in_order
+from tests.support.models.paged_model import PagedModel, PagedSequence
+from tests.support.models.parity import SmallModel, SmallModels, make_prompts
+from tests.support.models.small_configs import ARCHITECTURES, SMALL_CONFIGS, VOCABULARY_SIZE
 
 # Shorter than a block, at a block boundary, longer than the small models' windows and selections.
 PROMPT_LENGTHS = (1, 70, 16, 5, 33)

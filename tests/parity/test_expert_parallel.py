@@ -18,11 +18,11 @@ from lockstep.internal.v1 import worker_pb2
 from services.worker.layout import RankLayout
 from services.worker.step import EnteringSequence, Step, StepKind
 from shared.limits import SamplingOptions
-from tests.support.parity import SmallModels, make_prompts
-from tests.support.small_configs import SMALL_CONFIGS
-from tests.support.step_pool import StepPool
-from tests.support.step_process import StepAnswer
-from tests.support.worker_steps import decode_step, make_chunk, make_enter, mixed_step, prefill_step
+from tests.support.models.parity import SmallModels, make_prompts
+from tests.support.models.small_configs import SMALL_CONFIGS
+from tests.support.ranks.step_pool import StepPool
+from tests.support.ranks.step_process import StepAnswer
+from tests.support.worker.worker_steps import decode_step, make_chunk, make_enter, mixed_step, prefill_step
 
 FAMILIES = (
     "MixtralForCausalLM",

@@ -16,10 +16,10 @@ from services.worker.models.loader import LoadOptions, load_model
 from services.worker.models.protocol import CausalLM
 from services.worker.ops import BACKEND_NAMES, load_ops
 from shared.model_dir import CONFIG, ModelDirectoryError
-from tests.support.mtp_logits import mtp_of, our_mtp_logits
-from tests.support.paged_model import PagedModel
-from tests.support.parity import LOGIT_TOLERANCE, make_prompts
-from tests.support.small_mtp import WEIGHTS, SmallMtpModel, make_small_mtp_model
+from tests.support.models.mtp_logits import mtp_of, our_mtp_logits
+from tests.support.models.paged_model import PagedModel
+from tests.support.models.parity import LOGIT_TOLERANCE, make_prompts
+from tests.support.models.small_mtp import WEIGHTS, SmallMtpModel, make_small_mtp_model
 
 BLOCK_SIZE = 16
 FAMILIES = (

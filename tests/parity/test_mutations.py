@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shared.model_dir import CONFIG
-from tests.support.parity import SmallModel, SmallModels, load_paged, make_prompts, wrong_rows
-from tests.support.small_configs import ARCHITECTURES, SMALL_CONFIGS
+from tests.support.models.parity import SmallModel, SmallModels, load_paged, make_prompts, wrong_rows
+from tests.support.models.small_configs import ARCHITECTURES, SMALL_CONFIGS
 
 # Long enough that every expert is chosen, and longer than what the small indexers select.
 NUM_PROMPT_TOKENS = 150

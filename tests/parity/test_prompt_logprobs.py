@@ -15,8 +15,8 @@ from services.worker.ops import load_ops
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.model_runner import ModelRunner
 from shared.limits import SamplingOptions
-from tests.support.tiny_llama import write_tiny_llama
-from tests.support.worker_driver import Request, WorkerDriver
+from tests.support.models.tiny_llama import write_tiny_llama
+from tests.support.worker.worker_driver import Request, WorkerDriver
 
 NUM_TOP = 5
 

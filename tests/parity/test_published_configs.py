@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from shared.model_dir import CONFIG
-from tests.support.parity import SmallModels, load_paged, make_prompts
-from tests.support.small_configs import ARCHITECTURES, SMALL_CONFIGS
+from tests.support.models.parity import SmallModels, load_paged, make_prompts
+from tests.support.models.small_configs import ARCHITECTURES, SMALL_CONFIGS
 
 # Fields that transformers derives and writes, and published checkpoints lack.
 _DERIVED = ("qk_head_dim", "layer_types", "mlp_layer_types", "transformers_version", "use_cache")

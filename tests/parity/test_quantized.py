@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 from services.worker.models.loader import load_model
 from services.worker.ops import load_ops
 from services.worker.ops.matrix_rows import MatrixFormat
-from tests.support.packing_ops import PackingOps
-from tests.support.paged_model import PagedModel
-from tests.support.quantized_checkpoints import MXFP4, SCHEMES, Scheme, write_quantized
-from tests.support.small_configs import SMALL_CONFIGS
-from tests.support.small_models import build_model, write_small_model
+from tests.support.models.packing_ops import PackingOps
+from tests.support.models.paged_model import PagedModel
+from tests.support.models.quantized_checkpoints import MXFP4, SCHEMES, Scheme, write_quantized
+from tests.support.models.small_configs import SMALL_CONFIGS
+from tests.support.models.small_models import build_model, write_small_model
 
 PROMPT = [5, 9, 100, 4, 77, 31, 31, 8]
 # The format has groups of 32 input features; the other sizes are not powers of two.

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from services.worker.ops import BACKEND_NAMES
 from shared.model_dir import CONFIG
-from tests.support.parity import SmallModels, load_paged, make_prompts
-from tests.support.quantized_checkpoints import (
+from tests.support.models.parity import SmallModels, load_paged, make_prompts
+from tests.support.models.quantized_checkpoints import (
     SCHEMES,
     WEIGHTS,
     Scheme,
@@ -22,8 +22,8 @@ from tests.support.quantized_checkpoints import (
     write_checkpoint,
     write_quantized,
 )
-from tests.support.small_configs import SMALL_CONFIGS
-from tests.support.small_models import build_model, write_small_model
+from tests.support.models.small_configs import SMALL_CONFIGS
+from tests.support.models.small_models import build_model, write_small_model
 
 _INT4 = SCHEMES["compressed int4, groups"]
 # llm-compressor excludes routers like this.

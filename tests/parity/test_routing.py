@@ -11,10 +11,10 @@ from torch import Tensor
 
 from services.worker.models.loader import load_model
 from services.worker.ops import BACKEND_NAMES, Ops, RouterScore, RoutingRule, load_ops
-from tests.support.paged_model import PagedModel
-from tests.support.parity import make_prompts
-from tests.support.small_configs import SMALL_CONFIGS
-from tests.support.small_models import build_small_model, write_small_model
+from tests.support.models.paged_model import PagedModel
+from tests.support.models.parity import make_prompts
+from tests.support.models.small_configs import SMALL_CONFIGS
+from tests.support.models.small_models import build_small_model, write_small_model
 
 NUM_TOKENS = 2000
 # Scores closer than this count as equal.

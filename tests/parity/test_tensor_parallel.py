@@ -15,15 +15,15 @@ import torch
 
 from services.worker.models.loader import LoadOptions, load_model
 from services.worker.ops import load_ops
-from tests.support.generation import Generated, Way, generate
-from tests.support.mtp_logits import our_mtp_logits
-from tests.support.paged_model import PagedModel
-from tests.support.parity import SmallModels, load_paged, make_prompts
-from tests.support.quantized_checkpoints import MXFP4, SCHEMES, Scheme, write_quantized
-from tests.support.rank_pool import RankPool, RankResult
-from tests.support.small_configs import ARCHITECTURES, SMALL_CONFIGS
-from tests.support.small_models import build_model, write_small_model
-from tests.support.small_mtp import make_small_mtp_model
+from tests.support.models.generation import Generated, Way, generate
+from tests.support.models.mtp_logits import our_mtp_logits
+from tests.support.models.paged_model import PagedModel
+from tests.support.models.parity import SmallModels, load_paged, make_prompts
+from tests.support.models.quantized_checkpoints import MXFP4, SCHEMES, Scheme, write_quantized
+from tests.support.models.small_configs import ARCHITECTURES, SMALL_CONFIGS
+from tests.support.models.small_models import build_model, write_small_model
+from tests.support.models.small_mtp import make_small_mtp_model
+from tests.support.ranks.rank_pool import RankPool, RankResult
 
 NUM_TOKENS = 12
 PROMPTS = make_prompts((1, 40, 16, 5, 33), seed=6)

@@ -35,8 +35,8 @@ from services.scheduler.core.policy import CacheSettings, CellTopology, Schedule
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.ids import DpRank, RequestHandle
 from shared.limits import SamplingParams
-from tests.simulation.worker import duration_of_step_s
-from tests.support.engine_driver import token_bytes
+from tests.simulation.parts.worker import duration_of_step_s
+from tests.support.scheduler.engine_driver import token_bytes
 
 _VOCABULARY = 1000
 _CONTEXT_LENGTH = 8192

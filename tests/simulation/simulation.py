@@ -8,18 +8,18 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from random import Random
 
-from tests.simulation.clock import Clock
-from tests.simulation.direct_calls import DirectClient
-from tests.simulation.discovery import SimulatedDiscovery
-from tests.simulation.domain import SimulatedDomain
-from tests.simulation.exchange import MAX_CLOSE_S, MAX_UNREAD_S, Ends, ExchangeStream
 from tests.simulation.faults import Fault, FaultMix
-from tests.simulation.replica import ChoiceRecord, Replica
-from tests.simulation.scheduler import SchedulerProcess
-from tests.simulation.watch import EngineWatch
+from tests.simulation.network.clock import Clock
+from tests.simulation.network.exchange import MAX_CLOSE_S, MAX_UNREAD_S, Ends, ExchangeStream
+from tests.simulation.parts.direct_calls import DirectClient
+from tests.simulation.parts.discovery import SimulatedDiscovery
+from tests.simulation.parts.domain import SimulatedDomain
+from tests.simulation.parts.replica import ChoiceRecord, Replica
+from tests.simulation.parts.scheduler import SchedulerProcess
+from tests.simulation.watches.watch import EngineWatch
 from tests.simulation.workload import CellSettings, RequestPlan, Workload
-from tests.support.cell_model import FallibleOracle
-from tests.support.engine_driver import expected_scores
+from tests.support.scheduler.cell_model import FallibleOracle
+from tests.support.scheduler.engine_driver import expected_scores
 
 MIN_REQUESTS = 30
 MIN_EVENTS = 1000

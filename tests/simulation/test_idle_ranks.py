@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from services.scheduler.core.policy import CellTopology
-from tests.support.cell_model import expected_completion
-from tests.support.engine_driver import EngineDriver
+from tests.support.scheduler.cell_model import expected_completion
+from tests.support.scheduler.engine_driver import EngineDriver
 
 DP_SIZE = 3
 NUM_BLOCKS = 24

@@ -10,9 +10,9 @@ from services.scheduler.core.admission import AdmissionPolicy
 from services.scheduler.core.policy import SchedulerPolicy
 from shared.ids import RequestHandle
 from shared.limits import SamplingParams
-from tests.simulation.worker import duration_of_step_s
-from tests.support.cell_model import VOCABULARY
-from tests.support.engine_driver import EngineDriver, token_bytes
+from tests.simulation.parts.worker import duration_of_step_s
+from tests.support.scheduler.cell_model import VOCABULARY
+from tests.support.scheduler.engine_driver import EngineDriver, token_bytes
 
 NUM_REQUESTS = 250
 MAX_TOKENS = 100

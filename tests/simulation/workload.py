@@ -13,7 +13,7 @@ from services.scheduler.core.worker_facts import WorkerFacts
 from services.worker.batch.enter_checks import BatchLimits
 from shared.limits import NO_OPTIONS, SamplingOptions, SamplingParams
 from tests.simulation.faults import DRAINS, Fault, FaultMix
-from tests.support.cell_model import VOCABULARY, HashGrammar, Oracle, expected_completion
+from tests.support.scheduler.cell_model import VOCABULARY, HashGrammar, Oracle, expected_completion
 
 EOS_TOKEN_IDS = tuple(range(7, 22))
 

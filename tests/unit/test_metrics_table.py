@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.metrics_table import BEGIN, END, METRICS_FILE, render_tables, with_tables
+from tests.support.tables.metrics_table import BEGIN, END, METRICS_FILE, render_tables, with_tables
 
 
 async def test_the_document_is_up_to_date() -> None:

@@ -8,13 +8,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.processes import ROOT, module_environment
-from tests.support.settings_table import BEGIN, END, SETTINGS_FILE, render_tables, with_tables
+from tests.support.system.processes import ROOT, module_environment
+from tests.support.tables.settings_table import BEGIN, END, SETTINGS_FILE, render_tables, with_tables
 
 pytestmark = pytest.mark.process
 
 # Writing the tables needs no torch and must not wait for its import.
-CHECK_IMPORTS = "import sys, tests.support.settings_table; print('torch' in sys.modules, 'transformers' in sys.modules)"
+CHECK_IMPORTS = (
+    "import sys, tests.support.tables.settings_table; print('torch' in sys.modules, 'transformers' in sys.modules)"
+)
 
 
 def rows_of(title: str) -> Iterator[list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.processes import ROOT
+from tests.support.system.processes import ROOT
 
 UNIT = ROOT / "tests" / "unit"
 
@@ -14,9 +14,9 @@ TESTED_BY = {
         "services/scheduler/cell/cell.py",
         "services/scheduler/cell/cell_facts.py",
         "services/scheduler/cell/events.py",
-        "services/scheduler/cell/intake.py",
-        "services/scheduler/cell/request_manager.py",
-        "services/scheduler/cell/requests.py",
+        "services/scheduler/cell/requests/intake.py",
+        "services/scheduler/cell/requests/request_manager.py",
+        "services/scheduler/cell/requests/requests.py",
         "services/scheduler/cell/state.py",
         "services/scheduler/core/assemble.py",
         "services/scheduler/core/batch/sequence.py",
@@ -28,9 +28,9 @@ TESTED_BY = {
         "services/scheduler/core/running_batch.py",
         "services/scheduler/core/scheduler.py",
     ),
-    "unit/scheduler/cell/test_engine_drains.py": ("services/scheduler/cell/drains.py",),
+    "unit/scheduler/cell/test_engine_drains.py": ("services/scheduler/cell/domains/drains.py",),
     "unit/scheduler/cell/test_engine_epochs.py": (
-        "services/scheduler/cell/domain.py",
+        "services/scheduler/cell/domains/domain.py",
         "services/scheduler/cell/heartbeat.py",
         "services/scheduler/core/step_deadline.py",
         "services/scheduler/core/worker_facts.py",
@@ -39,7 +39,7 @@ TESTED_BY = {
     "unit/scheduler/cell/test_engine_policies.py": (),
     "unit/scheduler/cell/test_engine_recovery.py": (
         "services/scheduler/cell/quarantine/quarantine.py",
-        "services/scheduler/cell/recoveries.py",
+        "services/scheduler/cell/domains/recoveries.py",
     ),
     "unit/scheduler/cell/test_engine_results.py": ("services/scheduler/core/validate_result.py",),
     "unit/scheduler/core/cache/test_kv_feed.py": ("services/scheduler/core/cache/kv_changes.py",),
@@ -98,15 +98,15 @@ TESTED_BY = {
         "services/worker/parallel/communicator.py",
         "services/worker/weights/model_weights.py",
     ),
-    "unit/worker/models/test_latent_attention.py": (
+    "unit/worker/models/parts/test_latent_attention.py": (
         "services/worker/layers/indexer.py",
         "services/worker/layers/mla.py",
-        "services/worker/models/decoder.py",
+        "services/worker/models/parts/decoder.py",
     ),
     "unit/worker/models/test_loader_memory.py": ("services/worker/weights/freed_memory.py",),
     "unit/worker/models/test_model_configs.py": (
         "services/worker/models/config.py",
-        "services/worker/models/plain_attention.py",
+        "services/worker/models/parts/plain_attention.py",
         "services/worker/models/registry.py",
     ),
     "parity/test_architectures.py": (
@@ -119,25 +119,25 @@ TESTED_BY = {
         "services/worker/models/mixtral.py",
         "services/worker/models/qwen3.py",
         "services/worker/models/qwen3_moe.py",
-        "services/worker/models/sparse_mlp.py",
+        "services/worker/models/parts/sparse_mlp.py",
     ),
-    "parity/test_mtp.py": ("services/worker/models/mtp.py", "services/worker/models/protocol.py"),
+    "parity/test_mtp.py": ("services/worker/models/parts/mtp.py", "services/worker/models/protocol.py"),
     "unit/worker/ops/test_attention_ops.py": (
         "services/worker/forward/forward_context.py",
-        "services/worker/ops/cpu_attention.py",
-        "services/worker/ops/reference_attention.py",
+        "services/worker/ops/cpu/attention.py",
+        "services/worker/ops/reference/attention.py",
     ),
-    "unit/worker/ops/test_advance_batch.py": ("services/worker/ops/cpu_batch.py",),
+    "unit/worker/ops/test_advance_batch.py": ("services/worker/ops/cpu/batch.py",),
     "unit/worker/ops/test_experts.py": (
-        "services/worker/ops/cpu_experts.py",
-        "services/worker/ops/reference_experts.py",
+        "services/worker/ops/cpu/experts.py",
+        "services/worker/ops/reference/experts.py",
     ),
-    "unit/worker/ops/test_mla_ops.py": ("services/worker/ops/cpu_mla.py",),
+    "unit/worker/ops/test_mla_ops.py": ("services/worker/ops/cpu/mla.py",),
     "unit/worker/ops/test_ops.py": (
-        "services/worker/ops/cpu_ops.py",
+        "services/worker/ops/cpu/backend.py",
         "services/worker/ops/arguments.py",
         "services/worker/ops/protocol.py",
-        "services/worker/ops/reference_ops.py",
+        "services/worker/ops/reference/backend.py",
     ),
     "unit/worker/ops/test_routing.py": ("services/worker/layers/moe.py",),
     "unit/worker/ops/aiter_ops/test_models.py": (
@@ -151,15 +151,15 @@ TESTED_BY = {
         "services/worker/ops/aiter_ops/linear.py",
     ),
     "unit/worker/ops/aiter_ops/test_load.py": ("services/worker/ops/aiter_ops/builds.py",),
-    "unit/worker/ops/triton/test_decode_attention.py": ("services/worker/ops/triton/context_splits.py",),
+    "unit/worker/ops/triton/attention/test_decode.py": ("services/worker/ops/triton/attention/context_splits.py",),
     "unit/worker/ops/triton/products/test_linear.py": (
         "services/worker/ops/triton/products/row_products.py",
         "services/worker/ops/triton/products/tile_sizes.py",
         "services/worker/ops/triton/products/weight_tile.py",
     ),
-    "unit/worker/ops/triton/test_prefill_attention.py": (
-        "services/worker/ops/triton/attention_tile.py",
-        "services/worker/ops/triton/token_tiles.py",
+    "unit/worker/ops/triton/attention/test_prefill.py": (
+        "services/worker/ops/triton/attention/tile.py",
+        "services/worker/ops/triton/attention/token_tiles.py",
     ),
     "unit/worker/ops/triton/sampling/test_sample.py": (
         "services/worker/ops/triton/sampling/candidates.py",
@@ -176,20 +176,20 @@ TESTED_BY = {
         "services/worker/batch/step_input.py",
         "services/worker/runner/device_batch.py",
     ),
-    "unit/worker/runner/test_late_device.py": (
+    "unit/worker/runner/steps/test_late_device.py": (
         "services/worker/runner/batch_runner.py",
-        "services/worker/runner/host_end.py",
-        "services/worker/runner/pending_step.py",
+        "services/worker/runner/steps/host_end.py",
+        "services/worker/runner/steps/pending_step.py",
         "services/worker/runner/rank.py",
-        "services/worker/runner/step_work.py",
+        "services/worker/runner/steps/step_work.py",
         "services/worker/runner/stream.py",
         "services/worker/sampling/device_sampler.py",
         "services/worker/sampling/row_options.py",
         "services/worker/sampling/sampling_rows.py",
     ),
-    "unit/worker/runner/test_graph_runner.py": (
-        "services/worker/runner/draft_graphs.py",
-        "services/worker/runner/step_graphs.py",
+    "unit/worker/runner/graphs/test_graph_runner.py": (
+        "services/worker/runner/graphs/draft_graphs.py",
+        "services/worker/runner/graphs/step_graphs.py",
     ),
     "unit/worker/runner/test_input_batch_drafts.py": ("services/worker/spec_decode/decodes.py",),
     "unit/worker/runner/test_model_runner_drafts.py": (
@@ -228,18 +228,18 @@ TESTED_BY = {
     "unit/tokenizer/grammar/test_grammar_trial.py": ("shared/grammar.py",),
     "unit/shared/cli/test_main.py": (
         "shared/release.py",
-        "shared/cli/client.py",
-        "shared/cli/generate.py",
-        "shared/cli/request_flags.py",
+        "shared/cli/clients/client.py",
+        "shared/cli/clients/generate.py",
+        "shared/cli/clients/request_flags.py",
     ),
-    "unit/shared/cli/test_conversation.py": (
-        "shared/cli/chat.py",
-        "shared/cli/typed_turns.py",
-        "shared/cli/wrong_service.py",
+    "unit/shared/cli/clients/test_conversation.py": (
+        "shared/cli/clients/chat.py",
+        "shared/cli/clients/typed_turns.py",
+        "shared/cli/clients/wrong_service.py",
     ),
     "unit/shared/cli/processes/test_service_process.py": ("shared/cli/processes/child_process.py",),
     "unit/shared/cli/processes/test_supervisor.py": ("shared/cli/processes/cell_processes.py",),
-    "integration/test_interrupts.py": ("shared/parent.py",),
+    "integration/test_interrupts.py": ("shared/process/parent.py",),
     "unit/worker/test_metrics.py": ("services/worker/runner/step_totals.py",),
     "unit/shared/cli/test_cell_plan.py": (
         "shared/cli/processes/manage_flag.py",
@@ -248,7 +248,7 @@ TESTED_BY = {
         "shared/cli/tls_flags.py",
     ),
     "unit/shared/cli/test_serve_settings.py": ("shared/cli/launcher_settings.py",),
-    "unit/shared/test_tls.py": ("shared/process_metrics.py",),
+    "unit/shared/network/test_tls.py": ("shared/process/metrics.py",),
 }
 
 

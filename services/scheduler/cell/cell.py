@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.scheduler.cell.domain import Domain, Rank
-from services.scheduler.cell.drains import Drains
+from services.scheduler.cell.domains.domain import Domain, Rank
+from services.scheduler.cell.domains.drains import Drains
+from services.scheduler.cell.domains.placement import Placement, by_request
+from services.scheduler.cell.domains.recoveries import Recoveries
 from services.scheduler.cell.events import Action
-from services.scheduler.cell.placement import Placement, by_request
 from services.scheduler.cell.quarantine.quarantine import Quarantine
-from services.scheduler.cell.recoveries import Recoveries
 from services.scheduler.cell.state import CellState, RankState
 from services.scheduler.core.batch.sequence import Finish, Sequence
 from services.scheduler.core.batch.step import OutputsByClient, RequestEnd, StepKind, StepResult

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from services.scheduler.cell.domain import Domain
+from services.scheduler.cell.domains.domain import Domain
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.limits import MAX_DRAFT_TOKENS, ModelLimits
 

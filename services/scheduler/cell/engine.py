@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from services.scheduler.cell.cell import Cell
 from services.scheduler.cell.cell_facts import CellFacts
-from services.scheduler.cell.domain import Domain
+from services.scheduler.cell.domains.domain import Domain
 from services.scheduler.cell.events import (
     AbortRequest,
     Action,
@@ -29,8 +29,8 @@ from services.scheduler.cell.events import (
 )
 from services.scheduler.cell.heartbeat import Heartbeat
 from services.scheduler.cell.places import Places
-from services.scheduler.cell.request_manager import RequestManager, deliver
-from services.scheduler.cell.requests import RequestTable
+from services.scheduler.cell.requests.request_manager import RequestManager, deliver
+from services.scheduler.cell.requests.requests import RequestTable
 from services.scheduler.cell.state import CellState
 from services.scheduler.core.batch.sequence import Sequence
 from services.scheduler.core.batch.step import OutputsByClient, StepResult

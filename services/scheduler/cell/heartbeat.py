@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.heartbeat import HEARTBEAT_S, LEASE_S, OwnPause, next_beat_at
+from shared.network.heartbeat import HEARTBEAT_S, LEASE_S, OwnPause, next_beat_at
 
 # An engine whose beat is late by more than this was stopped, and received nothing in the meantime.
 _PAUSE_S = 1.0

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from services.scheduler.cell.cell import Cell
-from services.scheduler.cell.domain import Domain
+from services.scheduler.cell.domains.domain import Domain
 from services.scheduler.cell.events import Action, Endpoint, LinkDomain, UnlinkDomain
 
 

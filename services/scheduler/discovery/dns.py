@@ -10,7 +10,7 @@ from typing import Any
 
 from services.scheduler.cell.events import Endpoint
 from services.scheduler.discovery.last_seen import LastSeen, OnFound
-from shared.addresses import join_address, split_address
+from shared.network.addresses import join_address, split_address
 
 logger = logging.getLogger(__name__)
 

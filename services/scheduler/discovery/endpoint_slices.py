@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from services.scheduler.cell.events import Endpoint
-from shared.addresses import join_address
+from shared.network.addresses import join_address
 
 # A service in both families has slices of each, with the same pods: only the first family that it has is used, because
 # a worker with two addresses would take two places.

@@ -26,7 +26,7 @@ from services.scheduler.discovery.watch_messages import (
     WatchTask,
 )
 from shared.backoff import Backoff
-from shared.parent import make_end_with_parent
+from shared.process.parent import make_end_with_parent
 
 _CONNECT_TIMEOUT_S = 3.0
 # The most that a server may be silent, beyond what it was asked for, before the connection counts as dead.

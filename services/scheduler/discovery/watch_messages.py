@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from services.scheduler.cell.events import Endpoint
-from shared.addresses import check_host_and_port
+from shared.network.addresses import check_host_and_port
 
 MAX_LINE_BYTES = 4 * 1024 * 1024
 # Between two attempts that fail, of the process to watch and of the scheduler to keep it running.

@@ -42,9 +42,9 @@ from services.scheduler.server.idle_check import IdleCheck
 from services.scheduler.server.kv_events import KvEvents
 from services.scheduler.server.worker_links import WorkerAccess, WorkerLinks
 from shared.errors import InvalidRequestError, NotReadyError, SchedulerLostError, ServiceError, Violation
-from shared.health import Health
-from shared.heartbeat import Silence
 from shared.ids import DpRank
+from shared.network.health import Health
+from shared.network.heartbeat import Silence
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from services.scheduler.core.batch.step import Outputs, RequestEnd, RequestStart
 from shared.errors import InvalidRequestError
 from shared.ids import RequestHandle
 from shared.limits import MAX_CACHE_SALT_BYTES, MAX_CHOICES, NO_OPTIONS, TOKEN_DTYPE, SamplingOptions, SamplingParams
-from shared.rpc import to_status
+from shared.network.rpc import to_status
 from shared.sampling_codec import decode_options, encode_logprobs
 
 _HANDLE_DTYPE = np.dtype("<u4")

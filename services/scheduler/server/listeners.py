@@ -14,8 +14,8 @@ from services.scheduler.server.servicer import (
     SchedulerAdminServicer,
     SchedulerServicer,
 )
-from shared.health import Health
-from shared.rpc import ServerLimits, make_server
+from shared.network.health import Health
+from shared.network.rpc import ServerLimits, make_server
 
 PUBLIC_SERVICES = (SCHEDULER_SERVICE,)
 CELL_SERVICES = (EXCHANGE_SERVICE, ADMIN_SERVICE, SCHEDULER_SERVICE)

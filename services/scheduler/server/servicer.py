@@ -15,8 +15,8 @@ from services.scheduler.cell.state import RankState
 from services.scheduler.server.cell_server import LAST_WORDS_S, CellServer, ClientLink
 from services.scheduler.server.exchange_codec import decode_request
 from shared.errors import InternalError, InvalidRequestError, ServiceError, Violation
+from shared.network.response_writer import ResponseWriter
 from shared.request_fields import read_time_left
-from shared.response_writer import ResponseWriter
 
 logger = logging.getLogger(__name__)
 

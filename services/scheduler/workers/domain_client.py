@@ -10,7 +10,7 @@ from functools import partial
 import grpc
 
 from lockstep.internal.v1 import worker_pb2
-from services.scheduler.cell.attach import (
+from services.scheduler.cell.domains.attach import (
     AttachEvent,
     CloseStreams,
     Command,

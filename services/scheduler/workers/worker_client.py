@@ -15,7 +15,7 @@ import numpy as np
 from google.rpc import error_details_pb2, status_pb2
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
-from services.scheduler.cell.attach import (
+from services.scheduler.cell.domains.attach import (
     OFFER_TIMEOUT_S,
     QUESTION,
     Accepted,
@@ -33,7 +33,7 @@ from services.scheduler.core.worker_facts import WorkerFacts
 from shared.errors import NotReadyError
 from shared.ids import DpRank
 from shared.limits import TOKEN_DTYPE
-from shared.rpc import reason_of, status_from_rpc_error
+from shared.network.rpc import reason_of, status_from_rpc_error
 from shared.sampling_codec import decode_logprobs, encode_options
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from services.tokenizer.json.json_values import JsonObject, JsonValue
 from services.tokenizer.text_size import MAX_TEXT_BYTES
 from services.tokenizer.trial_limits import cpu_problem, limit_cpu, wall_clock_s, was_out_of_cpu
 from shared.model_dir import ModelDirectoryError
-from shared.parent import make_end_with_parent
+from shared.process.parent import make_end_with_parent
 
 MAX_MEMORY_BYTES = 512 * 1024 * 1024
 

@@ -15,7 +15,7 @@ from services.tokenizer.request.request import Request
 from shared.errors import NotReadyError, SchedulerLostError
 from shared.ids import RequestHandle
 from shared.limits import ModelLimits
-from shared.rpc import Peer
+from shared.network.rpc import Peer
 
 logger = logging.getLogger(__name__)
 

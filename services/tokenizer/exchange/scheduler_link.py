@@ -15,9 +15,9 @@ from lockstep.v1 import common_pb2
 from services.tokenizer.exchange.exchange_link import ExchangeLink
 from services.tokenizer.exchange.request_ledger import ExchangeError
 from shared.backoff import Backoff
-from shared.heartbeat import LEASE_S, Silence, next_beat_at
 from shared.limits import ModelLimits
-from shared.rpc import Peer, make_channel, reason_of, status_from_rpc_error
+from shared.network.heartbeat import LEASE_S, Silence, next_beat_at
+from shared.network.rpc import Peer, make_channel, reason_of, status_from_rpc_error
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from services.tokenizer.trial_limits import limit_cpu
 from shared.grammar import GrammarError, GrammarLibrary, check_matcher
 from shared.limits import MAX_GRAMMAR_BYTES
 from shared.model_dir import eos_token_ids, vocabulary_size
-from shared.parent import make_end_with_parent
+from shared.process.parent import make_end_with_parent
 
 _MAX_MESSAGE_LENGTH = 500
 # A grammar may be cheap to compile and expensive to follow.

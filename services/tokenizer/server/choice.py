@@ -23,7 +23,7 @@ from services.tokenizer.replies.parts import ReasoningPart, ReplyPart, TextPart
 from services.tokenizer.server.completion import Completion
 from services.tokenizer.server.request_totals import RequestTotals
 from shared.errors import ServiceError
-from shared.rpc import StatusError
+from shared.network.rpc import StatusError
 
 # For these, the text of the token that ends the answer is left out unless the client asks for it.
 _SILENT_ENDS = frozenset({common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_STOP_TOKEN})

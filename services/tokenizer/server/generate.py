@@ -22,8 +22,8 @@ from services.tokenizer.server.request_totals import CANCELLED, RequestTotals
 from shared.errors import DeadlinePassedError, InternalError, ServiceError
 from shared.ids import RequestHandle
 from shared.limits import NO_OPTIONS
+from shared.network.rpc import StatusError, reason_of
 from shared.request_fields import check_exactness
-from shared.rpc import StatusError, reason_of
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from services.tokenizer.server.whole_answer import WholeAnswer
 from services.tokenizer.text_size import check_text
 from shared.errors import InvalidRequestError, Violation
 from shared.limits import check_token_ids
+from shared.network.response_writer import ResponseWriter
 from shared.request_fields import read_time_left
-from shared.response_writer import ResponseWriter
 
 TOKENIZER_SERVICE = "lockstep.v1.TokenizerService"
 

@@ -15,9 +15,9 @@ from services.worker.group.link import Link, LinkEnd, to_layout_message
 from services.worker.group.meeting import Connect, Meeting, Retries, is_gone, meet
 from services.worker.parallel.rendezvous import Rendezvous
 from services.worker.process.exits import DomainEnd, ExitCode
+from shared.network.rpc import make_channel, make_peer
+from shared.network.tls import Role
 from shared.release import find_release
-from shared.rpc import make_channel, make_peer
-from shared.tls import Role
 
 if TYPE_CHECKING:
     from services.worker.config import WorkerSettings

@@ -14,7 +14,7 @@ import grpc
 from lockstep.internal.v1 import worker_pb2
 from services.worker.layout import RankLayout
 from services.worker.step import StepOutput
-from shared.heartbeat import Silence, next_beat_at
+from shared.network.heartbeat import Silence, next_beat_at
 
 logger = logging.getLogger(__name__)
 

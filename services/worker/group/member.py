@@ -17,7 +17,7 @@ from services.worker.process.exits import DomainEnd
 from services.worker.step import StepOutput
 from services.worker.step_codec import parse_step
 from shared.errors import DrainingError
-from shared.rpc import Servicer
+from shared.network.rpc import Servicer
 
 if TYPE_CHECKING:
     from services.worker.config import WorkerSettings

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from services.worker.layers.shard import Shard
 from services.worker.models.config import ConfigValues
-from services.worker.models.decoder import DecoderConfig, DecoderLayer, DecoderModel
-from services.worker.models.latent_attention import LatentAttentionConfig, load_latent_attention, load_latent_rotary
-from services.worker.models.mtp import load_mtp
-from services.worker.models.sparse_mlp import FeedForwardConfig
+from services.worker.models.parts.decoder import DecoderConfig, DecoderLayer, DecoderModel
+from services.worker.models.parts.latent_attention import (
+    LatentAttentionConfig,
+    load_latent_attention,
+    load_latent_rotary,
+)
+from services.worker.models.parts.mtp import load_mtp
+from services.worker.models.parts.sparse_mlp import FeedForwardConfig
 from shared.model_dir import ModelDirectoryError
 
 _MLP_TYPES = ("dense", "sparse")

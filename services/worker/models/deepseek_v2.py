@@ -9,10 +9,10 @@ import torch
 
 from services.worker.layers.shard import Shard
 from services.worker.models.config import ConfigValues
-from services.worker.models.decoder import DecoderConfig, DecoderModel
 from services.worker.models.deepseek import load_deepseek, read_dense_layers
-from services.worker.models.latent_attention import LatentAttentionConfig
-from services.worker.models.sparse_mlp import FeedForwardConfig, SparseConfig, read_groups
+from services.worker.models.parts.decoder import DecoderConfig, DecoderModel
+from services.worker.models.parts.latent_attention import LatentAttentionConfig
+from services.worker.models.parts.sparse_mlp import FeedForwardConfig, SparseConfig, read_groups
 from services.worker.ops import RouterScore, RoutingRule
 from shared.model_dir import ModelDirectoryError
 

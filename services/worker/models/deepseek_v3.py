@@ -7,11 +7,11 @@ from typing import Any
 
 from services.worker.layers.shard import Shard
 from services.worker.models.config import ConfigValues
-from services.worker.models.decoder import DecoderConfig, DecoderModel
 from services.worker.models.deepseek import load_deepseek, read_dense_layers
-from services.worker.models.latent_attention import IndexerConfig, LatentAttentionConfig
-from services.worker.models.mtp import mtp_layers_to_load
-from services.worker.models.sparse_mlp import FeedForwardConfig, SparseConfig
+from services.worker.models.parts.decoder import DecoderConfig, DecoderModel
+from services.worker.models.parts.latent_attention import IndexerConfig, LatentAttentionConfig
+from services.worker.models.parts.mtp import mtp_layers_to_load
+from services.worker.models.parts.sparse_mlp import FeedForwardConfig, SparseConfig
 
 # The default of transformers' configuration.
 _NUM_DENSE_LAYERS = 3

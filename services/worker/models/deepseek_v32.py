@@ -7,9 +7,9 @@ from typing import Any
 
 from services.worker.layers.shard import Shard
 from services.worker.models.config import ConfigValues
-from services.worker.models.decoder import DecoderModel
 from services.worker.models.deepseek_v3 import load_deepseek_v3
-from services.worker.models.latent_attention import IndexerConfig
+from services.worker.models.parts.decoder import DecoderModel
+from services.worker.models.parts.latent_attention import IndexerConfig
 
 # The defaults of transformers' configuration.
 _NUM_HEADS = 64

@@ -7,10 +7,10 @@ from typing import Any
 
 from services.worker.layers.shard import Shard
 from services.worker.models.config import ConfigValues
-from services.worker.models.decoder import DecoderConfig, DecoderLayer, DecoderModel
-from services.worker.models.mtp import load_mtp, mtp_layers_to_load
-from services.worker.models.plain_attention import AttentionConfig, AttentionHeads, load_plain_layer, load_rotary
-from services.worker.models.sparse_mlp import FeedForwardConfig, SparseConfig
+from services.worker.models.parts.decoder import DecoderConfig, DecoderLayer, DecoderModel
+from services.worker.models.parts.mtp import load_mtp, mtp_layers_to_load
+from services.worker.models.parts.plain_attention import AttentionConfig, AttentionHeads, load_plain_layer, load_rotary
+from services.worker.models.parts.sparse_mlp import FeedForwardConfig, SparseConfig
 
 # The default of transformers' configuration.
 _PARTIAL_ROTARY_FACTOR = 0.5

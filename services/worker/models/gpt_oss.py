@@ -11,8 +11,8 @@ from services.worker.layers.linear import Linear
 from services.worker.layers.moe import ReadExpert, Router, SparseMlp
 from services.worker.layers.shard import Part, Shard
 from services.worker.models.config import ConfigValues
-from services.worker.models.decoder import DecoderConfig, DecoderModel
-from services.worker.models.plain_attention import (
+from services.worker.models.parts.decoder import DecoderConfig, DecoderModel
+from services.worker.models.parts.plain_attention import (
     FULL,
     SLIDING,
     AttentionConfig,
@@ -20,7 +20,7 @@ from services.worker.models.plain_attention import (
     load_plain_model,
     windows_by_type,
 )
-from services.worker.models.sparse_mlp import SparseConfig, load_routed_experts
+from services.worker.models.parts.sparse_mlp import SparseConfig, load_routed_experts
 from services.worker.ops import ExpertWeights, RouterScore, RoutingRule, SwigluClamp
 from services.worker.ops.matrix_rows import take_rows
 from services.worker.weights.model_weights import ModelWeights

@@ -7,8 +7,8 @@ from typing import Any
 
 from services.worker.layers.shard import Shard
 from services.worker.models.config import ConfigValues
-from services.worker.models.decoder import DecoderConfig, DecoderModel, FeedForward, load_mlp
-from services.worker.models.plain_attention import (
+from services.worker.models.parts.decoder import DecoderConfig, DecoderModel, FeedForward, load_mlp
+from services.worker.models.parts.plain_attention import (
     FULL,
     SLIDING,
     AttentionConfig,

@@ -8,9 +8,9 @@ from typing import Any
 from services.worker.layers.moe import SparseMlp
 from services.worker.layers.shard import Shard
 from services.worker.models.config import ConfigValues
-from services.worker.models.decoder import DecoderConfig, DecoderModel
-from services.worker.models.plain_attention import AttentionConfig, AttentionHeads, load_plain_model
-from services.worker.models.sparse_mlp import SparseConfig, load_sparse_mlp
+from services.worker.models.parts.decoder import DecoderConfig, DecoderModel
+from services.worker.models.parts.plain_attention import AttentionConfig, AttentionHeads, load_plain_model
+from services.worker.models.parts.sparse_mlp import SparseConfig, load_sparse_mlp
 from services.worker.ops import RouterScore, RoutingRule
 
 # The default of transformers' configuration.

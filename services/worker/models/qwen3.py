@@ -7,9 +7,9 @@ from typing import Any
 
 from services.worker.layers.shard import Shard
 from services.worker.models.config import ConfigValues
-from services.worker.models.decoder import DecoderConfig, DecoderModel
 from services.worker.models.llama import load_dense_model, qwen_windows
-from services.worker.models.plain_attention import AttentionConfig, AttentionHeads
+from services.worker.models.parts.decoder import DecoderConfig, DecoderModel
+from services.worker.models.parts.plain_attention import AttentionConfig, AttentionHeads
 
 # The default of transformers' configuration.
 _HEAD_DIM = 128

@@ -7,10 +7,10 @@ from typing import Any
 
 from services.worker.layers.shard import Shard
 from services.worker.models.config import ConfigValues
-from services.worker.models.decoder import DecoderConfig, DecoderModel, FeedForward
 from services.worker.models.llama import qwen_window
-from services.worker.models.plain_attention import AttentionConfig, AttentionHeads, load_plain_model
-from services.worker.models.sparse_mlp import FeedForwardConfig, SparseConfig
+from services.worker.models.parts.decoder import DecoderConfig, DecoderModel, FeedForward
+from services.worker.models.parts.plain_attention import AttentionConfig, AttentionHeads, load_plain_model
+from services.worker.models.parts.sparse_mlp import FeedForwardConfig, SparseConfig
 from services.worker.ops import RouterScore, RoutingRule
 
 

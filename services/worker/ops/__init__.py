@@ -13,9 +13,9 @@ from services.worker.ops.routing import ExpertGroups, RouterScore, RoutingRule
 # Where each backend is made. Only the chosen one is imported: others may need libraries that are missing.
 _BACKENDS = {
     "aiter": ("services.worker.ops.aiter_ops.load", "load_aiter_ops"),
-    "cpu": ("services.worker.ops.cpu_ops", "CpuOps"),
+    "cpu": ("services.worker.ops.cpu.backend", "CpuOps"),
     "native": ("services.worker.ops.native.backend", "load_native_ops"),
-    "reference": ("services.worker.ops.reference_ops", "ReferenceOps"),
+    "reference": ("services.worker.ops.reference.backend", "ReferenceOps"),
     "triton": ("services.worker.ops.triton.backend", "load_triton_ops"),
     "triton-exact": ("services.worker.ops.triton.exact_backend", "load_exact_ops"),
 }

@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # 
 from services.worker.layout import RankLayout
 from services.worker.parallel.communicator import SINGLE, Communicator, Parallel, sum_in_order
 from services.worker.parallel.rendezvous import Rendezvous
-from shared.addresses import split_address
+from shared.network.addresses import split_address
 
 # Over Gloo, sums of at most this many bytes are gathered and added locally: a ring takes more rounds, and a small sum
 # spends its time waiting for them. Over loopback with two and three ranks: half the time for a few KiB if cores are

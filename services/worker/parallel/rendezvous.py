@@ -8,7 +8,7 @@ import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 
-from shared.addresses import join_address, split_address
+from shared.network.addresses import join_address, split_address
 
 # Effectively none: a step may take long, and the links between processes detect lost partners.
 COLLECTIVE_TIMEOUT = timedelta(days=1)

@@ -20,8 +20,8 @@ from shared.errors import DrainingError, InternalError, ServiceError
 if TYPE_CHECKING:
     # The RPC server answers before torch is imported.
     from services.worker.runner.model_runner import ModelRunner
-    from services.worker.runner.pending_step import PendingStep
     from services.worker.runner.step_totals import StepTotals
+    from services.worker.runner.steps.pending_step import PendingStep
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ import uvloop
 from services.worker.metrics import WorkerCollector
 from services.worker.parallel.rendezvous import Rendezvous
 from services.worker.process.exits import DomainEnd, ExitCode
-from shared.health import Health
-from shared.management import serve_management
-from shared.probes import Probes
-from shared.process_metrics import make_process_registry
-from shared.rpc import Servicer, make_server
-from shared.tls import Certificates
+from shared.network.health import Health
+from shared.network.management import serve_management
+from shared.network.probes import Probes
+from shared.network.rpc import Servicer, make_server
+from shared.network.tls import Certificates
+from shared.process.metrics import make_process_registry
 
 if TYPE_CHECKING:
     from services.worker.runner.model_runner import ModelRunner

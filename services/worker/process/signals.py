@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 
-from shared.lifecycle import stop_signals
+from shared.process.lifecycle import stop_signals
 
 
 def call_at_stop_signals(*actions: Callable[[], None]) -> None:

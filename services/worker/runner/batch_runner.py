@@ -12,12 +12,12 @@ from services.worker.forward.forward_context import DpMetadata
 from services.worker.forward.kv_cache import KvCache
 from services.worker.layout import RankLayout
 from services.worker.runner.device_batch import DeviceBatch
-from services.worker.runner.host_end import HostEnd
+from services.worker.runner.graphs.step_graphs import StepGraphs
 from services.worker.runner.input_batch import InputBatch
-from services.worker.runner.pending_step import PendingStep, StepResults
 from services.worker.runner.rank import Rank
-from services.worker.runner.step_graphs import StepGraphs
-from services.worker.runner.step_work import StepJob, StepWork
+from services.worker.runner.steps.host_end import HostEnd
+from services.worker.runner.steps.pending_step import PendingStep, StepResults
+from services.worker.runner.steps.step_work import StepJob, StepWork
 from services.worker.sampling.row_options import RowOptions
 from services.worker.spec_decode.drafts import DraftProposer
 from services.worker.step import Step

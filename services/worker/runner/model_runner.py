@@ -26,7 +26,8 @@ from services.worker.parallel.distributed import make_parallel
 from services.worker.parallel.rendezvous import Rendezvous
 from services.worker.runner.batch_runner import BatchRunner
 from services.worker.runner.cache_memory import DeviceMemory, GpuMemory, KvCacheSize, device_memory
-from services.worker.runner.graph_runner import GraphSettings
+from services.worker.runner.graphs.graph_runner import GraphSettings
+from services.worker.runner.graphs.step_graphs import StepGraphs, capture_steps
 from services.worker.runner.input_batch import InputBatch
 from services.worker.runner.matchers import GrammarMatchers
 from services.worker.runner.memory_wait import CurrentGpu, wait_for_memory
@@ -37,17 +38,16 @@ from services.worker.runner.number_formats import (
     choose_quantization,
     log_loaded,
 )
-from services.worker.runner.pending_step import PendingStep
 from services.worker.runner.rank import Rank
-from services.worker.runner.step_graphs import StepGraphs, capture_steps
 from services.worker.runner.step_totals import StepTotals
+from services.worker.runner.steps.pending_step import PendingStep
 from services.worker.runner.stream import Stream, make_stream
 from services.worker.spec_decode.drafting import make_drafting
 from services.worker.spec_decode.drafts import Drafting
 from services.worker.step import Step, StepOutput
-from shared.cores import num_usable_cores
 from shared.errors import StaleEpochError
 from shared.model_dir import ModelDirectoryError
+from shared.process.cores import num_usable_cores
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shared.errors import GroupHeldError, NotReadyError, StaleEpochError, StepMismatchError
-from shared.heartbeat import LEASE_S
+from shared.network.heartbeat import LEASE_S
 
 
 class LaunchedStep(NamedTuple):

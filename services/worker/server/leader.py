@@ -14,8 +14,8 @@ from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.device_steps import DeviceSteps
 from services.worker.process.exits import DomainEnd
 from services.worker.server.servicer import SERVICE_NAME, WorkerServicer
-from shared.addresses import split_address
-from shared.rpc import Servicer
+from shared.network.addresses import split_address
+from shared.network.rpc import Servicer
 
 if TYPE_CHECKING:
     from services.worker.config import WorkerSettings

@@ -26,7 +26,7 @@ from services.worker.server.claim import NOTHING_LAUNCHED, ClaimLedger
 from services.worker.server.step_stream import Epoch, StepStream, retrieve
 from services.worker.step_codec import parse_step, to_result
 from shared.errors import InvalidRequestError, NotReadyError, StaleEpochError, Violation
-from shared.heartbeat import next_beat_at
+from shared.network.heartbeat import next_beat_at
 
 if TYPE_CHECKING:
     # The RPC server answers before torch is imported.

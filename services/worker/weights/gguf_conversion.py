@@ -20,8 +20,8 @@ from services.worker.weights.gguf_tensors import UnexpectedTensorsError, convert
 from services.worker.weights.quantization.gguf_blocks import block_types, gguf_config
 from services.worker.weights.tensor_digests import Hashing
 from services.worker.weights.weight_files import SINGLE_FILE, WeightFiles
-from shared.cores import num_usable_cores
 from shared.model_dir import CHAT_TEMPLATE, TOKENIZER, read_json
+from shared.process.cores import num_usable_cores
 
 # GGUF's name of an architecture -> transformers' name. GGUF files of Mistral use "llama".
 ARCHITECTURES = {

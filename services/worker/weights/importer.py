@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from shared.logging import configure_logging
 from shared.model_dir import ModelDirectoryError, read_json
+from shared.process.logging import configure_logging
 
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 2

@@ -13,10 +13,10 @@ from shared.cli.processes.loading_bar import LoadingBar
 from shared.cli.processes.service_command import ROLES, ServiceCommand
 from shared.cli.processes.service_process import ServiceProcess
 from shared.cli.processes.supervisor import Kill, RestartPolicy, StartDomain, Supervisor
-from shared.health import ask_process
-from shared.heartbeat import next_beat_at
-from shared.line_writer import LineWriter
-from shared.rpc import Peer, make_channel
+from shared.network.health import ask_process
+from shared.network.heartbeat import next_beat_at
+from shared.network.rpc import Peer, make_channel
+from shared.process.line_writer import LineWriter
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from shared.parent import make_end_with_parent
+from shared.process.parent import make_end_with_parent
 
 # At its default verbosity gRPC's core reports every connection that ends on stderr.
 _DEFAULT_ENVIRONMENT = {"GRPC_VERBOSITY": "ERROR"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shared.addresses import join_address, split_address
+from shared.network.addresses import join_address, split_address
 
 _FLAG = "--manage-listen"
 

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from shared.addresses import split_address
 from shared.cli.processes.child_process import start_child
 from shared.cli.processes.last_problem import LastProblem
 from shared.cli.processes.manage_flag import find_manage_address
 from shared.cli.processes.service_command import ServiceCommand
 from shared.model_dir import CONFIG, ModelDirectoryError, read_json
-from shared.rpc import refuse_taken_socket
+from shared.network.addresses import split_address
+from shared.network.rpc import refuse_taken_socket
 
 
 class RefusedError(Exception):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from shared.cli.processes.manage_flag import number_manage_address
 from shared.cli.processes.service_command import ServiceCommand
-from shared.cores import num_usable_cores
+from shared.process.cores import num_usable_cores
 
 
 @dataclass(frozen=True, slots=True)

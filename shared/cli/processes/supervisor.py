@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shared.backoff import Backoff
-from shared.heartbeat import OwnPause
+from shared.network.heartbeat import OwnPause
 
 _FIRST_DELAY_S = 0.5
 # The other processes of a domain notice the exit and end, unless they are stuck in a collective or stopped.

@@ -26,7 +26,7 @@ from pathlib import Path
 # What the pack holds is imported below, when it has been installed.
 from tests.bench.gpu.configs import CONFIGS
 from tests.bench.gpu.unpack import has_base, run_unpacked
-from tests.bench.report import Row, print_table, write_json
+from tests.bench.parts.report import Row, print_table, write_json
 
 STAGES = ("ops", "decode", "packed", "tokens", "trace", "start", "serve")
 SHAPES = [shape for shape in CONFIGS if not shape.startswith("tiny-")]

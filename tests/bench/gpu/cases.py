@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.bench.report import Row, limit
+from tests.bench.parts.report import Row, limit
 
 # A case that took this many times as long as estimated would still end within the budget.
 _SAFETY = 1.5

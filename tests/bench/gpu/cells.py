@@ -13,10 +13,10 @@ from unittest import mock
 from tests.bench.gpu.client import Clients, Served
 from tests.bench.gpu.requests import Request
 from tests.bench.gpu.runners import Bench
-from tests.support.cell import Cell, start_cell
-from tests.support.ports import free_port
-from tests.support.scraping import scrape
-from tests.support.tiny_tokenizer import write_tiny_tokenizer
+from tests.support.cells.cell import Cell, start_cell
+from tests.support.models.tiny_tokenizer import write_tiny_tokenizer
+from tests.support.system.ports import free_port
+from tests.support.system.scraping import scrape
 
 _DEVICE_TIME = "lockstep_step_device_time_seconds_sum"
 

@@ -20,9 +20,9 @@ from typing import Any
 import uvloop
 
 from lockstep.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
-from shared.rpc import make_channel
+from shared.network.rpc import make_channel
 from tests.bench.gpu.requests import Request, num_output_tokens
-from tests.support.processes import ROOT, module_command, module_environment
+from tests.support.system.processes import ROOT, module_command, module_environment
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from tests.bench.gpu.configs import CONFIGS
 from tests.bench.gpu.floors import decode_size, prefill_size, step_works
 from tests.bench.gpu.runners import BLOCK_SIZE, GREEDY, Bench, Held, Sampling, decode_ahead, enters
 from tests.bench.gpu.watch import Counts, watched
-from tests.bench.report import Row, compare, limit
-from tests.support.worker_steps import prefill_step
+from tests.bench.parts.report import Row, compare, limit
+from tests.support.worker.worker_steps import prefill_step
 
 SHAPES = ("qwen3-8b", "qwen3-0.6b", "llama-3.1-8b")
 TINY_SHAPES = ("tiny",)

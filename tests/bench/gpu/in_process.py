@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Sequence
 
 from services.worker.runner.model_runner import ModelRunner
-from services.worker.runner.pending_step import PendingStep
+from services.worker.runner.steps.pending_step import PendingStep
 from services.worker.step import EnteringSequence, Step
 from tests.bench.gpu.requests import Request
 from tests.bench.gpu.runners import BLOCK_SIZE, without_waiting
-from tests.support.worker_steps import decode_step, make_enter, prefill_step
+from tests.support.worker.worker_steps import decode_step, make_enter, prefill_step
 
 
 class PlainLoop:

@@ -13,7 +13,7 @@ from torch import Tensor
 from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
 from services.worker.forward.kv_cache import KvCache, KvCacheSpec, LayerCache
 from services.worker.ops import Ops
-from tests.support.paged_model import attention_metadata
+from tests.support.models.paged_model import attention_metadata
 
 Launch = Callable[[], object]
 

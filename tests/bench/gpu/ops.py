@@ -17,7 +17,7 @@ from tests.bench.gpu.op_attention import attention_ops, elementwise_ops, head_op
 from tests.bench.gpu.op_products import expert_ops, product_ops, sampling_ops
 from tests.bench.gpu.op_sizes import PUBLISHED, TINY, Ground, Launch, Op
 from tests.bench.gpu.runners import Bench
-from tests.bench.report import Row, compare
+from tests.bench.parts.report import Row, compare
 
 KINDS: tuple[Callable[[Ground], Iterator[Op]], ...] = (
     elementwise_ops,

@@ -12,7 +12,7 @@ from tests.bench.gpu.decode import decode_rows, dense_limits, load_rows, timed_d
 from tests.bench.gpu.floors import expected_touched, num_experts
 from tests.bench.gpu.runners import GREEDY, Bench, Held
 from tests.bench.gpu.watch import watched_choices
-from tests.bench.report import Row, compare
+from tests.bench.parts.report import Row, compare
 
 FLOOR_TARGET = 0.55
 _LOAD_S, _CASE_S = 60.0, 8.0

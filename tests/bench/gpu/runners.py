@@ -15,12 +15,12 @@ import torch
 
 from services.worker.config import WorkerSettings
 from services.worker.runner.model_runner import ModelRunner, build_model_runner
-from services.worker.runner.pending_step import PendingStep
+from services.worker.runner.steps.pending_step import PendingStep
 from services.worker.step import EnteringSequence
 from tests.bench.gpu.cases import Clock
 from tests.bench.gpu.configs import CONFIGS
 from tests.bench.gpu.floors import Rates
-from tests.support.worker_steps import decode_step, make_chunk, make_enter, prefill_step
+from tests.support.worker.worker_steps import decode_step, make_chunk, make_enter, prefill_step
 
 BLOCK_SIZE = 16
 _GIB = 2**30

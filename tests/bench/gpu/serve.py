@@ -15,9 +15,9 @@ from tests.bench.gpu.in_process import PlainLoop
 from tests.bench.gpu.requests import Request, draw_requests, num_output_tokens
 from tests.bench.gpu.runners import BLOCK_SIZE, Bench, free_memory
 from tests.bench.gpu.watch import Counts, watched
+from tests.bench.parts.report import Row, compare, limit
 from tests.bench.peers.environments import LeftOutError
 from tests.bench.peers.gpu_peer import run_transformers
-from tests.bench.report import Row, compare, limit
 
 SHAPES, START_SHAPES, TINY_SHAPES = ("qwen3-0.6b",), ("qwen3-8b",), ("tiny",)
 IN_PROCESS_TARGET = 0.85

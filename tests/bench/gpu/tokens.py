@@ -10,7 +10,7 @@ from services.worker.config import WorkerSettings
 from services.worker.runner.model_runner import build_model_runner
 from tests.bench.gpu.cases import Case
 from tests.bench.gpu.runners import Bench
-from tests.bench.report import Row, limit
+from tests.bench.parts.report import Row, limit
 from tests.bench.rocm_smoke import BATCH_SIZES, NUM_BLOCKS, count_wrong, generate, make_prompts
 
 _CASE_S = 60.0

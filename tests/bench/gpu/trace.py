@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from tests.bench.gpu.cases import Case
 from tests.bench.gpu.decode import dense_limits, load_rows
 from tests.bench.gpu.runners import GREEDY, Bench, Held, decode_ahead
-from tests.bench.report import Row
+from tests.bench.parts.report import Row
 
 SHAPES, TINY_SHAPES = ("qwen3-8b", "qwen3-0.6b"), ("tiny",)
 NUM_KERNELS = 8

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tests.bench.tokens import IntArray
+from tests.bench.parts.tokens import IntArray
 
 MAX_MODEL_LEN = 262_144
 MAX_NUM_BATCHED_TOKENS = 1_048_576

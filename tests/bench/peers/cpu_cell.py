@@ -12,9 +12,9 @@ from pathlib import Path
 import uvloop
 
 from lockstep.v1 import common_pb2, tokenizer_pb2_grpc
-from shared.rpc import make_channel
-from tests.bench.load import Measurement, measure
-from tests.support.cell import Cell, start_cell
+from shared.network.rpc import make_channel
+from tests.bench.parts.load import Measurement, measure
+from tests.support.cells.cell import Cell, start_cell
 
 
 class CellEngine:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tests.bench.tokens import PromptSource
+from tests.bench.parts.tokens import PromptSource
 
 _NUM_WARM_UP_TOKENS = 8
 # A single request is short, so the best of several is taken.

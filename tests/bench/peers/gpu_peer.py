@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.bench.gpu.requests import Request, num_output_tokens
 from tests.bench.peers.environments import LeftOutError
-from tests.support.processes import ROOT, module_command, module_environment
+from tests.support.system.processes import ROOT, module_command, module_environment
 
 # Longer than a GPU run may take in all; only a peer that hangs takes as long.
 _TIMEOUT_S = 400.0

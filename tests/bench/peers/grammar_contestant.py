@@ -17,7 +17,7 @@ import numpy.typing as npt
 from referencing.exceptions import Unresolvable
 from tokenizers import Tokenizer
 
-from tests.support.json_schema_suite import SuiteSchema, read_suite
+from tests.support.tokenizer.json_schema_suite import SuiteSchema, read_suite
 
 # Tokens that close strings, lists and objects.
 _CLOSERS = ('"', "}", "]", '"}', ",", '":', "1", "0", "Ġ")

@@ -18,8 +18,8 @@ from services.tokenizer.server.generation import Generation
 from services.tokenizer.server.request_totals import RequestTotals
 from services.tokenizer.text.detokenizer import make_token_texts
 from services.tokenizer.text.encoder import load_tokenizer
-from shared.lifecycle import freeze_garbage
 from shared.limits import TOKEN_DTYPE, SamplingParams
+from shared.process.lifecycle import freeze_garbage
 from tests.bench.peers.contestant import Stopwatch
 from tests.bench.peers.front_end_load import Detokenize
 from tests.bench.peers.protocol import serve

@@ -16,11 +16,11 @@ from services.scheduler.core.worker_facts import WorkerFacts
 from services.scheduler.server.exchange_codec import decode_request, encode_outputs
 from services.scheduler.workers.worker_client import decode_result, encode_step
 from shared.ids import DpRank
-from shared.lifecycle import freeze_garbage, hold_full_collections
 from shared.limits import TOKEN_DTYPE
+from shared.process.lifecycle import freeze_garbage, hold_full_collections
+from tests.bench.parts.stand_in_worker import StandInBatch
+from tests.bench.parts.tokens import VOCABULARY
 from tests.bench.peers.contestant import MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, Request, Sizes, StepTokens, Stopwatch
-from tests.bench.stand_in_worker import StandInBatch
-from tests.bench.tokens import VOCABULARY
 
 CLIENT = 1
 EPOCH = 1

@@ -18,10 +18,10 @@ from functools import partial
 import numpy as np
 import xxhash
 
+from tests.bench.parts.tokens import expected_tokens
 from tests.bench.peers.contestant import MAX_NUM_BATCHED_TOKENS, Request, Sizes, StepTokens, Stopwatch
 from tests.bench.peers.protocol import serve
 from tests.bench.peers.scenarios import Admission, Churn, Decode
-from tests.bench.tokens import expected_tokens
 
 EOS = 2
 _NO_HASH = -1

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from tests.bench.parts.tokens import VOCABULARY, expected_tokens
 from tests.bench.peers.contestant import Contestant, Request, Sizes, StepTokens
-from tests.bench.tokens import VOCABULARY, expected_tokens
 
 MakeContestant = Callable[[Sizes], Contestant]
 Figures = dict[str, float]

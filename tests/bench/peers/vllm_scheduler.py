@@ -28,10 +28,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.bench.parts.tokens import VOCABULARY, expected_tokens
 from tests.bench.peers.contestant import MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, Request, Sizes, StepTokens, Stopwatch
 from tests.bench.peers.protocol import serve
 from tests.bench.peers.scenarios import Admission, Churn, Decode, Memory
-from tests.bench.tokens import VOCABULARY, expected_tokens
 
 MODEL_CONFIG = {
     "architectures": ["LlamaForCausalLM"],

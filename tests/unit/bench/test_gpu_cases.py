@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.bench.gpu.cases import Budget, Case, run_cases
-from tests.bench.report import Row
+from tests.bench.parts.report import Row
 
 
 class Time:

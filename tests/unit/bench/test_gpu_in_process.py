@@ -8,8 +8,8 @@ import pytest
 
 from tests.bench.gpu.in_process import PlainLoop
 from tests.bench.gpu.requests import draw_requests, num_output_tokens
-from tests.support.tiny_llama import write_tiny_llama
-from tests.support.worker_runner import load_exact, make_runner
+from tests.support.models.tiny_llama import write_tiny_llama
+from tests.support.worker.worker_runner import load_exact, make_runner
 
 
 @pytest.mark.parametrize(("num_blocks", "max_num_seqs"), [(64, 8), (6, 8), (64, 2)])

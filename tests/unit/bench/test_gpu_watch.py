@@ -13,7 +13,7 @@ from services.worker.models.loader import LoadOptions, load_model
 from services.worker.ops import load_ops
 from tests.bench.gpu.configs import CONFIGS
 from tests.bench.gpu.watch import Choices, watched, watched_choices
-from tests.support.paged_model import PagedModel
+from tests.support.models.paged_model import PagedModel
 
 
 def test_compilations_captures_and_replays_count_within_the_body_only() -> None:

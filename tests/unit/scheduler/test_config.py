@@ -11,9 +11,9 @@ from services.scheduler.core.admission import AdmissionPolicy
 from services.scheduler.core.policy import CellTopology, RetractionPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
 from shared.config import load_settings
-from shared.tls import Role
-from tests.support.certificates import Authority, write_files
-from tests.support.tls_cell import tls_flags
+from shared.network.tls import Role
+from tests.support.cells.certificates import Authority, write_files
+from tests.support.cells.tls_cell import tls_flags
 
 
 @pytest.mark.parametrize(

@@ -17,15 +17,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from lockstep.internal.v1 import exchange_pb2_grpc
 from lockstep.v1 import scheduler_pb2_grpc
 from services.scheduler.server.failpoint import EXIT_CODE
-from shared.health import wait_until_serving
-from shared.heartbeat import LEASE_S
-from shared.rpc import make_channel, make_server
-from tests.support.cell_model import expected_completion
-from tests.support.patience import PATIENCE_S
-from tests.support.pipes import full_pipe
-from tests.support.processes import module_command, module_environment, python_command
-from tests.support.token_client import error_of, generate_tokens, reason, seeded
-from tests.support.worker_peer import WorkerPeer
+from shared.network.health import wait_until_serving
+from shared.network.heartbeat import LEASE_S
+from shared.network.rpc import make_channel, make_server
+from tests.support.clients.token_client import error_of, generate_tokens, reason, seeded
+from tests.support.scheduler.cell_model import expected_completion
+from tests.support.scheduler.worker_peer import WorkerPeer
+from tests.support.system.patience import PATIENCE_S
+from tests.support.system.pipes import full_pipe
+from tests.support.system.processes import module_command, module_environment, python_command
 
 pytestmark = pytest.mark.process
 
@@ -62,7 +62,7 @@ def test_a_management_address_that_is_invalid_is_named() -> None:
 WITH_SHORT_LEASE = """
 import sys
 from services.scheduler import __main__
-from services.scheduler.cell import attach
+from services.scheduler.cell.domains import attach
 
 attach.LEASE_S = 0.1
 sys.exit(__main__.main())
@@ -72,7 +72,7 @@ sys.exit(__main__.main())
 WITH_BUG = """
 import sys
 from services.scheduler import __main__
-from services.scheduler.cell import request_manager
+from services.scheduler.cell.requests import request_manager
 
 def fail(*_):
     raise ValueError("planted")

@@ -15,10 +15,10 @@ from services.scheduler.core.policy import RECOVERY_BUCKETS_S, CacheSettings, Ce
 from services.scheduler.discovery.last_seen import LastSeen
 from services.scheduler.metrics import make_registry
 from services.scheduler.server.idle_check import IdleCheck
-from shared.management import serve_management
-from shared.probes import Probes
-from tests.support.engine_driver import EngineDriver
-from tests.support.scraping import scrape, values
+from shared.network.management import serve_management
+from shared.network.probes import Probes
+from tests.support.scheduler.engine_driver import EngineDriver
+from tests.support.system.scraping import scrape, values
 
 
 async def scrape_cell(path: Path, engine: Engine) -> list[Metric]:

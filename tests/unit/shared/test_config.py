@@ -19,9 +19,9 @@ from shared.config import (
     load_settings,
     log_settings,
 )
-from shared.tls import Role
-from tests.support.certificates import Authority, write_files
-from tests.support.processes import module_environment
+from shared.network.tls import Role
+from tests.support.cells.certificates import Authority, write_files
+from tests.support.system.processes import module_environment
 
 AUTHORITY = Authority()
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.chaos import ChoiceFacts, Damage, Facts, dp_rank_of, mixed_requests
+from tests.support.cells.chaos import ChoiceFacts, Damage, Facts, dp_rank_of, mixed_requests
 
 EXPECTED = ChoiceFacts(
     token_ids=(5, 6, 7, 7),

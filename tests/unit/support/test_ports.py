@@ -6,12 +6,12 @@ import subprocess
 
 import pytest
 
-from tests.support.ports import free_port
-from tests.support.processes import module_environment, python_command
+from tests.support.system.ports import free_port
+from tests.support.system.processes import module_environment, python_command
 
 pytestmark = pytest.mark.process
 
-TAKE_ONE = "from tests.support.ports import free_port; print(free_port())"
+TAKE_ONE = "from tests.support.system.ports import free_port; print(free_port())"
 
 
 def test_two_test_runs_with_the_same_worker_number_get_different_ports() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from tests.support.tiny_tokenizer import tiny_tokenizer, write_tiny_tokenizer
-from tests.support.tokenizer_service import Service, run_tokenizer_service
+from tests.support.models.tiny_tokenizer import tiny_tokenizer, write_tiny_tokenizer
+from tests.support.tokenizer.tokenizer_service import Service, run_tokenizer_service
 
 
 @pytest.fixture(scope="session")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.patience import PATIENCE_S
-from tests.support.processes import module_command, module_environment
-from tests.support.tiny_tokenizer import write_tiny_tokenizer
+from tests.support.models.tiny_tokenizer import write_tiny_tokenizer
+from tests.support.system.patience import PATIENCE_S
+from tests.support.system.processes import module_command, module_environment
 
 pytestmark = pytest.mark.process
 
@@ -26,7 +26,7 @@ from pathlib import Path
 import services.tokenizer.__main__
 from services.tokenizer.chat.chat_template import load_chat_template
 from services.tokenizer.chat.conversation import Conversation, Message
-from tests.support.processes import ROOT, module_environment
+from tests.support.system.processes import ROOT, module_environment
 template = load_chat_template(Path(sys.argv[1]), timeout_s=60.0)
 template.render(template.fields(Conversation((Message("user", "hello"),))))
 print("torch" in sys.modules)

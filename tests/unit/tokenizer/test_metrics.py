@@ -15,10 +15,10 @@ from grpc_health.v1 import health_pb2
 from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from shared.errors import PoisonRequestError
-from tests.support.exchange_peer import Row, make_end, make_error_end
-from tests.support.patience import PATIENCE_S
-from tests.support.scraping import probes, scrape, values
-from tests.support.tokenizer_service import Service, read_rest, run_tokenizer_service
+from tests.support.system.patience import PATIENCE_S
+from tests.support.system.scraping import probes, scrape, values
+from tests.support.tokenizer.exchange_peer import Row, make_end, make_error_end
+from tests.support.tokenizer.tokenizer_service import Service, read_rest, run_tokenizer_service
 
 MAX_TOKENS = common_pb2.FINISH_REASON_MAX_TOKENS
 THE_FOX = tokenizer_pb2.GenerateRequest(text="The fox")

@@ -11,10 +11,10 @@ import pytest
 from services.worker.models.loader import LoadedModel
 from services.worker.process.device_loop import DeviceLoop
 from services.worker.server.servicer import STUCK_S
-from shared.rpc import make_channel, make_server
-from tests.support.tiny_llama import write_tiny_llama
-from tests.support.worker_runner import load_exact, make_runner
-from tests.support.worker_service import Worker
+from shared.network.rpc import make_channel, make_server
+from tests.support.models.tiny_llama import write_tiny_llama
+from tests.support.worker.worker_runner import load_exact, make_runner
+from tests.support.worker.worker_service import Worker
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.server.servicer import SERVICE_NAME
-from tests.support.patience import PATIENCE_S
-from tests.support.processes import ROOT, module_command, module_environment
-from tests.support.tiny_llama import write_tiny_llama
-from tests.support.worker_runner import generate_alone, load_exact
-from tests.support.worker_steps import (
+from tests.support.models.tiny_llama import write_tiny_llama
+from tests.support.system.patience import PATIENCE_S
+from tests.support.system.processes import ROOT, module_command, module_environment
+from tests.support.worker.worker_runner import generate_alone, load_exact
+from tests.support.worker.worker_steps import (
     decode_step,
     heartbeat_request,
     make_enter,

@@ -11,13 +11,13 @@ from services.worker.models.loader import LoadedModel
 from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.device_steps import DeviceSteps
 from services.worker.process.exits import DomainEnd
-from shared.management import serve_management
-from shared.probes import Probes
-from shared.process_metrics import make_process_registry
-from tests.support.scraping import scrape, values
-from tests.support.worker_runner import make_runner
-from tests.support.worker_service import PROMPTS, attach_request, prefill_of
-from tests.support.worker_steps import decode_step
+from shared.network.management import serve_management
+from shared.network.probes import Probes
+from shared.process.metrics import make_process_registry
+from tests.support.system.scraping import scrape, values
+from tests.support.worker.worker_runner import make_runner
+from tests.support.worker.worker_service import PROMPTS, attach_request, prefill_of
+from tests.support.worker.worker_steps import decode_step
 
 
 async def scrape_rank(path: Path, collector: WorkerCollector) -> dict[str, float]:

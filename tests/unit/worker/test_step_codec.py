@@ -12,7 +12,7 @@ from services.worker.step import EnteringSequence, Logprobs, StepOutput
 from services.worker.step_codec import parse_step, to_result
 from shared.errors import StepMismatchError
 from shared.limits import SamplingOptions
-from tests.support.worker_steps import column, decode_step, make_enter, prefill_step, to_request, unpack
+from tests.support.worker.worker_steps import column, decode_step, make_enter, prefill_step, to_request, unpack
 
 EVERY_OPTION = SamplingOptions(
     min_p=0.25,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from services.scheduler.cell.domain import Domain, Rank
+from services.scheduler.cell.domains.domain import Domain, Rank
 from services.scheduler.cell.quarantine.suspects import Suspects
 from services.scheduler.core.policy import SchedulerCounters, SchedulerPolicy
 

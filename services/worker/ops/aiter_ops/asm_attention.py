@@ -26,7 +26,7 @@ from services.worker.device import DeviceError
 from services.worker.forward.forward_context import AttentionMetadata
 from services.worker.ops.aiter_ops.attention import AiterPlan, attend
 from services.worker.ops.arguments import AttentionParams
-from services.worker.ops.triton.attention_tile import PagedSequences
+from services.worker.ops.triton.attention.tile import PagedSequences
 from services.worker.ops.triton.backend import TritonPlan
 from shared.errors import InvalidRequestError, Violation
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from services.worker.forward.forward_context import AttentionMetadata
 from services.worker.forward.kv_cache import KvCache
 from services.worker.ops.aiter_ops.asm_attention import no_kernel
-from services.worker.ops.triton.attention_tile import PagedSequences
+from services.worker.ops.triton.attention.context_slots import write_slots
+from services.worker.ops.triton.attention.tile import PagedSequences
 from services.worker.ops.triton.backend import TritonPlan, select_sequences
-from services.worker.ops.triton.context_slots import write_slots
 
 _NUM_HEADS = (16, 128)
 _LATENT_DIM, _ROTATED_DIM = 512, 64

@@ -16,8 +16,8 @@ from torch import Tensor
 from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
 from services.worker.forward.kv_cache import KvCache
 from services.worker.ops.arguments import AttentionParams
-from services.worker.ops.cpu_mla import CpuMla
-from services.worker.ops.cpu_plan import CpuPlan
+from services.worker.ops.cpu.mla import CpuMla
+from services.worker.ops.cpu.plan import CpuPlan
 from services.worker.ops.native.formats import FORMATS
 from services.worker.ops.native.results import Results
 

@@ -11,7 +11,7 @@ import torch
 from services.worker.device import DeviceError
 from services.worker.forward.capture import Capture
 from services.worker.forward.kv_cache import LayerCache
-from services.worker.ops.cpu_ops import CpuOps
+from services.worker.ops.cpu.backend import CpuOps
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.native.attention import NativeAttention
 from services.worker.ops.native.build import BuildError

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from services.worker.ops.native.isa import Isa, available_isas, every_compiler_flags
-from shared.cores import num_usable_cores
+from shared.process.cores import num_usable_cores
 
 _SOURCES = Path(__file__).parent / "kernels"
 # What an image brings. It is a part of the code, and is trusted as such.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from services.worker.ops.composed import ComposedOps
-from services.worker.ops.cpu_experts import CpuExperts
+from services.worker.ops.cpu.experts import CpuExperts
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
 from services.worker.ops.native.packed import PackedMatrix
 

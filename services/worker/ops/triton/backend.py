@@ -27,14 +27,14 @@ from services.worker.ops.protocol import EmbeddingKernel, LinearKernel
 from services.worker.ops.routing import RoutingRule
 from services.worker.ops.triton.activation import silu_and_mul
 from services.worker.ops.triton.advance_batch import advance_batch
-from services.worker.ops.triton.attention_tile import PagedSequences
-from services.worker.ops.triton.context_selection import select_context
-from services.worker.ops.triton.decode_attention import decode_attention
+from services.worker.ops.triton.attention.context_selection import select_context
+from services.worker.ops.triton.attention.decode import decode_attention
+from services.worker.ops.triton.attention.latent import latent_attention
+from services.worker.ops.triton.attention.prefill import prefill_attention
+from services.worker.ops.triton.attention.tile import PagedSequences
 from services.worker.ops.triton.kv_write import write_cache, write_kv
-from services.worker.ops.triton.latent_attention import latent_attention
 from services.worker.ops.triton.norm import add_rms_norm, layer_norm, rms_norm
 from services.worker.ops.triton.norm_rope_write import norm_rope_write
-from services.worker.ops.triton.prefill_attention import prefill_attention
 from services.worker.ops.triton.products.expert_sums import combine_experts
 from services.worker.ops.triton.products.experts import TritonExperts
 from services.worker.ops.triton.products.fp8_rows import Fp8Encoding, device_encoding

@@ -27,11 +27,11 @@ from services.worker.ops.arguments import AttentionParams
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
 from services.worker.ops.matrices import Matrix
 from services.worker.ops.protocol import LinearKernel, PerHeadKernel
-from services.worker.ops.triton.attention_tile import PagedSequences
+from services.worker.ops.triton.attention.context_selection import select_context
+from services.worker.ops.triton.attention.latent import latent_attention
+from services.worker.ops.triton.attention.prefill import prefill_attention
+from services.worker.ops.triton.attention.tile import PagedSequences
 from services.worker.ops.triton.backend import TritonOps, check_triton, select_sequences
-from services.worker.ops.triton.context_selection import select_context
-from services.worker.ops.triton.latent_attention import latent_attention
-from services.worker.ops.triton.prefill_attention import prefill_attention
 from services.worker.ops.triton.products.experts import TritonExperts
 from services.worker.ops.triton.products.linear import PackedLinear
 from services.worker.ops.triton.products.per_head import ExactPerHeadLinear

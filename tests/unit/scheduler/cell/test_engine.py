@@ -18,8 +18,8 @@ from services.scheduler.core.batch.sequence import FinishReason
 from services.scheduler.core.batch.step import StepKind
 from services.scheduler.core.policy import SchedulerPolicy
 from shared.ids import RequestHandle
-from tests.support.cell_model import VOCABULARY, expected_completion
-from tests.support.engine_driver import EOS, EngineDriver, attached, worker_facts
+from tests.support.scheduler.cell_model import VOCABULARY, expected_completion
+from tests.support.scheduler.engine_driver import EOS, EngineDriver, attached, worker_facts
 
 
 def make_prompt(length: int, start: int = 11) -> list[int]:

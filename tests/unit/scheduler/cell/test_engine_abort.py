@@ -8,8 +8,8 @@ from services.scheduler.cell.events import AbortRequest, Deliver
 from services.scheduler.core.batch.step import Outputs
 from services.scheduler.core.policy import SchedulerPolicy
 from shared.errors import ErrorCode
-from tests.support.cell_model import expected_completion
-from tests.support.engine_driver import EngineDriver
+from tests.support.scheduler.cell_model import expected_completion
+from tests.support.scheduler.engine_driver import EngineDriver
 
 
 def abort(driver: EngineDriver, request_id: str) -> list[Outputs]:

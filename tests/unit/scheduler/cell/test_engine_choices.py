@@ -23,8 +23,8 @@ from services.scheduler.core.policy import SchedulerPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
 from shared.ids import RequestHandle
 from shared.limits import SamplingParams
-from tests.support.cell_model import expected_completion
-from tests.support.engine_driver import ChoiceOutput, EngineDriver, attached, token_bytes, worker_facts
+from tests.support.scheduler.cell_model import expected_completion
+from tests.support.scheduler.engine_driver import ChoiceOutput, EngineDriver, attached, token_bytes, worker_facts
 
 # Two full blocks of 16 and part of a third.
 PROMPT = list(range(100, 140))

@@ -14,8 +14,8 @@ from services.scheduler.core.batch.step import RequestEnd, StepCounts, StepKind
 from services.scheduler.core.policy import SchedulerPolicy
 from shared.ids import RequestHandle
 from shared.limits import MAX_DRAFT_TOKENS, SamplingOptions, SamplingParams
-from tests.support.cell_model import VOCABULARY, FallibleOracle, HashGrammar, expected_completion
-from tests.support.engine_driver import EngineDriver, attached, token_bytes, worker_facts
+from tests.support.scheduler.cell_model import VOCABULARY, FallibleOracle, HashGrammar, expected_completion
+from tests.support.scheduler.engine_driver import EngineDriver, attached, token_bytes, worker_facts
 
 PROMPT = list(range(100, 120))
 

@@ -7,8 +7,8 @@ import pytest
 from services.scheduler.cell.events import DrainRank, DropDomain, ReleaseDomain, TimePassed, UndrainRank
 from services.scheduler.core.policy import CellTopology, SchedulerPolicy
 from shared.ids import DpRank
-from tests.support.cell_model import expected_completion
-from tests.support.engine_driver import EngineDriver
+from tests.support.scheduler.cell_model import expected_completion
+from tests.support.scheduler.engine_driver import EngineDriver
 
 TWO_RANKS = CellTopology(dp_size=2)
 COUPLED = CellTopology(dp_size=2, is_coupled=True)

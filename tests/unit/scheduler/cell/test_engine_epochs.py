@@ -24,11 +24,11 @@ from services.scheduler.core.batch.step import RequestEnd, StepResult
 from services.scheduler.core.policy import CacheSettings, SchedulerPolicy
 from services.scheduler.core.step_deadline import FIRST_STEP_S, MIN_STEP_S
 from services.scheduler.core.worker_facts import WorkerFacts
-from shared.heartbeat import HEARTBEAT_S, LEASE_S
 from shared.ids import DpRank, RequestHandle
 from shared.limits import SamplingParams
-from tests.support.cell_model import expected_completion
-from tests.support.engine_driver import EOS, EngineDriver, attached, token_bytes, worker_facts
+from shared.network.heartbeat import HEARTBEAT_S, LEASE_S
+from tests.support.scheduler.cell_model import expected_completion
+from tests.support.scheduler.engine_driver import EOS, EngineDriver, attached, token_bytes, worker_facts
 
 PROMPT = list(range(100, 120))
 

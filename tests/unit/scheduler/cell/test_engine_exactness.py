@@ -11,8 +11,8 @@ from services.scheduler.core.batch.step import RequestEnd
 from services.scheduler.core.policy import CellTopology, SchedulerPolicy
 from shared.ids import RequestHandle
 from shared.limits import SamplingParams
-from tests.support.cell_model import expected_completion
-from tests.support.engine_driver import EngineDriver, token_bytes
+from tests.support.scheduler.cell_model import expected_completion
+from tests.support.scheduler.engine_driver import EngineDriver, token_bytes
 
 PROMPT = list(range(100, 120))
 EXACT = {"is_exact": True, "numerics_fingerprint": "a"}

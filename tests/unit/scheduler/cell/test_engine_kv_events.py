@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.kv_run import KvRun
+from tests.support.scheduler.kv_run import KvRun
 
 
 def check_runs(seeds: range, num_actions: int) -> None:

@@ -14,8 +14,8 @@ from services.scheduler.core.batch.logprobs import Logprobs
 from services.scheduler.core.batch.step import StepResult
 from services.scheduler.core.policy import SchedulerPolicy
 from shared.limits import SamplingOptions
-from tests.support.cell_model import VOCABULARY, expected_completion
-from tests.support.engine_driver import EngineDriver, attached, expected_scores, worker_facts
+from tests.support.scheduler.cell_model import VOCABULARY, expected_completion
+from tests.support.scheduler.engine_driver import EngineDriver, attached, expected_scores, worker_facts
 
 PROMPT = list(range(100, 140))
 CHUNKED = SchedulerPolicy(max_num_seqs=8, max_num_batched_tokens=18)

@@ -8,8 +8,8 @@ from services.scheduler.core.admission import AdmissionPolicy
 from services.scheduler.core.batch.sequence import Priority
 from services.scheduler.core.policy import RetractionPolicy, SchedulerPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
-from tests.support.cell_model import expected_completion
-from tests.support.engine_driver import EngineDriver
+from tests.support.scheduler.cell_model import expected_completion
+from tests.support.scheduler.engine_driver import EngineDriver
 
 
 def prompt(num_tokens: int, start: int = 0) -> list[int]:

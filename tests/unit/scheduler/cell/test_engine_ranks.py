@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from services.scheduler.cell.events import DropDomain, TimePassed
 from services.scheduler.core.policy import CellTopology, SchedulerPolicy
-from tests.support.cell_model import PoisonedError, expected_completion
-from tests.support.engine_driver import EngineDriver
+from tests.support.scheduler.cell_model import PoisonedError, expected_completion
+from tests.support.scheduler.engine_driver import EngineDriver
 
 UNCOUPLED = CellTopology(dp_size=3)
 COUPLED = CellTopology(dp_size=3, is_coupled=True)

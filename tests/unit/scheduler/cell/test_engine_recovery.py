@@ -8,8 +8,8 @@ from services.scheduler.cell.events import ClientMessage, Submission
 from services.scheduler.core.policy import SchedulerPolicy
 from shared.ids import RequestHandle
 from shared.limits import SamplingParams
-from tests.support.cell_model import expected_completion
-from tests.support.engine_driver import EngineDriver, token_bytes
+from tests.support.scheduler.cell_model import expected_completion
+from tests.support.scheduler.engine_driver import EngineDriver, token_bytes
 
 
 def make_prompt(num_tokens: int, start: int) -> list[int]:

@@ -9,8 +9,8 @@ import pytest
 
 from services.scheduler.cell.events import DropDomain
 from services.scheduler.core.batch.step import StepResult
-from tests.support.cell_model import VOCABULARY, expected_completion
-from tests.support.engine_driver import EngineDriver
+from tests.support.scheduler.cell_model import VOCABULARY, expected_completion
+from tests.support.scheduler.engine_driver import EngineDriver
 
 
 def make_prompt(length: int, start: int = 11) -> list[int]:

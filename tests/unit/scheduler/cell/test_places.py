@@ -20,8 +20,8 @@ from services.scheduler.cell.events import (
 from services.scheduler.cell.state import RankState
 from services.scheduler.core.policy import CellTopology, SchedulerPolicy
 from shared.ids import DpRank
-from tests.support.cell_model import expected_completion
-from tests.support.engine_driver import EngineDriver
+from tests.support.scheduler.cell_model import expected_completion
+from tests.support.scheduler.engine_driver import EngineDriver
 
 PROMPT = [11, 12, 13]
 A, B, C = (Endpoint(f"10.0.0.{number}:50053") for number in (1, 2, 3))

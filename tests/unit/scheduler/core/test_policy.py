@@ -10,8 +10,8 @@ from services.scheduler.cell.events import Exit
 from services.scheduler.core.batch.step import ScheduledBatch, Step, StepKind
 from services.scheduler.core.policy import CellTopology, SchedulerPolicy, StepBudget
 from shared.limits import SamplingOptions
-from tests.support.cell_model import expected_completion
-from tests.support.engine_driver import EngineDriver, attached, expected_scores, worker_facts
+from tests.support.scheduler.cell_model import expected_completion
+from tests.support.scheduler.engine_driver import EngineDriver, attached, expected_scores, worker_facts
 
 AS_PROPOSED = SchedulerPolicy(max_num_seqs=12, max_num_batched_tokens=None, enable_mixed_steps=None)
 NUM_DECODES = 8

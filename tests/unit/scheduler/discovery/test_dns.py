@@ -11,7 +11,7 @@ import pytest
 from services.scheduler.cell.events import Endpoint
 from services.scheduler.discovery.dns import DnsDiscovery
 from services.scheduler.discovery.last_seen import LastSeen
-from tests.support.patience import PATIENCE_S
+from tests.support.system.patience import PATIENCE_S
 
 FOUR, SIX = socket.AF_INET, socket.AF_INET6
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.scheduler.cell.events import Endpoint
 from services.scheduler.discovery.endpoint_slices import merge_slices
-from tests.support.endpoint_slices import endpoint, make_slice
+from tests.support.kubernetes.endpoint_slices import endpoint, make_slice
 
 
 def test_a_service_of_more_than_a_hundred_endpoints_has_several_slices() -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from services.scheduler.cell.events import Endpoint
-from tests.support.endpoint_slices import SLICES, endpoint, make_slice, write_service_account
-from tests.support.kube_api import KubeApi, run_kube_api
-from tests.support.ports import free_port
-from tests.support.watched_slices import WatchedSlices, watch_slices, watch_task
+from tests.support.kubernetes.endpoint_slices import SLICES, endpoint, make_slice, write_service_account
+from tests.support.kubernetes.kube_api import KubeApi, run_kube_api
+from tests.support.kubernetes.watched_slices import WatchedSlices, watch_slices, watch_task
+from tests.support.system.ports import free_port
 
 A, B = Endpoint("10.0.0.1:50053"), Endpoint("10.0.0.2:50053")
 

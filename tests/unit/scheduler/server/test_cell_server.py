@@ -15,16 +15,16 @@ from services.scheduler.cell.events import Action, ClientMessage
 from services.scheduler.server.cell_server import MAX_UNREAD_S, CellServer, ClientLink
 from services.scheduler.server.exchange_codec import decode_request
 from shared.errors import NotReadyError
-from shared.rpc import reason_of, status_from_rpc_error
-from tests.support.cell_model import expected_completion
-from tests.support.engine_driver import token_bytes
-from tests.support.gated_worker import GatedWorker
-from tests.support.health import check_health
-from tests.support.narrow_channel import open_narrow_channel
-from tests.support.patience import PATIENCE_S
-from tests.support.scheduler_shell import ReplicaStream, running_cell
-from tests.support.token_client import error_of, reason, seeded
-from tests.support.worker_peer import WorkerPeer, column
+from shared.network.rpc import reason_of, status_from_rpc_error
+from tests.support.clients.narrow_channel import open_narrow_channel
+from tests.support.clients.token_client import error_of, reason, seeded
+from tests.support.scheduler.cell_model import expected_completion
+from tests.support.scheduler.engine_driver import token_bytes
+from tests.support.scheduler.gated_worker import GatedWorker
+from tests.support.scheduler.scheduler_shell import ReplicaStream, running_cell
+from tests.support.scheduler.worker_peer import WorkerPeer, column
+from tests.support.system.health import check_health
+from tests.support.system.patience import PATIENCE_S
 
 
 def submit(handle: int, prompt: list[int], max_tokens: int) -> exchange_pb2.ExchangeRequest:

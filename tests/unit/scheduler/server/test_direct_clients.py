@@ -21,13 +21,9 @@ from services.scheduler.server.direct_clients import RESPONSES_PER_TURN, DirectC
 from shared.errors import NotReadyError
 from shared.ids import RequestHandle
 from shared.limits import ModelLimits
-from shared.rpc import reason_of, status_from_rpc_error
-from tests.support.cell_model import expected_completion
-from tests.support.engine_driver import EOS, token_bytes
-from tests.support.gated_worker import GatedWorker
-from tests.support.narrow_channel import WINDOW_BYTES, open_narrow_channel
-from tests.support.scheduler_shell import Cell, running_cell
-from tests.support.token_client import (
+from shared.network.rpc import reason_of, status_from_rpc_error
+from tests.support.clients.narrow_channel import WINDOW_BYTES, open_narrow_channel
+from tests.support.clients.token_client import (
     PROMPT,
     Request,
     Response,
@@ -39,7 +35,11 @@ from tests.support.token_client import (
     reason,
     seeded,
 )
-from tests.support.worker_peer import WorkerPeer, column
+from tests.support.scheduler.cell_model import expected_completion
+from tests.support.scheduler.engine_driver import EOS, token_bytes
+from tests.support.scheduler.gated_worker import GatedWorker
+from tests.support.scheduler.scheduler_shell import Cell, running_cell
+from tests.support.scheduler.worker_peer import WorkerPeer, column
 
 
 @asynccontextmanager

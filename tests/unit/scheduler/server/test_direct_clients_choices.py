@@ -16,11 +16,7 @@ from services.scheduler.server.direct_clients import DirectClients, resolve_requ
 from services.scheduler.server.token_stream import MAX_ENTRIES, TokenStream
 from shared.ids import RequestHandle
 from shared.limits import ModelLimits, SamplingOptions
-from tests.support.cell_model import expected_completion, logprobs_of
-from tests.support.engine_driver import token_bytes
-from tests.support.gated_worker import GatedWorker
-from tests.support.scheduler_shell import Cell, running_cell
-from tests.support.token_client import (
+from tests.support.clients.token_client import (
     Request,
     Response,
     endless,
@@ -30,7 +26,11 @@ from tests.support.token_client import (
     reason,
     seeded,
 )
-from tests.support.worker_peer import WorkerPeer
+from tests.support.scheduler.cell_model import expected_completion, logprobs_of
+from tests.support.scheduler.engine_driver import token_bytes
+from tests.support.scheduler.gated_worker import GatedWorker
+from tests.support.scheduler.scheduler_shell import Cell, running_cell
+from tests.support.scheduler.worker_peer import WorkerPeer
 
 PROMPT = list(range(100, 140))
 LIMITS = ModelLimits(context_length=512, logits_width=1000, num_pool_tokens=512)

@@ -14,11 +14,7 @@ from services.scheduler.server.direct_clients import DirectClients, resolve_requ
 from shared.errors import DeadlinePassedError, InvalidRequestError
 from shared.ids import RequestHandle
 from shared.limits import ModelLimits
-from tests.support.cell_model import expected_completion
-from tests.support.engine_driver import token_bytes
-from tests.support.gated_worker import GatedWorker
-from tests.support.scheduler_shell import running_cell
-from tests.support.token_client import (
+from tests.support.clients.token_client import (
     PROMPT,
     Request,
     Response,
@@ -28,7 +24,11 @@ from tests.support.token_client import (
     reason,
     seeded,
 )
-from tests.support.worker_peer import WorkerPeer
+from tests.support.scheduler.cell_model import expected_completion
+from tests.support.scheduler.engine_driver import token_bytes
+from tests.support.scheduler.gated_worker import GatedWorker
+from tests.support.scheduler.scheduler_shell import running_cell
+from tests.support.scheduler.worker_peer import WorkerPeer
 
 HANDLE = RequestHandle(7)
 LIMITS = ModelLimits(context_length=512, logits_width=1000, num_pool_tokens=512)

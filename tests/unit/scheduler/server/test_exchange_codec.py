@@ -19,7 +19,7 @@ from shared.errors import InvalidRequestError, NumericError
 from shared.ids import RequestHandle, choice_handles
 from shared.limits import SamplingOptions, SamplingParams
 from shared.sampling_codec import encode_options
-from tests.support.engine_driver import token_bytes
+from tests.support.scheduler.engine_driver import token_bytes
 
 
 def decode(**fields: Any) -> Submission:

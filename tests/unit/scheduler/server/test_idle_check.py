@@ -9,7 +9,7 @@ import pytest
 
 from services.scheduler.core.cache.prefix_cache import PrefixCache
 from services.scheduler.server.idle_check import IDLE_S_PER_BLOCK, MIN_IDLE_S, IdleCheck
-from tests.support.engine_driver import EngineDriver
+from tests.support.scheduler.engine_driver import EngineDriver
 
 
 class Clock:

@@ -14,15 +14,15 @@ from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler.core.cache.block_hashes import hash_blocks, hash_salt
 from services.scheduler.server.kv_events import MAX_SUBSCRIBERS, KvEvents, Response
 from shared.errors import ClientTooSlowError
-from shared.rpc import reason_of, status_from_rpc_error
-from tests.support.engine_driver import EngineDriver, token_bytes
-from tests.support.kv_index import KvIndex, held_blocks
-from tests.support.kv_subscriber import KvSubscriber
-from tests.support.narrow_channel import open_narrow_channel
-from tests.support.patience import PATIENCE_S
-from tests.support.scheduler_shell import Cell, running_cell
-from tests.support.token_client import generate_tokens, seeded
-from tests.support.worker_peer import WorkerPeer
+from shared.network.rpc import reason_of, status_from_rpc_error
+from tests.support.clients.kv_index import KvIndex, held_blocks
+from tests.support.clients.kv_subscriber import KvSubscriber
+from tests.support.clients.narrow_channel import open_narrow_channel
+from tests.support.clients.token_client import generate_tokens, seeded
+from tests.support.scheduler.engine_driver import EngineDriver, token_bytes
+from tests.support.scheduler.scheduler_shell import Cell, running_cell
+from tests.support.scheduler.worker_peer import WorkerPeer
+from tests.support.system.patience import PATIENCE_S
 
 PROMPT = [5] * 40
 

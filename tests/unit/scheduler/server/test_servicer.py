@@ -7,10 +7,10 @@ from pathlib import Path
 
 from lockstep.internal.v1 import worker_pb2
 from lockstep.v1 import scheduler_pb2
-from tests.support.cell_model import expected_completion
-from tests.support.gated_worker import GatedWorker
-from tests.support.scheduler_shell import Cell, running_cell
-from tests.support.token_client import Response, generate_tokens, read_to_end, seeded
+from tests.support.clients.token_client import Response, generate_tokens, read_to_end, seeded
+from tests.support.scheduler.cell_model import expected_completion
+from tests.support.scheduler.gated_worker import GatedWorker
+from tests.support.scheduler.scheduler_shell import Cell, running_cell
 
 PROMPT = [5] * 40
 

@@ -17,17 +17,17 @@ import pytest
 
 from lockstep.internal.v1 import worker_pb2
 from lockstep.v1 import scheduler_pb2
-from shared.rpc import make_server
-from tests.support.cell_model import expected_completion
-from tests.support.endpoint_slices import SERVICE, SLICES, endpoint, make_slice, write_service_account
-from tests.support.gated_worker import GatedWorker
-from tests.support.kube_api import KubeApi, run_kube_api
-from tests.support.patience import PATIENCE_S
-from tests.support.ports import free_port
-from tests.support.processes import running_children
-from tests.support.scheduler_shell import Cell, running_scheduler
-from tests.support.token_client import PROMPT, generate_tokens, seeded
-from tests.support.worker_peer import WorkerPeer
+from shared.network.rpc import make_server
+from tests.support.clients.token_client import PROMPT, generate_tokens, seeded
+from tests.support.kubernetes.endpoint_slices import SERVICE, SLICES, endpoint, make_slice, write_service_account
+from tests.support.kubernetes.kube_api import KubeApi, run_kube_api
+from tests.support.scheduler.cell_model import expected_completion
+from tests.support.scheduler.gated_worker import GatedWorker
+from tests.support.scheduler.scheduler_shell import Cell, running_scheduler
+from tests.support.scheduler.worker_peer import WorkerPeer
+from tests.support.system.patience import PATIENCE_S
+from tests.support.system.ports import free_port
+from tests.support.system.processes import running_children
 
 pytestmark = pytest.mark.process
 

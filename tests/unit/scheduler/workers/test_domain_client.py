@@ -11,15 +11,15 @@ import grpc
 import pytest
 
 from lockstep.internal.v1 import worker_pb2
-from services.scheduler.cell import attach
+from services.scheduler.cell.domains import attach
 from shared.errors import StaleEpochError
-from shared.heartbeat import LEASE_S
-from tests.support.cell_model import expected_completion
-from tests.support.gated_worker import GatedWorker
-from tests.support.patience import PATIENCE_S
-from tests.support.scheduler_shell import Cell, running_cell
-from tests.support.token_client import error_of, generate_tokens, seeded
-from tests.support.worker_peer import WorkerPeer
+from shared.network.heartbeat import LEASE_S
+from tests.support.clients.token_client import error_of, generate_tokens, seeded
+from tests.support.scheduler.cell_model import expected_completion
+from tests.support.scheduler.gated_worker import GatedWorker
+from tests.support.scheduler.scheduler_shell import Cell, running_cell
+from tests.support.scheduler.worker_peer import WorkerPeer
+from tests.support.system.patience import PATIENCE_S
 
 
 async def wait_until_attached(cell: Cell) -> None:

@@ -9,12 +9,12 @@ import grpc
 import pytest
 
 from lockstep.v1 import scheduler_pb2
-from shared.rpc import reason_of, status_from_rpc_error
-from tests.support.cell_model import expected_completion
-from tests.support.gated_worker import GatedWorker
-from tests.support.scheduler_shell import Cell, running_cell
-from tests.support.token_client import generate_tokens, seeded
-from tests.support.worker_peer import WorkerPeer
+from shared.network.rpc import reason_of, status_from_rpc_error
+from tests.support.clients.token_client import generate_tokens, seeded
+from tests.support.scheduler.cell_model import expected_completion
+from tests.support.scheduler.gated_worker import GatedWorker
+from tests.support.scheduler.scheduler_shell import Cell, running_cell
+from tests.support.scheduler.worker_peer import WorkerPeer
 
 
 async def wait_until_attached(cell: Cell) -> None:

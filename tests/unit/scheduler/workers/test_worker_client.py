@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from lockstep.internal.v1 import sampling_pb2, worker_pb2
-from services.scheduler.cell.attach import AttachEvent, Refused
+from services.scheduler.cell.domains.attach import AttachEvent, Refused
 from services.scheduler.core.batch.slot_table import Slots
 from services.scheduler.core.batch.step import ScheduledBatch, Step, StepCounts, StepKind
 from services.scheduler.workers.worker_client import GroupLink, decode_result, encode_step
 from shared.ids import DpRank, Slot
 from shared.limits import SamplingOptions
-from shared.rpc import make_channel
+from shared.network.rpc import make_channel
 from shared.sampling_codec import decode_options
-from tests.support.engine_driver import EOS, EngineDriver
+from tests.support.scheduler.engine_driver import EOS, EngineDriver
 
 
 def make_dummy(leave_slots: Sequence[int] = ()) -> ScheduledBatch:

@@ -13,9 +13,9 @@ from shared.cli.processes.manage_flag import find_manage_address
 from shared.cli.processes.service_command import ServiceCommand
 from shared.cli.serve_settings import ServeSettings
 from shared.config import load_settings
-from shared.tls import Role
-from tests.support.certificates import Authority, write_files
-from tests.support.tls_cell import tls_flags
+from shared.network.tls import Role
+from tests.support.cells.certificates import Authority, write_files
+from tests.support.cells.tls_cell import tls_flags
 
 RUNTIME_DIR = Path("/run/x")
 

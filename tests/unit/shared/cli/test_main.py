@@ -12,13 +12,13 @@ import grpc
 import pytest
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from shared.cli.client import describe_failure, describe_finish, describe_logprobs, note_recovery, run_client
+from shared.cli.clients.client import describe_failure, describe_finish, describe_logprobs, note_recovery, run_client
+from shared.cli.clients.request_flags import add_client_flags, request_from
 from shared.cli.main import COMMANDS, run
-from shared.cli.request_flags import add_client_flags, request_from
 from shared.cli.serve_settings import split_service_flags
 from shared.errors import NotReadyError
-from shared.rpc import STATUS_DETAILS_KEY, to_status
-from tests.support.processes import ROOT
+from shared.network.rpc import STATUS_DETAILS_KEY, to_status
+from tests.support.system.processes import ROOT
 
 
 def parse_request(*args: str) -> tokenizer_pb2.GenerateRequest:
@@ -196,7 +196,9 @@ def test_a_failed_call_is_reported_as_status_reason_and_message(capsys: pytest.C
 
 @pytest.mark.process
 def test_a_reader_that_closes_the_pipe_ends_a_command_quietly() -> None:
-    script = "from shared.cli.client import run_client\nraise SystemExit(run_client(lambda: print('x' * 1_000_000)))"
+    script = (
+        "from shared.cli.clients.client import run_client\nraise SystemExit(run_client(lambda: print('x' * 1_000_000)))"
+    )
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

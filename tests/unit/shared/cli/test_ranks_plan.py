@@ -14,9 +14,9 @@ from shared.cli.processes.service_command import ServiceCommand
 from shared.cli.ranks_plan import plan_node
 from shared.cli.ranks_settings import RanksSettings
 from shared.config import load_settings
-from shared.tls import Role
-from tests.support.certificates import Authority, write_files
-from tests.support.tls_cell import tls_flags
+from shared.network.tls import Role
+from tests.support.cells.certificates import Authority, write_files
+from tests.support.cells.tls_cell import tls_flags
 
 
 def plan(*flags: str, worker_flags: Sequence[str] = ()) -> list[ServiceCommand]:

@@ -15,7 +15,7 @@ from services.tokenizer.chat.conversation import Conversation, Message, Tool, To
 from services.tokenizer.json.json_values import JsonObject
 from services.tokenizer.request.prompts import PromptEncoder
 from services.tokenizer.text.encoder import Encoder
-from tests.support.tiny_tokenizer import ENDOFTEXT, IM_END, IM_START, tiny_tokenizer, write_tiny_tokenizer
+from tests.support.models.tiny_tokenizer import ENDOFTEXT, IM_END, IM_START, tiny_tokenizer, write_tiny_tokenizer
 
 # Every part of a conversation appears somewhere, including the fields that templates inspect.
 TEMPLATE = """\

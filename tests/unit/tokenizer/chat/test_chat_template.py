@@ -14,7 +14,7 @@ from services.tokenizer.request.prompts import PromptEncoder
 from services.tokenizer.text.encoder import Encoder
 from shared.errors import InvalidRequestError, TemplateFailedError
 from shared.model_dir import ModelDirectoryError
-from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer, write_tiny_tokenizer
+from tests.support.models.tiny_tokenizer import CHATML, tiny_tokenizer, write_tiny_tokenizer
 
 USER = Message("user", "Hi")
 SCHEMA: JsonObject = {"type": "object", "properties": {"city": {"type": "string"}}}

@@ -13,7 +13,7 @@ import pytest
 
 from services.tokenizer.chat.template_trial import TemplateFeatures, try_template
 from shared.model_dir import ModelDirectoryError
-from tests.support.processes import ROOT, module_environment
+from tests.support.system.processes import ROOT, module_environment
 
 # A template that never ends.
 PARENT = """

@@ -19,8 +19,8 @@ from shared.errors import (
 )
 from shared.limits import SamplingOptions, SamplingParams
 from shared.sampling_codec import decode_options
-from tests.support.cell_requests import Requests, Sink
-from tests.support.exchange_peer import (
+from tests.support.tokenizer.cell_requests import Requests, Sink
+from tests.support.tokenizer.exchange_peer import (
     Position,
     PromptRow,
     Row,

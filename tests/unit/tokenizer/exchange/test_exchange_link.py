@@ -3,7 +3,7 @@ from __future__ import annotations
 from lockstep.internal.v1 import exchange_pb2
 from services.tokenizer.exchange.exchange_link import ExchangeLink
 from shared.ids import RequestHandle
-from tests.support.exchange_peer import column, read_column
+from tests.support.tokenizer.exchange_peer import column, read_column
 
 
 def make_submit(handle: int) -> exchange_pb2.Submit | None:

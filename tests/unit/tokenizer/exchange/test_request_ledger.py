@@ -11,7 +11,7 @@ from services.tokenizer.request.request import Request
 from shared.errors import DeadlinePassedError, ExactUnavailableError, PoisonRequestError, SchedulerLostError
 from shared.ids import RequestHandle, choice_handles
 from shared.limits import SamplingParams
-from tests.support.exchange_peer import column
+from tests.support.tokenizer.exchange_peer import column
 
 LOST_AFTER_S = 60.0
 

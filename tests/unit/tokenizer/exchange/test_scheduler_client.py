@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.exchange import scheduler_link
-from tests.support.exchange_peer import ExchangePeer, Row, make_end, read_column
-from tests.support.tokenizer_service import read_rest, run_tokenizer_service
+from tests.support.tokenizer.exchange_peer import ExchangePeer, Row, make_end, read_column
+from tests.support.tokenizer.tokenizer_service import read_rest, run_tokenizer_service
 
 HELLO = tokenizer_pb2.GenerateRequest(text="The fox")
 EXACT = tokenizer_pb2.GenerateRequest(text="The fox", determinism=common_pb2.DETERMINISM_EXACT)

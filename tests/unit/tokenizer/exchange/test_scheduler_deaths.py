@@ -11,8 +11,8 @@ from lockstep.v1 import common_pb2
 from services.tokenizer.exchange import cell_requests, submit_suspects
 from shared.errors import DeadlinePassedError, PoisonRequestError
 from shared.ids import RequestHandle
-from tests.support.cell_requests import Requests, Sink
-from tests.support.exchange_peer import Row, make_end, make_outputs
+from tests.support.tokenizer.cell_requests import Requests, Sink
+from tests.support.tokenizer.exchange_peer import Row, make_end, make_outputs
 
 MAX_TOKENS = common_pb2.FINISH_REASON_MAX_TOKENS
 

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from tests.support.exchange_peer import Row, make_end
-from tests.support.tokenizer_service import Service, read_rest, run_tokenizer_service
+from tests.support.tokenizer.exchange_peer import Row, make_end
+from tests.support.tokenizer.tokenizer_service import Service, read_rest, run_tokenizer_service
 
 HELLO = tokenizer_pb2.GenerateRequest(text="The fox")
 MAX_TOKENS = common_pb2.FINISH_REASON_MAX_TOKENS

@@ -9,7 +9,7 @@ import pytest
 
 from services.tokenizer.grammar.grammar_trial import GrammarTrial
 from shared.grammar import GrammarError, GrammarLibrary
-from tests.support.tiny_tokenizer import IM_END_ID
+from tests.support.models.tiny_tokenizer import IM_END_ID
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from services.tokenizer.grammar import structured_output
 from services.tokenizer.grammar.grammar_child import TrialLimits
 from services.tokenizer.grammar.structured_output import StructuredOutputs
 from shared.errors import InvalidRequestError, QueueFullError, Violation
-from tests.support.patience import PATIENCE_S
-from tests.support.processes import module_environment, running_children
+from tests.support.system.patience import PATIENCE_S
+from tests.support.system.processes import module_environment, running_children
 
 MIB = 2**20
 LIMITS = TrialLimits(cpu_s=2.0, memory_bytes=1024 * MIB)

@@ -19,8 +19,8 @@ from services.tokenizer.replies import REPLY_PARSERS, ReasoningPart, ReplyPart, 
 from services.tokenizer.replies.call_grammar import CallRequest, tool_call_grammar
 from services.tokenizer.replies.lark import search_pattern
 from shared.errors import InvalidRequestError
-from tests.support.replies import parse, tool
-from tests.support.tiny_tokenizer import IM_END_ID, tiny_tokenizer
+from tests.support.models.tiny_tokenizer import IM_END_ID, tiny_tokenizer
+from tests.support.tokenizer.replies import parse, tool
 
 FAMILIES = sorted(name for name in REPLY_PARSERS if name != "none")
 V3_TEMPLATE, V31_TEMPLATE = "```json", ""

@@ -6,7 +6,7 @@ import pytest
 
 from services.tokenizer.replies import ReasoningPart, ReplyPart, TextPart
 from services.tokenizer.replies.deepseek_v3 import DeepseekV3Parser
-from tests.support.replies import call_part, parse_every_way
+from tests.support.tokenizer.replies import call_part, parse_every_way
 
 CALLS, END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 ONE, TWO = '{"x":1}', '{"y":2}'

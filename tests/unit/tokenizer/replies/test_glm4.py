@@ -9,7 +9,7 @@ import pytest
 
 from services.tokenizer.replies import ReasoningPart, ReplyPart, TextPart, ToolCallPart, make_reply_parser
 from services.tokenizer.replies.glm4 import takes_text
-from tests.support.replies import TOOLS, call_part, parse_every_way, tool
+from tests.support.tokenizer.replies import TOOLS, call_part, parse_every_way, tool
 
 
 def call(name: str, between: str = "\n", **arguments: str) -> str:

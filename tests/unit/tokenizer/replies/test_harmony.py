@@ -6,7 +6,7 @@ import pytest
 
 from services.tokenizer.replies import ReasoningPart, ReplyPart, TextPart
 from services.tokenizer.replies.harmony import HarmonyParser
-from tests.support.replies import call_part, parse_every_way
+from tests.support.tokenizer.replies import call_part, parse_every_way
 
 SPECIAL = HarmonyParser.markup | {"<|endoftext|>"}
 ANALYSIS = "<|channel|>analysis<|message|>Need to use function get_weather.<|end|>"

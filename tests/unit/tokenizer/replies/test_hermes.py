@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.tokenizer.replies import ReasoningPart, ReplyPart, TextPart
-from tests.support.replies import call_part, parse_every_way
+from tests.support.tokenizer.replies import call_part, parse_every_way
 
 TEMPERATURE = '{"location": "San Francisco, CA, USA"}'
 TOMORROW = '{"location": "San Francisco, CA, USA", "date": "2024-10-01"}'

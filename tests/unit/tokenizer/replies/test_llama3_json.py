@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.tokenizer.replies import ReplyPart, TextPart
-from tests.support.replies import call_part, parse_every_way
+from tests.support.tokenizer.replies import call_part, parse_every_way
 
 GET_TIME = '{"name": "get_time", "parameters": {}}'
 SPECIAL = frozenset({"<|python_tag|>", "<|eom_id|>", "<|eot_id|>"})

@@ -20,7 +20,7 @@ from services.tokenizer.replies import (
     choose_reply_parser,
     make_reply_parser,
 )
-from tests.support.replies import TOOLS, parse
+from tests.support.tokenizer.replies import TOOLS, parse
 
 NAMES = sorted(REPLY_PARSERS)
 

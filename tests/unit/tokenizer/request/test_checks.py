@@ -25,7 +25,7 @@ from shared.errors import (
     ServiceError,
 )
 from shared.limits import DEFAULT_MAX_TOKENS, ModelLimits, SamplingParams
-from shared.rpc import to_status
+from shared.network.rpc import to_status
 
 LIMITS = ModelLimits(context_length=100, logits_width=50, num_pool_tokens=1000)
 USER = tokenizer_pb2.ROLE_USER

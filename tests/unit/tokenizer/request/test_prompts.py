@@ -20,7 +20,7 @@ from services.tokenizer.text.encoding_pools import MAX_WAITING_BYTES, EncodingPo
 from services.tokenizer.text_size import MAX_TEXT_BYTES
 from shared.errors import PromptTooLongError, QueueFullError, TemplateFailedError
 from shared.limits import ModelLimits
-from tests.support.tiny_tokenizer import tiny_tokenizer
+from tests.support.models.tiny_tokenizer import tiny_tokenizer
 
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
 LARGEST = SENTENCE * (MAX_TEXT_BYTES // len(SENTENCE))

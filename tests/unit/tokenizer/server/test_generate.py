@@ -16,13 +16,13 @@ from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.server.generate import echo_pieces
 from shared.errors import AbortedByCallError
 from shared.limits import SamplingOptions
-from shared.rpc import reason_of, status_from_rpc_error
+from shared.network.rpc import reason_of, status_from_rpc_error
 from shared.sampling_codec import decode_options
-from tests.support.client import Answer, read_answer
-from tests.support.exchange_peer import Position, PromptRow, Row, make_end, make_error_end, read_column
-from tests.support.patience import PATIENCE_S
-from tests.support.tiny_tokenizer import CONTEXT_LENGTH, IM_END, IM_END_ID
-from tests.support.tokenizer_service import NUM_POOL_TOKENS, Service, run_tokenizer_service
+from tests.support.clients.client import Answer, read_answer
+from tests.support.models.tiny_tokenizer import CONTEXT_LENGTH, IM_END, IM_END_ID
+from tests.support.system.patience import PATIENCE_S
+from tests.support.tokenizer.exchange_peer import Position, PromptRow, Row, make_end, make_error_end, read_column
+from tests.support.tokenizer.tokenizer_service import NUM_POOL_TOKENS, Service, run_tokenizer_service
 
 EOS, MAX_TOKENS = common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_MAX_TOKENS
 STOP_TOKEN = common_pb2.FINISH_REASON_STOP_TOKEN

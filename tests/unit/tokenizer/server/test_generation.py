@@ -21,9 +21,9 @@ from services.tokenizer.server.request_totals import RequestTotals
 from services.tokenizer.text.detokenizer import ByteLevelDetokenizer, text_table
 from shared.errors import DrainingError, NumericError, SchedulerLostError
 from shared.ids import RequestHandle
-from shared.rpc import StatusError, reason_of
-from tests.support.client import Answer
-from tests.support.exchange_peer import (
+from shared.network.rpc import StatusError, reason_of
+from tests.support.clients.client import Answer
+from tests.support.tokenizer.exchange_peer import (
     Position,
     Row,
     make_end,

@@ -14,10 +14,9 @@ from tokenizers import Tokenizer
 from lockstep.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from shared.errors import DeadlinePassedError, DuplicateRequestError, NumericError
 from shared.model_dir import model_digest
-from shared.rpc import reason_of, status_from_rpc_error
-from tests.support.exchange_peer import Row, make_end, make_error_end, make_outputs, read_column
-from tests.support.narrow_channel import WINDOW_BYTES, open_narrow_channel
-from tests.support.tiny_tokenizer import (
+from shared.network.rpc import reason_of, status_from_rpc_error
+from tests.support.clients.narrow_channel import WINDOW_BYTES, open_narrow_channel
+from tests.support.models.tiny_tokenizer import (
     CHATML,
     CONTEXT_LENGTH,
     IM_END_ID,
@@ -25,7 +24,8 @@ from tests.support.tiny_tokenizer import (
     VOCABULARY_SIZE,
     write_tiny_tokenizer,
 )
-from tests.support.tokenizer_service import NUM_POOL_TOKENS, Service, read_rest, run_tokenizer_service
+from tests.support.tokenizer.exchange_peer import Row, make_end, make_error_end, make_outputs, read_column
+from tests.support.tokenizer.tokenizer_service import NUM_POOL_TOKENS, Service, read_rest, run_tokenizer_service
 
 HELLO = tokenizer_pb2.GenerateRequest(text="The fox")
 # More tokens than fit in a narrow window.

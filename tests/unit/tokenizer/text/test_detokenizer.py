@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from services.tokenizer.text.detokenizer import ByteLevelDetokenizer, WindowDetokenizer, byte_table, make_token_texts
-from tests.support.tiny_tokenizer import IM_END_ID, VOCABULARY_SIZE, tiny_tokenizer
+from tests.support.models.tiny_tokenizer import IM_END_ID, VOCABULARY_SIZE, tiny_tokenizer
 
 TINY = tiny_tokenizer()
 BYTES_TO_ID = {data: token_id for token_id, data in byte_table(TINY).items()}

@@ -14,7 +14,7 @@ from services.tokenizer.text.encoder import Encoder, load_tokenizer
 from services.tokenizer.text.text_cuts import PART_LENGTH
 from shared.errors import RequestTooLargeError
 from shared.model_dir import ModelDirectoryError
-from tests.support.tiny_tokenizer import IM_END, IM_END_ID, IM_START, IM_START_ID, tiny_tokenizer
+from tests.support.models.tiny_tokenizer import IM_END, IM_END_ID, IM_START, IM_START_ID, tiny_tokenizer
 
 
 def tokenizer_with_bos(single: str = f"{IM_START} $A") -> Tokenizer:

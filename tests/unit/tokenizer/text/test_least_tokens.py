@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from services.tokenizer.text.least_tokens import LeastTokens
-from tests.support.many_tokenizers import ALL_NAMES, TEXTS, tokenizers
+from tests.support.tokenizer.many_tokenizers import ALL_NAMES, TEXTS, tokenizers
 
 
 @pytest.mark.parametrize("name", ALL_NAMES)

@@ -9,7 +9,8 @@ from hypothesis import example, given
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from services.tokenizer.text.text_cuts import PART_LENGTH, TextCutter, find_cut_rule
-from tests.support.many_tokenizers import (
+from tests.support.models.tiny_tokenizer import tiny_tokenizer
+from tests.support.tokenizer.many_tokenizers import (
     ALL_NAMES,
     LLAMA_3,
     MARKING_NAMES,
@@ -20,7 +21,6 @@ from tests.support.many_tokenizers import (
     split,
     tokenizers,
 )
-from tests.support.tiny_tokenizer import tiny_tokenizer
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -16,11 +16,11 @@ from services.worker.spec_decode.drafts import Drafting
 from services.worker.spec_decode.ngram_drafts import NgramProposer
 from services.worker.step import EnteringSequence, StepOutput
 from shared.limits import SamplingOptions
-from tests.support.paged_model import PagedModel
-from tests.support.tiny_llama import write_tiny_llama
-from tests.support.worker_driver import Request, WorkerDriver
-from tests.support.worker_runner import WrappedModel, generate_alone, load_exact, make_runner
-from tests.support.worker_steps import decode_step, make_chunk, make_enter, prefill_step
+from tests.support.models.paged_model import PagedModel
+from tests.support.models.tiny_llama import write_tiny_llama
+from tests.support.worker.worker_driver import Request, WorkerDriver
+from tests.support.worker.worker_runner import WrappedModel, generate_alone, load_exact, make_runner
+from tests.support.worker.worker_steps import decode_step, make_chunk, make_enter, prefill_step
 
 PROMPT = [5, 9, 2, 44, 17]
 BLOCKS = range(30)

@@ -25,10 +25,17 @@ from services.worker.process.rpc_thread import Role
 from services.worker.server.leader import Leader
 from shared.config import load_settings
 from shared.errors import GroupMismatchError
+from shared.network.rpc import make_channel, make_server, reason_of, status_from_rpc_error
 from shared.release import find_release
-from shared.rpc import make_channel, make_server, reason_of, status_from_rpc_error
-from tests.support.worker_runner import WrappedModel, generate_alone, make_runner
-from tests.support.worker_steps import decode_step, heartbeat_request, make_enter, prefill_step, to_request, unpack
+from tests.support.worker.worker_runner import WrappedModel, generate_alone, make_runner
+from tests.support.worker.worker_steps import (
+    decode_step,
+    heartbeat_request,
+    make_enter,
+    prefill_step,
+    to_request,
+    unpack,
+)
 
 PROMPT = [5, 9, 2, 44, 17]
 ATTACH = worker_pb2.AttachRequest(

@@ -11,10 +11,10 @@ import pytest
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.process.exits import ExitCode
-from tests.support.tiny_llama import write_tiny_llama
-from tests.support.worker_group import WorkerProcess, start_group
-from tests.support.worker_runner import generate_alone, load_exact
-from tests.support.worker_steps import (
+from tests.support.cells.worker_group import WorkerProcess, start_group
+from tests.support.models.tiny_llama import write_tiny_llama
+from tests.support.worker.worker_runner import generate_alone, load_exact
+from tests.support.worker.worker_steps import (
     decode_step,
     heartbeat_request,
     make_enter,

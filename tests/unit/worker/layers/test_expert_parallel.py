@@ -16,8 +16,8 @@ from services.worker.layers.linear import Linear
 from services.worker.layers.moe import Router, SparseMlp
 from services.worker.ops import BACKEND_NAMES, Ops, RouterScore, RoutingRule, SwigluClamp, load_ops
 from services.worker.parallel.communicator import SINGLE, Communicator, Parallel
-from tests.support.spread_experts import HIDDEN_SIZE, Layer, ep_layouts, step_context
-from tests.support.thread_ranks import run_ranks
+from tests.support.ranks.spread_experts import HIDDEN_SIZE, Layer, ep_layouts, step_context
+from tests.support.ranks.thread_ranks import run_ranks
 
 every_backend = pytest.mark.parametrize("ops", [load_ops(name) for name in BACKEND_NAMES], ids=BACKEND_NAMES)
 

@@ -34,10 +34,10 @@ from services.worker.ops import (
 from services.worker.ops.triton.backend import TritonOps
 from services.worker.ops.triton.exact_backend import TritonExactOps
 from services.worker.parallel.communicator import SINGLE, Parallel
-from tests.support.interpreted_products import multiply_in_order
-from tests.support.shape_communicator import ShapeCommunicator
-from tests.support.spread_experts import HIDDEN_SIZE, Layer, ep_layouts, step_context
-from tests.support.thread_ranks import run_ranks
+from tests.support.kernels.interpreted_products import multiply_in_order
+from tests.support.ranks.shape_communicator import ShapeCommunicator
+from tests.support.ranks.spread_experts import HIDDEN_SIZE, Layer, ep_layouts, step_context
+from tests.support.ranks.thread_ranks import run_ranks
 
 _interpreter = threading.Lock()
 

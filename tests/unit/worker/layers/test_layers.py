@@ -16,7 +16,7 @@ from services.worker.layers.shard import Part, Shard
 from services.worker.ops import load_ops
 from services.worker.weights.checkpoint import CheckpointWeights
 from services.worker.weights.weight_files import WeightFiles
-from tests.support.paged_model import attention_metadata
+from tests.support.models.paged_model import attention_metadata
 
 OPS = load_ops("cpu")
 

@@ -28,8 +28,8 @@ from services.worker.weights.dummy_weights import DummyWeights
 from services.worker.weights.model_weights import ALL
 from services.worker.weights.weight_files import WeightFiles
 from shared.model_dir import ModelDirectoryError
-from tests.support.thread_ranks import run_ranks
-from tests.support.tiny_llama import TINY_CONFIG, write_tiny_llama
+from tests.support.models.tiny_llama import TINY_CONFIG, write_tiny_llama
+from tests.support.ranks.thread_ranks import run_ranks
 
 OPS = load_ops("reference")
 

@@ -16,12 +16,12 @@ from services.worker.device import DeviceError
 from services.worker.forward.kv_cache import attention_cache
 from services.worker.models.loader import LoadedModel, load_model
 from services.worker.ops import AttentionParams, load_ops
-from services.worker.ops.cpu_ops import CpuOps
+from services.worker.ops.cpu.backend import CpuOps
 from shared.model_dir import ModelDirectoryError, model_digest
-from tests.support.paged_model import PagedModel
-from tests.support.small_configs import SMALL_CONFIGS
-from tests.support.small_models import build_model, write_small_model
-from tests.support.tiny_llama import TINY_CONFIG, write_tiny_llama
+from tests.support.models.paged_model import PagedModel
+from tests.support.models.small_configs import SMALL_CONFIGS
+from tests.support.models.small_models import build_model, write_small_model
+from tests.support.models.tiny_llama import TINY_CONFIG, write_tiny_llama
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

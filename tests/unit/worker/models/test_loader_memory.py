@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.worker.weights.dummy_weights import DummyWeights
-from tests.support.processes import ROOT, module_environment
-from tests.support.tiny_llama import TINY_CONFIG, tensor_shapes, write_tiny_llama
+from tests.support.models.tiny_llama import TINY_CONFIG, tensor_shapes, write_tiny_llama
+from tests.support.system.processes import ROOT, module_environment
 
 pytestmark = pytest.mark.process
 
@@ -100,7 +100,7 @@ def test_quantising_takes_hardly_more_memory_than_what_is_kept(
 
 
 def memory_of_loading(model_dir: Path, *arguments: str) -> dict[str, int]:
-    command = [sys.executable, "-m", "tests.support.load_memory", str(model_dir), *arguments]
+    command = [sys.executable, "-m", "tests.support.models.load_memory", str(model_dir), *arguments]
     result = subprocess.run(command, cwd=ROOT, env=module_environment(), capture_output=True, text=True, check=True)
     memory: dict[str, int] = json.loads(result.stdout)
     return memory

@@ -12,7 +12,7 @@ import torch
 from services.worker.layers.shard import Shard
 from services.worker.models.config import ConfigValues
 from services.worker.models.llama import qwen_windows
-from services.worker.models.plain_attention import FULL, SLIDING, windows_by_type
+from services.worker.models.parts.plain_attention import FULL, SLIDING, windows_by_type
 from services.worker.models.registry import CausalLM, loader_for
 from services.worker.ops import load_ops
 from services.worker.weights.dummy_weights import DummyWeights

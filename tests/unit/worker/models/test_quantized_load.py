@@ -15,13 +15,13 @@ from services.worker.ops import Ops, load_ops
 from services.worker.ops.matrices import IntMatrix
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.parallel.communicator import Parallel
-from tests.support.packing_ops import PackingOps
-from tests.support.paged_model import PagedModel
-from tests.support.quantized_checkpoints import SCHEMES, write_quantized
-from tests.support.small_configs import SMALL_CONFIGS
-from tests.support.small_models import build_model, write_small_model
-from tests.support.thread_ranks import run_ranks
-from tests.support.tiny_llama import write_tiny_llama
+from tests.support.models.packing_ops import PackingOps
+from tests.support.models.paged_model import PagedModel
+from tests.support.models.quantized_checkpoints import SCHEMES, write_quantized
+from tests.support.models.small_configs import SMALL_CONFIGS
+from tests.support.models.small_models import build_model, write_small_model
+from tests.support.models.tiny_llama import write_tiny_llama
+from tests.support.ranks.thread_ranks import run_ranks
 
 INT8, INT4, MXFP4 = MatrixFormat.INT8, MatrixFormat.INT4, MatrixFormat.MXFP4
 PROMPT = [5, 9, 30, 4, 77]

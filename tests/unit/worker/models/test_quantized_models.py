@@ -18,10 +18,10 @@ from services.worker.models.loader import LoadOptions, load_model
 from services.worker.ops import Ops, load_ops
 from services.worker.ops.matrix_rows import MatrixFormat
 from shared.model_dir import ModelDirectoryError
-from tests.support.packing_ops import PackingOps
-from tests.support.paged_model import PagedModel
-from tests.support.quantized_checkpoints import SCHEMES, write_quantized
-from tests.support.tiny_llama import write_tiny_llama
+from tests.support.models.packing_ops import PackingOps
+from tests.support.models.paged_model import PagedModel
+from tests.support.models.quantized_checkpoints import SCHEMES, write_quantized
+from tests.support.models.tiny_llama import write_tiny_llama
 
 CHANGES = {"num_hidden_layers": 2, "tie_word_embeddings": False, "attention_bias": True}
 FP8 = torch.float8_e4m3fn

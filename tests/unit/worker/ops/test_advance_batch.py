@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from services.worker.ops import BACKEND_NAMES, load_ops
-from tests.support.decode_batches import DecodeBatch
+from tests.support.kernels.decode_batches import DecodeBatch
 
 every_batch = pytest.mark.parametrize(
     "batch",

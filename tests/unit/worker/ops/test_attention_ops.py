@@ -13,8 +13,9 @@ from torch import Tensor
 
 from services.worker.forward.forward_context import AttentionMetadata
 from services.worker.forward.kv_cache import CacheTensor, KvCache, LayerCache, attention_cache
-from services.worker.ops import BACKEND_NAMES, AttentionParams, Ops, cpu_plan, load_ops
-from tests.support.attention_batches import Batch, attend, batches, random
+from services.worker.ops import BACKEND_NAMES, AttentionParams, Ops, load_ops
+from services.worker.ops.cpu import plan as cpu_plan
+from tests.support.kernels.attention_batches import Batch, attend, batches, random
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
 LAYER = attention_cache(NUM_KV_HEADS, HEAD_DIM, torch.float32)
@@ -144,7 +145,7 @@ def test_cpu_may_split_prefills_longer_than_their_window(batch: Batch, params: A
 @settings(max_examples=30)
 def test_cpu_adds_sinks_without_torchs_private_kernel(batch: Batch, is_prefill: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("services.worker.ops.cpu_attention._HAS_FLASH", False)
+        patch.setattr("services.worker.ops.cpu.attention._HAS_FLASH", False)
         check_attention(load_ops("cpu"), batch, replace(PLAIN, sinks=SINKS), is_prefill=is_prefill)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.worker.ops import BACKEND_NAMES, load_ops
-from tests.support.draws import Draw, draw_rows
+from tests.support.kernels.draws import Draw, draw_rows
 
 VOCABULARY = 300
 

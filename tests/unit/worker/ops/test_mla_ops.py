@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.ops import BACKEND_NAMES, Ops, cpu_mla, load_ops
-from tests.support.attention_batches import Batch, batches
-from tests.support.latent_batches import (
+from services.worker.ops import BACKEND_NAMES, Ops, load_ops
+from services.worker.ops.cpu import mla as cpu_mla
+from tests.support.kernels.attention_batches import Batch, batches
+from tests.support.kernels.latent_batches import (
     LATENT_DIM,
     NUM_HEADS,
     VALUE_DIM,

@@ -88,7 +88,7 @@ def test_a_quantized_embedding_has_the_models_dtype(ops: Ops) -> None:
 
 
 def test_cpu_multiplies_without_torchs_private_packing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.worker.ops.cpu_ops._HAS_PACKED_LINEAR", False)
+    monkeypatch.setattr("services.worker.ops.cpu.backend._HAS_PACKED_LINEAR", False)
     ops, x, weight, bias = load_ops("cpu"), random(5, 24), random(40, 24, seed=1), random(40, seed=2)
     assert_close(
         ops.prepare_linear(weight, bias, torch.float32)(x), F.linear(x.double(), weight.double(), bias.double())

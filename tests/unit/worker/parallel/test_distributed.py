@@ -17,7 +17,7 @@ from services.worker.parallel import distributed
 from services.worker.parallel.communicator import SINGLE, Communicator, Parallel, sum_in_order
 from services.worker.parallel.distributed import GroupCommunicator, make_parallel
 from services.worker.parallel.rendezvous import Rendezvous, open_rendezvous
-from tests.support.thread_ranks import run_ranks
+from tests.support.ranks.thread_ranks import run_ranks
 
 # The shape of a sum that Gloo computes with its ring algorithm.
 LARGE = (100, 1000)

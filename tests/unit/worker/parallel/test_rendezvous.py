@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from services.worker.parallel.rendezvous import Rendezvous, open_rendezvous
-from shared.addresses import split_address
+from shared.network.addresses import split_address
 
 
 def test_each_start_has_an_id_and_a_listener_of_its_own() -> None:

@@ -17,7 +17,7 @@ from services.worker.runner.model_runner import ModelRunner
 from services.worker.runner.step_totals import StepTotals
 from services.worker.step import Step, StepOutput
 from shared.errors import InternalError, StepMismatchError
-from tests.support.worker_steps import decode_step
+from tests.support.worker.worker_steps import decode_step
 
 
 @dataclass

@@ -16,9 +16,9 @@ from services.worker.process.rpc_thread import RpcThread
 from services.worker.server.leader import Leader
 from services.worker.server.servicer import SERVICE_NAME
 from shared.config import load_settings
-from tests.support.scraping import probes
-from tests.support.tiny_llama import write_tiny_llama
-from tests.support.worker_runner import load_exact, make_runner
+from tests.support.models.tiny_llama import write_tiny_llama
+from tests.support.system.scraping import probes
+from tests.support.worker.worker_runner import load_exact, make_runner
 
 
 @pytest.fixture(scope="module")

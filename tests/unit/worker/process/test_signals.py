@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from tests.support.patience import PATIENCE_S
-from tests.support.processes import ROOT
+from tests.support.system.patience import PATIENCE_S
+from tests.support.system.processes import ROOT
 
 pytestmark = pytest.mark.process
 

@@ -11,8 +11,8 @@ from services.worker.models.loader import LoadedModel
 from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.device_steps import DeviceSteps
 from services.worker.process.exits import DomainEnd
-from tests.support.worker_runner import make_runner
-from tests.support.worker_service import prefill_of
+from tests.support.worker.worker_runner import make_runner
+from tests.support.worker.worker_service import prefill_of
 
 
 async def test_a_cancelled_recording_is_dropped_and_another_may_begin(

@@ -14,15 +14,15 @@ from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadedModel, LoadOptions, load_model
 from services.worker.ops import BACKEND_NAMES, load_ops
 from services.worker.runner.cache_memory import KvCacheSize
-from services.worker.runner.graph_runner import GraphSettings
+from services.worker.runner.graphs.graph_runner import GraphSettings
 from services.worker.runner.model_runner import Execution, ModelRunner
 from services.worker.step import Step, StepKind
 from shared.errors import StaleEpochError, StepMismatchError
-from tests.support.graphs import CountingCapture
-from tests.support.small_configs import SMALL_CONFIGS
-from tests.support.tiny_llama import write_tiny_llama
-from tests.support.worker_runner import WrappedModel, generate_alone, load_exact
-from tests.support.worker_steps import decode_step, make_chunk, make_enter, mixed_step, prefill_step
+from tests.support.models.small_configs import SMALL_CONFIGS
+from tests.support.models.tiny_llama import write_tiny_llama
+from tests.support.worker.graphs import CountingCapture
+from tests.support.worker.worker_runner import WrappedModel, generate_alone, load_exact
+from tests.support.worker.worker_steps import decode_step, make_chunk, make_enter, mixed_step, prefill_step
 
 PROMPT = [5, 9, 2, 44, 17]
 # Plain attention with windows and sinks, experts, latent attention, and an indexer's cache.

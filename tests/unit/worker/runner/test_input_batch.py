@@ -20,7 +20,7 @@ from services.worker.runner.input_batch import InputBatch
 from services.worker.step import EnteringSequence, PrefillChunk, Step, StepKind
 from shared.errors import StepMismatchError
 from shared.limits import SamplingOptions
-from tests.support.worker_steps import column, decode_step, make_chunk, make_enter, mixed_step, prefill_step
+from tests.support.worker.worker_steps import column, decode_step, make_chunk, make_enter, mixed_step, prefill_step
 
 LIMITS = BatchLimits(
     max_num_seqs=6, max_num_batched_tokens=64, block_size=4, num_blocks=40, context_length=32, logits_width=100

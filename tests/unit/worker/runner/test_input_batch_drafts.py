@@ -16,7 +16,7 @@ from services.worker.spec_decode.drafts import Drafter
 from services.worker.spec_decode.ngram_drafts import LookupProposer
 from services.worker.step import Int32Column, Step
 from shared.errors import StepMismatchError
-from tests.support.worker_steps import column, decode_step, make_chunk, make_enter, mixed_step, prefill_step
+from tests.support.worker.worker_steps import column, decode_step, make_chunk, make_enter, mixed_step, prefill_step
 
 LIMITS = BatchLimits(
     max_num_seqs=4, max_num_batched_tokens=24, block_size=4, num_blocks=40, context_length=32, logits_width=100

@@ -10,8 +10,8 @@ import pytest
 from llguidance import LLMatcher
 
 from services.worker.runner.matchers import GrammarMatchers
-from tests.support.tiny_llama import write_tiny_llama
-from tests.support.tiny_tokenizer import IM_END_ID
+from tests.support.models.tiny_llama import write_tiny_llama
+from tests.support.models.tiny_tokenizer import IM_END_ID
 
 WIDTH = 512
 

@@ -19,9 +19,9 @@ from services.worker.runner.model_runner import ModelRunner, build_model_runner,
 from services.worker.step import Step
 from shared.errors import StaleEpochError, StepMismatchError
 from shared.model_dir import ModelDirectoryError
-from tests.support.tiny_llama import write_tiny_llama
-from tests.support.worker_runner import GIB, WrappedModel, generate_alone, load_exact, make_runner
-from tests.support.worker_steps import decode_step, make_chunk, make_enter, mixed_step, prefill_step
+from tests.support.models.tiny_llama import write_tiny_llama
+from tests.support.worker.worker_runner import GIB, WrappedModel, generate_alone, load_exact, make_runner
+from tests.support.worker.worker_steps import decode_step, make_chunk, make_enter, mixed_step, prefill_step
 
 PROMPTS = ([5, 9, 2, 44, 17], [3], [8, 1, 60, 33, 21, 4, 4, 90, 12])
 

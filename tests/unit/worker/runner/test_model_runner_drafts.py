@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from services.worker.models.loader import LoadedModel
-from services.worker.runner.graph_runner import GraphSettings
+from services.worker.runner.graphs.graph_runner import GraphSettings
 from services.worker.runner.model_runner import Execution
 from services.worker.spec_decode.drafts import Drafting
 from services.worker.spec_decode.ngram_drafts import LookupProposer, NgramProposer
 from services.worker.step import Int32Column
-from tests.support.drafting import CYCLE, REQUESTS
-from tests.support.graphs import CountingCapture
-from tests.support.tiny_llama import write_tiny_llama
-from tests.support.worker_driver import Answer, WorkerDriver
-from tests.support.worker_runner import WrappedModel, load_exact, make_runner
-from tests.support.worker_steps import decode_step, make_enter, prefill_step
+from tests.support.models.drafting import CYCLE, REQUESTS
+from tests.support.models.tiny_llama import write_tiny_llama
+from tests.support.worker.graphs import CountingCapture
+from tests.support.worker.worker_driver import Answer, WorkerDriver
+from tests.support.worker.worker_runner import WrappedModel, load_exact, make_runner
+from tests.support.worker.worker_steps import decode_step, make_enter, prefill_step
 
 
 @pytest.fixture(scope="module")

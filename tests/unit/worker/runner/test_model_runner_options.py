@@ -10,11 +10,11 @@ from services.worker.models.loader import LoadedModel
 from services.worker.spec_decode.drafts import Drafting
 from services.worker.spec_decode.ngram_drafts import NgramProposer
 from shared.limits import SamplingOptions
-from tests.support.tiny_llama import write_tiny_llama
-from tests.support.tiny_tokenizer import IM_END_ID
-from tests.support.worker_driver import Request, WorkerDriver, scores_of
-from tests.support.worker_runner import generate_alone, load_exact, make_runner
-from tests.support.worker_steps import decode_step, make_enter, prefill_step
+from tests.support.models.tiny_llama import write_tiny_llama
+from tests.support.models.tiny_tokenizer import IM_END_ID
+from tests.support.worker.worker_driver import Request, WorkerDriver, scores_of
+from tests.support.worker.worker_runner import generate_alone, load_exact, make_runner
+from tests.support.worker.worker_steps import decode_step, make_enter, prefill_step
 
 PROMPT = [5, 9, 2, 44, 17]
 

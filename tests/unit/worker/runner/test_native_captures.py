@@ -14,13 +14,13 @@ from services.worker.layout import RankLayout
 from services.worker.models.loader import load_model
 from services.worker.ops import load_ops
 from services.worker.runner.cache_memory import KvCacheSize
-from services.worker.runner.graph_runner import GraphSettings
+from services.worker.runner.graphs.graph_runner import GraphSettings
 from services.worker.runner.model_runner import Execution, ModelRunner, build_model_runner
 from services.worker.step import Step
 from shared.limits import SamplingOptions
-from tests.support.parity import make_prompts
-from tests.support.small_models import build_small_model, write_small_model
-from tests.support.worker_steps import decode_step, make_enter, mixed_step, prefill_step
+from tests.support.models.parity import make_prompts
+from tests.support.models.small_models import build_small_model, write_small_model
+from tests.support.worker.worker_steps import decode_step, make_enter, mixed_step, prefill_step
 
 BLOCK_SIZE, BLOCKS_PER_ROW = 16, 8
 PROMPTS = make_prompts([5, 60, 1, 33])

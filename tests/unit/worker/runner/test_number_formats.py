@@ -26,10 +26,10 @@ from services.worker.runner.number_formats import (
     log_loaded,
 )
 from shared.model_dir import ModelDirectoryError
-from tests.support.packing_ops import PackingOps
-from tests.support.quantized_checkpoints import SCHEMES, write_quantized
-from tests.support.thread_ranks import run_ranks
-from tests.support.tiny_llama import write_tiny_llama
+from tests.support.models.packing_ops import PackingOps
+from tests.support.models.quantized_checkpoints import SCHEMES, write_quantized
+from tests.support.models.tiny_llama import write_tiny_llama
+from tests.support.ranks.thread_ranks import run_ranks
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

@@ -13,11 +13,11 @@ from services.worker.ops import load_ops
 from services.worker.runner import prompt_logprobs
 from shared.errors import StepMismatchError
 from shared.limits import SamplingOptions
-from tests.support.paged_model import PagedModel
-from tests.support.tiny_llama import write_tiny_llama
-from tests.support.worker_driver import Answer, Request, Scores, WorkerDriver
-from tests.support.worker_runner import load_exact, make_runner
-from tests.support.worker_steps import make_enter, prefill_step
+from tests.support.models.paged_model import PagedModel
+from tests.support.models.tiny_llama import write_tiny_llama
+from tests.support.worker.worker_driver import Answer, Request, Scores, WorkerDriver
+from tests.support.worker.worker_runner import load_exact, make_runner
+from tests.support.worker.worker_steps import make_enter, prefill_step
 
 PROMPT = [5, 9, 2, 44, 17, 60, 33, 21, 4, 4, 90, 12, 5, 9, 3]
 

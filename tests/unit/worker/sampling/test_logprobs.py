@@ -13,7 +13,7 @@ from torch import Tensor
 from services.worker.ops import load_ops
 from services.worker.sampling.logprobs import join_logprobs, token_logprobs
 from services.worker.step import Logprobs
-from tests.support.worker_steps import column
+from tests.support.worker.worker_steps import column
 
 OPS = load_ops("cpu")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shared.limits import SamplingOptions
-from tests.support.sampling import Recipe, chi_squared, chi_squared_limit, make_rows, sample, walk
+from tests.support.kernels.sampling import Recipe, chi_squared, chi_squared_limit, make_rows, sample, walk
 
 NUM_SEEDS = 20_000
 BATCH = 512

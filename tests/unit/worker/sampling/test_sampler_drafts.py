@@ -17,8 +17,16 @@ from torch import Tensor
 from services.worker.ops import load_ops
 from services.worker.sampling.logprobs import token_logprobs
 from shared.limits import SamplingOptions
-from tests.support.sampling import AlternatingMatcher, Recipe, make_rows, make_state, sample, tokens_of_rows, walk
-from tests.support.worker_steps import column
+from tests.support.kernels.sampling import (
+    AlternatingMatcher,
+    Recipe,
+    make_rows,
+    make_state,
+    sample,
+    tokens_of_rows,
+    walk,
+)
+from tests.support.worker.worker_steps import column
 
 WIDTH = 12
 GREEDY = Recipe(temperature=0.0)

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from services.worker.drawing.token_draw import TokenDraw
 from services.worker.ops import DrawRows, load_ops
-from services.worker.ops.reference_ops import ReferenceOps
+from services.worker.ops.reference.backend import ReferenceOps
 from services.worker.sampling.sampler import Sampler
 from services.worker.sampling.sampling_state import SamplingState
 from shared.limits import SamplingOptions
-from tests.support.meta_device import META, AnsweredReads, skip_kernels
-from tests.support.sampling import AlternatingMatcher, Recipe, make_rows, make_state, tokens_of_rows
+from tests.support.kernels.meta_device import META, AnsweredReads, skip_kernels
+from tests.support.kernels.sampling import AlternatingMatcher, Recipe, make_rows, make_state, tokens_of_rows
 
 WIDTH = 12
 MOST_DRAFTS = 4

@@ -22,8 +22,8 @@ from transformers import (
 
 from services.worker.sampling.sampling_state import SamplingState
 from shared.limits import SamplingOptions
-from tests.support.sampling import AlternatingMatcher, make_state
-from tests.support.worker_steps import column
+from tests.support.kernels.sampling import AlternatingMatcher, make_state
+from tests.support.worker.worker_steps import column
 
 WIDTH = 40
 FloatRow = npt.NDArray[np.float32]

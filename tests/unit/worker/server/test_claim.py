@@ -6,7 +6,7 @@ import pytest
 
 from services.worker.server.claim import ClaimLedger
 from shared.errors import GroupHeldError, NotReadyError, ServiceError, StaleEpochError, StepMismatchError
-from shared.heartbeat import LEASE_S
+from shared.network.heartbeat import LEASE_S
 
 
 def claimed(epoch: int = 1, holder: str = "one", *, stream: int | None = 1) -> ClaimLedger:

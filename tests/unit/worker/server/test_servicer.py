@@ -14,15 +14,15 @@ from lockstep.internal.v1 import worker_pb2
 from lockstep.v1 import common_pb2
 from services.worker.device import StepProposal, propose_steps
 from services.worker.models.loader import LoadedModel
-from services.worker.runner.graph_runner import GraphSettings
+from services.worker.runner.graphs.graph_runner import GraphSettings
 from services.worker.runner.model_runner import Execution, ModelRunner
 from services.worker.spec_decode.drafts import Drafting
 from services.worker.spec_decode.ngram_drafts import LookupProposer, NgramProposer
 from services.worker.step import Int32Column
 from services.worker.weights.sampling_defaults import SamplingDefaults
-from tests.support.graphs import CountingCapture
-from tests.support.worker_runner import WrappedModel, generate_alone, make_runner
-from tests.support.worker_service import (
+from tests.support.worker.graphs import CountingCapture
+from tests.support.worker.worker_runner import WrappedModel, generate_alone, make_runner
+from tests.support.worker.worker_service import (
     PROMPTS,
     Worker,
     attach_request,
@@ -33,7 +33,7 @@ from tests.support.worker_service import (
     request,
     rest_of,
 )
-from tests.support.worker_steps import column, decode_step, make_enter, pack, prefill_step, unpack
+from tests.support.worker.worker_steps import column, decode_step, make_enter, pack, prefill_step, unpack
 
 
 class RightProposer(LookupProposer):

@@ -17,10 +17,19 @@ from services.worker.forward.forward_context import get_forward_context
 from services.worker.models.loader import LoadedModel
 from services.worker.models.registry import CausalLM
 from services.worker.process.exits import ExitCode
-from shared.rpc import reason_of, status_from_rpc_error
-from tests.support.worker_runner import WrappedModel, generate_alone, make_runner
-from tests.support.worker_service import PROMPTS, Worker, attach_request, error_of, prefill_of, read, request, rest_of
-from tests.support.worker_steps import decode_step
+from shared.network.rpc import reason_of, status_from_rpc_error
+from tests.support.worker.worker_runner import WrappedModel, generate_alone, make_runner
+from tests.support.worker.worker_service import (
+    PROMPTS,
+    Worker,
+    attach_request,
+    error_of,
+    prefill_of,
+    read,
+    request,
+    rest_of,
+)
+from tests.support.worker.worker_steps import decode_step
 
 
 async def test_an_epoch_that_is_not_above_the_workers_own_is_stale(worker: Worker) -> None:

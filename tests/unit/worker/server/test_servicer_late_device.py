@@ -12,10 +12,10 @@ from torch import Tensor
 
 from services.worker.models.loader import LoadedModel
 from services.worker.runner.model_runner import Execution
-from tests.support.late_stream import LateStream
-from tests.support.worker_runner import WrappedModel, generate_alone, make_runner
-from tests.support.worker_service import PROMPTS, Worker, error_of, prefill_of, read, request, rest_of
-from tests.support.worker_steps import decode_step, unpack
+from tests.support.worker.late_stream import LateStream
+from tests.support.worker.worker_runner import WrappedModel, generate_alone, make_runner
+from tests.support.worker.worker_service import PROMPTS, Worker, error_of, prefill_of, read, request, rest_of
+from tests.support.worker.worker_steps import decode_step, unpack
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.support.worker_service import Worker, error_of, prefill_of, read, request, rest_of
-from tests.support.worker_steps import decode_step
+from tests.support.worker.worker_service import Worker, error_of, prefill_of, read, request, rest_of
+from tests.support.worker.worker_steps import decode_step
 
 
 def leave(worker: Worker) -> None:

@@ -12,9 +12,9 @@ import pytest
 
 from lockstep.internal.v1 import worker_pb2
 from services.worker.models.loader import LoadedModel
-from tests.support.worker_runner import make_runner
-from tests.support.worker_service import Worker, error_of, prefill_of
-from tests.support.worker_steps import decode_step
+from tests.support.worker.worker_runner import make_runner
+from tests.support.worker.worker_service import Worker, error_of, prefill_of
+from tests.support.worker.worker_steps import decode_step
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.model_runner import ModelRunner
 from services.worker.spec_decode.draft_model import DraftModelProposer
 from services.worker.spec_decode.drafts import Drafting
-from tests.support.drafting import REQUESTS, CheckedProposer, FewTokens, drafts_of_model, num_accepted
-from tests.support.tiny_llama import write_tiny_llama
-from tests.support.worker_driver import Answer, Request, WorkerDriver
-from tests.support.worker_runner import GIB, WrappedModel, generate_alone, load_exact, make_runner
-from tests.support.worker_steps import decode_step, make_enter, prefill_step
+from tests.support.models.drafting import REQUESTS, CheckedProposer, FewTokens, drafts_of_model, num_accepted
+from tests.support.models.tiny_llama import write_tiny_llama
+from tests.support.worker.worker_driver import Answer, Request, WorkerDriver
+from tests.support.worker.worker_runner import GIB, WrappedModel, generate_alone, load_exact, make_runner
+from tests.support.worker.worker_steps import decode_step, make_enter, prefill_step
 
 PROMPT = [5, 9, 2, 44, 17, 60, 7, 8, 9, 10]
 

@@ -19,9 +19,9 @@ from services.worker.spec_decode.drafting import make_drafting
 from services.worker.spec_decode.drafts import Drafting
 from services.worker.spec_decode.ngram_drafts import NgramProposer
 from shared.model_dir import TOKENIZER, ModelDirectoryError
-from tests.support.thread_ranks import run_ranks
-from tests.support.tiny_llama import write_tiny_llama
-from tests.support.worker_runner import load_exact
+from tests.support.models.tiny_llama import write_tiny_llama
+from tests.support.ranks.thread_ranks import run_ranks
+from tests.support.worker.worker_runner import load_exact
 
 SMALL = {"num_hidden_layers": 1, "max_position_embeddings": 64}
 

@@ -12,7 +12,7 @@ from services.worker.spec_decode import drafts
 from services.worker.spec_decode.drafts import Drafter, Drafts
 from services.worker.spec_decode.ngram_drafts import LookupProposer, NgramProposer
 from services.worker.step import Int32Column
-from tests.support.worker_steps import column
+from tests.support.worker.worker_steps import column
 
 TABLES = BlockTables(num_slots=8, num_pool_blocks=8, max_blocks_per_sequence=8)
 

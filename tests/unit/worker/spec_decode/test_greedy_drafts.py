@@ -25,10 +25,10 @@ from services.worker.spec_decode.drafts import ComputedStep, Drafter, DraftPropo
 from services.worker.spec_decode.greedy_drafts import DraftChain
 from services.worker.spec_decode.mtp_drafts import MtpProposer
 from services.worker.weights.dummy_weights import DummyWeights
-from tests.support.meta_device import META, AnsweredReads, WithoutWaiting, skip_kernels
-from tests.support.small_configs import SMALL_CONFIGS
-from tests.support.tiny_llama import TINY_CONFIG
-from tests.support.worker_steps import column, decode_step, make_enter, prefill_step
+from tests.support.kernels.meta_device import META, AnsweredReads, WithoutWaiting, skip_kernels
+from tests.support.models.small_configs import SMALL_CONFIGS
+from tests.support.models.tiny_llama import TINY_CONFIG
+from tests.support.worker.worker_steps import column, decode_step, make_enter, prefill_step
 
 VOCABULARY = 7
 LIMITS = BatchLimits(

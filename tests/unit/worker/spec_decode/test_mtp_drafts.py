@@ -12,11 +12,11 @@ from services.worker.ops import load_ops
 from services.worker.runner.model_runner import ModelRunner
 from services.worker.spec_decode.drafts import Drafting
 from services.worker.spec_decode.mtp_drafts import MtpProposer
-from tests.support.drafting import REQUESTS, CheckedProposer, drafts_of_mtp, num_accepted, with_mtp
-from tests.support.tiny_llama import write_tiny_llama
-from tests.support.worker_driver import Answer, Request, WorkerDriver
-from tests.support.worker_runner import generate_alone, load_exact, make_runner
-from tests.support.worker_steps import decode_step, make_enter, prefill_step
+from tests.support.models.drafting import REQUESTS, CheckedProposer, drafts_of_mtp, num_accepted, with_mtp
+from tests.support.models.tiny_llama import write_tiny_llama
+from tests.support.worker.worker_driver import Answer, Request, WorkerDriver
+from tests.support.worker.worker_runner import generate_alone, load_exact, make_runner
+from tests.support.worker.worker_steps import decode_step, make_enter, prefill_step
 
 PROMPT = [5, 9, 2, 44, 17, 60, 7, 8, 9, 10]
 

@@ -19,8 +19,8 @@ from services.worker.weights.dummy_weights import DummyWeights
 from services.worker.weights.model_weights import WeightFormats
 from services.worker.weights.quantization.config import QuantizationConfig
 from shared.model_dir import ModelDirectoryError
-from tests.support.paged_model import PagedModel
-from tests.support.tiny_llama import TINY_CONFIG, write_tiny_llama
+from tests.support.models.paged_model import PagedModel
+from tests.support.models.tiny_llama import TINY_CONFIG, write_tiny_llama
 
 Config = dict[str, Any]
 

@@ -25,8 +25,8 @@ from services.worker.weights.model_weights import WeightFormats
 from services.worker.weights.quantization.config import QuantizationConfig
 from services.worker.weights.weight_files import WeightFiles
 from shared.model_dir import ModelDirectoryError
-from tests.support.gguf_files import CONFIG, write_gguf
-from tests.support.paged_model import PagedModel
+from tests.support.models.gguf_files import CONFIG, write_gguf
+from tests.support.models.paged_model import PagedModel
 
 BLOCKS = [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1]
 by_kind = pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, *BLOCKS], ids=lambda kind: kind.name)

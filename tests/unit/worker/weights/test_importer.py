@@ -20,8 +20,8 @@ from services.worker.ops import load_ops
 from services.worker.weights import importer
 from services.worker.weights.gguf_conversion import shortest_decimal
 from services.worker.weights.importer import ImportFailedError, KnownSource, import_model, is_imported, sha256_of
-from tests.support.gguf_files import model_tensors, write_gguf
-from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
+from tests.support.models.gguf_files import model_tensors, write_gguf
+from tests.support.models.tiny_tokenizer import CHATML, tiny_tokenizer
 
 
 def write_llama(path: Path, *, pre_tokenizer: str = "smollm") -> None:

@@ -19,7 +19,7 @@ from services.worker.weights import tensor_digests
 from services.worker.weights.tensor_digests import Hashing, TensorDigests
 from services.worker.weights.weight_files import SINGLE_FILE, WeightFiles
 from shared.model_dir import ModelDirectoryError
-from tests.support.thread_ranks import run_ranks
+from tests.support.ranks.thread_ranks import run_ranks
 
 TENSORS = {
     "embed": torch.arange(600, dtype=torch.float32).view(20, 30),

@@ -8,8 +8,8 @@ import pytest
 from xxhash import xxh64_intdigest
 
 from services.scheduler.core.cache.block_hashes import hash_blocks, hash_salt
-from tests.support.engine_driver import token_bytes
-from tests.support.reference_xxh64 import xxh64
+from tests.support.scheduler.engine_driver import token_bytes
+from tests.support.scheduler.reference_xxh64 import xxh64
 
 # From xxHash's own sanity checks.
 KNOWN = {b"": 0xEF46DB3751D8E999, b"a": 0xD24EC4F1A98C6E5B, b"abc": 0x44BC2CF5AD770999}

@@ -13,7 +13,7 @@ from services.scheduler.core.batch.sequence import Sequence
 from services.scheduler.core.cache.block_manager import BlockManager
 from shared.ids import RequestHandle
 from shared.limits import SamplingParams
-from tests.support.engine_driver import token_bytes
+from tests.support.scheduler.engine_driver import token_bytes
 
 
 def make_seq(tokens: list[int], salt: bytes = b"") -> Sequence:

@@ -10,8 +10,8 @@ from services.scheduler.core.cache.block_hashes import hash_blocks, hash_salt
 from services.scheduler.core.cache.kv_changes import KvChanges
 from services.scheduler.core.cache.kv_feed import MAX_BLOCKS, KvFeed
 from services.scheduler.core.cache.prefix_cache import PrefixCache
-from tests.support.engine_driver import token_bytes
-from tests.support.kv_index import Block, KvIndex, Listener, held_blocks
+from tests.support.clients.kv_index import Block, KvIndex, Listener, held_blocks
+from tests.support.scheduler.engine_driver import token_bytes
 
 ALL = 10**9
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from services.scheduler.core.batch.cached_prefix import BlockIds, CachedPrefix, PrefixCursor
 from services.scheduler.core.cache.prefix_cache import PrefixCache
-from tests.support.engine_driver import token_bytes
+from tests.support.scheduler.engine_driver import token_bytes
 
 BLOCK_SIZE = 16
 

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from services.scheduler.core.batch.sequence import Priority, Sequence
 from services.scheduler.core.queue.queue_order import WINDOW, Key, PrefixOrder, SortedQueue
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
-from tests.support.waiting import MAX_AGE_S, CacheQueries, add_all, make_queue, make_seq, nothing_cached, take_next
+from tests.support.scheduler.waiting import (
+    MAX_AGE_S,
+    CacheQueries,
+    add_all,
+    make_queue,
+    make_seq,
+    nothing_cached,
+    take_next,
+)
 
 # Compared with a list
 

@@ -10,8 +10,8 @@ from services.scheduler.core.queue.drain_rate import MAX_DELAY_S, MIN_DELAY_S, D
 from services.scheduler.core.queue.queue_order import WINDOW
 from services.scheduler.core.queue.waiting_queue import QueuePolicy, max_steps_to_admission
 from shared.errors import QueueFullError
-from tests.support.engine_driver import EngineDriver
-from tests.support.waiting import (
+from tests.support.scheduler.engine_driver import EngineDriver
+from tests.support.scheduler.waiting import (
     MAX_AGE_S,
     CacheQueries,
     add_all,

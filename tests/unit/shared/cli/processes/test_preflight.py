@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shared.cli.processes.preflight import RefusedError, check_addresses, check_model_dir
-from tests.support.ports import free_port
+from tests.support.system.ports import free_port
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from shared.cli.processes.service_command import ServiceCommand
 from shared.cli.processes.service_process import ServiceProcess
-from tests.support.patience import PATIENCE_S
+from tests.support.system.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.aiter_signatures import BACKEND, Sources, calls_in, our_calls, read_table
-from tests.support.aiter_wheel import aiter_dir
+from tests.support.aiter.signatures import BACKEND, Sources, calls_in, our_calls, read_table
+from tests.support.aiter.wheel import aiter_dir
 
-STANDINS = Path(__file__).parents[4] / "support" / "aiter_standins"
+STANDINS = Path(__file__).parents[4] / "support" / "aiter" / "standins"
 
 # Kernels whose arguments have other names in Python than in C++, or another order: `get_mla_metadata_v1` exchanges two,
 # and `mha_batch_prefill` lacks one. None may be called.

@@ -17,20 +17,20 @@ import torch
 from services.worker.device import AITER_GPUS, gpu_architecture
 from services.worker.ops import load_ops
 from tests.bench import rocm_smoke
-from tests.support.aiter_checks import ASM_CHECKS, CHECKS, TOLERANCE, Bench
-from tests.support.aiter_process import aiter_environment
-from tests.support.processes import ROOT
-from tests.support.small_configs import SMALL_CONFIGS
-from tests.support.small_models import build_model, write_small_model
+from tests.support.aiter.checks import ASM_CHECKS, CHECKS, TOLERANCE, Bench
+from tests.support.aiter.process import aiter_environment
+from tests.support.models.small_configs import SMALL_CONFIGS
+from tests.support.models.small_models import build_model, write_small_model
+from tests.support.system.processes import ROOT
 
 # The process ends without what AITER would print at its end.
 RUN_CHECKS = """
 import json, os, torch
-from tests.support import aiter_triton_standins
+from tests.support.aiter import triton_standins
 
-aiter_triton_standins.install()
+triton_standins.install()
 from services.worker.ops import load_ops
-from tests.support.aiter_checks import ASM_CHECKS, CHECKS, Bench
+from tests.support.aiter.checks import ASM_CHECKS, CHECKS, Bench
 
 bench = Bench(load_ops("aiter"), torch.device("cpu"))
 found = {name: check(bench) for name, check in CHECKS.items()}
@@ -43,12 +43,12 @@ RUN_SMOKE = """
 import json, os, sys, torch
 from dataclasses import asdict
 from pathlib import Path
-from tests.support import aiter_triton_standins
+from tests.support.aiter import triton_standins
 
-aiter_triton_standins.install()
+triton_standins.install()
 from services.worker.ops import load_ops
 from tests.bench import rocm_smoke
-from tests.support.aiter_checks import Bench
+from tests.support.aiter.checks import Bench
 
 rocm_smoke.BATCH_SIZES = (1, 2)
 bench, asm_bench = (Bench(load_ops("aiter", aiter_decode=each), torch.device("cpu")) for each in ("triton", "asm"))

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.aiter_process import aiter_environment
-from tests.support.processes import ROOT
+from tests.support.aiter.process import aiter_environment
+from tests.support.system.processes import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.timeout(1800)]
 
@@ -32,7 +32,7 @@ def kernels(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactor
     environment = {**os.environ, **aiter_environment(tmp_path_factory.mktemp("aiter"))}
     del environment["TRITON_INTERPRET"]
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    command = [sys.executable, "-m", "tests.support.aiter_compile", *targets]
+    command = [sys.executable, "-m", "tests.support.aiter.compile", *targets]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

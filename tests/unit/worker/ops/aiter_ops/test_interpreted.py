@@ -8,9 +8,9 @@ from dataclasses import asdict
 
 import pytest
 
-from tests.support.aiter_interpreted import Case
-from tests.support.aiter_process import aiter_environment
-from tests.support.processes import LineProcesses
+from tests.support.aiter.interpreted import Case
+from tests.support.aiter.process import aiter_environment
+from tests.support.system.processes import LineProcesses
 
 pytestmark = pytest.mark.process
 
@@ -47,7 +47,7 @@ Ask = Callable[[Case], float]
 
 @pytest.fixture(scope="module")
 def difference_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
-    processes = LineProcesses("tests.support.aiter_interpreted", aiter_environment(tmp_path_factory.mktemp("aiter")))
+    processes = LineProcesses("tests.support.aiter.interpreted", aiter_environment(tmp_path_factory.mktemp("aiter")))
     yield lambda case: float(processes.ask([json.dumps(asdict(case)) + "\n"])[0])
     processes.close()
 

@@ -13,19 +13,19 @@ import torch
 
 from services.worker.device import DeviceError
 from services.worker.ops import load_ops
-from tests.support.aiter_process import aiter_environment
-from tests.support.processes import ROOT
+from tests.support.aiter.process import aiter_environment
+from tests.support.system.processes import ROOT
 
 LOADED = """
 import math
 import torch
-from tests.support import aiter_triton_standins
+from tests.support.aiter import triton_standins
 
-aiter_triton_standins.install()
+triton_standins.install()
 from services.worker.forward.kv_cache import CacheTensor, KvCache, KvCacheSpec, attention_cache
 from services.worker.ops import load_ops
 from services.worker.runner.number_formats import choose_kv_dtype
-from tests.support.attention_batches import Batch
+from tests.support.kernels.attention_batches import Batch
 
 dtype = torch.bfloat16
 ops, heads = load_ops("aiter"), attention_cache(1, 16, dtype)
@@ -57,15 +57,15 @@ print([each.isfinite().all().item() for each in cache.layers[0]], qkv[1:, 0].isf
 ASSEMBLY = """
 from dataclasses import replace
 import torch
-from tests.support import aiter_triton_standins
+from tests.support.aiter import triton_standins
 
-aiter_triton_standins.install()
+triton_standins.install()
 import aiter
 from services.worker.forward.kv_cache import CacheTensor, KvCache, KvCacheSpec
 from services.worker.ops import AttentionParams, load_ops
 from services.worker.ops.aiter_ops.asm_attention import AsmPlan
 from services.worker.ops.aiter_ops.asm_latent import splits_in_use
-from tests.support.attention_batches import Batch
+from tests.support.kernels.attention_batches import Batch
 
 ops, scale = load_ops("aiter", aiter_decode="asm"), 128**-0.5
 print(ops.numerics())
@@ -117,9 +117,9 @@ ASSEMBLY_REFUSES = (
 )
 
 FAILED_BUILD = """
-from tests.support import aiter_triton_standins
+from tests.support.aiter import triton_standins
 
-aiter_triton_standins.name_gpu()
+triton_standins.name_gpu()
 from services.worker.ops import load_ops
 
 try:

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from services.worker.models.loader import load_model
 from services.worker.ops import load_ops
-from tests.support.generation import Way
-from tests.support.paged_model import PagedModel
-from tests.support.parity import make_prompts
-from tests.support.rank_pool import RankPool
-from tests.support.small_configs import SMALL_CONFIGS
-from tests.support.small_models import build_model, write_small_model
+from tests.support.models.generation import Way
+from tests.support.models.paged_model import PagedModel
+from tests.support.models.parity import make_prompts
+from tests.support.models.small_configs import SMALL_CONFIGS
+from tests.support.models.small_models import build_model, write_small_model
+from tests.support.ranks.rank_pool import RankPool
 
 pytestmark = pytest.mark.process
 

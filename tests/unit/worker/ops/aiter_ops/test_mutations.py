@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.aiter_mutant import Mutation, Outcome
-from tests.support.aiter_process import aiter_environment
-from tests.support.processes import LineProcesses
-from tests.support.small_configs import SMALL_CONFIGS
-from tests.support.small_models import build_model, write_small_model
+from tests.support.aiter.mutant import Mutation, Outcome
+from tests.support.aiter.process import aiter_environment
+from tests.support.models.small_configs import SMALL_CONFIGS
+from tests.support.models.small_models import build_model, write_small_model
+from tests.support.system.processes import LineProcesses
 
 pytestmark = pytest.mark.process
 
@@ -176,7 +176,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     """Run a model on a changed backend."""
-    processes = LineProcesses("tests.support.aiter_mutant", aiter_environment(tmp_path_factory.mktemp("aiter")))
+    processes = LineProcesses("tests.support.aiter.mutant", aiter_environment(tmp_path_factory.mktemp("aiter")))
 
     def run(mutation: Mutation) -> Outcome:
         (answer,) = processes.ask([json.dumps(asdict(mutation)) + "\n"])

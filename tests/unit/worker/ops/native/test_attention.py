@@ -20,7 +20,7 @@ from services.worker.forward.forward_context import AttentionMetadata
 from services.worker.forward.kv_cache import CacheTensor, KvCache, KvCacheSpec, LayerCache
 from services.worker.ops import AttentionParams, load_ops
 from services.worker.ops.native.backend import NativeOps
-from tests.support.attention_batches import Batch, random
+from tests.support.kernels.attention_batches import Batch, random
 
 REFERENCE = load_ops("reference")
 FLOAT32, BFLOAT16, INT8 = torch.float32, torch.bfloat16, torch.int8

@@ -18,7 +18,7 @@ from services.worker.ops import AttentionParams, HeadNorms
 from services.worker.ops.native.backend import NativeOps
 from services.worker.ops.native.capture import NativeCapture, ReplayMemory
 from services.worker.ops.native.isa import available_isas
-from tests.support.attention_batches import Batch, random
+from tests.support.kernels.attention_batches import Batch, random
 
 DIM, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 64, 4, 2, 16
 # Of three decodes: those of a later step are cut into other pieces.

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.worker.ops.native.backend import NativeOps
 from services.worker.ops.native.isa import available_isas
-from tests.support.draws import Draw, draw_rows
+from tests.support.kernels.draws import Draw, draw_rows
 
 
 @st.composite

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from services.worker.ops import load_ops
 from services.worker.ops.native.backend import NativeOps
-from tests.support.attention_batches import random
+from tests.support.kernels.attention_batches import random
 
 REFERENCE = load_ops("reference")
 both_types = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

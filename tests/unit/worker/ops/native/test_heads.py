@@ -14,7 +14,7 @@ from torch import Tensor
 from services.worker.forward.kv_cache import KvCache, KvCacheSpec, attention_cache
 from services.worker.ops import HeadNorms, Ops, RopeRows, load_ops
 from services.worker.ops.native.backend import NativeOps
-from tests.support.attention_batches import Batch, random
+from tests.support.kernels.attention_batches import Batch, random
 
 REFERENCE = load_ops("reference")
 NUM_HEADS, NUM_KV_HEADS = 6, 2

@@ -25,12 +25,12 @@ from services.worker.weights.quantization.config import QuantizationConfig
 from services.worker.weights.quantization.gguf_blocks import BLOCK_TYPES, BlockType, gguf_config
 from services.worker.weights.weight_files import WeightFiles
 from shared.model_dir import ModelDirectoryError
-from tests.support.hostile_tensors import CONTENTS, FLOAT_CONTENTS, contents, damages
-from tests.support.paged_model import PagedModel
-from tests.support.quantized_checkpoints import SCHEMES, WEIGHTS, Scheme, mxfp4_stack, write_quantized
-from tests.support.small_configs import SMALL_CONFIGS
-from tests.support.small_models import build_model, write_small_model
-from tests.support.tiny_llama import write_tiny_llama
+from tests.support.models.hostile_tensors import CONTENTS, FLOAT_CONTENTS, contents, damages
+from tests.support.models.paged_model import PagedModel
+from tests.support.models.quantized_checkpoints import SCHEMES, WEIGHTS, Scheme, mxfp4_stack, write_quantized
+from tests.support.models.small_configs import SMALL_CONFIGS
+from tests.support.models.small_models import build_model, write_small_model
+from tests.support.models.tiny_llama import write_tiny_llama
 
 LAYER = "model.layers.1.self_attn.q_proj"
 # The last tile of rows is not full, nor is the last group.

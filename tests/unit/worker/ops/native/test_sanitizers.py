@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.worker.ops.native.isa import available_isas
-from tests.support.sanitized_kernels import sanitizer_environment
+from tests.support.kernels.sanitized_kernels import sanitizer_environment
 
 _HERE = Path(__file__).parent
 # Those that read weights, and all others.
@@ -32,7 +32,7 @@ _HOSTILE = ("test_hostile_weights.py",)
 )
 def test_sanitizers_find_nothing_in_the_kernels(names: tuple[str, ...]) -> None:
     # In one process: each would compile the kernels if they began together.
-    command = [sys.executable, "-m", "tests.support.sanitized_kernels", *(str(_HERE / name) for name in names)]
+    command = [sys.executable, "-m", "tests.support.kernels.sanitized_kernels", *(str(_HERE / name) for name in names)]
     result = subprocess.run(
         command, env=os.environ | sanitizer_environment(), capture_output=True, text=True, check=False
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.interpreted_products import compute_float8, multiply_bfloat16, multiply_in_order
+from tests.support.kernels.interpreted_products import compute_float8, multiply_bfloat16, multiply_in_order
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 
 from services.worker.ops import load_ops
 from services.worker.ops.triton.activation import silu_and_mul
-from tests.support.attention_batches import random
+from tests.support.kernels.attention_batches import random
 
 
 @pytest.mark.parametrize("width", [12, 1024, 2500])

@@ -22,14 +22,14 @@ from services.worker.runner.model_runner import ModelRunner, build_model_runner
 from services.worker.sampling.sampler import Sampler
 from services.worker.step import Step
 from shared.limits import SamplingOptions
-from tests.support.attention_batches import Batch, random
-from tests.support.paged_attention import PagedStep
-from tests.support.paged_model import PagedModel
-from tests.support.quantized_checkpoints import SCHEMES, write_quantized
-from tests.support.sampling import AlternatingMatcher, Recipe, make_rows
-from tests.support.small_configs import SMALL_CONFIGS
-from tests.support.tiny_llama import TINY_CONFIG, write_tiny_llama
-from tests.support.worker_steps import decode_step, make_chunk, make_enter, mixed_step, prefill_step
+from tests.support.kernels.attention_batches import Batch, random
+from tests.support.kernels.paged_attention import PagedStep
+from tests.support.kernels.sampling import AlternatingMatcher, Recipe, make_rows
+from tests.support.models.paged_model import PagedModel
+from tests.support.models.quantized_checkpoints import SCHEMES, write_quantized
+from tests.support.models.small_configs import SMALL_CONFIGS
+from tests.support.models.tiny_llama import TINY_CONFIG, write_tiny_llama
+from tests.support.worker.worker_steps import decode_step, make_chunk, make_enter, mixed_step, prefill_step
 
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_key_value_heads": 1}
 QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], **SMALL_CONFIGS["Qwen3MoeForCausalLM"]["plain"]}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import ROOT
+from tests.support.system.processes import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.timeout(1800)]
 
@@ -31,7 +31,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory, targets: list[str]) -> lis
     """What `compile_kernels` prints."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    command = [sys.executable, "-m", "tests.support.compile_kernels", *targets]
+    command = [sys.executable, "-m", "tests.support.kernels.compile_kernels", *targets]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

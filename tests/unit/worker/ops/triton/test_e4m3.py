@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from services.worker.ops.triton.e4m3 import finite_from_e4m3, from_e4m3, to_e4m3
-from tests.support.attention_batches import random
+from tests.support.kernels.attention_batches import random
 
 CODES = torch.arange(256, dtype=torch.uint8)
 NUMBERS = CODES.view(torch.float8_e4m3fn).float()

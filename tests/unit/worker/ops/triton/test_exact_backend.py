@@ -17,11 +17,11 @@ from services.worker.device import DeviceError
 from services.worker.ops import AttentionParams, ExpertGroups, ExpertWeights, Ops, RouterScore, RoutingRule, load_ops
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.triton.exact_backend import ExactPlan, TritonExactOps
-from tests.support.attention_batches import Batch, random
-from tests.support.interpreted_products import compute_float8
-from tests.support.packed_matrices import KINDS, PLAIN_NUMBERS, MatrixKind
-from tests.support.paged_attention import FP8, PagedStep
-from tests.support.paged_model import attention_metadata
+from tests.support.kernels.attention_batches import Batch, random
+from tests.support.kernels.interpreted_products import compute_float8
+from tests.support.kernels.packed_matrices import KINDS, PLAIN_NUMBERS, MatrixKind
+from tests.support.kernels.paged_attention import FP8, PagedStep
+from tests.support.models.paged_model import attention_metadata
 
 NUM_ROWS = 2048
 # Some of the first rows, of the last ones, and of those between.

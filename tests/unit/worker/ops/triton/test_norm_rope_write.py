@@ -13,9 +13,9 @@ from services.worker.forward.forward_context import AttentionPlan
 from services.worker.ops import Ops, RopeRows, load_ops
 from services.worker.ops.arguments import HeadNorms
 from services.worker.ops.triton.norm_rope_write import norm_rope_write
-from tests.support.attention_batches import random
-from tests.support.paged_attention import FP8, FP8_SCALES
-from tests.support.paged_model import attention_metadata
+from tests.support.kernels.attention_batches import random
+from tests.support.kernels.paged_attention import FP8, FP8_SCALES
+from tests.support.models.paged_model import attention_metadata
 
 SLOTS = torch.tensor([5, -1, 2, 0, 11])
 POSITIONS = torch.tensor([3, 49, 0, 7, 7])

@@ -7,7 +7,7 @@ import torch
 
 from services.worker.ops import RopeRows, load_ops
 from services.worker.ops.triton.rope import rope
-from tests.support.attention_batches import random
+from tests.support.kernels.attention_batches import random
 
 POSITIONS = torch.tensor([0, 7, 49, 7])
 

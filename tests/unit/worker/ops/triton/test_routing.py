@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from services.worker.ops import ExpertGroups, RouterScore, RoutingRule
 from services.worker.ops import routing as rules
 from services.worker.ops.triton.routing import route
-from tests.support.attention_batches import random
+from tests.support.kernels.attention_batches import random
 
 
 @given(

@@ -11,7 +11,7 @@ import pytest
 
 from services.worker.weights.quantization.config import QuantizationConfig
 from shared.model_dir import ModelDirectoryError
-from tests.support.quantized_checkpoints import SCHEMES
+from tests.support.models.quantized_checkpoints import SCHEMES
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}

@@ -18,7 +18,7 @@ from services.worker.weights.checkpoint import CheckpointWeights
 from services.worker.weights.quantization.config import QuantizationConfig
 from services.worker.weights.weight_files import WeightFiles
 from shared.model_dir import ModelDirectoryError
-from tests.support.quantized_checkpoints import SCHEMES, mxfp4_stack
+from tests.support.models.quantized_checkpoints import SCHEMES, mxfp4_stack
 
 # Not multiples of any block, group or word.
 SHAPE = (75, 171)

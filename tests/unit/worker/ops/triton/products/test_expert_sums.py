@@ -7,7 +7,7 @@ import torch
 
 from services.worker.ops import load_ops
 from services.worker.ops.triton.products.expert_sums import combine_experts, sum_experts
-from tests.support.attention_batches import random
+from tests.support.kernels.attention_batches import random
 
 REFERENCE = load_ops("reference")
 

@@ -18,9 +18,9 @@ from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.triton.backend import TritonOps
 from services.worker.ops.triton.products.experts import TritonExperts
 from services.worker.ops.triton.products.fp8_rows import FNUZ, OCP, Fp8Encoding
-from tests.support.attention_batches import random
-from tests.support.float8_rows import rounded
-from tests.support.packed_matrices import KINDS, PLAIN_NUMBERS, MatrixKind
+from tests.support.kernels.attention_batches import random
+from tests.support.kernels.float8_rows import rounded
+from tests.support.kernels.packed_matrices import KINDS, PLAIN_NUMBERS, MatrixKind
 
 HIDDEN, INNER = 64, 32
 CLAMP = SwigluClamp(1.702, 1.5)

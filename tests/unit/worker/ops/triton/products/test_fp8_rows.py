@@ -20,9 +20,9 @@ from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.triton.products.fp8_rows import FNUZ, OCP, Fp8Encoding, RowFormat, device_encoding
 from services.worker.ops.triton.products.linear import PackedLinear
 from services.worker.ops.triton.products.weight_tile import DeviceMatrix
-from tests.support.attention_batches import random
-from tests.support.float8_rows import quantize, rounded
-from tests.support.packed_matrices import MatrixKind
+from tests.support.kernels.attention_batches import random
+from tests.support.kernels.float8_rows import quantize, rounded
+from tests.support.kernels.packed_matrices import MatrixKind
 
 pytestmark = pytest.mark.usefixtures("float8")
 every_encoding = pytest.mark.parametrize("encoding", [OCP, FNUZ], ids=["ocp", "fnuz"])

@@ -12,8 +12,8 @@ from services.worker.ops.matrices import Fp8Matrix, IntMatrix, Mxfp4Matrix, dens
 from services.worker.ops.triton.backend import TritonOps
 from services.worker.ops.triton.products.linear import PackedLinear
 from services.worker.ops.triton.products.tile_sizes import choose_sizes
-from tests.support.attention_batches import random
-from tests.support.packed_matrices import KINDS, MatrixKind, matrix_kinds
+from tests.support.kernels.attention_batches import random
+from tests.support.kernels.packed_matrices import KINDS, MatrixKind, matrix_kinds
 
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.worker.ops.triton.products.per_head import ExactPerHeadLinear
-from tests.support.attention_batches import random
+from tests.support.kernels.attention_batches import random
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from services.worker.ops.triton.products.fp8_rows import OCP
 from services.worker.ops.triton.products.linear import PackedLinear
 from services.worker.ops.triton.products.split_sums import sum_splits
 from services.worker.ops.triton.products.tile_sizes import choose_splits
-from tests.support.attention_batches import random
-from tests.support.float8_rows import rounded
-from tests.support.packed_matrices import KINDS, MatrixKind
+from tests.support.kernels.attention_batches import random
+from tests.support.kernels.float8_rows import rounded
+from tests.support.kernels.packed_matrices import KINDS, MatrixKind
 
 # In float32 a program reads 32 columns at a time, so there are 29 tiles and 7 splits of 5 tiles: one has none.
 NUM_COLUMNS = 928

@@ -15,7 +15,7 @@ from torch import Tensor
 from services.worker.drawing.row_edits import RowEdits
 from services.worker.ops.triton.sampling.edits import AllowMasks, EditKind, Edits, apply_edits, apply_masks, edit_logits
 from shared.limits import SamplingOptions
-from tests.support.sampling import make_state
+from tests.support.kernels.sampling import make_state
 
 WIDTH = 45
 MINUS_INF = float("-inf")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from services.worker.drawing.noise import gumbel, noise_words
 from services.worker.ops.triton.sampling import sample as sampling
 from services.worker.ops.triton.sampling.sample import sample
-from tests.support.draws import Draw, draw_rows
+from tests.support.kernels.draws import Draw, draw_rows
 
 # The interpreter computes with numpy.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")

@@ -1,0 +1,1 @@
+"""The cell's requests, from their submission to their end."""

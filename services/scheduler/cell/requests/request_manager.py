@@ -1,0 +1,228 @@
+"""The engine's client-facing side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from services.scheduler.cell.cell import Cell
+from services.scheduler.cell.cell_facts import CellFacts
+from services.scheduler.cell.events import Action, ClientMessage, CloseClient, Deliver, Submission
+from services.scheduler.cell.requests.intake import check_sequence, make_request
+from services.scheduler.cell.requests.requests import Request, RequestTable
+from services.scheduler.core.batch.sequence import Finish, Sequence
+from services.scheduler.core.batch.step import OutputsByClient, RequestEnd
+from services.scheduler.core.policy import SchedulerPolicy
+from services.scheduler.core.stops import find_finish
+from shared.errors import (
+    AbortedByCallError,
+    DeadlinePassedError,
+    DuplicateRequestError,
+    ExactUnavailableError,
+    InvalidRequestError,
+    NotReadyError,
+    PoisonRequestError,
+    QueueFullError,
+    ServiceError,
+    Violation,
+)
+
+
+class RequestManager:
+    """Accepts requests, queues their choices, and ends them.
+
+    Invariant: a choice is known here until its end has been delivered, its client has aborted the request, or a later
+    attempt has replaced it (its client is notified of that too).
+    """
+
+    def __init__(self, policy: SchedulerPolicy, requests: RequestTable, cell: Cell, facts: CellFacts) -> None:
+        self._policy = policy
+        self._requests = requests
+        self._cell = cell
+        self._facts = facts
+
+    def on_message(self, message: ClientMessage, now: float) -> list[Action]:
+        """Handle a client's message."""
+        client = message.client
+        outputs = OutputsByClient()
+        for submission in message.submissions:
+            if self._requests.is_taken(client, submission.handle, submission.n):
+                return [*deliver(outputs), CloseClient(client, InvalidRequestError("a handle was used twice"))]
+            try:
+                self._submit(client, submission, outputs, now)
+            except ServiceError as error:
+                for choice in submission.open_choices:
+                    outputs.add_end(client, RequestEnd(submission.handle_of(choice), error=error))
+        for handle, num_tokens in message.stop_ats:
+            seq = self._requests.remove_choice(client, handle)
+            if seq is not None:
+                outputs.add_end(client, self._cell.stop_at(seq, num_tokens, now))
+        for handle in message.aborts:
+            request = self._requests.by_handle(client, handle)
+            if request is not None:
+                self._abort(request, now)
+        return deliver(outputs)
+
+    def on_client_closed(self, client: int, now: float) -> None:
+        """Abort a client's requests."""
+        for request in self._requests.of_client(client):
+            self._abort(request, now)
+
+    def on_abort_call(self, request_id: str, now: float) -> list[Action]:
+        """End a request of any client."""
+        request = self._requests.by_id(request_id)
+        if request is None:
+            return []
+        return self._fail([request], AbortedByCallError("another call aborted the request"), now)
+
+    def expire(self, now: float) -> list[Action]:
+        """End the requests past their deadlines."""
+        first = self._requests.first_deadline
+        if first is None or first > now:
+            return []
+        return self._fail(self._requests.passed(now), DeadlinePassedError("the request's deadline passed"), now)
+
+    def end_poison(self, request_id: str, now: float) -> list[Action]:
+        """End a request that crashes its workers."""
+        request = self._requests.by_id(request_id)
+        assert request is not None
+        return self._fail([request], PoisonRequestError("a worker failed twice while running only this request"), now)
+
+    def end_unservable(self, waiting: Iterable[Sequence], now: float) -> list[Action]:
+        """End the waiting sequences that cannot be served any more or have finished."""
+        outputs = OutputsByClient()
+        for seq in waiting:
+            try:
+                finish = self._check_sequence(seq)
+            except ServiceError as error:
+                self._cell.abort(seq, now)
+                end = RequestEnd.failure(seq, error)
+            else:
+                if finish is None:
+                    continue
+                end = self._cell.finish(seq, finish, now)
+            self._requests.remove_choice(seq.client, seq.handle)
+            outputs.add_end(seq.client, end)
+        return deliver(outputs)
+
+    def take_ends(self, outputs: OutputsByClient) -> None:
+        """Remove the choices that ended with a step."""
+        for client, client_outputs in outputs.by_client.items():
+            for end in client_outputs.ends:
+                self._requests.remove_choice(client, end.handle)
+
+    def _submit(self, client: int, submission: Submission, outputs: OutputsByClient, now: float) -> None:
+        """Check a request and queue its choices; a later attempt replaces an earlier one.
+
+        `outputs` receives the ends of an earlier attempt, and of choices that have already finished.
+
+        Raises:
+            ServiceError: it cannot be served; nothing has changed.
+        """
+        if self._facts.model is None and submission.attempt == 1:
+            raise NotReadyError("no worker has been attached yet")
+        earlier = self._requests.by_id(submission.request_id)
+        if earlier is not None and not _is_superseded(earlier, client, submission.attempt):
+            raise DuplicateRequestError("a request with this id is in flight", request_id=submission.request_id)
+        if submission.time_left_s is not None and submission.time_left_s <= 0:
+            raise DeadlinePassedError("the request's deadline passed")
+        request = make_request(client, submission, now)
+        finishes = [(seq, self._check_sequence(seq)) for seq in request.choices]
+        self._check_room(request, now)
+        if earlier is not None:
+            self._supersede(earlier, client, outputs, now)
+        request.choices = [seq for seq, finish in finishes if finish is None]
+        if request.choices:
+            self._queue(request, now)
+        for seq, finish in finishes:
+            if finish is not None:
+                num_tokens = seq.num_stored_tokens - seq.num_prompt_tokens
+                outputs.add_end(client, RequestEnd(seq.handle, num_tokens, finish, num_resumes=seq.num_resumes))
+
+    def _supersede(self, earlier: Request, client: int, outputs: OutputsByClient, now: float) -> None:
+        error: ServiceError = AbortedByCallError("a later call replaced this request")
+        if earlier.client != client:
+            error = DuplicateRequestError("another client has taken over this request id", request_id=earlier.id)
+        for seq in self._abort(earlier, now):
+            outputs.add_end(seq.client, RequestEnd.failure(seq, error))
+
+    def _queue(self, request: Request, now: float) -> None:
+        self._requests.add(request)
+        for number, seq in enumerate(request.choices):
+            seq.is_leader = not number
+        self._cell.add(request.choices, now)
+
+    def _check_sequence(self, seq: Sequence) -> Finish | None:
+        """Check a waiting sequence, once a model is known; returns how it has finished, if it has.
+
+        Raises:
+            ServiceError: it cannot be served.
+        """
+        model, limits = self._facts.model, self._facts.limits
+        if model is None or limits is None:
+            return None
+        check_sequence(seq, limits)
+        if seq.is_exact:
+            self._promise_exactness(seq)
+        if seq.num_stored_tokens == seq.num_prompt_tokens:
+            return None
+        return find_finish(seq, frozenset(model.eos_token_ids))
+
+    def _promise_exactness(self, seq: Sequence) -> None:
+        """Promise exactness, under the same numerics as any earlier promise.
+
+        Raises:
+            ExactUnavailableError: it is not available.
+        """
+        fingerprint = self._facts.exact_fingerprint
+        if not fingerprint or seq.exact_fingerprint not in (None, fingerprint):
+            raise ExactUnavailableError("the workers cannot guarantee exact results")
+        seq.exact_fingerprint = fingerprint
+
+    def _check_room(self, request: Request, now: float) -> None:
+        """Queue limits do not apply to a request that was admitted before.
+
+        Raises:
+            QueueFullError: there is no room now.
+            InvalidRequestError: its prompt log-probabilities alone exceed the byte limit.
+        """
+        num_bytes, max_bytes = request.num_prompt_logprob_bytes, self._policy.max_prompt_logprob_bytes
+        if num_bytes > max_bytes:
+            rule = f"takes {num_bytes} bytes for this prompt; at most {max_bytes} are allowed"
+            violation = Violation("sampling.num_prompt_logprobs", "OUT_OF_RANGE", rule)
+            raise InvalidRequestError.from_violations([violation])
+        if request.attempt > 1 or not request.choices:
+            return
+        self._cell.check_room(request.choices[0].num_prompt_tokens, len(request.choices), now)
+        if num_bytes and self._requests.num_prompt_logprob_bytes + num_bytes > max_bytes:
+            raise QueueFullError(
+                "too many prompt log-probabilities are requested",
+                retry_delay_s=self._cell.retry_delay_s(now),
+                num_bytes=self._requests.num_prompt_logprob_bytes,
+            )
+
+    def _abort(self, request: Request, now: float) -> list[Sequence]:
+        """Returns the choices that had not ended."""
+        choices = self._requests.remove(request)
+        for seq in choices:
+            self._cell.abort(seq, now)
+        return choices
+
+    def _fail(self, requests: Iterable[Request], error: ServiceError, now: float) -> list[Action]:
+        outputs = OutputsByClient()
+        for request in requests:
+            for seq in self._abort(request, now):
+                outputs.add_end(seq.client, RequestEnd.failure(seq, error))
+        return deliver(outputs)
+
+
+def _is_superseded(earlier: Request, client: int, attempt: int) -> bool:
+    """Any later attempt replaces one in flight; from the same client, any but the first.
+
+    Direct calls are one client, and their attempts are not counted beyond the second.
+    """
+    return attempt > earlier.attempt or (attempt > 1 and client == earlier.client)
+
+
+def deliver(outputs: OutputsByClient) -> list[Action]:
+    """Make one `Deliver` action per client."""
+    return [Deliver(client, client_outputs) for client, client_outputs in outputs.by_client.items()]

@@ -1,0 +1,124 @@
+"""The requests of a cell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.scheduler.cell.requests.deadlines import Deadlines
+from services.scheduler.core.batch.sequence import Sequence
+from shared.ids import RequestHandle
+
+Key = tuple[int, int]
+"""Client and handle."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Choice i answers under `handle` + i."""
+
+    id: str
+    client: int
+    handle: RequestHandle
+    attempt: int
+    choices: list[Sequence]
+    """Those that have not ended."""
+    deadline: float | None = None
+    """On the engine's clock."""
+    num_prompt_logprob_bytes: int = 0
+    """An upper limit."""
+
+
+class RequestTable:
+    """Requests by handle, id, client and deadline.
+
+    Invariant: a request is here while any of its choices is, under its own handle even when choice 0 has ended.
+    `num_prompt_logprob_bytes` is the sum over all requests.
+    """
+
+    def __init__(self) -> None:
+        self.num_prompt_logprob_bytes = 0
+        self._requests: dict[Key, Request] = {}
+        self._id_to_request: dict[str, Request] = {}
+        self._choices: dict[Key, tuple[Request, Sequence]] = {}
+        self._deadlines = Deadlines()
+
+    @property
+    def first_deadline(self) -> float | None:
+        """The earliest deadline, if any."""
+        return self._deadlines.first
+
+    def by_id(self, request_id: str) -> Request | None:
+        """The request of any client; None if unknown."""
+        return self._id_to_request.get(request_id)
+
+    def by_handle(self, client: int, handle: RequestHandle) -> Request | None:
+        """The request with a handle (of its choice 0); None if unknown."""
+        return self._requests.get((client, handle))
+
+    def has_request_of(self, seq: Sequence) -> bool:
+        """Whether a choice's request is here: it has not ended, and no later attempt has replaced it."""
+        return (seq.client, RequestHandle(seq.handle - seq.choice)) in self._requests
+
+    def of_client(self, client: int) -> list[Request]:
+        """The requests of a client."""
+        return [request for request in self._id_to_request.values() if request.client == client]
+
+    def choices(self) -> set[Sequence]:
+        """All choices that have not ended."""
+        return {seq for _, seq in self._choices.values()}
+
+    def is_taken(self, client: int, handle: RequestHandle, n: int) -> bool:
+        """Whether any of `n` handles from `handle` on is in use."""
+        if (client, handle) in self._requests:
+            return True
+        return any((client, choice) in self._choices for choice in range(handle, handle + n))
+
+    def add(self, request: Request) -> None:
+        """Add a request with at least one choice; its id and handles must be unused."""
+        key = (request.client, request.handle)
+        self._requests[key] = self._id_to_request[request.id] = request
+        for seq in request.choices:
+            self._choices[request.client, seq.handle] = (request, seq)
+        if request.deadline is not None:
+            self._deadlines.add(key, request.deadline)
+        self.num_prompt_logprob_bytes += request.num_prompt_logprob_bytes
+
+    def remove(self, request: Request) -> list[Sequence]:
+        """Returns its choices that have not ended."""
+        choices, request.choices = request.choices, []
+        for seq in choices:
+            del self._choices[request.client, seq.handle]
+        self._forget(request)
+        return choices
+
+    def remove_choice(self, client: int, handle: RequestHandle) -> Sequence | None:
+        """Remove a choice, and its request with the last one; returns None if unknown."""
+        entry = self._choices.pop((client, handle), None)
+        if entry is None:
+            return None
+        request, seq = entry
+        request.choices.remove(seq)
+        if not request.choices:
+            self._forget(request)
+        return seq
+
+    def passed(self, now: float) -> list[Request]:
+        """The requests past their deadlines, the earliest first; each is returned only once."""
+        return [self._requests[key] for key in self._deadlines.pop_passed(now)]
+
+    def check_integrity(self) -> None:
+        """Assert the class's invariant."""
+        requests = list(self._requests.values())
+        assert {request.id: request for request in requests} == self._id_to_request, "request ids"
+        choices = {(request.client, seq.handle): (request, seq) for request in requests for seq in request.choices}
+        assert choices == self._choices, "choices"
+        assert all(request.choices for request in requests), "a request without a choice"
+        assert len(self._deadlines) == sum(request.deadline is not None for request in requests), "deadlines"
+        num_bytes = sum(request.num_prompt_logprob_bytes for request in requests)
+        assert num_bytes == self.num_prompt_logprob_bytes, "bytes of prompt log-probabilities"
+
+    def _forget(self, request: Request) -> None:
+        key = (request.client, request.handle)
+        del self._requests[key], self._id_to_request[request.id]
+        self._deadlines.discard(key)
+        self.num_prompt_logprob_bytes -= request.num_prompt_logprob_bytes

@@ -1,0 +1,1 @@
+"""What the architectures are made of."""

@@ -1,0 +1,95 @@
+"""Multi-token prediction: layers after a checkpoint's last one that draft the token after the next.
+
+Source: arXiv:2412.19437 (DeepSeek-V3), section 2.2, equations 21 to 23; GLM-4.5 has the same layout. Embedding and head
+are the model's, as in the paper; the copies in checkpoints are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.worker.layers.linear import Linear
+from services.worker.layers.norm import RmsNorm
+from services.worker.layers.shard import Part, Shard
+from services.worker.models.config import ConfigValues
+from services.worker.models.parts.decoder import DecoderConfig, DecoderLayer, DecoderModel, load_norm
+from services.worker.weights.model_weights import ModelWeights
+
+_SHARED = ("embed_tokens.", "shared_head.head.")
+
+
+@dataclass(frozen=True, slots=True)
+class MtpLayer:
+    """Joins a hidden state and the next token's embedding, and runs a decoder layer."""
+
+    embedding_norm: RmsNorm
+    hidden_norm: RmsNorm
+    join: Linear
+    """[T, 2 * hidden], the embedding first, to [T, hidden]."""
+    block: DecoderLayer
+    last_norm: RmsNorm
+
+    @classmethod
+    def load(cls, shard: Shard, config: DecoderConfig, layer: int, *, block: DecoderLayer) -> MtpLayer:
+        """Load a layer of the checkpoint around its decoder layer."""
+        prefix, size = f"model.layers.{layer}", config.hidden_size
+        return cls(
+            embedding_norm=load_norm(shard, config, f"{prefix}.enorm"),
+            hidden_norm=load_norm(shard, config, f"{prefix}.hnorm"),
+            join=Linear.load(shard, [f"{prefix}.eh_proj"], [Part.whole(size)], inputs=Part.whole(2 * size)),
+            block=block,
+            last_norm=load_norm(shard, config, f"{prefix}.shared_head.norm"),
+        )
+
+
+class DecoderMtpLayers:
+    """A checkpoint's layers. Embedding, head and rotation are the model's. See `MtpLayers`."""
+
+    def __init__(self, model: DecoderModel, layers: Sequence[MtpLayer]) -> None:
+        self.num_layers = len(layers)
+        self._model = model
+        self._layers = list(layers)
+
+    @torch.inference_mode()
+    def forward(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, layer: int) -> Tensor:
+        """See `MtpLayers.forward`."""
+        parts, model = self._layers[layer], self._model
+        embedded = parts.embedding_norm(model.embedding(token_ids))
+        residual = parts.join(torch.cat((embedded, parts.hidden_norm(hidden)), dim=-1))
+        added = parts.block(None, residual, model.rotary.select(positions))
+        return parts.last_norm.add(added, residual)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """See `MtpLayers.compute_logits`."""
+        return self._model.compute_logits(hidden)
+
+
+def mtp_layers_to_load(values: ConfigValues, config: DecoderConfig, weights: ModelWeights, *, with_mtp: bool) -> range:
+    """The numbers of the layers to load, after the model's own; empty if not requested or not stored.
+
+    Tensors that will not be read are marked as ignored in `weights`.
+    """
+    num_layers = values.count("num_nextn_predict_layers", "num_mtp_layers", default=0)
+    numbers = range(config.num_layers, config.num_layers + num_layers)
+    prefixes = [f"model.layers.{number}." for number in numbers]
+    # A config.json written by transformers counts these layers, although their weights are not saved.
+    if with_mtp and any(f"{prefix}eh_proj.weight" in weights for prefix in prefixes):
+        weights.ignore(prefixes=[prefix + name for prefix in prefixes for name in _SHARED])
+        return numbers
+    weights.ignore(prefixes=prefixes)
+    return range(0)
+
+
+def load_mtp(
+    shard: Shard, config: DecoderConfig, model: DecoderModel, *, blocks: Sequence[DecoderLayer]
+) -> DecoderMtpLayers | None:
+    """Load the layers around `blocks`, which follow the model's own; None if there are none."""
+    layers = [
+        MtpLayer.load(shard, config, number, block=block)
+        for number, block in enumerate(blocks, start=config.num_layers)
+    ]
+    return DecoderMtpLayers(model, layers) if layers else None

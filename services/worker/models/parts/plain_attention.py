@@ -1,0 +1,166 @@
+"""Configuration and loading of grouped-query attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.worker.forward.kv_cache import LayerCache, attention_cache
+from services.worker.layers.attention import Attention
+from services.worker.layers.linear import Linear, sum_over_ranks
+from services.worker.layers.rotary import Rotary
+from services.worker.layers.shard import Part, Shard
+from services.worker.models.config import ConfigValues
+from services.worker.models.parts.decoder import DecoderConfig, DecoderLayer, DecoderModel, FeedForward
+from services.worker.ops import AttentionParams, HeadNorms
+from shared.model_dir import ModelDirectoryError
+
+# What publishers call the scales of an FP8 cache, where {} is k or v. The last name is of both.
+# Source: vLLM, `maybe_remap_kv_scale_name` (model_loader/weight_utils.py) and `get_cache_scale` (layers/quantization).
+_KV_SCALES = (
+    "{}_scale",
+    "attn.{}_scale",
+    "{}_proj.{}_scale",
+    "qkv_proj.{}_scale",
+    "qkqkv_proj.{}_scale",
+    "{}_proj.output_scale",
+    "kv_scale",
+)
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionHeads:
+    """`num_kv_heads` divides `num_heads`."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def from_json(cls, values: ConfigValues, *, default_head_dim: int | None = None) -> AttentionHeads:
+        """Read the heads; `default_head_dim` None means the hidden size divided by `num_heads`."""
+        num_heads = values.size("num_attention_heads")
+        num_kv_heads = values.size("num_key_value_heads", default=num_heads)
+        hidden_size = values.size("hidden_size")
+        head_dim = values.size("head_dim", default=default_head_dim or max(hidden_size // num_heads, 1))
+        if num_heads % num_kv_heads:
+            raise ModelDirectoryError(
+                f"config.json: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
+            )
+        return cls(num_heads, num_kv_heads, head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """A family's attention, the same in every layer except for the window."""
+
+    heads: AttentionHeads
+    windows: Sequence[int | None]
+    """How many tokens each layer's tokens see, including themselves; None means all up to themselves."""
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    has_head_norms: bool = False
+    has_sinks: bool = False
+
+    def kv_layers(self, shard: Shard) -> list[LayerCache]:
+        """What a token keeps in this rank's cache, by layer."""
+        num_heads = len(shard.kv_heads(self.heads.num_kv_heads))
+        return [attention_cache(num_heads, self.heads.head_dim, shard.kv_dtype)] * len(self.windows)
+
+
+def windows_by_type(values: ConfigValues, window: int | None, default: Sequence[str]) -> list[int | None]:
+    """Each layer's window: `window` for layers of type `SLIDING`; `default` is used where `layer_types` is absent."""
+    types = values.texts("layer_types", len(default)) or default
+    if unknown := set(types) - {FULL, SLIDING}:
+        raise ModelDirectoryError(f"config.json: layer_types {sorted(unknown)} are not supported")
+    if window is None and SLIDING in types:
+        raise ModelDirectoryError("config.json: layer_types has sliding windows, but no window is configured")
+    return [window if kind == SLIDING else None for kind in types]
+
+
+def load_plain_model(
+    shard: Shard,
+    config: DecoderConfig,
+    *,
+    attention: AttentionConfig,
+    load_feed_forward: Callable[[int], FeedForward],
+) -> DecoderModel:
+    """Load a model with this attention; `load_feed_forward` gets the layer's number."""
+    layers = [
+        load_plain_layer(shard, config, layer, attention=attention, feed_forward=load_feed_forward(layer))
+        for layer in range(config.num_layers)
+    ]
+    rotary, kv_layers = load_rotary(shard, config, attention.heads), attention.kv_layers(shard)
+    return DecoderModel(shard, config, layers=layers, rotary=rotary, kv_layers=kv_layers)
+
+
+def load_plain_layer(
+    shard: Shard,
+    config: DecoderConfig,
+    layer: int,
+    *,
+    attention: AttentionConfig,
+    feed_forward: FeedForward,
+) -> DecoderLayer:
+    """Load layer `layer` of a checkpoint."""
+    attends = _load_attention(shard, config, layer, attention)
+    return DecoderLayer.load(shard, config, layer, attention=attends, mlp=feed_forward)
+
+
+def load_rotary(shard: Shard, config: DecoderConfig, heads: AttentionHeads) -> Rotary:
+    """The rotation of the heads.
+
+    Raises:
+        ModelDirectoryError: see `RopeConfig.rotary_dim`.
+    """
+    rotary_dim = config.rope.rotary_dim(heads.head_dim)
+    return Rotary(shard.ops, config.rope, rotary_dim, config.context_length, device=shard.weights.device)
+
+
+def _load_attention(shard: Shard, config: DecoderConfig, layer: int, attention: AttentionConfig) -> Attention:
+    """This rank's heads; the output projection is summed over the ranks."""
+    ops, weights, prefix, head_dim = (
+        shard.ops,
+        shard.weights,
+        f"model.layers.{layer}.self_attn",
+        attention.heads.head_dim,
+    )
+    heads, kv_heads = shard.heads(attention.heads.num_heads), shard.kv_heads(attention.heads.num_kv_heads)
+    hidden, query, kv = Part.whole(config.hidden_size), heads.times(head_dim), kv_heads.times(head_dim)
+    sinks = None
+    if attention.has_sinks:
+        sinks = weights.read(f"{prefix}.sinks", (heads.total,), rows=heads.run, dtype=torch.float32)
+    params = AttentionParams(head_dim**-0.5, attention.windows[layer], sinks)
+    ops.check_attention(len(heads), len(kv_heads), head_dim, params)
+    names = [f"{prefix}.{name}_proj" for name in "qkv"]
+    qkv = Linear.load(shard, names, [query, kv, kv], inputs=hidden, has_bias=attention.has_qkv_bias)
+    output = Linear.load(shard, [f"{prefix}.o_proj"], [hidden], inputs=query, has_bias=attention.has_output_bias)
+    norms = None
+    if attention.has_head_norms:
+        query_norm = weights.read(f"{prefix}.q_norm.weight", (head_dim,))
+        norms = HeadNorms(query_norm, weights.read(f"{prefix}.k_norm.weight", (head_dim,)), config.rms_norm_eps)
+    return Attention(
+        ops,
+        layer,
+        qkv=qkv,
+        output=sum_over_ranks(output, shard.tp),
+        num_heads=len(heads),
+        num_kv_heads=len(kv_heads),
+        params=params,
+        norms=norms,
+        kv_scales=_load_kv_scales(shard, prefix),
+    )
+
+
+def _load_kv_scales(shard: Shard, prefix: str) -> tuple[Tensor, ...]:
+    """See `Attention.kv_scales`."""
+    if shard.kv_dtype != torch.float8_e4m3fn:
+        return ()
+    return tuple(
+        shard.weights.scale([f"{prefix}.{name.replace('{}', letter)}" for name in _KV_SCALES]) for letter in "kv"
+    )

@@ -1,0 +1,1 @@
+"""The `reference` backend: every row alone and in a fixed order."""

@@ -1,0 +1,1 @@
+"""Decode steps that are captured once and replayed."""

@@ -1,0 +1,1 @@
+"""Steps from their launch to their result."""

@@ -1,0 +1,279 @@
+"""What a step has the device compute. Nothing here waits for it, except for steps that end on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.worker.batch.replay import ReplayScorer
+from services.worker.batch.step_input import StepInput, StepTokens
+from services.worker.forward.forward_context import (
+    AttentionMetadata,
+    DpMetadata,
+    ForwardContext,
+    Progress,
+    forward_context,
+)
+from services.worker.forward.kv_cache import KvCache
+from services.worker.forward.staging import HostArrays, Staging
+from services.worker.ops import DecodeRows
+from services.worker.runner.device_batch import DeviceBatch
+from services.worker.runner.graphs.step_graphs import StepGraphs
+from services.worker.runner.prompt_logprobs import PromptScorer
+from services.worker.runner.rank import Rank
+from services.worker.runner.steps.host_end import HostEnd
+from services.worker.runner.steps.pending_step import StepResults
+from services.worker.sampling.device_sampler import DeviceSampler
+from services.worker.sampling.row_options import RowOptions
+from services.worker.sampling.sampling_rows import EditedRows, SamplingRows
+from services.worker.step import Int32Column
+
+
+class _Rows(NamedTuple):
+    """The rows of a step, on the device."""
+
+    slots: Tensor | None
+    """[num_rows] int64; None for a plain decode, whose slots the device knows."""
+    positions: Tensor
+    """[num_rows] int64: where their tokens are drawn."""
+    logit_tokens: Tensor | None
+    """See `StepInput.logit_tokens`."""
+
+
+class _Draw(NamedTuple):
+    """The tokens of a step's rows."""
+
+    rows: _Rows
+    logits: Tensor | None
+    """[num_rows, vocabulary] float32; None if a graph has used them, which it does for rows without options."""
+    drawn: Tensor
+    """[num_rows] int64, -1 where logits are not finite."""
+
+
+@dataclass(slots=True)
+class StepJob:
+    """A step's work on the device, with all that it reads on the host."""
+
+    step_input: StepInput
+    staging: Staging
+    dp: DpMetadata
+    decode_graph: int | None
+    """The batch size of the graph of one token per row that computes it; None if none does."""
+    draft_graph: int | None
+    """Likewise of the graph of tokens with drafts."""
+    tokens: StepTokens | None
+    """None if the device makes them."""
+    sampling: SamplingRows | None
+    """Of rows with options, or of an epoch with drafts."""
+    options: RowOptions | None
+    """Of rows that the device draws; None if none has any."""
+    results: StepResults
+    first_draw: _Draw | None = None
+    """Of a step with edited rows, until these are drawn again."""
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether the host edits the logits of rows."""
+        return self.options is not None and len(self.options.edited) > 0
+
+
+class StepWork:
+    """Computes the steps of one epoch, in the order of their launches."""
+
+    def __init__(
+        self, rank: Rank, kv_cache: KvCache, columns: DeviceBatch, graphs: StepGraphs | None, host_end: HostEnd | None
+    ) -> None:
+        """Steps end on the host exactly if there is a `host_end`."""
+        self._device = rank.device
+        self._ops = rank.ops
+        self._model = rank.model
+        # Layers that were only launched are no progress.
+        self._layer_progress = Progress() if rank.stream.is_async else rank.progress
+        self._kv_cache = kv_cache
+        self._columns = columns
+        self._decodes = None if graphs is None else graphs.decodes
+        self._drafts = None if graphs is None else graphs.drafts
+        self._host_end = host_end
+        # As the device has them.
+        self._decode_slots: Int32Column = np.empty(0, np.int32)
+        self._query_starts = torch.arange(columns.num_slots + 1, dtype=torch.int32, device=rank.device)
+        self._sampler = DeviceSampler(rank.ops, rank.device)
+        self._prompt_scorer = PromptScorer(rank.ops, rank.model.compute_logits)
+        self._replay_scorer = ReplayScorer(rank.ops, rank.model.compute_logits)
+
+    def arrays(self, job: StepJob) -> HostArrays:
+        """What the device needs for a step and does not have. Called once per step, in order."""
+        step_input, tokens = job.step_input, job.tokens
+        arrays = dict(step_input.changes)
+        if step_input.is_plain_decode:
+            if not np.array_equal(step_input.slots, self._decode_slots):
+                self._decode_slots = step_input.slots
+                arrays["decode_slots"] = step_input.slots.astype(np.int64)
+            return arrays
+        assert tokens is not None, "only a plain decode's tokens are made on the device"
+        arrays |= {"row_slots": step_input.row_slots.astype(np.int64), "row_positions": step_input.row_positions}
+        logit_tokens = step_input.logit_tokens()
+        if logit_tokens is not None:
+            arrays["logit_tokens"] = logit_tokens
+        if self._drafts is not None and job.draft_graph is not None:
+            return arrays | self._drafts.pad(step_input, tokens, job.draft_graph)
+        arrays |= {
+            "token_ids": tokens.token_ids,
+            "positions": tokens.positions,
+            "slot_mapping": tokens.slot_mapping,
+            "block_tables": tokens.block_tables,
+            "context_lens": step_input.context_lens,
+            "cu_seqlens_q": step_input.cu_seqlens_q,
+        }
+        if step_input.num_decodes and self._host_end is None:
+            # Without drafts these are the first tokens.
+            arrays["unknown_slots"] = step_input.slots[: step_input.num_decodes].astype(np.int64)
+        return arrays
+
+    @torch.inference_mode()
+    def compute(self, job: StepJob) -> None:
+        """All of a step's work, except for the second draw of edited rows; see `Stream.launch`."""
+        arrays = job.staging.upload()
+        self._columns.apply(arrays, job.step_input.table_width)
+        if job.step_input.is_plain_decode:
+            hidden, positions = self._decode(job)
+        else:
+            hidden, positions = self._compute_tokens(job, arrays), arrays["row_positions"]
+            self._score(job, hidden)
+        if self._host_end is not None:
+            self._end_on_host(job, hidden, arrays)
+        elif len(job.step_input.row_slots):
+            self._draw(job, hidden, _Rows(arrays.get("row_slots"), positions, arrays.get("logit_tokens")))
+        if not job.is_edited:
+            job.staging.download(job.results.tensors())
+
+    @torch.inference_mode()
+    def redraw(self, job: StepJob, edited: EditedRows) -> None:
+        """Draw edited rows, which ends the step's work."""
+        first, rows = job.first_draw, job.sampling
+        assert first is not None, "drawn by `compute`"
+        assert rows is not None, "options come from it"
+        job.first_draw = None
+        assert first.logits is not None, "kept for this"
+        self._end_draw(job, first._replace(drawn=self._sampler.redraw(first.logits, first.drawn, rows, edited)))
+        job.staging.download(job.results.tensors())
+
+    def _decode(self, job: StepJob) -> tuple[Tensor, Tensor]:
+        """Compute a plain decode: hidden states [num_rows, hidden], and the positions of the tokens to draw."""
+        step_input = job.step_input
+        num_rows = len(step_input.slots)
+        if self._decodes is not None and job.decode_graph is not None:
+            rows = self._decodes.rows(job.decode_graph)
+            self._columns.advance(rows, step_input.num_blocks)
+            return self._decodes.replay(job.decode_graph)[:num_rows], rows.draw_positions[:num_rows]
+        rows = DecodeRows.empty(num_rows, step_input.num_blocks, self._device)
+        self._columns.advance(rows, step_input.num_blocks)
+        attention = AttentionMetadata(
+            is_prefill=False,
+            slot_mapping=rows.slot_mapping,
+            block_tables=rows.block_tables,
+            context_lens=rows.context_lens,
+            cu_seqlens_q=self._query_starts[: num_rows + 1],
+            **_host_lengths(step_input),
+        )
+        return self._forward(rows.token_ids, rows.positions, attention, job.dp), rows.draw_positions
+
+    def _compute_tokens(self, job: StepJob, arrays: dict[str, Tensor]) -> Tensor:
+        """Compute tokens that the host names: hidden states [num_tokens, hidden]; empty without tokens."""
+        if self._drafts is not None and job.draft_graph is not None:
+            return self._drafts.replay(job.draft_graph, arrays)
+        if self._decodes is not None and job.decode_graph is not None:
+            # A dummy, which is a row of padding.
+            self._columns.pad(self._decodes.rows(job.decode_graph))
+            return self._decodes.replay(job.decode_graph)
+        if not job.step_input.num_tokens:
+            # Every sequence to decode already has all its tokens.
+            return torch.empty(0)
+        token_ids = arrays["token_ids"]
+        if "unknown_slots" in arrays:
+            last_tokens = self._columns.last_tokens(arrays["unknown_slots"])
+            token_ids = torch.cat((last_tokens, token_ids[len(last_tokens) :]))
+        attention = AttentionMetadata(
+            is_prefill=job.step_input.is_prefill,
+            slot_mapping=arrays["slot_mapping"],
+            block_tables=arrays["block_tables"],
+            context_lens=arrays["context_lens"],
+            cu_seqlens_q=arrays["cu_seqlens_q"],
+            **_host_lengths(job.step_input),
+        )
+        return self._forward(token_ids, arrays["positions"], attention, job.dp)
+
+    def _forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionMetadata, dp: DpMetadata) -> Tensor:
+        context = ForwardContext.for_step(self._ops, attention, self._kv_cache, dp=dp, progress=self._layer_progress)
+        with forward_context(context):
+            return self._model.forward(token_ids, positions)
+
+    def _logits(self, hidden: Tensor, logit_tokens: Tensor | None) -> Tensor:
+        return self._model.compute_logits(hidden if logit_tokens is None else hidden[logit_tokens])
+
+    def _score(self, job: StepJob, hidden: Tensor) -> None:
+        """What is wanted of a prompt's tokens, and of those that were computed before."""
+        step_input = job.step_input
+        if step_input.scored_chunks:
+            assert job.tokens is not None, "chunks have tokens"
+            job.results.prompts = self._prompt_scorer.score(step_input.scored_chunks, job.tokens.token_ids, hidden)
+        if step_input.replayed_chunks:
+            job.results.likeliest = self._replay_scorer.score(step_input.replayed_chunks, hidden)
+
+    def _draw(self, job: StepJob, hidden: Tensor, rows: _Rows) -> None:
+        """Draw the rows' tokens; those that the host edits are drawn again in `redraw`."""
+        if rows.slots is not None:
+            draws = self._columns.draws(rows.slots, rows.positions)
+        else:
+            draws = self._columns.decode_draws(rows.positions)
+            graph = None if job.options is not None else job.decode_graph
+            if self._decodes is not None and self._decodes.draws_tokens and graph is not None:
+                drawn = self._decodes.draw(graph)[: len(rows.positions)]
+                self._end_draw(job, _Draw(rows, None, drawn))
+                return
+        logits = self._logits(hidden, rows.logit_tokens)
+        draw = _Draw(rows, logits, self._sampler.draw(logits, draws))
+        if job.is_edited:
+            job.first_draw = draw
+        else:
+            self._end_draw(job, draw)
+
+    def _end_draw(self, job: StepJob, draw: _Draw) -> None:
+        """Leave the tokens where the next step finds them, and for the host."""
+        # What is not finite is followed by token 0, which every model has.
+        usable = draw.drawn.clamp(min=0)
+        if draw.rows.slots is None:
+            self._columns.record_decoded(usable)
+        else:
+            self._columns.record(draw.rows.slots, usable, draw.rows.positions)
+        job.results.drawn = draw.drawn
+        if job.options is not None and len(job.options.scored):
+            assert draw.logits is not None, "kept for rows with options"
+            num_top = int(job.options.nums_top.max())
+            job.results.scores = self._sampler.score(draw.logits, draw.drawn, job.options.scored, num_top=num_top)
+
+    def _end_on_host(self, job: StepJob, hidden: Tensor, arrays: dict[str, Tensor]) -> None:
+        assert self._host_end is not None, "checked by the caller"
+        assert job.sampling is not None, "made for every step with drafts"
+        assert job.tokens is not None, "made for every step with drafts"
+        job.results.sampled = self._host_end.finish(
+            job.step_input,
+            job.tokens,
+            rows=job.sampling,
+            hidden=hidden,
+            logits=self._logits(hidden, arrays.get("logit_tokens")) if len(job.step_input.row_slots) else None,
+        )
+
+
+def _host_lengths(step_input: StepInput) -> dict[str, Any]:
+    """The fields of `AttentionMetadata` that are on the host."""
+    return {
+        "query_lens": tuple(step_input.query_lens.tolist()),
+        "context_lens_host": tuple(step_input.context_lens.tolist()),
+        "max_query_len": int(step_input.query_lens.max()),
+        "max_context_len": int(step_input.context_lens.max()),
+    }

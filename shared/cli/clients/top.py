@@ -1,0 +1,204 @@
+"""`lockstep top`: what a cell's scheduler is doing."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
+from shared.cli.clients.client import run_client
+from shared.cli.clients.running_cells import find_cells
+from shared.cli.clients.wrong_service import ADMIN, explain_wrong_service
+from shared.cli.tls_flags import add_certificate_flags, peer_of_operator
+from shared.network.rpc import Peer, make_channel
+from shared.network.tls import Role
+
+DEFAULT_SCHEDULER = "127.0.0.1:50054"
+
+_DEADLINE_S = 5.0
+_COUNTERS = (
+    ("prefill steps", "num_prefill_steps"),
+    ("decode steps", "num_decode_steps"),
+    ("preemptions", "num_preemptions"),
+    ("requests finished", "num_finished"),
+)
+_HOME = "\x1b[H"
+_ERASE_LINE_END = "\x1b[K"
+_ERASE_BELOW = "\x1b[J"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="lockstep top", description="Show a cell's queue, KV blocks and steps, refreshed until Ctrl-C."
+    )
+    parser.add_argument(
+        "--target",
+        metavar="ADDRESS",
+        help="the scheduler's --cell-listen (default: that of the cell running on this machine, else "
+        f"{DEFAULT_SCHEDULER})",
+    )
+    parser.add_argument(
+        "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="refresh interval (default: %(default)g)"
+    )
+    parser.add_argument("--once", action="store_true", help="print one snapshot and exit")
+    add_certificate_flags(parser)
+    args = parser.parse_args(argv)
+    peer = peer_of_operator(parser, args, Role.SCHEDULER)
+    num_snapshots = 1 if args.once else None
+    target = args.target or _find_scheduler()
+    return run_client(lambda: asyncio.run(_show(target, peer, args.interval, num_snapshots)))
+
+
+def render(
+    target: str,
+    state: scheduler_pb2.GetStateResponse,
+    before: scheduler_pb2.GetStateResponse | None = None,
+    elapsed_s: float = 1.0,
+) -> str:
+    """A snapshot as text.
+
+    Args:
+        before: An earlier state; None, or one of another scheduler process, leaves its column empty.
+        elapsed_s: Between the two, above 0.
+    """
+    if before is not None and before.instance_id != state.instance_id:
+        before = None
+    usage = state.num_used_blocks / state.num_blocks if state.num_blocks else 0.0
+    lines = [
+        f"scheduler {target}: {'ready' if state.ready else 'no worker is attached'}",
+        "",
+        _line("requests waiting", state.num_waiting),
+        _line("requests running", state.num_running),
+        _line("KV blocks used", state.num_used_blocks, f"{usage:.1%} of {state.num_blocks}"),
+        _line("KV blocks cached", state.num_cached_blocks),
+        _line("KV blocks free", state.num_free_blocks, "including cached ones"),
+        "",
+        _line("", "since start", "" if before is None else f"last {elapsed_s:.1f} s"),
+        *(_counter_line(label, name, state, before, elapsed_s) for label, name in _COUNTERS),
+        _line("prefix hit rate", _hit_rate(state), "" if before is None else _hit_rate(state, before)),
+        _line("drafts accepted", _acceptance_rate(state), "" if before is None else _acceptance_rate(state, before)),
+    ]
+    if state.num_lost_epochs:
+        lines.append(_line("recoveries", state.num_recoveries, f"of {state.num_lost_epochs} losses of workers"))
+    if len(state.rank_steps) > 1:
+        lines += ["", *_rank_lines(state, before, elapsed_s)]
+    return "".join(f"{line.rstrip()}\n" for line in lines)
+
+
+def _find_scheduler() -> str:
+    """The newest cell's scheduler; other cells are listed on stderr."""
+    cells = find_cells()
+    if not cells:
+        print(f"note: no `lockstep serve` cell is running here; trying {DEFAULT_SCHEDULER}", file=sys.stderr)
+        return DEFAULT_SCHEDULER
+    for cell in cells[1:]:
+        print(f"note: {cell.model} is running here too: --target={cell.cell_address}", file=sys.stderr)
+    return cells[0].cell_address
+
+
+async def _show(target: str, peer: Peer | None, interval_s: float, num_snapshots: int | None) -> None:
+    """Until cancelled if `num_snapshots` is None."""
+    is_terminal = sys.stdout.isatty() and num_snapshots is None
+    before: scheduler_pb2.GetStateResponse | None = None
+    before_at = 0.0
+    async with make_channel(target, peer=peer) as channel, explain_wrong_service(channel, target, ADMIN):
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        for number in itertools.count(1):
+            state = await stub.GetState(scheduler_pb2.GetStateRequest(), timeout=_DEADLINE_S)
+            now = time.monotonic()
+            text = render(target, state, before, now - before_at)
+            if is_terminal:
+                text = _repaint(text, is_first=number == 1)
+            elif number > 1:
+                text = f"\n{text}"
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            if number == num_snapshots:
+                return
+            before, before_at = state, now
+            await asyncio.sleep(interval_s)
+
+
+def _repaint(text: str, *, is_first: bool) -> str:
+    """Draw over the previous text. Erasing only what is left over avoids flicker."""
+    clear = _HOME + _ERASE_BELOW if is_first else _HOME
+    return clear + text.replace("\n", f"{_ERASE_LINE_END}\n") + _ERASE_BELOW
+
+
+def _counter_line(
+    label: str,
+    name: str,
+    state: scheduler_pb2.GetStateResponse,
+    before: scheduler_pb2.GetStateResponse | None,
+    elapsed_s: float,
+) -> str:
+    count = getattr(state, name)
+    rate = "" if before is None else f"{(count - getattr(before, name)) / elapsed_s:.1f}/s"
+    return _line(label, count, rate)
+
+
+def _rank_lines(
+    state: scheduler_pb2.GetStateResponse, before: scheduler_pb2.GetStateResponse | None, elapsed_s: float
+) -> Iterator[str]:
+    heading = f"{'rank':<6}{'attached':>9}{'waiting':>9}{'running':>9}{'KV used':>9}"
+    yield f"{heading}{'steps':>12}{'dummies':>9}{'steps/s':>10}"
+    num_steps_before = {rank.dp_rank: _num_steps(rank) for rank in before.rank_steps} if before is not None else {}
+    for rank in state.rank_steps:
+        usage = rank.num_used_blocks / rank.num_blocks if rank.num_blocks else 0.0
+        num_steps = _num_steps(rank)
+        # A rank that was not there before has no rate yet.
+        earlier = num_steps_before.get(rank.dp_rank)
+        rate = "" if earlier is None else f"{(num_steps - earlier) / elapsed_s:.1f}"
+        dummies = f"{rank.num_dummy_steps / num_steps:.1%}" if num_steps else "-"
+        yield (
+            f"{rank.dp_rank:<6}{_attachment(rank):>9}{rank.num_waiting:>9}{rank.num_running:>9}"
+            f"{usage:>9.1%}{num_steps:>12}{dummies:>9}{rate:>10}"
+        )
+
+
+def _attachment(rank: scheduler_pb2.RankSteps) -> str:
+    if not rank.is_attached:
+        return "no"
+    return "draining" if rank.is_draining else "yes"
+
+
+def _num_steps(rank: scheduler_pb2.RankSteps) -> int:
+    return rank.num_prefill_steps + rank.num_decode_steps + rank.num_mixed_steps + rank.num_dummy_steps
+
+
+def _hit_rate(state: scheduler_pb2.GetStateResponse, before: scheduler_pb2.GetStateResponse | None = None) -> str:
+    """Share of prompt tokens found in the prefix cache, since `before` or the start; `-` without any."""
+    return _share(state, before, part="num_prefix_hit_tokens", whole="num_prefix_queried_tokens")
+
+
+def _acceptance_rate(
+    state: scheduler_pb2.GetStateResponse, before: scheduler_pb2.GetStateResponse | None = None
+) -> str:
+    """As `_hit_rate`, for draft tokens that were accepted."""
+    return _share(state, before, part="num_accepted_draft_tokens", whole="num_draft_tokens")
+
+
+def _share(
+    state: scheduler_pb2.GetStateResponse, before: scheduler_pb2.GetStateResponse | None, *, part: str, whole: str
+) -> str:
+    before = before or scheduler_pb2.GetStateResponse()
+    num_whole = getattr(state, whole) - getattr(before, whole)
+    num_part = getattr(state, part) - getattr(before, part)
+    return f"{num_part / num_whole:.1%}" if num_whole else "-"
+
+
+def _line(label: str, value: object, note: str = "") -> str:
+    return f"{label:<18}{value!s:>12}   {note}"
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds, at least 0.1")
+    return value

@@ -1,0 +1,400 @@
+"""Servers and channels, all made here, and the one place where errors become gRPC statuses."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import logging
+import math
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+from shared.errors import InternalError, InvalidRequestError, NotSupportedError, QueueFullError, ServiceError
+from shared.network.access import check_access, find_served_methods
+from shared.network.reflection import serve_reflection
+from shared.network.tls import Certificates, Role, TrustedAuthority
+
+logger = logging.getLogger(__name__)
+
+ERROR_DOMAIN = "lockstep"
+STATUS_DETAILS_KEY = "grpc-status-details-bin"
+
+# Clients' messages have the library's default limit of 4 MiB. Inside a cell, a step with many long block tables is
+# larger.
+INTERNAL_MESSAGE_BYTES = 64 * 1024 * 1024
+# Inside a cell, HTTP/2 pings detect a peer whose process is stopped, or that the network has lost, while a call is
+# open, whatever that call is waiting for. Keepalive sends the pings, and the ping timeout closes the connection:
+# without that timeout a stopped peer goes unnoticed. The services' own heartbeats, where they exist, are faster.
+_KEEPALIVE_MS = 5_000
+_PING_TIMEOUT_MS = 10_000
+# For a connection attempt that gets no answer; gRPC's default of 20 s would outlast most partitions.
+_CONNECT_TIMEOUT_MS = 3_000
+
+METADATA_SOFT_BYTES = 8 * 1024
+METADATA_HARD_BYTES = 16 * 1024
+
+# Calls that have arrived but that the event loop has not accepted yet. gRPC's default limits (1000, enforced at random,
+# and 3000) end calls of a burst, and unrelated ones, with a bare CANCELLED.
+MAX_PENDING_CALLS = 20_000
+# How long they may wait for that; a client's deadline decides earlier. After gRPC's 30 s, as a burst takes on a busy
+# machine, they would end with a bare CANCELLED too.
+_MAX_PENDING_S = 24 * 60 * 60
+# Calls served at once; we refuse calls above this with a reason and a retry delay.
+MAX_OPEN_CALLS = 16_384
+_RETRY_DELAY_S = 1.0
+# If its health check were refused, the launcher would consider the process dead.
+_NEVER_REFUSED = frozenset({"/grpc.health.v1.Health/Check"})
+
+_PARSE_LOG_PERIOD_S = 10.0
+
+_KEEPALIVE_OPTIONS = (
+    ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
+    # Do not limit pings while no messages are sent.
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+RoleOf = Callable[[grpc.aio.ServicerContext], Role | None]
+
+_STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The other end of a channel with TLS."""
+
+    certificates: Certificates | TrustedAuthority
+    """This end's own; a client of a client port has only the authority's."""
+    role: Role
+    """What the other end's certificate must name."""
+
+
+def make_peer(certificates: Certificates | None, role: Role) -> Peer | None:
+    """The peer to be dialled by a service with these certificates; without them, None."""
+    return None if certificates is None else Peer(certificates, role)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """What a server refuses or ends."""
+
+    max_open_calls: int = MAX_OPEN_CALLS
+    """More at once are refused with QUEUE_FULL."""
+    max_connection_age_s: float | None = None
+    """A connection older than this, within 10 %, takes no new calls and ends after its open ones."""
+
+
+class Servicer(Protocol):
+    """Can add its methods to a server."""
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register them."""
+
+
+def make_server(
+    address: str,
+    servicers: Sequence[Servicer],
+    *,
+    internal: bool = False,
+    service_names: Sequence[str] = (),
+    certificates: Certificates | None = None,
+    limits: ServerLimits = ServerLimits(),
+) -> grpc.aio.Server:
+    """Create a server that listens on `address`; it is not started yet.
+
+    Args:
+        address: unix:PATH or HOST:PORT; port 0 chooses a free one.
+        internal: Whether it is a cell port, whose messages may be large; else it is a client port. Each serves only its
+            own methods, whatever the servicers have.
+        service_names: What reflection lists besides health; empty turns it off.
+        certificates: For TLS, mutual if `internal`; peers may then call what their role may. None means no TLS. A unix
+            socket has none in any case: its file's permissions say who may connect, and peers have no roles.
+        limits: On connections and calls.
+
+    Raises:
+        RuntimeError: the address is in use or not usable.
+    """
+    options: list[tuple[str, int]] = [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_metadata_size", METADATA_SOFT_BYTES),
+        ("grpc.absolute_max_metadata_size", METADATA_HARD_BYTES),
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+        ("grpc.server_max_unrequested_time_in_server", _MAX_PENDING_S),
+    ]
+    if limits.max_connection_age_s is not None:
+        options.append(("grpc.max_connection_age_ms", round(limits.max_connection_age_s * 1000)))
+    if not internal:
+        # Clients and their proxies ping idle connections as often as they like; the default closes such a connection.
+        options.append(("grpc.http2.max_ping_strikes", 0))
+    else:
+        options += [
+            ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),
+            ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
+            *_KEEPALIVE_OPTIONS,
+        ]
+    if address.startswith("unix:"):
+        refuse_taken_socket(address.removeprefix("unix:"))
+        certificates = None
+    methods = find_served_methods(on_cell_port=internal, has_tls=certificates is not None)
+    role_of = None if certificates is None else certificates.role_of
+    server = grpc.aio.server(interceptors=[CallInterceptor(methods, limits.max_open_calls, role_of)], options=options)
+    for servicer in servicers:
+        servicer.add_to(server)
+    if service_names:
+        serve_reflection(server, service_names)
+    if certificates is None:
+        server.add_insecure_port(address)
+    else:
+        server.add_secure_port(address, certificates.server_credentials(is_mutual=internal))
+    return server
+
+
+def make_channel(address: str, *, internal: bool = False, peer: Peer | None = None) -> grpc.aio.Channel:
+    """Open a channel to one of our servers, with its own connection.
+
+    Retries are off: only the owner of the state can decide what may be repeated.
+
+    Args:
+        address: unix:PATH or HOST:PORT.
+        internal: Whether it connects processes of the cell.
+        peer: What must answer, by TLS; None means no TLS. A unix socket has none in any case.
+    """
+    options: list[tuple[str, int | str]] = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
+    if internal:
+        options += [
+            ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.min_reconnect_backoff_ms", _CONNECT_TIMEOUT_MS),
+            ("grpc.max_reconnect_backoff_ms", 1000),
+            *_KEEPALIVE_OPTIONS,
+        ]
+    if peer is None or address.startswith("unix:"):
+        return grpc.aio.insecure_channel(address, options=options)
+    name = peer.certificates.name_of(peer.role)
+    if name is not None:
+        # Addresses change; the role's name does not.
+        options.append(("grpc.ssl_target_name_override", name))
+    return grpc.aio.secure_channel(address, peer.certificates.channel_credentials(), options=options)
+
+
+def to_status(error: ServiceError) -> status_pb2.Status:
+    """The status, with ErrorInfo and, if they apply, BadRequest and RetryInfo."""
+    status = status_pb2.Status(code=error.code.value, message=error.message)
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=error.values)
+    status.details.append(_pack(info))
+    if error.violations:
+        bad_request = error_details_pb2.BadRequest()
+        for violation in error.violations:
+            bad_request.field_violations.add(
+                field=violation.field, reason=violation.reason, description=violation.description
+            )
+        status.details.append(_pack(bad_request))
+    if error.retry_delay_s is not None:
+        retry_info = error_details_pb2.RetryInfo()
+        retry_info.retry_delay.FromMilliseconds(round(error.retry_delay_s * 1000))
+        status.details.append(_pack(retry_info))
+    return status
+
+
+def status_from_rpc_error(error: grpc.aio.AioRpcError) -> status_pb2.Status:
+    """The status with which a call failed; without details if there were none."""
+    for key, value in error.trailing_metadata() or ():
+        if key == STATUS_DETAILS_KEY:
+            return status_pb2.Status.FromString(value)
+    return status_pb2.Status(code=error.code().value[0], message=error.details() or "")
+
+
+def reason_of(status: status_pb2.Status) -> str | None:
+    """The stable reason in ErrorInfo, if any."""
+    info = error_details_pb2.ErrorInfo()
+    for detail in status.details:
+        if detail.Unpack(info):
+            return str(info.reason)
+    return None
+
+
+class StatusError(ServiceError):
+    """Another service's status, passed on unchanged."""
+
+    def __init__(self, status: status_pb2.Status) -> None:
+        super().__init__(status.message)
+        self.status = status
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Turns exceptions into statuses; unknown ones become INTERNAL and are logged, both without their text.
+
+    Before that it refuses methods of other ports, calls of peers that may not make them, calls above the limit, and
+    messages that cannot be parsed. An interceptor sees no peer, and gRPC parses a message before its handler does: so
+    messages arrive here as bytes, and are parsed after the peer was checked.
+    """
+
+    def __init__(self, methods: Set[str], max_open_calls: int, role_of: RoleOf | None = None) -> None:
+        """`methods` are the port's; `role_of` finds the role of a call's peer, and None means that peers have none."""
+        self._methods = methods
+        self._max_open_calls = max_open_calls
+        self._role_of = role_of
+        self._num_open_calls = 0
+        self._parse_log = _ParseLog()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """See `grpc.aio.ServerInterceptor`."""
+        method = handler_call_details.method
+        handler = await continuation(handler_call_details) if method in self._methods else None
+        if handler is None:
+            # gRPC answers UNIMPLEMENTED.
+            return None
+        # Exactly one of the four is set; the factory that created the handler has the same name.
+        for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+            behavior = getattr(handler, kind)
+            if behavior is not None:
+                parse = self._parse_all if handler.request_streaming else self._parse
+                read = partial(parse, method, handler.request_deserializer)
+                guarded = _guard(behavior, method, partial(self._open_call, method), read)
+                make_handler = getattr(grpc, f"{kind}_rpc_method_handler")
+                return make_handler(guarded, None, handler.response_serializer)
+        return handler
+
+    @contextmanager
+    def _open_call(self, method: str, context: grpc.aio.ServicerContext) -> Iterator[None]:
+        if self._role_of is not None:
+            check_access(method, self._role_of(context))
+        if self._num_open_calls >= self._max_open_calls and method not in _NEVER_REFUSED:
+            raise QueueFullError(
+                "too many calls are open", retry_delay_s=_RETRY_DELAY_S, max_calls=self._max_open_calls
+            )
+        self._num_open_calls += 1
+        try:
+            yield
+        finally:
+            self._num_open_calls -= 1
+
+    def _parse(self, method: str, deserializer: Callable[[bytes], Any], data: bytes) -> Any:
+        try:
+            return deserializer(data)
+        except (DecodeError, ValueError) as error:
+            self._parse_log.note(method, time.monotonic())
+            raise InvalidRequestError(
+                "the message cannot be parsed: it is truncated, or a string in it is not UTF-8"
+            ) from error
+
+    async def _parse_all(
+        self, method: str, deserializer: Callable[[bytes], Any], messages: AsyncIterator[bytes]
+    ) -> AsyncIterator[Any]:
+        async for data in messages:
+            yield self._parse(method, deserializer, data)
+
+
+class _ParseLog:
+    """Logs at a limited rate, since a client may send many."""
+
+    def __init__(self) -> None:
+        self._num_unlogged = 0
+        self._logged_at = -math.inf
+
+    def note(self, method: str, now: float) -> None:
+        self._num_unlogged += 1
+        if now - self._logged_at >= _PARSE_LOG_PERIOD_S:
+            logger.warning("messages cannot be parsed", extra={"method": method, "num_messages": self._num_unlogged})
+            self._num_unlogged, self._logged_at = 0, now
+
+
+def refuse_taken_socket(path: str) -> None:
+    """Fail if a server listens at `path`: a new one would silently replace its socket, as it may a dead server's.
+
+    Raises:
+        RuntimeError: one is listening there, or the path cannot be used.
+    """
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            result = probe.connect_ex(path)
+        except OSError as error:
+            raise RuntimeError(f"unix:{path}: {error}") from error
+    # EAGAIN: a server is listening, but its backlog is full.
+    if result in (0, errno.EAGAIN):
+        raise RuntimeError(f"unix:{path}: address already in use")
+
+
+def _guard(
+    behavior: Callable[..., Any],
+    method: str,
+    open_call: Callable[[grpc.aio.ServicerContext], AbstractContextManager[None]],
+    read: Callable[[Any], Any],
+) -> Callable[..., Any]:
+    """Turns the errors of a servicer's method into statuses.
+
+    `open_call` refuses or counts a call; `read` parses its messages.
+    """
+    if inspect.isasyncgenfunction(behavior):
+
+        async def guarded_stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            try:
+                with open_call(context):
+                    async for response in behavior(read(request), context):
+                        yield response
+            except Exception as error:  # noqa: BLE001 - this is the RPC boundary
+                await _abort(context, method, error)
+
+        return guarded_stream
+
+    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            with open_call(context):
+                return await behavior(read(request), context)
+        except Exception as error:  # noqa: BLE001 - this is the RPC boundary
+            await _abort(context, method, error)
+
+    return guarded
+
+
+async def _abort(context: grpc.aio.ServicerContext, method: str, error: Exception) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(error, StatusError):
+        status = error.status
+    elif isinstance(error, ServiceError):
+        status = to_status(error)
+    elif _is_unimplemented(context, error):
+        status = to_status(NotSupportedError("this release does not implement the method", method=method))
+    else:
+        logger.error("unexpected error", extra={"method": method}, exc_info=_without_text(error))
+        status = to_status(InternalError("internal error"))
+    await context.abort(_STATUS_CODES[status.code], status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
+
+
+class _UntoldError(Exception):
+    """Stands in the log for an exception whose text may quote a request."""
+
+
+def _without_text(error: Exception) -> BaseException:
+    """Where an exception was raised, and of which type."""
+    return _UntoldError(type(error).__qualname__).with_traceback(error.__traceback__)
+
+
+def _is_unimplemented(context: grpc.aio.ServicerContext, error: Exception) -> bool:
+    """The generated base class sets UNIMPLEMENTED before it raises."""
+    return isinstance(error, NotImplementedError) and context.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def _pack(message: Any) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed

@@ -1,0 +1,353 @@
+"""What an engine may send to one rank within one epoch, and how it must handle the answers.
+
+Steps refer to slots. The request in a slot is identified by the sampling seed of the sequence that entered it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from services.scheduler.core.batch.step import PrefillChunk, ScheduledBatch, Step, StepKind
+from services.scheduler.core.queue.waiting_queue import QueuePolicy, max_steps_to_admission
+from tests.simulation.network.step_stream import Answer
+from tests.simulation.workload import CellSettings, Expected, RequestPlan, number_of
+
+# A step that makes no progress for this long ends its epoch.
+_STEP_DEADLINE_S = 10.0
+
+Key = tuple[int, int]
+"""(client, handle)"""
+
+Number = tuple[int, int]
+"""(request number, choice)"""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One choice of a submission that an engine has accepted; it is live until it ends or must be forgotten."""
+
+    plan: RequestPlan
+    choice: int
+    key: Key
+    request_key: Key
+    attempt: int
+    num_tokens: int
+    arrived_at: float
+    taken_in_at: float
+    deadline: float | None
+    is_live: bool = True
+    has_started: bool = False
+    num_cached_tokens: int | None = None
+    """Cached tokens at its first admission; None before."""
+    num_prompt_logprob_bytes: int = 0
+    """Bytes that its request is charged for prompt log-probabilities."""
+    num_prompt_positions: int = 1
+    """Prompt positions whose log-probabilities were sent, including the first, which has none."""
+    min_resumes: int = 0
+    """Resumes its replica reported at submission, plus lost epochs in whose steps in flight it was."""
+    max_resumes: int = 0
+    """As `min_resumes`, with the lost epochs in whose batch it was."""
+    rank: int | None = None
+    """The rank of the step that computed it last."""
+    num_in_flight: int = 0
+    """Steps of `rank` in flight that compute it."""
+
+    @property
+    def number(self) -> Number:
+        """Its identity, the same for all attempts."""
+        return self.plan.number, self.choice
+
+    @property
+    def expected(self) -> Expected:
+        """The answer that the cell must produce."""
+        return self.plan.by_cell[self.choice]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entered:
+    """A sequence in the worker's batch."""
+
+    entry: Entry
+    number: int
+    """The position in which it entered within the epoch, from 0."""
+    after_step: int
+    """The last step that had returned when it was sent."""
+    is_scored: bool
+    """Whether it returns the log-probabilities of its prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentStep:
+    """A step in flight."""
+
+    step: Step
+    sent_at: float
+    rows: list[Entered]
+    """The sequence of each row."""
+    chunks: list[tuple[Entered, int]]
+    """The sequence of each prompt chunk, and the number of its prompt tokens computed after this step."""
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is a pure decode, on all ranks if they are coupled."""
+        is_eager = self.step.num_tokens_across_dp and not self.step.graph_batch_size
+        return self.step.batch.kind is StepKind.DECODE and not is_eager
+
+    @property
+    def entries(self) -> set[Entry]:
+        """The choices for which it computes tokens."""
+        return {entered.entry for entered in (*self.rows, *(entered for entered, _ in self.chunks))}
+
+
+@dataclass(slots=True)
+class Signs:
+    """When a rank was last heard, and when it last made progress."""
+
+    heard_at: float
+    got_on_at: float = float("-inf")
+    progress: int | None = None
+
+    def take(self, progress: int, now: float) -> None:
+        """Record a heartbeat."""
+        self.heard_at = now
+        if self.progress not in {None, progress}:
+            self.got_on_at = now
+        self.progress = progress
+
+
+class EpochWatch:
+    """Follows the steps of one rank and one epoch, and raises AssertionError when one is wrong."""
+
+    def __init__(
+        self,
+        rank: int,
+        number: int,
+        settings: CellSettings,
+        live: dict[Number, Entry],
+        *,
+        now: float,
+        waits_here: Callable[[Entry], bool],
+    ) -> None:
+        """Begin with an empty batch.
+
+        Args:
+            number: The epoch.
+            live: The choices that have not ended; the caller changes it.
+            waits_here: Whether a choice outside the batch is queued for this rank, in queue order.
+        """
+        self.rank = rank
+        self.number = number
+        self.signs = Signs(now)
+        self.in_flight: deque[SentStep] = deque()
+        self._waits_here = waits_here
+        self._settings = settings
+        self._live = live
+        self._batch: dict[int, Entered] = {}
+        # By slot, for prompts whose chunks are not all sent: the tokens left.
+        self._num_later: dict[int, int] = {}
+        # By slot: the blocks that a sequence entered with, and how many of its tokens were sent for computation.
+        self._prompt_blocks: dict[int, list[int]] = {}
+        self._num_sent_tokens: dict[int, int] = {}
+        self._num_steps = 0
+        self._num_entered = 0
+        # The step that first reported a sequence as not finite, by the sequence's number.
+        self._reported_not_finite: dict[int, int] = {}
+        self._block_to_salt: dict[int, bytes] = {}
+        # For each aged request: the requests that were ever ahead of it, and the steps sent since it aged.
+        self._ahead_of: dict[Entry, set[Entry]] = {}
+        self._num_steps_waited: Counter[Entry] = Counter()
+
+    def is_overdue(self, now: float, *, silence_s: float) -> bool:
+        """Whether the rank is silent or makes no progress."""
+        if now - self.signs.heard_at > silence_s:
+            return True
+        return bool(self.in_flight) and now >= max(self.in_flight[0].sent_at, self.signs.got_on_at) + _STEP_DEADLINE_S
+
+    def is_due(self, answer: Answer) -> bool:
+        """Whether this is an answer to the oldest step in flight."""
+        return bool(self.in_flight) and answer.step_id == self.in_flight[0].step.step_id
+
+    def is_repeat(self, answer: Answer) -> bool:
+        """Whether the step has been answered before."""
+        return answer.step_id <= self._num_steps - len(self.in_flight)
+
+    def check_step(self, step: Step, now: float) -> None:
+        """Check a step that the engine sends."""
+        settings, policy, batch = self._settings, self._settings.policy, step.batch
+        self._num_steps += 1
+        assert (step.epoch, step.step_id) == (self.number, self._num_steps), "a step out of order"
+        assert len(self.in_flight) < policy.max_steps_in_flight, "too many steps in flight"
+        for slot in batch.leave_slots:
+            del self._batch[slot]
+            self._num_later.pop(slot, None)
+        self._enter(batch, now)
+        self._check_sharing(batch)
+        assert len(self._batch) <= policy.max_num_seqs, "too many sequences"
+        chunks = [*batch.chunks, *(enter.chunk for enter in batch.enters)]
+        num_prompt_tokens = sum(chunk.num_tokens for chunk in chunks)
+        num_tokens = len(batch.decode_slots) + num_prompt_tokens
+        max_tokens, max_prompt_tokens = settings.max_step_tokens(self.rank), settings.max_prompt_tokens(self.rank)
+        assert num_tokens == batch.num_tokens <= max_tokens, "more tokens than a step may have"
+        assert num_prompt_tokens <= max_prompt_tokens, "more prompt tokens than a step may have"
+        assert num_tokens or settings.topology.is_coupled, "a step that computes nothing"
+        is_mixed = len(batch.decode_slots) > 0 and len(chunks) > 0
+        assert settings.mixes(self.rank) or not is_mixed, "prompts and decodes in one step although mixing is off"
+        is_whole = all(not chunk.num_later_tokens for chunk in chunks)
+        assert policy.enable_chunked_prefill or is_whole, "a chunk of a prompt although chunking is off"
+        for slot in [*batch.decode_slots.tolist(), *(chunk.slot for chunk in chunks)]:
+            entry = self._batch[slot].entry
+            assert entry.is_live, "a step computes a request that has ended"
+            assert entry.deadline is None or now < entry.deadline, "a step computes a request after its deadline"
+        for slot, block in zip(batch.append_slots, batch.append_block_ids, strict=True):
+            self._block_to_salt[block] = self._batch[slot].entry.plan.cache_salt
+        rows = [self._batch[slot] for slot in batch.row_slots.tolist()]
+        self._check_rows(rows)
+        self._check_waiting(now)
+        self._send(SentStep(step, now, rows, self._take_chunks(chunks)))
+
+    @property
+    def request_ids(self) -> set[str]:
+        """The requests in the batch or in flight that have not ended."""
+        in_batch = {entered.entry for entered in self._batch.values()}
+        entries = in_batch.union(*(sent.entries for sent in self.in_flight))
+        return {entry.plan.request_id for entry in entries if entry.is_live}
+
+    def lose(self, *, may_resume: bool = True) -> Iterator[Entry]:
+        """End the epoch; returns the entries of each step in flight, once per step, including those not live.
+
+        Args:
+            may_resume: Whether sequences that it has computed are resumed elsewhere.
+        """
+        in_flight = [entry for sent in self.in_flight for entry in sent.entries]
+        in_batch = {entered.entry for entered in self._batch.values()} if may_resume else set()
+        for entry in in_batch.union(in_flight):
+            # A choice that ended with this event has already reported its number of resumes.
+            entry.max_resumes += entry.is_live
+        for entry in set(in_flight):
+            entry.min_resumes += entry.is_live
+            entry.num_in_flight = 0
+        return iter(in_flight)
+
+    def take_answer(self, answer: Answer, not_finite_rows: list[int]) -> SentStep:
+        """Remove and return the oldest step in flight, which has returned."""
+        step = self.in_flight.popleft()
+        for entry in step.entries:
+            entry.num_in_flight -= 1
+        for row, spoiler in zip(not_finite_rows, answer.spoilers, strict=True):
+            reader = step.rows[row]
+            reported_at = self._reported_not_finite.get(spoiler)
+            is_spread = spoiler != reader.number and reported_at is not None and reported_at <= reader.after_step
+            assert not is_spread, "KV known to be bad is shared"
+            self._reported_not_finite.setdefault(reader.number, step.step.step_id)
+        return step
+
+    def _send(self, sent: SentStep) -> None:
+        for entry in sent.entries:
+            assert not entry.num_in_flight or entry.rank == self.rank, "a sequence is computed on two ranks"
+            entry.rank = self.rank
+            entry.num_in_flight += 1
+        self.in_flight.append(sent)
+
+    def _enter(self, batch: ScheduledBatch, now: float) -> None:
+        for enter in batch.enters:
+            entry = self._live[number_of(enter.params.seed), enter.choice]
+            held = {entered.entry for entered in self._batch.values()}
+            assert entry not in held, "a request enters twice"
+            self._check_order(entry, held, now)
+            if entry.num_cached_tokens is None:
+                entry.num_cached_tokens = enter.num_cached_tokens
+            asks = enter.params.options is not None and enter.params.options.num_prompt_logprobs is not None
+            is_scored = entry.plan.options.num_prompt_logprobs is not None and not (entry.choice or entry.num_tokens)
+            assert asks == is_scored, "a prompt's log-probabilities are requested twice, or never"
+            num_shared = enter.num_cached_tokens // self._settings.cache.block_size
+            salt = entry.plan.cache_salt
+            is_own = all(self._block_to_salt.get(block) == salt for block in enter.block_ids[:num_shared])
+            assert is_own, "a shared prefix was not computed under this salt in this epoch"
+            self._block_to_salt.update(dict.fromkeys(enter.block_ids, salt))
+            after_step = self._num_steps - 1 - len(self.in_flight)
+            self._batch[enter.chunk.slot] = Entered(entry, self._num_entered, after_step, is_scored)
+            self._num_entered += 1
+            self._prompt_blocks[enter.chunk.slot] = enter.block_ids.tolist()
+            self._num_sent_tokens[enter.chunk.slot] = enter.num_cached_tokens
+
+    def _check_sharing(self, batch: ScheduledBatch) -> None:
+        """Check that no prefix is shared if caching is off, and none that the same step computes if that is off."""
+        block_size = self._settings.cache.block_size
+        computed: set[int] = set()
+        for chunk in [*batch.chunks, *(enter.chunk for enter in batch.enters)]:
+            start = self._num_sent_tokens[chunk.slot]
+            end = self._num_sent_tokens[chunk.slot] = start + chunk.num_tokens
+            computed.update(self._prompt_blocks[chunk.slot][start // block_size : -(-end // block_size)])
+        for enter in batch.enters:
+            shared = enter.block_ids[: enter.num_cached_tokens // block_size].tolist()
+            assert self._settings.cache.enable_prefix_caching or not shared, (
+                "a prefix is shared although caching is off"
+            )
+            is_computed_before = self._settings.policy.share_in_step or computed.isdisjoint(shared)
+            assert is_computed_before, "a prefix is shared in the step that computes it"
+
+    def _take_chunks(self, chunks: list[PrefillChunk]) -> list[tuple[Entered, int]]:
+        """Record how far each prompt is computed with this step."""
+        taken = []
+        for chunk in chunks:
+            entered = self._batch[chunk.slot]
+            self._num_later[chunk.slot] = chunk.num_later_tokens
+            # Tokens after the prompt were computed before the sequence was preempted.
+            taken.append((entered, len(entered.entry.plan.prompt) - chunk.num_later_tokens))
+        assert sum(num_later > 0 for num_later in self._num_later.values()) <= 1, (
+            "two prompts are partly computed at a time"
+        )
+        return taken
+
+    def _check_rows(self, rows: list[Entered]) -> None:
+        """Check that rows in flight cannot give a request more than `max_tokens`."""
+        coming = Counter(entered.entry for sent in self.in_flight for entered in sent.rows)
+        for entered in rows:
+            entry = entered.entry
+            num_tokens = entry.num_tokens + coming[entry] + 1
+            assert num_tokens <= entry.plan.params.max_tokens, "a row after the last token"
+
+    def _check_order(self, entry: Entry, held: set[Entry], now: float) -> None:
+        policy = self._settings.policy
+        # A choice whose last rows are in flight has already left the batch.
+        busy = held.union(entered.entry for sent in self.in_flight for entered in sent.rows)
+        for other in self._live.values():
+            if other in busy or not self._waits_here(other):
+                continue
+            assert not self._has_aged(other, now) or other.arrived_at >= entry.arrived_at, "a request starves"
+            if now - entry.taken_in_at > policy.max_age_s:
+                continue
+            match policy.queue_policy:
+                case QueuePolicy.FCFS:
+                    assert other.arrived_at >= entry.arrived_at, "an older request is overtaken"
+                case QueuePolicy.PRIORITY:
+                    is_later = (other.plan.priority, other.arrived_at) >= (entry.plan.priority, entry.arrived_at)
+                    assert is_later, "an older or more urgent request is overtaken"
+                case QueuePolicy.LONGEST_PREFIX:
+                    pass
+
+    def _check_waiting(self, now: float) -> None:
+        policy = self._settings.policy
+        if policy.delay_factor:
+            # The bound does not hold when admission is delayed.
+            return
+        for entry in self._live.values():
+            if not self._has_aged(entry, now) or not self._waits_here(entry):
+                continue
+            ahead = self._ahead_of.setdefault(entry, {entered.entry for entered in self._batch.values()})
+            # Choices of a request arrive together.
+            ahead.update(other for other in self._live.values() if other.arrived_at <= entry.arrived_at)
+            self._num_steps_waited[entry] += 1
+            settings = self._settings
+            bound = max_steps_to_admission(
+                len(ahead), settings.max_request_tokens, settings.max_prompt_tokens(self.rank)
+            )
+            # Coupled ranks delay their prompts for each other.
+            bound *= 1 + policy.max_prefill_wait_steps
+            assert self._num_steps_waited[entry] <= bound, "a request waits longer than it may"
+
+    def _has_aged(self, entry: Entry, now: float) -> bool:
+        """Whether a request has certainly aged: it never entered a batch, and was accepted long enough ago."""
+        return entry.num_cached_tokens is None and now - entry.taken_in_at > self._settings.policy.max_age_s

@@ -1,0 +1,90 @@
+"""A cell whose services are started by the test, so that each can be killed and restarted."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from shared.cli.cell_plan import plan_services
+from shared.cli.processes.service_command import ROLES, ServiceCommand
+from shared.cli.serve_settings import ServeSettings, split_service_flags
+from shared.network.health import wait_until_serving
+from shared.network.rpc import make_channel
+from tests.support.system.patience import PATIENCE_S
+from tests.support.system.processes import ROOT, module_command, module_environment
+
+_POLL_S = 0.02
+
+
+class SplitCell:
+    """The processes of one cell, by role; created by `run_split_cell`. They log to the stderr of the test.
+
+    Attributes:
+        address: The address of its tokenizer service.
+        scheduler_address: The address of its scheduler service for clients.
+        cell_address: The address of its scheduler service for the cell.
+    """
+
+    def __init__(self, commands: Sequence[ServiceCommand]) -> None:
+        self._commands = {command.role: command for command in commands}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.address = self._commands["tokenizer"].address
+        self.scheduler_address = self._commands["scheduler"].address
+        self.cell_address = self._commands["scheduler"].health_address
+
+    def start(self, role: str) -> None:
+        """Start a service that is not running."""
+        environment = module_environment() | {"GRPC_VERBOSITY": "ERROR"}
+        command = module_command(f"services.{role}", *self._commands[role].flags)
+        self._processes[role] = subprocess.Popen(command, cwd=ROOT, env=environment)
+
+    async def wait_until_serving(self, role: str) -> None:
+        """Wait until a service reports SERVING; fails after five minutes.
+
+        Raises:
+            RuntimeError: Its process has ended.
+        """
+        process = self._processes[role]
+        async with (
+            asyncio.timeout(PATIENCE_S),
+            make_channel(self._commands[role].health_address, internal=True) as channel,
+        ):
+            serving = asyncio.create_task(wait_until_serving(channel))
+            try:
+                while not serving.done():
+                    if process.poll() is not None:
+                        raise RuntimeError(f"the {role} ended with {process.returncode}")
+                    await asyncio.wait([serving], timeout=_POLL_S)
+                await serving
+            finally:
+                serving.cancel()
+
+    def kill(self, role: str) -> None:
+        """Kill a service with SIGKILL."""
+        process = self._processes.pop(role)
+        process.kill()
+        process.wait()
+
+    def kill_all(self) -> None:
+        """Kill all running services."""
+        for role in list(self._processes):
+            self.kill(role)
+
+
+@contextmanager
+def run_split_cell(model_dir: Path, *flags: str) -> Iterator[SplitCell]:
+    """Start a cell without waiting until it serves; `flags` are `lockstep serve` flags for its services."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-test-") as temp_dir:
+        settings = ServeSettings(model_dir=model_dir, listen=f"unix:{temp_dir}/tokenizer.sock")
+        _, service_flags = split_service_flags(flags)
+        cell = SplitCell(plan_services(settings, service_flags, Path(temp_dir)))
+        try:
+            for role in ROLES:
+                cell.start(role)
+            yield cell
+        finally:
+            cell.kill_all()

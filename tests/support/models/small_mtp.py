@@ -1,0 +1,105 @@
+"""Small models with multi-token prediction (MTP) layers, in the published checkpoint layout."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.modeling_layers import MtpLayer
+
+from shared.model_dir import CONFIG
+from tests.support.models.small_configs import SMALL_CONFIGS
+from tests.support.models.small_models import build_model, randomise, write_small_model
+
+WEIGHTS = "model.safetensors"
+MTP_ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
+# The scale of what a layer adds to its input when drafts should often be right: so small that the next token depends
+# mostly on the last one, which a layer that passes the embedding through can predict.
+_GAIN_OF_SURE_DRAFTS = 0.15
+
+
+@dataclass(frozen=True)
+class SmallMtpModel:
+    """A transformers model, its MTP layers, and the checkpoint of both."""
+
+    model: Any
+    layers: list[MtpLayer]
+    directory: Path
+
+
+@torch.no_grad()
+def make_small_mtp_model(
+    architecture: str, variant: str, directory: Path, *, num_mtp_layers: int = 1, has_sure_drafts: bool = False
+) -> SmallMtpModel:
+    """Build a model with more layers than its configuration has, and turn the last ones into MTP layers.
+
+    Args:
+        architecture: A key of `SMALL_CONFIGS`.
+        variant: A key of `SMALL_CONFIGS[architecture]`.
+        num_mtp_layers: At least 1.
+        has_sure_drafts: Whether most drafts should be right; otherwise hardly any is.
+    """
+    values = SMALL_CONFIGS[architecture][variant]
+    num_layers = values["num_hidden_layers"]
+    whole = build_model(architecture, {**values, "num_hidden_layers": num_layers + num_mtp_layers})
+    layers = [_make_layer(whole, num_layers + number) for number in range(num_mtp_layers)]
+    if has_sure_drafts:
+        _make_sure(whole, layers)
+    write_small_model(whole, directory)
+    _add_to_checkpoint(whole, layers, directory)
+    model = copy.deepcopy(whole)
+    del model.model.layers[num_layers:]
+    model.config.num_hidden_layers = num_layers
+    return SmallMtpModel(model, layers, directory)
+
+
+def _make_layer(whole: Any, number: int) -> MtpLayer:
+    block = whole.model.layers[number]
+    layer = MtpLayer(whole.config, type(block), type(whole.model.norm), number)
+    randomise(layer, number, is_tied=False)
+    layer.mtp_block = block
+    return layer.eval()
+
+
+def _make_sure(whole: Any, layers: list[MtpLayer]) -> None:
+    for name, parameter in whole.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+            parameter.mul_(_GAIN_OF_SURE_DRAFTS)
+    hidden = whole.config.hidden_size
+    for layer in layers:
+        layer.post_norm.weight.copy_(whole.model.norm.weight)
+        layer.enorm.weight.fill_(1.0)
+        layer.eh_proj.weight.mul_(_GAIN_OF_SURE_DRAFTS)
+        layer.eh_proj.weight[:, :hidden] += torch.eye(hidden)
+
+
+def _add_to_checkpoint(whole: Any, mtp_layers: list[MtpLayer], directory: Path) -> None:
+    num_layers = whole.config.num_hidden_layers - len(mtp_layers)
+    tensors = load_file(directory / WEIGHTS)
+    for number, layer in enumerate(mtp_layers, start=num_layers):
+        prefix = f"model.layers.{number}"
+        tensors |= _own_tensors(layer, prefix)
+        tensors[f"{prefix}.embed_tokens.weight"] = whole.model.embed_tokens.weight.detach().clone()
+        tensors[f"{prefix}.shared_head.head.weight"] = whole.lm_head.weight.detach().clone()
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    config = json.loads((directory / CONFIG).read_text())
+    # transformers writes the types of all layers; published checkpoints only those of the main model.
+    config |= {name: value[:num_layers] for name, value in config.items() if name.endswith("layer_types")}
+    config |= {"num_hidden_layers": num_layers, "num_nextn_predict_layers": len(mtp_layers)}
+    (directory / CONFIG).write_text(json.dumps(config, indent=2))
+
+
+def _own_tensors(layer: MtpLayer, prefix: str) -> dict[str, Tensor]:
+    modules = {
+        "enorm": layer.enorm,
+        "hnorm": layer.hnorm,
+        "eh_proj": layer.eh_proj,
+        "shared_head.norm": layer.post_norm,
+    }
+    return {f"{prefix}.{name}.weight": module.weight.detach().clone() for name, module in modules.items()}
