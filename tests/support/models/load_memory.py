@@ -1,7 +1,7 @@
 """Loads a model and reports the memory it took.
 
-`python -m tests.support.models.load_memory MODEL_DIR BACKEND [QUANTIZATION]`. The backend `packing` keeps weights packed
-and has no kernels for them.
+`python -m tests.support.models.load_memory MODEL_DIR BACKEND [QUANTIZATION]`. The backend `packing` keeps weights
+packed and has no kernels for them.
 
 It runs as a separate process, since memory freed earlier would hide what loading takes. Pages of mapped files are not
 counted: the kernel can reclaim them at any time.
