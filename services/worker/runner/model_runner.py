@@ -281,7 +281,7 @@ def build_model_runner(
     capture = None if settings.enforce_eager else ops.make_capture(device, loaded.model.kv_cache_spec.layers)
     graphs = None if capture is None else GraphSettings(capture, settings.graph_batch_sizes or capture.batch_sizes)
     common_sizes = graphs.batch_sizes if graphs is not None and graphs.capture.holds_collectives else ()
-    check_ranks_agree(loaded, parallel, common_sizes)
+    check_ranks_agree(loaded, parallel, activations=settings.activation_quantization, graph_batch_sizes=common_sizes)
     log_loaded(loaded, ops, duration_s=time.perf_counter() - started_at)
     if layout.has_expert_parallel and not loaded.model.has_experts:
         raise ModelDirectoryError(f"{settings.model_dir}: the model has no experts for --ep to split")

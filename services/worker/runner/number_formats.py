@@ -61,17 +61,21 @@ def choose_kv_dtype(setting: str, dtype: torch.dtype, ops: Ops) -> torch.dtype |
     return possible[setting]
 
 
-def check_ranks_agree(loaded: LoadedModel, parallel: Parallel, graph_batch_sizes: Sequence[int] = ()) -> None:
+def check_ranks_agree(
+    loaded: LoadedModel, parallel: Parallel, *, activations: str = "none", graph_batch_sizes: Sequence[int] = ()
+) -> None:
     """Compare what ranks chose: where native kernels cannot be built, `auto` means something else.
 
     Args:
+        activations: The setting `activation_quantization`.
         graph_batch_sizes: The decode steps that ranks capture together; none without graphs.
 
     Raises:
         DeviceError: the choices differ.
     """
     ranks = parallel.ep or parallel.tp
-    choice = f"--dtype {_name(loaded.model.dtype)}, {_quantization_flag(loaded)}"
+    choice = f"--dtype {_name(loaded.model.dtype)}, {_quantization_flag(loaded)}, {_kv_flag(loaded)}"
+    choice += f", --activation-quantization {activations}"
     if not _is_common(choice, ranks, loaded.device):
         raise DeviceError(f"ranks differ in their formats: rank {ranks.rank} computes with {choice}")
     sizes = ",".join(map(str, graph_batch_sizes)) or "none"
@@ -101,6 +105,11 @@ def _is_common(choice: str, ranks: Communicator, device: torch.device) -> bool:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _kv_flag(loaded: LoadedModel) -> str:
+    cached = {tensor.dtype for layer in loaded.model.kv_cache_spec.layers for tensor in layer}
+    return f"--kv-cache-dtype {'/'.join(sorted(_KV_NAMES.get(dtype, _name(dtype)) for dtype in cached))}"
 
 
 def _quantization_flag(loaded: LoadedModel) -> str:

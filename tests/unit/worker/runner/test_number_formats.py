@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -171,22 +172,27 @@ def test_one_line_says_what_the_model_computes_in(
 def test_ranks_with_different_formats_refuse_to_serve(tmp_path: Path) -> None:
     model_dir, ops = write_tiny_llama(tmp_path), PackingOps()
 
-    def problem(parallel: Parallel, *choices: MatrixFormat | None) -> str | None:
-        options = LoadOptions(quantization=choices[parallel.layout.tp_rank])
-        loaded = load_model(model_dir, ops, torch.float32, lambda _: None, options=options, parallel=parallel)
+    def problem(parallel: Parallel, *options: LoadOptions, activations: Sequence[str] = ("none", "none")) -> str | None:
+        rank = parallel.layout.tp_rank
+        loaded = load_model(model_dir, ops, torch.float32, lambda _: None, options=options[rank], parallel=parallel)
         try:
-            check_ranks_agree(loaded, parallel)
+            check_ranks_agree(loaded, parallel, activations=activations[rank])
         except DeviceError as error:
             return str(error)
         return None
 
     layouts = [RankLayout(tp_rank=rank, tp_size=2) for rank in range(2)]
-    assert run_ranks(layouts, lambda rank: problem(rank, MatrixFormat.INT8, MatrixFormat.INT8)) == [None, None]
-    problems = run_ranks(layouts, lambda rank: problem(rank, MatrixFormat.INT8, None))
-    assert problems == [
-        f"ranks differ in their formats: rank {rank} computes with --dtype float32, --quantization {name}"
-        for rank, name in enumerate(["int8", "none"])
+    plain, int8 = LoadOptions(), LoadOptions(quantization=MatrixFormat.INT8)
+    halved = LoadOptions(kv_dtype=torch.bfloat16)
+    assert run_ranks(layouts, lambda rank: problem(rank, int8, int8)) == [None, None]
+    assert run_ranks(layouts, lambda rank: problem(rank, int8, plain)) == [
+        "ranks differ in their formats: rank 0 computes with --dtype float32, --quantization int8, "
+        "--kv-cache-dtype float32, --activation-quantization none",
+        "ranks differ in their formats: rank 1 computes with --dtype float32, --quantization none, "
+        "--kv-cache-dtype float32, --activation-quantization none",
     ]
+    assert all(run_ranks(layouts, lambda rank: problem(rank, plain, halved)))
+    assert all(run_ranks(layouts, lambda rank: problem(rank, plain, plain, activations=("none", "fp8"))))
 
 
 def test_ranks_with_different_graphs_refuse_to_serve(tmp_path: Path) -> None:
@@ -195,7 +201,7 @@ def test_ranks_with_different_graphs_refuse_to_serve(tmp_path: Path) -> None:
     def problem(parallel: Parallel, *sizes: tuple[int, ...]) -> str | None:
         loaded = load_model(model_dir, ops, torch.float32, lambda _: None, parallel=parallel)
         try:
-            check_ranks_agree(loaded, parallel, sizes[parallel.layout.tp_rank])
+            check_ranks_agree(loaded, parallel, graph_batch_sizes=sizes[parallel.layout.tp_rank])
         except DeviceError as error:
             return str(error)
         return None
