@@ -136,6 +136,7 @@ TESTED_BY = {
     "unit/worker/ops/test_ops.py": (
         "services/worker/ops/cpu/backend.py",
         "services/worker/ops/arguments.py",
+        "services/worker/ops/attention_protocol.py",
         "services/worker/ops/protocol.py",
         "services/worker/ops/reference/backend.py",
     ),
