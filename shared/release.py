@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import metadata
 
 
+@cache
 def find_release() -> str:
     """Its version, or words that say that there is none."""
     try:

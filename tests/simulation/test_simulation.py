@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import math
 import traceback
+from functools import cache
 
 import pytest
 
 from services.scheduler.core.batch.slot_table import RUN_TOKENS
 from tests.simulation.faults import DRAINS, Fault
-from tests.simulation.simulation import MIN_EVENTS, MIN_REQUESTS, SimulationError, simulate
+from tests.simulation.simulation import MIN_EVENTS, MIN_REQUESTS, Report, SimulationError, simulate
+
+
+@cache
+def run_undisturbed(seed: int) -> Report:
+    """What happens without faults."""
+    return simulate(seed, [])
 
 
 @pytest.mark.parametrize("first", range(0, 200, 25))
@@ -45,7 +52,7 @@ def test_every_kind_of_fault_happens() -> None:
 
 def test_a_poison_request_halves_its_suspects_with_each_death() -> None:
     num_poisoned = 0
-    for seed in range(30):
+    for seed in range(20):
         report = simulate(seed, [Fault.POISON])
         # Only one request of a run is poison, and nothing else kills.
         assert report.ends["POISON_REQUEST"] == (report.num_deaths > 0)
@@ -57,7 +64,7 @@ def test_a_poison_request_halves_its_suspects_with_each_death() -> None:
 
 def test_kills_from_outside_poison_no_request_that_gets_a_token_in_between() -> None:
     num_lost = 0
-    for seed in range(60):
+    for seed in range(30):
         report = simulate(seed, [Fault.WORKER_CRASH, Fault.LINK_BREAK])
         if report.spares_suspects:
             num_lost += report.num_attaches - report.dp_size
@@ -89,13 +96,13 @@ def test_a_merely_long_step_ends_no_epoch() -> None:
 
 
 def test_coupled_cells_run_dummies_and_others_none() -> None:
-    reports = [simulate(seed, []) for seed in range(16)]
+    reports = [run_undisturbed(seed) for seed in range(16)]
     assert any(report.num_dummy_steps for report in reports)
     assert all(report.is_coupled for report in reports if report.num_dummy_steps)
 
 
 def test_some_cells_draft_and_some_do_not() -> None:
-    num_accepted_tokens = [simulate(seed, []).num_accepted_tokens for seed in range(10)]
+    num_accepted_tokens = [run_undisturbed(seed).num_accepted_tokens for seed in range(10)]
     assert min(num_accepted_tokens) == 0
     assert max(num_accepted_tokens) > 100
 

@@ -49,7 +49,9 @@ SUCCESSION = Search(
     _COUPLED_GROUPS, Bounds(max_epoch=4, max_steps=1, max_faults=1, max_lives=3), 2, 1, num_schedulers=1
 )
 # Two schedulers compete for two uncoupled groups, so that each may get one.
-SPLIT = Search(_OTHER_GROUPS, Bounds(max_epoch=3, max_steps=0, max_faults=0, max_lives=1), 2, 0)
+SPLIT = Search(_OTHER_GROUPS, Bounds(max_epoch=2, max_steps=0, max_faults=0, max_lives=1), 1, 0)
+# The same with room for an epoch more.
+WIDE_SPLIT = Search(_OTHER_GROUPS, Bounds(max_epoch=3, max_steps=0, max_faults=0, max_lives=1), 2, 0)
 # Successive schedulers hold two uncoupled groups.
 HEIR = Search(_OTHER_GROUPS, Bounds(max_epoch=3, max_steps=0, max_faults=1, max_lives=2), 1, 1, num_schedulers=1)
 # A scheduler and a group die together; the next scheduler must go above the other group's old epoch.
@@ -72,6 +74,7 @@ WIDEST_SEARCHES = {
     "two schedulers, one group, two faults": TAKEN_GROUP,
     "two schedulers, coupled groups, a fault": FAULTS,
     "whatever dies together": PAIR,
+    "two schedulers, groups that are not coupled, three epochs": WIDE_SPLIT,
 }
 
 
