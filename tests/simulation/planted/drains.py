@@ -13,7 +13,7 @@ DRAIN_BUGS: list[PlantedBug] = []
 _planted = planter(DRAIN_BUGS)
 
 
-@_planted(Fault.WORKER_LEAVE)
+@_planted(Fault.WORKER_LEAVE, seed=19)
 def _planned_stops_accuse(patch: Patch) -> None:
     """The requests in flight when a leaving worker's link breaks become suspects."""
     release = Cell.release
@@ -39,7 +39,7 @@ def _planned_stops_are_losses(patch: Patch) -> None:
     patch.setattr(Cell, "release", count)
 
 
-@_planted(Fault.WORKER_LEAVE)
+@_planted(Fault.WORKER_LEAVE, seed=6)
 def _leaving_domains_get_new_sequences(patch: Patch) -> None:
     """New requests are placed on ranks that are about to stop."""
     patch.setattr(Domain, "is_draining", property(lambda _: False))
@@ -64,7 +64,7 @@ def _drains_never_end(patch: Patch) -> None:
     patch.setattr(Drains, "take_over", lambda *_: [])
 
 
-@_planted(Fault.WORKER_LEAVE, Fault.RANK_DRAIN)
+@_planted(Fault.WORKER_LEAVE, Fault.RANK_DRAIN, seed=6)
 def _no_sequence_may_finish(patch: Patch) -> None:
     """Sequences are moved at once, although they might finish in time."""
     make = Drains.__init__

@@ -16,14 +16,14 @@ ENDPOINT_BUGS: list[PlantedBug] = []
 _planted = planter(ENDPOINT_BUGS)
 
 
-@_planted(Fault.ENDPOINT_GONE)
+@_planted(Fault.ENDPOINT_GONE, seed=6)
 def _endpoints_that_terminate_get_new_sequences(patch: Patch) -> None:
     """New requests are placed on workers whose endpoints are terminating or gone."""
     patch.setattr(Domain, "is_draining", property(lambda self: self.is_leaving or self.is_drained_by_operator))
     patch.setattr(Drains, "check_integrity", lambda *_: None)
 
 
-@_planted(Fault.ENDPOINT_GONE)
+@_planted(Fault.ENDPOINT_GONE, seed=5)
 def _places_are_left_before_their_sequences_end(patch: Patch) -> None:
     """An endpoint that is gone loses its link while its workers still compute."""
 
@@ -37,7 +37,7 @@ def _places_are_left_before_their_sequences_end(patch: Patch) -> None:
     patch.setattr(Cell, "check_integrity", lambda *_: None)
 
 
-@_planted(Fault.ENDPOINT_GONE)
+@_planted(Fault.ENDPOINT_GONE, seed=5)
 def _endpoints_that_return_are_still_emptied(patch: Patch) -> None:
     """An endpoint that is back before its place is vacant loses its sequences when the drain is over."""
 
@@ -48,7 +48,7 @@ def _endpoints_that_return_are_still_emptied(patch: Patch) -> None:
     patch.setattr(Drains, "check_integrity", lambda *_: None)
 
 
-@_planted(Fault.ENDPOINT_GONE)
+@_planted(Fault.ENDPOINT_GONE, seed=9)
 def _places_are_never_vacant_again(patch: Patch) -> None:
     """A place that an endpoint has left is given to no other, so that in the end nothing computes."""
 

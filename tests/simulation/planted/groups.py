@@ -29,7 +29,7 @@ def _a_group_can_be_claimed_before_its_members_have_joined(patch: Patch) -> None
     patch.setattr(GroupServicer, "open", open_at_once)
 
 
-@_planted(Fault.LINK_BREAK, Fault.RESULT_NONSENSE)
+@_planted(Fault.LINK_BREAK, Fault.RESULT_NONSENSE, seed=2)
 def _an_attach_is_answered_before_the_members(patch: Patch) -> None:
     """A leader answers an offer before its members have ended the previous epoch."""
     relay_attach = GroupServicer.relay_attach
@@ -41,7 +41,7 @@ def _an_attach_is_answered_before_the_members(patch: Patch) -> None:
     patch.setattr(GroupServicer, "relay_attach", wait_for_none)
 
 
-@_planted(Fault.WORKER_HANG, Fault.MEMBER_HANG)
+@_planted(Fault.WORKER_HANG, Fault.MEMBER_HANG, seed=3)
 def _a_member_keeps_a_step_over_a_change_of_epoch(patch: Patch) -> None:
     """A new epoch overtakes the steps that a member's device has not begun."""
     take, launch = Member._take, DeviceSteps.launch
@@ -72,7 +72,7 @@ def _answers_do_not_wait_for_members(patch: Patch) -> None:
     patch.setattr(GroupServicer, "agree", agree_at_once)
 
 
-@_planted(Fault.LINK_BREAK, Fault.RESULT_NONSENSE)
+@_planted(Fault.LINK_BREAK, Fault.RESULT_NONSENSE, seed=3)
 def _what_members_drew_in_old_epochs_counts(patch: Patch) -> None:
     """A member's report about an abandoned step is taken for the next step's."""
 
@@ -82,13 +82,13 @@ def _what_members_drew_in_old_epochs_counts(patch: Patch) -> None:
     patch.setattr(Follower, "checksum", take_next)
 
 
-@_planted(Fault.MEMBER_CRASH, Fault.MEMBER_LINK_BREAK)
+@_planted(Fault.MEMBER_CRASH, Fault.MEMBER_LINK_BREAK, seed=3)
 def _a_broken_link_ends_no_process(patch: Patch) -> None:
     """A process dies, and the rest of the group wait for it."""
     patch.setattr(DomainEnd, "fail", lambda *_, **__: None)
 
 
-@_planted(Fault.MEMBER_STOP, Fault.MEMBER_LINK_SILENT)
+@_planted(Fault.MEMBER_STOP, Fault.MEMBER_LINK_SILENT, seed=3)
 def _silence_ends_no_process(patch: Patch) -> None:
     """A process is stopped or cut off, and the rest of the group wait for it."""
     patch.setattr(Silence, "beat", lambda _: False)

@@ -21,17 +21,20 @@ class PlantedBug:
     breaks: str
     kinds: tuple[Fault, ...]
     plant: Plant
+    seed: int
+    """One that shows the bug, to be tried first."""
 
 
 def planter(bugs: list[PlantedBug]) -> Callable[..., Callable[[Plant], Plant]]:
     """Return a decorator that registers bugs in `bugs`.
 
-    The decorator's arguments are the fault kinds; the docstring of the decorated function becomes `breaks`.
+    The decorator's arguments are the fault kinds and a seed that shows the bug; the docstring of the decorated function
+    becomes `breaks`.
     """
 
-    def planted(*kinds: Fault) -> Callable[[Plant], Plant]:
+    def planted(*kinds: Fault, seed: int = 0) -> Callable[[Plant], Plant]:
         def enter(plant: Plant) -> Plant:
-            bugs.append(PlantedBug(plant.__name__.strip("_"), plant.__doc__ or "", kinds, plant))
+            bugs.append(PlantedBug(plant.__name__.strip("_"), plant.__doc__ or "", kinds, plant, seed))
             return plant
 
         return enter

@@ -28,7 +28,7 @@ _planted = planter(RANK_BUGS)
 # Lockstep.
 
 
-@_planted()
+@_planted(seed=2)
 def _idle_ranks_get_no_dummy(patch: Patch) -> None:
     """A coupled rank without work gets no dummy step to match another rank's decode."""
     send_ahead = Domain.send_ahead
@@ -40,7 +40,7 @@ def _idle_ranks_get_no_dummy(patch: Patch) -> None:
     patch.setattr(Domain, "send_ahead", send_work)
 
 
-@_planted()
+@_planted(seed=2)
 def _dummies_are_of_another_kind(patch: Patch) -> None:
     """Idle ranks run a dummy prefill while the others decode."""
     commit_dummy = Scheduler.commit_dummy
@@ -48,7 +48,7 @@ def _dummies_are_of_another_kind(patch: Patch) -> None:
     patch.setattr(Scheduler, "commit_dummy", lambda self, now, _: commit_dummy(self, now, prefill))
 
 
-@_planted()
+@_planted(seed=2)
 def _dummies_are_not_counted(patch: Patch) -> None:
     """Steps count 0 tokens for a dummy, so collectives have no room for its one token."""
     send_ahead = Domain.send_ahead
@@ -69,7 +69,7 @@ def _work_of(action: SendStep) -> tuple[int, ...]:
     return tuple(0 if rank == action.rank else number for rank, number in enumerate(num_tokens))
 
 
-@_planted()
+@_planted(seed=2)
 def _dummies_write_kv(patch: Patch) -> None:
     """A dummy writes its KV into a slot that belongs to a sequence."""
     dummy = StepTokens.dummy
@@ -86,7 +86,7 @@ def _ranks_go_on_one_by_one(patch: Patch) -> None:
     patch.setattr(Scheduler, "has_room", True)
 
 
-@_planted(Fault.STEP_LOST, Fault.LINK_BREAK)
+@_planted(Fault.STEP_LOST, Fault.LINK_BREAK, seed=12)
 def _ranks_that_are_out_of_step_are_attached(patch: Patch) -> None:
     """Coupled groups continue although one of them waits in a step that the others never received."""
     patch.setattr("services.scheduler.cell.domains.attach._find_reason_to_restart", lambda _: None)
@@ -139,7 +139,7 @@ def _progress_does_not_count(patch: Patch) -> None:
     patch.setattr(Scheduler, "on_progress", lambda *_: None)
 
 
-@_planted(Fault.SCHEDULER_STOP)
+@_planted(Fault.SCHEDULER_STOP, seed=5)
 def _the_lease_is_not_looked_at(patch: Patch) -> None:
     """A scheduler that was stopped for long continues although its lease has run out."""
     patch.setattr(Heartbeat, "is_lease_over", lambda *_: False)
@@ -196,7 +196,7 @@ def _trials_are_sent_ahead(patch: Patch) -> None:
     patch.setattr("services.scheduler.cell.quarantine.quarantine.TRIAL_DEPTH", 4)
 
 
-@_planted(Fault.WORKER_CRASH, Fault.POISON)
+@_planted(Fault.WORKER_CRASH, Fault.POISON, seed=2)
 def _crashes_of_others_count(patch: Patch) -> None:
     """A request counts as poison after two crashed steps, even if it was not alone in them."""
     crash = Bisection[str].crash

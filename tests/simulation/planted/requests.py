@@ -45,14 +45,14 @@ def _choices_draw_alike(patch: Patch) -> None:
     patch.setattr(PrefillPlanner, "_entering", lambda *args: replace(entering(*args), choice=0))
 
 
-@_planted(Fault.CANCEL)
+@_planted(Fault.CANCEL, seed=6)
 def _aborts_end_one_choice(patch: Patch) -> None:
     """When a request is aborted or its deadline passes, only one choice ends."""
     remove = RequestTable.remove
     patch.setattr(RequestTable, "remove", lambda self, request: remove(self, request)[:1])
 
 
-@_planted(Fault.CANCEL)
+@_planted(Fault.CANCEL, seed=17)
 def _requests_go_with_their_first_choice(patch: Patch) -> None:
     """A client can no longer abort a request whose first choice has ended."""
     by_handle = RequestTable.by_handle
@@ -125,7 +125,7 @@ def _log_probabilities_of_wasted_tokens_are_sent(patch: Patch) -> None:
     patch.setattr(Logprobs, "select", lambda self, _: self)
 
 
-@_planted(Fault.LINK_BREAK)
+@_planted(Fault.LINK_BREAK, seed=26)
 def _prompt_log_probabilities_are_sent_again(patch: Patch) -> None:
     """When a prompt is recomputed, its log-probabilities are sent again from the start."""
     patch.setattr(Logprobs, "after", lambda self, _: self)
@@ -177,7 +177,7 @@ def _tokens_of_a_failed_grammar_are_sent(patch: Patch) -> None:
 # Exactness.
 
 
-@_planted(Fault.EXACT)
+@_planted(Fault.EXACT, seed=4)
 def _exactness_is_promised_by_all(patch: Patch) -> None:
     """A request for exact output is accepted although the ranks are not exact."""
     patch.setattr(RequestManager, "_promise_exactness", lambda *_: None)
@@ -273,7 +273,7 @@ def _earlier_attempts_run_on(patch: Patch) -> None:
     patch.setattr(RequestManager, "_submit", submit_beside)
 
 
-@_planted(Fault.SAME_ID, Fault.STREAM_BREAK)
+@_planted(Fault.SAME_ID, Fault.STREAM_BREAK, seed=3)
 def _a_superseded_client_gets_no_error(patch: Patch) -> None:
     """A client whose request was superseded by another client never gets an answer."""
 
@@ -335,13 +335,13 @@ def _replicas_listen_to_old_streams(patch: Patch) -> None:
 # Replicas.
 
 
-@_planted(Fault.REPLICA_STALL)
+@_planted(Fault.REPLICA_STALL, seed=5)
 def _replicas_that_do_not_read_keep_their_streams(patch: Patch) -> None:
     """Messages for a replica that does not read pile up, and its requests are still computed."""
     patch.setattr("services.scheduler.server.cell_server.MAX_UNREAD_S", math.inf)
 
 
-@_planted(Fault.REPLICA_STALL)
+@_planted(Fault.REPLICA_STALL, seed=5)
 def _links_wait_for_their_last_words(patch: Patch) -> None:
     """The stream of a replica that does not read closes only once it has read everything queued."""
     close = ClientLink.close

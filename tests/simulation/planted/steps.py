@@ -71,13 +71,13 @@ def _nonsense_counts(patch: Patch) -> None:
     patch.setattr(Scheduler, "validate_result", lambda *_: None)
 
 
-@_planted(Fault.WORKER_HANG, Fault.RESULT_LOST)
+@_planted(Fault.WORKER_HANG, Fault.RESULT_LOST, seed=12)
 def _no_step_deadline(patch: Patch) -> None:
     """The engine waits forever for a worker that no longer answers."""
     patch.setattr(StepDeadline, "time", None)
 
 
-@_planted(Fault.STEP_LATE, Fault.LINK_BREAK, Fault.RESULT_NONSENSE)
+@_planted(Fault.STEP_LATE, Fault.LINK_BREAK, Fault.RESULT_NONSENSE, seed=6)
 def _steps_are_not_fenced(patch: Patch) -> None:
     """A worker runs steps of epochs that have ended."""
     launch = ClaimLedger.launch
@@ -150,7 +150,7 @@ def _parked_sequences_are_lost_when_an_epoch_ends(patch: Patch) -> None:
 # Blocks and the prefix cache.
 
 
-@_planted(Fault.CANCEL)
+@_planted(Fault.CANCEL, seed=5)
 def _blocks_of_cancelled_requests_leak(patch: Patch) -> None:
     """A request cancelled with a step in flight never frees its blocks."""
     free = BlockManager.free
@@ -170,7 +170,7 @@ def _retiring_sequences_give_back_at_once(patch: Patch) -> None:
     patch.setattr(RunningBatch, "_last_record_of", lambda *_: None)
 
 
-@_planted(Fault.CANCEL, Fault.DEADLINE, Fault.ABORT_CALL)
+@_planted(Fault.CANCEL, Fault.DEADLINE, Fault.ABORT_CALL, seed=24)
 def _blocks_are_published_at_admission(patch: Patch) -> None:
     """The blocks of a prompt's later chunks are published before a step that computes them is sent."""
     try_allocate = BlockManager.try_allocate
@@ -248,7 +248,7 @@ def _salts_are_ignored(patch: Patch) -> None:
     patch.setattr(BlockManager, "find_prefix", find)
 
 
-@_planted(Fault.NOT_FINITE)
+@_planted(Fault.NOT_FINITE, seed=10)
 def _bad_kv_stays_cached(patch: Patch) -> None:
     """KV blocks of a request whose logits were not finite stay in the prefix cache."""
     patch.setattr(BlockManager, "hide", lambda *_: None)
@@ -260,7 +260,7 @@ def _rows_that_are_not_finite_count(patch: Patch) -> None:
     patch.setattr(Postprocessor, "_fail_not_finite", lambda *_: None)
 
 
-@_planted(Fault.LONG_ANSWER)
+@_planted(Fault.LONG_ANSWER, seed=5)
 def _the_ring_wraps_wrongly(patch: Patch) -> None:
     """Tokens stored from both ends of a slot's token ring are in the wrong order."""
     flush = SlotTable.flush
@@ -318,13 +318,13 @@ def _parked_sequences_lose_tokens(patch: Patch) -> None:
     patch.setattr(Preemption, "take_back", forget)
 
 
-@_planted(Fault.CANCEL, Fault.ABORT_CALL, Fault.DEADLINE, Fault.TEXT_STOP)
+@_planted(Fault.CANCEL, Fault.ABORT_CALL, Fault.DEADLINE, Fault.TEXT_STOP, seed=6)
 def _a_parked_row_outlives_its_abort(patch: Patch) -> None:
     """A preempted sequence that ends with steps in flight counts as parked forever, which blocks admission."""
     patch.setattr(Preemption, "drop_parked", lambda *_: None)
 
 
-@_planted()
+@_planted(seed=6)
 def _preempted_sequences_go_to_the_back(patch: Patch) -> None:
     """A preempted sequence is queued as if it had just arrived."""
     preempt = Preemption.preempt
@@ -358,7 +358,7 @@ def _steps_exceed_their_budget(patch: Patch) -> None:
     )
 
 
-@_planted(Fault.WORKER_SLOW)
+@_planted(Fault.WORKER_SLOW, seed=6)
 def _no_request_ages(patch: Patch) -> None:
     """A request that has waited for long never overtakes more urgent ones."""
     patch.setattr(WaitingQueue, "next", lambda self, now, cached: self._order.first(now, cached))
