@@ -27,6 +27,8 @@ REQUIREMENTS = (
     *("pydantic", "pydantic-core", "pydantic-settings", "annotated-types", "typing-inspection", "typing-extensions"),
     *("python-dotenv", "prometheus-client", "uvloop", "llguidance", "safetensors", "tokenizers"),
     *("cryptography", "cffi", "pycparser"),
+    # For the tests' own modules.
+    *("psutil", "hypothesis", "sortedcontainers"),
 )
 # pip matches a platform exactly.
 PLATFORMS = [
