@@ -172,8 +172,9 @@ class ModelRunner:
             if not limits.num_blocks:
                 return 0
             self._kv_cache = cache = KvCache(self._model.kv_cache_spec, limits.num_blocks, block_size, self.device)
-            # A CPU's kernels are compiled ahead. Of coupled ranks an epoch may reach only some; see `Replays`.
-            if self.device.type != "cpu" and not self.layout.is_coupled:
+            # A CPU's kernels are compiled ahead, and so are torch's, of which ops that draw on the host are composed.
+            # Of coupled ranks an epoch may reach only some; see `Replays`.
+            if self.device.type != "cpu" and not self._ops.draws_on_host and not self.layout.is_coupled:
                 self._compile_prefills(limits, cache)
         rank = Rank(self._model, self._ops, self.device, self._stream, self.layout, self._progress)
         if self._graph_settings is not None and (self._graphs is None or not self._graphs.fits(limits, self.layout)):

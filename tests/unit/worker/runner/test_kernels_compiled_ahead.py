@@ -99,6 +99,15 @@ def test_prompts_of_any_length_and_the_first_decode_need_no_other_kernel(
     assert variants - compiled == set()
 
 
+def test_a_backend_of_torch_s_kernels_computes_nothing_before_its_first_step(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["tiny"]), encoding="utf-8")
+    ops, options = load_ops("reference"), LoadOptions(dummy_seed=1, device=META)
+    loaded = load_model(tmp_path, ops, torch.float32, lambda _: None, options=options)
+    runner = ModelRunner(loaded, ops, KvCacheSize(0, 8), execution=Execution(stream=MetaStream()))
+    assert runner.attach(block_size=16, max_num_seqs=8, max_num_batched_tokens=64) == 8
+    assert runner.progress == 0
+
+
 def _measure(run_largest_prefill: Any) -> int:
     run_largest_prefill()
     return 1 << 24
