@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 _GIB = 1024**3
 _DEFAULT_MEMORY_GIB = 1.0
-# More tokens take the kernels of some of these sizes, or of the largest prefill.
+# More tokens take the kernels of some of these sizes, or of the most tokens.
 _LARGEST_COMPILED = 1024
 _ALONE = RankLayout()
 
@@ -241,8 +241,9 @@ class ModelRunner:
         Kernels differ by powers of two up to some size, and by whether a context may be long.
         """
         powers = [1 << bits for bits in range(1, _LARGEST_COMPILED.bit_length())]
-        sizes = {min(power + more, limits.max_num_batched_tokens) for power in powers for more in (0, 1)}
-        for size in sorted(sizes):
+        most = limits.max_num_batched_tokens
+        sizes = {min(power + more, most) for power in powers for more in (0, 1)}
+        for size in sorted(sizes | {most}):
             for longest in (size, limits.context_length):
                 self._run_prefill(size, limits.context_length, cache, longest=longest)
         # The kernel that makes the inputs of decodes is in no graph.

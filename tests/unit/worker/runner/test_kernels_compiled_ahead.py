@@ -76,14 +76,15 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> set[object]:
     return seen
 
 
+@pytest.mark.parametrize("is_measured", [False, True])
 @pytest.mark.parametrize("shape", ["tiny", "tiny-int4", "tiny-experts"])
 def test_prompts_of_any_length_and_the_first_decode_need_no_other_kernel(
-    variants: set[object], tmp_path: Path, shape: str
+    variants: set[object], tmp_path: Path, shape: str, is_measured: bool
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[shape], **GROUPED}), encoding="utf-8")
     ops = load_ops("triton")
     loaded = load_model(tmp_path, ops, torch.bfloat16, lambda _: None, options=LoadOptions(dummy_seed=1, device=META))
-    memory = KvCacheSize(0, measure=_measure)
+    memory = KvCacheSize(0, measure=_measure) if is_measured else KvCacheSize(0, 1 << 12)
     runner = ModelRunner(
         loaded, ops, memory, execution=Execution(GraphSettings(RecordingCapture(), (1, 4, 8)), MetaStream())
     )
