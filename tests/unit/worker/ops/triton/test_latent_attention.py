@@ -13,6 +13,7 @@ from torch import Tensor
 from services.worker.ops.triton import context_splits
 from services.worker.ops.triton import latent_attention as module
 from services.worker.ops.triton.backend import TritonOps, TritonPlan
+from services.worker.ops.triton.context_splits import SplitLimits
 from services.worker.ops.triton.latent_attention import latent_attention
 from tests.support.attention_batches import Batch
 from tests.support.latent_batches import SCALE, VALUE_DIM, LatentStep, Tokens, assert_close, pad_as_in_graph
@@ -27,9 +28,9 @@ every_kind = pytest.mark.parametrize("is_prefill", [True, False])
 def is_split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether contexts are split, however short they are."""
     split: bool = request.param
-    monkeypatch.setattr(context_splits, "_MIN_SPLIT_TOKENS", 8 if split else 10**6)
-    # Each program takes about a millisecond in the interpreter.
-    monkeypatch.setattr(context_splits, "_MAX_SPLITS", 4)
+    # Few splits, as each program takes about a millisecond in the interpreter.
+    limits = SplitLimits(min_tokens=8 if split else 10**6, max_splits=4)
+    monkeypatch.setattr(context_splits, "SPLIT_LIMITS", limits)
     return split
 
 
