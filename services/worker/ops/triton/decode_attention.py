@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from services.worker.forward.kv_cache import split_scales
 from services.worker.ops.arguments import AttentionParams
 from services.worker.ops.triton.attention_tile import (
+    LOADS_AHEAD_STAGES,
     LOG2_E,
     PagedSequences,
     attend_tile,
@@ -49,10 +51,13 @@ class DecodeConfig:
 
 def choose_decode_config(key_columns: int, itemsize: int, *, has_codes: bool) -> DecodeConfig:
     """For products with keys of `key_columns` columns of `itemsize` bytes, which may be made of codes in registers."""
-    # 16 KiB of keys, or half of that where they need more registers.
-    wanted_bytes = 2**13 if has_codes or itemsize > 2 else 2**14
+    is_amd = torch.version.hip is not None
+    # 8 KiB of keys, or on AMD twice that unless they need more registers.
+    wanted_bytes = 2**14 if is_amd and not has_codes and itemsize == 2 else 2**13
     tokens = min(max(wanted_bytes // (key_columns * itemsize), 16), 64)
-    return DecodeConfig(tokens, num_warps=8, num_stages=1) if has_codes and itemsize > 2 else DecodeConfig(tokens)
+    if itemsize > 2:
+        return DecodeConfig(tokens, num_warps=8, num_stages=1) if has_codes else DecodeConfig(tokens)
+    return DecodeConfig(tokens) if is_amd else DecodeConfig(tokens, num_stages=LOADS_AHEAD_STAGES)
 
 
 @triton.jit(

@@ -15,6 +15,7 @@ from torch import Tensor
 from services.worker.forward.kv_cache import split_scales
 from services.worker.ops.arguments import AttentionParams
 from services.worker.ops.triton.attention_tile import (
+    LOADS_AHEAD_STAGES,
     LOG2_E,
     PagedSequences,
     attend_tile,
@@ -57,7 +58,10 @@ def choose_prefill_config(key_columns: int, itemsize: int, group: int, *, has_co
     if torch.version.hip is not None:
         # Larger tiles of the context do not fit the registers of CDNA 3.
         return PrefillConfig(rows, tokens=32, num_warps=4, num_stages=2)
-    return PrefillConfig(rows, tokens=64, num_warps=8 if key_columns > 64 else 4, num_stages=2)
+    if key_columns <= 64:
+        # A multiprocessor has several programs, of which one computes while others wait.
+        return PrefillConfig(rows, tokens=64, num_warps=4, num_stages=2)
+    return PrefillConfig(rows, tokens=64, num_warps=8, num_stages=LOADS_AHEAD_STAGES)
 
 
 @triton.jit(
