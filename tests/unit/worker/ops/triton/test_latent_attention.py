@@ -14,7 +14,7 @@ from services.worker.ops.triton import context_splits
 from services.worker.ops.triton import latent_attention as module
 from services.worker.ops.triton.backend import TritonOps, TritonPlan
 from services.worker.ops.triton.context_splits import SplitLimits
-from services.worker.ops.triton.latent_attention import latent_attention
+from services.worker.ops.triton.latent_attention import LatentConfig, latent_attention
 from tests.support.attention_batches import Batch
 from tests.support.latent_batches import SCALE, VALUE_DIM, LatentStep, Tokens, assert_close, pad_as_in_graph
 
@@ -89,8 +89,8 @@ def test_only_selected_positions_are_seen(block_size: int, is_prefill: bool) -> 
 def test_the_size_of_a_tile_changes_no_result(
     rows: int, tokens: int, num_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = module._Config(rows, tokens, num_warps=4, num_stages=1)
-    monkeypatch.setattr(module, "_configure", lambda *_: config)
+    config = LatentConfig(rows, tokens, num_warps=4, num_stages=1)
+    monkeypatch.setattr(module, "choose_latent_config", lambda *_, **__: config)
     step = make_step(Batch(16, [33, 0, 70], [4, 14, 1], 2), num_heads)
     assert_close(step.attend(TritonOps()), step.expected())
 
