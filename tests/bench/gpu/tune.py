@@ -99,6 +99,9 @@ def tuned_rows(
                 if _differs(_result(launches, variant), expected):
                     raise ArithmeticError("another result than by default")
                 variant_s = seconds(variant)
+            except TimeoutError:
+                # The whole case has taken too long.
+                raise
             except Exception as error:  # noqa: BLE001 - it does not compile, or does not fit: the next ones may
                 traceback.print_exception(error)
                 message = f"{type(error).__name__}: {error}".replace("\n", " ")[:_LONGEST_MESSAGE]

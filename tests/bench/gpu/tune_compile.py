@@ -9,8 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 
 import torch
 
@@ -45,9 +44,7 @@ class Compilers:
 
     def wait(self, name: str) -> None:
         """Wait until the variants of the subject of this name are compiled, or could not be."""
-        for future in self._name_to_futures.pop(name, ()):
-            with suppress(Exception):
-                future.result()
+        wait(self._name_to_futures.pop(name, ()))
 
     def close(self) -> None:
         """End the processes."""
