@@ -6,13 +6,14 @@ take the same path. All weights are read for every row: only for tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from services.worker.forward.kv_cache import LayerCache
 from services.worker.ops.arguments import RopeRows
 from services.worker.ops.composed import ComposedOps
 from services.worker.ops.experts import Expert, ExpertsKernel, ExpertWeights, SwigluClamp
@@ -33,6 +34,9 @@ class ReferenceOps(ReferenceAttention, ComposedOps):
     def numerics(self) -> str:
         capability = torch.backends.cpu.get_cpu_capability()
         return f"reference torch-{torch.__version__} {capability} threads-{torch.get_num_threads()}"
+
+    def make_capture(self, device: torch.device, layers: Sequence[LayerCache]) -> None:
+        """See `Ops.make_capture`: its attention reads each step's lengths on the host, and its draws wait."""
 
     # -- Weights ------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.config import WorkerSettings
@@ -20,12 +21,13 @@ from services.worker.forward.kv_cache import KvCache, KvCacheSpec, num_blocks_fo
 from services.worker.forward.staging import to_device
 from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadedModel, LoadOptions, ModelFacts, load_model
-from services.worker.ops import Ops, load_ops
+from services.worker.ops import DecodeRows, Ops, load_ops
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.parallel.distributed import make_parallel
 from services.worker.parallel.rendezvous import Rendezvous
 from services.worker.runner.batch_runner import BatchRunner
 from services.worker.runner.cache_memory import DeviceMemory, GpuMemory, KvCacheSize, device_memory
+from services.worker.runner.device_batch import DeviceBatch
 from services.worker.runner.graph_runner import GraphSettings
 from services.worker.runner.input_batch import InputBatch
 from services.worker.runner.matchers import GrammarMatchers
@@ -53,6 +55,8 @@ logger = logging.getLogger(__name__)
 
 _GIB = 1024**3
 _DEFAULT_MEMORY_GIB = 1.0
+# More tokens take the kernels of some of these sizes, or of the largest prefill.
+_LARGEST_COMPILED = 1024
 _ALONE = RankLayout()
 
 
@@ -168,6 +172,9 @@ class ModelRunner:
             if not limits.num_blocks:
                 return 0
             self._kv_cache = cache = KvCache(self._model.kv_cache_spec, limits.num_blocks, block_size, self.device)
+            # A CPU's kernels are compiled ahead. Of coupled ranks an epoch may reach only some; see `Replays`.
+            if self.device.type != "cpu" and not self.layout.is_coupled:
+                self._compile_prefills(limits, cache)
         rank = Rank(self._model, self._ops, self.device, self._stream, self.layout, self._progress)
         if self._graph_settings is not None and (self._graphs is None or not self._graphs.fits(limits, self.layout)):
             # Free the old ones first.
@@ -223,25 +230,51 @@ class ModelRunner:
     def _run_largest_prefill(self, limits: BatchLimits) -> None:
         """Compute a prefill of as many tokens as a step may have, and the logits of as many rows; stores no KV."""
         cache = KvCache(self._model.kv_cache_spec, 1, limits.block_size, self.device)
-        num_tokens, length = limits.max_num_batched_tokens, min(limits.max_num_batched_tokens, limits.context_length)
+        hidden = self._run_prefill(limits.max_num_batched_tokens, limits.context_length, cache)
+        self._model.compute_logits(hidden[: limits.max_num_seqs])
+
+    @torch.inference_mode()
+    def _compile_prefills(self, limits: BatchLimits, cache: KvCache) -> None:
+        """Compute prefills of many sizes, so that none waits for the compiler when there are requests; stores no KV.
+
+        Kernels differ by powers of two up to some size, and by whether a context may be long.
+        """
+        powers = [1 << bits for bits in range(1, _LARGEST_COMPILED.bit_length())]
+        sizes = {min(power + more, limits.max_num_batched_tokens) for power in powers for more in (0, 1)}
+        for size in sorted(sizes):
+            for longest in (size, limits.context_length):
+                self._run_prefill(size, limits.context_length, cache, longest=longest)
+        # The kernel that makes the inputs of decodes is in no graph.
+        DeviceBatch(self._ops, limits, self.device).pad(DecodeRows.padding(1, 1, self.device))
+
+    def _run_prefill(
+        self, num_tokens: int, context_length: int, cache: KvCache, *, longest: int | None = None
+    ) -> Tensor:
+        """Compute prompts of `num_tokens` together, as long as they may be, without storing their KV; hidden states.
+
+        Args:
+            longest: A bound for every context, as of a step with longer ones; None means what they are.
+        """
+        length = min(num_tokens, context_length)
         starts = np.append(np.arange(0, num_tokens, length, dtype=np.int32), np.int32(num_tokens))
         lengths = np.diff(starts)
+        longest = length if longest is None else longest
         attention = AttentionMetadata(
             is_prefill=True,
             slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=self.device),
             # All of a context is read from the one block.
-            block_tables=to_device(np.zeros((len(lengths), -(-length // limits.block_size)), np.int32), self.device),
+            block_tables=to_device(np.zeros((len(lengths), -(-length // cache.block_size)), np.int32), self.device),
             context_lens=to_device(lengths, self.device),
             cu_seqlens_q=to_device(starts, self.device),
             query_lens=tuple(lengths.tolist()),
-            context_lens_host=tuple(lengths.tolist()),
+            context_lens_host=(longest,) * len(lengths),
             max_query_len=length,
-            max_context_len=length,
+            max_context_len=longest,
         )
         positions = to_device(np.arange(num_tokens, dtype=np.int64) % length, self.device)
-        with forward_context(ForwardContext.for_step(self._ops, attention, cache)):
-            hidden = self._model.forward(torch.zeros_like(positions), positions)
-        self._model.compute_logits(hidden[: limits.max_num_seqs])
+        context = ForwardContext.for_step(self._ops, attention, cache, progress=self._progress)
+        with forward_context(context):
+            return self._model.forward(torch.zeros_like(positions), positions)
 
 
 def build_model_runner(

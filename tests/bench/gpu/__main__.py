@@ -83,7 +83,7 @@ def _measure(args: argparse.Namespace) -> Iterator[Row]:
     import torch
 
     from services.worker.device import DeviceRequest, choose_device
-    from tests.bench.gpu.cases import Budget, Clock, run_cases
+    from tests.bench.gpu.cases import Budget, Clock, ending_after, run_cases
     from tests.bench.gpu.runners import Bench, Options, measure_rates
     from tests.bench.gpu.stages import STAGES as STAGE_TO_CASES
 
@@ -98,7 +98,7 @@ def _measure(args: argparse.Namespace) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="lockstep-gpu-") as folder:
         bench = Bench(options, Path(folder), device, clock, rates)
         for stage in args.stages:
-            yield from run_cases(STAGE_TO_CASES[stage](bench), budget)
+            yield from run_cases(STAGE_TO_CASES[stage](bench), budget, ending_after)
 
 
 if __name__ == "__main__":

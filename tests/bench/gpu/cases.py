@@ -1,11 +1,16 @@
-"""Cases of a benchmark that must end in time: none begins that the budget may not hold, and none ends the others."""
+"""Cases of a benchmark that must end in time: none begins that the budget may not hold, and none ends the others.
+
+One that hangs, as a service may that never answers, is ended after a few times its estimate.
+"""
 
 from __future__ import annotations
 
+import signal
 import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +19,11 @@ from tests.bench.report import Row, limit
 
 # A case that took this many times as long as estimated would still end within the budget.
 _SAFETY = 1.5
+# A case is ended after this many times its estimate, and at least so many seconds.
+_MOST_ESTIMATES, _LEAST_LIMIT_S = 4.0, 60.0
+
+# Limits the seconds of its body.
+Limit = Callable[[float], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,22 +94,53 @@ class Clock:
             torch.cuda.synchronize()
 
 
-def run_cases(cases: Iterable[Case], budget: Budget) -> Iterator[Row]:
-    """Rows as they come. What fails, or what the budget may not hold, has a row that says so."""
+@contextmanager
+def ending_after(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the body once it has taken so long, and a call into a library has returned.
+
+    Only in the main thread of a process that has no other use for SIGALRM.
+    """
+
+    def end(*_: object) -> None:
+        raise TimeoutError(f"not done after {seconds:.0f} s more")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def run_cases(cases: Iterable[Case], budget: Budget, limited: Limit = lambda _: nullcontext()) -> Iterator[Row]:
+    """Rows as they come. What fails, or what the budget may not hold, has a row that says so.
+
+    Args:
+        limited: Ends cases that hang; by default nothing does.
+    """
     try:
         for case in cases:
-            yield from _run_case(case, budget)
+            yield from _run_case(case, budget, limited)
     except Exception as error:  # noqa: BLE001 - whatever it is, other stages have a machine only now
         yield _failed("making a case", error)
 
 
-def _run_case(case: Case, budget: Budget) -> Iterator[Row]:
+def _run_case(case: Case, budget: Budget, limited: Limit) -> Iterator[Row]:
     if not budget.holds(case.seconds):
         yield Row(f"{case.name}: left out, as it may take", case.seconds, "s")
         return
     started = time.monotonic()
+    ends_at = started + min(max(_MOST_ESTIMATES * case.seconds, _LEAST_LIMIT_S), budget.left_s)
     try:
-        yield from case.rows()
+        rows = iter(case.rows())
+        while True:
+            # Not around the `yield`: whoever gets the row must not be interrupted.
+            with limited(max(ends_at - time.monotonic(), 1.0)):
+                row = next(rows, None)
+            if row is None:
+                break
+            yield row
     except Exception as error:  # noqa: BLE001 - as above: the other cases
         yield _failed(case.name, error)
     budget.learn(case.seconds, time.monotonic() - started)

@@ -135,17 +135,16 @@ class Paged:
         return by_seq[:, : self.metadata.max_context_len]
 
 
-def conch(module: str, name: str) -> Callable[..., object] | None:
-    """A function of conch-triton-kernels; None where it is not installed."""
-    if importlib.util.find_spec("conch") is None:
-        return None
-    function: Callable[..., object] = getattr(importlib.import_module(f"conch.ops.{module}"), name)
-    return function
-
-
 def with_conch(
     yardsticks: dict[str, Launch], module: str, name: str, *args: object, **named: object
 ) -> dict[str, Launch]:
     """The yardsticks, and conch-triton-kernels' function with these arguments if it is installed."""
-    function = conch(module, name)
-    return yardsticks if function is None else {**yardsticks, "conch": lambda: function(*args, **named)}
+    if importlib.util.find_spec("conch") is None:
+        return yardsticks
+
+    def launch() -> object:
+        # Imported here: if that fails on a device, it fails this yardstick and not the stage.
+        function: Callable[..., object] = getattr(importlib.import_module(f"conch.ops.{module}"), name)
+        return function(*args, **named)
+
+    return {**yardsticks, "conch": launch}

@@ -26,6 +26,9 @@ REQUIREMENTS = (
     *("grpcio", "grpcio-status", "grpcio-health-checking", "grpcio-reflection", "protobuf", "googleapis-common-protos"),
     *("pydantic", "pydantic-core", "pydantic-settings", "annotated-types", "typing-inspection", "typing-extensions"),
     *("python-dotenv", "prometheus-client", "uvloop", "llguidance", "safetensors", "tokenizers"),
+    *("cryptography", "cffi", "pycparser"),
+    # For the tests' own modules.
+    *("psutil", "hypothesis", "sortedcontainers"),
 )
 # pip matches a platform exactly.
 PLATFORMS = [

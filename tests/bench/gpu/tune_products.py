@@ -102,7 +102,7 @@ def _linear(
     def launch(turn: int, **variant: object) -> Tensor:
         return kernels[turn % len(kernels)](x, **variant)  # type: ignore[arg-type]
 
-    sizes = choose_sizes(num_rows, shape[0], x.dtype if encoding is None else encoding.dtype)
+    sizes = choose_sizes(num_rows, *shape, x.dtype if encoding is None else encoding.dtype)
     num_tiles = triton.cdiv(num_rows, sizes.rows) * triton.cdiv(shape[0], sizes.columns)
     default: Variant = {"sizes": sizes, "num_splits": choose_splits(num_tiles, triton.cdiv(shape[1], sizes.depth))}
     return Launches(launch, default, Work(num_bytes, 2 * num_rows * prod(shape)))
@@ -125,7 +125,8 @@ def _experts(sizes: Sizes, num_rows: int, place: Place) -> Launches:
 
     rows = choose_rows(triton.cdiv(num_rows * sizes.num_chosen, num_experts), x.dtype)
     default = ExpertSizes(
-        choose_sizes(rows, num_experts * 2 * inner, x.dtype), choose_sizes(rows, num_experts * hidden, x.dtype)
+        choose_sizes(rows, num_experts * 2 * inner, hidden, x.dtype),
+        choose_sizes(rows, num_experts * hidden, inner, x.dtype),
     )
     work = Work(num_touched * expert_bytes, 6 * inner * hidden * num_rows * sizes.num_chosen)
     return Launches(launch, {"sizes": default}, work)

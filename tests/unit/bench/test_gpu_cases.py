@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from tests.bench.gpu.cases import Budget, Case, run_cases
+from tests.bench.gpu.cases import Budget, Case, ending_after, run_cases
 from tests.bench.report import Row
 
 
@@ -92,3 +94,23 @@ def test_a_case_that_cannot_be_made_ends_its_stage_with_a_row() -> None:
 
     rows = list(run_cases(cases(), Budget(100.0, Time())))
     assert [(row.metric, row.met) for row in rows] == [("a", None), ("making a case: MemoryError", False)]
+
+
+def test_a_case_that_hangs_is_ended_after_a_few_times_its_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+    limits = []
+
+    @contextmanager
+    def limited(seconds: float) -> Iterator[None]:
+        limits.append(round(seconds))
+        with ending_after(0.01):
+            yield
+
+    def rows() -> Iterator[Row]:
+        yield Row("hangs", 1.0, "ms")
+        time.sleep(60)
+
+    hanging = Case("hangs", 20.0, rows)
+    found = list(run_cases([hanging, case("b")], Budget(100.0, Time()), limited))
+    assert [row.metric for row in found] == ["hangs", "hangs: TimeoutError", "b"]
+    assert limits == [80, 80, 60, 60]
+    assert "not done" in capsys.readouterr().err

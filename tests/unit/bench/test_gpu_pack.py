@@ -5,16 +5,23 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
+from collections.abc import Sequence
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from tests.bench.gpu.pack import cut_model
+from tests.bench.gpu.pack import REQUIREMENTS, cut_model
 from tests.bench.gpu.unpack import copy_stubs, has_base, join_model, make_environment, unpacked_dir, without_pack
 
 ROOT = Path(__file__).parents[3]
 CONTENTS = {"config.json": b"{}", "model.safetensors": bytes(range(250)), "tokenizer.json": b"", "whole": b"x" * 120}
+# What the machine has, and the scheduler's client of Kubernetes, which it imports only in a cluster.
+ELSEWHERE = {"torch", "triton", "numpy", "xxhash", "transformers", "huggingface-hub", "kubernetes"}
 
 
 @pytest.fixture
@@ -59,6 +66,15 @@ def test_a_spoilt_part_is_noticed(pack: Path, tmp_path: Path) -> None:
 
 def test_a_pack_without_a_model_has_none(tmp_path: Path) -> None:
     assert join_model(tmp_path, tmp_path / "home") is None
+
+
+def test_the_pack_has_what_the_services_need_and_what_that_needs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = names_of([*project["dependencies"], *extras["worker"], *extras["tokenizer"], *extras["scheduler"]])
+    for name in REQUIREMENTS:
+        wanted |= names_of(requires(name) or ())
+    assert wanted - set(REQUIREMENTS) == ELSEWHERE & wanted
 
 
 def test_stubs_go_beside_their_protos(tmp_path: Path) -> None:
@@ -117,6 +133,16 @@ def test_a_wrong_flag_is_refused_before_anything_starts(flags: list[str], messag
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+def names_of(requirements: Sequence[str]) -> set[str]:
+    """Packages of requirements that hold without an extra."""
+    parsed = [Requirement(each) for each in requirements]
+    return {
+        canonicalize_name(each.name)
+        for each in parsed
+        if each.marker is None or each.marker.evaluate({"extra": "", "python_version": "3.12"})
+    }
 
 
 def write_wheel(folder: Path, name: str) -> None:

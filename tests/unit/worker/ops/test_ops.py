@@ -35,6 +35,12 @@ def test_a_backend_describes_what_its_numerics_depend_on(ops: Ops) -> None:
     assert ops.numerics().startswith(f"{ops.name} torch-{torch.__version__}")
 
 
+def test_the_reference_has_no_graphs_on_a_gpu_whose_host_lengths_would_be_those_of_the_capture() -> None:
+    gpu = torch.device("cuda")
+    assert load_ops("reference").make_capture(gpu, []) is None
+    assert load_ops("triton").make_capture(gpu, []) is not None
+
+
 @every_backend
 @pytest.mark.parametrize("num_rows", [1, 3, 40])
 @pytest.mark.parametrize("has_bias", [True, False])

@@ -178,7 +178,7 @@ class TritonExperts:
         """
         rows = matrix.take_rows(x)
         if sizes is None:
-            sizes = choose_sizes(runs.tile_rows, matrix.num_rows, rows.values.dtype)
+            sizes = choose_sizes(runs.tile_rows, matrix.num_rows, matrix.num_columns, rows.values.dtype)
         num_rows = matrix.num_rows // self._num_experts
         clamp = self._clamp or SwigluClamp(0.0, 0.0)
         _experts_kernel[(runs.num_tiles, triton.cdiv(num_rows, sizes.columns))](

@@ -123,7 +123,8 @@ class PackedLinear:
             return output
         rows = matrix.take_rows(x)
         if sizes is None:
-            sizes = choose_sizes(EXACT_NUM_ROWS if self._is_exact else num_rows, matrix.num_rows, rows.values.dtype)
+            counted_rows = EXACT_NUM_ROWS if self._is_exact else num_rows
+            sizes = choose_sizes(counted_rows, matrix.num_rows, width, rows.values.dtype)
         num_tiles = triton.cdiv(num_rows, sizes.rows), triton.cdiv(matrix.num_rows, sizes.columns)
         if num_splits is None:
             num_splits = 1 if self._is_exact else choose_splits(prod(num_tiles), triton.cdiv(width, sizes.depth))

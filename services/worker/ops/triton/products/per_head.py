@@ -55,7 +55,7 @@ class ExactPerHeadLinear:
         output = torch.empty((num_rows, self._num_heads, num_outputs), dtype=x.dtype, device=x.device)
         if not output.numel():
             return output
-        sizes = choose_sizes(EXACT_NUM_ROWS, num_outputs, x.dtype)
+        sizes = choose_sizes(EXACT_NUM_ROWS, num_outputs, matrix.num_columns, x.dtype)
         tile = matrix.tile(rows=sizes.rows, columns=sizes.columns, depth=sizes.depth)
         grid = (triton.cdiv(num_rows, tile.rows), triton.cdiv(num_outputs, tile.columns), self._num_heads)
         _per_head_kernel[grid](

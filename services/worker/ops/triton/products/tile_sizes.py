@@ -46,15 +46,17 @@ def choose_rows(num_rows: int, dtype: torch.dtype) -> int:
     return _SOME_ROWS if num_rows <= _SOME_ROWS else _MANY_ROWS
 
 
-def choose_sizes(num_rows: int, num_outputs: int, dtype: torch.dtype) -> TileSizes:
-    """For `num_rows` rows by a matrix of `num_outputs` rows; `dtype` is what is multiplied."""
+def choose_sizes(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> TileSizes:
+    """For `num_rows` rows by a matrix [`num_outputs`, `num_inputs`]; `dtype` is what is multiplied."""
     rows, is_amd = choose_rows(num_rows, dtype), torch.version.hip is not None
     num_stages = 2 if is_amd else 3
     if dtype == torch.float32:
         return TileSizes(rows, 32, 32, num_warps=4, num_stages=num_stages)
     if rows == _FEW_ROWS:
-        columns = 64 if num_outputs >= 64 * _WANTED_PROGRAMS else 32
-        return TileSizes(rows, columns, 128, num_warps=4, num_stages=num_stages)
+        depth = 128
+        # The masks of a last tile that is not whole need registers too.
+        is_wide = num_outputs >= 64 * _WANTED_PROGRAMS and num_inputs % depth == 0
+        return TileSizes(rows, 64 if is_wide else 32, depth, num_warps=4, num_stages=num_stages)
     columns, num_warps = 128, 8 if rows == _MANY_ROWS else 4
     if dtype.itemsize > 1:
         return TileSizes(rows, columns, 64, num_warps, num_stages)

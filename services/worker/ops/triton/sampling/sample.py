@@ -146,7 +146,7 @@ class _Launches:
             tiles_per_part=self._tiles_per_part,
             TILE=TILE,
             NUM_LEVELS=NUM_LEVELS,
-            num_warps=4,
+            num_warps=8,
             enable_fp_fusion=False,
         )
 

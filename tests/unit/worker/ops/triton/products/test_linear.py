@@ -146,6 +146,6 @@ def test_a_wrong_shape_or_dtype_is_refused(x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tiles_grow_with_the_rows_in_a_few_steps(dtype: torch.dtype) -> None:
-    sizes = [choose_sizes(num_rows, 4096, dtype).rows for num_rows in range(1, 1000)]
+    sizes = [choose_sizes(num_rows, 4096, 4096, dtype).rows for num_rows in range(1, 1000)]
     assert sizes == sorted(sizes)
     assert set(sizes) <= {16, 64, 128}
