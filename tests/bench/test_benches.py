@@ -28,7 +28,7 @@ SCRIPT_TO_FLAGS = {
     "interference": [MODEL, "--num-streams=2", "--num-prompts=1", "--num-prompt-tokens=600"],
     "gpu": [
         *("--device=cpu", "--shapes", "tiny", "--kv-cache-gib=0.02", "--model", FLOAT32_MODEL),
-        "--stages=ops,decode,packed,tokens,trace,start,serve",
+        "--stages=ops,tune,decode,packed,tokens,trace,start,serve",
     ],
     "loading": ["--tensors=2", "--threads=1", "--repeats=1"],
     # Without the simulated comparison, which has its own tests.

@@ -3,6 +3,7 @@
     python -m tests.bench.gpu --pack .cache/gpu-pack --stages decode --budget-s 540 --json decode.json
 
     ops     each of our kernels beside torch's, and beside conch-triton-kernels' where those are installed
+    tune    which of a few configurations of a kernel is the fastest, at the sizes that matter most
     decode  decode steps and prefills of dense models, beside the floor of the same device
     packed  models with experts, latents or packed weights, and the exact backend
     tokens  the real model's tokens, beside the CPU's
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -28,7 +30,7 @@ from tests.bench.gpu.configs import CONFIGS
 from tests.bench.gpu.unpack import has_base, run_unpacked
 from tests.bench.parts.report import Row, print_table, write_json
 
-STAGES = ("ops", "decode", "packed", "tokens", "trace", "start", "serve")
+STAGES = ("ops", "tune", "decode", "packed", "tokens", "trace", "start", "serve")
 SHAPES = [shape for shape in CONFIGS if not shape.startswith("tiny-")]
 
 
@@ -75,6 +77,9 @@ def _stages(text: str) -> list[str]:
 
 def _measure(args: argparse.Namespace) -> Iterator[Row]:
     """Measure the device's rates, and then each stage."""
+    if args.device == "cpu":
+        # Before a kernel is imported: without a GPU they run in the interpreter.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     import torch
 
     from services.worker.device import DeviceRequest, choose_device

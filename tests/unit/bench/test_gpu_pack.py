@@ -125,7 +125,7 @@ def test_the_environment_has_the_wheels_before_what_the_machine_has(tmp_path: Pa
         (["--pack", "/nowhere"], "--pack /nowhere: there is no /nowhere/base"),
         (["--model", "/nowhere"], "--model /nowhere: there is no config.json"),
         (["--shapes", "qwen3-9b"], "invalid choice: 'qwen3-9b'"),
-        (["--stages", "ops,decod"], "there is no stage 'decod'; there are ops, decode, packed,"),
+        (["--stages", "ops,decod"], "there is no stage 'decod'; there are ops, tune, decode, packed,"),
     ],
 )
 def test_a_wrong_flag_is_refused_before_anything_starts(flags: list[str], message: str) -> None:

@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Eight elements per thread of four warps: one load of 16 bytes of bfloat16 from each half.
-_COLUMNS = 1024
-_NUM_WARPS = 4
+COLUMNS, NUM_WARPS = 1024, 4
+"""A program's: eight elements per thread, one load of 16 bytes of bfloat16 from each half."""
 
 
 @triton.jit
@@ -23,11 +22,12 @@ def _silu_and_mul_kernel(x, output, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     tl.store(output + row * WIDTH + columns, gated.to(output.dtype.element_ty), mask=mask)
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
+def silu_and_mul(x: Tensor, *, columns: int = COLUMNS, num_warps: int = NUM_WARPS) -> Tensor:
     """See `Ops.silu_and_mul`.
 
     Args:
         x: [T, 2 * intermediate], contiguous: gate | up. Not written.
+        columns: Of a program, a power of two.
 
     Returns:
         A new [T, intermediate] of x's dtype.
@@ -36,8 +36,8 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """
     num_tokens, width = x.shape[0], x.shape[1] // 2
     output = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
-    columns = min(triton.next_power_of_2(width), _COLUMNS)
+    columns = min(triton.next_power_of_2(width), columns)
     _silu_and_mul_kernel[(num_tokens, triton.cdiv(width, columns))](
-        x, output, WIDTH=width, COLUMNS=columns, num_warps=_NUM_WARPS
+        x, output, WIDTH=width, COLUMNS=columns, num_warps=num_warps
     )
     return output

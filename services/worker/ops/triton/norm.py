@@ -97,25 +97,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         WIDTH=width,
         ROWS=rows,
         COLUMNS=columns,
-        num_warps=_num_warps(rows * columns),
+        num_warps=choose_num_warps(rows * columns),
     )
     return output
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, num_warps: int | None = None) -> Tensor:
     """See `Ops.add_rms_norm`. Returns `x`, which holds the result.
 
     Args:
         x: [T, hidden], contiguous; written in place.
         residual: [T, hidden], contiguous, the same dtype; written in place.
         weight: [hidden], contiguous.
+        num_warps: Of a row's program; None means as many as `choose_num_warps` says.
 
     Source: arXiv:1910.07467, equation 4.
     """
     num_tokens, width = x.shape
     columns = triton.next_power_of_2(width)
     _add_rms_norm_kernel[(num_tokens,)](
-        x, residual, weight, eps, WIDTH=width, COLUMNS=columns, num_warps=_num_warps(columns)
+        x, residual, weight, eps, WIDTH=width, COLUMNS=columns, num_warps=num_warps or choose_num_warps(columns)
     )
     return x
 
@@ -137,10 +138,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     columns = triton.next_power_of_2(width)
     _layer_norm_kernel[(num_tokens,)](
-        x, weight, bias, output, x.stride(0), eps, WIDTH=width, COLUMNS=columns, num_warps=_num_warps(columns)
+        x, weight, bias, output, x.stride(0), eps, WIDTH=width, COLUMNS=columns, num_warps=choose_num_warps(columns)
     )
     return output
 
 
-def _num_warps(tile_size: int) -> int:
+def choose_num_warps(tile_size: int) -> int:
+    """Warps of a program that normalises `tile_size` elements, a power of two."""
     return min(max(tile_size // _ELEMENTS_PER_WARP, 1), _MAX_WARPS)

@@ -20,9 +20,8 @@ from services.worker.ops.arguments import HeadNorms, RopeRows
 from services.worker.ops.triton.kv_write import store_cached
 from services.worker.ops.triton.rope import load_rotation
 
-# Elements of a tile. Each thread then holds 8 of them at most.
-_TILE_SIZE = 512
-_ELEMENTS_PER_WARP = 256
+TILE_SIZE, ELEMENTS_PER_WARP = 512, 256
+"""Elements of a program, and of one of its warps: each thread then holds 8 of them at most."""
 
 
 @triton.jit
@@ -176,6 +175,8 @@ def norm_rope_write(
     num_heads: int,
     cache: tuple[Tensor, ...],
     slot_mapping: Tensor,
+    tile_size: int = TILE_SIZE,
+    elements_per_warp: int = ELEMENTS_PER_WARP,
 ) -> None:
     """`Ops.rms_norm` of query and key heads, `Ops.rope` and `Ops.write_kv`, without writing the key's place in `qkv`.
 
@@ -188,13 +189,15 @@ def norm_rope_write(
         cache: Keys and values, each [num_blocks, block_size, K, D], contiguous, of the dtype of `qkv`, or in
             float8_e4m3fn with their scales [1] float32. Both are written in place.
         slot_mapping: [T] int64, no repeats; a token with slot -1 is not written to the cache.
+        tile_size: A power of two, as is `elements_per_warp`.
 
     Source: arXiv:1910.07467, equation 4; arXiv:2104.09864, equation 34; arXiv:2309.06180, section 4.1.
     """
     num_kv_heads, head_dim = cache[0].shape[2:]
     half = rope.cos.shape[1]
     columns, pairs = triton.next_power_of_2(head_dim), triton.next_power_of_2(half)
-    num_rows = _num_rows(num_heads, num_kv_heads, columns)
+    # Heads per program: as many as fill a tile, but no more than a token has of one kind.
+    num_rows = min(triton.next_power_of_2(max(num_heads, num_kv_heads)), max(tile_size // columns, 1))
     num_tiles = triton.cdiv(num_heads, num_rows) + 2 * triton.cdiv(num_kv_heads, num_rows)
     _norm_rope_write_kernel[(len(qkv), num_tiles)](
         qkv,
@@ -217,10 +220,5 @@ def norm_rope_write(
         ROWS=num_rows,
         HAS_NORM=norms is not None,
         IS_INTERLEAVED=rope.is_interleaved,
-        num_warps=max(num_rows * columns // _ELEMENTS_PER_WARP, 1),
+        num_warps=max(num_rows * columns // elements_per_warp, 1),
     )
-
-
-def _num_rows(num_heads: int, num_kv_heads: int, columns: int) -> int:
-    """Heads per program: as many as fill a tile, but no more than a token has of one kind."""
-    return min(triton.next_power_of_2(max(num_heads, num_kv_heads)), max(_TILE_SIZE // columns, 1))

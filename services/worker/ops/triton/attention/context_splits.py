@@ -23,13 +23,24 @@ from torch import Tensor
 from services.worker.ops.triton.attention.tile import PagedSequences, padded
 
 _NUM_WARPS = 4
-# Splits are made until a launch has this many programs, a few for each multiprocessor of a large GPU.
-_WANTED_PROGRAMS = 512
-# A split has at least this many tokens, so that its work outweighs the merge.
-_MIN_SPLIT_TOKENS = 256
-_MAX_SPLITS = 64
 # Columns of a result that a program merges at a time; all splits of them are in registers.
 _MERGED_COLUMNS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class SplitLimits:
+    """How far contexts are divided."""
+
+    wanted_programs: int = 512
+    """Splits are made until a launch has this many programs, a few for each multiprocessor of a large GPU."""
+    min_tokens: int = 256
+    """A split has at least this many tokens, so that its work outweighs the merge."""
+    max_splits: int = 64
+    """A power of two: the merge is compiled for it."""
+
+
+SPLIT_LIMITS = SplitLimits()
+"""Those of every launch that is not given others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +60,15 @@ class Partials:
         return cls(attended, torch.empty(rows, dtype=torch.float32, device=device))
 
 
-def choose_num_splits(num_programs: int, num_tokens: int) -> int:
-    """Into how many splits to divide contexts of up to `num_tokens`, if without splits there are `num_programs`."""
-    return max(min(triton.cdiv(_WANTED_PROGRAMS, num_programs), num_tokens // _MIN_SPLIT_TOKENS, _MAX_SPLITS), 1)
+def choose_num_splits(num_programs: int, num_tokens: int, limits: SplitLimits | None = None) -> int:
+    """Into how many splits to divide contexts of up to `num_tokens`, if without splits there are `num_programs`.
+
+    Args:
+        limits: None means `SPLIT_LIMITS`.
+    """
+    limits = limits or SPLIT_LIMITS
+    wanted = triton.cdiv(limits.wanted_programs, num_programs)
+    return max(min(wanted, num_tokens // limits.min_tokens, limits.max_splits), 1)
 
 
 @triton.jit
@@ -106,8 +123,14 @@ def _merge_splits_kernel(
     tl.store(output + row * value_dim + columns, merged.to(output.dtype.element_ty), mask=has_column)
 
 
-def merge_splits(partials: Partials, output: Tensor, sequences: PagedSequences) -> None:
-    """Write the sequences' rows of `output` [T, H * V], contiguous; zeros for a row that has seen nothing."""
+def merge_splits(
+    partials: Partials, output: Tensor, sequences: PagedSequences, limits: SplitLimits | None = None
+) -> None:
+    """Write the sequences' rows of `output` [T, H * V], contiguous; zeros for a row that has seen nothing.
+
+    Args:
+        limits: What `choose_num_splits` was given.
+    """
     _, num_heads, num_splits, value_dim = partials.attended.shape
     num_columns = min(padded(value_dim), _MERGED_COLUMNS)
     num_parts = triton.cdiv(value_dim, num_columns)
@@ -120,6 +143,6 @@ def merge_splits(partials: Partials, output: Tensor, sequences: PagedSequences) 
         num_heads=num_heads,
         value_dim=value_dim,
         num_columns=num_columns,
-        most_splits=_MAX_SPLITS,
+        most_splits=(limits or SPLIT_LIMITS).max_splits,
         num_warps=_NUM_WARPS,
     )

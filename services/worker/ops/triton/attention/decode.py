@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,12 +13,14 @@ from services.worker.forward.kv_cache import split_scales
 from services.worker.ops.arguments import AttentionParams
 from services.worker.ops.triton.attention.context_splits import (
     Partials,
+    SplitLimits,
     choose_num_splits,
     merge_splits,
     partial_rows,
     split_range,
 )
 from services.worker.ops.triton.attention.tile import (
+    LOADS_AHEAD_STAGES,
     LOG2_E,
     PagedSequences,
     attend_tile,
@@ -36,20 +39,25 @@ _MAX_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Config:
-    """How many tokens of the context a program reads at a time, and how it is compiled."""
+class DecodeConfig:
+    """The size of a program's work, and how it is compiled."""
 
     tokens: int
+    """Tokens of the context that are read at a time; a power of two and at least 16."""
     num_warps: int = 4
     num_stages: int = 2
+    """Of Triton's software pipeline."""
 
 
-def _configure(key_columns: int, itemsize: int, *, has_codes: bool) -> _Config:
+def choose_decode_config(key_columns: int, itemsize: int, *, has_codes: bool) -> DecodeConfig:
     """For products with keys of `key_columns` columns of `itemsize` bytes, which may be made of codes in registers."""
-    # 16 KiB of keys, or half of that where they need more registers.
-    wanted_bytes = 2**13 if has_codes or itemsize > 2 else 2**14
+    is_amd = torch.version.hip is not None
+    # 8 KiB of keys, or on AMD twice that unless they need more registers.
+    wanted_bytes = 2**14 if is_amd and not has_codes and itemsize == 2 else 2**13
     tokens = min(max(wanted_bytes // (key_columns * itemsize), 16), 64)
-    return _Config(tokens, num_warps=8, num_stages=1) if has_codes and itemsize > 2 else _Config(tokens)
+    if itemsize > 2:
+        return DecodeConfig(tokens, num_warps=8, num_stages=1) if has_codes else DecodeConfig(tokens)
+    return DecodeConfig(tokens) if is_amd else DecodeConfig(tokens, num_stages=LOADS_AHEAD_STAGES)
 
 
 @triton.jit(
@@ -126,7 +134,14 @@ def _decode_attention_kernel(
 
 
 def decode_attention(
-    query: Tensor, cache: tuple[Tensor, ...], output: Tensor, sequences: PagedSequences, params: AttentionParams
+    query: Tensor,
+    cache: tuple[Tensor, ...],
+    output: Tensor,
+    sequences: PagedSequences,
+    params: AttentionParams,
+    *,
+    config: DecodeConfig | None = None,
+    limits: SplitLimits | None = None,
 ) -> None:
     """Causal attention of the new tokens of `sequences`, see `Ops.decode_attention`.
 
@@ -136,15 +151,19 @@ def decode_attention(
             `query`, or float8_e4m3fn with their scales [1] float32; they include the new tokens.
         output: [T, H * V], contiguous; the rows of the sequences' tokens are written.
         sequences: Their tokens are the first ones of the step.
+        config: None means that of `choose_decode_config`.
+        limits: See `choose_num_splits`.
 
     Source: arXiv:2205.14135, algorithm 1; arXiv:2309.06180, section 4.1.
     """
     group = query.shape[1] // cache[0].shape[2]
     rows = max(min(padded(sequences.max_query_len * group), _MAX_ROWS), padded(group))
-    config = _configure(padded(query.shape[2]), query.element_size(), has_codes=cache[0].dtype != query.dtype)
+    if config is None:
+        has_codes = cache[0].dtype != query.dtype
+        config = choose_decode_config(padded(query.shape[2]), query.element_size(), has_codes=has_codes)
     shape = make_shape(query, cache, params, rows=rows, tokens=config.tokens)
     num_tiles = shape.num_kv_heads * triton.cdiv(sequences.max_query_len, shape.tile_tokens)
-    num_splits = choose_num_splits(num_tiles * sequences.num_seqs, _seen_tokens(sequences, params))
+    num_splits = choose_num_splits(num_tiles * sequences.num_seqs, _seen_tokens(sequences, params), limits)
     partials = None
     if num_splits > 1:
         partials = Partials.empty(sequences, query.shape[1], num_splits, shape.value_dim)
@@ -169,7 +188,7 @@ def decode_attention(
         num_stages=config.num_stages,
     )
     if partials is not None:
-        merge_splits(partials, output, sequences)
+        merge_splits(partials, output, sequences, limits)
 
 
 def _seen_tokens(sequences: PagedSequences, params: AttentionParams) -> int:

@@ -28,6 +28,7 @@ from services.worker.ops.triton.attention.context_splits import (
     split_range,
 )
 from services.worker.ops.triton.attention.tile import (
+    LOADS_AHEAD_STAGES,
     LOG2_E,
     PagedSequences,
     add_scores,
@@ -40,7 +41,7 @@ from services.worker.ops.triton.attention.token_tiles import count_tiles, find_t
 
 
 class LatentShape(NamedTuple):
-    """The constants that the kernel is compiled for; names as in `attention_tile.Shape`."""
+    """The constants that the kernel is compiled for; names as in `tile.Shape`."""
 
     block_size: int
     num_heads: int
@@ -60,28 +61,33 @@ class LatentShape(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Config:
+class LatentConfig:
     """The size of a program's work, and how it is compiled."""
 
     rows: int
+    """Heads of new tokens; a power of two and at least 16."""
     tokens: int
+    """Tokens of the context that are read at a time; a power of two and at least 16."""
     num_warps: int
     num_stages: int
+    """Of Triton's software pipeline."""
 
 
-def _configure(itemsize: int, num_rows: int) -> _Config:
+def choose_latent_config(itemsize: int, num_rows: int, *, is_sparse: bool) -> LatentConfig:
     """For elements of `itemsize` bytes and `num_rows` rows, as far as a program can have them.
 
     A program's sums of values have hundreds of columns, which need most of its registers.
     """
     is_amd = torch.version.hip is not None
     if itemsize > 2:
-        return _Config(16, tokens=16, num_warps=4 if is_amd else 8, num_stages=1)
+        return LatentConfig(16, tokens=16, num_warps=4 if is_amd else 8, num_stages=1)
+    # In sparse attention a third load comes before the others, for which there are not registers enough.
+    num_stages = 2 if is_amd or is_sparse else LOADS_AHEAD_STAGES
     if num_rows <= 16:
-        return _Config(16, tokens=32, num_warps=4, num_stages=2)
+        return LatentConfig(16, tokens=32, num_warps=4, num_stages=num_stages)
     if is_amd:
-        return _Config(min(num_rows, 64), tokens=16, num_warps=4, num_stages=1)
-    return _Config(32, tokens=32, num_warps=8, num_stages=2)
+        return LatentConfig(min(num_rows, 64), tokens=16, num_warps=4, num_stages=1)
+    return LatentConfig(32, tokens=32, num_warps=8, num_stages=num_stages)
 
 
 @triton.jit
@@ -238,6 +244,7 @@ def latent_attention(
     scale: float,
     selected: Tensor | None,
     is_exact: bool = False,
+    config: LatentConfig | None = None,
 ) -> None:
     """Causal attention of the new tokens of `sequences`, see `Ops.mla_attention`.
 
@@ -247,13 +254,17 @@ def latent_attention(
         output: [T, H, R], contiguous; the rows of the sequences' tokens are written.
         selected: [T, num_selected] int64, contiguous.
         is_exact: Whether a token's bits do not depend on the step that it is in: no context is split.
+        config: None means that of `choose_latent_config`.
 
     Source: arXiv:2405.04434, section 2.1 and appendix C; arXiv:2205.14135, algorithm 1; arXiv:2309.06180, section 4.1.
     """
     num_heads, value_dim = output.shape[1:]
     # An exact program's size is that for one token, however many there are.
     num_tokens = sequences.max_query_len if selected is None and not is_exact else 1
-    shape, config = _make_shape(query, cache, value_dim, num_tokens, is_sparse=selected is not None)
+    if config is None:
+        num_rows = padded(num_tokens * num_heads)
+        config = choose_latent_config(query.element_size(), num_rows, is_sparse=selected is not None)
+    shape = _make_shape(query, cache, value_dim, config, is_sparse=selected is not None)
     num_tiles = count_tiles(sequences.num_tokens, sequences.num_seqs, shape.tile_tokens)
     num_programs = num_tiles * num_heads // shape.group
     num_read = sequences.max_context_len if selected is None else selected.shape[1]
@@ -286,16 +297,12 @@ def latent_attention(
         merge_splits(partials, output, sequences)
 
 
-def _make_shape(
-    query: Tensor, cache: Tensor, value_dim: int, num_tokens: int, *, is_sparse: bool
-) -> tuple[LatentShape, _Config]:
-    """How programs are made that could have up to `num_tokens` new tokens."""
+def _make_shape(query: Tensor, cache: Tensor, value_dim: int, config: LatentConfig, *, is_sparse: bool) -> LatentShape:
     num_heads = query.shape[1]
     _, block_size, latent_dim = cache.shape
     value_columns = padded(value_dim)
-    config = _configure(query.element_size(), padded(num_tokens * num_heads))
     group = max(count for count in range(1, config.rows + 1) if num_heads % count == 0)
-    shape = LatentShape(
+    return LatentShape(
         block_size=block_size,
         num_heads=num_heads,
         group=group,
@@ -309,4 +316,3 @@ def _make_shape(
         tokens=config.tokens,
         is_sparse=is_sparse,
     )
-    return shape, config

@@ -15,6 +15,7 @@ from torch import Tensor
 from services.worker.forward.kv_cache import split_scales
 from services.worker.ops.arguments import AttentionParams
 from services.worker.ops.triton.attention.tile import (
+    LOADS_AHEAD_STAGES,
     LOG2_E,
     PagedSequences,
     attend_tile,
@@ -31,30 +32,36 @@ from services.worker.ops.triton.attention.token_tiles import count_tiles, find_t
 
 
 @dataclass(frozen=True, slots=True)
-class _Config:
+class PrefillConfig:
     """The size of a program's work, and how it is compiled."""
 
     rows: int
+    """Query heads of new tokens; a power of two, at least 16 and at least a key/value head's query heads."""
     tokens: int
+    """Tokens of the context that are read at a time; a power of two and at least 16."""
     num_warps: int
     num_stages: int
+    """Of Triton's software pipeline."""
 
 
-def _configure(key_columns: int, itemsize: int, group: int, *, has_codes: bool) -> _Config:
+def choose_prefill_config(key_columns: int, itemsize: int, group: int, *, has_codes: bool) -> PrefillConfig:
     """For heads of `key_columns` columns of `itemsize` bytes, and `group` query heads per key/value head.
 
     Keys and values that are made of codes are in registers before their products.
     """
     if itemsize > 2:
         # NVIDIA has no matrix instructions for float32, so products need many more registers.
-        return _Config(max(32, padded(group)), tokens=32, num_warps=8, num_stages=1)
+        return PrefillConfig(max(32, padded(group)), tokens=32, num_warps=8, num_stages=1)
     if key_columns > 128:
-        return _Config(max(64, padded(group)), tokens=16 if has_codes else 32, num_warps=4, num_stages=2)
+        return PrefillConfig(max(64, padded(group)), tokens=16 if has_codes else 32, num_warps=4, num_stages=2)
     rows = max(128, padded(group))
     if torch.version.hip is not None:
         # Larger tiles of the context do not fit the registers of CDNA 3.
-        return _Config(rows, tokens=32, num_warps=4, num_stages=2)
-    return _Config(rows, tokens=64, num_warps=8 if key_columns > 64 else 4, num_stages=2)
+        return PrefillConfig(rows, tokens=32, num_warps=4, num_stages=2)
+    if key_columns <= 64:
+        # A multiprocessor has several programs, of which one computes while others wait.
+        return PrefillConfig(rows, tokens=64, num_warps=4, num_stages=2)
+    return PrefillConfig(rows, tokens=64, num_warps=8, num_stages=LOADS_AHEAD_STAGES)
 
 
 @triton.jit(
@@ -134,6 +141,7 @@ def prefill_attention(
     params: AttentionParams,
     *,
     is_exact: bool = False,
+    config: PrefillConfig | None = None,
 ) -> None:
     """Causal attention of the new tokens of `sequences`, see `Ops.prefill_attention`.
 
@@ -144,11 +152,13 @@ def prefill_attention(
         output: [T, H * V], contiguous; the rows of the sequences' tokens are written.
         is_exact: Whether a token's bits do not depend on the chunk that it is in. Tiles of the context then begin at
             multiples of their size. Those of which a token sees nothing change no bit of its sums.
+        config: None means that of `choose_prefill_config`.
 
     Source: arXiv:2205.14135, algorithm 1; arXiv:2309.06180, section 4.1.
     """
-    group, has_codes = query.shape[1] // cache[0].shape[2], cache[0].dtype != query.dtype
-    config = _configure(padded(query.shape[2]), query.element_size(), group, has_codes=has_codes)
+    if config is None:
+        group, has_codes = query.shape[1] // cache[0].shape[2], cache[0].dtype != query.dtype
+        config = choose_prefill_config(padded(query.shape[2]), query.element_size(), group, has_codes=has_codes)
     shape = make_shape(query, cache, params, rows=config.rows, tokens=config.tokens)
     num_tiles = count_tiles(sequences.num_tokens, sequences.num_seqs, shape.tile_tokens)
     _prefill_attention_kernel[(num_tiles, shape.num_kv_heads)](

@@ -24,6 +24,13 @@ from services.worker.ops.triton.e4m3 import from_e4m3
 
 # Logits are in units of log 2, so that `exp2` gives the weights.
 LOG2_E = tl.constexpr(math.log2(math.e))
+LOADS_AHEAD_STAGES = 5
+"""Pipeline stages with which an NVIDIA GPU reads the next tile's keys and values during the products of this one.
+
+Triton divides all stages but two between loads of which one needs the other: entries of the block table, and the keys
+and values that they name. With 2 to 4 stages a tile is read after the products of the one before, so that a program
+either reads or computes.
+"""
 
 
 @dataclass(frozen=True, slots=True)

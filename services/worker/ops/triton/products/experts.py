@@ -7,6 +7,7 @@ ranks share each expert.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -20,8 +21,16 @@ from services.worker.ops.triton.products.expert_runs import ExpertRuns, arrange_
 from services.worker.ops.triton.products.expert_sums import sum_experts
 from services.worker.ops.triton.products.fp8_rows import Fp8Encoding
 from services.worker.ops.triton.products.row_products import multiply_rows
-from services.worker.ops.triton.products.tile_sizes import EXACT_NUM_ROWS, choose_rows, choose_sizes
+from services.worker.ops.triton.products.tile_sizes import EXACT_NUM_ROWS, TileSizes, choose_rows, choose_sizes
 from services.worker.ops.triton.products.weight_tile import DeviceMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """Those of both products, which have equally many rows."""
+
+    gate_up: TileSizes
+    down: TileSizes
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -124,23 +133,40 @@ class TritonExperts:
             self._gate_up, self._gate_up_bias = gate_up.join(encoding)
             self._down, self._down_bias = down.join(encoding)
 
-    def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-        """See `ExpertsKernel`."""
+    def __call__(
+        self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, *, sizes: ExpertSizes | None = None
+    ) -> Tensor:
+        """See `ExpertsKernel`.
+
+        Args:
+            sizes: None means those of `choose_rows` and `choose_sizes`.
+        """
         num_pairs = expert_ids.numel()
         if not num_pairs or not self._num_experts:
             return torch.zeros_like(x)
         expert_ids, expert_weights = expert_ids.contiguous(), expert_weights.contiguous()
-        # Tiles have as many rows as experts have pairs if all have equally many.
-        rows_per_expert = EXACT_NUM_ROWS if self._is_exact else triton.cdiv(num_pairs, self._num_experts)
-        runs = arrange_pairs(expert_ids, self._num_experts, choose_rows(rows_per_expert, x.dtype))
+        gate_up, down = (None, None) if sizes is None else (sizes.gate_up, sizes.down)
+        tile_rows = self._choose_rows(num_pairs, x.dtype) if gate_up is None else gate_up.rows
+        runs = arrange_pairs(expert_ids, self._num_experts, tile_rows)
         inner = torch.empty((num_pairs, self._down.num_columns), dtype=x.dtype, device=x.device)
-        self._multiply(x, self._gate_up, self._gate_up_bias, inner, runs, pairs_per_row=expert_ids.shape[1])
+        self._multiply(x, self._gate_up, self._gate_up_bias, inner, runs, expert_ids.shape[1], gate_up)
         outputs = torch.empty((num_pairs, x.shape[1]), dtype=x.dtype, device=x.device)
-        self._multiply(inner, self._down, self._down_bias, outputs, runs, pairs_per_row=1)
+        self._multiply(inner, self._down, self._down_bias, outputs, runs, 1, down)
         return sum_experts(outputs, expert_ids, expert_weights, self._num_experts)
 
+    def _choose_rows(self, num_pairs: int, dtype: torch.dtype) -> int:
+        """Rows of a tile: as many as experts have pairs if all have equally many."""
+        return choose_rows(EXACT_NUM_ROWS if self._is_exact else triton.cdiv(num_pairs, self._num_experts), dtype)
+
     def _multiply(
-        self, x: Tensor, matrix: DeviceMatrix, bias: Tensor | None, output: Tensor, runs: ExpertRuns, pairs_per_row: int
+        self,
+        x: Tensor,
+        matrix: DeviceMatrix,
+        bias: Tensor | None,
+        output: Tensor,
+        runs: ExpertRuns,
+        pairs_per_row: int,
+        sizes: TileSizes | None,
     ) -> None:
         """Write each pair's row of `output`: the product with its expert's matrix, and after the first the activation.
 
@@ -148,9 +174,11 @@ class TritonExperts:
             x: [T * k / pairs_per_row, K].
             matrix: The experts' ones, each with the same number of rows.
             output: [T * k, width], contiguous. Rows of experts that do not exist are not written.
+            sizes: With `runs.tile_rows` rows; None means those of `choose_sizes`.
         """
         rows = matrix.take_rows(x)
-        sizes = choose_sizes(runs.tile_rows, matrix.num_rows, matrix.num_columns, rows.values.dtype)
+        if sizes is None:
+            sizes = choose_sizes(runs.tile_rows, matrix.num_rows, matrix.num_columns, rows.values.dtype)
         num_rows = matrix.num_rows // self._num_experts
         clamp = self._clamp or SwigluClamp(0.0, 0.0)
         _experts_kernel[(runs.num_tiles, triton.cdiv(num_rows, sizes.columns))](

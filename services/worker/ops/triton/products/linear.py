@@ -104,8 +104,12 @@ class PackedLinear:
         self._dtype = dtype
         self._is_exact = is_exact
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, *, sizes: TileSizes | None = None, num_splits: int | None = None) -> Tensor:
         """[T, in_features] to a new [T, out_features].
+
+        Args:
+            sizes: None means those of `choose_sizes`. Rows that are quantised by group need a depth of `GROUP_SIZE`.
+            num_splits: Programs that share the sum of a tile; None means as many as `choose_splits` says.
 
         Raises:
             ValueError: `x` has another shape or dtype.
@@ -118,10 +122,12 @@ class PackedLinear:
         if not output.numel():
             return output
         rows = matrix.take_rows(x)
-        counted_rows = EXACT_NUM_ROWS if self._is_exact else num_rows
-        sizes = choose_sizes(counted_rows, matrix.num_rows, width, rows.values.dtype)
+        if sizes is None:
+            counted_rows = EXACT_NUM_ROWS if self._is_exact else num_rows
+            sizes = choose_sizes(counted_rows, matrix.num_rows, width, rows.values.dtype)
         num_tiles = triton.cdiv(num_rows, sizes.rows), triton.cdiv(matrix.num_rows, sizes.columns)
-        num_splits = 1 if self._is_exact else choose_splits(prod(num_tiles), triton.cdiv(width, sizes.depth))
+        if num_splits is None:
+            num_splits = 1 if self._is_exact else choose_splits(prod(num_tiles), triton.cdiv(width, sizes.depth))
         if num_splits == 1:
             self._multiply(rows, self._bias, output, sizes, (*num_tiles, 1))
             return output

@@ -27,13 +27,15 @@ EXACT_NUM_ROWS = _SOME_ROWS
 
 @dataclass(frozen=True, slots=True)
 class TileSizes:
-    """See `Tile`."""
+    """The size of a program's work, and how it is compiled."""
 
     rows: int
+    """See `Tile`, as are `columns` and `depth`."""
     columns: int
     depth: int
     num_warps: int
     num_stages: int
+    """Of Triton's software pipeline."""
 
 
 def choose_rows(num_rows: int, dtype: torch.dtype) -> int:

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from services.worker.ops.triton.sampling.ordering import NO_RANK, column_of, ranked, value_of
 
-# Eight loads of 16 bytes per thread; one row of 150,000 columns is then read by 19 programs.
-_TILE = 8192
-_NUM_WARPS = 8
+TILE, NUM_WARPS = 8192, 8
+"""Columns of a program: eight loads of 16 bytes per thread. 19 programs then read a row of 150,000 columns."""
 
 
 @triton.jit
@@ -31,18 +30,19 @@ def _largest_kernel(peaks, token_ids, largest, num_tiles, TILES: tl.constexpr):
     tl.store(largest + row, value_of(peak))
 
 
-def greedy_sample(logits: Tensor) -> tuple[Tensor, Tensor]:
+def greedy_sample(logits: Tensor, *, tile: int = TILE, num_warps: int = NUM_WARPS) -> tuple[Tensor, Tensor]:
     """See `Ops.greedy_sample`. Of equal logits, zeros of either sign among them, the lowest column's is taken.
 
     Args:
         logits: [B, vocabulary] float32, rows contiguous; not written.
+        tile: Columns of a program, a power of two.
     """
     num_rows, num_columns = logits.shape
-    num_tiles = triton.cdiv(num_columns, _TILE)
+    num_tiles = triton.cdiv(num_columns, tile)
     peaks = torch.empty(num_rows, num_tiles, dtype=torch.int64, device=logits.device)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     largest = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    _peak_kernel[(num_rows, num_tiles)](logits, logits.stride(0), peaks, num_columns, TILE=_TILE, num_warps=_NUM_WARPS)
+    _peak_kernel[(num_rows, num_tiles)](logits, logits.stride(0), peaks, num_columns, TILE=tile, num_warps=num_warps)
     _largest_kernel[(num_rows,)](
         peaks, token_ids, largest, num_tiles, TILES=triton.next_power_of_2(num_tiles), num_warps=1
     )

@@ -75,18 +75,20 @@ class _Scratch:
         )
 
 
-def sample(logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, rows: DrawRows, *, tiles_per_part: int | None = None) -> tuple[Tensor, Tensor]:
     """Draw a token from each row of logits.
 
     Args:
         logits: [B, vocabulary] float32, rows contiguous; not written. Entries may be -Inf.
         rows: [B].
+        tiles_per_part: Tiles of a row that one program of the first pass reads; None means as many as
+            `choose_tiles_per_part` says. It changes no token.
 
     Returns:
         (token ids [B] int64, whether the row's largest logit is finite [B] bool). In a row with NaN, +Inf or nothing
         above -Inf the token is meaningless, but one of the vocabulary.
     """
-    launches = _Launches(logits, rows)
+    launches = _Launches(logits, rows, tiles_per_part)
     launches.scan()
     launches.measure_mass()
     launches.choose()
@@ -97,11 +99,11 @@ def sample(logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
 class _Launches:
     """The launches of one call, in the order of the module's docstring."""
 
-    def __init__(self, logits: Tensor, rows: DrawRows) -> None:
+    def __init__(self, logits: Tensor, rows: DrawRows, tiles_per_part: int | None) -> None:
         self._logits = logits
         self._num_rows, self._num_columns = logits.shape
         self._num_tiles, self._num_groups = triton.cdiv(self._num_columns, TILE), triton.cdiv(self._num_columns, GROUP)
-        self._tiles_per_part = _tiles_per_part(self._num_rows, self._num_tiles)
+        self._tiles_per_part = tiles_per_part or choose_tiles_per_part(self._num_rows, self._num_tiles)
         num_parts = triton.cdiv(self._num_tiles, self._tiles_per_part)
         self._by_part = self._num_rows, num_parts
         self._parts = {"num_parts": num_parts, "PARTS": triton.next_power_of_2(self._num_tiles)}
@@ -224,6 +226,6 @@ class _Launches:
         return token_ids, is_finite
 
 
-def _tiles_per_part(num_rows: int, num_tiles: int) -> int:
+def choose_tiles_per_part(num_rows: int, num_tiles: int) -> int:
     """Tiles that one program of the first pass reads."""
     return min(max(num_rows * num_tiles // _WANTED_PROGRAMS, 1), _MAX_TILES_PER_PART)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ import torch
 from services.worker.ops import AttentionParams
 from services.worker.ops.triton.attention import context_splits
 from services.worker.ops.triton.attention import decode as module
-from services.worker.ops.triton.attention.context_splits import choose_num_splits
-from services.worker.ops.triton.attention.decode import decode_attention
+from services.worker.ops.triton.attention.context_splits import SplitLimits, choose_num_splits
+from services.worker.ops.triton.attention.decode import DecodeConfig, decode_attention
 from tests.support.kernels.attention_batches import Batch, random
 from tests.support.kernels.paged_attention import FP8, PagedStep, check_attention, make_step
 
@@ -34,9 +35,9 @@ every_kind = pytest.mark.parametrize(
 def is_split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether contexts are split, however short they are."""
     split: bool = request.param
-    monkeypatch.setattr(context_splits, "_MIN_SPLIT_TOKENS", 8 if split else 10**6)
-    # Each program takes about a millisecond in the interpreter.
-    monkeypatch.setattr(context_splits, "_MAX_SPLITS", 8)
+    # Few splits, as each program takes about a millisecond in the interpreter.
+    limits = SplitLimits(min_tokens=8 if split else 10**6, max_splits=8)
+    monkeypatch.setattr(context_splits, "SPLIT_LIMITS", limits)
     return split
 
 
@@ -93,6 +94,14 @@ def test_a_nan_in_a_cache_in_fp8_is_found_by_its_own_sequence_alone(part: int) -
     output = step.run(decode_attention, PLAIN)
     assert output[1:3].isnan().all()
     torch.testing.assert_close(output[[0, 3]], expected[[0, 3]], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("tokens", [16, 128])
+@pytest.mark.parametrize("max_splits", [2, 4])
+def test_the_size_of_a_tile_and_the_number_of_splits_change_no_result(tokens: int, max_splits: int) -> None:
+    limits = SplitLimits(wanted_programs=1000, min_tokens=8, max_splits=max_splits)
+    launch = partial(decode_attention, config=DecodeConfig(tokens, num_warps=8, num_stages=3), limits=limits)
+    check_attention(make_step(Batch(16, [0, 290, 130], [1, 1, 1], 2)), launch, PLAIN)
 
 
 @pytest.mark.parametrize("max_rows", [16, 32])

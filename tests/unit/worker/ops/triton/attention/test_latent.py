@@ -12,7 +12,8 @@ from torch import Tensor
 
 from services.worker.ops.triton.attention import context_splits
 from services.worker.ops.triton.attention import latent as module
-from services.worker.ops.triton.attention.latent import latent_attention
+from services.worker.ops.triton.attention.context_splits import SplitLimits
+from services.worker.ops.triton.attention.latent import LatentConfig, latent_attention
 from services.worker.ops.triton.backend import TritonOps, TritonPlan
 from tests.support.kernels.attention_batches import Batch
 from tests.support.kernels.latent_batches import SCALE, VALUE_DIM, LatentStep, Tokens, assert_close, pad_as_in_graph
@@ -27,9 +28,9 @@ every_kind = pytest.mark.parametrize("is_prefill", [True, False])
 def is_split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether contexts are split, however short they are."""
     split: bool = request.param
-    monkeypatch.setattr(context_splits, "_MIN_SPLIT_TOKENS", 8 if split else 10**6)
-    # Each program takes about a millisecond in the interpreter.
-    monkeypatch.setattr(context_splits, "_MAX_SPLITS", 4)
+    # Few splits, as each program takes about a millisecond in the interpreter.
+    limits = SplitLimits(min_tokens=8 if split else 10**6, max_splits=4)
+    monkeypatch.setattr(context_splits, "SPLIT_LIMITS", limits)
     return split
 
 
@@ -88,8 +89,8 @@ def test_only_selected_positions_are_seen(block_size: int, is_prefill: bool) -> 
 def test_the_size_of_a_tile_changes_no_result(
     rows: int, tokens: int, num_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = module._Config(rows, tokens, num_warps=4, num_stages=1)
-    monkeypatch.setattr(module, "_configure", lambda *_: config)
+    config = LatentConfig(rows, tokens, num_warps=4, num_stages=1)
+    monkeypatch.setattr(module, "choose_latent_config", lambda *_, **__: config)
     step = make_step(Batch(16, [33, 0, 70], [4, 14, 1], 2), num_heads)
     assert_close(step.attend(TritonOps()), step.expected())
 

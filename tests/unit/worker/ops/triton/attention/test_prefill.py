@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from services.worker.ops import AttentionParams
-from services.worker.ops.triton.attention import prefill as module
-from services.worker.ops.triton.attention.prefill import prefill_attention
+from services.worker.ops.triton.attention.prefill import PrefillConfig, choose_prefill_config, prefill_attention
 from tests.support.kernels.attention_batches import Batch, random
 from tests.support.kernels.paged_attention import FP8, PagedStep, check_attention, make_step
 
@@ -38,13 +38,10 @@ def test_a_window_hides_what_is_before_it(block_size: int, window: int) -> None:
 
 @pytest.mark.parametrize(("rows", "tokens"), [(16, 16), (128, 16), (64, 32), (128, 64)])
 @pytest.mark.parametrize("window", [None, 5])
-def test_the_size_of_a_tile_changes_no_result(
-    rows: int, tokens: int, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = module._Config(rows, tokens, num_warps=4, num_stages=2)
-    monkeypatch.setattr(module, "_configure", lambda *_, **__: config)
+def test_the_size_of_a_tile_changes_no_result(rows: int, tokens: int, window: int | None) -> None:
+    launch = partial(prefill_attention, config=PrefillConfig(rows, tokens, num_warps=4, num_stages=2))
     step = make_step(Batch(16, [0, 60], [70, 30], 2), num_heads=6)
-    check_attention(step, prefill_attention, AttentionParams(0.3, window=window))
+    check_attention(step, launch, AttentionParams(0.3, window=window))
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -113,6 +110,6 @@ def test_a_nan_in_a_cache_in_fp8_is_found_by_its_own_sequence_alone(part: int) -
 @pytest.mark.parametrize("group", [1, 3, 8, 64])
 @pytest.mark.parametrize(("key_columns", "itemsize"), [(16, 2), (128, 2), (256, 2), (128, 4)])
 def test_a_tile_holds_at_least_one_token(group: int, key_columns: int, itemsize: int, has_codes: bool) -> None:
-    config = module._configure(key_columns, itemsize, group, has_codes=has_codes)
+    config = choose_prefill_config(key_columns, itemsize, group, has_codes=has_codes)
     assert config.rows >= group
     assert min(config.rows, config.tokens) >= 16

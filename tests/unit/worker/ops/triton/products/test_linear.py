@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from services.worker.ops.matrices import Fp8Matrix, IntMatrix, Mxfp4Matrix, dense
 from services.worker.ops.triton.backend import TritonOps
 from services.worker.ops.triton.products.linear import PackedLinear
-from services.worker.ops.triton.products.tile_sizes import choose_sizes
+from services.worker.ops.triton.products.tile_sizes import TileSizes, choose_sizes
 from tests.support.kernels.attention_batches import random
 from tests.support.kernels.packed_matrices import KINDS, MatrixKind, matrix_kinds
 
@@ -53,6 +53,18 @@ def test_bfloat16_rows_are_summed_in_float32_and_rounded_once(kind: MatrixKind, 
     # The interpreter rounds to bfloat16 towards zero: the result, and numbers with offsets too.
     atol = 0.05 if kind.has_offsets else 1e-5
     torch.testing.assert_close(output.float(), expected, atol=atol, rtol=2**-7)
+
+
+@every_kind
+@pytest.mark.parametrize("sizes", [TileSizes(16, 16, 32, 1, 2), TileSizes(32, 64, 64, 8, 4)], ids=["small", "large"])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_the_size_of_a_tile_and_the_number_of_splits_change_no_result(
+    kind: MatrixKind, sizes: TileSizes, num_splits: int
+) -> None:
+    weight, x = kind.make(70, 320), random(35, 320, seed=1)
+    output = PackedLinear(weight, None, torch.float32)(x, sizes=sizes, num_splits=num_splits)
+    expected = F.linear(x.double(), dense(weight, torch.float32).double())
+    torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in multiply")
