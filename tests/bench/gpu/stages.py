@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tests.bench.gpu import decode, ops, packed, serve, tokens, trace, tune
+from tests.bench.gpu import decode, packed, tokens, trace
 from tests.bench.gpu.cases import Case
+from tests.bench.gpu.kernels import ops
 from tests.bench.gpu.runners import Bench
+from tests.bench.gpu.serving import serve
+from tests.bench.gpu.tuning import tune
 
 STAGES: dict[str, Callable[[Bench], Iterator[Case]]] = {
     "ops": ops.cases,

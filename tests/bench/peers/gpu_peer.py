@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.bench.gpu.requests import Request, num_output_tokens
+from tests.bench.gpu.serving.requests import Request, num_output_tokens
 from tests.bench.peers.environments import LeftOutError
 from tests.support.system.processes import ROOT, module_command, module_environment
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.gpu.in_process import PlainLoop
-from tests.bench.gpu.requests import draw_requests, num_output_tokens
+from tests.bench.gpu.serving.in_process import PlainLoop
+from tests.bench.gpu.serving.requests import draw_requests, num_output_tokens
 from tests.support.models.tiny_llama import write_tiny_llama
 from tests.support.worker.worker_runner import load_exact, make_runner
 

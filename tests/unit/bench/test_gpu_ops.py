@@ -11,7 +11,7 @@ import torch
 
 from tests.bench.gpu.cases import Clock
 from tests.bench.gpu.floors import Rates
-from tests.bench.gpu.ops import launch_s
+from tests.bench.gpu.kernels.ops import launch_s
 from tests.bench.gpu.runners import Bench, Options
 
 

@@ -19,11 +19,11 @@ from services.worker.ops.triton.attention.prefill import PrefillConfig
 from services.worker.ops.triton.products.experts import ExpertSizes
 from services.worker.ops.triton.products.tile_sizes import TileSizes
 from tests.bench.gpu.floors import Work
-from tests.bench.gpu.tune import tuned_rows
-from tests.bench.gpu.tune_attention import attention_subjects
-from tests.bench.gpu.tune_products import expert_subjects, product_subjects
-from tests.bench.gpu.tune_rows import row_subjects
-from tests.bench.gpu.tune_subjects import Launches, Subject, Variant, num_copies
+from tests.bench.gpu.tuning.attention import attention_subjects
+from tests.bench.gpu.tuning.products import expert_subjects, product_subjects
+from tests.bench.gpu.tuning.rows import row_subjects
+from tests.bench.gpu.tuning.subjects import Launches, Subject, Variant, num_copies
+from tests.bench.gpu.tuning.tune import tuned_rows
 from tests.bench.parts.report import Row
 from tests.support.system.processes import ROOT
 
@@ -124,8 +124,8 @@ def sizes_of(value: object) -> list[int]:
 def test_processes_compile_the_variants_into_the_cache(tmp_path: Path) -> None:
     script = tmp_path / "compile_one.py"
     script.write_text(
-        "from tests.bench.gpu.tune_attention import attention_subjects\n"
-        "from tests.bench.gpu.tune_compile import Compilers\n"
+        "from tests.bench.gpu.tuning.attention import attention_subjects\n"
+        "from tests.bench.gpu.tuning.compile import Compilers\n"
         "if __name__ == '__main__':\n"
         "    subject = next(attention_subjects(is_tiny=True))\n"
         "    compilers = Compilers([subject], 'sm_90', num_processes=1)\n"

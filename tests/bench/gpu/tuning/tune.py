@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from tests.bench.gpu.cases import Case
-from tests.bench.gpu.ops import launch_s
+from tests.bench.gpu.kernels.ops import launch_s
 from tests.bench.gpu.runners import Bench
-from tests.bench.gpu.tune_attention import attention_subjects
-from tests.bench.gpu.tune_compile import Compilers
-from tests.bench.gpu.tune_products import expert_subjects, product_subjects
-from tests.bench.gpu.tune_rows import row_subjects
-from tests.bench.gpu.tune_subjects import Launches, Place, Subject, Variant, in_words
+from tests.bench.gpu.tuning.attention import attention_subjects
+from tests.bench.gpu.tuning.compile import Compilers
+from tests.bench.gpu.tuning.products import expert_subjects, product_subjects
+from tests.bench.gpu.tuning.rows import row_subjects
+from tests.bench.gpu.tuning.subjects import Launches, Place, Subject, Variant, in_words
 from tests.bench.parts.report import Row, compare
 
 _SETUP_S, _VARIANT_S = 1.5, 0.2

@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 
 from tests.bench.gpu.cases import Case
-from tests.bench.gpu.cells import Loaded, start_dummy_cell
-from tests.bench.gpu.client import start_clients
-from tests.bench.gpu.in_process import PlainLoop
-from tests.bench.gpu.requests import Request, draw_requests, num_output_tokens
 from tests.bench.gpu.runners import BLOCK_SIZE, Bench, free_memory
+from tests.bench.gpu.serving.cells import Loaded, start_dummy_cell
+from tests.bench.gpu.serving.client import start_clients
+from tests.bench.gpu.serving.in_process import PlainLoop
+from tests.bench.gpu.serving.requests import Request, draw_requests, num_output_tokens
 from tests.bench.gpu.watch import Counts, watched
 from tests.bench.parts.report import Row, compare, limit
 from tests.bench.peers.environments import LeftOutError

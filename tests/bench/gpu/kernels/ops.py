@@ -13,9 +13,9 @@ import torch
 from services.worker.device import DeviceRequest, choose_device
 from services.worker.ops import load_ops
 from tests.bench.gpu.cases import Case
-from tests.bench.gpu.op_attention import attention_ops, elementwise_ops, head_ops, latent_ops
-from tests.bench.gpu.op_products import expert_ops, product_ops, sampling_ops
-from tests.bench.gpu.op_sizes import PUBLISHED, TINY, Ground, Launch, Op
+from tests.bench.gpu.kernels.attention import attention_ops, elementwise_ops, head_ops, latent_ops
+from tests.bench.gpu.kernels.products import expert_ops, product_ops, sampling_ops
+from tests.bench.gpu.kernels.sizes import PUBLISHED, TINY, Ground, Launch, Op
 from tests.bench.gpu.runners import Bench, without_waiting
 from tests.bench.parts.report import Row, compare
 

@@ -16,8 +16,8 @@ from services.worker.ops.triton.sampling import greedy
 from services.worker.ops.triton.sampling.row_scan import TILE
 from services.worker.ops.triton.sampling.sample import choose_tiles_per_part, sample
 from tests.bench.gpu.floors import Work
-from tests.bench.gpu.op_sizes import PUBLISHED, TINY, Sizes
-from tests.bench.gpu.tune_subjects import Launches, Place, Subject, Variant, grid
+from tests.bench.gpu.kernels.sizes import PUBLISHED, TINY, Sizes
+from tests.bench.gpu.tuning.subjects import Launches, Place, Subject, Variant, grid
 
 _EPS = 1e-6
 _NUM_WARPS: tuple[Variant, ...] = tuple({"num_warps": warps} for warps in (2, 4, 8, 16))

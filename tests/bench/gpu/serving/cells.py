@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from tests.bench.gpu.client import Clients, Served
-from tests.bench.gpu.requests import Request
 from tests.bench.gpu.runners import Bench
+from tests.bench.gpu.serving.client import Clients, Served
+from tests.bench.gpu.serving.requests import Request
 from tests.support.cells.cell import Cell, start_cell
 from tests.support.models.tiny_tokenizer import write_tiny_tokenizer
 from tests.support.system.ports import free_port

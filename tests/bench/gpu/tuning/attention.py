@@ -16,7 +16,7 @@ from services.worker.ops.triton.attention.decode import DecodeConfig, choose_dec
 from services.worker.ops.triton.attention.prefill import PrefillConfig, choose_prefill_config, prefill_attention
 from services.worker.ops.triton.attention.tile import PagedSequences, padded
 from tests.bench.gpu.floors import Work
-from tests.bench.gpu.tune_subjects import Launches, Place, Subject, Variant, grid, num_copies
+from tests.bench.gpu.tuning.subjects import Launches, Place, Subject, Variant, grid, num_copies
 
 _BLOCK_SIZE = 16
 

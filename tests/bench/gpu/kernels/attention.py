@@ -10,7 +10,7 @@ from torch import Tensor
 
 from services.worker.forward.kv_cache import CacheTensor, attention_cache
 from services.worker.ops import AttentionParams, HeadNorms
-from tests.bench.gpu.op_sizes import Ground, Op, with_conch
+from tests.bench.gpu.kernels.sizes import Ground, Op, with_conch
 
 _EPS = 1e-6
 # Of DeepSeek-V3.2's indexer.

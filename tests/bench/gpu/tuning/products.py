@@ -18,8 +18,8 @@ from services.worker.ops.triton.products.fp8_rows import OCP, Fp8Encoding
 from services.worker.ops.triton.products.linear import PackedLinear
 from services.worker.ops.triton.products.tile_sizes import TileSizes, choose_rows, choose_sizes, choose_splits
 from tests.bench.gpu.floors import Work, expected_touched
-from tests.bench.gpu.op_sizes import PUBLISHED, TINY, Sizes
-from tests.bench.gpu.tune_subjects import Launches, Place, Subject, Variant, num_copies
+from tests.bench.gpu.kernels.sizes import PUBLISHED, TINY, Sizes
+from tests.bench.gpu.tuning.subjects import Launches, Place, Subject, Variant, num_copies
 
 # Rows, columns, depth, warps, stages; by the rows of the product. Groups of 128 columns need a depth of 128.
 _ONE_ROW = (

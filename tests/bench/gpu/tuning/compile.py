@@ -13,7 +13,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 
 import torch
 
-from tests.bench.gpu.tune_subjects import Place, Subject
+from tests.bench.gpu.tuning.subjects import Place, Subject
 from tests.support.kernels.compile_kernels import TARGETS, compiling
 
 _MOST_PROCESSES = 14

@@ -21,7 +21,7 @@ import uvloop
 
 from lockstep.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from shared.network.rpc import make_channel
-from tests.bench.gpu.requests import Request, num_output_tokens
+from tests.bench.gpu.serving.requests import Request, num_output_tokens
 from tests.support.system.processes import ROOT, module_command, module_environment
 
 
@@ -70,7 +70,7 @@ def start_clients(count: int) -> Iterator[Clients]:
     """Start the processes, and end them at the end."""
     processes = [
         subprocess.Popen(
-            module_command("tests.bench.gpu.client"),
+            module_command("tests.bench.gpu.serving.client"),
             cwd=ROOT,
             env=module_environment(),
             stdin=subprocess.PIPE,

@@ -24,7 +24,7 @@ from services.worker.ops.routing import route
 from services.worker.weights.dummy_weights import DummyWeights
 from services.worker.weights.model_weights import WeightFormats
 from services.worker.weights.quantization.config import QuantizationConfig
-from tests.bench.gpu.op_sizes import Ground, Launch, Op, with_conch
+from tests.bench.gpu.kernels.sizes import Ground, Launch, Op, with_conch
 
 _TOP_K, _TOP_P, _TEMPERATURE = 20, 0.95, 0.6
 

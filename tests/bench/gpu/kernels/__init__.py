@@ -1,0 +1,1 @@
+"""Each kernel beside torch's and conch's."""

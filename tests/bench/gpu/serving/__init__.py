@@ -1,0 +1,1 @@
+"""Cells under load, beside transformers and beside the same runner in process."""

@@ -1,0 +1,1 @@
+"""Finds which of a few configurations of a kernel is the fastest."""
