@@ -122,7 +122,7 @@ bench-interference: $(INSTALLED) $(STUBS) $(MODEL_READY) ## measure how 64 long 
 	@$(BIN)/python -m tests.bench.interference $(MODEL)
 
 bench-gpu: $(INSTALLED) $(STUBS) $(MODEL_READY) ## measure this machine's GPU: kernels, steps, cells, the real model
-	@$(BIN)/python -m tests.bench.gpu --model $(MODEL) --budget-s 3600 --stages ops,decode,packed,tokens,trace,start,serve
+	@$(BIN)/python -m tests.bench.gpu --model $(MODEL) --budget-s 3600 --stages decode,serve,tokens,tune,start,packed,ops,trace
 
 gpu-proofs: $(INSTALLED) $(STUBS) $(AITER) ## prove the Triton kernels without a GPU, compiled for each one that is supported
 	@$(PYTEST) $(IN_PARALLEL) tests/unit/worker/ops/triton tests/unit/worker/ops/aiter_ops --gpu-targets sm_90,gfx942,gfx950
