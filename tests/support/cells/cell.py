@@ -51,10 +51,10 @@ class Cell:
         self.ready_line = ""
         self._wait_until_ready()
         self.role_to_process = self.find_processes()
-        self._name_to_address = {
+        self.name_to_address = {
             name: _flag(process.cmdline(), "listen") for name, process in self.role_to_process.items()
         }
-        self.scheduler_address = self._name_to_address["scheduler"]
+        self.scheduler_address = self.name_to_address["scheduler"]
         self.cell_address = _flag(self.role_to_process["scheduler"].cmdline(), "cell-listen")
 
     @property
@@ -102,7 +102,7 @@ class Cell:
                 if process is not None and process.pid != instead_of:
                     break
                 await asyncio.sleep(_POLL_S)
-            async with make_channel(self._name_to_address[name], internal=True) as channel:
+            async with make_channel(self.name_to_address[name], internal=True) as channel:
                 await wait_until_serving(channel)
 
     def log(self) -> str:

@@ -13,12 +13,16 @@ from unittest import mock
 from tests.bench.gpu.runners import Bench
 from tests.bench.gpu.serving.client import Clients, Served
 from tests.bench.gpu.serving.requests import Request
+from tests.bench.gpu.serving.traced import record
+from tests.bench.gpu.trace import Run
 from tests.support.cells.cell import Cell, start_cell
 from tests.support.models.tiny_tokenizer import write_tiny_tokenizer
 from tests.support.system.ports import free_port
 from tests.support.system.scraping import scrape
 
 _DEVICE_TIME = "lockstep_step_device_time_seconds_sum"
+# Below the benchmark's own folder.
+_TRACES = "traces"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +30,8 @@ class Loaded:
     """A load that a cell served."""
 
     served: Served
-    idle: float
-    """The part of the time in which the device computed no step."""
+    outside_steps: float
+    """The part of the time that the worker does not count as its steps'."""
     num_compiled: int
     """Kernels that were compiled meanwhile."""
 
@@ -40,13 +44,26 @@ class DummyCell:
     manage_address: str
     kernels: Path
     """Where its worker's Triton keeps what it compiles."""
+    traces: Path
+    """Where its worker writes traces."""
 
     def load(self, clients: Clients, requests: list[Request]) -> Loaded:
         """Have clients send requests, and watch the worker meanwhile."""
         device_s, num_kernels = self._device_s(), self._num_kernels()
         served = clients.send(self.cell.address, requests)
-        idle = 1 - (self._device_s() - device_s) / served.seconds
-        return Loaded(served, idle, self._num_kernels() - num_kernels)
+        outside_steps = 1 - (self._device_s() - device_s) / served.seconds
+        return Loaded(served, outside_steps, self._num_kernels() - num_kernels)
+
+    def trace(self, clients: Clients, requests: list[Request], *, num_steps: int, is_gpu: bool) -> list[Run]:
+        """Have clients send requests, again if they are few, and trace steps amid them; see `record`."""
+        return record(
+            lambda: clients.send(self.cell.address, requests),
+            worker_address=self.cell.name_to_address["worker"],
+            manage_address=self.manage_address,
+            traces=self.traces,
+            num_steps=num_steps,
+            is_gpu=is_gpu,
+        )
 
     def _device_s(self) -> float:
         families = asyncio.run(scrape(self.manage_address))
@@ -69,7 +86,9 @@ def start_dummy_cell(bench: Bench, shape: str, kernels: Path, *flags: str) -> It
     write_tiny_tokenizer(model_dir)
     address = f"127.0.0.1:{free_port()}"
     options = bench.options
+    traces = bench.folder / _TRACES
     worker_flags = [f"--manage-listen={address}", f"--device={options.device}", "--load-format=dummy"]
+    worker_flags.append(f"--profile-dir={traces}")
     if options.enforce_eager:
         worker_flags.append("--enforce-eager")
     if options.kv_cache_gib is not None:
@@ -79,4 +98,4 @@ def start_dummy_cell(bench: Bench, shape: str, kernels: Path, *flags: str) -> It
         mock.patch.dict(os.environ, {"TRITON_CACHE_DIR": str(kernels)}),
         start_cell(model_dir, "--log-level=warning", *all_flags, *flags) as cell,
     ):
-        yield DummyCell(cell, address, kernels)
+        yield DummyCell(cell, address, kernels, traces)

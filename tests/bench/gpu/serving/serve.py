@@ -10,10 +10,11 @@ from pathlib import Path
 
 from tests.bench.gpu.cases import Case
 from tests.bench.gpu.runners import BLOCK_SIZE, Bench, free_memory
-from tests.bench.gpu.serving.cells import Loaded, start_dummy_cell
-from tests.bench.gpu.serving.client import start_clients
+from tests.bench.gpu.serving.cells import DummyCell, Loaded, start_dummy_cell
+from tests.bench.gpu.serving.client import Clients, start_clients
 from tests.bench.gpu.serving.in_process import PlainLoop
 from tests.bench.gpu.serving.requests import Request, draw_requests, num_output_tokens
+from tests.bench.gpu.serving.traced import idle_between_steps
 from tests.bench.gpu.watch import Counts, watched
 from tests.bench.parts.report import Row, compare, limit
 from tests.bench.peers.environments import LeftOutError
@@ -65,18 +66,32 @@ def _cell_rows(bench: Bench, shape: str, requests: list[Request], cell_rates: li
     with start_clients(effort.num_clients) as clients, start_dummy_cell(bench, shape, KERNELS, *flags) as cell:
         clients.send(cell.cell.address, _warm_up(bench))
         loaded = cell.load(clients, requests)
+        idle_rows = list(_idle_rows(bench, shape, cell, clients))
     served = loaded.served
     cell_rates.append(served.tokens_per_s)
     name = f"{shape}: {len(requests)} requests, {served.num_tokens} tokens of answers"
     yield Row(f"{name}: a cell", served.tokens_per_s, "tokens/s")
     yield Row(f"{name}: TTFT, median", statistics.median(served.ttfts_s), "s")
     yield from _loaded_rows(shape, loaded)
+    yield from idle_rows
+
+
+def _idle_rows(bench: Bench, shape: str, cell: DummyCell, clients: Clients) -> Iterator[Row]:
+    """How idle the device is while steps are traced, in a load of its own: a worker pauses to write a trace."""
+    effort = bench.options.effort
+    requests = draw_requests(max(1, effort.num_requests // 4), effort.lengths, seed=4)
+    is_gpu = bench.device.type == "cuda"
+    runs = cell.trace(clients, requests, num_steps=effort.num_steps, is_gpu=is_gpu)
+    name = f"{shape}: the device idle between {effort.num_steps} traced steps"
+    if not runs:
+        yield Row(f"{name}: missing, as the trace has no kernels", 1, "traces")
+        return
+    idle, target = idle_between_steps(runs) * 100, IDLE_TARGETS.get(shape)
+    yield Row(name, idle, "%") if target is None else limit(name, idle, "%", at_most=100 * target)
 
 
 def _loaded_rows(shape: str, loaded: Loaded) -> Iterator[Row]:
-    name, idle = f"{shape}: the device idle between steps", loaded.idle * 100
-    target = IDLE_TARGETS.get(shape)
-    yield Row(name, idle, "%") if target is None else limit(name, idle, "%", at_most=100 * target)
+    yield Row(f"{shape}: time that counts as no step's", loaded.outside_steps * 100, "%")
     yield limit(f"{shape}: kernels compiled while serving", loaded.num_compiled, "kernels", at_most=0)
 
 
@@ -131,6 +146,7 @@ def _next_start_rows(bench: Bench, shape: str) -> Iterator[Row]:
             yield limit(f"{shape}: from start to serving, kernels compiled", seconds, "s", at_most=NEXT_START_TARGET_S)
             clients.send(cell.cell.address, _warm_up(bench))
             yield from _loaded_rows(shape, cell.load(clients, requests))
+            yield from _idle_rows(bench, shape, cell, clients)
 
 
 def _warm_up(bench: Bench) -> list[Request]:
