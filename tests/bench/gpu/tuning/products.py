@@ -1,4 +1,4 @@
-"""Products with packed weights, and experts, for the tune stage."""
+"""Products with plain and with packed weights, and experts, for the tune stage."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 from math import prod
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -42,21 +43,35 @@ _SPLIT_ROWS = 32
 """Sums of products with more rows are not split."""
 
 _GROUP_SIZE = 128
+# Which of torch's libraries multiplies.
+_LIBRARIES = ("cublas", "cublaslt")
+_FEW_ROWS = (1, 8, 32)
+
+
+def dense_subjects(*, is_tiny: bool) -> Iterator[Subject]:
+    """Products of a few rows with a model's projections as they are: by torch, and by the kernel of packed weights."""
+    sizes, most = (TINY, 1) if is_tiny else (PUBLISHED, None)
+    for num_rows in (3,) if is_tiny else _FEW_ROWS:
+        ours = [TileSizes(*each) for each in _tried(num_rows)][:most]
+        variants: tuple[Variant, ...] = (
+            *({"library": library} for library in _LIBRARIES),
+            *({"sizes": each} for each in ours),
+        )
+        for shape in _projections(sizes)[:most]:
+            name = f"linear plain {num_rows} x {shape[1]} x {shape[0]}"
+            yield Subject(name, partial(_dense, shape, num_rows), (variants,))
 
 
 def product_subjects(*, is_tiny: bool) -> Iterator[Subject]:
     """A model's projections in FP8, with rows in FP8 and as they are, and in int4; the narrowest and widest first."""
     sizes, most = (TINY, 1) if is_tiny else (PUBLISHED, None)
-    kv = 2 * sizes.num_kv_heads * sizes.head_dim
-    widths = sizes.num_heads * sizes.head_dim
-    gate_up, output = (2 * sizes.inner, sizes.hidden), (sizes.hidden, widths)
-    others = (widths + kv, sizes.hidden), (sizes.hidden, sizes.inner)
+    shapes = _projections(sizes)
     all_rows = (1,) if is_tiny else (1, 32, 256, 4096)
     for num_rows in all_rows:
-        for shape in (gate_up, output):
+        for shape in shapes[:2]:
             yield from _projection(shape, num_rows, most)
     for num_rows in () if is_tiny else all_rows[:2]:
-        for shape in others:
+        for shape in shapes[2:]:
             yield from _projection(shape, num_rows, most)
 
 
@@ -68,6 +83,13 @@ def expert_subjects(*, is_tiny: bool) -> Iterator[Subject]:
         name = f"experts {num_rows} x {sizes.num_chosen} of {sizes.num_experts}"
         tried = [TileSizes(*each) for each in _tried(per_expert)][:most]
         yield Subject(name, partial(_experts, sizes, num_rows), (tuple({"sizes": _both(each)} for each in tried),))
+
+
+def _projections(sizes: Sizes) -> list[tuple[int, int]]:
+    """The shapes of a layer's matrices: gate and up, output, query-key-value, down."""
+    queries, kv = sizes.num_heads * sizes.head_dim, 2 * sizes.num_kv_heads * sizes.head_dim
+    gate_up, output = (2 * sizes.inner, sizes.hidden), (sizes.hidden, queries)
+    return [gate_up, output, (queries + kv, sizes.hidden), (sizes.hidden, sizes.inner)]
 
 
 def _projection(shape: tuple[int, int], num_rows: int, most: int | None) -> Iterator[Subject]:
@@ -84,6 +106,22 @@ def _tried(num_rows: int) -> tuple[tuple[int, int, int, int, int], ...]:
     if num_rows <= 16:
         return _ONE_ROW
     return _SOME_ROWS if num_rows <= 64 else _MANY_ROWS
+
+
+def _dense(shape: tuple[int, int], num_rows: int, place: Place) -> Launches:
+    num_bytes = prod(shape) * place.dtype.itemsize
+    matrices = [place.random(*shape) for _ in range(num_copies(num_bytes))]
+    kernels = [PackedLinear(matrix, None, place.dtype) for matrix in matrices]
+    x = place.random(num_rows, shape[1])
+
+    def launch(turn: int, *, library: str = "default", sizes: TileSizes | None = None) -> Tensor:
+        if sizes is not None:
+            return kernels[turn % len(kernels)](x, sizes=sizes)
+        if place.device.type == "cuda":
+            torch.backends.cuda.preferred_blas_library(library)
+        return F.linear(x, matrices[turn % len(matrices)])
+
+    return Launches(launch, {"library": "default"}, Work(num_bytes, 2 * num_rows * prod(shape)))
 
 
 def _linear(

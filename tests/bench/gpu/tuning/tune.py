@@ -8,7 +8,7 @@ Weights and contexts are read from memory: launches take copies of them in turn,
 Activations may come from it, as in a step. The floor of products in FP8 has the rate of those in bfloat16.
 
 The most important cases come first: attention of decode steps, with the bound of contexts that a graph has; prefill
-attention; products and experts; norms and sampling. They are 60 cases with 1000 variants, which need 400 kernels.
+attention; products and experts; norms and sampling. They are 72 cases with 1200 variants, which need 430 kernels.
 Processes compile these ahead, 1 to 2 seconds each: 14 of them take about 40 seconds, most of it while the first cases
 are measured. A variant is measured in 0.1 to 0.2 seconds, so all should take 200 to 300 seconds. That is an estimate:
 none has run on a GPU.
@@ -29,7 +29,7 @@ from tests.bench.gpu.kernels.ops import launch_s
 from tests.bench.gpu.runners import Bench
 from tests.bench.gpu.tuning.attention import attention_subjects
 from tests.bench.gpu.tuning.compile import Compilers
-from tests.bench.gpu.tuning.products import expert_subjects, product_subjects
+from tests.bench.gpu.tuning.products import dense_subjects, expert_subjects, product_subjects
 from tests.bench.gpu.tuning.rows import row_subjects
 from tests.bench.gpu.tuning.subjects import Launches, Place, Subject, Variant, in_words
 from tests.bench.parts.report import Row, compare
@@ -43,7 +43,7 @@ _LONGEST_MESSAGE = 100
 def cases(bench: Bench) -> Iterator[Case]:
     """A case for each kernel and size."""
     is_tiny = bench.options.is_tiny
-    kinds = (attention_subjects, product_subjects, expert_subjects, row_subjects)
+    kinds = (attention_subjects, dense_subjects, product_subjects, expert_subjects, row_subjects)
     subjects = list(chain.from_iterable(kind(is_tiny=is_tiny) for kind in kinds))
     is_gpu = bench.device.type == "cuda"
     compilers = Compilers(subjects, _target() if is_gpu else "")
