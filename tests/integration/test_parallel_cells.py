@@ -53,7 +53,7 @@ Tokens = list[list[int]]
 
 
 def cases() -> Iterator[Any]:
-    """Pairwise combinations of family, tp, dp and ep; `make test` runs one."""
+    """Pairwise combinations of family, tp, dp and ep; `make test` runs one, `make proofs` those of most processes."""
     factors: dict[str, list[Any]] = {"family": list(FAMILIES), "tp": [1, 2, 3], "dp": [1, 2, 4], "ep": [False, True]}
     fast = {("Qwen3MoeForCausalLM", 2, 2, True)}
     rows = {(row["family"], row["tp"], row["dp"], row["ep"]) for row in pairwise_rows(factors, seed=1)}
@@ -61,7 +61,10 @@ def cases() -> Iterator[Any]:
         (family, tp, dp, ep and family not in DENSE_FAMILIES) for family, tp, dp, ep in rows if tp * dp <= MAX_PROCESSES
     }
     for case in sorted(possible | fast):
-        yield pytest.param(*case, marks=() if case in fast else (pytest.mark.slow,))
+        _, tp, dp, _ = case
+        is_large = tp * dp == MAX_PROCESSES
+        marks = () if case in fast else (pytest.mark.proof if is_large else pytest.mark.slow,)
+        yield pytest.param(*case, marks=marks)
 
 
 class Models:

@@ -27,8 +27,7 @@ THREADED = [
 # In the interpreter a product takes milliseconds for every tile.
 INTERPRETED = [
     "Qwen3ForCausalLM",
-    pytest.param("DeepseekV32ForCausalLM", marks=pytest.mark.slow),
-    *(pytest.param(f"{name}ForCausalLM", marks=pytest.mark.proof) for name in ("GptOss", "Qwen3Moe")),
+    *(pytest.param(f"{name}ForCausalLM", marks=pytest.mark.proof) for name in ("DeepseekV32", "GptOss", "Qwen3Moe")),
 ]
 
 

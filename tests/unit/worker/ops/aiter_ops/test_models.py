@@ -63,7 +63,8 @@ ASM_CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek-v3, assembly": ("DeepseekV3ForCausalLM", "plain", LATENTS),
 }
 DENSE = ("llama, assembly", "llama", "llama, wide heads", "mistral, window", "qwen3")
-# The others are left to `make test-slow`, and latents on two ranks to `make proofs`: the interpreter takes minutes.
+# The interpreter takes minutes: the others are left to `make test-slow`, and to `make proofs` on two ranks latents and
+# all but one of the mixtures.
 FAST_ALONE = (
     "llama",
     "llama, wide heads",
@@ -89,7 +90,7 @@ def splits() -> list[Any]:
     rows = [(case, tp_size, False) for case in (*CASES, *ASM_CASES) for tp_size in (1, 2)]
     rows.append(("qwen3-moe, fused", 2, True))
     fast = {(case, 1, False) for case in FAST_ALONE} | {(case, 2, False) for case in FAST_SPLIT}
-    proofs = {(case, 2, False) for case in (*CASES, *ASM_CASES) if case.startswith("deepseek")}
+    proofs = {(case, 2, False) for case in (*CASES, *ASM_CASES) if case not in (*DENSE, "mixtral")}
     marks = [() if row in fast else (pytest.mark.proof if row in proofs else pytest.mark.slow,) for row in rows]
     return [pytest.param(*row, marks=each) for row, each in zip(rows, marks, strict=True)]
 

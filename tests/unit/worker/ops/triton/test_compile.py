@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.system.processes import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.proof, pytest.mark.process, pytest.mark.timeout(1800)]
 
 # The shared memory that one program may have, as Triton counts it.
 SHARED_BYTES = {"sm_90": 227 * 1024, "gfx942": 64 * 1024, "gfx950": 160 * 1024}
