@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +12,11 @@ from unittest import mock
 from tests.bench.gpu.runners import Bench
 from tests.bench.gpu.serving.client import Clients, Served
 from tests.bench.gpu.serving.requests import Request
-from tests.bench.gpu.serving.traced import record
+from tests.bench.gpu.serving.traced import read_metric, record
 from tests.bench.gpu.trace import Run
 from tests.support.cells.cell import Cell, start_cell
 from tests.support.models.tiny_tokenizer import write_tiny_tokenizer
 from tests.support.system.ports import free_port
-from tests.support.system.scraping import scrape
 
 _DEVICE_TIME = "lockstep_step_device_time_seconds_sum"
 # Below the benchmark's own folder.
@@ -66,9 +64,7 @@ class DummyCell:
         )
 
     def _device_s(self) -> float:
-        families = asyncio.run(scrape(self.manage_address))
-        samples = [sample for family in families for sample in family.samples]
-        return sum(sample.value for sample in samples if sample.name == _DEVICE_TIME)
+        return read_metric(self.manage_address, _DEVICE_TIME)
 
     def _num_kernels(self) -> int:
         return sum(1 for _ in self.kernels.glob("*")) if self.kernels.exists() else 0

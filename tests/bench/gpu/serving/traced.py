@@ -43,9 +43,9 @@ def record(
     """
 
     def trace() -> Path:
-        last = count_steps(manage_address) + num_steps
+        last = read_metric(manage_address, _NUM_STEPS) + num_steps
         ends_at = time.monotonic() + _TIMEOUT_S
-        while count_steps(manage_address) < last and time.monotonic() < ends_at:
+        while read_metric(manage_address, _NUM_STEPS) < last and time.monotonic() < ends_at:
             time.sleep(_POLL_S)
         with grpc.insecure_channel(worker_address) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
@@ -60,10 +60,10 @@ def record(
         return read_runs(traced.result(), is_gpu=is_gpu)
 
 
-def count_steps(manage_address: str) -> float:
-    """How many steps a worker's device has computed."""
+def read_metric(manage_address: str, name: str) -> float:
+    """The sum of a worker's samples of this name."""
     families = asyncio.run(scrape(manage_address))
-    return sum(sample.value for family in families for sample in family.samples if sample.name == _NUM_STEPS)
+    return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
 
 def read_runs(trace: Path, *, is_gpu: bool) -> list[Run]:
