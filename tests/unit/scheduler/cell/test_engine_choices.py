@@ -93,18 +93,6 @@ def test_choices_enter_together_and_compute_the_full_blocks_of_their_prompt_once
     assert driver.worker.num_computed_tokens == 40 + 3 * 8 + 4
 
 
-def test_without_sharing_in_a_step_the_other_choices_enter_with_the_next_step() -> None:
-    driver = EngineDriver(policy=SchedulerPolicy(share_in_step=False))
-    driver.submit(1, PROMPT, n=3, max_tokens=2)
-    assert entered(driver) == [[(0, 0)], [(1, 32), (2, 32)]]
-
-
-def test_without_prefix_caching_each_choice_computes_the_prompt() -> None:
-    driver = EngineDriver(enable_prefix_caching=False)
-    driver.submit(1, PROMPT, n=3, max_tokens=2)
-    assert entered(driver) == [[(0, 0), (1, 0), (2, 0)]]
-
-
 @pytest.mark.parametrize("enable_mixed_steps", [False, True])
 def test_no_choice_enters_before_the_first_choices_prompt_is_sent_whole(enable_mixed_steps: bool) -> None:
     policy = SchedulerPolicy(max_num_seqs=8, max_num_batched_tokens=18, enable_mixed_steps=enable_mixed_steps)

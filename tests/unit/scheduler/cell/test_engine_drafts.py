@@ -8,14 +8,13 @@ from random import Random
 import numpy as np
 import pytest
 
-from services.scheduler.cell.events import ClientMessage, Deliver, DropDomain, Submission
+from services.scheduler.cell.events import Deliver, DropDomain
 from services.scheduler.core.batch.sequence import FinishReason
-from services.scheduler.core.batch.step import RequestEnd, StepCounts, StepKind
+from services.scheduler.core.batch.step import RequestEnd
 from services.scheduler.core.policy import SchedulerPolicy
-from shared.ids import RequestHandle
-from shared.limits import MAX_DRAFT_TOKENS, SamplingOptions, SamplingParams
+from shared.limits import MAX_DRAFT_TOKENS, SamplingOptions
 from tests.support.scheduler.cell_model import VOCABULARY, FallibleOracle, HashGrammar, expected_completion
-from tests.support.scheduler.engine_driver import EngineDriver, attached, token_bytes, worker_facts
+from tests.support.scheduler.engine_driver import EngineDriver, attached, worker_facts
 
 PROMPT = list(range(100, 120))
 
@@ -70,34 +69,6 @@ def test_rejected_drafts_change_no_token_even_when_blocks_run_out(depth: int, bl
         assert driver.choices[1, handle].tokens == expected_completion(PROMPT[handle:], handle, 40)
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_a_stop_within_a_run_ends_the_request_there(depth: int) -> None:
-    driver = EngineDriver(depth=depth, num_draft_tokens=8)
-    completion = expected_completion(PROMPT, 0, 30)
-    driver.submit(1, PROMPT, max_tokens=30, stop_token_ids=(completion[4],))
-    driver.run()
-    assert driver.choices[1, 1].tokens == completion[:5]
-    assert (reason_of(driver, 1), end_of(driver, 1).num_completion_tokens) == (FinishReason.STOP_TOKEN, 5)
-
-
-def test_the_first_of_several_stops_in_a_run_counts() -> None:
-    completion = expected_completion(PROMPT, 0, 9)
-    sequences = (tuple(completion[2:4]),)
-    driver = EngineDriver(num_draft_tokens=8)
-    driver.submit(1, PROMPT, max_tokens=9, stop_token_ids=(completion[5],), stop_token_sequences=sequences)
-    driver.run()
-    assert (driver.choices[1, 1].tokens, reason_of(driver, 1)) == (completion[:4], FinishReason.STOP_SEQUENCE)
-
-
-def test_a_stop_sequence_may_begin_in_one_run_and_end_in_the_next() -> None:
-    completion = expected_completion(PROMPT, 0, 20)
-    driver = EngineDriver(num_draft_tokens=3)
-    # The first token is from the prefill; runs of four follow.
-    driver.submit(1, PROMPT, max_tokens=20, stop_token_sequences=(tuple(completion[3:7]),))
-    driver.run()
-    assert (driver.choices[1, 1].tokens, reason_of(driver, 1)) == (completion[:7], FinishReason.STOP_SEQUENCE)
-
-
 @pytest.mark.parametrize("num_draft_tokens", [0, 3, 8])
 @pytest.mark.parametrize("fails_after", [0, 1, 5, 7])
 def test_a_failed_grammar_keeps_the_tokens_before_the_failure(num_draft_tokens: int, fails_after: int) -> None:
@@ -114,31 +85,6 @@ def test_a_failed_grammar_keeps_the_tokens_before_the_failure(num_draft_tokens: 
     assert len(driver.choices[1, 1].scores) == fails_after
 
 
-@pytest.mark.parametrize("num_draft_tokens", [0, 3, 8])
-def test_a_stop_before_a_grammar_failure_ends_the_request(num_draft_tokens: int) -> None:
-    driver = EngineDriver(num_draft_tokens=num_draft_tokens)
-    options = SamplingOptions(grammar="7")
-    completion = expected_completion(PROMPT, 0, 20, grammar=HashGrammar(options.grammar))
-    driver.oracle.learn(PROMPT, completion)
-    driver.submit(1, PROMPT, max_tokens=20, options=options, ignore_eos=True, stop_token_ids=(completion[5],))
-    driver.run()
-    assert driver.choices[1, 1].tokens == completion[: completion.index(completion[5]) + 1]
-    assert reason_of(driver, 1) is FinishReason.STOP_TOKEN
-
-
-def test_no_stop_counts_before_min_tokens_within_or_across_runs() -> None:
-    completion = expected_completion(PROMPT, 0, 20)
-    for num_draft_tokens in (0, 8):
-        driver = EngineDriver(num_draft_tokens=num_draft_tokens)
-        sequences = (tuple(completion[1:3]), (completion[5],), (completion[9],))
-        options = SamplingOptions(min_tokens=6)
-        driver.submit(1, PROMPT, max_tokens=20, stop_token_sequences=sequences, options=options)
-        driver.submit(2, PROMPT, max_tokens=20, stop_token_sequences=sequences, options=replace(options, min_tokens=7))
-        driver.run()
-        assert driver.choices[1, 1].tokens == completion[:6]
-        assert driver.choices[1, 2].tokens == completion[:10]
-
-
 def test_a_row_sent_before_its_request_ended_returns_no_tokens() -> None:
     driver = EngineDriver(depth=3, num_draft_tokens=8)
     driver.submit(1, PROMPT, max_tokens=12)
@@ -149,24 +95,6 @@ def test_a_row_sent_before_its_request_ended_returns_no_tokens() -> None:
         counts.append(1 if result.counts is None else int(result.counts[0]))
     assert counts == [1, 9, 2, 0]
     assert driver.choices[1, 1].tokens == expected_completion(PROMPT, 0, 12)
-
-
-def test_no_row_is_sent_that_could_not_return_a_token() -> None:
-    driver = EngineDriver(depth=4, num_draft_tokens=8)
-    driver.submit(1, PROMPT, max_tokens=3)
-    driver.run()
-    assert driver.engine.state().ranks[0].num_steps == StepCounts(prefill=1, decode=2)
-
-
-def test_counts_are_sent_only_when_a_row_has_several_tokens() -> None:
-    driver = EngineDriver(num_draft_tokens=2)
-    driver.submit(1, PROMPT, max_tokens=4)
-    driver.submit(2, PROMPT[:3], max_tokens=2)
-    driver.step()
-    driver.step()
-    assert counts_of_last(driver) is None
-    driver.step()
-    assert counts_of_last(driver) == [3, 1]
 
 
 def test_drafts_and_accepted_drafts_are_counted() -> None:
@@ -193,24 +121,6 @@ def test_kv_of_wrong_drafts_is_never_shared() -> None:
     # The cell of its last token was never computed as a known token.
     assert driver.choices[1, 2].num_cached_tokens == (len(known) - 1) // 16 * 16 == 32
     assert driver.choices[1, 2].tokens == expected_completion([*known, 1, 2, 3], 9, 8)
-
-
-def test_a_row_that_may_still_fit_waits_for_its_steps_and_preempts_no_other() -> None:
-    driver = EngineDriver(num_blocks=2, depth=2, num_draft_tokens=4)
-    # Each stops with the last slot of its block, which is not known beforehand.
-    prompts = [PROMPT[:14], PROMPT[2:16]]
-    completions = [expected_completion(prompt, 0, 18) for prompt in prompts]
-    handles = [RequestHandle(0), RequestHandle(1)]
-    submissions = [
-        Submission(handle, f"r{handle}", token_bytes(prompt), SamplingParams(18, stop_token_ids=(completion[1],)))
-        for handle, prompt, completion in zip(handles, prompts, completions, strict=True)
-    ]
-    driver.on_event(ClientMessage(1, submissions))
-    # With the prefill's tokens they have 15 each, and might have 19.
-    assert [step.batch.kind for step in driver.sent] == [StepKind.PREFILL]
-    driver.run()
-    assert driver.engine.state().counters.num_preemptions == 0
-    assert [driver.choices[1, handle].tokens for handle in (0, 1)] == [completion[:2] for completion in completions]
 
 
 @pytest.mark.parametrize("block_size", [1, 16])

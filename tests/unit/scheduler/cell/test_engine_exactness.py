@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from services.scheduler.cell.events import ChoiceSoFar, ClientMessage, Submission
@@ -182,13 +180,3 @@ def test_a_recovery_lasts_until_every_lost_sequence_has_another_token_or_an_end(
     assert len(driver.choices[1, 2].tokens) == num_tokens + 1
     driver.run()
     assert counters.num_recoveries == 1
-
-
-def test_replayed_tokens_and_mismatches_are_counted() -> None:
-    driver = make_driver(ORDINARY, topology=CellTopology())
-    driver.submit(1, PROMPT, max_tokens=6)
-    for num_mismatches in (1, 0):
-        result = driver.worker.run(driver.sent.pop(0))
-        driver.return_result(replace(result, num_replayed_tokens=5, num_replay_mismatches=num_mismatches))
-    counters = driver.engine.state().counters
-    assert (counters.num_replayed_tokens, counters.num_replay_mismatches) == (10, 1)

@@ -170,36 +170,6 @@ def test_outputs_do_not_depend_on_which_request_is_preempted(
     assert driver.engine.state().counters.num_preemptions > 0
 
 
-def test_the_request_with_the_least_output_is_preempted() -> None:
-    policy = SchedulerPolicy(retraction_policy=RetractionPolicy.FEWEST_OUTPUT_TOKENS, max_num_batched_tokens=600)
-    driver = EngineDriver(num_blocks=5, policy=policy)
-    driver.submit(1, prompt(15), max_tokens=50)
-    for _ in range(8):
-        driver.step()
-    driver.submit(2, prompt(30, 50), max_tokens=30)
-    while not driver.engine.state().counters.num_preemptions:
-        driver.step()
-    # The first to enter has the most output, and continues.
-    assert driver.engine.state().num_running == 1
-    before = len(driver.choices[1, 1].tokens)
-    driver.step()
-    assert len(driver.choices[1, 1].tokens) == before + 1
-
-
-@pytest.mark.parametrize("share", [True, False])
-def test_a_common_prefix_is_computed_once(share: bool) -> None:
-    driver = EngineDriver(policy=SchedulerPolicy(share_in_step=share))
-    # Both arrive while a step is in flight, so the next step could take both.
-    driver.submit(1, prompt(5), max_tokens=9)
-    driver.submit(2, prompt(64, 5), max_tokens=4)
-    driver.submit(3, [*prompt(64, 5), 1], max_tokens=4)
-    driver.step()
-    assert len(driver.sent[0].batch.enters) == (2 if share else 1)
-    driver.run()
-    assert driver.worker.num_computed_tokens == 5 + 8 + 64 + 3 + 1 + 3
-    assert driver.choices[1, 3].num_cached_tokens == 64
-
-
 def test_salts_keep_prefixes_apart() -> None:
     driver = EngineDriver()
     for handle, salt in [(1, b""), (2, b"a"), (3, b"b"), (4, b"a"), (5, b"")]:
