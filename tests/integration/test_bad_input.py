@@ -1,6 +1,7 @@
 """Bad input gets its status and reason, and another request's stream continues unharmed.
 
-Values that the protocol cannot express, such as a negative uint32, have no case.
+Values that the protocol cannot express, such as a negative uint32, have no case. The ranges of sampling parameters are
+in tests/unit/shared/test_limits.py; those here show that a refusal reaches the client.
 """
 
 from __future__ import annotations
@@ -55,11 +56,10 @@ def chat_of(*messages: tokenizer_pb2.ChatMessage) -> Callable[[], tokenizer_pb2.
     return lambda: tokenizer_pb2.GenerateRequest(chat=tokenizer_pb2.Chat(messages=messages))
 
 
-def stop_sequence(*token_ids: int, count: int = 1) -> Callable[[], tokenizer_pb2.GenerateRequest]:
+def stop_sequence(*token_ids: int) -> Callable[[], tokenizer_pb2.GenerateRequest]:
     def make() -> tokenizer_pb2.GenerateRequest:
         request = text_request("Hello")
-        for _ in range(count):
-            request.sampling.stop_token_sequences.add(token_ids=token_ids)
+        request.sampling.stop_token_sequences.add(token_ids=token_ids)
         return request
 
     return make
@@ -82,24 +82,12 @@ CASES = [
     Case("B11 max_tokens 0", text(max_tokens=0), field="sampling.max_tokens"),
     Case("B12 largest max_tokens", text(max_tokens=2**32 - 1), "CONTEXT_EXCEEDED"),
     Case("B13 max_tokens of the context", text(max_tokens=CONTEXT), "CONTEXT_EXCEEDED"),
-    Case("B15 negative temperature", text(temperature=-0.1), field="sampling.temperature"),
     Case("B16 temperature NaN", text(temperature=math.nan), detail="NOT_FINITE"),
-    Case("B17 temperature infinite", text(temperature=math.inf), detail="NOT_FINITE"),
-    Case("temperature above 2", text(temperature=2.01), detail="OUT_OF_RANGE"),
-    Case("B19 top_p 0", text(top_p=0.0), field="sampling.top_p"),
-    Case("B20 top_p above 1", text(top_p=1.0000002), field="sampling.top_p"),
-    Case("top_p NaN", text(top_p=math.nan), detail="NOT_FINITE"),
-    Case("top_k above the logits width", text(top_k=VOCABULARY + 1), field="sampling.top_k"),
     Case("B31 empty stop string", with_stop(""), field="stop[0]"),
     Case("B32 many stop strings", with_stop(*["x"] * 500_000), field="stop"),
-    Case("nine stop strings", with_stop(*"abcdefghi"), field="stop"),
     Case("B33 long stop string", with_stop("x" * 10_240), field="stop[0]"),
     Case("stop strings of 2 KiB in all", with_stop(*["x" * 256] * 8), field="stop"),
     Case("B34 stop token id", text(stop_token_ids=[VOCABULARY]), field="sampling.stop_token_ids[0]"),
-    Case("65 stop token ids", text(stop_token_ids=range(65)), field="sampling.stop_token_ids"),
-    Case("empty stop sequence", stop_sequence(), field="sampling.stop_token_sequences[0]"),
-    Case("long stop sequence", stop_sequence(*range(33)), field="sampling.stop_token_sequences[0]"),
-    Case("nine stop sequences", stop_sequence(1, count=9), field="sampling.stop_token_sequences"),
     Case("bad id in a stop sequence", stop_sequence(1, VOCABULARY), detail="TOKEN_ID_OUT_OF_RANGE"),
     Case("unknown priority", with_field(priority=4), field="priority"),
     Case("cache salt above 64 bytes", with_field(cache_salt="é" * 33), field="cache_salt"),
