@@ -34,8 +34,8 @@ FLOAT32_MODEL = ROOT / "models" / "smollm2-135m-instruct-float32"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Defined here because pytest reads a folder's options only when that folder is on the command line."""
-    parser.addoption("--chaos-kills", type=int, default=3, help="kills per test in tests/chaos")
-    parser.addoption("--chaos-pairs", type=int, default=3, help="joint kills of services per test in tests/chaos")
+    parser.addoption("--chaos-kills", type=int, default=2, help="kills per test in tests/chaos")
+    parser.addoption("--chaos-pairs", type=int, default=2, help="joint kills of services per test in tests/chaos")
     parser.addoption(
         "--gpu-targets", default="gfx942", help="what Triton kernels are compiled for: gfx942,gfx950,sm_90"
     )

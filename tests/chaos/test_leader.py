@@ -45,7 +45,7 @@ class Scene:
     directory: Path
     peace: Peace
     num_hits: int
-    """How often each thing happens."""
+    """How often each thing happens: `--chaos-kills`."""
     tell_of: TellOf
     report: Callable[[str], None]
 
@@ -54,8 +54,7 @@ class Scene:
 def scene(
     model_dir: Path, tmp_path: Path, peace: Peace, num_kills: int, tell_of: TellOf, report: Callable[[str], None]
 ) -> Scene:
-    """Things happen `--chaos-kills` times, and twice in short runs."""
-    return Scene(model_dir, tmp_path, peace, num_kills if num_kills > 5 else 2, tell_of, report)
+    return Scene(model_dir, tmp_path, peace, num_kills, tell_of, report)
 
 
 class Pair:

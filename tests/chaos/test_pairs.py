@@ -24,8 +24,18 @@ def stateful_peace(moe_dir: Path) -> Peace:
     return asyncio.run(learn(moe_dir, stateful_requests(NUM_REQUESTS)))
 
 
-@pytest.mark.parametrize("flags", [["--dp=2"], ["--dp=2", "--ep"]], ids=["dp", "dp x ep"])
-@pytest.mark.parametrize("together_with", HITS)
+DP, EP = ["--dp=2"], ["--dp=2", "--ep"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "together_with"),
+    [
+        pytest.param(DP, "a worker", id="a worker of dp"),
+        pytest.param(EP, "all workers", id="all workers of dp x ep"),
+        pytest.param(DP, "all workers", id="all workers of dp", marks=pytest.mark.proof),
+        pytest.param(EP, "a worker", id="a worker of dp x ep", marks=pytest.mark.proof),
+    ],
+)
 async def test_requests_outlive_a_scheduler_that_dies_together_with(
     moe_dir: Path, stateful_peace: Peace, together_with: str, flags: list[str], num_pairs: int, tell_of: TellOf
 ) -> None:
