@@ -1,4 +1,8 @@
-"""Every architecture against transformers in float32: logits, and greedy tokens in every way of computing them."""
+"""Every architecture against transformers in float32: logits, and greedy tokens in every way of computing them.
+
+`make test` and `make test-slow` together compute every configuration on one backend, every architecture on all of them,
+and the ways of computing by pairs. `make proofs` has the products of configurations with backends and with ways.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +22,9 @@ PROMPT_LENGTHS = (1, 70, 16, 5, 33, 100)
 # Mixtures of experts of three kinds.
 SLOW_ON_TRITON = ("Qwen3MoeForCausalLM", "GptOssForCausalLM", "Glm4MoeForCausalLM")
 # The number of rows per architecture in `make test`.
-NUM_FAST_ROWS = 3
+NUM_FAST_ROWS = 2
 
-FACTORS: dict[str, tuple[Any, ...]] = {
+WAY_FACTORS: dict[str, tuple[Any, ...]] = {
     "backend": BACKEND_NAMES,
     "block_size": (16, 1, 32),
     "prefill": ("whole", "chunks of 7", "chunks of 32", "chunks of 16 beside decodes"),
@@ -35,8 +39,19 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKEND_NAMES)
-@pytest.mark.parametrize(("architecture", "variant"), [(a, v) for a in ARCHITECTURES for v in SMALL_CONFIGS[a]])
+def logits_cases() -> list[Any]:
+    """Every configuration on every backend; all but one backend of each, in turn, are left to `make proofs`."""
+    return [
+        pytest.param(
+            architecture, variant, backend, marks=() if number % len(BACKEND_NAMES) == turn else pytest.mark.proof
+        )
+        for architecture in ARCHITECTURES
+        for number, variant in enumerate(SMALL_CONFIGS[architecture])
+        for turn, backend in enumerate(BACKEND_NAMES)
+    ]
+
+
+@pytest.mark.parametrize(("architecture", "variant", "backend"), logits_cases())
 def test_logits_are_those_of_transformers(
     small_models: SmallModels, architecture: str, variant: str, backend: str
 ) -> None:
@@ -65,14 +80,22 @@ def test_logits_on_triton_are_those_of_transformers(small_models: SmallModels, a
 
 
 def greedy_cases() -> list[Any]:
-    """Pairwise combinations of the factors, one of which is the configuration."""
+    """Pairs of the ways, each with the next configuration; with the configuration as one more factor a proof."""
     cases = []
     for architecture in ARCHITECTURES:
-        rows = pairwise_rows({"variant": tuple(SMALL_CONFIGS[architecture]), **FACTORS}, seed=1)
-        for number, row in enumerate(rows):
-            marks = () if number < NUM_FAST_ROWS else (pytest.mark.slow,)
-            cases.append(pytest.param(architecture, row, marks=marks, id=f"{architecture}-{_name(row)}"))
+        variants = tuple(SMALL_CONFIGS[architecture])
+        ways = pairwise_rows(WAY_FACTORS, seed=1)
+        assert len(ways) >= len(variants)
+        rows = [{"variant": variants[number % len(variants)], **way} for number, way in enumerate(ways)]
+        marks = [()] * NUM_FAST_ROWS + [pytest.mark.slow] * (len(rows) - NUM_FAST_ROWS)
+        cases += [greedy_case(architecture, *each) for each in zip(rows, marks, strict=True)]
+        rows = pairwise_rows({"variant": variants, **WAY_FACTORS}, seed=1)
+        cases += [greedy_case(architecture, row, pytest.mark.proof, prefix="proof-") for row in rows]
     return cases
+
+
+def greedy_case(architecture: str, row: dict[str, Any], marks: Any, *, prefix: str = "") -> Any:
+    return pytest.param(architecture, row, marks=marks, id=f"{prefix}{architecture}-{_name(row)}")
 
 
 def _name(row: dict[str, Any]) -> str:

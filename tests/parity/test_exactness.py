@@ -31,13 +31,24 @@ INTERPRETED = [
 ]
 
 
-def all_variants() -> list[object]:
-    """Every configuration; only the first of each architecture is part of `make test`."""
-    return [
-        pytest.param(architecture, variant, marks=() if number == 0 else (pytest.mark.slow,))
-        for architecture in ARCHITECTURES
-        for number, variant in enumerate(SMALL_CONFIGS[architecture])
-    ]
+BLOCK_SIZES = (1, 16, 32)
+DELAYS: tuple[tuple[pytest.MarkDecorator, ...], ...] = ((), (pytest.mark.slow,), (pytest.mark.proof,))
+
+
+def exact_cases() -> list[object]:
+    """Every configuration with every block size, each of which is in `make test` for some architectures.
+
+    `make test-slow` has the common configuration of each architecture with all sizes, and the others with one each.
+    """
+    cases: list[object] = []
+    for turn, architecture in enumerate(ARCHITECTURES):
+        for number, variant in enumerate(SMALL_CONFIGS[architecture]):
+            for block_size in BLOCK_SIZES:
+                is_its_turn = block_size == BLOCK_SIZES[(turn + number) % len(BLOCK_SIZES)]
+                # One kind later for a configuration that is not the common one, and for a size that is not its turn.
+                delay = (number > 0) + (not is_its_turn)
+                cases.append(pytest.param(architecture, variant, block_size, marks=DELAYS[delay]))
+    return cases
 
 
 def exact_logits(small: SmallModel, prompts: list[list[int]], backend: str) -> list[Tensor]:
@@ -49,8 +60,7 @@ def exact_logits(small: SmallModel, prompts: list[list[int]], backend: str) -> l
     return logits
 
 
-@pytest.mark.parametrize("block_size", [1, 16, 32])
-@pytest.mark.parametrize(("architecture", "variant"), all_variants())
+@pytest.mark.parametrize(("architecture", "variant", "block_size"), exact_cases())
 def test_a_row_has_the_same_bits_however_it_is_computed(
     small_models: SmallModels, architecture: str, variant: str, block_size: int
 ) -> None:
