@@ -20,6 +20,8 @@ SEEDS ?= 100
 FIRST_SEED ?= 0
 KILLS ?= 20
 PAIRS ?= 50
+# The tests that `make coverage` runs.
+MARKS ?= not slow and not proof
 PROMPT ?= Why is the sky blue? Answer in two sentences.
 
 VENV := .venv
@@ -65,7 +67,7 @@ BEFORE ?= $(shell git rev-parse --verify --quiet origin/main || git rev-parse --
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run demo test test-unit test-slow proofs simulate format lint lint-changes protos settings metrics chart parity chaos bench bench-peers bench-cpu bench-quality bench-drafts bench-lockstep bench-interference bench-gpu gpu-pack gpu-proofs clean
+.PHONY: help run demo test test-unit test-slow proofs coverage simulate format lint lint-changes protos settings metrics chart parity chaos bench bench-peers bench-cpu bench-quality bench-drafts bench-lockstep bench-interference bench-gpu gpu-pack gpu-proofs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' Makefile
@@ -89,6 +91,13 @@ test-slow: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SC
 
 proofs: $(INSTALLED) $(STUBS) $(AITER) $(CHART_TOOLS) $(ENVOY) ## run the tests that are too long for every change
 	@$(PYTEST) -m proof --ignore=tests/chaos --durations=0
+
+# A report, not a gate: it fails only with a test.
+coverage: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) $(TRIVY) $(CHART_TOOLS) $(ENVOY) ## report the lines of services and shared that no test runs; MARKS selects tests
+	@rm -rf .cache/coverage && mkdir -p .cache/coverage
+	@$(BIN)/python -m coverage run -m pytest $(IN_PARALLEL) -m "$(MARKS)" --ignore=tests/chaos
+	@$(BIN)/python -m coverage combine --quiet
+	@$(BIN)/python -m coverage report
 
 simulate: $(INSTALLED) $(STUBS) ## simulate a cell under random faults: SEEDS (100), FIRST_SEED (0), FAULTS (default: some of all)
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first-seed $(FIRST_SEED) $(if $(FAULTS),--faults $(FAULTS))
