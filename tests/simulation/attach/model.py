@@ -95,9 +95,11 @@ class AttachModel:
         return (move for move in self._moves(state) if self._is_within_bounds(move.state))
 
     def _is_within_bounds(self, state: State) -> bool:
-        return all(
-            message.epoch <= self._bounds.max_epoch for message in state.messages if isinstance(message, Request)
-        )
+        # A loop, since a generator for each of a million moves takes as long as the moves.
+        for message in state.messages:
+            if isinstance(message, Request) and message.epoch > self._bounds.max_epoch:
+                return False
+        return True
 
     def _moves(self, state: State) -> Iterator[Move]:
         may_fail = state.num_faults < self._bounds.max_faults

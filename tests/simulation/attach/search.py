@@ -97,8 +97,9 @@ class AttachSearch:
         self._model = model
         self._numbers: dict[State, int] = {}
         self._states: list[State] = []
-        # By state number: the state from which it was first reached.
+        # By state number: the state from which it was first reached, and whether the cell is served.
         self._origins = array("l")
+        self._is_served = bytearray()
         self._froms, self._tos = array("l"), array("l")
         self._num_moves = 0
 
@@ -125,11 +126,11 @@ class AttachSearch:
         if number == len(self._states):
             self._states.append(state)
             self._origins.append(origin)
+            self._is_served.append(self._model.is_served(state))
         return number
 
     def _expand(self, position: int) -> None:
         state = self._states[position]
-        is_served = self._model.is_served(state)
         try:
             self._model.check(state)
             for move in self._model.moves(state):
@@ -137,7 +138,7 @@ class AttachSearch:
                 number = self._add(move.state, position)
                 if move.is_fault:
                     continue
-                if is_served and not self._model.is_served(move.state):
+                if self._is_served[position] and not self._is_served[number]:
                     raise ProtocolError(f"{move.subject} {move.what}, and the cell is no longer served")
                 self._froms.append(position)
                 self._tos.append(number)
@@ -146,7 +147,7 @@ class AttachSearch:
 
     def _check_progress(self, spare_epochs: int, spare_lives: int) -> None:
         """Check that the cell can become served from every state with room, and must where one scheduler is alone."""
-        served = {number for number, state in enumerate(self._states) if self._model.is_served(state)}
+        served = {number for number, is_served in enumerate(self._is_served) if is_served}
         may_be_served = find_origins(served, self._edges())
         may_stay_unserved = self._find_unserved(served)
         for number, state in enumerate(self._states):

@@ -21,14 +21,23 @@ from typing import Any
 import pytest
 
 from tests.simulation.attach.actors import ProtocolError
-from tests.simulation.attach.search import SEARCHES, WIDEST_SEARCHES, Search
+from tests.simulation.attach.search import COUPLED, SEARCHES, SPLIT, WIDEST_SEARCHES, Search
 from tests.simulation.planted.attach import ATTACH_BUGS, AttachBug
 
 # Fewer states than any search has; a search with fewer would be cut off by its bounds before it covers its case.
 MIN_STATES = 1000
 
 
-@pytest.mark.parametrize("search", SEARCHES.values(), ids=SEARCHES.keys())
+def searches() -> list[Any]:
+    """All but the widest; those of a quarter of a million states are left to `make test-slow`."""
+    slow = (COUPLED, SPLIT)
+    return [
+        pytest.param(search, marks=pytest.mark.slow if search in slow else (), id=name)
+        for name, search in SEARCHES.items()
+    ]
+
+
+@pytest.mark.parametrize("search", searches())
 def test_whatever_the_order_nothing_forbidden_happens_and_the_cell_is_served(search: Search) -> None:
     result = search.run()
     assert result.num_moves > result.num_states > MIN_STATES
