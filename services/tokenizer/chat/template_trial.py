@@ -99,24 +99,34 @@ def main() -> int:
     def render(fields: JsonObject) -> str:
         return render_template(trial["source"], trial["special_tokens"], fields)
 
-    json.dump(_result(render, {"messages": [_USER], "tools": trial["tools"]}), sys.stdout)
+    try:
+        result: JsonObject = asdict(find_features(render, trial["tools"]))
+    except Exception as error:  # noqa: BLE001 - a template can raise anything
+        result = {"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR_LENGTH]}
+    json.dump(result, sys.stdout)
     return 0
 
 
-def _result(render: Callable[[JsonObject], str], plain: JsonObject) -> JsonObject:
-    try:
-        size = len(render(plain).encode())
-        if size > MAX_TEXT_BYTES:
-            raise ValueError(f"the rendered text of {size} bytes is too large")
-    except Exception as error:  # noqa: BLE001 - a template can raise anything
-        return {"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR_LENGTH]}
+def find_features(render: Callable[[JsonObject], str], tools: list[JsonValue] | None) -> TemplateFeatures:
+    """Find out how a template handles tools, in this process and without limits.
+
+    Args:
+        render: Renders the template with the given variables.
+        tools: The tools beside the plain message.
+
+    Raises:
+        Exception: whatever the template raises on a plain message; ValueError if it writes too much.
+    """
+    size = len(render({"messages": [_USER], "tools": tools}).encode())
+    if size > MAX_TEXT_BYTES:
+        raise ValueError(f"the rendered text of {size} bytes is too large")
     takes_tools = "look_up" in _rendered(render, [_USER], [_TOOL])
     # The first form in which calls are rendered wins; the form that `apply_chat_template` takes is tried first.
     for empty_content_is_none, arguments_are_text in itertools.product((False, True), repeat=2):
         features = TemplateFeatures(takes_tools, arguments_are_text, empty_content_is_none)
         if _writes_call(render, features):
-            return asdict(features)
-    return asdict(TemplateFeatures(takes_tools))
+            return features
+    return TemplateFeatures(takes_tools)
 
 
 def _writes_call(render: Callable[[JsonObject], str], features: TemplateFeatures) -> bool:

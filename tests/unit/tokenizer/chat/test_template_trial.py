@@ -10,8 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError, UndefinedError
 
-from services.tokenizer.chat.template_trial import TemplateFeatures, try_template
+from services.tokenizer.chat.template_rendering import render_template
+from services.tokenizer.chat.template_trial import TemplateFeatures, find_features, try_template
 from shared.model_dir import ModelDirectoryError
 from tests.support.system.processes import ROOT, module_environment
 
@@ -36,6 +38,11 @@ CALLS_AS_PYTHON = (
 NO_CALLS = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
+def features_of(source: str) -> TemplateFeatures:
+    """What a trial finds, without a process of its own."""
+    return find_features(lambda fields: render_template(source, {"bos_token": "<s>"}, fields), None)
+
+
 def attempt(source: str, timeout_s: float = 60.0) -> TemplateFeatures:
     return try_template(source, (("bos_token", "<s>"),), timeout_s=timeout_s)
 
@@ -51,24 +58,35 @@ def attempt(source: str, timeout_s: float = 60.0) -> TemplateFeatures:
     ],
 )
 def test_a_trial_finds_out_how_a_template_takes_tools(source: str, features: TemplateFeatures) -> None:
-    assert attempt(source) == features
+    assert features_of(source) == features
+
+
+def test_a_process_finds_the_same() -> None:
+    assert attempt(CALLS_AS_TEXT) == features_of(CALLS_AS_TEXT)
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("{{ unclosed", TemplateSyntaxError),
+        ("{{ messages[5].content }}", UndefinedError),
+        ("{{ raise_exception('never') }}", TemplateError),
+        ("{{ ''.__class__.__mro__ }}", SecurityError),
+        ("{{ messages.append(1) }}", SecurityError),
+        ("{% set _ = messages[0].update({'role': 'x'}) %}", SecurityError),
+        ("{{ 1 / 0 }}", ZeroDivisionError),
+        ("{% include '/etc/passwd' %}", TypeError),
+        ("{{ 'a' * messages[0].content | length * 10 ** 6 }}", ValueError),
+    ],
+)
+def test_a_template_may_fail_on_a_plain_message(source: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        features_of(source)
 
 
 @pytest.mark.parametrize(
     "source",
-    [
-        "{{ unclosed",
-        "{{ messages[5].content }}",
-        "{{ raise_exception('never') }}",
-        "{{ ''.__class__.__mro__ }}",
-        "{{ messages.append(1) }}",
-        "{% set _ = messages[0].update({'role': 'x'}) %}",
-        "{{ 1 / 0 }}",
-        "{% include '/etc/passwd' %}",
-        "{{ ('%0' ~ 2 * 10 ** 9 ~ 'd') | format(1) }}",
-        "{{ 'a' * 10 ** 10 }}",
-        "{{ 'a' * messages[0].content | length * 10 ** 6 }}",
-    ],
+    ["{{ 1 / 0 }}", "{{ ('%0' ~ 2 * 10 ** 9 ~ 'd') | format(1) }}", "{{ 'a' * 10 ** 10 }}"],
 )
 def test_a_template_that_fails_on_a_plain_message_is_refused(source: str) -> None:
     with pytest.raises(ModelDirectoryError, match="plain message"):
