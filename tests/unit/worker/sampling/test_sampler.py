@@ -69,13 +69,13 @@ def test_a_draw_is_the_largest_of_scaled_logit_plus_noise() -> None:
     assert sample(logits, rows).token_ids.tolist() == scores.argmax(-1).tolist()
 
 
-def test_draws_have_the_softmax_distribution() -> None:
-    # Pearson's chi-squared over a vocabulary of 8, in 40,000 draws; 7 degrees of freedom exceed 24.3 once in 1000.
+def test_draws_at_successive_positions_have_the_softmax_distribution() -> None:
+    # Pearson's chi-squared over a vocabulary of 8; 7 degrees of freedom exceed 24.3 once in 1000. Other temperatures,
+    # and successive seeds, are in test_sampler_distribution.py.
     logits = torch.tensor([[0.0, 1.0, -1.0, 0.5, 2.0, -0.5, 0.2, 1.4]])
-    for temperature in (0.6, 1.0, 1.9):
-        expected = torch.softmax(logits[0].double() / temperature, 0).numpy() * 40_000
-        seen = drawn_share(logits, 40_000, temperature=temperature) * 40_000
-        assert ((seen - expected) ** 2 / expected).sum() < 24.3
+    expected = torch.softmax(logits[0].double(), 0).numpy() * 10_000
+    seen = drawn_share(logits, 10_000) * 10_000
+    assert ((seen - expected) ** 2 / expected).sum() < 24.3
 
 
 def test_top_k_keeps_the_largest_and_the_lower_of_equals_at_the_edge() -> None:
