@@ -44,9 +44,9 @@ MOST_ROUNDING = 0.03
 
 
 def logits_of(directory: Path, backend: str) -> Tensor:
-    """The logits of every token of one prompt."""
+    """The logits of every token of one prompt; a short one in Triton's interpreter."""
     paged = load_paged(directory, backend)
-    return paged.prefill_all(paged.add(make_prompts((40,))[0]))
+    return paged.prefill_all(paged.add(make_prompts((6 if backend == "triton" else 40,))[0]))
 
 
 @pytest.mark.parametrize("backend", BACKEND_NAMES)
@@ -70,7 +70,7 @@ def test_quantized_experts_compute_what_their_values_do(
     assert (logits_of(plain, backend) - expected).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("backend", [*BACKEND_NAMES, "triton"])
+@pytest.mark.parametrize("backend", [*BACKEND_NAMES, pytest.param("triton", marks=pytest.mark.slow)])
 def test_gpt_oss_computes_the_same_from_mxfp4_as_from_its_values(tmp_path: Path, backend: str) -> None:
     # The format has groups of 32.
     values = {**SMALL_CONFIGS["GptOssForCausalLM"]["plain"], "intermediate_size": 64}

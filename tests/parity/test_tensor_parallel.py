@@ -81,11 +81,23 @@ def ordinary(architecture: str) -> str:
     return next(iter(SMALL_CONFIGS[architecture]))
 
 
+# What decides how a model is split; the rope and the epsilon of norms, for example, do not.
+SIZES = ("head", "hidden", "size", "lora_rank", "expert", "tie_word", "bias", "dense", "group", "sparse", "layer_types")
+
+
 def every_variant() -> Iterator[Any]:
-    """All small models; `make test` runs one per architecture."""
+    """All small models: `make test` runs one per architecture, `make test-slow` those that are split differently."""
     for architecture in ARCHITECTURES:
-        for number, variant in enumerate(SMALL_CONFIGS[architecture]):
-            yield pytest.param(architecture, variant, marks=(pytest.mark.slow,) if number else ())
+        for number, (variant, config) in enumerate(SMALL_CONFIGS[architecture].items()):
+            is_split_differently = any(part in name for name in config for part in SIZES)
+            later = pytest.mark.slow if is_split_differently else pytest.mark.proof
+            yield pytest.param(architecture, variant, marks=(later,) if number else ())
+
+
+def some_slow(fast: Sequence[str], slow: Sequence[str]) -> list[Any]:
+    """All architectures: these in `make test`, those in `make test-slow`, the others in `make proofs`."""
+    marks: dict[str, Any] = {**dict.fromkeys(slow, pytest.mark.slow), **dict.fromkeys(fast, ())}
+    return [pytest.param(each, marks=marks.get(each, pytest.mark.proof)) for each in ARCHITECTURES]
 
 
 @pytest.mark.parametrize(("architecture", "variant"), list(every_variant()))
@@ -97,8 +109,9 @@ def test_two_ranks_say_what_one_worker_says(
     check_like_one_worker(results, model_dir, "reference")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", some_slow([], ["LlamaForCausalLM", "GptOssForCausalLM", "DeepseekV32ForCausalLM"])
+)
 def test_two_ranks_say_it_with_fast_kernels_too(small_models: SmallModels, ranks: RankPool, architecture: str) -> None:
     model_dir = small_models.get(architecture, ordinary(architecture)).directory
     check_like_one_worker(
@@ -106,12 +119,8 @@ def test_two_ranks_say_it_with_fast_kernels_too(small_models: SmallModels, ranks
     )
 
 
-FOUR_FAST = ("LlamaForCausalLM", "GptOssForCausalLM", "DeepseekV32ForCausalLM")
-
-
 @pytest.mark.parametrize(
-    "architecture",
-    [pytest.param(each, marks=() if each in FOUR_FAST else (pytest.mark.slow,)) for each in ARCHITECTURES],
+    "architecture", some_slow(["GptOssForCausalLM"], ["LlamaForCausalLM", "DeepseekV32ForCausalLM"])
 )
 def test_four_ranks_share_the_key_value_heads_of_two(
     small_models: SmallModels, ranks: RankPool, architecture: str
@@ -125,15 +134,19 @@ def test_four_ranks_share_the_key_value_heads_of_two(
 
 
 def three_ranks() -> Iterator[Any]:
-    """Sizes that three ranks split unevenly where possible; the vocabulary of 512 always is."""
-    for architecture in ARCHITECTURES:
+    """Sizes that three ranks split unevenly where possible; the vocabulary of 512 always is.
+
+    In turn the architectures split their heads, and share one; the other half are proofs.
+    """
+    for number, architecture in enumerate(ARCHITECTURES):
         variants = list(SMALL_CONFIGS[architecture])
         if architecture in LATENT:
-            yield pytest.param(architecture, variants[0], THREE_LATENT, marks=pytest.mark.slow)
+            mark = pytest.mark.slow if architecture == "DeepseekV32ForCausalLM" else pytest.mark.proof
+            yield pytest.param(architecture, variants[0], THREE_LATENT, marks=mark)
             continue
-        marks = () if architecture in ("LlamaForCausalLM", "GptOssForCausalLM") else (pytest.mark.slow,)
-        yield pytest.param(architecture, variants[2], THREE_SPLIT, marks=marks)
-        yield pytest.param(architecture, variants[1], THREE_SHARED, marks=pytest.mark.slow)
+        turns = (pytest.mark.slow, pytest.mark.proof)
+        yield pytest.param(architecture, variants[2], THREE_SPLIT, marks=turns[number % 2])
+        yield pytest.param(architecture, variants[1], THREE_SHARED, marks=turns[1 - number % 2])
     yield pytest.param("LlamaForCausalLM", "biases", {**THREE_SHARED, "intermediate_size": 100, "vocab_size": 331})
     uneven = {"moe_intermediate_size": 25, "intermediate_size": 100, "n_shared_experts": 3}
     yield pytest.param("DeepseekV3ForCausalLM", "biases-tied", {**THREE_LATENT, **uneven})
@@ -149,13 +162,11 @@ def test_three_ranks_say_what_one_worker_says(
     check_like_one_worker(results, model_dir, "reference", prompts)
 
 
-BATCH_FAST = ("LlamaForCausalLM", "DeepseekV32ForCausalLM", "GptOssForCausalLM")
 ODD_WAY = Way(block_size=1, chunk_size=7)
 
 
 @pytest.mark.parametrize(
-    "architecture",
-    [pytest.param(each, marks=() if each in BATCH_FAST else (pytest.mark.slow,)) for each in ARCHITECTURES],
+    "architecture", some_slow(["DeepseekV32ForCausalLM"], ["LlamaForCausalLM", "GptOssForCausalLM"])
 )
 def test_no_bit_depends_on_the_batch(small_models: SmallModels, ranks: RankPool, architecture: str) -> None:
     model_dir = small_models.get(architecture, ordinary(architecture)).directory

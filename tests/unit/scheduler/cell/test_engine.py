@@ -17,6 +17,7 @@ from services.scheduler.cell.events import (
 from services.scheduler.core.batch.sequence import FinishReason
 from services.scheduler.core.policy import SchedulerPolicy
 from shared.ids import RequestHandle
+from tests.support.pairwise import pairwise_rows
 from tests.support.scheduler.cell_model import VOCABULARY, expected_completion
 from tests.support.scheduler.engine_driver import EngineDriver, attached, worker_facts
 
@@ -52,13 +53,18 @@ def test_a_request_gets_its_tokens_and_its_finish() -> None:
     assert used_blocks(driver) == 0
 
 
-@pytest.mark.parametrize("block_size", [1, 16, 32])
-@pytest.mark.parametrize("enable_prefix_caching", [True, False])
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize(("budget", "mixed"), [(600, False), (48, False), (48, True)])
-def test_outputs_do_not_depend_on_neighbours_blocks_caching_preemption_overlap_or_chunks(
-    block_size: int, enable_prefix_caching: bool, depth: int, budget: int, mixed: bool
-) -> None:
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "block_size": (1, 16, 32),
+    "enable_prefix_caching": (True, False),
+    "depth": (1, 2, 3),
+    "steps": ("whole prompts", "chunks", "mixed steps"),
+}
+
+
+@pytest.mark.parametrize("row", pairwise_rows(FACTORS), ids=lambda row: "-".join(map(str, row.values())))
+def test_outputs_do_not_depend_on_neighbours_blocks_caching_preemption_overlap_or_chunks(row: dict[str, Any]) -> None:
+    block_size, enable_prefix_caching, depth = row["block_size"], row["enable_prefix_caching"], row["depth"]
+    budget, mixed = 600 if row["steps"] == "whole prompts" else 48, row["steps"] == "mixed steps"
     rng = random.Random(5)
     driver = EngineDriver(
         num_blocks=20 * 16 // block_size,
