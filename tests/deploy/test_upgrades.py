@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.support.deploy.chart import CHART, LEADER_WORKER_SETS, Tree, find, render
-from tests.support.deploy.chart_values import DIGEST, HASHES, IMAGES, values
+from tests.support.deploy.chart_values import HASHES, IMAGES, values
 from tests.support.deploy.upgrades import lost_state, refused_changes
 
 OTHER_DIGEST = f"sha256:{'7' * 64}"
@@ -34,29 +34,37 @@ CELLS: dict[str, Tree] = {
     },
 }
 
-# What an upgrade may change in all of them.
+# What an upgrade may change in all of them. Changes that may hide each other are not made at once.
 CHANGES: dict[str, Tree] = {
-    "images": {part: {"image": {"digest": OTHER_DIGEST}} for part in IMAGES},
-    "the name of an image": {"tokenizer": {"image": {"name": "mirrored-tokenizer", "digest": DIGEST}}},
-    "replicas of tokenizers": {"tokenizer": {"replicas": 5}},
-    "resources": {part: {"resources": {"cpu": "3", "memory": "48Gi"}} for part in IMAGES},
-    "settings of a tokenizer": {"tokenizer": {"settings": {"max-unread-s": 9}}},
-    "settings of a scheduler": {"scheduler": {"settings": {"max-num-seqs": 64}}},
-    "settings of workers": {"workers": {"settings": {"num-threads": 3}}},
-    "variables of workers": {"workers": {"env": {"NCCL_DEBUG": "WARN"}}},
-    "volumes of workers": {"workers": {"sharedMemory": "1Gi", "cacheSize": "1Gi"}},
-    "restarts of workers": {"workers": {"restartPolicy": "RecreateGroupOnPodRestart", "maxFailedStarts": 9}},
-    "the time to start": {part: {"startupSeconds": 1000} for part in IMAGES},
-    "the time to end": {"shutdown": {"preStopSeconds": 0, "drainSeconds": 200, "teardownSeconds": 20}},
-    "the age of connections": {"tokenizer": {"maxConnectionAgeSeconds": 30}},
+    "images, variables and settings": {
+        "tokenizer": {"image": {"name": "mirrored-tokenizer", "digest": OTHER_DIGEST}, "settings": {"max-unread-s": 9}},
+        "scheduler": {"image": {"digest": OTHER_DIGEST}, "settings": {"max-num-seqs": 64}},
+        "workers": {
+            "image": {"digest": OTHER_DIGEST},
+            "settings": {"num-threads": 3},
+            "env": {"NCCL_DEBUG": "WARN"},
+        },
+    },
+    "replicas, resources and volumes": {
+        **{part: {"resources": {"cpu": "3", "memory": "48Gi"}} for part in IMAGES},
+        "tokenizer": {"resources": {"cpu": "3", "memory": "48Gi"}, "replicas": 5},
+        "workers": {"resources": {"cpu": "3", "memory": "48Gi"}, "sharedMemory": "1Gi", "cacheSize": "1Gi"},
+    },
+    "how long pods take to start and end, and restarts": {
+        "tokenizer": {"startupSeconds": 1000, "maxConnectionAgeSeconds": 30},
+        "scheduler": {"startupSeconds": 1000},
+        "workers": {"startupSeconds": 1000, "restartPolicy": "RecreateGroupOnPodRestart", "maxFailedStarts": 9},
+        "shutdown": {"preStopSeconds": 0, "drainSeconds": 200, "teardownSeconds": 20},
+    },
     "another issuer": {"tls": {"issuer": {"name": "other", "kind": "ClusterIssuer"}, "clientNames": ["a.example.org"]}},
     "own certificates": {
         "tls": {"issuer": {"name": ""}, "secrets": {"tokenizer": "a", "scheduler": "b", "worker": "c"}}
     },
     "another trust domain": {"tls": {"trustDomain": "example.com"}},
-    "pod templates": {part: {"podTemplate": {"metadata": {"annotations": {"a": "b"}}}} for part in IMAGES},
-    "the model's name": {"model": {"name": "another-name"}},
-    "the model's folder": {"model": {"path": "other"}},
+    "pod templates, and the model's name and folder": {
+        **{part: {"podTemplate": {"metadata": {"annotations": {"a": "b"}}}} for part in IMAGES},
+        "model": {"name": "another-name", "path": "other"},
+    },
     "more tensor parallelism": {"workers": {"tp": 8}},
     "GPUs of another kind": {"workers": {"gpu": {"resource": "nvidia.com/gpu", "deviceClass": ""}}},
     "devices of another class": {"workers": {"gpu": {"resource": "", "deviceClass": "gpu.nvidia.com"}}},
@@ -100,10 +108,15 @@ def merged(base: Any, patch: Any) -> Any:
     return base | {name: merged(base.get(name), value) for name, value in patch.items()}
 
 
-def render_release(changes: Mapping[str, Tree] | None = None, top: Tree | None = None, **options: Any) -> list[Tree]:
-    """All cells, each with its change, and with values of the release."""
-    cells = [values({"name": name, **merged(CELLS[name], (changes or {}).get(name, {}))})["cells"][0] for name in CELLS]
+def render_cells(changes: Mapping[str, Tree], top: Tree | None = None, **options: Any) -> list[Tree]:
+    """A release of these cells, each with its change, and with values of the release."""
+    cells = [values({"name": name, **merged(CELLS[name], change)})["cells"][0] for name, change in changes.items()]
     return render(values={"cells": cells, **(top or {})}, apis=[LEADER_WORKER_SETS], **options)
+
+
+def render_release(change: Tree | None = None, top: Tree | None = None, **options: Any) -> list[Tree]:
+    """All cells, each with the same change."""
+    return render_cells(dict.fromkeys(CELLS, change or {}), top, **options)
 
 
 def assert_upgrades(old: list[Tree], new: list[Tree]) -> None:
@@ -119,7 +132,7 @@ def old() -> list[Tree]:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_values_of_all_cells_that_change_are_upgrades(old: list[Tree], change: str) -> None:
-    new = render_release(dict.fromkeys(CELLS, CHANGES[change]))
+    new = render_release(CHANGES[change])
     assert old != new
     assert_upgrades(old, new)
     # What takes the change back is an upgrade too.
@@ -127,8 +140,11 @@ def test_values_of_all_cells_that_change_are_upgrades(old: list[Tree], change: s
 
 
 @pytest.mark.parametrize("change", CHANGES_OF_ONE)
-def test_values_of_a_cell_that_change_are_upgrades(old: list[Tree], change: str) -> None:
-    assert_upgrades(old, render_release(dict([CHANGES_OF_ONE[change]])))
+def test_values_of_a_cell_that_change_are_upgrades(change: str) -> None:
+    name, values_of_one = CHANGES_OF_ONE[change]
+    old, new = render_cells({name: {}}), render_cells({name: values_of_one})
+    assert old != new
+    assert_upgrades(old, new)
 
 
 @pytest.mark.parametrize("change", CHANGES_OF_RELEASE)
@@ -145,8 +161,9 @@ def test_another_cell_changes_nothing_of_the_others() -> None:
 
 
 def test_a_cluster_that_is_upgraded_changes_nothing_that_may_not_change() -> None:
-    changes = {"sets": {"workers": {"gpu": {"resource": "amd.com/gpu", "deviceClass": ""}}}}
-    assert_upgrades(render_release(changes, kubernetes="1.29.0"), render_release(changes, kubernetes="1.36.0"))
+    changes: dict[str, Tree] = {name: {} for name in CELLS}
+    changes["sets"] = {"workers": {"gpu": {"resource": "amd.com/gpu", "deviceClass": ""}}}
+    assert_upgrades(render_cells(changes, kubernetes="1.29.0"), render_cells(changes, kubernetes="1.36.0"))
 
 
 @pytest.fixture

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,9 +17,9 @@ import pytest
 from google.rpc import error_details_pb2
 
 from lockstep.v1 import tokenizer_pb2
-from shared.model_dir import CHAT_TEMPLATE
 from shared.network.rpc import reason_of, status_from_rpc_error
-from tests.support.cells.cell import Cell, start_cell
+from tests.support.cells.cell import Cell
+from tests.support.cells.narrow_cell import NarrowCell
 from tests.support.clients.client import Client, chat_request, connect, text_request, token_request
 
 VOCABULARY = 49_152
@@ -209,20 +207,8 @@ async def test_bad_ids_and_texts_are_refused_by_the_other_methods_too(real_cell:
             assert reason_of(status_from_rpc_error(error.value)) == code
 
 
-@pytest.fixture(scope="module")
-def small_cell(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
-    """A cell with a pool of 384 tokens (less than the context of 512), one slot, and a template that can fail."""
-    model_dir = Path(shutil.copytree(tiny_model, tmp_path_factory.mktemp("strict") / "model"))
-    template = model_dir / CHAT_TEMPLATE
-    guard = "{% if 'forbidden' in messages[-1]['content'] %}{{ raise_exception('not this') }}{% endif %}"
-    template.write_text(guard + template.read_text(encoding="utf-8"), encoding="utf-8")
-    flags = ("--worker.kv-cache-num-blocks=24", "--scheduler.max-num-seqs=1", "--scheduler.max-waiting-requests=1")
-    with start_cell(model_dir, *flags) as cell:
-        yield cell
-
-
-async def test_a_prompt_that_the_pool_can_never_hold_is_refused(small_cell: Cell) -> None:
-    async with connect(small_cell) as client:
+async def test_a_prompt_that_the_pool_can_never_hold_is_refused(narrow_cell: NarrowCell) -> None:
+    async with connect(narrow_cell.cell) as client:
         error = await refusal(client, token_request([5] * 356, max_tokens=29))
         assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert reason_of(status_from_rpc_error(error)) == "KV_CAPACITY_EXCEEDED"
@@ -233,16 +219,16 @@ async def test_a_prompt_that_the_pool_can_never_hold_is_refused(small_cell: Cell
         assert unlimited.accepted.max_tokens == 28
 
 
-async def test_messages_that_make_the_template_fail_are_refused(small_cell: Cell) -> None:
-    async with connect(small_cell) as client:
+async def test_messages_that_make_the_template_fail_are_refused(narrow_cell: NarrowCell) -> None:
+    async with connect(narrow_cell.cell) as client:
         error = await refusal(client, chat_request(("user", "something forbidden")))
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert reason_of(status_from_rpc_error(error)) == "INVALID_REQUEST"
         await client.generate(chat_request(("user", "something else"), max_tokens=2))
 
 
-async def test_a_full_queue_refuses_at_once_and_says_when_to_come_again(small_cell: Cell) -> None:
-    async with connect(small_cell) as client:
+async def test_a_full_queue_refuses_at_once_and_says_when_to_come_again(narrow_cell: NarrowCell) -> None:
+    async with connect(narrow_cell.cell) as client:
         running = asyncio.create_task(client.generate(token_request([5], max_tokens=380, ignore_eos=True)))
         await client.wait_until(lambda state: state.num_running)
         waiting = asyncio.create_task(client.generate(token_request([6], max_tokens=2, ignore_eos=True)))

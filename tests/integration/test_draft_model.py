@@ -6,18 +6,21 @@ import asyncio
 import random
 from pathlib import Path
 
+import pytest
+
 from lockstep.v1 import scheduler_pb2
-from tests.support.cells.cell import run_serve, start_cell
+from tests.support.cells.cell import REFERENCE, start_cell
 from tests.support.clients.client import connect, token_request
 from tests.support.models.generation import Way, generate
 from tests.support.models.parity import load_paged
 from tests.support.models.tiny_llama import write_noisy_copy, write_tiny_llama
-from tests.support.system.ports import free_port
+from tests.support.system.patience import PATIENCE_S
+from tests.support.system.processes import start_service
 
 NUM_TOKENS = 41
 # Chunked prompts in the same steps as decodes, and a pool that two prompts fill.
 FLAGS = (
-    "--worker.ops-backend=reference",
+    REFERENCE,
     "--worker.num-threads=1",
     "--worker.kv-cache-num-blocks=14",
     "--scheduler.max-num-batched-tokens=32",
@@ -50,24 +53,28 @@ async def ask(model_dir: Path, *flags: str) -> tuple[list[list[int]], scheduler_
 
 
 async def test_answers_do_not_depend_on_the_draft_model(tiny_model: Path, tmp_path: Path) -> None:
-    plain = plain_tokens(tiny_model)
     noisy_dir = write_noisy_copy(tiny_model, tmp_path / "noisy")
     answers, state = await ask(tiny_model, f"--draft-model={noisy_dir}", "--worker.num-draft-tokens=8")
-    assert answers == plain
+    assert answers == plain_tokens(tiny_model)
     assert state.num_preemptions > 0
     assert state.num_prefix_hit_tokens > 0
     assert 0 < state.num_accepted_draft_tokens < state.num_draft_tokens
-    # Drafts by the same model are always right unless cut off: 40 tokens take 8 steps of 5, and some shorter ones.
+
+
+@pytest.mark.slow
+async def test_drafts_of_the_same_model_are_right_unless_cut_off(tiny_model: Path) -> None:
     answers, state = await ask(tiny_model, f"--draft-model={tiny_model}", "--draft-proposer=model")
-    assert answers == plain
+    assert answers == plain_tokens(tiny_model)
     assert state.num_preemptions > 0
+    # 40 tokens take 8 steps of 5, and some shorter ones.
     assert state.num_accepted_draft_tokens > 0.95 * state.num_draft_tokens
     assert state.num_accepted_draft_tokens > 0.6 * sum(map(len, answers))
 
 
 def test_who_cannot_draft_is_refused_at_start(tiny_model: Path, tmp_path: Path) -> None:
-    """The message for each reason is tested in `test_drafting.py`."""
+    """The message for each reason is tested in `test_drafting.py`, and how a cell ends in `test_broken_models.py`."""
     other = write_tiny_llama(tmp_path / "other", changes={"vocab_size": 300})
-    served = run_serve(str(tiny_model), f"--listen=127.0.0.1:{free_port()}", f"--draft-model={other}")
-    assert served.returncode == 1
-    assert "its vocabulary has 300 tokens, not 512" in served.stderr
+    flags = (f"--model-dir={tiny_model}", "--draft-proposer=model", f"--draft-model={other}")
+    with start_service("worker", *flags, f"--listen=unix:{tmp_path / 'worker'}", log=tmp_path / "log") as worker:
+        assert worker.wait(PATIENCE_S) == 1
+    assert "its vocabulary has 300 tokens, not 512" in (tmp_path / "log").read_text(encoding="utf-8")

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lockstep.v1 import tokenizer_pb2
-from tests.support.cells.cell import Cell, start_cell
+from tests.support.cells.cell import REFERENCE, Cell, start_cell
 from tests.support.clients.client import Client, Completion, connect, token_request
 
 NUM_REQUESTS = 32
-NUM_TOKENS = 20
+NUM_TOKENS = 16
+MAX_PROMPT = 60
 MAX_ROUNDS = 20
 NUM_REAL_TOKENS = 10
-REFERENCE = "--worker.ops-backend=reference"
 
 
 def make_requests(
-    logits_width: int, *, count: int = NUM_REQUESTS, max_prompt: int = 100
+    logits_width: int, *, count: int = NUM_REQUESTS, max_prompt: int = MAX_PROMPT
 ) -> list[tokenizer_pb2.GenerateRequest]:
     """Greedy and sampled requests of many lengths; half of them have a common prefix."""
     rng = random.Random(11)
@@ -50,60 +49,60 @@ def outputs(completions: list[Completion]) -> list[tuple[list[int], str]]:
 
 
 @pytest.fixture(scope="module")
-def plain_cell(tiny_model: Path) -> Iterator[Cell]:
-    with start_cell(tiny_model, REFERENCE, "--scheduler.no-enable-prefix-caching") as cell:
-        yield cell
-
-
-@pytest.fixture(scope="module")
 def requests() -> list[tokenizer_pb2.GenerateRequest]:
     return make_requests(512)
 
 
 @pytest.fixture(scope="module")
-def alone(plain_cell: Cell, requests: list[tokenizer_pb2.GenerateRequest]) -> list[tuple[list[int], str]]:
+def alone(reference_cell: Cell, requests: list[tokenizer_pb2.GenerateRequest]) -> list[tuple[list[int], str]]:
     async def run() -> list[Completion]:
-        async with connect(plain_cell) as client:
+        async with connect(reference_cell) as client:
             return await run_alone(client, requests)
 
     return outputs(asyncio.run(run()))
 
 
 async def test_32_requests_at_once_without_a_prefix_cache(
-    plain_cell: Cell, requests: list[tokenizer_pb2.GenerateRequest], alone: list[tuple[list[int], str]]
+    reference_cell: Cell, requests: list[tokenizer_pb2.GenerateRequest], alone: list[tuple[list[int], str]]
 ) -> None:
-    async with connect(plain_cell) as client:
+    async with connect(reference_cell) as client:
         assert outputs(await client.generate_all(requests)) == alone
         assert (await client.wait_until_idle()).num_prefix_hit_tokens == 0
 
 
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "is_preempted"),
     [
-        ["--scheduler.kv-cache-block-size=1", "--scheduler.max-steps-in-flight=1"],
-        [
-            "--scheduler.kv-cache-block-size=16",
-            "--scheduler.max-num-seqs=40",
-            "--scheduler.max-num-batched-tokens=40",
-            "--scheduler.enable-mixed-steps=true",
-            "--scheduler.max-steps-in-flight=3",
-        ],
+        (["--scheduler.kv-cache-block-size=1", "--scheduler.max-steps-in-flight=1"], False),
+        (
+            [
+                "--scheduler.kv-cache-block-size=16",
+                "--worker.kv-cache-num-blocks=24",
+                "--scheduler.max-num-seqs=40",
+                "--scheduler.max-num-batched-tokens=40",
+                "--scheduler.enable-mixed-steps=true",
+                "--scheduler.max-steps-in-flight=3",
+            ],
+            True,
+        ),
         pytest.param(
             [
                 "--scheduler.kv-cache-block-size=32",
                 "--scheduler.max-num-seqs=40",
                 "--scheduler.max-num-batched-tokens=40",
             ],
+            False,
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["blocks of 1, no overlap", "blocks of 16, chunks in mixed steps", "blocks of 32, chunks"],
+    ids=["blocks of 1, no overlap", "few blocks of 16, chunks in mixed steps", "blocks of 32, chunks"],
 )
-async def test_block_sizes_overlap_and_chunks_with_a_prefix_cache(
+async def test_block_sizes_overlap_chunks_and_preemptions_with_a_prefix_cache(
     tiny_model: Path,
     requests: list[tokenizer_pb2.GenerateRequest],
     alone: list[tuple[list[int], str]],
     flags: list[str],
+    is_preempted: bool,
 ) -> None:
     with start_cell(tiny_model, REFERENCE, *flags) as cell:
         async with connect(cell) as client:
@@ -113,20 +112,11 @@ async def test_block_sizes_overlap_and_chunks_with_a_prefix_cache(
             state = await client.wait_until_idle()
     assert state.num_prefix_hit_tokens > 0
     assert state.num_cached_blocks > 0
-
-
-async def test_a_pool_so_small_that_sequences_are_preempted(
-    tiny_model: Path, requests: list[tokenizer_pb2.GenerateRequest], alone: list[tuple[list[int], str]]
-) -> None:
-    with start_cell(tiny_model, REFERENCE, "--worker.kv-cache-num-blocks=24") as cell:
-        async with connect(cell) as client:
-            assert outputs(await client.generate_all(requests)) == alone
-            state = await client.wait_until_idle()
-    assert state.num_preemptions > 0
+    assert (state.num_preemptions > 0) is is_preempted
 
 
 async def test_cancelled_neighbours_give_their_blocks_back_and_disturb_no_request(
-    plain_cell: Cell, requests: list[tokenizer_pb2.GenerateRequest], alone: list[tuple[list[int], str]]
+    reference_cell: Cell, requests: list[tokenizer_pb2.GenerateRequest], alone: list[tuple[list[int], str]]
 ) -> None:
     async def cancel_after(request: tokenizer_pb2.GenerateRequest, num_responses: int) -> None:
         call = client.tokenizer.Generate(request)
@@ -139,7 +129,7 @@ async def test_cancelled_neighbours_give_their_blocks_back_and_disturb_no_reques
     neighbours = make_requests(512, count=16)
     for request in neighbours:
         request.sampling.max_tokens = 400
-    async with connect(plain_cell) as client:
+    async with connect(reference_cell) as client:
         kept = asyncio.create_task(client.generate_all(requests))
         await asyncio.gather(*(cancel_after(request, number % 4) for number, request in enumerate(neighbours)))
         assert outputs(await kept) == alone
@@ -148,18 +138,15 @@ async def test_cancelled_neighbours_give_their_blocks_back_and_disturb_no_reques
     assert state.num_free_blocks == state.num_blocks
 
 
-# On this backend each row reads all weights, so this takes over a minute.
+# On this backend each row reads all weights.
 @pytest.mark.slow
-async def test_the_real_model_alone_together_and_preempted(real_model: Path) -> None:
-    requests = make_requests(49_152, count=6, max_prompt=32)
+async def test_the_real_model_alone_and_together_with_preemptions(real_model: Path) -> None:
+    requests = make_requests(49_152, count=5, max_prompt=32)
     for request in requests:
         request.sampling.max_tokens = NUM_REAL_TOKENS
-    with start_cell(real_model, REFERENCE) as cell:
-        async with connect(cell) as client:
-            expected = outputs(await run_alone(client, requests))
-            assert outputs(await client.generate_all(requests)) == expected
     with start_cell(real_model, REFERENCE, "--worker.kv-cache-num-blocks=6") as cell:
         async with connect(cell) as client:
+            expected = outputs(await run_alone(client, requests))
             # On a busy machine requests may arrive one after the other, and none is preempted.
             for _ in range(MAX_ROUNDS):
                 assert outputs(await client.generate_all(requests)) == expected

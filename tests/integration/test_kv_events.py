@@ -14,7 +14,7 @@ import pytest
 
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
 from shared.network.rpc import make_channel
-from tests.support.cells.cell import Cell, start_cell
+from tests.support.cells.cell import REFERENCE, Cell, start_cell
 from tests.support.clients.client import Client, connect, token_request
 from tests.support.clients.kv_subscriber import KvSubscriber
 from tests.support.system.processes import ROOT
@@ -28,7 +28,7 @@ Hash = Callable[[list[int], str, int], list[int]]
 @pytest.fixture(scope="module")
 def cell(tiny_model: Path) -> Iterator[Cell]:
     """A cell of two ranks."""
-    with start_cell(tiny_model, "--dp=2", "--worker.ops-backend=reference", "--worker.kv-cache-num-blocks=64") as cell:
+    with start_cell(tiny_model, "--dp=2", REFERENCE, "--worker.kv-cache-num-blocks=64") as cell:
         yield cell
 
 

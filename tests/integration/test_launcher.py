@@ -10,6 +10,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -19,7 +20,10 @@ import pytest
 from lockstep.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from shared.network.health import Health, wait_until_serving
 from shared.network.rpc import make_channel, make_server, reason_of, status_from_rpc_error
+from shared.network.tls import Role
 from tests.support.cells.cell import Cell, popen_lockstep, run_serve, start_cell
+from tests.support.cells.certificates import Authority, write_files
+from tests.support.cells.tls_cell import tls_flags
 from tests.support.clients.client import text_request
 from tests.support.system.patience import PATIENCE_S
 from tests.support.system.pipes import full_pipe
@@ -39,18 +43,9 @@ def assert_nothing_is_left(cell: Cell, runtime_dir: Path) -> None:
     assert not runtime_dir.exists()
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_tokenizer_then_scheduler_then_worker(tiny_model: Path, signal_number: signal.Signals) -> None:
-    with start_cell(tiny_model) as cell:
-        runtime_dir = cell.runtime_dir
-        assert runtime_dir.stat().st_mode & 0o777 == 0o700
-
-        assert cell.stop(signal_number) == 0
-
-        stopped = re.findall(r"serve: stopped role=(\w+) pid=(\d+)", cell.log())
-        order = ("tokenizer", "scheduler", "worker")
-        assert stopped == [(role, str(cell.role_to_process[role].pid)) for role in order]
-        assert_nothing_is_left(cell, runtime_dir)
+def assert_stopped_in_order(cell: Cell, *roles: str) -> None:
+    stopped = re.findall(r"serve: stopped role=(\w+) pid=(\d+)", cell.log())
+    assert stopped == [(role, str(cell.role_to_process[role].pid)) for role in roles]
 
 
 def begin_answer(cell: Cell, stack: ExitStack, *, max_tokens: int) -> Iterator[tokenizer_pb2.GenerateResponse]:
@@ -63,13 +58,21 @@ def begin_answer(cell: Cell, stack: ExitStack, *, max_tokens: int) -> Iterator[t
     return answer
 
 
-def test_a_busy_cell_that_is_asked_to_stop_finishes_its_answers(tiny_model: Path) -> None:
+def test_a_busy_cell_that_is_asked_to_stop_finishes_its_answers_then_stops_each_service(tiny_model: Path) -> None:
     with start_cell(tiny_model) as cell, ExitStack() as stack:
+        runtime_dir = cell.runtime_dir
+        assert runtime_dir.stat().st_mode & 0o777 == 0o700
         answer = begin_answer(cell, stack, max_tokens=200)
         cell.launcher.send_signal(signal.SIGTERM)
         *_, last = answer
         assert last.finish.reason == common_pb2.FINISH_REASON_MAX_TOKENS
         assert cell.wait() == 0
+
+        assert_stopped_in_order(cell, "tokenizer", "scheduler", "worker")
+        # The worker says what it computes in.
+        loaded = r"the model is loaded weights=\S+ dtype=\w+ backend=\w+ .*threads=\d+ seconds="
+        assert re.search(loaded, cell.log())
+        assert_nothing_is_left(cell, runtime_dir)
 
 
 def test_the_second_signal_stops_a_busy_cell_at_once(tiny_model: Path) -> None:
@@ -87,15 +90,14 @@ def test_the_second_signal_stops_a_busy_cell_at_once(tiny_model: Path) -> None:
         assert cell.wait() == 0
 
 
-def test_ctrl_c_in_a_terminal_reaches_the_launcher_alone(tiny_model: Path) -> None:
-    with start_cell(tiny_model) as cell:
-        launcher_session = os.getsid(cell.launcher.pid)
-        sessions = {os.getsid(process.pid) for process in cell.role_to_process.values()}
-        assert launcher_session not in sessions
-        assert len(sessions) == len(ROLES)
+def test_ctrl_c_in_a_terminal_reaches_the_launcher_alone(real_cell: Cell) -> None:
+    launcher_session = os.getsid(real_cell.launcher.pid)
+    sessions = {os.getsid(process.pid) for process in real_cell.role_to_process.values()}
+    assert launcher_session not in sessions
+    assert len(sessions) == len(ROLES)
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", ["worker", *(pytest.param(role, marks=pytest.mark.slow) for role in ROLES[1:])])
 def test_a_service_that_dies_before_the_cell_serves_is_named_and_ends_the_others(tiny_model: Path, role: str) -> None:
     with popen_lockstep("serve", str(tiny_model), free_address()) as launcher:
         assert launcher.stderr is not None
@@ -110,11 +112,30 @@ def test_a_service_that_dies_before_the_cell_serves_is_named_and_ends_the_others
     assert not [service for service in services if service.is_running()]
 
 
-async def test_what_answers_on_a_port_that_was_taken_meanwhile_is_not_taken_for_the_cell(tiny_model: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker that no launcher has started."""
+
+    process: subprocess.Popen[bytes]
+    address: str
+
+
+@pytest.fixture(scope="module")
+def worker(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    """Cells come and go; tests leave it running."""
+    address = f"unix:{tmp_path_factory.mktemp('worker') / 'worker.sock'}"
+    with start_service("worker", f"--model-dir={tiny_model}", f"--listen={address}") as process:
+        yield Worker(process, address)
+
+
+async def test_what_answers_on_a_port_that_was_taken_meanwhile_is_not_taken_for_the_cell(
+    tiny_model: Path, worker: Worker
+) -> None:
     address = f"127.0.0.1:{free_port()}"
+    flags = (f"--listen={address}", f"--workers={worker.address}")
     health = Health(())
     await health.set_serving(True)
-    with popen_lockstep("serve", str(tiny_model), f"--listen={address}") as launcher:
+    with popen_lockstep("serve", str(tiny_model), *flags) as launcher:
         assert launcher.stdout is not None
         assert launcher.stderr is not None
         while "started role=tokenizer pid=" not in (line := launcher.stderr.readline()):
@@ -137,16 +158,6 @@ async def test_what_answers_on_a_port_that_was_taken_meanwhile_is_not_taken_for_
     assert log.splitlines()[-1].startswith("error: the tokenizer exited with code 1: cannot serve")
 
 
-def test_a_cell_stops_cleanly_while_a_service_waits_for_its_next_start(tiny_model: Path) -> None:
-    with start_cell(tiny_model) as cell:
-        runtime_dir = cell.runtime_dir
-        pid = cell.kill("scheduler")
-        cell.wait_for_log(f"exited; restarting role=scheduler pid={pid}")
-
-        assert cell.stop() == 0
-        assert_nothing_is_left(cell, runtime_dir)
-
-
 def refused(*args: str) -> str:
     """Run `lockstep serve` with arguments that it must refuse before starting anything; returns its last line."""
     result = run_serve(*args)
@@ -159,7 +170,11 @@ def refused(*args: str) -> str:
     ("flag", "problem"),
     [
         ("--worker.no-such-flag=1", "the worker rejects its settings: unrecognized arguments: --no-such-flag=1"),
-        ("--scheduler.max-num-seqs=many", "the scheduler rejects its settings: --max-num-seqs (or LOCKSTEP_SCHEDULER_"),
+        pytest.param(
+            "--scheduler.max-num-seqs=many",
+            "the scheduler rejects its settings: --max-num-seqs (or LOCKSTEP_SCHEDULER_",
+            marks=pytest.mark.slow,
+        ),
         ("--tokenizer.num-encode-threads=0", "the tokenizer rejects its settings: --num-encode-threads (or LOCKSTEP_"),
     ],
 )
@@ -167,11 +182,12 @@ def test_a_bad_flag_of_a_service_is_refused_before_anything_starts(tiny_model: P
     assert refused(str(tiny_model), free_address(), flag).startswith(f"error: {problem}")
 
 
-async def test_a_cell_whose_output_is_not_read_serves_and_stops(tiny_model: Path) -> None:
+async def test_a_cell_whose_output_is_not_read_serves_and_stops(tiny_model: Path, worker: Worker) -> None:
     address = f"127.0.0.1:{free_port()}"
+    flags = (f"--listen={address}", f"--workers={worker.address}")
     with (
         full_pipe() as (reader, stderr),
-        popen_lockstep("serve", str(tiny_model), f"--listen={address}", stderr=stderr) as launcher,
+        popen_lockstep("serve", str(tiny_model), *flags, stderr=stderr) as launcher,
     ):
         assert launcher.stdout is not None
         launcher.stdout.close()
@@ -229,22 +245,39 @@ def test_a_draft_model_that_is_none_is_refused_before_anything_starts(tiny_model
     )
 
 
-def test_a_cell_can_be_of_workers_that_were_started_elsewhere(tiny_model: Path, tmp_path: Path) -> None:
-    address = f"unix:{tmp_path / 'worker.sock'}"
-    worker = start_service("worker", f"--model-dir={tiny_model}", f"--listen={address}")
-    with worker, start_cell(tiny_model, f"--workers={address}") as cell:
+def test_a_cell_can_be_of_workers_that_were_started_elsewhere_and_leaves_them(tiny_model: Path, worker: Worker) -> None:
+    with start_cell(tiny_model, f"--workers={worker.address}", "--prompt=Say hello.") as cell:
+        runtime_dir = cell.runtime_dir
         with cell.stub() as stub:
             responses = list(stub.Generate(text_request("Hello", max_tokens=3, ignore_eos=True)))
 
         assert sum(len(response.token_ids) for response in responses) == 3
         assert set(cell.role_to_process) == {"scheduler", "tokenizer"}
+        # The prompt is answered once the cell is ready, which then serves on.
+        assert cell.launcher.stdout is not None
+        answer = ""
+        while not re.search(r"\[\d+ tokens, ended by .* [\d.]+ tokens/s\]\n", answer):
+            line = cell.launcher.stdout.readline()
+            assert line, "the launcher ended before it had answered"
+            answer += line
+        assert answer.lstrip().startswith("> Say hello.\n")
+
+        assert cell.stop(signal.SIGINT) == 0
+
+        assert_stopped_in_order(cell, "tokenizer", "scheduler")
+        assert_nothing_is_left(cell, runtime_dir)
+        assert worker.process.poll() is None
 
 
-def test_a_prompt_is_answered_on_stdout_before_the_launcher_ends(real_model: Path, tmp_path: Path) -> None:
+def test_over_tls_a_prompt_is_answered_on_stdout_before_the_launcher_ends(
+    tiny_model: Path, worker: Worker, tmp_path: Path
+) -> None:
     prompt = "Say hello."
-    listen = f"--listen=unix:{tmp_path / 'tokenizer.sock'}"
+    authority = Authority()
+    files = write_files(tmp_path, authority.issue_role(Role.TOKENIZER), authority)
+    flags = (f"--listen=0.0.0.0:{free_port()}", f"--workers={worker.address}")
 
-    result = run_serve(str(real_model), listen, f"--prompt={prompt}", "--exit-after-prompt")
+    result = run_serve(str(tiny_model), *flags, f"--prompt={prompt}", "--exit-after-prompt", *tls_flags(files))
 
     assert result.returncode == 0, result.stderr
     ready, _, rest = result.stdout.partition("\n")
@@ -252,9 +285,10 @@ def test_a_prompt_is_answered_on_stdout_before_the_launcher_ends(real_model: Pat
     question, answer = rest.strip().split("\n", maxsplit=1)
     assert question == f"> {prompt}"
     assert re.search(r"\[\d+ tokens, ended by .* [\d.]+ tokens/s\]$", answer.strip())
-    # The worker says what it computes in.
-    assert re.search(r"the model is loaded weights=\S+ dtype=\w+ backend=\w+ .*threads=\d+ seconds=", result.stderr)
     assert prompt not in result.stderr
+    refused = run_serve(str(tiny_model), *flags, *tls_flags(files), f"--tls-key={files.authority}")
+    assert refused.returncode == 2
+    assert refused.stderr == f"error: --tls-key {files.authority}: not an unencrypted private key in PEM\n"
 
 
 def test_an_idle_cell_uses_little_of_a_core(real_cell: Cell) -> None:

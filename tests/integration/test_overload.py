@@ -5,12 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from tests.support.cells.cell import Cell, start_cell
+from tests.support.cells.cell import Cell
 from tests.support.clients.flood import flood_with_calls, flood_with_resets, flood_with_watches
 
 pytestmark = pytest.mark.slow
@@ -22,29 +19,23 @@ NUM_RESETS = 4000
 NUM_WATCHES = 3500
 
 
-@pytest.fixture(scope="module")
-def cell(tiny_model: Path) -> Iterator[Cell]:
-    with start_cell(tiny_model) as cell:
-        yield cell
-
-
 @pytest.mark.parametrize("is_scheduler", [False, True], ids=["tokenizer", "scheduler"])
-async def test_a_flood_of_calls_is_served_or_told_that_the_queue_is_full(cell: Cell, is_scheduler: bool) -> None:
-    address = cell.scheduler_address if is_scheduler else cell.address
+async def test_a_flood_of_calls_is_served_or_told_that_the_queue_is_full(tiny_cell: Cell, is_scheduler: bool) -> None:
+    address = tiny_cell.scheduler_address if is_scheduler else tiny_cell.address
     outcomes = await flood_with_calls(address, NUM_CALLS, is_scheduler=is_scheduler)
     assert not outcomes.unexpected
     assert outcomes.counts.total() == NUM_CALLS
 
 
 @pytest.mark.parametrize("is_scheduler", [False, True], ids=["tokenizer", "scheduler"])
-async def test_streams_that_are_opened_and_reset_harm_no_neighbour(cell: Cell, is_scheduler: bool) -> None:
-    address = cell.scheduler_address if is_scheduler else cell.address
+async def test_streams_that_are_opened_and_reset_harm_no_neighbour(tiny_cell: Cell, is_scheduler: bool) -> None:
+    address = tiny_cell.scheduler_address if is_scheduler else tiny_cell.address
     outcomes = await flood_with_resets(address, NUM_RESETS, is_scheduler=is_scheduler)
     assert not outcomes.unexpected
     assert outcomes.counts["OK"]
 
 
 @pytest.mark.parametrize("is_scheduler", [False, True], ids=["tokenizer", "scheduler"])
-async def test_health_watches_are_all_answered(cell: Cell, is_scheduler: bool) -> None:
-    outcomes = await flood_with_watches(cell.scheduler_address if is_scheduler else cell.address, NUM_WATCHES)
+async def test_health_watches_are_all_answered(tiny_cell: Cell, is_scheduler: bool) -> None:
+    outcomes = await flood_with_watches(tiny_cell.scheduler_address if is_scheduler else tiny_cell.address, NUM_WATCHES)
     assert outcomes.counts == {"OK": NUM_WATCHES}

@@ -28,6 +28,8 @@ class Real:
         assert template is not None
         self.template: ChatTemplate = template
         self.encoder = Encoder(load_tokenizer(directory))
+        # It reads the whole vocabulary, so that one cuts all texts.
+        self.cutter = TextCutter(self.encoder.tokenizer, part_length=1)
         self.reference: Any = AutoTokenizer.from_pretrained(directory)
 
     def encode(self, messages: list[Message]) -> list[int]:
@@ -61,7 +63,7 @@ def test_the_ids_of_a_harmless_chat_equal_those_of_transformers(real: Real, mess
 
 @given(ODD_TEXTS)
 def test_the_tokens_of_a_texts_parts_are_those_of_the_text(real: Real, text: str) -> None:
-    parts = TextCutter(real.encoder.tokenizer, part_length=1).parts(text)
+    parts = real.cutter.parts(text)
     ids_of = real.encoder.encode_pieces
     assert [token for part in parts for token in ids_of([part]).tolist()] == ids_of([text]).tolist()
 

@@ -11,15 +11,14 @@ from typing import Any
 import grpc
 import pytest
 
-from lockstep.v1 import common_pb2, tokenizer_pb2
-from shared.network.rpc import reason_of, status_from_rpc_error
-from tests.support.cells.cell import start_cell
+from lockstep.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
+from shared.network.health import wait_until_serving
+from shared.network.rpc import make_channel, reason_of, status_from_rpc_error
+from tests.support.cells.cell import REFERENCE, start_cell
 from tests.support.cells.split_cell import SplitCell, run_split_cell
 from tests.support.clients.client import Client, Completion, connect, token_request
 from tests.support.clients.token_client import Request, generate_tokens, prompt_request, read_to_end
-
-# Each row is computed alone, so an answer depends only on its request.
-REFERENCE = "--worker.ops-backend=reference"
+from tests.support.system.processes import start_service
 
 
 @pytest.fixture(scope="module")
@@ -144,15 +143,21 @@ async def test_a_stop_string_is_found_across_the_death_of_a_scheduler(cell: Spli
     assert after.num_free_blocks == after.num_blocks
 
 
-async def test_a_scheduler_that_stays_away_ends_the_streams(tiny_model: Path) -> None:
-    with run_split_cell(tiny_model, "--tokenizer.scheduler-lost-s=0.5") as cell:
-        async with connect_to(cell) as client:
-            call, responses = await begin(client, make_requests(1)[0])
+async def test_a_scheduler_that_stays_away_ends_the_streams(cell: SplitCell, tiny_model: Path, tmp_path: Path) -> None:
+    address = f"unix:{tmp_path / 'tokenizer.sock'}"
+    links = (f"--listen={address}", f"--scheduler={cell.cell_address}")
+    async with connect_to(cell), make_channel(address) as channel:
+        with start_service("tokenizer", f"--model-dir={tiny_model}", *links, "--scheduler-lost-s=0.5"):
+            await wait_until_serving(channel)
+            call = tokenizer_pb2_grpc.TokenizerServiceStub(channel).Generate(make_requests(1)[0])
+            responses = [await call.read(), await call.read()]
             cell.kill("scheduler")
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await read_on(call, responses)
-        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert reason_of(status_from_rpc_error(error.value)) == "SCHEDULER_LOST"
+        cell.start("scheduler")
+        await cell.wait_until_serving("scheduler")
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert reason_of(status_from_rpc_error(error.value)) == "SCHEDULER_LOST"
 
 
 async def test_a_direct_client_goes_on_by_itself_with_what_it_has(cell: SplitCell) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from lockstep.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from shared.network.rpc import make_channel, reason_of, status_from_rpc_error
-from tests.support.cells.cell import Cell, start_cell
+from tests.support.cells.cell import REFERENCE, Cell, start_cell
 from tests.support.clients.client import Client, connect, token_request
 from tests.support.clients.narrow_channel import open_narrow_channel
 from tests.support.clients.token_client import Request, generate_tokens, prompt_request, read_to_end
@@ -26,7 +26,7 @@ DOORS = pytest.mark.parametrize("door", ["text", "tokens"])
 def cell(tiny_model: Path) -> Iterator[Cell]:
     """A cell that runs two requests at once, and soon drops clients that do not read."""
     flags = (
-        "--worker.ops-backend=reference",
+        REFERENCE,
         "--scheduler.max-num-seqs=2",
         "--scheduler.max-unread-s=0.3",
         "--tokenizer.max-unread-s=0.3",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import psutil
 
 from tests.support.cells.cell import Cell, start_cell
 from tests.support.clients.client import connect, token_request
+from tests.support.system.patience import PATIENCE_S
 
 
 def is_loopback(host: str) -> bool:
@@ -30,14 +32,26 @@ def find_inet_addresses(cell: Cell) -> Iterator[tuple[str, str]]:
                     yield process.name(), end.ip
 
 
-async def test_without_tls_every_socket_of_a_group_is_loopback_or_unix(tiny_model: Path) -> None:
+async def test_without_tls_every_socket_of_a_group_is_loopback_or_unix_and_a_killed_launcher_leaves_none(
+    tiny_model: Path,
+) -> None:
+    request = token_request([1, 2, 3], max_tokens=4)
+    # One of the services has a child process, which compiles grammars.
+    request.structured_output.regex = "[ab]+"
     with start_cell(tiny_model, "--tp=2", "--worker.ops-backend=cpu") as cell:
         async with connect(cell) as client:
-            await client.generate(token_request([1, 2, 3], max_tokens=4))
+            await client.generate(request)
             addresses = list(find_inet_addresses(cell))
+        processes = psutil.Process(cell.launcher.pid).children(recursive=True)
+        assert len(processes) == len(cell.role_to_process) + 1
         # The tokenizer's port, the rendezvous and the collectives.
         assert len(addresses) > len(cell.role_to_process)
         assert [entry for entry in addresses if not is_loopback(entry[1])] == []
+
+        cell.launcher.kill()
+        assert cell.launcher.wait(PATIENCE_S) == -signal.SIGKILL
+        _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
+        assert alive == []
 
 
 def test_a_socket_on_every_interface_is_noticed() -> None:

@@ -8,56 +8,33 @@ import re
 import signal
 import subprocess
 import urllib.request
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lockstep.v1 import scheduler_pb2
 from shared.cli.clients.top import render
-from tests.support.cells.cell import Cell, popen_lockstep, start_cell
+from tests.support.cells.cell import popen_lockstep
+from tests.support.cells.narrow_cell import NarrowCell
 from tests.support.clients.client import connect, token_request
 from tests.support.system.ports import free_port
 
 PROMPT = list(range(1, 40))
 
 
-@dataclass
-class Watched:
-    """A cell with separate addresses for its scheduler and its metrics."""
-
-    cell: Cell
-    scheduler_address: str
-    metrics_url: str
-
-    async def serve_some(self) -> scheduler_pb2.GetStateResponse:
-        """Serve a prompt twice, the second time from the prefix cache; returns the state afterwards."""
-        async with connect(self.cell) as client:
-            for _ in range(2):
-                await client.generate(token_request(PROMPT, max_tokens=4))
-            return await client.wait_until_idle()
-
-    def scrape(self) -> dict[str, float]:
-        """The cell's metric samples, by name with the label's value appended."""
-        with urllib.request.urlopen(self.metrics_url) as response:
-            families = list(text_string_to_metric_families(response.read().decode()))
-        samples = [sample for family in families for sample in family.samples]
-        return {" ".join([sample.name, *sample.labels.values()]): sample.value for sample in samples}
+async def serve_some(cell: NarrowCell) -> scheduler_pb2.GetStateResponse:
+    """Serve a prompt twice, the second time from the prefix cache; returns the state afterwards."""
+    async with connect(cell.cell) as client:
+        for _ in range(2):
+            await client.generate(token_request(PROMPT, max_tokens=4))
+        return await client.wait_until_idle()
 
 
-@pytest.fixture(scope="module")
-def watched(tiny_model: Path) -> Iterator[Watched]:
-    """A cell of the tiny model with a small pool, which checks its integrity after a second of idleness."""
-    scheduler, metrics = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
-    flags = (
-        f"--scheduler-listen={scheduler}",
-        f"--scheduler.manage-listen={metrics}",
-        "--worker.kv-cache-num-blocks=64",
-    )
-    with start_cell(tiny_model, *flags) as cell:
-        yield Watched(cell, scheduler, f"http://{metrics}/metrics")
+def scrape(cell: NarrowCell) -> dict[str, float]:
+    """The samples of the scheduler's metrics, by name with the label's value appended."""
+    with urllib.request.urlopen(f"http://{cell.scheduler_metrics}/metrics") as response:
+        families = list(text_string_to_metric_families(response.read().decode()))
+    samples = [sample for family in families for sample in family.samples]
+    return {" ".join([sample.name, *sample.labels.values()]): sample.value for sample in samples}
 
 
 def run_top(*args: str, temp_dir: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -73,28 +50,28 @@ def read_until(fd: int, pattern: str) -> str:
     return seen
 
 
-async def test_the_launcher_says_where_the_scheduler_is(watched: Watched) -> None:
-    assert watched.cell.ready_line.endswith(f"scheduler on {watched.scheduler_address}\n")
+async def test_the_launcher_says_where_the_scheduler_is(narrow_cell: NarrowCell) -> None:
+    assert narrow_cell.cell.ready_line.endswith(f"scheduler on {narrow_cell.scheduler_address}\n")
 
 
-async def test_one_snapshot_says_what_the_state_says(watched: Watched) -> None:
-    state = await watched.serve_some()
-    result = run_top("--once", f"--target={watched.cell.cell_address}")
+async def test_one_snapshot_says_what_the_state_says(narrow_cell: NarrowCell) -> None:
+    state = await serve_some(narrow_cell)
+    result = run_top("--once", f"--target={narrow_cell.cell.cell_address}")
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout == render(watched.cell.cell_address, state)
+    assert result.stdout == render(narrow_cell.cell.cell_address, state)
     assert state.num_prefix_hit_tokens > 0
 
 
-async def test_the_cell_that_runs_here_is_found_without_a_target(watched: Watched) -> None:
-    state = await watched.serve_some()
-    result = run_top("--once", temp_dir=watched.cell.temp_dir)
+async def test_the_cell_that_runs_here_is_found_without_a_target(narrow_cell: NarrowCell) -> None:
+    state = await serve_some(narrow_cell)
+    result = run_top("--once", temp_dir=narrow_cell.cell.temp_dir)
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout == render(watched.cell.cell_address, state)
+    assert result.stdout == render(narrow_cell.cell.cell_address, state)
 
 
-async def test_a_scrape_says_what_the_state_says(watched: Watched) -> None:
-    state = await watched.serve_some()
-    scraped = watched.scrape()
+async def test_a_scrape_says_what_the_state_says(narrow_cell: NarrowCell) -> None:
+    state = await serve_some(narrow_cell)
+    scraped = scrape(narrow_cell)
     assert scraped["lockstep_worker_attached 0"] == 1
     assert scraped["lockstep_steps_total prefill 0"] == state.num_prefill_steps > 0
     assert scraped["lockstep_steps_total decode 0"] == state.num_decode_steps > 0
@@ -105,17 +82,17 @@ async def test_a_scrape_says_what_the_state_says(watched: Watched) -> None:
     assert scraped["process_resident_memory_bytes"] > 0
 
 
-async def test_an_idle_cell_checks_its_integrity(watched: Watched) -> None:
-    await watched.serve_some()
-    num_checks_before = watched.scrape()["lockstep_integrity_checks_total"]
-    while (scraped := watched.scrape())["lockstep_integrity_checks_total"] == num_checks_before:
+async def test_an_idle_cell_checks_its_integrity(narrow_cell: NarrowCell) -> None:
+    await serve_some(narrow_cell)
+    num_checks_before = scrape(narrow_cell)["lockstep_integrity_checks_total"]
+    while (scraped := scrape(narrow_cell))["lockstep_integrity_checks_total"] == num_checks_before:
         assert scraped["lockstep_num_requests_running"] == 0
     assert scraped["lockstep_integrity_failures_total"] == 0
 
 
-def test_in_a_terminal_each_snapshot_stands_over_the_last_one_until_ctrl_c(watched: Watched) -> None:
+def test_in_a_terminal_each_snapshot_stands_over_the_last_one_until_ctrl_c(narrow_cell: NarrowCell) -> None:
     person, program = pty.openpty()
-    command = ("top", f"--target={watched.cell.cell_address}", "--interval=0.1")
+    command = ("top", f"--target={narrow_cell.cell.cell_address}", "--interval=0.1")
     with popen_lockstep(*command, stdin=program, stdout=program, stderr=program) as process:
         seen = read_until(person, r"\x1b\[H.*ready.*\x1b\[H.*last 0\.\d s.*\x1b\[H")
         process.send_signal(signal.SIGINT)
@@ -125,8 +102,8 @@ def test_in_a_terminal_each_snapshot_stands_over_the_last_one_until_ctrl_c(watch
     assert "Traceback" not in seen
 
 
-def test_in_a_pipe_snapshots_come_one_below_the_other_until_the_reader_ends(watched: Watched) -> None:
-    with popen_lockstep("top", f"--target={watched.cell.cell_address}", "--interval=0.1") as process:
+def test_in_a_pipe_snapshots_come_one_below_the_other_until_the_reader_ends(narrow_cell: NarrowCell) -> None:
+    with popen_lockstep("top", f"--target={narrow_cell.cell.cell_address}", "--interval=0.1") as process:
         assert process.stdout is not None
         assert process.stderr is not None
         seen = read_until(process.stdout.fileno(), r"(scheduler .*){3}")
@@ -142,10 +119,10 @@ def test_a_scheduler_that_is_not_there_is_told() -> None:
     assert result.stderr.startswith("error: UNAVAILABLE: ")
 
 
-def test_a_door_that_is_not_the_schedulers_for_the_cell_is_told(watched: Watched) -> None:
+def test_a_door_that_is_not_the_schedulers_for_the_cell_is_told(narrow_cell: NarrowCell) -> None:
     address_to_name = {
-        watched.cell.address: "the tokenizer's address",
-        watched.scheduler_address: "the scheduler's address for clients",
+        narrow_cell.cell.address: "the tokenizer's address",
+        narrow_cell.scheduler_address: "the scheduler's address for clients",
     }
     for address, name in address_to_name.items():
         result = run_top("--once", f"--target={address}")

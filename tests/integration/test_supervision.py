@@ -8,14 +8,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 
 from lockstep.v1 import tokenizer_pb2
-from tests.support.cells.cell import Cell, start_cell
+from tests.support.cells.cell import REFERENCE, Cell, start_cell
 from tests.support.clients.client import Client, Completion, connect, token_request
-
-# Each row is computed alone, so an answer depends only on its request.
-REFERENCE = "--worker.ops-backend=reference"
 
 
 @pytest.fixture(scope="module")
@@ -25,18 +23,34 @@ def cell(tiny_model: Path) -> Iterator[Cell]:
         yield cell
 
 
-def make_requests(count: int, *, max_tokens: int = 200) -> list[tokenizer_pb2.GenerateRequest]:
+def make_requests(count: int) -> list[tokenizer_pb2.GenerateRequest]:
     """Requests long enough to be in the middle of their answer when a service is killed."""
     return [
         token_request(
             [3 + number, 9, 40 + number],
-            max_tokens=max_tokens,
+            max_tokens=200,
             ignore_eos=True,
             temperature=1.0 if number % 2 else 0.0,
             seed=number,
         )
         for number in range(count)
     ]
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[tokenizer_pb2.GenerateRequest]:
+    return make_requests(2)
+
+
+@pytest.fixture(scope="module")
+def expected(cell: Cell, requests: list[tokenizer_pb2.GenerateRequest]) -> list[Completion]:
+    """The undisturbed answers of `cell`."""
+
+    async def run() -> list[Completion]:
+        async with connect(cell) as client:
+            return await client.generate_all(requests)
+
+    return asyncio.run(run())
 
 
 def start_all(client: Client, requests: Sequence[tokenizer_pb2.GenerateRequest]) -> list[asyncio.Task[Completion]]:
@@ -54,26 +68,47 @@ def assert_same(completions: Sequence[Completion], expected: Sequence[Completion
         assert completion.reason == other.reason
 
 
-@pytest.mark.parametrize("role", ["worker", "scheduler"])
-async def test_requests_in_flight_outlive_a_service_that_is_killed(cell: Cell, role: str) -> None:
-    requests = make_requests(4)
+async def test_requests_in_flight_outlive_a_scheduler_that_is_killed(
+    cell: Cell, requests: list[tokenizer_pb2.GenerateRequest], expected: list[Completion]
+) -> None:
     async with connect(cell) as client:
-        expected = await client.generate_all(requests)
         answers = start_all(client, requests)
         await wait_until_running(client, len(requests))
-        pid = cell.kill(role)
+        pid = cell.kill("scheduler")
         completions = await asyncio.gather(*answers)
-        await cell.wait_until_serving(role, instead_of=pid)
+        await cell.wait_until_serving("scheduler", instead_of=pid)
         await client.wait_until_idle()
 
     assert_same(completions, expected)
-    assert f"exited; restarting role={role} pid={pid} reason=the {role} was killed by SIGKILL" in cell.log()
+    assert f"exited; restarting role=scheduler pid={pid} reason=the scheduler was killed by SIGKILL" in cell.log()
 
 
-async def test_a_tokenizer_that_is_killed_ends_its_streams_and_a_retry_is_answered(cell: Cell) -> None:
-    [request] = make_requests(1)
+async def test_requests_in_flight_outlive_a_worker_that_is_killed_and_is_started_until_it_can(
+    cell: Cell, tiny_model: Path, requests: list[tokenizer_pb2.GenerateRequest], expected: list[Completion]
+) -> None:
+    config = tiny_model / "config.json"
     async with connect(cell) as client:
-        expected = await client.generate(request)
+        answers = start_all(client, requests)
+        await wait_until_running(client, len(requests))
+        hidden = config.rename(tiny_model / "hidden.json")
+        try:
+            pid = cell.kill("worker")
+            cell.wait_for_log(str(config))
+        finally:
+            hidden.rename(config)
+        completions = await asyncio.gather(*answers)
+        await cell.wait_until_serving("worker", instead_of=pid)
+        await client.wait_until_idle()
+
+    assert_same(completions, expected)
+    assert f"exited; restarting role=worker pid={pid} reason=the worker was killed by SIGKILL" in cell.log()
+
+
+async def test_a_tokenizer_that_is_killed_ends_its_streams_and_a_retry_is_answered(
+    cell: Cell, requests: list[tokenizer_pb2.GenerateRequest], expected: list[Completion]
+) -> None:
+    request = requests[0]
+    async with connect(cell) as client:
         [answer] = start_all(client, [request])
         await wait_until_running(client, 1)
         pid = cell.kill("tokenizer")
@@ -85,65 +120,56 @@ async def test_a_tokenizer_that_is_killed_ends_its_streams_and_a_retry_is_answer
         completion = await client.generate(request)
 
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert_same([completion], [expected])
+    assert_same([completion], expected[:1])
 
 
-async def test_a_service_that_cannot_start_is_tried_again_until_it_can(cell: Cell, tiny_model: Path) -> None:
-    config = tiny_model / "config.json"
-    hidden = config.rename(tiny_model / "hidden.json")
-    try:
-        pid = cell.kill("worker")
-        cell.wait_for_log(str(config))
-    finally:
-        hidden.rename(config)
-    await cell.wait_until_serving("worker", instead_of=pid)
-    async with connect(cell) as client:
-        [completion] = await client.generate_all(make_requests(1, max_tokens=4))
-
-    assert len(completion.token_ids) == 4
-
-
-async def test_a_process_that_no_longer_answers_is_killed_and_started_again(tiny_model: Path) -> None:
-    requests = make_requests(2)
-    with start_cell(tiny_model, REFERENCE, "--health-kill-s=2") as cell:
+async def test_a_rank_that_no_longer_answers_is_killed_and_its_domain_is_started_again_as_a_whole(
+    tiny_model: Path, requests: list[tokenizer_pb2.GenerateRequest]
+) -> None:
+    with start_cell(tiny_model, REFERENCE, "--tp=2", "--health-kill-s=5") as cell:
+        runtime_dir = cell.runtime_dir
+        before = {name: process.pid for name, process in cell.role_to_process.items()}
         async with connect(cell) as client:
-            expected = await client.generate_all(requests)
+            undisturbed = await client.generate_all(requests)
             answers = start_all(client, requests)
             await wait_until_running(client, len(requests))
-            pid = cell.send_signal("worker", signal.SIGSTOP)
+            cell.send_signal("worker 0.1", signal.SIGSTOP)
             completions = await asyncio.gather(*answers)
-            await cell.wait_until_serving("worker", instead_of=pid)
+            for name in ("worker 0.0", "worker 0.1"):
+                await cell.wait_until_serving(name, instead_of=before[name])
+        after = {name: process.pid for name, process in cell.find_processes().items()}
         log = cell.log()
+        pid = cell.kill("scheduler")
+        cell.wait_for_log(f"exited; restarting role=scheduler pid={pid}")
 
-    assert_same(completions, expected)
-    assert "the worker was killed: it had not answered its health check for 2 s" in log
+        # It stops cleanly while a service waits for its next start.
+        services = list(cell.find_processes().values())
+        assert cell.stop() == 0
+
+    assert_same(completions, undisturbed)
+    assert "the worker 0.1 was killed: it had not answered its health check for 5 s" in log
+    assert sorted(name for name in before if before[name] != after[name]) == ["worker 0.0", "worker 0.1"]
+    assert all(f"\n{name} | " in log for name in ("worker 0.0", "worker 0.1"))
+    assert not [p for p in services if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not runtime_dir.exists()
 
 
-@pytest.mark.parametrize(
-    ("flags", "victim", "domain"),
-    [
-        pytest.param(["--dp=2"], "worker 1.0", ["worker 1.0"], marks=pytest.mark.slow),
-        (["--tp=2"], "worker 0.1", ["worker 0.0", "worker 0.1"]),
-    ],
-)
-async def test_a_failure_domain_is_started_again_as_a_whole_and_no_other(
-    tiny_model: Path, flags: list[str], victim: str, domain: list[str]
-) -> None:
-    requests = make_requests(6)
-    with start_cell(tiny_model, REFERENCE, *flags) as cell:
+@pytest.mark.slow
+async def test_a_failure_domain_is_started_again_and_no_other(tiny_model: Path) -> None:
+    requests = make_requests(4)
+    with start_cell(tiny_model, REFERENCE, "--dp=2") as cell:
         before = {name: process.pid for name, process in cell.role_to_process.items()}
         async with connect(cell) as client:
             expected = await client.generate_all(requests)
             answers = start_all(client, requests)
             await wait_until_running(client, len(requests))
-            cell.kill(victim)
+            cell.kill("worker 1.0")
             completions = await asyncio.gather(*answers)
-            for name in domain:
-                await cell.wait_until_serving(name, instead_of=before[name])
+            await cell.wait_until_serving("worker 1.0", instead_of=before["worker 1.0"])
             await client.wait_until(lambda state: state.ready)
         after = {name: process.pid for name, process in cell.find_processes().items()}
         log = cell.log()
 
     assert_same(completions, expected)
-    assert sorted(name for name in before if before[name] != after[name]) == domain
+    assert [name for name in before if before[name] != after[name]] == ["worker 1.0"]
     assert all(f"\n{name} | " in log for name in before if name.startswith("worker"))

@@ -14,11 +14,10 @@ import pytest
 from lockstep.v1 import scheduler_pb2
 from shared.network.rpc import Peer, make_channel, reason_of, status_from_rpc_error
 from shared.network.tls import Role, TrustedAuthority
-from tests.support.cells.cell import popen_lockstep, run_serve
-from tests.support.cells.certificates import DOMAIN, Authority, Issued, write_files
+from tests.support.cells.cell import popen_lockstep
+from tests.support.cells.certificates import DOMAIN, Authority, Issued
 from tests.support.cells.tls_cell import TlsCell, start_tls_cell, tls_flags
 from tests.support.clients.client import token_request
-from tests.support.system.ports import free_port
 
 PROMPT = [3, 1, 4, 1, 5]
 NUM_STREAMS = 100
@@ -74,36 +73,33 @@ async def refusal(address: str, server: Role, method: str, own: grpc.ChannelCred
     return caught.value.code(), reason_of(status_from_rpc_error(caught.value))
 
 
-@pytest.mark.parametrize(
-    ("present", "expected"),
-    [
-        pytest.param(lambda _: None, UNAVAILABLE, id="plaintext"),
-        pytest.param(lambda authority: credentials(authority, None), UNAVAILABLE, id="no certificate"),
-        pytest.param(signed_elsewhere, UNAVAILABLE, id="another authority"),
-        pytest.param(expired, UNAVAILABLE, id="expired"),
-        pytest.param(with_another_key, UNAVAILABLE, id="the key of another certificate"),
-        pytest.param(of_no_role, UNAUTHENTICATED, id="a name that is no role"),
-        pytest.param(without_uri, UNAUTHENTICATED, id="no URI"),
-        pytest.param(
-            lambda authority: credentials(authority, authority.issue_role(Role.WORKER)),
-            PERMISSION_DENIED,
-            id="a worker",
-        ),
-    ],
-)
-async def test_a_stranger_is_refused_and_disturbs_nothing(
-    cell: TlsCell, present: Callable[[Authority], grpc.ChannelCredentials | None], expected: object
-) -> None:
-    own = present(cell.authority)
-    request = token_request(PROMPT, max_tokens=100, ignore_eos=True)
+STRANGERS: dict[str, tuple[Callable[[Authority], grpc.ChannelCredentials | None], object]] = {
+    "plaintext": (lambda _: None, UNAVAILABLE),
+    "no certificate": (lambda authority: credentials(authority, None), UNAVAILABLE),
+    "another authority": (signed_elsewhere, UNAVAILABLE),
+    "expired": (expired, UNAVAILABLE),
+    "the key of another certificate": (with_another_key, UNAVAILABLE),
+    "a name that is no role": (of_no_role, UNAUTHENTICATED),
+    "no URI": (without_uri, UNAUTHENTICATED),
+    "a worker": (lambda authority: credentials(authority, authority.issue_role(Role.WORKER)), PERMISSION_DENIED),
+}
+
+
+async def test_strangers_are_refused_and_disturb_nothing(cell: TlsCell) -> None:
+    presented = {name: present(cell.authority) for name, (present, _) in STRANGERS.items()}
+    expected = {name: outcome for name, (_, outcome) in STRANGERS.items()}
+    request = token_request(PROMPT, max_tokens=LONG, ignore_eos=True)
+    doors = (
+        (cell.cell_address, Role.SCHEDULER, "/lockstep.v1.SchedulerService/GetState"),
+        (cell.leader_address, Role.WORKER, "/lockstep.internal.v1.WorkerService/Attach"),
+    )
     async with cell.connect() as client:
         undisturbed = await client.generate(request)
         neighbour = asyncio.create_task(client.generate(request))
         await client.wait_until(lambda state: state.num_running)
-        state = "/lockstep.v1.SchedulerService/GetState"
-        assert await refusal(cell.cell_address, Role.SCHEDULER, state, own) == expected
-        attach = "/lockstep.internal.v1.WorkerService/Attach"
-        assert await refusal(cell.leader_address, Role.WORKER, attach, own) == expected
+        for door in doors:
+            refusals = await asyncio.gather(*(refusal(*door, own) for own in presented.values()))
+            assert dict(zip(presented, refusals, strict=True)) == expected
         assert (await neighbour).token_ids == undisturbed.token_ids
         assert (await client.state()).num_lost_epochs == 0
 
@@ -139,18 +135,6 @@ def run_command(*args: str) -> subprocess.CompletedProcess[str]:
     with popen_lockstep(*args) as process:
         stdout, stderr = process.communicate()
     return subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
-
-
-def test_the_launcher_serves_clients_with_tls(tiny_model: Path, tmp_path: Path) -> None:
-    authority = Authority()
-    files = write_files(tmp_path, authority.issue_role(Role.TOKENIZER), authority)
-    listen = f"--listen=0.0.0.0:{free_port()}"
-    flags = (listen, "--worker.ops-backend=cpu", "--prompt=hello", "--exit-after-prompt")
-    result = run_serve(str(tiny_model), *flags, *tls_flags(files))
-    assert result.returncode == 0, result.stderr
-    refused = run_serve(str(tiny_model), *flags, *tls_flags(files), f"--tls-key={files.authority}")
-    assert refused.returncode == 2
-    assert refused.stderr == f"error: --tls-key {files.authority}: not an unencrypted private key in PEM\n"
 
 
 @pytest.mark.slow

@@ -26,6 +26,9 @@ from tests.support.system.processes import ROOT, module_command, module_environm
 _POLL_S = 0.02
 
 
+# Each row is computed alone, so an answer depends only on its request.
+REFERENCE = "--worker.ops-backend=reference"
+
 # The fast kernels compute as transformers does, instead of with what they choose.
 FLOAT32 = ("--worker.dtype=float32", "--worker.quantization=none")
 
