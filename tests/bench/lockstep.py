@@ -80,7 +80,7 @@ class Effort:
 
 
 FULL = Effort(num_repeats=5, num_steps=1000, num_cpu_turns=20, num_cpu_steps=100)
-QUICK = Effort(num_repeats=2, num_steps=300, num_cpu_turns=8, num_cpu_steps=25)
+QUICK = Effort(num_repeats=1, num_steps=100, num_cpu_turns=2, num_cpu_steps=25)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ from tests.support.models.paged_model import PagedModel
 from tests.support.models.tiny_llama import TINY_CONFIG
 
 CHUNK_TOKENS = 1024
+QUICK_CHUNK_TOKENS = 128
 # 65 536 tokens.
 NUM_CHUNKS = 64
 BLOCK_SIZE = 16
@@ -77,12 +78,14 @@ FORMATS = {
 def main() -> None:
     """Run the selected measurements, print the table, write the JSON."""
     args = _parse_args()
-    chunks = _text_chunks(args.model_dir, 1 if args.quick else args.chunks)
+    chunks = _text_chunks(args.model_dir, args.chunks)[: 1 if args.quick else None]
+    if args.quick:
+        chunks = [chunk[:QUICK_CHUNK_TOKENS] for chunk in chunks]
     rows = list(_perplexity_rows(args, chunks))
     if not args.without_peers:
         rows += _peer_rows(chunks, rows[0].value)
     rows += _divergence_rows(args)
-    print(f"{len(chunks)} chunks of {CHUNK_TOKENS} tokens")
+    print(f"{len(chunks)} chunks of {len(chunks[0])} tokens")
     report(rows, args.json)
 
 
@@ -94,7 +97,7 @@ def _parse_args() -> argparse.Namespace:
         "--worker-flag", action="append", default=[], help="one more flag of the worker, in all formats"
     )
     parser.add_argument("--chunks", type=int, default=NUM_CHUNKS, help="length of the text, in chunks")
-    parser.add_argument("--quick", action="store_true", help="only one chunk")
+    parser.add_argument("--quick", action="store_true", help=f"only one chunk of {QUICK_CHUNK_TOKENS} tokens")
     parser.add_argument("--without-peers", action="store_true", help="measure only ours; nothing is installed")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     args = parser.parse_args()
@@ -172,8 +175,8 @@ def _divergence_rows(args: argparse.Namespace) -> Iterator[Row]:
     generator = torch.Generator().manual_seed(1)
     with TemporaryDirectory() as directory:
         model_dir = write_outlier_llama(Path(directory))
-        num_chunks = 1 if args.quick else NUM_RANDOM_CHUNKS
-        chunks = torch.randint(TINY_CONFIG["vocab_size"], (num_chunks, CHUNK_TOKENS), generator=generator).tolist()
+        size = (1, QUICK_CHUNK_TOKENS) if args.quick else (NUM_RANDOM_CHUNKS, CHUNK_TOKENS)
+        chunks = torch.randint(TINY_CONFIG["vocab_size"], size, generator=generator).tolist()
         expected: list[Tensor] = []
         for name in args.formats:
             print(f"divergence, {name} …", file=sys.stderr)
