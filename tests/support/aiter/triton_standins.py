@@ -10,8 +10,11 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+from tests.support.kernels.interpreter import patch_language_once
 
 NUM_COMPUTE_UNITS = 304
 
@@ -41,6 +44,7 @@ class _TorchOnCpu:
 def install() -> None:
     """Replace the kernels of AITER in this process; AITER must be importable."""
     name_gpu()
+    patch_language_once(pytest.MonkeyPatch())
     attention: Any = import_module("aiter.ops.triton.unified_attention")
     attention.get_num_sms = lambda: NUM_COMPUTE_UNITS
     attention.kernel_unified_attention_2d = StandIn(_attend)

@@ -54,18 +54,15 @@ ops.norm_rope_write(qkv, None, rows, num_heads=1, cache=cache.layers[0], plan=pl
 print([each.isfinite().all().item() for each in cache.layers[0]], qkv[1:, 0].isfinite().any().item())
 """
 
+NUM_LOADED_LINES = 8
+
+# Follows `LOADED` in the same process, which takes seconds to start.
 ASSEMBLY = """
 from dataclasses import replace
-import torch
-from tests.support.aiter import triton_standins
-
-triton_standins.install()
 import aiter
-from services.worker.forward.kv_cache import CacheTensor, KvCache, KvCacheSpec
-from services.worker.ops import AttentionParams, load_ops
+from services.worker.ops import AttentionParams
 from services.worker.ops.aiter_ops.asm_attention import AsmPlan
 from services.worker.ops.aiter_ops.asm_latent import splits_in_use
-from tests.support.kernels.attention_batches import Batch
 
 ops, scale = load_ops("aiter", aiter_decode="asm"), 128**-0.5
 print(ops.numerics())
@@ -139,9 +136,15 @@ def run(script: str, directory: Path, *, with_standins: bool) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def all_lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What `LOADED` and `ASSEMBLY` print."""
+    return run(LOADED + ASSEMBLY, tmp_path_factory.mktemp("aiter"), with_standins=True)
+
+
+@pytest.fixture
+def lines(all_lines: list[str]) -> list[str]:
     """What `LOADED` prints."""
-    return run(LOADED, tmp_path_factory.mktemp("aiter"), with_standins=True)
+    return all_lines[:NUM_LOADED_LINES]
 
 
 @pytest.mark.process
@@ -164,10 +167,10 @@ def test_what_one_sequence_leaves_in_a_block_is_finite(lines: list[str]) -> None
     assert lines[7:] == ["[True, True] False"]
 
 
-@pytest.fixture(scope="module")
-def assembly_lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+@pytest.fixture
+def assembly_lines(all_lines: list[str]) -> list[str]:
     """What `ASSEMBLY` prints."""
-    return run(ASSEMBLY, tmp_path_factory.mktemp("aiter"), with_standins=True)
+    return all_lines[NUM_LOADED_LINES:]
 
 
 @pytest.mark.process

@@ -3,6 +3,8 @@
 The reference computes in float32 from the same keys and values, so results differ by rounding only: in float32 by the
 order of sums; in bfloat16 by a rounding of the result, within 2^-8 of it, and of each weight where the processor
 multiplies bfloat16, within 2^-8 of it: weights add up to 1, so that is within 2^-8 of the largest value.
+
+Of steps, types, heads and threads every pair is computed; the other combinations are left to `make proofs`.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ from services.worker.forward.kv_cache import CacheTensor, KvCache, KvCacheSpec, 
 from services.worker.ops import AttentionParams, load_ops
 from services.worker.ops.native.backend import NativeOps
 from tests.support.kernels.attention_batches import Batch, random
+from tests.support.kernels.pairs import every_pair
 
 REFERENCE = load_ops("reference")
 FLOAT32, BFLOAT16, INT8 = torch.float32, torch.bfloat16, torch.int8
+NUMS_THREADS = (1, 2, 4)
 
 
 @dataclass(frozen=True)
@@ -156,13 +160,16 @@ LONG = [
 ]
 
 
-@pytest.mark.parametrize("batch", LONG)
-@pytest.mark.parametrize(
-    ("window", "has_sinks", "cache_dtype"), [(None, True, FLOAT32), (None, False, BFLOAT16), (1100, True, INT8)]
+@every_pair(
+    batch=LONG,
+    kind=[(None, True, FLOAT32), (None, False, BFLOAT16), (1100, True, INT8)],
+    num_threads=NUMS_THREADS,
+    indirect=["num_threads"],
 )
 def test_long_contexts_are_the_references_on_any_number_of_threads(
-    ops: NativeOps, num_threads: int, batch: Batch, window: int | None, has_sinks: bool, cache_dtype: torch.dtype
+    ops: NativeOps, num_threads: int, batch: Batch, kind: tuple[int | None, bool, torch.dtype]
 ) -> None:
+    window, has_sinks, cache_dtype = kind
     shape = Shape(2, 3, 64, 64, FLOAT32 if cache_dtype == INT8 else cache_dtype, cache_dtype)
     step, params = CachedStep(batch, shape), shape.params(window, has_sinks=has_sinks)
     output = step.run(ops, params)
@@ -181,8 +188,7 @@ def test_a_plan_serves_layers_with_different_windows(ops: NativeOps, num_threads
         assert_close(output, step.expected(params), step.largest_value)
 
 
-@pytest.mark.parametrize("num_heads", [1, 16, 130])
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@every_pair(num_heads=[1, 16, 130], dtype=[FLOAT32, BFLOAT16], num_threads=NUMS_THREADS, indirect=["num_threads"])
 def test_latent_attention_is_the_references(
     ops: NativeOps, num_threads: int, num_heads: int, dtype: torch.dtype
 ) -> None:
@@ -219,9 +225,7 @@ def test_a_padded_row_changes_nothing_and_is_finite(ops: NativeOps, context_len:
     assert_close(output[rows], expected[rows], step.largest_value)
 
 
-@pytest.mark.parametrize("num_new", [1, 3, 40])
-@pytest.mark.parametrize("name", ["query", "keys", "values"])
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@every_pair(num_new=[1, 3, 40], name=["query", "keys", "values"], dtype=[FLOAT32, BFLOAT16])
 def test_a_nan_stays_in_its_sequence(ops: NativeOps, dtype: torch.dtype, name: str, num_new: int) -> None:
     shape = Shape(2, 3, 20, 20, dtype, dtype)
     step = CachedStep(Batch(16, [0, 70, 33], [num_new] * 3, order=1), shape)

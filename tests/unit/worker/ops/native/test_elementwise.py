@@ -19,8 +19,12 @@ from tests.support.kernels.attention_batches import random
 
 REFERENCE = load_ops("reference")
 both_types = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-# Whole vectors, parts of them, and enough rows to use several threads.
-sizes = pytest.mark.parametrize("shape", [(1, 576), (5, 24), (3, 1), (2, 100), (300, 257)])
+# Whole vectors, parts of them, and enough rows to use several threads: only for these does their number matter.
+sizes = pytest.mark.parametrize(
+    ("shape", "num_threads"),
+    [((1, 576), 1), ((5, 24), 2), ((3, 1), 4), ((2, 100), 1), *(((300, 257), count) for count in (1, 2, 4))],
+    indirect=["num_threads"],
+)
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:

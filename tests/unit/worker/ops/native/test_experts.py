@@ -12,6 +12,7 @@ from services.worker.ops.experts import gate_and_up
 from services.worker.ops.matrices import IntMatrix, Matrix, Mxfp4Matrix
 from services.worker.ops.native.backend import NativeOps
 from services.worker.ops.native.isa import Isa, available_isas
+from tests.support.kernels.pairs import every_pair
 
 HIDDEN_SIZE, INNER_SIZE, NUM_EXPERTS = 96, 160, 5
 
@@ -47,9 +48,11 @@ def expert(kind: str, number: int) -> ExpertWeights:
 
 
 @every_isa
-@pytest.mark.parametrize("clamp", [None, SwigluClamp(1.702, 7.0)])
-@pytest.mark.parametrize("kinds", [["float"], ["int8"], ["int4"], ["mxfp4"], ["int8", "float", "mxfp4"]])
-@pytest.mark.parametrize("num_tokens", [0, 1, 40])
+@every_pair(
+    clamp=[None, SwigluClamp(1.702, 7.0)],
+    kinds=[["float"], ["int8"], ["int4"], ["mxfp4"], ["int8", "float", "mxfp4"]],
+    num_tokens=[0, 1, 40],
+)
 def test_experts_compute_what_their_products_compute(
     isa: Isa, kinds: list[str], clamp: SwigluClamp | None, num_tokens: int
 ) -> None:

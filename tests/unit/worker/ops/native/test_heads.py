@@ -1,6 +1,7 @@
 """Rotation and cache writes on every set of instructions, compared with the `reference` backend.
 
-A result in bfloat16 is rounded once, so it is within 2^-8 of what float32 gives for the same arguments.
+Of types, layouts, dimensions and norms every pair is computed; the other combinations are left to `make proofs`. A
+result in bfloat16 is rounded once, so it is within 2^-8 of what float32 gives for the same arguments.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from services.worker.forward.kv_cache import KvCache, KvCacheSpec, attention_cac
 from services.worker.ops import HeadNorms, Ops, RopeRows, load_ops
 from services.worker.ops.native.backend import NativeOps
 from tests.support.kernels.attention_batches import Batch, random
+from tests.support.kernels.pairs import every_pair
 
 REFERENCE = load_ops("reference")
 NUM_HEADS, NUM_KV_HEADS = 6, 2
 BATCH = Batch(16, [0, 20, 3], [1, 5, 30], order=1)
-both_types = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-both_layouts = pytest.mark.parametrize("is_interleaved", [False, True])
+TYPES = (torch.float32, torch.bfloat16)
+BOTH = (False, True)
 # (head dim, rotated columns): whole vectors, parts of them, and heads of which some columns are not rotated.
-dims = pytest.mark.parametrize(
-    ("head_dim", "rotary_dim"), [(16, 16), (20, 20), (64, 64), (80, 32), (128, 128), (256, 64)]
-)
+DIMS = ((16, 16), (20, 20), (64, 64), (80, 32), (128, 128), (256, 64))
+both_types = pytest.mark.parametrize("dtype", TYPES)
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
@@ -40,12 +41,11 @@ def rope_rows(ops: Ops, rotary_dim: int, *, is_interleaved: bool) -> RopeRows:
     return ops.select_rope(ops.prepare_rope(angles.cos(), angles.sin(), is_interleaved=is_interleaved), positions)
 
 
-@both_types
-@both_layouts
-@dims
+@every_pair(dtype=TYPES, is_interleaved=BOTH, dims=DIMS)
 def test_rope_is_the_references_and_leaves_other_columns(
-    ops: NativeOps, dtype: torch.dtype, is_interleaved: bool, head_dim: int, rotary_dim: int
+    ops: NativeOps, dtype: torch.dtype, is_interleaved: bool, dims: tuple[int, int]
 ) -> None:
+    head_dim, rotary_dim = dims
     fused = random(BATCH.num_tokens, NUM_HEADS + 2, head_dim + 3).to(dtype)
     expected = fused.float().clone()
     rotate = slice(None), slice(1, NUM_HEADS), slice(head_dim)
@@ -54,13 +54,11 @@ def test_rope_is_the_references_and_leaves_other_columns(
     assert_close(fused, expected)
 
 
-@both_types
-@both_layouts
-@dims
-@pytest.mark.parametrize("has_norms", [False, True])
+@every_pair(dtype=TYPES, is_interleaved=BOTH, dims=DIMS, has_norms=BOTH)
 def test_norm_rope_write_is_the_references(
-    ops: NativeOps, dtype: torch.dtype, is_interleaved: bool, head_dim: int, rotary_dim: int, has_norms: bool
+    ops: NativeOps, dtype: torch.dtype, is_interleaved: bool, dims: tuple[int, int], has_norms: bool
 ) -> None:
+    head_dim, rotary_dim = dims
     qkv = random(BATCH.num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, head_dim).to(dtype)
     query_norm, key_norm = (random(head_dim, seed=seed).to(dtype) for seed in (1, 2))
     metadata = BATCH.metadata()
@@ -87,10 +85,8 @@ def test_norm_rope_write_is_the_references(
 
 
 @both_types
-@dims
-def test_a_cache_of_int8_holds_codes_and_the_scales_of_heads(
-    ops: NativeOps, dtype: torch.dtype, head_dim: int, rotary_dim: int
-) -> None:
+@pytest.mark.parametrize("head_dim", [head_dim for head_dim, _ in DIMS])
+def test_a_cache_of_int8_holds_codes_and_the_scales_of_heads(ops: NativeOps, dtype: torch.dtype, head_dim: int) -> None:
     key, value = (random(BATCH.num_tokens, NUM_KV_HEADS, head_dim, seed=seed).to(dtype) for seed in (1, 2))
     key[2] = 0.0
     value[3, 1, 0] = math.inf

@@ -152,8 +152,14 @@ def test_damaged_experts_are_refused_or_computed_within_their_bounds(tmp_path: P
     check_all(tmp_path, tensors, MXFP4, use)
 
 
-@pytest.mark.parametrize("group_size", [1, 2, 7, 30, 31, 33, 48, 1 << 40, 1 << 70])
-@pytest.mark.parametrize("name", ["compressed int4, groups", "compressed int4, asymmetric"])
+# Zero points add to what is read, so without them a group of each kind is enough.
+@pytest.mark.parametrize(
+    ("name", "group_size"),
+    [
+        *(("compressed int4, asymmetric", size) for size in (1, 2, 7, 30, 31, 33, 48, 1 << 40, 1 << 70)),
+        *(("compressed int4, groups", size) for size in (1, 31, 48, 1 << 70)),
+    ],
+)
 def test_groups_of_any_size_are_computed_within_their_bounds(
     tmp_path: Path, ops: NativeOps, name: str, group_size: int
 ) -> None:

@@ -12,18 +12,18 @@ from services.worker.ops import load_ops
 from services.worker.ops.triton.kv_write import write_cache, write_kv
 from tests.support.kernels.attention_batches import random
 from tests.support.kernels.paged_attention import FP8
+from tests.support.kernels.pairs import every_pair
 from tests.support.models.paged_model import attention_metadata
 
 SLOTS = torch.tensor([5, -1, 2, 0, 11])
 OTHERS = [slot for slot in range(12) if slot not in SLOTS]
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 4])
-@pytest.mark.parametrize(("num_kv_heads", "key_dim", "value_dim"), [(1, 16, 16), (3, 80, 24), (8, 128, 128)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_write_kv_writes_tokens_with_a_slot(
-    block_size: int, num_kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
-) -> None:
+@every_pair(
+    block_size=[1, 3, 4], shape=[(1, 16, 16), (3, 80, 24), (8, 128, 128)], dtype=[torch.float32, torch.bfloat16]
+)
+def test_write_kv_writes_tokens_with_a_slot(block_size: int, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    num_kv_heads, key_dim, value_dim = shape
     fused = random(5, num_kv_heads * (key_dim + value_dim) + 7).to(dtype)
     sizes = [num_kv_heads * key_dim, num_kv_heads * value_dim, 7]
     key, value, _ = torch.split(fused, sizes, dim=1)

@@ -1,4 +1,7 @@
-"""The decode kernel computes what the reference backend does, with drafts and with contexts in several splits."""
+"""The decode kernel computes what the reference backend does, with drafts and with contexts in several splits.
+
+Left to `make proofs`: combinations of sizes, windows, sinks and splits of which every pair is in another one.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from services.worker.ops.triton.attention.context_splits import SplitLimits, cho
 from services.worker.ops.triton.attention.decode import DecodeConfig, decode_attention
 from tests.support.kernels.attention_batches import Batch, random
 from tests.support.kernels.paged_attention import FP8, PagedStep, check_attention, make_step
+from tests.support.kernels.pairs import every_pair
 
 # A row that sees nothing of a split has a sum of 0.
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")
@@ -25,49 +29,45 @@ SINKS = 3 * random(4, seed=9)
 # Block size, query heads, key/value heads and the width of a head: groups of 1, 3 and 8.
 SHAPES = ((1, 8, 1, 64), (3, 3, 1, 80), (16, 6, 2, 128), (16, 2, 2, 16), (1, 6, 2, 80), (3, 16, 2, 16))
 
-every_block_size = pytest.mark.parametrize("block_size", [1, 3, 16])
-every_kind = pytest.mark.parametrize(
-    "params", [AttentionParams(0.3, None, SINKS), AttentionParams(0.3, 7, SINKS), AttentionParams(0.3, 150)]
-)
+KINDS = (AttentionParams(0.3, None, SINKS), AttentionParams(0.3, 7, SINKS), AttentionParams(0.3, 60))
+BOTH = (False, True)
 
 
-@pytest.fixture(params=[False, True], ids=["whole", "split"])
+@pytest.fixture(params=BOTH, ids=["whole", "split"])
 def is_split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether contexts are split, however short they are."""
     split: bool = request.param
     # Few splits, as each program takes about a millisecond in the interpreter.
-    limits = SplitLimits(min_tokens=8 if split else 10**6, max_splits=8)
+    limits = SplitLimits(min_tokens=8 if split else 10**6, max_splits=4)
     monkeypatch.setattr(context_splits, "SPLIT_LIMITS", limits)
     return split
 
 
-@pytest.mark.parametrize(("block_size", "num_heads", "num_kv_heads", "head_dim"), SHAPES)
+@every_pair(shape=SHAPES, is_split=BOTH, indirect=["is_split"])
 @pytest.mark.usefixtures("is_split")
-def test_a_token_and_its_drafts_see_the_whole_context_up_to_each(
-    block_size: int, num_heads: int, num_kv_heads: int, head_dim: int
-) -> None:
-    step = make_step(Batch(block_size, [0, 300, 61, 7], [1, 1, 9, 3], 1), num_heads, num_kv_heads, head_dim)
+def test_a_token_and_its_drafts_see_the_whole_context_up_to_each(shape: tuple[int, int, int, int]) -> None:
+    block_size, num_heads, num_kv_heads, head_dim = shape
+    step = make_step(Batch(block_size, [0, 140, 61, 7], [1, 1, 9, 3], 1), num_heads, num_kv_heads, head_dim)
     check_attention(step, decode_attention, PLAIN)
 
 
-@every_block_size
-@every_kind
+@every_pair(block_size=[1, 3, 16], params=KINDS, is_split=BOTH, indirect=["is_split"])
 @pytest.mark.usefixtures("is_split")
 def test_windows_and_sinks_over_several_splits(block_size: int, params: AttentionParams) -> None:
-    check_attention(make_step(Batch(block_size, [0, 290, 63, 130], [9, 2, 9, 1], 2)), decode_attention, params)
+    check_attention(make_step(Batch(block_size, [0, 150, 63], [9, 2, 9], 2)), decode_attention, params)
 
 
 @pytest.mark.usefixtures("is_split")
 def test_values_may_be_narrower_than_keys() -> None:
-    step = PagedStep(Batch(16, [200, 5], [2, 1], 5), num_heads=4, num_kv_heads=2, key_dim=48, value_dim=24)
+    step = PagedStep(Batch(16, [100, 5], [2, 1], 5), num_heads=4, num_kv_heads=2, key_dim=48, value_dim=24)
     check_attention(step, decode_attention, PLAIN)
 
 
-@every_kind
+@pytest.mark.parametrize("params", KINDS)
 @pytest.mark.usefixtures("is_split")
 def test_numbers_of_a_cache_in_fp8_are_codes_times_their_scale(params: AttentionParams) -> None:
     # 24 columns are padded in a product.
-    step = make_step(Batch(3, [0, 61, 30], [3, 9, 1], 2), head_dim=24, kv_dtype=FP8)
+    step = make_step(Batch(3, [0, 71, 30], [3, 9, 1], 2), head_dim=24, kv_dtype=FP8)
     check_attention(step, decode_attention, params)
 
 
@@ -101,7 +101,7 @@ def test_a_nan_in_a_cache_in_fp8_is_found_by_its_own_sequence_alone(part: int) -
 def test_the_size_of_a_tile_and_the_number_of_splits_change_no_result(tokens: int, max_splits: int) -> None:
     limits = SplitLimits(wanted_programs=1000, min_tokens=8, max_splits=max_splits)
     launch = partial(decode_attention, config=DecodeConfig(tokens, num_warps=8, num_stages=3), limits=limits)
-    check_attention(make_step(Batch(16, [0, 290, 130], [1, 1, 1], 2)), launch, PLAIN)
+    check_attention(make_step(Batch(16, [0, 150, 70], [1, 1, 1], 2)), launch, PLAIN)
 
 
 @pytest.mark.parametrize("max_rows", [16, 32])
@@ -111,7 +111,7 @@ def test_programs_share_the_queries_of_a_long_run(max_rows: int, monkeypatch: py
     check_attention(step, decode_attention, AttentionParams(0.3, window=40))
 
 
-@every_kind
+@pytest.mark.parametrize("params", KINDS)
 @pytest.mark.usefixtures("is_split")
 def test_padding_without_a_context_changes_no_other_row(params: AttentionParams) -> None:
     step = make_step(Batch(16, [150, 33, 70], [1, 1, 1], 7))
