@@ -83,7 +83,10 @@ class RequestPreparer:
         if isinstance(prompt, str):
             return prompt
         skips = request.form.skips_special_tokens
-        return await self._model.prompts.decode(token_ids, skips_special_tokens=skips)
+        text = await self._model.prompts.decode(token_ids, skips_special_tokens=skips)
+        # Half a character at the end belongs to the completion, which may complete it.
+        held = self._model.texts.detokenizer(token_ids.tolist(), skips_special_tokens=skips).flush()
+        return text.removesuffix(held)
 
     async def _with_bad_words(self, request: CheckedRequest) -> SamplingParams:
         options = request.sampling.options or NO_OPTIONS

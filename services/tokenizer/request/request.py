@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shared.ids import RequestHandle
@@ -59,6 +60,11 @@ class Request:
     """Exact fingerprints of its cells so far; empty for a cell that is not exact."""
     num_prompt_positions: int = 1
     """Prompt positions whose log-probabilities are known. The first has none."""
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        """The prompt's token ids, without a copy."""
+        return memoryview(self.prompt).cast("i")
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -134,7 +134,7 @@ class GenerateCall:
         # A parser that needs to see special tokens leaves them out of the answer itself.
         skips = form.skips_special_tokens and not (parser is not None and parser.needs_special_tokens)
         completion = Completion(
-            self._model.texts.detokenizer(skips_special_tokens=skips),
+            self._model.texts.detokenizer(prompt.request.prompt_ids, skips_special_tokens=skips),
             form.stop_strings,
             includes_stop=form.includes_stop,
             min_tokens=options.min_tokens,

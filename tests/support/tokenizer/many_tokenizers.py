@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import string
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -26,6 +27,8 @@ DEEPSEEK_3 = (
     "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
     "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
 )
+
+UNMARK: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
 
 ASCII = [*string.ascii_letters, *string.digits, *string.punctuation]
 
@@ -64,10 +67,41 @@ def sentencepiece(*, is_legacy: bool = False, **marking: Any) -> Tokenizer:
         # A pre-tokenizer cannot be unset in place.
         without = json.loads(tokenizer.to_str()) | {"pre_tokenizer": None}
         tokenizer = Tokenizer.from_str(json.dumps(without))
+        tokenizer.decoder = llama_2_decoder()
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(**marking)
+        tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(**_without_split(marking))])
     tokenizer.add_tokens([AddedToken("[b]", normalized=False), AddedToken("[c]")])
     return tokenizer
+
+
+def llama_2_decoder() -> decoders.Decoder:
+    """Marks become spaces, byte tokens characters, and the first space is dropped."""
+    return decoders.Sequence([*UNMARK, decoders.Strip(" ", 1, 0)])
+
+
+def with_byte_tokens(decoder: decoders.Decoder, pieces: Sequence[str]) -> Tokenizer:
+    """A tokenizer of these pieces and of all bytes, in which what is no piece is spelled; its special token is <s>."""
+    tokens = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, [], byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    tokenizer.decoder = decoder
+    return tokenizer
+
+
+def spell(tokenizer: Tokenizer, *tokens: str) -> list[int]:
+    """The ids of tokens, and of the byte tokens of what is none."""
+    vocabulary = tokenizer.get_vocab()
+    ids: list[int] = []
+    for token in tokens:
+        known = vocabulary.get(token)
+        ids += [vocabulary[f"<0x{byte:02X}>"] for byte in token.encode()] if known is None else [known]
+    return ids
+
+
+def _without_split(marking: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in marking.items() if name != "split"}
 
 
 def with_nfc(tokenizer: Tokenizer) -> Tokenizer:

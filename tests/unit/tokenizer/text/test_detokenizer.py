@@ -7,6 +7,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from services.tokenizer.text.detokenizer import ByteLevelDetokenizer, WindowDetokenizer, byte_table, make_token_texts
 from tests.support.models.tiny_tokenizer import IM_END_ID, VOCABULARY_SIZE, tiny_tokenizer
+from tests.support.tokenizer.many_tokenizers import spell
 
 TINY = tiny_tokenizer()
 BYTES_TO_ID = {data: token_id for token_id, data in byte_table(TINY).items()}
@@ -98,15 +99,6 @@ def sentencepiece() -> Tokenizer:
     return tokenizer
 
 
-def sentencepiece_ids(tokenizer: Tokenizer, *pieces: str) -> list[int]:
-    """The ids of pieces, and of the bytes of everything that is no piece."""
-    ids = []
-    for piece in pieces:
-        token_id = tokenizer.token_to_id(piece)
-        ids += [token_id] if token_id is not None else [1 + byte for byte in piece.encode()]
-    return ids
-
-
 def test_the_kind_of_vocabulary_determines_the_detokenizer(sentencepiece: Tokenizer) -> None:
     assert isinstance(make_token_texts(TINY).detokenizer(), ByteLevelDetokenizer)
     assert isinstance(make_token_texts(sentencepiece).detokenizer(), WindowDetokenizer)
@@ -114,14 +106,14 @@ def test_the_kind_of_vocabulary_determines_the_detokenizer(sentencepiece: Tokeni
 
 def test_a_window_decodes_pieces_and_bytes_like_the_whole(sentencepiece: Tokenizer) -> None:
     pieces = ("<s>", "▁hello", "▁world", "!", "▁", "😀", "é", "▁hello", "<s>", "<s>", "▁world", "你", "好")
-    ids = sentencepiece_ids(sentencepiece, *pieces * 20)
+    ids = spell(sentencepiece, *pieces * 20)
     assert detokenize(sentencepiece, [[i] for i in ids]) == sentencepiece.decode(ids)
     assert detokenize(sentencepiece, [ids]) == sentencepiece.decode(ids)
 
 
 def test_a_window_shows_no_half_character(sentencepiece: Tokenizer) -> None:
     detokenizer = make_token_texts(sentencepiece).detokenizer()
-    ids = sentencepiece_ids(sentencepiece, "▁hello", "😀")
+    ids = spell(sentencepiece, "▁hello", "😀")
     assert [detokenizer.push([i]) for i in ids] == ["hello", "", "", "", "😀"]
 
 
@@ -133,7 +125,7 @@ def test_a_window_of_invalid_bytes_stays_bounded(sentencepiece: Tokenizer) -> No
 
 
 def test_a_window_shows_special_tokens_unless_they_are_skipped(sentencepiece: Tokenizer) -> None:
-    ids = sentencepiece_ids(sentencepiece, "<s>", "▁hello", "<s>", "😀", "▁world", "<s>")
+    ids = spell(sentencepiece, "<s>", "▁hello", "<s>", "😀", "▁world", "<s>")
     text = detokenize(sentencepiece, [[i] for i in ids], skips_special_tokens=False)
     assert text == sentencepiece.decode(ids, skip_special_tokens=False)
 
@@ -148,7 +140,7 @@ def test_a_single_token_has_bytes() -> None:
 
 def test_a_single_piece_has_bytes_including_its_space(sentencepiece: Tokenizer) -> None:
     texts = make_token_texts(sentencepiece)
-    ids = sentencepiece_ids(sentencepiece, "▁hello", "!", "<s>", "é")
+    ids = spell(sentencepiece, "▁hello", "!", "<s>", "é")
     assert [texts.bytes_of(i) for i in ids] == [b" hello", b"!", b"<s>", b"\xc3", b"\xa9"]
     assert texts.bytes_of(1 + ord("A")) == b"A"
     assert texts.bytes_of(10_000) == b""
