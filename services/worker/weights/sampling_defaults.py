@@ -32,7 +32,8 @@ class SamplingDefaults:
 def sampling_defaults(model_dir: Path, limits: ModelLimits) -> SamplingDefaults:
     """Read the defaults, as vLLM does with `--generation-config auto`.
 
-    Values are used whatever `do_sample` says; null counts as absent.
+    Values are used whatever `do_sample` says; null counts as absent. As there, whole numbers may be written as 50.0,
+    and a `top_k` that keeps every token (-1, or more than there are) is off, which is 0 here.
 
     Raises:
         ModelDirectoryError: the file is malformed, or a value is outside the range for requests.
@@ -43,7 +44,7 @@ def sampling_defaults(model_dir: Path, limits: ModelLimits) -> SamplingDefaults:
     defaults = SamplingDefaults(
         max_tokens=_whole(config, "max_new_tokens"),
         temperature=_number(config, "temperature"),
-        top_k=_whole(config, "top_k"),
+        top_k=_top_k(config, limits.logits_width),
         top_p=_number(config, "top_p"),
         min_p=_number(config, "min_p"),
         repetition_penalty=_number(config, "repetition_penalty"),
@@ -59,9 +60,16 @@ def sampling_defaults(model_dir: Path, limits: ModelLimits) -> SamplingDefaults:
 
 def _whole(config: Mapping[str, Any], name: str) -> int | None:
     value = config.get(name)
+    if type(value) is float and value.is_integer():
+        return int(value)
     if value is None or type(value) is int:
         return value
     raise ModelDirectoryError(f"{GENERATION_CONFIG}: {name} is {value!r}, not a whole number")
+
+
+def _top_k(config: Mapping[str, Any], logits_width: int) -> int | None:
+    top_k = _whole(config, "top_k")
+    return 0 if top_k is not None and (top_k == -1 or top_k > logits_width) else top_k
 
 
 def _number(config: Mapping[str, Any], name: str) -> float | None:

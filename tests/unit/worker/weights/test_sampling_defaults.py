@@ -44,6 +44,13 @@ def test_values_are_read_as_they_are_whatever_do_sample_says(tmp_path: Path) -> 
     assert read(tmp_path, config) == SamplingDefaults(2048, 0.6, 50, 0.95, 0, 1.1, 1.5, -0.5)
 
 
+@pytest.mark.parametrize(("value", "top_k"), [(-1, 0), (-1.0, 0), (0, 0), (20.0, 20), (50, 50), (51, 0)])
+def test_a_top_k_that_keeps_every_token_is_off_and_may_be_written_as_a_float(
+    tmp_path: Path, value: float, top_k: int
+) -> None:
+    assert read(tmp_path, {"top_k": value, "max_new_tokens": 64.0}) == SamplingDefaults(64, top_k=top_k)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -53,9 +60,8 @@ def test_values_are_read_as_they_are_whatever_do_sample_says(tmp_path: Path) -> 
         ("temperature", "0.6"),
         ("temperature", True),
         ("temperature", [0.6]),
-        ("top_k", -1),
-        ("top_k", 51),
-        ("top_k", 20.0),
+        ("top_k", -2),
+        ("top_k", 20.5),
         ("top_k", True),
         ("top_p", 0),
         ("top_p", 1.01),
