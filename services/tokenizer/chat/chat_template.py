@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment
 from jinja2.exceptions import TemplateError
 
 from services.tokenizer.chat.conversation import Conversation, Message, Tool
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 
 _PLAIN = TemplateFeatures()
+
+# Of a template's own words in an error, which travels as metadata.
+_MAX_WORDS_LENGTH = 500
 
 Guard = Callable[[JsonValue], JsonValue]
 
@@ -70,7 +74,12 @@ class ChatTemplate:
             refused = type(error) is TemplateError
             # The error's text may contain a message's content, which is never logged.
             logger.info("rendering a chat failed", extra={"refused": refused, "error_type": type(error).__name__})
-            description = "the chat template rejected the messages" if refused else "the chat template failed"
+            description = "the chat template failed"
+            if refused:
+                description = "the chat template rejected the messages"
+                # A template may also build its words of the client's own, which are repeated nowhere.
+                if str(error) in literals_of(self.text):
+                    description += f": {str(error)[:_MAX_WORDS_LENGTH]}"
             raise InvalidRequestError.from_violations(
                 [Violation("chat.messages", "TEMPLATE_FAILED", description)]
             ) from None
@@ -98,6 +107,12 @@ class ChatTemplate:
 
     def _arguments(self, arguments: JsonValue) -> JsonValue:
         return json.dumps(arguments, ensure_ascii=False) if self._features.arguments_are_text else arguments
+
+
+def literals_of(source: str) -> frozenset[str]:
+    """The strings that are written in a template."""
+    tokens = Environment().lexer.tokenize(source)  # noqa: S701 - nothing is rendered
+    return frozenset(token.value for token in tokens if token.type == "string")
 
 
 def load_chat_template(model_dir: Path, *, timeout_s: float) -> ChatTemplate | None:

@@ -27,7 +27,10 @@ MAX_MEMORY_BYTES = 512 * 1024 * 1024
 
 _MAX_ERROR_LENGTH = 500
 
+_SYSTEM: JsonObject = {"role": "system", "content": "Answer briefly."}
 _USER: JsonObject = {"role": "user", "content": "Hello"}
+# How a conversation begins: some templates need a system message.
+_OPENINGS: tuple[list[JsonValue], ...] = ([_USER], [_SYSTEM, _USER])
 _TOOL: JsonObject = {
     "type": "function",
     "function": {
@@ -115,26 +118,40 @@ def find_features(render: Callable[[JsonObject], str], tools: list[JsonValue] | 
         tools: The tools beside the plain message.
 
     Raises:
-        Exception: whatever the template raises on a plain message; ValueError if it writes too much.
+        Exception: whatever the template raises on a plain message, also after a system message; ValueError if it writes
+            too much.
     """
-    size = len(render({"messages": [_USER], "tools": tools}).encode())
-    if size > MAX_TEXT_BYTES:
-        raise ValueError(f"the rendered text of {size} bytes is too large")
-    takes_tools = "look_up" in _rendered(render, [_USER], [_TOOL])
+    opening = _find_opening(render, tools)
+    takes_tools = "look_up" in _rendered(render, opening, [_TOOL])
     # The first form in which calls are rendered wins; the form that `apply_chat_template` takes is tried first.
     for empty_content_is_none, arguments_are_text in itertools.product((False, True), repeat=2):
         features = TemplateFeatures(takes_tools, arguments_are_text, empty_content_is_none)
-        if _writes_call(render, features):
+        if _writes_call(render, opening, features):
             return features
     return TemplateFeatures(takes_tools)
 
 
-def _writes_call(render: Callable[[JsonObject], str], features: TemplateFeatures) -> bool:
+def _find_opening(render: Callable[[JsonObject], str], tools: list[JsonValue] | None) -> list[JsonValue]:
+    """The first opening that the template renders."""
+    failures: list[Exception] = []
+    for opening in _OPENINGS:
+        try:
+            size = len(render({"messages": opening, "tools": tools}).encode())
+        except Exception as error:  # noqa: BLE001 - a template can raise anything
+            failures.append(error)
+            continue
+        if size > MAX_TEXT_BYTES:
+            raise ValueError(f"the rendered text of {size} bytes is too large")
+        return opening
+    raise failures[0]
+
+
+def _writes_call(render: Callable[[JsonObject], str], opening: list[JsonValue], features: TemplateFeatures) -> bool:
     arguments = json.dumps(_ARGUMENTS) if features.arguments_are_text else _ARGUMENTS
     call: JsonObject = {"type": "function", "id": "call_0", "function": {"name": "look_up", "arguments": arguments}}
     content = None if features.empty_content_is_none else ""
     messages: list[JsonValue] = [
-        _USER,
+        *opening,
         {"role": "assistant", "content": content, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_0", "name": "look_up", "content": "A greeting."},
     ]

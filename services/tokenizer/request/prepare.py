@@ -85,7 +85,7 @@ class RequestPreparer:
         skips = request.form.skips_special_tokens
         text = await self._model.prompts.decode(token_ids, skips_special_tokens=skips)
         # Half a character at the end belongs to the completion, which may complete it.
-        held = self._model.texts.detokenizer(token_ids.tolist(), skips_special_tokens=skips).flush()
+        held = self._model.texts.detokenizer(token_ids.data, skips_special_tokens=skips).flush()
         return text.removesuffix(held)
 
     async def _with_bad_words(self, request: CheckedRequest) -> SamplingParams:

@@ -163,6 +163,25 @@ def test_messages_that_make_the_template_fail_are_an_invalid_request(
     assert "secret" not in caught.value.message + caplog.text
 
 
+@pytest.mark.parametrize("words", ["System role not supported", 'It isn\'t "so"', "x" * 600])
+def test_a_templates_own_words_are_told(words: str) -> None:
+    literal = json.dumps(words)
+    template = ChatTemplate("{% generation %}{{ raise_exception(" + literal + ") }}{% endgeneration %}", {})
+    with pytest.raises(InvalidRequestError) as caught:
+        render(template, USER)
+    [violation] = caught.value.violations
+    assert violation.description == f"the chat template rejected the messages: {words[:500]}"
+
+
+@pytest.mark.parametrize(
+    "built", ["messages[0].content", "'role ' ~ messages[0].role", "'a' 'b' ~ messages[0].content"]
+)
+def test_words_that_a_template_builds_are_not(built: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        render(ChatTemplate(f"{{{{ raise_exception({built}) }}}}", {}), USER)
+    assert caught.value.violations[0].description == "the chat template rejected the messages"
+
+
 def test_a_render_does_not_see_state_of_an_earlier_one() -> None:
     template = ChatTemplate(CHATML, {})
     first = render(template, USER)

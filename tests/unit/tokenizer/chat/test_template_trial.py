@@ -61,6 +61,12 @@ def test_a_trial_finds_out_how_a_template_takes_tools(source: str, features: Tem
     assert features_of(source) == features
 
 
+def test_a_template_may_need_a_system_message() -> None:
+    needy = "{{ raise_exception('who am I?') if messages[0].role != 'system' }}"
+    assert features_of(needy + CALLS_AS_TEXT) == features_of(CALLS_AS_TEXT)
+    assert features_of("{{ messages[1].content }}") == TemplateFeatures()
+
+
 def test_a_process_finds_the_same() -> None:
     assert attempt(CALLS_AS_TEXT) == features_of(CALLS_AS_TEXT)
 

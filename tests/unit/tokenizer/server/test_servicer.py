@@ -488,6 +488,8 @@ async def test_messages_that_the_template_refuses_are_an_invalid_request(tmp_pat
             "INVALID_REQUEST",
             {"chat.messages": "TEMPLATE_FAILED"},
         )
+        with pytest.raises(grpc.aio.AioRpcError, match="the chat template rejected the messages: only one"):
+            await service.stub.RenderChat(tokenizer_pb2.RenderChatRequest(chat=chat))
 
 
 async def test_a_stopping_service_finishes_its_streams_and_accepts_no_new_ones(service: Service) -> None:
