@@ -196,7 +196,8 @@ class WindowDetokenizer:
     `decode` replaces every byte of a run of byte tokens if one of them is invalid, which may come after characters that
     were returned. So a character is returned once it is complete, and each byte that belongs to none is one U+FFFD.
 
-    Invariant: the ids in the window are no byte tokens, and bytes that are held back came after all of them.
+    Invariant: the window, which is the context and the ids held back, has no byte tokens; bytes that are held back came
+    after it.
 
     Source: the two-offset window of vLLM and TGI, but bounded.
     """
