@@ -23,7 +23,7 @@ from services.worker.forward.kv_cache import CacheTensor, KvCache, KvCacheSpec, 
 from services.worker.ops import AttentionParams, load_ops
 from services.worker.ops.native.backend import NativeOps
 from tests.support.kernels.attention_batches import Batch, random
-from tests.support.kernels.pairs import every_pair
+from tests.support.pairwise import every_pair
 
 REFERENCE = load_ops("reference")
 FLOAT32, BFLOAT16, INT8 = torch.float32, torch.bfloat16, torch.int8

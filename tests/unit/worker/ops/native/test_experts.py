@@ -12,7 +12,7 @@ from services.worker.ops.experts import gate_and_up
 from services.worker.ops.matrices import IntMatrix, Matrix, Mxfp4Matrix
 from services.worker.ops.native.backend import NativeOps
 from services.worker.ops.native.isa import Isa, available_isas
-from tests.support.kernels.pairs import every_pair
+from tests.support.pairwise import every_pair
 
 HIDDEN_SIZE, INNER_SIZE, NUM_EXPERTS = 96, 160, 5
 

@@ -16,7 +16,7 @@ from services.worker.forward.kv_cache import KvCache, KvCacheSpec, attention_cac
 from services.worker.ops import HeadNorms, Ops, RopeRows, load_ops
 from services.worker.ops.native.backend import NativeOps
 from tests.support.kernels.attention_batches import Batch, random
-from tests.support.kernels.pairs import every_pair
+from tests.support.pairwise import every_pair
 
 REFERENCE = load_ops("reference")
 NUM_HEADS, NUM_KV_HEADS = 6, 2

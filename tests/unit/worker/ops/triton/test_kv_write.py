@@ -12,8 +12,8 @@ from services.worker.ops import load_ops
 from services.worker.ops.triton.kv_write import write_cache, write_kv
 from tests.support.kernels.attention_batches import random
 from tests.support.kernels.paged_attention import FP8
-from tests.support.kernels.pairs import every_pair
 from tests.support.models.paged_model import attention_metadata
+from tests.support.pairwise import every_pair
 
 SLOTS = torch.tensor([5, -1, 2, 0, 11])
 OTHERS = [slot for slot in range(12) if slot not in SLOTS]

@@ -8,7 +8,7 @@ from torch import Tensor
 from services.worker.ops import load_ops
 from services.worker.ops.triton.norm import add_rms_norm, layer_norm, rms_norm
 from tests.support.kernels.attention_batches import random
-from tests.support.kernels.pairs import some_of
+from tests.support.pairwise import some_of
 
 REFERENCE = load_ops("reference")
 EPS = 0.1

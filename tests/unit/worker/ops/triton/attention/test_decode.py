@@ -19,7 +19,7 @@ from services.worker.ops.triton.attention.context_splits import SplitLimits, cho
 from services.worker.ops.triton.attention.decode import DecodeConfig, decode_attention
 from tests.support.kernels.attention_batches import Batch, random
 from tests.support.kernels.paged_attention import FP8, PagedStep, check_attention, make_step
-from tests.support.kernels.pairs import every_pair
+from tests.support.pairwise import every_pair
 
 # A row that sees nothing of a split has a sum of 0.
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")

@@ -20,7 +20,7 @@ from services.worker.ops.triton.attention.latent import LatentConfig, latent_att
 from services.worker.ops.triton.backend import TritonOps, TritonPlan
 from tests.support.kernels.attention_batches import Batch
 from tests.support.kernels.latent_batches import SCALE, VALUE_DIM, LatentStep, Tokens, assert_close, pad_as_in_graph
-from tests.support.kernels.pairs import every_pair
+from tests.support.pairwise import every_pair
 
 # A row that sees nothing of a split has a sum of 0.
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")

@@ -17,7 +17,7 @@ from services.worker.ops import AttentionParams
 from services.worker.ops.triton.attention.prefill import PrefillConfig, choose_prefill_config, prefill_attention
 from tests.support.kernels.attention_batches import Batch, random
 from tests.support.kernels.paged_attention import FP8, PagedStep, check_attention, make_step
-from tests.support.kernels.pairs import some_of
+from tests.support.pairwise import some_of
 
 PLAIN = AttentionParams(0.3)
 # Block size, query heads, key/value heads and the width of a head: groups of 1, 3 and 8.

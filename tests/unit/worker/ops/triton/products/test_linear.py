@@ -17,7 +17,7 @@ from services.worker.ops.triton.products.linear import PackedLinear
 from services.worker.ops.triton.products.tile_sizes import TileSizes, choose_sizes
 from tests.support.kernels.attention_batches import random
 from tests.support.kernels.packed_matrices import KINDS, MatrixKind, matrix_kinds
-from tests.support.kernels.pairs import every_pair, some_of
+from tests.support.pairwise import every_pair, some_of
 
 
 @given(
