@@ -46,7 +46,7 @@ def test_the_process_does_not_import_torch(model_dir: Path) -> None:
 
 
 def test_a_failing_template_prevents_the_start(tmp_path: Path) -> None:
-    write_tiny_tokenizer(tmp_path, chat_template="{{ messages[1].content }}")
+    write_tiny_tokenizer(tmp_path, chat_template="{{ messages[5].content }}")
     result = run_service(f"--model-dir={tmp_path}", f"--listen=unix:{tmp_path}/sock")
     assert result.returncode == 1
     assert "the chat template cannot render a plain message" in result.stderr
