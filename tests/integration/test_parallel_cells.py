@@ -17,7 +17,7 @@ import pytest
 
 from lockstep.v1 import tokenizer_pb2
 from tests.support.cells.capturing_worker import REPLAYED
-from tests.support.cells.cell import start_cell
+from tests.support.cells.cell import REFERENCE, start_cell
 from tests.support.clients.client import connect, token_request
 from tests.support.models.parity import TransformersModel, make_prompts, wrong_tokens
 from tests.support.models.small_configs import SMALL_CONFIGS
@@ -124,7 +124,7 @@ def requests() -> list[tokenizer_pb2.GenerateRequest]:
 async def ask(model_dir: Path, *, tp: int = 1, dp: int = 1, ep: bool = False) -> Tokens:
     """The answers of a cell to all requests at once, in prefills of a few prompts."""
     layout = [f"--tp={tp}", f"--dp={dp}", *(["--ep"] if ep else [])]
-    with start_cell(model_dir, "--worker.ops-backend=reference", *layout, *LIMITS) as cell:
+    with start_cell(model_dir, REFERENCE, *layout, *LIMITS) as cell:
         async with connect(cell) as client:
             # The cell is serving as soon as the first rank is attached.
             await client.wait_until(lambda state: all(rank.is_attached for rank in state.rank_steps))
@@ -198,7 +198,7 @@ async def test_a_rank_that_is_idle_for_long_keeps_in_step(models: Models) -> Non
     requests = [
         token_request(prompt, max_tokens=300, ignore_eos=True) for prompt in make_prompts((20, 35, 9, 50), seed=5)
     ]
-    with start_cell(model_dir, "--worker.ops-backend=reference", "--dp=2", "--ep") as cell:
+    with start_cell(model_dir, REFERENCE, "--dp=2", "--ep") as cell:
         async with connect(cell) as client:
             alone = [await client.generate(request) for request in requests]
             idle = await client.wait_until_idle()
@@ -220,7 +220,7 @@ async def test_the_real_models_heads_are_shared_by_three(real_model: Path) -> No
     ]
     answers = []
     for tp in (1, REAL_TP):
-        with start_cell(real_model, "--worker.ops-backend=reference", f"--tp={tp}") as cell:
+        with start_cell(real_model, REFERENCE, f"--tp={tp}") as cell:
             async with connect(cell) as client:
                 answers.append(await client.generate_all(requests))
     for alone, shared in zip(*answers, strict=True):

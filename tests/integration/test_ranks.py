@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cells.cell import Cell, start_cell
+from tests.support.cells.cell import REFERENCE, Cell, start_cell
 from tests.support.cells.rank_nodes import (
     RankNode,
     damage_under_load,
@@ -22,7 +22,7 @@ from tests.support.models.small_configs import SMALL_CONFIGS
 from tests.support.models.small_models import build_model, write_small_model
 from tests.support.system.scraping import scrape, values
 
-RANK_FLAGS = ("--worker.ops-backend=reference", "--worker.num-threads=1", "--worker.kv-cache-num-blocks=256")
+RANK_FLAGS = (REFERENCE, "--worker.num-threads=1", "--worker.kv-cache-num-blocks=256")
 MOE_ARCHITECTURE = "Qwen3MoeForCausalLM"
 
 

@@ -78,7 +78,7 @@ class ChatTemplate:
             if refused:
                 description = "the chat template rejected the messages"
                 # A template may also build its words of the client's own, which are repeated nowhere.
-                if str(error) in literals_of(self.text):
+                if str(error) in _literals_of(self.text):
                     description += f": {str(error)[:_MAX_WORDS_LENGTH]}"
             raise InvalidRequestError.from_violations(
                 [Violation("chat.messages", "TEMPLATE_FAILED", description)]
@@ -109,12 +109,6 @@ class ChatTemplate:
         return json.dumps(arguments, ensure_ascii=False) if self._features.arguments_are_text else arguments
 
 
-def literals_of(source: str) -> frozenset[str]:
-    """The strings that are written in a template."""
-    tokens = Environment().lexer.tokenize(source)  # noqa: S701 - nothing is rendered
-    return frozenset(token.value for token in tokens if token.type == "string")
-
-
 def load_chat_template(model_dir: Path, *, timeout_s: float) -> ChatTemplate | None:
     """Load the template after a trial; None if the directory has none.
 
@@ -133,6 +127,12 @@ def load_chat_template(model_dir: Path, *, timeout_s: float) -> ChatTemplate | N
     ]
     logger.info("chat template loaded", extra={"takes_tools": tried[-1].takes_tools})
     return ChatTemplate(source, special_tokens, tools_source=tools_source, features=tried[-1])
+
+
+def _literals_of(source: str) -> frozenset[str]:
+    """The strings that are written in a template."""
+    tokens = Environment().lexer.tokenize(source)  # noqa: S701 - nothing is rendered
+    return frozenset(token.value for token in tokens if token.type == "string")
 
 
 def _tool_fields(tool: Tool, guard: Guard) -> JsonObject:

@@ -40,7 +40,7 @@ def make_sequence(
     options: SamplingOptions | None = None,
     **params: object,
 ) -> Sequence:
-    """A new sequence with the id `r<handle>`; a number stands for that many tokens, which no other handle has."""
+    """A new sequence with the id `r<handle>`; a number stands for that many tokens, other ones for each handle."""
     token_ids = [1000 * handle + index for index in range(prompt)] if isinstance(prompt, int) else prompt
     return Sequence(
         f"r{handle}",
