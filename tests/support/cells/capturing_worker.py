@@ -1,6 +1,7 @@
 """A worker that captures the decode steps of `reference` in Python.
 
-`python -m tests.support.cells.capturing_worker FLAGS`. It tells of each replay by a line on stderr.
+`python -m tests.support.cells.capturing_worker FLAGS`. It tells of each forward pass that it replays by a line on stderr.
+A draw is no such pass: a rank that is idle in a step has nothing to draw.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ REPLAYED = "a graph was replayed"
 
 class _ToldCapture(CountingCapture):
     def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        num_passes = len(self.replays)
         replay = super().__call__(compute)
+        if len(self.replays) == num_passes:
+            return replay
 
         def told() -> Tensor:
             print(REPLAYED, file=sys.stderr, flush=True)  # noqa: T201
