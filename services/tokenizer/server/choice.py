@@ -1,14 +1,15 @@
 """One choice of an answer: turns the cell's tokens into responses for the client.
 
-    cell  ------->  receive  ------------------->  Completion  ------->  take  --------------->  client
-    tokens          Detokenizer, StopMatcher       certain text          ReplyParser             responses
+    cell  ------->  receive  ------------------------------>  Completion  ------->  take  ------->  client
+    tokens          Detokenizer, ReplyParser, StopMatcher     certain text                          responses
 
-Detokenizing and the search for stop strings do not wait for the client: a slow one neither delays other requests nor
-lets its own generation run past a stop string.
+Detokenizing, parsing and the search for stop strings do not wait for the client: a slow one neither delays other
+requests nor lets its own generation run past a stop string.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,12 +19,13 @@ from google.protobuf import duration_pb2
 from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.exchange.logprobs import LogprobQueue, Logprobs
-from services.tokenizer.replies.parser import ReplyParser
-from services.tokenizer.replies.parts import ReasoningPart, ReplyPart, TextPart
+from services.tokenizer.replies.parts import ReasoningPart, ToolCallPart
 from services.tokenizer.server.completion import Completion
 from services.tokenizer.server.request_totals import RequestTotals
-from shared.errors import ServiceError
+from shared.errors import InternalError, ServiceError
 from shared.network.rpc import StatusError
+
+logger = logging.getLogger(__name__)
 
 # For these, the text of the token that ends the answer is left out unless the client asks for it.
 _SILENT_ENDS = frozenset({common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_STOP_TOKEN})
@@ -49,12 +51,10 @@ class Call(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """Options that most choices do not use. Parser and queues must be new."""
+    """Options that most choices do not use. Queues must be new."""
 
     includes_stop: bool = False
     """Whether to keep the text of the token that ends the choice."""
-    parser: ReplyParser | None = None
-    """None leaves the text as it is."""
     logprobs: LogprobQueue | None = None
     """None unless requested."""
     prompt_logprobs: LogprobQueue | None = None
@@ -99,7 +99,6 @@ class Choice:
         self.is_first = place[1] == 0
         self._prompt, self._number = place
         self._extras = extras
-        self._adds_extras = extras.logprobs is not None or extras.parser is not None
         self._finish: tokenizer_pb2.Finish | None = None
 
     @property
@@ -133,15 +132,13 @@ class Choice:
         if not self.has_news:
             self.has_news = True
             self._call.on_news(self)
-        if end is not None:
-            self._receive_last(token_ids, end)
+        try:
+            return self._receive(token_ids, end)
+        except Exception as error:  # noqa: BLE001 - a bug in a parser must not end the stream that all requests share
+            # Its text may contain the reply's.
+            logger.error("a reply could not be read", extra={"error_type": type(error).__name__})
+            self._call.fail(InternalError("the reply could not be read"))
             return None
-        completion = self._completion
-        completion.push(token_ids)
-        if not completion.has_stop_strings or completion.stop_string is None:
-            return None
-        self._finish_by_stop_string(completion.stop_string)
-        return self.usage.num_completion_tokens
 
     def receive_logprobs(self, logprobs: Logprobs) -> None:
         """See `Receiver`; dropped unless requested."""
@@ -180,8 +177,10 @@ class Choice:
         response = tokenizer_pb2.GenerateResponse(
             text=text, token_ids=token_ids, prompt=self._prompt, choice=self._number
         )
-        if self._adds_extras:
-            self._add_extras(response, token_ids)
+        if self._extras.logprobs is not None:
+            self._add_logprobs(response, token_ids, self._extras.logprobs)
+        if self._completion.has_parser:
+            _add_parts(self._completion.take_parts(), response)
         if token_ids:
             # Every token passes here.
             if self.ttft_s is None:
@@ -199,23 +198,17 @@ class Choice:
         has_something = token_ids or response.text or response.reasoning or response.tool_calls
         return response if has_something else None
 
-    def _add_extras(self, response: tokenizer_pb2.GenerateResponse, token_ids: list[int]) -> None:
-        """Add log-probabilities, and parse the text; excess tokens leave `token_ids` for the next response."""
-        extras = self._extras
-        if extras.logprobs is not None:
-            count = extras.logprobs.max_positions
-            if len(token_ids) > count:
-                self._completion.put_back(token_ids[count:])
-                del response.token_ids[count:], token_ids[count:]
-                self.has_news = True
-            response.logprobs.extend(extras.logprobs.take(len(response.token_ids)))
-            assert len(response.logprobs) == len(response.token_ids), "a token without its log-probability"
-        if extras.parser is not None:
-            parts = extras.parser.feed(response.text)
-            if self._finish is not None and not self.has_news:
-                parts += extras.parser.finish()
-            response.text = ""
-            _add_parts(parts, response)
+    def _add_logprobs(
+        self, response: tokenizer_pb2.GenerateResponse, token_ids: list[int], logprobs: LogprobQueue
+    ) -> None:
+        """Excess tokens leave `token_ids` for the next response."""
+        count = logprobs.max_positions
+        if len(token_ids) > count:
+            self._completion.put_back(token_ids[count:])
+            del response.token_ids[count:], token_ids[count:]
+            self.has_news = True
+        response.logprobs.extend(logprobs.take(len(response.token_ids)))
+        assert len(response.logprobs) == len(response.token_ids), "a token without its log-probability"
 
     def _count_first(self, now: float) -> None:
         self.ttft_s = now - self._call.arrived_at
@@ -229,6 +222,17 @@ class Choice:
         num_gaps = self.usage.num_completion_tokens - 1
         if num_gaps > 0:
             finish.mean_tpot.CopyFrom(_duration((total_s - ttft_s) / num_gaps))
+
+    def _receive(self, token_ids: Sequence[int], end: exchange_pb2.RequestEnd | None) -> int | None:
+        if end is not None:
+            self._receive_last(token_ids, end)
+            return None
+        completion = self._completion
+        completion.push(token_ids)
+        if not completion.has_stop_strings or completion.stop_string is None:
+            return None
+        self._finish_by_stop_string(completion.stop_string)
+        return self.usage.num_completion_tokens
 
     def _receive_last(self, token_ids: Sequence[int], end: exchange_pb2.RequestEnd) -> None:
         if token_ids and end.finish_reason in _SILENT_ENDS and not self._extras.includes_stop:
@@ -268,14 +272,14 @@ class Choice:
         return common_pb2.Recovery(resume_count=self.num_resumes, resume_exact=self.resumes_exactly)
 
 
-def _add_parts(parts: Iterable[ReplyPart], response: tokenizer_pb2.GenerateResponse) -> None:
+def _add_parts(parts: Iterable[ReasoningPart | ToolCallPart], response: tokenizer_pb2.GenerateResponse) -> None:
     for part in parts:
-        if isinstance(part, TextPart):
-            response.text += part.text
-        elif isinstance(part, ReasoningPart):
+        if isinstance(part, ReasoningPart):
             response.reasoning += part.text
-        else:
+        elif part.id or not response.tool_calls:
             response.tool_calls.add(index=part.index, id=part.id, name=part.name, arguments=part.arguments)
+        else:
+            response.tool_calls[-1].arguments += part.arguments
 
 
 def _duration(seconds: float) -> duration_pb2.Duration:

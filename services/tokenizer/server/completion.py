@@ -1,9 +1,18 @@
-"""One choice's tokens and text: which are certain, and which were taken. Pure."""
+"""One choice's tokens, text, reasoning and tool calls: which are certain, and which were taken. Pure.
+
+    tokens  ------------->  text  ----------->  parts of the reply  ------------->  certain text
+             Detokenizer           ReplyParser                       StopMatcher
+
+Stop strings are looked for in what the client sees as text. The parser takes one token after the other: of several at
+once it would not be known which one released the text with the stop string.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from services.tokenizer.replies.parser import ReplyParser
+from services.tokenizer.replies.parts import ReasoningPart, ReplyPart, TextPart, ToolCallPart
 from services.tokenizer.text.detokenizer import Detokenizer
 from services.tokenizer.text.stop_strings import StopMatcher
 
@@ -12,7 +21,7 @@ class Completion:
     """Takes tokens, and returns them and their text once they certainly belong to the answer.
 
     Invariant: `_late_ids` are the tokens after a completed stop string while another, which began earlier, may still be
-    completed. They belong to the answer only if it is.
+    completed, and `_late_parts` the reasoning and calls in them. They belong to the answer only if it is.
     """
 
     def __init__(
@@ -20,18 +29,24 @@ class Completion:
         detokenizer: Detokenizer,
         stop_strings: Sequence[str],
         *,
+        parser: ReplyParser | None = None,
         includes_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        """The detokenizer must be new; `includes_stop` keeps the stop string in the text.
+        """Detokenizer and parser must be new; without a parser, all is text.
 
-        A stop string completed within the first `min_tokens` tokens is ordinary text.
+        `includes_stop` keeps the stop string in the text. One completed within the first `min_tokens` tokens is
+        ordinary text.
         """
         self._detokenizer = detokenizer
+        self._parser = parser
+        self.has_parser = parser is not None
         self.has_stop_strings = bool(stop_strings)
         self._matcher = StopMatcher(stop_strings, includes_stop=includes_stop) if stop_strings else None
         self._min_tokens = min_tokens
         self._texts: list[str] = []
+        self._parts: list[ReasoningPart | ToolCallPart] = []
+        self._late_parts: list[ReasoningPart | ToolCallPart] = []
         self._token_ids: list[int] = []
         self._late_ids: list[int] = []
         self.num_tokens = 0
@@ -45,31 +60,25 @@ class Completion:
 
     def push(self, token_ids: Sequence[int]) -> None:
         """Take the next tokens; those after a stop string are dropped."""
-        if self._matcher is None:
+        if self._matcher is None and self._parser is None:
             # The hot path: most requests have no stop strings, and every token passes here.
-            self._token_ids += token_ids
-            self.num_tokens += len(token_ids)
+            self._accept(token_ids)
             self._texts.append(self._detokenizer.push(token_ids))
             return
         for token_id in token_ids:
-            self._watch(self._matcher, self._detokenizer.push((token_id,)), (token_id,))
+            self._take_in(self._detokenizer.push((token_id,)), (token_id,))
 
     def push_silent(self, token_ids: Sequence[int]) -> None:
         """As `push`, without the text of the last token."""
         self.push(token_ids[:-1])
-        if self._matcher is None:
-            self._accept(token_ids[-1:])
-        else:
-            self._watch(self._matcher, "", token_ids[-1:])
+        self._take_in("", token_ids[-1:])
 
     def finish(self) -> None:
         """No more tokens follow: held-back text becomes certain, or a stop string does."""
-        rest = self._detokenizer.flush()
-        if self._matcher is None:
-            self._texts.append(rest)
-            return
-        self._watch(self._matcher, rest, ())
-        if not self._matcher.is_decided:
+        self._take_in(self._detokenizer.flush(), ())
+        if self._parser is not None and self.stop_string is None:
+            self._watch(self._parser.finish(), ())
+        if self._matcher is not None and not self._matcher.is_decided:
             self._texts.append(self._matcher.finish())
 
     def take(self) -> tuple[str, list[int]]:
@@ -78,21 +87,42 @@ class Completion:
         self._texts, self._token_ids = [], []
         return text, token_ids
 
+    def take_parts(self) -> list[ReasoningPart | ToolCallPart]:
+        """Reasoning and tool calls since the last call."""
+        parts, self._parts = self._parts, []
+        return parts
+
     def put_back(self, token_ids: list[int]) -> None:
         """Return tokens of the last `take`; the next one takes them first."""
         self._token_ids = token_ids + self._token_ids
 
-    def _watch(self, matcher: StopMatcher, text: str, token_ids: Sequence[int]) -> None:
-        if matcher.is_decided:
+    def _take_in(self, text: str, token_ids: Sequence[int]) -> None:
+        if self._parser is None:
+            self._watch([TextPart(text)] if text else [], token_ids)
+        elif self.stop_string is None:
+            self._watch(self._parser.feed(text), token_ids)
+
+    def _watch(self, parts: Sequence[ReplyPart], token_ids: Sequence[int]) -> None:
+        """Take the parts that `token_ids` released."""
+        matcher = self._matcher
+        if matcher is not None and matcher.is_decided:
             return
-        candidate = matcher.candidate
-        # Without a candidate there are no late tokens, so `num_tokens` counts all tokens before these.
-        matcher.is_watchful = self.num_tokens + len(token_ids) > self._min_tokens
-        self._texts.append(matcher.push(text))
+        if matcher is not None:
+            # Without a candidate there are no late tokens, so `num_tokens` counts all tokens before these.
+            matcher.is_watchful = self.num_tokens + len(token_ids) > self._min_tokens
+        candidate = None if matcher is None else matcher.candidate
         self._late_ids += token_ids
-        if matcher.candidate is None or matcher.candidate is not candidate:
+        for part in parts:
+            if not isinstance(part, TextPart):
+                self._late_parts.append(part)
+                continue
+            self._texts.append(part.text if matcher is None else matcher.push(part.text))
+            if matcher is not None and matcher.is_decided:
+                break
+        if matcher is None or matcher.candidate is None or matcher.candidate is not candidate:
             self._accept(self._late_ids)
-            self._late_ids = []
+            self._parts += self._late_parts
+            self._late_ids, self._late_parts = [], []
 
     def _accept(self, token_ids: Sequence[int]) -> None:
         self._token_ids += token_ids

@@ -136,12 +136,12 @@ class GenerateCall:
         completion = Completion(
             self._model.texts.detokenizer(prompt.request.prompt_ids, skips_special_tokens=skips),
             form.stop_strings,
+            parser=parser,
             includes_stop=form.includes_stop,
             min_tokens=options.min_tokens,
         )
         extras = Extras(
             form.includes_stop,
-            parser,
             self._logprob_queue(options.num_logprobs),
             self._logprob_queue(options.num_prompt_logprobs),
         )

@@ -1,7 +1,7 @@
 """A worker that captures the decode steps of `reference` in Python.
 
-`python -m tests.support.cells.capturing_worker FLAGS`. It tells of each forward pass that it replays by a line on stderr.
-A draw is no such pass: a rank that is idle in a step has nothing to draw.
+`python -m tests.support.cells.capturing_worker FLAGS`. It tells of each forward pass that it replays by a line on
+stderr. A draw is no such pass: a rank that is idle in a step has nothing to draw.
 """
 
 from __future__ import annotations

@@ -13,13 +13,15 @@ from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.chat.conversation import Tool
 from services.tokenizer.exchange.logprobs import LogprobQueue, Logprobs, read_prompt_logprobs, read_row_logprobs
-from services.tokenizer.replies import make_reply_parser
+from services.tokenizer.replies import ReplyParser, ReplyPart, make_reply_parser
+from services.tokenizer.replies.parser import ReplySetting
+from services.tokenizer.replies.plain import PlainParser
 from services.tokenizer.server.choice import Choice, Extras
 from services.tokenizer.server.completion import Completion
 from services.tokenizer.server.generation import Generation
 from services.tokenizer.server.request_totals import RequestTotals
 from services.tokenizer.text.detokenizer import ByteLevelDetokenizer, text_table
-from shared.errors import DrainingError, NumericError, SchedulerLostError
+from shared.errors import DrainingError, InternalError, NumericError, SchedulerLostError
 from shared.ids import RequestHandle
 from shared.network.rpc import StatusError, reason_of
 from tests.support.clients.client import Answer
@@ -45,21 +47,27 @@ def make_generation(
     arrived_at: float | None = None,
     places: Sequence[tuple[int, int]] = ((0, 0),),
     first_extras: Extras = PLAIN,
+    parser: ReplyParser | None = None,
 ) -> Generation:
-    """An answer with a choice at each place; the first choice has extras."""
+    """An answer with a choice at each place; the first choice has extras, and a parser is for the only one."""
     generation = Generation(arrived_at=time.monotonic() if arrived_at is None else arrived_at, totals=RequestTotals())
     for place in places:
         extras = PLAIN if generation.choices else first_extras
         completion = Completion(
-            ByteLevelDetokenizer(TABLE, text_table(TABLE)), stop_strings, includes_stop=extras.includes_stop
+            ByteLevelDetokenizer(TABLE, text_table(TABLE)),
+            stop_strings,
+            parser=parser,
+            includes_stop=extras.includes_stop,
         )
         generation.choices.append(Choice(generation, completion, num_prompt_tokens=5, place=place, extras=extras))
     return generation
 
 
-def make_choice(*stop_strings: str, extras: Extras = PLAIN) -> tuple[Generation, Choice]:
+def make_choice(
+    *stop_strings: str, extras: Extras = PLAIN, parser: ReplyParser | None = None
+) -> tuple[Generation, Choice]:
     """An answer with one choice."""
-    generation = make_generation(*stop_strings, first_extras=extras)
+    generation = make_generation(*stop_strings, first_extras=extras, parser=parser)
     return generation, generation.choices[0]
 
 
@@ -360,7 +368,7 @@ REPLY = '<think>so</think>Hi<tool_call>{"name": "look", "arguments": {"a": 1}}</
 
 
 async def test_a_reply_is_parsed_as_it_arrives() -> None:
-    generation, choice = make_choice(extras=Extras(parser=make_reply_parser("hermes", tools=[Tool("look")])))
+    generation, choice = make_choice(parser=make_reply_parser("hermes", tools=[Tool("look")]))
     responses = generation.responses()
     answer = Answer()
     answer.add(Response(accepted=tokenizer_pb2.Accepted()))
@@ -376,13 +384,29 @@ async def test_a_reply_is_parsed_as_it_arrives() -> None:
 
 
 async def test_text_held_back_by_a_parser_is_sent_with_the_finish() -> None:
-    generation, choice = make_choice("STOP", extras=Extras(parser=make_reply_parser("hermes", tools=[Tool("look")])))
+    generation, choice = make_choice("STOP", parser=make_reply_parser("hermes", tools=[Tool("look")]))
     responses = generation.responses()
     choice.receive(ids("Hi<tool_"), None)
     assert (await anext(responses)).text == "Hi"
     assert choice.receive(ids("STOP"), None) == 12
     response = await anext(responses)
     assert (response.text, response.finish.stop_string) == ("<tool_", "STOP")
+
+
+class FailingParser(PlainParser):
+    def feed(self, text: str) -> list[ReplyPart]:
+        raise ValueError(text)
+
+
+async def test_a_bug_in_a_parser_ends_only_its_own_answer(caplog: pytest.LogCaptureFixture) -> None:
+    generation, choice = make_choice(parser=FailingParser(ReplySetting()))
+    assert choice.receive(ids("abc"), None) is None
+    with pytest.raises(InternalError, match="could not be read"):
+        await collect(generation)
+    assert "a reply could not be read" in caplog.messages
+    assert "abc" not in caplog.text
+    # What comes before the cell has been told to stop is ignored.
+    assert choice.receive(ids("d"), None) is None
 
 
 @given(
