@@ -32,6 +32,9 @@ MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_LENGTH = 32
 MAX_LOGIT_BIASES = 1024
+MAX_ALLOWED_TOKEN_IDS = 1024
+# Of the markup that opens or closes a model's reasoning.
+MAX_REASONING_MARKER_LENGTH = 32
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0
 MIN_REPETITION_PENALTY = 0.1
@@ -86,6 +89,12 @@ class SamplingOptions:
     num_prompt_logprobs: int | None = None
     grammar: str = ""
     """Empty means unconstrained."""
+    reasoning_begin: tuple[int, ...] = ()
+    """Tokens that the grammar allows first, and that open free text; empty if the prompt has opened it."""
+    reasoning_end: tuple[int, ...] = ()
+    """Tokens that close the free text; the grammar goes on with them. Empty if the grammar applies from the start."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Ascending; empty means all."""
 
     @property
     def needs_all_tokens(self) -> bool:
@@ -228,10 +237,10 @@ def _sampling_violations(params: SamplingParams, logits_width: int) -> Iterator[
         yield _not_between("top_k", params.top_k, 0, logits_width)
     if not 0 <= params.seed < 2**64:
         yield "seed", "OUT_OF_RANGE", "must be an unsigned 64-bit number"
-    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        yield "stop_token_ids", "OUT_OF_RANGE", f"must have at most {MAX_STOP_TOKEN_IDS} entries"
-    elif params.stop_token_ids:
-        yield from _id_violations("stop_token_ids", params.stop_token_ids, logits_width)
+    if params.stop_token_ids:
+        yield from _list_violations(
+            "stop_token_ids", params.stop_token_ids, logits_width, max_length=MAX_STOP_TOKEN_IDS
+        )
     if params.stop_token_sequences:
         yield from _run_violations("stop_token_sequences", params.stop_token_sequences, _STOP_RUNS, logits_width)
     if params.options is not None:
@@ -261,6 +270,19 @@ def _option_violations(options: SamplingOptions, max_tokens: int, logits_width: 
     ):
         if count is not None and not 0 <= count <= MAX_LOGPROBS:
             yield _not_between(field, count, 0, MAX_LOGPROBS)
+    yield from _list_violations(
+        "allowed_token_ids", options.allowed_token_ids, logits_width, max_length=MAX_ALLOWED_TOKEN_IDS
+    )
+    yield from _grammar_violations(options, logits_width)
+
+
+def _grammar_violations(options: SamplingOptions, logits_width: int) -> Iterator[_Fault]:
+    for field, ids in (("reasoning_begin", options.reasoning_begin), ("reasoning_end", options.reasoning_end)):
+        yield from _list_violations(field, ids, logits_width, max_length=MAX_REASONING_MARKER_LENGTH)
+        if ids and not options.grammar:
+            yield field, "OUT_OF_RANGE", "needs a grammar"
+    if options.reasoning_begin and not options.reasoning_end:
+        yield "reasoning_end", "OUT_OF_RANGE", "must be set if reasoning_begin is"
     # A character is at least one byte, so this saves encoding a text that is clearly too long.
     if len(options.grammar) > MAX_GRAMMAR_BYTES or len(options.grammar.encode()) > MAX_GRAMMAR_BYTES:
         yield "grammar", "OUT_OF_RANGE", f"must be at most {MAX_GRAMMAR_BYTES} bytes"
@@ -305,6 +327,13 @@ def _bad_number(field: str, value: float, rule: str) -> _Fault:
     if math.isfinite(value):
         return field, "OUT_OF_RANGE", rule
     return field, "NOT_FINITE", "must be a finite number"
+
+
+def _list_violations(field: str, ids: tuple[int, ...], logits_width: int, *, max_length: int) -> Iterator[_Fault]:
+    if len(ids) > max_length:
+        yield field, "OUT_OF_RANGE", f"must have at most {max_length} entries"
+    else:
+        yield from _id_violations(field, ids, logits_width)
 
 
 def _id_violations(field: str, ids: tuple[int, ...], logits_width: int) -> Iterator[_Fault]:

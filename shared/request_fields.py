@@ -19,6 +19,7 @@ from lockstep.v1 import common_pb2, scheduler_pb2
 from shared.errors import ExactUnavailableError, InvalidRequestError, Violation
 from shared.limits import (
     DEFAULT_MAX_TOKENS,
+    MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORDS,
     MAX_CACHE_SALT_BYTES,
@@ -244,6 +245,7 @@ def _read_options(sampling: common_pb2.SamplingParams, given: _Given) -> Samplin
         min_tokens=sampling.min_tokens,
         num_logprobs=sampling.num_logprobs if sampling.HasField("num_logprobs") else None,
         num_prompt_logprobs=sampling.num_prompt_logprobs if sampling.HasField("num_prompt_logprobs") else None,
+        allowed_token_ids=tuple(sorted(sampling.allowed_token_ids[: MAX_ALLOWED_TOKEN_IDS + 1])),
     )
     return None if options == NO_OPTIONS else options
 

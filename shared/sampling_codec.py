@@ -57,6 +57,9 @@ def encode_options(options: SamplingOptions) -> sampling_pb2.SamplingOptions:
         num_logprobs=options.num_logprobs,
         num_prompt_logprobs=options.num_prompt_logprobs,
         grammar=options.grammar,
+        reasoning_begin=np.array(options.reasoning_begin, TOKEN_DTYPE).tobytes(),
+        reasoning_end=np.array(options.reasoning_end, TOKEN_DTYPE).tobytes(),
+        allowed_token_ids=np.array(options.allowed_token_ids, TOKEN_DTYPE).tobytes(),
     )
 
 
@@ -76,11 +79,14 @@ def decode_options(message: sampling_pb2.SamplingOptions) -> SamplingOptions:
         presence_penalty=message.presence_penalty,
         frequency_penalty=message.frequency_penalty,
         logit_bias=tuple(zip(token_ids.tolist(), biases.tolist(), strict=True)),
-        bad_words=tuple(tuple(_column("bad_words", word, TOKEN_DTYPE).tolist()) for word in message.bad_words),
+        bad_words=tuple(_token_ids("bad_words", word) for word in message.bad_words),
         min_tokens=message.min_tokens,
         num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
         num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
         grammar=message.grammar,
+        reasoning_begin=_token_ids("reasoning_begin", message.reasoning_begin),
+        reasoning_end=_token_ids("reasoning_end", message.reasoning_end),
+        allowed_token_ids=_token_ids("allowed_token_ids", message.allowed_token_ids),
     )
 
 
@@ -108,6 +114,10 @@ def decode_logprobs(message: sampling_pb2.Logprobs) -> tuple[Ints, Ints, Ints, I
         np.frombuffer(message.token_ids, TOKEN_DTYPE),
         np.frombuffer(message.values, _FLOAT_DTYPE),
     )
+
+
+def _token_ids(name: str, data: bytes) -> tuple[int, ...]:
+    return tuple(_column(name, data, TOKEN_DTYPE).tolist())
 
 
 def _column(name: str, data: bytes, dtype: np.dtype[np.generic]) -> np.ndarray[tuple[int], np.dtype[np.generic]]:

@@ -129,7 +129,7 @@ def _token_message(token_id: int, logprob: float, data: bytes) -> common_pb2.Tok
         return common_pb2.TokenLogprob(token_id=token_id, logprob=logprob, text=data.decode())
     except UnicodeDecodeError:
         text = data.decode(errors="replace")
-        return common_pb2.TokenLogprob(token_id=token_id, logprob=logprob, text=text, text_bytes=data)
+        return common_pb2.TokenLogprob(token_id=token_id, logprob=logprob, text=text, raw_bytes=data)
 
 
 def _read_columns(message: sampling_pb2.Logprobs) -> Logprobs:

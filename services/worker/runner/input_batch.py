@@ -42,12 +42,14 @@ class InputBatch:
         limits: BatchLimits,
         *,
         make_matcher: Callable[[str], GrammarMatcher] | None = None,
+        eos_token_ids: Sequence[int] = (),
         drafter: Drafter | None = None,
     ) -> None:
-        """Grammars need `make_matcher`, drafts `drafter`."""
+        """Grammars need `make_matcher` and the model's `eos_token_ids`, drafts `drafter`."""
         num_slots = limits.max_num_seqs
         self.limits = limits
         self._make_matcher = make_matcher
+        self._eos_token_ids = tuple(eos_token_ids)
         self._drafter = drafter
         # Slots in the order in which their sequences entered.
         self._order = _NO_SLOTS
@@ -204,6 +206,7 @@ class InputBatch:
             num_prompt_tokens=enter.num_prompt_tokens,
             logits_width=self.limits.logits_width,
             matcher=self._make_matcher(options.grammar) if options.grammar and self._make_matcher else None,
+            eos_token_ids=self._eos_token_ids,
         )
         state.extend(enter.cached_token_ids)
         return state

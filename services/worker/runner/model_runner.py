@@ -187,7 +187,12 @@ class ModelRunner:
         drafter = None if self._drafting is None else self._drafting.begin(limits, cache)
         self._epoch = BatchRunner(
             rank,
-            InputBatch(limits, make_matcher=self._matchers.make, drafter=drafter),
+            InputBatch(
+                limits,
+                make_matcher=self._matchers.make,
+                eos_token_ids=self.facts.eos_token_ids,
+                drafter=drafter,
+            ),
             cache,
             graphs=self._graphs,
             proposer=None if self._drafting is None else self._drafting.proposer,

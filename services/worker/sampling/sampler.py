@@ -17,7 +17,7 @@ from services.worker.drawing.token_draw import GREEDY_TEMPERATURE
 from services.worker.forward.staging import to_device
 from services.worker.ops import Ops
 from services.worker.sampling.logprobs import join_logprobs, token_logprobs
-from services.worker.sampling.sampling_rows import SamplingRows
+from services.worker.sampling.sampling_rows import EditedRows, SamplingRows
 from services.worker.step import Int32Column, Logprobs
 
 _NO_TOKENS: Int32Column = np.empty(0, np.int32)
@@ -70,25 +70,31 @@ class Sampler:
         self, logits: Tensor, rows: SamplingRows, edited: npt.NDArray[np.int64]
     ) -> tuple[Int32Column, list[int]]:
         """The tokens of the rows `edited`, and which of these have a grammar that could not be followed."""
-        own_logits = logits.index_select(0, to_device(edited, logits.device))
         edited_rows = rows.edit(edited)
-        self._ops.edit_logits(own_logits, edited_rows.edits)
-        drawn, _ = self._ops.sample(own_logits, rows.draw_rows(logits.device, edited))
-        token_ids: Int32Column = drawn.cpu().numpy().astype(np.int32)
+        token_ids = self._sample_edited(logits, rows, edited_rows)
         edited_rows.append(token_ids)
         return token_ids, edited[edited_rows.has_failed].tolist()
+
+    def _sample_edited(self, logits: Tensor, rows: SamplingRows, edited: EditedRows) -> Int32Column:
+        """Draw the edited rows from copies of their logits."""
+        own_logits = logits.index_select(0, to_device(edited.numbers, logits.device))
+        self._ops.edit_logits(own_logits, edited.edits)
+        drawn, _ = self._ops.sample(own_logits, rows.draw_rows(logits.device, edited.numbers))
+        token_ids: Int32Column = drawn.cpu().numpy().astype(np.int32)
+        return token_ids
 
     def _draw(self, logits: Tensor, rows: SamplingRows) -> tuple[Int32Column, _Runs, list[int]]:
         """A token for each of the logits of each row; meaningless after the first that differs from its draft.
 
-        Only a state that changes logits makes a token depend on those before it. All others are drawn at once, and need
-        only be compared with their drafts; but where the host draws, too many would be drawn in vain.
+        Only a state that changes logits makes a token depend on those before it, unless the completion reasons. All
+        others are drawn at once, and need only be compared with their drafts; but where the host draws, too many would
+        be drawn in vain.
         """
         has_drafts = rows.draft_counts is not None
         places = _by_place(rows) if has_drafts else rows
         is_edited = _changes_logits(places)
-        is_costly = has_drafts and self._ops.draws_on_host
-        is_drawn_in_order = is_edited | ((places.temperature >= GREEDY_TEMPERATURE) & is_costly)
+        is_costly = (places.temperature >= GREEDY_TEMPERATURE) & (has_drafts and self._ops.draws_on_host)
+        is_drawn_in_order = is_edited | is_costly
         # A greedy draw costs least.
         temperature = np.where(is_drawn_in_order, np.float32(0), places.temperature)
         drawn, is_finite = self._ops.sample(logits, places.draw_rows(logits.device, temperature=temperature))
@@ -96,9 +102,42 @@ class Sampler:
         runs = _Runs.make(rows, is_finite=is_finite.cpu().numpy())
         first = runs.first[runs.is_good]
         unedited, edited = first[(is_drawn_in_order & ~is_edited)[first]], first[is_edited[first]]
+        if has_drafts and len(edited):
+            free = [place for place in edited[~is_costly[edited]].tolist() if places.states[place].is_free]
+            begun = self._draw_free(logits, places, np.array(free, np.int64), runs, token_ids) if free else []
+            edited = np.union1d(np.setdiff1d(edited, free), begun).astype(np.int64)
         runs.draw_in_order(unedited, token_ids, draw=partial(self._draw_unedited, logits, places))
         failed = runs.draw_in_order(edited, token_ids, draw=partial(self._draw_edited, logits, places))
         return token_ids, runs, (runs.first.searchsorted(np.sort(failed), side="right") - 1).tolist()
+
+    def _draw_free(
+        self, logits: Tensor, places: SamplingRows, free: npt.NDArray[np.int64], runs: _Runs, token_ids: Int32Column
+    ) -> list[int]:
+        """Draw the runs of completions that reason at once, since the edits of all their places are equal.
+
+        Args:
+            free: At least one run's first place; a run's state is that of each of its places.
+            token_ids: [num_logits]; the tokens are written into their places.
+
+        Returns:
+            For each run whose reasoning ends inside it, the place after that, from which it is drawn in order.
+        """
+        unwanted = np.flatnonzero(runs.wanted < 0)
+        ends = unwanted[unwanted.searchsorted(free)] + 1
+        drawn = np.concatenate([np.arange(*run) for run in zip(free, ends, strict=True)])
+        token_ids[drawn] = self._sample_edited(logits, places, places.edit(drawn))
+        begun = []
+        for first, end in zip(free.tolist(), ends.tolist(), strict=True):
+            state, place = places.states[first], first
+            while state.is_free:
+                state.append(int(token_ids[place]))
+                place += 1
+                if place == end or token_ids[place - 1] != runs.wanted[place - 1]:
+                    break
+            else:
+                begun.append(place)
+            state.prepare()
+        return begun
 
     def _draw_unedited(
         self, logits: Tensor, rows: SamplingRows, drawn: npt.NDArray[np.int64]

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.worker.drawing.row_edits import RowEdits
+from services.worker.sampling.reasoning import Reasoning
 from services.worker.step import Int32Column
 from shared.limits import MAX_LOGIT_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, SamplingOptions
 
@@ -52,6 +53,7 @@ class SamplingState:
         num_prompt_tokens: int,
         logits_width: int,
         matcher: GrammarMatcher | None,
+        eos_token_ids: tuple[int, ...] = (),
     ) -> None:
         """Begin with no token known.
 
@@ -60,6 +62,7 @@ class SamplingState:
             num_prompt_tokens: At least 1.
             logits_width: Length of each row of logits.
             matcher: At the beginning of the completion; None without a grammar.
+            eos_token_ids: Not drawn while the completion reasons, each below `logits_width`.
 
         Raises:
             ValueError: a number in `options` is out of range.
@@ -68,28 +71,43 @@ class SamplingState:
         self.options = options
         self.num_prompt_tokens = num_prompt_tokens
         self._matcher = matcher
+        # Over if there is none, or no grammar comes after it.
+        self._reasoning: Reasoning | None = None
+        if matcher is not None and options.reasoning_end:
+            self._reasoning = Reasoning(options.reasoning_begin, options.reasoning_end)
+        self._eos_ids = np.array(sorted(eos_token_ids), np.int64)
         self._num_known = 0
         self._stop_ids = stop_token_ids[(stop_token_ids >= 0) & (stop_token_ids < logits_width)].astype(np.int64)
         self._bias_ids = np.array([token_id for token_id, _ in options.logit_bias], np.int64)
         self._biases = np.array([bias for _, bias in options.logit_bias], np.float32)
+        self._allowed: npt.NDArray[np.bool_] | None = None
+        if options.allowed_token_ids:
+            self._allowed = np.zeros(logits_width, np.bool_)
+            self._allowed[list(options.allowed_token_ids)] = True
         self._bad_words = _BadWords(options.bad_words) if options.bad_words else None
         self._seen = TokenCounts() if options.repetition_penalty != 1.0 else None
         counts_completion = options.presence_penalty != 0.0 or options.frequency_penalty != 0.0
         self._drawn = TokenCounts() if counts_completion else None
-        # Whether `process` may change anything: log-probabilities and `min_p` alone do not.
-        self.changes_logits = bool(
-            matcher is not None
-            or options.min_tokens
+        self._changes_any_text = bool(
+            options.min_tokens
             or options.logit_bias
+            or options.allowed_token_ids
             or options.bad_words
             or options.repetition_penalty != 1.0
             or counts_completion
         )
+        # Whether `process` may change anything: log-probabilities and `min_p` alone do not.
+        self.changes_logits = matcher is not None or self._changes_any_text
 
     @property
     def needs_logits(self) -> bool:
         """Whether a step does more with the sequence's logits than draw a token."""
         return self.changes_logits or self.options.num_logprobs is not None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether every next token has the same edits until the reasoning is over: an end of sequence is not drawn."""
+        return self._is_reasoning and not self._changes_any_text
 
     @property
     def has_failed(self) -> bool:
@@ -109,8 +127,8 @@ class SamplingState:
             self._bad_words.extend(completion.tolist())
         if self._matcher is not None:
             for token_id in completion.tolist():
-                self._matcher.advance(token_id)
-            self._matcher.prepare()
+                self._advance(self._matcher, token_id)
+            self.prepare()
 
     def append(self, token_id: int) -> None:
         """Add the token just drawn."""
@@ -121,11 +139,11 @@ class SamplingState:
         if self._bad_words is not None:
             self._bad_words.extend((token_id,))
         if self._matcher is not None:
-            self._matcher.advance(token_id)
+            self._advance(self._matcher, token_id)
 
     def prepare(self) -> None:
         """Start computing what the next token needs besides logits."""
-        if self._matcher is not None:
+        if self._matcher is not None and not self._is_reasoning:
             self._matcher.prepare()
 
     def process(self, logits: _FloatRow, position: int) -> _FloatRow:
@@ -133,7 +151,7 @@ class SamplingState:
         return self.edits(position).apply(logits)
 
     def edits(self, position: int) -> RowEdits:
-        """What grammar, bad words, `min_tokens`, `logit_bias` and penalties change in the logits of the next token.
+        """What the options change in the logits of the next token.
 
         `position` is the sequence's length so far, where the token will be.
         """
@@ -143,7 +161,7 @@ class SamplingState:
             drawn, counts = self._drawn.token_ids, self._drawn.counts
             penalties = (self.options.frequency_penalty * counts + self.options.presence_penalty).astype(np.float32)
         return RowEdits(
-            None if self._matcher is None else self._matcher.mask(),
+            self._mask(),
             self._banned_ids(position),
             self._bias_ids,
             self._biases,
@@ -157,7 +175,31 @@ class SamplingState:
         banned = _NO_IDS if self._bad_words is None else self._bad_words.banned_ids()
         if position - self.num_prompt_tokens < self.options.min_tokens:
             banned = np.union1d(banned, self._stop_ids)
+        if self._is_reasoning:
+            banned = np.union1d(banned, self._eos_ids)
         return banned
+
+    def _mask(self) -> npt.NDArray[np.bool_] | None:
+        """The tokens that may come next; if the grammar allows none of the request's, the grammar's."""
+        if self._matcher is None or self._is_reasoning:
+            return self._allowed
+        mask = self._matcher.mask()
+        if self._allowed is None:
+            return mask
+        both: npt.NDArray[np.bool_] = mask & self._allowed
+        return both if both.any() else mask
+
+    @property
+    def _is_reasoning(self) -> bool:
+        return self._reasoning is not None and self._reasoning.is_open
+
+    def _advance(self, matcher: GrammarMatcher, token_id: int) -> None:
+        """The matcher takes what opens and closes the reasoning, and nothing in between."""
+        if not self._is_reasoning:
+            matcher.advance(token_id)
+        if self._reasoning is not None and self._reasoning.advance(token_id):
+            for end_id in self.options.reasoning_end:
+                matcher.advance(end_id)
 
 
 class TokenCounts:
@@ -205,9 +247,10 @@ class _BadWords:
 
 
 def _check_options(options: SamplingOptions, logits_width: int) -> None:
-    for ids in ([token_id for token_id, _ in options.logit_bias], *options.bad_words):
+    biased = tuple(token_id for token_id, _ in options.logit_bias)
+    for ids in (biased, options.allowed_token_ids, *options.bad_words):
         if ids and not 0 <= min(ids) <= max(ids) < logits_width:
-            raise ValueError("a token id in logit_bias or bad_words is out of range")
+            raise ValueError("a token id in logit_bias, allowed_token_ids or bad_words is out of range")
     is_good = (
         0.0 <= options.min_p <= 1.0
         and MIN_REPETITION_PENALTY <= options.repetition_penalty <= MAX_REPETITION_PENALTY

@@ -34,6 +34,7 @@ class Recipe:
     options: SamplingOptions | None = None
     stop_token_ids: tuple[int, ...] = ()
     make_matcher: Callable[[], GrammarMatcher] | None = None
+    eos_token_ids: tuple[int, ...] = ()
 
     def make_state(self, prompt: Sequence[int], logits_width: int) -> SamplingState | None:
         """The sampling state after the prompt; None for a recipe without options."""
@@ -45,6 +46,7 @@ class Recipe:
             num_prompt_tokens=len(prompt),
             logits_width=logits_width,
             matcher=None if self.make_matcher is None else self.make_matcher(),
+            eos_token_ids=self.eos_token_ids,
         )
         state.extend(column(prompt))
         return state

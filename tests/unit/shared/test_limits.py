@@ -86,6 +86,9 @@ OPTION_EDGES: list[dict[str, Any]] = [
     {"num_prompt_logprobs": 0},
     {"num_prompt_logprobs": 20},
     {"grammar": "x" * MAX_GRAMMAR_BYTES},
+    {"grammar": "x", "reasoning_begin": (0,) * 32, "reasoning_end": (49,) * 32},
+    {"grammar": "x", "reasoning_end": (1,)},
+    {"allowed_token_ids": (0,) * 1023 + (49,)},
 ]
 BAD_OPTIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"min_p": float("nan")}, "min_p", "NOT_FINITE"),
@@ -115,6 +118,12 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"num_prompt_logprobs": 21}, "num_prompt_logprobs", "OUT_OF_RANGE"),
     ({"grammar": "x" * (MAX_GRAMMAR_BYTES + 1)}, "grammar", "OUT_OF_RANGE"),
     ({"grammar": "é" * (MAX_GRAMMAR_BYTES // 2 + 1)}, "grammar", "OUT_OF_RANGE"),
+    ({"reasoning_end": (1,)}, "reasoning_end", "OUT_OF_RANGE"),
+    ({"grammar": "x", "reasoning_begin": (1,)}, "reasoning_end", "OUT_OF_RANGE"),
+    ({"grammar": "x", "reasoning_end": (1,) * 33}, "reasoning_end", "OUT_OF_RANGE"),
+    ({"grammar": "x", "reasoning_end": (1, 50)}, "reasoning_end[1]", "TOKEN_ID_OUT_OF_RANGE"),
+    ({"allowed_token_ids": (50,) * 1025}, "allowed_token_ids", "OUT_OF_RANGE"),
+    ({"allowed_token_ids": (-1, 3)}, "allowed_token_ids[0]", "TOKEN_ID_OUT_OF_RANGE"),
 ]
 
 
@@ -165,6 +174,7 @@ def test_min_tokens_is_checked_against_the_resolved_max_tokens() -> None:
         min_tokens=st.integers(0, 12),
         num_logprobs=st.none() | st.integers(0, 2**32 - 1),
         num_prompt_logprobs=st.none() | st.integers(0, 2**32 - 1),
+        allowed_token_ids=st.lists(st.integers(-5, 60), max_size=4).map(tuple),
     )
 )
 def test_accepted_options_are_in_range(options: SamplingOptions) -> None:
@@ -173,7 +183,7 @@ def test_accepted_options_are_in_range(options: SamplingOptions) -> None:
     except InvalidRequestError:
         return
     ids = {token_id for token_id, _ in options.logit_bias} | {token_id for run in options.bad_words for token_id in run}
-    assert ids <= set(range(50))
+    assert ids.union(options.allowed_token_ids) <= set(range(50))
     assert all(-100 <= bias <= 100 for _, bias in options.logit_bias)
     assert all(1 <= len(run) <= 32 for run in options.bad_words)
     assert 0 <= options.min_p <= 1

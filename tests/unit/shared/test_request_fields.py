@@ -105,6 +105,7 @@ def test_every_option_is_read() -> None:
         min_tokens=4,
         num_logprobs=5,
         num_prompt_logprobs=0,
+        allowed_token_ids=[9, 4],
     )
     assert params.options == SamplingOptions(
         min_p=0.25,
@@ -116,6 +117,7 @@ def test_every_option_is_read() -> None:
         min_tokens=4,
         num_logprobs=5,
         num_prompt_logprobs=0,
+        allowed_token_ids=(4, 9),
     )
 
 

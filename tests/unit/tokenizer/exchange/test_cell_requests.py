@@ -252,6 +252,9 @@ async def test_every_option_is_sent() -> None:
         num_logprobs=0,
         num_prompt_logprobs=5,
         grammar="root",
+        reasoning_begin=(8,),
+        reasoning_end=(9, 10),
+        allowed_token_ids=(2, 5),
     )
     request = Request("id", column([9]), SamplingParams(7, options=options))
     requests.submit(request, [Sink()], arrived_at=0.0, deadline_at=None)

@@ -324,7 +324,7 @@ async def test_a_partial_character_is_sent_with_its_bytes() -> None:
     parts = [*"é".encode(), ord("a")]
     outputs = make_outputs(Row(1, 0, parts, logprobs=[position(token_id, 0) for token_id in parts]))
     queue.put(row_logprobs(outputs))
-    received = [(place.token.text, place.token.text_bytes) for place in queue.take(3)]
+    received = [(place.token.text, place.token.raw_bytes) for place in queue.take(3)]
     assert received == [("\ufffd", b"\xc3"), ("\ufffd", b"\xa9"), ("a", b"")]
 
 
