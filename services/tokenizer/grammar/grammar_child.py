@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,19 @@ class TrialLimits:
     """A worker that compiles a grammar just within the limit stalls its batch for about as long."""
     memory_bytes: int
     """Address space; 220 MiB are in use before the first grammar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What is tried."""
+
+    kind: str
+    text: str
+    """A form as `grammar_source` takes it."""
+    around: str = ""
+    """A grammar in which `@form` stands for the form's; empty if the form is the whole text."""
+    skipped_ids: tuple[int, ...] = ()
+    """Tokens that come before what is followed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +111,8 @@ class GrammarChild:
         """Whether the process is running and idle."""
         return not self._is_spent and self._process.poll() is None
 
-    async def try_grammar(self, kind: str, text: str) -> TriedGrammar:
-        """Compile a form as `grammar_source` takes it. The caller then kills the process unless it `is_usable`.
+    async def try_grammar(self, trial: Trial) -> TriedGrammar:
+        """Compile and follow a form's grammar. The caller then kills the process unless it `is_usable`.
 
         Raises:
             GrammarRefusedError: the grammar is malformed, no text fits it, or it costs too much.
@@ -107,7 +120,7 @@ class GrammarChild:
             RuntimeError: the process failed.
         """
         self._is_spent = True
-        request = json.dumps({"kind": kind, "text": text}).encode() + b"\n"
+        request = json.dumps(asdict(trial)).encode() + b"\n"
         async with asyncio.timeout(wall_clock_s(self._limits.cpu_s)):
             answer = await asyncio.to_thread(self._ask, request)
         if answer is None:

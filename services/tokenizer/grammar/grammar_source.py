@@ -36,6 +36,12 @@ def grammar_source(kind: str, text: str) -> str:
     return _KIND_TO_READER[kind](text)
 
 
+def grammar_around(grammar: str, around: str) -> str:
+    """Put a form's grammar, from `grammar_source`, where `around`, in Lark, has `@form`; rules may have equal names."""
+    own = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
+    return json.dumps({"grammars": [{"lark_grammar": around}, {**own, "name": "form"}]}, ensure_ascii=False)
+
+
 def _read_json_schema(text: str) -> str:
     try:
         schema = read_json(text, max_depth=MAX_SCHEMA_DEPTH)

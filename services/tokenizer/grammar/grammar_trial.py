@@ -12,13 +12,15 @@ import os
 import re
 import resource
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
-from services.tokenizer.grammar.grammar_source import grammar_source
+from services.tokenizer.grammar.grammar_source import grammar_around, grammar_source
 from services.tokenizer.grammar.shortest_text import shortest_text
 from services.tokenizer.refusal_text import without_quotes
 from services.tokenizer.trial_limits import limit_cpu
@@ -50,19 +52,28 @@ class GrammarTrial:
         self._closers = np.array([token_id for token_id in closers if token_id < library.num_tokens], np.int64)
         self._eos_token_ids = library.tokenizer.eos_tokens
 
-    def run(self, kind: str, text: str) -> str:
+    def run(self, kind: str, text: str, around: str = "", skipped_ids: Sequence[int] = ()) -> str:
         """Translate a form, compile and follow the grammar; returns it in the library's form.
+
+        Args:
+            kind, text: As `grammar_source` takes them.
+            around, skipped_ids: See `grammar_child.Trial`.
 
         Raises:
             GrammarError: it is malformed, costs too much, or no text fits it.
         """
         try:
             grammar = grammar_source(kind, text)
+            if around:
+                grammar = grammar_around(grammar, around)
         except RecursionError:
             raise GrammarError("too deeply nested") from None
         if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
             raise GrammarError(f"too large: at most {MAX_GRAMMAR_BYTES} bytes in the library's form")
-        self._follow(self._library.compile(grammar))
+        matcher = self._library.compile(grammar)
+        matcher.consume_tokens(list(skipped_ids))
+        check_matcher(matcher)
+        self._follow(matcher)
         return grammar
 
     def _follow(self, grammar: LLMatcher) -> None:
@@ -130,10 +141,10 @@ def main() -> int:
     return 0
 
 
-def _try(trial: GrammarTrial, request: dict[str, str]) -> dict[str, object]:
+def _try(trial: GrammarTrial, request: dict[str, Any]) -> dict[str, object]:
     kind, text = request["kind"], request["text"]
     try:
-        return {"grammar": trial.run(kind, text), "shortest_bytes": shortest_text(kind, text)}
+        return {"grammar": trial.run(**request), "shortest_bytes": shortest_text(kind, text)}
     except GrammarError as error:
         message = without_quotes(str(error), text)
     except MemoryError:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.grammar.grammar_child import GrammarChild, GrammarRefusedError, TrialLimits
+from services.tokenizer.grammar.grammar_child import GrammarChild, GrammarRefusedError, Trial, TrialLimits
 from services.tokenizer.grammar.shortest_text import MAX_BYTES, too_long
 from services.tokenizer.trial_limits import wall_clock_s
 from shared.errors import InvalidRequestError, NotSupportedError, QueueFullError, Violation
@@ -47,7 +47,13 @@ class StructuredOutputs:
         self._outcomes = _Outcomes()
 
     async def compile(
-        self, form: tokenizer_pb2.StructuredOutput, *, field: str = "structured_output", max_bytes: int = MAX_BYTES
+        self,
+        form: tokenizer_pb2.StructuredOutput,
+        *,
+        field: str = "structured_output",
+        max_bytes: int = MAX_BYTES,
+        around: str = "",
+        skipped_ids: tuple[int, ...] = (),
     ) -> str:
         """Compile a form to a `SamplingOptions.grammar`; results are cached.
 
@@ -55,6 +61,8 @@ class StructuredOutputs:
             form: From the client, unchecked.
             field: Its field in the request.
             max_bytes: The longest text that fits the context.
+            around: A grammar in which `@form` stands for the form's; empty if the form is the whole text.
+            skipped_ids: Tokens that the grammar allows first, after which its trial begins.
 
         Raises:
             InvalidRequestError: the form is empty or too large (`OUT_OF_RANGE`); malformed, beyond what a grammar can
@@ -66,12 +74,13 @@ class StructuredOutputs:
         kind, text = _read_form(form, field)
         if not self._can_compile:
             raise NotSupportedError(f"{field}: grammars cannot be compiled for this model's tokenizer")
-        key = hashlib.sha256(f"{kind}:{text}".encode()).digest()
+        trial = Trial(kind, text, around, skipped_ids)
+        key = hashlib.sha256(repr(trial).encode("utf-8", "surrogatepass")).digest()
         outcome = self._outcomes.get(key)
         if outcome is None:
             async with self._turn():
                 # Another request with the same form may have finished meanwhile.
-                outcome = self._outcomes.get(key) or await self._try(kind, text)
+                outcome = self._outcomes.get(key) or await self._try(trial)
             if outcome.is_lasting:
                 self._outcomes.add(key, outcome)
         if outcome.problem:
@@ -100,10 +109,10 @@ class StructuredOutputs:
         finally:
             self._turns.release()
 
-    async def _try(self, kind: str, text: str) -> _Outcome:
+    async def _try(self, trial: Trial) -> _Outcome:
         child = self._take_idle() or await GrammarChild.start(self._model_dir, self._limits)
         try:
-            tried = await child.try_grammar(kind, text)
+            tried = await child.try_grammar(trial)
             return _Outcome(grammar=tried.source, shortest_bytes=tried.shortest_bytes)
         except GrammarRefusedError as error:
             return _Outcome(problem=str(error), is_too_complex=error.is_too_complex)

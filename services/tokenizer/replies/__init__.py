@@ -10,6 +10,7 @@ from services.tokenizer.replies.glm4 import KEY_BEGIN, Glm4Parser
 from services.tokenizer.replies.harmony import CHANNEL, HarmonyParser
 from services.tokenizer.replies.hermes import HermesParser
 from services.tokenizer.replies.llama3_json import Llama3JsonParser
+from services.tokenizer.replies.openings import Opening
 from services.tokenizer.replies.parser import ReplyParser, ReplySetting
 from services.tokenizer.replies.parts import ReasoningPart, ReplyPart, TextPart, ToolCallPart
 from services.tokenizer.replies.plain import PlainParser
@@ -67,7 +68,12 @@ def choose_reply_parser(architecture: str, template_source: str | None) -> str:
 
 
 def make_reply_parser(
-    name: str, *, tools: Sequence[Tool] = (), prompt_text: str = "", special_tokens: frozenset[str] = frozenset()
+    name: str,
+    *,
+    tools: Sequence[Tool] = (),
+    opening: Opening = Opening.EITHER,
+    special_tokens: frozenset[str] = frozenset(),
+    has_form: bool = False,
 ) -> ReplyParser:
     """Make a parser for one reply; `name` is one of `REPLY_PARSERS`, the rest as in `ReplySetting`."""
-    return REPLY_PARSERS[name](ReplySetting(tuple(tools), prompt_text, special_tokens))
+    return REPLY_PARSERS[name](ReplySetting(tuple(tools), opening, special_tokens, has_form))

@@ -1,4 +1,4 @@
-"""Grammars for replies that must call a tool, in the family's call format."""
+"""Grammars for replies that must call a tool in the family's format, or have a form; reasoning before it is free."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from services.tokenizer.chat.conversation import Tool
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 from services.tokenizer.replies import deepseek_v3, glm4, harmony
 from services.tokenizer.replies.lark import LarkGrammar, length_pattern, search_pattern
+from services.tokenizer.replies.openings import THINK_MARKUP, Opening
 from shared.errors import InvalidRequestError, Violation
 from shared.grammar import GrammarError
 
-_THINK_BEGIN, _THINK_END = "<think>", "</think>"
+# Where a client's form goes; llguidance's syntax for a grammar of that name.
+FORM = "@form"
 
 # A schema without any of these describes its object by "properties" alone.
 _OTHER_KEYWORDS = frozenset(
@@ -31,36 +33,62 @@ _OTHER_KEYWORDS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class CallRequest:
-    """What the grammar of one reply depends on."""
+class GrammarRequest:
+    """What the grammar of one reply depends on; it has tools, a form or both."""
 
     tools: Sequence[Tool]
-    """At least one must be called."""
+    """One of them is called, unless the reply has the form instead."""
     one_call: bool
-    """Whether there must be exactly one call; otherwise there may be more."""
-    prompt_text: str
+    """Whether there may be only one call; otherwise there may be more."""
+    opening: Opening
     template_text: str
     token_texts: Collection[str]
     """The texts of the tokenizer's added tokens."""
+    has_form: bool = False
+    """Whether the reply may be of a form instead."""
+    begins_at_once: bool = False
+    """Whether there is no reasoning: if the prompt has opened it, its end comes first."""
 
 
-def tool_call_grammar(parser_name: str, request: CallRequest) -> str:
-    """Build a grammar in llguidance's dialect of Lark: arguments fit their schemas, reasoning before the calls is free.
+@dataclass(frozen=True, slots=True)
+class ReplyGrammar:
+    """A grammar in llguidance's dialect of Lark, in which `FORM` stands for the client's."""
+
+    source: str
+    begin: str = ""
+    """What opens free reasoning in a reply, and in the grammar; empty if the prompt has opened it."""
+    end: str = ""
+    """What closes it; empty without free reasoning."""
+
+
+def reply_grammar(parser_name: str, request: GrammarRequest) -> ReplyGrammar:
+    """Build a grammar in which arguments fit their schemas.
 
     Raises:
-        InvalidRequestError: there is no known tool call format, or an argument's schema cannot be enforced in it.
+        InvalidRequestError: tools are to be called and there is no known format for that, or an argument's schema
+            cannot be enforced in it.
     """
+    grammar = LarkGrammar(request.token_texts)
+    calls, form = _calls(grammar, parser_name, request), FORM if request.has_form else ""
+    if parser_name == "harmony":
+        return _after_analysis(grammar, request, calls, form)
+    return _after_thinking(grammar, request, calls, form, parser_name)
+
+
+def _calls(grammar: LarkGrammar, parser_name: str, request: GrammarRequest) -> str:
+    """The calls that a reply may have; empty without tools."""
+    if not request.tools:
+        return ""
     build = _BUILDERS.get(parser_name)
     if build is None:
         raise _refusal("the model has no known tool call format")
-    grammar = LarkGrammar(request.token_texts)
     try:
-        return grammar.source(build(grammar, request))
+        return build(grammar, request)
     except GrammarError as error:
         raise _refusal(f"a tool's schema cannot be enforced: {error}", field="chat.tools") from None
 
 
-def _hermes(grammar: LarkGrammar, request: CallRequest) -> str:
+def _hermes(grammar: LarkGrammar, request: GrammarRequest) -> str:
     calls = [
         f"{grammar.literal(_json_call(tool, 'arguments'))} {grammar.json(_arguments(tool))} {grammar.literal('}')}"
         for tool in request.tools
@@ -68,10 +96,10 @@ def _hermes(grammar: LarkGrammar, request: CallRequest) -> str:
     begin, end = grammar.marker("<tool_call>"), grammar.marker("</tool_call>")
     newline = grammar.literal("\n")
     call = grammar.rule("call", f"{begin} {newline} ({' | '.join(calls)}) {newline} {end}")
-    return _after_reasoning(grammar, request, _several(call, newline, request))
+    return _several(call, newline, request)
 
 
-def _llama3_json(grammar: LarkGrammar, request: CallRequest) -> str:
+def _llama3_json(grammar: LarkGrammar, request: GrammarRequest) -> str:
     # Always one call: the chat template refuses replies with several.
     return " | ".join(
         f"{grammar.literal(_json_call(tool, 'parameters'))} {grammar.json(_arguments(tool))} {grammar.literal('}')}"
@@ -79,7 +107,7 @@ def _llama3_json(grammar: LarkGrammar, request: CallRequest) -> str:
     )
 
 
-def _deepseek_v3(grammar: LarkGrammar, request: CallRequest) -> str:
+def _deepseek_v3(grammar: LarkGrammar, request: GrammarRequest) -> str:
     separator, end = grammar.marker(deepseek_v3.SEPARATOR), grammar.marker(deepseek_v3.CALL_END)
     is_fenced = "```json" in request.template_text
     calls = []
@@ -93,10 +121,10 @@ def _deepseek_v3(grammar: LarkGrammar, request: CallRequest) -> str:
     call = grammar.rule("call", f"{grammar.marker(deepseek_v3.CALL_BEGIN)} ({' | '.join(calls)}) {end}")
     several = _several(call, grammar.literal("\n") if is_fenced else "", request)
     calls_begin, calls_end = grammar.marker(deepseek_v3.CALLS_BEGIN), grammar.marker(deepseek_v3.CALLS_END)
-    return _after_reasoning(grammar, request, f"{calls_begin} {several} {calls_end}")
+    return f"{calls_begin} {several} {calls_end}"
 
 
-def _harmony(grammar: LarkGrammar, request: CallRequest) -> str:
+def _harmony(grammar: LarkGrammar, request: GrammarRequest) -> str:
     channel, message = grammar.marker(harmony.CHANNEL), grammar.marker(harmony.MESSAGE)
     kind = f"{grammar.marker(harmony.CONSTRAIN)} {grammar.literal('json')} {message}"
     # No end marker: the token that would end the message ends the reply.
@@ -104,17 +132,15 @@ def _harmony(grammar: LarkGrammar, request: CallRequest) -> str:
         f"{grammar.literal(f'commentary to={harmony.FUNCTIONS}{tool.name} ')} {kind} {grammar.json(_arguments(tool))}"
         for tool in request.tools
     ]
-    start = f"{grammar.marker(harmony.START)} {grammar.literal('assistant')}"
-    analysis = f"{channel} {grammar.literal('analysis')} {message} {grammar.text_until(harmony.END)} {start}"
-    return f"({analysis})? {channel} ({' | '.join(calls)})"
+    return f"{channel} ({' | '.join(calls)})"
 
 
-def _glm4(grammar: LarkGrammar, request: CallRequest) -> str:
+def _glm4(grammar: LarkGrammar, request: GrammarRequest) -> str:
     begin, end = grammar.marker(glm4.CALL_BEGIN), grammar.marker(glm4.CALL_END)
     calls = [f"{grammar.literal(tool.name)} {_glm4_arguments(grammar, tool)}" for tool in request.tools]
     newline = grammar.literal("\n")
     call = grammar.rule("call", f"{begin} ({' | '.join(calls)}) {newline} {end}")
-    return _after_reasoning(grammar, request, _several(call, newline, request))
+    return _several(call, newline, request)
 
 
 def _glm4_arguments(grammar: LarkGrammar, tool: Tool) -> str:
@@ -158,20 +184,47 @@ def _glm4_value(grammar: LarkGrammar, schema: JsonValue, root: JsonObject) -> st
     return grammar.text_until(glm4.VALUE_END, *patterns)
 
 
-def _several(call: str, between: str, request: CallRequest) -> str:
+def _several(call: str, between: str, request: GrammarRequest) -> str:
     return call if request.one_call else f"{call} ({between} {call})*"
 
 
-def _after_reasoning(grammar: LarkGrammar, request: CallRequest, calls: str) -> str:
-    """Allow reasoning if the prompt has opened it or the model may begin with it."""
-    newlines = grammar.literal("\n\n")
-    prompt = request.prompt_text.rstrip()
-    if prompt.endswith(_THINK_BEGIN):
-        return f"{grammar.text_until(_THINK_END)} {newlines} {calls}"
-    thinks = _THINK_BEGIN in request.template_text and _THINK_BEGIN in request.token_texts
-    if not thinks or prompt.endswith(_THINK_END):
-        return calls
-    return f"({_THINK_BEGIN} {grammar.text_until(_THINK_END)} {newlines})? {calls}"
+def _after_thinking(
+    grammar: LarkGrammar, request: GrammarRequest, calls: str, form: str, parser_name: str
+) -> ReplyGrammar:
+    answer = _either(calls, form)
+    markup = THINK_MARKUP.get(parser_name)
+    if markup is None or request.opening is Opening.ANSWER:
+        return ReplyGrammar(grammar.source(answer))
+    separator = grammar.literal(markup.separator) if markup.separator else ""
+    if request.begins_at_once:
+        closing = f"{grammar.marker(markup.end)} {separator}" if request.opening is Opening.REASONING else ""
+        return ReplyGrammar(grammar.source(f"{closing} {answer}"))
+    reasoning = f"{grammar.text_until(markup.end)} {separator}"
+    if request.opening is Opening.REASONING:
+        return ReplyGrammar(grammar.source(f"{reasoning} {answer}"), end=markup.end)
+    source = grammar.source(f"({grammar.marker(markup.begin)} {reasoning})? {answer}")
+    return ReplyGrammar(source, markup.begin, markup.end)
+
+
+def _after_analysis(grammar: LarkGrammar, request: GrammarRequest, calls: str, form: str) -> ReplyGrammar:
+    channel, message, end = (grammar.marker(text) for text in (harmony.CHANNEL, harmony.MESSAGE, harmony.END))
+    start = f"{grammar.marker(harmony.START)} {grammar.literal('assistant')}"
+    if request.opening is Opening.ANSWER:
+        # Inside the final message.
+        return ReplyGrammar(grammar.source(_either(calls and f"{end} {start} {calls}", form)))
+    answer = _either(calls, form and f"{channel} {grammar.literal('final')} {message} {form}")
+    if request.begins_at_once:
+        closing = f"{end} {start}" if request.opening is Opening.REASONING else ""
+        return ReplyGrammar(grammar.source(f"{closing} {answer}"))
+    reasoning = f"{grammar.text_until(harmony.END)} {start}"
+    if request.opening is Opening.REASONING:
+        return ReplyGrammar(grammar.source(f"{reasoning} {answer}"), end=harmony.END)
+    source = grammar.source(f"({channel} {grammar.literal('analysis')} {message} {reasoning})? {answer}")
+    return ReplyGrammar(source, f"{harmony.CHANNEL}analysis{harmony.MESSAGE}", harmony.END)
+
+
+def _either(*answers: str) -> str:
+    return f"({' | '.join(filter(None, answers))})"
 
 
 def _json_call(tool: Tool, arguments: str) -> str:
@@ -189,7 +242,7 @@ def _refusal(description: str, field: str = "chat.tool_mode") -> InvalidRequestE
     return InvalidRequestError.from_violations([Violation(field, "GRAMMAR_INVALID", description)])
 
 
-_BUILDERS: dict[str, Callable[[LarkGrammar, CallRequest], str]] = {
+_BUILDERS: dict[str, Callable[[LarkGrammar, GrammarRequest], str]] = {
     "hermes": _hermes,
     "llama3_json": _llama3_json,
     "deepseek_v3": _deepseek_v3,

@@ -8,9 +8,10 @@ Source: the chat templates of deepseek-ai/DeepSeek-V3-0324 and deepseek-ai/DeepS
 
 from __future__ import annotations
 
+from services.tokenizer.replies.openings import THINK_MARKUP
 from services.tokenizer.replies.parser import MAX_NAME_LENGTH, ReplyParser
 from services.tokenizer.replies.reader import SPACE, Reading
-from services.tokenizer.text.markers import Markers
+from services.tokenizer.text.markers import NO_MARKERS, Markers
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -27,8 +28,8 @@ class DeepseekV3Parser(ReplyParser):
     markup = frozenset({"<think>", "</think>", CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR})
 
     def _read(self) -> Reading[None]:
-        yield from self._read_reasoning()
-        yield from self._read_text(_OPENINGS if self._tools else Markers(), self._read_calls)
+        yield from self._read_reasoning(THINK_MARKUP["deepseek_v3"])
+        yield from self._read_text(_OPENINGS if self._tools else NO_MARKERS, self._read_calls)
 
     def _read_calls(self, opening: str) -> Reading[None]:
         reader = self._reader

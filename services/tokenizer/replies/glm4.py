@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 
 from services.tokenizer.json.json_values import JsonValue
+from services.tokenizer.replies.openings import THINK_MARKUP
 from services.tokenizer.replies.parser import MAX_NAME_LENGTH, ReplyParser
 from services.tokenizer.replies.reader import SPACE, Reading
-from services.tokenizer.text.markers import Markers
+from services.tokenizer.text.markers import NO_MARKERS, Markers
 
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 KEY_BEGIN, KEY_END = "<arg_key>", "</arg_key>"
@@ -32,8 +33,8 @@ class Glm4Parser(ReplyParser):
     )
 
     def _read(self) -> Reading[None]:
-        yield from self._read_reasoning()
-        yield from self._read_text(_OPENINGS if self._tools else Markers(), self._read_call)
+        yield from self._read_reasoning(THINK_MARKUP["glm4"])
+        yield from self._read_text(_OPENINGS if self._tools else NO_MARKERS, self._read_call)
 
     def _read_call(self, _: str) -> Reading[None]:
         reader = self._reader

@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from services.tokenizer.replies.openings import Opening
 from services.tokenizer.replies.parser import MAX_NAME_LENGTH, ReplyParser
 from services.tokenizer.replies.reader import SPACE, Reading, UnparsableError
-from services.tokenizer.text.markers import Markers
+from services.tokenizer.text.markers import NO_MARKERS, Markers
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
@@ -34,6 +35,10 @@ class HarmonyParser(ReplyParser):
     markup = frozenset({START, CHANNEL, MESSAGE, CONSTRAIN, END, RETURN, CALL})
 
     def _read(self) -> Reading[None]:
+        if self._opening_place is Opening.REASONING:
+            yield from self._pass_message(self._put_reasoning)
+        elif self._opening_place is Opening.ANSWER:
+            yield from self._pass_answer()
         # The prompt ends with the start of the first message, so the reply may begin inside its header.
         if (yield from self._reader.one_of(" to=")):
             self._reader.rewind()
@@ -53,7 +58,7 @@ class HarmonyParser(ReplyParser):
         elif header["channel"] == "analysis":
             yield from self._pass_message(self._put_reasoning)
         elif not recipient:
-            yield from self._pass_message(self._put_text)
+            yield from self._pass_answer()
         else:
             raise UnparsableError
 
@@ -67,7 +72,10 @@ class HarmonyParser(ReplyParser):
         yield from self._read_arguments()
         yield from self._close(CALL, END, RETURN)
 
-    def _pass_message(self, put: Callable[[str], None]) -> Reading[None]:
-        end = yield from self._pass_until(_MESSAGE_ENDS, put)
+    def _pass_answer(self) -> Reading[None]:
+        yield from self._pass_message(self._put_text, NO_MARKERS if self._has_form else _MESSAGE_ENDS)
+
+    def _pass_message(self, put: Callable[[str], None], ends: Markers = _MESSAGE_ENDS) -> Reading[None]:
+        end = yield from self._pass_until(ends, put)
         if end in (START + "assistant", CHANNEL):
             self._reader.rewind()

@@ -6,8 +6,9 @@ Source: the chat templates of NousResearch/Hermes-2-Pro-Llama-3-8B and Qwen/Qwen
 from __future__ import annotations
 
 from services.tokenizer.replies.json_calls import JsonCallParser
+from services.tokenizer.replies.openings import THINK_MARKUP
 from services.tokenizer.replies.reader import SPACE, Reading
-from services.tokenizer.text.markers import Markers
+from services.tokenizer.text.markers import NO_MARKERS, Markers
 
 _CALL_BEGIN, _CALL_END = "<tool_call>", "</tool_call>"
 _OPENINGS = Markers(_CALL_BEGIN, "\n" + _CALL_BEGIN)
@@ -19,8 +20,8 @@ class HermesParser(JsonCallParser):
     markup = frozenset({"<think>", "</think>", _CALL_BEGIN, _CALL_END})
 
     def _read(self) -> Reading[None]:
-        yield from self._read_reasoning()
-        yield from self._read_text(_OPENINGS if self._tools else Markers(), self._read_calls)
+        yield from self._read_reasoning(THINK_MARKUP["hermes"])
+        yield from self._read_text(_OPENINGS if self._tools else NO_MARKERS, self._read_calls)
 
     def _read_calls(self, _: str) -> Reading[None]:
         # Usually there is one call; some models put several between the markers.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from services.tokenizer.replies.json_calls import JsonCallParser
 from services.tokenizer.replies.reader import SPACE, Reading
-from services.tokenizer.text.markers import Markers
+from services.tokenizer.text.markers import NO_MARKERS, Markers
 
 _PYTHON_TAG = "<|python_tag|>"
 _OPENINGS = Markers("{", _PYTHON_TAG)
@@ -19,7 +19,7 @@ class Llama3JsonParser(JsonCallParser):
     markup = frozenset({_PYTHON_TAG})
 
     def _read(self) -> Reading[None]:
-        yield from self._read_text(_OPENINGS if self._tools else Markers(), self._read_calls)
+        yield from self._read_text(_OPENINGS if self._tools else NO_MARKERS, self._read_calls)
 
     def _read_calls(self, opening: str) -> Reading[None]:
         reader = self._reader

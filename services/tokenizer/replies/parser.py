@@ -11,16 +11,13 @@ from typing import ClassVar
 
 from services.tokenizer.chat.conversation import Tool
 from services.tokenizer.replies.json_reading import read_value
+from services.tokenizer.replies.openings import Opening, ThinkMarkup
 from services.tokenizer.replies.parts import ReasoningPart, ReplyPart, TextPart, ToolCallPart
 from services.tokenizer.replies.reader import SPACE, Reading, TextEndedError, TextReader, UnparsableError
-from services.tokenizer.text.markers import Markers
+from services.tokenizer.text.markers import NO_MARKERS, Markers
 
 # No tool has a longer name; anything longer is not a name.
 MAX_NAME_LENGTH = 256
-
-_THINK_BEGIN = "<think>"
-_THINK_BEGINS = (_THINK_BEGIN, "\n" + _THINK_BEGIN, "\n\n" + _THINK_BEGIN)
-_THINK_END = Markers("</think>", "\n</think>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +26,11 @@ class ReplySetting:
 
     tools: tuple[Tool, ...] = ()
     """Offered to the model; without any, tool markup is text."""
-    prompt_text: str = ""
-    """What the reply continues; the template may have opened the reasoning there."""
+    opening: Opening = Opening.EITHER
     special_tokens: frozenset[str] = frozenset()
     """Texts of special tokens to leave out of the answer."""
+    has_form: bool = False
+    """Whether a grammar gives the reply a form: after the reasoning it is calls alone, or text to the end."""
 
 
 class ReplyParser(abc.ABC):
@@ -47,7 +45,8 @@ class ReplyParser(abc.ABC):
 
     def __init__(self, setting: ReplySetting) -> None:
         self._tools = {tool.name: tool for tool in setting.tools}
-        self._prompt_text = setting.prompt_text
+        self._opening_place = setting.opening
+        self._has_form = setting.has_form
         self._filter = _TokenFilter(_dropped_tokens(setting.special_tokens, self.markup))
         self.needs_special_tokens = not self.markup.isdisjoint(setting.special_tokens)
         self._reader = TextReader()
@@ -77,6 +76,8 @@ class ReplyParser(abc.ABC):
         """Read the whole reply; returns only when the text has ended."""
 
     def _read_text(self, openings: Markers, read_markup: Callable[[str], Reading[None]]) -> Reading[None]:
+        if self._has_form and not (yield from self._reader.is_at(openings)):
+            openings = NO_MARKERS
         while (opening := (yield from self._pass_until(openings, self._put_text))) is not None:
             yield from self._try(opening, read_markup)
 
@@ -90,11 +91,17 @@ class ReplyParser(abc.ABC):
                 self._end_arguments(is_cut=isinstance(error, TextEndedError))
             self._give_back()
 
-    def _read_reasoning(self) -> Reading[None]:
-        begins = yield from self._reader.one_of(*_THINK_BEGINS)
-        if begins or self._prompt_text.rstrip().endswith(_THINK_BEGIN):
-            yield from self._reader.skip("\n")
-            yield from self._pass_until(_THINK_END, self._put_reasoning)
+    def _read_reasoning(self, markup: ThinkMarkup) -> Reading[None]:
+        begins = ""
+        if not (self._has_form and self._opening_place is Opening.ANSWER):
+            begins = yield from self._reader.one_of(markup.begin, "\n" + markup.begin, "\n\n" + markup.begin)
+        if not begins and self._opening_place is not Opening.REASONING:
+            return
+        yield from self._reader.skip("\n")
+        yield from self._pass_until(Markers(markup.end, "\n" + markup.end), self._put_reasoning)
+        if self._has_form:
+            yield from self._reader.one_of(markup.separator)
+        else:
             yield from self._reader.skip("\n")
 
     def _pass_until(self, markers: Markers, put: Callable[[str], None]) -> Reading[str | None]:

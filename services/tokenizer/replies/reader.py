@@ -97,6 +97,13 @@ class TextReader:
             if not self._may_begin(markers) or not (yield from self.wait()):
                 return ""
 
+    def is_at(self, markers: Markers) -> Reading[bool]:
+        """Whether there is a marker at this position, which is not consumed."""
+        while not markers.pattern.match(self.text, self.position):
+            if not markers.may_continue(self.text[self.position :]) or not (yield from self.wait()):
+                return False
+        return True
+
     def expect(self, *markers: str) -> Reading[str]:
         """Read the marker at this position.
 

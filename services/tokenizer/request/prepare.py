@@ -11,6 +11,8 @@ from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.chat.conversation import Conversation, Tool
 from services.tokenizer.grammar.shortest_text import shortest_json, too_long
 from services.tokenizer.replies import ReplyParser
+from services.tokenizer.replies.call_grammar import ReplyGrammar
+from services.tokenizer.replies.openings import Opening
 from services.tokenizer.request.bad_words import add_bad_words, spellings
 from services.tokenizer.request.checks import CheckedRequest, Prompt, TokenIds, resolve_request
 from services.tokenizer.request.model import ServedModel
@@ -42,14 +44,12 @@ class RequestPreparer:
     async def prepare(self, request: CheckedRequest) -> list[PreparedPrompt]:
         """Prepare all prompts of a request, in order.
 
-        Raises as `PromptEncoder.encode`, `StructuredOutputs.compile`, `ReplyParsers.call_grammar` and
-        `resolve_request`; `InvalidRequestError` also for bad words.
+        Raises as `PromptEncoder.encode`, `StructuredOutputs.compile`, `ReplyParsers.grammar` and `resolve_request`;
+        `InvalidRequestError` also for bad words.
         """
         sampling = request.sampling
         if request.bad_words:
             sampling = await self._with_bad_words(request)
-        if request.structured_output is not None:
-            sampling = await self._with_grammar(sampling, request.structured_output, "structured_output")
         tasks = [asyncio.create_task(self._prepare(request, index, sampling)) for index in range(len(request.prompts))]
         try:
             return await asyncio.gather(*tasks)
@@ -63,16 +63,20 @@ class RequestPreparer:
         make_parser: Callable[[], ReplyParser | None] = _no_parser
         if isinstance(prompt, Conversation):
             text, token_ids = await prompts.render_chat(prompt, self._limits().context_length)
-            if prompt.callable_tools:
-                field = f"{request.field_prefix(index)}chat.tools"
-                grammar = await asyncio.to_thread(self._call_grammar, prompt, text, field, self._max_bytes())
-                calls = tokenizer_pb2.StructuredOutput(grammar=grammar)
-                sampling = await self._with_grammar(sampling, calls, field)
+            opening = self._model.reply_parsers.opening(text)
+            sampling = await self._with_reply_grammar(request, index, prompt, opening, sampling)
             if not request.form.is_raw:
-                skips = request.form.skips_special_tokens
-                make_parser = partial(self._model.reply_parsers.make, prompt, text, skips_special_tokens=skips)
+                make_parser = partial(
+                    self._model.reply_parsers.make,
+                    prompt,
+                    opening,
+                    skips_special_tokens=request.form.skips_special_tokens,
+                    has_form=request.structured_output is not None,
+                )
         else:
             token_ids = await prompts.encode(prompt, self._limits().context_length)
+            if request.structured_output is not None:
+                sampling = await self._with_grammar(sampling, request.structured_output, "structured_output")
         # Encoding may have taken a while: check against the limits of the current cell.
         resolved = resolve_request(request, index, token_ids, sampling, self._limits())
         return PreparedPrompt(resolved, await self._echo(request, prompt, token_ids), make_parser)
@@ -96,17 +100,57 @@ class RequestPreparer:
         raise_violations(violations)
         return replace(request.sampling, options=replace(options, bad_words=runs))
 
-    def _call_grammar(self, conversation: Conversation, text: str, field: str, max_bytes: int) -> str:
-        """Slow if the schemas are large."""
-        grammar = self._model.reply_parsers.call_grammar(conversation, text)
-        _check_arguments_fit(conversation.callable_tools, field, max_bytes)
-        return grammar
+    async def _with_reply_grammar(
+        self,
+        request: CheckedRequest,
+        index: int,
+        chat: Conversation,
+        opening: Opening,
+        sampling: SamplingParams,
+    ) -> SamplingParams:
+        """With the grammar of a reply that has a form or must call a tool, if it does."""
+        form, parsers = request.structured_output, self._model.reply_parsers
+        if form is None and not chat.callable_tools:
+            return sampling
+        if form is not None and (request.form.is_raw or not parsers.has_parser):
+            return await self._with_grammar(sampling, form, "structured_output")
+        field = f"{request.field_prefix(index)}chat.tools"
+        # Slow if the schemas are large.
+        grammar = await asyncio.to_thread(
+            parsers.grammar,
+            chat,
+            opening,
+            has_form=form is not None,
+            begins_at_once=form is not None and form.begins_at_once,
+        )
+        if form is None:
+            await asyncio.to_thread(_check_arguments_fit, chat.callable_tools, field, self._max_bytes())
+            calls = tokenizer_pb2.StructuredOutput(grammar=grammar.source)
+            return await self._with_grammar(sampling, calls, field, reasoning=grammar)
+        return await self._with_grammar(sampling, form, "structured_output", around=grammar.source, reasoning=grammar)
 
     async def _with_grammar(
-        self, sampling: SamplingParams, form: tokenizer_pb2.StructuredOutput, field: str
+        self,
+        sampling: SamplingParams,
+        form: tokenizer_pb2.StructuredOutput,
+        field: str,
+        *,
+        around: str = "",
+        reasoning: ReplyGrammar | None = None,
     ) -> SamplingParams:
-        grammar = await self._model.structured_outputs.compile(form, field=field, max_bytes=self._max_bytes())
-        return replace(sampling, options=replace(sampling.options or NO_OPTIONS, grammar=grammar))
+        """`around` surrounds the form; `reasoning` says what may come before it."""
+        begin: tuple[int, ...] = ()
+        end: tuple[int, ...] = ()
+        if reasoning is not None and reasoning.end:
+            begin, end = await self._model.prompts.spell_markup([reasoning.begin, reasoning.end])
+        grammar = await self._model.structured_outputs.compile(
+            form, field=field, max_bytes=self._max_bytes(), around=around, skipped_ids=(*begin, *end)
+        )
+        options = replace(sampling.options or NO_OPTIONS, grammar=grammar)
+        # Ordinary tokens may spell the end in several ways, so that it could be missed.
+        if len(end) == 1:
+            options = replace(options, reasoning_begin=begin, reasoning_end=end)
+        return replace(sampling, options=options)
 
     def _max_bytes(self) -> int:
         """The most bytes of any answer, by the context length and the KV cache."""

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from services.tokenizer.chat.conversation import Conversation
 from services.tokenizer.replies import ReplyParser, choose_reply_parser, make_reply_parser
-from services.tokenizer.replies.call_grammar import CallRequest, tool_call_grammar
+from services.tokenizer.replies.call_grammar import GrammarRequest, ReplyGrammar, reply_grammar
+from services.tokenizer.replies.openings import Opening, opening_of
 from services.tokenizer.request.prompts import PromptEncoder
 from shared.model_dir import CONFIG, read_json
 
@@ -21,29 +22,52 @@ class ReplyParsers:
         self._name = name
         self._prompts = prompts
 
+    @property
+    def has_parser(self) -> bool:
+        """Whether replies to conversations are more than text."""
+        return self._name != _PLAIN
+
+    def opening(self, prompt_text: str) -> Opening:
+        """What a reply to a conversation rendered like this begins with."""
+        texts, template = self._prompts.added_tokens, self._prompts.template_text or ""
+        return opening_of(self._name, prompt_text, template_text=template, token_texts=texts)
+
     def make(
-        self, conversation: Conversation, prompt_text: str, *, skips_special_tokens: bool = True
+        self,
+        conversation: Conversation,
+        opening: Opening,
+        *,
+        skips_special_tokens: bool = True,
+        has_form: bool = False,
     ) -> ReplyParser | None:
-        """A parser for one reply after `prompt_text`; None if replies are plain text."""
-        if self._name == _PLAIN:
+        """A parser for one reply; None if replies are plain text."""
+        if not self.has_parser:
             return None
         return make_reply_parser(
             self._name,
             tools=conversation.offered_tools,
-            prompt_text=prompt_text,
+            opening=opening,
             special_tokens=self._prompts.special_tokens if skips_special_tokens else frozenset(),
+            has_form=has_form,
         )
 
-    def call_grammar(self, conversation: Conversation, prompt_text: str) -> str:
-        """The grammar of a reply that must call one of the `callable_tools`; raises as `tool_call_grammar`."""
-        return tool_call_grammar(
+    def grammar(
+        self, conversation: Conversation, opening: Opening, *, has_form: bool = False, begins_at_once: bool = False
+    ) -> ReplyGrammar:
+        """The grammar of a reply that must call one of the `callable_tools`, or have a form; raises as `reply_grammar`.
+
+        Beside a form, a tool that may be called is an alternative.
+        """
+        return reply_grammar(
             self._name,
-            CallRequest(
-                conversation.callable_tools,
+            GrammarRequest(
+                conversation.offered_tools if has_form else conversation.callable_tools,
                 bool(conversation.tool_name),
-                prompt_text,
+                opening,
                 self._prompts.template_text or "",
                 self._prompts.added_tokens,
+                has_form=has_form,
+                begins_at_once=begins_at_once,
             ),
         )
 

@@ -21,12 +21,19 @@ class Markers:
         """The first marker at or after `start`; of several there, the longest."""
         return self.pattern.search(text, start)
 
+    def may_continue(self, text: str) -> bool:
+        """Whether a marker begins with this text, and is longer."""
+        return text in self._beginnings or (not text and self.max_length > 0)
+
     def held_length(self, text: str, start: int) -> int:
         """Length of the longest end of `text[start:]` that may begin a marker; it must contain none."""
         if not text or text[-1] not in self._last_characters:
             return 0
         longest = min(self.max_length - 1, len(text) - start)
         return next((size for size in range(longest, 0, -1) if text[-size:] in self._beginnings), 0)
+
+
+NO_MARKERS = Markers()
 
 
 def _tree(strings: tuple[str, ...]) -> _Tree:

@@ -9,6 +9,7 @@ from typing import Any
 
 from services.tokenizer.chat.conversation import Tool
 from services.tokenizer.replies import ReasoningPart, ReplyPart, TextPart, ToolCallPart, make_reply_parser
+from services.tokenizer.replies.openings import opening_of
 
 TEXT, NUMBER = {"type": "string"}, {"type": "number"}
 
@@ -56,9 +57,11 @@ def parse(
     tools: Sequence[Tool] = TOOLS,
     prompt_text: str = "",
     special_tokens: frozenset[str] = frozenset(),
+    has_form: bool = False,
 ) -> list[ReplyPart]:
     """Parse a reply that arrives in these pieces."""
-    parser = make_reply_parser(name, tools=tools, prompt_text=prompt_text, special_tokens=special_tokens)
+    opening = opening_of(name, prompt_text)
+    parser = make_reply_parser(name, tools=tools, opening=opening, special_tokens=special_tokens, has_form=has_form)
     parts = [part for piece in pieces for part in parser.feed(piece)]
     return joined([*parts, *parser.finish()])
 

@@ -82,6 +82,7 @@ async def run_tokenizer_service(
     model_digest_of_cell: str | None = None,
     exact_fingerprint: str = "",
     num_schedulers: int = 1,
+    logits_width: int = VOCABULARY_SIZE,
     **settings: Any,
 ) -> AsyncIterator[Service]:
     """Run the service and its peers, which have not sent their cell info yet; the service must stop cleanly.
@@ -90,12 +91,13 @@ async def run_tokenizer_service(
         model_digest_of_cell: The model digest of the peers' cell; None means the same model.
         exact_fingerprint: The exact fingerprint of the peers' cell.
         num_schedulers: The number of peers, each a separate scheduler instance.
+        logits_width: That of the peers' cell.
         settings: Further settings of the service.
     """
     cell_info = exchange_pb2.CellInfo(
         model_digest=model_digest_of_cell or model_digest(model_dir),
         context_length=CONTEXT_LENGTH,
-        logits_width=VOCABULARY_SIZE,
+        logits_width=logits_width,
         eos_token_ids=[IM_END_ID],
         num_pool_tokens=NUM_POOL_TOKENS,
         exact_fingerprint=exact_fingerprint,

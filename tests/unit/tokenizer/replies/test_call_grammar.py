@@ -16,8 +16,9 @@ from tokenizers import AddedToken, Tokenizer
 from services.tokenizer.chat.conversation import Tool
 from services.tokenizer.json.json_values import JsonObject
 from services.tokenizer.replies import REPLY_PARSERS, ReasoningPart, ReplyPart, ToolCallPart
-from services.tokenizer.replies.call_grammar import CallRequest, tool_call_grammar
+from services.tokenizer.replies.call_grammar import GrammarRequest, reply_grammar
 from services.tokenizer.replies.lark import search_pattern
+from services.tokenizer.replies.openings import THINK_MARKUP, opening_of
 from shared.errors import InvalidRequestError
 from tests.support.models.tiny_tokenizer import IM_END_ID, tiny_tokenizer
 from tests.support.tokenizer.replies import parse, tool
@@ -61,9 +62,21 @@ def request(
     prompt: str = "",
     template: str = V31_TEMPLATE,
     has_markup: bool = True,
-) -> CallRequest:
+    **form: bool,
+) -> Callable[[str], GrammarRequest]:
+    """What a family's grammar depends on."""
     texts = {token.content for token in tokenizer(has_markup=has_markup).get_added_tokens_decoder().values()}
-    return CallRequest(tools, one_call, prompt, template, texts)
+
+    def make(name: str) -> GrammarRequest:
+        opening = opening_of(name, prompt, template_text=template, token_texts=texts)
+        return GrammarRequest(tools, one_call, opening, template, texts, **form)
+
+    return make
+
+
+def tool_call_grammar(name: str, make: Callable[[str], GrammarRequest]) -> str:
+    """The grammar of a family's calls."""
+    return reply_grammar(name, make(name)).source
 
 
 def walk(grammar: str, seed: int, *, has_markup: bool = True, begin: str = "") -> str:
@@ -147,7 +160,7 @@ def test_reasoning_that_the_prompt_opened_comes_before_the_calls(name: str, has_
     prompt = "assistant\n<think>\n"
     grammar = tool_call_grammar(name, request(prompt=prompt, has_markup=has_markup))
     text = walk(grammar, 1, has_markup=has_markup, begin="Hm. {}\n</think>")
-    assert text.startswith("Hm. {}\n</think>\n\n")
+    assert text.startswith("Hm. {}\n</think>" + THINK_MARKUP[name].separator)
     assert calls_in(parse(name, [text], tools=TOOLS, prompt_text=prompt))
 
 
