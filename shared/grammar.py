@@ -22,12 +22,23 @@ _LIMITS = LLParserLimits(
     # Concurrent parses of one text. In an ambiguous grammar they increase with every token, and the cost of a mask
     # increases faster than their square: 20 ms at 500, a second at the library's default of 2,000.
     max_items_in_row=500,
+    # Parses that computing one mask may try: about 3 µs each, so 30 ms. An object with 400 optional properties needs
+    # half of it.
+    step_max_items=10_000,
     # States of all regular expressions that a text has visited, 1 to 2 KB each. A JSON schema has some hundreds.
     max_lexer_states=30_000,
     # Error messages then do not include the text so far.
     verbose_errors=False,
 )
 _SILENT = 0
+
+# A line of a grammar in Lark's syntax: its texts may be cut into tokens in any way. By default the library cuts a text
+# that has one continuation as the tokenizer would, and fails where that gives other bytes: an added token such as
+# <think>, a normalized character, a space before the first word.
+ANY_TOKENS = '%llguidance {"no_forcing": true}\n'
+
+# Lines that show a part of the grammar or of a regular expression, and lines that point at it.
+_EXCERPT = re.compile(r"\n +(?:\d+ \|.*|\^+ *$|(?=.*\n +\^).*)", re.MULTILINE)
 
 # The library's advice that only its caller could follow, and the text that replaces it.
 _ADVICE_TO_CALLERS = (
@@ -84,7 +95,7 @@ class GrammarLibrary:
 def check_matcher(matcher: LLMatcher) -> None:
     """Raise `GrammarError` if the matcher has failed."""
     if matcher.is_error():
-        message = matcher.get_error().partition("\n<non-verbose/>")[0]
+        message = _EXCERPT.sub("", matcher.get_error().partition("\n<non-verbose/>")[0]).strip()
         for advice, instead in _ADVICE_TO_CALLERS:
             message = advice.sub(instead, message)
         raise GrammarError("no text fits" if message.startswith("NoExtension") else message)

@@ -11,15 +11,16 @@ import json
 import re
 from collections.abc import Callable, Mapping
 
-from llguidance import LLMatcher
+from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from services.tokenizer.json.json_schema import MAX_SCHEMA_DEPTH, STRICT_JSON, check_schema
 from services.tokenizer.json.json_values import JsonObject, read_json
-from shared.grammar import GrammarError
+from shared.grammar import ANY_TOKENS, GrammarError
 
-# Enough for indentation. The limit is needed because a model that has begun a run of spaces may never end it.
-_JSON_STYLE: JsonObject = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}", **STRICT_JSON}
+# Enough for indentation. The limit is needed because a model that has begun a run of spaces may never end it: at 64, a
+# small one spent all of its tokens on them.
+_JSON_STYLE: JsonObject = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,16}", **STRICT_JSON}
 _ANY_OBJECT = '{"type": "object"}'
 
 _GBNF_ROOT = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
@@ -33,7 +34,8 @@ def grammar_source(kind: str, text: str) -> str:
         GrammarError: the form is malformed, or asks for what no grammar can guarantee. Most errors only show on
             compiling.
     """
-    return _KIND_TO_READER[kind](text)
+    # At the end: a client counts the lines of its own grammar.
+    return f"{_KIND_TO_READER[kind](text)}\n{ANY_TOKENS}"
 
 
 def _read_json_schema(text: str) -> str:
@@ -47,7 +49,11 @@ def _read_json_schema(text: str) -> str:
         raise GrammarError("a schema must be an object or true")
     check_schema(schema)
     # A text must have its properties in the order in which the schema lists them.
-    return LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": _JSON_STYLE}, ensure_ascii=False))
+    return "start: %json " + json.dumps({**schema, "x-guidance": _JSON_STYLE}, ensure_ascii=False)
+
+
+def _read_regex(text: str) -> str:
+    return f"start: /{regex_to_lark(text, '')}/"
 
 
 def _read_lark_or_gbnf(text: str) -> str:
@@ -83,7 +89,7 @@ def _read_choices(text: str) -> str:
 
 _KIND_TO_READER: Mapping[str, Callable[[str], str]] = {
     "json_schema": _read_json_schema,
-    "regex": LLMatcher.grammar_from_regex,
+    "regex": _read_regex,
     "grammar": _read_lark_or_gbnf,
     "choices": _read_choices,
     "json_object": lambda _: _read_json_schema(_ANY_OBJECT),

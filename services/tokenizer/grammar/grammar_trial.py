@@ -28,8 +28,13 @@ from shared.model_dir import eos_token_ids, vocabulary_size
 from shared.process.parent import make_end_with_parent
 
 _MAX_MESSAGE_LENGTH = 500
-# A grammar may be cheap to compile and expensive to follow.
-_NUM_TRIAL_TOKENS = 256
+# A grammar may be cheap to compile and expensive to follow. Only tokens that could have been others count, since what
+# costs may come after a long literal.
+_NUM_CHOICES = 256
+# Where a text has one continuation, the allowed tokens are its beginnings: there are not more.
+_MAX_BEGINNINGS = 64
+# A text may repeat a literal without end.
+_MAX_FORCED = 4096
 # Characters that close something in most notations: randomly drawn tokens would never leave the first string.
 _CLOSERS = '"}])>;,:.\n 0'
 _NICENESS = 5
@@ -49,6 +54,8 @@ class GrammarTrial:
         closers = [token_ids[0] for token_ids in tokens if len(token_ids) == 1]
         self._closers = np.array([token_id for token_id in closers if token_id < library.num_tokens], np.int64)
         self._eos_token_ids = library.tokenizer.eos_tokens
+        sizes = [len(library.tokenizer.decode_bytes([token_id])) for token_id in range(library.tokenizer.vocab_size)]
+        self._lengths = np.array(sizes[: library.num_tokens] + [0] * (library.num_tokens - len(sizes)))
 
     def run(self, kind: str, text: str) -> str:
         """Translate a form, compile and follow the grammar; returns it in the library's form.
@@ -66,7 +73,8 @@ class GrammarTrial:
         return grammar
 
     def _follow(self, grammar: LLMatcher) -> None:
-        """Generate three texts: one repeats a token while it can, one is random, one prefers tokens that close things.
+        """Generate texts in four ways: repeating a token while it can be, at random, preferring what closes things, and
+        of the longest tokens, which soon leave a string of some least length.
 
         The seed is fixed, so the verdict is always the same.
         """
@@ -78,19 +86,48 @@ class GrammarTrial:
         def again(allowed: Mask) -> int:
             return last if allowed[last] else any_of(allowed)
 
+        def longest(allowed: Mask) -> int:
+            return int(np.argmax(np.where(allowed, self._lengths, -1)))
+
         def closer(allowed: Mask) -> int:
             closers = self._closers[allowed[self._closers]]
             return int(random.choice(closers)) if len(closers) and random.random() < 0.5 else any_of(allowed)
 
-        for choose in (again, any_of, closer):
-            matcher, last = grammar.deep_copy(), 0
-            for _ in range(_NUM_TRIAL_TOKENS):
+        begun, _ = self._step_over(grammar)
+        for choose in (again, any_of, closer, longest):
+            matcher, last, num_forced = begun.deep_copy(), 0, 0
+            for _ in range(_NUM_CHOICES):
                 allowed = self._allowed(matcher)
-                if allowed.any():
-                    last = choose(allowed)
-                    matcher.consume_token(last)
-                else:
-                    matcher.reset()
+                if not allowed.any():
+                    matcher = begun.deep_copy()
+                    continue
+                last = choose(allowed)
+                matcher.consume_token(last)
+                if num_forced < _MAX_FORCED:
+                    matcher, num_tokens = self._step_over(matcher)
+                    num_forced += num_tokens
+
+    def _step_over(self, matcher: LLMatcher) -> tuple[LLMatcher, int]:
+        """A matcher after the text that must come next, which may be `matcher` itself, advanced; and its tokens."""
+        num_tokens = 0
+        while num_tokens < _MAX_FORCED:
+            token_ids = np.flatnonzero(self._allowed(matcher))
+            if not 0 < len(token_ids) <= _MAX_BEGINNINGS:
+                break
+            ahead = matcher.deep_copy()
+            # Half a character cannot be tokenized; the next token completes it.
+            text = ahead.compute_ff_bytes().decode(errors="ignore")
+            forced = self._library.tokenizer.greedy_tokenize(text)
+            if not forced and len(token_ids) == 1:
+                # A token that the grammar names.
+                forced = [int(token_ids[0])]
+            num_consumed = ahead.try_consume_tokens(forced)
+            check_matcher(ahead)
+            if not 0 < num_consumed == len(forced):
+                break
+            matcher = ahead
+            num_tokens += num_consumed
+        return matcher, num_tokens
 
     def _allowed(self, matcher: LLMatcher) -> Mask:
         """The tokens that may come next, without EOS; none when the text is complete."""

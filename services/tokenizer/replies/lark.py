@@ -11,6 +11,7 @@ from collections.abc import Collection
 
 from services.tokenizer.json.json_schema import STRICT_JSON, check_schema
 from services.tokenizer.json.json_values import JsonObject, JsonValue
+from shared.grammar import ANY_TOKENS
 
 # JSON in the style of chat templates, which models were trained on.
 _JSON_STYLE: JsonObject = {
@@ -65,7 +66,7 @@ class LarkGrammar:
 
     def source(self, start: str) -> str:
         """The grammar's source, with `start` as its start rule."""
-        return "\n".join([f"start: {start}", *self._rules]) + "\n"
+        return "\n".join([f"start: {start}", *self._rules, ANY_TOKENS])
 
 
 def search_pattern(pattern: str) -> str:

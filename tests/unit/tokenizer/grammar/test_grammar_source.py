@@ -82,7 +82,7 @@ def test_choices_allow_each_text_literally(library: GrammarLibrary) -> None:
 def test_json_may_be_indented_up_to_a_limit(library: GrammarLibrary) -> None:
     grammar = grammar_source("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}')
     assert fits(library, grammar, '{\n        "a" :\t1\n}')
-    assert not fits(library, grammar, "{" + " " * 65 + '"a": 1}')
+    assert not fits(library, grammar, "{" + " " * 17 + '"a": 1}')
 
 
 @pytest.mark.parametrize("name", [r"\u0061", r"a\u000a"])

@@ -97,6 +97,7 @@ async def violation_of(outputs: StructuredOutputs, form: Form, *, field: str = "
         Form(grammar='root ::= "yes" | "no"'),
         Form(grammar="start: <|im_start|> /[a-z]*/ <|im_end|>"),
         Form(choices=Form.Choices(texts=["a", "ab"])),
+        Form(choices=Form.Choices(texts=["<|im_end|>", "<|im_start|>x"])),
         Form(json_object=True),
     ],
     ids=lambda form: form.WhichOneof("form"),
