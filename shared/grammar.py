@@ -40,8 +40,12 @@ ANY_TOKENS = '%llguidance {"no_forcing": true}\n'
 # Lines that show a part of the grammar or of a regular expression, and lines that point at it.
 _EXCERPT = re.compile(r"\n +(?:\d+ \|.*|\^+ *$|(?=.*\n +\^).*)", re.MULTILINE)
 
-# The library's advice that only its caller could follow, and the text that replaces it.
-_ADVICE_TO_CALLERS = (
+# The library's quotes of what it was given, its advice that only its caller could follow, and what replaces them.
+_REPLACEMENTS = (
+    (re.compile(r'invalid regex ".*" \(in regex\): (regex parse error: error: )?'), ""),
+    (re.compile(r" in regex /.*/$"), ""),
+    (re.compile(r"Pointer '.*' does not exist"), "a reference leads nowhere"),
+    (re.compile(r"regex parse error: error: "), ""),
     (
         re.compile(r"oneOf constraints are not supported\. Enable .*"),
         '"oneOf" is supported only where its options are clearly mutually exclusive; "anyOf" has no such restriction',
@@ -95,10 +99,19 @@ class GrammarLibrary:
 def check_matcher(matcher: LLMatcher) -> None:
     """Raise `GrammarError` if the matcher has failed."""
     if matcher.is_error():
-        message = _EXCERPT.sub("", matcher.get_error().partition("\n<non-verbose/>")[0]).strip()
-        for advice, instead in _ADVICE_TO_CALLERS:
-            message = advice.sub(instead, message)
-        raise GrammarError("no text fits" if message.startswith("NoExtension") else message)
+        raise GrammarError(_without_internals(matcher.get_error()))
+
+
+def problem_of(grammar: str) -> str:
+    """Why the library refuses a grammar, whatever the vocabulary is; empty if it does not."""
+    return _without_internals(LLMatcher.validate_grammar(grammar, limits=_LIMITS))
+
+
+def _without_internals(message: str) -> str:
+    message = " ".join(_EXCERPT.sub("", message.partition("\n<non-verbose/>")[0]).split())
+    for internal, instead in _REPLACEMENTS:
+        message = internal.sub(instead, message)
+    return "no text fits" if message.startswith("NoExtension") else message
 
 
 def _load_tokenizer(source: str, eos_token_ids: list[int], num_tokens: int | None) -> LLTokenizer:

@@ -9,10 +9,11 @@ import os
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from services.tokenizer.grammar.grammar_source import FormOptions
 from services.tokenizer.trial_limits import cpu_problem, wall_clock_s, was_out_of_cpu
 
 _MODULE = "services.tokenizer.grammar.grammar_trial"
@@ -43,6 +44,8 @@ class TriedGrammar:
 
     source: str
     """The grammar in the library's form."""
+    not_held: tuple[str, ...]
+    """The keywords of a schema that the grammar does not hold, as JSON pointers."""
     shortest_bytes: int
     """A lower bound on the bytes of any text that fits."""
 
@@ -98,7 +101,7 @@ class GrammarChild:
         """Whether the process is running and idle."""
         return not self._is_spent and self._process.poll() is None
 
-    async def try_grammar(self, kind: str, text: str) -> TriedGrammar:
+    async def try_grammar(self, kind: str, text: str, options: FormOptions) -> TriedGrammar:
         """Compile a form as `grammar_source` takes it. The caller then kills the process unless it `is_usable`.
 
         Raises:
@@ -107,7 +110,7 @@ class GrammarChild:
             RuntimeError: the process failed.
         """
         self._is_spent = True
-        request = json.dumps({"kind": kind, "text": text}).encode() + b"\n"
+        request = json.dumps({"kind": kind, "text": text, "options": asdict(options)}).encode() + b"\n"
         async with asyncio.timeout(wall_clock_s(self._limits.cpu_s)):
             answer = await asyncio.to_thread(self._ask, request)
         if answer is None:
@@ -115,7 +118,7 @@ class GrammarChild:
         self._is_spent = answer["is_last"]
         if "problem" in answer:
             raise GrammarRefusedError(answer["problem"], is_too_complex=answer["is_too_complex"])
-        return TriedGrammar(answer["grammar"], answer["shortest_bytes"])
+        return TriedGrammar(answer["grammar"], tuple(answer["not_held"]), answer["shortest_bytes"])
 
     def kill(self) -> None:
         """Kill the process; threads that wait for its answer return."""

@@ -13,13 +13,21 @@ import re
 import resource
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
-from services.tokenizer.grammar.grammar_source import grammar_source
+from services.tokenizer.grammar.grammar_source import (
+    DEFAULT_OPTIONS,
+    FormOptions,
+    GrammarSource,
+    grammar_source,
+    place_of_schema_problem,
+)
 from services.tokenizer.grammar.shortest_text import shortest_text
+from services.tokenizer.json.json_schema import SchemaError
 from services.tokenizer.refusal_text import without_quotes
 from services.tokenizer.trial_limits import limit_cpu
 from shared.grammar import GrammarError, GrammarLibrary, check_matcher
@@ -42,6 +50,12 @@ _NICENESS = 5
 # The library's wording when a limit is reached.
 _LIMIT_MESSAGE = re.compile(r"\b(too (big|large|many|much|deep|complex)|max is|limit|recursion)")
 
+# Where in the source the library has found an error.
+_POSITION = re.compile(r"at (\d+)\((\d+)\): (?:failed to compile JSON schema: )?")
+
+# More are not worth their size in an answer.
+_MAX_NOT_HELD = 100
+
 Mask = npt.NDArray[np.bool_]
 
 
@@ -57,19 +71,23 @@ class GrammarTrial:
         sizes = [len(library.tokenizer.decode_bytes([token_id])) for token_id in range(library.tokenizer.vocab_size)]
         self._lengths = np.array(sizes[: library.num_tokens] + [0] * (library.num_tokens - len(sizes)))
 
-    def run(self, kind: str, text: str) -> str:
-        """Translate a form, compile and follow the grammar; returns it in the library's form.
+    def run(self, kind: str, text: str, options: FormOptions = DEFAULT_OPTIONS) -> GrammarSource:
+        """Translate a form, compile and follow the grammar.
 
         Raises:
             GrammarError: it is malformed, costs too much, or no text fits it.
         """
         try:
-            grammar = grammar_source(kind, text)
+            grammar = grammar_source(kind, text, options)
         except RecursionError:
             raise GrammarError("too deeply nested") from None
-        if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
+        if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
             raise GrammarError(f"too large: at most {MAX_GRAMMAR_BYTES} bytes in the library's form")
-        self._follow(self._library.compile(grammar))
+        try:
+            matcher = self._library.compile(grammar.text)
+        except GrammarError as error:
+            raise _explained(error, kind, text, options) from None
+        self._follow(matcher)
         return grammar
 
     def _follow(self, grammar: LLMatcher) -> None:
@@ -139,6 +157,17 @@ class GrammarTrial:
         return allowed
 
 
+def _explained(error: GrammarError, kind: str, text: str, options: FormOptions) -> GrammarError:
+    """The library's error, with the place of a client's own text and without that in ours."""
+    position = _POSITION.match(str(error))
+    problem = str(error)[position.end() if position else 0 :]
+    if kind == "json_schema":
+        return SchemaError(problem, place_of_schema_problem(text, options))
+    if kind == "grammar" and position:
+        return GrammarError(f"line {position[1]}, column {position[2]}: {problem}")
+    return GrammarError(problem)
+
+
 def main() -> int:
     """Entry point of the trial process."""
     parser = argparse.ArgumentParser()
@@ -167,15 +196,24 @@ def main() -> int:
     return 0
 
 
-def _try(trial: GrammarTrial, request: dict[str, str]) -> dict[str, object]:
-    kind, text = request["kind"], request["text"]
+def _try(trial: GrammarTrial, request: dict[str, Any]) -> dict[str, object]:
+    kind, text, options = request["kind"], request["text"], FormOptions(**request["options"])
     try:
-        return {"grammar": trial.run(kind, text), "shortest_bytes": shortest_text(kind, text)}
+        grammar = trial.run(kind, text, options)
+        return {
+            "grammar": grammar.text,
+            "not_held": grammar.not_held[:_MAX_NOT_HELD],
+            "shortest_bytes": shortest_text(kind, text),
+        }
+    except SchemaError as error:
+        # The place is short, and its names are what the client looks for.
+        problem, place = without_quotes(error.problem, text), f", at {error.place}"
     except GrammarError as error:
-        message = without_quotes(str(error), text)
+        problem, place = without_quotes(str(error), text), ""
     except MemoryError:
-        message = "it takes too much memory"
-    return {"problem": message[:_MAX_MESSAGE_LENGTH], "is_too_complex": bool(_LIMIT_MESSAGE.search(message))}
+        problem, place = "it takes too much memory", ""
+    problem = problem[:_MAX_MESSAGE_LENGTH]
+    return {"problem": problem + place, "is_too_complex": bool(_LIMIT_MESSAGE.search(problem))}
 
 
 def _answer(answer: dict[str, object]) -> None:

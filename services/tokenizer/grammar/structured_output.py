@@ -16,6 +16,7 @@ from pathlib import Path
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.grammar.grammar_child import GrammarChild, GrammarRefusedError, TrialLimits
+from services.tokenizer.grammar.grammar_source import DEFAULT_OPTIONS, FormOptions
 from services.tokenizer.grammar.shortest_text import MAX_BYTES, too_long
 from services.tokenizer.trial_limits import wall_clock_s
 from shared.errors import InvalidRequestError, NotSupportedError, QueueFullError, Violation
@@ -28,6 +29,16 @@ _MAX_WAITING = 256
 _RETRY_DELAY_S = 1.0
 _MAX_REMEMBERED = 256
 _MAX_REMEMBERED_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledForm:
+    """A form that can be used."""
+
+    grammar: str
+    """A `SamplingOptions.grammar`."""
+    not_held: tuple[str, ...]
+    """The keywords of a schema that the grammar does not hold, as JSON pointers; at most 100."""
 
 
 class StructuredOutputs:
@@ -63,23 +74,41 @@ class StructuredOutputs:
             NotSupportedError: grammars cannot be compiled for this model.
             QueueFullError: too many grammars are waiting.
         """
+        return (await self.compile_form(form, field=field, max_bytes=max_bytes)).grammar
+
+    async def compile_form(
+        self,
+        form: tokenizer_pb2.StructuredOutput,
+        *,
+        field: str = "structured_output",
+        max_bytes: int = MAX_BYTES,
+        options: FormOptions = DEFAULT_OPTIONS,
+    ) -> CompiledForm:
+        """As `compile`; with options for forms of JSON, and with what the grammar does not hold."""
         kind, text = _read_form(form, field)
+        return await self._compile(kind, text, options, f"{field}.{kind}", max_bytes)
+
+    async def compile_reply(self, grammar: str, *, field: str, max_bytes: int = MAX_BYTES) -> str:
+        """Compile a grammar that this service made for what `field` asks for; raises as `compile`, about `field`."""
+        return (await self._compile("reply", grammar, DEFAULT_OPTIONS, field, max_bytes)).grammar
+
+    async def _compile(self, kind: str, text: str, options: FormOptions, field: str, max_bytes: int) -> CompiledForm:
         if not self._can_compile:
             raise NotSupportedError(f"{field}: grammars cannot be compiled for this model's tokenizer")
-        key = hashlib.sha256(f"{kind}:{text}".encode()).digest()
+        key = hashlib.sha256(f"{kind}:{options}:{text}".encode()).digest()
         outcome = self._outcomes.get(key)
         if outcome is None:
             async with self._turn():
                 # Another request with the same form may have finished meanwhile.
-                outcome = self._outcomes.get(key) or await self._try(kind, text)
+                outcome = self._outcomes.get(key) or await self._try(kind, text, options)
             if outcome.is_lasting:
                 self._outcomes.add(key, outcome)
         if outcome.problem:
             reason = "GRAMMAR_TOO_COMPLEX" if outcome.is_too_complex else "GRAMMAR_INVALID"
-            raise _refusal(f"{field}.{kind}", reason, outcome.problem)
+            raise _refusal(field, reason, outcome.problem)
         if outcome.shortest_bytes > max_bytes:
-            raise _refusal(f"{field}.{kind}", "GRAMMAR_TOO_COMPLEX", too_long(outcome.shortest_bytes, max_bytes))
-        return outcome.grammar
+            raise _refusal(field, "GRAMMAR_TOO_COMPLEX", too_long(outcome.shortest_bytes, max_bytes))
+        return CompiledForm(outcome.grammar, outcome.not_held)
 
     def close(self) -> None:
         """Kill the idle trial processes; a busy one ends with this process."""
@@ -100,11 +129,11 @@ class StructuredOutputs:
         finally:
             self._turns.release()
 
-    async def _try(self, kind: str, text: str) -> _Outcome:
+    async def _try(self, kind: str, text: str, options: FormOptions) -> _Outcome:
         child = self._take_idle() or await GrammarChild.start(self._model_dir, self._limits)
         try:
-            tried = await child.try_grammar(kind, text)
-            return _Outcome(grammar=tried.source, shortest_bytes=tried.shortest_bytes)
+            tried = await child.try_grammar(kind, text, options)
+            return _Outcome(grammar=tried.source, not_held=tried.not_held, shortest_bytes=tried.shortest_bytes)
         except GrammarRefusedError as error:
             return _Outcome(problem=str(error), is_too_complex=error.is_too_complex)
         except TimeoutError:
@@ -130,6 +159,7 @@ class StructuredOutputs:
 @dataclass(frozen=True, slots=True)
 class _Outcome:
     grammar: str = ""
+    not_held: tuple[str, ...] = ()
     shortest_bytes: int = 0
     problem: str = ""
     is_too_complex: bool = False
@@ -137,7 +167,7 @@ class _Outcome:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.grammar) + len(self.problem)
+        return len(self.grammar) + len(self.problem) + sum(map(len, self.not_held))
 
 
 class _Outcomes:

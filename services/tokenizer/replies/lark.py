@@ -9,7 +9,8 @@ import json
 import re
 from collections.abc import Collection
 
-from services.tokenizer.json.json_schema import STRICT_JSON, check_schema
+from services.tokenizer.json.ecma_regex import full_match_regex
+from services.tokenizer.json.json_schema import STRICT_JSON, held_schema
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 from shared.grammar import ANY_TOKENS
 
@@ -51,7 +52,7 @@ class LarkGrammar:
         Raises:
             GrammarError: the schema asks for what no grammar can guarantee.
         """
-        check_schema(schema)
+        schema = held_schema(schema).schema
         if isinstance(schema, dict):
             schema = {**schema, "x-guidance": _JSON_STYLE}
         return self.rule(f"json_{len(self._rules)}", f"%json {json.dumps(schema)}")
@@ -70,11 +71,8 @@ class LarkGrammar:
 
 
 def search_pattern(pattern: str) -> str:
-    """A regex for texts that contain a match of `pattern`, as in JSON schemas."""
-    before = "" if pattern.startswith("^") else _ANY_TEXT
-    after = "" if pattern.endswith("$") and not pattern.endswith(r"\$") else _ANY_TEXT
-    inner = pattern.removeprefix("^")
-    return f"{before}(?:{inner if after else inner.removesuffix('$')}){after}"
+    """A regex for texts in which `pattern` is found, as in JSON schemas; raises as `full_match_regex`."""
+    return full_match_regex(pattern)
 
 
 def length_pattern(min_length: JsonValue, max_length: JsonValue) -> str:

@@ -71,7 +71,7 @@ def test_a_literal_that_is_an_added_token_is_written(
     libraries: dict[str, GrammarLibrary], name: str, literal: str
 ) -> None:
     for kind, source, text in forms_of(literal):
-        grammar = grammar_source(kind, source)
+        grammar = grammar_source(kind, source).text
         texts = [written(libraries[name], grammar, prefers_long=prefers_long) for prefers_long in (False, True)]
         assert texts == [text] * 2, (kind, source)
 
@@ -81,7 +81,7 @@ def test_a_literal_that_the_tokenizer_would_change_is_written_as_it_is(
     libraries: dict[str, GrammarLibrary], name: str
 ) -> None:
     for kind, source, text in forms_of(DECOMPOSED):
-        assert written(libraries[name], grammar_source(kind, source), prefers_long=True) == text, (kind, source)
+        assert written(libraries[name], grammar_source(kind, source).text, prefers_long=True) == text, (kind, source)
 
 
 @pytest.mark.parametrize("name", ["qwen", "llama-2"])
@@ -94,5 +94,5 @@ def test_the_arguments_of_a_tool_may_be_an_added_token(libraries: dict[str, Gram
 def test_a_token_may_still_be_named(libraries: dict[str, GrammarLibrary]) -> None:
     library = libraries["qwen"]
     token_id = tokenizers()["qwen"].token_to_id("<think>")
-    mask = library.allowed_tokens(library.compile(grammar_source("grammar", 'start: <think> "a"')))
+    mask = library.allowed_tokens(library.compile(grammar_source("grammar", 'start: <think> "a"').text))
     assert list(np.flatnonzero(mask)) == [token_id]

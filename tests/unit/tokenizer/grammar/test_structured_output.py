@@ -19,6 +19,7 @@ import pytest
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.grammar import structured_output
 from services.tokenizer.grammar.grammar_child import TrialLimits
+from services.tokenizer.grammar.grammar_source import FormOptions
 from services.tokenizer.grammar.structured_output import StructuredOutputs
 from shared.errors import InvalidRequestError, QueueFullError, Violation
 from tests.support.system.patience import PATIENCE_S
@@ -134,11 +135,56 @@ async def test_an_unsupported_form_is_refused_with_the_reason(
 
 async def test_an_error_about_a_grammar_is_bounded_in_length(model_dir: Path) -> None:
     with outputs_for(model_dir) as outputs:
-        violation = await violation_of(
-            outputs, Form(json_schema=json.dumps({"x" * 10_000: 1, "$ref": "#/" + "y-" * 5_000}))
-        )
+        violation = await violation_of(outputs, Form(grammar="start: " + "y-" * 5_000))
+        reference = await violation_of(outputs, Form(json_schema=json.dumps({"$ref": "#/" + "y-" * 5_000})))
+        name = await violation_of(outputs, Form(json_schema=json.dumps({"properties": {"y-" * 5_000: {"type": "x"}}})))
     assert violation.reason == "GRAMMAR_INVALID"
     assert len(violation.description) == 500
+    assert reference.description == "a reference leads nowhere, at #"
+    assert len(name.description) < 300
+
+
+@pytest.mark.parametrize(
+    ("schema", "description"),
+    [
+        ({"properties": {"limit": {"type": "text"}}}, "Invalid type: …, at #/properties/limit"),
+        ({"properties": {"address": {"not": {}}}}, '"not" is not supported, at #/properties/address/not'),
+        ({"items": {"pattern": "(?=secret)"}}, "look-ahead is not supported, at character 1, at #/items/pattern"),
+    ],
+)
+async def test_a_refused_schema_is_reported_with_the_place_and_nothing_of_our_grammar(
+    model_dir: Path, schema: object, description: str
+) -> None:
+    with outputs_for(model_dir) as outputs:
+        violation = await violation_of(outputs, Form(json_schema=json.dumps(schema)))
+    assert violation == Violation("structured_output.json_schema", "GRAMMAR_INVALID", description)
+
+
+async def test_what_a_form_does_not_hold_is_told_unless_it_is_strict(model_dir: Path) -> None:
+    form = Form(json_schema='{"items": {"uniqueItems": true, "type": "array"}}')
+    relaxed = FormOptions(is_strict=False)
+    with outputs_for(model_dir) as outputs:
+        for _ in range(2):
+            assert (await outputs.compile_form(form, options=relaxed)).not_held == ("#/items/uniqueItems",)
+            assert (await violation_of(outputs, form)).reason == "GRAMMAR_INVALID"
+        assert (await outputs.compile_form(YES_NO, options=relaxed)).not_held == ()
+        many = {"anyOf": [{"not": {"const": number}} for number in range(200)]}
+        assert len((await outputs.compile_form(Form(json_schema=json.dumps(many)), options=relaxed)).not_held) == 100
+
+
+async def test_compact_json_is_another_grammar(model_dir: Path) -> None:
+    form = Form(json_object=True)
+    with outputs_for(model_dir) as outputs:
+        compact = await outputs.compile_form(form, options=FormOptions(is_compact=True))
+        assert compact.grammar != await outputs.compile(form)
+
+
+async def test_a_grammar_of_our_own_is_refused_about_what_it_was_made_for(model_dir: Path) -> None:
+    with outputs_for(model_dir) as outputs:
+        assert await outputs.compile_reply('start: "a"', field="chat.tools") == 'start: "a"'
+        with pytest.raises(InvalidRequestError) as caught:
+            await outputs.compile_reply('start: %json {"type": "text"}', field="chat.tools")
+    assert caught.value.violations == (Violation("chat.tools", "GRAMMAR_INVALID", "Invalid type: …"),)
 
 
 async def test_a_violation_names_the_given_field(model_dir: Path) -> None:
