@@ -51,7 +51,7 @@ _NICENESS = 5
 _LIMIT_MESSAGE = re.compile(r"\b(too (big|large|many|much|deep|complex)|max is|limit|recursion)")
 
 # Where in the source the library has found an error.
-_POSITION = re.compile(r"at (\d+)\((\d+)\): (?:failed to compile JSON schema: )?")
+_POSITION = re.compile(r"(?:at )?(\d+)\((\d+)\): (?:failed to compile JSON schema: )?")
 
 # More are not worth their size in an answer.
 _MAX_NOT_HELD = 100

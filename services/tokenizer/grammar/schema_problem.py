@@ -5,6 +5,7 @@ Compiles the schema many times: only where a hostile one may use up time.
 
 from __future__ import annotations
 
+import bisect
 import copy
 import re
 import time
@@ -43,10 +44,9 @@ def place_of_problem(schema: JsonValue, problem_of: ProblemOf) -> str:
         places = list(subschemas(place))
         if not matter(places):
             return place.pointer
-        while len(places) > 1:
-            half = places[: len(places) // 2]
-            places = half if matter(half) else places[len(half) :]
-        place = places[0]
+        # The first ones that matter together: the last of them does, even if another one has the same problem.
+        count = bisect.bisect_left(range(len(places)), True, lo=1, key=lambda number: matter(places[:number]))
+        place = places[count - 1]
 
 
 def relaxed_schema(schema: JsonValue, problem_of: ProblemOf) -> HeldSchema:
@@ -110,7 +110,7 @@ def _sites(schema: JsonValue, keywords: Sequence[str]) -> Iterator[tuple[JsonObj
     places = [SchemaPlace(schema, "#", 2020)]
     while places:
         place = places.pop()
-        places += subschemas(place)
+        places += reversed(list(subschemas(place)))
         if isinstance(place.node, dict):
             for keyword in keywords:
                 if keyword in place.node:

@@ -105,7 +105,7 @@ class _Reader:
             if isinstance(reference := node.get("$ref"), str):
                 references.append((reference, place.pointer))
             self._read_node(node, place)
-            places += subschemas(place)
+            places += reversed(list(subschemas(place)))
             if not places:
                 # Only now: what they refer to is mostly a place of its own.
                 places = [target for reference in references for target in self._targets(*reference)]

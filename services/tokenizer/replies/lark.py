@@ -72,7 +72,8 @@ class LarkGrammar:
 
 def search_pattern(pattern: str) -> str:
     """A regex for texts in which `pattern` is found, as in JSON schemas; raises as `full_match_regex`."""
-    return full_match_regex(pattern)
+    # Nothing between two slashes would begin a comment.
+    return full_match_regex(pattern) or "(?:)"
 
 
 def length_pattern(min_length: JsonValue, max_length: JsonValue) -> str:

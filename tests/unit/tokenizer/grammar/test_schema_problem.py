@@ -55,6 +55,10 @@ def fits(trial: GrammarTrial, schema: Any, text: str, options: FormOptions) -> b
         ({"properties": {"a": {"patternProperties": {"^a": {}, "b$": {}}}}}, "not disjoint, at #/properties/a"),
         ({"items": {"patternProperties": {"^a": {"type": "x"}}}}, "Invalid type: x, at #/items/patternProperties$"),
         ({"properties": {"a": {"const": "\x00"}}}, "control characters are not supported, at #/properties/a/const"),
+        (
+            {"properties": {f"p{n}": OVERLAPPING if n in (7, 80) else DISJOINT for n in range(100)}},
+            "at #/properties/p80",
+        ),
         ({"items": [FINE] * 40 + [{"minItems": "many"}] + [FINE] * 40}, "at #/items/40"),
     ],
 )

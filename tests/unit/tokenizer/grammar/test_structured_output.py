@@ -121,6 +121,19 @@ async def test_a_form_becomes_a_grammar(model_dir: Path, form: Form) -> None:
         (Form(choices=Form.Choices(texts=["a"] * 1025)), ".choices", "OUT_OF_RANGE", "1 to 1024"),
         (Form(json_schema=" " * (512 * 1024 + 1)), ".json_schema", "OUT_OF_RANGE", "at most 524288 bytes"),
         (Form(grammar="start: other"), ".grammar", "GRAMMAR_INVALID", 'unknown name: "…"'),
+        (Form(grammar='start: "a"\nb: "c'), ".grammar", "GRAMMAR_INVALID", "line 2, column 6: lexer error"),
+        (
+            Form(grammar="start: a\na: <think>"),
+            ".grammar",
+            "GRAMMAR_INVALID",
+            "line 2, column 4: unknown special token",
+        ),
+        (
+            Form(regex="a(?=b)"),
+            ".regex",
+            "GRAMMAR_INVALID",
+            "look-around, including look-ahead and look-behind, is not",
+        ),
         (Form(grammar='start: s\ns: s s | "a"'), ".grammar", "GRAMMAR_TOO_COMPLEX", "items"),
     ],
 )
