@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from services.tokenizer.json.ecma_regex import UnsupportedPatternError, full_match_regex
@@ -151,11 +151,12 @@ class _Reader:
     def _read_keywords(self, node: JsonObject, place: SchemaPlace) -> None:
         if isinstance(anchor := node.get("$dynamicAnchor"), str):
             node.setdefault("$anchor", anchor)
-        while idle := [keyword for keyword in _UNSUPPORTED if keyword in node and _constrains_nothing(keyword, node)]:
+        known = [keyword for keyword, draft in _UNSUPPORTED.items() if place.draft >= draft]
+        while idle := [keyword for keyword in known if keyword in node and _constrains_nothing(keyword, node, known)]:
             for keyword in idle:
                 del node[keyword]
-        for keyword, draft in _UNSUPPORTED.items():
-            if keyword in node and place.draft >= draft:
+        for keyword in known:
+            if keyword in node:
                 self._leave_out(node, keyword, place.pointer, f'"{keyword}" is not supported')
 
     def _read_bounds(self, node: JsonObject, pointer: str) -> None:
@@ -213,7 +214,7 @@ class _Reader:
         self.not_held.append(f"{pointer}/{keyword}")
 
 
-def _constrains_nothing(keyword: str, node: JsonObject) -> bool:
+def _constrains_nothing(keyword: str, node: JsonObject, known: Collection[str]) -> bool:
     value = node[keyword]
     match keyword:
         case "uniqueItems" | "not":
@@ -225,7 +226,7 @@ def _constrains_nothing(keyword: str, node: JsonObject) -> bool:
         case "minContains" | "maxContains":
             return "contains" not in node
         case "contains":
-            return node.get("minContains") == 0 and "maxContains" not in node
+            return "minContains" in known and node.get("minContains") == 0 and "maxContains" not in node
     return keyword in ("$recursiveAnchor", "$dynamicAnchor") or value is True or value == {}
 
 

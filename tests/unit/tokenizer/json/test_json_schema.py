@@ -151,6 +151,13 @@ def test_a_keyword_of_a_later_draft_constrains_nothing(draft: str, is_known: boo
         held_schema(schema)
 
 
+def test_a_keyword_is_idle_only_in_a_draft_that_has_the_one_that_makes_it_so() -> None:
+    schema: JsonObject = {"contains": {"type": "string"}, "minContains": 0}
+    assert held_schema(schema).schema == {}
+    with pytest.raises(GrammarError, match='"contains" is not supported'):
+        held_schema({"$schema": "http://json-schema.org/draft-07/schema#", **schema})
+
+
 @pytest.mark.parametrize("reference", ["#/const", "#/enum/0", "#/patternProperties/%5Ea"])
 def test_a_reference_to_what_is_no_schema_is_refused(reference: str) -> None:
     schema: JsonObject = {"const": {"format": "x"}, "enum": [{}], "patternProperties": {"^a": {}}}
