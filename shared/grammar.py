@@ -49,6 +49,7 @@ _REPLACEMENTS = (
     (re.compile(r'invalid regex ".*" \(in regex\): (regex parse error: error: )?'), ""),
     (re.compile(r" in regex /.*/$"), ""),
     (re.compile(r"Pointer '.*' does not exist"), "a reference leads nowhere"),
+    (re.compile(r"Resource '.*' is not present in a registry.*"), "a reference to another document is not supported"),
     (re.compile(r"regex parse error: error: "), ""),
     (
         re.compile(r"oneOf constraints are not supported\. Enable .*"),

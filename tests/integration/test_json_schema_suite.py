@@ -16,7 +16,7 @@ from tests.support.tokenizer.grammar_texts import TextWriter
 from tests.support.tokenizer.json_schema_suite import SuiteSchema, read_suite
 
 # Out of 1365. The others use keywords about the whole value, such as `not` or `uniqueItems`.
-MIN_SUPPORTED = 750
+MIN_SUPPORTED = 840
 NUM_TEXTS = 3
 
 

@@ -39,6 +39,7 @@ _UNSUPPORTED = {
 # The library computes bounds as doubles, which cannot represent every whole number above this.
 _LARGEST_BOUND = 2**53
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 # Whole numbers that the library does not round.
 _EXACT = range(-(2**63), 2**64)
 
@@ -160,6 +161,10 @@ class _Reader:
                 self._leave_out(node, keyword, place.pointer, f'"{keyword}" is not supported')
 
     def _read_bounds(self, node: JsonObject, pointer: str) -> None:
+        for keyword in _COUNTS:
+            if isinstance(count := node.get(keyword), float) and count.is_integer():
+                # A whole number in JSON Schema ("Core", section 4.2.3), but not in the library.
+                node[keyword] = int(count)
         least, required = node.get("minProperties"), node.get("required")
         num_required = len(required) if isinstance(required, list) else 0
         if isinstance(least, int | float) and least > num_required + 1:

@@ -43,6 +43,7 @@ def fits(trial: GrammarTrial, schema: Any, text: str, options: FormOptions) -> b
         ({"items": {"prefixItems": [{}, {"type": "text"}]}}, "Invalid type: text, at #/items/prefixItems/1"),
         ({"items": {"type": "string", "pattern": "^a(?=b)"}}, "look-ahead is not supported.*, at #/items/pattern"),
         ({"items": {"$ref": "#/nowhere"}}, "a reference leads nowhere, at #/items"),
+        ({"items": {"$ref": "https://example.com/s"}}, "a reference to another document is not supported, at #/items"),
         ({"properties": {"a": {"minLength": -1}}}, r"Expected positive integer .*, at #/properties/a"),
         (
             {

@@ -134,6 +134,11 @@ def test_data_and_names_are_no_keywords() -> None:
     assert held_schema(schema).schema == schema
 
 
+def test_a_whole_number_may_have_a_fraction_of_zero() -> None:
+    schema: JsonObject = {"items": {"minLength": 2.0, "maxItems": 3.5}}
+    assert repr(held_schema(schema).schema) == "{'items': {'minLength': 2, 'maxItems': 3.5}}"
+
+
 def test_known_formats_stay() -> None:
     schema: JsonObject = {"anyOf": [{"format": name} for name in sorted(FORMATS)]}
     assert held_schema(schema).schema == schema
