@@ -22,6 +22,9 @@ _LIMITS = LLParserLimits(
     # Concurrent parses of one text. In an ambiguous grammar they increase with every token, and the cost of a mask
     # increases faster than their square: 20 ms at 500, a second at the library's default of 2,000.
     max_items_in_row=500,
+    # Parses that computing one mask may try: about 3 µs each, so 30 ms. An object with 400 optional properties needs
+    # half of it.
+    step_max_items=10_000,
     # States of all regular expressions that a text has visited, 1 to 2 KB each. A JSON schema has some hundreds.
     max_lexer_states=30_000,
     # Error messages then do not include the text so far.
@@ -29,8 +32,25 @@ _LIMITS = LLParserLimits(
 )
 _SILENT = 0
 
-# The library's advice that only its caller could follow, and the text that replaces it.
-_ADVICE_TO_CALLERS = (
+# Sets of tokens whose masks are computed once: for texts that allow all of a set. The library's own, without the line
+# ends that a pattern's "." does not match (0.6 ms a mask for ".{1,500}" otherwise).
+_SLICES = [slice_.replace(r"\x7F]", r"\x7F\x{2028}\x{2029}]") for slice_ in LLTokenizer.general_slices()]
+
+# A line of a grammar in Lark's syntax: its texts may be cut into tokens in any way. By default the library cuts a text
+# that has one continuation as the tokenizer would, and fails where that gives other bytes: an added token such as
+# <think>, a normalized character, a space before the first word.
+ANY_TOKENS = '%llguidance {"no_forcing": true}\n'
+
+# Lines that show a part of the grammar or of a regular expression, and lines that point at it.
+_EXCERPT = re.compile(r"\n +(?:\d+ \|.*|\^+ *$|(?=.*\n +\^).*)", re.MULTILINE)
+
+# The library's quotes of what it was given, its advice that only its caller could follow, and what replaces them.
+_REPLACEMENTS = (
+    (re.compile(r'invalid regex ".*" \(in regex\): (regex parse error: error: )?'), ""),
+    (re.compile(r" in regex /.*/$"), ""),
+    (re.compile(r"Pointer '.*' does not exist"), "a reference leads nowhere"),
+    (re.compile(r"Resource '.*' is not present in a registry.*"), "a reference to another document is not supported"),
+    (re.compile(r"regex parse error: error: "), ""),
     (
         re.compile(r"oneOf constraints are not supported\. Enable .*"),
         '"oneOf" is supported only where its options are clearly mutually exclusive; "anyOf" has no such restriction',
@@ -62,6 +82,7 @@ class GrammarLibrary:
             self.tokenizer = _load_tokenizer(path.read_text(encoding="utf-8"), list(eos_token_ids), num_tokens)
         except (OSError, ValueError) as error:
             raise ModelDirectoryError(f"{path}: {error}") from error
+        self.tokenizer = self.tokenizer.with_slices(_SLICES)
         self.num_tokens: int = num_tokens or self.tokenizer.vocab_size
 
     def compile(self, grammar: str) -> LLMatcher:
@@ -84,10 +105,19 @@ class GrammarLibrary:
 def check_matcher(matcher: LLMatcher) -> None:
     """Raise `GrammarError` if the matcher has failed."""
     if matcher.is_error():
-        message = matcher.get_error().partition("\n<non-verbose/>")[0]
-        for advice, instead in _ADVICE_TO_CALLERS:
-            message = advice.sub(instead, message)
-        raise GrammarError("no text fits" if message.startswith("NoExtension") else message)
+        raise GrammarError(_without_internals(matcher.get_error()))
+
+
+def problem_of(grammar: str) -> str:
+    """Why the library refuses a grammar, whatever the vocabulary is; empty if it does not."""
+    return _without_internals(LLMatcher.validate_grammar(grammar, limits=_LIMITS))
+
+
+def _without_internals(message: str) -> str:
+    message = " ".join(_EXCERPT.sub("", message.partition("\n<non-verbose/>")[0]).split())
+    for internal, instead in _REPLACEMENTS:
+        message = internal.sub(instead, message)
+    return "no text fits" if message.startswith("NoExtension") else message
 
 
 def _load_tokenizer(source: str, eos_token_ids: list[int], num_tokens: int | None) -> LLTokenizer:

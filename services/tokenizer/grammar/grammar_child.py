@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from services.tokenizer.grammar.grammar_source import FormOptions
 from services.tokenizer.trial_limits import cpu_problem, wall_clock_s, was_out_of_cpu
 
 _MODULE = "services.tokenizer.grammar.grammar_trial"
@@ -44,6 +45,7 @@ class Trial:
     kind: str
     text: str
     """A form as `grammar_source` takes it."""
+    options: FormOptions
     around: str = ""
     """A grammar in which `@form` stands for the form's; empty if the form is the whole text."""
     skipped_ids: tuple[int, ...] = ()
@@ -56,6 +58,8 @@ class TriedGrammar:
 
     source: str
     """The grammar in the library's form."""
+    not_held: tuple[str, ...]
+    """The keywords of a schema that the grammar does not hold, as JSON pointers."""
     shortest_bytes: int
     """A lower bound on the bytes of any text that fits."""
 
@@ -128,7 +132,7 @@ class GrammarChild:
         self._is_spent = answer["is_last"]
         if "problem" in answer:
             raise GrammarRefusedError(answer["problem"], is_too_complex=answer["is_too_complex"])
-        return TriedGrammar(answer["grammar"], answer["shortest_bytes"])
+        return TriedGrammar(answer["grammar"], tuple(answer["not_held"]), answer["shortest_bytes"])
 
     def kill(self) -> None:
         """Kill the process; threads that wait for its answer return."""

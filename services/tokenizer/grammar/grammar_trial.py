@@ -13,6 +13,7 @@ import re
 import resource
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,16 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
-from services.tokenizer.grammar.grammar_source import grammar_around, grammar_source
+from services.tokenizer.grammar.grammar_source import (
+    DEFAULT_OPTIONS,
+    FormOptions,
+    GrammarSource,
+    grammar_around,
+    grammar_source,
+    place_of_schema_problem,
+)
 from services.tokenizer.grammar.shortest_text import shortest_text
+from services.tokenizer.json.json_schema import SchemaError
 from services.tokenizer.refusal_text import without_quotes
 from services.tokenizer.trial_limits import limit_cpu
 from shared.grammar import GrammarError, GrammarLibrary, check_matcher
@@ -30,14 +39,25 @@ from shared.model_dir import eos_token_ids, vocabulary_size
 from shared.process.parent import make_end_with_parent
 
 _MAX_MESSAGE_LENGTH = 500
-# A grammar may be cheap to compile and expensive to follow.
-_NUM_TRIAL_TOKENS = 256
+# A grammar may be cheap to compile and expensive to follow. Only tokens that could have been others count, since what
+# costs may come after a long literal.
+_NUM_CHOICES = 256
+# Where a text has one continuation, the allowed tokens are its beginnings: there are not more.
+_MAX_BEGINNINGS = 64
+# A text may repeat a literal without end.
+_MAX_FORCED = 4096
 # Characters that close something in most notations: randomly drawn tokens would never leave the first string.
 _CLOSERS = '"}])>;,:.\n 0'
 _NICENESS = 5
 
 # The library's wording when a limit is reached.
 _LIMIT_MESSAGE = re.compile(r"\b(too (big|large|many|much|deep|complex)|max is|limit|recursion)")
+
+# Where in the source the library has found an error.
+_POSITION = re.compile(r"(?:at )?(\d+)\((\d+)\): (?:failed to compile JSON schema: )?")
+
+# More are not worth their size in an answer.
+_MAX_NOT_HELD = 100
 
 Mask = npt.NDArray[np.bool_]
 
@@ -51,33 +71,48 @@ class GrammarTrial:
         closers = [token_ids[0] for token_ids in tokens if len(token_ids) == 1]
         self._closers = np.array([token_id for token_id in closers if token_id < library.num_tokens], np.int64)
         self._eos_token_ids = library.tokenizer.eos_tokens
+        sizes = [len(library.tokenizer.decode_bytes([token_id])) for token_id in range(library.tokenizer.vocab_size)]
+        self._lengths = np.array(sizes[: library.num_tokens] + [0] * (library.num_tokens - len(sizes)))
 
-    def run(self, kind: str, text: str, around: str = "", skipped_ids: Sequence[int] = ()) -> str:
-        """Translate a form, compile and follow the grammar; returns it in the library's form.
+    def run(
+        self,
+        kind: str,
+        text: str,
+        options: FormOptions = DEFAULT_OPTIONS,
+        *,
+        around: str = "",
+        skipped_ids: Sequence[int] = (),
+    ) -> GrammarSource:
+        """Translate a form, compile and follow the grammar.
 
         Args:
-            kind, text: As `grammar_source` takes them.
+            kind, text, options: As `grammar_source` takes them.
             around, skipped_ids: See `grammar_child.Trial`.
 
         Raises:
             GrammarError: it is malformed, costs too much, or no text fits it.
         """
         try:
-            grammar = grammar_source(kind, text)
-            if around:
-                grammar = grammar_around(grammar, around)
+            grammar = grammar_source(kind, text, options)
         except RecursionError:
             raise GrammarError("too deeply nested") from None
-        if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
+        try:
+            matcher = self._library.compile(grammar.text)
+        except GrammarError as error:
+            raise _explained(error, kind, text, options) from None
+        if around:
+            grammar = replace(grammar, text=grammar_around(grammar.text, around))
+            matcher = self._library.compile(grammar.text)
+        if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
             raise GrammarError(f"too large: at most {MAX_GRAMMAR_BYTES} bytes in the library's form")
-        matcher = self._library.compile(grammar)
         matcher.consume_tokens(list(skipped_ids))
         check_matcher(matcher)
         self._follow(matcher)
         return grammar
 
     def _follow(self, grammar: LLMatcher) -> None:
-        """Generate three texts: one repeats a token while it can, one is random, one prefers tokens that close things.
+        """Generate texts in four ways: repeating a token while it can be, at random, preferring what closes things, and
+        of the longest tokens, which soon leave a string of some least length.
 
         The seed is fixed, so the verdict is always the same.
         """
@@ -89,19 +124,48 @@ class GrammarTrial:
         def again(allowed: Mask) -> int:
             return last if allowed[last] else any_of(allowed)
 
+        def longest(allowed: Mask) -> int:
+            return int(np.argmax(np.where(allowed, self._lengths, -1)))
+
         def closer(allowed: Mask) -> int:
             closers = self._closers[allowed[self._closers]]
             return int(random.choice(closers)) if len(closers) and random.random() < 0.5 else any_of(allowed)
 
-        for choose in (again, any_of, closer):
-            matcher, last = grammar.deep_copy(), 0
-            for _ in range(_NUM_TRIAL_TOKENS):
+        begun, _ = self._step_over(grammar)
+        for choose in (again, any_of, closer, longest):
+            matcher, last, num_forced = begun.deep_copy(), 0, 0
+            for _ in range(_NUM_CHOICES):
                 allowed = self._allowed(matcher)
-                if allowed.any():
-                    last = choose(allowed)
-                    matcher.consume_token(last)
-                else:
-                    matcher.reset()
+                if not allowed.any():
+                    matcher = begun.deep_copy()
+                    continue
+                last = choose(allowed)
+                matcher.consume_token(last)
+                if num_forced < _MAX_FORCED:
+                    matcher, num_tokens = self._step_over(matcher)
+                    num_forced += num_tokens
+
+    def _step_over(self, matcher: LLMatcher) -> tuple[LLMatcher, int]:
+        """A matcher after the text that must come next, which may be `matcher` itself, advanced; and its tokens."""
+        num_tokens = 0
+        while num_tokens < _MAX_FORCED:
+            token_ids = np.flatnonzero(self._allowed(matcher))
+            if not 0 < len(token_ids) <= _MAX_BEGINNINGS:
+                break
+            ahead = matcher.deep_copy()
+            # Half a character cannot be tokenized; the next token completes it.
+            text = ahead.compute_ff_bytes().decode(errors="ignore")
+            forced = self._library.tokenizer.greedy_tokenize(text)
+            if not forced and len(token_ids) == 1:
+                # A token that the grammar names.
+                forced = [int(token_ids[0])]
+            num_consumed = ahead.try_consume_tokens(forced)
+            check_matcher(ahead)
+            if not 0 < num_consumed == len(forced):
+                break
+            matcher = ahead
+            num_tokens += num_consumed
+        return matcher, num_tokens
 
     def _allowed(self, matcher: LLMatcher) -> Mask:
         """The tokens that may come next, without EOS; none when the text is complete."""
@@ -111,6 +175,17 @@ class GrammarTrial:
             raise GrammarError("no text fits")
         allowed[self._eos_token_ids] = False
         return allowed
+
+
+def _explained(error: GrammarError, kind: str, text: str, options: FormOptions) -> GrammarError:
+    """The library's error, with the place of a client's own text and without that in ours."""
+    position = _POSITION.match(str(error))
+    problem = str(error)[position.end() if position else 0 :]
+    if kind == "json_schema":
+        return SchemaError(problem, place_of_schema_problem(text, options))
+    if kind == "grammar" and position:
+        return GrammarError(f"line {position[1]}, column {position[2]}: {problem}")
+    return GrammarError(problem)
 
 
 def main() -> int:
@@ -142,14 +217,23 @@ def main() -> int:
 
 
 def _try(trial: GrammarTrial, request: dict[str, Any]) -> dict[str, object]:
-    kind, text = request["kind"], request["text"]
+    kind, text, options = request["kind"], request["text"], FormOptions(**request["options"])
     try:
-        return {"grammar": trial.run(**request), "shortest_bytes": shortest_text(kind, text)}
+        grammar = trial.run(kind, text, options, around=request["around"], skipped_ids=request["skipped_ids"])
+        return {
+            "grammar": grammar.text,
+            "not_held": grammar.not_held[:_MAX_NOT_HELD],
+            "shortest_bytes": shortest_text(kind, text),
+        }
+    except SchemaError as error:
+        # The place is short, and its names are what the client looks for.
+        problem, place = without_quotes(error.problem, text), f", at {error.place}"
     except GrammarError as error:
-        message = without_quotes(str(error), text)
+        problem, place = without_quotes(str(error), text), ""
     except MemoryError:
-        message = "it takes too much memory"
-    return {"problem": message[:_MAX_MESSAGE_LENGTH], "is_too_complex": bool(_LIMIT_MESSAGE.search(message))}
+        problem, place = "it takes too much memory", ""
+    problem = problem[:_MAX_MESSAGE_LENGTH]
+    return {"problem": problem + place, "is_too_complex": bool(_LIMIT_MESSAGE.search(problem))}
 
 
 def _answer(answer: dict[str, object]) -> None:

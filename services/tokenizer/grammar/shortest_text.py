@@ -9,7 +9,9 @@ import json
 import re
 from urllib.parse import unquote
 
+from services.tokenizer.json.ecma_regex import full_match_regex
 from services.tokenizer.json.json_values import JsonObject, JsonValue
+from shared.grammar import GrammarError
 
 # More than fits anywhere. Sums and products are capped here, since hostile numbers would make them grow without bound.
 MAX_BYTES = 2**62
@@ -157,9 +159,15 @@ class _ShortestJson:
 
 
 def _shortest_string(node: JsonObject) -> int:
-    pattern = node.get("pattern")
-    length = shortest_match(pattern) if isinstance(pattern, str) else 0
-    return len('""') + max(length, _count(node, "minLength"))
+    return len('""') + max(_shortest_pattern(node.get("pattern")), _count(node, "minLength"))
+
+
+def _shortest_pattern(pattern: JsonValue) -> int:
+    try:
+        return shortest_match(full_match_regex(pattern)) if isinstance(pattern, str) else 0
+    except GrammarError:
+        # It may be a pattern that is not held.
+        return 0
 
 
 def _read_count(digits: str) -> int:

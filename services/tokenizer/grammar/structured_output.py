@@ -16,6 +16,7 @@ from pathlib import Path
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.grammar.grammar_child import GrammarChild, GrammarRefusedError, Trial, TrialLimits
+from services.tokenizer.grammar.grammar_source import DEFAULT_OPTIONS, FormOptions
 from services.tokenizer.grammar.shortest_text import MAX_BYTES, too_long
 from services.tokenizer.trial_limits import wall_clock_s
 from shared.errors import InvalidRequestError, NotSupportedError, QueueFullError, Violation
@@ -28,6 +29,16 @@ _MAX_WAITING = 256
 _RETRY_DELAY_S = 1.0
 _MAX_REMEMBERED = 256
 _MAX_REMEMBERED_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledForm:
+    """A form that can be used."""
+
+    grammar: str
+    """A `SamplingOptions.grammar`."""
+    not_held: tuple[str, ...]
+    """The keywords of a schema that the grammar does not hold, as JSON pointers; at most 100."""
 
 
 class StructuredOutputs:
@@ -52,15 +63,17 @@ class StructuredOutputs:
         *,
         field: str = "structured_output",
         max_bytes: int = MAX_BYTES,
+        options: FormOptions = DEFAULT_OPTIONS,
         around: str = "",
         skipped_ids: tuple[int, ...] = (),
-    ) -> str:
-        """Compile a form to a `SamplingOptions.grammar`; results are cached.
+    ) -> CompiledForm:
+        """Compile a form; results are cached.
 
         Args:
             form: From the client, unchecked.
             field: Its field in the request.
             max_bytes: The longest text that fits the context.
+            options: For forms of JSON.
             around: A grammar in which `@form` stands for the form's; empty if the form is the whole text.
             skipped_ids: Tokens that the grammar allows first, after which its trial begins.
 
@@ -72,10 +85,18 @@ class StructuredOutputs:
             QueueFullError: too many grammars are waiting.
         """
         kind, text = _read_form(form, field)
+        return await self._compile(Trial(kind, text, options, around, skipped_ids), f"{field}.{kind}", max_bytes)
+
+    async def compile_reply(
+        self, grammar: str, *, field: str, max_bytes: int = MAX_BYTES, skipped_ids: tuple[int, ...] = ()
+    ) -> CompiledForm:
+        """Compile a grammar that this service made for what `field` asks for; otherwise as `compile`."""
+        return await self._compile(Trial("reply", grammar, DEFAULT_OPTIONS, "", skipped_ids), field, max_bytes)
+
+    async def _compile(self, trial: Trial, field: str, max_bytes: int) -> CompiledForm:
         if not self._can_compile:
             raise NotSupportedError(f"{field}: grammars cannot be compiled for this model's tokenizer")
-        trial = Trial(kind, text, around, skipped_ids)
-        key = hashlib.sha256(repr(trial).encode("utf-8", "surrogatepass")).digest()
+        key = hashlib.sha256(repr(trial).encode()).digest()
         outcome = self._outcomes.get(key)
         if outcome is None:
             async with self._turn():
@@ -85,10 +106,10 @@ class StructuredOutputs:
                 self._outcomes.add(key, outcome)
         if outcome.problem:
             reason = "GRAMMAR_TOO_COMPLEX" if outcome.is_too_complex else "GRAMMAR_INVALID"
-            raise _refusal(f"{field}.{kind}", reason, outcome.problem)
+            raise _refusal(field, reason, outcome.problem)
         if outcome.shortest_bytes > max_bytes:
-            raise _refusal(f"{field}.{kind}", "GRAMMAR_TOO_COMPLEX", too_long(outcome.shortest_bytes, max_bytes))
-        return outcome.grammar
+            raise _refusal(field, "GRAMMAR_TOO_COMPLEX", too_long(outcome.shortest_bytes, max_bytes))
+        return CompiledForm(outcome.grammar, outcome.not_held)
 
     def close(self) -> None:
         """Kill the idle trial processes; a busy one ends with this process."""
@@ -113,7 +134,7 @@ class StructuredOutputs:
         child = self._take_idle() or await GrammarChild.start(self._model_dir, self._limits)
         try:
             tried = await child.try_grammar(trial)
-            return _Outcome(grammar=tried.source, shortest_bytes=tried.shortest_bytes)
+            return _Outcome(grammar=tried.source, not_held=tried.not_held, shortest_bytes=tried.shortest_bytes)
         except GrammarRefusedError as error:
             return _Outcome(problem=str(error), is_too_complex=error.is_too_complex)
         except TimeoutError:
@@ -139,6 +160,7 @@ class StructuredOutputs:
 @dataclass(frozen=True, slots=True)
 class _Outcome:
     grammar: str = ""
+    not_held: tuple[str, ...] = ()
     shortest_bytes: int = 0
     problem: str = ""
     is_too_complex: bool = False
@@ -146,7 +168,7 @@ class _Outcome:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.grammar) + len(self.problem)
+        return len(self.grammar) + len(self.problem) + sum(map(len, self.not_held))
 
 
 class _Outcomes:

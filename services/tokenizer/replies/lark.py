@@ -9,8 +9,10 @@ import json
 import re
 from collections.abc import Collection
 
-from services.tokenizer.json.json_schema import STRICT_JSON, check_schema
+from services.tokenizer.json.ecma_regex import full_match_regex
+from services.tokenizer.json.json_schema import STRICT_JSON, held_schema
 from services.tokenizer.json.json_values import JsonObject, JsonValue
+from shared.grammar import ANY_TOKENS
 
 # JSON in the style of chat templates, which models were trained on.
 _JSON_STYLE: JsonObject = {
@@ -50,7 +52,7 @@ class LarkGrammar:
         Raises:
             GrammarError: the schema asks for what no grammar can guarantee.
         """
-        check_schema(schema)
+        schema = held_schema(schema).schema
         if isinstance(schema, dict):
             schema = {**schema, "x-guidance": _JSON_STYLE}
         return self.rule(f"json_{len(self._rules)}", f"%json {json.dumps(schema)}")
@@ -65,15 +67,13 @@ class LarkGrammar:
 
     def source(self, start: str) -> str:
         """The grammar's source, with `start` as its start rule."""
-        return "\n".join([f"start: {start}", *self._rules]) + "\n"
+        return "\n".join([f"start: {start}", *self._rules, ANY_TOKENS])
 
 
 def search_pattern(pattern: str) -> str:
-    """A regex for texts that contain a match of `pattern`, as in JSON schemas."""
-    before = "" if pattern.startswith("^") else _ANY_TEXT
-    after = "" if pattern.endswith("$") and not pattern.endswith(r"\$") else _ANY_TEXT
-    inner = pattern.removeprefix("^")
-    return f"{before}(?:{inner if after else inner.removesuffix('$')}){after}"
+    """A regex for texts in which `pattern` is found, as in JSON schemas; raises as `full_match_regex`."""
+    # Nothing between two slashes would begin a comment.
+    return full_match_regex(pattern) or "(?:)"
 
 
 def length_pattern(min_length: JsonValue, max_length: JsonValue) -> str:

@@ -161,6 +161,7 @@ class GenerateCall:
             num_prompt_tokens=request.num_prompt_tokens,
             max_tokens=request.sampling.max_tokens,
             seed=request.sampling.seed,
+            not_enforced=prompt.not_enforced,
         )
         await self._writer.write(tokenizer_pb2.GenerateResponse(accepted=accepted, prompt=index))
         for choice in range(request.n):

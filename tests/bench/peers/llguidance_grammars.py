@@ -39,7 +39,7 @@ class LlguidanceGrammars:
 
     def compile(self, schema: str) -> LLMatcher:
         """See `Grammars`."""
-        return self._library.compile(grammar_source("json_schema", schema))
+        return self._library.compile(grammar_source("json_schema", schema).text)
 
     def matcher(self, compiled: object) -> LlguidanceMatcher:
         """See `Grammars`."""

@@ -19,7 +19,8 @@ import pytest
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.grammar import structured_output
 from services.tokenizer.grammar.grammar_child import TrialLimits
-from services.tokenizer.grammar.structured_output import StructuredOutputs
+from services.tokenizer.grammar.grammar_source import FormOptions
+from services.tokenizer.grammar.structured_output import CompiledForm, StructuredOutputs
 from shared.errors import InvalidRequestError, QueueFullError, Violation
 from tests.support.system.patience import PATIENCE_S
 from tests.support.system.processes import module_environment, running_children
@@ -35,7 +36,6 @@ import asyncio, sys
 from pathlib import Path
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.grammar.grammar_child import TrialLimits
-from services.tokenizer.grammar.structured_output import StructuredOutputs
 
 async def main():
     outputs = StructuredOutputs(Path(sys.argv[1]), TrialLimits(60.0, 2**30))
@@ -97,15 +97,16 @@ async def violation_of(outputs: StructuredOutputs, form: Form, *, field: str = "
         Form(grammar='root ::= "yes" | "no"'),
         Form(grammar="start: <|im_start|> /[a-z]*/ <|im_end|>"),
         Form(choices=Form.Choices(texts=["a", "ab"])),
+        Form(choices=Form.Choices(texts=["<|im_end|>", "<|im_start|>x"])),
         Form(json_object=True),
     ],
     ids=lambda form: form.WhichOneof("form"),
 )
 async def test_a_form_becomes_a_grammar(model_dir: Path, form: Form) -> None:
     with outputs_for(model_dir) as outputs:
-        grammar = await outputs.compile(form)
+        grammar = (await outputs.compile(form)).grammar
         assert len(grammar) > 10
-        assert await outputs.compile(form) == grammar
+        assert (await outputs.compile(form)).grammar == grammar
 
 
 @pytest.mark.parametrize(
@@ -119,6 +120,19 @@ async def test_a_form_becomes_a_grammar(model_dir: Path, form: Form) -> None:
         (Form(choices=Form.Choices(texts=["a"] * 1025)), ".choices", "OUT_OF_RANGE", "1 to 1024"),
         (Form(json_schema=" " * (512 * 1024 + 1)), ".json_schema", "OUT_OF_RANGE", "at most 524288 bytes"),
         (Form(grammar="start: other"), ".grammar", "GRAMMAR_INVALID", 'unknown name: "…"'),
+        (Form(grammar='start: "a"\nb: "c'), ".grammar", "GRAMMAR_INVALID", "line 2, column 6: lexer error"),
+        (
+            Form(grammar="start: a\na: <think>"),
+            ".grammar",
+            "GRAMMAR_INVALID",
+            "line 2, column 4: unknown special token",
+        ),
+        (
+            Form(regex="a(?=b)"),
+            ".regex",
+            "GRAMMAR_INVALID",
+            "look-around, including look-ahead and look-behind, is not",
+        ),
         (Form(grammar='start: s\ns: s s | "a"'), ".grammar", "GRAMMAR_TOO_COMPLEX", "items"),
     ],
 )
@@ -133,11 +147,56 @@ async def test_an_unsupported_form_is_refused_with_the_reason(
 
 async def test_an_error_about_a_grammar_is_bounded_in_length(model_dir: Path) -> None:
     with outputs_for(model_dir) as outputs:
-        violation = await violation_of(
-            outputs, Form(json_schema=json.dumps({"x" * 10_000: 1, "$ref": "#/" + "y-" * 5_000}))
-        )
+        violation = await violation_of(outputs, Form(grammar="start: " + "y-" * 5_000))
+        reference = await violation_of(outputs, Form(json_schema=json.dumps({"$ref": "#/" + "y-" * 5_000})))
+        name = await violation_of(outputs, Form(json_schema=json.dumps({"properties": {"y-" * 5_000: {"type": "x"}}})))
     assert violation.reason == "GRAMMAR_INVALID"
     assert len(violation.description) == 500
+    assert reference.description == "a reference leads nowhere, at #"
+    assert len(name.description) < 300
+
+
+@pytest.mark.parametrize(
+    ("schema", "description"),
+    [
+        ({"properties": {"limit": {"type": "text"}}}, "Invalid type: …, at #/properties/limit"),
+        ({"properties": {"address": {"not": {}}}}, '"not" is not supported, at #/properties/address/not'),
+        ({"items": {"pattern": "(?=secret)"}}, "look-ahead is not supported, at character 1, at #/items/pattern"),
+    ],
+)
+async def test_a_refused_schema_is_reported_with_the_place_and_nothing_of_our_grammar(
+    model_dir: Path, schema: object, description: str
+) -> None:
+    with outputs_for(model_dir) as outputs:
+        violation = await violation_of(outputs, Form(json_schema=json.dumps(schema)))
+    assert violation == Violation("structured_output.json_schema", "GRAMMAR_INVALID", description)
+
+
+async def test_what_a_form_does_not_hold_is_told_unless_it_is_strict(model_dir: Path) -> None:
+    form = Form(json_schema='{"items": {"uniqueItems": true, "type": "array"}}')
+    relaxed = FormOptions(is_strict=False)
+    with outputs_for(model_dir) as outputs:
+        for _ in range(2):
+            assert (await outputs.compile(form, options=relaxed)).not_held == ("#/items/uniqueItems",)
+            assert (await violation_of(outputs, form)).reason == "GRAMMAR_INVALID"
+        assert (await outputs.compile(YES_NO, options=relaxed)).not_held == ()
+        many = {"anyOf": [{"not": {"const": number}} for number in range(200)]}
+        assert len((await outputs.compile(Form(json_schema=json.dumps(many)), options=relaxed)).not_held) == 100
+
+
+async def test_compact_json_is_another_grammar(model_dir: Path) -> None:
+    form = Form(json_object=True)
+    with outputs_for(model_dir) as outputs:
+        compact = await outputs.compile(form, options=FormOptions(is_compact=True))
+        assert compact != await outputs.compile(form)
+
+
+async def test_a_grammar_of_our_own_is_refused_about_what_it_was_made_for(model_dir: Path) -> None:
+    with outputs_for(model_dir) as outputs:
+        assert (await outputs.compile_reply('start: "a"', field="chat.tools")).grammar == 'start: "a"'
+        with pytest.raises(InvalidRequestError) as caught:
+            await outputs.compile_reply('start: %json {"type": "text"}', field="chat.tools")
+    assert caught.value.violations == (Violation("chat.tools", "GRAMMAR_INVALID", "Invalid type: …"),)
 
 
 async def test_a_violation_names_the_given_field(model_dir: Path) -> None:
@@ -161,7 +220,7 @@ async def test_a_grammar_that_costs_too_much_is_abandoned_and_the_next_one_compi
         assert violation.reason == "GRAMMAR_TOO_COMPLEX"
         assert text in violation.description
         # The time to start a new process does not count.
-        assert "yes" in await outputs.compile(YES_NO)
+        assert "yes" in (await outputs.compile(YES_NO)).grammar
 
 
 async def test_concurrent_hostile_grammars_do_not_affect_others(model_dir: Path) -> None:
@@ -174,7 +233,7 @@ async def test_concurrent_hostile_grammars_do_not_affect_others(model_dir: Path)
     with outputs_for(model_dir, TrialLimits(cpu_s=0.3, memory_bytes=1024 * MIB)) as outputs:
         refused = asyncio.gather(*(violation_of(outputs, form) for form in hostile))
         grammars = await asyncio.gather(*(outputs.compile(form) for form in good))
-        assert all(f"good{number}" in grammar for number, grammar in enumerate(grammars))
+        assert all(f"good{number}" in form.grammar for number, form in enumerate(grammars))
         reasons = [violation.reason for violation in await refused]
     assert reasons == ["GRAMMAR_TOO_COMPLEX"] * 8 + ["GRAMMAR_INVALID"] * 29
 
@@ -203,13 +262,13 @@ def test_a_process_without_cpu_time_has_a_minute_and_its_grammar_may_be_tried_ag
         pass_time(monkeypatch, 30.0)
         await asyncio.sleep(0)
         child.resume()
-        assert "[a-c]" in await trial
+        assert "[a-c]" in (await trial).grammar
         child.suspend()
         refused = asyncio.ensure_future(violation_of(outputs, Form(regex="[d-f]")))
         await asyncio.sleep(0)
         pass_time(monkeypatch, 61.0)
         assert (await refused).description == "it takes more than 60 s"
-        assert "[d-f]" in await outputs.compile(Form(regex="[d-f]"))
+        assert "[d-f]" in (await outputs.compile(Form(regex="[d-f]"))).grammar
 
     # Not uvloop, whose clock cannot be patched.
     with outputs_for(model_dir) as outputs, asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
@@ -221,7 +280,7 @@ async def test_forgotten_forms_are_compiled_again(model_dir: Path, monkeypatch: 
     with outputs_for(model_dir) as outputs:
         for _ in range(2):
             for letter in "abcd":
-                assert f"/{letter}/" in await outputs.compile(Form(regex=letter))
+                assert f"/{letter}/" in (await outputs.compile(Form(regex=letter))).grammar
     assert len(outputs._outcomes._key_to_outcome) == 2
 
 
@@ -234,8 +293,8 @@ async def test_requests_beyond_the_queue_limit_are_refused(model_dir: Path, monk
         # Two are being tried, three are waiting.
         assert len(refused) == 5
         assert all(error.retry_delay_s for error in refused)
-        assert sum(isinstance(result, str) for result in results) == 5
-        assert "yes" in await outputs.compile(YES_NO)
+        assert sum(isinstance(result, CompiledForm) for result in results) == 5
+        assert "yes" in (await outputs.compile(YES_NO)).grammar
 
 
 async def test_a_cancelled_request_ends_its_process(model_dir: Path) -> None:
@@ -249,7 +308,7 @@ async def test_a_cancelled_request_ends_its_process(model_dir: Path) -> None:
         with pytest.raises(asyncio.CancelledError):
             await trial
         await asyncio.to_thread(wait_for_end, child)
-        assert "b" in await outputs.compile(Form(regex="b"))
+        assert "b" in (await outputs.compile(Form(regex="b"))).grammar
 
 
 async def test_a_process_killed_while_idle_is_replaced(model_dir: Path) -> None:
@@ -259,7 +318,7 @@ async def test_a_process_killed_while_idle_is_replaced(model_dir: Path) -> None:
         (child,) = [child for child in children() if child not in others]
         child.kill()
         await asyncio.to_thread(wait_for_end, child)
-        assert "b" in await outputs.compile(Form(regex="b"))
+        assert "b" in (await outputs.compile(Form(regex="b"))).grammar
 
 
 async def test_processes_are_started_when_needed_and_kept(model_dir: Path) -> None:

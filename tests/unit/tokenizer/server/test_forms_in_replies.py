@@ -86,7 +86,7 @@ class Model:
         self._matchers = matchers_of(model_dir)
         self._tokenizer = Tokenizer.from_file(str(model_dir / TOKENIZER))
         self._random = np.random.default_rng(seed)
-        self._close = self._tokenizer.token_to_id(REASONERS[name][1])
+        self._close: int = self._tokenizer.encode(REASONERS[name][1]).ids[0]
         self.tells: list[bool] = []
         """For each token, whether any other but the end of sequence could have come."""
 
@@ -107,7 +107,7 @@ class Model:
         while len(token_ids) < 120:
             self.tells.append(state.is_free)
             allowed = np.flatnonzero(state.process(np.zeros(WIDTH, np.float32), 1) > -np.inf)
-            token_id: int = next(begin, -1)
+            token_id = next(begin, -1)
             if token_id in allowed:
                 pass
             elif state.is_free:

@@ -1,0 +1,128 @@
+"""The grammars of answers that have a form, or must call a tool."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.chat.conversation import Conversation, Tool
+from services.tokenizer.grammar.grammar_source import FormOptions
+from services.tokenizer.grammar.shortest_text import shortest_json, too_long
+from services.tokenizer.replies.call_grammar import ReplyGrammar
+from services.tokenizer.replies.openings import Opening
+from services.tokenizer.request.checks import CheckedRequest
+from services.tokenizer.request.model import ServedModel
+from shared.errors import Violation
+from shared.limits import NO_OPTIONS, ModelLimits, SamplingParams
+from shared.request_fields import raise_violations
+
+_FIELD = "structured_output"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerGrammar:
+    """What the cell is told of an answer's form. All empty for an answer without one."""
+
+    grammar: str = ""
+    reasoning_begin: tuple[int, ...] = ()
+    reasoning_end: tuple[int, ...] = ()
+    not_enforced: tuple[str, ...] = ()
+    """See `lockstep.v1.Accepted`."""
+
+    def added_to(self, sampling: SamplingParams) -> SamplingParams:
+        """`sampling` with it."""
+        if not self.grammar:
+            return sampling
+        options = replace(
+            sampling.options or NO_OPTIONS,
+            grammar=self.grammar,
+            reasoning_begin=self.reasoning_begin,
+            reasoning_end=self.reasoning_end,
+        )
+        return replace(sampling, options=options)
+
+
+NO_GRAMMAR = AnswerGrammar()
+
+
+class AnswerGrammars:
+    """Compiles the grammars of requests' answers."""
+
+    def __init__(self, model: ServedModel, limits: Callable[[], ModelLimits]) -> None:
+        """`limits` returns the current cell's."""
+        self._model = model
+        self._limits = limits
+
+    async def of_text(self, form: tokenizer_pb2.StructuredOutput) -> AnswerGrammar:
+        """That of an answer that has the form from its first token; raises as `StructuredOutputs.compile`."""
+        compiled = await self._model.structured_outputs.compile(
+            form, field=_FIELD, max_bytes=self._max_bytes(), options=_options_of(form)
+        )
+        return AnswerGrammar(compiled.grammar, not_enforced=compiled.not_held)
+
+    async def of_reply(
+        self, request: CheckedRequest, index: int, conversation: Conversation, opening: Opening
+    ) -> AnswerGrammar:
+        """That of a reply to the prompt `index`, a conversation.
+
+        Raises as `StructuredOutputs.compile` and `ReplyParsers.grammar`, and `InvalidRequestError` if the arguments of
+        a tool that must be called fit no context.
+        """
+        form, parsers = request.structured_output, self._model.reply_parsers
+        if form is None and not conversation.callable_tools:
+            return NO_GRAMMAR
+        if form is not None and (request.form.is_raw or not parsers.has_parser):
+            return await self.of_text(form)
+        has_form, at_once = form is not None, form is not None and form.begins_at_once
+        # Slow if the schemas are large.
+        reply = await asyncio.to_thread(
+            parsers.grammar, conversation, opening, has_form=has_form, begins_at_once=at_once
+        )
+        begin, end = await self._spell_reasoning(reply)
+        outputs, max_bytes, skipped = self._model.structured_outputs, self._max_bytes(), (*begin, *end)
+        if form is not None:
+            compiled = await outputs.compile(
+                form,
+                field=_FIELD,
+                max_bytes=max_bytes,
+                options=_options_of(form),
+                around=reply.source,
+                skipped_ids=skipped,
+            )
+        else:
+            field = f"{request.field_prefix(index)}chat.tools"
+            await asyncio.to_thread(_check_arguments_fit, conversation.callable_tools, field, max_bytes)
+            compiled = await outputs.compile_reply(reply.source, field=field, max_bytes=max_bytes, skipped_ids=skipped)
+        # Ordinary tokens may spell the end in several ways, so that it could be missed.
+        if len(end) != 1:
+            begin, end = (), ()
+        return AnswerGrammar(compiled.grammar, begin, end, compiled.not_held)
+
+    async def _spell_reasoning(self, reply: ReplyGrammar) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tokens that open and close free reasoning; empty without any."""
+        if not reply.end:
+            return (), ()
+        begin, end = await self._model.prompts.spell_markup([reply.begin, reply.end])
+        return begin, end
+
+    def _max_bytes(self) -> int:
+        """The most bytes of any answer, by the context length and the KV cache."""
+        limits = self._limits()
+        return min(limits.context_length, limits.num_pool_tokens) * self._model.longest_token_bytes
+
+
+def _options_of(form: tokenizer_pb2.StructuredOutput) -> FormOptions:
+    return FormOptions(is_strict=form.strict or not form.HasField("strict"), is_compact=form.compact_json)
+
+
+def _check_arguments_fit(tools: Sequence[Tool], field: str, max_bytes: int) -> None:
+    name_to_size = {tool.name: shortest_json(tool.parameters) for tool in tools}
+    raise_violations(
+        [
+            Violation(field, "GRAMMAR_TOO_COMPLEX", f"{name}: {too_long(size, max_bytes)}")
+            for name, size in name_to_size.items()
+            if size > max_bytes
+        ]
+    )
