@@ -36,7 +36,7 @@ class HarmonyParser(ReplyParser):
 
     def _read(self) -> Reading[None]:
         if self._opening_place is Opening.REASONING:
-            yield from self._pass_message(self._put_reasoning)
+            yield from self._pass_analysis()
         elif self._opening_place is Opening.ANSWER:
             yield from self._pass_answer()
         # The prompt ends with the start of the first message, so the reply may begin inside its header.
@@ -56,7 +56,7 @@ class HarmonyParser(ReplyParser):
         if recipient.startswith(FUNCTIONS) or recipient in self._tools:
             yield from self._read_call(recipient.removeprefix(FUNCTIONS))
         elif header["channel"] == "analysis":
-            yield from self._pass_message(self._put_reasoning)
+            yield from self._pass_analysis()
         elif not recipient:
             yield from self._pass_answer()
         else:
@@ -71,6 +71,11 @@ class HarmonyParser(ReplyParser):
         self._begin_call(name)
         yield from self._read_arguments()
         yield from self._close(CALL, END, RETURN)
+
+    def _pass_analysis(self) -> Reading[None]:
+        self.is_reasoning = True
+        yield from self._pass_message(self._put_reasoning)
+        self.is_reasoning = False
 
     def _pass_answer(self) -> Reading[None]:
         yield from self._pass_message(self._put_text, NO_MARKERS if self._has_form else _MESSAGE_ENDS)

@@ -47,6 +47,8 @@ class ReplyParser(abc.ABC):
         self._tools = {tool.name: tool for tool in setting.tools}
         self._opening_place = setting.opening
         self._has_form = setting.has_form
+        self.is_reasoning = setting.opening is Opening.REASONING
+        """Whether the text so far ends inside reasoning."""
         self._filter = _TokenFilter(_dropped_tokens(setting.special_tokens, self.markup))
         self.needs_special_tokens = not self.markup.isdisjoint(setting.special_tokens)
         self._reader = TextReader()
@@ -97,8 +99,10 @@ class ReplyParser(abc.ABC):
             begins = yield from self._reader.one_of(markup.begin, "\n" + markup.begin, "\n\n" + markup.begin)
         if not begins and self._opening_place is not Opening.REASONING:
             return
+        self.is_reasoning = True
         yield from self._reader.skip("\n")
         yield from self._pass_until(Markers(markup.end, "\n" + markup.end), self._put_reasoning)
+        self.is_reasoning = False
         if self._has_form:
             yield from self._reader.one_of(markup.separator)
         else:

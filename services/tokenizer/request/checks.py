@@ -54,6 +54,8 @@ class AnswerForm:
     skips_special_tokens: bool = True
     is_raw: bool = False
     """Whether reasoning and tool calls in a chat reply are left unparsed."""
+    is_empty: bool = False
+    """Whether nothing of the completion is wanted, only what is known of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +117,14 @@ def check_request(
     if len(prompts) > 1 and len(request_id) > MAX_LIST_REQUEST_ID:
         description = f"must have at most {MAX_LIST_REQUEST_ID} characters in a request with several prompts"
         violations.append(Violation("request_id", "OUT_OF_RANGE", description))
+    form = _check_form(request, violations)
     checked = CheckedRequest(
         request_id,
         prompts,
-        read_sampling(request.sampling, limits, violations, defaults=defaults),
+        read_sampling(_computed(request.sampling, form), limits, violations, defaults=defaults),
         request.sampling.HasField("max_tokens"),
         read_num_choices(request.sampling, violations),
-        _check_form(request, violations),
+        form,
         _check_bad_words(request.bad_words, violations),
         request.structured_output if request.HasField("structured_output") else None,
         read_priority(request.priority, violations),
@@ -216,13 +219,26 @@ def _check_prompt(
 
 
 def _check_form(request: tokenizer_pb2.GenerateRequest, violations: list[Violation]) -> AnswerForm:
+    sampling = request.sampling
+    tells_of_prompt = request.echo or sampling.HasField("num_prompt_logprobs")
     return AnswerForm(
         _check_stop_strings(request.stop, violations),
         includes_stop=request.include_stop,
         echoes=request.echo,
         skips_special_tokens=request.skip_special_tokens or not request.HasField("skip_special_tokens"),
         is_raw=request.raw_text,
+        is_empty=sampling.HasField("max_tokens") and not sampling.max_tokens and tells_of_prompt,
     )
+
+
+def _computed(sampling: common_pb2.SamplingParams, form: AnswerForm) -> common_pb2.SamplingParams:
+    """The parameters for the cell, which computes at least one token."""
+    if not form.is_empty:
+        return sampling
+    computed = common_pb2.SamplingParams()
+    computed.CopyFrom(sampling)
+    computed.max_tokens = 1
+    return computed
 
 
 def _check_stop_strings(stops: Sequence[str], violations: list[Violation]) -> tuple[str, ...]:

@@ -55,6 +55,8 @@ class Extras:
 
     includes_stop: bool = False
     """Whether to keep the text of the token that ends the choice."""
+    is_empty: bool = False
+    """Whether the choice has no tokens: those that the cell computes are dropped."""
     logprobs: LogprobQueue | None = None
     """None unless requested."""
     prompt_logprobs: LogprobQueue | None = None
@@ -190,6 +192,8 @@ class Choice:
             self._taken_at = now
             self._totals.num_generation_tokens += len(token_ids)
         if self._finish is not None and not self.has_news:
+            if self._extras.is_empty:
+                self._count_first(now)
             total_s = now - self._call.arrived_at
             self._set_timings(self._finish, total_s)
             self._totals.count_finish(self._finish.reason, total_s, self.usage)
@@ -224,6 +228,8 @@ class Choice:
             finish.mean_tpot.CopyFrom(_duration((total_s - ttft_s) / num_gaps))
 
     def _receive(self, token_ids: Sequence[int], end: exchange_pb2.RequestEnd | None) -> int | None:
+        if self._extras.is_empty:
+            token_ids = ()
         if end is not None:
             self._receive_last(token_ids, end)
             return None
@@ -247,8 +253,14 @@ class Choice:
         # The cell's count includes resumes after the loss of a worker, but may miss those under a dead scheduler.
         self.num_resumes = max(self.num_resumes, end.num_resumes)
         self._completion.finish()
+        self.usage.num_reasoning_tokens = self._completion.num_reasoning_tokens
         if self._completion.stop_string is not None:
             self._finish_by_stop_string(self._completion.stop_string)
+            return
+        if self._extras.is_empty:
+            self._finish = tokenizer_pb2.Finish(
+                reason=common_pb2.FINISH_REASON_MAX_TOKENS, usage=self.usage, recovery=self._recovery()
+            )
             return
         self.usage.num_completion_tokens = end.num_completion_tokens
         stop_token_id = end.stop_token_id if end.HasField("stop_token_id") else None
@@ -259,6 +271,7 @@ class Choice:
     def _finish_by_stop_string(self, stop_string: str) -> None:
         self.is_over = True
         self.usage.num_completion_tokens = self._completion.num_tokens
+        self.usage.num_reasoning_tokens = self._completion.num_reasoning_tokens
         self._finish = tokenizer_pb2.Finish(
             reason=common_pb2.FINISH_REASON_STOP_STRING,
             stop_string=stop_string,

@@ -50,6 +50,7 @@ class Completion:
         self._token_ids: list[int] = []
         self._late_ids: list[int] = []
         self.num_tokens = 0
+        self.num_reasoning_tokens = 0
 
     @property
     def stop_string(self) -> str | None:
@@ -100,7 +101,11 @@ class Completion:
         if self._parser is None:
             self._watch([TextPart(text)] if text else [], token_ids)
         elif self.stop_string is None:
-            self._watch(self._parser.feed(text), token_ids)
+            was_reasoning = self._parser.is_reasoning
+            parts = self._parser.feed(text)
+            if was_reasoning or self._parser.is_reasoning or any(isinstance(part, ReasoningPart) for part in parts):
+                self.num_reasoning_tokens += len(token_ids)
+            self._watch(parts, token_ids)
 
     def _watch(self, parts: Sequence[ReplyPart], token_ids: Sequence[int]) -> None:
         """Take the parts that `token_ids` released."""

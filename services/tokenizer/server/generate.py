@@ -106,7 +106,7 @@ class GenerateCall:
             for index, prompt in enumerate(prompts):
                 handles.append(self._submit(request, index, prompt, generation))
             for index, prompt in enumerate(prompts):
-                await self._begin(index, prompt)
+                await self._begin(index, prompt, is_empty=request.form.is_empty)
             async for response in generation.responses():
                 await self._writer.write(response)
         finally:
@@ -142,7 +142,8 @@ class GenerateCall:
         )
         extras = Extras(
             form.includes_stop,
-            self._logprob_queue(options.num_logprobs),
+            form.is_empty,
+            None if form.is_empty else self._logprob_queue(options.num_logprobs),
             self._logprob_queue(options.num_prompt_logprobs),
         )
         return Choice(
@@ -152,14 +153,14 @@ class GenerateCall:
     def _logprob_queue(self, num_top: int | None) -> LogprobQueue | None:
         return None if num_top is None else LogprobQueue(num_top, self._model.texts.bytes_of)
 
-    async def _begin(self, index: int, prompt: PreparedPrompt) -> None:
+    async def _begin(self, index: int, prompt: PreparedPrompt, *, is_empty: bool) -> None:
         """Write the `Accepted` message, and each choice's echo."""
         request = prompt.request
         accepted = tokenizer_pb2.Accepted(
             request_id=request.request_id,
             model=self._model.name,
             num_prompt_tokens=request.num_prompt_tokens,
-            max_tokens=request.sampling.max_tokens,
+            max_tokens=0 if is_empty else request.sampling.max_tokens,
             seed=request.sampling.seed,
             not_enforced=prompt.not_enforced,
         )

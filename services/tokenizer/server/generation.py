@@ -58,6 +58,7 @@ class Generation:
             num_prompt_tokens=sum(usage.num_prompt_tokens for usage in firsts),
             num_cached_tokens=sum(usage.num_cached_tokens for usage in firsts),
             num_completion_tokens=sum(choice.usage.num_completion_tokens for choice in self.choices),
+            num_reasoning_tokens=sum(choice.usage.num_reasoning_tokens for choice in self.choices),
         )
 
     def on_news(self, choice: Choice) -> None:

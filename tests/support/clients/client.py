@@ -110,6 +110,7 @@ class Answer:
             num_prompt_tokens=sum(usage.num_prompt_tokens for usage in firsts),
             num_cached_tokens=sum(usage.num_cached_tokens for usage in firsts),
             num_completion_tokens=sum(usage.num_completion_tokens for usage in usages.values()),
+            num_reasoning_tokens=sum(usage.num_reasoning_tokens for usage in usages.values()),
         )
 
 

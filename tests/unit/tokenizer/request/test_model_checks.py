@@ -122,5 +122,5 @@ async def test_structured_output_that_the_library_cannot_compile_is_logged_at_st
     assert refused == (
         grpc.StatusCode.UNIMPLEMENTED,
         "NOT_SUPPORTED",
-        "structured_output: grammars cannot be compiled for this model's tokenizer",
+        "structured_output.regex: grammars cannot be compiled for this model's tokenizer",
     )

@@ -175,6 +175,9 @@ async def test_the_text_is_the_form_after_free_reasoning(
             assert len(options.reasoning_end) == 1
             assert any(model.tells)
             reasons.append(choice.reasoning)
+            assert choice.finish is not None
+            # The reasoning and what closes it, and the last token of what opens it, if the model does.
+            assert choice.finish.usage.num_reasoning_tokens == sum(model.tells) + bool(opens)
             # Where it may, the model can also answer without reasoning.
             if not end:
                 model = Model(model_dir, name, seed)
@@ -182,6 +185,8 @@ async def test_the_text_is_the_form_after_free_reasoning(
                 choice, _ = await reply(service, model, chat_request(), wanted)
                 assert re.fullmatch(FORM, choice.text), choice.text
                 assert (choice.reasoning, any(model.tells)) == ("", False)
+                assert choice.finish is not None
+                assert choice.finish.usage.num_reasoning_tokens == 0
     assert any(reasons)
 
 
