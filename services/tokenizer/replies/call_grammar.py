@@ -168,10 +168,9 @@ def _glm4_key(grammar: LarkGrammar, name: str) -> str:
 def _glm4_value(grammar: LarkGrammar, schema: JsonValue, root: JsonObject) -> str:
     """Plain text where the parser reads it so, otherwise JSON."""
     end = grammar.marker(glm4.VALUE_END)
-    if not glm4.takes_text(schema):
+    if not (glm4.takes_text(schema, root) and isinstance(schema, dict) and not _OTHER_KEYWORDS & schema.keys()):
         definitions: JsonObject = {name: root[name] for name in ("$defs", "definitions") if name in root}
         return f"{grammar.json({**definitions, **schema} if isinstance(schema, dict) else schema)} {end}"
-    assert isinstance(schema, dict), "only an object can say that it takes text"
     choices = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(choices, list):
         return f"({' | '.join(grammar.literal(str(choice)) for choice in choices)}) {end}"

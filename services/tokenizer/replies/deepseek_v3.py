@@ -26,9 +26,11 @@ class DeepseekV3Parser(ReplyParser):
     """See the module docstring."""
 
     markup = frozenset({"<think>", "</think>", CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR})
+    call_openings = _OPENINGS
+    think_markup = THINK_MARKUP["deepseek_v3"]
 
     def _read(self) -> Reading[None]:
-        yield from self._read_reasoning(THINK_MARKUP["deepseek_v3"])
+        yield from self._read_reasoning(self.think_markup, self._opening_place)
         yield from self._read_text(_OPENINGS if self._tools else NO_MARKERS, self._read_calls)
 
     def _read_calls(self, opening: str) -> Reading[None]:

@@ -33,6 +33,7 @@ class HarmonyParser(ReplyParser):
     """Anything outside a channel, and a call of anything but a function, is text."""
 
     markup = frozenset({START, CHANNEL, MESSAGE, CONSTRAIN, END, RETURN, CALL})
+    call_openings = Markers(CHANNEL + "commentary to=")
 
     def _read(self) -> Reading[None]:
         if self._opening_place is Opening.REASONING:
@@ -75,7 +76,8 @@ class HarmonyParser(ReplyParser):
     def _pass_analysis(self) -> Reading[None]:
         self.is_reasoning = True
         yield from self._pass_message(self._put_reasoning)
-        self.is_reasoning = False
+        # If the text ended first, it is still reasoning.
+        self.is_reasoning = self._reader.is_complete and self._reader.position == len(self._reader.text)
 
     def _pass_answer(self) -> Reading[None]:
         yield from self._pass_message(self._put_text, NO_MARKERS if self._has_form else _MESSAGE_ENDS)

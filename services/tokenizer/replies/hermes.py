@@ -18,9 +18,11 @@ class HermesParser(JsonCallParser):
     """See the module docstring."""
 
     markup = frozenset({"<think>", "</think>", _CALL_BEGIN, _CALL_END})
+    call_openings = _OPENINGS
+    think_markup = THINK_MARKUP["hermes"]
 
     def _read(self) -> Reading[None]:
-        yield from self._read_reasoning(THINK_MARKUP["hermes"])
+        yield from self._read_reasoning(self.think_markup, self._opening_place)
         yield from self._read_text(_OPENINGS if self._tools else NO_MARKERS, self._read_calls)
 
     def _read_calls(self, _: str) -> Reading[None]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from services.tokenizer.json.json_values import read_json_object
 from services.tokenizer.replies.json_reading import read_object, read_string, read_value
+from services.tokenizer.replies.json_repair import repaired
 from services.tokenizer.replies.parser import ReplyParser
 from services.tokenizer.replies.reader import Reading, UnparsableError
 
@@ -32,7 +33,7 @@ class JsonCallParser(ReplyParser):
             TextEndedError, UnparsableError: it is not a call.
         """
         call = _JsonCall(only_offered)
-        yield from read_object(self._reader, lambda name: self._read_member(json.loads(name), call))
+        yield from read_object(self._reader, lambda name: self._read_member(_string(name), call))
         if not call.has_begun:
             if call.name is None or (only_offered and call.arguments is None):
                 raise UnparsableError
@@ -42,7 +43,7 @@ class JsonCallParser(ReplyParser):
 
     def _read_member(self, member: str, call: _JsonCall) -> Reading[None]:
         if member == "name" and call.name is None:
-            call.name = json.loads((yield from read_string(self._reader)))
+            call.name = _string((yield from read_string(self._reader)))
             if call.only_offered and call.name not in self._tools:
                 raise UnparsableError
         elif member in ("arguments", "parameters") and call.arguments is None:
@@ -62,14 +63,24 @@ class JsonCallParser(ReplyParser):
             yield from self._read_arguments()
         elif character == '"':
             # Some models write the object as a string.
-            call.arguments = _object_text(json.loads((yield from read_string(reader))))
+            call.arguments = _object_text(_string((yield from read_string(reader))))
         else:
             before = reader.num_read
             yield from read_value(reader)
             call.arguments = _object_text(reader.read_since(before))
 
 
+def _string(text: str) -> str:
+    """A string that was read."""
+    value: str = json.loads(repaired(text))
+    return value
+
+
 def _object_text(text: str) -> str:
+    """Arguments as JSON; a model may also say that there are none."""
+    text = repaired(text)
+    if text.strip() in ("", "null"):
+        return "{}"
     try:
         read_json_object(text)
     except ValueError:

@@ -1,5 +1,7 @@
 """Reads JSON from text that arrives in pieces, never beyond the first invalid character.
 
+What models write instead of valid characters in strings, and of numbers, is read too; `json_repair` replaces it.
+
 Source: RFC 8259, sections 2 to 7.
 """
 
@@ -12,11 +14,10 @@ from services.tokenizer.replies.reader import SPACE, Reading, TextEndedError, Te
 
 _MAX_DEPTH = 64
 
-_PLAIN_CHARACTERS = re.compile(r'[^"\\\x00-\x1f]+')
+_PLAIN_CHARACTERS = re.compile(r'[^"\\]+')
 _NUMBER_CHARACTERS = re.compile(r"[-+.0-9eE]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
-_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
-_ESCAPE_BEGINNING = re.compile(r"\\(?:u[0-9a-fA-F]{0,4})?")
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
 def read_value(reader: TextReader, depth: int = 0) -> Reading[None]:
@@ -35,10 +36,10 @@ def read_value(reader: TextReader, depth: int = 0) -> Reading[None]:
         yield from _read_array(reader, depth)
     elif character == '"':
         yield from read_string(reader)
-    elif character and character in "-0123456789":
+    elif character and character in "-0123456789" and not (yield from reader.one_of(*_NOT_FINITE)):
         yield from _read_number(reader)
-    else:
-        yield from reader.expect("true", "false", "null")
+    elif character != "-":
+        yield from reader.expect("true", "false", "null", *_NOT_FINITE)
 
 
 def read_object(reader: TextReader, read_member: Callable[[str], Reading[None]]) -> Reading[None]:
@@ -66,23 +67,15 @@ def read_string(reader: TextReader) -> Reading[str]:
         if match := _PLAIN_CHARACTERS.match(reader.text, reader.position):
             pieces.append(match[0])
             reader.position = match.end()
-        elif character == "\\":
-            pieces.append((yield from _read_escape(reader)))
+        elif len(pair := (yield from reader.ahead(2))) == 2 and character:
+            # A backslash and the character that it escapes; digits of \u are plain.
+            pieces.append(pair)
+            reader.position += 2
         else:
-            raise UnparsableError if character else TextEndedError
+            raise TextEndedError
     reader.position += 1
     pieces.append('"')
     return "".join(pieces)
-
-
-def _read_escape(reader: TextReader) -> Reading[str]:
-    escape = yield from reader.ahead(2)
-    if escape == "\\u":
-        escape = yield from reader.ahead(6)
-    if not _ESCAPE.fullmatch(escape):
-        raise TextEndedError if reader.is_complete and _ESCAPE_BEGINNING.fullmatch(escape) else UnparsableError
-    reader.position += len(escape)
-    return escape
 
 
 def _read_array(reader: TextReader, depth: int) -> Reading[None]:

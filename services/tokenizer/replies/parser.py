@@ -5,12 +5,14 @@ from __future__ import annotations
 import abc
 import functools
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from services.tokenizer.chat.conversation import Tool
+from services.tokenizer.json.json_values import read_json_object
 from services.tokenizer.replies.json_reading import read_value
+from services.tokenizer.replies.json_repair import JsonRepair
 from services.tokenizer.replies.openings import Opening, ThinkMarkup
 from services.tokenizer.replies.parts import ReasoningPart, ReplyPart, TextPart, ToolCallPart
 from services.tokenizer.replies.reader import SPACE, Reading, TextEndedError, TextReader, UnparsableError
@@ -42,6 +44,10 @@ class ReplyParser(abc.ABC):
 
     # The markup, which may consist of special tokens.
     markup: ClassVar[frozenset[str]] = frozenset()
+    # What begins calls.
+    call_openings: ClassVar[Markers] = NO_MARKERS
+    # None for families whose reasoning is marked otherwise, or that have none.
+    think_markup: ClassVar[ThinkMarkup | None] = None
 
     def __init__(self, setting: ReplySetting) -> None:
         self._tools = {tool.name: tool for tool in setting.tools}
@@ -49,14 +55,20 @@ class ReplyParser(abc.ABC):
         self._has_form = setting.has_form
         self.is_reasoning = setting.opening is Opening.REASONING
         """Whether the text so far ends inside reasoning."""
+        self._setting = setting
         self._filter = _TokenFilter(_dropped_tokens(setting.special_tokens, self.markup))
+        # Markup that turns out to be none is text, but its special tokens never are. A form's text has no such tokens.
+        kept = frozenset() if setting.has_form else self.markup & setting.special_tokens
+        self._text_filter = _TokenFilter(_dropped_tokens(kept, frozenset()))
         self.needs_special_tokens = not self.markup.isdisjoint(setting.special_tokens)
         self._reader = TextReader()
         self._parts: list[ReplyPart] = []
+        self._reasoning: list[str] = []
         self._num_calls = 0
         # The opening of the markup that is being read; empty once a call in it has been passed on.
         self._opening = ""
         self._streams_arguments = False
+        self._repair = JsonRepair()
         self._course = self._read()
 
     def feed(self, text: str) -> list[ReplyPart]:
@@ -67,10 +79,16 @@ class ReplyParser(abc.ABC):
         self._advance(self._filter.push(text) if self.needs_special_tokens else text)
         return self._take_parts()
 
-    def finish(self) -> list[ReplyPart]:
-        """The reply has ended; returns the parts held back."""
+    def finish(self, *, is_cut: bool = False) -> list[ReplyPart]:
+        """The reply has ended, or is cut off; returns the parts held back.
+
+        A model may end its reply while it reasons, with a call: that call is made, although it was reasoning before.
+        """
         self._reader.is_complete = True
         self._advance(self._filter.flush())
+        self._put_filtered(self._text_filter.flush())
+        if self.is_reasoning and not is_cut and self._tools:
+            self._parts += self._calls_at_end("".join(self._reasoning))
         return self._take_parts()
 
     @abc.abstractmethod
@@ -82,6 +100,8 @@ class ReplyParser(abc.ABC):
             openings = NO_MARKERS
         while (opening := (yield from self._pass_until(openings, self._put_text))) is not None:
             yield from self._try(opening, read_markup)
+            if self._num_calls and self.think_markup is not None:
+                yield from self._read_reasoning(self.think_markup, Opening.EITHER)
 
     def _try(self, opening: str, read_markup: Callable[[str], Reading[None]]) -> Reading[None]:
         """Read markup whose opening has been read but not accepted."""
@@ -93,15 +113,16 @@ class ReplyParser(abc.ABC):
                 self._end_arguments(is_cut=isinstance(error, TextEndedError))
             self._give_back()
 
-    def _read_reasoning(self, markup: ThinkMarkup) -> Reading[None]:
+    def _read_reasoning(self, markup: ThinkMarkup, place: Opening) -> Reading[None]:
         begins = ""
-        if not (self._has_form and self._opening_place is Opening.ANSWER):
+        if not (self._has_form and place is Opening.ANSWER):
             begins = yield from self._reader.one_of(markup.begin, "\n" + markup.begin, "\n\n" + markup.begin)
-        if not begins and self._opening_place is not Opening.REASONING:
+        if not begins and place is not Opening.REASONING:
             return
         self.is_reasoning = True
         yield from self._reader.skip("\n")
-        yield from self._pass_until(Markers(markup.end, "\n" + markup.end), self._put_reasoning)
+        if (yield from self._pass_until(Markers(markup.end, "\n" + markup.end), self._put_reasoning)) is None:
+            return
         self.is_reasoning = False
         if self._has_form:
             yield from self._reader.one_of(markup.separator)
@@ -134,7 +155,7 @@ class ReplyParser(abc.ABC):
         self._reader.accept()
 
     def _read_arguments(self) -> Reading[None]:
-        self._streams_arguments = True
+        self._streams_arguments, self._repair = True, JsonRepair()
         yield from read_value(self._reader)
         self._end_arguments(is_cut=False)
 
@@ -142,7 +163,7 @@ class ReplyParser(abc.ABC):
         """The arguments end with what has been read or, if cut off, with the text."""
         if is_cut:
             self._reader.position = len(self._reader.text)
-        self._put_arguments(self._reader.accept())
+        self._put_arguments(self._repair.push(self._reader.accept()) + self._repair.finish())
         self._streams_arguments = False
 
     def _close(self, *closings: str) -> Reading[str]:
@@ -167,7 +188,21 @@ class ReplyParser(abc.ABC):
             case _ if text:
                 self._parts.append(ToolCallPart(self._num_calls - 1, "", "", text))
 
+    def _calls_at_end(self, reasoning: str) -> list[ReplyPart]:
+        """The whole calls that reasoning ends with; empty if anything else comes after the first of them."""
+        start = 0
+        while match := self.call_openings.find(reasoning, start):
+            inner = type(self)(replace(self._setting, opening=Opening.ANSWER, special_tokens=frozenset()))
+            parts = [*inner.feed(reasoning[match.start() :]), *inner.finish(is_cut=True)]
+            if parts and all(isinstance(part, ToolCallPart) for part in parts) and _are_whole(parts):
+                return parts
+            start = match.end()
+        return []
+
     def _put_text(self, text: str) -> None:
+        self._put_filtered(self._text_filter.push(text))
+
+    def _put_filtered(self, text: str) -> None:
         match self._parts:
             case [*_, TextPart(before)]:
                 self._parts[-1] = TextPart(before + text)
@@ -175,6 +210,8 @@ class ReplyParser(abc.ABC):
                 self._parts.append(TextPart(text))
 
     def _put_reasoning(self, text: str) -> None:
+        if self._tools:
+            self._reasoning.append(text)
         match self._parts:
             case [*_, ReasoningPart(before)]:
                 self._parts[-1] = ReasoningPart(before + text)
@@ -185,11 +222,25 @@ class ReplyParser(abc.ABC):
         self._reader.add(text)
         next(self._course, None)
         if self._streams_arguments:
-            self._put_arguments(self._reader.accept())
+            self._put_arguments(self._repair.push(self._reader.accept()))
 
     def _take_parts(self) -> list[ReplyPart]:
         parts, self._parts = self._parts, []
         return parts
+
+
+def _are_whole(calls: Sequence[ReplyPart]) -> bool:
+    """Whether the arguments of each call are complete."""
+    arguments: dict[int, str] = {}
+    for part in calls:
+        if isinstance(part, ToolCallPart):
+            arguments[part.index] = arguments.get(part.index, "") + part.arguments
+    try:
+        for text in arguments.values():
+            read_json_object(text)
+    except ValueError:
+        return False
+    return True
 
 
 def is_name(text: str) -> bool:

@@ -74,11 +74,11 @@ class Completion:
         self.push(token_ids[:-1])
         self._take_in("", token_ids[-1:])
 
-    def finish(self) -> None:
-        """No more tokens follow: held-back text becomes certain, or a stop string does."""
+    def finish(self, *, is_cut: bool = False) -> None:
+        """No more tokens follow, maybe since it is cut off: held-back text becomes certain, or a stop string does."""
         self._take_in(self._detokenizer.flush(), ())
         if self._parser is not None and self.stop_string is None:
-            self._watch(self._parser.finish(), ())
+            self._watch(self._parser.finish(is_cut=is_cut), ())
         if self._matcher is not None and not self._matcher.is_decided:
             self._texts.append(self._matcher.finish())
 

@@ -58,12 +58,13 @@ def parse(
     prompt_text: str = "",
     special_tokens: frozenset[str] = frozenset(),
     has_form: bool = False,
+    is_cut: bool = False,
 ) -> list[ReplyPart]:
     """Parse a reply that arrives in these pieces."""
     opening = opening_of(name, prompt_text)
     parser = make_reply_parser(name, tools=tools, opening=opening, special_tokens=special_tokens, has_form=has_form)
     parts = [part for piece in pieces for part in parser.feed(piece)]
-    return joined([*parts, *parser.finish()])
+    return joined([*parts, *parser.finish(is_cut=is_cut)])
 
 
 def parse_every_way(name: str, text: str, **setting: Any) -> list[ReplyPart]:

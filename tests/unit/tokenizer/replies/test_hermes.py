@@ -94,7 +94,6 @@ def test_recorded_replies(text: str, parts: list[ReplyPart]) -> None:
         '<tool_call>\n{"arguments": {}}\n</tool_call>',
         '<tool_call>\n{"name": "", "arguments": {}}\n</tool_call>',
         '<tool_call>\n{"name": "a\\nb", "arguments": {}}\n</tool_call>',
-        '<tool_call>\n{"name": "\\ud800", "arguments": {}}\n</tool_call>',
         '<tool_call>\n{"name": 7, "arguments": {}}\n</tool_call>',
         '<tool_call>\n{"name": "' + "x" * 300 + '"}\n</tool_call>',
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nAix\n</parameter>\n</function>\n</tool_call>",

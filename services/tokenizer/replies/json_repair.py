@@ -1,0 +1,98 @@
+r"""Rewrites the JSON that models write into what RFC 8259 and UTF-8 allow, piece by piece.
+
+A model writes a line break into a string as it is, half a surrogate pair, or a number that no double holds. What was
+sent cannot be taken back, and what a client gets must be readable and must be accepted when it comes back:
+
+    written by the model                 passed on
+    a control character in a string      its escape
+    a surrogate without its pair         \ufffd
+    another character after a backslash  the backslash as a character
+    NaN, Infinity, a number beyond 2**1024   null
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from services.tokenizer.json.json_values import is_finite_number
+
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u([0-9a-fA-F]{4}))')
+# The beginning of an escape, or a high surrogate's with perhaps the beginning of a low one's.
+_UNFINISHED = re.compile(r"\\(?:u[0-9a-fA-F]{0,3}|u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u[0-9a-fA-F]{0,3})?)?)?\Z")
+_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+_WORD = re.compile(r"[-+.0-9A-Za-z]+")
+_NOT_FINITE = frozenset({"NaN", "Infinity", "-Infinity"})
+_REPLACEMENT = r"\ufffd"
+
+
+class JsonRepair:
+    """Takes a text that `json_reading` has read, cut anywhere. It is passed on as soon as its meaning is certain."""
+
+    def __init__(self) -> None:
+        self._is_in_string = False
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """Take the next piece; returns what is certain."""
+        text, self._held = self._held + text, ""
+        pieces: list[str] = []
+        position = 0
+        while position < len(text):
+            read = self._read_in_string if self._is_in_string else self._read_outside
+            piece, size = read(text, position)
+            if not size:
+                self._held = text[position:]
+                break
+            pieces.append(piece)
+            position += size
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        """The text has ended; returns the rest. One that was cut off ends as the model wrote it."""
+        held, self._held = self._held, ""
+        return held if self._is_in_string else _word(held)
+
+    def _read_in_string(self, text: str, position: int) -> tuple[str, int]:
+        """What to pass on, and how much of the text that was; nothing if more is needed to know."""
+        if found := _PLAIN.match(text, position) or _PAIR.match(text, position):
+            return found[0], len(found[0])
+        if text[position] == '"':
+            self._is_in_string = False
+            return '"', 1
+        if text[position] != "\\":
+            return json.dumps(text[position])[1:-1], 1
+        return ("", 0) if _UNFINISHED.match(text, position) else _escape(text, position)
+
+    def _read_outside(self, text: str, position: int) -> tuple[str, int]:
+        word = _WORD.match(text, position)
+        if word is None:
+            self._is_in_string = text[position] == '"'
+            return text[position], 1
+        return ("", 0) if word.end() == len(text) else (_word(word[0]), len(word[0]))
+
+
+def repaired(text: str) -> str:
+    """A whole text, repaired."""
+    repair = JsonRepair()
+    return repair.push(text) + repair.finish()
+
+
+def _escape(text: str, position: int) -> tuple[str, int]:
+    """An escape that is not of a pair, and its length; or the backslash alone."""
+    escape = _ESCAPE.match(text, position)
+    if escape is None:
+        return r"\\", 1
+    is_half = escape[1] and 0xD800 <= int(escape[1], 16) <= 0xDFFF
+    return (_REPLACEMENT if is_half else escape[0]), len(escape[0])
+
+
+def _word(text: str) -> str:
+    """A number or another word outside strings."""
+    if text in _NOT_FINITE:
+        return "null"
+    try:
+        return text if is_finite_number(text) else "null"
+    except ValueError:
+        return text

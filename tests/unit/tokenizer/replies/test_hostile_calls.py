@@ -1,0 +1,194 @@
+"""Whatever a model writes into a call, its arguments are JSON, and the message is accepted when it comes back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.chat.chat_request import check_chat
+from services.tokenizer.chat.conversation import Tool
+from services.tokenizer.json.json_values import read_json_object
+from services.tokenizer.json.schema_types import types_of
+from services.tokenizer.replies import ReasoningPart, TextPart, ToolCallPart
+from tests.support.tokenizer.replies import parse
+
+LOOK = Tool("look", "", {"type": "object", "properties": {"a": {"type": "string"}, "b": {}, "n": {"type": "number"}}})
+
+# As a model writes them into a string of JSON.
+HOSTILE_STRINGS = (
+    "plain",
+    "\\ud83d",
+    "\\ude00\\ud83d",
+    "\\ud83d\\ude00",
+    "a\nb\r\tc",
+    '\\"quoted\\"',
+    "back\\slash \\q \\u12",
+    "</think><think>",
+    "\x01\x1f\x7f",
+    "é😀 漢字",
+)
+HOSTILE_VALUES = ("NaN", "-Infinity", "1e999", "-0.10", "12345678901234567890", "null", "true", "[]", '{"c": [1.50]}')
+
+
+def call_text(name: str, string: str, value: str) -> str:
+    """A call in the family's own markup."""
+    arguments = f'{{"a": "{string}", "n": {value}}}'
+    match name:
+        case "hermes":
+            return f'<tool_call>\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>'
+        case "llama3_json":
+            return f'{{"name": "look", "parameters": {arguments}}}'
+        case "deepseek_v3":
+            return (
+                f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{arguments}"
+                "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+            )
+        case "harmony":
+            return f"<|channel|>commentary to=functions.look <|constrain|>json<|message|>{arguments}<|call|>"
+        case _:
+            return (
+                f"<tool_call>look\n<arg_key>a</arg_key>\n<arg_value>{string}</arg_value>\n"
+                f"<arg_key>n</arg_key>\n<arg_value>{value}</arg_value>\n"
+                f'<arg_key>b</arg_key>\n<arg_value>"{string}"</arg_value>\n</tool_call>'
+            )
+
+
+FAMILIES = ("hermes", "llama3_json", "deepseek_v3", "harmony", "glm4")
+
+
+def check_message(parts: list[Any]) -> list[dict[str, Any]]:
+    """Send the parsed message back as history; returns the arguments of its calls."""
+    message = tokenizer_pb2.ChatMessage(role=tokenizer_pb2.ROLE_ASSISTANT)
+    for part in parts:
+        if isinstance(part, TextPart):
+            message.content += part.text
+        elif isinstance(part, ReasoningPart):
+            message.reasoning += part.text
+        elif part.name:
+            message.tool_calls.add(id="call", name=part.name, arguments=part.arguments)
+    user = tokenizer_pb2.ChatMessage(role=tokenizer_pb2.ROLE_USER, content="hi")
+    check_chat(tokenizer_pb2.Chat(messages=[user, message, user]))
+    return [read_json_object(call.arguments) for call in message.tool_calls]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@settings(max_examples=60)
+@given(
+    string=st.lists(st.sampled_from(HOSTILE_STRINGS), min_size=1, max_size=3).map("".join),
+    value=st.sampled_from(HOSTILE_VALUES),
+    size=st.integers(1, 30),
+)
+def test_hostile_arguments_are_json_and_come_back(name: str, string: str, value: str, size: int) -> None:
+    text = call_text(name, string, value)
+    whole = parse(name, [text], tools=[LOOK])
+    assert parse(name, [text[start : start + size] for start in range(0, len(text), size)], tools=[LOOK]) == whole
+    (arguments,) = check_message(whole)
+    assert isinstance(arguments["a"], str)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "look", "arguments": null}</tool_call>',
+        '<tool_call>{"name": "look", "arguments": ""}</tool_call>',
+        '<tool_call>{"arguments": "null", "name": "look"}</tool_call>',
+        '<tool_call>{"name": "look"}</tool_call>',
+    ],
+)
+def test_a_call_may_say_that_it_has_no_arguments(text: str) -> None:
+    assert check_message(parse("hermes", [text], tools=[LOOK])) == [{}]
+
+
+def test_numbers_keep_the_models_digits() -> None:
+    text = call_text("glm4", "x", "1.10")
+    (call,) = (part for part in parse("glm4", [text], tools=[LOOK]) if isinstance(part, ToolCallPart))
+    assert '"n": 1.10' in call.arguments
+
+
+NULLABLE: list[tuple[Any, str, Any]] = [
+    ({"type": ["string", "null"]}, "2024", "2024"),
+    ({"type": ["string", "null"]}, "null", None),
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "2024", "2024"),
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "true", "true"),
+    ({"$ref": "#/$defs/word"}, "2024", "2024"),
+    ({"allOf": [{"$ref": "#/$defs/word"}, {"minLength": 1}]}, "[1]", "[1]"),
+    ({"oneOf": [{"const": "7"}, {"type": "null"}]}, "7", "7"),
+    ({"type": ["string", "integer"]}, "2024", 2024),
+    ({"type": "integer"}, "7", 7),
+    ({"type": "number"}, "7", 7),
+    ({"type": "array"}, "[1, 2]", [1, 2]),
+    ({}, "2024", 2024),
+    ({}, "not json", "not json"),
+    (True, "{}", {}),
+]
+
+
+@pytest.mark.parametrize(("schema", "written", "value"), NULLABLE)
+def test_an_untyped_value_follows_its_schema(schema: Any, written: str, value: Any) -> None:
+    definitions: Any = {"word": {"type": "string"}}
+    tool = Tool("look", "", {"type": "object", "properties": {"a": schema}, "$defs": definitions})
+    text = f"<tool_call>look\n<arg_key>a</arg_key>\n<arg_value>{written}</arg_value>\n</tool_call>"
+    assert check_message(parse("glm4", list(text), tools=[tool])) == [{"a": value}]
+
+
+def test_a_schema_that_refers_to_itself_says_nothing() -> None:
+    root: dict[str, Any] = {"$defs": {"loop": {"$ref": "#/$defs/loop"}}}
+    assert types_of({"$ref": "#/$defs/loop"}, root) is None
+    assert types_of({"type": "string", "$ref": "https://example.com"}, root) == frozenset({"string"})
+    assert json.dumps(sorted(types_of({"enum": [1, "a", None, [], 1.5]}, root) or ())) == (
+        '["array", "integer", "null", "number", "string"]'
+    )
+
+
+THINKING = [
+    ("hermes", "<think>", "</think>"),
+    ("deepseek_v3", "<think>", "</think>"),
+    ("glm4", "<think>", "</think>"),
+    ("harmony", "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+]
+
+
+@pytest.mark.parametrize(("name", "begin", "end"), THINKING)
+def test_a_reply_that_the_model_ended_in_reasoning_makes_the_whole_call_at_its_end(
+    name: str, begin: str, end: str
+) -> None:
+    call = call_text(name, "x", "1")
+    reply = f"{begin}I could write {call[:12]} and so on. Now:\n{call}"
+    if name == "harmony":
+        # There, a channel ends the reasoning.
+        reply = f"{begin}Now I call.{end}{call}"
+    parts = parse(name, [reply], tools=[LOOK])
+    assert parse(name, list(reply), tools=[LOOK]) == parts
+    assert check_message(parts)[0]["a"] == "x"
+    if name != "harmony":
+        assert not check_message(parse(name, [reply], tools=[LOOK], is_cut=True))
+        assert not check_message(parse(name, [reply + " No."], tools=[LOOK]))
+        assert not check_message(parse(name, [reply[: reply.rindex('"')]], tools=[LOOK]))
+
+
+@pytest.mark.parametrize(("name", "begin", "end"), THINKING)
+def test_reasoning_after_a_call_is_reasoning(name: str, begin: str, end: str) -> None:
+    call = call_text(name, "x", "1")
+    reply = f"{begin}One.{end}{call}\n{begin}Two.{end}{call}".replace("<|call|>\n", "<|call|>")
+    parts = parse(name, [reply], tools=[LOOK])
+    assert parse(name, list(reply), tools=[LOOK]) == parts
+    assert "".join(part.text for part in parts if isinstance(part, ReasoningPart)) == "One.Two."
+    assert len(check_message(parts)) == 2
+    assert not "".join(part.text for part in parts if isinstance(part, TextPart)).strip()
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_special_tokens_of_a_familys_markup_never_reach_the_text(size: int) -> None:
+    markup = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>", "<|return|>")
+    for text in ("<|message|>a<|end|>b", "<|channel|>!<|message|>a", "x<|start|>y<|call|><|constrain|>", "<|channel|>"):
+        pieces = [text[start : start + size] for start in range(0, len(text), size)]
+        parts = parse("harmony", pieces, tools=[LOOK], special_tokens=frozenset(markup))
+        shown = "".join(part.text for part in parts if isinstance(part, TextPart))
+        assert not any(token in shown for token in markup)
+        kept = "".join(part.text for part in parse("harmony", pieces, tools=[LOOK]) if isinstance(part, TextPart))
+        assert len(kept) >= len(shown)
