@@ -32,8 +32,9 @@ def write_reasoner(directory: Path) -> Path:
     return directory
 
 
-def make_requests(close_id: int) -> list[tokenizer_pb2.GenerateRequest]:
+def make_requests(model_dir: Path) -> list[tokenizer_pb2.GenerateRequest]:
     """Chats that reason for a while: what closes the reasoning is as likely as a few other tokens."""
+    [close_id] = Tokenizer.from_file(str(model_dir / TOKENIZER)).encode("</think>").ids
     return [
         tokenizer_pb2.GenerateRequest(
             chat={"messages": [{"role": tokenizer_pb2.ROLE_USER, "content": content}]},
@@ -58,8 +59,7 @@ def check(completion: Completion) -> None:
 @pytest.mark.parametrize("flags", [(), DRAFTS], ids=["plain", "drafts"])
 async def test_the_form_is_found_again_after_the_workers_death(tmp_path: Path, flags: tuple[str, ...]) -> None:
     model_dir = write_reasoner(tmp_path / "model")
-    close_id = Tokenizer.from_file(str(model_dir / TOKENIZER)).token_to_id("</think>")
-    requests = make_requests(close_id)
+    requests = make_requests(model_dir)
     with run_split_cell(model_dir, REFERENCE, *flags) as cell:
         await cell.wait_until_serving("tokenizer")
         async with connect(cell) as client:
@@ -87,13 +87,12 @@ async def test_the_form_is_found_again_after_the_workers_death(tmp_path: Path, f
 @pytest.mark.slow
 async def test_drafts_change_nothing(tmp_path: Path) -> None:
     model_dir = write_reasoner(tmp_path / "model")
-    close_id = Tokenizer.from_file(str(model_dir / TOKENIZER)).token_to_id("</think>")
     texts = []
     for flags in ((), DRAFTS):
         with run_split_cell(model_dir, REFERENCE, *flags) as cell:
             await cell.wait_until_serving("tokenizer")
             async with connect(cell) as client:
-                completions = await client.generate_all(make_requests(close_id))
+                completions = await client.generate_all(make_requests(model_dir))
         for completion in completions:
             check(completion)
         texts.append([(completion.reasoning, completion.text, completion.token_ids) for completion in completions])
