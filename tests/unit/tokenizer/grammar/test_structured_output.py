@@ -36,6 +36,7 @@ import asyncio, sys
 from pathlib import Path
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.grammar.grammar_child import TrialLimits
+from services.tokenizer.grammar.structured_output import StructuredOutputs
 
 async def main():
     outputs = StructuredOutputs(Path(sys.argv[1]), TrialLimits(60.0, 2**30))
