@@ -20,6 +20,8 @@ from services.tokenizer.text.markers import NO_MARKERS, Markers
 
 # No tool has a longer name; anything longer is not a name.
 MAX_NAME_LENGTH = 256
+# Where calls may begin at the end of reasoning; hostile reasoning may have thousands of such places.
+_MAX_TRIED_OPENINGS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,7 @@ class ReplyParser(abc.ABC):
             return
         self.is_reasoning = True
         yield from self._reader.skip("\n")
-        if (yield from self._pass_until(Markers(markup.end, "\n" + markup.end), self._put_reasoning)) is None:
+        if (yield from self._pass_until(_ends_of(markup), self._put_reasoning)) is None:
             return
         self.is_reasoning = False
         if self._has_form:
@@ -189,15 +191,23 @@ class ReplyParser(abc.ABC):
                 self._parts.append(ToolCallPart(self._num_calls - 1, "", "", text))
 
     def _calls_at_end(self, reasoning: str) -> list[ReplyPart]:
-        """The whole calls that reasoning ends with; empty if anything else comes after the first of them."""
-        start = 0
-        while match := self.call_openings.find(reasoning, start):
-            inner = type(self)(replace(self._setting, opening=Opening.ANSWER, special_tokens=frozenset()))
-            parts = [*inner.feed(reasoning[match.start() :]), *inner.finish(is_cut=True)]
-            if parts and all(isinstance(part, ToolCallPart) for part in parts) and _are_whole(parts):
-                return parts
-            start = match.end()
-        return []
+        """The whole calls that reasoning ends with."""
+        openings = list(self.call_openings.pattern.finditer(reasoning))
+        calls: list[ReplyPart] = []
+        # The last one may be inside an argument.
+        for opening in reversed(openings[-_MAX_TRIED_OPENINGS:]):
+            parts = self._only_calls(reasoning[opening.start() :])
+            if calls and not parts:
+                break
+            calls = parts or calls
+        return calls
+
+    def _only_calls(self, text: str) -> list[ReplyPart]:
+        """The calls that a text consists of; empty if there is anything else."""
+        inner = type(self)(replace(self._setting, opening=Opening.ANSWER, special_tokens=frozenset()))
+        inner._num_calls = self._num_calls
+        parts = [*inner.feed(text), *inner.finish(is_cut=True)]
+        return parts if all(isinstance(part, ToolCallPart) for part in parts) and _are_whole(parts) else []
 
     def _put_text(self, text: str) -> None:
         self._put_filtered(self._text_filter.push(text))
@@ -269,6 +279,11 @@ class _TokenFilter:
     def flush(self) -> str:
         held, self._held = self._held, ""
         return held
+
+
+@functools.cache
+def _ends_of(markup: ThinkMarkup) -> Markers:
+    return Markers(markup.end, "\n" + markup.end)
 
 
 @functools.lru_cache(maxsize=16)

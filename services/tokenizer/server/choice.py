@@ -252,7 +252,7 @@ class Choice:
             return
         # The cell's count includes resumes after the loss of a worker, but may miss those under a dead scheduler.
         self.num_resumes = max(self.num_resumes, end.num_resumes)
-        self._completion.finish(is_cut=end.finish_reason == common_pb2.FINISH_REASON_MAX_TOKENS)
+        self._completion.finish(is_cut=end.finish_reason != common_pb2.FINISH_REASON_EOS)
         self.usage.num_reasoning_tokens = self._completion.num_reasoning_tokens
         if self._completion.stop_string is not None:
             self._finish_by_stop_string(self._completion.stop_string)

@@ -192,3 +192,12 @@ def test_special_tokens_of_a_familys_markup_never_reach_the_text(size: int) -> N
         assert not any(token in shown for token in markup)
         kept = "".join(part.text for part in parse("harmony", pieces, tools=[LOOK]) if isinstance(part, TextPart))
         assert len(kept) >= len(shown)
+
+
+def test_several_calls_at_the_end_of_reasoning_are_numbered_after_those_before() -> None:
+    first, second = call_text("hermes", "x", "1"), call_text("hermes", "y", "2")
+    nested = call_text("hermes", "a <tool_call> b", "3")
+    reply = f"<think>One.</think>{first}<think>Two: <tool_call> is markup. {first}\n{second}\n{nested}"
+    parts = parse("hermes", [reply], tools=[LOOK])
+    assert [arguments["a"] for arguments in check_message(parts)] == ["x", "x", "y", "a <tool_call> b"]
+    assert [part.index for part in parts if isinstance(part, ToolCallPart)] == [0, 1, 2, 3]
