@@ -10,8 +10,8 @@ from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.chat.conversation import Conversation, Tool
 from services.tokenizer.grammar.grammar_source import FormOptions
 from services.tokenizer.grammar.shortest_text import shortest_json, too_long
-from services.tokenizer.replies.call_grammar import ReplyGrammar
 from services.tokenizer.replies.openings import Opening
+from services.tokenizer.replies.reply_grammar import ReplyGrammar
 from services.tokenizer.request.checks import CheckedRequest
 from services.tokenizer.request.model import ServedModel
 from shared.errors import Violation

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from services.tokenizer.chat.conversation import Conversation
 from services.tokenizer.replies import ReplyParser, choose_reply_parser, make_reply_parser
-from services.tokenizer.replies.call_grammar import GrammarRequest, ReplyGrammar, reply_grammar
 from services.tokenizer.replies.openings import Opening, opening_of
+from services.tokenizer.replies.reply_grammar import GrammarRequest, ReplyGrammar, reply_grammar
 from services.tokenizer.request.prompts import PromptEncoder
 from shared.model_dir import CONFIG, read_json
 

@@ -16,9 +16,9 @@ from tokenizers import AddedToken, Tokenizer
 from services.tokenizer.chat.conversation import Tool
 from services.tokenizer.json.json_values import JsonObject
 from services.tokenizer.replies import REPLY_PARSERS, ReasoningPart, ReplyPart, ToolCallPart
-from services.tokenizer.replies.call_grammar import GrammarRequest, reply_grammar
 from services.tokenizer.replies.lark import search_pattern
 from services.tokenizer.replies.openings import THINK_MARKUP, opening_of
+from services.tokenizer.replies.reply_grammar import GrammarRequest, reply_grammar
 from shared.errors import InvalidRequestError
 from tests.support.models.tiny_tokenizer import IM_END_ID, tiny_tokenizer
 from tests.support.tokenizer.replies import parse, tool
