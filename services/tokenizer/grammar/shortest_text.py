@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from urllib.parse import unquote
 
 from services.tokenizer.json.ecma_regex import full_match_regex
 from services.tokenizer.json.json_values import JsonObject, JsonValue
+from services.tokenizer.json.schema_places import resolved
 from shared.grammar import GrammarError
 
 # More than fits anywhere. Sums and products are capped here, since hostile numbers would make them grow without bound.
@@ -110,7 +110,7 @@ class _ShortestJson:
         if values := _list(node.get("enum")):
             bounds.append(min(map(_size, values)))
         if isinstance(reference := node.get("$ref"), str):
-            bounds.append(self.of(self._resolve(reference), depth + 1))
+            bounds.append(self.of(resolved(self._root, reference), depth + 1))
         bounds += [self.of(part, depth + 1) for part in _list(node.get("allOf"))]
         for keyword in ("anyOf", "oneOf"):
             if parts := _list(node.get(keyword)):
@@ -145,17 +145,6 @@ class _ShortestJson:
         required = {name for name in _list(node.get("required")) if isinstance(name, str)}
         sizes = sum(_size(name) + len(":") + self.of(named.get(name), depth + 1) for name in required)
         return len("{}") + sizes + max(len(required) - 1, 0)
-
-    def _resolve(self, reference: str) -> JsonValue:
-        """Follow a JSON pointer into the schema (RFC 6901, section 4); None for any other reference."""
-        node = self._root
-        if reference[:1] != "#" or reference[1:2] not in ("", "/"):
-            return None
-        for step in unquote(reference).split("/")[1:]:
-            if not isinstance(node, dict):
-                return None
-            node = node.get(step.replace("~1", "/").replace("~0", "~"))
-        return node
 
 
 def _shortest_string(node: JsonObject) -> int:

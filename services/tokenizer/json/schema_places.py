@@ -71,8 +71,7 @@ def referenced(root: JsonValue, reference: str) -> SchemaPlace | None:
         return None
     node = root
     steps: list[str | int] = []
-    for step in unquote(fragment).split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
+    for name in _names(fragment):
         if isinstance(node, list) and name.isdecimal() and int(name[:9]) < len(node):
             steps.append(int(name[:9]))
             node = node[int(name[:9])]
@@ -84,10 +83,27 @@ def referenced(root: JsonValue, reference: str) -> SchemaPlace | None:
     return SchemaPlace(node, pointer_into("#", *steps), draft_of(root, 2020), tuple(steps))
 
 
+def resolved(root: JsonValue, reference: str) -> JsonValue:
+    """What a reference into the root names through objects alone; None for any other reference."""
+    node = root
+    if reference[:1] != "#" or reference[1:2] not in ("", "/"):
+        return None
+    for name in _names(reference):
+        if not isinstance(node, dict):
+            return None
+        node = node.get(name)
+    return node
+
+
 def pointer_into(pointer: str, *steps: str | int) -> str:
     """The pointer with more steps."""
     more = "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in steps)
     return pointer if pointer.endswith("…") else _shortened(pointer + more)
+
+
+def _names(fragment: str) -> list[str]:
+    """The steps of a JSON pointer in a URI's fragment (RFC 6901, sections 4 and 6)."""
+    return [step.replace("~1", "/").replace("~0", "~") for step in unquote(fragment).split("/")[1:]]
 
 
 def _within(place: SchemaPlace, schema: JsonValue, *steps: str | int) -> SchemaPlace:

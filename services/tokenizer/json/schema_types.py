@@ -5,9 +5,8 @@ Source: JSON Schema 2020-12, Validation 6.1.1, and Core 10.2 for what combines s
 
 from __future__ import annotations
 
-from urllib.parse import unquote
-
 from services.tokenizer.json.json_values import JsonObject, JsonValue
+from services.tokenizer.json.schema_places import resolved
 
 # How many references and combinations are followed.
 _MAX_DEPTH = 32
@@ -24,44 +23,49 @@ def type_of(value: JsonValue) -> str:
     return {str: "string", list: "array", dict: "object"}[type(value)]
 
 
-def types_of(schema: JsonValue, root: JsonObject, depth: int = 0) -> frozenset[str] | None:
+def types_of(schema: JsonValue, root: JsonObject) -> frozenset[str] | None:
     """The types that a schema, which is part of `root`, allows; None if it does not restrict them."""
-    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
-        return None
-    kinds = schema.get("type")
-    if isinstance(kinds, str):
-        kinds = [kinds]
-    bounds = [frozenset(kind for kind in kinds if isinstance(kind, str))] if isinstance(kinds, list) else []
-    choices = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(choices, list):
-        bounds.append(frozenset(map(type_of, choices)))
-    if isinstance(reference := schema.get("$ref"), str):
-        bounds += _known(types_of(_resolved(reference, root), root, depth + 1))
-    for part in _parts(schema, "allOf"):
-        bounds += _known(types_of(part, root, depth + 1))
-    for keyword in ("anyOf", "oneOf"):
-        options = [types_of(part, root, depth + 1) for part in _parts(schema, keyword)]
-        if options and None not in options:
-            bounds.append(frozenset().union(*(option for option in options if option is not None)))
-    return frozenset.intersection(*bounds) if bounds else None
+    return _Types(root).of(schema, 0)
 
 
-def _known(types: frozenset[str] | None) -> list[frozenset[str]]:
-    return [] if types is None else [types]
+class _Types:
+    """Visits each part of a schema once, however often it is referenced."""
 
+    def __init__(self, root: JsonObject) -> None:
+        self._root = root
+        # Keyed by the `id` of a part, which the root keeps alive; None for a part that is being visited.
+        self._known: dict[int, frozenset[str] | None] = {}
 
-def _parts(schema: JsonObject, keyword: str) -> list[JsonValue]:
-    parts = schema.get(keyword)
-    return parts if isinstance(parts, list) else []
-
-
-def _resolved(reference: str, root: JsonObject) -> JsonValue:
-    """Follow a JSON pointer into the root (RFC 6901, section 4); None for any other reference."""
-    node: JsonValue = root
-    if reference[:1] != "#" or reference[1:2] not in ("", "/"):
-        return None
-    for step in unquote(reference).split("/")[1:]:
-        if not isinstance(node, dict):
+    def of(self, node: JsonValue, depth: int) -> frozenset[str] | None:
+        if not isinstance(node, dict) or depth > _MAX_DEPTH:
             return None
-        node = node.get(step.replace("~1", "/").replace("~0", "~"))
-    return node
+        if id(node) not in self._known:
+            self._known[id(node)] = None
+            self._known[id(node)] = self._of_node(node, depth)
+        return self._known[id(node)]
+
+    def _of_node(self, node: JsonObject, depth: int) -> frozenset[str] | None:
+        """All keywords must hold, so types that one of them excludes are out."""
+        bounds: list[frozenset[str] | None] = []
+        kinds = node.get("type")
+        if kinds := [kinds] if isinstance(kinds, str) else _list(kinds):
+            bounds.append(frozenset(kind for kind in kinds if isinstance(kind, str)))
+        if choices := [node["const"]] if "const" in node else _list(node.get("enum")):
+            bounds.append(frozenset(map(type_of, choices)))
+        if isinstance(reference := node.get("$ref"), str):
+            bounds.append(self.of(resolved(self._root, reference), depth + 1))
+        bounds += [self.of(part, depth + 1) for part in _list(node.get("allOf"))]
+        for keyword in ("anyOf", "oneOf"):
+            if parts := _list(node.get(keyword)):
+                bounds.append(_union([self.of(part, depth + 1) for part in parts]))
+        known = [types for types in bounds if types is not None]
+        return frozenset.intersection(*known) if known else None
+
+
+def _union(options: list[frozenset[str] | None]) -> frozenset[str] | None:
+    known = [types for types in options if types is not None]
+    return frozenset().union(*known) if len(known) == len(options) else None
+
+
+def _list(value: JsonValue) -> list[JsonValue]:
+    return value if isinstance(value, list) else []

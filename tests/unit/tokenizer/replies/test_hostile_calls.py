@@ -139,6 +139,9 @@ def test_an_untyped_value_follows_its_schema(schema: Any, written: str, value: A
 def test_a_schema_that_refers_to_itself_says_nothing() -> None:
     root: dict[str, Any] = {"$defs": {"loop": {"$ref": "#/$defs/loop"}}}
     assert types_of({"$ref": "#/$defs/loop"}, root) is None
+    # Each part is visited once, or this would take longer than the test may.
+    many: Any = {"$defs": {"loop": {"anyOf": [{"$ref": "#/$defs/loop"}] * 100}}}
+    assert types_of({"$ref": "#/$defs/loop"}, many) is None
     assert types_of({"type": "string", "$ref": "https://example.com"}, root) == frozenset({"string"})
     assert json.dumps(sorted(types_of({"enum": [1, "a", None, [], 1.5]}, root) or ())) == (
         '["array", "integer", "null", "number", "string"]'
