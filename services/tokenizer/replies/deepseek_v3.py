@@ -30,7 +30,7 @@ class DeepseekV3Parser(ReplyParser):
     think_markup = THINK_MARKUP["deepseek_v3"]
 
     def _read(self) -> Reading[None]:
-        yield from self._read_reasoning(self.think_markup, self._opening_place)
+        yield from self._read_reasoning(self.think_markup, self._setting.opening)
         yield from self._read_text(_OPENINGS if self._tools else NO_MARKERS, self._read_calls)
 
     def _read_calls(self, opening: str) -> Reading[None]:

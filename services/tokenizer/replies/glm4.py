@@ -39,7 +39,7 @@ class Glm4Parser(ReplyParser):
     think_markup = THINK_MARKUP["glm4"]
 
     def _read(self) -> Reading[None]:
-        yield from self._read_reasoning(self.think_markup, self._opening_place)
+        yield from self._read_reasoning(self.think_markup, self._setting.opening)
         yield from self._read_text(_OPENINGS if self._tools else NO_MARKERS, self._read_call)
 
     def _read_call(self, _: str) -> Reading[None]:

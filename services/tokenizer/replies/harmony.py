@@ -33,12 +33,11 @@ class HarmonyParser(ReplyParser):
     """Anything outside a channel, and a call of anything but a function, is text."""
 
     markup = frozenset({START, CHANNEL, MESSAGE, CONSTRAIN, END, RETURN, CALL})
-    call_openings = Markers(CHANNEL + "commentary to=")
 
     def _read(self) -> Reading[None]:
-        if self._opening_place is Opening.REASONING:
+        if self._setting.opening is Opening.REASONING:
             yield from self._pass_analysis()
-        elif self._opening_place is Opening.ANSWER:
+        elif self._setting.opening is Opening.ANSWER:
             yield from self._pass_answer()
         # The prompt ends with the start of the first message, so the reply may begin inside its header.
         if (yield from self._reader.one_of(" to=")):
@@ -76,11 +75,10 @@ class HarmonyParser(ReplyParser):
     def _pass_analysis(self) -> Reading[None]:
         self.is_reasoning = True
         yield from self._pass_message(self._put_reasoning)
-        # If the text ended first, it is still reasoning.
-        self.is_reasoning = self._reader.is_complete and self._reader.position == len(self._reader.text)
+        self.is_reasoning = False
 
     def _pass_answer(self) -> Reading[None]:
-        yield from self._pass_message(self._put_text, NO_MARKERS if self._has_form else _MESSAGE_ENDS)
+        yield from self._pass_message(self._put_text, NO_MARKERS if self._setting.has_form else _MESSAGE_ENDS)
 
     def _pass_message(self, put: Callable[[str], None], ends: Markers = _MESSAGE_ENDS) -> Reading[None]:
         end = yield from self._pass_until(ends, put)

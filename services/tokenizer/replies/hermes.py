@@ -22,7 +22,7 @@ class HermesParser(JsonCallParser):
     think_markup = THINK_MARKUP["hermes"]
 
     def _read(self) -> Reading[None]:
-        yield from self._read_reasoning(self.think_markup, self._opening_place)
+        yield from self._read_reasoning(self.think_markup, self._setting.opening)
         yield from self._read_text(_OPENINGS if self._tools else NO_MARKERS, self._read_calls)
 
     def _read_calls(self, _: str) -> Reading[None]:

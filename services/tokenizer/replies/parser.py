@@ -41,23 +41,22 @@ class ReplyParser(abc.ABC):
     """Parses one reply. The joined parts of `feed` and `finish` do not depend on how the text was cut.
 
     Text is passed on as soon as it cannot be part of markup. If what follows markup is not what it announced, all of it
-    is text, markup included; once part of a tool call has been passed on, only what follows the last valid character.
+    is text, markup included but without special tokens; once part of a tool call has been passed on, only what follows
+    the last valid character.
     """
 
     # The markup, which may consist of special tokens.
     markup: ClassVar[frozenset[str]] = frozenset()
-    # What begins calls.
+    # What begins calls in reasoning, unless it ends the reasoning.
     call_openings: ClassVar[Markers] = NO_MARKERS
     # None for families whose reasoning is marked otherwise, or that have none.
     think_markup: ClassVar[ThinkMarkup | None] = None
 
     def __init__(self, setting: ReplySetting) -> None:
+        self._setting = setting
         self._tools = {tool.name: tool for tool in setting.tools}
-        self._opening_place = setting.opening
-        self._has_form = setting.has_form
         self.is_reasoning = setting.opening is Opening.REASONING
         """Whether the text so far ends inside reasoning."""
-        self._setting = setting
         self._filter = _TokenFilter(_dropped_tokens(setting.special_tokens, self.markup))
         # Markup that turns out to be none is text, but its special tokens never are. A form's text has no such tokens.
         kept = frozenset() if setting.has_form else self.markup & setting.special_tokens
@@ -69,8 +68,8 @@ class ReplyParser(abc.ABC):
         self._num_calls = 0
         # The opening of the markup that is being read; empty once a call in it has been passed on.
         self._opening = ""
-        self._streams_arguments = False
-        self._repair = JsonRepair()
+        # While arguments are streamed.
+        self._repair: JsonRepair | None = None
         self._course = self._read()
 
     def feed(self, text: str) -> list[ReplyPart]:
@@ -98,7 +97,7 @@ class ReplyParser(abc.ABC):
         """Read the whole reply; returns only when the text has ended."""
 
     def _read_text(self, openings: Markers, read_markup: Callable[[str], Reading[None]]) -> Reading[None]:
-        if self._has_form and not (yield from self._reader.is_at(openings)):
+        if self._setting.has_form and not (yield from self._reader.is_at(openings)):
             openings = NO_MARKERS
         while (opening := (yield from self._pass_until(openings, self._put_text))) is not None:
             yield from self._try(opening, read_markup)
@@ -111,13 +110,13 @@ class ReplyParser(abc.ABC):
         try:
             yield from read_markup(opening)
         except UnparsableError as error:
-            if self._streams_arguments:
-                self._end_arguments(is_cut=isinstance(error, TextEndedError))
+            if self._repair is not None:
+                self._end_arguments(self._repair, is_cut=isinstance(error, TextEndedError))
             self._give_back()
 
     def _read_reasoning(self, markup: ThinkMarkup, place: Opening) -> Reading[None]:
         begins = ""
-        if not (self._has_form and place is Opening.ANSWER):
+        if not (self._setting.has_form and place is Opening.ANSWER):
             begins = yield from self._reader.one_of(markup.begin, "\n" + markup.begin, "\n\n" + markup.begin)
         if not begins and place is not Opening.REASONING:
             return
@@ -126,7 +125,7 @@ class ReplyParser(abc.ABC):
         if (yield from self._pass_until(_ends_of(markup), self._put_reasoning)) is None:
             return
         self.is_reasoning = False
-        if self._has_form:
+        if self._setting.has_form:
             yield from self._reader.one_of(markup.separator)
         else:
             yield from self._reader.skip("\n")
@@ -157,16 +156,16 @@ class ReplyParser(abc.ABC):
         self._reader.accept()
 
     def _read_arguments(self) -> Reading[None]:
-        self._streams_arguments, self._repair = True, JsonRepair()
+        self._repair = repair = JsonRepair()
         yield from read_value(self._reader)
-        self._end_arguments(is_cut=False)
+        self._end_arguments(repair, is_cut=False)
 
-    def _end_arguments(self, *, is_cut: bool) -> None:
+    def _end_arguments(self, repair: JsonRepair, *, is_cut: bool) -> None:
         """The arguments end with what has been read or, if cut off, with the text."""
         if is_cut:
             self._reader.position = len(self._reader.text)
-        self._put_arguments(self._repair.push(self._reader.accept()) + self._repair.finish())
-        self._streams_arguments = False
+        self._put_arguments(repair.push(self._reader.accept()) + repair.finish())
+        self._repair = None
 
     def _close(self, *closings: str) -> Reading[str]:
         """Empty if the text ends first."""
@@ -231,7 +230,7 @@ class ReplyParser(abc.ABC):
     def _advance(self, text: str) -> None:
         self._reader.add(text)
         next(self._course, None)
-        if self._streams_arguments:
+        if self._repair is not None:
             self._put_arguments(self._repair.push(self._reader.accept()))
 
     def _take_parts(self) -> list[ReplyPart]:
