@@ -14,7 +14,8 @@ MAX_DEPTH = 64
 
 # The largest whole number that a double can represent; the next one rounds to infinity.
 _LARGEST = 2**1024 - 2**970 - 1
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+# A number in JSON's notation (RFC 8259, section 6).
+NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_SHOWN = 60
 
@@ -54,16 +55,10 @@ def read_json(text: str, *, max_depth: int) -> JsonValue:
     return value
 
 
-def is_finite_number(text: str) -> bool:
-    """Whether `read_json` accepts a number written like this.
-
-    Raises:
-        ValueError: it is not a number in JSON's notation.
-    """
-    if not _NUMBER.fullmatch(text):
-        raise ValueError("not a number")
+def is_beyond_double(number: str) -> bool:
+    """Whether `read_json` refuses a number, which `NUMBER` matches, for its size."""
     # The digits of a whole number may be more than `int` takes, and a double may round up to infinity.
-    return abs(float(text)) <= _LARGEST
+    return abs(float(number)) > _LARGEST
 
 
 def _parse(text: str) -> JsonValue:

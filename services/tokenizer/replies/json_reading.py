@@ -10,14 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from services.tokenizer.json.json_values import NUMBER
 from services.tokenizer.replies.reader import SPACE, Reading, TextEndedError, TextReader, UnparsableError
+
+# What Python and JavaScript write for numbers that are none in JSON.
+NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 _MAX_DEPTH = 64
 
 _PLAIN_CHARACTERS = re.compile(r'[^"\\]+')
 _NUMBER_CHARACTERS = re.compile(r"[-+.0-9eE]*")
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
-_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
 def read_value(reader: TextReader, depth: int = 0) -> Reading[None]:
@@ -36,10 +38,10 @@ def read_value(reader: TextReader, depth: int = 0) -> Reading[None]:
         yield from _read_array(reader, depth)
     elif character == '"':
         yield from read_string(reader)
-    elif character and character in "-0123456789" and not (yield from reader.one_of(*_NOT_FINITE)):
+    elif character and character in "-0123456789" and not (yield from reader.one_of(*NOT_FINITE)):
         yield from _read_number(reader)
     elif character != "-":
-        yield from reader.expect("true", "false", "null", *_NOT_FINITE)
+        yield from reader.expect("true", "false", "null", *NOT_FINITE)
 
 
 def read_object(reader: TextReader, read_member: Callable[[str], Reading[None]]) -> Reading[None]:
@@ -97,6 +99,6 @@ def _read_number(reader: TextReader) -> Reading[None]:
         if not (yield from reader.wait()):
             break
     assert match is not None
-    if not _NUMBER.fullmatch(match[0]):
+    if not NUMBER.fullmatch(match[0]):
         raise TextEndedError if match.end() == len(reader.text) else UnparsableError
     reader.position = match.end()

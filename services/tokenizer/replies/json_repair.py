@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import re
 
-from services.tokenizer.json.json_values import is_finite_number
+from services.tokenizer.json.json_values import NUMBER, is_beyond_double
+from services.tokenizer.replies.json_reading import NOT_FINITE
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u([0-9a-fA-F]{4}))')
@@ -23,7 +24,6 @@ _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u([0-9a-fA-F]{4}))')
 _UNFINISHED = re.compile(r"\\(?:u[0-9a-fA-F]{0,3}|u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u[0-9a-fA-F]{0,3})?)?)?\Z")
 _PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 _WORD = re.compile(r"[-+.0-9A-Za-z]+")
-_NOT_FINITE = frozenset({"NaN", "Infinity", "-Infinity"})
 _REPLACEMENT = r"\ufffd"
 
 
@@ -90,9 +90,5 @@ def _escape(text: str, position: int) -> tuple[str, int]:
 
 def _word(text: str) -> str:
     """A number or another word outside strings."""
-    if text in _NOT_FINITE:
-        return "null"
-    try:
-        return text if is_finite_number(text) else "null"
-    except ValueError:
-        return text
+    is_none = text in NOT_FINITE or (NUMBER.fullmatch(text) and is_beyond_double(text))
+    return "null" if is_none else text
