@@ -47,7 +47,7 @@ class Trial:
     """A form as `grammar_source` takes it."""
     options: FormOptions
     around: str = ""
-    """A grammar in which `@form` stands for the form's; empty if the form is the whole text."""
+    """A grammar that names the form's by `@form`; empty if the form is the whole text."""
     skipped_ids: tuple[int, ...] = ()
     """Tokens that come before what is followed."""
 

@@ -74,7 +74,7 @@ class StructuredOutputs:
             field: Its field in the request.
             max_bytes: The longest text that fits the context.
             options: For forms of JSON.
-            around: A grammar in which `@form` stands for the form's; empty if the form is the whole text.
+            around: A grammar that names the form's by `@form`; empty if the form is the whole text.
             skipped_ids: Tokens that the grammar allows first, after which its trial begins.
 
         Raises:

@@ -243,7 +243,7 @@ class _Parser:
         return _one(f"[{'^' if is_negated else ''}{''.join(texts)}{''.join(sets)}]")
 
     def _escape(self, *, in_class: bool = False) -> int | str:
-        """The code point, or what stands for the set within a class."""
+        """The code point, or how a class writes the set."""
         self._place += 1
         letter = self._pattern[self._place : self._place + 1]
         name = _PROPERTY.match(self._pattern, self._place)

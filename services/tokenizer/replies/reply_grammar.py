@@ -9,7 +9,7 @@ from services.tokenizer.chat.conversation import Tool
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 from services.tokenizer.replies import deepseek_v3, glm4, harmony
 from services.tokenizer.replies.lark import LarkGrammar, length_pattern, search_pattern
-from services.tokenizer.replies.openings import THINK_MARKUP, Opening
+from services.tokenizer.replies.openings import THINK_MARKUP, Opening, ThinkMarkup
 from shared.errors import InvalidRequestError, Violation
 from shared.grammar import GrammarError
 
@@ -52,7 +52,7 @@ class GrammarRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReplyGrammar:
-    """A grammar in llguidance's dialect of Lark, in which `FORM` stands for the client's."""
+    """A grammar in llguidance's dialect of Lark, which names the client's by `FORM`."""
 
     source: str
     begin: str = ""
@@ -195,14 +195,8 @@ def _after_thinking(
     if markup is None or request.opening is Opening.ANSWER:
         return ReplyGrammar(grammar.source(answer))
     separator = grammar.literal(markup.separator) if markup.separator else ""
-    if request.begins_at_once:
-        closing = f"{grammar.marker(markup.end)} {separator}" if request.opening is Opening.REASONING else ""
-        return ReplyGrammar(grammar.source(f"{closing} {answer}"))
-    reasoning = f"{grammar.text_until(markup.end)} {separator}"
-    if request.opening is Opening.REASONING:
-        return ReplyGrammar(grammar.source(f"{reasoning} {answer}"), end=markup.end)
-    source = grammar.source(f"({grammar.marker(markup.begin)} {reasoning})? {answer}")
-    return ReplyGrammar(source, markup.begin, markup.end)
+    begin = grammar.marker(markup.begin)
+    return _after_reasoning(grammar, request, markup, begin=begin, separator=separator, answer=answer)
 
 
 def _after_analysis(grammar: LarkGrammar, request: GrammarRequest, calls: str, form: str) -> ReplyGrammar:
@@ -212,14 +206,23 @@ def _after_analysis(grammar: LarkGrammar, request: GrammarRequest, calls: str, f
         # Inside the final message.
         return ReplyGrammar(grammar.source(_either(calls and f"{end} {start} {calls}", form)))
     answer = _either(calls, form and f"{channel} {grammar.literal('final')} {message} {form}")
+    markup = ThinkMarkup(f"{harmony.CHANNEL}analysis{harmony.MESSAGE}", harmony.END)
+    begin = f"{channel} {grammar.literal('analysis')} {message}"
+    return _after_reasoning(grammar, request, markup, begin=begin, separator=start, answer=answer)
+
+
+def _after_reasoning(
+    grammar: LarkGrammar, request: GrammarRequest, markup: ThinkMarkup, *, begin: str, separator: str, answer: str
+) -> ReplyGrammar:
+    """`begin`, `separator` and `answer` are parts of the grammar; `markup` has the texts."""
+    is_open = request.opening is Opening.REASONING
     if request.begins_at_once:
-        closing = f"{end} {start}" if request.opening is Opening.REASONING else ""
+        closing = f"{grammar.marker(markup.end)} {separator}" if is_open else ""
         return ReplyGrammar(grammar.source(f"{closing} {answer}"))
-    reasoning = f"{grammar.text_until(harmony.END)} {start}"
-    if request.opening is Opening.REASONING:
-        return ReplyGrammar(grammar.source(f"{reasoning} {answer}"), end=harmony.END)
-    source = grammar.source(f"({channel} {grammar.literal('analysis')} {message} {reasoning})? {answer}")
-    return ReplyGrammar(source, f"{harmony.CHANNEL}analysis{harmony.MESSAGE}", harmony.END)
+    reasoning = f"{grammar.text_until(markup.end)} {separator}"
+    if is_open:
+        return ReplyGrammar(grammar.source(f"{reasoning} {answer}"), end=markup.end)
+    return ReplyGrammar(grammar.source(f"({begin} {reasoning})? {answer}"), markup.begin, markup.end)
 
 
 def _either(*answers: str) -> str:
