@@ -253,27 +253,31 @@ class Choice:
         # The cell's count includes resumes after the loss of a worker, but may miss those under a dead scheduler.
         self.num_resumes = max(self.num_resumes, end.num_resumes)
         self._completion.finish(is_cut=end.finish_reason != common_pb2.FINISH_REASON_EOS)
-        self.usage.num_reasoning_tokens = self._completion.num_reasoning_tokens
         if self._completion.stop_string is not None:
             self._finish_by_stop_string(self._completion.stop_string)
-            return
-        if self._extras.is_empty:
-            self._finish = tokenizer_pb2.Finish(
-                reason=common_pb2.FINISH_REASON_MAX_TOKENS, usage=self.usage, recovery=self._recovery()
-            )
-            return
-        self.usage.num_completion_tokens = end.num_completion_tokens
-        stop_token_id = end.stop_token_id if end.HasField("stop_token_id") else None
-        self._finish = tokenizer_pb2.Finish(
-            reason=end.finish_reason, stop_token_id=stop_token_id, usage=self.usage, recovery=self._recovery()
-        )
+        elif self._extras.is_empty:
+            self._finish_with(common_pb2.FINISH_REASON_MAX_TOKENS, 0)
+        else:
+            stop_token_id = end.stop_token_id if end.HasField("stop_token_id") else None
+            self._finish_with(end.finish_reason, end.num_completion_tokens, stop_token_id=stop_token_id)
 
     def _finish_by_stop_string(self, stop_string: str) -> None:
         self.is_over = True
-        self.usage.num_completion_tokens = self._completion.num_tokens
+        self._finish_with(common_pb2.FINISH_REASON_STOP_STRING, self._completion.num_tokens, stop_string=stop_string)
+
+    def _finish_with(
+        self,
+        reason: common_pb2.FinishReason,
+        num_tokens: int,
+        *,
+        stop_token_id: int | None = None,
+        stop_string: str | None = None,
+    ) -> None:
+        self.usage.num_completion_tokens = num_tokens
         self.usage.num_reasoning_tokens = self._completion.num_reasoning_tokens
         self._finish = tokenizer_pb2.Finish(
-            reason=common_pb2.FINISH_REASON_STOP_STRING,
+            reason=reason,
+            stop_token_id=stop_token_id,
             stop_string=stop_string,
             usage=self.usage,
             recovery=self._recovery(),
