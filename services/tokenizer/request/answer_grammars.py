@@ -11,8 +11,7 @@ from services.tokenizer.chat.conversation import Conversation, Tool
 from services.tokenizer.grammar.grammar_source import FormOptions
 from services.tokenizer.grammar.shortest_text import shortest_json, too_long
 from services.tokenizer.replies.openings import Opening
-from services.tokenizer.replies.reply_grammar import ReplyGrammar
-from services.tokenizer.request.checks import CheckedRequest
+from services.tokenizer.request.checks import CheckedRequest, Prompt
 from services.tokenizer.request.model import ServedModel
 from shared.errors import Violation
 from shared.limits import NO_OPTIONS, ModelLimits, SamplingParams
@@ -55,17 +54,23 @@ class AnswerGrammars:
         self._model = model
         self._limits = limits
 
-    async def of_text(self, form: tokenizer_pb2.StructuredOutput) -> AnswerGrammar:
-        """That of an answer that has the form from its first token; raises as `StructuredOutputs.compile`."""
+    async def of_texts(self, request: CheckedRequest) -> AnswerGrammar:
+        """That of the answers that have the request's form from their first token, if there are any.
+
+        Raises as `StructuredOutputs.compile`.
+        """
+        form = request.structured_output
+        if form is None or all(self._is_reply(request, prompt) for prompt in request.prompts):
+            return NO_GRAMMAR
         compiled = await self._model.structured_outputs.compile(
             form, field=_FIELD, max_bytes=self._max_bytes(), options=_options_of(form)
         )
         return AnswerGrammar(compiled.grammar, not_enforced=compiled.not_held)
 
     async def of_reply(
-        self, request: CheckedRequest, index: int, conversation: Conversation, opening: Opening
+        self, request: CheckedRequest, index: int, conversation: Conversation, opening: Opening, of_texts: AnswerGrammar
     ) -> AnswerGrammar:
-        """That of a reply to the prompt `index`, a conversation.
+        """That of a reply to the prompt `index`, a conversation; `of_texts` if its form begins with the first token.
 
         Raises as `StructuredOutputs.compile` and `ReplyParsers.grammar`, and `InvalidRequestError` if the arguments of
         a tool that must be called fit no context.
@@ -73,14 +78,15 @@ class AnswerGrammars:
         form, parsers = request.structured_output, self._model.reply_parsers
         if form is None and not conversation.callable_tools:
             return NO_GRAMMAR
-        if form is not None and (request.form.is_raw or not parsers.has_parser):
-            return await self.of_text(form)
+        if form is not None and not self._is_reply(request, conversation):
+            return of_texts
         has_form, at_once = form is not None, form is not None and form.begins_at_once
         # Slow if the schemas are large.
         reply = await asyncio.to_thread(
             parsers.grammar, conversation, opening, has_form=has_form, begins_at_once=at_once
         )
-        begin, end = await self._spell_reasoning(reply)
+        spell = self._model.prompts.spell_markup
+        begin, end = (spell(reply.begin), spell(reply.end)) if reply.end else ((), ())
         outputs, max_bytes, skipped = self._model.structured_outputs, self._max_bytes(), (*begin, *end)
         if form is not None:
             compiled = await outputs.compile(
@@ -100,12 +106,10 @@ class AnswerGrammars:
             begin, end = (), ()
         return AnswerGrammar(compiled.grammar, begin, end, compiled.not_held)
 
-    async def _spell_reasoning(self, reply: ReplyGrammar) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The tokens that open and close free reasoning; empty without any."""
-        if not reply.end:
-            return (), ()
-        begin, end = await self._model.prompts.spell_markup([reply.begin, reply.end])
-        return begin, end
+    def _is_reply(self, request: CheckedRequest, prompt: Prompt) -> bool:
+        """Whether the answer to a prompt has parts, of which only the text has the form."""
+        is_parsed = isinstance(prompt, Conversation) and self._model.reply_parsers.has_parser
+        return is_parsed and not request.form.is_raw
 
     def _max_bytes(self) -> int:
         """The most bytes of any answer, by the context length and the KV cache."""

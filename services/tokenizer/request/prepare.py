@@ -9,7 +9,7 @@ from functools import partial
 
 from services.tokenizer.chat.conversation import Conversation
 from services.tokenizer.replies import ReplyParser
-from services.tokenizer.request.answer_grammars import NO_GRAMMAR, AnswerGrammars
+from services.tokenizer.request.answer_grammars import AnswerGrammar, AnswerGrammars
 from services.tokenizer.request.bad_words import add_bad_words, spellings
 from services.tokenizer.request.checks import CheckedRequest, Prompt, TokenIds, resolve_request
 from services.tokenizer.request.model import ServedModel
@@ -44,13 +44,17 @@ class RequestPreparer:
     async def prepare(self, request: CheckedRequest) -> list[PreparedPrompt]:
         """Prepare all prompts of a request, in order.
 
-        Raises as `PromptEncoder.encode`, `AnswerGrammars.of_reply` and `resolve_request`; `InvalidRequestError` also
-        for bad words.
+        Raises as `PromptEncoder.encode`, the methods of `AnswerGrammars` and `resolve_request`; `InvalidRequestError`
+        also for bad words.
         """
         sampling = request.sampling
         if request.bad_words:
             sampling = await self._with_bad_words(request)
-        tasks = [asyncio.create_task(self._prepare(request, index, sampling)) for index in range(len(request.prompts))]
+        of_texts = await self._grammars.of_texts(request)
+        tasks = [
+            asyncio.create_task(self._prepare(request, index, sampling, of_texts))
+            for index in range(len(request.prompts))
+        ]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -58,14 +62,16 @@ class RequestPreparer:
             for task in tasks:
                 task.cancel()
 
-    async def _prepare(self, request: CheckedRequest, index: int, sampling: SamplingParams) -> PreparedPrompt:
+    async def _prepare(
+        self, request: CheckedRequest, index: int, sampling: SamplingParams, of_texts: AnswerGrammar
+    ) -> PreparedPrompt:
         prompt, prompts = request.prompts[index], self._model.prompts
         make_parser: Callable[[], ReplyParser | None] = _no_parser
-        grammar = NO_GRAMMAR
+        grammar = of_texts
         if isinstance(prompt, Conversation):
             text, token_ids = await prompts.render_chat(prompt, self._limits().context_length)
             opening = self._model.reply_parsers.opening(text)
-            grammar = await self._grammars.of_reply(request, index, prompt, opening)
+            grammar = await self._grammars.of_reply(request, index, prompt, opening, of_texts)
             if not request.form.is_raw:
                 make_parser = partial(
                     self._model.reply_parsers.make,
@@ -76,8 +82,6 @@ class RequestPreparer:
                 )
         else:
             token_ids = await prompts.encode(prompt, self._limits().context_length)
-            if request.structured_output is not None:
-                grammar = await self._grammars.of_text(request.structured_output)
         # Encoding may have taken a while: check against the limits of the current cell.
         resolved = resolve_request(request, index, token_ids, grammar.added_to(sampling), self._limits())
         echo = await self._echo(request, prompt, token_ids)

@@ -91,13 +91,9 @@ class PromptEncoder:
         """Each word's token ids when it comes after other text."""
         return await self._pools.short.run(lambda: [self._encoder.encode_pieces(["", word]).tolist() for word in words])
 
-    async def spell_markup(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        """Each text's token ids where the model itself writes it, control tokens included."""
-
-        def spell(text: str) -> tuple[int, ...]:
-            return tuple(self._encoder.encode_pieces(["", *self._encoder.control_tokens.cut(text)]).tolist())
-
-        return await self._pools.short.run(lambda: [spell(text) for text in texts])
+    def spell_markup(self, text: str) -> tuple[int, ...]:
+        """A short text's token ids where the model itself writes it, control tokens included."""
+        return tuple(self._encoder.encode_pieces(["", *self._encoder.control_tokens.cut(text)]).tolist())
 
     async def decode(self, token_ids: TokenIds, *, skips_special_tokens: bool = True) -> str:
         """Decode token ids to text."""
