@@ -186,17 +186,20 @@ def read_scaling(kind: object, values: Mapping[str, Any], max_positions: int | N
     """
     if kind == "default":
         return PlainRope()
+    if kind != "yarn" and values.get("mscale_all_dim"):
+        # In transformers it changes latent attention's softmax scale.
+        raise ValueError(f"mscale_all_dim is {values['mscale_all_dim']!r}, which only yarn supports")
     if kind == "linear":
-        return LinearScaling(factor=float(values["factor"]))
+        return LinearScaling(factor=read_number(values, "factor"))
     if kind == "dynamic":
         if max_positions is None:
             raise KeyError("max_position_embeddings")
-        return DynamicNtkScaling(factor=float(values["factor"]), original_max_positions=max_positions)
+        return DynamicNtkScaling(factor=read_number(values, "factor"), original_max_positions=max_positions)
     if kind == "llama3":
         return Llama3Scaling(
-            factor=float(values["factor"]),
-            low_freq_factor=float(values["low_freq_factor"]),
-            high_freq_factor=float(values["high_freq_factor"]),
+            factor=read_number(values, "factor"),
+            low_freq_factor=read_number(values, "low_freq_factor"),
+            high_freq_factor=read_number(values, "high_freq_factor"),
             original_max_positions=_original_max_positions(values, max_positions),
         )
     if kind == "yarn":
@@ -204,24 +207,39 @@ def read_scaling(kind: object, values: Mapping[str, Any], max_positions: int | N
     raise ValueError("not supported")
 
 
+def read_number(values: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """A parameter; where it is absent or null `default`, if there is one.
+
+    Raises:
+        KeyError, TypeError: it is missing, or no number.
+    """
+    value = values.get(name)
+    if value is None:
+        value = values[name] if default is None else default
+    if type(value) not in (int, float):
+        raise TypeError(f"{name} is {value!r}, not a number")
+    return float(value)
+
+
 def _read_yarn(values: Mapping[str, Any], max_positions: int | None) -> YarnScaling:
     original = _original_max_positions(values, max_positions)
-    factor = values["factor"]
-    if factor is None and max_positions is not None:
-        factor = max_positions / original
-    given = values.get("attention_factor")
+    # An explicit null, as transformers reads it; a factor that is absent is an error.
+    implied = None if max_positions is None or "factor" not in values else max_positions / original
     for name, value in _UNCHANGING.items():
         if values.get(name, value) not in (None, value):
             raise ValueError(f"{name} is {values[name]!r}, only {value!r} is supported")
     return YarnScaling(
-        factor=float(factor),
+        factor=read_number(values, "factor", implied),
         original_max_positions=original,
-        given_attention_factor=None if given is None else float(given),
-        attn_factor=1.0 if values.get("attn_factor") is None else float(values["attn_factor"]),
-        beta_fast=float(values.get("beta_fast") or 32),
-        beta_slow=float(values.get("beta_slow") or 1),
-        mscale=float(values.get("mscale") or 0),
-        mscale_all_dim=float(values.get("mscale_all_dim") or 0),
+        given_attention_factor=None
+        if values.get("attention_factor") is None
+        else read_number(values, "attention_factor"),
+        attn_factor=read_number(values, "attn_factor", 1.0),
+        # A 0 counts as absent, as in transformers.
+        beta_fast=read_number(values, "beta_fast", 32.0) or 32.0,
+        beta_slow=read_number(values, "beta_slow", 1.0) or 1.0,
+        mscale=read_number(values, "mscale", 0.0),
+        mscale_all_dim=read_number(values, "mscale_all_dim", 0.0),
         is_truncated=bool(values.get("truncate", True)),
     )
 
@@ -231,10 +249,10 @@ _UNCHANGING: Mapping[str, object] = {"extrapolation_factor": 1, "apply_yarn_scal
 
 
 def _original_max_positions(values: Mapping[str, Any], max_positions: int | None) -> int:
-    original = values.get("original_max_position_embeddings", max_positions)
-    if original is None:
-        raise KeyError("original_max_position_embeddings")
-    return int(original)
+    name = "original_max_position_embeddings"
+    if name not in values and max_positions is not None:
+        return max_positions
+    return int(read_number(values, name))
 
 
 def _exponents(rotary_dim: int) -> Tensor:

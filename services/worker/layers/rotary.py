@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,11 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.worker.layers.rope_scaling import DynamicNtkScaling, PlainRope, RopeScaling, YarnScaling, read_scaling
+from services.worker.layers.rope_scaling import (
+    DynamicNtkScaling,
+    PlainRope,
+    RopeScaling,
+    YarnScaling,
+    read_number,
+    read_scaling,
+)
 from services.worker.ops import Ops, RopeRows
 from shared.model_dir import ModelDirectoryError
 
 _PLAIN = PlainRope()
+_NONE: Mapping[str, Any] = {}
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +39,33 @@ class RopeConfig:
 
     @classmethod
     def from_json(
-        cls, config: Mapping[str, Any], *, default_theta: float = 10000.0, default_partial_factor: float = 1.0
+        cls,
+        config: Mapping[str, Any],
+        *,
+        default_theta: float = 10000.0,
+        default_partial_factor: float = 1.0,
+        default_parameters: Mapping[str, Any] = _NONE,
     ) -> RopeConfig:
-        """Read `rope_parameters`, or `rope_theta` and `rope_scaling` as in older configurations.
+        """Read what transformers reads: `rope_scaling` if there is one, or else `rope_parameters`.
 
-        The defaults are the family's. A missing parameter is an error, as a guess could give wrong positions.
+        So a `rope_scaling` added to a newer configuration, as model cards advise, replaces its `rope_parameters`. What
+        it lacks is taken from `rope_theta` and `partial_rotary_factor` beside it, or else the family's defaults:
+        never from the `rope_parameters` replaced. Other missing parameters are errors, as a guess could give wrong
+        positions.
+
+        Args:
+            default_parameters: The family's scaling, for a configuration with neither.
 
         Raises:
             ModelDirectoryError: the type is unknown, or a parameter is missing or malformed.
+
+        Source: transformers 5, `convert_rope_params_to_dict` in modeling_rope_utils.py.
         """
-        values = _parameters(config, default_theta, default_partial_factor)
+        values = _parameters(config, default_theta, default_partial_factor, default_parameters)
         kind = values.get("rope_type", values.get("type", "default"))
         try:
             scaling = read_scaling(kind, values, _max_positions(config))
-            read = cls(float(values["rope_theta"]), scaling, float(values["partial_rotary_factor"]))
+            read = cls(read_number(values, "rope_theta"), scaling, read_number(values, "partial_rotary_factor"))
             read._check()
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             raise ModelDirectoryError(f"config.json: rope type {kind!r}: {error!r}") from error
@@ -113,23 +137,50 @@ class Rotary:
         return self._ops.select_rope(self._tables, positions)
 
 
-def _parameters(config: Mapping[str, Any], default_theta: float, default_partial_factor: float) -> dict[str, Any]:
+def _parameters(
+    config: Mapping[str, Any],
+    default_theta: float,
+    default_partial_factor: float,
+    default_parameters: Mapping[str, Any],
+) -> dict[str, Any]:
     values: dict[str, Any] = {"rope_theta": default_theta, "partial_rotary_factor": default_partial_factor}
     values |= {name: config[name] for name in values if config.get(name) is not None}
-    for spelling in ("rope_scaling", "rope_parameters"):
-        nested = config.get(spelling) or {}
-        if not isinstance(nested, Mapping):
-            raise ModelDirectoryError(f"config.json: {spelling} is not an object")
-        if by_layer := [name for name, value in nested.items() if isinstance(value, Mapping)]:
-            raise ModelDirectoryError(f"config.json: {spelling} by layer type ({by_layer[0]}) is not supported")
-        # A null counts as absent if there is a default.
-        values |= {name: value for name, value in nested.items() if value is not None or name not in values}
+    scaling, parameters = (_object(config, spelling) for spelling in ("rope_scaling", "rope_parameters"))
+    nested = scaling or (default_parameters if parameters is None else parameters)
+    # A null counts as absent if there is a default.
+    values |= {name: value for name, value in nested.items() if value is not None or name not in values}
     # The only parameter whose outer value takes precedence, as in transformers.
     if (original := config.get("original_max_position_embeddings")) is not None:
         values["original_max_position_embeddings"] = original
+    if scaling and parameters:
+        _warn_of_replaced(parameters, values)
     return values
 
 
+def _warn_of_replaced(parameters: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Name what `rope_parameters` says in vain; the base is what people forget to repeat in `rope_scaling`."""
+    lost = {name: value for name, value in parameters.items() if name not in ("rope_type", "type")}
+    lost = {name: value for name, value in lost.items() if values.get(name) != value}
+    if lost:
+        logger.warning(
+            "config.json: rope_scaling replaces rope_parameters, as in transformers",
+            extra={"ignored": lost, "used": {name: values.get(name) for name in lost}},
+        )
+
+
+def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    """None if absent."""
+    value = config.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise ModelDirectoryError(f"config.json: {name} is {value!r}, not an object")
+    if by_layer := [key for key, nested in value.items() if isinstance(nested, Mapping)]:
+        raise ModelDirectoryError(f"config.json: {name} by layer type ({by_layer[0]}) is not supported")
+    return value
+
+
 def _max_positions(config: Mapping[str, Any]) -> int | None:
-    value = config.get("max_position_embeddings")
-    return None if value is None else int(value)
+    if config.get("max_position_embeddings") is None:
+        return None
+    return int(read_number(config, "max_position_embeddings"))

@@ -63,6 +63,14 @@ class ConfigValues:
             )
         return str(value)
 
+    def only(self, name: str, *supported: object) -> None:
+        """Refuse any value but the `supported` ones: what is computed is what those mean. Absent is one of them."""
+        if name in self and self.json[name] not in supported:
+            raise ModelDirectoryError(
+                f"config.json: {name} is {self.json[name]!r}, which is not supported; supported: "
+                f"{', '.join(map(repr, supported))}"
+            )
+
     def texts(self, name: str, length: int) -> tuple[str, ...] | None:
         """A list of `length` strings; None if absent."""
         value = self.json.get(name)
@@ -94,5 +102,6 @@ class ConfigValues:
             if name in self:
                 return self.json[name]
         if default is None:
-            raise ModelDirectoryError(f"config.json: {' or '.join(names)} is missing")
+            is_null = any(name in self.json for name in names)
+            raise ModelDirectoryError(f"config.json: {' or '.join(names)} is {'null' if is_null else 'missing'}")
         return default

@@ -43,7 +43,7 @@ def _read_sparse(values: ConfigValues, *, has_shared_bias: bool) -> SparseConfig
         scale=values.number("routed_scaling_factor", default=1.0),
     )
     return SparseConfig(
-        num_experts=values.size("n_routed_experts"),
+        num_experts=values.size("n_routed_experts", "num_experts"),
         inner_size=inner_size,
         rule=rule,
         router_dtype=torch.float32,

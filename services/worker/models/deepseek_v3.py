@@ -26,13 +26,16 @@ def load_deepseek_v3(
 ) -> DecoderModel:
     """See `ModelLoader`; `with_mtp` as in `loader_for`. Without `indexer` attention is dense."""
     values = ConfigValues(config)
+    if indexer is None:
+        # transformers rotates by it, and fails where it is not this.
+        values.only("head_dim", values.size("qk_rope_head_dim"))
     common = DecoderConfig.from_json(values)
     dense_layers = read_dense_layers(values, common.num_layers, default_count=_NUM_DENSE_LAYERS)
     feed_forward = FeedForwardConfig.from_json(values, dense_layers, SparseConfig.corrected_sigmoid(values))
     return load_deepseek(
         shard,
         common,
-        attention=LatentAttentionConfig.from_json(values, common, indexer=indexer),
+        attention=LatentAttentionConfig.from_json(values, common, has_rope_choice=indexer is None, indexer=indexer),
         feed_forward=feed_forward,
         mtp_layers=mtp_layers_to_load(values, common, shard.weights, with_mtp=with_mtp),
     )

@@ -10,16 +10,22 @@ from services.worker.models.config import ConfigValues
 from services.worker.models.deepseek_v3 import load_deepseek_v3
 from services.worker.models.parts.decoder import DecoderModel
 from services.worker.models.parts.latent_attention import IndexerConfig
+from shared.model_dir import ModelDirectoryError
 
 # The defaults of transformers' configuration.
 _NUM_HEADS = 64
 _HEAD_DIM = 128
 _NUM_SELECTED = 2048
+# The second name is the older one.
+_LAYER_TYPES = {"indexed_attention", "deepseek_sparse_attention"}
 
 
 def load_deepseek_v32(config: Mapping[str, Any], shard: Shard, *, with_mtp: bool = False) -> DecoderModel:
     """Load DeepSeek-V3.2. See `load_deepseek_v3`."""
     values = ConfigValues(config)
+    kinds = values.texts("layer_types", values.size("num_hidden_layers")) or ()
+    if unknown := set(kinds) - _LAYER_TYPES:
+        raise ModelDirectoryError(f"config.json: layer_types {sorted(unknown)} are not supported: every layer selects")
     indexer = IndexerConfig(
         num_heads=values.size("index_n_heads", default=_NUM_HEADS),
         head_dim=values.size("index_head_dim", default=_HEAD_DIM),

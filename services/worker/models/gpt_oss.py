@@ -27,6 +27,14 @@ from services.worker.weights.model_weights import ModelWeights
 
 # The defaults of transformers' configuration.
 _ROPE_THETA = 150000.0
+_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 _HEAD_DIM = 64
 _WINDOW = 128
 _ALPHA = 1.702
@@ -36,7 +44,7 @@ _LIMIT = 7.0
 def load_gpt_oss(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
     """See `ModelLoader`."""
     values = ConfigValues(config)
-    common = DecoderConfig.from_json(values, default_theta=_ROPE_THETA)
+    common = DecoderConfig.from_json(values, default_theta=_ROPE_THETA, default_rope=_ROPE)
     has_bias = values.flag("attention_bias", default=True)
     attention = AttentionConfig(
         AttentionHeads.from_json(values, default_head_dim=_HEAD_DIM),

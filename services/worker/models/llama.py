@@ -37,11 +37,15 @@ def load_llama(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
 
 
 def load_mistral(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """All layers have the same window, none if it is null. See `ModelLoader`."""
+    """All layers have the same window, none if it is null; with `layer_types`, only those that say so.
+
+    transformers reads a Mistral with `layer_types` as its Ministral. See `ModelLoader`.
+    """
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)
-    window = values.optional_size("sliding_window") if "sliding_window" in config else _WINDOW
-    attention = AttentionConfig(AttentionHeads.from_json(values), [window] * common.num_layers)
+    window = _window(values)
+    types = [FULL if window is None else SLIDING] * common.num_layers
+    attention = AttentionConfig(AttentionHeads.from_json(values), windows_by_type(values, window, types))
     return load_dense_model(shard, values, common, attention=attention)
 
 
@@ -64,7 +68,12 @@ def qwen_windows(values: ConfigValues, num_layers: int) -> list[int | None]:
 
 def qwen_window(values: ConfigValues) -> int | None:
     """None if no layer has a window."""
-    return values.size("sliding_window", default=_WINDOW) if values.flag("use_sliding_window", default=False) else None
+    return _window(values) if values.flag("use_sliding_window", default=False) else None
+
+
+def _window(values: ConfigValues) -> int | None:
+    """A null means none, which an absent value does not."""
+    return values.optional_size("sliding_window") if "sliding_window" in values.json else _WINDOW
 
 
 def load_dense_model(

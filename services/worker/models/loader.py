@@ -25,8 +25,8 @@ from services.worker.weights.weight_files import WeightFiles
 from shared.limits import ModelLimits
 from shared.model_dir import CONFIG, TOKENIZER, eos_token_ids, model_digest, read_json
 
-# Stored by some checkpoints but read by no model: rotary frequencies, a copy of a tied head.
-_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "lm_head.weight")
+# Stored by some checkpoints but read by no model.
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 _HOST = torch.device("cpu")
 

@@ -37,6 +37,8 @@ from services.worker.weights.weight_problems import WeightProblems
 _MAX_UNREAD_RATIO = 8
 _MIN_UNREAD_BYTES = 1 << 26
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+# Limits the memory for two tensors that are compared in another dtype.
+_COMPARED_ROWS = 4096
 # Reading stops at the first such tensor, so others may have the same problem.
 _NOT_FINITE = "not finite"
 
@@ -125,6 +127,22 @@ class CheckpointWeights:
         region = Region(selected_run(rows, shape[2]), selected_run(columns, shape[1]))
         stored = self._find(name, layer_format.stored_tensors(shape), num_values=region.num_values)
         return self._read_matrix(_Layer(name, layer_format, stored, shape, expert), region, self._formats)
+
+    def differ(self, name: str, other: str) -> bool:
+        """See `ModelWeights`."""
+        headers = self._files.header(name), self._files.header(other)
+        self._known.add(name)
+        if headers[0] is None or headers[1] is None or self._problems:
+            return False
+        if headers[0].shape != headers[1].shape or any(
+            header.dtype not in FLOAT_DTYPES for header in headers if header
+        ):
+            return True
+        ours, theirs = self._files.read(name), self._files.read(other)
+        if ours.dtype == theirs.dtype:
+            return not torch.equal(ours, theirs)
+        blocks = [slice(start, start + _COMPARED_ROWS) for start in range(0, len(ours), _COMPARED_ROWS)]
+        return not all(torch.equal(ours[rows].to(self.dtype), theirs[rows].to(self.dtype)) for rows in blocks)
 
     def ignore(self, *, prefixes: Sequence[str] = (), suffixes: Sequence[str] = ()) -> None:
         """See `ModelWeights`."""

@@ -110,6 +110,10 @@ class DummyWeights:
         region = Region(selected_run(rows, num_outputs), selected_run(columns, num_inputs))
         return self._draw_matrix(f"{name}.{expert}", region, (num_outputs, num_inputs), layer_format, self._formats)
 
+    def differ(self, name: str, other: str) -> bool:  # noqa: ARG002 - none is stored
+        """See `ModelWeights`."""
+        return False
+
     def ignore(self, *, prefixes: Sequence[str] = (), suffixes: Sequence[str] = ()) -> None:
         """See `ModelWeights`; does nothing."""
 

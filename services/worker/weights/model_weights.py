@@ -130,6 +130,9 @@ class ModelWeights(Protocol):
             ModelDirectoryError: as in `read`.
         """
 
+    def differ(self, name: str, other: str) -> bool:
+        """Whether both tensors are stored, with values that differ in the model's dtype. Counts as a read of `name`."""
+
     def ignore(self, *, prefixes: Sequence[str] = (), suffixes: Sequence[str] = ()) -> None:
         """Allow tensors with these prefixes or suffixes to stay unread; any other unread tensor is an error."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +21,18 @@ from services.worker.layers.rotary import RopeConfig, Rotary
 from services.worker.layers.shard import Part, Shard
 from services.worker.models.config import ConfigValues
 from services.worker.models.protocol import MtpLayers
-from services.worker.ops import LinearKernel, RopeRows
+from services.worker.ops import EmbeddingKernel, LinearKernel, RopeRows
+from shared.model_dir import ModelDirectoryError
+
+logger = logging.getLogger(__name__)
 
 # Bounds the work for a malformed configuration before the first weight turns out to be missing.
 _MAX_LAYERS = 10_000
+
+_EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
+# transformers' names of the same function; see its ACT2FN.
+_SILU = ("silu", "swish")
+_PLAIN_ROPE: Mapping[str, Any] = {}
 
 # Maps [T, hidden] and the step's rotations to a new [T, hidden]; writes the cache.
 SelfAttention = Callable[[Tensor, RopeRows], Tensor]
@@ -44,18 +54,41 @@ class DecoderConfig:
 
     @classmethod
     def from_json(
-        cls, values: ConfigValues, *, default_theta: float = 10000.0, default_partial_factor: float = 1.0
+        cls,
+        values: ConfigValues,
+        *,
+        default_theta: float = 10000.0,
+        default_partial_factor: float | None = None,
+        default_rope: Mapping[str, Any] = _PLAIN_ROPE,
     ) -> DecoderConfig:
-        """Read the common values; the defaults are the family's."""
-        values.choice("hidden_act", ("silu",), default="silu")
+        """Read the common values; the defaults are the family's.
+
+        Args:
+            default_partial_factor: None means that the family rotates whole heads, and refuses anything else.
+            default_rope: The scaling for a configuration that says nothing about it.
+        """
+        values.choice("hidden_act", _SILU, default="silu")
+        # What differs between layers, in transformers' heterogeneous models.
+        values.only("per_layer_config", {})
+        values.only("is_encoder_decoder", False)
+        max_positions = values.size("max_position_embeddings")
         rope = RopeConfig.from_json(
-            values.json, default_theta=default_theta, default_partial_factor=default_partial_factor
+            values.json,
+            default_theta=default_theta,
+            default_partial_factor=default_partial_factor or 1.0,
+            default_parameters=default_rope,
         )
+        if default_partial_factor is None and rope.partial_rotary_factor != 1:
+            # transformers ignores it in these families, other programs do not: what the publisher meant is unknown.
+            raise ModelDirectoryError(
+                f"config.json: partial_rotary_factor is {rope.partial_rotary_factor}, but this architecture rotates "
+                "whole heads"
+            )
         return cls(
             vocab_size=values.size("vocab_size"),
             hidden_size=values.size("hidden_size"),
             num_layers=values.size("num_hidden_layers", highest=_MAX_LAYERS),
-            context_length=rope.context_length(values.size("max_position_embeddings")),
+            context_length=rope.context_length(max_positions),
             rms_norm_eps=values.number("rms_norm_eps"),
             rope=rope,
             tie_embeddings=values.flag("tie_word_embeddings", default=False),
@@ -131,15 +164,8 @@ class DecoderModel:
         self.logits_width = config.vocab_size
         self.kv_cache_spec = KvCacheSpec(tuple(kv_layers))
         parts = shard.parts("vocab_size", config.vocab_size)
-        part, shape = parts[shard.tp.rank], (config.vocab_size, config.hidden_size)
-        head: LinearKernel
-        if config.tie_embeddings:
-            tied = shard.weights.head("model.embed_tokens", shape, rows=part.run)
-            embedding, head = shard.ops.prepare_tied(tied, self.dtype)
-        else:
-            table = shard.weights.embedding("model.embed_tokens", shape, rows=part.run)
-            embedding = shard.ops.prepare_embedding(table, self.dtype)
-            head = shard.ops.prepare_head(shard.weights.head("lm_head", shape, rows=part.run), self.dtype)
+        part = parts[shard.tp.rank]
+        embedding, head = _load_ends(shard, config, part)
         self.embedding = Embedding(embedding, part, shard.tp)
         self._head = Head(head, parts, shard.tp)
         self.rotary = rotary
@@ -164,6 +190,28 @@ class DecoderModel:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM.compute_logits`."""
         return self._head(hidden).float()
+
+
+def _load_ends(shard: Shard, config: DecoderConfig, part: Part) -> tuple[EmbeddingKernel, LinearKernel]:
+    """This rank's part of the embedding and of the head.
+
+    Source: transformers 5, `PreTrainedModel.tie_weights`, which ties what config.json says unless both are stored with
+    different values, and to the one that is stored.
+    """
+    weights, shape = shard.weights, (config.vocab_size, config.hidden_size)
+    is_tied = config.tie_embeddings
+    if is_tied and weights.differ(f"{_HEAD}.weight", f"{_EMBEDDING}.weight"):
+        is_tied = False
+        logger.warning(
+            "config.json: tie_word_embeddings is true, but the stored head differs from the embeddings and is used",
+            extra={"tensor": f"{_HEAD}.weight"},
+        )
+    if is_tied:
+        has_only_head = f"{_HEAD}.weight" in weights and f"{_EMBEDDING}.weight" not in weights
+        tied = weights.head(_HEAD if has_only_head else _EMBEDDING, shape, rows=part.run)
+        return shard.ops.prepare_tied(tied, weights.dtype)
+    embedding = shard.ops.prepare_embedding(weights.embedding(_EMBEDDING, shape, rows=part.run), weights.dtype)
+    return embedding, shard.ops.prepare_head(weights.head(_HEAD, shape, rows=part.run), weights.dtype)
 
 
 def load_norm(shard: Shard, config: DecoderConfig, name: str) -> RmsNorm:

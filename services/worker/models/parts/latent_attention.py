@@ -48,9 +48,18 @@ class LatentAttentionConfig:
 
     @classmethod
     def from_json(
-        cls, values: ConfigValues, config: DecoderConfig, *, indexer: IndexerConfig | None = None
+        cls,
+        values: ConfigValues,
+        config: DecoderConfig,
+        *,
+        has_rope_choice: bool = False,
+        indexer: IndexerConfig | None = None,
     ) -> LatentAttentionConfig:
-        """Read the sizes."""
+        """Read the sizes; `has_rope_choice` is whether the family's pairs may be apart, which others refuse."""
+        if not has_rope_choice:
+            values.only("rope_interleave", True)
+        # Latents have no key heads of their own: transformers repeats them too often, and fails.
+        values.only("num_key_value_heads", values.size("num_attention_heads"))
         sizes = LatentSizes(
             num_heads=values.size("num_attention_heads"),
             plain_dim=values.size("qk_nope_head_dim"),

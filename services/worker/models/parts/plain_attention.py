@@ -31,6 +31,8 @@ _KV_SCALES = (
 )
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+# As in transformers' `remap_legacy_layer_types`.
+_OLDER_TYPES = {"attention": FULL}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class AttentionConfig:
 
 def windows_by_type(values: ConfigValues, window: int | None, default: Sequence[str]) -> list[int | None]:
     """Each layer's window: `window` for layers of type `SLIDING`; `default` is used where `layer_types` is absent."""
-    types = values.texts("layer_types", len(default)) or default
+    types = [_OLDER_TYPES.get(kind, kind) for kind in values.texts("layer_types", len(default)) or default]
     if unknown := set(types) - {FULL, SLIDING}:
         raise ModelDirectoryError(f"config.json: layer_types {sorted(unknown)} are not supported")
     if window is None and SLIDING in types:

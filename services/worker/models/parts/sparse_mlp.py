@@ -64,7 +64,7 @@ class SparseConfig:
             scale=values.number("routed_scaling_factor"),
         )
         return cls(
-            num_experts=values.size("n_routed_experts", "num_local_experts"),
+            num_experts=values.size("n_routed_experts", "num_local_experts", "num_experts"),
             inner_size=inner_size,
             rule=rule,
             has_correction=True,

@@ -78,6 +78,18 @@ def test_a_familys_defaults_apply_where_the_configuration_is_silent() -> None:
     assert RopeConfig.from_json(named, default_theta=150000.0, default_partial_factor=0.5) == RopeConfig(1e6)
 
 
+def test_what_a_scaling_replaces_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    linear = {"rope_type": "linear", "factor": 2.0}
+    read = RopeConfig.from_json(
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": linear}
+    )
+    assert read == RopeConfig(10000.0, LinearScaling(2.0))
+    [record] = caplog.records
+    assert (vars(record)["ignored"], vars(record)["used"]) == ({"rope_theta": 1e6}, {"rope_theta": 10000.0})
+    RopeConfig.from_json({"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {**linear, "rope_theta": 1e6}})
+    assert len(caplog.records) == 1
+
+
 @pytest.mark.parametrize("kind", ["longrope", "su", 7, None])
 def test_an_unknown_rope_type_is_refused(kind: object) -> None:
     with pytest.raises(ModelDirectoryError, match=f"rope type {kind!r}: .*not supported"):
@@ -88,7 +100,12 @@ def test_an_unknown_rope_type_is_refused(kind: object) -> None:
     ("parameters", "message"),
     [
         ({"rope_type": "linear"}, "factor"),
-        ({"rope_type": "linear", "factor": "much"}, "much"),
+        ({"rope_type": "linear", "factor": "much"}, "factor is 'much', not a number"),
+        ({"rope_type": "linear", "factor": True}, "factor is True, not a number"),
+        ({"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 0.5}, "mscale_all_dim is 0.5, which only yarn"),
+        ({"rope_theta": "1e6"}, "rope_theta is '1e6', not a number"),
+        ({"rope_type": ["yarn"]}, "not supported"),
+        ("linear", "rope_parameters is 'linear', not an object"),
         ({"rope_type": "linear", "factor": 0}, "ZeroDivisionError|no rotation"),
         ({"rope_type": "linear", "factor": math.nan}, "no rotation"),
         ({"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings"),
@@ -97,7 +114,7 @@ def test_an_unknown_rope_type_is_refused(kind: object) -> None:
         ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0}, "yarn"),
         ({"rope_type": "llama3", "factor": 2.0}, "low_freq_factor"),
         ({"partial_rotary_factor": 0}, "no rotation"),
-        (["linear", 2.0], "rope_parameters is not an object"),
+        (["linear", 2.0], r"rope_parameters is \['linear', 2.0\], not an object"),
         ({"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}, "by layer type"),
     ],
 )

@@ -30,9 +30,12 @@ CONFIG: dict[str, Any] = {
 INDEXER = IndexerConfig(num_heads=4, head_dim=16, num_selected=32)
 
 
-def read(*, indexer: IndexerConfig | None = None, **changes: object) -> LatentAttentionConfig:
+def read(
+    *, has_rope_choice: bool = False, indexer: IndexerConfig | None = None, **changes: Any
+) -> LatentAttentionConfig:
     values = ConfigValues({**CONFIG, **changes})
-    return LatentAttentionConfig.from_json(values, DecoderConfig.from_json(values), indexer=indexer)
+    common = DecoderConfig.from_json(values)
+    return LatentAttentionConfig.from_json(values, common, has_rope_choice=has_rope_choice, indexer=indexer)
 
 
 def test_the_sizes_are_read() -> None:
@@ -40,7 +43,7 @@ def test_the_sizes_are_read() -> None:
     assert config.sizes == LatentSizes(4, 16, 8, 12, 24, 20)
     assert (config.has_bias, config.is_interleaved, config.scale) == (False, True, 24**-0.5)
     assert read(q_lora_rank=None).sizes.query_latent_dim is None
-    assert not read(rope_interleave=False).is_interleaved
+    assert not read(has_rope_choice=True, rope_interleave=False).is_interleaved
 
 
 def test_yarns_temperature_is_part_of_the_softmax_scale() -> None:
@@ -59,12 +62,14 @@ def test_a_token_keeps_its_latent_and_its_index_key() -> None:
     ("changes", "message"),
     [
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim 7 is odd"),
-        ({"kv_lora_rank": None}, "kv_lora_rank is missing"),
+        ({"kv_lora_rank": None}, "kv_lora_rank is null"),
         ({"v_head_dim": 0}, "v_head_dim is 0, must be at least 1"),
         ({"q_lora_rank": None}, "q_lora_rank is missing, but the indexer needs it"),
+        ({"rope_interleave": False}, "rope_interleave is False, which is not supported; supported: True"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads is 2, which is not supported; supported: 4"),
         ({"qk_rope_head_dim": 18}, "index_head_dim 16 is less than qk_rope_head_dim 18"),
     ],
 )
-def test_inconsistent_sizes_are_refused(changes: dict[str, object], message: str) -> None:
+def test_inconsistent_sizes_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelDirectoryError, match=message):
         read(indexer=INDEXER, **changes)

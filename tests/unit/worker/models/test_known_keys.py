@@ -1,0 +1,262 @@
+"""Every key of config.json that transformers reads for a family: what ours does with it.
+
+The keys are those of the installed transformers: the fields of its configuration class, what its constructors take from
+the other keys, and what its model reads. A release with a new key makes a test here fail until the key is sorted.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, fields
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers.modeling_rope_utils import RotaryEmbeddingConfigMixin
+
+from services.worker.layers.shard import Shard
+from services.worker.models.protocol import CausalLM
+from services.worker.models.registry import loader_for
+from services.worker.ops import load_ops
+from services.worker.weights.dummy_weights import DummyWeights
+from shared.model_dir import ModelDirectoryError
+from tests.support.models.config_keys import keys_without_effect
+from tests.support.models.paged_model import PagedModel
+from tests.support.models.small_configs import ARCHITECTURES, SMALL_CONFIGS
+
+# Read by other parts than a family's loader: the registry, the vocabulary, the formats of weights.
+READ_ELSEWHERE = {"architectures", "eos_token_id", "quantization_config"}
+# Values that are not what ours computes with, for keys that are only checked.
+REFUSED: dict[str, object] = {
+    "per_layer_config": {"0": {"intermediate_size": 8}},
+    "is_encoder_decoder": True,
+}
+REFUSED_BY: dict[str, dict[str, object]] = {
+    "DeepseekV2ForCausalLM": {"norm_topk_prob": True, "num_key_value_heads": 2},
+    "DeepseekV3ForCausalLM": {"num_key_value_heads": 2, "head_dim": 32},
+    "DeepseekV32ForCausalLM": {"num_key_value_heads": 2, "layer_types": ["full_attention", "full_attention"]},
+}
+# Keys that ours does not guess.
+REQUIRED: dict[str, dict[str, object]] = {
+    "Glm4MoeForCausalLM": {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
+}
+# They say which weights there are: a checkpoint without the key that has others is refused.
+SEEN_IN_WEIGHTS = {"q_lora_rank", "n_shared_experts", "attention_bias", "mlp_bias", "use_qk_norm"}
+# They only count layers that draft, which a plain load leaves out.
+ONLY_FOR_DRAFTS = {"num_mtp_layers", "num_nextn_predict_layers"}
+# What the families call the number of experts, most of them in two ways.
+EXPERT_NAMES = {"n_routed_experts", "num_experts", "num_local_experts"}
+TOKENS = [5, 9, 300, 5, 77, 8, 41, 230, 12, 6]
+
+
+class RecordedConfig(dict[str, Any]):
+    """A config.json that knows which of its keys were asked for."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def __contains__(self, name: object) -> bool:
+        self.read.add(str(name))
+        return super().__contains__(name)
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+
+def small_config(architecture: str, **changes: object) -> RecordedConfig:
+    """The first variant of the family; a change to ... removes the key."""
+    first = next(iter(SMALL_CONFIGS[architecture].values()))
+    values = {**first, **REQUIRED.get(architecture, {}), "architectures": [architecture], **changes}
+    return RecordedConfig({name: value for name, value in values.items() if value is not ...})
+
+
+def build(config: Mapping[str, Any]) -> CausalLM:
+    return loader_for(config)(config, Shard(load_ops("cpu"), DummyWeights(1, torch.float32)))
+
+
+def results_of(config: Mapping[str, Any]) -> Tensor:
+    """What a model of these values computes: logits, and the length that it serves."""
+    model = build(config)
+    paged = PagedModel(model, load_ops("cpu"), num_blocks=4)
+    return torch.cat((paged.prefill_all(paged.add(TOKENS)).flatten(), torch.tensor([float(model.context_length)])))
+
+
+def only_name(name: str) -> dict[str, object]:
+    """A change that says the number of experts by this name alone."""
+    return {**dict.fromkeys(EXPERT_NAMES, ...), name: 8}
+
+
+@cache
+def our_keys(architecture: str) -> frozenset[str]:
+    """The keys that the family's loader asks for: some only beside others, some only in place of others."""
+    variants = [small_config(architecture, **variant) for variant in SMALL_CONFIGS[architecture].values()]
+    variants += [small_config(architecture, **only_name(name)) for name in EXPERT_NAMES & their_keys(architecture)]
+    for config in variants:
+        build(config)
+    return frozenset(key for config in variants for key in config.read)
+
+
+def functions_of(architecture: str) -> Iterator[Callable[..., Any]]:
+    """What makes transformers' configuration out of config.json."""
+    config_class = getattr(transformers, architecture).config_class
+    yield RotaryEmbeddingConfigMixin.convert_rope_params_to_dict
+    for each in config_class.__mro__:
+        if issubclass(each, PreTrainedConfig) and "__post_init__" in vars(each):
+            yield each.__post_init__
+
+
+def keys_taken_by(function: Callable[..., Any]) -> set[str]:
+    """The constants in `kwargs.pop("name")` and its like."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    of_kwargs = [node for node in calls if isinstance(node.func, ast.Attribute) and _name(node.func.value) == "kwargs"]
+    return {str(node.args[0].value) for node in of_kwargs if node.args and isinstance(node.args[0], ast.Constant)}
+
+
+def keys_read_by(module: ModuleType) -> set[str]:
+    """The names in `config.name`, `self.config.name` and `getattr(config, "name", …)`."""
+    keys = set()
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        if isinstance(node, ast.Attribute) and _name(node.value) == "config":
+            keys.add(node.attr)
+        if isinstance(node, ast.Call) and _name(node.func) == "getattr" and _name(node.args[0]) == "config":
+            keys.add(str(ast.literal_eval(node.args[1])))
+    return {key for key in keys if not key.startswith("_")}
+
+
+def _name(node: ast.expr) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+@cache
+def their_keys(architecture: str) -> frozenset[str]:
+    model_class = getattr(transformers, architecture)
+    config_class = model_class.config_class
+    keys = {field.name for field in fields(config_class)} | set(config_class.attribute_map)
+    keys |= {key for function in functions_of(architecture) for key in keys_taken_by(function)}
+    keys |= keys_read_by(sys.modules[model_class.__module__])
+    # Taken out of config.json unused.
+    return frozenset(keys - set(GenerationConfig._get_default_generation_params()) - READ_ELSEWHERE)
+
+
+def refused_values(architecture: str) -> dict[str, object]:
+    return REFUSED | REFUSED_BY.get(architecture, {})
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_key_of_transformers_is_honoured_refused_or_known_to_have_no_effect(architecture: str) -> None:
+    theirs = their_keys(architecture)
+    assert len(theirs) > 30
+    without_effect = keys_without_effect(architecture)
+    assert sorted(theirs - our_keys(architecture) - set(without_effect)) == []
+    assert sorted(our_keys(architecture) & set(without_effect)) == []
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_key_that_is_only_checked_is_refused_by_name(architecture: str) -> None:
+    for key, value in refused_values(architecture).items():
+        assert key in our_keys(architecture)
+        with pytest.raises(ModelDirectoryError, match=rf"config\.json: {key}"):
+            build(small_config(architecture, **{key: value}))
+
+
+def other_value(architecture: str, key: str, value: object) -> object:
+    """A value that must change what is computed."""
+    types = ["sliding_attention", "full_attention"]
+    special: dict[str, object] = {
+        "hidden_act": "gelu",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 77.0},
+        "rope_scaling": {"rope_type": "linear", "factor": 3.0},
+        "rope_theta": 77.0,
+        "layer_types": types[::-1] if architecture == "GptOssForCausalLM" else types,
+        "mlp_layer_types": ["sparse", "dense"],
+        "mlp_only_layers": [0],
+        "partial_rotary_factor": 0.25,
+        "topk_method": "group_limited_greedy",
+        "sliding_window": 3,
+        "max_window_layers": 0,
+        "head_dim": 32,
+        "q_lora_rank": 12,
+        "rms_norm_eps": 0.5,
+        "swiglu_limit": 0.01,
+    }
+    if key in special:
+        return special[key]
+    if type(value) is bool:
+        return not value
+    assert isinstance(value, int | float), (key, value)
+    return value * 2
+
+
+# What a key needs beside it to have an effect.
+GROUPS: dict[str, object] = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
+COMPANIONS: dict[str, dict[str, object]] = {
+    "rope_theta": {"rope_parameters": ...},
+    "partial_rotary_factor": {"rope_parameters": ...},
+    "sliding_window": {"use_sliding_window": True, "max_window_layers": 0},
+    "max_window_layers": {"use_sliding_window": True, "sliding_window": 3},
+    "layer_types": {"use_sliding_window": True, "sliding_window": 3},
+    "use_sliding_window": {"sliding_window": 3, "max_window_layers": 0},
+    "index_topk": {"index_topk": 2},
+    "index_n_heads": {"index_topk": 2},
+    "index_head_dim": {"index_topk": 2},
+    "topk_method": GROUPS,
+    "n_group": GROUPS,
+    "topk_group": GROUPS,
+    "intermediate_size": {"mlp_only_layers": [0]},
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_key_that_is_read_changes_what_is_computed_or_is_refused(architecture: str) -> None:
+    config_class = getattr(transformers, architecture).config_class
+    defaults = {field.name: field.default for field in fields(config_class) if field.default is not MISSING}
+    unchanged = []
+    for key in sorted(
+        their_keys(architecture) & our_keys(architecture) - set(refused_values(architecture)) - ONLY_FOR_DRAFTS
+    ):
+        companions = only_name(key) if key in EXPERT_NAMES else COMPANIONS.get(key, {})
+        if companions is GROUPS and key != "topk_method" and architecture == "DeepseekV2ForCausalLM":
+            companions = {**GROUPS, "topk_method": "group_limited_greedy"}
+        base = small_config(architecture, **companions)
+        value = other_value(architecture, key, base[key] if key in base else defaults.get(key))
+        try:
+            before = results_of(base)
+            after = results_of({**base, key: value})
+        except ModelDirectoryError:
+            continue
+        if before.shape == after.shape and torch.equal(before, after):
+            unchanged.append((key, value))
+    assert unchanged == []
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_key_that_is_absent_counts_as_transformers_default(architecture: str) -> None:
+    config_class = getattr(transformers, architecture).config_class
+    differing = []
+    for field in fields(config_class):
+        if field.name not in our_keys(architecture) - SEEN_IN_WEIGHTS or field.default in (MISSING, None):
+            continue
+        try:
+            implied = results_of(small_config(architecture, **{field.name: ...}))
+            given = results_of(small_config(architecture, **{field.name: field.default}))
+        except ModelDirectoryError:
+            continue
+        if implied.shape != given.shape or not torch.equal(implied, given):
+            differing.append(field.name)
+    assert differing == []
