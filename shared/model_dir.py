@@ -4,13 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from shared.missing_files import config_advice, is_lfs_pointer, tokenizer_advice
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+
+
+ARCHITECTURES = (
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GptOssForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+"""What workers serve. Here, so that a launcher can tell before it starts one; they have the code."""
 
 
 class ModelDirectoryError(Exception):
@@ -24,12 +43,68 @@ def read_json(model_dir: Path, name: str) -> dict[str, Any]:
         ModelDirectoryError: the file is missing or is not a JSON object.
     """
     try:
-        value = json.loads((model_dir / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        value = json.loads(read_file(model_dir, name).decode())
+    except (RecursionError, ValueError) as error:
         raise ModelDirectoryError(f"{model_dir / name}: {error}") from error
     if not isinstance(value, dict):
         raise ModelDirectoryError(f"{model_dir / name}: not a JSON object")
     return value
+
+
+def read_file(model_dir: Path, name: str) -> bytes:
+    """Read a whole file.
+
+    Raises:
+        ModelDirectoryError: it cannot be read, or is only a pointer to the real one; the message says what to do.
+    """
+    path = model_dir / name
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        advice = missing_advice(model_dir, name)
+        raise ModelDirectoryError(f"{path}: {error.strerror}{advice and f': {advice}'}") from error
+    except OSError as error:
+        raise ModelDirectoryError(f"{path}: {error.strerror or error}") from error
+    refuse_pointer(path)
+    return data
+
+
+def refuse_pointer(path: Path) -> None:
+    """Check that a file is itself, not what Git LFS left in its place.
+
+    Raises:
+        ModelDirectoryError: it is a pointer, or cannot be read; the message says what to do.
+    """
+    try:
+        is_pointer = is_lfs_pointer(path)
+    except OSError as error:
+        raise ModelDirectoryError(f"{path}: {error.strerror or error}") from error
+    if is_pointer:
+        raise ModelDirectoryError(
+            f"{path} is a Git LFS pointer, not the file itself: install git-lfs and run `git lfs pull` in its directory"
+        )
+
+
+def missing_advice(model_dir: Path, name: str) -> str:
+    """What to do where a file is missing; empty if nothing is known."""
+    advice = {CONFIG: config_advice, TOKENIZER: tokenizer_advice}.get(name)
+    return (advice and advice(model_dir)) or ""
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """The first architecture in config.json that is served.
+
+    Raises:
+        ModelDirectoryError: there is none; the message says which are.
+    """
+    names = config.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ModelDirectoryError(f"{CONFIG}: architectures is {names!r}, not a list of names")
+    for name in names or ():
+        if name in ARCHITECTURES:
+            return str(name)
+    what = f"is {names}, none of which is supported" if names else "is missing" if names is None else "is empty"
+    raise ModelDirectoryError(f"{CONFIG}: architectures {what}; supported: {', '.join(sorted(ARCHITECTURES))}")
 
 
 def model_digest(model_dir: Path) -> str:
@@ -40,10 +115,7 @@ def model_digest(model_dir: Path) -> str:
     """
     digest = hashlib.sha256()
     for name in (CONFIG, TOKENIZER):
-        try:
-            data = (model_dir / name).read_bytes()
-        except OSError as error:
-            raise ModelDirectoryError(f"{model_dir / name}: {error}") from error
+        data = read_file(model_dir, name)
         digest.update(f"{name}:{len(data)}:".encode())
         digest.update(data)
     return digest.hexdigest()

@@ -25,6 +25,7 @@ from tests.support.cells.cell import Cell, popen_lockstep, run_serve, start_cell
 from tests.support.cells.certificates import Authority, write_files
 from tests.support.cells.tls_cell import tls_flags
 from tests.support.clients.client import text_request
+from tests.support.models.tiny_llama import write_tiny_llama
 from tests.support.system.patience import PATIENCE_S
 from tests.support.system.pipes import full_pipe
 from tests.support.system.ports import free_port
@@ -236,6 +237,15 @@ def test_a_model_directory_that_is_none_is_refused_before_anything_starts(tmp_pa
     assert (
         refused(str(tmp_path), free_address()) == f"error: {tmp_path} is not a model directory: it has no config.json"
     )
+
+
+def test_an_architecture_that_is_not_served_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    model_dir = write_tiny_llama(tmp_path, changes={"architectures": ["BloomForCausalLM"]})
+
+    line = refused(str(model_dir), free_address())
+
+    assert line.startswith(f"error: {model_dir}: config.json: architectures is ['BloomForCausalLM'], none of which is ")
+    assert "LlamaForCausalLM" in line
 
 
 def test_a_draft_model_that_is_none_is_refused_before_anything_starts(tiny_model: Path, tmp_path: Path) -> None:

@@ -102,7 +102,10 @@ class RopeConfig:
         angles = self.scaling.angles(self.theta, 8, torch.arange(4, dtype=torch.float32))
         has_factor = 0 < self.scaling.attention_factor < math.inf
         if not (bool(angles.isfinite().all()) and has_factor and 0 < self.partial_rotary_factor <= 1):
-            raise ValueError("the parameters define no rotation")
+            raise ValueError(
+                f"rope_theta {self.theta}, partial_rotary_factor {self.partial_rotary_factor} and the scaling define "
+                "no rotation"
+            )
 
 
 class Rotary:

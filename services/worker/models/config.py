@@ -42,21 +42,21 @@ class ConfigValues:
 
     def number(self, *names: str, default: float | None = None) -> float:
         """A finite number within the range of a float."""
-        value = self._find(names, default)
+        name, value = self._find(names, default)
         if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
-            raise ModelDirectoryError(f"config.json: {names[0]} is {value!r}, not a number")
+            raise ModelDirectoryError(f"config.json: {name} is {value!r}, not a number")
         return float(value)
 
     def flag(self, *names: str, default: bool) -> bool:
         """A boolean."""
-        value = self._find(names, default)
+        name, value = self._find(names, default)
         if type(value) is not bool:
-            raise ModelDirectoryError(f"config.json: {names[0]} is {value!r}, neither true nor false")
+            raise ModelDirectoryError(f"config.json: {name} is {value!r}, neither true nor false")
         return value
 
     def choice(self, name: str, supported: tuple[str, ...], *, default: str) -> str:
         """One of the `supported` strings."""
-        value = self._find((name,), default)
+        _, value = self._find((name,), default)
         if value not in supported:
             raise ModelDirectoryError(
                 f"config.json: {name} {value!r} is not supported; supported: {', '.join(supported)}"
@@ -82,26 +82,27 @@ class ConfigValues:
 
     def counts(self, name: str) -> tuple[int, ...]:
         """A list of whole numbers, each at least 0; empty if absent."""
-        value = self._find((name,), [])
+        _, value = self._find((name,), [])
         if not isinstance(value, list) or not all(type(number) is int and number >= 0 for number in value):
             raise ModelDirectoryError(f"config.json: {name} is not a list of non-negative whole numbers")
         return tuple(value)
 
     def _whole(self, names: tuple[str, ...], default: int | None, allowed: range) -> int:
-        value = self._find(names, default)
+        name, value = self._find(names, default)
         if type(value) is not int:
-            raise ModelDirectoryError(f"config.json: {names[0]} is {value!r}, not a whole number")
+            raise ModelDirectoryError(f"config.json: {name} is {value!r}, not a whole number")
         if value < allowed.start:
-            raise ModelDirectoryError(f"config.json: {names[0]} is {value}, must be at least {allowed.start}")
+            raise ModelDirectoryError(f"config.json: {name} is {value}, must be at least {allowed.start}")
         if value not in allowed:
-            raise ModelDirectoryError(f"config.json: {names[0]} is {value}, must be at most {allowed.stop - 1}")
+            raise ModelDirectoryError(f"config.json: {name} is {value}, must be at most {allowed.stop - 1}")
         return value
 
-    def _find(self, names: tuple[str, ...], default: object) -> Any:
+    def _find(self, names: tuple[str, ...], default: object) -> tuple[str, Any]:
+        """The first name present, and its value."""
         for name in names:
             if name in self:
-                return self.json[name]
+                return name, self.json[name]
         if default is None:
             is_null = any(name in self.json for name in names)
             raise ModelDirectoryError(f"config.json: {' or '.join(names)} is {'null' if is_null else 'missing'}")
-        return default
+        return names[0], default

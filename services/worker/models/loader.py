@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +24,17 @@ from services.worker.weights.sampling_defaults import SamplingDefaults, sampling
 from services.worker.weights.tensor_digests import Hashing
 from services.worker.weights.weight_files import WeightFiles
 from shared.limits import ModelLimits
+from shared.missing_files import ADAPTER
 from shared.model_dir import CONFIG, TOKENIZER, eos_token_ids, model_digest, read_json
 
 # Stored by some checkpoints but read by no model.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
+_ADAPTERS = (ADAPTER, "adapter_model.safetensors", "adapter_model.bin")
+
 _HOST = torch.device("cpu")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +113,7 @@ def load_model(
     """
     config = read_json(model_dir, CONFIG)
     build = loader_for(config, with_mtp=options.with_mtp)
+    _warn_of_adapter(model_dir)
     eos_ids = eos_token_ids(model_dir)
     if options.dummy_seed is None:
         digest = model_digest(model_dir)
@@ -139,6 +146,15 @@ def load_model(
         model_dir,
         options.device,
     )
+
+
+def _warn_of_adapter(model_dir: Path) -> None:
+    """transformers loads an adapter beside a base model with it; here only the base model is served."""
+    if names := [name for name in _ADAPTERS if (model_dir / name).exists()]:
+        logger.warning(
+            "the directory has an adapter, which is not used: only its base model is served",
+            extra={"directory": str(model_dir), "files": names},
+        )
 
 
 def _checkpoint(

@@ -17,7 +17,7 @@ from services.worker.models.mixtral import load_mixtral
 from services.worker.models.protocol import CausalLM
 from services.worker.models.qwen3 import load_qwen3
 from services.worker.models.qwen3_moe import load_qwen3_moe
-from shared.model_dir import ModelDirectoryError
+from shared.model_dir import architecture_of
 
 __all__ = ["CausalLM", "ModelLoader", "loader_for"]
 
@@ -25,6 +25,7 @@ __all__ = ["CausalLM", "ModelLoader", "loader_for"]
 # of such a model.
 ModelLoader = Callable[[Mapping[str, Any], Shard], CausalLM]
 
+# Those of `shared.model_dir.ARCHITECTURES`.
 _ARCHITECTURES: dict[str, ModelLoader] = {
     "DeepseekV2ForCausalLM": load_deepseek_v2,
     "DeepseekV3ForCausalLM": load_deepseek_v3,
@@ -54,9 +55,5 @@ def loader_for(config: Mapping[str, Any], *, with_mtp: bool = False) -> ModelLoa
     Raises:
         ModelDirectoryError: no architecture is supported.
     """
-    names = config.get("architectures") or []
-    for name in names:
-        if name in _ARCHITECTURES:
-            return _WITH_MTP.get(name, _ARCHITECTURES[name]) if with_mtp else _ARCHITECTURES[name]
-    known = ", ".join(sorted(_ARCHITECTURES))
-    raise ModelDirectoryError(f"config.json: architectures is {names}, none of which is supported; supported: {known}")
+    name = architecture_of(config)
+    return _WITH_MTP.get(name, _ARCHITECTURES[name]) if with_mtp else _ARCHITECTURES[name]

@@ -31,7 +31,9 @@ from services.worker.weights.quantization.layer_format import (
 )
 from services.worker.weights.quantization.quantize import quantize
 from services.worker.weights.weight_files import WeightFiles
+from services.worker.weights.weight_hints import format_hint, names_hint
 from services.worker.weights.weight_problems import WeightProblems
+from shared.model_dir import ModelDirectoryError
 
 # Limit on memory for tensors that are not read, per byte stored. No format expands by more than this.
 _MAX_UNREAD_RATIO = 8
@@ -41,6 +43,9 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _COMPARED_ROWS = 4096
 # Reading stops at the first such tensor, so others may have the same problem.
 _NOT_FINITE = "not finite"
+_MISSING = "missing"
+_WRONG_DTYPE = "wrong dtype"
+_UNEXPECTED = "unexpected for this architecture"
 
 
 class CheckpointWeights:
@@ -154,9 +159,9 @@ class CheckpointWeights:
         for name in self._files.names:
             is_ignored = name.startswith(self._ignored_prefixes) or name.endswith(self._ignored_suffixes)
             if name not in self._known and not is_ignored and not self._is_empty(name):
-                self._problems.add("unexpected for this architecture", name)
+                self._problems.add(_UNEXPECTED, name)
         if self._problems:
-            raise self._problems.error(self._files.model_dir)
+            raise self._error()
         self._costs.log()
 
     def _is_empty(self, name: str) -> bool:
@@ -191,7 +196,7 @@ class CheckpointWeights:
                 self._check_header(stored_name, tensor)
                 found[tensor.role] = stored_name
             elif not tensor.is_optional:
-                self._problems.add("missing", names[0])
+                self._problems.add(_MISSING, names[0])
         if self._problems:
             self._num_unread_bytes += num_values * self.dtype.itemsize
             self._refuse_beyond_limit(self._num_unread_bytes)
@@ -204,14 +209,22 @@ class CheckpointWeights:
             shapes = " or ".join(str(list(shape)) for shape in wanted.shapes)
             self._problems.add("wrong shape", name, f"has shape {list(header.shape)}, not {shapes}")
         if header.dtype not in wanted.dtypes:
-            self._problems.add("wrong dtype", name, f"has dtype {header.dtype}, not {' or '.join(wanted.dtypes)}")
+            self._problems.add(_WRONG_DTYPE, name, f"has dtype {header.dtype}, not {' or '.join(wanted.dtypes)}")
 
     def _refuse_beyond_limit(self, num_bytes: int) -> None:
         """Raise if much more memory is needed than is stored: the configuration is another model's."""
         limit = max(_MAX_UNREAD_RATIO * self._files.num_bytes, _MIN_UNREAD_BYTES)
         if num_bytes > limit:
             self._problems.add("too small", "all files together", f"have {self._files.num_bytes} bytes")
-            raise self._problems.error(self._files.model_dir)
+            raise self._error()
+
+    def _error(self) -> ModelDirectoryError:
+        unread = frozenset(self._files.names) - self._known
+        hints = [names_hint(self._problems.tensors(_MISSING), unread)]
+        if not self._config.is_quantized:
+            wrong = self._problems.tensors(_WRONG_DTYPE) | unread
+            hints.append(format_hint({name: header.dtype for name in wrong if (header := self._files.header(name))}))
+        return self._problems.error(self._files.model_dir, [hint for hint in hints if hint])
 
     def _read_matrix(self, layer: _Layer, region: Region, formats: WeightFormats) -> Matrix:
         """The layer's part in one of `formats`, or else dense; arbitrary values after a problem."""

@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from services.worker.weights.tensor_digests import Hashing, TensorDigests
-from shared.model_dir import ModelDirectoryError, read_json
+from shared.missing_files import weights_advice
+from shared.model_dir import ModelDirectoryError, read_json, refuse_pointer
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -132,6 +133,7 @@ class WeightFiles:
 
     def _open(self, path: Path) -> Any:
         """safetensors checks the header against the file's size."""
+        refuse_pointer(path)
         try:
             return self._open_files.enter_context(safe_open(path, framework="pt", device="cpu"))
         except (OSError, SafetensorError) as error:
@@ -164,6 +166,8 @@ def _weight_paths(model_dir: Path) -> list[Path]:
         if missing := [name for name in names if not (model_dir / name).is_file()]:
             raise ModelDirectoryError(f"{model_dir / INDEX_FILE}: files are missing: {', '.join(missing)}")
         return [model_dir / name for name in names]
+    if not (model_dir / SINGLE_FILE).is_file():
+        raise ModelDirectoryError(f"{model_dir / SINGLE_FILE}: no such file; {weights_advice(model_dir)}")
     return [model_dir / SINGLE_FILE]
 
 

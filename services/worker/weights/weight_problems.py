@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from shared.model_dir import ModelDirectoryError
@@ -29,9 +30,13 @@ class WeightProblems:
         """Record a problem, once per sort (a heading such as "missing") and tensor; `detail` follows the name."""
         self._sort_to_problems[sort].setdefault(tensor, detail)
 
-    def error(self, model_dir: Path) -> ModelDirectoryError:
-        """Make an error that lists all problems."""
-        texts = [f"{sort}: {_listed(problems)}" for sort, problems in self._sort_to_problems.items()]
+    def tensors(self, sort: str) -> frozenset[str]:
+        """The tensors with problems of a sort."""
+        return frozenset(self._sort_to_problems.get(sort, ()))
+
+    def error(self, model_dir: Path, hints: Sequence[str] = ()) -> ModelDirectoryError:
+        """Make an error that lists all problems, after `hints` at their cause."""
+        texts = [*hints, *(f"{sort}: {_listed(problems)}" for sort, problems in self._sort_to_problems.items())]
         return ModelDirectoryError(f"{model_dir}: weights and configuration do not match: {'; '.join(texts)}")
 
 

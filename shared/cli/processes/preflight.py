@@ -14,7 +14,7 @@ from shared.cli.processes.child_process import start_child
 from shared.cli.processes.last_problem import LastProblem
 from shared.cli.processes.manage_flag import find_manage_address
 from shared.cli.processes.service_command import ServiceCommand
-from shared.model_dir import CONFIG, ModelDirectoryError, read_json
+from shared.model_dir import CONFIG, ModelDirectoryError, architecture_of, missing_advice, read_json, refuse_pointer
 from shared.network.addresses import split_address
 from shared.network.rpc import refuse_taken_socket
 
@@ -40,7 +40,7 @@ async def check_commands(commands: Sequence[ServiceCommand], *, more_addresses: 
 
 
 def check_model_dir(model_dir: Path, names: Sequence[str]) -> None:
-    """Check that a directory has the named files and a readable `config.json`.
+    """Check that a directory has the named files, and a `config.json` of an architecture that is served.
 
     Raises:
         RefusedError: it does not.
@@ -49,11 +49,18 @@ def check_model_dir(model_dir: Path, names: Sequence[str]) -> None:
         raise RefusedError(f"{model_dir} is not a directory")
     for name in names:
         if not (model_dir / name).is_file():
-            raise RefusedError(f"{model_dir} is not a model directory: it has no {name}")
+            advice = missing_advice(model_dir, name)
+            raise RefusedError(f"{model_dir} is not a model directory: it has no {name}{advice and f'; {advice}'}")
     try:
-        read_json(model_dir, CONFIG)
+        for name in names:
+            refuse_pointer(model_dir / name)
+        config = read_json(model_dir, CONFIG)
     except ModelDirectoryError as error:
         raise RefusedError(str(error)) from None
+    try:
+        architecture_of(config)
+    except ModelDirectoryError as error:
+        raise RefusedError(f"{model_dir}: {error}") from None
 
 
 def check_addresses(addresses: Iterable[str]) -> None:

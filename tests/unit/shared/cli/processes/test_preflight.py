@@ -15,7 +15,7 @@ from tests.support.system.ports import free_port
 def model_dir(tmp_path: Path) -> Path:
     directory = tmp_path / "model"
     directory.mkdir()
-    (directory / "config.json").write_text("{}")
+    (directory / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     (directory / "tokenizer.json").write_text("{}")
     return directory
 
@@ -43,6 +43,45 @@ def test_a_missing_file_is_named(model_dir: Path, name: str) -> None:
 def test_an_unreadable_configuration_is_named(model_dir: Path) -> None:
     (model_dir / "config.json").write_text("[")
     with pytest.raises(RefusedError, match=r"config\.json: Expecting value"):
+        check(model_dir)
+
+
+@pytest.mark.parametrize(
+    ("architectures", "message"),
+    [
+        (
+            '["BertModel"]',
+            r"architectures is \['BertModel'\], none of which is supported; supported: .*LlamaForCausalLM",
+        ),
+        ("5", "architectures is 5, not a list of names"),
+        ("null", "architectures is missing; supported: "),
+    ],
+)
+def test_an_architecture_that_is_not_served_is_told(model_dir: Path, architectures: str, message: str) -> None:
+    (model_dir / "config.json").write_text(f'{{"architectures": {architectures}}}')
+    with pytest.raises(RefusedError, match=rf"^{model_dir}: config\.json: {message}"):
+        check(model_dir)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_git_lfs_pointer_is_told(model_dir: Path, name: str) -> None:
+    (model_dir / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 2\n")
+    with pytest.raises(RefusedError, match=f"^{model_dir / name} is a Git LFS pointer"):
+        check(model_dir)
+
+
+@pytest.mark.parametrize(
+    ("missing", "present", "advice"),
+    [
+        ("tokenizer.json", "tokenizer.model", "the vocabulary is in tokenizer.model, which must be converted"),
+        ("config.json", "params.json", "the directory is in Mistral's own format"),
+    ],
+)
+def test_what_a_directory_has_in_place_of_a_file_is_told(
+    model_dir: Path, missing: str, present: str, advice: str
+) -> None:
+    (model_dir / missing).rename(model_dir / present)
+    with pytest.raises(RefusedError, match=f"it has no {missing}; {advice}"):
         check(model_dir)
 
 

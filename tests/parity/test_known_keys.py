@@ -21,6 +21,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
+from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import RotaryEmbeddingConfigMixin
 
 from services.worker.layers.shard import Shard
@@ -102,6 +103,11 @@ def only_name(name: str) -> dict[str, object]:
 
 
 @cache
+def results_of_plain(architecture: str) -> Tensor:
+    return results_of(small_config(architecture))
+
+
+@cache
 def our_keys(architecture: str) -> frozenset[str]:
     """The keys that the family's loader asks for: some only beside others, some only in place of others."""
     variants = [small_config(architecture, **variant) for variant in SMALL_CONFIGS[architecture].values()]
@@ -175,6 +181,28 @@ def test_a_key_that_is_only_checked_is_refused_by_name(architecture: str) -> Non
             build(small_config(architecture, **{key: value}))
 
 
+def test_a_value_of_a_wrong_type_is_refused_by_the_name_of_its_key() -> None:
+    """Each key in the first family that reads it."""
+    values: list[object] = ["x", [5], [[]], {"a": {"b": 1}}, 1e400, -1, 2**70]
+    nameless = []
+    key_to_architecture = {key: name for name in reversed(ARCHITECTURES) for key in our_keys(name) & their_keys(name)}
+    for key, architecture in sorted(key_to_architecture.items()):
+        for value in values:
+            changes = {**(only_name(key) if key in EXPERT_NAMES else {}), key: value}
+            if message := refusal_of(small_config(architecture, **changes)):
+                is_named = message.startswith("config.json: ") and key in message
+                nameless += [] if is_named else [(key, value, message)]
+    assert nameless == []
+
+
+def refusal_of(config: Mapping[str, Any]) -> str | None:
+    try:
+        build(config)
+    except ModelDirectoryError as error:
+        return str(error)
+    return None
+
+
 def other_value(architecture: str, key: str, value: object) -> object:
     """A value that must change what is computed."""
     types = ["sliding_attention", "full_attention"]
@@ -185,7 +213,7 @@ def other_value(architecture: str, key: str, value: object) -> object:
         "rope_theta": 77.0,
         "layer_types": types[::-1] if architecture == "GptOssForCausalLM" else types,
         "mlp_layer_types": ["sparse", "dense"],
-        "mlp_only_layers": [0],
+        "mlp_only_layers": [1],
         "partial_rotary_factor": 0.25,
         "topk_method": "group_limited_greedy",
         "sliding_window": 3,
@@ -235,8 +263,8 @@ def test_a_key_that_is_read_changes_what_is_computed_or_is_refused(architecture:
             companions = {**GROUPS, "topk_method": "group_limited_greedy"}
         base = small_config(architecture, **companions)
         value = other_value(architecture, key, base[key] if key in base else defaults.get(key))
+        before = results_of(base) if companions else results_of_plain(architecture)
         try:
-            before = results_of(base)
             after = results_of({**base, key: value})
         except ModelDirectoryError:
             continue
@@ -260,3 +288,10 @@ def test_a_key_that_is_absent_counts_as_transformers_default(architecture: str) 
         if implied.shape != given.shape or not torch.equal(implied, given):
             differing.append(field.name)
     assert differing == []
+
+
+def test_every_name_of_silu_is_served_and_no_other_activation() -> None:
+    x = torch.linspace(-4, 4, 64)
+    for name in ACT2FN:
+        is_silu = torch.equal(ACT2FN[name](x), torch.nn.functional.silu(x))
+        assert (refusal_of(small_config("LlamaForCausalLM", hidden_act=name)) is None) == is_silu, name

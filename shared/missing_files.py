@@ -1,0 +1,86 @@
+"""What a model directory has in place of a file that is needed, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+ADAPTER = "adapter_config.json"
+
+_LFS_START = b"version https://git-lfs.github.com/spec/v1"
+# Vocabularies in formats that transformers converts, as glob patterns.
+_OLDER_VOCABULARIES = ("tokenizer.model", "*.tiktoken", "tiktoken.model", "tekken.json", "*.model", "vocab.*")
+_MISTRALS = ("params.json", "consolidated*.safetensors")
+_SAVE_TOKENIZER = "load the directory with transformers' AutoTokenizer and save it here with save_pretrained"
+_SAVE_MODEL = "load the directory with transformers' AutoModelForCausalLM and save it with save_pretrained"
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether a file is what `git clone` leaves of a large one where Git LFS is not installed.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return file.read(len(_LFS_START)) == _LFS_START
+
+
+def tokenizer_advice(model_dir: Path) -> str | None:
+    """What to do where tokenizer.json is missing; None if there is no vocabulary in any format."""
+    found = _first(model_dir, _OLDER_VOCABULARIES)
+    return None if found is None else f"the vocabulary is in {found}, which must be converted: {_SAVE_TOKENIZER}"
+
+
+def config_advice(model_dir: Path) -> str | None:
+    """What to do where config.json is missing; None if nothing is known."""
+    return _mistral_advice(model_dir) or _other_model_advice(model_dir)
+
+
+def weights_advice(model_dir: Path) -> str:
+    """What to do where model.safetensors and its index are missing."""
+    if shards := _all(model_dir, ["*-of-*.safetensors"], but=_MISTRALS):
+        return (
+            f"there are shards ({_listed(shards)}) but no model.safetensors.index.json, which says what is in them: "
+            "download it from where they are from"
+        )
+    if advice := _mistral_advice(model_dir):
+        return advice
+    if others := _all(model_dir, ["*.safetensors"], but=["adapter_*"]):
+        return f"there is {_listed(others)}: a model in one file must be called model.safetensors"
+    if pickled := _all(model_dir, ["*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt"], but=["adapter_*"]):
+        return f"the weights are in {_listed(pickled)}, whose format can run code and is not read: {_SAVE_MODEL}"
+    return _other_model_advice(model_dir) or "the directory has no weights"
+
+
+def _mistral_advice(model_dir: Path) -> str | None:
+    if not (found := _all(model_dir, _MISTRALS)):
+        return None
+    return (
+        f"the directory is in Mistral's own format ({_listed(found)}), which is not read: take the files in Hugging "
+        "Face's format (config.json and model*.safetensors), or convert them with transformers' "
+        "convert_mistral_weights_to_hf.py"
+    )
+
+
+def _other_model_advice(model_dir: Path) -> str | None:
+    if (model_dir / ADAPTER).exists():
+        return (
+            f"the directory has an adapter ({ADAPTER}) but not its base model: merge the two, for example with PEFT's "
+            "merge_and_unload, and save the result"
+        )
+    if gguf := _all(model_dir, ["*.gguf"]):
+        return f"there is {_listed(gguf)}: make a model directory of it with `lockstep import {gguf[0]} OUT_DIR`"
+    return None
+
+
+def _first(model_dir: Path, patterns: Iterable[str]) -> str | None:
+    return next((name for pattern in patterns for name in _all(model_dir, [pattern])), None)
+
+
+def _all(model_dir: Path, patterns: Iterable[str], *, but: Iterable[str] = ()) -> list[str]:
+    left_out = {path.name for pattern in but for path in model_dir.glob(pattern)}
+    return sorted({path.name for pattern in patterns for path in model_dir.glob(pattern)} - left_out)
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
