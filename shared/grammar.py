@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from shared.model_dir import TOKENIZER, ModelDirectoryError
+from shared.model_dir import TOKENIZER, ModelDirectoryError, read_tokenizer
 
 _LIMITS = LLParserLimits(
     # Concurrent parses of one text. In an ambiguous grammar they increase with every token, and the cost of a mask
@@ -77,11 +77,11 @@ class GrammarLibrary:
         Raises:
             ModelDirectoryError: the tokenizer is missing, malformed, or of a kind that the library does not support.
         """
-        path = model_dir / TOKENIZER
+        source = read_tokenizer(model_dir)
         try:
-            self.tokenizer = _load_tokenizer(path.read_text(encoding="utf-8"), list(eos_token_ids), num_tokens)
-        except (OSError, ValueError) as error:
-            raise ModelDirectoryError(f"{path}: {error}") from error
+            self.tokenizer = _load_tokenizer(source, list(eos_token_ids), num_tokens)
+        except ValueError as error:
+            raise ModelDirectoryError(f"{model_dir / TOKENIZER}: {error}") from error
         self.tokenizer = self.tokenizer.with_slices(_SLICES)
         self.num_tokens: int = num_tokens or self.tokenizer.vocab_size
 

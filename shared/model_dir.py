@@ -8,12 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shared.added_tokens import with_added_tokens
 from shared.missing_files import config_advice, is_lfs_pointer, tokenizer_advice
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+ADDED_TOKENS = "added_tokens.json"
 
 
 ARCHITECTURES = (
@@ -107,15 +111,37 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     raise ModelDirectoryError(f"{CONFIG}: architectures {what}; supported: {', '.join(sorted(ARCHITECTURES))}")
 
 
-def model_digest(model_dir: Path) -> str:
-    """What a model's services must agree on: SHA-256 over configuration and vocabulary, in hex.
+def read_tokenizer(model_dir: Path) -> str:
+    """Read tokenizer.json, with the tokens that other files of the directory add to it or declare as special.
+
+    Returns:
+        The file's text if they add none, else JSON of the same form.
 
     Raises:
-        ModelDirectoryError: a file is missing.
+        ModelDirectoryError: tokenizer.json is missing, or a file is malformed.
+    """
+    names = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS)
+    others = [read_json(model_dir, name) if (model_dir / name).exists() else {} for name in names]
+    try:
+        text = read_file(model_dir, TOKENIZER).decode()
+        if not any(others):
+            return text
+        tokenizer = json.loads(text)
+        complete = with_added_tokens(tokenizer, *others)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        files = ", ".join(name for name in names if (model_dir / name).exists())
+        raise ModelDirectoryError(f"{model_dir / TOKENIZER}: cannot read the tokens ({files}): {error!r}") from error
+    return text if complete is tokenizer else json.dumps(complete)
+
+
+def model_digest(model_dir: Path) -> str:
+    """What a model's services must agree on: SHA-256 over the configuration and the tokenizer with all tokens, in hex.
+
+    Raises:
+        ModelDirectoryError: a file is missing, or one that names tokens is malformed.
     """
     digest = hashlib.sha256()
-    for name in (CONFIG, TOKENIZER):
-        data = read_file(model_dir, name)
+    for name, data in ((CONFIG, read_file(model_dir, CONFIG)), (TOKENIZER, read_tokenizer(model_dir).encode())):
         digest.update(f"{name}:{len(data)}:".encode())
         digest.update(data)
     return digest.hexdigest()

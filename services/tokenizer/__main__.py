@@ -2,109 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
+import importlib
+import os
 import sys
-
-from services.tokenizer.config import TokenizerSettings
-from services.tokenizer.exchange.cell_requests import CellRequests
-from services.tokenizer.exchange.scheduler_client import SchedulerClient
-from services.tokenizer.metrics import make_registry
-from services.tokenizer.request.model import ServedModel, load_model
-from services.tokenizer.server.live_requests import LiveRequests
-from services.tokenizer.server.request_totals import RequestTotals
-from services.tokenizer.server.servicer import TOKENIZER_SERVICE, TokenizerServicer
-from shared.config import load_settings, log_settings
-from shared.model_dir import ModelDirectoryError
-from shared.network.health import Health
-from shared.network.management import serve_management
-from shared.network.probes import Probes
-from shared.network.rpc import ServerLimits, Servicer, make_peer, make_server
-from shared.network.tls import Role
-from shared.process.lifecycle import StopRequest, freeze_garbage, run_service
-from shared.process.logging import configure_logging
-
-logger = logging.getLogger(__name__)
-
-# An encoding thread yields the interpreter lock to the event loop after this long; Python's default of 5 ms would be
-# noticeable in streams.
-SWITCH_INTERVAL_S = 200e-6
-
-_CLOSE_S = 0.5
-
-_UNLINKED = "not linked to a scheduler"
-
-
-async def serve(settings: TokenizerSettings, model: ServedModel, stop: StopRequest) -> int:
-    """Serve until `stop` is set and the streams are drained; returns the exit code."""
-    health, probes = Health((TOKENIZER_SERVICE,)), Probes("starting")
-    probes.set_obstacle(_UNLINKED)
-
-    async def on_link_change(is_linked: bool) -> None:
-        probes.set_obstacle(None if is_linked else _UNLINKED)
-        await health.set_serving(is_linked and not stop.is_set())
-
-    requests = CellRequests(settings.scheduler_lost_s)
-    scheduler = SchedulerClient(
-        settings.scheduler,
-        model.digest,
-        requests,
-        on_link_change,
-        silence_s=settings.scheduler_silence_s,
-        peer=make_peer(settings.certificates, Role.SCHEDULER),
-    )
-    live, totals = LiveRequests(), RequestTotals()
-    servicer = TokenizerServicer(model, scheduler, live, totals=totals, max_unread_s=settings.max_unread_s)
-    servicers: list[Servicer] = [servicer, health]
-    names = (TOKENIZER_SERVICE,) if settings.reflection else ()
-    try:
-        server = make_server(
-            settings.bind_address,
-            servicers,
-            service_names=names,
-            certificates=settings.certificates,
-            limits=ServerLimits(max_connection_age_s=settings.max_connection_age_s),
-        )
-        registry = make_registry(scheduler, totals, settings.certificates)
-        management = await serve_management(settings.manage_listen, registry, probes)
-    except RuntimeError as error:
-        logger.error("cannot serve", extra={"address": settings.bind_address, "error": str(error)})
-        return 1
-    await server.start()
-    probes.set_started()
-    logger.info("serving", extra={"address": settings.bind_address, "model": model.name})
-    freeze_garbage()
-    ends = [asyncio.create_task(stop.wait()), asyncio.create_task(scheduler.run())]
-    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    probes.is_leaving = True
-    await health.set_serving(False)
-    # After a bug no answer can be finished.
-    await live.drain(settings.drain_s if stop.is_set() else 0.0, stop.is_urgent)
-    await server.stop(_CLOSE_S)
-    if management is not None:
-        management.close()
-    model.structured_outputs.close()
-    for task in ends:
-        task.cancel()
-    # The link only ends when it is cancelled; any other exception is a bug.
-    for result in await asyncio.gather(*ends, return_exceptions=True):
-        if isinstance(result, Exception):
-            raise result
-    return 0
 
 
 def main() -> int:
-    """Entry point of the service."""
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    settings = load_settings(TokenizerSettings)
-    configure_logging(service="tokenizer", level=settings.log_level, log_format=settings.log_format)
-    log_settings(settings)
-    try:
-        model = load_model(settings)
-    except ModelDirectoryError as error:
-        logger.error("cannot serve this model", extra={"error": str(error)})
-        return 1
-    return run_service(lambda stop: serve(settings, model, stop))
+    """Entry point of the process."""
+    # The service needs no torch, and its image has none; transformers would import one that is installed for workers,
+    # which takes 3 s and 330 MiB.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    # Transformers' warnings are not in the log's format; it reads this when it is imported.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    return int(importlib.import_module("services.tokenizer.service").main())
 
 
 if __name__ == "__main__":

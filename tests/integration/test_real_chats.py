@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 from services.tokenizer.chat.chat_encoding import render_chat
 from services.tokenizer.chat.chat_template import ChatTemplate, load_chat_template
 from services.tokenizer.chat.conversation import Conversation, Message
-from services.tokenizer.text.encoder import Encoder, load_tokenizer
+from services.tokenizer.text.encoder import Encoder
+from services.tokenizer.text.model_tokenizer import load_tokenizer
 from services.tokenizer.text.text_cuts import TextCutter
 from tests.support.tokenizer.many_tokenizers import TEXTS as ODD_TEXTS
 
@@ -24,10 +25,11 @@ class Real:
     """The real model's encoder and template, and `transformers`' tokenizer of the same directory."""
 
     def __init__(self, directory: Path) -> None:
-        template = load_chat_template(directory, timeout_s=60.0)
+        tokenizer = load_tokenizer(directory)
+        template = load_chat_template(tokenizer, timeout_s=60.0)
         assert template is not None
         self.template: ChatTemplate = template
-        self.encoder = Encoder(load_tokenizer(directory))
+        self.encoder = Encoder(tokenizer.backend)
         # It reads the whole vocabulary, so that one cuts all texts.
         self.cutter = TextCutter(self.encoder.tokenizer, part_length=1)
         self.reference: Any = AutoTokenizer.from_pretrained(directory)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment
 from jinja2.exceptions import TemplateError
@@ -15,12 +13,10 @@ from services.tokenizer.chat.conversation import Conversation, Message, Tool
 from services.tokenizer.chat.template_rendering import render_template
 from services.tokenizer.chat.template_trial import TemplateFeatures, try_template
 from services.tokenizer.json.json_values import JsonObject, JsonValue
+from services.tokenizer.text.model_tokenizer import ModelTokenizer
 from shared.errors import InvalidRequestError, Violation
-from shared.model_dir import CHAT_TEMPLATE, ModelDirectoryError, read_json
 
 logger = logging.getLogger(__name__)
-
-_TOKENIZER_CONFIG = "tokenizer_config.json"
 
 _PLAIN = TemplateFeatures()
 
@@ -109,24 +105,23 @@ class ChatTemplate:
         return json.dumps(arguments, ensure_ascii=False) if self._features.arguments_are_text else arguments
 
 
-def load_chat_template(model_dir: Path, *, timeout_s: float) -> ChatTemplate | None:
-    """Load the template after a trial; None if the directory has none.
+def load_chat_template(tokenizer: ModelTokenizer, *, timeout_s: float) -> ChatTemplate | None:
+    """The tokenizer's template after a trial; None if it has none that takes conversations without tools.
 
     Raises:
-        ModelDirectoryError: a file is malformed, or the template fails its trial.
+        ModelDirectoryError: the template fails its trial.
     """
-    config = read_json(model_dir, _TOKENIZER_CONFIG) if (model_dir / _TOKENIZER_CONFIG).exists() else {}
-    sources = _template_sources(model_dir, config)
-    source, tools_source = sources.get("default"), sources.get("tool_use")
-    if source is None:
+    sources = {name: tokenizer.templates[name] for name in ("default", "tool_use") if name in tokenizer.templates}
+    if "default" not in sources:
         return None
-    special_tokens = _special_tokens(config)
-    names = tuple(special_tokens.items())
+    names = tuple(tokenizer.special_tokens.items())
     tried = [
         try_template(each, names, timeout_s=timeout_s, has_tools=name == "tool_use") for name, each in sources.items()
     ]
     logger.info("chat template loaded", extra={"takes_tools": tried[-1].takes_tools})
-    return ChatTemplate(source, special_tokens, tools_source=tools_source, features=tried[-1])
+    return ChatTemplate(
+        sources["default"], tokenizer.special_tokens, tools_source=sources.get("tool_use"), features=tried[-1]
+    )
 
 
 def _literals_of(source: str) -> frozenset[str]:
@@ -138,30 +133,3 @@ def _literals_of(source: str) -> frozenset[str]:
 def _tool_fields(tool: Tool, guard: Guard) -> JsonObject:
     function: JsonObject = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": guard(function)}
-
-
-def _template_sources(model_dir: Path, config: dict[str, Any]) -> dict[str, str]:
-    """The templates by name: `default`, and possibly `tool_use`."""
-    path = model_dir / CHAT_TEMPLATE
-    if path.exists():
-        try:
-            return {"default": path.read_text(encoding="utf-8")}
-        except (OSError, ValueError) as error:
-            raise ModelDirectoryError(f"{path}: {error}") from error
-    template = config.get("chat_template")
-    named: dict[str, Any] = {"default": template}
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template}
-    sources = {name: named[name] for name in ("default", "tool_use") if named.get(name) is not None}
-    if not all(isinstance(source, str) for source in sources.values()):
-        raise ModelDirectoryError(f"{model_dir / _TOKENIZER_CONFIG}: chat_template is not a string")
-    return sources
-
-
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    tokens = {}
-    for name, value in config.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            tokens[name] = text
-    return tokens

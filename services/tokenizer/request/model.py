@@ -12,7 +12,8 @@ from services.tokenizer.request.model_checks import can_compile_grammars, warn_o
 from services.tokenizer.request.prompts import PromptEncoder
 from services.tokenizer.request.reply_parsers import ReplyParsers, load_reply_parsers
 from services.tokenizer.text.detokenizer import TokenTexts, make_token_texts
-from services.tokenizer.text.encoder import Encoder, load_tokenizer
+from services.tokenizer.text.encoder import Encoder
+from services.tokenizer.text.model_tokenizer import load_tokenizer
 from shared.model_dir import model_digest
 
 
@@ -37,11 +38,13 @@ def load_model(settings: TokenizerSettings) -> ServedModel:
         ModelDirectoryError: a file is missing or malformed, an EOS token is outside the vocabulary, or the chat
             template fails its trial.
     """
-    tokenizer = load_tokenizer(settings.model_dir)
+    model_tokenizer = load_tokenizer(settings.model_dir)
+    tokenizer = model_tokenizer.backend
     warn_of_unknown_tokens(tokenizer, settings.model_dir)
     encoder = Encoder(tokenizer)
-    template = load_chat_template(settings.model_dir, timeout_s=settings.template_timeout_s)
+    template = load_chat_template(model_tokenizer, timeout_s=settings.template_timeout_s)
     prompts = PromptEncoder(encoder, template, num_threads=settings.num_encode_threads)
+    can_compile = can_compile_grammars(tokenizer, settings.model_dir)
     grammar_limits = TrialLimits(settings.grammar_timeout_s, round(settings.grammar_memory_gib * 2**30))
     return ServedModel(
         settings.served_model_name,
@@ -49,6 +52,6 @@ def load_model(settings: TokenizerSettings) -> ServedModel:
         prompts,
         make_token_texts(tokenizer),
         load_reply_parsers(settings.model_dir, prompts, name=settings.reply_parser),
-        StructuredOutputs(settings.model_dir, grammar_limits, can_compile=can_compile_grammars(settings.model_dir)),
+        StructuredOutputs(settings.model_dir, grammar_limits, can_compile=can_compile),
         max(len(token.encode()) for token in tokenizer.get_vocab(with_added_tokens=True)),
     )

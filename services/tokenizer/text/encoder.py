@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ from services.tokenizer.text.control_tokens import ControlTokens, control_tokens
 from services.tokenizer.text.least_tokens import LeastTokens
 from services.tokenizer.text.text_cuts import PART_LENGTH, TextCutter
 from shared.limits import TOKEN_DTYPE
-from shared.model_dir import TOKENIZER, ModelDirectoryError
+from shared.model_dir import ModelDirectoryError
 
 # SentencePiece vocabularies mark the beginning of a text; a piece with other text before it must not be marked. This is
 # how the setting is written in a tokenizer's JSON; it cannot occur inside a JSON string.
@@ -139,16 +138,3 @@ def _tokens_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     encoding = tokenizer.post_processor.process(text)
     start = encoding.sequence_ids.index(0)
     return encoding.ids[:start], encoding.ids[start + 1 :]
-
-
-def load_tokenizer(model_dir: Path) -> Tokenizer:
-    """Read the model's tokenizer.
-
-    Raises:
-        ModelDirectoryError: the file is missing or malformed.
-    """
-    path = model_dir / TOKENIZER
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare exceptions
-        raise ModelDirectoryError(f"{path}: {error}") from error

@@ -17,7 +17,7 @@ from services.tokenizer.server.completion import Completion
 from services.tokenizer.server.generation import Generation
 from services.tokenizer.server.request_totals import RequestTotals
 from services.tokenizer.text.detokenizer import make_token_texts
-from services.tokenizer.text.encoder import load_tokenizer
+from services.tokenizer.text.model_tokenizer import load_tokenizer
 from shared.limits import TOKEN_DTYPE, SamplingParams
 from shared.process.lifecycle import freeze_garbage
 from tests.bench.peers.contestant import Stopwatch
@@ -32,7 +32,7 @@ class LockstepFrontEnd:
 
     def __init__(self, model_dir: Path) -> None:
         self.stopwatch = Stopwatch()
-        self._texts = make_token_texts(load_tokenizer(model_dir))
+        self._texts = make_token_texts(load_tokenizer(model_dir).backend)
         self._completions: list[Completion] = []
         self._handles = np.empty(0, np.uint32)
         self._num_told = 0

@@ -14,10 +14,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
-from services.tokenizer.__main__ import serve
 from services.tokenizer.config import TokenizerSettings
 from services.tokenizer.request.model import load_model
 from services.tokenizer.server.servicer import TOKENIZER_SERVICE
+from services.tokenizer.service import serve
 from shared.model_dir import model_digest
 from shared.network.rpc import make_channel, make_server
 from shared.process.lifecycle import StopRequest

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from shared.model_dir import ModelDirectoryError, eos_token_ids, model_digest, read_json
+from shared.model_dir import (
+    ADDED_TOKENS,
+    CHAT_TEMPLATE,
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    ModelDirectoryError,
+    eos_token_ids,
+    model_digest,
+    read_json,
+    read_tokenizer,
+)
+from tests.support.models.tiny_tokenizer import IM_START, write_tiny_tokenizer
 
 
 def write_model(model_dir: Path, *, config: object = None, generation: object = None) -> Path:
@@ -50,6 +63,53 @@ def test_bytes_that_move_between_the_files_change_the_digest(tmp_path: Path) -> 
     (model_dir / "tokenizer.json").write_text(" {}")
 
     assert model_digest(model_dir) != digest
+
+
+def test_the_digest_is_that_of_the_file_while_nothing_adds_tokens(tmp_path: Path) -> None:
+    write_tiny_tokenizer(tmp_path)
+    digest = model_digest(tmp_path)
+
+    assert read_tokenizer(tmp_path) == (tmp_path / TOKENIZER).read_text(encoding="utf-8")
+    for name in (TOKENIZER_CONFIG, CHAT_TEMPLATE):
+        (tmp_path / name).unlink()
+    assert model_digest(tmp_path) == digest
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (ADDED_TOKENS, {"<x>": 420}),
+        (SPECIAL_TOKENS_MAP, {"bos_token": "<s>"}),
+        (TOKENIZER_CONFIG, {"extra_special_tokens": ["<x>"]}),
+        (TOKENIZER_CONFIG, {"added_tokens_decoder": {"1": {"content": IM_START, "special": False}}}),
+    ],
+)
+def test_the_digest_depends_on_tokens_in_other_files(tmp_path: Path, name: str, content: object) -> None:
+    write_tiny_tokenizer(tmp_path)
+    digest = model_digest(tmp_path)
+
+    (tmp_path / name).write_text(json.dumps(content))
+
+    assert model_digest(tmp_path) != digest
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (TOKENIZER, "{"),
+        (TOKENIZER_CONFIG, "[]"),
+        (TOKENIZER_CONFIG, '{"added_tokens_decoder": [1]}'),
+        (TOKENIZER_CONFIG, '{"extra_special_tokens": [7]}'),
+        (ADDED_TOKENS, '{"<x>": "a"}'),
+        (SPECIAL_TOKENS_MAP, '{"bos_token": {}}'),
+    ],
+)
+def test_tokens_that_cannot_be_read_are_an_error_of_the_directory(tmp_path: Path, name: str, content: str) -> None:
+    write_tiny_tokenizer(tmp_path)
+    (tmp_path / name).write_text(content)
+
+    with pytest.raises(ModelDirectoryError, match=re.escape(str(tmp_path))):
+        read_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from services.tokenizer.chat.conversation import Conversation, Message, Tool, To
 from services.tokenizer.json.json_values import JsonObject
 from services.tokenizer.request.prompts import PromptEncoder
 from services.tokenizer.text.encoder import Encoder
+from services.tokenizer.text.model_tokenizer import load_tokenizer
 from tests.support.models.tiny_tokenizer import ENDOFTEXT, IM_END, IM_START, tiny_tokenizer, write_tiny_tokenizer
 
 # Every part of a conversation appears somewhere, including the fields that templates inspect.
@@ -72,7 +73,7 @@ def encoder() -> Encoder:
 
 
 def template_of(directory: Path) -> ChatTemplate:
-    template = load_chat_template(directory, timeout_s=60.0)
+    template = load_chat_template(load_tokenizer(directory), timeout_s=60.0)
     assert template is not None
     return template
 

@@ -12,6 +12,7 @@ from services.tokenizer.chat.template_trial import TemplateFeatures
 from services.tokenizer.json.json_values import JsonObject
 from services.tokenizer.request.prompts import PromptEncoder
 from services.tokenizer.text.encoder import Encoder
+from services.tokenizer.text.model_tokenizer import load_tokenizer
 from shared.errors import InvalidRequestError, TemplateFailedError
 from shared.model_dir import ModelDirectoryError
 from tests.support.models.tiny_tokenizer import CHATML, tiny_tokenizer, write_tiny_tokenizer
@@ -30,7 +31,7 @@ def write_config(directory: Path, **fields: object) -> None:
 
 
 def load(directory: Path) -> ChatTemplate | None:
-    return load_chat_template(directory, timeout_s=60.0)
+    return load_chat_template(load_tokenizer(directory), timeout_s=60.0)
 
 
 def render(template: ChatTemplate | None, *messages: Message, tools: tuple[Tool, ...] = ()) -> str:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
@@ -10,7 +8,7 @@ from services.tokenizer.chat.chat_template import ChatTemplate
 from services.tokenizer.chat.conversation import Conversation, Message
 from services.tokenizer.request.prompts import PromptEncoder
 from services.tokenizer.text.control_tokens import ControlTokens
-from services.tokenizer.text.encoder import Encoder, load_tokenizer
+from services.tokenizer.text.encoder import Encoder
 from services.tokenizer.text.text_cuts import PART_LENGTH
 from shared.errors import RequestTooLargeError
 from shared.model_dir import ModelDirectoryError
@@ -132,8 +130,3 @@ async def test_a_conversation_whose_rendered_text_is_too_large_is_refused() -> N
     prompts = PromptEncoder(Encoder(tiny_tokenizer()), template)
     with pytest.raises(RequestTooLargeError):
         await prompts.encode(Conversation((Message("user", "x" * 2**21),)), 256)
-
-
-def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelDirectoryError, match=r"tokenizer\.json"):
-        load_tokenizer(tmp_path)
