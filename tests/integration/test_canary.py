@@ -101,6 +101,7 @@ BAD_REQUESTS = [
 
 # A template that fails with what the client wrote, as those of many models do.
 TEMPLATE = """\
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor -%}
 {%- for message in messages %}
 {%- if 'fail' in message.name %}{{ raise_exception('name: ' ~ message.name) }}{% endif -%}
 {%- if 'break' in message.name %}{{ message.content / 2 }}{% endif -%}

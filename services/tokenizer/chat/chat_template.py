@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable
 
 from jinja2 import Environment
 from jinja2.exceptions import TemplateError
 
-from services.tokenizer.chat.conversation import Conversation, Message, Tool
+from services.tokenizer.chat.conversation import Conversation, Tool
+from services.tokenizer.chat.message_forms import Guard, TemplateFeatures, message_fields
 from services.tokenizer.chat.template_rendering import render_template
-from services.tokenizer.chat.template_trial import TemplateFeatures, try_template
+from services.tokenizer.chat.template_trial import try_template
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 from services.tokenizer.text.model_tokenizer import ModelTokenizer
 from shared.errors import InvalidRequestError, Violation
 
 logger = logging.getLogger(__name__)
 
-_PLAIN = TemplateFeatures()
+_PLAIN = TemplateFeatures(takes_tools=True)
 
 # Of a template's own words in an error, which travels as metadata.
 _MAX_WORDS_LENGTH = 500
-
-Guard = Callable[[JsonValue], JsonValue]
 
 
 class ChatTemplate:
@@ -49,11 +46,19 @@ class ChatTemplate:
         return self._source if self._tools_source is self._source else f"{self._source}\n{self._tools_source}"
 
     def fields(self, conversation: Conversation, guard: Guard = lambda value: value) -> JsonObject:
-        """The variables for `apply_chat_template`; `guard` is applied to everything the client wrote."""
+        """The variables for `apply_chat_template`; `guard` is applied to everything the client wrote.
+
+        Raises:
+            InvalidRequestError: there are tools, which the template does not list.
+        """
+        if conversation.offered_tools and not self._features.takes_tools:
+            raise InvalidRequestError.from_violations(
+                [Violation("chat.tools", "OUT_OF_RANGE", "must be empty: the model's chat template takes no tools")]
+            )
         tools: list[JsonValue] = [_tool_fields(tool, guard) for tool in conversation.offered_tools]
         return {
             **{name: guard(value) for name, value in conversation.variables.items()},
-            "messages": [self._message_fields(message, guard) for message in conversation.messages],
+            "messages": message_fields(conversation.messages, self._features, guard),
             "tools": tools or None,
         }
 
@@ -79,30 +84,6 @@ class ChatTemplate:
             raise InvalidRequestError.from_violations(
                 [Violation("chat.messages", "TEMPLATE_FAILED", description)]
             ) from None
-
-    def _message_fields(self, message: Message, guard: Guard) -> JsonObject:
-        fields: JsonObject = {"role": message.role, "content": guard(message.content)}
-        others: JsonObject = {
-            "reasoning_content": message.reasoning,
-            "name": message.name,
-            "tool_call_id": message.tool_call_id,
-        }
-        fields |= {name: guard(value) for name, value in others.items() if value}
-        if message.tool_calls:
-            if not message.content and self._features.empty_content_is_none:
-                fields["content"] = None
-            fields["tool_calls"] = [
-                {
-                    "type": "function",
-                    **({"id": guard(call.id)} if call.id else {}),
-                    "function": {"name": guard(call.name), "arguments": self._arguments(guard(call.arguments))},
-                }
-                for call in message.tool_calls
-            ]
-        return fields
-
-    def _arguments(self, arguments: JsonValue) -> JsonValue:
-        return json.dumps(arguments, ensure_ascii=False) if self._features.arguments_are_text else arguments
 
 
 def load_chat_template(tokenizer: ModelTokenizer, *, timeout_s: float) -> ChatTemplate | None:

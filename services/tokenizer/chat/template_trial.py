@@ -13,9 +13,11 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from services.tokenizer.chat.conversation import Message, ToolCall
+from services.tokenizer.chat.message_forms import TemplateFeatures, message_fields
 from services.tokenizer.chat.template_rendering import render_template
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 from services.tokenizer.text_size import MAX_TEXT_BYTES
@@ -27,10 +29,9 @@ MAX_MEMORY_BYTES = 512 * 1024 * 1024
 
 _MAX_ERROR_LENGTH = 500
 
-_SYSTEM: JsonObject = {"role": "system", "content": "Answer briefly."}
-_USER: JsonObject = {"role": "user", "content": "Hello"}
+_SYSTEM, _USER = Message("system", "Answer briefly."), Message("user", "Hello")
 # How a conversation begins: some templates need a system message.
-_OPENINGS: tuple[list[JsonValue], ...] = ([_USER], [_SYSTEM, _USER])
+_OPENINGS = ((_USER,), (_SYSTEM, _USER))
 _TOOL: JsonObject = {
     "type": "function",
     "function": {
@@ -40,18 +41,8 @@ _TOOL: JsonObject = {
     },
 }
 _ARGUMENTS: JsonObject = {"word": "salutation"}
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateFeatures:
-    """How a template handles tools."""
-
-    takes_tools: bool = False
-    """Whether the prompt lists them."""
-    arguments_are_text: bool = False
-    """Whether a call's arguments are JSON text rather than an object."""
-    empty_content_is_none: bool = False
-    """Whether a message with calls and no text needs content None: with "" the calls are left out."""
+_CALL = ToolCall("call_0", "look_up", _ARGUMENTS)
+_OTHER_CALL = ToolCall("call_1", "look_up", {"word": "valediction"})
 
 
 @functools.lru_cache(maxsize=16)
@@ -122,21 +113,23 @@ def find_features(render: Callable[[JsonObject], str], tools: list[JsonValue] | 
             too much.
     """
     opening = _find_opening(render, tools)
-    takes_tools = "look_up" in _rendered(render, opening, [_TOOL])
+    trial = _Trial(render, opening)
+    takes_tools = "look_up" in trial.rendered((), TemplateFeatures())
     # The first form in which calls are rendered wins; the form that `apply_chat_template` takes is tried first.
-    for empty_content_is_none, arguments_are_text in itertools.product((False, True), repeat=2):
-        features = TemplateFeatures(takes_tools, arguments_are_text, empty_content_is_none)
-        if _writes_call(render, opening, features):
-            return features
+    for ids_are_short, empty_content_is_none, arguments_are_text in itertools.product((False, True), repeat=3):
+        features = TemplateFeatures(takes_tools, arguments_are_text, empty_content_is_none, ids_are_short)
+        if trial.writes(Message("assistant", "", (_CALL,)), features):
+            return trial.with_needs(features)
     return TemplateFeatures(takes_tools)
 
 
-def _find_opening(render: Callable[[JsonObject], str], tools: list[JsonValue] | None) -> list[JsonValue]:
+def _find_opening(render: Callable[[JsonObject], str], tools: list[JsonValue] | None) -> tuple[Message, ...]:
     """The first opening that the template renders."""
     failures: list[Exception] = []
     for opening in _OPENINGS:
         try:
-            size = len(render({"messages": opening, "tools": tools}).encode())
+            fields: JsonObject = {"messages": _fields(opening, TemplateFeatures()), "tools": tools}
+            size = len(render(fields).encode())
         except Exception as error:  # noqa: BLE001 - a template can raise anything
             failures.append(error)
             continue
@@ -146,25 +139,42 @@ def _find_opening(render: Callable[[JsonObject], str], tools: list[JsonValue] | 
     raise failures[0]
 
 
-def _writes_call(render: Callable[[JsonObject], str], opening: list[JsonValue], features: TemplateFeatures) -> bool:
-    arguments = json.dumps(_ARGUMENTS) if features.arguments_are_text else _ARGUMENTS
-    call: JsonObject = {"type": "function", "id": "call_0", "function": {"name": "look_up", "arguments": arguments}}
-    content = None if features.empty_content_is_none else ""
-    messages: list[JsonValue] = [
-        *opening,
-        {"role": "assistant", "content": content, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_0", "name": "look_up", "content": "A greeting."},
-    ]
-    text = _rendered(render, messages, [_TOOL])
-    # A template that expects text and gets an object writes it in Python's notation.
-    return "salutation" in text and str(_ARGUMENTS) not in text
+class _Trial:
+    """Renders what follows an opening."""
+
+    def __init__(self, render: Callable[[JsonObject], str], opening: tuple[Message, ...]) -> None:
+        self._render = render
+        self._opening = opening
+
+    def with_needs(self, features: TemplateFeatures) -> TemplateFeatures:
+        """Add what messages need that have several calls, or content beside one."""
+        for name, message in (
+            ("one_call_per_message", Message("assistant", "", (_CALL, _OTHER_CALL))),
+            ("content_is_apart", Message("assistant", "So:", (_CALL,))),
+            ("content_is_reasoning", Message("assistant", "So:", (_CALL,), reasoning="Hm.")),
+        ):
+            needy = replace(features, **{name: True})
+            if not self.writes(message, features) and self.writes(message, needy):
+                features = needy
+        return features
+
+    def writes(self, message: Message, features: TemplateFeatures) -> bool:
+        """Whether all calls of a message are rendered."""
+        results = [Message("tool", "A greeting.", tool_call_id=call.id, name=call.name) for call in message.tool_calls]
+        text = self.rendered((message, *results), features)
+        # A template that expects text and gets an object writes it in Python's notation.
+        return str(_ARGUMENTS) not in text and all(str(call.arguments["word"]) in text for call in message.tool_calls)
+
+    def rendered(self, messages: tuple[Message, ...], features: TemplateFeatures) -> str:
+        """Empty if the template fails."""
+        try:
+            return self._render({"messages": _fields((*self._opening, *messages), features), "tools": [_TOOL]})
+        except Exception:  # noqa: BLE001 - a template can raise anything
+            return ""
 
 
-def _rendered(render: Callable[[JsonObject], str], messages: list[JsonValue], tools: list[JsonValue]) -> str:
-    try:
-        return render({"messages": messages, "tools": tools})
-    except Exception:  # noqa: BLE001 - a template can raise anything
-        return ""
+def _fields(messages: tuple[Message, ...], features: TemplateFeatures) -> list[JsonValue]:
+    return message_fields(messages, features, lambda value: value)
 
 
 def _limit_memory() -> None:

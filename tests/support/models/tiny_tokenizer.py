@@ -21,6 +21,8 @@ You are helpful<|im_end|>
 ' + message['content'] + '<|im_end|>' + '
 '}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant
 ' }}{% endif %}"""
+# The same, with tools listed first.
+TOOLS_CHATML = "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}" + CHATML
 
 # Yields merges of every kind: words, spaces, and parts of characters of two, three and four bytes.
 _TRAINING_TEXT = [

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from tests.support.models.tiny_tokenizer import tiny_tokenizer, write_tiny_tokenizer
+from tests.support.models.tiny_tokenizer import TOOLS_CHATML, tiny_tokenizer, write_tiny_tokenizer
 from tests.support.tokenizer.tokenizer_service import Service, run_tokenizer_service
 
 
@@ -18,6 +18,15 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models") / "tiny"
     directory.mkdir()
     write_tiny_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tools_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, with a chat template that takes tools."""
+    directory = tmp_path_factory.mktemp("models") / "tiny-tools"
+    directory.mkdir()
+    write_tiny_tokenizer(directory, chat_template=TOOLS_CHATML)
     return directory
 
 

@@ -16,7 +16,14 @@ from services.tokenizer.json.json_values import JsonObject
 from services.tokenizer.request.prompts import PromptEncoder
 from services.tokenizer.text.encoder import Encoder
 from services.tokenizer.text.model_tokenizer import load_tokenizer
-from tests.support.models.tiny_tokenizer import ENDOFTEXT, IM_END, IM_START, tiny_tokenizer, write_tiny_tokenizer
+from tests.support.models.tiny_tokenizer import (
+    ENDOFTEXT,
+    IM_END,
+    IM_START,
+    TOOLS_CHATML,
+    tiny_tokenizer,
+    write_tiny_tokenizer,
+)
 
 # Every part of a conversation appears somewhere, including the fields that templates inspect.
 TEMPLATE = """\
@@ -59,11 +66,11 @@ def reference(directory: Path) -> Any:
     return AutoTokenizer.from_pretrained(directory)
 
 
-@pytest.fixture(scope="module", params=[None, TEMPLATE], ids=["chatml", "tools"])
+@pytest.fixture(scope="module", params=[TOOLS_CHATML, TEMPLATE], ids=["chatml", "tools"])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny tokenizer with a template."""
     path = tmp_path_factory.mktemp("tokenizer")
-    write_tiny_tokenizer(path, **({} if request.param is None else {"chat_template": request.param}))
+    write_tiny_tokenizer(path, chat_template=request.param)
     return path
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from services.tokenizer.chat.chat_template import ChatTemplate, load_chat_template
 from services.tokenizer.chat.conversation import Conversation, Message, Tool, ToolCall, ToolMode
-from services.tokenizer.chat.template_trial import TemplateFeatures
+from services.tokenizer.chat.message_forms import TemplateFeatures
 from services.tokenizer.json.json_values import JsonObject
 from services.tokenizer.request.prompts import PromptEncoder
 from services.tokenizer.text.encoder import Encoder

@@ -12,8 +12,9 @@ import psutil
 import pytest
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError, UndefinedError
 
+from services.tokenizer.chat.message_forms import TemplateFeatures
 from services.tokenizer.chat.template_rendering import render_template
-from services.tokenizer.chat.template_trial import TemplateFeatures, find_features, try_template
+from services.tokenizer.chat.template_trial import find_features, try_template
 from shared.model_dir import ModelDirectoryError
 from tests.support.system.processes import ROOT, module_environment
 
@@ -32,6 +33,18 @@ CALLS_AS_OBJECTS = """\
 CALLS_AS_TEXT = """\
 {% for m in messages %}{% if m.content is not none %}{{ m.content }}{% else %}{% for call in m.tool_calls %}
 {{- 'call ' + call.function.arguments }}{% endfor %}{% endif %}{% endfor %}"""
+# gpt-oss writes only the first call, and reasoning or content; Llama 3 refuses several calls; Mistral long ids.
+ONE_CALL = """\
+{% for m in messages %}{% if m.tool_calls %}{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}
+{{- m.content or m.thinking }}{{ m.tool_calls[0].function.arguments | tojson }}
+{%- else %}{{ m.content }}{% endif %}{% endfor %}"""
+SINGLE_CALLS = """\
+{% for m in messages %}{% if m.tool_calls | length > 1 %}{{ raise_exception('several') }}{% endif %}{{ m.content }}
+{%- for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"""
+SHORT_IDS = """\
+{% for m in messages %}{{ m.content }}{% for call in m.tool_calls %}
+{%- if call.id | length != 9 %}{{ raise_exception('id') }}{% endif %}{{ call.function.arguments | tojson }}{% endfor %}
+{%- if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_exception('id') }}{% endif %}{% endfor %}"""
 CALLS_AS_PYTHON = (
     "{% for m in messages %}{% for call in m.tool_calls %}{{ call.function.arguments }}{% endfor %}{% endfor %}"
 )
@@ -51,7 +64,10 @@ def attempt(source: str, timeout_s: float = 60.0) -> TemplateFeatures:
     ("source", "features"),
     [
         (CALLS_AS_OBJECTS, TemplateFeatures(takes_tools=True)),
-        (CALLS_AS_TEXT, TemplateFeatures(arguments_are_text=True, empty_content_is_none=True)),
+        (CALLS_AS_TEXT, TemplateFeatures(arguments_are_text=True, empty_content_is_none=True, content_is_apart=True)),
+        (ONE_CALL, TemplateFeatures(one_call_per_message=True, content_is_reasoning=True)),
+        (SINGLE_CALLS, TemplateFeatures(one_call_per_message=True)),
+        (SHORT_IDS, TemplateFeatures(ids_are_short=True)),
         (CALLS_AS_PYTHON, TemplateFeatures(arguments_are_text=True)),
         (NO_CALLS, TemplateFeatures()),
         ("{{ bos_token }}{{ raise_exception('no tools') if tools else '' }}", TemplateFeatures()),

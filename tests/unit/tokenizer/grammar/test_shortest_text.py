@@ -17,7 +17,7 @@ from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.grammar.shortest_text import MAX_BYTES, shortest_json, shortest_match, shortest_text
 from services.tokenizer.json.json_values import JsonValue
 from shared.network.rpc import status_from_rpc_error
-from tests.support.models.tiny_tokenizer import CHATML, write_tiny_tokenizer
+from tests.support.models.tiny_tokenizer import TOOLS_CHATML, write_tiny_tokenizer
 from tests.support.tokenizer.tokenizer_service import Service, run_tokenizer_service
 
 BILLION = 10**9
@@ -172,7 +172,7 @@ async def refusal(service: Service, request: Request) -> str:
 async def test_only_forms_that_fit_no_context_are_refused(tmp_path: Path) -> None:
     model_dir = tmp_path / "model"
     model_dir.mkdir()
-    write_tiny_tokenizer(model_dir, chat_template=CHATML + "{# <tool_call> tools #}")
+    write_tiny_tokenizer(model_dir, chat_template=TOOLS_CHATML + "{# <tool_call> #}")
     schemas = [array(BILLION), {"type": "string", "minLength": BILLION}, array(1000, array(1000))]
     forms = [Form(json_schema=json.dumps(schema)) for schema in schemas]
     forms += [Form(json_schema='{"type": "string", "pattern": "a{1000000000}"}')]

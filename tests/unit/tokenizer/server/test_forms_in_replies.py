@@ -27,7 +27,13 @@ from shared.limits import SamplingOptions
 from shared.model_dir import CONFIG, GENERATION_CONFIG, TOKENIZER
 from shared.sampling_codec import decode_options
 from tests.support.clients.client import Completion, read_answer
-from tests.support.models.tiny_tokenizer import CHATML, CONTEXT_LENGTH, IM_END_ID, tiny_tokenizer, write_tiny_tokenizer
+from tests.support.models.tiny_tokenizer import (
+    CONTEXT_LENGTH,
+    IM_END_ID,
+    TOOLS_CHATML,
+    tiny_tokenizer,
+    write_tiny_tokenizer,
+)
 from tests.support.tokenizer.exchange_peer import Row, make_end
 from tests.support.tokenizer.tokenizer_service import Service, run_tokenizer_service
 from tests.support.worker.worker_steps import column
@@ -54,7 +60,7 @@ def reasoners(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str],
         for end in dict.fromkeys((opening, "", "<think>\n\n</think>\n\n")):
             directory = tmp_path_factory.mktemp(name)
             # A template that knows the markup, in a place that it does not reach.
-            template = f"{CHATML}{end}{{% if false %}}<think>{{{{ tools }}}}{{% endif %}}"
+            template = f"{TOOLS_CHATML}{end}{{% if false %}}<think>{{% endif %}}"
             write_tiny_tokenizer(directory, chat_template=template)
             tokenizer = tiny_tokenizer()
             markup = sorted(REPLY_PARSERS[name].markup)

@@ -292,11 +292,11 @@ REPLY = '<think>hm</think>Hi<tool_call>{"name": "look", "arguments": {"a": 1}}</
 
 
 async def test_a_reply_to_a_conversation_is_parsed_unless_the_raw_text_is_requested(
-    model_dir: Path, tmp_path: Path, tokenizer: Tokenizer
+    tools_model_dir: Path, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     chat = tokenizer_pb2.Chat(messages=[{"role": tokenizer_pb2.ROLE_USER, "content": "hi"}], tools=[{"name": "look"}])
     ids = tokenizer.encode(REPLY).ids
-    async with run_tokenizer_service(model_dir, tmp_path, reply_parser="hermes") as service:
+    async with run_tokenizer_service(tools_model_dir, tmp_path, reply_parser="hermes") as service:
         await service.link()
         [read] = (await answer_with(service, Request(chat=chat), ids)).choices.values()
         raw = await answer_with(service, Request(chat=chat, raw_text=True), ids)
@@ -332,14 +332,14 @@ async def test_an_empty_form_is_refused_by_its_field(service: Service) -> None:
     assert "structured_output.regex" in (await call.details())
 
 
-async def test_required_tools_constrain_each_prompt_separately(model_dir: Path, tmp_path: Path) -> None:
+async def test_required_tools_constrain_each_prompt_separately(tools_model_dir: Path, tmp_path: Path) -> None:
     message = {"role": tokenizer_pb2.ROLE_USER, "content": "hi"}
     chats = [
         tokenizer_pb2.Chat(messages=[message], tools=[{"name": "look"}], tool_mode=mode)
         for mode in (tokenizer_pb2.TOOL_MODE_REQUIRED, tokenizer_pb2.TOOL_MODE_AUTO)
     ]
     request = Request(prompts={"prompts": [Prompt(chat=chat) for chat in chats]})
-    async with run_tokenizer_service(model_dir, tmp_path, reply_parser="hermes") as service:
+    async with run_tokenizer_service(tools_model_dir, tmp_path, reply_parser="hermes") as service:
         await service.link()
         call, sent = await submit(service, request, num_prompts=2)
         assert [each.HasField("options") for each in sent] == [True, False]
@@ -347,13 +347,28 @@ async def test_required_tools_constrain_each_prompt_separately(model_dir: Path, 
         call.cancel()
 
 
-async def test_a_model_that_calls_no_tools_cannot_be_forced_to(service: Service) -> None:
+@pytest.mark.parametrize("takes_tools", [True, False])
+async def test_a_model_that_calls_no_tools_cannot_be_forced_to(
+    model_dir: Path, tools_model_dir: Path, tmp_path: Path, takes_tools: bool
+) -> None:
     chat = tokenizer_pb2.Chat(
         messages=[{"role": tokenizer_pb2.ROLE_USER, "content": "hi"}], tools=[{"name": "look"}], tool_name="look"
     )
+    async with run_tokenizer_service(tools_model_dir if takes_tools else model_dir, tmp_path) as service:
+        await service.link()
+        call = service.stub.Generate(Request(chat=chat))
+        assert await error_of(call) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
+        assert ("chat.tool_mode" if takes_tools else "chat.tools: must be empty") in (await call.details())
+
+
+async def test_tools_that_the_template_does_not_list_are_refused_unless_they_are_hidden(service: Service) -> None:
+    chat = tokenizer_pb2.Chat(messages=[{"role": tokenizer_pb2.ROLE_USER, "content": "hi"}], tools=[{"name": "look"}])
     call = service.stub.Generate(Request(chat=chat))
     assert await error_of(call) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
-    assert "chat.tool_mode" in (await call.details())
+    assert "chat.tools: must be empty: the model's chat template takes no tools" in (await call.details())
+    chat.tool_mode = tokenizer_pb2.TOOL_MODE_NONE
+    call, _ = await submit(service, Request(chat=chat))
+    call.cancel()
 
 
 async def test_stopping_the_service_ends_all_choices_with_their_call(service: Service) -> None:

@@ -52,9 +52,9 @@ def tokens_up_to(tokenizer: Tokenizer, reply: str, end: str) -> int:
 
 @pytest.mark.parametrize("run_length", [1, 7, 1000])
 async def test_a_stop_string_in_reasoning_or_arguments_ends_nothing(
-    model_dir: Path, tmp_path: Path, tokenizer: Tokenizer, run_length: int
+    tools_model_dir: Path, tmp_path: Path, tokenizer: Tokenizer, run_length: int
 ) -> None:
-    async with run_tokenizer_service(model_dir, tmp_path, reply_parser="hermes") as service:
+    async with run_tokenizer_service(tools_model_dir, tmp_path, reply_parser="hermes") as service:
         await service.link()
         reply = HERMES.replace(" Question: next", "")
         choice, token_ids = await serve(service, tokenizer, reply, "Question:", run_length=run_length)
@@ -72,9 +72,9 @@ async def test_a_stop_string_in_reasoning_or_arguments_ends_nothing(
 
 @pytest.mark.parametrize("run_length", [1, 1000])
 async def test_a_stop_string_in_markup_leaves_no_markup(
-    model_dir: Path, tmp_path: Path, tokenizer: Tokenizer, run_length: int
+    tools_model_dir: Path, tmp_path: Path, tokenizer: Tokenizer, run_length: int
 ) -> None:
-    async with run_tokenizer_service(model_dir, tmp_path, reply_parser="harmony") as service:
+    async with run_tokenizer_service(tools_model_dir, tmp_path, reply_parser="harmony") as service:
         await service.link()
         choice, _ = await serve(service, tokenizer, HARMONY, "final", run_length=run_length)
         kept, _ = await serve(service, tokenizer, HARMONY, "final", run_length=run_length, include_stop=True)
@@ -83,26 +83,28 @@ async def test_a_stop_string_in_markup_leaves_no_markup(
 
 
 async def test_a_stop_string_ends_raw_text_wherever_it_is(
-    model_dir: Path, tmp_path: Path, tokenizer: Tokenizer
+    tools_model_dir: Path, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    async with run_tokenizer_service(model_dir, tmp_path, reply_parser="hermes") as service:
+    async with run_tokenizer_service(tools_model_dir, tmp_path, reply_parser="hermes") as service:
         await service.link()
         choice, _ = await serve(service, tokenizer, HERMES, "Question:", raw_text=True)
     assert (choice.text, choice.reason) == ("<think>", "STOP_STRING")
 
 
 async def test_a_stop_string_that_only_the_end_releases_still_ends_the_text(
-    model_dir: Path, tmp_path: Path, tokenizer: Tokenizer
+    tools_model_dir: Path, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    async with run_tokenizer_service(model_dir, tmp_path, reply_parser="hermes") as service:
+    async with run_tokenizer_service(tools_model_dir, tmp_path, reply_parser="hermes") as service:
         await service.link()
         # It may begin a call until the reply has ended.
         choice, token_ids = await serve(service, tokenizer, "Hi<tool", "<tool", reason=common_pb2.FINISH_REASON_EOS)
     assert (choice.text, choice.reason, choice.token_ids) == ("Hi", "STOP_STRING", token_ids)
 
 
-async def test_a_call_after_a_stop_string_is_not_made(model_dir: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    async with run_tokenizer_service(model_dir, tmp_path, reply_parser="hermes") as service:
+async def test_a_call_after_a_stop_string_is_not_made(
+    tools_model_dir: Path, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    async with run_tokenizer_service(tools_model_dir, tmp_path, reply_parser="hermes") as service:
         await service.link()
         # "ab" only ends the text once it is known that "xabcd" is not there.
         choice, _ = await serve(service, tokenizer, f"xab{CALL}", "ab", "xabcd", run_length=1000)

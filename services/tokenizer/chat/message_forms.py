@@ -1,0 +1,151 @@
+"""Brings a conversation's messages into the form that a chat template takes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from services.tokenizer.chat.conversation import Message, ToolCall
+from services.tokenizer.json.json_values import JsonObject, JsonValue
+
+# Applied to everything that the client wrote.
+Guard = Callable[[JsonValue], JsonValue]
+
+SHORT_ID_LENGTH = 9
+_SHORT_ID = re.compile(rf"[A-Za-z0-9]{{{SHORT_ID_LENGTH}}}")
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFeatures:
+    """How a template handles tools and their calls."""
+
+    takes_tools: bool = False
+    """Whether the prompt lists them."""
+    arguments_are_text: bool = False
+    """Whether a call's arguments are JSON text rather than an object."""
+    empty_content_is_none: bool = False
+    """Whether a message with calls and no text needs content None: with "" the calls are left out."""
+    ids_are_short: bool = False
+    """Whether calls need ids of nine letters and digits."""
+    one_call_per_message: bool = False
+    """Whether only a message's first call is rendered, or only a single one accepted."""
+    content_is_apart: bool = False
+    """Whether the calls of a message with content are left out: the content needs a message of its own."""
+    content_is_reasoning: bool = False
+    """Whether a message with calls may have reasoning or content, but not both."""
+
+
+def message_fields(messages: Sequence[Message], features: TemplateFeatures, guard: Guard) -> list[JsonValue]:
+    """The template's variable `messages`.
+
+    Where the template needs that, messages with several calls are split, each with the results of its call after it,
+    content gets a message before its calls, or is joined to their reasoning, and ids are replaced by others, equal for
+    equal ones.
+    """
+    if features.ids_are_short:
+        messages = list(_with_short_ids(messages))
+    if features.one_call_per_message:
+        messages = list(_with_single_calls(messages))
+    if features.content_is_apart:
+        messages = list(_with_content_apart(messages))
+    if features.content_is_reasoning:
+        messages = [_with_one_text(message) for message in messages]
+    return [_fields(message, features, guard) for message in messages]
+
+
+def _fields(message: Message, features: TemplateFeatures, guard: Guard) -> JsonObject:
+    fields: JsonObject = {"role": message.role, "content": guard(message.content)}
+    others: JsonObject = {
+        "reasoning_content": message.reasoning,
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+    }
+    fields |= {name: guard(value) for name, value in others.items() if value}
+    if message.tool_calls:
+        if not message.content and features.empty_content_is_none:
+            fields["content"] = None
+        fields["tool_calls"] = [_call_fields(call, features, guard) for call in message.tool_calls]
+    return fields
+
+
+def _call_fields(call: ToolCall, features: TemplateFeatures, guard: Guard) -> JsonObject:
+    arguments = guard(call.arguments)
+    if features.arguments_are_text:
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    function: JsonObject = {"name": guard(call.name), "arguments": arguments}
+    return {"type": "function", **({"id": guard(call.id)} if call.id else {}), "function": function}
+
+
+def _with_results(messages: Sequence[Message]) -> Iterator[tuple[Message, Sequence[Message]]]:
+    """Each message with the results that follow its calls; the results are left out otherwise."""
+    index = 0
+    while index < len(messages):
+        message = messages[index]
+        index += 1
+        end = index
+        while message.tool_calls and end < len(messages) and messages[end].role == "tool":
+            end += 1
+        yield message, messages[index:end]
+        index = end
+
+
+def _answered_call(result: Message, calls: Sequence[ToolCall], answered: Sequence[int]) -> int:
+    """The index of the call that a result answers: by its id, otherwise by its place."""
+    candidates = range(len(calls))
+    same_id = [index for index in candidates if calls[index].id and calls[index].id == result.tool_call_id]
+    for indices in (same_id, candidates):
+        if free := [index for index in indices if index not in answered]:
+            return free[0]
+    return same_id[0] if same_id else len(calls) - 1
+
+
+def _with_single_calls(messages: Sequence[Message]) -> Iterator[Message]:
+    for message, results in _with_results(messages):
+        if len(message.tool_calls) < 2:
+            yield from (message, *results)
+            continue
+        answered: list[int] = []
+        for result in results:
+            answered.append(_answered_call(result, message.tool_calls, answered))
+        for index, call in enumerate(message.tool_calls):
+            if index == 0:
+                yield replace(message, tool_calls=(call,))
+            else:
+                yield Message(message.role, "", (call,), name=message.name)
+            yield from (result for result, answers in zip(results, answered, strict=True) if answers == index)
+
+
+def _with_content_apart(messages: Sequence[Message]) -> Iterator[Message]:
+    for message in messages:
+        if message.tool_calls and message.content:
+            yield Message(message.role, message.content, name=message.name)
+            yield replace(message, content="")
+        else:
+            yield message
+
+
+def _with_one_text(message: Message) -> Message:
+    if not (message.tool_calls and message.reasoning and message.content):
+        return message
+    return replace(message, content="", reasoning=f"{message.reasoning}\n\n{message.content}")
+
+
+def _with_short_ids(messages: Sequence[Message]) -> Iterator[Message]:
+    """Calls without an id get one, and so do results without one."""
+    for place, (message, results) in enumerate(_with_results(messages)):
+        calls = [
+            replace(call, id=_short_id(call.id or f"{place} {index}")) for index, call in enumerate(message.tool_calls)
+        ]
+        yield replace(message, tool_calls=tuple(calls))
+        answered: list[int] = []
+        for result in results:
+            answered.append(_answered_call(result, message.tool_calls, answered))
+            given = result.tool_call_id
+            yield replace(result, tool_call_id=_short_id(given) if given else calls[answered[-1]].id)
+
+
+def _short_id(text: str) -> str:
+    return text if _SHORT_ID.fullmatch(text) else hashlib.sha256(text.encode()).hexdigest()[:SHORT_ID_LENGTH]
