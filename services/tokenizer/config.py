@@ -72,7 +72,18 @@ class TokenizerSettings(ProcessSettings, ClientPortSettings):
         allow_inf_nan=False,
         description="CPU seconds that the chat template may take to render a plain message at start.",
     )
-    reply_parser: Literal["auto", "none", "hermes", "llama3_json", "deepseek_v3", "harmony", "glm4"] = Field(
+    reply_parser: Literal[
+        "auto",
+        "none",
+        "hermes",
+        "llama3_json",
+        "deepseek_v3",
+        "deepseek_v32",
+        "harmony",
+        "glm4",
+        "qwen3_coder",
+        "mistral",
+    ] = Field(
         default="auto",
         description="Parser that splits chat replies into text, reasoning and tool calls; auto picks the one that fits "
         "the chat template.",

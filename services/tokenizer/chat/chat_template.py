@@ -45,6 +45,11 @@ class ChatTemplate:
         """The source, including a separate template for tools."""
         return self._source if self._tools_source is self._source else f"{self._source}\n{self._tools_source}"
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the prompt lists tools."""
+        return self._features.takes_tools
+
     def fields(self, conversation: Conversation, guard: Guard = lambda value: value) -> JsonObject:
         """The variables for `apply_chat_template`; `guard` is applied to everything the client wrote.
 
@@ -99,7 +104,6 @@ def load_chat_template(tokenizer: ModelTokenizer, *, timeout_s: float) -> ChatTe
     tried = [
         try_template(each, names, timeout_s=timeout_s, has_tools=name == "tool_use") for name, each in sources.items()
     ]
-    logger.info("chat template loaded", extra={"takes_tools": tried[-1].takes_tools})
     return ChatTemplate(
         sources["default"], tokenizer.special_tokens, tools_source=sources.get("tool_use"), features=tried[-1]
     )

@@ -6,14 +6,17 @@ from collections.abc import Sequence
 
 from services.tokenizer.chat.conversation import Tool
 from services.tokenizer.replies.deepseek_v3 import CALLS_BEGIN, DeepseekV3Parser
+from services.tokenizer.replies.deepseek_v32 import DSML, DeepseekV32Parser
 from services.tokenizer.replies.glm4 import KEY_BEGIN, Glm4Parser
 from services.tokenizer.replies.harmony import CHANNEL, HarmonyParser
 from services.tokenizer.replies.hermes import HermesParser
 from services.tokenizer.replies.llama3_json import Llama3JsonParser
-from services.tokenizer.replies.openings import Opening
+from services.tokenizer.replies.mistral import CALLS, MistralParser
+from services.tokenizer.replies.openings import THINK_MARKUP, Opening
 from services.tokenizer.replies.parser import ReplyParser, ReplySetting
 from services.tokenizer.replies.parts import ReasoningPart, ReplyPart, TextPart, ToolCallPart
 from services.tokenizer.replies.plain import PlainParser
+from services.tokenizer.replies.qwen3_coder import FUNCTION_BEGIN, Qwen3CoderParser
 
 __all__ = [
     "REPLY_PARSERS",
@@ -31,26 +34,34 @@ REPLY_PARSERS: dict[str, type[ReplyParser]] = {
     "hermes": HermesParser,
     "llama3_json": Llama3JsonParser,
     "deepseek_v3": DeepseekV3Parser,
+    "deepseek_v32": DeepseekV32Parser,
     "harmony": HarmonyParser,
     "glm4": Glm4Parser,
+    "qwen3_coder": Qwen3CoderParser,
+    "mistral": MistralParser,
 }
 
-# Strings that only the template of one family contains; the first that is found decides.
+# Strings that only the templates of one family contain together; the first that are all found decide.
 _TEMPLATE_MARKS = (
-    (CHANNEL, "harmony"),
-    (CALLS_BEGIN, "deepseek_v3"),
-    (KEY_BEGIN, "glm4"),
-    # Qwen3-Coder's calls, for which there is no parser here.
-    ("<function=", "none"),
-    ("<tool_call>", "hermes"),
-    ("<|python_tag|>", "llama3_json"),
-    ("<think>", "hermes"),
+    ((CHANNEL,), "harmony"),
+    ((DSML,), "deepseek_v32"),
+    ((CALLS_BEGIN,), "deepseek_v3"),
+    ((KEY_BEGIN,), "glm4"),
+    ((FUNCTION_BEGIN,), "qwen3_coder"),
+    (("<tool_call>",), "hermes"),
+    (("<|python_tag|>",), "llama3_json"),
+    # Llama 3.2, and models made of Llama 3, have no tag.
+    (("<|start_header_id|>", '"parameters": '), "llama3_json"),
+    ((CALLS,), "mistral"),
+    ((THINK_MARKUP["mistral"].begin,), "mistral"),
+    (("<think>",), "hermes"),
 )
 
 # For templates that contain none of these.
 _ARCHITECTURES = {
     "GptOssForCausalLM": "harmony",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "DeepseekV32ForCausalLM": "deepseek_v32",
     "Glm4MoeForCausalLM": "glm4",
     "Qwen3ForCausalLM": "hermes",
     "Qwen3MoeForCausalLM": "hermes",
@@ -61,8 +72,8 @@ def choose_reply_parser(architecture: str, template_source: str | None) -> str:
     """The parser for a model, by its chat template or else its architecture."""
     if template_source is None:
         return "none"
-    for mark, name in _TEMPLATE_MARKS:
-        if mark in template_source:
+    for marks, name in _TEMPLATE_MARKS:
+        if all(mark in template_source for mark in marks):
             return name
     return _ARCHITECTURES.get(architecture, "none")
 

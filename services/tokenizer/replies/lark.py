@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Mapping
 
 from services.tokenizer.json.ecma_regex import full_match_regex
 from services.tokenizer.json.json_schema import STRICT_JSON, held_schema
@@ -28,14 +28,21 @@ _SLASH = re.compile(r"(\\.)|/")
 class LarkGrammar:
     """A grammar, built rule by rule."""
 
-    def __init__(self, token_texts: Collection[str]) -> None:
-        """`token_texts` are the added tokens; the dialect distinguishes a token from its text."""
-        self._token_texts = token_texts
+    def __init__(self, token_ids: Mapping[str, int]) -> None:
+        """`token_ids` has the added tokens, by their texts; the dialect distinguishes a token from its text."""
+        self._token_ids = token_ids
         self._rules: list[str] = []
 
     def marker(self, text: str) -> str:
         """Markup: its token if there is one, otherwise its text."""
-        return text if text in self._token_texts else self.literal(text)
+        if text not in self._token_ids:
+            return self.literal(text)
+        # Only these can be named.
+        return text if text.startswith("<") and text.endswith(">") else f"<[{self._token_ids[text]}]>"
+
+    def markup(self, text: str, token: str) -> str:
+        """Markup of which a part, `token`, may be a token."""
+        return f" {self.marker(token)} ".join(self.literal(part) for part in text.split(token))
 
     def literal(self, text: str) -> str:
         """A fixed text."""
@@ -57,12 +64,22 @@ class LarkGrammar:
             schema = {**schema, "x-guidance": _JSON_STYLE}
         return self.rule(f"json_{len(self._rules)}", f"%json {json.dumps(schema)}")
 
-    def text_until(self, marker: str, *patterns: str) -> str:
-        """Text that matches all `patterns` and does not contain `marker`, then the marker."""
+    def text_until(self, marker: str, *patterns: str, token: str = "", never: str = "") -> str:
+        """Text that matches all `patterns` and contains neither `marker` nor `never`, then the marker.
+
+        Only a part of the marker, `token`, may be a token.
+        """
         number = len(self._rules)
-        text = self.rule(f"TEXT_{number}", " & ".join(f"/{_slashes(pattern)}/" for pattern in patterns or (_ANY_TEXT,)))
-        if marker in self._token_texts:
-            return f"{text} {marker}"
+        before, part, after = marker.partition(token) if token in self._token_ids else ("", marker, "")
+        is_token = part in self._token_ids
+        # A token ends the text before it, which is read as one.
+        end = re.escape(before) if is_token else ""
+        terms = [f"/{_slashes(f'(?:{pattern}){end}' if end else pattern)}/" for pattern in patterns or (_ANY_TEXT,)]
+        if never:
+            terms.append(f"~/{_slashes(f'(?s:.*){re.escape(never)}(?s:.*)')}/")
+        text = self.rule(f"TEXT_{number}", " & ".join(terms))
+        if is_token:
+            return f"{text} {self.marker(part)} {self.literal(after) if after else ''}"
         return self.rule(f"text_{number}[suffix={self.literal(marker)}]", text).partition("[")[0]
 
     def source(self, start: str) -> str:

@@ -32,17 +32,25 @@ class ThinkMarkup:
 THINK_MARKUP: dict[str, ThinkMarkup] = {
     "hermes": ThinkMarkup("<think>", "</think>", "\n\n"),
     "deepseek_v3": ThinkMarkup("<think>", "</think>"),
+    "deepseek_v32": ThinkMarkup("<think>", "</think>"),
     "glm4": ThinkMarkup("<think>", "</think>", "\n"),
+    "qwen3_coder": ThinkMarkup("<think>", "</think>", "\n\n"),
+    "mistral": ThinkMarkup("[THINK]", "[/THINK]"),
 }
+
+
+def reasons(parser_name: str, template_text: str, token_texts: Collection[str]) -> bool:
+    """Whether a model reasons: its template knows the markup, and its vocabulary (`token_texts`) has it."""
+    if parser_name == "harmony":
+        return True
+    markup = THINK_MARKUP.get(parser_name)
+    return markup is not None and markup.begin in template_text and markup.begin in token_texts
 
 
 def opening_of(
     parser_name: str, prompt_text: str, *, template_text: str = "", token_texts: Collection[str] = ()
 ) -> Opening:
-    """The opening of a reply after `prompt_text`, which ends with the assistant's turn opened.
-
-    A model reasons by itself if its template knows the markup and its vocabulary (`token_texts`) has it.
-    """
+    """The opening of a reply after `prompt_text`, which ends with the assistant's turn opened."""
     if parser_name == "harmony":
         return Opening.EITHER
     markup = THINK_MARKUP.get(parser_name)
@@ -51,5 +59,6 @@ def opening_of(
     prompt = prompt_text.rstrip()
     if prompt.endswith(markup.begin):
         return Opening.REASONING
-    thinks = markup.begin in template_text and markup.begin in token_texts
-    return Opening.EITHER if thinks and not prompt.endswith(markup.end) else Opening.ANSWER
+    if prompt.endswith(markup.end) or not reasons(parser_name, template_text, token_texts):
+        return Opening.ANSWER
+    return Opening.EITHER

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -37,8 +37,13 @@ class PromptEncoder:
         return None if self._template is None else self._template.text
 
     @property
-    def added_tokens(self) -> frozenset[str]:
-        """The added tokens' texts; one that a template wrote is one token whatever surrounds it."""
+    def takes_tools(self) -> bool:
+        """Whether the chat template lists tools."""
+        return self._template is not None and self._template.takes_tools
+
+    @property
+    def added_tokens(self) -> Mapping[str, int]:
+        """The ids of the added tokens by their texts; one that a template wrote is one token whatever surrounds it."""
         return self._encoder.added_tokens
 
     @property

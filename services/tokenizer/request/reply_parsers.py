@@ -6,8 +6,9 @@ from pathlib import Path
 
 from services.tokenizer.chat.conversation import Conversation
 from services.tokenizer.replies import ReplyParser, choose_reply_parser, make_reply_parser
-from services.tokenizer.replies.openings import Opening, opening_of
-from services.tokenizer.replies.reply_grammar import GrammarRequest, ReplyGrammar, reply_grammar
+from services.tokenizer.replies.call_grammars import CALL_GRAMMARS, GrammarRequest
+from services.tokenizer.replies.openings import Opening, opening_of, reasons
+from services.tokenizer.replies.reply_grammar import ReplyGrammar, reply_grammar
 from services.tokenizer.request.prompts import PromptEncoder
 from shared.model_dir import CONFIG, read_json
 
@@ -26,6 +27,17 @@ class ReplyParsers:
     def has_parser(self) -> bool:
         """Whether replies to conversations are more than text."""
         return self._name != _PLAIN
+
+    @property
+    def tool_parser(self) -> str:
+        """The name of what finds tool calls; empty if there are none to find."""
+        return self._name if self._prompts.takes_tools and self._name in CALL_GRAMMARS else ""
+
+    @property
+    def reasoning_parser(self) -> str:
+        """The name of what finds reasoning; empty if the model marks none."""
+        texts, template = self._prompts.added_tokens, self._prompts.template_text or ""
+        return self._name if reasons(self._name, template, texts) else ""
 
     def opening(self, prompt_text: str) -> Opening:
         """What a reply to a conversation rendered like this begins with."""

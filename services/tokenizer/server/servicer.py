@@ -100,6 +100,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             num_pool_tokens=cell.limits.num_pool_tokens,
             has_chat_template=self._model.prompts.has_chat_template,
             has_exact_determinism=bool(cell.exact_fingerprint),
+            tool_parser=self._model.reply_parsers.tool_parser,
+            reasoning_parser=self._model.reply_parsers.reasoning_parser,
         )
 
     async def _generate(

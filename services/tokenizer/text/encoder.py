@@ -42,7 +42,9 @@ class Encoder:
         self.tokenizer = tokenizer
         tokens = control_tokens_of(tokenizer)
         self.control_tokens = ControlTokens(tokens)
-        self.added_tokens = frozenset(token.content for token in tokenizer.get_added_tokens_decoder().values())
+        self.added_tokens = {
+            token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()
+        }
         # The texts of the special tokens, which decoding skips.
         self.special_tokens = frozenset(token.content for token in tokens.values() if token.special)
         source = tokenizer.to_str()

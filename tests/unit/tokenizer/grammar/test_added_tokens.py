@@ -86,7 +86,7 @@ def test_a_literal_that_the_tokenizer_would_change_is_written_as_it_is(
 
 @pytest.mark.parametrize("name", ["qwen", "llama-2"])
 def test_the_arguments_of_a_tool_may_be_an_added_token(libraries: dict[str, GrammarLibrary], name: str) -> None:
-    grammar = LarkGrammar(())
+    grammar = LarkGrammar({})
     source = grammar.source(f"{grammar.literal('</think>')} {grammar.json({'const': '<think>'})}")
     assert written(libraries[name], source, prefers_long=True) == '</think>"<think>"'
 

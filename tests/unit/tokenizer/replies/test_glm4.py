@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.tokenizer.replies import ReasoningPart, ReplyPart, TextPart, ToolCallPart, make_reply_parser
-from services.tokenizer.replies.glm4 import takes_text
+from services.tokenizer.replies.untyped_values import takes_text
 from tests.support.tokenizer.replies import TOOLS, call_part, parse_every_way, tool
 
 

@@ -14,7 +14,7 @@ from services.tokenizer.chat.chat_request import check_chat
 from services.tokenizer.chat.conversation import Tool
 from services.tokenizer.json.json_values import read_json_object
 from services.tokenizer.json.schema_types import types_of
-from services.tokenizer.replies import ReasoningPart, TextPart, ToolCallPart
+from services.tokenizer.replies import REPLY_PARSERS, ReasoningPart, TextPart, ToolCallPart
 from tests.support.tokenizer.replies import parse
 
 LOOK = Tool("look", "", {"type": "object", "properties": {"a": {"type": "string"}, "b": {}, "n": {"type": "number"}}})
@@ -35,7 +35,7 @@ HOSTILE_STRINGS = (
 HOSTILE_VALUES = ("NaN", "-Infinity", "1e999", "-0.10", "12345678901234567890", "null", "true", "[]", '{"c": [1.50]}')
 
 
-def call_text(name: str, string: str, value: str) -> str:
+def call_text(name: str, string: str, value: str) -> str:  # noqa: PLR0911 - one for each family
     """A call in the family's own markup."""
     arguments = f'{{"a": "{string}", "n": {value}}}'
     match name:
@@ -50,6 +50,20 @@ def call_text(name: str, string: str, value: str) -> str:
             )
         case "harmony":
             return f"<|channel|>commentary to=functions.look <|constrain|>json<|message|>{arguments}<|call|>"
+        case "mistral":
+            return f"[TOOL_CALLS]look[ARGS]{arguments}"
+        case "qwen3_coder":
+            return (
+                f"<tool_call>\n<function=look>\n<parameter=a>\n{string}\n</parameter>\n"
+                f"<parameter=n>\n{value}\n</parameter>\n</function>\n</tool_call>"
+            )
+        case "deepseek_v32":
+            return (
+                '<｜DSML｜function_calls>\n<｜DSML｜invoke name="look">\n'
+                f'<｜DSML｜parameter name="a" string="true">{string}</｜DSML｜parameter>\n'
+                f'<｜DSML｜parameter name="n" string="false">{value}</｜DSML｜parameter>\n'
+                "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+            )
         case _:
             return (
                 f"<tool_call>look\n<arg_key>a</arg_key>\n<arg_value>{string}</arg_value>\n"
@@ -58,7 +72,7 @@ def call_text(name: str, string: str, value: str) -> str:
             )
 
 
-FAMILIES = ("hermes", "llama3_json", "deepseek_v3", "harmony", "glm4")
+FAMILIES = tuple(sorted(name for name in REPLY_PARSERS if name != "none"))
 
 
 def check_message(parts: list[Any]) -> list[dict[str, Any]]:
@@ -151,7 +165,10 @@ def test_a_schema_that_refers_to_itself_says_nothing() -> None:
 THINKING = [
     ("hermes", "<think>", "</think>"),
     ("deepseek_v3", "<think>", "</think>"),
+    ("deepseek_v32", "<think>", "</think>"),
     ("glm4", "<think>", "</think>"),
+    ("qwen3_coder", "<think>", "</think>"),
+    ("mistral", "[THINK]", "[/THINK]"),
     ("harmony", "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
 ]
 
@@ -171,7 +188,7 @@ def test_a_reply_that_the_model_ended_in_reasoning_makes_the_whole_call_at_its_e
     if name != "harmony":
         assert not check_message(parse(name, [reply], tools=[LOOK], is_cut=True))
         assert not check_message(parse(name, [reply + " No."], tools=[LOOK]))
-        assert not check_message(parse(name, [reply[: reply.rindex('"')]], tools=[LOOK]))
+        assert not check_message(parse(name, [reply[: reply.rindex("1")]], tools=[LOOK]))
 
 
 @pytest.mark.parametrize(("name", "begin", "end"), THINKING)

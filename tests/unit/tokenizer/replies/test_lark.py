@@ -35,14 +35,14 @@ def fits(library: GrammarLibrary, source: str, text: str) -> bool:
 def test_text_until_a_marker_matches_a_schemas_pattern(
     library: GrammarLibrary, pattern: str, good: list[str], bad: list[str]
 ) -> None:
-    grammar = LarkGrammar(())
+    grammar = LarkGrammar({})
     source = grammar.source(grammar.text_until("</arg>", search_pattern(pattern)))
     assert [text for text in good if not fits(library, source, f"{text}</arg>")] == []
     assert [text for text in bad if fits(library, source, f"{text}</arg>")] == []
 
 
 def test_the_arguments_of_a_call_are_read_as_json_schema_says(library: GrammarLibrary) -> None:
-    grammar = LarkGrammar(())
+    grammar = LarkGrammar({})
     schema = {"type": "string", "format": "color", "pattern": "^.$", "description": "\x00"}
     source = grammar.source(grammar.json(json.loads(json.dumps(schema))))
     assert fits(library, source, '"a"')

@@ -16,9 +16,10 @@ from tokenizers import AddedToken, Tokenizer
 from services.tokenizer.chat.conversation import Tool
 from services.tokenizer.json.json_values import JsonObject
 from services.tokenizer.replies import REPLY_PARSERS, ReasoningPart, ReplyPart, ToolCallPart
+from services.tokenizer.replies.call_grammars import GrammarRequest
 from services.tokenizer.replies.lark import search_pattern
 from services.tokenizer.replies.openings import THINK_MARKUP, opening_of
-from services.tokenizer.replies.reply_grammar import GrammarRequest, reply_grammar
+from services.tokenizer.replies.reply_grammar import reply_grammar
 from shared.errors import InvalidRequestError
 from tests.support.models.tiny_tokenizer import IM_END_ID, tiny_tokenizer
 from tests.support.tokenizer.replies import parse, tool
@@ -46,7 +47,12 @@ def tokenizer(*, has_markup: bool) -> Tokenizer:
     made = tiny_tokenizer()
     if has_markup:
         for name in FAMILIES:
-            made.add_tokens([AddedToken(text, special="|" in text) for text in sorted(REPLY_PARSERS[name].markup)])
+            made.add_tokens(
+                [
+                    AddedToken(text, special="|" in text or text.startswith("["))
+                    for text in sorted(REPLY_PARSERS[name].markup)
+                ]
+            )
     return made
 
 
@@ -65,11 +71,12 @@ def request(
     **form: bool,
 ) -> Callable[[str], GrammarRequest]:
     """What a family's grammar depends on."""
-    texts = {token.content for token in tokenizer(has_markup=has_markup).get_added_tokens_decoder().values()}
+    added = tokenizer(has_markup=has_markup).get_added_tokens_decoder()
+    ids = {token.content: token_id for token_id, token in added.items()}
 
     def make(name: str) -> GrammarRequest:
-        opening = opening_of(name, prompt, template_text=template, token_texts=texts)
-        return GrammarRequest(tools, one_call, opening, template, texts, **form)
+        opening = opening_of(name, prompt, template_text=template, token_texts=ids)
+        return GrammarRequest(tools, one_call, opening, template, ids, **form)
 
     return make
 

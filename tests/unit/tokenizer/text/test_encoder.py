@@ -122,7 +122,7 @@ def test_tokens_that_open_turns_are_kept_out_of_text_even_if_not_special() -> No
     assert isinstance(encoder.control_tokens, ControlTokens)
     assert list(encoder.control_tokens.cut("<｜User｜><think>")) == ["", user, "<think>"]
     assert "<｜User｜>" not in encoder.special_tokens
-    assert {"<｜User｜>", "<think>", IM_START} <= encoder.added_tokens
+    assert {"<｜User｜>", "<think>", IM_START} <= encoder.added_tokens.keys()
 
 
 async def test_a_conversation_whose_rendered_text_is_too_large_is_refused() -> None:

@@ -1,0 +1,249 @@
+"""Grammars of calls, in each family's own markup."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from services.tokenizer.chat.conversation import Tool
+from services.tokenizer.json.json_values import JsonObject, JsonValue
+from services.tokenizer.replies import deepseek_v3, deepseek_v32, glm4, harmony, mistral, qwen3_coder
+from services.tokenizer.replies.lark import LarkGrammar, length_pattern, search_pattern
+from services.tokenizer.replies.openings import Opening
+from services.tokenizer.replies.untyped_values import takes_text
+from shared.grammar import GrammarError
+
+# A schema without any of these describes its object by "properties" alone.
+_OTHER_KEYWORDS = frozenset(
+    {
+        "$ref",
+        "additionalProperties",
+        "allOf",
+        "anyOf",
+        "if",
+        "not",
+        "oneOf",
+        "patternProperties",
+        "unevaluatedProperties",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarRequest:
+    """What the grammar of one reply depends on; it has tools, a form or both."""
+
+    tools: Sequence[Tool]
+    """One of them is called, unless the reply has the form instead."""
+    one_call: bool
+    """Whether there may be only one call; otherwise there may be more."""
+    opening: Opening
+    template_text: str
+    token_ids: Mapping[str, int]
+    """Those of the tokenizer's added tokens, by their texts."""
+    has_form: bool = False
+    """Whether the reply may be of a form instead."""
+    begins_at_once: bool = False
+    """Whether there is no reasoning: if the prompt has opened it, its end comes first."""
+
+
+def _hermes(grammar: LarkGrammar, request: GrammarRequest) -> str:
+    calls = [
+        f"{grammar.literal(_json_call(tool, 'arguments'))} {grammar.json(_arguments(tool))} {grammar.literal('}')}"
+        for tool in request.tools
+    ]
+    begin, end = grammar.marker("<tool_call>"), grammar.marker("</tool_call>")
+    newline = grammar.literal("\n")
+    call = grammar.rule("call", f"{begin} {newline} ({' | '.join(calls)}) {newline} {end}")
+    return _several(call, newline, request)
+
+
+def _llama3_json(grammar: LarkGrammar, request: GrammarRequest) -> str:
+    # Always one call: the chat template refuses replies with several.
+    return " | ".join(
+        f"{grammar.literal(_json_call(tool, 'parameters'))} {grammar.json(_arguments(tool))} {grammar.literal('}')}"
+        for tool in request.tools
+    )
+
+
+def _deepseek_v3(grammar: LarkGrammar, request: GrammarRequest) -> str:
+    separator, end = grammar.marker(deepseek_v3.SEPARATOR), grammar.marker(deepseek_v3.CALL_END)
+    is_fenced = "```json" in request.template_text
+    calls = []
+    for tool in request.tools:
+        arguments = grammar.json(_arguments(tool))
+        if is_fenced:
+            head, fence = grammar.literal(f"{tool.name}\n```json\n"), grammar.literal("\n```")
+            calls.append(f"{grammar.literal('function')} {separator} {head} {arguments} {fence}")
+        else:
+            calls.append(f"{grammar.literal(tool.name)} {separator} {arguments}")
+    call = grammar.rule("call", f"{grammar.marker(deepseek_v3.CALL_BEGIN)} ({' | '.join(calls)}) {end}")
+    several = _several(call, grammar.literal("\n") if is_fenced else "", request)
+    calls_begin, calls_end = grammar.marker(deepseek_v3.CALLS_BEGIN), grammar.marker(deepseek_v3.CALLS_END)
+    return f"{calls_begin} {several} {calls_end}"
+
+
+def _harmony(grammar: LarkGrammar, request: GrammarRequest) -> str:
+    channel, message = grammar.marker(harmony.CHANNEL), grammar.marker(harmony.MESSAGE)
+    kind = f"{grammar.marker(harmony.CONSTRAIN)} {grammar.literal('json')} {message}"
+    # No end marker: the token that would end the message ends the reply.
+    calls = [
+        f"{grammar.literal(f'commentary to={harmony.FUNCTIONS}{tool.name} ')} {kind} {grammar.json(_arguments(tool))}"
+        for tool in request.tools
+    ]
+    return f"{channel} ({' | '.join(calls)})"
+
+
+def _glm4(grammar: LarkGrammar, request: GrammarRequest) -> str:
+    begin, end = grammar.marker(glm4.CALL_BEGIN), grammar.marker(glm4.CALL_END)
+    calls = [f"{grammar.literal(tool.name)} {_glm4_arguments(grammar, tool)}" for tool in request.tools]
+    newline = grammar.literal("\n")
+    call = grammar.rule("call", f"{begin} ({' | '.join(calls)}) {newline} {end}")
+    return _several(call, newline, request)
+
+
+def _glm4_arguments(grammar: LarkGrammar, tool: Tool) -> str:
+    return _untyped_arguments(
+        tool,
+        lambda name, schema: (
+            f"{_glm4_key(grammar, name)} {_untyped_value(grammar, schema, tool.parameters, end=glm4.VALUE_END)}"
+        ),
+    )
+
+
+def _glm4_key(grammar: LarkGrammar, name: str) -> str:
+    begin, end = grammar.marker(glm4.KEY_BEGIN), grammar.marker(glm4.KEY_END)
+    newline = grammar.literal("\n")
+    return f"{newline} {begin} {grammar.literal(name)} {end} {newline} {grammar.marker(glm4.VALUE_BEGIN)}"
+
+
+def _qwen3_coder(grammar: LarkGrammar, request: GrammarRequest) -> str:
+    newline = grammar.literal("\n")
+    begin, end = grammar.marker(qwen3_coder.CALL_BEGIN), grammar.marker(qwen3_coder.CALL_END)
+    names = [grammar.literal(f"{qwen3_coder.FUNCTION_BEGIN}{tool.name}>\n") for tool in request.tools]
+    calls = [f"{name} {_qwen3_coder_arguments(grammar, tool)}" for name, tool in zip(names, request.tools, strict=True)]
+    function_end = grammar.literal(f"{qwen3_coder.FUNCTION_END}\n")
+    call = grammar.rule("call", f"{begin} {newline} ({' | '.join(calls)}) {function_end} {end}")
+    return _several(call, newline, request)
+
+
+def _qwen3_coder_arguments(grammar: LarkGrammar, tool: Tool) -> str:
+    # The parser ends a value at its marker, with or without a line of its own.
+    end, never = f"\n{qwen3_coder.PARAMETER_END}\n", qwen3_coder.PARAMETER_END
+
+    def argument(name: str, schema: JsonValue) -> str:
+        begin = grammar.literal(f"{qwen3_coder.PARAMETER_BEGIN}{name}>\n")
+        return f"{begin} {_untyped_value(grammar, schema, tool.parameters, end=end, never=never)}"
+
+    return _untyped_arguments(tool, argument)
+
+
+def _mistral(grammar: LarkGrammar, request: GrammarRequest) -> str:
+    begin = grammar.marker(mistral.CALLS)
+    if mistral.ARGUMENTS in request.template_text:
+        separator = grammar.marker(mistral.ARGUMENTS)
+        named = [f"{grammar.literal(tool.name)} {separator} {grammar.json(_arguments(tool))}" for tool in request.tools]
+        return _several(grammar.rule("call", f"{begin} ({' | '.join(named)})"), "", request)
+    listed = [
+        f"{grammar.literal(_json_call(tool, 'arguments'))} {grammar.json(_arguments(tool))} {grammar.literal('}')}"
+        for tool in request.tools
+    ]
+    several = _several(grammar.rule("call", f"({' | '.join(listed)})"), grammar.literal(", "), request)
+    return f"{begin} {grammar.literal('[')} {several} {grammar.literal(']')}"
+
+
+def _deepseek_v32(grammar: LarkGrammar, request: GrammarRequest) -> str:
+    newline = grammar.literal("\n")
+    names = [_dsml(grammar, f'{deepseek_v32.INVOKE_BEGIN} name="{tool.name}">\n') for tool in request.tools]
+    calls = [
+        f"{name} {_deepseek_v32_arguments(grammar, tool)}" for name, tool in zip(names, request.tools, strict=True)
+    ]
+    call = grammar.rule("call", f"({' | '.join(calls)}) {_dsml(grammar, deepseek_v32.INVOKE_END)} {newline}")
+    begin, end = _dsml(grammar, deepseek_v32.CALLS_BEGIN), _dsml(grammar, deepseek_v32.CALLS_END)
+    return f"{begin} {newline} {_several(call, '', request)} {end}"
+
+
+def _deepseek_v32_arguments(grammar: LarkGrammar, tool: Tool) -> str:
+    end, token = f"{deepseek_v32.PARAMETER_END}\n", deepseek_v32.DSML
+
+    def argument(name: str, schema: JsonValue) -> str:
+        is_text = "true" if is_plain_text(schema, tool.parameters) else "false"
+        tag = _dsml(grammar, f'{deepseek_v32.PARAMETER_BEGIN} name="{name}" string="{is_text}">')
+        return f"{tag} {_untyped_value(grammar, schema, tool.parameters, end=end, token=token, never=token)}"
+
+    return _untyped_arguments(tool, argument)
+
+
+def _dsml(grammar: LarkGrammar, text: str) -> str:
+    return grammar.markup(text, deepseek_v32.DSML)
+
+
+def _untyped_arguments(tool: Tool, argument: Callable[[str, JsonValue], str]) -> str:
+    """Arguments one after another in the schema's order, each built from its name and schema."""
+    schema = tool.parameters
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if (
+        not isinstance(properties, dict)
+        or not isinstance(required, list)
+        or _OTHER_KEYWORDS & schema.keys() - {"additionalProperties"}
+    ):
+        raise GrammarError("with this model, it must consist of plain properties")
+    arguments = []
+    for name, value in properties.items():
+        pair = argument(name, value)
+        arguments.append(pair if name in required else f"({pair})?")
+    return " ".join(arguments)
+
+
+def _untyped_value(
+    grammar: LarkGrammar, schema: JsonValue, root: JsonObject, *, end: str, token: str = "", never: str = ""
+) -> str:
+    """Plain text where the parser reads it so, otherwise JSON; then `end`. See `LarkGrammar.text_until`."""
+    if not (is_plain_text(schema, root) and isinstance(schema, dict)):
+        definitions: JsonObject = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        value = grammar.json({**definitions, **schema} if isinstance(schema, dict) else schema)
+        return f"{value} {grammar.markup(end, token) if token else grammar.marker(end)}"
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(choices, list):
+        value = f"({' | '.join(grammar.literal(str(choice)) for choice in choices)})"
+        return f"{value} {grammar.markup(end, token) if token else grammar.marker(end)}"
+    patterns = []
+    if isinstance(pattern := schema.get("pattern"), str):
+        patterns.append(search_pattern(pattern))
+    min_length, max_length = schema.get("minLength"), schema.get("maxLength")
+    if isinstance(min_length, int) or isinstance(max_length, int):
+        patterns.append(length_pattern(min_length, max_length))
+    return grammar.text_until(end, *patterns, token=token, never=never)
+
+
+def is_plain_text(schema: JsonValue, root: JsonObject) -> bool:
+    """Whether a grammar can describe the values of a schema, which is part of `root`, as plain text."""
+    return takes_text(schema, root) and isinstance(schema, dict) and not _OTHER_KEYWORDS & schema.keys()
+
+
+def _several(call: str, between: str, request: GrammarRequest) -> str:
+    return call if request.one_call else f"{call} ({between} {call})*"
+
+
+def _json_call(tool: Tool, arguments: str) -> str:
+    return f'{{"name": "{tool.name}", "{arguments}": '
+
+
+def _arguments(tool: Tool) -> JsonObject:
+    """The schema of the arguments, without additional ones unless it says otherwise."""
+    if _OTHER_KEYWORDS & tool.parameters.keys():
+        return tool.parameters
+    return {**tool.parameters, "additionalProperties": False}
+
+
+CALL_GRAMMARS: dict[str, Callable[[LarkGrammar, GrammarRequest], str]] = {
+    "hermes": _hermes,
+    "llama3_json": _llama3_json,
+    "deepseek_v3": _deepseek_v3,
+    "harmony": _harmony,
+    "glm4": _glm4,
+    "qwen3_coder": _qwen3_coder,
+    "mistral": _mistral,
+    "deepseek_v32": _deepseek_v32,
+}
+"""By parser: builds the calls of a reply, in which arguments fit their schemas. Raises `GrammarError`."""

@@ -1,0 +1,69 @@
+"""DeepSeek-V3.2: `<think>` first, then calls in DSML, whose parameters say whether they are strings.
+
+Source: encoding/encoding_dsv32.py of deepseek-ai/DeepSeek-V3.2.
+"""
+
+from __future__ import annotations
+
+import re
+
+from services.tokenizer.replies.openings import THINK_MARKUP
+from services.tokenizer.replies.parser import MAX_NAME_LENGTH
+from services.tokenizer.replies.reader import SPACE, Reading, UnparsableError
+from services.tokenizer.replies.untyped_values import TEXT, UntypedCallParser
+from services.tokenizer.text.markers import NO_MARKERS, Markers
+
+DSML = "｜DSML｜"
+CALLS_BEGIN, CALLS_END = f"<{DSML}function_calls>", f"</{DSML}function_calls>"
+INVOKE_BEGIN, INVOKE_END = f"<{DSML}invoke", f"</{DSML}invoke>"
+PARAMETER_BEGIN, PARAMETER_END = f"<{DSML}parameter", f"</{DSML}parameter>"
+
+_OPENINGS = Markers(CALLS_BEGIN, "\n" + CALLS_BEGIN, "\n\n" + CALLS_BEGIN)
+# The end of a tag, after its last attribute.
+_TAG_ENDS = Markers('">')
+_VALUE_ENDS = Markers(PARAMETER_END)
+_NAME = re.compile(r'\s*name="(.*)', re.DOTALL)
+_PARAMETER = re.compile(r'\s*name="(.*)"\s+string="(true|false)', re.DOTALL)
+_MAX_TAG_LENGTH = MAX_NAME_LENGTH + 64
+
+
+class DeepseekV32Parser(UntypedCallParser):
+    """See the module docstring."""
+
+    markup = frozenset({"<think>", "</think>", DSML})
+    call_openings = _OPENINGS
+    think_markup = THINK_MARKUP["deepseek_v32"]
+
+    def _read(self) -> Reading[None]:
+        yield from self._read_reasoning(self.think_markup, self._setting.opening)
+        yield from self._read_text(_OPENINGS if self._tools else NO_MARKERS, self._read_calls)
+
+    def _read_calls(self, _: str) -> Reading[None]:
+        reader = self._reader
+        yield from reader.skip(SPACE)
+        yield from reader.expect(INVOKE_BEGIN)
+        while True:
+            yield from self._read_call()
+            if (yield from self._close(INVOKE_BEGIN, CALLS_END)) != INVOKE_BEGIN:
+                break
+        yield from reader.skip("\n")
+
+    def _read_call(self) -> Reading[None]:
+        reader = self._reader
+        tag, _ = yield from reader.until(_TAG_ENDS, max_length=_MAX_TAG_LENGTH)
+        if (match := _NAME.fullmatch(tag)) is None:
+            raise UnparsableError
+        name = match[1]
+        self._begin_call(name)
+        is_first = True
+        while (end := (yield from self._close(PARAMETER_BEGIN, INVOKE_END))) == PARAMETER_BEGIN:
+            tag, _ = yield from reader.until(_TAG_ENDS, max_length=_MAX_TAG_LENGTH)
+            if (match := _PARAMETER.fullmatch(tag)) is None:
+                raise UnparsableError
+            self._put_key(match[1], is_first=is_first)
+            types = TEXT if match[2] == "true" else self._types(name, match[1])
+            if not (yield from self._read_value(_VALUE_ENDS, types)):
+                return
+            is_first = False
+        self._end_object(end, is_empty=is_first)
+        reader.accept()

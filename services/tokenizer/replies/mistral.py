@@ -1,0 +1,65 @@
+"""Mistral: `[THINK]` first, then calls after `[TOOL_CALLS]`, as a JSON list, or each as a name, `[ARGS]` and arguments.
+
+Source: the chat templates of mistralai/Mistral-Nemo-Instruct-2407 and mistralai/Magistral-Small-2509, and the
+documentation of mistral-common's tokenizers.
+"""
+
+from __future__ import annotations
+
+from services.tokenizer.replies.json_calls import JsonCallParser
+from services.tokenizer.replies.openings import THINK_MARKUP
+from services.tokenizer.replies.parser import MAX_NAME_LENGTH
+from services.tokenizer.replies.reader import SPACE, Reading, UnparsableError
+from services.tokenizer.text.markers import NO_MARKERS, Markers
+
+CALLS, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+
+_OPENINGS = Markers(CALLS, "\n" + CALLS)
+_NAME_ENDS = Markers(ARGUMENTS, CALL_ID, "{", CALLS)
+_ID_ENDS = Markers(ARGUMENTS, "{", CALLS)
+
+
+class MistralParser(JsonCallParser):
+    """The model's own ids are left out: they may repeat."""
+
+    think_markup = THINK_MARKUP["mistral"]
+    markup = frozenset({CALLS, ARGUMENTS, CALL_ID, think_markup.begin, think_markup.end})
+    call_openings = _OPENINGS
+
+    def _read(self) -> Reading[None]:
+        yield from self._read_reasoning(self.think_markup, self._setting.opening)
+        yield from self._read_text(_OPENINGS if self._tools else NO_MARKERS, self._read_calls)
+
+    def _read_calls(self, _: str) -> Reading[None]:
+        reader = self._reader
+        yield from reader.skip(SPACE)
+        character = yield from reader.peek()
+        if character == "[":
+            yield from self._read_list()
+        elif character == "{":
+            yield from self._read_json_call(only_offered=False)
+        else:
+            yield from self._read_named_call()
+
+    def _read_list(self) -> Reading[None]:
+        yield from self._reader.expect("[")
+        end = ","
+        while end == ",":
+            yield from self._reader.skip(SPACE)
+            yield from self._read_json_call(only_offered=False)
+            end = yield from self._close(",", "]")
+
+    def _read_named_call(self) -> Reading[None]:
+        reader = self._reader
+        name, end = yield from reader.until(_NAME_ENDS, max_length=MAX_NAME_LENGTH)
+        if end == CALL_ID:
+            _, end = yield from reader.until(_ID_ENDS, max_length=MAX_NAME_LENGTH)
+        if end == CALLS:
+            raise UnparsableError
+        if end == "{":
+            reader.position -= 1
+        yield from reader.skip(SPACE)
+        if (yield from reader.peek()) != "{":
+            raise UnparsableError
+        self._begin_call(name.strip())
+        yield from self._read_arguments()
