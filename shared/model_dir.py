@@ -95,19 +95,31 @@ def missing_advice(model_dir: Path, name: str) -> str:
     return (advice and advice(model_dir)) or ""
 
 
+def architectures_of(config: Mapping[str, Any]) -> list[str]:
+    """What config.json says under that name; empty if it says nothing.
+
+    Raises:
+        ModelDirectoryError: it is not a list of names.
+    """
+    names = config.get("architectures")
+    if names is None:
+        return []
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ModelDirectoryError(f"{CONFIG}: architectures is {names!r}, not a list of names")
+    return names
+
+
 def architecture_of(config: Mapping[str, Any]) -> str:
     """The first architecture in config.json that is served.
 
     Raises:
         ModelDirectoryError: there is none; the message says which are.
     """
-    names = config.get("architectures")
-    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise ModelDirectoryError(f"{CONFIG}: architectures is {names!r}, not a list of names")
-    for name in names or ():
+    names = architectures_of(config)
+    for name in names:
         if name in ARCHITECTURES:
-            return str(name)
-    what = f"is {names}, none of which is supported" if names else "is missing" if names is None else "is empty"
+            return name
+    what = f"is {names}, none of which is supported" if names else "is missing or empty"
     raise ModelDirectoryError(f"{CONFIG}: architectures {what}; supported: {', '.join(sorted(ARCHITECTURES))}")
 
 

@@ -8,6 +8,7 @@ from jinja2 import Environment
 from jinja2.exceptions import TemplateError
 
 from services.tokenizer.chat.conversation import Conversation, Tool
+from services.tokenizer.chat.deepseek_v32_template import DEEPSEEK_V32_TEMPLATE
 from services.tokenizer.chat.message_forms import Guard, TemplateFeatures, message_fields
 from services.tokenizer.chat.template_rendering import render_template
 from services.tokenizer.chat.template_trial import try_template
@@ -16,6 +17,9 @@ from services.tokenizer.text.model_tokenizer import ModelTokenizer
 from shared.errors import InvalidRequestError, Violation
 
 logger = logging.getLogger(__name__)
+
+# For models that are published without one.
+_TEMPLATES = {"DeepseekV32ForCausalLM": DEEPSEEK_V32_TEMPLATE}
 
 _PLAIN = TemplateFeatures(takes_tools=True)
 
@@ -91,15 +95,20 @@ class ChatTemplate:
             ) from None
 
 
-def load_chat_template(tokenizer: ModelTokenizer, *, timeout_s: float) -> ChatTemplate | None:
-    """The tokenizer's template after a trial; None if it has none that takes conversations without tools.
+def load_chat_template(tokenizer: ModelTokenizer, *, timeout_s: float, architecture: str = "") -> ChatTemplate | None:
+    """The tokenizer's template after a trial, or else the one for its architecture.
+
+    None if there is none that takes conversations without tools.
 
     Raises:
         ModelDirectoryError: the template fails its trial.
     """
     sources = {name: tokenizer.templates[name] for name in ("default", "tool_use") if name in tokenizer.templates}
     if "default" not in sources:
-        return None
+        if architecture not in _TEMPLATES:
+            return None
+        logger.info("the directory has no chat template, a built-in one is used", extra={"architecture": architecture})
+        sources = {"default": _TEMPLATES[architecture]}
     names = tuple(tokenizer.special_tokens.items())
     tried = [
         try_template(each, names, timeout_s=timeout_s, has_tools=name == "tool_use") for name, each in sources.items()

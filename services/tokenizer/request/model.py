@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from services.tokenizer.chat.chat_template import load_chat_template
@@ -14,7 +15,9 @@ from services.tokenizer.request.reply_parsers import ReplyParsers, load_reply_pa
 from services.tokenizer.text.detokenizer import TokenTexts, make_token_texts
 from services.tokenizer.text.encoder import Encoder
 from services.tokenizer.text.model_tokenizer import load_tokenizer
-from shared.model_dir import model_digest
+from shared.model_dir import CONFIG, architectures_of, model_digest, read_json
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,18 @@ def load_model(settings: TokenizerSettings) -> ServedModel:
     tokenizer = model_tokenizer.backend
     warn_of_unknown_tokens(tokenizer, settings.model_dir)
     encoder = Encoder(tokenizer)
-    template = load_chat_template(model_tokenizer, timeout_s=settings.template_timeout_s)
+    architecture = next(iter(architectures_of(read_json(settings.model_dir, CONFIG))), "")
+    template = load_chat_template(model_tokenizer, timeout_s=settings.template_timeout_s, architecture=architecture)
     prompts = PromptEncoder(encoder, template, num_threads=settings.num_encode_threads)
+    parsers = load_reply_parsers(architecture, prompts, name=settings.reply_parser)
+    logger.info(
+        "model read",
+        extra={
+            "model": settings.served_model_name,
+            "tool_parser": parsers.tool_parser,
+            "reasoning_parser": parsers.reasoning_parser,
+        },
+    )
     can_compile = can_compile_grammars(tokenizer, settings.model_dir)
     grammar_limits = TrialLimits(settings.grammar_timeout_s, round(settings.grammar_memory_gib * 2**30))
     return ServedModel(
@@ -51,7 +64,7 @@ def load_model(settings: TokenizerSettings) -> ServedModel:
         model_digest(settings.model_dir),
         prompts,
         make_token_texts(tokenizer),
-        load_reply_parsers(settings.model_dir, prompts, name=settings.reply_parser),
+        parsers,
         StructuredOutputs(settings.model_dir, grammar_limits, can_compile=can_compile),
         max(len(token.encode()) for token in tokenizer.get_vocab(with_added_tokens=True)),
     )

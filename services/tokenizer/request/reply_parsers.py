@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from services.tokenizer.chat.conversation import Conversation
 from services.tokenizer.replies import ReplyParser, choose_reply_parser, make_reply_parser
 from services.tokenizer.replies.call_grammars import CALL_GRAMMARS, GrammarRequest
 from services.tokenizer.replies.openings import Opening, opening_of, reasons
 from services.tokenizer.replies.reply_grammar import ReplyGrammar, reply_grammar
 from services.tokenizer.request.prompts import PromptEncoder
-from shared.model_dir import CONFIG, read_json
 
 _PLAIN = "none"
 
@@ -84,13 +81,8 @@ class ReplyParsers:
         )
 
 
-def load_reply_parsers(model_dir: Path, prompts: PromptEncoder, *, name: str) -> ReplyParsers:
-    """The parsers of the family `name`; "auto" picks the model's.
-
-    Raises:
-        ModelDirectoryError: the configuration is missing or malformed.
-    """
+def load_reply_parsers(architecture: str, prompts: PromptEncoder, *, name: str) -> ReplyParsers:
+    """The parsers of the family `name`; "auto" picks the model's."""
     if name == "auto":
-        architectures = read_json(model_dir, CONFIG).get("architectures") or [""]
-        name = choose_reply_parser(str(architectures[0]), prompts.template_text)
+        name = choose_reply_parser(architecture, prompts.template_text)
     return ReplyParsers(name, prompts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -460,6 +461,18 @@ async def test_the_model_and_its_limits_are_reported(service: Service, model_dir
         num_pool_tokens=NUM_POOL_TOKENS,
         has_chat_template=True,
     )
+
+
+async def test_the_parsers_of_replies_are_named(
+    tools_model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        async with run_tokenizer_service(tools_model_dir, tmp_path, reply_parser="harmony") as service:
+            await service.link()
+            info = await service.stub.GetModelInfo(tokenizer_pb2.GetModelInfoRequest())
+    assert (info.tool_parser, info.reasoning_parser) == ("harmony", "harmony")
+    first = next(record for record in caplog.records if record.__dict__.get("model") == "tiny-tools")
+    assert (first.__dict__["tool_parser"], first.__dict__["reasoning_parser"]) == ("harmony", "harmony")
 
 
 async def test_a_model_without_a_template_serves_text_and_refuses_chat(tmp_path: Path) -> None:

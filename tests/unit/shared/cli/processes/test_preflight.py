@@ -54,7 +54,7 @@ def test_an_unreadable_configuration_is_named(model_dir: Path) -> None:
             r"architectures is \['BertModel'\], none of which is supported; supported: .*LlamaForCausalLM",
         ),
         ("5", "architectures is 5, not a list of names"),
-        ("null", "architectures is missing; supported: "),
+        ("null", "architectures is missing or empty; supported: "),
     ],
 )
 def test_an_architecture_that_is_not_served_is_told(model_dir: Path, architectures: str, message: str) -> None:
