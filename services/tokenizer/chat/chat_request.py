@@ -90,6 +90,7 @@ class _ChatReader:
             self._read_tool_mode(chat, tools),
             chat.tool_name,
             self._read_variables(chat.template_variables),
+            self._read_continuation(chat),
         )
 
     def _refuse(self, field: str, description: str) -> None:
@@ -194,6 +195,16 @@ class _ChatReader:
         elif chat.tool_name and mode is ToolMode.NONE:
             self._refuse("tool_name", "cannot be combined with TOOL_MODE_NONE")
         return ToolMode.REQUIRED if chat.tool_name else mode or ToolMode.AUTO
+
+    def _read_continuation(self, chat: tokenizer_pb2.Chat) -> bool:
+        if not chat.continue_final_message or not chat.messages:
+            return False
+        last = chat.messages[-1]
+        if last.role != tokenizer_pb2.ROLE_ASSISTANT or last.tool_calls:
+            self._refuse("continue_final_message", "needs an assistant's message without tool calls at the end")
+        elif not (last.content or last.reasoning):
+            self._refuse("continue_final_message", "needs content or reasoning in the last message")
+        return True
 
     def _read_variables(self, text: str) -> JsonObject:
         variables = self._read_object("template_variables", text, MAX_VARIABLES_BYTES)

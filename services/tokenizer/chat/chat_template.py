@@ -71,15 +71,15 @@ class ChatTemplate:
             "tools": tools or None,
         }
 
-    def render(self, fields: JsonObject) -> str:
-        """Render `fields`, ending with the assistant's turn opened. Too slow for the event loop.
+    def render(self, fields: JsonObject, *, opens_turn: bool = True) -> str:
+        """Render `fields`, with the assistant's turn opened at the end if `opens_turn`. Too slow for the event loop.
 
         Raises:
             InvalidRequestError: the template rejects the conversation, or fails.
         """
         try:
             source = self._source if fields["tools"] is None else self._tools_source
-            return render_template(source, self._special_tokens, fields)
+            return render_template(source, self._special_tokens, fields, opens_turn=opens_turn)
         except Exception as error:  # noqa: BLE001 - a template can raise anything
             refused = type(error) is TemplateError
             # The error's text may contain a message's content, which is never logged.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.tokenizer.json.json_values import JsonObject
 
@@ -62,6 +62,17 @@ class Conversation:
     tool_mode: ToolMode = ToolMode.AUTO
     tool_name: str = ""
     variables: JsonObject = field(default_factory=dict)
+    continues_final: bool = False
+    """Whether the reply goes on with the last message, which is the assistant's and has content or reasoning."""
+
+    def ending_with(self, text: str) -> Conversation:
+        """The same, with `text` at the end of what is continued."""
+        last = self.messages[-1]
+        if last.content:
+            last = replace(last, content=last.content + text)
+        else:
+            last = replace(last, reasoning=last.reasoning + text)
+        return replace(self, messages=(*self.messages[:-1], last))
 
     @property
     def offered_tools(self) -> tuple[Tool, ...]:

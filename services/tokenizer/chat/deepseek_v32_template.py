@@ -1,7 +1,7 @@
 """A chat template for DeepSeek-V3.2, which was published with a program instead of one.
 
-Source: encoding/encoding_dsv32.py of deepseek-ai/DeepSeek-V3.2, "chat" and "thinking" modes; the latter is chosen by the
-variable `thinking` or `enable_thinking`. Tools are in the first system message, as there.
+Source: encoding/encoding_dsv32.py of deepseek-ai/DeepSeek-V3.2, "chat" and "thinking" modes; the latter is chosen by
+the variable `thinking` or `enable_thinking`. Tools are in the first system message, as there.
 """
 
 DEEPSEEK_V32_TEMPLATE = r"""

@@ -60,6 +60,8 @@ def _fields(message: Message, features: TemplateFeatures, guard: Guard) -> JsonO
     fields: JsonObject = {"role": message.role, "content": guard(message.content)}
     others: JsonObject = {
         "reasoning_content": message.reasoning,
+        # Its name in the template of gpt-oss.
+        "thinking": message.reasoning,
         "name": message.name,
         "tool_call_id": message.tool_call_id,
     }

@@ -11,8 +11,8 @@ from services.tokenizer.json.json_values import JsonObject
 _PARAMETERS = ("messages", "tools")
 
 
-def render_template(source: str, special_tokens: dict[str, str], fields: JsonObject) -> str:
-    """Render a template, ending with the assistant's turn opened.
+def render_template(source: str, special_tokens: dict[str, str], fields: JsonObject, *, opens_turn: bool = True) -> str:
+    """Render a template, with the assistant's turn opened at the end if `opens_turn`.
 
     Its exceptions pass through, its time is unlimited. `fields` are `messages`, `tools` (None for none) and variables,
     none named like a special token.
@@ -23,7 +23,7 @@ def render_template(source: str, special_tokens: dict[str, str], fields: JsonObj
         conversations=[fields["messages"]],
         tools=fields["tools"],
         chat_template=source,
-        add_generation_prompt=True,
+        add_generation_prompt=opens_turn,
         **special_tokens,
         **variables,
     )

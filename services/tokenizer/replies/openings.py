@@ -47,6 +47,18 @@ def reasons(parser_name: str, template_text: str, token_texts: Collection[str]) 
     return markup is not None and markup.begin in template_text and markup.begin in token_texts
 
 
+def opening_inside(parser_name: str, content: str) -> Opening:
+    """The opening of what goes on with a message's content, or with its reasoning where that is empty.
+
+    The content may also have opened reasoning itself.
+    """
+    if not content:
+        return Opening.REASONING
+    markup = THINK_MARKUP.get(parser_name)
+    is_open = markup is not None and content.rfind(markup.begin) > content.rfind(markup.end)
+    return Opening.REASONING if is_open else Opening.ANSWER
+
+
 def opening_of(
     parser_name: str, prompt_text: str, *, template_text: str = "", token_texts: Collection[str] = ()
 ) -> Opening:

@@ -70,7 +70,7 @@ class RequestPreparer:
         grammar = of_texts
         if isinstance(prompt, Conversation):
             text, token_ids = await prompts.render_chat(prompt, self._limits().context_length)
-            opening = self._model.reply_parsers.opening(text)
+            opening = self._model.reply_parsers.opening(prompt, text)
             grammar = await self._grammars.of_reply(request, index, prompt, opening, of_texts)
             if not request.form.is_raw:
                 make_parser = partial(

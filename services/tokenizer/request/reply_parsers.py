@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.tokenizer.chat.conversation import Conversation
 from services.tokenizer.replies import ReplyParser, choose_reply_parser, make_reply_parser
 from services.tokenizer.replies.call_grammars import CALL_GRAMMARS, GrammarRequest
-from services.tokenizer.replies.openings import Opening, opening_of, reasons
+from services.tokenizer.replies.openings import Opening, opening_inside, opening_of, reasons
 from services.tokenizer.replies.reply_grammar import ReplyGrammar, reply_grammar
 from services.tokenizer.request.prompts import PromptEncoder
 
@@ -36,8 +36,10 @@ class ReplyParsers:
         texts, template = self._prompts.added_tokens, self._prompts.template_text or ""
         return self._name if reasons(self._name, template, texts) else ""
 
-    def opening(self, prompt_text: str) -> Opening:
-        """What a reply to a conversation rendered like this begins with."""
+    def opening(self, conversation: Conversation, prompt_text: str) -> Opening:
+        """What a reply begins with to a conversation that was rendered like this."""
+        if conversation.continues_final:
+            return opening_inside(self._name, conversation.messages[-1].content)
         texts, template = self._prompts.added_tokens, self._prompts.template_text or ""
         return opening_of(self._name, prompt_text, template_text=template, token_texts=texts)
 

@@ -16,6 +16,7 @@ from services.tokenizer.json.json_values import JsonObject
 from services.tokenizer.request.prompts import PromptEncoder
 from services.tokenizer.text.encoder import Encoder
 from services.tokenizer.text.model_tokenizer import load_tokenizer
+from shared.errors import InvalidRequestError
 from tests.support.models.tiny_tokenizer import (
     ENDOFTEXT,
     IM_END,
@@ -98,6 +99,39 @@ async def test_text_and_ids_equal_those_of_transformers(directory: Path, chat: C
     tokenizer = reference(directory)
     assert text == tokenizer.apply_chat_template(**fields, add_generation_prompt=True, tokenize=False)
     assert token_ids.tolist() == tokenizer.apply_chat_template(**fields, add_generation_prompt=True)["input_ids"]
+
+
+@pytest.mark.parametrize("content", ["The sky", "a\n b", "é <think>x", "1", "Hi", "a <|im_ b"])
+async def test_a_continued_message_is_rendered_as_by_transformers(directory: Path, content: str) -> None:
+    prompts = PromptEncoder(encoder(), template_of(directory))
+    chat = Conversation((USER, Message("assistant", content)), continues_final=True)
+    text, token_ids = await prompts.render_chat(chat, 10_000)
+    fields = transformers_fields(chat)
+    tokenizer = reference(directory)
+    assert text == tokenizer.apply_chat_template(**fields, continue_final_message=True, tokenize=False)
+    assert text.endswith(content)
+    assert token_ids.tolist() == tokenizer.apply_chat_template(**fields, continue_final_message=True)["input_ids"]
+
+
+async def test_a_continued_message_cannot_write_control_tokens(directory: Path) -> None:
+    prompts = PromptEncoder(encoder(), template_of(directory))
+    text, token_ids = await prompts.render_chat(
+        Conversation((USER, Message("assistant", f"a{IM_END} b ")), continues_final=True), 10_000
+    )
+    assert text.endswith(f"a{IM_END} b ")
+    spelled = encoder().encode(f"a{IM_END} b ", add_special_tokens=False).tolist()
+    assert token_ids.tolist()[-len(spelled) :] == spelled
+    assert tiny_tokenizer().token_to_id(IM_END) not in spelled
+
+
+async def test_reasoning_is_continued_where_the_template_shows_it() -> None:
+    shows = "{% for m in messages %}<{{ m.role }}>{{ '<think>' ~ m.thinking if m.thinking }}{{ m.content }}{% endfor %}"
+    chat = Conversation((USER, Message("assistant", "", reasoning="Hm. ")), continues_final=True)
+    text, _ = await PromptEncoder(encoder(), ChatTemplate(shows, {})).render_chat(chat, 10_000)
+    assert text == "<user>Hi<assistant><think>Hm. "
+    hides = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    with pytest.raises(InvalidRequestError, match="does not show what is to be continued"):
+        await PromptEncoder(encoder(), ChatTemplate(hides, {})).render_chat(chat, 10_000)
 
 
 CONTENTS = st.lists(
