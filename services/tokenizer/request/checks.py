@@ -76,6 +76,8 @@ class CheckedRequest:
     priority: common_pb2.Priority
     cache_salt: bytes
     is_exact: bool
+    max_prompt_tokens: int | None = None
+    """Only the last ones of a prompt are kept; None means all."""
 
     @property
     def all_ids(self) -> list[str]:
@@ -130,7 +132,10 @@ def check_request(
         read_priority(request.priority, violations),
         read_cache_salt(request.cache_salt, violations),
         read_determinism(request.determinism, violations),
+        request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None,
     )
+    if checked.max_prompt_tokens == 0:
+        violations.append(Violation("truncate_prompt_tokens", "OUT_OF_RANGE", "must be at least 1"))
     _check_constraints(checked, violations)
     raise_violations(violations)
     return checked
@@ -177,14 +182,17 @@ def _check_prompts(
     request: tokenizer_pb2.GenerateRequest, limits: ModelLimits, violations: list[Violation]
 ) -> tuple[Prompt, ...]:
     check_text_bytes(_text_bytes(request))
+    # 0 is refused.
+    kept = request.truncate_prompt_tokens
     if request.WhichOneof("prompt") != "prompts":
-        return (_check_prompt(request, "", limits, violations),)
+        return (_check_prompt(request, "", kept, limits, violations),)
     prompts = request.prompts.prompts
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         violations.append(Violation("prompts.prompts", "OUT_OF_RANGE", f"must have 1 to {MAX_PROMPTS} prompts"))
         return ()
     return tuple(
-        _check_prompt(prompt, f"prompts.prompts[{index}].", limits, violations) for index, prompt in enumerate(prompts)
+        _check_prompt(prompt, f"prompts.prompts[{index}].", kept, limits, violations)
+        for index, prompt in enumerate(prompts)
     )
 
 
@@ -202,6 +210,7 @@ def _text_bytes(message: tokenizer_pb2.GenerateRequest | tokenizer_pb2.Prompt) -
 def _check_prompt(
     message: tokenizer_pb2.GenerateRequest | tokenizer_pb2.Prompt,
     prefix: str,
+    num_kept: int,
     limits: ModelLimits,
     violations: list[Violation],
 ) -> Prompt:
@@ -210,7 +219,7 @@ def _check_prompt(
         return read_chat(message.chat, violations, field=f"{prefix}chat")
     if kind == "tokens":
         field = f"{prefix}tokens.token_ids"
-        return read_prompt_token_ids(message.tokens.token_ids, limits, violations, field=field)
+        return read_prompt_token_ids(message.tokens.token_ids[-num_kept:], limits, violations, field=field)
     if kind is None:
         violations.append(Violation(f"{prefix}prompt", "PROMPT_EMPTY", "one of text, chat and tokens must be set"))
     elif not message.text:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -66,10 +67,12 @@ class RequestPreparer:
         self, request: CheckedRequest, index: int, sampling: SamplingParams, of_texts: AnswerGrammar
     ) -> PreparedPrompt:
         prompt, prompts = request.prompts[index], self._model.prompts
+        # What is cut may be longer than the context.
+        max_tokens = self._limits().context_length if request.max_prompt_tokens is None else sys.maxsize
         make_parser: Callable[[], ReplyParser | None] = _no_parser
         grammar = of_texts
         if isinstance(prompt, Conversation):
-            text, token_ids = await prompts.render_chat(prompt, self._limits().context_length)
+            text, token_ids = await prompts.render_chat(prompt, max_tokens)
             opening = self._model.reply_parsers.opening(prompt, text)
             grammar = await self._grammars.of_reply(request, index, prompt, opening, of_texts)
             if not request.form.is_raw:
@@ -81,16 +84,19 @@ class RequestPreparer:
                     has_form=request.structured_output is not None,
                 )
         else:
-            token_ids = await prompts.encode(prompt, self._limits().context_length)
+            token_ids = await prompts.encode(prompt, max_tokens)
+        num_cut = token_ids.size - (request.max_prompt_tokens or token_ids.size)
+        if num_cut > 0:
+            token_ids = token_ids[num_cut:]
         # Encoding may have taken a while: check against the limits of the current cell.
         resolved = resolve_request(request, index, token_ids, grammar.added_to(sampling), self._limits())
-        echo = await self._echo(request, prompt, token_ids)
+        echo = await self._echo(request, "" if num_cut > 0 else prompt, token_ids)
         return PreparedPrompt(resolved, echo, make_parser, grammar.not_enforced)
 
     async def _echo(self, request: CheckedRequest, prompt: Prompt, token_ids: TokenIds) -> str:
         if not request.form.echoes:
             return ""
-        if isinstance(prompt, str):
+        if isinstance(prompt, str) and prompt:
             return prompt
         skips = request.form.skips_special_tokens
         text = await self._model.prompts.decode(token_ids, skips_special_tokens=skips)
