@@ -90,7 +90,8 @@ class _ChatReader:
             self._read_tool_mode(chat, tools),
             chat.tool_name,
             self._read_variables(chat.template_variables),
-            self._read_continuation(chat),
+            one_call=chat.single_tool_call,
+            continues_final=self._read_continuation(chat),
         )
 
     def _refuse(self, field: str, description: str) -> None:

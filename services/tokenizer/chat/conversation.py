@@ -62,6 +62,8 @@ class Conversation:
     tool_mode: ToolMode = ToolMode.AUTO
     tool_name: str = ""
     variables: JsonObject = field(default_factory=dict)
+    one_call: bool = False
+    """Whether a tool call ends the reply."""
     continues_final: bool = False
     """Whether the reply goes on with the last message, which is the assistant's and has content or reasoning."""
 

@@ -85,6 +85,7 @@ def make_reply_parser(
     opening: Opening = Opening.EITHER,
     special_tokens: frozenset[str] = frozenset(),
     has_form: bool = False,
+    one_call: bool = False,
 ) -> ReplyParser:
     """Make a parser for one reply; `name` is one of `REPLY_PARSERS`, the rest as in `ReplySetting`."""
-    return REPLY_PARSERS[name](ReplySetting(tuple(tools), opening, special_tokens, has_form))
+    return REPLY_PARSERS[name](ReplySetting(tuple(tools), opening, special_tokens, has_form, one_call))

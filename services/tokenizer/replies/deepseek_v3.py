@@ -42,7 +42,7 @@ class DeepseekV3Parser(ReplyParser):
             yield from self._read_call()
             if (yield from self._close(CALL_BEGIN, CALLS_END)) != CALL_BEGIN:
                 break
-        yield from reader.skip("\n")
+        yield from self._skip_after_call("\n")
 
     def _read_call(self) -> Reading[None]:
         reader = self._reader

@@ -46,7 +46,7 @@ class DeepseekV32Parser(UntypedCallParser):
             yield from self._read_call()
             if (yield from self._close(INVOKE_BEGIN, CALLS_END)) != INVOKE_BEGIN:
                 break
-        yield from reader.skip("\n")
+        yield from self._skip_after_call("\n")
 
     def _read_call(self) -> Reading[None]:
         reader = self._reader

@@ -52,4 +52,4 @@ class Glm4Parser(UntypedCallParser):
             is_first = False
             end = yield from self._close(KEY_BEGIN, CALL_END)
         self._end_object(end, is_empty=is_first)
-        yield from reader.skip("\n")
+        yield from self._skip_after_call("\n")

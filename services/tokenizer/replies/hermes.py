@@ -34,4 +34,4 @@ class HermesParser(JsonCallParser):
             if (yield from self._reader.peek()) != "{":
                 break
         yield from self._close(_CALL_END)
-        yield from self._reader.skip("\n")
+        yield from self._skip_after_call("\n")

@@ -29,7 +29,7 @@ class Llama3JsonParser(JsonCallParser):
             yield from reader.skip(SPACE)
         while True:
             yield from self._read_json_call(only_offered=opening == "{")
-            yield from reader.skip(SPACE + ";")
+            yield from self._skip_after_call(SPACE + ";")
             next_character = yield from reader.peek()
             if next_character and next_character != "{":
                 reader.rewind()

@@ -35,6 +35,12 @@ class ReplySetting:
     """Texts of special tokens to leave out of the answer."""
     has_form: bool = False
     """Whether a grammar gives the reply a form: after the reasoning it is calls alone, or text to the end."""
+    one_call: bool = False
+    """Whether the first call ends the reply."""
+
+
+class _ReplyEndedError(Exception):
+    """A call has ended the reply."""
 
 
 class ReplyParser(abc.ABC):
@@ -57,6 +63,8 @@ class ReplyParser(abc.ABC):
         self._tools = {tool.name: tool for tool in setting.tools}
         self.is_reasoning = setting.opening is Opening.REASONING
         """Whether the text so far ends inside reasoning."""
+        self.is_over = False
+        """Whether a call has ended the reply; what follows is ignored."""
         self._filter = _TokenFilter(_dropped_tokens(setting.special_tokens, self.markup))
         # Markup that turns out to be none is text, but its special tokens never are. A form's text has no such tokens.
         kept = frozenset() if setting.has_form else self.markup & setting.special_tokens
@@ -113,6 +121,8 @@ class ReplyParser(abc.ABC):
             if self._repair is not None:
                 self._end_arguments(self._repair, is_cut=isinstance(error, TextEndedError))
             self._give_back()
+        else:
+            self._end_after_call()
 
     def _read_reasoning(self, markup: ThinkMarkup, place: Opening) -> Reading[None]:
         begins = ""
@@ -150,10 +160,21 @@ class ReplyParser(abc.ABC):
         """Pass a call's name on, and accept what has been read."""
         if not is_name(name):
             raise UnparsableError
+        self._end_after_call()
         self._parts.append(ToolCallPart(self._num_calls, f"call_{secrets.token_hex(12)}", name, ""))
         self._num_calls += 1
         self._opening = ""
         self._reader.accept()
+
+    def _end_after_call(self) -> None:
+        """End the reply, if it has its only call."""
+        if self._setting.one_call and self._num_calls:
+            raise _ReplyEndedError
+
+    def _skip_after_call(self, characters: str) -> Reading[None]:
+        """Skip any of `characters` after a whole call."""
+        self._end_after_call()
+        yield from self._reader.skip(characters)
 
     def _read_arguments(self) -> Reading[None]:
         self._repair = repair = JsonRepair()
@@ -199,11 +220,13 @@ class ReplyParser(abc.ABC):
             if calls and not parts:
                 break
             calls = parts or calls
+        if self._setting.one_call:
+            calls = [part for part in calls if isinstance(part, ToolCallPart) and part.index == self._num_calls]
         return calls
 
     def _only_calls(self, text: str) -> list[ReplyPart]:
         """The calls that a text consists of; empty if there is anything else."""
-        inner = type(self)(replace(self._setting, opening=Opening.ANSWER, special_tokens=frozenset()))
+        inner = type(self)(replace(self._setting, opening=Opening.ANSWER, special_tokens=frozenset(), one_call=False))
         inner._num_calls = self._num_calls
         parts = [*inner.feed(text), *inner.finish(is_cut=True)]
         return parts if all(isinstance(part, ToolCallPart) for part in parts) and _are_whole(parts) else []
@@ -228,8 +251,13 @@ class ReplyParser(abc.ABC):
                 self._parts.append(ReasoningPart(text))
 
     def _advance(self, text: str) -> None:
+        if self.is_over:
+            return
         self._reader.add(text)
-        next(self._course, None)
+        try:
+            next(self._course, None)
+        except _ReplyEndedError:
+            self.is_over = True
         if self._repair is not None:
             self._put_arguments(self._repair.push(self._reader.accept()))
 

@@ -56,4 +56,4 @@ class Qwen3CoderParser(UntypedCallParser):
             # A model that omits the beginning often writes the end.
             yield from reader.skip(SPACE)
             yield from reader.one_of(CALL_END)
-        yield from reader.skip("\n")
+        yield from self._skip_after_call("\n")

@@ -60,6 +60,7 @@ class ReplyParsers:
             opening=opening,
             special_tokens=self._prompts.special_tokens if skips_special_tokens else frozenset(),
             has_form=has_form,
+            one_call=conversation.one_call,
         )
 
     def grammar(
@@ -73,7 +74,7 @@ class ReplyParsers:
             self._name,
             GrammarRequest(
                 conversation.offered_tools if has_form else conversation.callable_tools,
-                bool(conversation.tool_name),
+                conversation.one_call or bool(conversation.tool_name),
                 opening,
                 self._prompts.template_text or "",
                 self._prompts.added_tokens,

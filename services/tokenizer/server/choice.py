@@ -235,9 +235,14 @@ class Choice:
             return None
         completion = self._completion
         completion.push(token_ids)
-        if not completion.has_stop_strings or completion.stop_string is None:
+        if completion.is_over:
+            completion.finish()
+        if completion.has_stop_strings and completion.stop_string is not None:
+            self._finish_by_stop_string(completion.stop_string)
+        elif completion.is_over:
+            self._finish_by_call()
+        else:
             return None
-        self._finish_by_stop_string(completion.stop_string)
         return self.usage.num_completion_tokens
 
     def _receive_last(self, token_ids: Sequence[int], end: exchange_pb2.RequestEnd) -> None:
@@ -246,8 +251,8 @@ class Choice:
         else:
             self._completion.push(token_ids)
         self.is_over = True
-        # A stop string in the tokens before the error takes precedence.
-        if end.HasField("error") and self._completion.stop_string is None:
+        # A stop string or a last call in the tokens before the error takes precedence.
+        if end.HasField("error") and self._completion.stop_string is None and not self._completion.is_over:
             self._call.fail(StatusError(end.error))
             return
         # The cell's count includes resumes after the loss of a worker, but may miss those under a dead scheduler.
@@ -255,6 +260,8 @@ class Choice:
         self._completion.finish(is_cut=end.finish_reason != common_pb2.FINISH_REASON_EOS)
         if self._completion.stop_string is not None:
             self._finish_by_stop_string(self._completion.stop_string)
+        elif self._completion.is_over:
+            self._finish_by_call()
         elif self._extras.is_empty:
             self._finish_with(common_pb2.FINISH_REASON_MAX_TOKENS, 0)
         else:
@@ -264,6 +271,10 @@ class Choice:
     def _finish_by_stop_string(self, stop_string: str) -> None:
         self.is_over = True
         self._finish_with(common_pb2.FINISH_REASON_STOP_STRING, self._completion.num_tokens, stop_string=stop_string)
+
+    def _finish_by_call(self) -> None:
+        self.is_over = True
+        self._finish_with(common_pb2.FINISH_REASON_EOS, self._completion.num_tokens)
 
     def _finish_with(
         self,

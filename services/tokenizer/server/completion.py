@@ -59,8 +59,13 @@ class Completion:
             return None
         return self._matcher.candidate.stop
 
+    @property
+    def is_over(self) -> bool:
+        """Whether a tool call has ended the answer, as requested."""
+        return self._parser is not None and self._parser.is_over
+
     def push(self, token_ids: Sequence[int]) -> None:
-        """Take the next tokens; those after a stop string are dropped."""
+        """Take the next tokens; those after a stop string, or a call that ends the answer, are dropped."""
         if self._matcher is None and self._parser is None:
             # The hot path: most requests have no stop strings, and every token passes here.
             self._accept(token_ids)
@@ -100,7 +105,7 @@ class Completion:
     def _take_in(self, text: str, token_ids: Sequence[int]) -> None:
         if self._parser is None:
             self._watch([TextPart(text)] if text else [], token_ids)
-        elif self.stop_string is None:
+        elif self.stop_string is None and not self._parser.is_over:
             was_reasoning = self._parser.is_reasoning
             parts = self._parser.feed(text)
             if was_reasoning or self._parser.is_reasoning or any(isinstance(part, ReasoningPart) for part in parts):

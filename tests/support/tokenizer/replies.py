@@ -56,13 +56,14 @@ def parse(
     *,
     tools: Sequence[Tool] = TOOLS,
     prompt_text: str = "",
-    special_tokens: frozenset[str] = frozenset(),
-    has_form: bool = False,
     is_cut: bool = False,
+    **setting: Any,
 ) -> list[ReplyPart]:
-    """Parse a reply that arrives in these pieces."""
+    """Parse a reply that arrives in these pieces; `setting` as for `make_reply_parser`."""
     opening = opening_of(name, prompt_text)
-    parser = make_reply_parser(name, tools=tools, opening=opening, special_tokens=special_tokens, has_form=has_form)
+    parser = make_reply_parser(
+        name, tools=tools, opening=opening, special_tokens=special_tokens, has_form=has_form, one_call=one_call
+    )
     parts = [part for piece in pieces for part in parser.feed(piece)]
     return joined([*parts, *parser.finish(is_cut=is_cut)])
 

@@ -191,6 +191,18 @@ def test_a_reply_that_the_model_ended_in_reasoning_makes_the_whole_call_at_its_e
         assert not check_message(parse(name, [reply[: reply.rindex("1")]], tools=[LOOK]))
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("between", ["", "\n", "text"])
+def test_the_only_call_ends_the_reply(name: str, between: str) -> None:
+    call = call_text(name, "x", "1")
+    for reply in (call + between + call, call + between + "<|start|>assistant<|channel|>final<|message|>Hi"):
+        parts = parse(name, [reply], tools=[LOOK], one_call=True)
+        assert parse(name, list(reply), tools=[LOOK], one_call=True) == parts
+        assert parts == parse(name, [call], tools=[LOOK])
+    after_text = f"{'<|channel|>final<|message|>' if name == 'harmony' else ''}Hi"
+    assert parse(name, [after_text], tools=[LOOK], one_call=True) == [TextPart("Hi")]
+
+
 @pytest.mark.parametrize(("name", "begin", "end"), THINKING)
 def test_reasoning_after_a_call_is_reasoning(name: str, begin: str, end: str) -> None:
     call = call_text(name, "x", "1")
@@ -221,3 +233,7 @@ def test_several_calls_at_the_end_of_reasoning_are_numbered_after_those_before()
     parts = parse("hermes", [reply], tools=[LOOK])
     assert [arguments["a"] for arguments in check_message(parts)] == ["x", "x", "y", "a <tool_call> b"]
     assert [part.index for part in parts if isinstance(part, ToolCallPart)] == [0, 1, 2, 3]
+    in_reasoning = reply.replace(f"</think>{first}", "")
+    for one_call, expected in ((False, ["x", "y", "a <tool_call> b"]), (True, ["x"])):
+        parts = parse("hermes", [in_reasoning], tools=[LOOK], one_call=one_call)
+        assert [arguments["a"] for arguments in check_message(parts)] == expected
