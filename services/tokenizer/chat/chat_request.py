@@ -90,6 +90,7 @@ class _ChatReader:
             self._read_tool_mode(chat, tools),
             chat.tool_name,
             self._read_variables(chat.template_variables),
+            allowed_names=self._read_allowed_names(chat, tools),
             one_call=chat.single_tool_call,
             continues_final=self._read_continuation(chat),
         )
@@ -196,6 +197,17 @@ class _ChatReader:
         elif chat.tool_name and mode is ToolMode.NONE:
             self._refuse("tool_name", "cannot be combined with TOOL_MODE_NONE")
         return ToolMode.REQUIRED if chat.tool_name else mode or ToolMode.AUTO
+
+    def _read_allowed_names(self, chat: tokenizer_pb2.Chat, tools: Sequence[Tool]) -> frozenset[str]:
+        known, allowed = {tool.name for tool in tools}, frozenset(chat.allowed_tool_names)
+        unknown = (index for index, name in enumerate(chat.allowed_tool_names) if name not in known)
+        if (index := next(unknown, None)) is not None:
+            self._refuse(f"allowed_tool_names[{index}]", "must be the name of one of the tools")
+        elif allowed and chat.tool_name in known - allowed:
+            self._refuse("tool_name", "must be one of allowed_tool_names")
+        elif allowed and chat.tool_mode == tokenizer_pb2.TOOL_MODE_NONE:
+            self._refuse("allowed_tool_names", "cannot be combined with TOOL_MODE_NONE")
+        return allowed
 
     def _read_continuation(self, chat: tokenizer_pb2.Chat) -> bool:
         if not chat.continue_final_message or not chat.messages:

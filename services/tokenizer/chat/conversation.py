@@ -53,8 +53,8 @@ class Tool:
 class Conversation:
     """The conversation to continue.
 
-    Invariants: at least one message. `tool_name` is empty, or a tool's and the mode is REQUIRED. REQUIRED needs a tool.
-    NONE hides the tools from the model.
+    Invariants: at least one message. `tool_name` is empty, or an allowed tool's and the mode is REQUIRED, which needs a
+    tool. NONE hides the tools from the model.
     """
 
     messages: tuple[Message, ...]
@@ -62,6 +62,8 @@ class Conversation:
     tool_mode: ToolMode = ToolMode.AUTO
     tool_name: str = ""
     variables: JsonObject = field(default_factory=dict)
+    allowed_names: frozenset[str] = frozenset()
+    """The tools that may be called, all of them if empty."""
     one_call: bool = False
     """Whether a tool call ends the reply."""
     continues_final: bool = False
@@ -82,8 +84,14 @@ class Conversation:
         return () if self.tool_mode is ToolMode.NONE else self.tools
 
     @property
+    def allowed_tools(self) -> tuple[Tool, ...]:
+        """Tools shown to the model that may be called."""
+        allowed = self.allowed_names
+        return tuple(tool for tool in self.offered_tools if not allowed or tool.name in allowed)
+
+    @property
     def callable_tools(self) -> tuple[Tool, ...]:
         """Tools of which one must be called; empty unless the mode is REQUIRED."""
         if self.tool_mode is not ToolMode.REQUIRED:
             return ()
-        return tuple(tool for tool in self.tools if self.tool_name in ("", tool.name))
+        return tuple(tool for tool in self.allowed_tools if self.tool_name in ("", tool.name))

@@ -23,6 +23,7 @@ __all__ = [
     "ReasoningPart",
     "ReplyParser",
     "ReplyPart",
+    "ReplySetting",
     "TextPart",
     "ToolCallPart",
     "choose_reply_parser",
@@ -78,14 +79,6 @@ def choose_reply_parser(architecture: str, template_source: str | None) -> str:
     return _ARCHITECTURES.get(architecture, "none")
 
 
-def make_reply_parser(
-    name: str,
-    *,
-    tools: Sequence[Tool] = (),
-    opening: Opening = Opening.EITHER,
-    special_tokens: frozenset[str] = frozenset(),
-    has_form: bool = False,
-    one_call: bool = False,
-) -> ReplyParser:
-    """Make a parser for one reply; `name` is one of `REPLY_PARSERS`, the rest as in `ReplySetting`."""
-    return REPLY_PARSERS[name](ReplySetting(tuple(tools), opening, special_tokens, has_form, one_call))
+def make_reply_parser(name: str, setting: ReplySetting) -> ReplyParser:
+    """Make a parser for one reply; `name` is one of `REPLY_PARSERS`."""
+    return REPLY_PARSERS[name](setting)

@@ -37,6 +37,8 @@ class ReplySetting:
     """Whether a grammar gives the reply a form: after the reasoning it is calls alone, or text to the end."""
     one_call: bool = False
     """Whether the first call ends the reply."""
+    allowed_names: frozenset[str] = frozenset()
+    """A call of any other tool is text; empty if all are allowed."""
 
 
 class _ReplyEndedError(Exception):
@@ -158,7 +160,8 @@ class ReplyParser(abc.ABC):
 
     def _begin_call(self, name: str) -> None:
         """Pass a call's name on, and accept what has been read."""
-        if not is_name(name):
+        allowed = self._setting.allowed_names
+        if not is_name(name) or (allowed and name not in allowed):
             raise UnparsableError
         self._end_after_call()
         self._parts.append(ToolCallPart(self._num_calls, f"call_{secrets.token_hex(12)}", name, ""))

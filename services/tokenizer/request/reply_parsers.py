@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.tokenizer.chat.conversation import Conversation
-from services.tokenizer.replies import ReplyParser, choose_reply_parser, make_reply_parser
+from services.tokenizer.replies import ReplyParser, ReplySetting, choose_reply_parser, make_reply_parser
 from services.tokenizer.replies.call_grammars import CALL_GRAMMARS, GrammarRequest
 from services.tokenizer.replies.openings import Opening, opening_inside, opening_of, reasons
 from services.tokenizer.replies.reply_grammar import ReplyGrammar, reply_grammar
@@ -54,14 +54,15 @@ class ReplyParsers:
         """A parser for one reply; None if replies are plain text."""
         if not self.has_parser:
             return None
-        return make_reply_parser(
-            self._name,
-            tools=conversation.offered_tools,
-            opening=opening,
-            special_tokens=self._prompts.special_tokens if skips_special_tokens else frozenset(),
+        setting = ReplySetting(
+            conversation.offered_tools,
+            opening,
+            self._prompts.special_tokens if skips_special_tokens else frozenset(),
             has_form=has_form,
             one_call=conversation.one_call,
+            allowed_names=conversation.allowed_names,
         )
+        return make_reply_parser(self._name, setting)
 
     def grammar(
         self, conversation: Conversation, opening: Opening, *, has_form: bool = False, begins_at_once: bool = False
@@ -73,7 +74,7 @@ class ReplyParsers:
         return reply_grammar(
             self._name,
             GrammarRequest(
-                conversation.offered_tools if has_form else conversation.callable_tools,
+                conversation.allowed_tools if has_form else conversation.callable_tools,
                 conversation.one_call or bool(conversation.tool_name),
                 opening,
                 self._prompts.template_text or "",

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from services.tokenizer.chat.conversation import Tool
-from services.tokenizer.replies import ReasoningPart, ReplyPart, TextPart, ToolCallPart, make_reply_parser
+from services.tokenizer.replies import ReasoningPart, ReplyPart, ReplySetting, TextPart, ToolCallPart, make_reply_parser
 from services.tokenizer.replies.openings import opening_of
 
 TEXT, NUMBER = {"type": "string"}, {"type": "number"}
@@ -59,11 +59,9 @@ def parse(
     is_cut: bool = False,
     **setting: Any,
 ) -> list[ReplyPart]:
-    """Parse a reply that arrives in these pieces; `setting` as for `make_reply_parser`."""
+    """Parse a reply that arrives in these pieces; `setting` as in `ReplySetting`."""
     opening = opening_of(name, prompt_text)
-    parser = make_reply_parser(
-        name, tools=tools, opening=opening, special_tokens=special_tokens, has_form=has_form, one_call=one_call
-    )
+    parser = make_reply_parser(name, ReplySetting(tuple(tools), opening, **setting))
     parts = [part for piece in pieces for part in parser.feed(piece)]
     return joined([*parts, *parser.finish(is_cut=is_cut)])
 

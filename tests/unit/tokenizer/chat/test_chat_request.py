@@ -78,6 +78,9 @@ def test_a_chats_fields_are_read() -> None:
         ({"toolMode": "TOOL_MODE_REQUIRED"}, ToolMode.REQUIRED, 2, ["look_up", "now"]),
         ({"toolName": "now"}, ToolMode.REQUIRED, 2, ["now"]),
         ({"toolMode": "TOOL_MODE_AUTO", "toolName": "now"}, ToolMode.REQUIRED, 2, ["now"]),
+        ({"allowedToolNames": ["now"]}, ToolMode.AUTO, 2, []),
+        ({"toolMode": "TOOL_MODE_REQUIRED", "allowedToolNames": ["now"]}, ToolMode.REQUIRED, 2, ["now"]),
+        ({"toolName": "now", "allowedToolNames": ["look_up", "now"]}, ToolMode.REQUIRED, 2, ["now"]),
     ],
 )
 def test_the_tool_mode_determines_the_offered_and_the_callable_tools(
@@ -135,6 +138,16 @@ def test_a_call_without_arguments_has_an_empty_object() -> None:
         (chat_of(toolName="look_up"), "tool_name"),
         (chat_of(tools=[TOOL], toolName="look"), "tool_name"),
         (chat_of(tools=[TOOL], toolName="look_up", toolMode="TOOL_MODE_NONE"), "tool_name"),
+        (chat_of(tools=[TOOL], allowedToolNames=["look_up", "x"]), "allowed_tool_names[1]"),
+        (chat_of(allowedToolNames=["look_up"]), "allowed_tool_names[0]"),
+        (
+            chat_of(tools=[TOOL], allowedToolNames=["look_up"], toolMode="TOOL_MODE_NONE"),
+            "allowed_tool_names",
+        ),
+        (
+            chat_of(tools=[TOOL, {**TOOL, "name": "now"}], allowedToolNames=["look_up"], toolName="now"),
+            "tool_name",
+        ),
         (chat_of(templateVariables="x"), "template_variables"),
         (chat_of(templateVariables="[]"), "template_variables"),
         (chat_of(templateVariables=json.dumps({"a": "x" * 2**16})), "template_variables"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.tokenizer.replies import ReasoningPart, ReplyPart, TextPart, ToolCallPart, make_reply_parser
+from services.tokenizer.replies import ReasoningPart, ReplyPart, ReplySetting, TextPart, ToolCallPart, make_reply_parser
 from services.tokenizer.replies.untyped_values import takes_text
 from tests.support.tokenizer.replies import TOOLS, call_part, parse_every_way, tool
 
@@ -93,7 +93,7 @@ def test_text_that_breaks_a_call_already_sent_is_returned_as_text() -> None:
 
 
 def test_text_arguments_are_sent_as_they_arrive() -> None:
-    parser = make_reply_parser("glm4", tools=TOOLS)
+    parser = make_reply_parser("glm4", ReplySetting(TOOLS))
     parser.feed("<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>")
     streamed = [part for piece in ("caf", 'é "', "x</arg") for part in parser.feed(piece)]
     assert [part.arguments for part in streamed if isinstance(part, ToolCallPart)] == ["caf", 'é \\"', "x"]

@@ -17,6 +17,7 @@ from services.tokenizer.json.schema_types import types_of
 from services.tokenizer.replies import REPLY_PARSERS, ReasoningPart, TextPart, ToolCallPart
 from tests.support.tokenizer.replies import parse
 
+FIND = Tool("find")
 LOOK = Tool("look", "", {"type": "object", "properties": {"a": {"type": "string"}, "b": {}, "n": {"type": "number"}}})
 
 # As a model writes them into a string of JSON.
@@ -201,6 +202,18 @@ def test_the_only_call_ends_the_reply(name: str, between: str) -> None:
         assert parts == parse(name, [call], tools=[LOOK])
     after_text = f"{'<|channel|>final<|message|>' if name == 'harmony' else ''}Hi"
     assert parse(name, [after_text], tools=[LOOK], one_call=True) == [TextPart("Hi")]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_call_of_a_tool_that_is_not_allowed_is_text(name: str) -> None:
+    call = call_text(name, "x", "1")
+    reply = f"{call}\n{call.replace('look', 'find')}"
+    parts = parse(name, [reply], tools=[LOOK, FIND], allowed_names=frozenset({"find"}))
+    assert parse(name, list(reply), tools=[LOOK, FIND], allowed_names=frozenset({"find"})) == parts
+    assert [part.name for part in parts if isinstance(part, ToolCallPart)] == ["find"]
+    assert isinstance(parts[0], TextPart)
+    every = parse(name, [reply], tools=[LOOK, FIND])
+    assert [part.name for part in every if isinstance(part, ToolCallPart)] == ["look", "find"]
 
 
 @pytest.mark.parametrize(("name", "begin", "end"), THINKING)

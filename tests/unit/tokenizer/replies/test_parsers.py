@@ -15,6 +15,7 @@ from services.tokenizer.config import TokenizerSettings
 from services.tokenizer.replies import (
     REPLY_PARSERS,
     ReasoningPart,
+    ReplySetting,
     TextPart,
     ToolCallPart,
     choose_reply_parser,
@@ -134,7 +135,7 @@ def test_without_tools_there_are_no_calls(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_plain_text_is_sent_at_once(name: str) -> None:
-    parser = make_reply_parser(name, tools=TOOLS)
+    parser = make_reply_parser(name, ReplySetting(TOOLS))
     assert parser.feed("Hello") == [TextPart("Hello")]
     assert parser.feed(" there") == [TextPart(" there")]
     assert parser.feed("") == parser.finish() == []
@@ -142,7 +143,7 @@ def test_plain_text_is_sent_at_once(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_empty_reply_has_no_parts(name: str) -> None:
-    assert make_reply_parser(name, tools=TOOLS).finish() == []
+    assert make_reply_parser(name, ReplySetting(TOOLS)).finish() == []
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ def test_an_empty_reply_has_no_parts(name: str) -> None:
     ],
 )
 def test_arguments_are_sent_as_they_arrive(name: str, pieces: list[str]) -> None:
-    parser = make_reply_parser(name, tools=TOOLS)
+    parser = make_reply_parser(name, ReplySetting(TOOLS))
     assert parser.feed(pieces[0]) == []
     streamed = [part.arguments for piece in pieces[1:] for part in parser.feed(piece) if isinstance(part, ToolCallPart)]
     # A number is complete only when it has ended.
@@ -188,7 +189,7 @@ def test_arguments_are_sent_as_they_arrive(name: str, pieces: list[str]) -> None
 
 
 def test_a_call_begins_with_its_name_and_id() -> None:
-    parser = make_reply_parser("hermes", tools=TOOLS)
+    parser = make_reply_parser("hermes", ReplySetting(TOOLS))
     (first,) = parser.feed('<tool_call>{"name": "get_weather", "arguments": {"city"')
     (second,) = parser.feed(': "Aix"')
     assert isinstance(first, ToolCallPart)
@@ -201,8 +202,10 @@ def test_a_call_begins_with_its_name_and_id() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_special_tokens_are_needed_only_if_the_markup_consists_of_them(name: str) -> None:
     markup = REPLY_PARSERS[name].markup
-    assert not make_reply_parser(name, special_tokens=frozenset({"<|eot|>"})).needs_special_tokens
-    assert make_reply_parser(name, special_tokens=markup | {"<|eot|>"}).needs_special_tokens == bool(markup)
+    assert not make_reply_parser(name, ReplySetting(special_tokens=frozenset({"<|eot|>"}))).needs_special_tokens
+    assert make_reply_parser(name, ReplySetting(special_tokens=markup | {"<|eot|>"})).needs_special_tokens == bool(
+        markup
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if REPLY_PARSERS[name].markup])
@@ -228,7 +231,7 @@ def test_a_long_reply_costs_no_more_per_character(name: str) -> None:
     }.get(name, "")
 
     def seconds(num_pieces: int) -> float:
-        parser = make_reply_parser(name, tools=TOOLS)
+        parser = make_reply_parser(name, ReplySetting(TOOLS))
         parser.feed(opening)
         began = time.process_time()
         for _ in range(num_pieces):

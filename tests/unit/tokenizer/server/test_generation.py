@@ -13,7 +13,7 @@ from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.chat.conversation import Tool
 from services.tokenizer.exchange.logprobs import LogprobQueue, Logprobs, read_prompt_logprobs, read_row_logprobs
-from services.tokenizer.replies import ReplyParser, ReplyPart, make_reply_parser
+from services.tokenizer.replies import ReplyParser, ReplyPart, ReplySetting, make_reply_parser
 from services.tokenizer.replies.parser import ReplySetting
 from services.tokenizer.replies.plain import PlainParser
 from services.tokenizer.server.choice import Choice, Extras
@@ -368,7 +368,7 @@ REPLY = '<think>so</think>Hi<tool_call>{"name": "look", "arguments": {"a": 1}}</
 
 
 async def test_a_reply_is_parsed_as_it_arrives() -> None:
-    generation, choice = make_choice(parser=make_reply_parser("hermes", tools=[Tool("look")]))
+    generation, choice = make_choice(parser=make_reply_parser("hermes", ReplySetting((Tool("look"),))))
     responses = generation.responses()
     answer = Answer()
     answer.add(Response(accepted=tokenizer_pb2.Accepted()))
@@ -384,7 +384,7 @@ async def test_a_reply_is_parsed_as_it_arrives() -> None:
 
 
 async def test_text_held_back_by_a_parser_is_sent_with_the_finish() -> None:
-    generation, choice = make_choice("STOP", parser=make_reply_parser("hermes", tools=[Tool("look")]))
+    generation, choice = make_choice("STOP", parser=make_reply_parser("hermes", ReplySetting((Tool("look"),))))
     responses = generation.responses()
     choice.receive(ids("Hi<tool_"), None)
     assert (await anext(responses)).text == "Hi"
