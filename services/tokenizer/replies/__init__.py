@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from services.tokenizer.chat.conversation import Tool
 from services.tokenizer.replies.deepseek_v3 import CALLS_BEGIN, DeepseekV3Parser
 from services.tokenizer.replies.deepseek_v32 import DSML, DeepseekV32Parser
 from services.tokenizer.replies.glm4 import KEY_BEGIN, Glm4Parser
@@ -12,7 +9,7 @@ from services.tokenizer.replies.harmony import CHANNEL, HarmonyParser
 from services.tokenizer.replies.hermes import HermesParser
 from services.tokenizer.replies.llama3_json import Llama3JsonParser
 from services.tokenizer.replies.mistral import CALLS, MistralParser
-from services.tokenizer.replies.openings import THINK_MARKUP, Opening
+from services.tokenizer.replies.openings import THINK_MARKUP
 from services.tokenizer.replies.parser import ReplyParser, ReplySetting
 from services.tokenizer.replies.parts import ReasoningPart, ReplyPart, TextPart, ToolCallPart
 from services.tokenizer.replies.plain import PlainParser

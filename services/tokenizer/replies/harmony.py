@@ -22,11 +22,10 @@ _OPENINGS = Markers(START + "assistant", CHANNEL)
 _HEADER_ENDS = Markers(MESSAGE)
 _MESSAGE_ENDS = Markers(END, RETURN, CALL, START + "assistant", CHANNEL)
 
-# The recipient comes before or after the channel, the content's type at the end.
-_HEADER = re.compile(
-    r"(?: to=(?P<first>[^\s<]+))?\s*<\|channel\|>(?P<channel>\w+)(?: to=(?P<second>[^\s<]+))?"
-    r"\s*(?:<\|constrain\|>)?\w*\s*"
-)
+# What a header has, in any order; the content's type may be marked or not.
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\s*\bto=([^\s<]+)")
+_CONTENT_TYPE = re.compile(r"\s*(?:<\|constrain\|>)?\s*\w*\s*")
 
 
 class HarmonyParser(ReplyParser):
@@ -49,13 +48,13 @@ class HarmonyParser(ReplyParser):
         if opening == CHANNEL:
             self._reader.rewind()
         text, _ = yield from self._reader.until(_HEADER_ENDS, max_length=2 * MAX_NAME_LENGTH)
-        header = _HEADER.fullmatch(text)
-        if header is None:
+        text, channel = _cut_out(_CHANNEL, text)
+        text, recipient = _cut_out(_RECIPIENT, text)
+        if not _CONTENT_TYPE.fullmatch(text) or not (channel or recipient):
             raise UnparsableError
-        recipient = header["first"] or header["second"] or ""
         if recipient.startswith(FUNCTIONS) or recipient in self._tools:
             yield from self._read_call(recipient.removeprefix(FUNCTIONS))
-        elif header["channel"] == "analysis":
+        elif channel == "analysis":
             yield from self._pass_analysis()
         elif not recipient:
             yield from self._pass_answer()
@@ -65,12 +64,18 @@ class HarmonyParser(ReplyParser):
     def _read_call(self, name: str) -> Reading[None]:
         if not self._tools:
             raise UnparsableError
-        yield from self._reader.skip(SPACE)
-        yield from self._reader.expect("{")
-        self._reader.position -= 1
+        reader = self._reader
+        yield from reader.skip(SPACE)
+        if (yield from reader.peek()) == "{":
+            self._begin_call(name)
+            yield from self._read_arguments()
+            yield from self._close(CALL, END, RETURN)
+            return
+        # A call may have no arguments; the token that ends it may have no text.
+        if (yield from reader.peek()):
+            yield from reader.expect(CALL, END, RETURN)
         self._begin_call(name)
-        yield from self._read_arguments()
-        yield from self._close(CALL, END, RETURN)
+        self._put_arguments("" if self.was_cut else "{}")
 
     def _pass_analysis(self) -> Reading[None]:
         self.is_reasoning = True
@@ -84,3 +89,9 @@ class HarmonyParser(ReplyParser):
         end = yield from self._pass_until(ends, put)
         if end in (START + "assistant", CHANNEL):
             self._reader.rewind()
+
+
+def _cut_out(pattern: re.Pattern[str], text: str) -> tuple[str, str]:
+    """The text without the first match of a pattern, and what the match says; empty if there is none."""
+    match = pattern.search(text)
+    return (text, "") if match is None else (text[: match.start()] + text[match.end() :], match[1])

@@ -65,6 +65,8 @@ class ReplyParser(abc.ABC):
         self._tools = {tool.name: tool for tool in setting.tools}
         self.is_reasoning = setting.opening is Opening.REASONING
         """Whether the text so far ends inside reasoning."""
+        self.was_cut = False
+        """Whether the reply was cut off; known at its end."""
         self.is_over = False
         """Whether a call has ended the reply; what follows is ignored."""
         self._filter = _TokenFilter(_dropped_tokens(setting.special_tokens, self.markup))
@@ -95,6 +97,7 @@ class ReplyParser(abc.ABC):
 
         A model may end its reply while it reasons, with a call: that call is made, although it was reasoning before.
         """
+        self.was_cut = is_cut
         self._reader.is_complete = True
         self._advance(self._filter.flush())
         self._put_filtered(self._text_filter.flush())

@@ -8,7 +8,7 @@ import pytest
 
 from services.tokenizer.replies import ReasoningPart, ReplyPart, TextPart
 from services.tokenizer.replies.harmony import HarmonyParser
-from tests.support.tokenizer.replies import call_part, parse_every_way
+from tests.support.tokenizer.replies import call_part, parse, parse_every_way
 
 SPECIAL = HarmonyParser.markup | {"<|endoftext|>"}
 ANALYSIS = "<|channel|>analysis<|message|>Need to use function get_weather.<|end|>"
@@ -39,6 +39,11 @@ CALL_PART = call_part("get_weather", ARGUMENTS)
                 ("<|channel|>analysis to=functions.get_weather code", ""),
                 (" to=functions.get_weather<|channel|>commentary <|constrain|>json", "<|call|>"),
                 (" to=functions.get_weather<|channel|>analysis", ""),
+                # Other orders.
+                ("<|channel|>commentary <|constrain|>json to=functions.get_weather", "<|call|>"),
+                ("<|channel|>commentary json to=functions.get_weather", ""),
+                (" to=functions.get_weather<|constrain|>json<|channel|>commentary", ""),
+                (" to=functions.get_weather", ""),
                 # The recipient lacks its namespace.
                 ("<|channel|>commentary to=get_weather <|constrain|>json", ""),
             ]
@@ -50,6 +55,10 @@ CALL_PART = call_part("get_weather", ARGUMENTS)
             f"{ANALYSIS}<|start|>assistant<|channel|>commentary<|message|>I'll look it up.<|end|>"
             f"<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}",
             [REASONING, TextPart("I'll look it up."), CALL_PART],
+        ),
+        *(
+            (f"<|channel|>commentary to=functions.get_time<|message|>{end}", [call_part("get_time", "{}")])
+            for end in ("<|call|>", "", " \n<|end|>")
         ),
         # Several calls, and messages without their start.
         (
@@ -91,6 +100,11 @@ def test_recorded_replies(text: str, parts: list[ReplyPart]) -> None:
 )
 def test_text_outside_any_channel_and_call_is_returned_without_special_tokens(text: str) -> None:
     assert parse_every_way("harmony", text, special_tokens=SPECIAL) == [TextPart(re.sub(r"<\|\w+\|>", "", text))]
+
+
+def test_a_call_that_was_cut_off_before_its_arguments_has_none() -> None:
+    text = "<|channel|>commentary to=functions.get_time<|message|>"
+    assert parse("harmony", list(text), is_cut=True) == [call_part("get_time", "")]
 
 
 def test_without_tools_a_call_is_text_and_reasoning_is_not() -> None:

@@ -14,7 +14,6 @@ from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.chat.conversation import Tool
 from services.tokenizer.exchange.logprobs import LogprobQueue, Logprobs, read_prompt_logprobs, read_row_logprobs
 from services.tokenizer.replies import ReplyParser, ReplyPart, ReplySetting, make_reply_parser
-from services.tokenizer.replies.parser import ReplySetting
 from services.tokenizer.replies.plain import PlainParser
 from services.tokenizer.server.choice import Choice, Extras
 from services.tokenizer.server.completion import Completion
