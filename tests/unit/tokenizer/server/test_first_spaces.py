@@ -5,23 +5,28 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
+from services.worker.runner.matchers import GrammarMatchers
+from services.worker.sampling.sampling_state import SamplingState
 from shared.model_dir import TOKENIZER
+from shared.sampling_codec import decode_options
 from tests.support.clients.client import Answer, read_answer
-from tests.support.models.tiny_tokenizer import write_tiny_tokenizer
+from tests.support.models.tiny_tokenizer import IM_END_ID, VOCABULARY_SIZE, write_tiny_tokenizer
 from tests.support.tokenizer.exchange_peer import Position, Row, make_end
 from tests.support.tokenizer.many_tokenizers import llama_2_decoder, spell, with_byte_tokens
 from tests.support.tokenizer.tokenizer_service import Service, run_tokenizer_service
+from tests.support.worker.worker_steps import column
 
 Request = tokenizer_pb2.GenerateRequest
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return with_byte_tokens(llama_2_decoder(), ["▁", "▁blue", "▁today", "."])
+    return with_byte_tokens(llama_2_decoder(), ["▁", "▁blue", "▁today", ".", "▁yes", "y", "es", "▁n"])
 
 
 @pytest.fixture
@@ -71,6 +76,38 @@ async def test_a_stop_string_may_begin_with_the_first_space(service: Service, to
     service.peer.send(ends=[make_end(sent.handle, common_pb2.FINISH_REASON_STOP_STRING, 1)])
     streamed = await read_answer(call)
     assert (streamed.texts, streamed.choices[0, 0].reason) == ([""], "STOP_STRING")
+
+
+@pytest.mark.parametrize("choices", [[" yes", " no"], ["yes", " blue"], [" é"]])
+async def test_what_a_form_allows_is_the_text(
+    service: Service, tokenizer: Tokenizer, tmp_path: Path, choices: list[str]
+) -> None:
+    matchers = GrammarMatchers(tmp_path / "llama-2", VOCABULARY_SIZE, (IM_END_ID,))
+    written = set()
+    for seed in range(8):
+        random = np.random.default_rng(seed)
+        call = service.stub.Generate(Request(text="The sky is", structured_output={"choices": {"texts": choices}}))
+        sent = await service.peer.submits.get()
+        state = SamplingState(
+            decode_options(sent.options),
+            stop_token_ids=column([]),
+            num_prompt_tokens=1,
+            logits_width=VOCABULARY_SIZE,
+            matcher=matchers.make(decode_options(sent.options).grammar),
+            eos_token_ids=(IM_END_ID,),
+        )
+        state.extend(column([0]))
+        token_ids: list[int] = []
+        while not token_ids or token_ids[-1] != IM_END_ID:
+            allowed = np.flatnonzero(state.process(np.zeros(VOCABULARY_SIZE, np.float32), 1) > -np.inf)
+            token_ids.append(int(random.choice(allowed)))
+            state.append(token_ids[-1])
+        end = make_end(sent.handle, common_pb2.FINISH_REASON_EOS, len(token_ids), stop_token_id=IM_END_ID)
+        service.peer.send(Row(sent.handle, 0, token_ids), ends=[end])
+        [choice] = (await read_answer(call)).choices.values()
+        assert choice.text in choices
+        written.add(choice.text)
+    assert written == set(choices)
 
 
 async def test_characters_of_several_tokens_stay_whole(service: Service, tokenizer: Tokenizer) -> None:
