@@ -28,6 +28,7 @@ MAX_STOP_TOKEN_SEQUENCE_LENGTH = 32
 MAX_TEMPERATURE = 2.0
 MAX_CACHE_SALT_BYTES = 64
 MAX_CHOICES = 8
+# Of the likeliest tokens at a position, and of the requested ones.
 MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_LENGTH = 32
@@ -95,6 +96,13 @@ class SamplingOptions:
     """Tokens that close the free text; the grammar goes on with them. Empty if the grammar applies from the start."""
     allowed_token_ids: tuple[int, ...] = ()
     """Ascending; empty means all."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """In the order of the request."""
+
+    @property
+    def num_top(self) -> int | None:
+        """How many of the likeliest tokens come with each completion token's log-probability; None without any."""
+        return 0 if self.num_logprobs is None and self.logprob_token_ids else self.num_logprobs
 
     @property
     def needs_all_tokens(self) -> bool:
@@ -273,6 +281,7 @@ def _option_violations(options: SamplingOptions, max_tokens: int, logits_width: 
     yield from _list_violations(
         "allowed_token_ids", options.allowed_token_ids, logits_width, max_length=MAX_ALLOWED_TOKEN_IDS
     )
+    yield from _list_violations("logprob_token_ids", options.logprob_token_ids, logits_width, max_length=MAX_LOGPROBS)
     yield from _grammar_violations(options, logits_width)
 
 

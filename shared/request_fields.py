@@ -25,6 +25,7 @@ from shared.limits import (
     MAX_CACHE_SALT_BYTES,
     MAX_CHOICES,
     MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOP_TOKEN_SEQUENCE_LENGTH,
     MAX_STOP_TOKEN_SEQUENCES,
@@ -246,6 +247,7 @@ def _read_options(sampling: common_pb2.SamplingParams, given: _Given) -> Samplin
         num_logprobs=sampling.num_logprobs if sampling.HasField("num_logprobs") else None,
         num_prompt_logprobs=sampling.num_prompt_logprobs if sampling.HasField("num_prompt_logprobs") else None,
         allowed_token_ids=tuple(sorted(sampling.allowed_token_ids[: MAX_ALLOWED_TOKEN_IDS + 1])),
+        logprob_token_ids=tuple(sampling.logprob_token_ids[: MAX_LOGPROBS + 1]),
     )
     return None if options == NO_OPTIONS else options
 

@@ -28,7 +28,7 @@ class LogprobColumns(Protocol):
 
     @property
     def ranks(self) -> Ints:
-        """[num_positions]."""
+        """[num_positions + sum of requested_counts]."""
 
     @property
     def counts(self) -> Ints:
@@ -41,6 +41,10 @@ class LogprobColumns(Protocol):
     @property
     def values(self) -> Floats:
         """[sum of counts]."""
+
+    @property
+    def requested_counts(self) -> Ints | None:
+        """[num_positions]; None means that no position has requested tokens."""
 
 
 def encode_options(options: SamplingOptions) -> sampling_pb2.SamplingOptions:
@@ -60,6 +64,7 @@ def encode_options(options: SamplingOptions) -> sampling_pb2.SamplingOptions:
         reasoning_begin=np.array(options.reasoning_begin, TOKEN_DTYPE).tobytes(),
         reasoning_end=np.array(options.reasoning_end, TOKEN_DTYPE).tobytes(),
         allowed_token_ids=np.array(options.allowed_token_ids, TOKEN_DTYPE).tobytes(),
+        logprob_token_ids=np.array(options.logprob_token_ids, TOKEN_DTYPE).tobytes(),
     )
 
 
@@ -87,22 +92,25 @@ def decode_options(message: sampling_pb2.SamplingOptions) -> SamplingOptions:
         reasoning_begin=_token_ids("reasoning_begin", message.reasoning_begin),
         reasoning_end=_token_ids("reasoning_end", message.reasoning_end),
         allowed_token_ids=_token_ids("allowed_token_ids", message.allowed_token_ids),
+        logprob_token_ids=_token_ids("logprob_token_ids", message.logprob_token_ids),
     )
 
 
 def encode_logprobs(logprobs: LogprobColumns) -> sampling_pb2.Logprobs:
     """Encode log-probabilities."""
+    requested = logprobs.requested_counts
     return sampling_pb2.Logprobs(
         indexes=logprobs.indexes.astype(TOKEN_DTYPE, copy=False).tobytes(),
         ranks=logprobs.ranks.astype(TOKEN_DTYPE, copy=False).tobytes(),
         counts=logprobs.counts.astype(TOKEN_DTYPE, copy=False).tobytes(),
         token_ids=logprobs.token_ids.astype(TOKEN_DTYPE, copy=False).tobytes(),
         values=logprobs.values.astype(_FLOAT_DTYPE, copy=False).tobytes(),
+        requested_counts=b"" if requested is None else requested.astype(TOKEN_DTYPE, copy=False).tobytes(),
     )
 
 
-def decode_logprobs(message: sampling_pb2.Logprobs) -> tuple[Ints, Ints, Ints, Ints, Floats]:
-    """Indexes, ranks, counts, token ids and values, not checked against each other.
+def decode_logprobs(message: sampling_pb2.Logprobs) -> tuple[Ints, Ints, Ints, Ints, Floats, Ints | None]:
+    """The columns in the order of their numbers, not checked against each other; None for no requested tokens.
 
     Raises:
         ValueError: a column's size is not a multiple of its dtype's.
@@ -113,6 +121,7 @@ def decode_logprobs(message: sampling_pb2.Logprobs) -> tuple[Ints, Ints, Ints, I
         np.frombuffer(message.counts, TOKEN_DTYPE),
         np.frombuffer(message.token_ids, TOKEN_DTYPE),
         np.frombuffer(message.values, _FLOAT_DTYPE),
+        np.frombuffer(message.requested_counts, TOKEN_DTYPE) if message.requested_counts else None,
     )
 
 

@@ -86,10 +86,11 @@ class Logprobs:
     """Log-probabilities at some positions, as columns; see `internal.v1.Logprobs`."""
 
     indexes: Int32Column  # [num_positions]
-    ranks: Int32Column  # [num_positions]
+    ranks: Int32Column  # [num_positions + sum of requested_counts]
     counts: Int32Column  # [num_positions]
     token_ids: Int32Column  # [sum of counts]
     values: npt.NDArray[np.float32]  # [sum of counts]
+    requested_counts: Int32Column | None = None  # [num_positions]; None means none anywhere
 
 
 # (slot, its log-probabilities); `indexes` are positions in the prompt.

@@ -95,7 +95,8 @@ def assert_same(
 ) -> None:
     """Compare log-probabilities approximately: their last digits depend on the batch."""
     entries, other_entries = (
-        [entry for position in side for entry in (position.token, *position.top)] for side in (positions, others)
+        [entry for position in side for entry in (position.token, *position.requested, *position.top)]
+        for side in (positions, others)
     )
     assert [(one.token_id, one.rank) for one in entries] == [(one.token_id, one.rank) for one in other_entries]
     assert [one.logprob for one in entries] == pytest.approx([one.logprob for one in other_entries], abs=1e-2)
@@ -134,7 +135,7 @@ async def test_choices_and_log_probabilities_are_those_of_the_text_door(real_cel
     async with connect(real_cell) as client:
         prompt = await encode(client, "Once upon a time there was a fox who")
         sampling: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "seed": 11, "n": 3}
-        sampling.update(num_logprobs=2, num_prompt_logprobs=1)
+        sampling.update(num_logprobs=2, num_prompt_logprobs=1, logprob_token_ids=[prompt[0], 300])
         by_text = await client.generate_choices(token_request(prompt, **sampling))
         by_tokens = await generate_token_choices(client.scheduler, prompt_request(prompt, **sampling))
     for choice, completion in by_tokens.items():
@@ -146,6 +147,22 @@ async def test_choices_and_log_probabilities_are_those_of_the_text_door(real_cel
     positions = by_tokens[0].prompt_logprobs
     assert [position.token.token_id for position in positions] == prompt[1:]
     assert_same(positions, by_text.choices[0, 0].prompt_logprobs)
+
+
+async def test_requested_tokens_have_the_values_that_they_have_among_the_likeliest(real_cell: Cell) -> None:
+    async with connect(real_cell) as client:
+        prompt = await encode(client, "The capital of France is")
+        likeliest = await client.generate(token_request(prompt, max_tokens=6, num_logprobs=20))
+        wanted = [entry.token_id for entry in likeliest.logprobs[3].top[4:8]]
+        answer = await client.generate(token_request(prompt, max_tokens=6, logprob_token_ids=wanted))
+    assert answer.token_ids == likeliest.token_ids
+    assert [position.token.token_id for position in answer.logprobs] == answer.token_ids
+    assert not any(position.top for position in answer.logprobs)
+    assert {tuple(entry.token_id for entry in position.requested) for position in answer.logprobs} == {tuple(wanted)}
+    expected = likeliest.logprobs[3].top[4:8]
+    requested = answer.logprobs[3].requested
+    assert [(entry.rank, entry.text) for entry in requested] == [(entry.rank, entry.text) for entry in expected]
+    assert [entry.logprob for entry in requested] == pytest.approx([entry.logprob for entry in expected], abs=1e-3)
 
 
 async def test_what_is_absent_is_resolved_as_at_the_text_door(real_cell: Cell) -> None:

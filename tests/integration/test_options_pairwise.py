@@ -40,6 +40,7 @@ SAMPLING: dict[str, tuple[Any, ...]] = {
     "ignore_eos": (None, True),
     "num_logprobs": (None, 0, 4),
     "num_prompt_logprobs": (None, 2),
+    "logprob_token_ids": (None, [300, 7, 300]),
     "n": (None, 3),
 }
 REQUEST: dict[str, tuple[Any, ...]] = {
@@ -92,8 +93,8 @@ def _set(sampling: common_pb2.SamplingParams, name: str, value: Any) -> None:
         return
     if name == "logit_bias":
         sampling.logit_bias.update(value)
-    elif name == "stop_token_ids":
-        sampling.stop_token_ids.extend(value)
+    elif name in ("stop_token_ids", "logprob_token_ids"):
+        getattr(sampling, name).extend(value)
     elif name in ("bad_words", "stop_token_sequences"):
         getattr(sampling, name).extend(common_pb2.TokenSequence(token_ids=ids) for ids in value)
     else:
@@ -156,7 +157,11 @@ def test_the_requests_ask_for_everything_and_get_it(
         assert len(answer) == (sampling.n or 1)
         for (_, choice), _, token_ids, _, _, _, logprobs, prompt_logprobs in answer:
             assert token_ids
-            assert len(logprobs) == (len(token_ids) if sampling.HasField("num_logprobs") else 0)
+            is_scored = sampling.HasField("num_logprobs") or sampling.logprob_token_ids
+            assert len(logprobs) == (len(token_ids) if is_scored else 0)
+            for data in logprobs:
+                requested = common_pb2.PositionLogprobs.FromString(data).requested
+                assert [entry.token_id for entry in requested] == sampling.logprob_token_ids
             has_prompts = sampling.HasField("num_prompt_logprobs") and choice == 0
             assert len(prompt_logprobs) == (num_prompt_tokens - 1 if has_prompts else 0)
 

@@ -387,9 +387,9 @@ class Simulation:
 def _check_scores(record: ChoiceRecord) -> None:
     """Check that log-probabilities match the tokens and the prompt, each once and in order."""
     prompt, options = record.plan.prompt, record.plan.options
-    num_top, scores = options.num_logprobs, []
+    num_top, scores = options.num_top, []
     if num_top is not None:
-        scores = expected_scores(record.tokens, num_top, start=len(prompt))
+        scores = expected_scores(record.tokens, num_top, start=len(prompt), requested=options.logprob_token_ids)
     # Their indexes count from the start of each message, so they are not compared.
     assert [one[1:] for one in record.scores] == [one[1:] for one in scores], "wrong log-probabilities of tokens"
     num_top, scores = options.num_prompt_logprobs, []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from services.scheduler.core.admission import AdmissionPolicy
@@ -369,7 +369,7 @@ class Workload:
 
     def _draw_options(self, max_tokens: int, grammar: str | None) -> SamplingOptions | None:
         rng = self._rng
-        options = SamplingOptions(
+        drawn = SamplingOptions(
             # A real worker masks stop tokens before `min_tokens`; the simulated one samples them, unless a grammar
             # masks.
             min_tokens=rng.randint(1, max_tokens) if rng.random() < 0.15 and grammar is None else 0,
@@ -377,6 +377,9 @@ class Workload:
             num_prompt_logprobs=rng.choice([0, 2]) if rng.random() < 0.2 else None,
             grammar=grammar or "",
         )
+        # Not drawn, so that seeds keep their workloads.
+        requested = (9, 3, 9) if drawn.num_logprobs == 1 else (5,) if drawn.num_prompt_logprobs == 0 else ()
+        options = replace(drawn, logprob_token_ids=requested)
         return None if options == NO_OPTIONS else options
 
     def _strikes(self, fault: Fault) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 from lockstep.v1 import common_pb2, scheduler_pb2
 from services.scheduler.core.batch.logprobs import Logprobs, PositionLogprobs
@@ -152,13 +152,11 @@ def _num_positions(num_entries: int) -> int:
 
 
 def _encode_position(position: PositionLogprobs) -> common_pb2.PositionLogprobs:
-    entries = zip(position.token_ids.tolist(), position.values.tolist(), strict=True)
-    token_id, logprob = next(entries)
-    return common_pb2.PositionLogprobs(
-        token=common_pb2.TokenLogprob(token_id=token_id, logprob=logprob, rank=position.rank),
-        # The likeliest first.
-        top=[
-            common_pb2.TokenLogprob(token_id=token_id, logprob=logprob, rank=rank)
-            for rank, (token_id, logprob) in enumerate(entries, 1)
-        ],
+    num_own = len(position.ranks)
+    # Those of the likeliest tokens, which come last, are their places.
+    ranks = chain(position.ranks, range(1, 1 + len(position.token_ids) - num_own))
+    token, *others = (
+        common_pb2.TokenLogprob(token_id=token_id, logprob=logprob, rank=rank)
+        for token_id, logprob, rank in zip(position.token_ids.tolist(), position.values.tolist(), ranks, strict=True)
     )
+    return common_pb2.PositionLogprobs(token=token, requested=others[: num_own - 1], top=others[num_own - 1 :])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -24,22 +25,24 @@ _ENTRIES_PER_RESPONSE = 512
 class Logprobs:
     """Log-probabilities in columns.
 
-    Position i has the entries `bounds[i]` to `bounds[i + 1]`: its own token first, then the likeliest ones.
+    Position i has the entries `bounds[i]` to `bounds[i + 1]`: its own token, the requested ones, the likeliest ones.
+    The ranks of its own token and of the requested ones are at `rank_bounds[i]` to `rank_bounds[i + 1]`.
     """
 
     indexes: npt.NDArray[np.int32]  # [num_positions]
-    ranks: npt.NDArray[np.int32]  # [num_positions], of the position's own token
+    rank_bounds: npt.NDArray[np.int64]  # [num_positions + 1]
+    ranks: npt.NDArray[np.int32]  # [num_ranks]
     bounds: npt.NDArray[np.int64]  # [num_positions + 1]
     token_ids: npt.NDArray[np.int32]  # [num_entries]
     values: npt.NDArray[np.float32]  # [num_entries]
 
     def __len__(self) -> int:
-        return len(self.ranks)
+        return len(self.indexes)
 
     def part(self, start: int, end: int) -> Logprobs:
         """Positions `start` to before `end`, as views."""
-        bounds = self.bounds[start : end + 1]
-        return Logprobs(self.indexes[start:end], self.ranks[start:end], bounds, self.token_ids, self.values)
+        indexes, bounds = self.indexes[start:end], self.bounds[start : end + 1]
+        return Logprobs(indexes, self.rank_bounds[start : end + 1], self.ranks, bounds, self.token_ids, self.values)
 
     def last(self, num_positions: int) -> Logprobs:
         """The last positions, as views."""
@@ -54,13 +57,15 @@ class Logprobs:
                 self.token_ids[first:last].tolist(), self.values[first:last].tolist(), strict=True
             )
         ]
-        bounds = (self.bounds - first).tolist()
-        for own_rank, start, end in zip(self.ranks.tolist(), bounds, bounds[1:], strict=False):
-            token, top = entries[start], entries[start + 1 : end]
-            token.rank = own_rank
-            for rank, entry in enumerate(top, start=1):
+        first_rank, last_rank = int(self.rank_bounds[0]), int(self.rank_bounds[-1])
+        ranks = self.ranks[first_rank:last_rank].tolist()
+        bounds, rank_bounds = (self.bounds - first).tolist(), (self.rank_bounds - first_rank).tolist()
+        for (start, end), rank_range in zip(pairwise(bounds), pairwise(rank_bounds), strict=True):
+            own_ranks = ranks[slice(*rank_range)]
+            own, top = entries[start : start + len(own_ranks)], entries[start + len(own_ranks) : end]
+            for rank, entry in chain(zip(own_ranks, own, strict=True), enumerate(top, start=1)):
                 entry.rank = rank
-            yield common_pb2.PositionLogprobs(token=token, top=top)
+            yield common_pb2.PositionLogprobs(token=own[0], top=top, requested=own[1:])
 
 
 def read_row_logprobs(outputs: exchange_pb2.Outputs) -> dict[RequestHandle, Logprobs]:
@@ -100,9 +105,10 @@ def read_prompt_logprobs(message: sampling_pb2.Logprobs) -> Logprobs:
 class LogprobQueue:
     """Log-probabilities received and not sent yet, in order."""
 
-    def __init__(self, num_top: int, bytes_of: Callable[[int], bytes]) -> None:
+    def __init__(self, num_entries: int, bytes_of: Callable[[int], bytes]) -> None:
+        """`num_entries` is the number of entries per position, at least 1."""
         # The most positions that one response holds.
-        self.max_positions = max(1, _ENTRIES_PER_RESPONSE // (1 + num_top))
+        self.max_positions = max(1, _ENTRIES_PER_RESPONSE // num_entries)
         self._bytes_of = bytes_of
         self._parts: deque[Logprobs] = deque()
 
@@ -134,11 +140,21 @@ def _token_message(token_id: int, logprob: float, data: bytes) -> common_pb2.Tok
 
 def _read_columns(message: sampling_pb2.Logprobs) -> Logprobs:
     try:
-        indexes, ranks, counts, token_ids, values = decode_logprobs(message)
+        indexes, ranks, counts, token_ids, values, requested = decode_logprobs(message)
     except ValueError as error:
         raise ExchangeError("the size of a column of log-probabilities is not a multiple of 4 bytes") from error
-    bounds = np.concatenate([[0], counts.cumsum(dtype=np.int64)])
-    fits = len(indexes) == len(ranks) == len(counts) and bounds[-1] == len(token_ids) == len(values)
-    if not fits or (counts < 1).any() or (np.diff(indexes) <= 0).any():
+    # Its own rank, and those of the requested tokens.
+    rank_counts = np.ones(len(indexes), np.int32) if requested is None else 1 + requested
+    bounds, rank_bounds = _bounds(counts), _bounds(rank_counts)
+    fits = (
+        len(indexes) == len(counts) == len(rank_counts)
+        and rank_bounds[-1] == len(ranks)
+        and bounds[-1] == len(token_ids) == len(values)
+    )
+    if not fits or (rank_counts < 1).any() or (counts < rank_counts).any() or (np.diff(indexes) <= 0).any():
         raise ExchangeError("the columns of log-probabilities are inconsistent")
-    return Logprobs(indexes, ranks, bounds, token_ids, values)
+    return Logprobs(indexes, rank_bounds, ranks, bounds, token_ids, values)
+
+
+def _bounds(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    return np.concatenate([[0], counts.cumsum(dtype=np.int64)])

@@ -143,15 +143,17 @@ class GenerateCall:
         extras = Extras(
             form.includes_stop,
             form.is_empty,
-            None if form.is_empty else self._logprob_queue(options.num_logprobs),
+            None if form.is_empty else self._logprob_queue(options.num_top, len(options.logprob_token_ids)),
             self._logprob_queue(options.num_prompt_logprobs),
         )
         return Choice(
             generation, completion, place=place, num_prompt_tokens=prompt.request.num_prompt_tokens, extras=extras
         )
 
-    def _logprob_queue(self, num_top: int | None) -> LogprobQueue | None:
-        return None if num_top is None else LogprobQueue(num_top, self._model.texts.bytes_of)
+    def _logprob_queue(self, num_top: int | None, num_requested: int = 0) -> LogprobQueue | None:
+        if num_top is None:
+            return None
+        return LogprobQueue(1 + num_requested + num_top, self._model.texts.bytes_of)
 
     async def _begin(self, index: int, prompt: PreparedPrompt, *, is_empty: bool) -> None:
         """Write the `Accepted` message, and each choice's echo."""

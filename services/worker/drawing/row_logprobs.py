@@ -5,6 +5,8 @@ Computed row by row in a fixed order, so that a row's bytes do not depend on its
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -14,20 +16,21 @@ _Int32Row = npt.NDArray[np.int32]
 _FloatRow = npt.NDArray[np.float32]
 
 
-def row_logprobs(row: _FloatRow, token_id: int, num_top: int) -> tuple[_Int32Row, _FloatRow, int]:
-    """Log-probabilities of one token and of the row's most likely ones.
+def row_logprobs(row: _FloatRow, token_ids: Sequence[int], num_top: int) -> tuple[_Int32Row, _FloatRow, _Int32Row]:
+    """Log-probabilities of some tokens and of the row's most likely ones.
 
     Args:
         row: [vocabulary], the largest logit finite; not written.
+        token_ids: [num_tokens], in any order, repeats allowed.
         num_top: At most the size of the vocabulary; ties go to the lower id.
 
     Returns:
-        (the token and then the most likely ones [1 + num_top], their log-probabilities, the token's rank from 1).
+        (the tokens and then the most likely ones [num_tokens + num_top], their log-probabilities, the ranks of the
+        tokens from 1 [num_tokens]).
     """
-    entries = np.empty(1 + num_top, np.int32)
-    entries[0] = token_id
-    entries[1:] = _likeliest(row, num_top)
-    return entries, _log_softmax(row, entries).astype(np.float32), _rank(row, token_id)
+    entries = np.concatenate((token_ids, _likeliest(row, num_top))).astype(np.int32)
+    ranks = np.array([_rank(row, token_id) for token_id in token_ids], np.int32)
+    return entries, _log_softmax(row, entries).astype(np.float32), ranks
 
 
 def _likeliest(row: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:

@@ -155,11 +155,12 @@ class ComposedOps(Ops, Protocol):
 
     def token_logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
         """See `Ops.token_logprobs`: row by row on the host."""
-        width = 1 + min(num_top, logits.shape[1])
-        entries, values = np.empty((len(logits), width), np.int32), np.empty((len(logits), width), np.float32)
-        ranks = np.empty(len(logits), np.int32)
-        for place, (row, token_id) in enumerate(zip(logits.cpu().numpy(), token_ids.tolist(), strict=True)):
-            entries[place], values[place], ranks[place] = row_logprobs(row, token_id, width - 1)
+        num_top = min(num_top, logits.shape[1])
+        shape = len(logits), token_ids.shape[1] + num_top
+        entries, values = np.empty(shape, np.int32), np.empty(shape, np.float32)
+        ranks = np.empty(token_ids.shape, np.int32)
+        for place, (row, own_ids) in enumerate(zip(logits.cpu().numpy(), token_ids.tolist(), strict=True)):
+            entries[place], values[place], ranks[place] = row_logprobs(row, own_ids, num_top)
         device = logits.device
         return to_device(entries, device), to_device(values, device), to_device(ranks, device)
 

@@ -277,17 +277,17 @@ class Ops(AttentionOps, Protocol):
         """
 
     def token_logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities of one token per row, and of each row's most likely ones, in descending order.
+        """Log-probabilities of some tokens per row, and of each row's most likely ones, in descending order.
 
         Args:
             logits: [B, vocabulary], float32, the largest of each row finite; not written.
-            token_ids: [B] int64.
+            token_ids: [B, M] int64, M at least 1: each row's own tokens, in any order, repeats allowed.
             num_top: Most likely tokens after the row's own, n of them: not more than the vocabulary. Ties go to the
                 lower id.
 
         Returns:
-            (token ids [B, 1 + n] int32, log-probabilities [B, 1 + n] float32, ranks of the rows' own tokens from 1
-            [B] int32).
+            (token ids [B, M + n] int32, log-probabilities [B, M + n] float32, ranks of the rows' own tokens from 1
+            [B, M] int32).
         """
 
     def greedy_sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,7 @@ class PromptScorer:
         if not len(targets):
             return None
         first = chunk.position + chunk.num_tokens - len(targets)
-        targets_there = to_device(targets, hidden.device)
+        targets_there = to_device(targets[:, None], hidden.device)
         parts = []
         for start in range(0, len(targets), _MAX_ROWS):
             rows = slice(start, start + _MAX_ROWS)

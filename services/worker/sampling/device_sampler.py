@@ -9,7 +9,7 @@ from torch import Tensor
 
 from services.worker.forward.staging import to_device
 from services.worker.ops import DrawRows, Ops
-from services.worker.sampling.logprobs import ScoreTensors, join_scores
+from services.worker.sampling.logprobs import ScoreTensors, WantedEntries, join_scores
 from services.worker.sampling.sampling_rows import EditedRows, SamplingRows
 
 # Bounds the logits that are copied: 128 rows for a vocabulary of 128k are 64 MiB.
@@ -55,12 +55,27 @@ class DeviceSampler:
         before = drawn[numbers]
         return drawn.index_copy(0, numbers, torch.where(before < 0, before, torch.cat(parts)))
 
-    def score(self, logits: Tensor, drawn: Tensor, numbers: npt.NDArray[np.int64], *, num_top: int) -> ScoreTensors:
-        """Log-probabilities of the tokens of the rows `numbers`, at least one; meaningless where they are -1."""
+    def score(
+        self, logits: Tensor, drawn: Tensor, numbers: npt.NDArray[np.int64], wanted: WantedEntries
+    ) -> ScoreTensors:
+        """Log-probabilities of the tokens of the rows `numbers`, at least one; meaningless where they are -1.
+
+        Args:
+            logits: As in `draw`.
+            drawn: As `draw` or `redraw` returned them.
+            wanted: [len(numbers)].
+        """
+        num_top, requested = int(wanted.nums_top.max()), None
+        if wanted.requested.size:
+            requested = to_device(wanted.requested, logits.device)
         parts = []
         for start in range(0, len(numbers), _MAX_COPIED_ROWS):
-            own_logits, token_ids = self._finite_rows(logits, drawn, numbers[start : start + _MAX_COPIED_ROWS])
-            parts.append(self._ops.token_logprobs(own_logits, token_ids, num_top))
+            part = slice(start, start + _MAX_COPIED_ROWS)
+            own_logits, token_ids = self._finite_rows(logits, drawn, numbers[part])
+            own_ids = token_ids[:, None]
+            if requested is not None:
+                own_ids = torch.cat((own_ids, requested[part]), dim=1)
+            parts.append(self._ops.token_logprobs(own_logits, own_ids, num_top))
         return join_scores(parts)
 
     def _finite_rows(self, logits: Tensor, drawn: Tensor, numbers: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from services.worker.sampling.logprobs import WantedEntries
 from services.worker.sampling.sampling_rows import EditedRows, SamplingRows
-from services.worker.step import Int32Column
 
 _Numbers = npt.NDArray[np.int64]
 
@@ -22,17 +22,17 @@ class RowOptions:
     """Rows whose logits are edited, ascending."""
     scored: _Numbers
     """Rows whose tokens' log-probabilities are wanted, ascending."""
-    nums_top: Int32Column
-    """[len(scored)]: see `SamplingOptions.num_logprobs`."""
+    wanted: WantedEntries
+    """[len(scored)]."""
 
     @classmethod
     def of(cls, rows: SamplingRows) -> RowOptions:
         """Those of the rows that have a state."""
         states = sorted(rows.states.items())
         edited = [row for row, state in states if state.changes_logits]
-        nums_top = {row: num for row, state in states if (num := state.options.num_logprobs) is not None}
-        scored, tops = np.array(list(nums_top), np.int64), np.array(list(nums_top.values()), np.int32)
-        return cls(rows, np.array(edited, np.int64), scored, tops)
+        scored = {row: state.options for row, state in states if state.options.num_top is not None}
+        wanted = WantedEntries.of(list(scored.values()))
+        return cls(rows, np.array(edited, np.int64), np.array(list(scored), np.int64), wanted)
 
     def edit(self) -> EditedRows:
         """What the rows' grammars and penalties change now; see `SamplingRows.edit`."""

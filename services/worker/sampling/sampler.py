@@ -152,13 +152,16 @@ class Sampler:
         starts = np.cumsum(counts, dtype=np.int32) - counts
         parts = []
         for row, state in sorted(rows.states.items()):
-            num_top = state.options.num_logprobs
+            num_top, requested = state.options.num_top, state.options.logprob_token_ids
             if num_top is None or not runs.is_good[row]:
                 continue
             first, start, count = int(runs.first[row]), int(starts[row]), int(counts[row])
             indexes = np.arange(start, start + count, dtype=np.int32)
             token_ids = sampled.token_ids[indexes]
-            parts.append(token_logprobs(self._ops, logits[first : first + count], token_ids, indexes, num_top=num_top))
+            own_logits = logits[first : first + count]
+            parts.append(
+                token_logprobs(self._ops, own_logits, token_ids, indexes, num_top=num_top, requested=requested)
+            )
         return join_logprobs(parts) if parts else None
 
 

@@ -102,7 +102,7 @@ class SamplingState:
     @property
     def needs_logits(self) -> bool:
         """Whether a step does more with the sequence's logits than draw a token."""
-        return self.changes_logits or self.options.num_logprobs is not None
+        return self.changes_logits or self.options.num_top is not None
 
     @property
     def is_free(self) -> bool:
@@ -248,9 +248,9 @@ class _BadWords:
 
 def _check_options(options: SamplingOptions, logits_width: int) -> None:
     biased = tuple(token_id for token_id, _ in options.logit_bias)
-    for ids in (biased, options.allowed_token_ids, *options.bad_words):
+    for ids in (biased, options.allowed_token_ids, options.logprob_token_ids, *options.bad_words):
         if ids and not 0 <= min(ids) <= max(ids) < logits_width:
-            raise ValueError("a token id in logit_bias, allowed_token_ids or bad_words is out of range")
+            raise ValueError("a token id of the sampling options is out of range")
     is_good = (
         0.0 <= options.min_p <= 1.0
         and MIN_REPETITION_PENALTY <= options.repetition_penalty <= MAX_REPETITION_PENALTY

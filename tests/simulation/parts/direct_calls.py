@@ -218,6 +218,7 @@ class DirectClient:
                 min_tokens=options.min_tokens,
                 num_logprobs=options.num_logprobs,
                 num_prompt_logprobs=options.num_prompt_logprobs,
+                logprob_token_ids=options.logprob_token_ids,
                 n=plan.n,
             ),
             priority=cast(common_pb2.Priority, plan.priority.value),
@@ -281,6 +282,10 @@ class DirectClient:
 def _scores_of(positions: Iterable[common_pb2.PositionLogprobs], first: int) -> list[Scores]:
     """Convert log-probabilities to one entry per position, numbered from `first`."""
     return [
-        (index, one.token.rank, tuple((entry.token_id, entry.logprob) for entry in (one.token, *one.top)))
+        (
+            index,
+            tuple(entry.rank for entry in (one.token, *one.requested)),
+            tuple((entry.token_id, entry.logprob) for entry in (one.token, *one.requested, *one.top)),
+        )
         for index, one in enumerate(positions, first)
     ]

@@ -323,5 +323,9 @@ def _reason_of(end: exchange_pb2.RequestEnd) -> str:
 
 def _scores_of(logprobs: Logprobs) -> list[Scores]:
     entries = list(zip(logprobs.token_ids.tolist(), logprobs.values.tolist(), strict=True))
-    columns = zip(logprobs.indexes.tolist(), logprobs.ranks.tolist(), pairwise(logprobs.bounds.tolist()), strict=True)
-    return [(index, rank, tuple(entries[start:end])) for index, rank, (start, end) in columns]
+    ranks = logprobs.ranks.tolist()
+    bounds, rank_bounds = pairwise(logprobs.bounds.tolist()), pairwise(logprobs.rank_bounds.tolist())
+    return [
+        (index, tuple(ranks[slice(*own_ranks)]), tuple(entries[slice(*own_entries)]))
+        for index, own_ranks, own_entries in zip(logprobs.indexes.tolist(), rank_bounds, bounds, strict=True)
+    ]

@@ -405,12 +405,14 @@ class EngineWatch:
     def _take_tokens(self, entry: Entry, count: int, due: Responses) -> None:
         """A row returns the next tokens of the choice's only possible answer; tokens after its end are discarded."""
         assert count, "a row returns no token for a request that has not ended"
-        expected, first, num_top = entry.expected, entry.num_tokens, entry.plan.options.num_logprobs
+        expected, first, options = entry.expected, entry.num_tokens, entry.plan.options
         tokens = expected.tokens[first : first + count]
         due.tokens[entry.key] = (first, tokens)
-        if num_top is not None:
-            start = len(entry.plan.prompt) + first
-            due.scores[entry.key] = expected_scores(tokens, num_top, start=start, offset=first)
+        if options.num_top is not None:
+            start, requested = len(entry.plan.prompt) + first, options.logprob_token_ids
+            due.scores[entry.key] = expected_scores(
+                tokens, options.num_top, start=start, offset=first, requested=requested
+            )
         if not first:
             due.starts[entry.key] = entry.num_cached_tokens
         entry.num_tokens += len(tokens)

@@ -33,7 +33,8 @@ def launch_step(num_rows: int, num_columns: int) -> None:
     sample(logits, draw_rows(num_rows))
     greedy_sample(logits)
     for num_top in (0, MAX_LOGPROBS):
-        token_logprobs(logits, on_meta(torch.int64, num_rows), num_top)
+        for num_own in (1, 1 + MAX_LOGPROBS):
+            token_logprobs(logits, on_meta(torch.int64, num_rows, num_own), num_top)
 
 
 def draw_rows(num_rows: int) -> DrawRows:

@@ -41,6 +41,7 @@ REQUESTS = [
     Request([8, 1, 60], 14, temperature=1.1, seed=14, options=SamplingOptions(min_p=0.05, logit_bias=((9, 3.0),))),
     Request(CYCLE, 12, stop_token_ids=(1, 2), options=SamplingOptions(min_tokens=6, num_logprobs=3)),
     Request(CYCLE * 2, 16, temperature=0.6, seed=15, options=SamplingOptions(bad_words=((44,), (9, 2)))),
+    Request(REPEATING[3:], 10, options=SamplingOptions(logprob_token_ids=(44, 5, 44))),
     Request([2], 1, temperature=0.5),
 ]  # fmt: skip
 

@@ -11,7 +11,7 @@ replay changes the output:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from random import Random
@@ -145,22 +145,24 @@ def _nearest_allowed(token_id: int, sampling: SamplingState, position: int) -> i
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: the rank of its token, and (token, value) entries with its own first."""
+    """Log-probabilities at one position: (token, value) entries, and the ranks of the own and the requested ones."""
 
     position: int
-    rank: int
+    ranks: tuple[int, ...]
     entries: tuple[tuple[int, float], ...]
 
 
-def logprobs_of(token_id: int, position: int, num_top: int) -> TokenLogprobs:
+def logprobs_of(token_id: int, position: int, num_top: int, requested: Sequence[int] = ()) -> TokenLogprobs:
     """The log-probabilities of a token at an absolute position; they differ for every token and position."""
     mixed = chain(position + 1, token_id)
     entries = [(token_id, -(mixed % 4096) / 64)]
+    entries += [(other, -((mixed ^ other) % 4096) / 32) for other in requested]
+    ranks = (1 + mixed % VOCABULARY, *(1 + (mixed ^ other) % VOCABULARY for other in requested))
     # Values that float32 represents exactly, so that they survive encoding.
     entries += [
         ((mixed >> 7 * index) % VOCABULARY, -(mixed >> 5 * index & 0xFFF) / 128) for index in range(1, num_top + 1)
     ]
-    return TokenLogprobs(position, 1 + mixed % VOCABULARY, tuple(entries))
+    return TokenLogprobs(position, ranks, tuple(entries))
 
 
 def _row_logprobs(rows: SamplingRows, runs: list[list[int]], not_finite_rows: list[int]) -> Logprobs | None:
@@ -170,10 +172,10 @@ def _row_logprobs(rows: SamplingRows, runs: list[list[int]], not_finite_rows: li
     start = 0
     for row, run in enumerate(runs):
         state = rows.states.get(row)
-        num_top = None if state is None or row in not_finite_rows else state.options.num_logprobs
-        if num_top is not None:
-            first = int(rows.position[row])
-            logprobs += [logprobs_of(token_id, position, num_top) for position, token_id in enumerate(run, first)]
+        num_top = None if state is None or row in not_finite_rows else state.options.num_top
+        if state is not None and num_top is not None:
+            positions, requested = enumerate(run, int(rows.position[row])), state.options.logprob_token_ids
+            logprobs += [logprobs_of(token_id, position, num_top, requested) for position, token_id in positions]
             indexes += range(start, start + len(run))
         start += len(run)
     return _to_columns(logprobs, indexes) if logprobs else None
@@ -196,12 +198,14 @@ def _prompt_logprobs(inputs: StepInput, token_ids: npt.NDArray[np.int64]) -> tup
 
 def _to_columns(logprobs: list[TokenLogprobs], indexes: list[int]) -> Logprobs:
     entries = [entry for one in logprobs for entry in one.entries]
+    requested_counts = np.array([len(one.ranks) - 1 for one in logprobs], np.int32)
     return Logprobs(
         np.array(indexes, np.int32),
-        np.array([one.rank for one in logprobs], np.int32),
+        np.array([rank for one in logprobs for rank in one.ranks], np.int32),
         np.array([len(one.entries) for one in logprobs], np.int32),
         np.array([token_id for token_id, _ in entries], np.int32),
         np.array([value for _, value in entries], np.float32),
+        requested_counts if requested_counts.any() else None,
     )
 
 

@@ -87,14 +87,15 @@ def rows_of(outputs: Outputs) -> Iterator[tuple[RequestHandle, int, list[int]]]:
     assert not list(token_ids), "tokens without a row"
 
 
-Scores = tuple[int, int, tuple[tuple[int, float], ...]]
-"""Log-probabilities at one position: its number, the rank of its token, and (token, value) entries, its own first."""
+Scores = tuple[int, tuple[int, ...], tuple[tuple[int, float], ...]]
+"""Log-probabilities at one position: its number, the ranks of its token and of the requested ones, and (token, value)
+entries, its own first."""
 
 
 def scores_of(logprobs: Logprobs) -> list[Scores]:
     """Log-probabilities per position, numbered as in `indexes`."""
     return [
-        (one.index, one.rank, tuple(zip(one.token_ids.tolist(), one.values.tolist(), strict=True)))
+        (one.index, tuple(one.ranks), tuple(zip(one.token_ids.tolist(), one.values.tolist(), strict=True)))
         for one in logprobs.positions()
     ]
 
@@ -109,16 +110,18 @@ def scores_by_row(outputs: Outputs) -> dict[RequestHandle, list[Scores]]:
         for offset in range(len(token_ids))
     ]
     by_row: dict[RequestHandle, list[Scores]] = {}
-    for index, rank, entries in scores_of(outputs.logprobs):
+    for index, ranks, entries in scores_of(outputs.logprobs):
         handle, position = tokens[index]
-        by_row.setdefault(handle, []).append((position, rank, entries))
+        by_row.setdefault(handle, []).append((position, ranks, entries))
     return by_row
 
 
-def expected_scores(tokens: list[int], num_top: int, *, start: int, offset: int = 0) -> list[Scores]:
+def expected_scores(
+    tokens: list[int], num_top: int, *, start: int, offset: int = 0, requested: tuple[int, ...] = ()
+) -> list[Scores]:
     """The expected log-probabilities of tokens from position `start` on, numbered from `offset`."""
-    logprobs = [logprobs_of(token_id, start + index, num_top) for index, token_id in enumerate(tokens)]
-    return [(offset + index, one.rank, one.entries) for index, one in enumerate(logprobs)]
+    logprobs = [logprobs_of(token_id, position, num_top, requested) for position, token_id in enumerate(tokens, start)]
+    return [(number, one.ranks, one.entries) for number, one in enumerate(logprobs, offset)]
 
 
 @dataclass

@@ -39,10 +39,11 @@ def read_column(data: bytes) -> list[int]:
 
 @dataclass(frozen=True)
 class Position:
-    """Log-probabilities at one position: the rank of its own token, then that token and the likeliest ones."""
+    """Log-probabilities at one position: the rank of its own token, then that token, requested and likeliest ones."""
 
     rank: int
     entries: Sequence[tuple[int, float]]
+    requested_ranks: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,11 @@ def make_logprobs(positions: dict[int, Position]) -> sampling_pb2.Logprobs:
     entries = [entry for position in positions.values() for entry in position.entries]
     return sampling_pb2.Logprobs(
         indexes=column(positions),
-        ranks=column(position.rank for position in positions.values()),
+        ranks=column(rank for position in positions.values() for rank in (position.rank, *position.requested_ranks)),
         counts=column(len(position.entries) for position in positions.values()),
         token_ids=column(token_id for token_id, _ in entries),
         values=np.array([value for _, value in entries], "<f4").tobytes(),
+        requested_counts=column(len(position.requested_ranks) for position in positions.values()),
     )
 
 

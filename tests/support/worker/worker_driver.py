@@ -18,7 +18,7 @@ from shared.limits import SamplingOptions
 from tests.support.worker.worker_steps import EPOCH, column, make_chunk
 
 # By position: the token's rank, and the tokens and values of its entries.
-Scores = dict[int, tuple[int, list[int], list[float]]]
+Scores = dict[int, tuple[list[int], list[int], list[float]]]
 
 
 @dataclass(frozen=True)
@@ -223,13 +223,12 @@ class WorkerDriver:
 
 def scores_of(logprobs: Logprobs) -> Scores:
     """Index log-probabilities by position."""
-    ends = np.cumsum(logprobs.counts)
-    starts = ends - logprobs.counts
+    ends, requested = np.cumsum(logprobs.counts)[:-1], logprobs.requested_counts
+    rank_ends = np.arange(1, len(ends) + 1) + (0 if requested is None else np.cumsum(requested)[:-1])
+    columns = np.split(logprobs.ranks, rank_ends), np.split(logprobs.token_ids, ends), np.split(logprobs.values, ends)
     return {
-        index: (rank, logprobs.token_ids[start:end].tolist(), logprobs.values[start:end].tolist())
-        for index, rank, start, end in zip(
-            logprobs.indexes.tolist(), logprobs.ranks.tolist(), starts.tolist(), ends.tolist(), strict=True
-        )
+        index: (ranks.tolist(), token_ids.tolist(), values.tolist())
+        for index, ranks, token_ids, values in zip(logprobs.indexes.tolist(), *columns, strict=True)
     }
 
 

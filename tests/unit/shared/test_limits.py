@@ -89,6 +89,7 @@ OPTION_EDGES: list[dict[str, Any]] = [
     {"grammar": "x", "reasoning_begin": (0,) * 32, "reasoning_end": (49,) * 32},
     {"grammar": "x", "reasoning_end": (1,)},
     {"allowed_token_ids": (0,) * 1023 + (49,)},
+    {"logprob_token_ids": (0,) * 19 + (49,)},
 ]
 BAD_OPTIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"min_p": float("nan")}, "min_p", "NOT_FINITE"),
@@ -124,6 +125,8 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"grammar": "x", "reasoning_end": (1, 50)}, "reasoning_end[1]", "TOKEN_ID_OUT_OF_RANGE"),
     ({"allowed_token_ids": (50,) * 1025}, "allowed_token_ids", "OUT_OF_RANGE"),
     ({"allowed_token_ids": (-1, 3)}, "allowed_token_ids[0]", "TOKEN_ID_OUT_OF_RANGE"),
+    ({"logprob_token_ids": (50,) * 21}, "logprob_token_ids", "OUT_OF_RANGE"),
+    ({"logprob_token_ids": (3, 50)}, "logprob_token_ids[1]", "TOKEN_ID_OUT_OF_RANGE"),
 ]
 
 
@@ -175,6 +178,7 @@ def test_min_tokens_is_checked_against_the_resolved_max_tokens() -> None:
         num_logprobs=st.none() | st.integers(0, 2**32 - 1),
         num_prompt_logprobs=st.none() | st.integers(0, 2**32 - 1),
         allowed_token_ids=st.lists(st.integers(-5, 60), max_size=4).map(tuple),
+        logprob_token_ids=st.lists(st.integers(-5, 60), max_size=22).map(tuple),
     )
 )
 def test_accepted_options_are_in_range(options: SamplingOptions) -> None:
@@ -183,7 +187,8 @@ def test_accepted_options_are_in_range(options: SamplingOptions) -> None:
     except InvalidRequestError:
         return
     ids = {token_id for token_id, _ in options.logit_bias} | {token_id for run in options.bad_words for token_id in run}
-    assert ids.union(options.allowed_token_ids) <= set(range(50))
+    assert ids.union(options.allowed_token_ids, options.logprob_token_ids) <= set(range(50))
+    assert len(options.logprob_token_ids) <= 20
     assert all(-100 <= bias <= 100 for _, bias in options.logit_bias)
     assert all(1 <= len(run) <= 32 for run in options.bad_words)
     assert 0 <= options.min_p <= 1

@@ -106,6 +106,7 @@ def test_every_option_is_read() -> None:
         num_logprobs=5,
         num_prompt_logprobs=0,
         allowed_token_ids=[9, 4],
+        logprob_token_ids=[8, 2, 8],
     )
     assert params.options == SamplingOptions(
         min_p=0.25,
@@ -118,6 +119,7 @@ def test_every_option_is_read() -> None:
         num_logprobs=5,
         num_prompt_logprobs=0,
         allowed_token_ids=(4, 9),
+        logprob_token_ids=(8, 2, 8),
     )
 
 
@@ -166,6 +168,8 @@ def test_min_tokens_above_the_remaining_room_is_refused() -> None:
         ({"bad_words": [{"token_ids": [99] * 5000}]}, "bad_words[0]"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"num_logprobs": 2**32 - 1}, "num_logprobs"),
+        ({"logprob_token_ids": [99] * 5000}, "logprob_token_ids"),
+        ({"logprob_token_ids": [3, 2**32 - 1]}, "logprob_token_ids[1]"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -25,6 +25,7 @@ EVERY_OPTION = SamplingOptions(
     num_logprobs=0,
     num_prompt_logprobs=20,
     grammar="start: /ä+/",
+    logprob_token_ids=(9, 3, 9),
 )
 EVERY_FIELD = replace(
     make_enter(2, [1, 2], [7, 8], num_cached_tokens=4, num_later_tokens=3, temperature=0.5, seed=2**64 - 1),
@@ -151,7 +152,14 @@ def test_a_result_carries_counts_and_log_probabilities() -> None:
         for name in ("indexes", "ranks", "counts", "token_ids"):
             assert unpack(getattr(message, name)) == getattr(LOGPROBS, name).tolist()
         assert np.frombuffer(message.values, "<f4").tolist() == [-0.5, -1.25, -9.0]
+        assert not message.requested_counts
     assert unpack(result.prompt_logprobs[1].logprobs.ranks) == [3, 4]
+
+
+def test_a_result_carries_requested_tokens() -> None:
+    logprobs = replace(LOGPROBS, ranks=column([1, 8, 40]), requested_counts=column([1, 0]))
+    message = to_result(replace(OUTPUT, logprobs=logprobs)).logprobs
+    assert (unpack(message.ranks), unpack(message.requested_counts)) == ([1, 8, 40], [1, 0])
 
 
 def test_counts_of_one_may_be_sent() -> None:

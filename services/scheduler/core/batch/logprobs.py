@@ -17,10 +17,11 @@ BoolColumn = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """The rank of a position's own token (1 is the likeliest), and its entries, the own token's first."""
+    """The entries of a position: its own token, the requested tokens, the likeliest tokens."""
 
     index: int
-    rank: int
+    ranks: list[int]
+    """[1 + requested tokens], of the own token and of the requested ones; 1 is the likeliest."""
     token_ids: IntColumn
     values: FloatColumn
 
@@ -30,10 +31,11 @@ class Logprobs:
     """See `internal.v1.Logprobs`."""
 
     indexes: IntColumn  # [num_positions]
-    ranks: IntColumn  # [num_positions]
+    ranks: IntColumn  # [num_positions + sum of requested_counts]
     counts: IntColumn  # [num_positions]
     token_ids: IntColumn  # [sum of counts]
     values: FloatColumn  # [sum of counts]
+    requested_counts: IntColumn | None = None  # [num_positions]; None means none anywhere
 
     def select(self, is_kept: BoolColumn) -> Logprobs | None:
         """Keep some positions and renumber them from 0; None when none are left.
@@ -68,18 +70,27 @@ class Logprobs:
 
     def positions(self) -> Iterator[PositionLogprobs]:
         """One position at a time."""
-        ends = np.cumsum(self.counts)
-        columns = zip(
-            self.indexes.tolist(), self.ranks.tolist(), (ends - self.counts).tolist(), ends.tolist(), strict=True
-        )
-        for index, rank, start, end in columns:
-            yield PositionLogprobs(index, rank, self.token_ids[start:end], self.values[start:end])
+        ends, rank_ends, ranks = np.cumsum(self.counts), np.cumsum(self._rank_counts), self.ranks.tolist()
+        start = rank_start = 0
+        for index, end, rank_end in zip(self.indexes.tolist(), ends.tolist(), rank_ends.tolist(), strict=True):
+            own_ranks = ranks[rank_start:rank_end]
+            yield PositionLogprobs(index, own_ranks, self.token_ids[start:end], self.values[start:end])
+            start, rank_start = end, rank_end
+
+    @property
+    def _rank_counts(self) -> IntColumn:
+        """The number of each position's ranks."""
+        ones = np.ones(len(self.indexes), np.int32)
+        return ones if self.requested_counts is None else ones + self.requested_counts
 
     def _fit_each_other(self) -> bool:
-        counts = self.counts
-        if not len(self.indexes) == len(self.ranks) == len(counts):
+        counts, requested = self.counts, self.requested_counts
+        if requested is None:
+            requested = np.zeros(len(counts), np.int32)
+        if not len(self.indexes) == len(requested) == len(counts) == len(self.ranks) - int(requested.sum()):
             return False
-        if counts.size and not 1 <= int(counts.min()) <= int(counts.max()) <= 1 + MAX_LOGPROBS:
+        nums_top = counts - 1 - requested
+        if any(nums.size and not 0 <= nums.min() <= nums.max() <= MAX_LOGPROBS for nums in (requested, nums_top)):
             return False
         return int(counts.sum()) == len(self.token_ids) == len(self.values)
 
@@ -89,8 +100,9 @@ class Logprobs:
         is_entry_kept = np.repeat(is_kept, self.counts)
         return Logprobs(
             new_indexes[is_kept],
-            self.ranks[is_kept],
+            self.ranks[np.repeat(is_kept, self._rank_counts)],
             self.counts[is_kept],
             self.token_ids[is_entry_kept],
             self.values[is_entry_kept],
+            None if self.requested_counts is None else self.requested_counts[is_kept],
         )

@@ -142,8 +142,8 @@ class PendingStep:
         is_finite = drawn[rows] >= 0
         if not is_finite.any():
             return None
-        wanted = [values[is_finite] for values in scores]
-        return make_logprobs(wanted, rows[is_finite], self.options.nums_top[is_finite])
+        finite = [values[is_finite] for values in scores]
+        return make_logprobs(finite, rows[is_finite], self.options.wanted.of_rows(is_finite))
 
 
 def _take(arrays: Iterator[_Array], count: int) -> list[_Array]:

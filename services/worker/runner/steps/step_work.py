@@ -253,8 +253,8 @@ class StepWork:
         job.results.drawn = draw.drawn
         if job.options is not None and len(job.options.scored):
             assert draw.logits is not None, "kept for rows with options"
-            num_top = int(job.options.nums_top.max())
-            job.results.scores = self._sampler.score(draw.logits, draw.drawn, job.options.scored, num_top=num_top)
+            wanted = job.options.wanted
+            job.results.scores = self._sampler.score(draw.logits, draw.drawn, job.options.scored, wanted)
 
     def _end_on_host(self, job: StepJob, hidden: Tensor, arrays: dict[str, Tensor]) -> None:
         assert self._host_end is not None, "checked by the caller"

@@ -129,7 +129,7 @@ def sampling_ops(ground: Ground) -> Iterator[Op]:
     def logprobs() -> object:
         return logits.log_softmax(dim=-1).topk(5, dim=-1)
 
-    yield Op(f"token_logprobs {name}", lambda: ops.token_logprobs(logits, ids, 5), {"torch": logprobs})
+    yield Op(f"token_logprobs {name}", lambda: ops.token_logprobs(logits, ids[:, None], 5), {"torch": logprobs})
     yield _advance(ground)
 
 

@@ -49,8 +49,9 @@ def test_tokens_get_their_own_log_probabilities_in_any_batch(depth: int, num_dra
     driver = EngineDriver(depth=depth, num_draft_tokens=num_draft_tokens)
     # Two clients, with and without, ending at different times: rows leave the batch, and row numbers shift.
     wanted = {1: None, 2: 3, 3: None, 4: 0, 5: 20, 6: 3}
+    requested = {4: (9,), 6: (5, 1, 5)}
     for handle, num_top in wanted.items():
-        options = None if num_top is None else top(num_top)
+        options = None if num_top is None else replace(top(num_top), logprob_token_ids=requested.get(handle, ()))
         prompt = PROMPT[handle:]
         stop = expected_completion(prompt, 0, 3 + handle)[-1]
         driver.submit(handle, prompt, client=handle % 2, max_tokens=20, stop_token_ids=(stop,), options=options)
@@ -58,8 +59,11 @@ def test_tokens_get_their_own_log_probabilities_in_any_batch(depth: int, num_dra
     for handle, num_top in wanted.items():
         output = driver.choices[handle % 2, handle]
         assert output.tokens == expected_completion(PROMPT[handle:], 0, 3 + handle)
-        scores = [] if num_top is None else expected_scores(output.tokens, num_top, start=40 - handle)
-        assert output.scores == scores
+        expected = []
+        if num_top is not None:
+            own = requested.get(handle, ())
+            expected = expected_scores(output.tokens, num_top, start=40 - handle, requested=own)
+        assert output.scores == expected
 
 
 def test_a_non_finite_row_does_not_shift_its_neighbours_log_probabilities() -> None:
@@ -75,6 +79,14 @@ def test_a_non_finite_row_does_not_shift_its_neighbours_log_probabilities() -> N
     for handle in (2, 3):
         tokens = expected_completion(PROMPT[handle:], 0, 5)
         assert driver.choices[1, handle].scores == expected_scores(tokens, 2, start=40 - handle)
+
+
+def test_requested_tokens_need_no_number_of_log_probabilities() -> None:
+    driver = EngineDriver()
+    driver.submit(1, PROMPT, max_tokens=4, options=SamplingOptions(logprob_token_ids=(7, 2)))
+    driver.run()
+    output = driver.choices[1, 1]
+    assert output.scores == expected_scores(output.tokens, 0, start=40, requested=(7, 2))
 
 
 def test_a_step_without_log_probabilities_carries_none() -> None:
@@ -230,11 +242,24 @@ def assert_dropped(driver: EngineDriver, result: StepResult) -> None:
     assert any(isinstance(action, DropDomain) for action in driver.return_result(result))
 
 
-@pytest.mark.parametrize("spoil", [*WRONG, swap_tokens])
-def test_malformed_log_probability_columns_end_the_epoch(spoil: Callable[[Logprobs], Logprobs]) -> None:
+WRONG_REQUESTED: list[Callable[[Logprobs], Logprobs]] = [
+    lambda good: replace(good, requested_counts=None),
+    lambda good: replace(good, requested_counts=column(2)),
+    lambda good: replace(good, requested_counts=column(-1, 5)),
+    lambda good: replace(good, requested_counts=column(4, 0)),
+]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "requested"),
+    [*((spoil, ()) for spoil in (*WRONG, swap_tokens)), *((spoil, (3, 4)) for spoil in (*WRONG, *WRONG_REQUESTED))],
+)
+def test_malformed_log_probability_columns_end_the_epoch(
+    spoil: Callable[[Logprobs], Logprobs], requested: tuple[int, ...]
+) -> None:
     driver = EngineDriver()
     for handle in (1, 2):
-        driver.submit(handle, PROMPT[handle:], options=top(1))
+        driver.submit(handle, PROMPT[handle:], options=replace(top(1), logprob_token_ids=requested))
     driver.step()
     driver.step()
     result = driver.worker.run(driver.sent.pop(0))

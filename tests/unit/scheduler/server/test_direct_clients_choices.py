@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from lockstep.v1 import common_pb2, scheduler_pb2
 from services.scheduler.core.batch.logprobs import Logprobs
@@ -36,16 +37,18 @@ PROMPT = list(range(100, 140))
 LIMITS = ModelLimits(context_length=512, logits_width=1000, num_pool_tokens=512)
 
 
-def read_position(position: common_pb2.PositionLogprobs) -> tuple[int, tuple[tuple[int, float], ...]]:
-    """The rank of a position's token, and its entries, its own token first."""
+def read_position(position: common_pb2.PositionLogprobs) -> tuple[tuple[int, ...], tuple[tuple[int, float], ...]]:
+    """The ranks of a position's token and of the requested ones, and its entries: its own, requested, likeliest."""
     assert [entry.rank for entry in position.top] == list(range(1, len(position.top) + 1))
-    return position.token.rank, tuple((entry.token_id, entry.logprob) for entry in (position.token, *position.top))
+    own = position.token, *position.requested
+    entries = tuple((entry.token_id, entry.logprob) for entry in (*own, *position.top))
+    return tuple(entry.rank for entry in own), entries
 
 
-def scores(tokens: list[int], start: int, num_top: int) -> list[Any]:
+def scores(tokens: list[int], start: int, num_top: int, requested: tuple[int, ...] = ()) -> list[Any]:
     """The expected log-probabilities of tokens from a position on."""
-    expected = [logprobs_of(token_id, position, num_top) for position, token_id in enumerate(tokens, start)]
-    return [(one.rank, one.entries) for one in expected]
+    expected = [logprobs_of(token_id, position, num_top, requested) for position, token_id in enumerate(tokens, start)]
+    return [(one.ranks, one.entries) for one in expected]
 
 
 async def responses_to(cell: Cell, request: Request) -> list[Response]:
@@ -150,6 +153,18 @@ async def test_tokens_and_prompts_get_their_log_probabilities(tmp_path: Path) ->
         assert [read_position(position) for position in completion.logprobs] == scores(tokens, 40, 3)
     assert [read_position(position) for position in choices[0].prompt_logprobs] == scores(PROMPT[1:], 1, 0)
     assert choices[1].prompt_logprobs == []
+
+
+@pytest.mark.parametrize("num_logprobs", [None, 2])
+async def test_requested_tokens_have_their_log_probabilities(tmp_path: Path, num_logprobs: int | None) -> None:
+    async with running_cell(tmp_path) as cell:
+        await cell.wait_until_ready()
+        request = seeded(PROMPT, max_tokens=9, num_logprobs=num_logprobs, logprob_token_ids=[7, 300, 7])
+        completion = await generate_tokens(cell.scheduler, request)
+    [first, *_] = completion.logprobs
+    assert [entry.token_id for entry in first.requested] == [7, 300, 7]
+    expected = scores(expected_completion(PROMPT, 0, 9), 40, num_logprobs or 0, (7, 300, 7))
+    assert [read_position(position) for position in completion.logprobs] == expected
 
 
 async def test_accumulated_log_probabilities_are_sent_in_pieces_of_half_a_millisecond() -> None:

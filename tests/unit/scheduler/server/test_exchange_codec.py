@@ -181,6 +181,17 @@ def test_outputs_carry_the_counts_of_their_rows_and_log_probabilities() -> None:
     assert list(message.prompt_logprobs) == [exchange_pb2.PromptLogprobs(handle=9, logprobs=encoded)]
 
 
+def test_outputs_carry_requested_tokens() -> None:
+    logprobs = Logprobs(
+        column(0, 1), column(3, 1, 6), column(1, 2), column(11, 12, 9), np.ones(3, np.float32), column(0, 1)
+    )
+    outputs = Outputs(np.array([4], np.uint32), column(0), column(11, 12), counts=column(2))
+    outputs.logprobs = logprobs
+    message = encode_outputs(outputs).logprobs
+    assert (message.ranks, message.requested_counts) == (token_bytes([3, 1, 6]), token_bytes([0, 1]))
+    assert (message.counts, message.token_ids) == (token_bytes([1, 2]), token_bytes([11, 12, 9]))
+
+
 def test_a_start_says_how_long_its_choice_waited() -> None:
     outputs = Outputs(np.array([4], np.uint32), column(0), column(11))
     outputs.starts.append(RequestStart(RequestHandle(4), num_cached_tokens=32, queue_s=0.25))

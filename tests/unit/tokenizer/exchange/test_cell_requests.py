@@ -255,6 +255,7 @@ async def test_every_option_is_sent() -> None:
         reasoning_begin=(8,),
         reasoning_end=(9, 10),
         allowed_token_ids=(2, 5),
+        logprob_token_ids=(7, 1, 7),
     )
     request = Request("id", column([9]), SamplingParams(7, options=options))
     requests.submit(request, [Sink()], arrived_at=0.0, deadline_at=None)
@@ -401,12 +402,30 @@ def broken(**columns: bytes) -> sampling_pb2.Logprobs:
         outputs_with(broken(counts=column([4, 0]))),
         outputs_with(broken(counts=column([2, 3]))),
         outputs_with(broken(values=b"123")),
+        outputs_with(broken(requested_counts=column([0]))),
+        outputs_with(broken(requested_counts=column([1, -1]))),
+        outputs_with(broken(requested_counts=column([9, 0]), ranks=column(range(11)))),
         outputs_with(make_logprobs({1: positions(6)[0]})),
         prompt_with(sampling_pb2.Logprobs()),
         prompt_with(make_logprobs({1: positions(6)[0], 3: positions(7)[0]})),
         prompt_with(make_logprobs({2: positions(6)[0]})),
     ],
-    ids=["order", "beyond", "negative", "ranks", "empty", "entries", "bytes", "half-a-row", "none", "gap", "missing"],
+    ids=[
+        "order",
+        "beyond",
+        "negative",
+        "ranks",
+        "empty",
+        "entries",
+        "bytes",
+        "requested",
+        "negative requested",
+        "too many requested",
+        "half-a-row",
+        "none",
+        "gap",
+        "missing",
+    ],
 )
 async def test_malformed_log_probabilities_are_refused_before_any_receiver_gets_them(
     message: exchange_pb2.Outputs,

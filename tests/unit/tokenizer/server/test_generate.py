@@ -288,6 +288,36 @@ async def test_log_probabilities_include_the_tokens_texts(service: Service, toke
     assert list(position.top) == [common_pb2.TokenLogprob(token_id=IM_END_ID, logprob=-0.5, rank=1, text=IM_END)]
 
 
+@pytest.mark.parametrize("sampling", [{}, {"num_logprobs": 1}])
+async def test_requested_tokens_have_their_log_probabilities_in_their_order(
+    service: Service, tokenizer: Tokenizer, sampling: dict[str, int]
+) -> None:
+    [dog, fox], num_top = tokenizer.encode(" dog fox").ids, len(sampling)
+    request = Request(text="The", sampling={**sampling, "logprob_token_ids": [fox, IM_END_ID, fox]})
+    call, [sent] = await submit(service, request)
+    assert decode_options(sent.options).logprob_token_ids == (fox, IM_END_ID, fox)
+    requested = [(fox, -3.0), (IM_END_ID, -0.5), (fox, -3.0)]
+    position = Position(2, [(dog, -0.75), *requested, (IM_END_ID, -0.5)][: 4 + num_top], requested_ranks=(9, 1, 9))
+    service.peer.send(
+        Row(sent.handle, 0, [dog, dog], logprobs=[position] * 2), ends=[make_end(sent.handle, MAX_TOKENS, 2)]
+    )
+    [choice] = (await read_answer(call)).choices.values()
+    first, second = choice.logprobs
+    assert first == second
+    assert first.token == common_pb2.TokenLogprob(token_id=dog, logprob=-0.75, rank=2, text=" dog")
+    end = common_pb2.TokenLogprob(token_id=IM_END_ID, logprob=-0.5, rank=1, text=IM_END)
+    unlikely = common_pb2.TokenLogprob(token_id=fox, logprob=-3.0, rank=9, text=" fox")
+    assert list(first.requested) == [unlikely, end, unlikely]
+    assert list(first.top) == [end] * num_top
+
+
+@pytest.mark.parametrize("ids", [[0] * 21, [2**32 - 1]])
+async def test_bad_requested_tokens_are_refused(service: Service, ids: list[int]) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await service.stub.Complete(Request(text="The", sampling={"logprob_token_ids": ids}))
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 REPLY = '<think>hm</think>Hi<tool_call>{"name": "look", "arguments": {"a": 1}}</tool_call>'
 
 

@@ -286,7 +286,7 @@ def bytes_of(token_id: int) -> bytes:
 
 def with_logprobs(num_top: int) -> Extras:
     """The extras for log-probabilities of tokens and of the prompt."""
-    queue, prompt_queue = LogprobQueue(num_top, bytes_of), LogprobQueue(num_top, bytes_of)
+    queue, prompt_queue = LogprobQueue(1 + num_top, bytes_of), LogprobQueue(1 + num_top, bytes_of)
     return Extras(logprobs=queue, prompt_logprobs=prompt_queue)
 
 
@@ -319,7 +319,7 @@ async def test_each_token_is_sent_with_its_log_probability() -> None:
 
 
 async def test_a_partial_character_is_sent_with_its_bytes() -> None:
-    queue = LogprobQueue(0, bytes_of)
+    queue = LogprobQueue(1, bytes_of)
     parts = [*"é".encode(), ord("a")]
     outputs = make_outputs(Row(1, 0, parts, logprobs=[position(token_id, 0) for token_id in parts]))
     queue.put(row_logprobs(outputs))

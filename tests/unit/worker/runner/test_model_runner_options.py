@@ -7,12 +7,15 @@ import pytest
 from llguidance import LLMatcher
 
 from services.worker.models.loader import LoadedModel
+from services.worker.runner.graphs.graph_runner import GraphSettings
+from services.worker.runner.model_runner import Execution
 from services.worker.spec_decode.drafts import Drafting
 from services.worker.spec_decode.ngram_drafts import NgramProposer
 from shared.limits import SamplingOptions
 from tests.support.models.tiny_llama import write_tiny_llama
 from tests.support.models.tiny_tokenizer import IM_END_ID
-from tests.support.worker.worker_driver import Request, WorkerDriver, scores_of
+from tests.support.worker.graphs import CountingCapture
+from tests.support.worker.worker_driver import Answer, Request, WorkerDriver, scores_of
 from tests.support.worker.worker_runner import generate_alone, load_exact, make_runner
 from tests.support.worker.worker_steps import decode_step, make_enter, prefill_step
 
@@ -37,7 +40,12 @@ def test_a_bias_changes_only_its_own_sequence(loaded: LoadedModel) -> None:
 
 def test_a_resumed_sequence_draws_what_it_would_have_drawn(loaded: LoadedModel) -> None:
     options = SamplingOptions(
-        repetition_penalty=1.2, frequency_penalty=0.3, bad_words=((9, 2), (44,)), min_tokens=8, num_logprobs=2
+        repetition_penalty=1.2,
+        frequency_penalty=0.3,
+        bad_words=((9, 2), (44,)),
+        min_tokens=8,
+        num_logprobs=2,
+        logprob_token_ids=(60, 3),
     )
     whole = Request(PROMPT, 12, temperature=0.9, seed=5, options=options, stop_token_ids=(IM_END_ID,))
     driver = WorkerDriver(make_runner(loaded))
@@ -76,11 +84,38 @@ def test_log_probabilities_are_indexed_by_the_tokens_of_the_step(loaded: LoadedM
         prefill_step(make_enter(0, PROMPT, range(4)), make_enter(1, PROMPT, range(4, 8), options=options))
     )
     assert output.logprobs is not None
-    ((index, (rank, entries, values)),) = scores_of(output.logprobs).items()
+    ((index, (ranks, entries, values)),) = scores_of(output.logprobs).items()
     token_id = int(output.token_ids[1])
-    assert (index, rank, entries) == (1, 1, [token_id, token_id])
+    assert (index, ranks, entries) == (1, [1], [token_id, token_id])
     assert values[0] == values[1] < 0
     assert runner.run_step(decode_step(rows=[0])).logprobs is None
+
+
+@pytest.mark.parametrize("execution", [Execution(), Execution(GraphSettings(CountingCapture(), (1, 4)))])
+@pytest.mark.parametrize("drafting", [None, Drafting(NgramProposer(), 3)], ids=["no drafts", "drafts"])
+def test_requested_tokens_have_the_values_and_ranks_that_they_have_among_the_likeliest(
+    loaded: LoadedModel, drafting: Drafting | None, execution: Execution
+) -> None:
+    def generate(*all_options: SamplingOptions) -> list[Answer]:
+        runner = make_runner(loaded, num_blocks=200, drafting=drafting, execution=execution)
+        return WorkerDriver(runner).generate([Request(PROMPT * 2, 9, options=options) for options in all_options])
+
+    (likeliest,) = generate(SamplingOptions(num_logprobs=20))
+    requested = tuple(likeliest.logprobs[4][1][3:7])
+    alone, beside = generate(
+        SamplingOptions(logprob_token_ids=requested),
+        SamplingOptions(logprob_token_ids=requested[:1] * 2, num_logprobs=1),
+    )
+    assert alone.logprobs[4][0][1:] == [3, 4, 5, 6]
+    for index, (ranks, (own, *tops), (own_value, *values)) in likeliest.logprobs.items():
+        (own_rank, *found_ranks), entries, (found_value, *found_values) = alone.logprobs[index]
+        assert ([own_rank], entries, found_value) == (ranks, [own, *requested], own_value)
+        for token_id, rank, value in zip(requested, found_ranks, found_values, strict=True):
+            is_among = (tops[rank - 1], values[rank - 1]) == (token_id, value) if rank <= 20 else token_id not in tops
+            assert is_among
+        rank, value, first = found_ranks[0], found_values[0], requested[0]
+        twice = [own_rank, rank, rank], [own, first, first, tops[0]], [own_value, value, value, values[0]]
+        assert beside.logprobs[index] == twice
 
 
 def test_penalties_include_a_cached_prefix(loaded: LoadedModel) -> None:

@@ -48,14 +48,14 @@ def expected_scores(loaded: LoadedModel, prompt: list[int], num_top: int) -> Sco
         row, token = logprobs[position - 1], prompt[position]
         top = row.argsort(descending=True, stable=True)[:num_top].tolist()
         entries = [token, *top]
-        scores[position] = (1 + int((row > row[token]).sum()), entries, row[entries].tolist())
+        scores[position] = ([1 + int((row > row[token]).sum())], entries, row[entries].tolist())
     return scores
 
 
 def assert_same(actual: Scores, expected: Scores) -> None:
     assert sorted(actual) == sorted(expected)
-    for position, (rank, entries, values) in expected.items():
-        assert actual[position][:2] == (rank, entries)
+    for position, (ranks, entries, values) in expected.items():
+        assert actual[position][:2] == (ranks, entries)
         np.testing.assert_allclose(actual[position][2], values, atol=1e-5)
 
 

@@ -29,26 +29,32 @@ def as_bytes(logprobs: Logprobs) -> list[bytes]:
 @given(
     vocabulary=st.integers(1, 3000),
     num_top=st.integers(0, 20),
+    num_requested=st.integers(0, 20),
     num_different=st.sampled_from([2, 30, 100_000]),
     seed=st.integers(0, 2**32),
 )
 @settings(max_examples=150)
-def test_a_position_has_its_token_and_the_likeliest_ones_in_order(
-    vocabulary: int, num_top: int, num_different: int, seed: int
+def test_a_position_has_its_token_the_requested_ones_and_the_likeliest_ones_in_order(
+    vocabulary: int, num_top: int, num_requested: int, num_different: int, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
     logits = torch.from_numpy(random.integers(num_different, size=(2, vocabulary)).astype(np.float32) / 10)
     token_ids = random.integers(vocabulary, size=2).astype(np.int32)
-    logprobs = token_logprobs(OPS, logits, token_ids, column([4, 7]), num_top=num_top)
+    requested = random.integers(vocabulary, size=num_requested).tolist()
+    logprobs = token_logprobs(OPS, logits, token_ids, column([4, 7]), num_top=num_top, requested=requested)
     assert logprobs.indexes.tolist() == [4, 7]
-    num_entries = 1 + min(num_top, vocabulary)
+    assert logprobs.requested_counts is None or logprobs.requested_counts.tolist() == [num_requested] * 2
+    assert (logprobs.requested_counts is None) == (not requested)
+    num_entries = 1 + num_requested + min(num_top, vocabulary)
     assert logprobs.counts.tolist() == [num_entries, num_entries]
     exact = torch.log_softmax(logits.double(), -1).numpy()
     for row in range(2):
         order = sorted(range(vocabulary), key=lambda token_id: (-logits[row, token_id].item(), token_id))
         entries = logprobs.token_ids[row * num_entries :][:num_entries]
-        assert entries.tolist() == [token_ids[row], *order[:num_top]]
-        assert logprobs.ranks[row] == order.index(token_ids[row]) + 1
+        own_ids = [token_ids[row], *requested]
+        assert entries.tolist() == [*own_ids, *order[:num_top]]
+        ranks = logprobs.ranks[row * len(own_ids) :][: len(own_ids)]
+        assert ranks.tolist() == [order.index(token_id) + 1 for token_id in own_ids]
         values = logprobs.values[row * num_entries :][:num_entries]
         np.testing.assert_allclose(values, exact[row, entries], rtol=2e-6, atol=2e-6)
 
@@ -93,8 +99,12 @@ def test_joined_parts_are_concatenated() -> None:
     parts = [
         token_logprobs(OPS, logits[:1], column([3]), column([0]), num_top=2),
         token_logprobs(OPS, logits[1:], column([4, 5]), column([1, 2]), num_top=0),
+        token_logprobs(OPS, logits[1:2], column([4]), column([3]), num_top=1, requested=(6, 7)),
     ]
+    assert join_logprobs(parts[:2]).requested_counts is None
     joined = join_logprobs(parts)
-    assert joined.indexes.tolist() == [0, 1, 2]
-    assert joined.counts.tolist() == [3, 1, 1]
-    assert as_bytes(joined) == [first + second for first, second in zip(*map(as_bytes, parts), strict=True)]
+    assert joined.indexes.tolist() == [0, 1, 2, 3]
+    assert joined.counts.tolist() == [3, 1, 1, 4]
+    assert joined.requested_counts is not None
+    assert joined.requested_counts.tolist() == [0, 0, 0, 2]
+    assert as_bytes(joined) == [b"".join(columns) for columns in zip(*map(as_bytes, parts), strict=True)]

@@ -247,6 +247,23 @@ def test_logprobs_are_those_of_the_raw_logits_of_every_token_that_counts() -> No
     assert logprobs.token_ids[9] == sampled.token_ids[6]
 
 
+def test_requested_tokens_have_the_log_softmax_of_the_raw_logits_at_every_token_that_counts() -> None:
+    logits = make_table()[:4]
+    biased = SamplingOptions(logprob_token_ids=(4, 1, 4), logit_bias=((0, 100.0),))
+    recipes = [Recipe(temperature=0.0, options=biased), Recipe(options=SamplingOptions(num_logprobs=2))]
+    states = {row: state for row, recipe in enumerate(recipes) if (state := recipe.make_state([0], WIDTH))}
+    sampled = sample(logits, make_rows(recipes, [1, 1], states=states, drafts=[[0, 0], []]))
+    logprobs = sampled.logprobs
+    assert logprobs is not None
+    assert logprobs.requested_counts is not None
+    assert (logprobs.counts.tolist(), logprobs.requested_counts.tolist()) == ([4, 4, 4, 3], [3, 3, 3, 0])
+    entries, values = logprobs.token_ids[:12].reshape(3, 4), logprobs.values[:12].reshape(3, 4)
+    assert entries.tolist() == [[0, 4, 1, 4]] * 3
+    np.testing.assert_allclose(values, logits[:3].log_softmax(-1)[:, [0, 4, 1, 4]], rtol=2e-6)
+    order = logits[:3].argsort(descending=True, stable=True).tolist()
+    assert logprobs.ranks[:12].tolist() == [1 + row.index(token_id) for row in order for token_id in (0, 4, 1, 4)]
+
+
 def test_rows_that_request_no_logprobs_get_none() -> None:
     states = {0: make_state(SamplingOptions(min_tokens=2), logits_width=WIDTH)}
     assert sample(make_table()[:2], make_rows([GREEDY] * 2, [1, 1], states=states)).logprobs is None

@@ -255,6 +255,7 @@ def test_a_penalty_keeps_finite_logits_finite(penalty: float) -> None:
     ("options", "changes"),
     [
         (SamplingOptions(num_logprobs=3, num_prompt_logprobs=2, min_p=0.3), False),
+        (SamplingOptions(logprob_token_ids=(3, 1)), False),
         (SamplingOptions(min_tokens=1), True),
         (SamplingOptions(logit_bias=((1, 1.0),)), True),
         (SamplingOptions(bad_words=((1,),)), True),

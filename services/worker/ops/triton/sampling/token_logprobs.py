@@ -18,7 +18,7 @@ from services.worker.ops.triton.sampling.row_scan import GROUP, TILE
 _CHUNK = 32
 
 
-@triton.jit(do_not_specialize_on_alignment=["token_ids"])
+@triton.jit(do_not_specialize=["num_own"], do_not_specialize_on_alignment=["token_ids"])
 def _measure_kernel(
     logits,
     row_stride,
@@ -27,6 +27,7 @@ def _measure_kernel(
     tile_sums,
     tile_counts,
     group_maxima,
+    num_own,
     num_columns,
     num_groups,
     TILE: tl.constexpr,
@@ -36,15 +37,16 @@ def _measure_kernel(
     logits_row = logits + row.to(tl.int64) * row_stride
     columns = tile * TILE + tl.arange(0, TILE)
     x = tl.load(logits_row + columns, mask=columns < num_columns, other=float("-inf"))
-    token_id = tl.load(token_ids + row)
-    own = tl.load(logits_row + token_id)
     largest = tl.max(x)
     weights = tl.exp(x - tl.where(largest > float("-inf"), largest, 0.0))
-    is_before = (x > own) | ((x == own) & (columns < token_id))
     place = row * tl.num_programs(1) + tile
     tl.store(tile_maxima + place, largest)
     tl.store(tile_sums + place, tl.sum(weights.to(tl.float64)))
-    tl.store(tile_counts + place, tl.sum(is_before.to(tl.int32)))
+    for number in range(num_own):
+        token_id = tl.load(token_ids + row * num_own + number)
+        own = tl.load(logits_row + token_id)
+        is_before = (x > own) | ((x == own) & (columns < token_id))
+        tl.store(tile_counts + place * num_own + number, tl.sum(is_before.to(tl.int32)))
     groups = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
     maxima = tl.max(tl.reshape(x, [TILE // GROUP, GROUP]), axis=1)
     tl.store(group_maxima + row * num_groups + groups, maxima, mask=groups < num_groups)
@@ -73,7 +75,7 @@ def _largest_below(ranks, below):
     return tl.max(tl.where(ranks < below, ranks, NO_RANK))
 
 
-@triton.jit(do_not_specialize=["num_top"], do_not_specialize_on_alignment=["token_ids"])
+@triton.jit(do_not_specialize=["num_own", "num_top"], do_not_specialize_on_alignment=["token_ids"])
 def _finish_kernel(
     logits,
     row_stride,
@@ -86,6 +88,7 @@ def _finish_kernel(
     entries,
     values,
     ranks,
+    num_own,
     num_top,
     num_columns,
     num_groups,
@@ -102,20 +105,21 @@ def _finish_kernel(
     largest = tl.max(maxima)
     sums = tl.load(tile_sums + places, mask=is_tile, other=0.0)
     log_total = tl.log(tl.sum(sums * tl.exp(maxima.to(tl.float64) - largest.to(tl.float64))))
-    counts = tl.load(tile_counts + places, mask=is_tile, other=0)
-    tl.store(ranks + row, 1 + tl.sum(counts))
-    entry = row * (1 + num_top)
-    token_id = tl.load(token_ids + row)
-    own = tl.load(logits_row + token_id)
-    tl.store(entries + entry, token_id.to(tl.int32))
-    tl.store(values + entry, ((own - largest).to(tl.float64) - log_total).to(tl.float32))
+    entry = row * (num_own + num_top)
+    for number in range(num_own):
+        counts = tl.load(tile_counts + places * num_own + number, mask=is_tile, other=0)
+        tl.store(ranks + row * num_own + number, 1 + tl.sum(counts))
+        token_id = tl.load(token_ids + row * num_own + number)
+        own = tl.load(logits_row + token_id)
+        tl.store(entries + entry + number, token_id.to(tl.int32))
+        tl.store(values + entry + number, ((own - largest).to(tl.float64) - log_total).to(tl.float32))
     if num_top > 0:
         num_chosen = tl.load(group_counts + row)
         chosen = groups + row * num_groups
         # Normally all there are.
         first = _ranks(logits_row, chosen, 0, num_chosen, num_columns, CHUNK, GROUP)
         rank = tl.full([], 2**63 - 1, tl.int64)
-        for place in range(1, 1 + num_top):
+        for place in range(num_own, num_own + num_top):
             best = _largest_below(first, rank)
             for start in range(CHUNK, num_chosen, CHUNK):
                 others = _ranks(logits_row, chosen, start, num_chosen, num_columns, CHUNK, GROUP)
@@ -126,18 +130,18 @@ def _finish_kernel(
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of one token per row, and of each row's likeliest ones, likeliest first.
+    """Log-probabilities of some tokens per row, and of each row's likeliest ones, likeliest first.
 
     Args:
         logits: [B, vocabulary] float32, rows contiguous, the largest of each row finite; not written.
-        token_ids: [B] int64.
+        token_ids: [B, M] int64, contiguous, M at least 1: each row's own tokens.
         num_top: How many of the likeliest tokens follow the row's own, at least 0; ties go to the lower id.
 
     Returns:
-        (token ids [B, 1 + n] int32, their log-probabilities [B, 1 + n] float32, ranks of the rows' own tokens [B]
+        (token ids [B, M + n] int32, their log-probabilities [B, M + n] float32, ranks of the rows' own tokens [B, M]
         int32, from 1), where n is `num_top` or, if smaller, the vocabulary's size.
     """
-    num_rows, num_columns = logits.shape
+    (num_rows, num_columns), num_own = logits.shape, token_ids.shape[1]
     num_top = min(num_top, num_columns)
     num_tiles, num_groups = triton.cdiv(num_columns, TILE), triton.cdiv(num_columns, GROUP)
 
@@ -145,14 +149,15 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Ten
         return torch.empty(num_rows, *shape, dtype=dtype, device=logits.device)
 
     tile_maxima, tile_sums = empty(num_tiles, dtype=torch.float32), empty(num_tiles, dtype=torch.float64)
-    tile_counts, group_maxima = empty(num_tiles, dtype=torch.int32), empty(num_groups, dtype=torch.float32)
+    tile_counts, group_maxima = empty(num_tiles, num_own, dtype=torch.int32), empty(num_groups, dtype=torch.float32)
     groups, group_counts = empty(num_groups, dtype=torch.int32), empty(dtype=torch.int32)
-    entries, values = empty(1 + num_top, dtype=torch.int32), empty(1 + num_top, dtype=torch.float32)
-    ranks = empty(dtype=torch.int32)
+    width = num_own + num_top
+    entries, values = empty(width, dtype=torch.int32), empty(width, dtype=torch.float32)
+    ranks = empty(num_own, dtype=torch.int32)
     tiles = tile_maxima, tile_sums, tile_counts
     source = logits, logits.stride(0), token_ids
     _measure_kernel[(num_rows, num_tiles)](
-        *source, *tiles, group_maxima, num_columns, num_groups, TILE=TILE, GROUP=GROUP, num_warps=4
+        *source, *tiles, group_maxima, num_own, num_columns, num_groups, TILE=TILE, GROUP=GROUP, num_warps=4
     )
     if num_top:
         _choose_top_kernel[(num_rows,)](
@@ -172,6 +177,7 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Ten
         entries,
         values,
         ranks,
+        num_own,
         num_top,
         num_columns,
         num_groups,

@@ -205,7 +205,7 @@ def test_the_sampler_draws_the_same_tokens_with_every_option() -> None:
         Recipe(temperature=0.0),
         Recipe(),
         Recipe(temperature=0.75, top_k=20, top_p=0.75, seed=2**64 - 1),
-        Recipe(options=SamplingOptions(min_p=0.25, num_logprobs=3)),
+        Recipe(options=SamplingOptions(min_p=0.25, num_logprobs=3, logprob_token_ids=(5, 300))),
         Recipe(options=everything, temperature=1.5),
         Recipe(options=SamplingOptions(), make_matcher=lambda: AlternatingMatcher(width)),
         Recipe(options=SamplingOptions(min_tokens=2, num_logprobs=0), temperature=0.0, stop_token_ids=(1, 2, 9)),

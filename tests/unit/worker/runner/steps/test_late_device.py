@@ -38,6 +38,7 @@ PLAIN = [
 RARE = [
     Request([5, 9, 2], 12, options=SamplingOptions(repetition_penalty=1.3, num_logprobs=2), temperature=0.7),
     Request([5, 9, 2, 8, 8], 8, options=SamplingOptions(num_prompt_logprobs=1)),
+    Request([1, 2, 3, 1, 2, 3], 9, options=SamplingOptions(logprob_token_ids=(44, 2, 44))),
     Request([5, 9, 2], 10, known=(44, 7)),
 ]
 

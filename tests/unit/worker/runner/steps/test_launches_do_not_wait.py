@@ -171,7 +171,12 @@ def test_steps_with_every_option_read_only_tokens(
 ) -> None:
     runner = make_runner(RecordingCapture())
     options = SamplingOptions(
-        presence_penalty=1.0, repetition_penalty=1.3, logit_bias=((7, 1.0),), num_logprobs=3, num_prompt_logprobs=2
+        presence_penalty=1.0,
+        repetition_penalty=1.3,
+        logit_bias=((7, 1.0),),
+        num_logprobs=3,
+        num_prompt_logprobs=2,
+        logprob_token_ids=(4, 5),
     )
     enters = [
         make_enter(0, [5, 9, 2], range(4), options=options, temperature=0.7),

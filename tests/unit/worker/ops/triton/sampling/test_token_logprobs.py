@@ -12,8 +12,8 @@ from services.worker.ops.triton.sampling.token_logprobs import token_logprobs
 MINUS_INF = float("-inf")
 
 
-def assert_same_logprobs(logits: Tensor, token_ids: list[int], num_top: int) -> None:
-    drawn = torch.tensor(token_ids)
+def assert_same_logprobs(logits: Tensor, token_ids: list[int] | list[list[int]], num_top: int) -> None:
+    drawn = torch.tensor(token_ids).view(len(logits), -1)
     entries, values, ranks = token_logprobs(logits, drawn, num_top)
     expected = load_ops("reference").token_logprobs(logits, drawn, num_top)
     torch.testing.assert_close(entries, expected[0], rtol=0, atol=0)
@@ -30,6 +30,13 @@ def random_logits(*shape: int, seed: int = 0) -> Tensor:
 def test_values_ranks_and_likeliest_tokens_are_numpys(vocabulary: int, num_top: int) -> None:
     logits = random_logits(3, vocabulary)
     assert_same_logprobs(logits, [0, vocabulary // 2, vocabulary - 1], num_top)
+
+
+@pytest.mark.parametrize("num_top", [0, 3])
+def test_a_row_may_have_several_tokens(num_top: int) -> None:
+    logits = random_logits(3, 5000, seed=5)
+    assert_same_logprobs(logits, [[7, 4999, 7], [2047, 2048, 0], [1, 2, 3]], num_top)
+    assert_same_logprobs(logits.round(), [[*range(100 * row, 100 * row + 21)] for row in range(3)], num_top)
 
 
 @pytest.mark.parametrize("num_top", [2, 20])
@@ -55,13 +62,13 @@ def test_impossible_tokens_have_no_probability() -> None:
 
 def test_a_rows_bytes_do_not_depend_on_its_batch() -> None:
     logits = random_logits(4, 5000, seed=3)
-    _, together, _ = token_logprobs(logits, torch.tensor([1, 2, 3, 4]), 5)
-    _, alone, _ = token_logprobs(logits[2:3], torch.tensor([3]), 5)
+    _, together, _ = token_logprobs(logits, torch.tensor([[1], [2], [3], [4]]), 5)
+    _, alone, _ = token_logprobs(logits[2:3], torch.tensor([[3]]), 5)
     assert together[2].tolist() == alone[0].tolist()
 
 
 def test_rows_may_have_a_stride() -> None:
     wide = random_logits(3, 700, seed=4)
-    entries, values, ranks = token_logprobs(wide[:, :500], torch.tensor([4, 5, 6]), 3)
-    expected = token_logprobs(wide[:, :500].contiguous(), torch.tensor([4, 5, 6]), 3)
+    entries, values, ranks = token_logprobs(wide[:, :500], torch.tensor([[4], [5], [6]]), 3)
+    expected = token_logprobs(wide[:, :500].contiguous(), torch.tensor([[4], [5], [6]]), 3)
     assert all(torch.equal(got, wanted) for got, wanted in zip((entries, values, ranks), expected, strict=True))
