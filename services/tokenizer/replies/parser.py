@@ -125,7 +125,13 @@ class ReplyParser(abc.ABC):
         except UnparsableError as error:
             if self._repair is not None:
                 self._end_arguments(self._repair, is_cut=isinstance(error, TextEndedError))
-            self._give_back()
+            self._end_after_call()
+            if self._setting.has_form and self.was_cut:
+                # The beginning of a call, which is the only other thing than the form.
+                self._reader.position = len(self._reader.text)
+                self._reader.accept()
+            else:
+                self._give_back()
         else:
             self._end_after_call()
 

@@ -54,6 +54,5 @@ class Qwen3CoderParser(UntypedCallParser):
         self._end_object(end, is_empty=is_first)
         if end == FUNCTION_END:
             # A model that omits the beginning often writes the end.
-            yield from reader.skip(SPACE)
-            yield from reader.one_of(CALL_END)
+            yield from self._close(CALL_END)
         yield from self._skip_after_call("\n")

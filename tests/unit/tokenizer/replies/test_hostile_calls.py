@@ -205,6 +205,18 @@ def test_the_only_call_ends_the_reply(name: str, between: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_the_beginning_of_a_call_beside_a_form_is_not_the_forms(name: str) -> None:
+    call = call_text(name, "x", "1")
+    for end in range(1, len(call)):
+        parts = parse(name, [call[:end]], tools=[LOOK], has_form=True, is_cut=True)
+        assert parse(name, list(call[:end]), tools=[LOOK], has_form=True, is_cut=True) == parts
+        # Up to there it may still be the form.
+        opening = REPLY_PARSERS[name].call_openings.max_length if name != "harmony" else len(call.partition("to=")[0])
+        if end > opening:
+            assert not any(isinstance(part, TextPart) for part in parts), call[:end]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_call_of_a_tool_that_is_not_allowed_is_text(name: str) -> None:
     call = call_text(name, "x", "1")
     reply = f"{call}\n{call.replace('look', 'find')}"

@@ -1,0 +1,95 @@
+"""Tool calls through real services: what a model wrote comes back as history, and is gone on with."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from lockstep.v1 import tokenizer_pb2
+from shared.model_dir import CHAT_TEMPLATE, TOKENIZER
+from tests.support.cells.cell import REFERENCE
+from tests.support.cells.split_cell import run_split_cell
+from tests.support.clients.client import connect
+from tests.support.models.tiny_llama import write_tiny_llama
+
+# Of Qwen3's kind.
+TEMPLATE = """\
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor -%}
+{%- for message in messages %}{{ '<|im_start|>' ~ message.role ~ '\n' -}}
+{{ '<think>\n' ~ message.reasoning_content ~ '\n</think>\n\n' if message.reasoning_content }}{{ message.content -}}
+{%- for call in message.tool_calls or [] -%}
+{{ '<tool_call>\n{"name": "' ~ call.function.name ~ '", "arguments": ' ~ call.function.arguments | tojson -}}
+{{ '}\n</tool_call>' -}}
+{%- endfor %}{{ '<|im_end|>\n' }}{% endfor -%}
+{{ '<|im_start|>assistant\n' if add_generation_prompt }}"""
+MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+STRINGS = {"type": "string", "minLength": 1, "maxLength": 6}
+PARAMETERS = {"type": "object", "properties": {"a": STRINGS, "b": {"enum": [1.5, None]}}, "required": ["a", "b"]}
+TOOLS = [{"name": name, "parameters": json.dumps(PARAMETERS)} for name in ("look", "find")]
+USER = {"role": tokenizer_pb2.ROLE_USER, "content": "hi"}
+
+
+def write_caller(directory: Path) -> Path:
+    write_tiny_llama(directory, changes={"num_hidden_layers": 2, "max_position_embeddings": 2048})
+    tokenizer = Tokenizer.from_file(str(directory / TOKENIZER))
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in MARKUP])
+    tokenizer.save(str(directory / TOKENIZER))
+    (directory / CHAT_TEMPLATE).write_text(TEMPLATE, encoding="utf-8")
+    return directory
+
+
+@pytest.mark.slow
+async def test_calls_come_back_as_history(tmp_path: Path) -> None:
+    model_dir = write_caller(tmp_path / "model")
+    [close_id] = Tokenizer.from_file(str(model_dir / TOKENIZER)).encode("</think>").ids
+    sampling = {"max_tokens": 200, "temperature": 1.0, "n": 4, "seed": 1, "logit_bias": {close_id: 4.0}}
+    with run_split_cell(model_dir, REFERENCE) as cell:
+        await cell.wait_until_serving("tokenizer")
+        async with connect(cell) as client:
+            info = await client.tokenizer.GetModelInfo(tokenizer_pb2.GetModelInfoRequest())
+            assert (info.tool_parser, info.reasoning_parser) == ("hermes", "hermes")
+            chat = tokenizer_pb2.Chat(
+                messages=[USER],
+                tools=TOOLS,
+                tool_mode=tokenizer_pb2.TOOL_MODE_REQUIRED,
+                allowed_tool_names=["find"],
+                single_tool_call=True,
+            )
+            answer = await client.generate_choices(tokenizer_pb2.GenerateRequest(chat=chat, sampling=sampling))
+            requests = []
+            for choice in answer.choices.values():
+                # Random weights may reason to the end.
+                if not choice.tool_calls:
+                    assert choice.reason == "MAX_TOKENS"
+                    continue
+                [call] = choice.tool_calls
+                assert (call.name, choice.reason) == ("find", "EOS")
+                arguments = json.loads(call.arguments)
+                assert 1 <= len(arguments["a"]) <= 6
+                assert arguments["b"] in (1.5, None)
+                message = {
+                    "role": tokenizer_pb2.ROLE_ASSISTANT,
+                    "content": choice.text,
+                    "reasoning": choice.reasoning,
+                    "tool_calls": [{"id": call.id, "name": call.name, "arguments": call.arguments}],
+                }
+                result = {"role": tokenizer_pb2.ROLE_TOOL, "content": "x", "tool_call_id": call.id}
+                begun = {"role": tokenizer_pb2.ROLE_ASSISTANT, "content": "The sky is"}
+                history = tokenizer_pb2.Chat(
+                    messages=[USER, message, result, begun], tools=TOOLS, continue_final_message=True
+                )
+                rendered = await client.tokenizer.RenderChat(tokenizer_pb2.RenderChatRequest(chat=history))
+                assert json.dumps(arguments["a"], ensure_ascii=False) in rendered.text
+                assert rendered.text.endswith("<|im_start|>assistant\nThe sky is")
+                requests.append(
+                    tokenizer_pb2.GenerateRequest(
+                        chat=history, structured_output={"regex": "[ab]{4}"}, sampling={"max_tokens": 100}
+                    )
+                )
+            assert requests, "no choice has a call"
+            for completion in await client.generate_all(requests):
+                assert re.fullmatch("[ab]{4}", completion.text) or (completion.tool_calls and not completion.text)
