@@ -11,8 +11,9 @@ import pytest
 
 from tests.support.deploy.chart import CHART, EXAMPLES, KUBERNETES, LEADER_WORKER_SETS, Tree, find, helm, render
 from tests.support.deploy.chart_values import pools, values
-from tests.support.deploy.deploy_tools import NEWEST_KUBERNETES, OLDEST_KUBERNETES, tool
+from tests.support.deploy.deploy_tools import NEWEST_KUBERNETES, OLDEST_KUBERNETES
 from tests.support.deploy.kubernetes_schemas import find_errors
+from tests.support.system.package_tools import tool
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 

