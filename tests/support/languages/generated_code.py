@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.support.system.package_tools import tool
 from tests.support.system.processes import ROOT
 
 PROTOS = ROOT / "protos"
@@ -20,6 +21,11 @@ IMPORTS = (f"-I{PROTOS}", f"-I{sysconfig.get_path('purelib')}")
 def proto_files() -> list[str]:
     """All files of the protocol, as they are imported."""
     return sorted(path.relative_to(PROTOS).as_posix() for path in PROTOS.rglob("*.proto"))
+
+
+def generate(*options: str | Path) -> None:
+    """Run protoc on all protos, and on the one that is imported from googleapis."""
+    run(tool("protoc") / "bin" / "protoc", *IMPORTS, *options, *proto_files(), "google/rpc/status.proto")
 
 
 def run(*command: str | Path, directory: Path | None = None, environment: Mapping[str, str] | None = None) -> None:
