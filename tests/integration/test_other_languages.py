@@ -16,6 +16,9 @@ from tests.support.system.processes import ROOT
 
 NODE_BIN = Path(executable.ROOT_DIR) / "bin"
 NODE_MODULES = ROOT / "tests" / "integration" / "node" / "node_modules"
+JAVAC = shutil.which("javac")
+
+needs_javac = pytest.mark.skipif(JAVAC is None, reason="needs javac on the PATH")
 
 
 def test_typescript_stubs_and_services_compile(tmp_path: Path) -> None:
@@ -41,3 +44,40 @@ def test_cpp_messages_compile(tmp_path: Path) -> None:
     assert compiler is not None, "a compiler for C++ is needed, as for the kernels"
     headers = (f"-I{tmp_path}", f"-I{tool('protobuf') / 'include'}")
     run(compiler, "-std=c++17", "-fsyntax-only", *headers, *sorted(tmp_path.rglob("*.cc")), CLIENTS / "client.cc")
+
+
+@pytest.fixture(scope="module")
+def java_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What of protobuf's library for Java is generated; the rest is in the sources."""
+    folder = tmp_path_factory.mktemp("java-library")
+    include = tool("protoc") / "include"
+    well_known = sorted(path.relative_to(include).as_posix() for path in include.rglob("*.proto"))
+    run(tool("protoc") / "bin" / "protoc", f"--java_out={folder}", *well_known)
+    return folder
+
+
+@pytest.mark.slow
+@needs_javac
+def test_java_messages_compile(tmp_path: Path, java_library: Path) -> None:
+    generate(f"--java_out={tmp_path}")
+    check_java(tmp_path, java_library, *sorted(tmp_path.rglob("*.java")), CLIENTS / "Client.java")
+
+
+@pytest.mark.slow
+@needs_javac
+def test_accessors_of_java_that_collide_are_noticed(tmp_path: Path, java_library: Path) -> None:
+    """`text_bytes` has the accessor that returns the bytes of `text`: the public protos had both once."""
+    proto = 'syntax = "proto3"; message Token { string text = 1; bytes text_bytes = 2; }'
+    (tmp_path / "token.proto").write_text(proto, encoding="utf-8")
+    run(tool("protoc") / "bin" / "protoc", f"-I{tmp_path}", f"--java_out={tmp_path}", "token.proto")
+    with pytest.raises(AssertionError, match=r"getTextBytes\(\) is already defined"):
+        check_java(tmp_path, java_library, *sorted(tmp_path.rglob("*.java")))
+
+
+def check_java(folder: Path, java_library: Path, *sources: Path) -> None:
+    """Let javac check the sources, and what they need of the library; classes, if it writes any, go to `folder`."""
+    assert JAVAC is not None
+    # C1 alone, since the compiler does not run for long; no classes, since checks of types and control flow are enough.
+    options = ("-J-XX:TieredStopAtLevel=1", "-proc:none", "-nowarn", "-XDshould-stop.ifNoError=FLOW")
+    path = f"{tool('protobuf') / 'java'}{os.pathsep}{java_library}"
+    run(JAVAC, *options, "-sourcepath", path, "-d", folder, *sources)
