@@ -17,6 +17,14 @@ from services.tokenizer.chat.template_rendering import render_template
 from services.tokenizer.chat.template_trial import find_features, try_template
 from shared.model_dir import ModelDirectoryError
 from tests.support.system.processes import ROOT, module_environment
+from tests.support.tokenizer.call_templates import (
+    CALLS_AS_OBJECTS,
+    CALLS_AS_PYTHON,
+    CALLS_AS_TEXT,
+    ONE_CALL,
+    SHORT_IDS,
+    SINGLE_CALLS,
+)
 
 # A template that never ends.
 PARENT = """
@@ -24,30 +32,6 @@ from services.tokenizer.chat.template_trial import try_template
 try_template("{% for i in range(10 ** 4) %}{% for j in range(10 ** 5) %}{% endfor %}{% endfor %}", (), timeout_s=600)
 """
 
-# The forms in which templates write a message's calls: Qwen3's, DeepSeek-V3's, and one that writes none.
-CALLS_AS_OBJECTS = """\
-{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
-{% for m in messages %}{{ m.content }}{% for call in m.tool_calls %}
-{%- if call.function.arguments is string %}{{ call.function.arguments }}{% else %}{{ call.function.arguments | tojson }}
-{%- endif %}{% endfor %}{% endfor %}"""
-CALLS_AS_TEXT = """\
-{% for m in messages %}{% if m.content is not none %}{{ m.content }}{% else %}{% for call in m.tool_calls %}
-{{- 'call ' + call.function.arguments }}{% endfor %}{% endif %}{% endfor %}"""
-# gpt-oss writes only the first call, and reasoning or content; Llama 3 refuses several calls; Mistral long ids.
-ONE_CALL = """\
-{% for m in messages %}{% if m.tool_calls %}{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}
-{{- m.content or m.thinking }}{{ m.tool_calls[0].function.arguments | tojson }}
-{%- else %}{{ m.content }}{% endif %}{% endfor %}"""
-SINGLE_CALLS = """\
-{% for m in messages %}{% if m.tool_calls | length > 1 %}{{ raise_exception('several') }}{% endif %}{{ m.content }}
-{%- for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"""
-SHORT_IDS = """\
-{% for m in messages %}{{ m.content }}{% for call in m.tool_calls %}
-{%- if call.id | length != 9 %}{{ raise_exception('id') }}{% endif %}{{ call.function.arguments | tojson }}{% endfor %}
-{%- if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_exception('id') }}{% endif %}{% endfor %}"""
-CALLS_AS_PYTHON = (
-    "{% for m in messages %}{% for call in m.tool_calls %}{{ call.function.arguments }}{% endfor %}{% endfor %}"
-)
 NO_CALLS = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 

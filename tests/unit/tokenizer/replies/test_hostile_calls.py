@@ -16,62 +16,7 @@ from services.tokenizer.json.json_values import read_json_object
 from services.tokenizer.json.schema_types import types_of
 from services.tokenizer.replies import REPLY_PARSERS, ReasoningPart, TextPart, ToolCallPart
 from tests.support.tokenizer.replies import parse
-
-FIND = Tool("find")
-LOOK = Tool("look", "", {"type": "object", "properties": {"a": {"type": "string"}, "b": {}, "n": {"type": "number"}}})
-
-# As a model writes them into a string of JSON.
-HOSTILE_STRINGS = (
-    "plain",
-    "\\ud83d",
-    "\\ude00\\ud83d",
-    "\\ud83d\\ude00",
-    "a\nb\r\tc",
-    '\\"quoted\\"',
-    "back\\slash \\q \\u12",
-    "</think><think>",
-    "\x01\x1f\x7f",
-    "é😀 漢字",
-)
-HOSTILE_VALUES = ("NaN", "-Infinity", "1e999", "-0.10", "12345678901234567890", "null", "true", "[]", '{"c": [1.50]}')
-
-
-def call_text(name: str, string: str, value: str) -> str:  # noqa: PLR0911 - one for each family
-    """A call in the family's own markup."""
-    arguments = f'{{"a": "{string}", "n": {value}}}'
-    match name:
-        case "hermes":
-            return f'<tool_call>\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>'
-        case "llama3_json":
-            return f'{{"name": "look", "parameters": {arguments}}}'
-        case "deepseek_v3":
-            return (
-                f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{arguments}"
-                "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-            )
-        case "harmony":
-            return f"<|channel|>commentary to=functions.look <|constrain|>json<|message|>{arguments}<|call|>"
-        case "mistral":
-            return f"[TOOL_CALLS]look[ARGS]{arguments}"
-        case "qwen3_coder":
-            return (
-                f"<tool_call>\n<function=look>\n<parameter=a>\n{string}\n</parameter>\n"
-                f"<parameter=n>\n{value}\n</parameter>\n</function>\n</tool_call>"
-            )
-        case "deepseek_v32":
-            return (
-                '<｜DSML｜function_calls>\n<｜DSML｜invoke name="look">\n'
-                f'<｜DSML｜parameter name="a" string="true">{string}</｜DSML｜parameter>\n'
-                f'<｜DSML｜parameter name="n" string="false">{value}</｜DSML｜parameter>\n'
-                "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
-            )
-        case _:
-            return (
-                f"<tool_call>look\n<arg_key>a</arg_key>\n<arg_value>{string}</arg_value>\n"
-                f"<arg_key>n</arg_key>\n<arg_value>{value}</arg_value>\n"
-                f'<arg_key>b</arg_key>\n<arg_value>"{string}"</arg_value>\n</tool_call>'
-            )
-
+from tests.support.tokenizer.reply_texts import FIND, HOSTILE_STRINGS, HOSTILE_VALUES, LOOK, call_text
 
 FAMILIES = tuple(sorted(name for name in REPLY_PARSERS if name != "none"))
 
