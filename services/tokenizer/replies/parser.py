@@ -39,6 +39,8 @@ class ReplySetting:
     """Whether the first call ends the reply."""
     allowed_names: frozenset[str] = frozenset()
     """A call of any other tool is text; empty if all are allowed."""
+    is_continued: bool = False
+    """Whether the reply goes on within a message's text, so that a line break at its beginning is part of that."""
 
 
 class _ReplyEndedError(Exception):
@@ -142,7 +144,8 @@ class ReplyParser(abc.ABC):
         if not begins and place is not Opening.REASONING:
             return
         self.is_reasoning = True
-        yield from self._reader.skip("\n")
+        if begins or not self._setting.is_continued:
+            yield from self._reader.skip("\n")
         if (yield from self._pass_until(_ends_of(markup), self._put_reasoning)) is None:
             return
         self.is_reasoning = False

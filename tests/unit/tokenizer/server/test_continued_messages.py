@@ -69,6 +69,7 @@ HARMONY_CALL = '<|start|>assistant<|channel|>commentary to=functions.look <|mess
         ("hermes", {"content": "The sky"}, f" is blue{CALL}", "", " is blue"),
         ("hermes", {"content": "The sky", "reasoning": "Hm."}, f" is blue{CALL}", "", " is blue"),
         ("hermes", {"reasoning": "Hm,"}, f" so.</think>Blue{CALL}", " so.", "Blue"),
+        ("hermes", {"reasoning": "Hm,"}, "\nso.</think>\n\nBlue", "\nso.", "Blue"),
         # A content that opens the reasoning itself.
         ("hermes", {"content": "<think>Hm,"}, " so.</think>Blue", " so.", "Blue"),
         ("hermes", {"content": "<think>Hm.</think>The"}, " sky", "", " sky"),
