@@ -13,7 +13,7 @@ from lockstep.v1 import tokenizer_pb2
 from shared.model_dir import CHAT_TEMPLATE, TOKENIZER
 from tests.support.cells.cell import REFERENCE
 from tests.support.cells.split_cell import run_split_cell
-from tests.support.clients.client import connect
+from tests.support.clients.client import Client, connect
 from tests.support.models.tiny_llama import write_tiny_llama
 
 # Of Qwen3's kind.
@@ -40,6 +40,24 @@ def write_caller(directory: Path) -> Path:
     tokenizer.save(str(directory / TOKENIZER))
     (directory / CHAT_TEMPLATE).write_text(TEMPLATE, encoding="utf-8")
     return directory
+
+
+async def check_stop_strings(client: Client, close_id: int) -> None:
+    """They end the text, not the arguments of calls."""
+    text = "An answer. Question: b"
+    parameters = {"type": "object", "properties": {"a": {"const": text}}, "required": ["a"]}
+    asks = [{"name": "ask", "parameters": json.dumps(parameters)}]
+    sampling = {"max_tokens": 300, "temperature": 1.0, "seed": 1, "logit_bias": {close_id: 8.0}}
+    form = {"choices": {"texts": [text]}, "begins_at_once": True}
+    chat = tokenizer_pb2.Chat(messages=[USER])
+    answered = await client.generate(
+        tokenizer_pb2.GenerateRequest(chat=chat, stop=["Question:"], structured_output=form, sampling=sampling)
+    )
+    assert (answered.text, answered.reason) == ("An answer. ", "STOP_STRING")
+    chat = tokenizer_pb2.Chat(messages=[USER], tools=asks, tool_mode=tokenizer_pb2.TOOL_MODE_REQUIRED)
+    called = await client.generate(tokenizer_pb2.GenerateRequest(chat=chat, stop=["Question:"], sampling=sampling))
+    assert called.reason != "STOP_STRING"
+    assert [json.loads(call.arguments) for call in called.tool_calls if called.reason == "EOS"] in ([], [{"a": text}])
 
 
 @pytest.mark.slow
@@ -91,5 +109,6 @@ async def test_calls_come_back_as_history(tmp_path: Path) -> None:
                     )
                 )
             assert requests, "no choice has a call"
+            await check_stop_strings(client, close_id)
             for completion in await client.generate_all(requests):
                 assert re.fullmatch("[ab]{4}", completion.text) or (completion.tool_calls and not completion.text)
