@@ -57,7 +57,8 @@ HELM := $(TOOLS)/helm-4
 CHART_TOOLS := $(HELM) $(TOOLS)/helm-3 $(TOOLS)/kubernetes-schemas
 ENVOY := $(TOOLS)/envoy
 # What compiles clients in other languages; versions and checksums are in tests/support/languages/language_tools.py.
-LANGUAGE_TOOLS := $(TOOLS)/protoc $(TOOLS)/protobuf
+LANGUAGE_TOOLS := $(TOOLS)/protoc $(TOOLS)/protobuf $(TOOLS)/go
+GO_PACKAGES := $(TOOLS)/go-packages
 
 # Our protos import messages of google/rpc, which are in site-packages.
 SITE = $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
@@ -87,7 +88,7 @@ test-unit: $(INSTALLED) $(STUBS) $(KERNELS) $(AITER) ## the tests that need no p
 	@$(PYTEST) $(IN_PARALLEL) tests/unit -m "not slow and not proof and not process"
 
 # The chaos tests run alone: they check how soon a killed process is noticed.
-test-slow: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) $(TRIVY) $(CHART_TOOLS) $(ENVOY) $(LANGUAGE_TOOLS) ## run the slow tests
+test-slow: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) $(TRIVY) $(CHART_TOOLS) $(ENVOY) $(LANGUAGE_TOOLS) $(GO_PACKAGES) ## run the slow tests
 	@$(PYTEST) $(IN_PARALLEL) -m slow -rs --ignore=tests/chaos --durations=12
 	@$(PYTEST) tests/chaos -m "not proof" --durations=12
 
@@ -95,7 +96,7 @@ proofs: $(INSTALLED) $(STUBS) $(AITER) $(CHART_TOOLS) $(ENVOY) ## run the tests 
 	@$(PYTEST) -m proof --ignore=tests/chaos --durations=0
 
 # A report, not a gate: it fails only with a test.
-coverage: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) $(TRIVY) $(CHART_TOOLS) $(ENVOY) $(LANGUAGE_TOOLS) ## report the lines of services and shared that no test runs; MARKS selects tests
+coverage: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) $(TRIVY) $(CHART_TOOLS) $(ENVOY) $(LANGUAGE_TOOLS) $(GO_PACKAGES) ## report the lines of services and shared that no test runs; MARKS selects tests
 	@rm -rf .cache/coverage && mkdir -p .cache/coverage
 	@$(BIN)/python -m coverage run -m pytest $(IN_PARALLEL) -m "$(MARKS)" --ignore=tests/chaos
 	@$(BIN)/python -m coverage combine --quiet
@@ -225,6 +226,11 @@ $(CHART_TOOLS) $(ENVOY): $(TOOLS)/%: tests/support/deploy/deploy_tools.py | $(IN
 $(LANGUAGE_TOOLS): $(TOOLS)/%: tests/support/languages/language_tools.py | $(INSTALLED)
 	@echo "downloading $*"
 	@$(BIN)/python -m tests.support.languages.language_tools $*
+
+# Not an error where they cannot be had: the tests that need them are then skipped.
+$(GO_PACKAGES): tests/support/languages/go_packages.py | $(INSTALLED) $(TOOLS)/go
+	@echo "downloading and building gRPC for Go"
+	@$(BIN)/python -m tests.support.languages.go_packages || true
 
 # The importer creates the whole directory or nothing, so one file is enough to check for it.
 $(MODEL_READY): | $(INSTALLED) $(STUBS) $(WHEEL)

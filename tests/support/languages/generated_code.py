@@ -14,7 +14,10 @@ from tests.support.system.processes import ROOT
 PROTOS = ROOT / "protos"
 CLIENTS = ROOT / "tests" / "integration" / "languages"
 
-# The services' own messages import google/rpc/status.proto, which is in site-packages.
+STATUS = "google/rpc/status.proto"
+"""The import that is no part of protobuf. Languages whose gRPC does not bring it need it generated."""
+
+# `STATUS` is in site-packages.
 IMPORTS = (f"-I{PROTOS}", f"-I{sysconfig.get_path('purelib')}")
 
 
@@ -24,8 +27,8 @@ def proto_files() -> list[str]:
 
 
 def generate(*options: str | Path) -> None:
-    """Run protoc on all protos, and on the one that is imported from googleapis."""
-    run(tool("protoc") / "bin" / "protoc", *IMPORTS, *options, *proto_files(), "google/rpc/status.proto")
+    """Run protoc on all protos."""
+    run(tool("protoc") / "bin" / "protoc", *IMPORTS, *options, *proto_files())
 
 
 def run(*command: str | Path, directory: Path | None = None, environment: Mapping[str, str] | None = None) -> None:

