@@ -76,10 +76,10 @@ def test_accessors_of_java_that_collide_are_noticed(tmp_path: Path, java_library
 
 
 def check_java(folder: Path, java_library: Path, *sources: Path) -> None:
-    """Let javac check the sources, and what they need of the library; classes, if it writes any, go to `folder`."""
+    """Let javac check the sources against the library's; classes, if it writes any, go to `folder`."""
     assert JAVAC is not None
     # C1 alone, since the compiler does not run for long; no classes, since checks of types and control flow are enough.
-    options = ("-J-XX:TieredStopAtLevel=1", "-proc:none", "-nowarn", "-XDshould-stop.ifNoError=FLOW")
+    options = ("-J-XX:TieredStopAtLevel=1", "-proc:none", "-implicit:none", "-nowarn", "-XDshould-stop.ifNoError=FLOW")
     path = f"{tool('protobuf') / 'java'}{os.pathsep}{java_library}"
     run(JAVAC, *options, "-sourcepath", path, "-d", folder, *sources)
 
