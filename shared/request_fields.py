@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -57,6 +58,16 @@ def read_request_id(request_id: str | None, violations: list[Violation]) -> str:
     if not _REQUEST_ID.fullmatch(request_id):
         violations.append(Violation("request_id", "OUT_OF_RANGE", "must be 1 to 64 of A-Z, a-z, 0-9, _ and -"))
     return request_id
+
+
+@contextmanager
+def fields_under(prefix: str) -> Iterator[None]:
+    """Put `prefix` before the fields that an `InvalidRequestError` from inside names."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        violations = [replace(violation, field=prefix + violation.field) for violation in error.violations]
+        raise InvalidRequestError.from_violations(violations) from error
 
 
 def read_prompt_token_ids(

@@ -15,7 +15,7 @@ from services.tokenizer.request.checks import CheckedRequest, Prompt
 from services.tokenizer.request.model import ServedModel
 from shared.errors import Violation
 from shared.limits import NO_OPTIONS, ModelLimits, SamplingParams
-from shared.request_fields import raise_violations
+from shared.request_fields import fields_under, raise_violations
 
 _FIELD = "structured_output"
 
@@ -82,9 +82,10 @@ class AnswerGrammars:
             return of_texts
         has_form, at_once = form is not None, form is not None and form.begins_at_once
         # Slow if the schemas are large.
-        reply = await asyncio.to_thread(
-            parsers.grammar, conversation, opening, has_form=has_form, begins_at_once=at_once
-        )
+        with fields_under(request.field_prefix(index)):
+            reply = await asyncio.to_thread(
+                parsers.grammar, conversation, opening, has_form=has_form, begins_at_once=at_once
+            )
         spell = self._model.prompts.spell_markup
         begin, end = (spell(reply.begin), spell(reply.end)) if reply.end else ((), ())
         outputs, max_bytes, skipped = self._model.structured_outputs, self._max_bytes(), (*begin, *end)

@@ -17,7 +17,7 @@ from services.tokenizer.request.model import ServedModel
 from services.tokenizer.request.request import Request
 from shared.errors import Violation
 from shared.limits import NO_OPTIONS, ModelLimits, SamplingParams
-from shared.request_fields import raise_violations
+from shared.request_fields import fields_under, raise_violations
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,8 @@ class RequestPreparer:
         make_parser: Callable[[], ReplyParser | None] = _no_parser
         grammar = of_texts
         if isinstance(prompt, Conversation):
-            text, token_ids = await prompts.render_chat(prompt, max_tokens)
+            with fields_under(request.field_prefix(index)):
+                text, token_ids = await prompts.render_chat(prompt, max_tokens)
             opening = self._model.reply_parsers.opening(prompt, text)
             grammar = await self._grammars.of_reply(request, index, prompt, opening, of_texts)
             if not request.form.is_raw:

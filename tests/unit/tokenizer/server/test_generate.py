@@ -377,6 +377,14 @@ async def test_required_tools_constrain_each_prompt_separately(tools_model_dir: 
         call.cancel()
 
 
+async def test_a_refusal_of_one_of_several_prompts_names_that_prompts_field(service: Service) -> None:
+    message = {"role": tokenizer_pb2.ROLE_USER, "content": "hi"}
+    chats = [tokenizer_pb2.Chat(messages=[message], tools=tools) for tools in ([], [{"name": "look"}])]
+    call = service.stub.Generate(Request(prompts={"prompts": [Prompt(chat=chat) for chat in chats]}))
+    assert await error_of(call) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
+    assert (await call.details()).startswith("prompts.prompts[1].chat.tools: must be empty")
+
+
 @pytest.mark.parametrize("takes_tools", [True, False])
 async def test_a_model_that_calls_no_tools_cannot_be_forced_to(
     model_dir: Path, tools_model_dir: Path, tmp_path: Path, takes_tools: bool
