@@ -39,7 +39,8 @@ def as_published(config: dict[str, Any], architecture: str, chosen: dict[str, An
         published["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     # DeepSeek uses the older name for the rope type.
     kind = rope.pop("rope_type")
-    if kind != "default":
+    # Without one, gpt-oss has YaRN.
+    if kind != "default" or architecture == "GptOssForCausalLM":
         published["rope_scaling"] = {"type" if "deepseek" in config["model_type"] else "rope_type": kind, **rope}
     published["torch_dtype"] = published.pop("dtype")
     if architecture == "Qwen3MoeForCausalLM":
