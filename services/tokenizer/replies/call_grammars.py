@@ -40,7 +40,7 @@ class GrammarRequest:
     opening: Opening
     template_text: str
     token_ids: Mapping[str, int]
-    """Those of the tokenizer's added tokens, by their texts."""
+    """Ids of the tokenizer's added tokens, by their texts."""
     has_form: bool = False
     """Whether the reply may be of a form instead."""
     begins_at_once: bool = False
@@ -48,10 +48,7 @@ class GrammarRequest:
 
 
 def _hermes(grammar: LarkGrammar, request: GrammarRequest) -> str:
-    calls = [
-        f"{grammar.literal(_json_call(tool, 'arguments'))} {grammar.json(_arguments(tool))} {grammar.literal('}')}"
-        for tool in request.tools
-    ]
+    calls = _json_calls(grammar, request, "arguments")
     begin, end = grammar.marker("<tool_call>"), grammar.marker("</tool_call>")
     newline = grammar.literal("\n")
     call = grammar.rule("call", f"{begin} {newline} ({' | '.join(calls)}) {newline} {end}")
@@ -60,10 +57,7 @@ def _hermes(grammar: LarkGrammar, request: GrammarRequest) -> str:
 
 def _llama3_json(grammar: LarkGrammar, request: GrammarRequest) -> str:
     # Always one call: the chat template refuses replies with several.
-    return " | ".join(
-        f"{grammar.literal(_json_call(tool, 'parameters'))} {grammar.json(_arguments(tool))} {grammar.literal('}')}"
-        for tool in request.tools
-    )
+    return " | ".join(_json_calls(grammar, request, "parameters"))
 
 
 def _deepseek_v3(grammar: LarkGrammar, request: GrammarRequest) -> str:
@@ -144,10 +138,7 @@ def _mistral(grammar: LarkGrammar, request: GrammarRequest) -> str:
         separator = grammar.marker(mistral.ARGUMENTS)
         named = [f"{grammar.literal(tool.name)} {separator} {grammar.json(_arguments(tool))}" for tool in request.tools]
         return _several(grammar.rule("call", f"{begin} ({' | '.join(named)})"), "", request)
-    listed = [
-        f"{grammar.literal(_json_call(tool, 'arguments'))} {grammar.json(_arguments(tool))} {grammar.literal('}')}"
-        for tool in request.tools
-    ]
+    listed = _json_calls(grammar, request, "arguments")
     several = _several(grammar.rule("call", f"({' | '.join(listed)})"), grammar.literal(", "), request)
     return f"{begin} {grammar.literal('[')} {several} {grammar.literal(']')}"
 
@@ -225,8 +216,13 @@ def _several(call: str, between: str, request: GrammarRequest) -> str:
     return call if request.one_call else f"{call} ({between} {call})*"
 
 
-def _json_call(tool: Tool, arguments: str) -> str:
-    return f'{{"name": "{tool.name}", "{arguments}": '
+def _json_calls(grammar: LarkGrammar, request: GrammarRequest, arguments: str) -> list[str]:
+    """One object for each tool; `arguments` is what the family calls that member."""
+    heads = [grammar.literal(f'{{"name": "{tool.name}", "{arguments}": ') for tool in request.tools]
+    return [
+        f"{head} {grammar.json(_arguments(tool))} {grammar.literal('}')}"
+        for head, tool in zip(heads, request.tools, strict=True)
+    ]
 
 
 def _arguments(tool: Tool) -> JsonObject:

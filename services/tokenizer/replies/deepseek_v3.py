@@ -11,7 +11,7 @@ from __future__ import annotations
 from services.tokenizer.replies.openings import THINK_MARKUP
 from services.tokenizer.replies.parser import MAX_NAME_LENGTH, ReplyParser
 from services.tokenizer.replies.reader import SPACE, Reading
-from services.tokenizer.text.markers import NO_MARKERS, Markers
+from services.tokenizer.text.markers import Markers
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -30,8 +30,7 @@ class DeepseekV3Parser(ReplyParser):
     think_markup = THINK_MARKUP["deepseek_v3"]
 
     def _read(self) -> Reading[None]:
-        yield from self._read_reasoning(self.think_markup, self._setting.opening)
-        yield from self._read_text(_OPENINGS if self._tools else NO_MARKERS, self._read_calls)
+        yield from self._read_reply(self._read_calls)
 
     def _read_calls(self, opening: str) -> Reading[None]:
         reader = self._reader

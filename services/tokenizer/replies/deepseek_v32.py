@@ -11,7 +11,7 @@ from services.tokenizer.replies.openings import THINK_MARKUP
 from services.tokenizer.replies.parser import MAX_NAME_LENGTH
 from services.tokenizer.replies.reader import SPACE, Reading, UnparsableError
 from services.tokenizer.replies.untyped_values import TEXT, UntypedCallParser
-from services.tokenizer.text.markers import NO_MARKERS, Markers
+from services.tokenizer.text.markers import Markers
 
 DSML = "｜DSML｜"
 CALLS_BEGIN, CALLS_END = f"<{DSML}function_calls>", f"</{DSML}function_calls>"
@@ -35,8 +35,7 @@ class DeepseekV32Parser(UntypedCallParser):
     think_markup = THINK_MARKUP["deepseek_v32"]
 
     def _read(self) -> Reading[None]:
-        yield from self._read_reasoning(self.think_markup, self._setting.opening)
-        yield from self._read_text(_OPENINGS if self._tools else NO_MARKERS, self._read_calls)
+        yield from self._read_reply(self._read_calls)
 
     def _read_calls(self, _: str) -> Reading[None]:
         reader = self._reader

@@ -11,7 +11,7 @@ from services.tokenizer.replies.openings import THINK_MARKUP
 from services.tokenizer.replies.parser import MAX_NAME_LENGTH
 from services.tokenizer.replies.reader import SPACE, Reading
 from services.tokenizer.replies.untyped_values import UntypedCallParser
-from services.tokenizer.text.markers import NO_MARKERS, Markers
+from services.tokenizer.text.markers import Markers
 
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 KEY_BEGIN, KEY_END = "<arg_key>", "</arg_key>"
@@ -33,8 +33,7 @@ class Glm4Parser(UntypedCallParser):
     think_markup = THINK_MARKUP["glm4"]
 
     def _read(self) -> Reading[None]:
-        yield from self._read_reasoning(self.think_markup, self._setting.opening)
-        yield from self._read_text(_OPENINGS if self._tools else NO_MARKERS, self._read_call)
+        yield from self._read_reply(self._read_call)
 
     def _read_call(self, _: str) -> Reading[None]:
         reader = self._reader

@@ -8,7 +8,7 @@ from __future__ import annotations
 from services.tokenizer.replies.json_calls import JsonCallParser
 from services.tokenizer.replies.openings import THINK_MARKUP
 from services.tokenizer.replies.reader import SPACE, Reading
-from services.tokenizer.text.markers import NO_MARKERS, Markers
+from services.tokenizer.text.markers import Markers
 
 _CALL_BEGIN, _CALL_END = "<tool_call>", "</tool_call>"
 _OPENINGS = Markers(_CALL_BEGIN, "\n" + _CALL_BEGIN)
@@ -22,8 +22,7 @@ class HermesParser(JsonCallParser):
     think_markup = THINK_MARKUP["hermes"]
 
     def _read(self) -> Reading[None]:
-        yield from self._read_reasoning(self.think_markup, self._setting.opening)
-        yield from self._read_text(_OPENINGS if self._tools else NO_MARKERS, self._read_calls)
+        yield from self._read_reply(self._read_calls)
 
     def _read_calls(self, _: str) -> Reading[None]:
         # Usually there is one call; some models put several between the markers.

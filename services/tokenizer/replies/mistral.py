@@ -10,7 +10,7 @@ from services.tokenizer.replies.json_calls import JsonCallParser
 from services.tokenizer.replies.openings import THINK_MARKUP
 from services.tokenizer.replies.parser import MAX_NAME_LENGTH
 from services.tokenizer.replies.reader import SPACE, Reading, UnparsableError
-from services.tokenizer.text.markers import NO_MARKERS, Markers
+from services.tokenizer.text.markers import Markers
 
 CALLS, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
@@ -27,8 +27,7 @@ class MistralParser(JsonCallParser):
     call_openings = _OPENINGS
 
     def _read(self) -> Reading[None]:
-        yield from self._read_reasoning(self.think_markup, self._setting.opening)
-        yield from self._read_text(_OPENINGS if self._tools else NO_MARKERS, self._read_calls)
+        yield from self._read_reply(self._read_calls)
 
     def _read_calls(self, _: str) -> Reading[None]:
         reader = self._reader

@@ -111,6 +111,12 @@ class ReplyParser(abc.ABC):
     def _read(self) -> Reading[None]:
         """Read the whole reply; returns only when the text has ended."""
 
+    def _read_reply(self, read_markup: Callable[[str], Reading[None]]) -> Reading[None]:
+        """Read reasoning in the family's `think_markup`, then text and, where there are tools, calls."""
+        assert self.think_markup is not None
+        yield from self._read_reasoning(self.think_markup, self._setting.opening)
+        yield from self._read_text(self.call_openings if self._tools else NO_MARKERS, read_markup)
+
     def _read_text(self, openings: Markers, read_markup: Callable[[str], Reading[None]]) -> Reading[None]:
         if self._setting.has_form and not (yield from self._reader.is_at(openings)):
             openings = NO_MARKERS

@@ -1,6 +1,6 @@
 """Qwen3-Coder, Qwen3.5 and Nemotron 3: `<think>` first, then calls as `<function=NAME>` and pairs of `<parameter=KEY>`.
 
-Each value stands on lines of its own: see `untyped_values`.
+Each value is on lines of its own: see `untyped_values`.
 
 Source: the chat template of Qwen/Qwen3-Coder-30B-A3B-Instruct.
 """
@@ -11,7 +11,7 @@ from services.tokenizer.replies.openings import THINK_MARKUP
 from services.tokenizer.replies.parser import MAX_NAME_LENGTH
 from services.tokenizer.replies.reader import SPACE, Reading, UnparsableError
 from services.tokenizer.replies.untyped_values import UntypedCallParser
-from services.tokenizer.text.markers import NO_MARKERS, Markers
+from services.tokenizer.text.markers import Markers
 
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 FUNCTION_BEGIN, FUNCTION_END = "<function=", "</function>"
@@ -30,8 +30,7 @@ class Qwen3CoderParser(UntypedCallParser):
     think_markup = THINK_MARKUP["qwen3_coder"]
 
     def _read(self) -> Reading[None]:
-        yield from self._read_reasoning(self.think_markup, self._setting.opening)
-        yield from self._read_text(_OPENINGS if self._tools else NO_MARKERS, self._read_call)
+        yield from self._read_reply(self._read_call)
 
     def _read_call(self, opening: str) -> Reading[None]:
         reader = self._reader

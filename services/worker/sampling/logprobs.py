@@ -33,7 +33,7 @@ class WantedEntries:
 
     @classmethod
     def of(cls, options: Sequence[SamplingOptions]) -> WantedEntries:
-        """Those of rows that want log-probabilities."""
+        """Entries of rows that want log-probabilities."""
         nums_top = np.array([each.num_top for each in options], np.int32)
         nums_requested = np.array([len(each.logprob_token_ids) for each in options], np.int32)
         # Padded with token 0, which every model has.
