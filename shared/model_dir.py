@@ -55,6 +55,11 @@ def read_json(model_dir: Path, name: str) -> dict[str, Any]:
     return value
 
 
+def read_json_if_any(model_dir: Path, name: str) -> dict[str, Any]:
+    """The same; empty if the file is missing."""
+    return read_json(model_dir, name) if (model_dir / name).exists() else {}
+
+
 def read_file(model_dir: Path, name: str) -> bytes:
     """Read a whole file.
 
@@ -133,7 +138,7 @@ def read_tokenizer(model_dir: Path) -> str:
         ModelDirectoryError: tokenizer.json is missing, or a file is malformed.
     """
     names = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS)
-    others = [read_json(model_dir, name) if (model_dir / name).exists() else {} for name in names]
+    others = [read_json_if_any(model_dir, name) for name in names]
     try:
         text = read_file(model_dir, TOKENIZER).decode()
         if not any(others):
@@ -177,9 +182,7 @@ def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
     Raises:
         ModelDirectoryError: a file is malformed, or a token is not in the vocabulary.
     """
-    name, value = GENERATION_CONFIG, None
-    if (model_dir / GENERATION_CONFIG).exists():
-        value = read_json(model_dir, GENERATION_CONFIG).get("eos_token_id")
+    name, value = GENERATION_CONFIG, read_json_if_any(model_dir, GENERATION_CONFIG).get("eos_token_id")
     if value is None:
         name, value = CONFIG, read_json(model_dir, CONFIG).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]

@@ -21,7 +21,7 @@ from shared.model_dir import (
     TOKENIZER_CONFIG,
     ModelDirectoryError,
     read_file,
-    read_json,
+    read_json_if_any,
 )
 
 logger = logging.getLogger(__name__)
@@ -62,10 +62,10 @@ def load_tokenizer(model_dir: Path) -> ModelTokenizer:
 def _load(model_dir: Path) -> Any:
     """The tokenizer of the model's class, or else of the plain one."""
     options = _options(model_dir)
+    # Without options there is nothing else to try with the model's class.
+    attempts: list[dict[str, Any]] = [{}, options] if options else [{}]
     failures: list[Exception] = []
-    for loader, tokens in ((AutoTokenizer, {}), (AutoTokenizer, options), (PreTrainedTokenizerFast, options)):
-        if failures and loader is AutoTokenizer and not tokens:
-            continue
+    for loader, tokens in (*((AutoTokenizer, each) for each in attempts), (PreTrainedTokenizerFast, options)):
         try:
             loaded = _load_with(loader, model_dir, tokens)
         except Exception as error:  # noqa: BLE001 - the library raises anything
@@ -89,7 +89,10 @@ def _load_with(loader: Any, model_dir: Path, options: dict[str, Any]) -> Any:
 
 def _options(model_dir: Path) -> dict[str, Any]:
     """The special tokens written as objects without their type, which transformers would not recognize."""
-    config, special_tokens_map = _read_if_any(model_dir, TOKENIZER_CONFIG), _read_if_any(model_dir, SPECIAL_TOKENS_MAP)
+    config, special_tokens_map = (
+        read_json_if_any(model_dir, TOKENIZER_CONFIG),
+        read_json_if_any(model_dir, SPECIAL_TOKENS_MAP),
+    )
     names = [*PreTrainedTokenizerFast.SPECIAL_TOKENS_ATTRIBUTES, *_LISTS]
     values = {name: config[name] for name in names if name in config}
     if "added_tokens_decoder" not in config:
@@ -113,10 +116,6 @@ def _added_token(content: str, *, special: bool = True, **flags: bool) -> AddedT
     return AddedToken(content, special=special, **flags)
 
 
-def _read_if_any(model_dir: Path, name: str) -> dict[str, Any]:
-    return read_json(model_dir, name) if (model_dir / name).exists() else {}
-
-
 def _templates(model_dir: Path, template: object) -> dict[str, str]:
     named: dict[str, Any] = {}
     if template is not None:
@@ -128,10 +127,10 @@ def _templates(model_dir: Path, template: object) -> dict[str, str]:
 
 def _find_fault(model_dir: Path, fault: Exception) -> ModelDirectoryError:
     """Which file a failure to load came from, as far as that can be found out."""
-    named = _read_if_any(model_dir, TOKENIZER_CONFIG).get("chat_template")
+    named = read_json_if_any(model_dir, TOKENIZER_CONFIG).get("chat_template")
     if isinstance(named, list) and not all(isinstance(entry, dict) and entry.keys() >= _ENTRY for entry in named):
         return ModelDirectoryError(f"{model_dir / TOKENIZER_CONFIG}: chat_template is not a list of named templates")
-    _read_if_any(model_dir, ADDED_TOKENS)
+    read_json_if_any(model_dir, ADDED_TOKENS)
     path = model_dir / TOKENIZER
     try:
         Tokenizer.from_file(str(path))
