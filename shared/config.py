@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 # Lower-case DNS labels; a longer name leaves no room for the role's. Source: SPIFFE-ID, section 2.1; RFC 1035, 2.3.4.
 _TRUST_DOMAIN = re.compile(r"(?=.{1,240}\Z)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*")
 
+_INSECURE_FLAGS = {"cell_listen": "--insecure-cell-bind", "http_listen": "--insecure-http-bind"}
+
 
 def check_local_address(address: str) -> str:
     """Return an address unchanged if only this machine can reach it.
@@ -53,7 +55,7 @@ def check_listen_address(address: str, info: ValidationInfo) -> str:
     # The settings of TLS are checked before this one.
     if is_local(check_address(address)) or info.data.get("tls_cert") is not None:
         return address
-    flag = "--insecure-cell-bind" if info.field_name == "cell_listen" else "--insecure-bind"
+    flag = _INSECURE_FLAGS.get(info.field_name or "", "--insecure-bind")
     raise ValueError(f"without TLS only this machine may connect: use a unix socket, loopback, or {flag}")
 
 
@@ -78,6 +80,7 @@ ListenAddress = Annotated[str, AfterValidator(check_listen_address)]
 LocalAddress = Annotated[str, AfterValidator(check_local_address)]
 # `A,B` on the command line and in the environment.
 Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(split_list)]
+Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], NoDecode, BeforeValidator(split_list)]
 
 # How a worker proposes draft tokens.
 DraftProposerName = Literal["none", "ngram", "mtp", "model"]

@@ -138,10 +138,9 @@ class SamplingParams:
     options: SamplingOptions | None = None
 
 
-def default_max_tokens(num_prompt_tokens: int, limits: ModelLimits) -> int:
-    """`max_tokens` where the request sets none; below 1 if the prompt leaves no room."""
-    room = min(limits.context_length, limits.num_pool_tokens) - num_prompt_tokens
-    return min(DEFAULT_MAX_TOKENS, room)
+def room_left(num_prompt_tokens: int, limits: ModelLimits) -> int:
+    """The most completion tokens that a prompt leaves room for; below 1 if it leaves none."""
+    return min(limits.context_length, limits.num_pool_tokens) - num_prompt_tokens
 
 
 def check_sampling(params: SamplingParams, limits: ModelLimits, *, prefix: str = "sampling.") -> None:

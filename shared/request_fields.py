@@ -40,7 +40,7 @@ from shared.limits import (
     check_prompt_length,
     check_sampling,
     check_token_ids,
-    default_max_tokens,
+    room_left,
 )
 
 # A deadline further away than this is treated as this one.
@@ -213,7 +213,7 @@ def resolve_max_tokens(
     """
     if not has_max_tokens:
         # If the prompt alone fills the pool, the request is rejected as one for a single token.
-        room = max(1, default_max_tokens(num_prompt_tokens, limits))
+        room = max(1, room_left(num_prompt_tokens, limits))
         params = replace(params, max_tokens=min(params.max_tokens, room))
     check_fit(num_prompt_tokens, params.max_tokens, limits)
     check_min_tokens(params)

@@ -8,7 +8,15 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from shared.config import Addresses, ClientPortSettings, ListenAddress, ProcessSettings, load_settings
+from shared.config import (
+    Address,
+    Addresses,
+    ClientPortSettings,
+    ListenAddress,
+    Names,
+    ProcessSettings,
+    load_settings,
+)
 from shared.network.tls import Role
 
 
@@ -26,6 +34,34 @@ class TokenizerSettings(ProcessSettings, ClientPortSettings):
     model_dir: Path = Field(description="Model directory, in the Hugging Face layout.")
     model_name: str | None = Field(
         default=None, min_length=1, description="Model name that requests may give; the directory's name if not set."
+    )
+    served_model_name: Names = Field(
+        default=(),
+        description="Names that clients of the HTTP API may give the model, separated by commas; the first one is in "
+        "its answers. Without them, it is the model's name.",
+    )
+    http_listen: ListenAddress | None = Field(
+        default=None,
+        description="Address of the HTTP API (OpenAI's): unix:PATH, HOST:PORT on loopback, or with TLS any HOST:PORT. "
+        "Not served if not set.",
+    )
+    insecure_http_bind: Address | None = Field(
+        default=None,
+        description="Serve the HTTP API unencrypted on this address instead of --http-listen; any host that can reach "
+        "it may connect.",
+    )
+    http_allowed_hosts: Names = Field(
+        default=(),
+        description="Hosts, without ports, that HTTP requests may name, separated by commas. On a loopback address "
+        "they are allowed besides the loopback's own names; on others any host is, if not set.",
+    )
+    cors_origin: Names = Field(
+        default=(),
+        description="Origins whose web pages may use the HTTP API, such as https://chat.example.org, separated by "
+        "commas.",
+    )
+    max_http_connections: int = Field(
+        default=4096, ge=1, description="HTTP connections that may be open; further ones are refused."
     )
     scheduler: Addresses = Field(
         default=("127.0.0.1:50054",),
@@ -103,9 +139,14 @@ class TokenizerSettings(ProcessSettings, ClientPortSettings):
     )
 
     @property
-    def served_model_name(self) -> str:
+    def name_of_model(self) -> str:
         """The model name that requests may give."""
         return self.model_name or self.model_dir.resolve().name
+
+    @property
+    def http_address(self) -> str | None:
+        """The address of the HTTP API; None if there is none."""
+        return self.insecure_http_bind or self.http_listen
 
 
 if __name__ == "__main__":

@@ -6,9 +6,15 @@ import asyncio
 import logging
 import sys
 
+from prometheus_client import CollectorRegistry
+
 from services.tokenizer.config import TokenizerSettings
 from services.tokenizer.exchange.cell_requests import CellRequests
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
+from services.tokenizer.http.access import Access
+from services.tokenizer.http.calls import Backend
+from services.tokenizer.http.routes import make_app
+from services.tokenizer.http.server import HttpServer, serve_http
 from services.tokenizer.metrics import make_registry
 from services.tokenizer.request.model import ServedModel, load_model
 from services.tokenizer.server.live_requests import LiveRequests
@@ -56,17 +62,21 @@ async def serve(settings: TokenizerSettings, model: ServedModel, stop: StopReque
     live, totals = LiveRequests(), RequestTotals()
     servicer = TokenizerServicer(model, scheduler, live, totals=totals, max_unread_s=settings.max_unread_s)
     servicers: list[Servicer] = [servicer, health]
-    names = (TOKENIZER_SERVICE,) if settings.reflection else ()
+    listed = (TOKENIZER_SERVICE,) if settings.reflection else ()
+    names = settings.served_model_name or (model.name,)
     try:
         server = make_server(
             settings.bind_address,
             servicers,
-            service_names=names,
+            service_names=listed,
             certificates=settings.certificates,
             limits=ServerLimits(max_connection_age_s=settings.max_connection_age_s),
         )
         registry = make_registry(scheduler, totals, settings.certificates)
         management = await serve_management(settings.manage_listen, registry, probes)
+        http = await _serve_http(
+            settings, Backend(model, scheduler, live, totals, settings.max_unread_s, names), registry
+        )
     except RuntimeError as error:
         logger.error("cannot serve", extra={"address": settings.bind_address, "error": str(error)})
         return 1
@@ -81,6 +91,8 @@ async def serve(settings: TokenizerSettings, model: ServedModel, stop: StopReque
     # After a bug no answer can be finished.
     await live.drain(settings.drain_s if stop.is_set() else 0.0, stop.is_urgent)
     await server.stop(_CLOSE_S)
+    if http is not None:
+        await http.stop()
     if management is not None:
         management.close()
     model.structured_outputs.close()
@@ -91,6 +103,17 @@ async def serve(settings: TokenizerSettings, model: ServedModel, stop: StopReque
         if isinstance(result, Exception):
             raise result
     return 0
+
+
+async def _serve_http(settings: TokenizerSettings, backend: Backend, registry: CollectorRegistry) -> HttpServer | None:
+    """Serve the HTTP API, if it has an address."""
+    address = settings.http_address
+    if address is None:
+        return None
+    app = make_app(backend, Access(address, settings.http_allowed_hosts, settings.cors_origin), registry)
+    return await serve_http(
+        address, app, certificates=settings.certificates, max_connections=settings.max_http_connections
+    )
 
 
 def main() -> int:

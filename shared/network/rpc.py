@@ -375,7 +375,7 @@ async def _abort(context: grpc.aio.ServicerContext, method: str, error: Exceptio
     elif _is_unimplemented(context, error):
         status = to_status(NotSupportedError("this release does not implement the method", method=method))
     else:
-        logger.error("unexpected error", extra={"method": method}, exc_info=_without_text(error))
+        logger.error("unexpected error", extra={"method": method}, exc_info=without_text(error))
         status = to_status(InternalError("internal error"))
     await context.abort(_STATUS_CODES[status.code], status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
 
@@ -384,7 +384,7 @@ class _UntoldError(Exception):
     """Stands in the log for an exception whose text may quote a request."""
 
 
-def _without_text(error: Exception) -> BaseException:
+def without_text(error: Exception) -> BaseException:
     """Where an exception was raised, and of which type."""
     return _UntoldError(type(error).__qualname__).with_traceback(error.__traceback__)
 

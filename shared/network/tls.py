@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import ssl
 import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -97,6 +98,28 @@ class Certificates:
         return grpc.dynamic_ssl_server_credentials(
             self._configuration(), self._configuration, require_client_authentication=is_mutual
         )
+
+    def make_http_context(self) -> ssl.SSLContext:
+        """For an HTTP server; a handshake uses the newest files that fit together."""
+        context = self._load_context()
+        used = self._current()
+
+        def choose(handshake: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+            nonlocal context, used
+            if (newest := self._current()) is not used:
+                context, used = self._load_context(), newest
+            handshake.context = context
+
+        first = context
+        first.sni_callback = choose
+        return first
+
+    def _load_context(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.load_cert_chain(self._files.certificate, self._files.key)
+        context.set_alpn_protocols(["http/1.1"])
+        return context
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """For a new channel, which keeps them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
@@ -41,14 +41,19 @@ def read_json_object(text: str) -> JsonObject:
     return value
 
 
-def read_json(text: str, *, max_depth: int) -> JsonValue:
+def read_json(text: str, *, max_depth: int, has_unique_names: bool = False) -> JsonValue:
     """Read JSON whose numbers fit a double and whose strings can be UTF-8.
+
+    Args:
+        text: The JSON.
+        max_depth: How deep it may be nested.
+        has_unique_names: Whether no object may have two values of one name; otherwise the last one counts.
 
     Raises:
         ValueError: the text is not such JSON, or nested deeper than `max_depth`. The message says where.
     """
     try:
-        value = _parse(text)
+        value = _parse(text, _unique if has_unique_names else None)
     except RecursionError:
         raise ValueError(f"nested too deep: more than {max_depth} levels") from None
     _check(value, max_depth)
@@ -61,15 +66,22 @@ def is_beyond_double(number: str) -> bool:
     return abs(float(number)) > _LARGEST
 
 
-def _parse(text: str) -> JsonValue:
+def _parse(text: str, make_object: Callable[[list[tuple[str, JsonValue]]], JsonObject] | None) -> JsonValue:
     """`_NoValue` replaces what Python accepts although it is not JSON."""
     try:
-        value: JsonValue = json.loads(text, parse_constant=_NoValue)
+        value: JsonValue = json.loads(text, parse_constant=_NoValue, object_pairs_hook=make_object)
     except json.JSONDecodeError:
         raise
     except ValueError:
         # A number with thousands of digits, which `int` refuses.
-        value = json.loads(text, parse_constant=_NoValue, parse_int=_read_int)
+        value = json.loads(text, parse_constant=_NoValue, parse_int=_read_int, object_pairs_hook=make_object)
+    return value
+
+
+def _unique(pairs: list[tuple[str, JsonValue]]) -> JsonObject:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("two values of one name in an object")
     return value
 
 

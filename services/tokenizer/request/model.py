@@ -52,7 +52,7 @@ def load_model(settings: TokenizerSettings) -> ServedModel:
     logger.info(
         "model read",
         extra={
-            "model": settings.served_model_name,
+            "model": settings.name_of_model,
             "tool_parser": parsers.tool_parser,
             "reasoning_parser": parsers.reasoning_parser,
         },
@@ -60,7 +60,7 @@ def load_model(settings: TokenizerSettings) -> ServedModel:
     can_compile = can_compile_grammars(tokenizer, settings.model_dir)
     grammar_limits = TrialLimits(settings.grammar_timeout_s, round(settings.grammar_memory_gib * 2**30))
     return ServedModel(
-        settings.served_model_name,
+        settings.name_of_model,
         model_digest(settings.model_dir),
         prompts,
         make_token_texts(tokenizer),

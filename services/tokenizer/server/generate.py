@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
@@ -38,6 +39,20 @@ class Writer(Protocol):
         """Returns when there is room for another response."""
 
 
+@dataclass(frozen=True, slots=True)
+class CallTerms:
+    """What a call brings besides its message."""
+
+    time_left_s: float | None = None
+    """None without a deadline."""
+    default_max_tokens: int | None = None
+    """What `max_tokens` is at most if neither the request nor the model sets it; None means what the message's
+    definition says.
+    """
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """Further fields of the log line; no text."""
+
+
 class GenerateCall:
     """Serves one call; constructed when it arrives."""
 
@@ -49,9 +64,8 @@ class GenerateCall:
         writer: Writer,
         *,
         totals: RequestTotals,
-        time_left_s: float | None,
+        terms: CallTerms,
     ) -> None:
-        """`time_left_s` is None without a deadline."""
         self._model = model
         self._scheduler = scheduler
         self._preparer = RequestPreparer(model, lambda: scheduler.cell().limits)
@@ -59,9 +73,10 @@ class GenerateCall:
         self._writer = writer
         self._totals = totals
         self._arrived_at = time.monotonic()
-        self._deadline_at = None if time_left_s is None else self._arrived_at + time_left_s
+        self._deadline_at = None if terms.time_left_s is None else self._arrived_at + terms.time_left_s
         # The fields of the log line: ids, counts and durations, never text.
-        self._facts: dict[str, str | int | float] = {}
+        self._facts: dict[str, str | int | float] = dict(terms.facts)
+        self._default_max_tokens = terms.default_max_tokens
 
     async def serve(self, request: tokenizer_pb2.GenerateRequest) -> None:
         """Write all responses.
@@ -84,15 +99,21 @@ class GenerateCall:
         """Returns the names of the finish reasons."""
         self._live.check_open()
         cell = self._scheduler.cell()
-        request = check_request(
-            message, model_name=self._model.name, limits=cell.limits, defaults=cell.default_sampling
-        )
+        defaults = self._defaults(cell.default_sampling)
+        request = check_request(message, model_name=self._model.name, limits=cell.limits, defaults=defaults)
         self._facts["request_id"] = request.request_id
         check_exactness(cell.exact_fingerprint, is_exact=request.is_exact)
         with self._live.admit(request.all_ids):
             prompts = await self._preparer.prepare(request)
             self._check_deadline()
             return await self._stream(request, prompts)
+
+    def _defaults(self, of_model: common_pb2.SamplingParams) -> common_pb2.SamplingParams:
+        if self._default_max_tokens is None or of_model.HasField("max_tokens"):
+            return of_model
+        defaults = common_pb2.SamplingParams(max_tokens=self._default_max_tokens)
+        defaults.MergeFrom(of_model)
+        return defaults
 
     def _check_deadline(self) -> None:
         if self._deadline_at is not None and time.monotonic() >= self._deadline_at:

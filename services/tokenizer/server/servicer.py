@@ -10,7 +10,7 @@ from services.tokenizer.chat.chat_request import check_chat
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
 from services.tokenizer.exchange.scheduler_link import Cell
 from services.tokenizer.request.model import ServedModel
-from services.tokenizer.server.generate import GenerateCall, Writer
+from services.tokenizer.server.generate import CallTerms, GenerateCall, Writer
 from services.tokenizer.server.live_requests import LiveRequests
 from services.tokenizer.server.request_totals import RequestTotals
 from services.tokenizer.server.whole_answer import WholeAnswer
@@ -108,9 +108,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self, request: tokenizer_pb2.GenerateRequest, writer: Writer, context: grpc.aio.ServicerContext
     ) -> None:
         time_left_s = read_time_left(context.time_remaining())
-        call = GenerateCall(
-            self._model, self._scheduler, self._live, writer, totals=self._totals, time_left_s=time_left_s
-        )
+        terms = CallTerms(time_left_s)
+        call = GenerateCall(self._model, self._scheduler, self._live, writer, totals=self._totals, terms=terms)
         await call.serve(request)
 
     def _cell(self) -> Cell:

@@ -22,7 +22,9 @@ class _ChoiceParts:
 class WholeAnswer:
     """Takes a call's responses and merges them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_bytes: int | None = MAX_ANSWER_BYTES) -> None:
+        """None sets no limit."""
+        self._max_bytes = max_bytes
         self._prompts: list[tokenizer_pb2.CompletedPrompt] = []
         self._choices: dict[tuple[int, int], _ChoiceParts] = {}
         self._answer = tokenizer_pb2.CompleteResponse()
@@ -35,9 +37,9 @@ class WholeAnswer:
             RequestTooLargeError: all are too large for one message.
         """
         self._num_bytes += response.ByteSize()
-        if self._num_bytes > MAX_ANSWER_BYTES:
+        if self._max_bytes is not None and self._num_bytes > self._max_bytes:
             raise RequestTooLargeError(
-                f"the answer exceeds {MAX_ANSWER_BYTES} bytes: use Generate to stream it", limit=MAX_ANSWER_BYTES
+                f"the answer exceeds {self._max_bytes} bytes: use Generate to stream it", limit=self._max_bytes
             )
         if response.HasField("accepted"):
             self._prompts.append(tokenizer_pb2.CompletedPrompt(accepted=response.accepted))

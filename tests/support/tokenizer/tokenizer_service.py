@@ -38,6 +38,7 @@ class Service:
         peer_servers: Their servers; stop one to kill its scheduler.
         stop: Set to stop the service.
         task: Returns the service's exit code.
+        http_address: The address of its HTTP API; empty if there is none.
     """
 
     stub: Any
@@ -46,6 +47,7 @@ class Service:
     peer_servers: list[grpc.aio.Server]
     stop: StopRequest
     task: asyncio.Task[int]
+    http_address: str
 
     @property
     def peer(self) -> ExchangePeer:
@@ -117,7 +119,7 @@ async def run_tokenizer_service(
     async with make_channel(address) as channel:
         stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
         try:
-            yield Service(stub, channel, peers, peer_servers, stop, task)
+            yield Service(stub, channel, peers, peer_servers, stop, task, settings.get("http_listen", ""))
         finally:
             # Twice: what a test has left in flight is not waited for.
             stop.on_signal()

@@ -18,7 +18,6 @@ from shared.errors import (
     ServiceError,
 )
 from shared.limits import (
-    DEFAULT_MAX_TOKENS,
     MAX_GRAMMAR_BYTES,
     NO_OPTIONS,
     ModelLimits,
@@ -29,7 +28,7 @@ from shared.limits import (
     check_prompt,
     check_sampling,
     check_token_ids,
-    default_max_tokens,
+    room_left,
 )
 
 LIMITS = ModelLimits(context_length=100, logits_width=50, num_pool_tokens=80)
@@ -282,17 +281,11 @@ def test_a_request_that_can_never_fit_is_refused(max_tokens: int, error_type: ty
     assert caught.value.values == {"limit": limit, "actual": str(10 + max_tokens)}
 
 
-def test_the_default_of_max_tokens_is_at_most_4096() -> None:
-    large = ModelLimits(context_length=10_000, logits_width=50, num_pool_tokens=20_000)
-
-    assert default_max_tokens(10, large) == DEFAULT_MAX_TOKENS == 4096
-
-
 @given(num_prompt_tokens=st.integers(1, 79), context=st.integers(80, 9000), pool=st.integers(80, 9000))
-def test_the_default_of_max_tokens_always_fits(num_prompt_tokens: int, context: int, pool: int) -> None:
+def test_the_room_that_is_left_fits(num_prompt_tokens: int, context: int, pool: int) -> None:
     limits = ModelLimits(context_length=context, logits_width=50, num_pool_tokens=pool)
 
-    max_tokens = default_max_tokens(num_prompt_tokens, limits)
+    max_tokens = room_left(num_prompt_tokens, limits)
 
     assert max_tokens >= 1
     check_fit(num_prompt_tokens, max_tokens, limits)

@@ -16,12 +16,12 @@ def test_the_model_is_named_after_its_directory(tmp_path: Path, monkeypatch: pyt
     directory = tmp_path / "smol"
     directory.mkdir()
     monkeypatch.chdir(directory)
-    assert load(f"--model-dir={directory}/").served_model_name == "smol"
-    assert load("--model-dir=.").served_model_name == "smol"
+    assert load(f"--model-dir={directory}/").name_of_model == "smol"
+    assert load("--model-dir=.").name_of_model == "smol"
 
 
 def test_a_given_name_takes_precedence() -> None:
-    assert load("--model-dir=/models/a", "--model-name=b").served_model_name == "b"
+    assert load("--model-dir=/models/a", "--model-name=b").name_of_model == "b"
 
 
 def test_flags_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,63 @@
+"""Which web pages and hosts may use the HTTP API.
+
+A web page can reach a port on its visitor's loopback, by a name of its own that resolves to it; so a loopback listener
+answers only to its own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from http import HTTPStatus
+
+from aiohttp import web
+from multidict import CIMultiDict
+
+from services.tokenizer.http.errors import HttpError
+from shared.network.addresses import LOOPBACK_HOSTS, split_address, strip_brackets
+
+_METHODS = "GET, POST, OPTIONS"
+_EXPOSED = "x-request-id, x-lockstep-ignored, x-should-retry, retry-after, retry-after-ms"
+
+
+class Access:
+    """Checks hosts, and permits other origins' pages."""
+
+    def __init__(self, address: str, allowed_hosts: Sequence[str], origins: Sequence[str]) -> None:
+        """`address` is the listener's."""
+        own = LOOPBACK_HOSTS if not address.startswith("unix:") and split_address(address)[0] in LOOPBACK_HOSTS else ()
+        # Empty means any.
+        self._hosts = frozenset(strip_brackets(host).lower() for host in (*own, *allowed_hosts))
+        self._origins = frozenset(origins)
+
+    def check_host(self, request: web.Request) -> None:
+        """Refuse a request to a host that is not ours.
+
+        Raises:
+            HttpError: it is not.
+        """
+        if self._hosts and _host_name(request.headers.get("Host", "")) not in self._hosts:
+            raise HttpError(HTTPStatus.FORBIDDEN, "host_not_allowed", "the host in the request is not this server's")
+
+    def preflight(self, request: web.Request) -> web.Response | None:
+        """The answer to a browser that asks whether a page may send a request; None if it may not."""
+        if request.method != "OPTIONS" or request.headers.get("Origin") not in self._origins:
+            return None
+        wanted = request.headers.get("Access-Control-Request-Headers", "")
+        headers = {"Access-Control-Allow-Methods": _METHODS, "Access-Control-Max-Age": "600"}
+        return web.Response(
+            status=HTTPStatus.NO_CONTENT, headers=headers | ({"Access-Control-Allow-Headers": wanted} if wanted else {})
+        )
+
+    def permit(self, request: web.BaseRequest, headers: CIMultiDict[str]) -> None:
+        """Let the page that asked read the answer, if its origin may."""
+        if self._origins:
+            headers["Vary"] = "Origin"
+        if (origin := request.headers.get("Origin")) in self._origins and origin is not None:
+            headers["Access-Control-Allow-Origin"] = origin
+            headers["Access-Control-Expose-Headers"] = _EXPOSED
+
+
+def _host_name(host: str) -> str:
+    """Without the port."""
+    name, _, port = host.rpartition(":")
+    return strip_brackets(name if name and port.isdigit() else host).lower()

@@ -1,0 +1,84 @@
+"""Reads the bodies of requests: how large, how slow and in which form they may be."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+
+from aiohttp import web
+
+from services.tokenizer.http.errors import HttpError, invalid_field
+from services.tokenizer.json.json_values import MAX_DEPTH, JsonObject, read_json
+from services.tokenizer.refusal_text import without_quotes
+
+MAX_BODY_BYTES = 4 * 1024 * 1024
+BODY_S = 30.0
+
+# Reading more than this would be noticeable in streams.
+_MAX_BYTES_ON_LOOP = 64 * 1024
+
+
+async def read_json_body(request: web.Request) -> JsonObject:
+    """Read the body, a JSON object.
+
+    Raises:
+        HttpError: it is no JSON object, too large, too slow or broken.
+    """
+    _check_form(request)
+    try:
+        async with asyncio.timeout(BODY_S):
+            data = await _read(request)
+    except TimeoutError:
+        message = f"the body did not arrive within {BODY_S:.0f} s"
+        raise HttpError(HTTPStatus.REQUEST_TIMEOUT, "request_timeout", message, headers=_CLOSE) from None
+    except (web.RequestPayloadError, ConnectionError, ValueError):
+        raise HttpError(HTTPStatus.BAD_REQUEST, "invalid_request", "the body is broken", headers=_CLOSE) from None
+    if len(data) > _MAX_BYTES_ON_LOOP:
+        return await asyncio.to_thread(_parse, data)
+    return _parse(data)
+
+
+_CLOSE = {"Connection": "close"}
+
+
+def _check_form(request: web.Request) -> None:
+    if request.content_type != "application/json":
+        raise _unsupported("the body must be application/json")
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise _unsupported("the body must not be compressed")
+    if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
+        raise _unsupported("the body must be UTF-8")
+    if (request.content_length or 0) > MAX_BODY_BYTES:
+        raise _too_large()
+
+
+async def _read(request: web.Request) -> bytes:
+    data = bytearray()
+    async for chunk in request.content.iter_any():
+        data += chunk
+        if len(data) > MAX_BODY_BYTES:
+            raise _too_large()
+    return bytes(data)
+
+
+def _parse(data: bytes) -> JsonObject:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        raise invalid_field(None, "the body is not UTF-8") from None
+    try:
+        value = read_json(text, max_depth=MAX_DEPTH, has_unique_names=True)
+    except ValueError as error:
+        raise invalid_field(None, f"the body is not valid JSON: {without_quotes(str(error), text)}") from None
+    if not isinstance(value, dict):
+        raise invalid_field(None, "the body must be a JSON object")
+    return value
+
+
+def _unsupported(message: str) -> HttpError:
+    return HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message, headers=_CLOSE)
+
+
+def _too_large() -> HttpError:
+    message = f"the body exceeds {MAX_BODY_BYTES} bytes"
+    return HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "request_too_large", message, headers=_CLOSE)

@@ -1,0 +1,217 @@
+"""Serves one request by the call that serves it over gRPC, too."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.chat.chat_request import check_chat
+from services.tokenizer.exchange.scheduler_client import SchedulerClient
+from services.tokenizer.exchange.scheduler_link import Cell
+from services.tokenizer.http.answer_facts import AnswerFacts, PromptFacts
+from services.tokenizer.http.errors import any_error
+from services.tokenizer.http.event_stream import EventStream
+from services.tokenizer.http.fields import ignored_header
+from services.tokenizer.http.pieces import Pieces
+from services.tokenizer.http.requests import ApiRequest
+from services.tokenizer.request.model import ServedModel
+from services.tokenizer.server.generate import CallTerms, GenerateCall, Writer
+from services.tokenizer.server.live_requests import LiveRequests
+from services.tokenizer.server.request_totals import RequestTotals
+from services.tokenizer.server.whole_answer import WholeAnswer
+from shared.errors import (
+    ClientTooSlowError,
+    DeadlinePassedError,
+    ModelNotFoundError,
+)
+from shared.request_fields import read_time_left
+
+JSON = "application/json"
+MakeAnswer = Callable[[tokenizer_pb2.CompleteResponse, AnswerFacts], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What tells chats and completions apart."""
+
+    id_prefix: str
+    piece_kind: str
+    make_answer: MakeAnswer
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What the calls need of the service."""
+
+    model: ServedModel
+    scheduler: SchedulerClient
+    live: LiveRequests
+    totals: RequestTotals
+    max_unread_s: float
+    model_names: tuple[str, ...]
+    """Names that clients may give; the first one is in answers. At least one."""
+
+    def cell(self) -> Cell:
+        """The linked cell.
+
+        Raises:
+            DrainingError, NotReadyError: there is none for new requests.
+        """
+        self.live.check_open()
+        return self.scheduler.cell()
+
+    def check_model(self, name: str | None) -> str:
+        """The model's name for the answer.
+
+        Raises:
+            ModelNotFoundError: it is another model's.
+        """
+        if name is not None and name not in self.model_names:
+            raise ModelNotFoundError("the requested model is not served here", served_model=self.model_names[0])
+        return name or self.model_names[0]
+
+    async def prompt_ids(self, prompt: tokenizer_pb2.Prompt) -> Sequence[int]:
+        """A prompt's token ids."""
+        _, token_ids = await self.render(prompt)
+        return token_ids
+
+    async def render(self, prompt: tokenizer_pb2.Prompt) -> tuple[str, list[int]]:
+        """A prompt's text and token ids; raises as `PromptEncoder.encode`."""
+        context_length = self.cell().limits.context_length
+        kind = prompt.WhichOneof("prompt")
+        if kind == "chat":
+            text, token_ids = await self.model.prompts.render_chat(check_chat(prompt.chat), context_length)
+            return text, token_ids.tolist()
+        if kind == "tokens":
+            return "", list(prompt.tokens.token_ids)
+        return prompt.text, (await self.model.prompts.encode_text(prompt.text, context_length)).tolist()
+
+
+class ApiCall:
+    """Serves one request."""
+
+    def __init__(
+        self, backend: Backend, route: Route, http: web.Request, api: ApiRequest, facts: dict[str, str]
+    ) -> None:
+        """`facts` are further fields of the log line."""
+        self._backend = backend
+        self._route = route
+        self._http = http
+        self._api = api
+        self._log_facts = facts
+
+    async def serve(self) -> web.StreamResponse:
+        """Answer.
+
+        Raises:
+            ServiceError: the request was refused, or ended with an error before its answer began.
+        """
+        facts = await self._make_facts()
+        return await (self._stream(facts) if self._api.options.is_streamed else self._answer_whole(facts))
+
+    async def _make_facts(self) -> AnswerFacts:
+        api, backend = self._api, self._backend
+        cell, model = backend.cell(), backend.check_model(api.model)
+        sampling = api.message.sampling
+        return AnswerFacts(
+            f"{self._route.id_prefix}{api.message.request_id}",
+            int(time.time()),
+            model,
+            _system_fingerprint(backend.model.digest, cell.exact_fingerprint),
+            api.options,
+            sampling.seed,
+            sampling.n if sampling.HasField("n") else 1,
+            prompts=await self._prompt_facts(),
+        )
+
+    async def _prompt_facts(self) -> list[PromptFacts]:
+        api = self._api
+        if not (api.options.has_token_ids or api.options.has_prompt_in_logprobs):
+            return []
+        found = []
+        kept = api.message.truncate_prompt_tokens
+        for prompt in api.prompts:
+            token_ids = (await self._backend.prompt_ids(prompt))[-kept:]
+            first = self._backend.model.texts.bytes_of(token_ids[0]) if token_ids else b""
+            found.append(PromptFacts(token_ids, first.decode(errors="replace")))
+        return found
+
+    async def _answer_whole(self, facts: AnswerFacts) -> web.Response:
+        answer = WholeAnswer(max_bytes=None)
+        await self._generate(answer)
+        message = answer.message()
+        for prompt in message.prompts:
+            facts.accept(prompt.accepted)
+        body = msgspec.json.encode(self._route.make_answer(message, facts))
+        return web.Response(body=body, content_type=JSON, headers=self._ignored(facts))
+
+    async def _stream(self, facts: AnswerFacts) -> web.StreamResponse:
+        response = web.StreamResponse()
+        response.content_type = "text/event-stream"
+        response.headers["Cache-Control"] = "no-cache"
+        response.headers["X-Accel-Buffering"] = "no"
+        pieces = Pieces(facts, self._route.piece_kind)
+        with EventStream(self._http, response, self._backend.max_unread_s) as stream:
+            writer = _StreamWriter(stream, pieces, lambda: response.headers.update(self._ignored(facts)))
+            try:
+                await self._generate(writer)
+                await stream.write(pieces.end())
+            except ClientTooSlowError:
+                if self._http.transport is not None:
+                    self._http.transport.abort()
+            except Exception as error:
+                if not stream.has_begun:
+                    raise
+                failure = any_error(error, self._api.names)
+                await stream.write(b"data: " + failure.body() + b"\n\n")
+        return response
+
+    async def _generate(self, writer: Writer) -> None:
+        backend, timeout_s = self._backend, self._api.timeout_s
+        default = self._api.default_max_tokens
+        terms = CallTerms(
+            read_time_left(timeout_s),
+            backend.cell().limits.context_length if default is None else default,
+            self._log_facts,
+        )
+        call = GenerateCall(backend.model, backend.scheduler, backend.live, writer, totals=backend.totals, terms=terms)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await call.serve(self._api.message)
+        except TimeoutError:
+            raise DeadlinePassedError("the request took longer than timeout_s") from None
+
+    def _ignored(self, facts: AnswerFacts) -> dict[str, str]:
+        return ignored_header([*self._api.ignored, *facts.not_enforced])
+
+
+class _StreamWriter:
+    """Writes a call's responses as events."""
+
+    def __init__(self, stream: EventStream, pieces: Pieces, on_accepted: Callable[[], None]) -> None:
+        self._stream = stream
+        self._pieces = pieces
+        self._on_accepted = on_accepted
+
+    async def write(self, response: tokenizer_pb2.GenerateResponse) -> None:
+        """See `Writer`."""
+        data = self._pieces.make(response)
+        if response.HasField("accepted"):
+            self._on_accepted()
+            self._stream.note_submission()
+            return
+        has_token = bool(response.token_ids) or response.HasField("finish")
+        if data or has_token:
+            await self._stream.write(data, begins=has_token)
+
+
+def _system_fingerprint(model_digest: str, exact_fingerprint: str) -> str:
+    return f"fp_{hashlib.sha256(f'{model_digest} {exact_fingerprint}'.encode()).hexdigest()[:12]}"

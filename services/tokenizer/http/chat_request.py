@@ -1,0 +1,174 @@
+"""Reads the body of `POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.http.chat_messages import ChatMessage, read_message
+from services.tokenizer.http.chat_tools import ChatTool, ToolChoice, add_tools
+from services.tokenizer.http.errors import invalid_field
+from services.tokenizer.http.field_names import FieldNames
+from services.tokenizer.http.fields import Count, Fields, check_honoured, ignored_names, read_fields
+from services.tokenizer.http.requests import AnswerOptions, ApiRequest
+from services.tokenizer.http.sampling_fields import UNSUPPORTED, CommonFields, SchemaText, make_message
+from services.tokenizer.json.json_values import JsonObject
+
+_UNSUPPORTED = {
+    **UNSUPPORTED,
+    "audio": (),
+    "modalities": (["text"], []),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "web_search_options": (),
+    "verbosity": ("medium",),
+    "documents": ([],),
+    "chat_template": (),
+    "echo": (False,),
+    "suffix": ("",),
+    "add_special_tokens": (False,),
+}
+_NO_REASONING = "none"
+
+
+class JsonSchema(Fields):
+    """A schema that the answer must match."""
+
+    name: str | None = None
+    description: str | None = None
+    json_schema: SchemaText | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Fields):
+    """The answer's form."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> Self:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise invalid_field("response_format.json_schema", "is required")
+        return self
+
+    def message(self) -> tokenizer_pb2.StructuredOutput | None:
+        """The form; None for any text."""
+        if self.type == "text":
+            return None
+        schema = self.json_schema
+        if self.type == "json_object" or schema is None or schema.json_schema is None:
+            return tokenizer_pb2.StructuredOutput(json_object=True)
+        return tokenizer_pb2.StructuredOutput(json_schema=schema.json_schema, strict=bool(schema.strict))
+
+
+class ChatFields(CommonFields):
+    """The body."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[ChatTool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    best_of: Count | None = None
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise invalid_field("top_logprobs", "needs logprobs: true")
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise invalid_field("structured_outputs", "cannot be combined with response_format")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise invalid_field("add_generation_prompt", "cannot be combined with continue_final_message")
+        if self.add_generation_prompt is False and not self.continue_final_message:
+            raise invalid_field("add_generation_prompt", "can only be false with continue_final_message")
+        if self.best_of is not None and self.best_of != (1 if self.n is None else self.n):
+            raise invalid_field("best_of", "is not supported")
+        return self
+
+
+def read_chat_request(value: JsonObject, request_id: str) -> ApiRequest:
+    """Read a request.
+
+    Raises:
+        HttpError: names the first field that is wrong or cannot be honoured.
+    """
+    check_honoured(value, _UNSUPPORTED)
+    fields = read_fields(ChatFields, value)
+    message = make_message(fields, request_id)
+    ignored = ignored_names(ChatFields, value, tuple(_UNSUPPORTED))
+    ignored += _add_chat(message.chat, fields)
+    if fields.max_completion_tokens is not None:
+        message.sampling.max_tokens = fields.max_completion_tokens
+    if fields.logprobs:
+        message.sampling.num_logprobs = fields.top_logprobs or 0
+    form = None if fields.response_format is None else fields.response_format.message()
+    if form is not None:
+        message.structured_output.CopyFrom(form)
+    return ApiRequest(
+        message,
+        _options(fields),
+        FieldNames(is_chat=True, given=_given_names(fields)),
+        fields.model,
+        timeout_s=fields.timeout_s,
+        ignored=ignored,
+    )
+
+
+def _add_chat(chat: tokenizer_pb2.Chat, fields: ChatFields) -> list[str]:
+    """Returns the names of fields that have no effect."""
+    chat.messages.extend(read_message(message, index) for index, message in enumerate(fields.messages))
+    chat.SetInParent()
+    chat.continue_final_message = bool(fields.continue_final_message)
+    chat.single_tool_call = fields.parallel_tool_calls is False
+    variables = _template_variables(fields)
+    if variables:
+        chat.template_variables = json.dumps(variables, ensure_ascii=False)
+    return add_tools(chat, fields.tools or [], fields.tool_choice)
+
+
+def _template_variables(fields: ChatFields) -> JsonObject:
+    """Templates turn thinking on and off by one of two names, and some take the effort itself."""
+    effort = fields.reasoning_effort
+    variables: JsonObject = {}
+    if effort is not None:
+        variables = {"enable_thinking": effort != _NO_REASONING, "thinking": effort != _NO_REASONING}
+        if effort != _NO_REASONING:
+            variables["reasoning_effort"] = effort
+    return variables | (fields.chat_template_kwargs or {})
+
+
+def _options(fields: ChatFields) -> AnswerOptions:
+    stream = fields.stream_options
+    return AnswerOptions(
+        is_streamed=bool(fields.stream),
+        has_usage=stream is not None and bool(stream.include_usage),
+        has_running_usage=stream is not None and bool(stream.continuous_usage_stats),
+        has_token_ids=bool(fields.return_token_ids),
+        names_tokens_by_id=bool(fields.return_tokens_as_token_ids),
+        has_reasoning=fields.include_reasoning is not False,
+        has_logprobs=bool(fields.logprobs or fields.logprob_token_ids),
+        has_prompt_logprobs=fields.prompt_logprobs is not None,
+        schema_field="structured_outputs.json"
+        if fields.response_format is None
+        else "response_format.json_schema.schema",
+    )
+
+
+def _given_names(fields: ChatFields) -> dict[str, str]:
+    return {
+        "sampling.max_tokens": "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens",
+        "sampling.num_logprobs": "top_logprobs",
+        "structured_output": "structured_outputs" if fields.response_format is None else "response_format",
+    }

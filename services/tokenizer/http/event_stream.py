@@ -1,0 +1,98 @@
+"""Sends server-sent events, and waits with the status line for the first token or an error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Self
+
+from aiohttp import web
+
+from shared.network.response_writer import ResponseWriter
+
+FIRST_TOKEN_S = 1.0
+"""The status line waits at most this long for the first token, from the submission on."""
+COMMENT_S = 15.0
+"""A comment follows this much silence, so that nothing between takes the connection for dead."""
+
+_COMMENT = b":\n\n"
+
+
+class EventStream:
+    """The body of one answer; until it has begun, an error can still have a status of its own.
+
+    Everything must be written by the task that entered it.
+    """
+
+    def __init__(self, request: web.Request, response: web.StreamResponse, max_unread_s: float) -> None:
+        self._request = request
+        self._response = response
+        self._writer = ResponseWriter(response, max_unread_s)
+        self._loop = asyncio.get_running_loop()
+        self._held: list[bytes] = []
+        self._opening = asyncio.Lock()
+        self._is_open = False
+        self._written_at = 0.0
+        self._keeper: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> Self:
+        self._writer.__enter__()
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._writer.__exit__(error_type, error, traceback)
+        if self._keeper is not None:
+            self._keeper.cancel()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the status line is on its way."""
+        return self._is_open or self._opening.locked()
+
+    def note_submission(self) -> None:
+        """The request has been submitted: the first token is awaited."""
+        if self._keeper is None:
+            self._keeper = asyncio.create_task(self._keep())
+
+    async def write(self, data: bytes, *, begins: bool = True) -> None:
+        """Send events; they are held back until the stream begins, with these if `begins`.
+
+        Raises:
+            ClientTooSlowError: the client has read nothing for too long.
+        """
+        if not self._is_open:
+            self._held.append(data)
+            if begins or self._opening.locked():
+                await self._begin(self._writer.write)
+        elif data:
+            self._written_at = self._loop.time()
+            await self._writer.write(data)
+
+    async def _begin(self, write: Callable[[bytes], Awaitable[None]]) -> None:
+        """Send the status line and what was held back."""
+        async with self._opening:
+            if not self._is_open:
+                await self._response.prepare(self._request)
+                self._is_open = True
+            held, self._held = b"".join(self._held), []
+        self._written_at = self._loop.time()
+        await write(held or _COMMENT)
+
+    async def _keep(self) -> None:
+        await asyncio.sleep(FIRST_TOKEN_S)
+        try:
+            if not self._is_open:
+                await self._begin(self._response.write)
+            while True:
+                silence_s = self._loop.time() - self._written_at
+                if silence_s < COMMENT_S:
+                    await asyncio.sleep(COMMENT_S - silence_s)
+                    continue
+                self._written_at = self._loop.time()
+                await self._response.write(_COMMENT)
+        except ConnectionError:
+            # The handler is cancelled when its client goes.
+            pass

@@ -1,0 +1,78 @@
+"""The HTTP server: listens, and stops when its streams have ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from services.tokenizer.http.connection import Connection, Connections
+from shared.network.addresses import split_address
+from shared.network.rpc import refuse_taken_socket
+from shared.network.tls import Certificates
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_S = 0.5
+_BACKLOG = 1024
+
+
+@dataclass(slots=True)
+class HttpServer:
+    """A running server."""
+
+    runner: web.AppRunner
+    listener: asyncio.Server
+
+    @property
+    def addresses(self) -> list[object]:
+        """What it listens on."""
+        return [socket.getsockname() for socket in self.listener.sockets]
+
+    async def stop(self) -> None:
+        """Close the listener, then the connections; requests that are still open are ended."""
+        self.listener.close()
+        await self.runner.cleanup()
+
+
+async def serve_http(
+    address: str, app: web.Application, *, certificates: Certificates | None, max_connections: int
+) -> HttpServer:
+    """Serve `app`.
+
+    Args:
+        address: unix:PATH or HOST:PORT; port 0 chooses a free one.
+        app: The routes.
+        certificates: For TLS, which a unix socket never has.
+        max_connections: Further connections are refused.
+
+    Raises:
+        RuntimeError: the address is in use or not usable.
+    """
+    # A client that leaves a request whose answer is not streamed would otherwise go unnoticed.
+    runner = web.AppRunner(app, handle_signals=False, handler_cancellation=True, shutdown_timeout=_CLOSE_S)
+    await runner.setup()
+    server, connections = runner.server, Connections(max_connections)
+    assert server is not None, "the runner is set up"
+    try:
+        listener = await _listen(address, lambda: Connection(server, connections), certificates)
+    except (OSError, RuntimeError) as error:
+        await runner.cleanup()
+        raise RuntimeError(f"--http-listen: {address}: {error}") from error
+    http = HttpServer(runner, listener)
+    logger.info("serving HTTP", extra={"addresses": http.addresses})
+    return http
+
+
+async def _listen(address: str, make: Callable[[], Connection], certificates: Certificates | None) -> asyncio.Server:
+    loop = asyncio.get_running_loop()
+    if address.startswith("unix:"):
+        path = address.removeprefix("unix:")
+        refuse_taken_socket(path)
+        return await loop.create_unix_server(make, path, backlog=_BACKLOG)
+    host, port = split_address(address)
+    context = None if certificates is None else certificates.make_http_context()
+    return await loop.create_server(make, host, port, ssl=context, backlog=_BACKLOG)

@@ -1,0 +1,54 @@
+"""Reads the bodies of `/tokenize` and `/detokenize`, which are vLLM's."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import model_validator
+
+from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.http.chat_request import read_chat_request
+from services.tokenizer.http.errors import invalid_field
+from services.tokenizer.http.fields import Count, Fields, check_honoured, read_fields
+from services.tokenizer.json.json_values import JsonObject
+
+
+class TokenizeFields(Fields):
+    """The body of a text to encode."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> Self:
+        if not self.prompt:
+            raise invalid_field("prompt", "needs a text, unless there are messages")
+        return self
+
+
+class DetokenizeFields(Fields):
+    """The body of ids to decode."""
+
+    model: str | None = None
+    tokens: list[Count]
+
+
+class _StringsField(Fields):
+    return_token_strs: bool | None = None
+
+
+def read_tokenize_request(value: JsonObject, request_id: str) -> tuple[tokenizer_pb2.Prompt, str | None, bool]:
+    """What to encode, the model's name if given, and whether the tokens' texts are wanted.
+
+    Raises:
+        HttpError: names the first field that is wrong or cannot be honoured.
+    """
+    if value.get("messages") is not None:
+        has_strings = bool(read_fields(_StringsField, value).return_token_strs)
+        api = read_chat_request(value, request_id)
+        return tokenizer_pb2.Prompt(chat=api.message.chat), api.model, has_strings
+    check_honoured(value, {"add_special_tokens": (True,)})
+    fields = read_fields(TokenizeFields, value)
+    return tokenizer_pb2.Prompt(text=fields.prompt), fields.model, bool(fields.return_token_strs)

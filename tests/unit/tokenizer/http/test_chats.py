@@ -1,0 +1,98 @@
+"""Chats over real HTTP, with the scheduler played by the test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from lockstep.v1 import common_pb2
+from tests.support.models.tiny_tokenizer import CONTEXT_LENGTH, IM_END_ID
+from tests.support.tokenizer.exchange_peer import Row, make_end, read_column
+from tests.support.tokenizer.http_client import MAX_TOKENS, MESSAGES, HttpService
+from tests.support.tokenizer.tokenizer_service import NUM_POOL_TOKENS
+
+CHAT = "/v1/chat/completions"
+EOS = common_pb2.FINISH_REASON_EOS
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": MESSAGES, **fields}
+
+
+async def test_a_whole_answer_has_openais_form(http: HttpService, tokenizer: Tokenizer) -> None:
+    task, [sent] = await http.begin(CHAT, chat(seed=-1, max_completion_tokens=9), headers={"X-Request-Id": "mine"})
+    assert (sent.seed, sent.max_tokens) == (2**64 - 1, 9)
+    prompt_length = len(read_column(sent.prompt_token_ids))
+    ids = [*tokenizer.encode("The fox").ids, IM_END_ID]
+    http.send(sent, ids, EOS)
+    answer = await task
+    assert (answer.status, answer.headers["Content-Type"]) == (200, "application/json")
+    assert answer.headers["X-Request-Id"] == "mine"
+    value = answer.value
+    assert value["id"] == f"chatcmpl-{sent.request_id}"
+    assert (value["object"], value["model"]) == ("chat.completion", "tiny")
+    assert value["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "The fox", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+        }
+    ]
+    assert value["usage"] == {
+        "prompt_tokens": prompt_length,
+        "completion_tokens": len(ids),
+        "total_tokens": prompt_length + len(ids),
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+    assert value["lockstep"] == {"seed": 2**64 - 1, "resume_count": 0, "resume_exact": True}
+    assert value["system_fingerprint"].startswith("fp_")
+
+
+async def test_a_stream_has_a_role_texts_one_finish_and_usage(http: HttpService, tokenizer: Tokenizer) -> None:
+    options = {"include_usage": True}
+    task, [sent] = await http.begin(CHAT, chat(stream=True, n=2, stream_options=options))
+    ids = tokenizer.encode("jumps over").ids
+    for number in range(2):
+        http.service.peer.send(Row(sent.handle + number, 0, ids[:1]))
+    http.service.peer.send(
+        *(Row(sent.handle + number, 1, ids[1:]) for number in range(2)),
+        ends=[make_end(sent.handle + number, MAX_TOKENS, len(ids)) for number in range(2)],
+    )
+    answer = await task
+    assert (answer.status, answer.headers["Content-Type"]) == (200, "text/event-stream")
+    *pieces, last = answer.pieces
+    for number in range(2):
+        choices = [piece["choices"][0] for piece in pieces if piece["choices"][0]["index"] == number]
+        assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(choice["delta"].get("content", "") for choice in choices) == "jumps over"
+        assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
+    assert {piece["id"] for piece in pieces} == {last["id"]} == {f"chatcmpl-{sent.request_id}"}
+    assert all(piece["usage"] is None for piece in pieces)
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 2 * len(ids))
+    assert set(last) >= {"system_fingerprint", "lockstep"}
+
+
+async def test_without_usage_the_last_piece_tells_how_the_answer_came_about(http: HttpService) -> None:
+    answer = await http.answer(CHAT, chat(stream=True, seed=7), [70, 71])
+    *pieces, last = answer.pieces
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert last["lockstep"] == {"seed": 7, "resume_count": 0, "resume_exact": True}
+    assert all("usage" not in piece and "lockstep" not in piece for piece in pieces)
+
+
+async def test_without_max_tokens_a_chat_may_fill_the_room(http: HttpService) -> None:
+    task, [sent] = await http.begin(CHAT, chat())
+    assert sent.max_tokens == NUM_POOL_TOKENS - len(read_column(sent.prompt_token_ids))
+    http.send(sent, [70])
+    assert (await task).value["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_prompt_beyond_the_context_is_a_status_even_of_a_stream(http: HttpService) -> None:
+    answer = await http.post(CHAT, chat(stream=True, messages=[{"role": "user", "content": "x " * CONTEXT_LENGTH}]))
+    assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+    assert "maximum context length" in answer.error["message"]
+    assert answer.error["param"] == "messages"
