@@ -48,7 +48,7 @@ class AnswerFacts:
         """Take what the service says of the next prompt."""
         self.num_prompt_tokens += accepted.num_prompt_tokens
         if not self.not_enforced:
-            self.not_enforced.extend(f"{self.options.schema_field}#{place}" for place in accepted.not_enforced)
+            self.not_enforced.extend(f"{self.options.schema_field}{place}" for place in accepted.not_enforced)
 
     def index(self, prompt: int, choice: int) -> int:
         """The place of a choice among those of all prompts."""

@@ -11,7 +11,7 @@ from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.chat_messages import ChatMessage, read_message
 from services.tokenizer.http.chat_tools import ChatTool, ToolChoice, add_tools
 from services.tokenizer.http.errors import invalid_field
-from services.tokenizer.http.field_names import FieldNames
+from services.tokenizer.http.field_names import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, FieldNames
 from services.tokenizer.http.fields import Count, Fields, check_honoured, ignored_names, read_fields
 from services.tokenizer.http.requests import AnswerOptions, ApiRequest
 from services.tokenizer.http.sampling_fields import UNSUPPORTED, CommonFields, SchemaText, make_message
@@ -160,9 +160,7 @@ def _options(fields: ChatFields) -> AnswerOptions:
         has_reasoning=fields.include_reasoning is not False,
         has_logprobs=bool(fields.logprobs or fields.logprob_token_ids),
         has_prompt_logprobs=fields.prompt_logprobs is not None,
-        schema_field="structured_outputs.json"
-        if fields.response_format is None
-        else "response_format.json_schema.schema",
+        schema_field=_given_names(fields)["structured_output.json_schema"],
     )
 
 
@@ -170,5 +168,5 @@ def _given_names(fields: ChatFields) -> dict[str, str]:
     return {
         "sampling.max_tokens": "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens",
         "sampling.num_logprobs": "top_logprobs",
-        "structured_output": "structured_outputs" if fields.response_format is None else "response_format",
+        **(STRUCTURED_OUTPUTS if fields.response_format is None else RESPONSE_FORMAT),
     }

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, model_validator
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.chat_request import ResponseFormat
 from services.tokenizer.http.errors import invalid_field
-from services.tokenizer.http.field_names import FieldNames
+from services.tokenizer.http.field_names import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, FieldNames
 from services.tokenizer.http.fields import Count, check_honoured, ignored_names, read_fields
 from services.tokenizer.http.requests import AnswerOptions, ApiRequest
 from services.tokenizer.http.sampling_fields import UNSUPPORTED, CommonFields, make_message
@@ -114,14 +114,12 @@ def _options(fields: CompletionFields) -> AnswerOptions:
         has_logprobs=fields.logprobs is not None or bool(fields.logprob_token_ids),
         has_prompt_in_logprobs=bool(fields.echo) and fields.logprobs is not None,
         has_prompt_logprobs=fields.prompt_logprobs is not None,
-        schema_field="structured_outputs.json"
-        if fields.response_format is None
-        else "response_format.json_schema.schema",
+        schema_field=_given_names(fields)["structured_output.json_schema"],
     )
 
 
 def _given_names(fields: CompletionFields) -> dict[str, str]:
-    names = {"structured_output": "structured_outputs" if fields.response_format is None else "response_format"}
+    names = dict(STRUCTURED_OUTPUTS if fields.response_format is None else RESPONSE_FORMAT)
     if fields.prompt_logprobs is None:
         names["sampling.num_prompt_logprobs"] = "logprobs"
     return names

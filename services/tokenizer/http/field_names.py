@@ -27,12 +27,25 @@ _RULES = (
     (r"^include_stop$", "include_stop_str_in_output"),
 )
 
+RESPONSE_FORMAT = {
+    "structured_output.json_schema": "response_format.json_schema.schema",
+    "structured_output": "response_format",
+}
+"""The names of a form that is OpenAI's."""
+STRUCTURED_OUTPUTS = {
+    "structured_output.json_schema": "structured_outputs.json",
+    "structured_output.choices.texts": "structured_outputs.choice",
+    "structured_output.choices": "structured_outputs.choice",
+    "structured_output": "structured_outputs",
+}
+"""The names of a form that is vLLM's."""
+
 
 class FieldNames:
     """Names fields for one route and request."""
 
     def __init__(self, *, is_chat: bool, given: Mapping[str, str]) -> None:
-        """`given` has the names that depend on the request, by the beginnings of the message's."""
+        """`given` has the names that depend on the request, by the beginnings of the message's; the first counts."""
         self._given = given
         self._rules = (*(_CHAT_RULES if is_chat else _COMPLETION_RULES), *_RULES)
 

@@ -11,7 +11,6 @@ from pydantic import BeforeValidator, Field, model_validator
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.http.errors import invalid_field
 from services.tokenizer.http.fields import Count, Fields, TextOrTexts
-from services.tokenizer.json.json_values import JsonObject
 
 # A drawn seed fits what every client's JSON library reads exactly.
 _DRAWN_SEED_BITS = 53
@@ -200,8 +199,3 @@ def _priority(priority: int) -> common_pb2.Priority:
     if priority == 0:
         return common_pb2.PRIORITY_NORMAL
     return common_pb2.PRIORITY_HIGH if priority < 0 else common_pb2.PRIORITY_LOW
-
-
-def schema_of(value: JsonObject) -> str:
-    """A JSON schema as text."""
-    return json.dumps(value, ensure_ascii=False)
