@@ -74,13 +74,14 @@ def chat_text_bytes(chat: tokenizer_pb2.Chat) -> int:
 
 def read_chat(chat: tokenizer_pb2.Chat, violations: list[Violation], *, field: str = "chat") -> Conversation:
     """Read a conversation; violations are appended, prefixed with `field`, and make the result unusable."""
-    return _ChatReader(violations, field).read(chat)
+    return _ChatReader(violations, field, keeps_invalid_arguments=chat.keep_invalid_arguments).read(chat)
 
 
 class _ChatReader:
-    def __init__(self, violations: list[Violation], field: str) -> None:
+    def __init__(self, violations: list[Violation], field: str, *, keeps_invalid_arguments: bool) -> None:
         self._violations = violations
         self._field = field
+        self._keeps_invalid_arguments = keeps_invalid_arguments
 
     def read(self, chat: tokenizer_pb2.Chat) -> Conversation:
         tools = self._read_tools(chat.tools)
@@ -151,7 +152,15 @@ class _ChatReader:
         self._check_size(f"{field}.id", call.id, MAX_NAME_BYTES)
         if not 1 <= len(call.name.encode()) <= MAX_NAME_BYTES:
             self._refuse(f"{field}.name", f"must have 1 to {MAX_NAME_BYTES} bytes")
-        return ToolCall(call.id, call.name, self._read_object(f"{field}.arguments", call.arguments, MAX_MESSAGE_BYTES))
+        return ToolCall(call.id, call.name, self._read_arguments(f"{field}.arguments", call.arguments))
+
+    def _read_arguments(self, field: str, text: str) -> JsonObject | str:
+        if self._keeps_invalid_arguments and text and len(text.encode()) <= MAX_MESSAGE_BYTES:
+            try:
+                return read_json_object(text)
+            except ValueError:
+                return text
+        return self._read_object(field, text, MAX_MESSAGE_BYTES)
 
     def _read_object(self, field: str, text: str, max_bytes: int) -> JsonObject:
         if not text:

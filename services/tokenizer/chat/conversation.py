@@ -23,7 +23,8 @@ class ToolCall:
     id: str
     """Empty if the client gave none."""
     name: str
-    arguments: JsonObject
+    arguments: JsonObject | str
+    """A text where some model wrote something else than an object."""
 
 
 @dataclass(frozen=True, slots=True)

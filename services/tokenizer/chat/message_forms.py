@@ -75,7 +75,7 @@ def _fields(message: Message, features: TemplateFeatures, guard: Guard) -> JsonO
 
 def _call_fields(call: ToolCall, features: TemplateFeatures, guard: Guard) -> JsonObject:
     arguments = guard(call.arguments)
-    if features.arguments_are_text:
+    if features.arguments_are_text and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     function: JsonObject = {"name": guard(call.name), "arguments": arguments}
     return {"type": "function", **({"id": guard(call.id)} if call.id else {}), "function": function}

@@ -163,7 +163,8 @@ class _Trial:
         results = [Message("tool", "A greeting.", tool_call_id=call.id, name=call.name) for call in message.tool_calls]
         text = self.rendered((message, *results), features)
         # A template that expects text and gets an object writes it in Python's notation.
-        return str(_ARGUMENTS) not in text and all(str(call.arguments["word"]) in text for call in message.tool_calls)
+        words = [call.arguments["word"] for call in message.tool_calls if isinstance(call.arguments, dict)]
+        return str(_ARGUMENTS) not in text and all(str(word) in text for word in words)
 
     def rendered(self, messages: tuple[Message, ...], features: TemplateFeatures) -> str:
         """Empty if the template fails."""

@@ -131,6 +131,8 @@ def _add_chat(chat: tokenizer_pb2.Chat, fields: ChatFields) -> list[str]:
     chat.messages.extend(read_message(message, index) for index, message in enumerate(fields.messages))
     chat.SetInParent()
     chat.continue_final_message = bool(fields.continue_final_message)
+    # Agents send back what some model wrote.
+    chat.keep_invalid_arguments = True
     chat.single_tool_call = fields.parallel_tool_calls is False
     variables = _template_variables(fields)
     if variables:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.tokenizer.http import event_stream
 from shared.errors import NumericError, QueueFullError
-from tests.support.tokenizer.exchange_peer import Row, make_end, make_error_end
-from tests.support.tokenizer.http_client import MAX_TOKENS, MESSAGES, HttpService, events_of
+from tests.support.tokenizer.exchange_peer import Position, Row, make_end, make_error_end
+from tests.support.tokenizer.http_client import MAX_TOKENS, MESSAGES, HttpService, events_of, run_http_service
 
 CHAT = "/v1/chat/completions"
+POST = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 def stream(**fields: Any) -> dict[str, Any]:
@@ -84,3 +87,20 @@ async def test_streams_go_on_while_the_service_drains_and_new_ones_are_refused(h
     assert (refused.error["code"], refused.headers["Connection"]) == ("draining", "close")
     http.service.peer.send(Row(sent.handle, 1, [71]), ends=[make_end(sent.handle, MAX_TOKENS, 2)])
     assert (await task).pieces[-1]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_client_that_reads_nothing_loses_its_stream(model_dir: Path, tmp_path: Path) -> None:
+    async with run_http_service(model_dir, tmp_path, max_unread_s=0.2) as http:
+        _, writer = await asyncio.open_unix_connection(http.service.http_address.removeprefix("unix:"))
+        body = json.dumps(stream(logprobs=True, top_logprobs=20, n=8))
+        writer.write(f"{POST}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        sent = await http.service.peer.submits.get()
+        aborted = asyncio.create_task(http.service.peer.aborts.get())
+        position = Position(1, [(70, -0.5)] * 21)
+        # More than the sockets' buffers hold.
+        for index in range(150):
+            rows = [Row(sent.handle + number, index, [70], logprobs=[position]) for number in range(8)]
+            http.service.peer.send(*rows)
+            await asyncio.wait([aborted], timeout=0.01)
+        assert sent.handle <= await aborted < sent.handle + 8
+        writer.close()
