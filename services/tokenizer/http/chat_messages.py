@@ -46,7 +46,9 @@ class CalledFunction(Fields):
     """What a call calls."""
 
     name: str
-    arguments: Annotated[str, BeforeValidator(_arguments_text)] | None = None
+    arguments: Annotated[str, BeforeValidator(_arguments_text, json_schema_input_type=str | dict[str, Any])] | None = (
+        None
+    )
 
 
 class MessageToolCall(Fields):
@@ -61,7 +63,9 @@ class ChatMessage(Fields):
     """One message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[ContentPart] | None, BeforeValidator(_as_parts)] = None
+    content: Annotated[
+        list[ContentPart] | None, BeforeValidator(_as_parts, json_schema_input_type=str | list[ContentPart] | None)
+    ] = None
     name: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.chat_messages import ChatMessage, read_message
-from services.tokenizer.http.chat_tools import ChatTool, ToolChoice, add_tools
+from services.tokenizer.http.chat_tools import ChatTool, WordOrChoice, add_tools
 from services.tokenizer.http.errors import invalid_field
 from services.tokenizer.http.field_names import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, FieldNames
 from services.tokenizer.http.fields import Count, Fields, check_honoured, ignored_names, read_fields
@@ -74,7 +74,7 @@ class ChatFields(CommonFields):
     top_logprobs: Count | None = None
     response_format: ResponseFormat | None = None
     tools: list[ChatTool] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: WordOrChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     include_reasoning: bool | None = None

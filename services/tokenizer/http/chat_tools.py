@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, model_validator
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.errors import invalid_field
@@ -77,11 +77,6 @@ class ToolChoice(Fields):
     name: str | None = None
     allowed_tools: AllowedTools | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _read_word(cls, value: object) -> object:
-        return {"type": value} if isinstance(value, str) else value
-
     @model_validator(mode="after")
     def _check_form(self) -> Self:
         if self.type in ("function", "tool") and not self.tool_name:
@@ -96,6 +91,13 @@ class ToolChoice(Fields):
         if self.type == "function" and self.function is not None:
             return self.function.name
         return self.name or "" if self.type in ("function", "tool") else ""
+
+
+def _read_word(value: object) -> object:
+    return {"type": value} if isinstance(value, str) else value
+
+
+WordOrChoice = Annotated[ToolChoice, BeforeValidator(_read_word, json_schema_input_type=str | ToolChoice)]
 
 
 def add_tools(chat: tokenizer_pb2.Chat, tools: list[ChatTool], choice: ToolChoice | None) -> list[str]:

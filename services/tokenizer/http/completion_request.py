@@ -41,7 +41,9 @@ def _is_ids(value: object) -> bool:
 class CompletionFields(CommonFields):
     """The body."""
 
-    prompt: Annotated[list[PromptPart], BeforeValidator(_as_prompts)]
+    prompt: Annotated[
+        list[PromptPart], BeforeValidator(_as_prompts, json_schema_input_type=PromptPart | list[PromptPart])
+    ]
     echo: bool | None = None
     logprobs: Count | None = None
     response_format: ResponseFormat | None = None

@@ -30,7 +30,7 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-TextOrTexts = Annotated[list[str], BeforeValidator(_as_list)]
+TextOrTexts = Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=str | list[str])]
 
 
 def read_fields(kind: type[FieldsT], value: JsonObject) -> FieldsT:

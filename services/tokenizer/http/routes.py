@@ -24,6 +24,7 @@ from services.tokenizer.http.connection import Connection, error_response
 from services.tokenizer.http.errors import HttpError, any_error, invalid_field
 from services.tokenizer.http.field_names import FieldNames
 from services.tokenizer.http.fields import read_fields
+from services.tokenizer.http.openapi import make_openapi
 from services.tokenizer.http.pieces import ChatChoiceForm, CompletionChoiceForm
 from services.tokenizer.http.requests import ApiRequest
 from services.tokenizer.http.token_requests import DetokenizeFields, read_tokenize_request
@@ -86,6 +87,7 @@ def make_app(backend: Backend, access: Access, registry: CollectorRegistry) -> w
             web.get("/ping", routes.ping),
             web.get("/version", routes.version),
             web.get("/metrics", routes.metrics),
+            web.get("/openapi.json", routes.openapi),
             *(web.route("*", path, _refuse_route) for path in NOT_SUPPORTED),
         ]
     )
@@ -180,6 +182,10 @@ class _Routes:
     async def metrics(self, _request: web.Request) -> web.StreamResponse:
         """Show the metrics of the management port."""
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def openapi(self, _request: web.Request) -> web.StreamResponse:
+        """Describe this API."""
+        return _json(make_openapi(find_release()))
 
     def _model(self, name: str) -> dict[str, Any]:
         return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -42,7 +42,7 @@ def _schema_text(value: object) -> object:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | bool) else value
 
 
-SchemaText = Annotated[str, BeforeValidator(_schema_text)]
+SchemaText = Annotated[str, BeforeValidator(_schema_text, json_schema_input_type=dict[str, Any] | bool | str)]
 
 
 class StructuredOutputs(Fields):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from services.tokenizer.http import bodies, connection
+from tests.support.system.ports import free_port
 from tests.support.tokenizer.http_client import MESSAGES, HttpService, run_http_service
 
 CHAT = "/v1/chat/completions"
@@ -132,10 +133,8 @@ async def status_for(port: int, host: str) -> int:
     return status
 
 
-async def test_a_loopback_listener_answers_to_its_own_names_only(
-    model_dir: Path, tmp_path: Path, unused_tcp_port: int
-) -> None:
-    port = unused_tcp_port
+async def test_a_loopback_listener_answers_to_its_own_names_only(model_dir: Path, tmp_path: Path) -> None:
+    port = free_port()
     async with run_on_loopback(model_dir, tmp_path, port, http_allowed_hosts=("chat.test",)):
         hosts = {"localhost": 200, f"127.0.0.1:{port}": 200, "[::1]:1": 200, "chat.test:9": 200, "evil.test": 403}
         assert {host: await status_for(port, host) for host in hosts} == hosts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 from tests.support.models.tiny_tokenizer import CONTEXT_LENGTH
@@ -47,3 +49,14 @@ async def test_other_paths_and_methods_have_their_statuses(http: HttpService) ->
 
 async def test_metrics_are_those_of_the_management_port(http: HttpService) -> None:
     assert b"lockstep_scheduler_linked 1.0" in (await http.get("/metrics")).body
+
+
+async def test_the_api_is_described(http: HttpService) -> None:
+    description = (await http.get("/openapi.json")).value
+    schemas = description["components"]["schemas"]
+    body = description["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
+    fields = schemas[body["schema"]["$ref"].removeprefix("#/components/schemas/")]
+    assert fields["required"] == ["messages"]
+    assert {"string", "array"} <= {kind.get("type") for kind in fields["properties"]["stop"]["anyOf"]}
+    references = set(re.findall(r"#/components/schemas/(\w+)", json.dumps(description)))
+    assert references <= set(schemas)

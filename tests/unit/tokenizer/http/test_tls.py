@@ -1,0 +1,42 @@
+"""The HTTP API with the certificate of the gRPC port."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+
+from cryptography import x509
+
+from shared.network.tls import Role
+from tests.support.cells.certificates import DOMAIN, Authority, write_files
+from tests.support.system.ports import free_port
+from tests.support.tokenizer.http_client import run_http_service
+
+
+async def served_certificate(port: int, context: ssl.SSLContext) -> int:
+    """Asks for /ping; returns the serial number of the server's certificate."""
+    name = f"{Role.TOKENIZER.value}.{DOMAIN}"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=name)
+    writer.write(b"GET /ping HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+    certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.close()
+    return x509.load_der_x509_certificate(certificate).serial_number
+
+
+async def test_new_connections_get_the_renewed_certificate(model_dir: Path, tmp_path: Path) -> None:
+    authority, port = Authority(), free_port()
+    files = write_files(tmp_path / "tls", authority.issue_role(Role.TOKENIZER), authority)
+    settings = {
+        "tls_cert": files.certificate,
+        "tls_key": files.key,
+        "tls_ca": files.authority,
+        "trust_domain": files.trust_domain,
+    }
+    context = ssl.create_default_context(cadata=authority.pem.decode())
+    async with run_http_service(model_dir, tmp_path, http_listen=f"127.0.0.1:{port}", **settings):
+        first = await served_certificate(port, context)
+        assert await served_certificate(port, context) == first
+        write_files(tmp_path / "tls", authority.issue_role(Role.TOKENIZER), authority)
+        assert await served_certificate(port, context) != first
