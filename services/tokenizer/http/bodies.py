@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from http import HTTPStatus
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -18,11 +20,16 @@ BODY_S = 30.0
 _MAX_BYTES_ON_LOOP = 64 * 1024
 
 
-async def read_json_body(request: web.Request) -> JsonObject:
-    """Read the body, a JSON object.
+_CLOSE = {"Connection": "close"}
+
+ReadT = TypeVar("ReadT")
+
+
+async def read_body(request: web.Request, read: Callable[[JsonObject], ReadT]) -> ReadT:
+    """Read the body, a JSON object, and what `read` makes of it; a large one off the event loop.
 
     Raises:
-        HttpError: it is no JSON object, too large, too slow or broken.
+        HttpError: it is no JSON object, too large, too slow or broken, or `read` refuses it.
     """
     _check_form(request)
     try:
@@ -34,11 +41,8 @@ async def read_json_body(request: web.Request) -> JsonObject:
     except (web.RequestPayloadError, ConnectionError, ValueError):
         raise HttpError(HTTPStatus.BAD_REQUEST, "invalid_request", "the body is broken", headers=_CLOSE) from None
     if len(data) > _MAX_BYTES_ON_LOOP:
-        return await asyncio.to_thread(_parse, data)
-    return _parse(data)
-
-
-_CLOSE = {"Connection": "close"}
+        return await asyncio.to_thread(lambda: read(_parse(data)))
+    return read(_parse(data))
 
 
 def _check_form(request: web.Request) -> None:

@@ -167,6 +167,8 @@ class ApiCall:
             except ClientTooSlowError:
                 if self._http.transport is not None:
                     self._http.transport.abort()
+            except ConnectionError:
+                raise
             except Exception as error:
                 if not stream.has_begun:
                     raise
@@ -209,8 +211,13 @@ class _StreamWriter:
             self._stream.note_submission()
             return
         has_token = bool(response.token_ids) or response.HasField("finish")
-        if data or has_token:
+        if not data and not has_token:
+            return
+        try:
             await self._stream.write(data, begins=has_token)
+        except ConnectionError as error:
+            # The client is gone, and the handler about to be cancelled.
+            raise asyncio.CancelledError from error
 
 
 def _system_fingerprint(model_digest: str, exact_fingerprint: str) -> str:

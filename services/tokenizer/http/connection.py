@@ -93,6 +93,7 @@ class Connection(RequestHandler):
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
+            self.note_head()
             self._has_request = False
 
     def handle_error(

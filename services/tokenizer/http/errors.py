@@ -55,7 +55,7 @@ _RATE_LIMIT_CODE = "rate_limit_exceeded"
 _NOT_RETRIED_REASONS = frozenset({"POISON_REQUEST", "NUMERIC_ERROR"})
 _NOT_RETRIED_STATUSES = frozenset({HTTPStatus.NOT_IMPLEMENTED, HTTPStatus.GATEWAY_TIMEOUT})
 _RETRIED_STATUSES = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
-_TYPES = {
+_TYPES: dict[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
@@ -77,10 +77,10 @@ class HttpError(Exception):
 
     def body(self) -> bytes:
         """The answer's body, in OpenAI's form."""
-        server_type = "server_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+        other = "server_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
         error = {
             "message": self.message,
-            "type": _TYPES.get(HTTPStatus(self.status), server_type) if self.status in _TYPES else server_type,
+            "type": _TYPES.get(self.status, other),
             "param": self.param,
             "code": self.code,
         }

@@ -6,8 +6,9 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -16,7 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from services.tokenizer.http.access import Access
-from services.tokenizer.http.bodies import read_json_body
+from services.tokenizer.http.bodies import read_body
 from services.tokenizer.http.calls import JSON, ApiCall, Backend, Route
 from services.tokenizer.http.chat_request import read_chat_request
 from services.tokenizer.http.completion_request import read_completion_request
@@ -60,7 +61,14 @@ NOT_SUPPORTED = (
     "/rerank",
 )
 
-Reader = Callable[[JsonObject, str], ApiRequest]
+
+class Reader(Protocol):
+    """Reads a route's requests."""
+
+    def __call__(self, value: JsonObject, request_id: str) -> ApiRequest:
+        """Read a request, which the cell knows by `request_id`; raises `HttpError`."""
+
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 # What of a client's own id may be echoed and logged.
@@ -104,7 +112,7 @@ class _Routes:
         """Continue the prompts of a request."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            api = read(await read_json_body(request), request[_REQUEST_ID])
+            api = await read_body(request, partial(read, request_id=request[_REQUEST_ID]))
             try:
                 return await ApiCall(self._backend, route, request, api, _log_facts(request)).serve()
             except Exception as error:  # noqa: BLE001 - this is the HTTP boundary
@@ -117,7 +125,7 @@ class _Routes:
         """Show the prompts as the model reads them."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            api = read(await read_json_body(request), request[_REQUEST_ID])
+            api = await read_body(request, partial(read, request_id=request[_REQUEST_ID]))
             try:
                 model = self._backend.check_model(api.model)
                 rendered = [await self._backend.render(prompt) for prompt in api.prompts]
@@ -130,7 +138,7 @@ class _Routes:
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """Encode a text or a chat."""
-        prompt, model, has_strings = read_tokenize_request(await read_json_body(request), request[_REQUEST_ID])
+        prompt, model, has_strings = await read_body(request, read_tokenize_request)
         cell = self._backend.cell()
         self._backend.check_model(model)
         try:
@@ -149,7 +157,7 @@ class _Routes:
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """Decode token ids."""
-        fields = read_fields(DetokenizeFields, await read_json_body(request))
+        fields = await read_body(request, partial(read_fields, DetokenizeFields))
         limits = self._backend.cell().limits
         self._backend.check_model(fields.model)
         if len(fields.tokens) > limits.context_length:
@@ -232,6 +240,9 @@ def _make_boundary(access: Access) -> Any:
             return access.preflight(request) or await handler(request)
         except web.HTTPException as error:
             return error_response(_routing_error(error))
+        except ConnectionError:
+            # The client is gone.
+            raise
         except Exception as error:  # noqa: BLE001 - this is the HTTP boundary
             return error_response(any_error(error, str))
 

@@ -39,7 +39,7 @@ class _StringsField(Fields):
     return_token_strs: bool | None = None
 
 
-def read_tokenize_request(value: JsonObject, request_id: str) -> tuple[tokenizer_pb2.Prompt, str | None, bool]:
+def read_tokenize_request(value: JsonObject) -> tuple[tokenizer_pb2.Prompt, str | None, bool]:
     """What to encode, the model's name if given, and whether the tokens' texts are wanted.
 
     Raises:
@@ -47,7 +47,7 @@ def read_tokenize_request(value: JsonObject, request_id: str) -> tuple[tokenizer
     """
     if value.get("messages") is not None:
         has_strings = bool(read_fields(_StringsField, value).return_token_strs)
-        api = read_chat_request(value, request_id)
+        api = read_chat_request(value, "")
         return tokenizer_pb2.Prompt(chat=api.message.chat), api.model, has_strings
     check_honoured(value, {"add_special_tokens": (True,)})
     fields = read_fields(TokenizeFields, value)

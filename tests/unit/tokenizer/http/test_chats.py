@@ -6,9 +6,12 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from lockstep.v1 import common_pb2
+from lockstep.internal.v1 import exchange_pb2
+from lockstep.v1 import common_pb2, tokenizer_pb2
+from shared.errors import AbortedByCallError
+from tests.support.clients.client import read_answer
 from tests.support.models.tiny_tokenizer import CONTEXT_LENGTH, IM_END_ID
-from tests.support.tokenizer.exchange_peer import Row, make_end, read_column
+from tests.support.tokenizer.exchange_peer import Row, make_end, make_error_end, read_column
 from tests.support.tokenizer.http_client import MAX_TOKENS, MESSAGES, HttpService
 from tests.support.tokenizer.tokenizer_service import NUM_POOL_TOKENS
 
@@ -96,3 +99,51 @@ async def test_a_prompt_beyond_the_context_is_a_status_even_of_a_stream(http: Ht
     assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
     assert "maximum context length" in answer.error["message"]
     assert answer.error["param"] == "messages"
+
+
+async def test_an_abort_by_another_call_is_a_status(http: HttpService) -> None:
+    task, [sent] = await http.begin(CHAT, chat())
+    http.service.peer.send(ends=[make_error_end(sent.handle, AbortedByCallError("aborted"))])
+    answer = await task
+    assert (answer.status, answer.error["code"]) == (499, "aborted_by_call")
+
+
+async def test_a_large_body_is_read_too(http: HttpService) -> None:
+    answer = await http.post(CHAT, chat(messages=[{"role": "user", "content": "x" * 200_000}], nonsense=1))
+    assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+
+
+async def test_http_and_grpc_give_the_same_answer(http: HttpService, tokenizer: Tokenizer) -> None:
+    """The same request, streamed and not, by both doors."""
+    message = tokenizer_pb2.GenerateRequest(
+        chat={"messages": [{"role": tokenizer_pb2.ROLE_USER, "content": "hi"}]},
+        sampling={"seed": 3, "max_tokens": 20, "temperature": 0.5},
+        stop=["lazy"],
+    )
+    body = chat(seed=3, max_tokens=20, temperature=0.5, stop="lazy", return_token_ids=True)
+    ids = tokenizer.encode("over the lazy dog").ids
+
+    def reply(sent: exchange_pb2.Submit) -> exchange_pb2.Submit:
+        for index, token_id in enumerate(ids):
+            http.service.peer.send(Row(sent.handle, index, [token_id]))
+        return sent
+
+    call = http.service.stub.Generate(message)
+    submits = [reply(await http.service.peer.submits.get())]
+    [expected] = (await read_answer(call)).choices.values()
+    whole, [sent] = await http.begin(CHAT, body)
+    submits.append(reply(sent))
+    streamed, [sent] = await http.begin(CHAT, {**body, "stream": True})
+    submits.append(reply(sent))
+    for submit in submits:
+        submit.ClearField("age")
+        submit.ClearField("request_id")
+        submit.ClearField("handle")
+    assert submits[0] == submits[1] == submits[2]
+    [choice] = (await whole).value["choices"]
+    pieces = [piece["choices"][0] for piece in (await streamed).pieces]
+    text = "".join(piece["delta"].get("content", "") for piece in pieces)
+    assert choice["message"]["content"] == text == expected.text
+    streamed_ids = [token_id for piece in pieces for token_id in piece.get("token_ids", [])]
+    assert choice["token_ids"] == streamed_ids == expected.token_ids
+    assert choice["stop_reason"] == pieces[-1]["stop_reason"] == "lazy"
