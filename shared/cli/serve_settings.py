@@ -9,14 +9,19 @@ from pydantic_settings import SettingsConfigDict
 
 from shared.cli.clients.request_flags import DEFAULT_TARGET
 from shared.cli.launcher_settings import RANK_FLAGS, LauncherSettings, render_flags, split_flags
-from shared.config import Addresses, ClientPortSettings, ListenAddress, LocalAddress
+from shared.config import Address, Addresses, ClientPortSettings, ListenAddress, LocalAddress
 from shared.network.addresses import split_address
 from shared.network.rpc import Peer, make_peer
 from shared.network.tls import Role
 
 _OWN_FLAGS = frozenset({*RANK_FLAGS, "cell-listen", "insecure-cell-bind", "scheduler", "workers", "coupled"})
 # The launcher's own settings of these names are the tokenizer's.
-_TOKENIZER_FLAGS = frozenset({"tls-cert", "tls-key", "tls-ca", "trust-domain", "max-connection-age-s"})
+_TOKENIZER_FLAGS = frozenset(
+    {
+        *("tls-cert", "tls-key", "tls-ca", "trust-domain", "max-connection-age-s"),
+        *("http-listen", "insecure-http-bind"),
+    }
+)
 _RESERVED_FLAGS = {"worker": _OWN_FLAGS, "scheduler": _OWN_FLAGS, "tokenizer": _OWN_FLAGS | _TOKENIZER_FLAGS}
 
 
@@ -40,6 +45,16 @@ class ServeSettings(LauncherSettings, ClientPortSettings):
     listen: ListenAddress = Field(
         default=DEFAULT_TARGET,
         description="Address for clients: unix:PATH, HOST:PORT on loopback, or with TLS any HOST:PORT.",
+    )
+    http_listen: ListenAddress | None = Field(
+        default=None,
+        description="Address of the HTTP API (OpenAI's): unix:PATH, HOST:PORT on loopback, or with TLS any HOST:PORT. "
+        "Not served if not set.",
+    )
+    insecure_http_bind: Address | None = Field(
+        default=None,
+        description="Serve the HTTP API unencrypted on this address instead of --http-listen; any host that can reach "
+        "it may connect.",
     )
     scheduler_listen: LocalAddress | None = Field(
         default=None,
@@ -106,6 +121,8 @@ class ServeSettings(LauncherSettings, ClientPortSettings):
         flags = {
             "insecure-bind": self.insecure_bind,
             "listen": None if self.insecure_bind else self.listen,
+            "http-listen": self.http_listen,
+            "insecure-http-bind": self.insecure_http_bind,
             "tls-cert": self.tls_cert,
             "tls-key": self.tls_key,
             "tls-ca": self.tls_ca,

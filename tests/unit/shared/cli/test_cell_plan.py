@@ -203,3 +203,8 @@ def test_each_worker_has_a_management_port_of_its_own(
     workers = [command for command in commands.values() if command.role == "worker"]
     assert [find_manage_address(command.flags) for command in workers] == addresses
     assert all("--num-threads=1" in command.flags for command in workers if "--num-threads=1" in service_flags)
+
+
+@pytest.mark.parametrize("flag", ["--http-listen=127.0.0.1:8000", "--insecure-http-bind=0.0.0.0:8000"])
+def test_the_tokenizer_gets_the_address_of_the_http_api(flag: str) -> None:
+    assert [name for name, command in plan(flag).items() if flag in command.flags] == ["tokenizer"]
