@@ -18,6 +18,8 @@ from services.tokenizer.http.errors import HttpError
 
 logger = logging.getLogger(__name__)
 
+SERVER = "lockstep"
+"""The server's name in its answers."""
 HEAD_S = 10.0
 MAX_LINE_BYTES = 8190
 MAX_HEADERS = 100
@@ -139,6 +141,7 @@ def error_response(error: HttpError) -> web.Response:
     response = web.Response(
         status=error.status, body=error.body(), content_type="application/json", headers=error.headers
     )
+    response.headers["Server"] = SERVER
     if error.headers.get("Connection") == "close":
         response.force_close()
     return response

@@ -21,7 +21,7 @@ from services.tokenizer.http.bodies import read_body
 from services.tokenizer.http.calls import JSON, ApiCall, Backend, Route
 from services.tokenizer.http.chat_request import read_chat_request
 from services.tokenizer.http.completion_request import read_completion_request
-from services.tokenizer.http.connection import Connection, error_response
+from services.tokenizer.http.connection import SERVER, Connection, error_response
 from services.tokenizer.http.errors import HttpError, any_error, invalid_field
 from services.tokenizer.http.field_names import FieldNames
 from services.tokenizer.http.fields import read_fields
@@ -256,7 +256,7 @@ def _make_signer(access: Access) -> Any:
         own = request.get(_REQUEST_ID)
         if (request_id := _client_id(request) or own) is not None:
             response.headers["x-request-id"] = request_id
-        response.headers["Server"] = "lockstep"
+        response.headers["Server"] = SERVER
         access.permit(request, response.headers)
 
     return sign

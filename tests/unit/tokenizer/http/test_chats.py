@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+import pytest
 from tokenizers import Tokenizer
 
 from lockstep.internal.v1 import exchange_pb2
@@ -147,3 +149,50 @@ async def test_http_and_grpc_give_the_same_answer(http: HttpService, tokenizer: 
     streamed_ids = [token_id for piece in pieces for token_id in piece.get("token_ids", [])]
     assert choice["token_ids"] == streamed_ids == expected.token_ids
     assert choice["stop_reason"] == pieces[-1]["stop_reason"] == "lazy"
+
+
+async def test_every_piece_may_have_the_usage_so_far(http: HttpService) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    task, [sent] = await http.begin(CHAT, chat(stream=True, stream_options=options))
+    http.service.peer.send(Row(sent.handle, 0, [70]))
+    http.service.peer.send(Row(sent.handle, 1, [71, 72]), ends=[make_end(sent.handle, MAX_TOKENS, 3)])
+    pieces = (await task).pieces
+    counts = [piece["usage"]["completion_tokens"] for piece in pieces]
+    assert counts == sorted(counts)
+    assert counts[-1] == 3
+    assert len({piece["usage"]["prompt_tokens"] for piece in pieces}) == 1
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_resumes_are_told(http: HttpService, *, is_streamed: bool) -> None:
+    task, [sent] = await http.begin(CHAT, chat(stream=is_streamed))
+    http.service.peer.send(Row(sent.handle, 0, [70]), ends=[make_end(sent.handle, MAX_TOKENS, 1, num_resumes=2)])
+    answer = await task
+    last = answer.pieces[-1] if is_streamed else answer.value
+    assert (last["lockstep"]["resume_count"], last["lockstep"]["resume_exact"]) == (2, False)
+
+
+async def test_the_last_message_is_continued_only_if_asked_to(http: HttpService, tokenizer: Tokenizer) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "The quick"}]
+    prompts = []
+    for continues in (False, True):
+        [prompt] = (await http.post(f"{CHAT}/render", chat(messages=messages, continue_final_message=continues))).value[
+            "prompts"
+        ]
+        prompts.append(prompt["prompt"])
+    assert prompts[0].endswith("<|im_start|>assistant\n")
+    assert prompts[1].endswith("The quick")
+
+
+async def test_client_ids_are_logged_and_texts_are_not(http: HttpService, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    body = chat(messages=[{"role": "user", "content": "SECRET"}], user="SECRET")
+    task, [sent] = await http.begin(CHAT, body, headers={"X-Request-Id": "mine"})
+    http.send(sent, [70])
+    await task
+    bad = await http.post(CHAT, chat(SECRET=1, n="SECRET"), headers={"X-Request-Id": "two words\tSECRET"})
+    assert (bad.status, "SECRET" in bad.headers["X-Request-Id"]) == (400, False)
+    [record] = [record for record in caplog.records if record.getMessage() == "request ended"]
+    assert vars(record)["client_request_id"] == "mine"
+    ours = [record for record in caplog.records if not record.name.startswith("aiohttp.client")]
+    assert all("SECRET" not in str(vars(record)) for record in ours)

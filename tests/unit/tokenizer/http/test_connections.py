@@ -49,9 +49,40 @@ async def test_a_bad_head_is_answered_in_json_and_quoted_nowhere(
     answered, body = await exchange(http, head)
     assert answered.startswith(("HTTP/1.1 400 ", "HTTP/1.0 400 "))
     assert "application/json" in answered
+    assert "Server: lockstep" in answered
     assert '"code":"invalid_request"' in body
     assert "SECRET" not in answered + body + caplog.text
     assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        "Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+        "Content-Length: +2\r\n\r\n{}",
+        "Content-Length: -2\r\n\r\n{}",
+        "Transfer-Encoding: identity, chunked, identity\r\n\r\n{}",
+        "Transfer-Encoding: chunked\r\n\r\nSECRET\r\n",
+        "Content-Length : 2\r\n\r\n{}",
+        "Bad Name: 2\r\n\r\n",
+        "Folded: a\r\n b\r\n\r\n",
+        "Zero: \0\r\n\r\n",
+    ],
+)
+async def test_a_body_whose_length_is_not_certain_is_refused(
+    http: HttpService, caplog: pytest.LogCaptureFixture, rest: str
+) -> None:
+    answered, body = await exchange(http, POST + rest)
+    assert answered.partition(" ")[2].startswith("400 ")
+    assert '"code":"invalid_request"' in body
+    assert "SECRET" not in answered + body + caplog.text
+
+
+async def test_a_second_request_in_the_same_bytes_is_a_request_of_its_own(http: HttpService) -> None:
+    ping = "GET /ping HTTP/1.1\r\nHost: localhost\r\n"
+    answered, body = await exchange(http, f"{ping}\r\n{ping}Connection: close\r\n\r\n")
+    assert (answered + body).count("HTTP/1.1 200 ") == 2
 
 
 async def test_a_long_header_line_is_refused(http: HttpService) -> None:

@@ -1,0 +1,52 @@
+"""Fields of any type: each is read, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.tokenizer.http.chat_request import ChatFields, read_chat_request
+from services.tokenizer.http.completion_request import CompletionFields, read_completion_request
+from services.tokenizer.http.errors import HttpError, http_error
+from services.tokenizer.request.checks import check_request
+from shared.errors import ServiceError
+from shared.limits import ModelLimits
+from tests.support.tokenizer.http_client import MESSAGES
+
+LIMITS = ModelLimits(context_length=256, logits_width=420, num_pool_tokens=200)
+VALUES: list[Any] = [
+    True, 0, -1, 2**32, -(2**70), 1.5, 1e308, -1e308, "", "x", "\0", "x" * 300, [], [[]], [0], [-1], [2**40], ["x"],
+    [None], {}, {"x": 1}, {"1": 1e308}, {"type": "x"}, {"type": "function"}, {"json": {}}, {"type": "json_schema"},
+    {"type": "function", "function": {}}, [{"role": "user"}], [{"type": "function", "function": {"name": ""}}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*ChatFields.model_fields, "best_of", "modalities", "documents"])
+def test_a_chats_field(name: str) -> None:
+    for value in VALUES:
+        body = {"messages": MESSAGES, "stream": True, "logprobs": True, name: value}
+        check(read_chat_request, body, name)
+
+
+@pytest.mark.parametrize("name", CompletionFields.model_fields)
+def test_a_completions_field(name: str) -> None:
+    for value in VALUES:
+        check(read_completion_request, {"prompt": "x", name: value}, name)
+
+
+def check(read: Any, body: dict[str, Any], name: str) -> None:
+    try:
+        api = read(body, "r")
+        check_request(api.message, model_name="tiny", limits=LIMITS)
+    except HttpError as error:
+        refused = error
+    except ServiceError as error:
+        refused = http_error(error, api.names)
+    else:
+        return
+    assert (refused.status, refused.code) in ((400, "invalid_request"), (404, "model_not_found"))
+    assert refused.param is not None
+    # Some fields make another one wrong.
+    related = {"stream": "stream_options", "logprobs": "top_logprobs", "n": "best_of", "tool_choice": "tools"}
+    assert refused.param.startswith(name) or related.get(name) == refused.param or "messages" in refused.param
