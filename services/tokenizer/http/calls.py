@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,25 +13,16 @@ import msgspec
 from aiohttp import web
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.chat.chat_request import check_chat
-from services.tokenizer.exchange.scheduler_client import SchedulerClient
-from services.tokenizer.exchange.scheduler_link import Cell
 from services.tokenizer.http.answer_facts import AnswerFacts, PromptFacts
+from services.tokenizer.http.backend import Backend
 from services.tokenizer.http.errors import any_error
 from services.tokenizer.http.event_stream import EventStream
 from services.tokenizer.http.fields import ignored_header
-from services.tokenizer.http.pieces import Pieces
+from services.tokenizer.http.pieces import ChoiceForm, Pieces
 from services.tokenizer.http.requests import ApiRequest
-from services.tokenizer.request.model import ServedModel
 from services.tokenizer.server.generate import CallTerms, GenerateCall, Writer
-from services.tokenizer.server.live_requests import LiveRequests
-from services.tokenizer.server.request_totals import RequestTotals
 from services.tokenizer.server.whole_answer import WholeAnswer
-from shared.errors import (
-    ClientTooSlowError,
-    DeadlinePassedError,
-    ModelNotFoundError,
-)
+from shared.errors import ClientTooSlowError, DeadlinePassedError
 from shared.request_fields import read_time_left
 
 JSON = "application/json"
@@ -44,55 +35,8 @@ class Route:
 
     id_prefix: str
     piece_kind: str
+    make_form: Callable[[AnswerFacts, int], ChoiceForm]
     make_answer: MakeAnswer
-
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """What the calls need of the service."""
-
-    model: ServedModel
-    scheduler: SchedulerClient
-    live: LiveRequests
-    totals: RequestTotals
-    max_unread_s: float
-    model_names: tuple[str, ...]
-    """Names that clients may give; the first one is in answers. At least one."""
-
-    def cell(self) -> Cell:
-        """The linked cell.
-
-        Raises:
-            DrainingError, NotReadyError: there is none for new requests.
-        """
-        self.live.check_open()
-        return self.scheduler.cell()
-
-    def check_model(self, name: str | None) -> str:
-        """The model's name for the answer.
-
-        Raises:
-            ModelNotFoundError: it is another model's.
-        """
-        if name is not None and name not in self.model_names:
-            raise ModelNotFoundError("the requested model is not served here", served_model=self.model_names[0])
-        return name or self.model_names[0]
-
-    async def prompt_ids(self, prompt: tokenizer_pb2.Prompt) -> Sequence[int]:
-        """A prompt's token ids."""
-        _, token_ids = await self.render(prompt)
-        return token_ids
-
-    async def render(self, prompt: tokenizer_pb2.Prompt) -> tuple[str, list[int]]:
-        """A prompt's text and token ids; raises as `PromptEncoder.encode`."""
-        context_length = self.cell().limits.context_length
-        kind = prompt.WhichOneof("prompt")
-        if kind == "chat":
-            text, token_ids = await self.model.prompts.render_chat(check_chat(prompt.chat), context_length)
-            return text, token_ids.tolist()
-        if kind == "tokens":
-            return "", list(prompt.tokens.token_ids)
-        return prompt.text, (await self.model.prompts.encode_text(prompt.text, context_length)).tolist()
 
 
 class ApiCall:
@@ -136,13 +80,8 @@ class ApiCall:
         api = self._api
         if not (api.options.has_token_ids or api.options.has_prompt_in_logprobs):
             return []
-        found = []
         kept = api.message.truncate_prompt_tokens
-        for prompt in api.prompts:
-            token_ids = (await self._backend.prompt_ids(prompt))[-kept:]
-            first = self._backend.model.texts.bytes_of(token_ids[0]) if token_ids else b""
-            found.append(PromptFacts(token_ids, first.decode(errors="replace")))
-        return found
+        return [await self._backend.prompt_facts(prompt, kept) for prompt in api.prompts]
 
     async def _answer_whole(self, facts: AnswerFacts) -> web.Response:
         answer = WholeAnswer(max_bytes=None)
@@ -158,7 +97,7 @@ class ApiCall:
         response.content_type = "text/event-stream"
         response.headers["Cache-Control"] = "no-cache"
         response.headers["X-Accel-Buffering"] = "no"
-        pieces = Pieces(facts, self._route.piece_kind)
+        pieces = Pieces(facts, self._route.piece_kind, self._route.make_form)
         with EventStream(self._http, response, self._backend.max_unread_s) as stream:
             writer = _StreamWriter(stream, pieces, lambda: response.headers.update(self._ignored(facts)))
             try:

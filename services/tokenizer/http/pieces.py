@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from services.tokenizer.http.answer_facts import AnswerFacts, finish_reason, stop_reason, usage_value
-from services.tokenizer.http.logprob_values import CompletionLogprobs, chat_logprobs
+from services.tokenizer.http.answer_facts import AnswerFacts, usage_value
 
 DONE = b"data: [DONE]\n\n"
 
@@ -25,9 +25,6 @@ def event(value: object) -> bytes:
 class ChoiceForm(Protocol):
     """What a route's stream says of a choice."""
 
-    kind: str
-    """The pieces' `object`."""
-
     def text(self, text: str) -> dict[str, Any]:
         """The fields of a choice that has only news of its text."""
 
@@ -41,9 +38,17 @@ class ChoiceForm(Protocol):
 class Pieces:
     """Makes the pieces of one stream."""
 
-    def __init__(self, facts: AnswerFacts, kind: str) -> None:
+    def __init__(self, facts: AnswerFacts, kind: str, make_form: Callable[[AnswerFacts, int], ChoiceForm]) -> None:
+        """Make none yet.
+
+        Args:
+            facts: What they share.
+            kind: Their `object`.
+            make_form: Makes the form of a choice of a prompt.
+        """
         self._facts = facts
         self._kind = kind
+        self._make_form = make_form
         self._forms: dict[int, ChoiceForm] = {}
         self._heads: dict[int, tuple[bytes, bytes]] = {}
         self._finishes: list[tokenizer_pb2.Finish] = []
@@ -62,7 +67,7 @@ class Pieces:
         self._num_tokens += len(response.token_ids)
         opening = b""
         if index not in self._forms:
-            form = self._forms[index] = self._make_form(response.prompt)
+            form = self._forms[index] = self._make_form(self._facts, response.prompt)
             first = form.opening()
             if first is not None:
                 opening = event(self._piece({"index": index, **first}))
@@ -77,11 +82,6 @@ class Pieces:
             return DONE
         usage = self._piece(None) | {"usage": usage_value(self._usage)} | self._facts.closing(self._finishes)
         return event(usage) + DONE
-
-    def _make_form(self, prompt: int) -> ChoiceForm:
-        if self._kind == ChatChoiceForm.kind:
-            return ChatChoiceForm(self._facts, prompt)
-        return CompletionChoiceForm(self._facts, prompt)
 
     def _prepared(self, index: int, text: str) -> bytes:
         head = self._heads.get(index)
@@ -115,105 +115,3 @@ class Pieces:
         elif self._facts.options.has_usage:
             piece["usage"] = None
         return piece
-
-
-class ChatChoiceForm:
-    """A choice of a chat."""
-
-    kind = "chat.completion.chunk"
-
-    def __init__(self, facts: AnswerFacts, prompt: int) -> None:
-        self._facts = facts
-        self._prompt = prompt
-        self._has_calls = False
-
-    def opening(self) -> dict[str, Any] | None:
-        """See `ChoiceForm`."""
-        first = self._choice({"role": "assistant", "content": ""})
-        if self._facts.options.has_token_ids:
-            first["prompt_token_ids"] = list(self._facts.prompt(self._prompt).token_ids)
-        return first
-
-    def text(self, text: str) -> dict[str, Any]:
-        """See `ChoiceForm`."""
-        return self._choice({"content": text})
-
-    def fields(self, response: tokenizer_pb2.GenerateResponse) -> dict[str, Any]:
-        """See `ChoiceForm`."""
-        options = self._facts.options
-        delta: dict[str, Any] = {}
-        if response.reasoning and options.has_reasoning:
-            delta |= {"reasoning": response.reasoning, "reasoning_content": response.reasoning}
-        if response.text:
-            delta["content"] = response.text
-        if response.tool_calls:
-            self._has_calls = True
-            delta["tool_calls"] = [_call_delta(call) for call in response.tool_calls]
-        choice = self._choice(delta)
-        if response.logprobs:
-            choice["logprobs"] = chat_logprobs(response.logprobs, by_id=options.names_tokens_by_id)
-        if options.has_token_ids:
-            choice["token_ids"] = list(response.token_ids)
-        if response.HasField("finish"):
-            choice["finish_reason"] = finish_reason(response.finish, has_calls=self._has_calls)
-            choice["stop_reason"] = stop_reason(response.finish)
-        has_news = delta or response.HasField("finish") or response.logprobs or options.has_token_ids
-        return choice if has_news else {}
-
-    def _choice(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"delta": delta, "logprobs": None, "finish_reason": None}
-
-
-class CompletionChoiceForm:
-    """A choice of a completion."""
-
-    kind = "text_completion"
-
-    def __init__(self, facts: AnswerFacts, prompt: int) -> None:
-        self._facts = facts
-        self._prompt = prompt
-        self._is_first = True
-        self._logprobs = CompletionLogprobs(by_id=facts.options.names_tokens_by_id)
-        self._prompt_logprobs: list[common_pb2.PositionLogprobs] = []
-
-    def opening(self) -> dict[str, Any] | None:
-        """See `ChoiceForm`."""
-        return None
-
-    def text(self, text: str) -> dict[str, Any]:
-        """See `ChoiceForm`."""
-        return {"text": text, "logprobs": None, "finish_reason": None}
-
-    def fields(self, response: tokenizer_pb2.GenerateResponse) -> dict[str, Any]:
-        """See `ChoiceForm`."""
-        options = self._facts.options
-        choice = self.text(response.text)
-        self._prompt_logprobs += response.prompt_logprobs
-        has_tokens = bool(response.token_ids) or response.HasField("finish")
-        if options.has_logprobs and has_tokens:
-            choice["logprobs"] = self._next_logprobs(response)
-        if options.has_token_ids:
-            choice["token_ids"] = list(response.token_ids)
-            if self._is_first:
-                choice["prompt_token_ids"] = list(self._facts.prompt(self._prompt).token_ids)
-                self._is_first = False
-        if response.HasField("finish"):
-            choice["finish_reason"] = finish_reason(response.finish, has_calls=False)
-            choice["stop_reason"] = stop_reason(response.finish)
-        return choice if response.text or has_tokens else {}
-
-    def _next_logprobs(self, response: tokenizer_pb2.GenerateResponse) -> dict[str, Any]:
-        first_text, of_prompt = None, self._prompt_logprobs
-        if self._facts.options.has_prompt_in_logprobs and of_prompt is not None:
-            first_text = self._facts.prompt(self._prompt).first_text if not self._has_begun else None
-        self._has_begun, self._prompt_logprobs = True, []
-        return self._logprobs.values([*of_prompt, *response.logprobs], first_text=first_text)
-
-    _has_begun = False
-
-
-def _call_delta(call: tokenizer_pb2.ToolCallDelta) -> dict[str, Any]:
-    if not call.id:
-        return {"index": call.index, "function": {"arguments": call.arguments}}
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"index": call.index, "id": call.id, "type": "function", "function": function}

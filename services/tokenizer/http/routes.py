@@ -1,11 +1,8 @@
-"""The routes of the HTTP API, and what every answer has in common."""
+"""The routes of the HTTP API."""
 
 from __future__ import annotations
 
-import re
-import secrets
 import time
-from collections.abc import Awaitable, Callable
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Protocol
@@ -17,16 +14,17 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from services.tokenizer.http.access import Access
+from services.tokenizer.http.backend import Backend
 from services.tokenizer.http.bodies import read_body
-from services.tokenizer.http.calls import JSON, ApiCall, Backend, Route
+from services.tokenizer.http.boundary import REQUEST_ID, Handler, log_facts, make_boundary, make_signer
+from services.tokenizer.http.calls import JSON, ApiCall, Route
 from services.tokenizer.http.chat_request import read_chat_request
+from services.tokenizer.http.choice_forms import ChatChoiceForm, CompletionChoiceForm
 from services.tokenizer.http.completion_request import read_completion_request
-from services.tokenizer.http.connection import SERVER, Connection, error_response
 from services.tokenizer.http.errors import HttpError, any_error, invalid_field
 from services.tokenizer.http.field_names import FieldNames
 from services.tokenizer.http.fields import read_fields
 from services.tokenizer.http.openapi import make_openapi
-from services.tokenizer.http.pieces import ChatChoiceForm, CompletionChoiceForm
 from services.tokenizer.http.requests import ApiRequest
 from services.tokenizer.http.token_requests import DetokenizeFields, read_tokenize_request
 from services.tokenizer.http.whole_answers import chat_answer, completion_answer
@@ -34,8 +32,8 @@ from services.tokenizer.json.json_values import JsonObject
 from shared.limits import check_token_ids
 from shared.release import find_release
 
-CHAT = Route("chatcmpl-", ChatChoiceForm.kind, chat_answer)
-COMPLETION = Route("cmpl-", CompletionChoiceForm.kind, completion_answer)
+CHAT = Route("chatcmpl-", "chat.completion.chunk", ChatChoiceForm, chat_answer)
+COMPLETION = Route("cmpl-", "text_completion", CompletionChoiceForm, completion_answer)
 
 # Other parts of OpenAI's and vLLM's APIs, which are refused by name.
 NOT_SUPPORTED = (
@@ -69,18 +67,11 @@ class Reader(Protocol):
         """Read a request, which the cell knows by `request_id`; raises `HttpError`."""
 
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-# What of a client's own id may be echoed and logged.
-_CLIENT_ID = re.compile(r"[!-~]{1,128}")
-_REQUEST_ID = web.RequestKey("request_id", str)
-
-
 def make_app(backend: Backend, access: Access, registry: CollectorRegistry) -> web.Application:
     """The routes; `registry` is what `/metrics` shows."""
     routes = _Routes(backend, registry)
-    app = web.Application(middlewares=[_make_boundary(access)])
-    app.on_response_prepare.append(_make_signer(access))
+    app = web.Application(middlewares=[make_boundary(access)])
+    app.on_response_prepare.append(make_signer(access))
     app.add_routes(
         [
             web.post("/v1/chat/completions", routes.answer(CHAT, read_chat_request)),
@@ -112,9 +103,9 @@ class _Routes:
         """Continue the prompts of a request."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            api = await read_body(request, partial(read, request_id=request[_REQUEST_ID]))
+            api = await read_body(request, partial(read, request_id=request[REQUEST_ID]))
             try:
-                return await ApiCall(self._backend, route, request, api, _log_facts(request)).serve()
+                return await ApiCall(self._backend, route, request, api, log_facts(request)).serve()
             except Exception as error:  # noqa: BLE001 - this is the HTTP boundary
                 # Here the fields have the names of this API.
                 raise any_error(error, api.names) from None
@@ -125,7 +116,7 @@ class _Routes:
         """Show the prompts as the model reads them."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            api = await read_body(request, partial(read, request_id=request[_REQUEST_ID]))
+            api = await read_body(request, partial(read, request_id=request[REQUEST_ID]))
             try:
                 model = self._backend.check_model(api.model)
                 rendered = [await self._backend.render(prompt) for prompt in api.prompts]
@@ -145,7 +136,7 @@ class _Routes:
             _, token_ids = await self._backend.render(prompt)
         except Exception as error:  # noqa: BLE001 - this is the HTTP boundary
             raise any_error(error, FieldNames(is_chat=prompt.HasField("chat"), given={})) from None
-        strings = [self._backend.model.texts.bytes_of(token_id).decode(errors="replace") for token_id in token_ids]
+        strings = [self._backend.token_text(token_id) for token_id in token_ids]
         return _json(
             {
                 "count": len(token_ids),
@@ -214,58 +205,3 @@ def _json(value: object) -> web.Response:
 async def _refuse_route(request: web.Request) -> web.StreamResponse:
     message = f"{request.path} is not supported"
     raise HttpError(HTTPStatus.NOT_IMPLEMENTED, "not_supported", message, headers={"x-should-retry": "false"})
-
-
-def _log_facts(request: web.Request) -> dict[str, str]:
-    client_id = _client_id(request)
-    return {} if client_id is None else {"client_request_id": client_id}
-
-
-def _client_id(request: web.BaseRequest) -> str | None:
-    """The id that the client gave, if it can be echoed."""
-    given = request.headers.get("X-Request-Id", "")
-    return given if _CLIENT_ID.fullmatch(given) else None
-
-
-def _make_boundary(access: Access) -> Any:
-    """The middleware that checks hosts, and turns every error into an answer."""
-
-    @web.middleware
-    async def boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if isinstance(request.protocol, Connection):
-            request.protocol.note_head()
-        request[_REQUEST_ID] = secrets.token_hex(16)
-        try:
-            access.check_host(request)
-            return access.preflight(request) or await handler(request)
-        except web.HTTPException as error:
-            return error_response(_routing_error(error))
-        except ConnectionError:
-            # The client is gone.
-            raise
-        except Exception as error:  # noqa: BLE001 - this is the HTTP boundary
-            return error_response(any_error(error, str))
-
-    return boundary
-
-
-def _make_signer(access: Access) -> Any:
-    """The signal that adds the headers of every answer."""
-
-    async def sign(request: web.Request, response: web.StreamResponse) -> None:
-        own = request.get(_REQUEST_ID)
-        if (request_id := _client_id(request) or own) is not None:
-            response.headers["x-request-id"] = request_id
-        response.headers["Server"] = SERVER
-        access.permit(request, response.headers)
-
-    return sign
-
-
-def _routing_error(error: web.HTTPException) -> HttpError:
-    if error.status == HTTPStatus.METHOD_NOT_ALLOWED:
-        allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-        return HttpError(error.status, "method_not_allowed", "the path does not take this method", headers=allow)
-    if error.status == HTTPStatus.NOT_FOUND:
-        return HttpError(error.status, "not_found", "there is no such path")
-    return HttpError(error.status, "invalid_request", HTTPStatus(error.status).phrase)

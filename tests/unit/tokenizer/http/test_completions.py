@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from lockstep.v1 import common_pb2
 from shared.sampling_codec import decode_options
+from tests.support.models.tiny_tokenizer import CONTEXT_LENGTH
 from tests.support.tokenizer.exchange_peer import Position, PromptRow, Row, make_end, read_column
 from tests.support.tokenizer.http_client import MAX_TOKENS, HttpService
 
@@ -124,6 +125,7 @@ async def test_vllms_extras_are_in_the_answer(http: HttpService) -> None:
         ({"prompt": ""}, "prompt"),
         ({"prompt": [1.5]}, "prompt"),
         ({"prompt": [9999]}, "prompt[0]"),
+        ({"prompt": [9999], "echo": True, "logprobs": 1}, "prompt[0]"),
         ({"prompt": ["a", [70, 9999]]}, "prompt[1][1]"),
         ({"prompt": ["a"] * 65}, "prompt"),
         ({"suffix": "x"}, "suffix"),
@@ -136,3 +138,13 @@ async def test_vllms_extras_are_in_the_answer(http: HttpService) -> None:
 async def test_a_bad_field_is_refused_by_name(http: HttpService, fields: dict[str, Any], param: str) -> None:
     answer = await http.post(COMPLETIONS, completion(**fields))
     assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_request", param)
+
+
+async def test_a_truncated_prompt_is_told_as_it_was_kept(http: HttpService, tokenizer: Tokenizer) -> None:
+    text = "The fox " * CONTEXT_LENGTH
+    kept = tokenizer.encode(text).ids[-3:]
+    body = completion(prompt=text, truncate_prompt_tokens=3, return_token_ids=True, max_tokens=1)
+    task, [sent] = await http.begin(COMPLETIONS, body)
+    assert read_column(sent.prompt_token_ids) == kept
+    http.send(sent, [70])
+    assert (await task).value["choices"][0]["prompt_token_ids"] == kept

@@ -1,0 +1,75 @@
+"""The service as the HTTP API uses it: the model, the link to the cell, the requests in flight."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.chat.chat_request import check_chat
+from services.tokenizer.exchange.scheduler_client import SchedulerClient
+from services.tokenizer.exchange.scheduler_link import Cell
+from services.tokenizer.http.answer_facts import PromptFacts
+from services.tokenizer.request.model import ServedModel
+from services.tokenizer.server.live_requests import LiveRequests
+from services.tokenizer.server.request_totals import RequestTotals
+from shared.errors import ModelNotFoundError
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What the calls need of the service."""
+
+    model: ServedModel
+    scheduler: SchedulerClient
+    live: LiveRequests
+    totals: RequestTotals
+    max_unread_s: float
+    model_names: tuple[str, ...]
+    """Names that clients may give; the first one is in answers. At least one."""
+
+    def cell(self) -> Cell:
+        """The linked cell.
+
+        Raises:
+            DrainingError, NotReadyError: there is none for new requests.
+        """
+        self.live.check_open()
+        return self.scheduler.cell()
+
+    def check_model(self, name: str | None) -> str:
+        """The model's name for the answer.
+
+        Raises:
+            ModelNotFoundError: it is another model's.
+        """
+        if name is not None and name not in self.model_names:
+            raise ModelNotFoundError("the requested model is not served here", served_model=self.model_names[0])
+        return name or self.model_names[0]
+
+    async def render(self, prompt: tokenizer_pb2.Prompt, *, max_tokens: int | None = None) -> tuple[str, list[int]]:
+        """A prompt's text and token ids; raises as `PromptEncoder.encode`.
+
+        Ids have no text and are returned unchecked. `max_tokens` is the most that the prompt may have, the context
+        length if None.
+        """
+        prompts, max_tokens = self.model.prompts, max_tokens or self.cell().limits.context_length
+        kind = prompt.WhichOneof("prompt")
+        if kind == "chat":
+            text, token_ids = await prompts.render_chat(check_chat(prompt.chat), max_tokens)
+            return text, token_ids.tolist()
+        if kind == "tokens":
+            return "", list(prompt.tokens.token_ids)
+        return prompt.text, (await prompts.encode_text(prompt.text, max_tokens)).tolist()
+
+    async def prompt_facts(self, prompt: tokenizer_pb2.Prompt, num_kept: int) -> PromptFacts:
+        """What answers may tell of a prompt, of which the last `num_kept` tokens are kept, or all if 0."""
+        _, token_ids = await self.render(prompt, max_tokens=sys.maxsize if num_kept else None)
+        token_ids = token_ids[-num_kept:]
+        # What is out of range is refused later.
+        is_known = token_ids and token_ids[0] < self.cell().limits.logits_width
+        return PromptFacts(token_ids, self.token_text(token_ids[0]) if is_known else "")
+
+    def token_text(self, token_id: int) -> str:
+        """A token's text in isolation."""
+        return self.model.texts.bytes_of(token_id).decode(errors="replace")

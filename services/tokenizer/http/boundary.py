@@ -1,0 +1,79 @@
+"""What every answer of the HTTP API has in common: checks before its route, errors, and headers."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any
+
+from aiohttp import web
+
+from services.tokenizer.http.access import Access
+from services.tokenizer.http.connection import SERVER, Connection, error_response
+from services.tokenizer.http.errors import HttpError, any_error
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+REQUEST_ID = web.RequestKey("request_id", str)
+"""The id that the cell knows a request by."""
+
+# What of a client's own id may be echoed and logged.
+_CLIENT_ID = re.compile(r"[!-~]{1,128}")
+
+
+def log_facts(request: web.Request) -> dict[str, str]:
+    """The fields that the log line of a request has of its head."""
+    client_id = _client_id(request)
+    return {} if client_id is None else {"client_request_id": client_id}
+
+
+def _client_id(request: web.BaseRequest) -> str | None:
+    """The id that the client gave, if it can be echoed."""
+    given = request.headers.get("X-Request-Id", "")
+    return given if _CLIENT_ID.fullmatch(given) else None
+
+
+def make_boundary(access: Access) -> Any:
+    """The middleware that checks hosts, and turns every error into an answer."""
+
+    @web.middleware
+    async def boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if isinstance(request.protocol, Connection):
+            request.protocol.note_head()
+        request[REQUEST_ID] = secrets.token_hex(16)
+        try:
+            access.check_host(request)
+            return access.preflight(request) or await handler(request)
+        except web.HTTPException as error:
+            return error_response(_routing_error(error))
+        except ConnectionError:
+            # The client is gone.
+            raise
+        except Exception as error:  # noqa: BLE001 - this is the HTTP boundary
+            return error_response(any_error(error, str))
+
+    return boundary
+
+
+def make_signer(access: Access) -> Any:
+    """The signal that adds the headers of every answer."""
+
+    async def sign(request: web.Request, response: web.StreamResponse) -> None:
+        own = request.get(REQUEST_ID)
+        if (request_id := _client_id(request) or own) is not None:
+            response.headers["x-request-id"] = request_id
+        response.headers["Server"] = SERVER
+        access.permit(request, response.headers)
+
+    return sign
+
+
+def _routing_error(error: web.HTTPException) -> HttpError:
+    if error.status == HTTPStatus.METHOD_NOT_ALLOWED:
+        allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+        return HttpError(error.status, "method_not_allowed", "the path does not take this method", headers=allow)
+    if error.status == HTTPStatus.NOT_FOUND:
+        return HttpError(error.status, "not_found", "there is no such path")
+    return HttpError(error.status, "invalid_request", HTTPStatus(error.status).phrase)

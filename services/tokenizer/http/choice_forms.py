@@ -1,0 +1,105 @@
+"""What the pieces of a stream say of one choice, by the route: see `ChoiceForm`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.v1 import common_pb2, tokenizer_pb2
+from services.tokenizer.http.answer_facts import AnswerFacts, finish_reason, stop_reason
+from services.tokenizer.http.logprob_values import CompletionLogprobs, chat_logprobs
+
+
+class ChatChoiceForm:
+    """A choice of a chat."""
+
+    def __init__(self, facts: AnswerFacts, prompt: int) -> None:
+        self._facts = facts
+        self._prompt = prompt
+        self._has_calls = False
+
+    def opening(self) -> dict[str, Any] | None:
+        """See `ChoiceForm`."""
+        first = self._choice({"role": "assistant", "content": ""})
+        if self._facts.options.has_token_ids:
+            first["prompt_token_ids"] = list(self._facts.prompt(self._prompt).token_ids)
+        return first
+
+    def text(self, text: str) -> dict[str, Any]:
+        """See `ChoiceForm`."""
+        return self._choice({"content": text})
+
+    def fields(self, response: tokenizer_pb2.GenerateResponse) -> dict[str, Any]:
+        """See `ChoiceForm`."""
+        options = self._facts.options
+        delta: dict[str, Any] = {}
+        if response.reasoning and options.has_reasoning:
+            delta |= {"reasoning": response.reasoning, "reasoning_content": response.reasoning}
+        if response.text:
+            delta["content"] = response.text
+        if response.tool_calls:
+            self._has_calls = True
+            delta["tool_calls"] = [_call_delta(call) for call in response.tool_calls]
+        choice = self._choice(delta)
+        if response.logprobs:
+            choice["logprobs"] = chat_logprobs(response.logprobs, by_id=options.names_tokens_by_id)
+        if options.has_token_ids:
+            choice["token_ids"] = list(response.token_ids)
+        if response.HasField("finish"):
+            choice["finish_reason"] = finish_reason(response.finish, has_calls=self._has_calls)
+            choice["stop_reason"] = stop_reason(response.finish)
+        has_news = delta or response.HasField("finish") or response.logprobs or options.has_token_ids
+        return choice if has_news else {}
+
+    def _choice(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"delta": delta, "logprobs": None, "finish_reason": None}
+
+
+class CompletionChoiceForm:
+    """A choice of a completion."""
+
+    def __init__(self, facts: AnswerFacts, prompt: int) -> None:
+        self._facts = facts
+        self._prompt = prompt
+        self._logprobs = CompletionLogprobs(by_id=facts.options.names_tokens_by_id)
+        # What the first piece has of the prompt; then empty.
+        self._prompt_logprobs: list[common_pb2.PositionLogprobs] = []
+        self._first_text = facts.prompt(prompt).first_text if facts.options.has_prompt_in_logprobs else None
+        self._prompt_ids: list[int] | None = list(facts.prompt(prompt).token_ids)
+
+    def opening(self) -> dict[str, Any] | None:
+        """See `ChoiceForm`."""
+        return None
+
+    def text(self, text: str) -> dict[str, Any]:
+        """See `ChoiceForm`."""
+        return {"text": text, "logprobs": None, "finish_reason": None}
+
+    def fields(self, response: tokenizer_pb2.GenerateResponse) -> dict[str, Any]:
+        """See `ChoiceForm`."""
+        options = self._facts.options
+        choice = self.text(response.text)
+        self._prompt_logprobs += response.prompt_logprobs
+        has_tokens = bool(response.token_ids) or response.HasField("finish")
+        if options.has_logprobs and has_tokens:
+            choice["logprobs"] = self._next_logprobs(response)
+        if options.has_token_ids and has_tokens:
+            choice["token_ids"] = list(response.token_ids)
+            if self._prompt_ids is not None:
+                choice["prompt_token_ids"], self._prompt_ids = self._prompt_ids, None
+        if response.HasField("finish"):
+            choice["finish_reason"] = finish_reason(response.finish, has_calls=False)
+            choice["stop_reason"] = stop_reason(response.finish)
+        return choice if response.text or has_tokens else {}
+
+    def _next_logprobs(self, response: tokenizer_pb2.GenerateResponse) -> dict[str, Any]:
+        positions = [*self._prompt_logprobs, *response.logprobs]
+        values = self._logprobs.values(positions, first_text=self._first_text)
+        self._prompt_logprobs, self._first_text = [], None
+        return values
+
+
+def _call_delta(call: tokenizer_pb2.ToolCallDelta) -> dict[str, Any]:
+    if not call.id:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
