@@ -11,10 +11,10 @@ from prometheus_client import CollectorRegistry
 from services.tokenizer.config import TokenizerSettings
 from services.tokenizer.exchange.cell_requests import CellRequests
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
-from services.tokenizer.http.access import Access
 from services.tokenizer.http.backend import Backend
+from services.tokenizer.http.connections.access import Access
+from services.tokenizer.http.connections.server import HttpServer, serve_http
 from services.tokenizer.http.routes import make_app
-from services.tokenizer.http.server import HttpServer, serve_http
 from services.tokenizer.metrics import make_registry
 from services.tokenizer.request.model import ServedModel, load_model
 from services.tokenizer.server.live_requests import LiveRequests

@@ -9,7 +9,7 @@ from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.chat.chat_request import check_chat
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
 from services.tokenizer.exchange.scheduler_link import Cell
-from services.tokenizer.http.answer_facts import PromptFacts
+from services.tokenizer.http.answers.answer_facts import PromptFacts
 from services.tokenizer.request.model import ServedModel
 from services.tokenizer.server.live_requests import LiveRequests
 from services.tokenizer.server.request_totals import RequestTotals

@@ -13,13 +13,13 @@ import msgspec
 from aiohttp import web
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.http.answer_facts import AnswerFacts, PromptFacts
+from services.tokenizer.http.answers.answer_facts import AnswerFacts, PromptFacts
+from services.tokenizer.http.answers.event_stream import EventStream
+from services.tokenizer.http.answers.pieces import ChoiceForm, Pieces
 from services.tokenizer.http.backend import Backend
 from services.tokenizer.http.errors import any_error
-from services.tokenizer.http.event_stream import EventStream
-from services.tokenizer.http.fields import ignored_header
-from services.tokenizer.http.pieces import ChoiceForm, Pieces
-from services.tokenizer.http.requests import ApiRequest
+from services.tokenizer.http.requests.api_request import ApiRequest
+from services.tokenizer.http.requests.fields import ignored_header
 from services.tokenizer.server.generate import CallTerms, GenerateCall, Writer
 from services.tokenizer.server.whole_answer import WholeAnswer
 from shared.errors import ClientTooSlowError, DeadlinePassedError

@@ -13,21 +13,21 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from services.tokenizer.http.access import Access
+from services.tokenizer.http.answers.choice_forms import ChatChoiceForm, CompletionChoiceForm
+from services.tokenizer.http.answers.whole_answers import chat_answer, completion_answer
 from services.tokenizer.http.backend import Backend
-from services.tokenizer.http.bodies import read_body
-from services.tokenizer.http.boundary import REQUEST_ID, Handler, log_facts, make_boundary, make_signer
 from services.tokenizer.http.calls import JSON, ApiCall, Route
-from services.tokenizer.http.chat_request import read_chat_request
-from services.tokenizer.http.choice_forms import ChatChoiceForm, CompletionChoiceForm
-from services.tokenizer.http.completion_request import read_completion_request
+from services.tokenizer.http.connections.access import Access
+from services.tokenizer.http.connections.bodies import read_body
+from services.tokenizer.http.connections.boundary import REQUEST_ID, Handler, log_facts, make_boundary, make_signer
 from services.tokenizer.http.errors import HttpError, any_error, invalid_field
-from services.tokenizer.http.field_names import FieldNames
-from services.tokenizer.http.fields import read_fields
-from services.tokenizer.http.openapi import make_openapi
-from services.tokenizer.http.requests import ApiRequest
-from services.tokenizer.http.token_requests import DetokenizeFields, read_tokenize_request
-from services.tokenizer.http.whole_answers import chat_answer, completion_answer
+from services.tokenizer.http.requests.api_request import ApiRequest
+from services.tokenizer.http.requests.chat_request import read_chat_request
+from services.tokenizer.http.requests.completion_request import read_completion_request
+from services.tokenizer.http.requests.field_names import FieldNames
+from services.tokenizer.http.requests.fields import read_fields
+from services.tokenizer.http.requests.openapi import make_openapi
+from services.tokenizer.http.requests.token_requests import DetokenizeFields, read_tokenize_request
 from services.tokenizer.json.json_values import JsonObject
 from shared.limits import check_token_ids
 from shared.release import find_release

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.tokenizer.http import bodies, connection
+from services.tokenizer.http.connections import bodies, connection
 from tests.support.system.ports import free_port
 from tests.support.tokenizer.http_client import MESSAGES, HttpService, run_http_service
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from services.tokenizer.http.chat_request import ChatFields, read_chat_request
-from services.tokenizer.http.completion_request import CompletionFields, read_completion_request
 from services.tokenizer.http.errors import HttpError, http_error
+from services.tokenizer.http.requests.chat_request import ChatFields, read_chat_request
+from services.tokenizer.http.requests.completion_request import CompletionFields, read_completion_request
 from services.tokenizer.request.checks import check_request
 from shared.errors import ServiceError
 from shared.limits import ModelLimits

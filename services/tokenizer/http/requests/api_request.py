@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.http.field_names import FieldNames
+from services.tokenizer.http.requests.field_names import FieldNames
 
 
 @dataclass(frozen=True, slots=True)

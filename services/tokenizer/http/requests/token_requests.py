@@ -7,9 +7,9 @@ from typing import Self
 from pydantic import model_validator
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.http.chat_request import read_chat_request
 from services.tokenizer.http.errors import invalid_field
-from services.tokenizer.http.fields import Count, Fields, check_honoured, read_fields
+from services.tokenizer.http.requests.chat_request import read_chat_request
+from services.tokenizer.http.requests.fields import Count, Fields, check_honoured, read_fields
 from services.tokenizer.json.json_values import JsonObject
 
 

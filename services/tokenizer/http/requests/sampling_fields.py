@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.http.errors import invalid_field
-from services.tokenizer.http.fields import Count, Fields, TextOrTexts
+from services.tokenizer.http.requests.fields import Count, Fields, TextOrTexts
 
 # A drawn seed fits what every client's JSON library reads exactly.
 _DRAWN_SEED_BITS = 53

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from services.tokenizer.http.answer_facts import AnswerFacts, finish_reason, stop_reason
-from services.tokenizer.http.logprob_values import CompletionLogprobs, chat_logprobs
+from services.tokenizer.http.answers.answer_facts import AnswerFacts, finish_reason, stop_reason
+from services.tokenizer.http.answers.logprob_values import CompletionLogprobs, chat_logprobs
 
 
 class ChatChoiceForm:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from services.tokenizer.http.answer_facts import AnswerFacts, finish_reason, stop_reason, usage_value
-from services.tokenizer.http.logprob_values import CompletionLogprobs, chat_logprobs, prompt_logprobs
+from services.tokenizer.http.answers.answer_facts import AnswerFacts, finish_reason, stop_reason, usage_value
+from services.tokenizer.http.answers.logprob_values import CompletionLogprobs, chat_logprobs, prompt_logprobs
 
 
 def chat_answer(answer: tokenizer_pb2.CompleteResponse, facts: AnswerFacts) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from services.tokenizer.http.chat_request import ChatFields
-from services.tokenizer.http.completion_request import CompletionFields
-from services.tokenizer.http.fields import Fields
-from services.tokenizer.http.token_requests import DetokenizeFields, TokenizeFields
+from services.tokenizer.http.requests.chat_request import ChatFields
+from services.tokenizer.http.requests.completion_request import CompletionFields
+from services.tokenizer.http.requests.fields import Fields
+from services.tokenizer.http.requests.token_requests import DetokenizeFields, TokenizeFields
 
 _POSTS: dict[str, tuple[str, tuple[type[Fields], ...]]] = {
     "/v1/chat/completions": ("Continue a chat", (ChatFields,)),

@@ -7,12 +7,12 @@ from typing import Annotated, Self
 from pydantic import BeforeValidator, model_validator
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.http.chat_request import ResponseFormat
 from services.tokenizer.http.errors import invalid_field
-from services.tokenizer.http.field_names import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, FieldNames
-from services.tokenizer.http.fields import Count, check_honoured, ignored_names, read_fields
-from services.tokenizer.http.requests import AnswerOptions, ApiRequest
-from services.tokenizer.http.sampling_fields import UNSUPPORTED, CommonFields, make_message
+from services.tokenizer.http.requests.api_request import AnswerOptions, ApiRequest
+from services.tokenizer.http.requests.chat_request import ResponseFormat
+from services.tokenizer.http.requests.field_names import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, FieldNames
+from services.tokenizer.http.requests.fields import Count, check_honoured, ignored_names, read_fields
+from services.tokenizer.http.requests.sampling_fields import UNSUPPORTED, CommonFields, make_message
 from services.tokenizer.json.json_values import JsonObject
 
 DEFAULT_MAX_TOKENS = 16

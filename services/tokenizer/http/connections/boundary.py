@@ -10,8 +10,8 @@ from typing import Any
 
 from aiohttp import web
 
-from services.tokenizer.http.access import Access
-from services.tokenizer.http.connection import SERVER, Connection, error_response
+from services.tokenizer.http.connections.access import Access
+from services.tokenizer.http.connections.connection import SERVER, Connection, error_response
 from services.tokenizer.http.errors import HttpError, any_error
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

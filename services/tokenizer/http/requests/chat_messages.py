@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.errors import invalid_field
-from services.tokenizer.http.fields import Fields
+from services.tokenizer.http.requests.fields import Fields
 
 _ROLES = {
     "system": tokenizer_pb2.ROLE_SYSTEM,

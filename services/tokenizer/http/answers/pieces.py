@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from services.tokenizer.http.answer_facts import AnswerFacts, usage_value
+from services.tokenizer.http.answers.answer_facts import AnswerFacts, usage_value
 
 DONE = b"data: [DONE]\n\n"
 

@@ -8,13 +8,13 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.http.chat_messages import ChatMessage, read_message
-from services.tokenizer.http.chat_tools import ChatTool, WordOrChoice, add_tools
 from services.tokenizer.http.errors import invalid_field
-from services.tokenizer.http.field_names import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, FieldNames
-from services.tokenizer.http.fields import Count, Fields, check_honoured, ignored_names, read_fields
-from services.tokenizer.http.requests import AnswerOptions, ApiRequest
-from services.tokenizer.http.sampling_fields import UNSUPPORTED, CommonFields, SchemaText, make_message
+from services.tokenizer.http.requests.api_request import AnswerOptions, ApiRequest
+from services.tokenizer.http.requests.chat_messages import ChatMessage, read_message
+from services.tokenizer.http.requests.chat_tools import ChatTool, WordOrChoice, add_tools
+from services.tokenizer.http.requests.field_names import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, FieldNames
+from services.tokenizer.http.requests.fields import Count, Fields, check_honoured, ignored_names, read_fields
+from services.tokenizer.http.requests.sampling_fields import UNSUPPORTED, CommonFields, SchemaText, make_message
 from services.tokenizer.json.json_values import JsonObject
 
 _UNSUPPORTED = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from services.tokenizer.http.connection import Connection, Connections
+from services.tokenizer.http.connections.connection import Connection, Connections
 from shared.network.addresses import split_address
 from shared.network.rpc import refuse_taken_socket
 from shared.network.tls import Certificates

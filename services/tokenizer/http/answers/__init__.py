@@ -1,0 +1,1 @@
+"""Writes answers: as one JSON object, or as the pieces of a stream."""

@@ -1,0 +1,1 @@
+"""Listens, and checks what comes: connections, heads, hosts, bodies."""

@@ -1,0 +1,1 @@
+"""Reads the bodies of requests: their fields, and what these mean to the service."""
