@@ -91,7 +91,9 @@ class Connection(RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """See `RequestHandler`."""
+        """See `RequestHandler`; an error of aiohttp's own, before any route, gets this API's form."""
+        if isinstance(resp, web.HTTPException):
+            resp = error_response(HttpError(resp.status, "invalid_request", HTTPStatus(resp.status).phrase))
         try:
             return await super().finish_response(request, resp, start_time)
         finally:

@@ -92,6 +92,14 @@ def test_the_tool_mode_determines_the_offered_and_the_callable_tools(
     assert [tool.name for tool in conversation.callable_tools] == callable_names
 
 
+@pytest.mark.parametrize("text", ['{"a": ', "[1]", "no", "{} {}"])
+def test_arguments_that_are_no_object_stay_text_if_asked_for(text: str) -> None:
+    conversation = check_chat(chat_of(USER, calling(arguments=text), keepInvalidArguments=True))
+    assert conversation.messages[1].tool_calls == (ToolCall("", "look_up", text),)
+    kept = check_chat(chat_of(USER, calling(arguments='{"a": 1}'), keepInvalidArguments=True))
+    assert kept.messages[1].tool_calls == (ToolCall("", "look_up", {"a": 1}),)
+
+
 def test_a_call_without_arguments_has_an_empty_object() -> None:
     conversation = check_chat(chat_of(USER, calling()))
     assert conversation.messages[1].tool_calls == (ToolCall("", "look_up", {}),)

@@ -79,6 +79,13 @@ async def test_a_body_whose_length_is_not_certain_is_refused(
     assert "SECRET" not in answered + body + caplog.text
 
 
+async def test_an_unknown_expectation_is_refused_in_json(http: HttpService) -> None:
+    answered, body = await exchange(http, f"{POST}Connection: close\r\nExpect: SECRET\r\nContent-Length: 2\r\n\r\n{{}}")
+    assert answered.startswith("HTTP/1.1 417 ")
+    assert "application/json" in answered
+    assert "SECRET" not in answered + body
+
+
 async def test_a_second_request_in_the_same_bytes_is_a_request_of_its_own(http: HttpService) -> None:
     ping = "GET /ping HTTP/1.1\r\nHost: localhost\r\n"
     answered, body = await exchange(http, f"{ping}\r\n{ping}Connection: close\r\n\r\n")
