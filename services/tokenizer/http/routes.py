@@ -24,7 +24,6 @@ from services.tokenizer.http.errors import HttpError, any_error, invalid_field
 from services.tokenizer.http.requests.api_request import ApiRequest
 from services.tokenizer.http.requests.chat_request import read_chat_request
 from services.tokenizer.http.requests.completion_request import read_completion_request
-from services.tokenizer.http.requests.field_names import FieldNames
 from services.tokenizer.http.requests.fields import read_fields
 from services.tokenizer.http.requests.openapi import make_openapi
 from services.tokenizer.http.requests.token_requests import DetokenizeFields, read_tokenize_request
@@ -129,20 +128,20 @@ class _Routes:
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """Encode a text or a chat."""
-        prompt, model, has_strings = await read_body(request, read_tokenize_request)
+        asked = await read_body(request, read_tokenize_request)
         cell = self._backend.cell()
-        self._backend.check_model(model)
+        self._backend.check_model(asked.model)
         try:
-            _, token_ids = await self._backend.render(prompt)
+            _, token_ids = await self._backend.render(asked.prompt)
         except Exception as error:  # noqa: BLE001 - this is the HTTP boundary
-            raise any_error(error, FieldNames(is_chat=prompt.HasField("chat"), given={})) from None
+            raise any_error(error, asked.names) from None
         strings = [self._backend.token_text(token_id) for token_id in token_ids]
         return _json(
             {
                 "count": len(token_ids),
                 "max_model_len": cell.limits.context_length,
                 "tokens": token_ids,
-                "token_strs": strings if has_strings else None,
+                "token_strs": strings if asked.has_strings else None,
             }
         )
 

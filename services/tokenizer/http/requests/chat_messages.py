@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
@@ -18,15 +19,8 @@ _ROLES = {
     "assistant": tokenizer_pb2.ROLE_ASSISTANT,
     "tool": tokenizer_pb2.ROLE_TOOL,
 }
-
-
-class ContentPart(Fields):
-    """A part of a message; only text can be read."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-    thinking: str | None = None
+# Types of Anthropic's parts.
+_CALL, _RESULT, _THOUGHT = "tool_use", "tool_result", "thinking"
 
 
 def _as_parts(value: object) -> object:
@@ -35,6 +29,25 @@ def _as_parts(value: object) -> object:
     if value is not None and not isinstance(value, list):
         raise ValueError("must be a text or a list of parts")
     return value
+
+
+Parts = Annotated[
+    list["ContentPart"] | None, BeforeValidator(_as_parts, json_schema_input_type=str | list["ContentPart"] | None)
+]
+
+
+class ContentPart(Fields):
+    """A part of a message: text, or one of Anthropic's for reasoning, for a call, or for a call's result."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: Parts = None
 
 
 def _arguments_text(value: object) -> object:
@@ -63,9 +76,7 @@ class ChatMessage(Fields):
     """One message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
-        list[ContentPart] | None, BeforeValidator(_as_parts, json_schema_input_type=str | list[ContentPart] | None)
-    ] = None
+    content: Parts = None
     name: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
@@ -76,32 +87,57 @@ class ChatMessage(Fields):
     function_call: None = None
 
 
-def read_message(fields: ChatMessage, index: int) -> tokenizer_pb2.ChatMessage:
-    """The message.
+def read_message(fields: ChatMessage, index: int) -> list[tokenizer_pb2.ChatMessage]:
+    """The message, after the results of calls that are among its parts; left out if there is nothing else in it.
 
     Raises:
-        HttpError: a part of it is no text.
+        HttpError: a part cannot be in a prompt.
     """
-    texts = [_text_of(part, f"messages[{index}].content[{number}]") for number, part in enumerate(fields.content or ())]
-    # As vLLM joins the parts for a template that takes one text.
-    content = "\n".join(text for text in texts if text is not None) or fields.refusal or ""
+    parts = [(part, f"messages[{index}].content[{number}]") for number, part in enumerate(fields.content or ())]
+    results = [_read_result(part, place) for part, place in parts if part.type == _RESULT]
+    if results and len(results) == len(parts):
+        return results
+    calls = [_read_call(part, place) for part, place in parts if part.type == _CALL]
+    thoughts = [_text_of(part, place) for part, place in parts if part.type == _THOUGHT]
+    others = [(part, place) for part, place in parts if part.type not in (_RESULT, _CALL, _THOUGHT)]
     message = tokenizer_pb2.ChatMessage(
         role=_ROLES[fields.role],
-        content=content,
+        content=_joined(_text_of(part, place) for part, place in others) or fields.refusal or "",
         name=fields.name or "",
         tool_call_id=fields.tool_call_id or "",
-        reasoning=fields.reasoning or fields.reasoning_content or "",
+        reasoning=fields.reasoning or fields.reasoning_content or _joined(thoughts),
+        tool_calls=calls,
     )
     for call in fields.tool_calls or ():
         message.tool_calls.add(id=call.id or "", name=call.function.name, arguments=call.function.arguments or "")
-    return message
+    return [*results, message]
 
 
-def _text_of(part: ContentPart, field: str) -> str | None:
-    """None for a part that is not rendered."""
-    text: dict[str, Any] = {"text": part.text, "refusal": part.refusal, "thinking": ""}
-    if part.type not in text:
-        raise invalid_field(field, "only text can be read, not images, audio or files")
-    if text[part.type] is None:
-        raise invalid_field(f"{field}.{part.type}", "is required")
-    return text[part.type] or None
+def _read_result(part: ContentPart, place: str) -> tokenizer_pb2.ChatMessage:
+    texts = (_text_of(inner, f"{place}.content[{number}]") for number, inner in enumerate(part.content or ()))
+    return tokenizer_pb2.ChatMessage(
+        role=tokenizer_pb2.ROLE_TOOL, content=_joined(texts), tool_call_id=part.tool_use_id or ""
+    )
+
+
+def _read_call(part: ContentPart, place: str) -> tokenizer_pb2.ToolCall:
+    arguments = json.dumps(part.input, ensure_ascii=False) if part.input else ""
+    return tokenizer_pb2.ToolCall(id=part.id or "", name=_given(part.name, f"{place}.name"), arguments=arguments)
+
+
+def _text_of(part: ContentPart, place: str) -> str:
+    texts = {"text": part.text, "refusal": part.refusal, _THOUGHT: part.thinking}
+    if part.type not in texts:
+        raise invalid_field(place, "only text can be read, not images, audio or files")
+    return _given(texts[part.type], f"{place}.{part.type}")
+
+
+def _given(text: str | None, place: str) -> str:
+    if text is None:
+        raise invalid_field(place, "is required")
+    return text
+
+
+def _joined(texts: Iterable[str]) -> str:
+    """As vLLM joins the parts for a template that takes one text."""
+    return "\n".join(text for text in texts if text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -107,8 +108,9 @@ def read_chat_request(value: JsonObject, request_id: str) -> ApiRequest:
     check_honoured(value, _UNSUPPORTED)
     fields = read_fields(ChatFields, value)
     message = make_message(fields, request_id)
-    ignored = ignored_names(ChatFields, value, tuple(_UNSUPPORTED))
-    ignored += _add_chat(message.chat, fields)
+    messages = [read_message(each, index) for index, each in enumerate(fields.messages)]
+    message.chat.messages.extend(chain.from_iterable(messages))
+    not_held = _add_chat(message.chat, fields)
     if fields.max_completion_tokens is not None:
         message.sampling.max_tokens = fields.max_completion_tokens
     if fields.logprobs:
@@ -119,16 +121,15 @@ def read_chat_request(value: JsonObject, request_id: str) -> ApiRequest:
     return ApiRequest(
         message,
         _options(fields),
-        FieldNames(is_chat=True, given=_given_names(fields)),
+        FieldNames(is_chat=True, given=_given_names(fields), num_messages=[len(each) for each in messages]),
         fields.model,
         timeout_s=fields.timeout_s,
-        ignored=ignored,
+        ignored=[*ignored_names(fields, value, _UNSUPPORTED), *not_held],
     )
 
 
 def _add_chat(chat: tokenizer_pb2.Chat, fields: ChatFields) -> list[str]:
-    """Returns the names of fields that have no effect."""
-    chat.messages.extend(read_message(message, index) for index, message in enumerate(fields.messages))
+    """Add all but the messages; returns the names of fields that have no effect."""
     chat.SetInParent()
     chat.continue_final_message = bool(fields.continue_final_message)
     # Agents send back what some model wrote.

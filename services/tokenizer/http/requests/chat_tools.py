@@ -76,6 +76,8 @@ class ToolChoice(Fields):
     function: NamedFunction | None = None
     name: str | None = None
     allowed_tools: AllowedTools | None = None
+    disable_parallel_tool_use: bool | None = None
+    """Anthropic's opposite of `parallel_tool_calls`."""
 
     @model_validator(mode="after")
     def _check_form(self) -> Self:
@@ -120,6 +122,7 @@ def add_tools(chat: tokenizer_pb2.Chat, tools: list[ChatTool], choice: ToolChoic
             not_held.append(f"tools[{index}].function.strict")
     if choice is None:
         return not_held
+    chat.single_tool_call |= bool(choice.disable_parallel_tool_use)
     if choice.type == "allowed_tools" and choice.allowed_tools is not None:
         chat.tool_mode = _MODES[choice.allowed_tools.mode]
         if not choice.allowed_tools.tools:

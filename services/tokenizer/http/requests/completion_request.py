@@ -85,7 +85,7 @@ def read_completion_request(value: JsonObject, request_id: str) -> ApiRequest:
         fields.model,
         default_max_tokens=DEFAULT_MAX_TOKENS,
         timeout_s=fields.timeout_s,
-        ignored=ignored_names(CompletionFields, value, tuple(_UNSUPPORTED)),
+        ignored=list(ignored_names(fields, value, _UNSUPPORTED)),
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+_MESSAGE = re.compile(r"^chat\.messages\[(\d+)\]")
 # Applied in this order; what follows a name, such as an index, stays.
 _CHAT_RULES = (
     (r"^chat\.(tool_mode|tool_name|allowed_tool_names).*", r"tool_choice"),
@@ -44,9 +45,16 @@ STRUCTURED_OUTPUTS = {
 class FieldNames:
     """Names fields for one route and request."""
 
-    def __init__(self, *, is_chat: bool, given: Mapping[str, str]) -> None:
-        """`given` has the names that depend on the request, by the beginnings of the message's; the first counts."""
+    def __init__(self, *, is_chat: bool, given: Mapping[str, str], num_messages: Sequence[int] = ()) -> None:
+        """Name none yet.
+
+        Args:
+            is_chat: Whether the request is a chat.
+            given: The names that depend on the request, by the beginnings of the message's; the first counts.
+            num_messages: How many messages of the cell each message of the request has become; one if not given.
+        """
         self._given = given
+        self._places = [place for place, count in enumerate(num_messages) for _ in range(count)]
         self._rules = (*(_CHAT_RULES if is_chat else _COMPLETION_RULES), *_RULES)
 
     def __call__(self, field: str) -> str:
@@ -54,6 +62,11 @@ class FieldNames:
         for beginning, name in self._given.items():
             if field.startswith(beginning):
                 return name + field.removeprefix(beginning)
+        field = _MESSAGE.sub(self._place, field)
         for pattern, name in self._rules:
             field = re.sub(pattern, name, field)
         return field
+
+    def _place(self, match: re.Match[str]) -> str:
+        index = int(match[1])
+        return f"chat.messages[{self._places[index] if index < len(self._places) else index}]"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from services.tokenizer.http.errors import HttpError, invalid_field
-from services.tokenizer.json.json_values import JsonObject
+from services.tokenizer.json.json_values import JsonObject, JsonValue
 
 _IGNORED_HEADER_BYTES = 1024
 _MAX_INDEX = 2**32 - 1
@@ -61,16 +61,38 @@ def check_honoured(value: JsonObject, only: Mapping[str, Sequence[object]]) -> N
             raise invalid_field(name, "is not supported")
 
 
-def ignored_names(kind: type[Fields], value: JsonObject, others: Sequence[str]) -> list[str]:
-    """The names of the request's fields that have no effect: neither fields of `kind` nor among `others`."""
-    return [
-        name
-        for name, given in value.items()
-        if given is not None and name not in kind.model_fields and name not in others
-    ]
+def ignored_names(fields: Fields, value: JsonObject, others: Collection[str] = (), *, place: str = "") -> Iterator[str]:
+    """The names of values that have no effect, also inside others: those that `fields` does not know.
+
+    Args:
+        fields: What was read.
+        value: What it was read from.
+        others: Further names that are known.
+        place: Where `value` is in the request, as the beginning of a name; empty for the request itself.
+    """
+    kinds = type(fields).model_fields
+    known = {kind.alias or name: name for name, kind in kinds.items()}
+    for name, given in value.items():
+        if given is None or name in others:
+            continue
+        if name not in known:
+            yield f"{place}{name}"
+            continue
+        read = getattr(fields, known[name])
+        yield from _ignored_inside(read, given, f"{place}{name}")
 
 
-def ignored_header(names: Sequence[str]) -> dict[str, str]:
+def _ignored_inside(read: object, given: JsonValue, place: str) -> Iterator[str]:
+    if isinstance(read, Fields) and isinstance(given, dict):
+        yield from ignored_names(read, given, place=f"{place}.")
+    elif isinstance(read, list) and isinstance(given, list):
+        for index, (item, given_item) in enumerate(zip(read, given, strict=False)):
+            if not isinstance(item, Fields):
+                return
+            yield from _ignored_inside(item, given_item, f"{place}[{index}]")
+
+
+def ignored_header(names: Iterable[str]) -> dict[str, str]:
     """The header that tells what has no effect, for as many names as fit; without names, none."""
     text = ""
     for name in names:

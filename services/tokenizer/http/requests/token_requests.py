@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Self
 
 from pydantic import model_validator
@@ -9,6 +10,7 @@ from pydantic import model_validator
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.errors import invalid_field
 from services.tokenizer.http.requests.chat_request import read_chat_request
+from services.tokenizer.http.requests.field_names import FieldNames
 from services.tokenizer.http.requests.fields import Count, Fields, check_honoured, read_fields
 from services.tokenizer.json.json_values import JsonObject
 
@@ -39,8 +41,20 @@ class _StringsField(Fields):
     return_token_strs: bool | None = None
 
 
-def read_tokenize_request(value: JsonObject) -> tuple[tokenizer_pb2.Prompt, str | None, bool]:
-    """What to encode, the model's name if given, and whether the tokens' texts are wanted.
+@dataclass(frozen=True, slots=True)
+class TokenizeRequest:
+    """What to encode."""
+
+    prompt: tokenizer_pb2.Prompt
+    names: FieldNames
+    model: str | None
+    """The model's name as the client gave it; None if it did not."""
+    has_strings: bool
+    """Whether the tokens' texts are wanted."""
+
+
+def read_tokenize_request(value: JsonObject) -> TokenizeRequest:
+    """Read a request.
 
     Raises:
         HttpError: names the first field that is wrong or cannot be honoured.
@@ -48,7 +62,9 @@ def read_tokenize_request(value: JsonObject) -> tuple[tokenizer_pb2.Prompt, str 
     if value.get("messages") is not None:
         has_strings = bool(read_fields(_StringsField, value).return_token_strs)
         api = read_chat_request(value, "")
-        return tokenizer_pb2.Prompt(chat=api.message.chat), api.model, has_strings
+        return TokenizeRequest(tokenizer_pb2.Prompt(chat=api.message.chat), api.names, api.model, has_strings)
     check_honoured(value, {"add_special_tokens": (True,)})
     fields = read_fields(TokenizeFields, value)
-    return tokenizer_pb2.Prompt(text=fields.prompt), fields.model, bool(fields.return_token_strs)
+    names = FieldNames(is_chat=False, given={})
+    prompt = tokenizer_pb2.Prompt(text=fields.prompt)
+    return TokenizeRequest(prompt, names, fields.model, bool(fields.return_token_strs))

@@ -54,9 +54,60 @@ def test_other_fields_go_to_the_message() -> None:
     assert read(priority=9).priority == common_pb2.PRIORITY_LOW
 
 
+ANTHROPIC_CALL = {"type": "tool_use", "id": "c", "name": "find", "input": {"a": 1}}
+ANTHROPIC_RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "found"}]}
+
+
+def test_calls_and_results_may_be_parts_of_messages() -> None:
+    roles = tokenizer_pb2.Role
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "why", "signature": "s"}, ANTHROPIC_CALL]},
+        {"role": "user", "content": [ANTHROPIC_RESULT, {"type": "text", "text": "and?"}]},
+        {"role": "user", "content": [ANTHROPIC_RESULT | {"content": "again"}]},
+    ]
+    call = {"id": "c", "name": "find", "arguments": '{"a": 1}'}
+    expected = tokenizer_pb2.Chat(
+        messages=[
+            {"role": roles.ROLE_USER, "content": "hi"},
+            {"role": roles.ROLE_ASSISTANT, "tool_calls": [call], "reasoning": "why"},
+            {"role": roles.ROLE_TOOL, "tool_call_id": "c", "content": "found"},
+            {"role": roles.ROLE_USER, "content": "and?"},
+            {"role": roles.ROLE_TOOL, "tool_call_id": "c", "content": "again"},
+        ]
+    )
+    assert read(messages=messages).chat.messages == expected.messages
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user", "content": [ANTHROPIC_CALL]}, "messages[1].tool_calls"),
+        ({"role": "assistant", "content": [ANTHROPIC_CALL | {"name": None}]}, "messages[1].content[0].name"),
+        (
+            {"role": "user", "content": [ANTHROPIC_RESULT | {"content": [{"type": "image"}]}]},
+            "messages[1].content[0].content[0]",
+        ),
+        ({"role": "user", "content": [ANTHROPIC_CALL | {"input": "no object"}]}, "messages[1].content[0].input"),
+    ],
+)
+async def test_a_wrong_part_of_a_message_is_named(http: HttpService, message: dict[str, Any], param: str) -> None:
+    # The results become messages of their own, before the one that is wrong.
+    first = {"role": "user", "content": [ANTHROPIC_RESULT, ANTHROPIC_RESULT, {"type": "text", "text": "a"}]}
+    for path in (CHAT, "/tokenize"):
+        answer = await http.post(path, chat(messages=[first, message]))
+        assert (answer.status, answer.error["param"]) == (400, param)
+
+
 def test_null_means_absent() -> None:
     fields = ("temperature", "stop", "tools", "tool_choice", "response_format", "logit_bias", "stream_options", "n")
     assert read(seed=1, **dict.fromkeys(fields)) == read(seed=1)
+
+
+def test_one_call_may_be_asked_for_in_two_ways() -> None:
+    assert read(tools=[TOOL], parallel_tool_calls=False).chat.single_tool_call
+    assert read(tools=[TOOL], tool_choice={"type": "any", "disable_parallel_tool_use": True}).chat.single_tool_call
+    assert not read(tools=[TOOL], tool_choice="auto").chat.single_tool_call
 
 
 def test_messages_of_every_role() -> None:
@@ -214,6 +265,27 @@ async def test_what_has_no_effect_is_named(tools_model_dir: Path, tmp_path: Path
         task, [sent] = await http.begin(CHAT, chat(tools=[TOOL], stream=True))
         http.send(sent, [70])
         assert (await task).headers["x-lockstep-ignored"] == "tools[0].function.strict"
+
+
+def test_what_has_no_effect_is_named_inside_of_other_fields() -> None:
+    api = read_chat_request(
+        chat(
+            messages=[{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}], "weight": 1}],
+            tools=[{"type": "function", "function": {"name": "f", "parameters": {"x": 1}, "returns": {}}, "y": None}],
+            response_format={"type": "json_schema", "json_schema": {"schema": {"z": 1}, "draft": 7}},
+            stream=True,
+            stream_options={"include_obfuscation": False},
+            chat_template_kwargs={"anything": 1},
+        ),
+        "r",
+    )
+    assert api.ignored == [
+        "messages[0].content[0].cache_control",
+        "messages[0].weight",
+        "tools[0].function.returns",
+        "response_format.json_schema.draft",
+        "stream_options.include_obfuscation",
+    ]
 
 
 async def test_log_probabilities_have_true_bytes(http: HttpService, tokenizer: Tokenizer) -> None:
