@@ -26,7 +26,7 @@ def render_chat(template: ChatTemplate, control_tokens: ControlTokens, conversat
     """
     fields = template.fields(conversation)
     texts = [*texts_in(fields), template.text]
-    mark, opens_turn = "", not conversation.continues_final
+    mark, opens_turn = "", conversation.opens_turn and not conversation.continues_final
     if conversation.continues_final:
         mark = unused_character(texts)
         conversation = conversation.ending_with(mark)

@@ -94,6 +94,7 @@ class _ChatReader:
             allowed_names=self._read_allowed_names(chat, tools),
             one_call=chat.single_tool_call,
             continues_final=self._read_continuation(chat),
+            opens_turn=not chat.omit_generation_prompt,
         )
 
     def _refuse(self, field: str, description: str) -> None:
@@ -221,6 +222,8 @@ class _ChatReader:
     def _read_continuation(self, chat: tokenizer_pb2.Chat) -> bool:
         if not chat.continue_final_message or not chat.messages:
             return False
+        if chat.omit_generation_prompt:
+            self._refuse("omit_generation_prompt", "cannot be combined with continue_final_message")
         last = chat.messages[-1]
         if last.role != tokenizer_pb2.ROLE_ASSISTANT or last.tool_calls:
             self._refuse("continue_final_message", "needs an assistant's message without tool calls at the end")

@@ -69,6 +69,8 @@ class Conversation:
     """Whether a tool call ends the reply."""
     continues_final: bool = False
     """Whether the reply goes on with the last message, which is the assistant's and has content or reasoning."""
+    opens_turn: bool = True
+    """Whether the prompt ends with the beginning of a reply, unless the last message is continued."""
 
     def ending_with(self, text: str) -> Conversation:
         """The same, with `text` at the end of what is continued."""

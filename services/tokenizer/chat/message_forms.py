@@ -14,6 +14,8 @@ from services.tokenizer.json.json_values import JsonObject, JsonValue
 # Applied to everything that the client wrote.
 Guard = Callable[[JsonValue], JsonValue]
 
+UNNAMED_ARGUMENTS = "arguments"
+"""The name of arguments that are no object, in a template that needs names."""
 SHORT_ID_LENGTH = 9
 _SHORT_ID = re.compile(rf"[A-Za-z0-9]{{{SHORT_ID_LENGTH}}}")
 
@@ -36,6 +38,8 @@ class TemplateFeatures:
     """Whether the calls of a message with content are left out: the content needs a message of its own."""
     content_is_reasoning: bool = False
     """Whether a message with calls may have reasoning or content, but not both."""
+    arguments_have_names: bool = False
+    """Whether arguments that are no object are left out or refused: they need a name."""
 
 
 def message_fields(messages: Sequence[Message], features: TemplateFeatures, guard: Guard) -> list[JsonValue]:
@@ -75,7 +79,9 @@ def _fields(message: Message, features: TemplateFeatures, guard: Guard) -> JsonO
 
 def _call_fields(call: ToolCall, features: TemplateFeatures, guard: Guard) -> JsonObject:
     arguments = guard(call.arguments)
-    if features.arguments_are_text and not isinstance(arguments, str):
+    if isinstance(arguments, str):
+        arguments = {UNNAMED_ARGUMENTS: arguments} if features.arguments_have_names else arguments
+    elif features.arguments_are_text:
         arguments = json.dumps(arguments, ensure_ascii=False)
     function: JsonObject = {"name": guard(call.name), "arguments": arguments}
     return {"type": "function", **({"id": guard(call.id)} if call.id else {}), "function": function}

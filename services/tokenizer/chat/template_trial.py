@@ -40,8 +40,11 @@ _TOOL: JsonObject = {
         "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
     },
 }
-_ARGUMENTS: JsonObject = {"word": "salutation"}
+_WORD = "salutation"
+_ARGUMENTS: JsonObject = {"word": _WORD}
 _CALL = ToolCall("call_0", "look_up", _ARGUMENTS)
+# As some model wrote it.
+_MALFORMED_CALL = ToolCall("call_0", "look_up", f'{{"word": "{_WORD}')
 _OTHER_CALL = ToolCall("call_1", "look_up", {"word": "valediction"})
 
 
@@ -147,8 +150,9 @@ class _Trial:
         self._opening = opening
 
     def with_needs(self, features: TemplateFeatures) -> TemplateFeatures:
-        """Add what messages need that have several calls, or content beside one."""
+        """Add what messages need that have several calls, content beside one, or arguments that are no object."""
         for name, message in (
+            ("arguments_have_names", Message("assistant", "", (_MALFORMED_CALL,))),
             ("one_call_per_message", Message("assistant", "", (_CALL, _OTHER_CALL))),
             ("content_is_apart", Message("assistant", "So:", (_CALL,))),
             ("content_is_reasoning", Message("assistant", "So:", (_CALL,), reasoning="Hm.")),
@@ -163,8 +167,7 @@ class _Trial:
         results = [Message("tool", "A greeting.", tool_call_id=call.id, name=call.name) for call in message.tool_calls]
         text = self.rendered((message, *results), features)
         # A template that expects text and gets an object writes it in Python's notation.
-        words = [call.arguments["word"] for call in message.tool_calls if isinstance(call.arguments, dict)]
-        return str(_ARGUMENTS) not in text and all(str(word) in text for word in words)
+        return str(_ARGUMENTS) not in text and all(_word_of(call) in text for call in message.tool_calls)
 
     def rendered(self, messages: tuple[Message, ...], features: TemplateFeatures) -> str:
         """Empty if the template fails."""
@@ -172,6 +175,11 @@ class _Trial:
             return self._render({"messages": _fields((*self._opening, *messages), features), "tools": [_TOOL]})
         except Exception:  # noqa: BLE001 - a template can raise anything
             return ""
+
+
+def _word_of(call: ToolCall) -> str:
+    """What is in a text that the call's arguments are in."""
+    return _WORD if isinstance(call.arguments, str) else str(call.arguments["word"])
 
 
 def _fields(messages: tuple[Message, ...], features: TemplateFeatures) -> list[JsonValue]:

@@ -24,3 +24,7 @@ SHORT_IDS = """\
 CALLS_AS_PYTHON = (
     "{% for m in messages %}{% for call in m.tool_calls %}{{ call.function.arguments }}{% endfor %}{% endfor %}"
 )
+# Qwen3-Coder's and DeepSeek-V3.2's form: an element for each argument.
+CALLS_BY_ARGUMENT = """\
+{% for m in messages %}{{ m.content }}{% for call in m.tool_calls %}{% for name, value in call.function.arguments.items() %}
+{{- name }}={{ value }};{% endfor %}{% endfor %}{% endfor %}"""

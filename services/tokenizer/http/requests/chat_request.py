@@ -92,8 +92,6 @@ class ChatFields(CommonFields):
             raise invalid_field("structured_outputs", "cannot be combined with response_format")
         if self.continue_final_message and self.add_generation_prompt:
             raise invalid_field("add_generation_prompt", "cannot be combined with continue_final_message")
-        if self.add_generation_prompt is False and not self.continue_final_message:
-            raise invalid_field("add_generation_prompt", "can only be false with continue_final_message")
         if self.best_of is not None and self.best_of != (1 if self.n is None else self.n):
             raise invalid_field("best_of", "is not supported")
         return self
@@ -132,6 +130,7 @@ def _add_chat(chat: tokenizer_pb2.Chat, fields: ChatFields) -> list[str]:
     """Add all but the messages; returns the names of fields that have no effect."""
     chat.SetInParent()
     chat.continue_final_message = bool(fields.continue_final_message)
+    chat.omit_generation_prompt = fields.add_generation_prompt is False and not fields.continue_final_message
     # Agents send back what some model wrote.
     chat.keep_invalid_arguments = True
     chat.single_tool_call = fields.parallel_tool_calls is False

@@ -13,6 +13,7 @@ _CHAT_RULES = (
     (r"^chat\.messages\[(\d+)\]\.tool_calls\[(\d+)\]\.(name|arguments)", r"messages[\1].tool_calls[\2].function.\3"),
     (r"^chat\.template_variables", "chat_template_kwargs"),
     (r"^chat\.single_tool_call", "parallel_tool_calls"),
+    (r"^chat\.omit_generation_prompt", "add_generation_prompt"),
     (r"^chat\.", ""),
     (r"^(chat|prompt)$", "messages"),
 )

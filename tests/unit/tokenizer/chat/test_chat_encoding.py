@@ -101,6 +101,15 @@ async def test_text_and_ids_equal_those_of_transformers(directory: Path, chat: C
     assert token_ids.tolist() == tokenizer.apply_chat_template(**fields, add_generation_prompt=True)["input_ids"]
 
 
+async def test_a_turn_that_is_not_opened_is_rendered_as_by_transformers(directory: Path) -> None:
+    prompts = PromptEncoder(encoder(), template_of(directory))
+    chat = Conversation((USER,), opens_turn=False)
+    text, _ = await prompts.render_chat(chat, 10_000)
+    assert text == reference(directory).apply_chat_template(
+        **transformers_fields(chat), add_generation_prompt=False, tokenize=False
+    )
+
+
 @pytest.mark.parametrize("content", ["The sky", "a\n b", "é <think>x", "1", "Hi", "a <|im_ b"])
 async def test_a_continued_message_is_rendered_as_by_transformers(directory: Path, content: str) -> None:
     prompts = PromptEncoder(encoder(), template_of(directory))

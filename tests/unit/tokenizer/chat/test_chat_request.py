@@ -156,6 +156,12 @@ def test_a_call_without_arguments_has_an_empty_object() -> None:
             chat_of(tools=[TOOL, {**TOOL, "name": "now"}], allowedToolNames=["look_up"], toolName="now"),
             "tool_name",
         ),
+        (
+            chat_of(
+                USER, {"role": "ROLE_ASSISTANT", "content": "A"}, continueFinalMessage=True, omitGenerationPrompt=True
+            ),
+            "omit_generation_prompt",
+        ),
         (chat_of(templateVariables="x"), "template_variables"),
         (chat_of(templateVariables="[]"), "template_variables"),
         (chat_of(templateVariables=json.dumps({"a": "x" * 2**16})), "template_variables"),

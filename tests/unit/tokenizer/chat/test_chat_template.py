@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from services.tokenizer.chat.chat_template import ChatTemplate, load_chat_template
 from services.tokenizer.chat.conversation import Conversation, Message, Tool, ToolCall, ToolMode
 from services.tokenizer.chat.message_forms import TemplateFeatures
+from services.tokenizer.chat.template_rendering import render_template
+from services.tokenizer.chat.template_trial import find_features
 from services.tokenizer.json.json_values import JsonObject
 from services.tokenizer.request.prompts import PromptEncoder
 from services.tokenizer.text.encoder import Encoder
@@ -16,6 +19,7 @@ from services.tokenizer.text.model_tokenizer import load_tokenizer
 from shared.errors import InvalidRequestError, TemplateFailedError
 from shared.model_dir import ModelDirectoryError
 from tests.support.models.tiny_tokenizer import CHATML, tiny_tokenizer, write_tiny_tokenizer
+from tests.support.tokenizer.call_templates import CALLS_AS_OBJECTS, CALLS_AS_TEXT, CALLS_BY_ARGUMENT
 
 USER = Message("user", "Hi")
 SCHEMA: JsonObject = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -97,6 +101,14 @@ def test_calls_have_the_form_that_the_template_expects() -> None:
     empty, full = json.loads(render(template, CALL, Message("assistant", "So:", CALL.tool_calls)))
     assert (empty["content"], full["content"]) == (None, "So:")
     assert empty["tool_calls"][0]["function"]["arguments"] == '{"city": "Aix"}'
+
+
+@pytest.mark.parametrize("arguments", ['{"word": ', "[1]"])
+def test_arguments_that_are_no_object_are_shown_in_any_form(arguments: str) -> None:
+    call = Message("assistant", "", (ToolCall("c", "look_up", arguments),))
+    for source in (CALLS_AS_OBJECTS, CALLS_AS_TEXT, CALLS_BY_ARGUMENT):
+        features = find_features(partial(render_template, source, {}), None)
+        assert arguments in render(ChatTemplate(source, {}, features=features), USER, call)
 
 
 def test_a_conversation_with_tools_can_have_a_separate_template() -> None:

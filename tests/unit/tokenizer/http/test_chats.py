@@ -184,6 +184,12 @@ async def test_the_last_message_is_continued_only_if_asked_to(http: HttpService,
     assert prompts[1].endswith("The quick")
 
 
+async def test_a_reply_is_begun_unless_asked_not_to(http: HttpService) -> None:
+    for options, end in (({}, "<|im_start|>assistant\n"), ({"add_generation_prompt": False}, "hi<|im_end|>\n")):
+        [prompt] = (await http.post(f"{CHAT}/render", chat(**options))).value["prompts"]
+        assert prompt["prompt"].endswith(end)
+
+
 async def test_client_ids_are_logged_and_texts_are_not(http: HttpService, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     body = chat(messages=[{"role": "user", "content": "SECRET"}], user="SECRET")
