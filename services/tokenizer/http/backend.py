@@ -47,11 +47,17 @@ class Backend:
             raise ModelNotFoundError("the requested model is not served here", served_model=self.model_names[0])
         return name or self.model_names[0]
 
-    async def render(self, prompt: tokenizer_pb2.Prompt, *, max_tokens: int | None = None) -> tuple[str, list[int]]:
+    async def render(
+        self, prompt: tokenizer_pb2.Prompt, *, max_tokens: int | None = None, add_special_tokens: bool = True
+    ) -> tuple[str, list[int]]:
         """A prompt's text and token ids; raises as `PromptEncoder.encode`.
 
-        Ids have no text and are returned unchecked. `max_tokens` is the most that the prompt may have, the context
-        length if None.
+        Ids have no text and are returned unchecked.
+
+        Args:
+            prompt: The prompt.
+            max_tokens: The most that it may have; the context length if None.
+            add_special_tokens: Whether a text gets the post-processor's tokens.
         """
         prompts, max_tokens = self.model.prompts, max_tokens or self.cell().limits.context_length
         kind = prompt.WhichOneof("prompt")
@@ -60,7 +66,8 @@ class Backend:
             return text, token_ids.tolist()
         if kind == "tokens":
             return "", list(prompt.tokens.token_ids)
-        return prompt.text, (await prompts.encode_text(prompt.text, max_tokens)).tolist()
+        token_ids = await prompts.encode_text(prompt.text, max_tokens, add_special_tokens=add_special_tokens)
+        return prompt.text, token_ids.tolist()
 
     async def prompt_facts(self, prompt: tokenizer_pb2.Prompt, num_kept: int) -> PromptFacts:
         """What answers may tell of a prompt, of which the last `num_kept` tokens are kept, or all if 0."""

@@ -132,7 +132,7 @@ class _Routes:
         cell = self._backend.cell()
         self._backend.check_model(asked.model)
         try:
-            _, token_ids = await self._backend.render(asked.prompt)
+            _, token_ids = await self._backend.render(asked.prompt, add_special_tokens=asked.add_special_tokens)
         except Exception as error:  # noqa: BLE001 - this is the HTTP boundary
             raise any_error(error, asked.names) from None
         strings = [self._backend.token_text(token_id) for token_id in token_ids]

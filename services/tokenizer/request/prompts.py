@@ -71,9 +71,9 @@ class PromptEncoder:
             return token_ids
         return prompt
 
-    async def encode_text(self, text: str, context_length: int) -> TokenIds:
-        """Encode plain text, with the post-processor's tokens; raises as `encode`."""
-        return await self._encode([text], context_length, add_special_tokens=True)
+    async def encode_text(self, text: str, context_length: int, *, add_special_tokens: bool = True) -> TokenIds:
+        """Encode plain text, with the post-processor's tokens unless told otherwise; raises as `encode`."""
+        return await self._encode([text], context_length, add_special_tokens=add_special_tokens)
 
     async def render_chat(self, conversation: Conversation, context_length: int) -> tuple[str, TokenIds]:
         """Render a conversation; returns its text and ids, [num_tokens]; raises as `encode`."""

@@ -26,5 +26,5 @@ CALLS_AS_PYTHON = (
 )
 # Qwen3-Coder's and DeepSeek-V3.2's form: an element for each argument.
 CALLS_BY_ARGUMENT = """\
-{% for m in messages %}{{ m.content }}{% for call in m.tool_calls %}{% for name, value in call.function.arguments.items() %}
-{{- name }}={{ value }};{% endfor %}{% endfor %}{% endfor %}"""
+{% for m in messages %}{{ m.content }}{% for call in m.tool_calls %}
+{%- for name, value in call.function.arguments.items() %}{{ name }}={{ value }};{% endfor %}{% endfor %}{% endfor %}"""

@@ -11,7 +11,7 @@ from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.errors import invalid_field
 from services.tokenizer.http.requests.chat_request import read_chat_request
 from services.tokenizer.http.requests.field_names import FieldNames
-from services.tokenizer.http.requests.fields import Count, Fields, check_honoured, read_fields
+from services.tokenizer.http.requests.fields import Count, Fields, read_fields
 from services.tokenizer.json.json_values import JsonObject
 
 
@@ -25,7 +25,7 @@ class TokenizeFields(Fields):
 
     @model_validator(mode="after")
     def _check_prompt(self) -> Self:
-        if not self.prompt:
+        if self.prompt is None:
             raise invalid_field("prompt", "needs a text, unless there are messages")
         return self
 
@@ -51,6 +51,8 @@ class TokenizeRequest:
     """The model's name as the client gave it; None if it did not."""
     has_strings: bool
     """Whether the tokens' texts are wanted."""
+    add_special_tokens: bool = True
+    """Whether a text gets the post-processor's tokens."""
 
 
 def read_tokenize_request(value: JsonObject) -> TokenizeRequest:
@@ -63,8 +65,8 @@ def read_tokenize_request(value: JsonObject) -> TokenizeRequest:
         has_strings = bool(read_fields(_StringsField, value).return_token_strs)
         api = read_chat_request(value, "")
         return TokenizeRequest(tokenizer_pb2.Prompt(chat=api.message.chat), api.names, api.model, has_strings)
-    check_honoured(value, {"add_special_tokens": (True,)})
     fields = read_fields(TokenizeFields, value)
     names = FieldNames(is_chat=False, given={})
     prompt = tokenizer_pb2.Prompt(text=fields.prompt)
-    return TokenizeRequest(prompt, names, fields.model, bool(fields.return_token_strs))
+    has_special_tokens = fields.add_special_tokens is not False
+    return TokenizeRequest(prompt, names, fields.model, bool(fields.return_token_strs), has_special_tokens)

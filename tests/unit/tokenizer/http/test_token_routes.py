@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
+import pytest
 from tokenizers import Tokenizer
 
 from tests.support.models.tiny_tokenizer import CONTEXT_LENGTH
-from tests.support.tokenizer.http_client import MESSAGES, HttpService
+from tests.support.tokenizer.http_client import MESSAGES, HttpService, run_http_service
+
+BEGIN = 1
 
 
 async def test_text_is_encoded_and_decoded(http: HttpService, tokenizer: Tokenizer) -> None:
@@ -20,6 +27,21 @@ async def test_text_is_encoded_and_decoded(http: HttpService, tokenizer: Tokeniz
         "token_strs": None,
     }
     assert (await http.post("/detokenize", {"tokens": ids})).value == {"prompt": "The fox"}
+
+
+@pytest.mark.parametrize("text", ["", "The fox"])
+async def test_special_tokens_are_added_unless_asked_not_to(model_dir: Path, tmp_path: Path, text: str) -> None:
+    own = shutil.copytree(model_dir, tmp_path / "model")
+    path = own / "tokenizer.json"
+    begin = {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}
+    sequence = {"Sequence": {"id": "A", "type_id": 0}}
+    special = {"<|im_start|>": {"id": "<|im_start|>", "ids": [BEGIN], "tokens": ["<|im_start|>"]}}
+    processor = {"type": "TemplateProcessing", "single": [begin, sequence], "pair": [begin], "special_tokens": special}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"post_processor": processor}))
+    async with run_http_service(own, tmp_path) as http:
+        plain = (await http.post("/tokenize", {"prompt": text, "add_special_tokens": False})).value["tokens"]
+        assert (await http.post("/tokenize", {"prompt": text})).value["tokens"] == [BEGIN, *plain]
+        assert (await http.post("/detokenize", {"tokens": plain})).value == {"prompt": text}
 
 
 async def test_a_chat_is_encoded_as_it_is_rendered(http: HttpService) -> None:
