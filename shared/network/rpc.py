@@ -21,6 +21,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from shared.errors import InternalError, InvalidRequestError, NotSupportedError, QueueFullError, ServiceError
 from shared.network.access import check_access, find_served_methods
+from shared.network.addresses import is_local
 from shared.network.reflection import serve_reflection
 from shared.network.tls import Certificates, Role, TrustedAuthority
 
@@ -164,7 +165,8 @@ def make_server(
 def make_channel(address: str, *, internal: bool = False, peer: Peer | None = None) -> grpc.aio.Channel:
     """Open a channel to one of our servers, with its own connection.
 
-    Retries are off: only the owner of the state can decide what may be repeated.
+    Retries are off: only the owner of the state can decide what may be repeated. A proxy is used only to leave the
+    machine and the cell.
 
     Args:
         address: unix:PATH or HOST:PORT.
@@ -172,6 +174,9 @@ def make_channel(address: str, *, internal: bool = False, peer: Peer | None = No
         peer: What must answer, by TLS; None means no TLS. A unix socket has none in any case.
     """
     options: list[tuple[str, int | str]] = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
+    if internal or _is_local(address):
+        # gRPC would use the one of `http_proxy`.
+        options.append(("grpc.enable_http_proxy", 0))
     if internal:
         options += [
             ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),
@@ -188,6 +193,14 @@ def make_channel(address: str, *, internal: bool = False, peer: Peer | None = No
         # Addresses change; the role's name does not.
         options.append(("grpc.ssl_target_name_override", name))
     return grpc.aio.secure_channel(address, peer.certificates.channel_credentials(), options=options)
+
+
+def _is_local(target: str) -> bool:
+    """False for what only gRPC's resolvers understand."""
+    try:
+        return is_local(target)
+    except ValueError:
+        return False
 
 
 def to_status(error: ServiceError) -> status_pb2.Status:

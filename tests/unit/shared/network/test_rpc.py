@@ -27,6 +27,7 @@ from shared.network.rpc import (
     reason_of,
     status_from_rpc_error,
 )
+from tests.support.system.ports import free_port
 
 Failure = Callable[[grpc.aio.ServicerContext], Awaitable[None]]
 
@@ -71,6 +72,23 @@ async def failing_stub(tmp_path: Path, failure: Failure) -> AsyncIterator[Any]:
 def logged_here(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     """What `shared.network.rpc` logged, without what gRPC says late about an earlier test's event loop."""
     return [record for record in caplog.records if record.name == "shared.network.rpc"]
+
+
+@pytest.mark.parametrize(("host", "internal"), [("127.0.0.1", False), ("localhost", False), ("127.0.0.2", True)])
+async def test_no_proxy_is_used_to_loopback_or_inside_a_cell(
+    monkeypatch: pytest.MonkeyPatch, host: str, *, internal: bool
+) -> None:
+    for name in ("grpc_proxy", "https_proxy", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    health = Health(())
+    address = f"{host}:{free_port()}"
+    server = make_server(address, [health], internal=internal)
+    await server.start()
+    try:
+        async with make_channel(address, internal=internal) as channel:
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    finally:
+        await server.stop(None)
 
 
 async def fail_unary(tmp_path: Path, failure: Failure) -> tuple[grpc.StatusCode, status_pb2.Status]:
