@@ -177,6 +177,13 @@ class SchedulerLostError(ServiceError):
     reason = "SCHEDULER_LOST"
 
 
+class ModelChangedError(ServiceError):
+    """The cell's workers serve another model now, so the request cannot be continued."""
+
+    code = ErrorCode.UNAVAILABLE
+    reason = "MODEL_CHANGED"
+
+
 class AbortedByCallError(ServiceError):
     """Another call aborted this request."""
 

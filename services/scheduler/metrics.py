@@ -196,6 +196,11 @@ def _recovery_metrics(counters: SchedulerCounters) -> Iterator[Metric]:
         counters.num_poison_requests,
     )
     yield CounterMetricFamily(
+        "lockstep_refused_models",
+        "Attachments given up because the workers serve another model than the cell.",
+        counters.num_refused_models,
+    )
+    yield CounterMetricFamily(
         "lockstep_late_results",
         "Step results that arrived twice, or after their workers had been given up.",
         counters.num_late_results,

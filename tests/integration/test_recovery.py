@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -125,6 +127,31 @@ async def test_streams_go_on_when_the_worker_is_killed_and_started_again(tiny_mo
         assert (completion.token_ids, completion.text) == (expected.token_ids, expected.text)
         assert completion.reason == expected.reason
     assert (after.num_lost_epochs, after.num_finished) == (2, 2 * len(requests))
+
+
+@pytest.mark.slow
+async def test_requests_end_when_the_model_is_replaced_and_the_new_one_is_served(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    model_dir = shutil.copytree(tiny_model, tmp_path / "model")
+    with run_split_cell(model_dir, REFERENCE) as cell:
+        async with connect_to(cell) as client:
+            begun = [await begin(client, request) for request in make_requests(2)]
+            cell.kill("worker")
+            config = json.loads((model_dir / "config.json").read_text())
+            (model_dir / "config.json").write_text(json.dumps(config | {"rope_theta": 5000.0}))
+            cell.start("worker")
+            for call, responses in begun:
+                with pytest.raises(grpc.aio.AioRpcError) as error:
+                    await read_on(call, responses)
+                assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+                assert reason_of(status_from_rpc_error(error.value)) == "MODEL_CHANGED"
+        assert await cell.wait_until_ended("scheduler") == 1
+        cell.kill("tokenizer")
+        for role in ("scheduler", "tokenizer"):
+            cell.start(role)
+        async with connect_to(cell) as client:
+            assert (await client.generate(make_requests(1)[0])).reason == "MAX_TOKENS"
 
 
 async def test_a_stop_string_is_found_across_the_death_of_a_scheduler(cell: SplitCell) -> None:

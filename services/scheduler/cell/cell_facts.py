@@ -28,15 +28,17 @@ class CellFacts:
         self._block_size = block_size
 
     def find_fault(self, facts: Iterable[WorkerFacts]) -> str | None:
-        """Say why these ranks cannot serve with earlier ones, if so."""
+        """Say why these ranks cannot serve, if so."""
         for rank_facts in facts:
             if rank_facts.num_draft_tokens > MAX_DRAFT_TOKENS:
                 return f"it drafts more than {MAX_DRAFT_TOKENS} tokens"
             if not rank_facts.proposed_prompt_tokens:
                 return "it proposes no prompt tokens for a step"
-            if _model_of(rank_facts) != _model_of(self.model or rank_facts):
-                return "it serves a different model"
         return None
+
+    def is_of_model(self, facts: Iterable[WorkerFacts]) -> bool:
+        """Whether these ranks serve the same model as earlier ones."""
+        return all(_model_of(rank_facts) == _model_of(self.model or rank_facts) for rank_facts in facts)
 
     def update(self, domains: Sequence[Domain]) -> None:
         """Recompute everything after a domain was attached, lost or vacated."""

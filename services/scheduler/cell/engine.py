@@ -28,6 +28,7 @@ from services.scheduler.cell.events import (
     UndrainRank,
 )
 from services.scheduler.cell.heartbeat import Heartbeat
+from services.scheduler.cell.model_change import ModelChange
 from services.scheduler.cell.places import Places
 from services.scheduler.cell.requests.request_manager import RequestManager, deliver
 from services.scheduler.cell.requests.requests import RequestTable
@@ -37,6 +38,7 @@ from services.scheduler.core.batch.step import OutputsByClient, StepResult
 from services.scheduler.core.cache.kv_feed import KvFeed
 from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerCounters, SchedulerPolicy, StepBudget
 from services.scheduler.core.worker_facts import WorkerFacts
+from shared.errors import ModelChangedError
 from shared.ids import DpRank
 from shared.limits import ModelLimits
 
@@ -51,8 +53,8 @@ class Engine:
     request turns out to crash its workers. The epoch of a domain that says that it is leaving, or whose endpoint is
     withdrawn, ends as planned, which accuses no request; see `Drains` and `Places`.
 
-    An engine that was stopped for longer than its claim to the workers lasts asks for its process to end, whatever
-    events follow.
+    An engine that was stopped for longer than its claim to the workers lasts, or whose workers serve another model now,
+    asks for its process to end, whatever events follow.
     """
 
     def __init__(self, policy: SchedulerPolicy, cache: CacheSettings, topology: CellTopology = _ONE_RANK) -> None:
@@ -71,6 +73,7 @@ class Engine:
         self._places = Places(self._cell, topology.preferred_zone)
         self._facts = CellFacts(cache.block_size)
         self._request_manager = RequestManager(policy, self._requests, self._cell, self._facts)
+        self._model_change = ModelChange()
         self._heartbeat = Heartbeat()
         self._exit: Exit | None = None
 
@@ -200,9 +203,22 @@ class Engine:
         fault = self._facts.find_fault(facts)
         if fault is not None:
             return [*actions, DropDomain(domain.number, facts[0].epoch, fault)]
+        if not self._facts.is_of_model(facts):
+            return actions + self._refuse_model(domain, facts[0].epoch, now)
+        self._model_change.on_attached(domain)
         self._cell.attach(domain, facts, now)
         self._facts.update(self._cell.domains)
         return actions + self._request_manager.end_unservable(self._cell.waiting(), now)
+
+    def _refuse_model(self, domain: Domain, epoch: int, now: float) -> list[Action]:
+        """Too much hangs on the first model: when it has been replaced, the process ends for another to begin anew."""
+        self._counters.num_refused_models += 1
+        drop = self._model_change.refuse(domain, epoch, now, is_cell_attached=self._cell.is_attached)
+        if not self._model_change.is_over(now):
+            return [drop]
+        self._exit = Exit("the workers serve another model now")
+        error = ModelChangedError("the cell's workers serve another model now")
+        return [drop, *self._request_manager.end_all(error, now), self._exit]
 
     def _on_rank_heartbeat(self, beat: RankHeartbeat, now: float) -> None:
         rank, domain = self._cell.ranks[beat.rank], self._cell.domain_by_rank[beat.rank]

@@ -209,6 +209,10 @@ class DropDomain:
     domain: int
     epoch: int
     reason: str
+    retry_s: float | None = None
+    """After how many seconds to attach it again; None means as after any loss."""
+    is_repeated: bool = False
+    """Whether it was dropped for the same reason before."""
 
 
 @dataclass(frozen=True, slots=True)

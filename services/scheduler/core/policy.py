@@ -145,6 +145,8 @@ class SchedulerCounters:
     """Greedy completion tokens recomputed for resumed sequences."""
     num_replay_mismatches: int = 0
     """Replayed tokens that were not the likeliest at their position this time."""
+    num_refused_models: int = 0
+    """Attachments given up because the workers serve another model than the cell."""
     num_suspect_trials: int = 0
     num_poison_requests: int = 0
     num_recoveries: int = 0

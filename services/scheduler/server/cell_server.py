@@ -312,10 +312,11 @@ class CellServer:
                     self._clients[client].close(error)
             case Beat(progress):
                 self._beat(progress)
-            case DropDomain(domain, epoch, reason):
+            case DropDomain(domain, epoch, reason, retry_s):
+                level = logging.DEBUG if action.is_repeated else logging.ERROR
                 ranks = list(self.engine.topology.ranks_of(domain))
-                logger.error("giving up workers", extra={"ranks": ranks, "epoch": epoch, "reason": reason})
-                self._worker_links.drop(domain, epoch)
+                logger.log(level, "giving up workers", extra={"ranks": ranks, "epoch": epoch, "reason": reason})
+                self._worker_links.drop(domain, epoch, retry_s)
             case ReleaseDomain(domain, epoch):
                 ranks = list(self.engine.topology.ranks_of(domain))
                 logger.info("workers drained", extra={"ranks": ranks, "epoch": epoch})

@@ -28,7 +28,7 @@ class DomainLinks(Protocol):
     def beat(self, progress: int) -> None:
         """See `DomainClient`."""
 
-    def drop(self, epoch: int) -> None:
+    def drop(self, epoch: int, retry_s: float | None) -> None:
         """See `DomainClient`."""
 
     def end(self) -> None:
@@ -100,9 +100,9 @@ class WorkerLinks:
         for links in self._links.values():
             links.beat(progress)
 
-    def drop(self, domain: int, epoch: int) -> None:
-        """Close the streams of an epoch that the engine has ended."""
-        self._links[domain].drop(epoch)
+    def drop(self, domain: int, epoch: int, retry_s: float | None = None) -> None:
+        """Close the streams of an epoch that the engine has ended; `retry_s` is as in `DropDomain`."""
+        self._links[domain].drop(epoch, retry_s)
 
     def perform(self, action: LinkDomain | UnlinkDomain) -> None:
         """Link a domain that has no link, or end the link of one that is not attached."""

@@ -100,9 +100,9 @@ class DomainClient:
         for link in self._links.values():
             link.beat(progress)
 
-    def drop(self, epoch: int) -> None:
-        """Break the links of an epoch that the engine gave up."""
-        self._on_attach_event(Dropped(epoch))
+    def drop(self, epoch: int, retry_s: float | None) -> None:
+        """Break the links of an epoch that the engine gave up; `retry_s` is as in `DropDomain`."""
+        self._on_attach_event(Dropped(epoch, retry_s))
 
     def end(self) -> None:
         """The groups are not there any more: no event may follow, and `run` is to be cancelled."""

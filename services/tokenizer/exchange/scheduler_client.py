@@ -12,7 +12,7 @@ from services.tokenizer.exchange.cell_requests import CellRequests, Counters, Re
 from services.tokenizer.exchange.request_ledger import ExchangeError
 from services.tokenizer.exchange.scheduler_link import Cell, SchedulerLink, SchedulerStream, StreamEnd
 from services.tokenizer.request.request import Request
-from shared.errors import NotReadyError, SchedulerLostError
+from shared.errors import ModelChangedError, NotReadyError
 from shared.ids import RequestHandle
 from shared.limits import ModelLimits
 from shared.network.rpc import Peer
@@ -147,7 +147,7 @@ class SchedulerClient:
 
     def _refuse(self, stream: SchedulerStream, model_digest: str) -> None:
         if self._used is None:
-            self._requests.fail_all(SchedulerLostError("the cell now serves another model"))
+            self._requests.fail_all(ModelChangedError("the cell now serves another model"))
         self._give_up(stream, is_unexplained=False)
         raise ExchangeError(
             f"the cell serves another model: its digest is {model_digest}, ours is {self._model_digest}"

@@ -107,9 +107,9 @@ class DomainLink:
         for rank, stream in self._streams.items():
             self._workers[rank].on_heartbeat(stream)
 
-    def drop(self, epoch: int) -> None:
+    def drop(self, epoch: int, retry_s: float | None) -> None:
         """Drop an epoch on behalf of the engine."""
-        self._on_event(Dropped(epoch))
+        self._on_event(Dropped(epoch, retry_s))
 
     def delay_steps(self) -> None:
         """Delay the steps sent from now on, so that another scheduler may hold the workers when they arrive."""

@@ -63,6 +63,10 @@ class SplitCell:
             finally:
                 serving.cancel()
 
+    async def wait_until_ended(self, role: str) -> int:
+        """Wait until a service has ended by itself; returns its exit status. Fails after five minutes."""
+        return await asyncio.to_thread(self._processes[role].wait, PATIENCE_S)
+
     def kill(self, role: str) -> None:
         """Kill a service with SIGKILL."""
         process = self._processes.pop(role)

@@ -196,6 +196,8 @@ class Dropped:
     """The engine gave up an attached epoch."""
 
     epoch: int
+    retry_s: float | None = None
+    """After how many seconds to begin another round; None means as after any other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,8 +302,8 @@ class DomainAttach:
                 return self._on_opened(event.group)
             case StreamBroken() if self._has_streams and event.epoch == self._epoch:
                 return self._on_broken(event, now)
-            case Dropped(epoch) if self._phase is _Phase.ATTACHED and epoch == self._epoch:
-                return [CloseStreams(epoch), self._retry(now, "the epoch was given up")]
+            case Dropped(epoch, retry_s) if self._phase is _Phase.ATTACHED and epoch == self._epoch:
+                return [CloseStreams(epoch), self._retry(now, "the epoch was given up", retry_s)]
         return []
 
     def end(self) -> None:
@@ -408,11 +410,12 @@ class DomainAttach:
             self._note_holder(event.group, event.held_epoch, event.holder, now)
         return [*commands, self._retry(now, f"the stream to group {event.group} broke")]
 
-    def _retry(self, now: float, reason: str) -> RetryAt:
+    def _retry(self, now: float, reason: str, retry_s: float | None = None) -> RetryAt:
         self._phase = _Phase.WAITING
         self._claim.domain_to_epoch.pop(self._domain, None)
         # Randomised, so that two schedulers do not keep taking the groups from each other.
-        return RetryAt(now + RETRY_DELAY_S * (0.5 + self._claim.draw()), reason)
+        mean_s = RETRY_DELAY_S if retry_s is None else retry_s
+        return RetryAt(now + mean_s * (0.5 + self._claim.draw()), reason)
 
     def _exit(self, holder: str) -> Exit:
         self._phase = _Phase.GONE

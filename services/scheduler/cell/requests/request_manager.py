@@ -87,6 +87,10 @@ class RequestManager:
         assert request is not None
         return self._fail([request], PoisonRequestError("a worker failed twice while running only this request"), now)
 
+    def end_all(self, error: ServiceError, now: float) -> list[Action]:
+        """End every request."""
+        return self._fail(self._requests.all(), error, now)
+
     def end_unservable(self, waiting: Iterable[Sequence], now: float) -> list[Action]:
         """End the waiting sequences that cannot be served any more or have finished."""
         outputs = OutputsByClient()

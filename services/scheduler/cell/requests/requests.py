@@ -59,6 +59,10 @@ class RequestTable:
         """Whether a choice's request is here: it has not ended, and no later attempt has replaced it."""
         return (seq.client, RequestHandle(seq.handle - seq.choice)) in self._requests
 
+    def all(self) -> list[Request]:
+        """Every request."""
+        return list(self._id_to_request.values())
+
     def of_client(self, client: int) -> list[Request]:
         """The requests of a client."""
         return [request for request in self._id_to_request.values() if request.client == client]

@@ -181,8 +181,9 @@ def test_a_rank_with_another_model_is_dropped(change: dict[str, object]) -> None
     driver = EngineDriver(topology=UNCOUPLED, attach=False)
     driver.attach(0)
     [drop] = driver.attach(1, **change)
-    assert drop == DropDomain(1, 2, "it serves a different model")
+    assert drop == DropDomain(1, 2, "it serves a different model", 0.5)
     assert [rank.is_attached for rank in driver.engine.state().ranks] == [True, False, False]
+    assert driver.engine.state().counters.num_refused_models == 1
 
 
 def test_a_silent_rank_ends_its_coupled_domain() -> None:
