@@ -21,7 +21,7 @@ FIRST_SEED ?= 0
 KILLS ?= 20
 PAIRS ?= 50
 # The tests that `make coverage` runs.
-MARKS ?= not slow and not proof
+MARKS ?= not slow and not proof and not clients
 PROMPT ?= Why is the sky blue? Answer in two sentences.
 
 VENV := .venv
@@ -59,6 +59,10 @@ ENVOY := $(TOOLS)/envoy
 # What compiles clients in other languages; versions and checksums are in tests/support/languages/language_tools.py.
 LANGUAGE_TOOLS := $(TOOLS)/protoc $(TOOLS)/protobuf $(TOOLS)/go
 GO_PACKAGES := $(TOOLS)/go-packages
+# Environments of real clients, each apart from ours; their folders pin what they need.
+CLIENT_PINS := $(wildcard tests/clients/*/requirements.txt tests/clients/*/package-lock.json)
+CLIENTS := $(addsuffix made,$(patsubst tests/%,.cache/%,$(dir $(CLIENT_PINS))))
+SLOW_CLIENTS := $(filter .cache/clients/openai_%,$(CLIENTS))
 
 # Our protos import messages of google/rpc, which are in site-packages.
 SITE = $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
@@ -70,7 +74,7 @@ BEFORE ?= $(shell git rev-parse --verify --quiet origin/main || git rev-parse --
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run demo test test-unit test-slow proofs coverage simulate format lint lint-changes protos settings metrics chart parity chaos bench bench-peers bench-cpu bench-quality bench-drafts bench-lockstep bench-interference bench-gpu gpu-pack gpu-proofs clean
+.PHONY: help run demo test test-unit test-slow test-clients proofs coverage simulate format lint lint-changes protos settings metrics chart parity chaos bench bench-peers bench-cpu bench-quality bench-drafts bench-lockstep bench-interference bench-gpu gpu-pack gpu-proofs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' Makefile
@@ -83,21 +87,24 @@ demo: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) ## the same, and stop afte
 	@$(ANSWER_ONE_PROMPT) --exit-after-prompt
 
 test: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) $(HELM) ## run all tests except the slow ones
-	@$(PYTEST) $(IN_PARALLEL) -m "not slow and not proof" --durations=12
+	@$(PYTEST) $(IN_PARALLEL) -m "not slow and not proof and not clients" --durations=12
 
 test-unit: $(INSTALLED) $(STUBS) $(KERNELS) $(AITER) ## the tests that need no process and no model
 	@$(PYTEST) $(IN_PARALLEL) tests/unit -m "not slow and not proof and not process"
 
 # The chaos tests run alone: they check how soon a killed process is noticed.
-test-slow: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) $(TRIVY) $(CHART_TOOLS) $(ENVOY) $(LANGUAGE_TOOLS) $(GO_PACKAGES) ## run the slow tests
+test-slow: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) $(TRIVY) $(CHART_TOOLS) $(ENVOY) $(LANGUAGE_TOOLS) $(GO_PACKAGES) $(SLOW_CLIENTS) ## run the slow tests
 	@$(PYTEST) $(IN_PARALLEL) -m slow -rs --ignore=tests/chaos --durations=12
 	@$(PYTEST) tests/chaos -m "not proof" --durations=12
+
+test-clients: $(INSTALLED) $(STUBS) $(KERNELS) $(FLOAT32_READY) $(CLIENTS) ## run real clients of the HTTP API, each in an environment of its own
+	@$(PYTEST) tests/clients -m clients --durations=12
 
 proofs: $(INSTALLED) $(STUBS) $(AITER) $(CHART_TOOLS) $(ENVOY) ## run the tests that are too long for every change
 	@$(PYTEST) -m proof --ignore=tests/chaos --durations=0
 
 # A report, not a gate: it fails only with a test.
-coverage: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) $(TRIVY) $(CHART_TOOLS) $(ENVOY) $(LANGUAGE_TOOLS) $(GO_PACKAGES) ## report the lines of services and shared that no test runs; MARKS selects tests
+coverage: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) $(TRIVY) $(CHART_TOOLS) $(ENVOY) $(LANGUAGE_TOOLS) $(GO_PACKAGES) $(SLOW_CLIENTS) ## report the lines of services and shared that no test runs; MARKS selects tests
 	@rm -rf .cache/coverage && mkdir -p .cache/coverage
 	@$(BIN)/python -m coverage run -m pytest $(IN_PARALLEL) -m "$(MARKS)" --ignore=tests/chaos
 	@$(BIN)/python -m coverage combine --quiet
@@ -232,6 +239,11 @@ $(LANGUAGE_TOOLS): $(TOOLS)/%: tests/support/languages/language_tools.py | $(INS
 $(GO_PACKAGES): tests/support/languages/go_packages.py | $(INSTALLED) $(TOOLS)/go
 	@echo "downloading and building gRPC for Go"
 	@$(BIN)/python -m tests.support.languages.go_packages || true
+
+# What is made of the same pins is only touched.
+$(CLIENTS): .cache/clients/%/made: $(CLIENT_PINS) tests/support/clients/environments.py | $(INSTALLED)
+	@echo "preparing the client $*"
+	@$(BIN)/python -m tests.support.clients.environments $*
 
 # The importer creates the whole directory or nothing, so one file is enough to check for it.
 $(MODEL_READY): | $(INSTALLED) $(STUBS) $(WHEEL)

@@ -23,13 +23,18 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 sys.path.insert(0, sys.argv[1])
 from shared.process.parent import make_end_with_parent
 make_end_with_parent(int(sys.argv[2]))()
-os.execv(sys.executable, [sys.executable, *sys.argv[3:]])
+os.execv(sys.argv[3], sys.argv[3:])
 """
 
 
 def python_command(*args: str) -> list[str]:
     """The command that runs Python as a process that ends when this one ends, in whatever way."""
-    return [sys.executable, "-I", "-S", "-c", _BEGIN, str(ROOT), str(os.getpid()), *args]
+    return program_command(sys.executable, *args)
+
+
+def program_command(program: str, *args: str) -> list[str]:
+    """The same for any program, by its path."""
+    return [sys.executable, "-I", "-S", "-c", _BEGIN, str(ROOT), str(os.getpid()), program, *args]
 
 
 def module_command(module: str, *args: str) -> list[str]:
