@@ -37,15 +37,14 @@ class Backend:
         self.live.check_open()
         return self.scheduler.cell()
 
-    def check_model(self, name: str | None) -> str:
-        """The model's name for the answer.
+    def check_model(self, name: str | None) -> None:
+        """Check the name that a client gave, if it gave one.
 
         Raises:
             ModelNotFoundError: it is another model's.
         """
         if name is not None and name not in self.model_names:
             raise ModelNotFoundError("the requested model is not served here", served_model=self.model_names[0])
-        return name or self.model_names[0]
 
     async def render(
         self, prompt: tokenizer_pb2.Prompt, *, max_tokens: int | None = None, add_special_tokens: bool = True

@@ -63,12 +63,13 @@ class ApiCall:
 
     async def _make_facts(self) -> AnswerFacts:
         api, backend = self._api, self._backend
-        cell, model = backend.cell(), backend.check_model(api.model)
+        cell = backend.cell()
+        backend.check_model(api.model)
         sampling = api.message.sampling
         return AnswerFacts(
             f"{self._route.id_prefix}{api.message.request_id}",
             int(time.time()),
-            model,
+            backend.model_names[0],
             _system_fingerprint(backend.model.digest, cell.exact_fingerprint),
             api.options,
             sampling.seed,

@@ -117,12 +117,12 @@ class _Routes:
         async def handle(request: web.Request) -> web.StreamResponse:
             api = await read_body(request, partial(read, request_id=request[REQUEST_ID]))
             try:
-                model = self._backend.check_model(api.model)
+                self._backend.check_model(api.model)
                 rendered = [await self._backend.render(prompt) for prompt in api.prompts]
             except Exception as error:  # noqa: BLE001 - this is the HTTP boundary
                 raise any_error(error, api.names) from None
             prompts = [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in rendered]
-            return _json({"model": model, "prompts": prompts})
+            return _json({"model": self._backend.model_names[0], "prompts": prompts})
 
         return handle
 
@@ -162,7 +162,9 @@ class _Routes:
 
     async def model(self, request: web.Request) -> web.StreamResponse:
         """Describe the model."""
-        return _json(self._model(self._backend.check_model(request.match_info["id"])))
+        name = request.match_info["id"]
+        self._backend.check_model(name)
+        return _json(self._model(name))
 
     async def health(self, _request: web.Request) -> web.StreamResponse:
         """Say whether requests can be served."""

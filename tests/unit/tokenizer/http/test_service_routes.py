@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from tests.support.models.tiny_tokenizer import CONTEXT_LENGTH
-from tests.support.tokenizer.http_client import HttpService, run_http_service
+from tests.support.tokenizer.http_client import MESSAGES, HttpService, run_http_service
 
 
 async def test_the_model_is_listed_with_its_length(http: HttpService) -> None:
@@ -22,6 +22,9 @@ async def test_clients_send_names_of_their_own(model_dir: Path, tmp_path: Path) 
     async with run_http_service(model_dir, tmp_path, served_model_name=("gpt-4o", "team/model")) as http:
         assert [model["id"] for model in (await http.get("/v1/models")).value["data"]] == ["gpt-4o", "team/model"]
         assert (await http.get("/v1/models/team/model")).value["id"] == "team/model"
+        body = {"model": "team/model", "messages": MESSAGES}
+        assert (await http.post("/v1/chat/completions/render", body)).value["model"] == "gpt-4o"
+        assert (await http.answer("/v1/chat/completions", body, [70])).value["model"] == "gpt-4o"
 
 
 async def test_health_is_the_link_and_ping_the_process(http: HttpService) -> None:
