@@ -10,7 +10,7 @@ from pydantic import BeforeValidator
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.errors import invalid_field
-from services.tokenizer.http.requests.fields import Fields
+from services.tokenizer.http.requests.fields import Fields, Several
 
 _ROLES = {
     "system": tokenizer_pb2.ROLE_SYSTEM,
@@ -32,7 +32,7 @@ def _as_parts(value: object) -> object:
 
 
 Parts = Annotated[
-    list["ContentPart"] | None, BeforeValidator(_as_parts, json_schema_input_type=str | list["ContentPart"] | None)
+    Several["ContentPart"] | None, BeforeValidator(_as_parts, json_schema_input_type=str | list["ContentPart"] | None)
 ]
 
 
@@ -78,7 +78,7 @@ class ChatMessage(Fields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Parts = None
     name: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: Several[MessageToolCall] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None

@@ -14,7 +14,7 @@ from services.tokenizer.http.requests.api_request import AnswerOptions, ApiReque
 from services.tokenizer.http.requests.chat_messages import ChatMessage, read_message
 from services.tokenizer.http.requests.chat_tools import ChatTool, WordOrChoice, add_tools
 from services.tokenizer.http.requests.field_names import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, FieldNames
-from services.tokenizer.http.requests.fields import Count, Fields, check_honoured, ignored_names, read_fields
+from services.tokenizer.http.requests.fields import Count, Fields, Several, check_honoured, ignored_names, read_fields
 from services.tokenizer.http.requests.sampling_fields import UNSUPPORTED, CommonFields, SchemaText, make_message
 from services.tokenizer.json.json_values import JsonObject
 
@@ -69,12 +69,12 @@ class ResponseFormat(Fields):
 class ChatFields(CommonFields):
     """The body."""
 
-    messages: list[ChatMessage]
+    messages: Several[ChatMessage]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     response_format: ResponseFormat | None = None
-    tools: list[ChatTool] | None = None
+    tools: Several[ChatTool] | None = None
     tool_choice: WordOrChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None

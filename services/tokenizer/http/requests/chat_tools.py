@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, model_validator
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.errors import invalid_field
-from services.tokenizer.http.requests.fields import Fields
+from services.tokenizer.http.requests.fields import Fields, Several
 from services.tokenizer.json.json_values import JsonObject
 
 _MODES = {
@@ -66,7 +66,7 @@ class AllowedTools(Fields):
     """Tools that may be called, or of which one must be."""
 
     mode: Literal["auto", "required"]
-    tools: list[NamedTool]
+    tools: Several[NamedTool]
 
 
 class ToolChoice(Fields):

@@ -11,7 +11,7 @@ from services.tokenizer.http.errors import invalid_field
 from services.tokenizer.http.requests.api_request import AnswerOptions, ApiRequest
 from services.tokenizer.http.requests.chat_request import ResponseFormat
 from services.tokenizer.http.requests.field_names import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, FieldNames
-from services.tokenizer.http.requests.fields import Count, check_honoured, ignored_names, read_fields
+from services.tokenizer.http.requests.fields import Count, Several, check_honoured, ignored_names, read_fields
 from services.tokenizer.http.requests.sampling_fields import UNSUPPORTED, CommonFields, make_message
 from services.tokenizer.json.json_values import JsonObject
 
@@ -20,7 +20,7 @@ DEFAULT_MAX_TOKENS = 16
 _UNSUPPORTED = {**UNSUPPORTED, "suffix": ("",), "add_special_tokens": (True,)}
 _ID_LIMIT = 2**32
 
-PromptPart = str | list[int]
+PromptPart = str | Several[int]
 
 
 def _as_prompts(value: object) -> object:
@@ -42,7 +42,7 @@ class CompletionFields(CommonFields):
     """The body."""
 
     prompt: Annotated[
-        list[PromptPart], BeforeValidator(_as_prompts, json_schema_input_type=PromptPart | list[PromptPart])
+        Several[PromptPart], BeforeValidator(_as_prompts, json_schema_input_type=PromptPart | list[PromptPart])
     ]
     echo: bool | None = None
     logprobs: Count | None = None

@@ -21,6 +21,10 @@ class Fields(BaseModel):
 
 
 FieldsT = TypeVar("FieldsT", bound=Fields)
+ItemT = TypeVar("ItemT")
+
+Several = Annotated[list[ItemT], Field(fail_fast=True)]
+"""A list that is refused at its first wrong item: a body has room for a million, and each would be an error object."""
 
 # Numbers that fit the messages' fields.
 Count = Annotated[int, Field(ge=0, le=_MAX_INDEX)]
@@ -30,7 +34,7 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-TextOrTexts = Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=str | list[str])]
+TextOrTexts = Annotated[Several[str], BeforeValidator(_as_list, json_schema_input_type=str | list[str])]
 
 
 def read_fields(kind: type[FieldsT], value: JsonObject) -> FieldsT:

@@ -10,7 +10,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.http.errors import invalid_field
-from services.tokenizer.http.requests.fields import Count, Fields, TextOrTexts
+from services.tokenizer.http.requests.fields import Count, Fields, Several, TextOrTexts
+from shared.limits import MAX_LOGIT_BIASES
 
 # A drawn seed fits what every client's JSON library reads exactly.
 _DRAWN_SEED_BITS = 53
@@ -29,6 +30,16 @@ UNSUPPORTED = {
     "prompt_embeds": (),
 }
 """vLLM's fields that change the answer and cannot be honoured, with the values that ask for nothing."""
+
+
+def _limit_biases(value: object) -> object:
+    """Here, as every wrong one would be an error object."""
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
+        raise ValueError(f"must have at most {MAX_LOGIT_BIASES} entries")
+    return value
+
+
+Biases = Annotated[dict[str, float], BeforeValidator(_limit_biases)]
 
 
 class StreamOptions(Fields):
@@ -50,7 +61,7 @@ class StructuredOutputs(Fields):
 
     json_schema: SchemaText | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Several[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool | None = None
@@ -96,19 +107,19 @@ class CommonFields(Fields):
     top_p: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Biases | None = None
 
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: Count | None = None
-    stop_token_ids: list[Count] | None = None
+    stop_token_ids: Several[Count] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[Count] | None = None
-    logprob_token_ids: list[Count] | None = None
+    bad_words: Several[str] | None = None
+    allowed_token_ids: Several[Count] | None = None
+    logprob_token_ids: Several[Count] | None = None
     prompt_logprobs: Count | None = None
     truncate_prompt_tokens: Count | None = None
     structured_outputs: StructuredOutputs | None = None

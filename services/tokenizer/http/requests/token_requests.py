@@ -11,7 +11,7 @@ from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.errors import invalid_field
 from services.tokenizer.http.requests.chat_request import read_chat_request
 from services.tokenizer.http.requests.field_names import FieldNames
-from services.tokenizer.http.requests.fields import Count, Fields, read_fields
+from services.tokenizer.http.requests.fields import Count, Fields, Several, read_fields
 from services.tokenizer.json.json_values import JsonObject
 
 
@@ -34,7 +34,7 @@ class DetokenizeFields(Fields):
     """The body of ids to decode."""
 
     model: str | None = None
-    tokens: list[Count]
+    tokens: Several[Count]
 
 
 class _StringsField(Fields):

@@ -5,16 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from services.tokenizer.http.errors import HttpError, http_error
 from services.tokenizer.http.requests.chat_request import ChatFields, read_chat_request
 from services.tokenizer.http.requests.completion_request import CompletionFields, read_completion_request
+from services.tokenizer.http.requests.fields import Fields
+from services.tokenizer.http.requests.token_requests import DetokenizeFields
+from services.tokenizer.json.json_values import JsonObject, JsonValue
 from services.tokenizer.request.checks import check_request
 from shared.errors import ServiceError
 from shared.limits import ModelLimits
 from tests.support.tokenizer.http_client import MESSAGES
 
 LIMITS = ModelLimits(context_length=256, logits_width=420, num_pool_tokens=200)
+WRONG: list[JsonValue] = [-1.5] * 100
 VALUES: list[Any] = [
     True, 0, -1, 2**32, -(2**70), 1.5, 1e308, -1e308, "", "x", "\0", "x" * 300, [], [[]], [0], [-1], [2**40], ["x"],
     [None], {}, {"x": 1}, {"1": 1e308}, {"type": "x"}, {"type": "function"}, {"json": {}}, {"type": "json_schema"},
@@ -50,3 +55,28 @@ def check(read: Any, body: dict[str, Any], name: str) -> None:
     # Some fields make another one wrong.
     related = {"stream": "stream_options", "logprobs": "top_logprobs", "n": "best_of", "tool_choice": "tools"}
     assert refused.param.startswith(name) or related.get(name) == refused.param or "messages" in refused.param
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatFields, {"messages": WRONG}),
+        (ChatFields, {"messages": [{"role": "user", "content": WRONG}]}),
+        (ChatFields, {"messages": [{"role": "assistant", "tool_calls": WRONG}]}),
+        (ChatFields, {"messages": MESSAGES, "tools": WRONG}),
+        (ChatFields, {"messages": MESSAGES, "tool_choice": {"type": "function", "allowed_tools": {"tools": WRONG}}}),
+        (ChatFields, {"messages": MESSAGES, "logit_bias": {str(key): "x" for key in range(2000)}}),
+        (CompletionFields, {"prompt": WRONG}),
+        (CompletionFields, {"prompt": "x", "structured_outputs": {"choice": WRONG}}),
+        *(
+            (CompletionFields, {"prompt": "x", name: WRONG})
+            for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logprob_token_ids")
+        ),
+        (DetokenizeFields, {"tokens": WRONG}),
+    ],
+)
+def test_a_list_is_refused_at_its_first_wrong_item(kind: type[Fields], body: JsonObject) -> None:
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate(body)
+    # A body of 4 MiB has room for two million: 2 GiB of errors, made in 16 s in which nothing else runs.
+    assert refused.value.error_count() <= len(body) + 1
