@@ -13,6 +13,7 @@ from services.tokenizer.exchange.cell_requests import CellRequests
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
 from services.tokenizer.http.backend import Backend
 from services.tokenizer.http.connections.access import Access
+from services.tokenizer.http.connections.limits import HttpLimits
 from services.tokenizer.http.connections.server import HttpServer, serve_http
 from services.tokenizer.http.routes import make_app
 from services.tokenizer.metrics import make_registry
@@ -41,8 +42,14 @@ _CLOSE_S = 0.5
 _UNLINKED = "not linked to a scheduler"
 
 
-async def serve(settings: TokenizerSettings, model: ServedModel, stop: StopRequest) -> int:
-    """Serve until `stop` is set and the streams are drained; returns the exit code."""
+async def serve(
+    settings: TokenizerSettings, model: ServedModel, stop: StopRequest, *, http_limits: HttpLimits | None = None
+) -> int:
+    """Serve until `stop` is set and the streams are drained; returns the exit code.
+
+    `http_limits` are those of the settings if None.
+    """
+    http_limits = http_limits or HttpLimits(settings.max_http_connections, max_unread_s=settings.max_unread_s)
     health, probes = Health((TOKENIZER_SERVICE,)), Probes("starting")
     probes.set_obstacle(_UNLINKED)
 
@@ -74,9 +81,8 @@ async def serve(settings: TokenizerSettings, model: ServedModel, stop: StopReque
         )
         registry = make_registry(scheduler, totals, settings.certificates)
         management = await serve_management(settings.manage_listen, registry, probes)
-        http = await _serve_http(
-            settings, Backend(model, scheduler, live, totals, settings.max_unread_s, names), registry
-        )
+        backend = Backend(model, scheduler, live, totals, settings.max_unread_s, names)
+        http = await _serve_http(settings, backend, registry, http_limits)
     except RuntimeError as error:
         logger.error("cannot serve", extra={"address": settings.bind_address, "error": str(error)})
         return 1
@@ -105,15 +111,16 @@ async def serve(settings: TokenizerSettings, model: ServedModel, stop: StopReque
     return 0
 
 
-async def _serve_http(settings: TokenizerSettings, backend: Backend, registry: CollectorRegistry) -> HttpServer | None:
+async def _serve_http(
+    settings: TokenizerSettings, backend: Backend, registry: CollectorRegistry, limits: HttpLimits
+) -> HttpServer | None:
     """Serve the HTTP API, if it has an address."""
     address = settings.http_address
     if address is None:
         return None
-    app = make_app(backend, Access(address, settings.http_allowed_hosts, settings.cors_origin), registry)
-    return await serve_http(
-        address, app, certificates=settings.certificates, max_connections=settings.max_http_connections
-    )
+    access = Access(address, settings.http_allowed_hosts, settings.cors_origin)
+    app = make_app(backend, access, registry, body_s=limits.body_s)
+    return await serve_http(address, app, certificates=settings.certificates, limits=limits)
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ from services.tokenizer.http.answers.whole_answers import chat_answer, completio
 from services.tokenizer.http.backend import Backend
 from services.tokenizer.http.calls import JSON, ApiCall, Route
 from services.tokenizer.http.connections.access import Access
-from services.tokenizer.http.connections.bodies import read_body
+from services.tokenizer.http.connections.bodies import BODY_S, read_body
 from services.tokenizer.http.connections.boundary import REQUEST_ID, Handler, log_facts, make_boundary, make_signer
 from services.tokenizer.http.errors import HttpError, any_error, invalid_field
 from services.tokenizer.http.requests.api_request import ApiRequest
@@ -66,10 +66,11 @@ class Reader(Protocol):
         """Read a request, which the cell knows by `request_id`; raises `HttpError`."""
 
 
-def make_app(backend: Backend, access: Access, registry: CollectorRegistry) -> web.Application:
-    """The routes; `registry` is what `/metrics` shows."""
+def make_app(backend: Backend, access: Access, registry: CollectorRegistry, *, body_s: float) -> web.Application:
+    """The routes; `registry` is what `/metrics` shows, and a body may take `body_s` to arrive."""
     routes = _Routes(backend, registry)
     app = web.Application(middlewares=[make_boundary(access)])
+    app[BODY_S] = body_s
     app.on_response_prepare.append(make_signer(access))
     app.add_routes(
         [

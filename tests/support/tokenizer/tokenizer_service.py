@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from services.tokenizer.config import TokenizerSettings
+from services.tokenizer.http.connections.limits import HttpLimits
 from services.tokenizer.request.model import load_model
 from services.tokenizer.server.servicer import TOKENIZER_SERVICE
 from services.tokenizer.service import serve
@@ -85,6 +86,7 @@ async def run_tokenizer_service(
     exact_fingerprint: str = "",
     num_schedulers: int = 1,
     logits_width: int = VOCABULARY_SIZE,
+    http_limits: HttpLimits | None = None,
     **settings: Any,
 ) -> AsyncIterator[Service]:
     """Run the service and its peers, which have not sent their cell info yet; the service must stop cleanly.
@@ -94,6 +96,7 @@ async def run_tokenizer_service(
         exact_fingerprint: The exact fingerprint of the peers' cell.
         num_schedulers: The number of peers, each a separate scheduler instance.
         logits_width: That of the peers' cell.
+        http_limits: Those of the HTTP API, instead of the settings'.
         settings: Further settings of the service.
     """
     cell_info = exchange_pb2.CellInfo(
@@ -115,7 +118,7 @@ async def run_tokenizer_service(
     address = f"unix:{socket_dir}/tokenizer.sock"
     service_settings = TokenizerSettings(listen=address, scheduler=tuple(addresses), model_dir=model_dir, **settings)
     stop = StopRequest()
-    task = asyncio.create_task(serve(service_settings, load_model(service_settings), stop))
+    task = asyncio.create_task(serve(service_settings, load_model(service_settings), stop, http_limits=http_limits))
     async with make_channel(address) as channel:
         stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
         try:

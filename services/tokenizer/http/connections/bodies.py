@@ -9,12 +9,13 @@ from typing import TypeVar
 
 from aiohttp import web
 
+from services.tokenizer.http.connections.limits import MAX_BODY_BYTES
 from services.tokenizer.http.errors import HttpError, invalid_field
 from services.tokenizer.json.json_values import MAX_DEPTH, JsonObject, read_json
 from services.tokenizer.refusal_text import without_quotes
 
-MAX_BODY_BYTES = 4 * 1024 * 1024
-BODY_S = 30.0
+BODY_S = web.AppKey("body_s", float)
+"""How long a body may take to arrive."""
 
 # Reading more than this would be noticeable in streams.
 _MAX_BYTES_ON_LOOP = 64 * 1024
@@ -33,10 +34,10 @@ async def read_body(request: web.Request, read: Callable[[JsonObject], ReadT]) -
     """
     _check_form(request)
     try:
-        async with asyncio.timeout(BODY_S):
+        async with asyncio.timeout(request.app[BODY_S]):
             data = await _read(request)
     except TimeoutError:
-        message = f"the body did not arrive within {BODY_S:.0f} s"
+        message = f"the body did not arrive within {request.app[BODY_S]:.0f} s"
         raise HttpError(HTTPStatus.REQUEST_TIMEOUT, "request_timeout", message, headers=_CLOSE) from None
     except (web.RequestPayloadError, ConnectionError, ValueError):
         raise HttpError(HTTPStatus.BAD_REQUEST, "invalid_request", "the body is broken", headers=_CLOSE) from None

@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from services.tokenizer.http.connections.access import Access
-from services.tokenizer.http.connections.connection import SERVER, Connection, error_response
+from services.tokenizer.http.connections.connection import SERVER, error_response
 from services.tokenizer.http.errors import HttpError, any_error
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -40,8 +40,6 @@ def make_boundary(access: Access) -> Any:
 
     @web.middleware
     async def boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if isinstance(request.protocol, Connection):
-            request.protocol.note_head()
         request[REQUEST_ID] = secrets.token_hex(16)
         try:
             access.check_host(request)

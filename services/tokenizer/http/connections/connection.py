@@ -1,6 +1,7 @@
-"""One HTTP connection: how many there may be, how long a head may take, and what a bad one is answered.
+"""One HTTP connection: how many there may be, how large and slow a head may be, and what a bad one is answered.
 
-aiohttp answers a bad head by itself, in text/plain and with a traceback in its log that quotes the client.
+aiohttp answers a bad head by itself, in text/plain and with a traceback in its log that quotes the client. It limits
+the lines of a head, but not all of them together, nor what surrounds the chunks of a body.
 """
 
 from __future__ import annotations
@@ -10,36 +11,81 @@ import logging
 from http import HTTPStatus
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion10, HttpVersion11, StreamReader, web
+from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import LineTooLong
 from aiohttp.web_protocol import RequestHandler
 
+from services.tokenizer.http.connections.limits import MAX_HEAD_BYTES, MAX_HEADERS, MAX_LINE_BYTES, HttpLimits
+from services.tokenizer.http.connections.unread import UnreadWatch
 from services.tokenizer.http.errors import HttpError
 
 logger = logging.getLogger(__name__)
 
 SERVER = "lockstep"
 """The server's name in its answers."""
-HEAD_S = 10.0
-MAX_LINE_BYTES = 8190
-MAX_HEADERS = 100
-_LINGERING_S = 2.0
+
+# A chunk of one byte takes six: more than this around the bytes of a body is no way to send it.
+_MAX_WIRE_BYTES_PER_BYTE = 8
 
 
 class Connections:
-    """Counts the open connections."""
+    """The open connections.
 
-    def __init__(self, max_open: int) -> None:
-        self.max_open = max_open
-        self.num_open = 0
+    At the limit a new one replaces the one that has waited longest for a complete request, so that connections which
+    send nothing cannot keep others out. Clients and proxies may keep idle ones as long as they like otherwise: a
+    server that closes them by a timer races with requests that are already on their way.
+    """
+
+    def __init__(self, limits: HttpLimits) -> None:
+        self.limits = limits
+        self._open: set[Connection] = set()
+        # In the order in which they began to wait.
+        self._waiting: dict[Connection, None] = {}
+
+    def try_add(self, connection: Connection) -> bool:
+        """Whether there was room for a connection."""
+        if len(self._open) >= self.limits.max_connections:
+            longest = next(iter(self._waiting), None)
+            if longest is None:
+                return False
+            self.remove(longest)
+            longest.abort()
+        self._open.add(connection)
+        return True
+
+    def remove(self, connection: Connection) -> None:
+        """Forget a connection, if it is known."""
+        self._open.discard(connection)
+        self._waiting.pop(connection, None)
+
+    def note_waiting(self, connection: Connection) -> None:
+        """A connection waits for a request from now on."""
+        if connection in self._open:
+            self._waiting[connection] = None
+
+    def note_request(self, connection: Connection) -> None:
+        """A connection has a request that is being answered."""
+        self._waiting.pop(connection, None)
 
 
 class Connection(RequestHandler):
-    """Refuses a connection above the limit, and one whose head does not come."""
+    """Refuses a connection above the limit, and one whose head does not come, or does not end."""
 
-    __slots__ = ("_connections", "_has_request", "_head_timer", "_is_counted")
+    __slots__ = (
+        "_body",
+        "_connections",
+        "_head_timer",
+        "_ignores_input",
+        "_num_requests_seen",
+        "_num_surrounding_bytes",
+        "_num_unanswered",
+        "_unread",
+    )
 
     def __init__(self, server: web.Server, connections: Connections) -> None:
+        self._connections = connections
+        limits = connections.limits
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
@@ -48,45 +94,53 @@ class Connection(RequestHandler):
             max_line_size=MAX_LINE_BYTES,
             max_field_size=MAX_LINE_BYTES,
             max_headers=MAX_HEADERS,
-            lingering_time=_LINGERING_S,
+            lingering_time=limits.lingering_s,
             auto_decompress=False,
         )
-        self._connections = connections
-        self._is_counted = False
-        self._has_request = False
+        self._unread = UnreadWatch(limits.max_unread_s, self._is_handled)
         self._head_timer: asyncio.TimerHandle | None = None
+        self._ignores_input = False
+        self._num_requests_seen = 0
+        # Requests whose heads have come and whose answers have not been written.
+        self._num_unanswered = 0
+        # The body of the last request that has come: what follows it is the next head.
+        self._body: StreamReader | None = None
+        # Bytes received since the last head's end that are not a body's.
+        self._num_surrounding_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
-        if self._connections.num_open >= self._connections.max_open:
+        if not self._connections.try_add(self):
             message = "too many connections are open"
             self._refuse(HttpError(HTTPStatus.TOO_MANY_REQUESTS, "server_overloaded", message, headers=_RETRY))
             return
-        self._connections.num_open += 1
-        self._is_counted = True
+        self._connections.note_waiting(self)
         self._await_head()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """See `asyncio.Protocol`."""
-        self.note_head()
-        if self._is_counted:
-            self._is_counted = False
-            self._connections.num_open -= 1
+        self._cancel_head_timer()
+        self._unread.stop()
+        self._connections.remove(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
-        if not self._has_request:
-            self._await_head()
-        super().data_received(data)
+        # Read in pieces, so that a head which is too long is seen before all of it has been kept.
+        for start in range(0, max(1, len(data)), MAX_HEAD_BYTES):
+            self._receive(data[start : start + MAX_HEAD_BYTES])
 
-    def note_head(self) -> None:
-        """A head has come; its request is being answered."""
-        self._has_request = True
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def pause_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        super().pause_writing()
+        if not self._is_handled():
+            self._watch_unread()
+
+    def resume_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        super().resume_writing()
+        self._unread.stop()
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
@@ -94,11 +148,17 @@ class Connection(RequestHandler):
         """See `RequestHandler`; an error of aiohttp's own, before any route, gets this API's form."""
         if isinstance(resp, web.HTTPException):
             resp = error_response(HttpError(resp.status, "invalid_request", HTTPStatus(resp.status).phrase))
+        self._watch_unread()
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
-            self.note_head()
-            self._has_request = False
+            self._num_unanswered -= 1
+            self._note_requests()
+            self._watch_unread()
+            if self._num_unanswered == 0:
+                self._connections.note_waiting(self)
+                if self._num_surrounding_bytes:
+                    self._await_head()
 
     def handle_error(
         self,
@@ -108,7 +168,6 @@ class Connection(RequestHandler):
         message: str | None = None,  # noqa: ARG002 - it quotes the head
     ) -> web.StreamResponse:
         """Answer a head that cannot be read; its text stays out of the answer and the log."""
-        self.note_head()
         logger.debug("bad HTTP head", extra={"error_type": type(exc).__name__})
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun")
@@ -119,19 +178,90 @@ class Connection(RequestHandler):
     def log_exception(self, *_args: Any, **kw: Any) -> None:
         """Log the type of an exception only: its text may be the client's."""
         error = kw.get("exc_info")
-        logger.error("unexpected error", extra={"error_type": type(error).__name__})
+        # A body that was not read and is broken.
+        if not isinstance(error, web.RequestPayloadError):
+            logger.error("unexpected error", extra={"error_type": type(error).__name__})
+
+    def abort(self) -> None:
+        """Close at once."""
+        if self.transport is not None:
+            self.transport.abort()
+
+    def _receive(self, data: bytes) -> None:
+        if self._ignores_input:
+            return
+        is_body = self._body is not None and not self._body.is_eof()
+        if data and not is_body and self._num_unanswered == 0:
+            self._await_head()
+        self._num_surrounding_bytes += len(data)
+        super().data_received(data)
+        if self._note_requests():
+            return
+        if is_body and self._body is not None and self._body.is_eof():
+            self._num_surrounding_bytes = 0
+            return
+        num_allowed = MAX_HEAD_BYTES
+        if is_body and self._body is not None:
+            num_allowed += _MAX_WIRE_BYTES_PER_BYTE * self._body.total_bytes
+        if self._num_surrounding_bytes <= num_allowed:
+            return
+        if is_body and self._body is not None:
+            self._ignores_input = True
+            self._body.set_exception(_broken_body())
+        else:
+            message = f"the head exceeds {MAX_HEAD_BYTES} bytes"
+            self._refuse(HttpError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "head_too_large", message))
+
+    def _note_requests(self) -> bool:
+        """Whether heads have come since the last call; they are queued."""
+        num_new = self._request_count - self._num_requests_seen
+        if num_new == 0:
+            return False
+        before, self._num_requests_seen = self._body, self._request_count
+        message, self._body = self._messages[-1]
+        if not isinstance(message, RawRequestMessage):
+            # The last head, or the body before it, cannot be read, and so nothing after it.
+            self._ignores_input = True
+            if before is not None and not before.is_eof():
+                before.set_exception(_broken_body())
+        elif message.version not in (HttpVersion10, HttpVersion11):
+            self._refuse(HttpError(HTTPStatus.BAD_REQUEST, "invalid_request", "the HTTP version is not supported"))
+            return True
+        self._num_unanswered += num_new
+        self._num_surrounding_bytes = 0
+        self._cancel_head_timer()
+        self._connections.note_request(self)
+        return True
 
     def _await_head(self) -> None:
         if self._head_timer is None:
-            self._head_timer = asyncio.get_running_loop().call_later(HEAD_S, self._end_slow_head)
+            head_s = self._connections.limits.head_s
+            self._head_timer = asyncio.get_running_loop().call_later(head_s, self._end_slow_head)
+
+    def _cancel_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
     def _end_slow_head(self) -> None:
         self._head_timer = None
         self._refuse(HttpError(HTTPStatus.REQUEST_TIMEOUT, "request_timeout", "the head did not arrive in time"))
 
+    def _is_handled(self) -> bool:
+        """Whether a handler runs; it may write a stream, whose own writer watches it."""
+        return self._current_request is not None
+
+    def _watch_unread(self) -> None:
+        if self.transport is not None and self.transport.get_write_buffer_size() > 0:
+            self._unread.start(self.transport)
+
     def _refuse(self, error: HttpError) -> None:
-        if self.transport is not None:
+        """Close, with an answer unless earlier ones are to come."""
+        self._ignores_input = True
+        self._cancel_head_timer()
+        if self.transport is not None and self._num_unanswered == 0:
             self.transport.write(_raw_response(error))
+            self._watch_unread()
         self.force_close()
 
 
@@ -147,6 +277,10 @@ def error_response(error: HttpError) -> web.Response:
     if error.headers.get("Connection") == "close":
         response.force_close()
     return response
+
+
+def _broken_body() -> web.RequestPayloadError:
+    return web.RequestPayloadError("the body is broken")
 
 
 def _head_error(status: int, error: BaseException | None) -> HttpError:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from services.tokenizer.http.connections.connection import Connection, Connections
+from services.tokenizer.http.connections.limits import HttpLimits
 from shared.network.addresses import split_address
 from shared.network.rpc import refuse_taken_socket
 from shared.network.tls import Certificates
@@ -39,7 +40,7 @@ class HttpServer:
 
 
 async def serve_http(
-    address: str, app: web.Application, *, certificates: Certificates | None, max_connections: int
+    address: str, app: web.Application, *, certificates: Certificates | None, limits: HttpLimits
 ) -> HttpServer:
     """Serve `app`.
 
@@ -47,7 +48,7 @@ async def serve_http(
         address: unix:PATH or HOST:PORT; port 0 chooses a free one.
         app: The routes.
         certificates: For TLS, which a unix socket never has.
-        max_connections: Further connections are refused.
+        limits: Those of its connections.
 
     Raises:
         RuntimeError: the address is in use or not usable.
@@ -55,7 +56,7 @@ async def serve_http(
     # A client that leaves a request whose answer is not streamed would otherwise go unnoticed.
     runner = web.AppRunner(app, handle_signals=False, handler_cancellation=True, shutdown_timeout=_CLOSE_S)
     await runner.setup()
-    server, connections = runner.server, Connections(max_connections)
+    server, connections = runner.server, Connections(limits)
     assert server is not None, "the runner is set up"
     try:
         listener = await _listen(address, lambda: Connection(server, connections), certificates)

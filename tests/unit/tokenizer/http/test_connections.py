@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.tokenizer.http.connections import bodies, connection
+from services.tokenizer.http.connections.limits import HttpLimits
 from tests.support.system.ports import free_port
 from tests.support.tokenizer.http_client import MESSAGES, HttpService, run_http_service
 
@@ -104,18 +104,17 @@ async def test_endless_headers_are_refused(http: HttpService) -> None:
 
 
 @pytest.mark.parametrize("begun", ["", "GET / HT", "GET / HTTP/1.1\r\nHost: loc"])
-async def test_a_slow_head_is_refused(http: HttpService, monkeypatch: pytest.MonkeyPatch, begun: str) -> None:
-    monkeypatch.setattr(connection, "HEAD_S", 0.05)
-    answered, _ = await exchange(http, begun)
-    assert answered.startswith("HTTP/1.1 408 ")
+async def test_a_slow_head_is_refused(model_dir: Path, tmp_path: Path, begun: str) -> None:
+    async with run_http_service(model_dir, tmp_path, http_limits=HttpLimits(head_s=0.05)) as http:
+        answered, _ = await exchange(http, begun)
+        assert answered.startswith("HTTP/1.1 408 ")
 
 
-async def test_a_slow_body_is_refused(http: HttpService, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "BODY_S", 0.05)
-    monkeypatch.setattr(connection, "_LINGERING_S", 0.0)
-    answered, body = await exchange(http, f"{POST}Content-Length: 100\r\n\r\n{{")
-    assert answered.startswith("HTTP/1.1 408 ")
-    assert '"code":"request_timeout"' in body
+async def test_a_slow_body_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    async with run_http_service(model_dir, tmp_path, http_limits=HttpLimits(body_s=0.05, lingering_s=0.0)) as http:
+        answered, body = await exchange(http, f"{POST}Content-Length: 100\r\n\r\n{{")
+        assert answered.startswith("HTTP/1.1 408 ")
+        assert '"code":"request_timeout"' in body
 
 
 async def test_a_body_that_is_too_large_is_refused_before_it_comes(http: HttpService) -> None:
