@@ -18,7 +18,7 @@ from services.tokenizer.http.answers.whole_answers import chat_answer, completio
 from services.tokenizer.http.backend import Backend
 from services.tokenizer.http.calls import JSON, ApiCall, Route
 from services.tokenizer.http.connections.access import Access
-from services.tokenizer.http.connections.bodies import BODY_S, read_body
+from services.tokenizer.http.connections.bodies import BODY_S, check_expectation, read_body
 from services.tokenizer.http.connections.boundary import REQUEST_ID, Handler, log_facts, make_boundary, make_signer
 from services.tokenizer.http.errors import HttpError, any_error, invalid_field
 from services.tokenizer.http.requests.api_request import ApiRequest
@@ -72,14 +72,15 @@ def make_app(backend: Backend, access: Access, registry: CollectorRegistry, *, b
     app = web.Application(middlewares=[make_boundary(access)])
     app[BODY_S] = body_s
     app.on_response_prepare.append(make_signer(access))
+    post = partial(web.post, expect_handler=check_expectation)
     app.add_routes(
         [
-            web.post("/v1/chat/completions", routes.answer(CHAT, read_chat_request)),
-            web.post("/v1/completions", routes.answer(COMPLETION, read_completion_request)),
-            web.post("/v1/chat/completions/render", routes.render(read_chat_request)),
-            web.post("/v1/completions/render", routes.render(read_completion_request)),
-            web.post("/tokenize", routes.tokenize),
-            web.post("/detokenize", routes.detokenize),
+            post("/v1/chat/completions", routes.answer(CHAT, read_chat_request)),
+            post("/v1/completions", routes.answer(COMPLETION, read_completion_request)),
+            post("/v1/chat/completions/render", routes.render(read_chat_request)),
+            post("/v1/completions/render", routes.render(read_completion_request)),
+            post("/tokenize", routes.tokenize),
+            post("/detokenize", routes.detokenize),
             web.get("/v1/models", routes.models),
             web.get("/v1/models/{id:.+}", routes.model),
             web.get("/health", routes.health),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import TypeVar
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from services.tokenizer.http.connections.limits import MAX_BODY_BYTES
 from services.tokenizer.http.errors import HttpError, invalid_field
@@ -33,6 +33,10 @@ async def read_body(request: web.Request, read: Callable[[JsonObject], ReadT]) -
         HttpError: it is no JSON object, too large, too slow or broken, or `read` refuses it.
     """
     _check_form(request)
+    if _is_awaiting_approval(request):
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        # The answer has not begun.
+        request.writer.output_size = 0
     try:
         async with asyncio.timeout(request.app[BODY_S]):
             data = await _read(request)
@@ -44,6 +48,21 @@ async def read_body(request: web.Request, read: Callable[[JsonObject], ReadT]) -
     if len(data) > _MAX_BYTES_ON_LOOP:
         return await asyncio.to_thread(lambda: read(_parse(data)))
     return read(_parse(data))
+
+
+async def check_expectation(request: web.Request) -> None:
+    """See aiohttp's `expect_handler`; the client is told to go on when its host, route, and body's form are checked.
+
+    Raises:
+        HTTPExpectationFailed: the client expects something else.
+    """
+    if request.version == HttpVersion11 and not _is_awaiting_approval(request):
+        raise web.HTTPExpectationFailed
+
+
+def _is_awaiting_approval(request: web.Request) -> bool:
+    expected = request.headers.get("Expect", "")
+    return request.version == HttpVersion11 and expected.lower() == "100-continue"
 
 
 def _check_form(request: web.Request) -> None:

@@ -27,6 +27,8 @@ SERVER = "lockstep"
 
 # A chunk of one byte takes six: more than this around the bytes of a body is no way to send it.
 _MAX_WIRE_BYTES_PER_BYTE = 8
+# Of what follows a head that cannot be read. A client that goes on sending is not waiting for its answers.
+_MAX_DROPPED_BYTES = 1024 * 1024
 
 
 class Connections:
@@ -77,6 +79,7 @@ class Connection(RequestHandler):
         "_connections",
         "_head_timer",
         "_ignores_input",
+        "_num_dropped_bytes",
         "_num_requests_seen",
         "_num_surrounding_bytes",
         "_num_unanswered",
@@ -100,6 +103,7 @@ class Connection(RequestHandler):
         self._unread = UnreadWatch(limits.max_unread_s, self._is_handled)
         self._head_timer: asyncio.TimerHandle | None = None
         self._ignores_input = False
+        self._num_dropped_bytes = 0
         self._num_requests_seen = 0
         # Requests whose heads have come and whose answers have not been written.
         self._num_unanswered = 0
@@ -189,6 +193,9 @@ class Connection(RequestHandler):
 
     def _receive(self, data: bytes) -> None:
         if self._ignores_input:
+            self._num_dropped_bytes += len(data)
+            if self._num_dropped_bytes > _MAX_DROPPED_BYTES:
+                self.force_close()
             return
         is_body = self._body is not None and not self._body.is_eof()
         if data and not is_body and self._num_unanswered == 0:
