@@ -6,6 +6,7 @@ answers only to its own names.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from http import HTTPStatus
 
@@ -16,6 +17,7 @@ from services.tokenizer.http.errors import HttpError
 from shared.network.addresses import LOOPBACK_HOSTS, split_address, strip_brackets
 
 _METHODS = "GET, POST, OPTIONS"
+_HEADER_NAMES = re.compile(r"[\w!#$%&'*+.^`|~, -]{1,1024}", re.ASCII)
 _EXPOSED = "x-request-id, x-lockstep-ignored, x-should-retry, retry-after, retry-after-ms"
 
 
@@ -35,18 +37,20 @@ class Access:
         Raises:
             HttpError: it is not.
         """
-        if self._hosts and _host_name(request.headers.get("Host", "")) not in self._hosts:
+        # The target's host counts where there is one (RFC 9112, section 3.2.2).
+        host = request.rel_url.raw_authority or request.headers.get("Host", "")
+        if self._hosts and _host_name(host) not in self._hosts:
             raise HttpError(HTTPStatus.FORBIDDEN, "host_not_allowed", "the host in the request is not this server's")
 
     def preflight(self, request: web.Request) -> web.Response | None:
         """The answer to a browser that asks whether a page may send a request; None if it may not."""
         if request.method != "OPTIONS" or request.headers.get("Origin") not in self._origins:
             return None
-        wanted = request.headers.get("Access-Control-Request-Headers", "")
         headers = {"Access-Control-Allow-Methods": _METHODS, "Access-Control-Max-Age": "600"}
-        return web.Response(
-            status=HTTPStatus.NO_CONTENT, headers=headers | ({"Access-Control-Allow-Headers": wanted} if wanted else {})
-        )
+        wanted = request.headers.get("Access-Control-Request-Headers", "")
+        if _HEADER_NAMES.fullmatch(wanted):
+            headers["Access-Control-Allow-Headers"] = wanted
+        return web.Response(status=HTTPStatus.NO_CONTENT, headers=headers)
 
     def permit(self, request: web.BaseRequest, headers: CIMultiDict[str]) -> None:
         """Let the page that asked read the answer, if its origin may."""
@@ -58,6 +62,9 @@ class Access:
 
 
 def _host_name(host: str) -> str:
-    """Without the port."""
-    name, _, port = host.rpartition(":")
-    return strip_brackets(name if name and port.isdigit() else host).lower()
+    """Without the port, which may be empty."""
+    name, colon, port = host.rpartition(":")
+    if colon and (not port or port.isdecimal()):
+        host = name
+    # A last dot says that the name is complete.
+    return strip_brackets(host).lower().removesuffix(".")

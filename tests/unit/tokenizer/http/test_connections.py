@@ -186,3 +186,51 @@ async def test_pages_of_allowed_origins_only_may_read_answers(model_dir: Path, t
         preflight = await http.ask("OPTIONS", CHAT, headers=ask)
         assert (preflight.status, preflight.headers["Access-Control-Allow-Headers"]) == (204, "content-type")
         assert (await http.ask("OPTIONS", CHAT, headers={"Origin": "https://evil.test"})).status == 405
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        # The target's host is the request's, whatever the Host header says (RFC 9112, section 3.2.2).
+        "GET http://evil.test/ping HTTP/1.1\r\nHost: localhost",
+        "GET http://localhost@evil.test/ping HTTP/1.1\r\nHost: localhost",
+        "GET /ping HTTP/1.1\r\nHost:",
+        "GET /ping HTTP/1.0",
+        "GET /ping HTTP/1.1\r\nHost: localhost.evil.test",
+        "GET /ping HTTP/1.1\r\nHost: localhost@evil.test",
+        "GET /ping HTTP/1.1\r\nHost: evil.test@localhost",
+        "GET /ping HTTP/1.1\r\nHost: localhost:80@evil.test",
+        "GET /ping HTTP/1.1\r\nHost: localhost, evil.test",
+        "GET /ping HTTP/1.1\r\nHost: localhost/evil.test",
+        "GET /ping HTTP/1.1\r\nHost: [::1].evil.test",
+        "GET /ping HTTP/1.1\r\nHost: 0.0.0.0",
+    ],
+)
+async def test_a_host_that_only_looks_like_ours_is_refused(model_dir: Path, tmp_path: Path, head: str) -> None:
+    async with run_http_service(model_dir, tmp_path, http_allowed_hosts=("localhost", "::1")) as http:
+        answered, body = await exchange(http, f"{head}\r\nConnection: close\r\n\r\n")
+        assert (answered.split()[1], '"code":"host_not_allowed"' in body) == ("403", True)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "GET http://localhost:1/ping HTTP/1.1\r\nHost: evil.test",
+        "GET /ping HTTP/1.1\r\nHost: LocalHost:8000",
+        "GET /ping HTTP/1.1\r\nHost: localhost.",
+        "GET /ping HTTP/1.1\r\nHost: localhost:",
+        "GET /ping HTTP/1.1\r\nHost: [::1]:8000",
+    ],
+)
+async def test_our_host_may_be_written_in_several_ways(model_dir: Path, tmp_path: Path, head: str) -> None:
+    async with run_http_service(model_dir, tmp_path, http_allowed_hosts=("localhost", "::1")) as http:
+        answered, _ = await exchange(http, f"{head}\r\nConnection: close\r\n\r\n")
+        assert answered.split()[1] == "200"
+
+
+async def test_a_preflight_repeats_only_names_of_headers(model_dir: Path, tmp_path: Path) -> None:
+    async with run_http_service(model_dir, tmp_path, cors_origin=("https://chat.test",)) as http:
+        head = f"OPTIONS {CHAT} HTTP/1.1\r\nHost: localhost\r\nOrigin: https://chat.test\r\nConnection: close\r\n"
+        answered, _ = await exchange(http, f"{head}Access-Control-Request-Headers: a\xff<b>\r\n\r\n")
+        assert answered.split()[1] == "204"
+        assert "Allow-Headers" not in answered
