@@ -122,9 +122,10 @@ chaos: $(INSTALLED) $(STUBS) $(MODEL_READY) ## kill, stop and cut off services u
 bench: $(INSTALLED) $(STUBS) $(KERNELS) $(FLOAT32_READY) ## measure a cell's throughput and latency, compared with transformers' generate
 	@$(BIN)/python -m tests.bench.serve $(FLOAT32_MODEL) --reference --temperature 1 --idle
 
-bench-peers: $(INSTALLED) $(STUBS) $(MODEL_READY) ## compare our scheduler and front end with vLLM's and nano-vLLM's
+bench-peers: $(INSTALLED) $(STUBS) $(MODEL_READY) ## compare our scheduler, front end and HTTP API with vLLM's and nano-vLLM's
 	@$(BIN)/python -m tests.bench.scheduler
 	@$(BIN)/python -m tests.bench.front_end $(MODEL)
+	@$(BIN)/python -m tests.bench.http $(MODEL)
 
 bench-cpu: $(INSTALLED) $(STUBS) $(FLOAT32_READY) ## compare a cell on this CPU with llama.cpp, OpenVINO, vLLM and transformers
 	@$(BIN)/python -m tests.bench.cpu_peers $(FLOAT32_MODEL)

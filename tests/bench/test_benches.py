@@ -25,6 +25,7 @@ SCRIPT_TO_FLAGS = {
     "front_end": [MODEL, "--quick", "--without-peers"],
     "host_time": ["--layers=2", "--num-rows", "1", "8", "512", "--steps=2"],
     "grammar": [MODEL, "--quick", "--without-peers"],
+    "http": [MODEL, "--quick", "--without-peers"],
     "interference": [MODEL, "--num-streams=2", "--num-prompts=1", "--num-prompt-tokens=300"],
     "gpu": [
         *("--device=cpu", "--shapes", "tiny", "--kv-cache-gib=0.02", "--model", FLOAT32_MODEL),
