@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +19,9 @@ from shared.cli.clients import generate
 from shared.cli.ranks_settings import RanksSettings, split_worker_flags
 from shared.config import ServiceSettings, load_settings
 from tests.support.cells.certificates import Authority
-from tests.support.deploy.chart import CHART, EXAMPLES, Tree, pod_templates, render, rendered_examples
+from tests.support.deploy.chart import CHART, EXAMPLES, Tree, find, pod_templates, render, rendered_examples
 from tests.support.deploy.chart_values import values
+from tests.support.system.ports import free_port
 
 CASES = [f"{path.stem} {kind}" for path in EXAMPLES for kind in ("StatefulSet", "LeaderWorkerSet")]
 # What a LeaderWorkerSet's controller, or the kubelet, puts in place.
@@ -151,7 +154,18 @@ def is_setting(arg: str, prefix: str, settings: Mapping[str, object]) -> bool:
 def test_the_client_accepts_the_flags_of_the_test_pod(
     example: str, certificates: Certificates, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for args in arguments(rendered_examples()[example], "test", certificates):
+    pods = find(rendered_examples()[example], "Pod", "-test")
+    for args in arguments(pods, "test", certificates):
         here = [f"--target=unix:{certificates.folder}/none" if arg.startswith("--target=") else arg for arg in args]
         assert generate.main([*here, "--timeout=0.1"]) == 1
         assert "error: usage" not in capsys.readouterr().err
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("example", CASES)
+def test_the_client_of_http_accepts_the_flags_of_its_test_pod(example: str) -> None:
+    for pod in find(rendered_examples()[example], "Pod", "-test-http"):
+        command = [sys.executable, str(CHART / "files" / "ask_http.py"), *pod["spec"]["containers"][0]["args"]]
+        nobody = [f"--target=127.0.0.1:{free_port()}", "--timeout=0"]
+        result = subprocess.run([*command, *nobody], capture_output=True, text=True, check=False)
+        assert (result.returncode, result.stderr[:17]) == (1, "error: no answer:")

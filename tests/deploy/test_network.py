@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.deploy.chart import CHART, EXAMPLES, LEADER_WORKER_SETS, Tree, find, pod_templates, render
 from tests.support.deploy.chart_network import NAMESPACE_LABEL, Endpoint, Network
-from tests.support.deploy.chart_values import pools
+from tests.support.deploy.chart_values import pools, values
 
 OPEN = {
     "networkPolicy": {
@@ -74,7 +74,7 @@ def is_in_call_graph(source: Endpoint, target: Endpoint, port: int, workers: dic
         return False
     if (component(source), component(target)) == ("worker", "worker"):
         return workers[cell][1] > 1 and domain(source) == domain(target)
-    if source.name == PICKER.name and "lockstep-pool" not in target.labels:
+    if source.name == PICKER.name and not {"lockstep-pool", "lockstep-http-pool"} & target.labels.keys():
         return False
     num_ranks = workers[cell][0]
     return port in ports_called(component(source), component(target), range(50053, 50053 + num_ranks))
@@ -83,8 +83,8 @@ def is_in_call_graph(source: Endpoint, target: Endpoint, port: int, workers: dic
 def ports_called(source: str, target: str, worker_ports: range) -> Container[int]:
     """The ports of a component that another calls."""
     return {
-        ("client", "tokenizer"): {50051},
-        ("test", "tokenizer"): {50051},
+        ("client", "tokenizer"): {50051, 8000},
+        ("test", "tokenizer"): {50051, 8000},
         ("tokenizer", "scheduler"): {50054},
         ("scheduler", "worker"): worker_ports,
         ("direct client", "scheduler"): {50052},
@@ -101,7 +101,7 @@ def matrix(objects: list[Tree]) -> Iterator[tuple[Endpoint, Endpoint, int, bool]
     """Every pair with every port that means something, and whether it is allowed."""
     pods = list(endpoints(objects))
     network = Network(objects)
-    ports = (443, API_PORT, 50051, 50052, 50053, 50054, 50060, 50061, 9100, 9101, 9108, 9109, COLLECTIVE_PORT)
+    ports = (443, API_PORT, 8000, 50051, 50052, 50053, 50054, 50060, 50061, 9100, 9101, 9108, 9109, COLLECTIVE_PORT)
     for source, target in itertools.product([*OUTSIDE, *pods], [*OUTSIDE, *pods]):
         for port in ports:
             yield source, target, port, network.allows(source, target, port)
@@ -149,8 +149,16 @@ def test_collectives_stay_in_their_domain_and_calls_in_their_cell(api: tuple[str
     check(render(values=TWO_CELLS | OPEN, apis=api))
 
 
-def test_an_endpoint_picker_reads_the_metrics_of_its_pool_alone() -> None:
-    check(render(values=pools({}, cells=[{"name": "outside"}], **OPEN)))
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_an_endpoint_picker_reads_the_metrics_of_its_pool_alone(protocol: str) -> None:
+    check(render(values=pools({"protocol": protocol}, cells=[{"name": "outside"}], **OPEN)))
+
+
+def test_without_http_no_pod_may_reach_its_port() -> None:
+    network = Network(objects := render(values=values({"tokenizer": {"http": {"enabled": False}}})))
+    for target in endpoints(objects):
+        assert network.allows(CLIENT, target, 50051) is (component(target) == "tokenizer")
+        assert not any(network.allows(source, target, 8000) for source in (*OUTSIDE, *endpoints(objects)))
 
 
 def test_every_pod_may_resolve_names() -> None:

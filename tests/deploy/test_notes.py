@@ -17,7 +17,10 @@ NOTES = {
 Cell demo: StatefulSet, 1 rank(s) a pod, 1 pod(s) a failure domain.
 
   Clients call      dns:///rel-demo-tokenizer.ns.svc:50051
+  or over HTTP      http://rel-demo-tokenizer.ns.svc:8000/v1
   WARNING           nothing is encrypted: tls.insecure is true
+  From here         kubectl port-forward --namespace ns service/rel-demo-tokenizer 8000
+                    curl http://127.0.0.1:8000/v1/models
   After an upgrade  delete the worker pods of one failure domain at a time (label lockstep-domain), all of it together
 
 Only pods that networkPolicy.clients selects reach the tokenizers.
@@ -27,13 +30,21 @@ Try it: helm test rel --namespace ns --logs
 Cell small: Deployment, 1 rank(s) a pod, 1 pod(s) a failure domain.
 
   Clients call      dns:///rel-small-tokenizer.ns.svc:50051
+  or over HTTP      https://rel-small-tokenizer.ns.svc:8000/v1
   and expect        tokenizer.small.example.org in its certificate
+  From here         kubectl port-forward --namespace ns service/rel-small-tokenizer 8000
+                    curl --cacert ca.crt --connect-to ::127.0.0.1:8000 https://tokenizer.small.example.org:8000/v1/models
+                    with the ca.crt of the secret rel-small-tokenizer-tls
   Scale             deployment/rel-small-worker with an autoscaler of yours, up to 6 replicas
 
 Cell large: StatefulSet, 8 rank(s) a pod, 1 pod(s) a failure domain.
 
   Clients call      dns:///rel-large-tokenizer.ns.svc:50051
+  or over HTTP      https://rel-large-tokenizer.ns.svc:8000/v1
   and expect        tokenizer.large.example.org in its certificate
+  From here         kubectl port-forward --namespace ns service/rel-large-tokenizer 8000
+                    curl --cacert ca.crt --connect-to ::127.0.0.1:8000 https://tokenizer.large.example.org:8000/v1/models
+                    with the ca.crt of the secret rel-large-tokenizer-tls
   After an upgrade  delete the worker pods of one failure domain at a time (label lockstep-domain), all of it together
 
 Only pods that networkPolicy.clients selects reach the tokenizers.
@@ -63,7 +74,10 @@ def test_the_notes_of_an_example(example: str) -> None:
     assert notes(f"--values={path}") == NOTES[example]
 
 
-def test_the_notes_of_groups_without_network_policies() -> None:
-    cell = {"workers": {"kind": "LeaderWorkerSet", "tp": 8, "nodes": 2}}
+def test_the_notes_of_groups_without_http_and_network_policies() -> None:
+    cell = {
+        "tokenizer": {"http": {"enabled": False}},
+        "workers": {"kind": "LeaderWorkerSet", "tp": 8, "nodes": 2},
+    }
     given = values(cell, networkPolicy={"enabled": False})
     assert notes("--values=-", given=given) == OF_GROUPS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -49,9 +50,10 @@ def test_a_model_s_image_fits_every_kubernetes_that_mounts_one() -> None:
         assert find_errors(objects, minor) == [], minor
 
 
-def test_a_pool_fits_its_api_with_every_failure_mode() -> None:
-    for mode in ({}, {"failureMode": "FailOpen"}):
-        objects = render(values=pools({"endpointPicker": {"name": "picker", "port": 9002, **mode}}))
+def test_a_pool_fits_its_api_with_every_failure_mode_and_protocol() -> None:
+    for mode, protocol in itertools.product(({}, {"failureMode": "FailOpen"}), ("grpc", "http")):
+        picker = {"name": "picker", "port": 9002, **mode}
+        objects = render(values=pools({"endpointPicker": picker, "protocol": protocol}))
         assert find_errors(objects, NEWEST_KUBERNETES) == []
 
 

@@ -97,6 +97,8 @@ def cells(draw: st.DrawFn, name: str) -> Tree:
             lambda on, most: {"enabled": on, "maxReplicas": most}, st.booleans(), st.integers(2, 99)
         ),
         "resources": RESOURCES,
+        "http": st.fixed_dictionaries({"enabled": st.booleans()}),
+        "settings": st.fixed_dictionaries({}, optional={"http-allowed-hosts": TEXT, "cors-origin": TEXT}),
     }
     cell: Tree = {
         "name": name,
@@ -110,12 +112,15 @@ def cells(draw: st.DrawFn, name: str) -> Tree:
     return {**cell, **{part: {**cell[part], **image} for part, image in IMAGES.items()}}
 
 
-def pools(cell: str) -> st.SearchStrategy[Tree]:
+def pools(cell: Tree) -> st.SearchStrategy[Tree]:
     picker = st.fixed_dictionaries(
         {"name": st.sampled_from(["picker", "null", "no"]), "port": st.integers(1, 65535)},
         optional={"failureMode": st.sampled_from(["FailClose", "FailOpen"])},
     )
-    return st.fixed_dictionaries({"name": st.just(cell), "cells": st.just([cell]), "endpointPicker": picker})
+    is_served = cell["tokenizer"].get("http", {}).get("enabled", True)
+    protocols = st.sampled_from(["grpc", "http"] if is_served else ["grpc"])
+    whole = {"name": st.just(cell["name"]), "cells": st.just([cell["name"]]), "endpointPicker": picker}
+    return st.fixed_dictionaries(whole, optional={"protocol": protocols})
 
 
 @st.composite
@@ -125,10 +130,10 @@ def value_sets(draw: st.DrawFn) -> Tree:
         {}, optional={key: st.booleans() for key in ("podMonitor", "rules", "dashboards")}
     )
     # Each cell has a model of its own.
-    in_pools = draw(st.lists(st.sampled_from(names), unique=True))
+    chosen = [draw(cells(name)) for name in names]
     return {
-        "cells": [draw(cells(name)) for name in names],
-        "inferencePools": [draw(pools(name)) for name in in_pools],
+        "cells": chosen,
+        "inferencePools": [draw(pools(cell)) for cell in chosen if draw(st.booleans())],
         "monitoring": draw(monitoring),
         "testPrompt": draw(TEXT),
         "fullnameOverride": draw(st.sampled_from(["", "ls"])),

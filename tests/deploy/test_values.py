@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.deploy.chart import CHART, LEADER_WORKER_SETS, RenderError, Tree, find, render
 from tests.support.deploy.chart_tables import leaves
-from tests.support.deploy.chart_values import DIGEST, HASHES, pools, values, workers
+from tests.support.deploy.chart_values import DIGEST, HASHES, IMAGES, pools, values, workers
 
 # What is refused, what the error names, and for a check that depends on it the release of Kubernetes.
 REFUSED: dict[str, tuple[Tree, str]] = {
@@ -19,6 +19,11 @@ REFUSED: dict[str, tuple[Tree, str]] = {
     "a misspelt value of a cell": (values({"workerz": {}}), "workerz"),
     "a misspelt setting": (workers(settings={"kv-cash-dtype": "int8"}), "kv-cash-dtype"),
     "a setting that the chart gives": (workers(settings={"listen": "0.0.0.0:1"}), "listen"),
+    "another HTTP port than the chart's": (
+        values({"tokenizer": {"settings": {"http-listen": "0.0.0.0:1"}}}),
+        "http-listen",
+    ),
+    "a misspelt value of HTTP": (values({"tokenizer": {"http": {"enable": True}}}), "enable"),
     "a setting that is a list": (workers(settings={"num-threads": [1]}), "num-threads"),
     "a tag instead of a digest": (workers(image={"digest": "latest"}), "digest"),
     "no digest": (workers(image={"digest": ""}), "cells[main].workers.image.digest"),
@@ -105,6 +110,22 @@ REFUSED: dict[str, tuple[Tree, str]] = {
     "a pool of nothing": (pools({"cells": []}), "cells"),
     "two pools of one name": (pools({}, {}), 'inferencePools: the name "main" is used twice'),
     "a cell in two pools": (pools({}, {"name": "b"}), 'inferencePools[b].cells: "main" is in another pool too'),
+    "a cell in two pools of HTTP": (
+        pools({"protocol": "http"}, {"name": "b", "protocol": "http"}),
+        'inferencePools[b].cells: "main" is in another pool too',
+    ),
+    "a pool of HTTP of a cell without it": (
+        pools({"protocol": "http"}, cellDefaults={"tokenizer": {"http": {"enabled": False}}}),
+        'inferencePools[main].protocol: the cell "main" has tokenizer.http.enabled: false',
+    ),
+    "a pool of HTTP whose cells have other names": (
+        pools(
+            {"cells": ["main", "b"], "protocol": "http"},
+            cells=[{"name": "b", "tokenizer": {**IMAGES["tokenizer"], "settings": {"served-model-name": "chat"}}}],
+        ),
+        "inferencePools[main].cells: they serve different models: models, chat",
+    ),
+    "a pool of another protocol": (pools({"protocol": "h2c"}), "protocol"),
     "a pool of two models": (
         pools({"cells": ["main", "b"]}, cells=[{"name": "b", "model": {"pvc": "models", "name": "other"}}]),
         "inferencePools[main].cells: they serve different models: models, other",
@@ -237,7 +258,7 @@ DERIVED = {
     "prefix",
     "trustDomain",
     "modelDir",
-    "pool",
+    "pools",
     *(f"workers.{name}" for name in ("coupled", "domains", "ranks", "ranksPerNode", "onGpu", "places")),
 }
 # What templates call the parts of a cell.

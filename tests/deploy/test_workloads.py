@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
-from tests.support.clients.endpoint_picker import read_config, read_engine
+from tests.support.clients.endpoint_picker import CONFIGS, read_config, read_engine
 from tests.support.deploy.chart import (
     CHART,
     LEADER_WORKER_SETS,
@@ -18,6 +19,7 @@ from tests.support.deploy.chart import (
 from tests.support.deploy.chart_values import DIGEST, HASHES, TLS, pools, values, workers
 
 SETS = [LEADER_WORKER_SETS]
+INSECURE = {"trustDomain": "", "issuer": {}, "insecure": True}
 ZONE = "topology.kubernetes.io/zone"
 GROUP_INDEX = "leaderworkerset.sigs.k8s.io/group-index"
 
@@ -334,17 +336,17 @@ def test_each_pod_mounts_its_own_role_s_certificate_and_the_test_no_key() -> Non
             pod = spec_of(objects, kind, f"-{role}{end}")
             secrets = [volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume]
             assert secrets == [name.format(role)]
-        (test,) = find(objects, "Pod")
-        assert test["spec"]["volumes"][0]["secret"]["items"] == [{"key": "ca.crt", "path": "ca.crt"}]
+        for test in find(objects, "Pod"):
+            assert test["spec"]["volumes"][0]["secret"]["items"] == [{"key": "ca.crt", "path": "ca.crt"}]
     assert not find(render(values=values({"tls": given})), "Certificate")
 
 
 def test_without_tls_every_port_says_that_it_is_insecure() -> None:
-    objects = render(values=values({"tls": {"trustDomain": "", "issuer": {}, "insecure": True}}))
+    objects = render(values=values({"tls": INSECURE}))
     for kind, name in (("Deployment", "-tokenizer"), ("StatefulSet", "-scheduler"), ("StatefulSet", "-worker-0")):
         args = args_of(objects, kind, name)
         assert flag(args, "insecure-bind").startswith("0.0.0.0:")
-        assert not [arg for arg in args if arg.startswith(("--tls", "--listen", "--cell-listen"))]
+        assert not [arg for arg in args if arg.startswith(("--tls", "--listen", "--cell-listen", "--http-listen"))]
 
 
 def test_cells_share_no_object_and_select_no_pod_of_each_other() -> None:
@@ -380,30 +382,119 @@ def test_monitoring_is_made_on_request() -> None:
     assert not find(render(values=values()), "PodMonitor")
 
 
-def test_an_inference_pool_selects_the_tokenizers_of_its_cells_and_no_other_pod() -> None:
-    objects = render(values=pools({"cells": ["main", "b"]}, cells=[{"name": "b"}, {"name": "c"}]))
+@pytest.mark.parametrize(
+    ("protocol", "port", "app_protocol"),
+    [("grpc", "grpc", "kubernetes.io/h2c"), ("http", "http", "http"), (None, "grpc", "kubernetes.io/h2c")],
+)
+def test_an_inference_pool_selects_the_tokenizers_of_its_cells_and_no_other_pod(
+    protocol: str | None, port: str, app_protocol: str
+) -> None:
+    given = {} if protocol is None else {"protocol": protocol}
+    objects = render(values=pools({"cells": ["main", "b"], **given}, cells=[{"name": "b"}, {"name": "c"}]))
     (pool,) = find(objects, "InferencePool")
+    config = read_config(port)
     selector = pool["spec"]["selector"]["matchLabels"].items()
     chosen = {name: pod for name, pod in pod_templates(objects) if selector <= pod["metadata"]["labels"].items()}
     assert chosen.keys() == {"Deployment/rel-main-tokenizer", "Deployment/rel-b-tokenizer"}
     for pod in chosen.values():
-        ports = [each["containerPort"] for each in pod["spec"]["containers"][0]["ports"]]
-        assert ports == [pool["spec"]["targetPorts"][0]["number"], read_config()["metrics-data-source"]["port"]]
+        ports = {each["name"]: each["containerPort"] for each in pod["spec"]["containers"][0]["ports"]}
+        assert [{"number": ports[port]}] == pool["spec"]["targetPorts"]
+        assert ports["manage"] == config["metrics-data-source"]["port"]
         # How the endpoint picker knows that the metrics are ours.
-        assert pod["metadata"]["labels"]["llm-d.ai/engine-type"] == read_engine()["name"]
-    assert pool["spec"]["appProtocol"] == "kubernetes.io/h2c"
+        assert pod["metadata"]["labels"]["llm-d.ai/engine-type"] == read_engine(port)["name"]
+    assert pool["spec"]["appProtocol"] == app_protocol
     assert pool["spec"]["endpointPickerRef"] == {"name": "picker", "port": {"number": 9002}, "failureMode": "FailClose"}
+
+
+def test_pickers_of_both_protocols_read_the_same_metrics_and_know_their_plugins() -> None:
+    grpc, http = read_config("grpc"), read_config("http")
+    shared = grpc.keys() & http.keys()
+    assert {name: grpc[name] for name in shared} == {name: http[name] for name in shared}
+    assert http.keys() - shared == {"openai-parser", "prefix-cache-scorer"}
+    for path in CONFIGS.values():
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        (profile,), (source,) = config["schedulingProfiles"], config["dataLayer"]["sources"]
+        parsers = config["requestHandler"]["parsers"]
+        used = [*profile["plugins"], *parsers, source, *source["extractors"]]
+        assert sorted(each["pluginRef"] for each in used) == sorted(each["type"] for each in config["plugins"])
+        # It takes every path, so no parser after it is asked.
+        assert parsers[-1] == {"pluginRef": "passthrough-parser"}
+
+
+def test_a_cell_is_in_a_pool_of_each_protocol() -> None:
+    objects = render(values=pools({"name": "calls"}, {"name": "chats", "protocol": "http"}))
+    (pod,) = (pod for name, pod in pod_templates(objects) if name.endswith("-tokenizer"))
+    labels = pod["metadata"]["labels"].items()
+    selectors = {
+        each["metadata"]["name"]: each["spec"]["selector"]["matchLabels"] for each in find(objects, "InferencePool")
+    }
+    assert selectors.keys() == {"rel-calls", "rel-chats"}
+    assert all(selector.items() <= labels for selector in selectors.values())
+    assert not selectors["rel-calls"].items() <= selectors["rel-chats"].items()
+
+
+def test_cells_of_one_name_over_http_are_in_one_pool_of_http() -> None:
+    cell = {"name": "b", "model": {"pvc": "models", "name": "other"}}
+    names = {"tokenizer": {"settings": {"served-model-name": "chat"}}}
+    defaults = {"cellDefaults": names}
+    objects = render(values=pools({"cells": ["main", "b"], "protocol": "http"}, cells=[cell], **defaults))
+    assert len(find(objects, "InferencePool")) == 1
 
 
 def test_without_pools_there_is_nothing_of_them() -> None:
     objects = render(values=values())
     assert not find(objects, "InferencePool")
-    assert not [name for name, pod in pod_templates(objects) if "lockstep-pool" in pod["metadata"]["labels"]]
+    assert not [name for name, pod in pod_templates(objects) if "llm-d.ai/engine-type" in pod["metadata"]["labels"]]
 
 
-def test_the_test_pod_generates_with_the_client() -> None:
-    (pod,) = find(render(values=values(testPrompt="Once: upon a time")), "Pod")
-    (container,) = containers(pod["spec"])
+@pytest.mark.parametrize(
+    ("tls", "flag_name", "scheme"), [(INSECURE, "insecure-http-bind", "http"), (TLS, "http-listen", "https")]
+)
+def test_tokenizers_serve_http_where_they_serve_grpc(tls: Tree, flag_name: str, scheme: str) -> None:
+    objects = render(values=values({"tls": tls}))
+    pod = spec_of(objects, "Deployment", "-tokenizer")
+    (service,) = find(objects, "Service", "-tokenizer")
+    port = next(each for each in service["spec"]["ports"] if each["name"] == "http")
+    assert (port["port"], port["targetPort"], port["appProtocol"]) == (8000, "http", scheme)
+    assert {"name": "http", "containerPort": 8000} in pod["containers"][0]["ports"]
+    assert flag(args_of(objects, "Deployment", "-tokenizer"), flag_name) == "0.0.0.0:8000"
+
+
+def test_without_http_there_is_nothing_of_it() -> None:
+    objects = render(values=values({"tokenizer": {"http": {"enabled": False}}}))
+    (service,) = find(objects, "Service", "-tokenizer")
+    pod = spec_of(objects, "Deployment", "-tokenizer")
+    assert [each["name"] for each in service["spec"]["ports"]] == ["grpc"]
+    assert [each["name"] for each in pod["containers"][0]["ports"]] == ["grpc", "manage"]
+    assert not [arg for arg in args_of(objects, "Deployment", "-tokenizer") if "http" in arg]
+    assert [each["metadata"]["name"] for each in find(objects, "Pod")] == ["rel-main-test"]
+
+
+def test_the_probes_are_those_of_the_management_port_with_http_and_without() -> None:
+    probed = []
+    for is_served in (True, False):
+        cell = {"tokenizer": {"http": {"enabled": is_served}}}
+        (container,) = spec_of(render(values=values(cell)), "Deployment", "-tokenizer")["containers"]
+        probed.append([container[f"{kind}Probe"] for kind in ("startup", "liveness", "readiness")])
+    assert probed[0] == probed[1]
+    assert {each["httpGet"]["port"] for each in probed[0]} == {"manage"}
+
+
+def test_the_test_pods_generate_with_the_client_and_over_http() -> None:
+    objects = render(values=values(testPrompt="Once: upon a time"))
+    generating, asking = (find(objects, "Pod", end)[0] for end in ("-test", "-test-http"))
+    (container,) = containers(generating["spec"])
     assert container["command"] == ["lockstep", "generate"]
-    assert container["args"][0] == "Once: upon a time"
-    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    (asker,) = containers(asking["spec"])
+    assert asker["command"] == ["python3", "-c", (CHART / "files" / "ask_http.py").read_text(encoding="utf-8")]
+    (service,) = find(objects, "Service", "-tokenizer")
+    assert flag(asker["args"], "target") == f"{service['metadata']['name']}.ns.svc:8000"
+    for pod in (generating, asking):
+        assert containers(pod["spec"])[0]["args"][0] == "Once: upon a time"
+        assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+
+
+def test_the_test_over_http_is_for_a_host_that_is_allowed() -> None:
+    cell = {"tokenizer": {"settings": {"http-allowed-hosts": "api.example.org,example.org"}}}
+    (pod,) = find(render(values=values(cell)), "Pod", "-test-http")
+    assert flag(pod["spec"]["containers"][0]["args"], "host") == "api.example.org"

@@ -18,7 +18,9 @@ from prometheus_client.samples import Sample
 from tests.support.system.processes import ROOT
 from tests.support.system.scraping import get
 
-CONFIG = ROOT / "deploy" / "helm" / "lockstep" / "files" / "endpoint-picker.yaml"
+_FILES = ROOT / "deploy" / "helm" / "lockstep" / "files"
+CONFIGS = {"grpc": _FILES / "endpoint-picker.yaml", "http": _FILES / "endpoint-picker-http.yaml"}
+"""The picker's configuration for a pool of each protocol."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +34,15 @@ class MemberLoad:
     num_blocks: int
 
 
-def read_config() -> dict[str, Any]:
-    """The parameters of each plugin in the picker's configuration, by its type."""
-    config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+def read_config(protocol: str = "grpc") -> dict[str, Any]:
+    """The parameters of each plugin in the picker's configuration for a pool of a protocol, by its type."""
+    config = yaml.safe_load(CONFIGS[protocol].read_text(encoding="utf-8"))
     return {plugin["type"]: plugin.get("parameters", {}) for plugin in config["plugins"]}
 
 
-def read_engine() -> dict[str, str]:
+def read_engine(protocol: str = "grpc") -> dict[str, str]:
     """What the configuration says of Lockstep's metrics."""
-    [engine] = read_config()["core-metrics-extractor"]["engineConfigs"]
+    [engine] = read_config(protocol)["core-metrics-extractor"]["engineConfigs"]
     return dict(engine)
 
 

@@ -40,7 +40,10 @@ _GIVEN = frozenset(
 )
 # What it gives one of them, or `lockstep ranks` gives each worker.
 _GIVEN_TO = {
-    "tokenizer": {"model_dir", "model_name", "scheduler", "max_connection_age_s"},
+    "tokenizer": {
+        *("model_dir", "model_name", "scheduler", "max_connection_age_s"),
+        *("http_listen", "insecure_http_bind"),
+    },
     "scheduler": {
         *("cell_listen", "insecure_cell_bind", "workers", "coupled"),
         *("discovery", "discovery_name", "discovery_service", "discovery_port", "max_dp"),

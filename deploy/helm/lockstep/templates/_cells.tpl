@@ -2,7 +2,7 @@
 "lockstep.cells": JSON of the cells, each with the defaults merged in, checked, and with what is derived from it:
   prefix        what the names of its objects begin with
   trustDomain   in the names of its certificates
-  pool          the InferencePool of its tokenizers, or empty
+  pools         the InferencePools of its tokenizers: the name of each by its protocol
   modelDir      where its pods see the model
   workers       also .coupled, .domains, .ranks (of a domain), .ranksPerNode, .kind (what to render), .onGpu, .places (DP ranks)
 */}}
@@ -28,7 +28,7 @@
 {{- $_ := set $cell "prefix" (printf "%s-%s" (default $root.Release.Name $root.Values.fullnameOverride) $cell.name) }}
 {{- $_ := set $cell "trustDomain" (printf "%s.%s" $cell.name $cell.tls.trustDomain) }}
 {{- $_ := set $cell "modelDir" (printf "/models/%s" $cell.model.path | trimSuffix "/") }}
-{{- $_ := set $cell "pool" (include "lockstep.pool" (list $root $cell)) }}
+{{- $_ := set $cell "pools" (include "lockstep.pools" (list $root $cell) | fromJson) }}
 {{- $coupled := and $workers.ep (gt (int $workers.dp) 1) }}
 {{- range $part := list "tokenizer" "scheduler" "workers" }}{{ $_ := set (get $cell $part) "key" $part }}{{ end }}
 {{- $ranks := mul (int $workers.tp) (ternary (int $workers.dp) 1 $coupled) | int }}

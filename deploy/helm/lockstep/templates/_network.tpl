@@ -5,14 +5,14 @@
       {{- include "lockstep.selector" . | nindent 6 }}
 {{- end }}
 
-{{/* Lets PEERS in: (list ROOT CELL COMPONENT NAME PEERS PORTS). */}}
+{{/* Lets PEERS in: (list ROOT CELL COMPONENT NAME PEERS LIST_OF_PORTS). */}}
 {{- define "lockstep.ingress" }}
 ---
 {{ include "lockstep.policyHead" . }}
   policyTypes: [Ingress]
   ingress:
     - from: {{ toJson (index . 4) }}
-      ports: {{ toJson (list (merge (dict "protocol" "TCP") (index . 5))) }}
+      {{- include "lockstep.policyPorts" (index . 5) | nindent 6 }}
 {{- end }}
 
 {{/* Lets pods out to PEERS: (list ROOT CELL COMPONENT NAME PEERS LIST_OF_PORTS). */}}
@@ -22,10 +22,14 @@
   policyTypes: [Egress]
   egress:
     - to: {{ toJson (index . 4) }}
-      ports:
-        {{- range index . 5 }}
-        - {{ toJson (merge (dict "protocol" "TCP") .) }}
-        {{- end }}
+      {{- include "lockstep.policyPorts" (index . 5) | nindent 6 }}
+{{- end }}
+
+{{- define "lockstep.policyPorts" -}}
+ports:
+  {{- range . }}
+  - {{ toJson (merge (dict "protocol" "TCP") .) }}
+  {{- end }}
 {{- end }}
 
 {{- define "lockstep.policyHead" -}}

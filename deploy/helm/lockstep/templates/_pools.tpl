@@ -1,36 +1,57 @@
-{{/* The name of the InferencePool that a cell's tokenizers are members of; empty if there is none: (list ROOT CELL). */}}
-{{- define "lockstep.pool" -}}
-{{- $cell := index . 1 }}
+{{/* JSON of the InferencePools that a cell's tokenizers are members of, the name of each by its protocol: (list ROOT CELL). */}}
+{{- define "lockstep.pools" -}}
+{{- $cell := index . 1 }}{{ $pools := dict }}
 {{- range $pool := (index . 0).Values.inferencePools }}
-{{- if has $cell.name $pool.cells }}{{ $pool.name }}{{ end }}
+{{- if has $cell.name $pool.cells }}{{ $_ := set $pools (include "lockstep.protocol" $pool) $pool.name }}{{ end }}
 {{- end }}
+{{- toJson $pools }}
 {{- end }}
 
-{{/* Labels of the pods of an InferencePool; the second says to an endpoint picker how it reads their metrics: NAME. */}}
+{{- define "lockstep.protocol" -}}
+{{- default "grpc" .protocol }}
+{{- end }}
+
+{{/* The label that says which pool of a protocol a pod is a member of: PROTOCOL. */}}
+{{- define "lockstep.poolLabel" -}}
+{{- ternary "lockstep-http-pool" "lockstep-pool" (eq . "http") }}
+{{- end }}
+
+{{/* Labels of the pods of InferencePools; the last says to an endpoint picker how it reads their metrics: POOLS of a cell. */}}
 {{- define "lockstep.poolLabels" -}}
-lockstep-pool: {{ . | quote }}
+{{- range $protocol, $name := . }}
+{{ include "lockstep.poolLabel" $protocol }}: {{ $name | quote }}
+{{- end }}
 llm-d.ai/engine-type: lockstep
 {{- end }}
 
 {{/* Fails where pools do not fit the cells; prints nothing: (list ROOT CELLS). */}}
 {{- define "lockstep.checkPools" -}}
 {{- $root := index . 0 }}
-{{- $models := dict }}{{ $schemes := dict }}
+{{- $models := dict "grpc" (dict) "http" (dict) }}{{ $schemes := dict }}
 {{- range $cell := index . 1 }}
-  {{- $_ := set $models $cell.name (default (base $cell.modelDir) $cell.model.name) }}
+  {{- $model := default (base $cell.modelDir) $cell.model.name }}
+  {{- $_ := set $models.grpc $cell.name $model }}
+  {{- if $cell.tokenizer.http.enabled }}
+    {{- $_ := set $models.http $cell.name (get $cell.tokenizer.settings "served-model-name" | default $model) }}
+  {{- end }}
   {{- $_ := set $schemes $cell.name (ternary "none" "TLS" $cell.tls.insecure) }}
 {{- end }}
-{{- $names := list }}{{ $members := list }}
+{{- $names := list }}{{ $members := dict "grpc" (list) "http" (list) }}
 {{- range $pool := $root.Values.inferencePools }}
-  {{- $at := printf "inferencePools[%s]" $pool.name }}
+  {{- $at := printf "inferencePools[%s]" $pool.name }}{{ $protocol := include "lockstep.protocol" $pool }}
   {{- if has $pool.name $names }}{{ fail (printf "inferencePools: the name %q is used twice" $pool.name) }}{{ end }}
   {{- $names = append $names $pool.name }}
   {{- $served := list }}{{ $spoken := list }}
   {{- range $cell := $pool.cells }}
-    {{- if not (hasKey $models $cell) }}{{ fail (printf "%s.cells: there is no cell %q" $at $cell) }}{{ end }}
-    {{- if has $cell $members }}{{ fail (printf "%s.cells: %q is in another pool too" $at $cell) }}{{ end }}
-    {{- $members = append $members $cell }}
-    {{- $served = append $served (get $models $cell) | uniq }}
+    {{- if not (hasKey $models.grpc $cell) }}{{ fail (printf "%s.cells: there is no cell %q" $at $cell) }}{{ end }}
+    {{- if not (hasKey (get $models $protocol) $cell) }}
+      {{- fail (printf "%s.protocol: the cell %q has tokenizer.http.enabled: false" $at $cell) }}
+    {{- end }}
+    {{- if has $cell (get $members $protocol) }}
+      {{- fail (printf "%s.cells: %q is in another pool too" $at $cell) }}
+    {{- end }}
+    {{- $_ := set $members $protocol (append (get $members $protocol) $cell) }}
+    {{- $served = append $served (get (get $models $protocol) $cell) | uniq }}
     {{- $spoken = append $spoken (get $schemes $cell) | uniq }}
   {{- end }}
   {{- if gt (len $served) 1 }}

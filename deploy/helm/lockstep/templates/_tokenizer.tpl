@@ -9,6 +9,9 @@ containers:
       {{- include "lockstep.tokenizerArgs" $cell | nindent 6 }}
     ports:
       - {name: grpc, containerPort: 50051}
+      {{- if $values.http.enabled }}
+      - {name: http, containerPort: 8000}
+      {{- end }}
       - {name: manage, containerPort: 9100}
     {{- include "lockstep.probes" $values.startupSeconds | nindent 4 }}
     {{- include "lockstep.preStop" . | nindent 4 }}
@@ -37,6 +40,9 @@ volumes:
 {{- end }}
 - --scheduler={{ range $i := list 0 1 }}{{ if $i }},{{ end }}{{ $cell.prefix }}-scheduler-{{ $i }}.{{ $cell.prefix }}-scheduler:50054{{ end }}
 {{- include "lockstep.listenFlags" (list $cell 50051) }}
+{{- if .tokenizer.http.enabled }}
+- --{{ ternary "insecure-http-bind" "http-listen" .tls.insecure }}=0.0.0.0:8000
+{{- end }}
 - --manage-listen=0.0.0.0:9100
 - --max-connection-age-s={{ int .tokenizer.maxConnectionAgeSeconds }}
 - --drain-s={{ int .shutdown.drainSeconds }}
