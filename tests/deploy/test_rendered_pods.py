@@ -99,6 +99,17 @@ def services(cluster: Cluster, nodes: list[RankNode]) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("services")
+async def test_the_tests_of_a_cell_with_tls_pass(cluster: Cluster) -> None:
+    for pod in cluster.of("tokenizer"):
+        await pod.wait_until_probed("readinessProbe")
+    tests = cluster.of("test")
+    assert len(tests) == 2
+    for test in tests:
+        check_answer(test)
+
+
 def make_node(pod: Pod) -> RankNode:
     """A worker pod, whose container starts again as it was."""
     address, manage_address = (f"{pod.address}:{pod.port(name)}" for name in ("worker", "manage"))

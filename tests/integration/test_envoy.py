@@ -9,15 +9,14 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 
-from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2
+from lockstep.v1 import tokenizer_pb2
 from shared.network.rpc import make_channel, status_from_rpc_error
 from shared.network.tls import Role
-from tests.support.cells.cell import Cell, start_cell
+from tests.support.cells.cell import Cell, held_work, start_cell
 from tests.support.cells.envoy import Envoy, EnvoyConfig, start_envoy
 from tests.support.cells.tls_cell import start_tls_cell
 from tests.support.clients.client import Client, connect, text_request, token_request
@@ -138,16 +137,6 @@ async def test_no_call_fails_while_connections_are_renewed_and_a_tokenizer_drain
                     calls.append(asyncio.create_task(client.generate(SHORT)))
         assert {answer.reason for answer in await asyncio.gather(*calls)} == {"MAX_TOKENS"}
         assert await asyncio.to_thread(fronted.second.wait) == 0
-
-
-@asynccontextmanager
-async def held_work(cell_address: str) -> AsyncIterator[None]:
-    """Nothing is computed meanwhile, so that calls wait."""
-    async with make_channel(cell_address, internal=True) as channel:
-        admin: Any = scheduler_pb2_grpc.SchedulerAdminServiceStub(channel)
-        await admin.Drain(scheduler_pb2.DrainRequest(dp_rank=0))
-        yield
-        await admin.Undrain(scheduler_pb2.UndrainRequest(dp_rank=0))
 
 
 @pytest.mark.slow

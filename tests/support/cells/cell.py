@@ -9,14 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import grpc
 import psutil
 
-from lockstep.v1 import tokenizer_pb2_grpc
+from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2_grpc
 from shared.network.health import wait_until_serving
 from shared.network.rpc import make_channel
 from tests.support.system.patience import PATIENCE_S
@@ -179,6 +179,16 @@ def start_cell(model_dir: Path, *flags: str) -> Iterator[Cell]:
             # Its services end with it.
             launcher.kill()
             launcher.communicate()
+
+
+@contextlib.asynccontextmanager
+async def held_work(cell_address: str) -> AsyncIterator[None]:
+    """Have a cell of one rank compute nothing meanwhile, so that requests wait; its scheduler is at `cell_address`."""
+    async with make_channel(cell_address, internal=True) as channel:
+        admin: Any = scheduler_pb2_grpc.SchedulerAdminServiceStub(channel)
+        await admin.Drain(scheduler_pb2.DrainRequest(dp_rank=0))
+        yield
+        await admin.Undrain(scheduler_pb2.UndrainRequest(dp_rank=0))
 
 
 def find_cell_processes(address: str) -> list[psutil.Process]:

@@ -1,4 +1,4 @@
-"""A real Envoy in front of tokenizers, with the configuration beside the chart."""
+"""A real Envoy in front of tokenizers, with a configuration beside the chart."""
 
 from __future__ import annotations
 
@@ -21,22 +21,27 @@ from tests.support.system.patience import PATIENCE_S
 from tests.support.system.ports import free_port
 from tests.support.system.processes import ROOT
 
-CONFIG = ROOT / "deploy" / "helm" / "lockstep" / "files" / "envoy.yaml"
+_FILES = ROOT / "deploy" / "helm" / "lockstep" / "files"
+CONFIGS = {"grpc": _FILES / "envoy.yaml", "http": _FILES / "envoy-http.yaml"}
+"""The configuration for clients of each protocol."""
 _POLL_S = 0.02
 
 
 class EnvoyConfig:
-    """The configuration, with the addresses of a test: of tokenizers, of the listener and of the admin interface."""
+    """A configuration, with the addresses of a test: of tokenizers, of the listener and of the admin interface."""
 
-    def __init__(self, tokenizers: Sequence[str], tls: TlsFiles | None = None) -> None:
-        """Read it; `tokenizers` are at `HOST:PORT`, and without `tls` they have none."""
+    def __init__(self, tokenizers: Sequence[str], tls: TlsFiles | None = None, *, protocol: str = "grpc") -> None:
+        """Read that of a protocol; `tokenizers` are at `HOST:PORT`, and without `tls` they have none."""
         self.address, self.admin_address = (f"127.0.0.1:{free_port()}" for _ in range(2))
-        self._config: dict[str, Any] = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+        self._config: dict[str, Any] = yaml.safe_load(CONFIGS[protocol].read_text(encoding="utf-8"))
         self._config["admin"] = {"address": _socket(self.admin_address)}
         resources = self._config["static_resources"]
         [self._listener], [cluster] = resources["listeners"], resources["clusters"]
-        self._cluster = cluster
+        self._cluster: dict[str, Any] = cluster
         self._listener["address"] = _socket(self.address)
+        if protocol == "http":
+            # A tokenizer on loopback takes no other host.
+            self.health_check["http_health_check"]["host"] = "localhost"
         [group] = cluster["load_assignment"]["endpoints"]
         group["lb_endpoints"] = [{"endpoint": {"address": _socket(address)}} for address in tokenizers]
         if tls is None:
@@ -59,9 +64,20 @@ class EnvoyConfig:
     def route(self) -> dict[str, Any]:
         """What is done with a call."""
         [host] = self.manager["route_config"]["virtual_hosts"]
-        [route] = host["routes"]
-        action: dict[str, Any] = route["route"]
+        action: dict[str, Any] = host["routes"][-1]["route"]
         return action
+
+    @property
+    def cluster(self) -> dict[str, Any]:
+        """What Envoy knows of tokenizers."""
+        return self._cluster
+
+    @property
+    def health_check(self) -> dict[str, Any]:
+        """How it asks whether a tokenizer gets calls."""
+        check: dict[str, Any]
+        [check] = self._cluster["health_checks"]
+        return check
 
     @property
     def keepalive(self) -> dict[str, Any]:

@@ -20,12 +20,14 @@ class NarrowCell:
 
     Attributes:
         cell: The cell.
+        http_address: Where its tokenizer serves HTTP.
         scheduler_address: The address of its scheduler service for clients.
         scheduler_metrics: Where its scheduler serves metrics.
         tokenizer_metrics: Where its tokenizer serves metrics.
     """
 
     cell: Cell
+    http_address: str
     scheduler_address: str
     scheduler_metrics: str
     tokenizer_metrics: str
@@ -34,8 +36,9 @@ class NarrowCell:
 @contextmanager
 def start_narrow_cell(model_dir: Path) -> Iterator[NarrowCell]:
     """Start a cell that runs one request at a time and lets `MAX_WAITING` wait, on `NUM_BLOCKS` blocks."""
-    scheduler, scheduler_metrics, tokenizer_metrics = (f"127.0.0.1:{free_port()}" for _ in range(3))
+    http, scheduler, scheduler_metrics, tokenizer_metrics = (f"127.0.0.1:{free_port()}" for _ in range(4))
     flags = (
+        f"--http-listen={http}",
         f"--scheduler-listen={scheduler}",
         f"--scheduler.manage-listen={scheduler_metrics}",
         f"--tokenizer.manage-listen={tokenizer_metrics}",
@@ -44,4 +47,4 @@ def start_narrow_cell(model_dir: Path) -> Iterator[NarrowCell]:
         f"--scheduler.max-waiting-requests={MAX_WAITING}",
     )
     with start_cell(model_dir, *flags) as cell:
-        yield NarrowCell(cell, scheduler, scheduler_metrics, tokenizer_metrics)
+        yield NarrowCell(cell, http, scheduler, scheduler_metrics, tokenizer_metrics)

@@ -24,6 +24,7 @@ class TlsCell:
     Attributes:
         authority: Signs the certificates in use.
         address: The address of its tokenizer service.
+        http_address: Where that serves HTTP.
         scheduler_address: The address of its scheduler service for clients.
         cell_address: The address of its scheduler service for the cell.
         leader_address: The address of the group's leader.
@@ -34,13 +35,14 @@ class TlsCell:
         self._stack = stack
         self.authority = Authority()
         self.renew(self.authority)
-        ports = [f"127.0.0.1:{free_port()}" for _ in range(TP_SIZE + 3)]
-        self.address, self.scheduler_address, self.cell_address, *self._workers = ports
+        ports = [f"127.0.0.1:{free_port()}" for _ in range(TP_SIZE + 4)]
+        self.address, self.http_address, self.scheduler_address, self.cell_address, *self._workers = ports
         self.leader_address = self._workers[0]
         for rank in range(TP_SIZE):
             self._start_worker(model_dir, rank)
         self._scheduler = self._start_scheduler()
-        links = (f"--listen={self.address}", f"--scheduler={self.cell_address}")
+        listen = (f"--listen={self.address}", f"--http-listen={self.http_address}")
+        links = (*listen, f"--scheduler={self.cell_address}")
         self._start("tokenizer", Role.TOKENIZER, f"--model-dir={model_dir}", *links)
 
     def renew(self, authority: Authority, *others: Authority) -> None:
