@@ -13,12 +13,41 @@ from typing import Any
 import pytest
 import yaml
 
+from services.tokenizer.http.errors import http_error
+from shared.errors import (
+    AbortedByCallError,
+    ClientTooSlowError,
+    DeadlinePassedError,
+    DrainingError,
+    InternalError,
+    ModelNotFoundError,
+    NotReadyError,
+    NumericError,
+    PoisonRequestError,
+    QueueFullError,
+    SchedulerLostError,
+    ServiceError,
+)
 from tests.support.system.processes import ROOT
 
 FILES = ROOT / "deploy" / "helm" / "lockstep" / "files"
 RULES = FILES / "rules.yaml"
 RUNBOOK = ROOT / "deploy" / "RUNBOOK.md"
 CELL = 'namespace="ns",cell="c"'
+# What the runbook explains of the errors that clients of HTTP see.
+ERRORS: tuple[type[ServiceError], ...] = (
+    QueueFullError,
+    ClientTooSlowError,
+    NotReadyError,
+    DrainingError,
+    SchedulerLostError,
+    AbortedByCallError,
+    DeadlinePassedError,
+    ModelNotFoundError,
+    PoisonRequestError,
+    NumericError,
+    InternalError,
+)
 # Samples of two hours, one a minute.
 STEADY = "{}x120"
 _FIRING = 'count by (alertname, namespace, cell) (ALERTS{alertstate="firing"})'
@@ -236,9 +265,20 @@ def test_the_runbook_has_one_section_for_each_alert() -> None:
     assert links == [f"deploy/RUNBOOK.md#{name.lower()}" for name in alerts()]
 
 
-def test_every_section_says_what_to_look_at_and_what_to_do() -> None:
+def test_every_alerts_section_says_what_to_look_at_and_what_to_do() -> None:
     text = RUNBOOK.read_text(encoding="utf-8")
     named = set(re.findall(r"\bLockstep[A-Z]\w+", text))
     assert named <= set(alerts())
-    for section in text.split("\n## ")[1:]:
+    sections = [section for section in text.split("\n## ") if section.startswith("Lockstep")]
+    assert len(sections) == len(alerts())
+    for section in sections:
         assert re.findall(r"(?m)^\*\*(.+?):\*\*", section) == ["Means", "Look at", "Do"], section
+
+
+def test_what_clients_see_over_http_has_the_codes_that_the_api_answers() -> None:
+    text = RUNBOOK.read_text(encoding="utf-8")
+    section = text.partition("\n## What clients see over HTTP\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"(?m)^\| ([0-9]{3})(?: ([^|]*))? \|", section)
+    told = {(int(status), code) for status, codes in rows for code in re.findall(r"`(\w+)`", codes)}
+    answers = [http_error(kind("why"), str) for kind in ERRORS]
+    assert told == {(error.status, error.code) for error in answers} | {(403, "host_not_allowed")}
