@@ -146,6 +146,8 @@ class _StreamWriter:
     async def write(self, response: tokenizer_pb2.GenerateResponse) -> None:
         """See `Writer`."""
         data = self._pieces.make(response)
+        if data and self._stream.try_write(data):
+            return
         if response.HasField("accepted"):
             self._on_accepted()
             self._stream.note_submission()

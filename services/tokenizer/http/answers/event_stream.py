@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from shared.network.response_writer import ResponseWriter
 
@@ -33,6 +33,8 @@ class EventStream:
         self._held: list[bytes] = []
         self._opening = asyncio.Lock()
         self._is_open = False
+        # Whether it is open, and a write is a chunk of the body (RFC 9112, section 7.1).
+        self._is_chunked = False
         self._written_at = 0.0
         self._keeper: asyncio.Task[None] | None = None
 
@@ -57,6 +59,20 @@ class EventStream:
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep())
 
+    def try_write(self, data: bytes) -> bool:
+        """Send events, if that needs no waiting; else nothing has changed. `data` must not be empty.
+
+        Every token passes here, and each layer of awaited calls to the transport would cost as much as all of this.
+        """
+        protocol = self._request.protocol
+        transport = protocol.transport
+        if not self._is_chunked or protocol.writing_paused or transport is None or transport.is_closing():
+            return False
+        self._written_at = self._loop.time()
+        # The loop sends what the transport has got in one iteration by one system call.
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
     async def write(self, data: bytes, *, begins: bool = True) -> None:
         """Send events; they are held back until the stream begins, with these if `begins`.
 
@@ -80,6 +96,7 @@ class EventStream:
             held, self._held = b"".join(self._held), []
         self._written_at = self._loop.time()
         await write(held or _COMMENT)
+        self._is_chunked = self._request.version >= HttpVersion11
 
     async def _keep(self) -> None:
         await asyncio.sleep(FIRST_TOKEN_S)

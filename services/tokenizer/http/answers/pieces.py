@@ -60,10 +60,18 @@ class Pieces:
 
     def make(self, response: tokenizer_pb2.GenerateResponse) -> bytes:
         """The events of a response; empty if it has no news for the client."""
+        index = self._facts.index(response.prompt, response.choice)
+        text = response.text
+        if text and index in self._heads and _has_only_text(response):
+            # The hot path: every token passes here, and each look at a message costs as much as encoding its text.
+            before, after = self._heads[index]
+            return before + _encode(text) + after
+        return self._make_any(index, response)
+
+    def _make_any(self, index: int, response: tokenizer_pb2.GenerateResponse) -> bytes:
         if response.HasField("accepted"):
             self._facts.accept(response.accepted)
             return b""
-        index = self._facts.index(response.prompt, response.choice)
         self._num_tokens += len(response.token_ids)
         opening = b""
         if index not in self._forms:
@@ -71,9 +79,8 @@ class Pieces:
             first = form.opening()
             if first is not None:
                 opening = event(self._piece({"index": index, **first}))
-        is_plain = not (response.reasoning or response.tool_calls or response.HasField("finish"))
-        if self._may_be_prepared and is_plain:
-            return opening + self._prepared(index, response.text) if response.text else opening
+        if self._may_be_prepared and _has_only_text(response):
+            return opening + self._prepare(index, response.text) if response.text else opening
         return opening + self._any_piece(index, response)
 
     def end(self) -> bytes:
@@ -83,13 +90,12 @@ class Pieces:
         usage = self._piece(None) | {"usage": usage_value(self._usage)} | self._facts.closing(self._finishes)
         return event(usage) + DONE
 
-    def _prepared(self, index: int, text: str) -> bytes:
-        head = self._heads.get(index)
-        if head is None:
-            piece = self._piece({"index": index, **self._forms[index].text(_PLACEHOLDER)})
-            before, _, after = event(piece).partition(_ENCODED_PLACEHOLDER)
-            head = self._heads[index] = before, after
-        return head[0] + _encode(text) + head[1]
+    def _prepare(self, index: int, text: str) -> bytes:
+        """The first piece of a choice with text alone, as which further ones are made."""
+        piece = self._piece({"index": index, **self._forms[index].text(_PLACEHOLDER)})
+        before, _, after = event(piece).partition(_ENCODED_PLACEHOLDER)
+        self._heads[index] = before, after
+        return before + _encode(text) + after
 
     def _any_piece(self, index: int, response: tokenizer_pb2.GenerateResponse) -> bytes:
         fields = self._forms[index].fields(response)
@@ -115,3 +121,7 @@ class Pieces:
         elif self._facts.options.has_usage:
             piece["usage"] = None
         return piece
+
+
+def _has_only_text(response: tokenizer_pb2.GenerateResponse) -> bool:
+    return not (response.reasoning or response.HasField("finish") or response.tool_calls)
