@@ -34,7 +34,6 @@ LOADS = {
     "vllm chat": ("vllm", "streams", "chat"),
     "vllm chat with statistics": ("vllm", "streams_with_statistics", "chat"),
 }
-OF_STREAMS = (64, 512)
 WRITER_TARGET = 0.5
 VLLM_TARGET = 4.0
 # vLLM's target holds for this many streams.
@@ -44,10 +43,10 @@ TARGET_STREAMS = 64
 def main() -> None:
     """Measure, print the table, write the JSON."""
     args = _parse_args()
-    num_repeats = 3 if args.quick else 15
+    num_repeats = 3 if args.quick else args.repeats
     turns = Turns(MODULES, num_repeats)
     rows: list[Row] = []
-    for num_streams in (4,) if args.quick else OF_STREAMS:
+    for num_streams in (4,) if args.quick else args.streams:
         figures = _measure_streams(turns, args, num_streams)
         rows += _writers(figures, num_streams) + _front_ends(figures, num_streams)
     rows += _first_tokens(turns, args)
@@ -129,6 +128,10 @@ def _parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", type=Path, help="a model directory with a tokenizer")
     parser.add_argument("--quick", action="store_true", help="a short run, whose figures mean nothing")
+    parser.add_argument(
+        "--streams", type=int, nargs="+", default=[64, 512], help="numbers of streams (default: %(default)s)"
+    )
+    parser.add_argument("--repeats", type=int, default=15, help="repeats of each load (default: %(default)s)")
     parser.add_argument("--without-peers", action="store_true", help="measure only ours; nothing is installed")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     return parser.parse_args(argv)
