@@ -176,9 +176,9 @@ class Choice:
         """Take what has accumulated; None if there is nothing. `has_news` then says if more is left."""
         self.has_news = False
         text, token_ids = self._completion.take()
-        response = tokenizer_pb2.GenerateResponse(
-            text=text, token_ids=token_ids, prompt=self._prompt, choice=self._number
-        )
+        response = tokenizer_pb2.GenerateResponse(text=text, token_ids=token_ids)
+        if self._prompt or self._number:
+            response.prompt, response.choice = self._prompt, self._number
         if self._extras.logprobs is not None:
             self._add_logprobs(response, token_ids, self._extras.logprobs)
         if self._completion.has_parser:
