@@ -104,3 +104,37 @@ async def test_a_client_that_reads_nothing_loses_its_stream(model_dir: Path, tmp
             await asyncio.wait([aborted], timeout=0.01)
         assert sent.handle <= await aborted < sent.handle + 8
         writer.close()
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+async def test_pieces_that_come_one_by_one_are_framed_as_the_version_says(http: HttpService, version: str) -> None:
+    reader, writer = await asyncio.open_unix_connection(http.service.http_address.removeprefix("unix:"))
+    body = json.dumps(stream())
+    head = POST.replace("HTTP/1.1", f"HTTP/{version}").replace("\r\n", "\r\nConnection: close\r\n", 1)
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+    sent = await http.service.peer.submits.get()
+    data = b""
+    for index in range(3):
+        http.service.peer.send(Row(sent.handle, index, [70 + index]))
+        data += await reader.readuntil(b"}]}\n\n")
+    http.service.peer.send(Row(sent.handle, 3, [73]), ends=[make_end(sent.handle, MAX_TOKENS, 4)])
+    _, _, answered = (data + await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    if version == "1.1":
+        answered = _join_chunks(answered)
+    events = [json.loads(event) for event in events_of(answered)[:-1]]
+    texts = [event["choices"][0]["delta"].get("content") for event in events]
+    assert texts == ["", "d", "e", "f", "g"]
+
+
+def _join_chunks(data: bytes) -> bytes:
+    """The body in chunks, which must be complete."""
+    joined = b""
+    while True:
+        size, _, rest = data.partition(b"\r\n")
+        chunk, data = rest[: int(size, 16)], rest[int(size, 16) :]
+        assert data.startswith(b"\r\n")
+        joined, data = joined + chunk, data.removeprefix(b"\r\n")
+        if not chunk:
+            assert data == b""
+            return joined
