@@ -5,8 +5,9 @@ A check names what it needs by its arguments: each is a fixture here.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,21 @@ from shared.model_dir import CHAT_TEMPLATE
 from tests.support.cells.cell import FLOAT32, Cell, start_cell
 from tests.support.clients.real_clients import ClientProcess, start_client
 from tests.support.system.ports import free_port
+from tests.support.system.processes import ROOT, module_environment
 
-MODEL = "smollm2"
+MODEL, OTHER_NAME = "smollm2", "gpt-4o"
 
 # SmolLM2's own, with tools in Hermes' form.
 _TEMPLATE = """\
 {%- set system = 'You are a helpful AI assistant named SmolLM, trained by Hugging Face' -%}
-{%- if messages[0].role == 'system' %}{% set system = messages[0].content %}{% endif -%}
+{%- set others = messages -%}
+{%- if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set others = messages[1:] %}{% endif -%}
 {{ '<|im_start|>system\n' ~ system -}}
 {%- if tools %}{{ '\n\nYou may call these functions:\n<tools>' -}}
 {%- for tool in tools %}{{ '\n' ~ tool | tojson }}{% endfor -%}
 {{ '\n</tools>\nFor a call, write\n<tool_call>\n{"name": NAME, "arguments": ARGUMENTS}\n</tool_call>' }}{% endif -%}
 {{ '<|im_end|>\n' -}}
-{%- for message in messages if message.role != 'system' or not loop.first -%}
+{%- for message in others -%}
 {{ '<|im_start|>' ~ message.role ~ '\n' ~ message.content -}}
 {%- for call in message.tool_calls or [] -%}
 {{ '<tool_call>\n{"name": "' ~ call.function.name ~ '", "arguments": ' ~ call.function.arguments | tojson -}}
@@ -56,14 +59,47 @@ def cell(tools_model: Path) -> Iterator[dict[str, Any]]:
 
     `base_url` is for OpenAI's libraries, `url` is without `/v1`, and `model_dir` is the model's directory.
     """
+    with _start_http_cell(tools_model, *FLOAT32) as (_, facts):
+        yield facts | {"model_dir": str(tools_model)}
+
+
+@pytest.fixture(scope="session")
+def _narrow_cell(real_model: Path) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    flags = ("--scheduler.max-num-seqs=1", "--scheduler.max-waiting-requests=1")
+    # So that a scheduler that is stopped for a moment counts as lost.
+    lost = ("--tokenizer.scheduler-silence-s=1", "--tokenizer.scheduler-lost-s=1")
+    with _start_http_cell(real_model, *flags, *lost) as started:
+        yield started
+
+
+@pytest.fixture
+def narrow(_narrow_cell: tuple[Cell, dict[str, Any]]) -> dict[str, Any]:
+    """A cell that runs one request and lets one wait. Checks leave it idle.
+
+    `scheduler_pid` is its scheduler's, and `abort` the command, run in `root`, that aborts a request by its id.
+    """
+    running, facts = _narrow_cell
+    paths = f"PYTHONPATH={module_environment()['PYTHONPATH']}"
+    abort = ["env", paths, sys.executable, "-m", "tests.support.clients.abort_request", running.scheduler_address]
+    return facts | {"scheduler_pid": running.find_processes()["scheduler"].pid, "abort": abort, "root": str(ROOT)}
+
+
+@pytest.fixture
+def ending(real_model: Path) -> Iterator[dict[str, Any]]:
+    """A cell for one check, which asks it to stop: `launcher_pid` is the process to ask."""
+    with _start_http_cell(real_model) as (running, facts):
+        yield facts | {"launcher_pid": running.launcher.pid}
+        running.wait()
+
+
+@contextmanager
+def _start_http_cell(model_dir: Path, *flags: str) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    """Start a cell; gives it, and what checks are told of it."""
     address = f"127.0.0.1:{free_port()}"
-    with start_cell(tools_model, *FLOAT32, f"--http-listen={address}") as running:
-        yield describe(running, address) | {"model_dir": str(tools_model)}
-
-
-def describe(cell: Cell, http_address: str) -> dict[str, Any]:
-    """What a check is told of a cell."""
-    return {"base_url": f"http://{http_address}/v1", "url": f"http://{http_address}", "model": MODEL}
+    names = f"--tokenizer.served-model-name={MODEL},{OTHER_NAME}"
+    with start_cell(model_dir, *flags, names, f"--http-listen={address}") as running:
+        facts = {"base_url": f"http://{address}/v1", "url": f"http://{address}", "model": MODEL}
+        yield running, facts | {"other_name": OTHER_NAME}
 
 
 @pytest.fixture(scope="session")

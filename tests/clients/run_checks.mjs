@@ -1,6 +1,7 @@
 // Runs the checks of a Node client: `run_checks.mjs NAME ENVIRONMENT`.
 //
-// Each line of stdin is a JSON object with the name of a check and its arguments; each is answered by a line on stdout.
+// Each line of stdin is a JSON object with the names of a check and its file, and its arguments; each is answered
+// by a line on stdout.
 
 import { readdirSync } from 'node:fs';
 import { registerHooks } from 'node:module';
@@ -24,16 +25,16 @@ registerHooks({
 // Clients write to stdout, too.
 console.log = console.info = console.debug = console.error;
 
-const checks = {};
-for (const file of readdirSync(folder).filter((file) => file.endsWith('checks.mjs')).sort()) {
-  Object.assign(checks, await import(new URL(file, folder).href));
+const modules = {};
+for (const file of readdirSync(folder).filter((file) => file.endsWith('checks.mjs'))) {
+  modules[file.replace('.mjs', '')] = await import(new URL(file, folder).href);
 }
 
 for await (const line of createInterface({ input: process.stdin })) {
   const asked = JSON.parse(line);
   let error = '';
   try {
-    await checks[asked.check](...asked.arguments);
+    await modules[asked.file][asked.check](...asked.arguments);
   } catch (problem) {
     error = problem?.stack ?? String(problem);
   }

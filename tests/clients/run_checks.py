@@ -1,6 +1,7 @@
 """Runs the checks of a Python client, in its environment: `run_checks.py NAME`. It needs the standard library only.
 
-Each line of stdin is a JSON object with the name of a check and its arguments; each is answered by a line on stdout.
+Each line of stdin is a JSON object with the names of a check and its file, and its arguments; each is answered by a
+line on stdout.
 """
 
 from __future__ import annotations
@@ -21,16 +22,13 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 
 
-def load_checks(client: str) -> dict[str, Callable[..., Any]]:
-    """The checks in the files `*checks.py` of a client's folder, by name."""
+def load_modules(client: str) -> dict[str, types.ModuleType]:
+    """The files `*checks.py` of a client's folder, by name."""
     # So that files can import each other, but not our own packages, nor another one named "tests".
     tests = sys.modules["tests"] = types.ModuleType("tests")
     tests.__path__ = [str(ROOT / "tests")]
-    checks: dict[str, Callable[..., Any]] = {}
-    for path in sorted((ROOT / "tests" / "clients" / client).glob("*checks.py")):
-        module = importlib.import_module(f"tests.clients.{client}.{path.stem}")
-        checks |= {name: value for name, value in vars(module).items() if name.startswith("check_")}
-    return checks
+    names = [path.stem for path in (ROOT / "tests" / "clients" / client).glob("*checks.py")]
+    return {name: importlib.import_module(f"tests.clients.{client}.{name}") for name in names}
 
 
 def run_check(check: Callable[..., Any], arguments: list[Any]) -> str:
@@ -54,10 +52,11 @@ def main() -> None:
     # Clients write to stdout, too.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    checks = load_checks(sys.argv[1])
+    sys.stdout = sys.stderr
+    modules = load_modules(sys.argv[1])
     for line in sys.stdin:
         asked = json.loads(line)
-        error = run_check(checks[asked["check"]], asked["arguments"])
+        error = run_check(getattr(modules[asked["file"]], asked["check"]), asked["arguments"])
         print(json.dumps({"check": asked["check"], "ok": not error, "error": error}), file=answers, flush=True)
 
 

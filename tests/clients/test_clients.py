@@ -14,7 +14,7 @@ IN_TEST_SLOW = ("openai_python", "openai_node")
 
 def mark(check: Check) -> object:
     marks = [pytest.mark.clients, *([pytest.mark.slow] if check.client in IN_TEST_SLOW else [])]
-    return pytest.param(check, id=f"{check.client}-{check.name.removeprefix('check_')}", marks=marks)
+    return pytest.param(check, id=str(check), marks=marks)
 
 
 @pytest.mark.parametrize("check", [mark(check) for check in find_checks()])

@@ -30,13 +30,19 @@ class Check:
 
     Attributes:
         client: The client's name, which is that of its folder.
+        file: The name of its file, without the suffix.
         name: The function's name.
         fixtures: The names of its arguments.
     """
 
     client: str
+    file: str
     name: str
     fixtures: tuple[str, ...]
+
+    def __str__(self) -> str:
+        parts = (self.client, self.file.removesuffix("checks").rstrip("_"), self.name.removeprefix("check_"))
+        return "-".join(part for part in parts if part)
 
 
 def find_checks() -> list[Check]:
@@ -45,7 +51,7 @@ def find_checks() -> list[Check]:
     for path in sorted(CLIENTS.glob("*/*checks.*")):
         for name, arguments in _CHECK.findall(path.read_text(encoding="utf-8")):
             names = (argument.partition(":")[0].strip() for argument in arguments.split(","))
-            checks.append(Check(path.parent.name, name, tuple(name for name in names if name)))
+            checks.append(Check(path.parent.name, path.stem, name, tuple(name for name in names if name)))
     return checks
 
 
@@ -68,17 +74,18 @@ class ClientProcess:
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"check": check.name, "arguments": list(arguments)}) + "\n")
+        asked = {"file": check.file, "check": check.name, "arguments": list(arguments)}
+        self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         if not select.select([self._process.stdout], [], [], PATIENCE_S)[0]:
             self._process.kill()
-            raise AssertionError(f"{check.client}: {check.name} does not end")
+            raise AssertionError(f"{check} does not end")
         line = self._process.stdout.readline()
-        assert line, f"{check.client}: {check.name} ended the client's process"
+        assert line, f"{check} ended the client's process"
         answer = json.loads(line)
         assert answer["check"] == check.name
         if not answer["ok"]:
-            raise AssertionError(f"{check.client}: {check.name}\n{answer['error']}")
+            raise AssertionError(f"{check}\n{answer['error']}")
 
 
 @contextmanager
