@@ -74,7 +74,7 @@ def check_chats(cell: Any) -> None:
 def check_streamed_chats(cell: Any) -> None:
     """Pieces of chats."""
     for index, body in enumerate(chats(cell)):
-        check_pieces(cell, "chat/completions", body | streamed(index), ChatCompletionChunk)
+        expect_pieces(cell, "chat/completions", body | streamed(index), ChatCompletionChunk)
 
 
 def check_completions(cell: Any) -> None:
@@ -86,7 +86,7 @@ def check_completions(cell: Any) -> None:
 def check_streamed_completions(cell: Any) -> None:
     """Pieces of completions."""
     for index, body in enumerate(completions(cell)):
-        check_pieces(cell, "completions", body | streamed(index), Completion)
+        expect_pieces(cell, "completions", body | streamed(index), Completion)
 
 
 def check_models(cell: Any) -> None:
@@ -127,7 +127,7 @@ def streamed(index: int) -> dict[str, Any]:
     return {"stream": True} | ({} if options is None else {"stream_options": options})
 
 
-def check_pieces(cell: Any, path: str, body: dict[str, Any], kind: Any) -> None:
+def expect_pieces(cell: Any, path: str, body: dict[str, Any], kind: Any) -> None:
     """Check all pieces of a stream, and that its head stays the same."""
     *events, done = read_stream(cell, path, body)
     assert done == "[DONE]"
