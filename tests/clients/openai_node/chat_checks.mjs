@@ -2,7 +2,7 @@
 
 import assert from 'node:assert/strict';
 
-import { LengthFinishReasonError } from 'openai';
+import { LengthFinishReasonError } from 'openai/core/error';
 import { zodResponseFormat } from 'openai/helpers/zod';
 import { z } from 'zod';
 
