@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from copy import deepcopy
 from typing import Any
 
 from openai.types import Completion, ErrorObject, Model
@@ -87,6 +88,33 @@ def check_streamed_completions(cell: Any) -> None:
     """Pieces of completions."""
     for index, body in enumerate(completions(cell)):
         expect_pieces(cell, "completions", body | streamed(index), Completion)
+
+
+def check_spoilt_answers(cell: Any) -> None:
+    """The validation itself notices what is wrong, at each depth."""
+    body = chats(cell)[0] | {"logprobs": True, "top_logprobs": 1, "max_completion_tokens": 1}
+    answer = ask(cell, "chat/completions", body)
+    expect_type(ChatCompletion, answer, body)
+    for path, name, value in (
+        ((), "surprise", 1),
+        ((), "created", "1"),
+        ((), "object", "chat.completion.chunk"),
+        (("choices", 0), "surprise", None),
+        (("choices", 0), "finish_reason", None),
+        (("choices", 0), "finish_reason", "eos"),
+        (("choices", 0), "index", 0.5),
+        (("choices", 0, "message"), "role", "model"),
+        (("choices", 0, "message"), "content", ["text"]),
+        (("choices", 0, "logprobs", "content", 0, "top_logprobs", 0), "logprob", None),
+        (("usage",), "total_tokens", None),
+        (("usage", "prompt_tokens_details"), "surprise", 0),
+    ):
+        spoilt = deepcopy(answer)
+        place = spoilt
+        for step in path:
+            place = place[step]
+        place[name] = value
+        assert problems_of(ChatCompletion, spoilt), (path, name, value)
 
 
 def check_models(cell: Any) -> None:
