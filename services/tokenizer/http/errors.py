@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -123,6 +123,7 @@ class _Facts:
     message: str
     violations: tuple[Violation, ...]
     retry_delay_s: float | None
+    values: Mapping[str, str]
 
 
 def _facts_of(error: ServiceError) -> _Facts:
@@ -139,7 +140,7 @@ def _facts_of(error: ServiceError) -> _Facts:
         Violation(violation.field, violation.reason, violation.description)
         for violation in bad_request.field_violations
     )
-    return _Facts(status.code, info.reason, status.message, violations, delay_s)
+    return _Facts(status.code, info.reason, status.message, violations, delay_s, dict(info.metadata))
 
 
 def _code(reason: str, status: int) -> str:
@@ -151,9 +152,15 @@ def _message(facts: _Facts, naming: FieldNaming) -> str:
     if facts.violations:
         return "; ".join(f"{naming(violation.field)}: {violation.description}" for violation in facts.violations)
     if _CODE_BY_REASON.get(facts.reason) == "context_length_exceeded":
-        # Proxies recognize the error by these words of OpenAI's.
-        return f"{facts.message}; this exceeds the model's maximum context length"
+        # Clients and proxies recognize the error by OpenAI's words, and some read the number.
+        return f"This model's maximum context length is {_context_length(facts)} tokens: {facts.message}"
     return facts.message
+
+
+def _context_length(facts: _Facts) -> int:
+    limit = int(facts.values["limit"])
+    # A prompt must leave room for a token.
+    return limit + 1 if facts.reason == "PROMPT_TOO_LONG" else limit
 
 
 def _param(facts: _Facts, naming: FieldNaming) -> str | None:

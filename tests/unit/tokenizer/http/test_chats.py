@@ -99,8 +99,15 @@ async def test_without_max_tokens_a_chat_may_fill_the_room(http: HttpService) ->
 async def test_a_prompt_beyond_the_context_is_a_status_even_of_a_stream(http: HttpService) -> None:
     answer = await http.post(CHAT, chat(stream=True, messages=[{"role": "user", "content": "x " * CONTEXT_LENGTH}]))
     assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
-    assert "maximum context length" in answer.error["message"]
+    # Clients and proxies know the error, and the number, by these words.
+    assert answer.error["message"].startswith(f"This model's maximum context length is {CONTEXT_LENGTH} tokens: ")
     assert answer.error["param"] == "messages"
+
+
+async def test_more_max_tokens_than_the_context_tell_its_length_in_the_same_words(http: HttpService) -> None:
+    answer = await http.post(CHAT, chat(max_tokens=CONTEXT_LENGTH))
+    assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+    assert answer.error["message"].startswith(f"This model's maximum context length is {CONTEXT_LENGTH} tokens: ")
 
 
 async def test_an_abort_by_another_call_is_a_status(http: HttpService) -> None:

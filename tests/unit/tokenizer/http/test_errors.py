@@ -50,10 +50,10 @@ from shared.network.rpc import StatusError, to_status
 )
 def test_every_error_has_a_status_and_code(kind: type[ServiceError], status: int, code: str) -> None:
     # The same, whether it is from here or from another service.
-    for error in (kind("text"), StatusError(to_status(kind("text")))):
+    for error in (kind("text", limit=9), StatusError(to_status(kind("text", limit=9)))):
         found = http_error(error, str)
         assert (found.status, found.code) == (status, code)
-        assert json.loads(found.body())["error"]["message"].startswith("text")
+        assert json.loads(found.body())["error"]["message"].endswith("text")
 
 
 def test_only_what_may_succeed_is_retried() -> None:
