@@ -152,15 +152,17 @@ def _message(facts: _Facts, naming: FieldNaming) -> str:
     if facts.violations:
         return "; ".join(f"{naming(violation.field)}: {violation.description}" for violation in facts.violations)
     if _CODE_BY_REASON.get(facts.reason) == "context_length_exceeded":
-        # Clients and proxies recognize the error by OpenAI's words, and some read the number.
-        return f"This model's maximum context length is {_context_length(facts)} tokens: {facts.message}"
+        return _context_message(facts)
     return facts.message
 
 
-def _context_length(facts: _Facts) -> int:
+def _context_message(facts: _Facts) -> str:
+    """Clients and proxies recognize the error by these words of OpenAI's and Anthropic's; some read the number."""
     limit = int(facts.values["limit"])
-    # A prompt must leave room for a token.
-    return limit + 1 if facts.reason == "PROMPT_TOO_LONG" else limit
+    if facts.reason == "PROMPT_TOO_LONG":
+        # It is the longest prompt's, which leaves room for a token.
+        return f"This model's maximum context length is {limit + 1} tokens, the prompt is too long: {facts.message}"
+    return f"This model's maximum context length is {limit} tokens: {facts.message}"
 
 
 def _param(facts: _Facts, naming: FieldNaming) -> str | None:
