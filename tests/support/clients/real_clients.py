@@ -21,6 +21,16 @@ from tests.support.clients.environments import CLIENTS, NODE_PROGRAMS, environme
 from tests.support.system.patience import PATIENCE_S
 from tests.support.system.processes import program_command
 
+# So that none asks another host for prices, models or data, or tells one what it does.
+_OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "LANGSMITH_TRACING": "false",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "NO_PROXY": "*",
+    "DO_NOT_TRACK": "1",
+}
+
 _CHECK = re.compile(r"^(?:export )?(?:async )?(?:def|function) (check_\w+)\(([^)]*)\)", re.MULTILINE)
 
 
@@ -122,4 +132,5 @@ def _command(name: str) -> list[str]:
 def _variables(home: Path) -> Mapping[str, str]:
     """None of the developer's own, which may have keys, proxies and settings of the client."""
     paths = [str(NODE_PROGRAMS), os.environ["PATH"]]
-    return {"HOME": str(home), "TMPDIR": str(home), "PATH": os.pathsep.join(paths), "LANG": "C.UTF-8"}
+    own = {"HOME": str(home), "TMPDIR": str(home), "PATH": os.pathsep.join(paths), "LANG": "C.UTF-8"}
+    return own | _OFFLINE
