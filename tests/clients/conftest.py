@@ -5,6 +5,7 @@ A check names what it needs by its arguments: each is a fixture here.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shared.model_dir import CHAT_TEMPLATE
-from tests.support.cells.cell import FLOAT32, Cell, start_cell
+from tests.support.cells.cell import FLOAT32, REFERENCE, Cell, start_cell
 from tests.support.clients.real_clients import ClientProcess, start_client
+from tests.support.models.log_likelihoods import LogLikelihoods
 from tests.support.system.ports import free_port
 from tests.support.system.processes import ROOT, module_environment
 
@@ -61,6 +64,44 @@ def cell(tools_model: Path) -> Iterator[dict[str, Any]]:
     """
     with _start_http_cell(tools_model, *FLOAT32) as (_, facts):
         yield facts | {"model_dir": str(tools_model)}
+
+
+@pytest.fixture(scope="session")
+def reference(tools_model: Path) -> Iterator[dict[str, Any]]:
+    """The same on `reference`."""
+    with _start_http_cell(tools_model, REFERENCE, *FLOAT32) as (_, facts):
+        yield facts | {"model_dir": str(tools_model)}
+
+
+@pytest.fixture(scope="session")
+def _log_likelihoods(float32_model: Path) -> Iterator[LogLikelihoods]:
+    num_threads = torch.get_num_threads()
+    # Threads that spin while waiting for each other take cores from the cells.
+    torch.set_num_threads(1)
+    yield LogLikelihoods(float32_model)
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="session")
+def expected_answers(_log_likelihoods: LogLikelihoods) -> list[tuple[str, str, float]]:
+    """Contexts, continuations and their log-likelihoods, of the task `local_questions` of the client `lm_eval`."""
+    answers = []
+    for question in _read_lines("questions.json"):
+        context = f"Question: {question['question']}\nAnswer:"
+        texts = [f" {answer}" for answer in question["answers"]]
+        answers += [(context, text, _log_likelihoods.of_continuation(context, text)) for text in texts]
+    return answers
+
+
+@pytest.fixture(scope="session")
+def expected_texts(_log_likelihoods: LogLikelihoods) -> list[tuple[str, float]]:
+    """Texts and their log-likelihoods, of the task `local_texts` of the client `lm_eval`."""
+    return [(line["text"], _log_likelihoods.of_text(line["text"])) for line in _read_lines("texts.json")]
+
+
+def _read_lines(name: str) -> list[dict[str, Any]]:
+    path = Path(__file__).parent / "lm_eval" / "tasks" / name
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture(scope="session")
