@@ -17,6 +17,7 @@ import torch
 
 from shared.model_dir import CHAT_TEMPLATE
 from tests.support.cells.cell import FLOAT32, REFERENCE, Cell, start_cell
+from tests.support.clients.gateway import start_gateway
 from tests.support.clients.real_clients import ClientProcess, start_client
 from tests.support.models.log_likelihoods import LogLikelihoods
 from tests.support.system.ports import free_port
@@ -71,6 +72,13 @@ def reference(tools_model: Path) -> Iterator[dict[str, Any]]:
     """The same on `reference`."""
     with _start_http_cell(tools_model, REFERENCE, *FLOAT32) as (_, facts):
         yield facts | {"model_dir": str(tools_model)}
+
+
+@pytest.fixture(scope="session")
+def gateway(cell: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """The gateway `smg` in front of `cell`."""
+    with start_gateway(cell["url"], tmp_path_factory.mktemp("gateway") / "log") as url:
+        yield cell | {"base_url": f"{url}/v1", "url": url}
 
 
 @pytest.fixture(scope="session")
