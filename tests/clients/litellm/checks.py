@@ -192,8 +192,30 @@ def check_refused_requests_are_not_retried(cell: Any) -> None:
     sent: list[Any] = []
     http = openai.DefaultHttpxClient(event_hooks={"request": [sent.append]})
     client = openai.OpenAI(base_url=cell.base_url, api_key="none", http_client=http, max_retries=3)
-    error_of(litellm.BadRequestError, lambda: litellm.completion(client=client, **request(cell, top_p=7)))
+    asking = request(cell, top_p=7, max_retries=3)
+    error_of(litellm.BadRequestError, partial(litellm.completion, client=client, **asking))
     assert len(sent) == 1
+
+
+def check_a_full_queue_is_a_rate_limit_and_retried(narrow: Any) -> None:
+    """Overload has litellm's own type, and retries come through when there is room."""
+    busy = openai.OpenAI(base_url=narrow.base_url, api_key="none", max_retries=0)
+    # One is computed and one waits: a stream begins at the latest a second after that.
+    streams = [busy.chat.completions.create(model=narrow.model, stream=True, **ENDLESS) for _ in range(2)]
+    error_of(litellm.RateLimitError, partial(litellm.completion, **request(narrow)))
+
+    def make_room(response: Any) -> None:
+        statuses.append(response.status_code)
+        while streams:
+            streams.pop().close()
+
+    statuses: list[int] = []
+    http = openai.DefaultHttpxClient(event_hooks={"response": [make_room]})
+    client = openai.OpenAI(base_url=narrow.base_url, api_key="none", http_client=http, max_retries=100)
+    answer = litellm.completion(client=client, **request(narrow, max_tokens=2, max_retries=100))
+    assert answer.usage.completion_tokens == 2
+    assert (statuses[0], statuses[-1]) == (429, 200), statuses
+    wait_until_running(narrow, 0)
 
 
 def check_retries_do_not_change_an_answer(cell: Any) -> None:
