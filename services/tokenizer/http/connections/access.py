@@ -37,9 +37,7 @@ class Access:
         Raises:
             HttpError: it is not.
         """
-        # The target's host counts where there is one (RFC 9112, section 3.2.2).
-        host = request.rel_url.raw_authority or request.headers.get("Host", "")
-        if self._hosts and _host_name(host) not in self._hosts:
+        if self._hosts and _host_of(request) not in self._hosts:
             raise HttpError(HTTPStatus.FORBIDDEN, "host_not_allowed", "the host in the request is not this server's")
 
     def preflight(self, request: web.Request) -> web.Response | None:
@@ -61,10 +59,15 @@ class Access:
             headers["Access-Control-Expose-Headers"] = _EXPOSED
 
 
-def _host_name(host: str) -> str:
-    """Without the port, which may be empty."""
-    name, colon, port = host.rpartition(":")
-    if colon and (not port or port.isdecimal()):
-        host = name
+def _host_of(request: web.Request) -> str:
+    """Without the port."""
+    if request.raw_path.startswith(("/", "*")):
+        host = request.headers.get("Host", "")
+        name, colon, port = host.rpartition(":")
+        if colon and (not port or port.isdecimal()):
+            host = name
+    else:
+        # The target is a whole URL, whose host is the request's (RFC 9112, section 3.2.2).
+        host = request.host
     # A last dot says that the name is complete.
     return strip_brackets(host).lower().removesuffix(".")
