@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from typing import Annotated, Any, Literal, Self
 
@@ -18,6 +19,7 @@ _DRAWN_SEED_BITS = 53
 # Above 0, and below what any token's probability adds to: only the likeliest token is left.
 _SMALLEST_TOP_P = 1e-9
 _MAX_TIMEOUT_S = 1e9
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 UNSUPPORTED = {
     "use_beam_search": (False,),
@@ -32,14 +34,17 @@ UNSUPPORTED = {
 """vLLM's fields that change the answer and cannot be honoured, with the values that ask for nothing."""
 
 
-def _limit_biases(value: object) -> object:
-    """Here, as every wrong one would be an error object."""
-    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
-        raise ValueError(f"must have at most {MAX_LOGIT_BIASES} entries")
+def _check_biased(value: object) -> object:
+    """Here, as every wrong entry would be an error object, and be named by its key."""
+    if isinstance(value, dict):
+        if len(value) > MAX_LOGIT_BIASES:
+            raise ValueError(f"must have at most {MAX_LOGIT_BIASES} entries")
+        if not all(isinstance(key, str) and _TOKEN_ID.fullmatch(key) and int(key) < 2**32 for key in value):
+            raise ValueError("its keys must be token ids")
     return value
 
 
-Biases = Annotated[dict[str, float], BeforeValidator(_limit_biases)]
+Biases = Annotated[dict[str, float], BeforeValidator(_check_biased)]
 
 
 class StreamOptions(Fields):
@@ -141,11 +146,7 @@ class CommonFields(Fields):
 
 
 def make_message(fields: CommonFields, request_id: str) -> tokenizer_pb2.GenerateRequest:
-    """A request with all shared fields set; the seed is drawn if there is none.
-
-    Raises:
-        HttpError: a key of `logit_bias` is no token id.
-    """
+    """A request with all shared fields set; the seed is drawn if there is none."""
     message = tokenizer_pb2.GenerateRequest(
         request_id=request_id,
         sampling=_sampling(fields),
@@ -178,7 +179,7 @@ def _sampling(fields: CommonFields) -> common_pb2.SamplingParams:
         repetition_penalty=fields.repetition_penalty,
         presence_penalty=fields.presence_penalty,
         frequency_penalty=fields.frequency_penalty,
-        logit_bias=_logit_bias(fields.logit_bias or {}),
+        logit_bias={int(token_id): bias for token_id, bias in (fields.logit_bias or {}).items()},
         min_tokens=fields.min_tokens,
         num_prompt_logprobs=fields.prompt_logprobs,
         n=fields.n,
@@ -194,15 +195,6 @@ def _top_k(top_k: int | None) -> int | None:
     if not -1 <= top_k < 2**32:
         raise invalid_field("top_k", "must be at least -1, and at most the number of tokens")
     return max(top_k, 0)
-
-
-def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
-    token_ids: dict[int, float] = {}
-    for key, bias in biases.items():
-        if not (key.isascii() and key.isdigit() and len(key) <= len(str(2**32 - 1)) and int(key) < 2**32):
-            raise invalid_field("logit_bias", "its keys must be token ids")
-        token_ids[int(key)] = bias
-    return token_ids
 
 
 def _priority(priority: int) -> common_pb2.Priority:
