@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from functools import partial
 from http import HTTPStatus
@@ -18,7 +19,7 @@ from services.tokenizer.http.answers.whole_answers import chat_answer, completio
 from services.tokenizer.http.backend import Backend
 from services.tokenizer.http.calls import JSON, ApiCall, Route
 from services.tokenizer.http.connections.access import Access
-from services.tokenizer.http.connections.bodies import BODY_S, check_expectation, read_body
+from services.tokenizer.http.connections.bodies import BODY_S, LARGE_BODIES, check_expectation, read_body
 from services.tokenizer.http.connections.boundary import REQUEST_ID, Handler, log_facts, make_boundary, make_signer
 from services.tokenizer.http.errors import HttpError, any_error, invalid_field
 from services.tokenizer.http.requests.api_request import ApiRequest
@@ -59,6 +60,10 @@ NOT_SUPPORTED = (
 )
 
 
+# Parsed at the same time.
+_MAX_LARGE_BODIES = 2
+
+
 class Reader(Protocol):
     """Reads a route's requests."""
 
@@ -71,6 +76,7 @@ def make_app(backend: Backend, access: Access, registry: CollectorRegistry, *, b
     routes = _Routes(backend, registry)
     app = web.Application(middlewares=[make_boundary(access)])
     app[BODY_S] = body_s
+    app[LARGE_BODIES] = asyncio.Semaphore(_MAX_LARGE_BODIES)
     app.on_response_prepare.append(make_signer(access))
     post = partial(web.post, expect_handler=check_expectation)
     app.add_routes(

@@ -16,6 +16,8 @@ from services.tokenizer.refusal_text import without_quotes
 
 BODY_S = web.AppKey("body_s", float)
 """How long a body may take to arrive."""
+LARGE_BODIES = web.AppKey("large_bodies", asyncio.Semaphore)
+"""Held while a large body is parsed: one of many small values takes 30 times its size."""
 
 # Reading more than this would be noticeable in streams.
 _MAX_BYTES_ON_LOOP = 64 * 1024
@@ -46,7 +48,8 @@ async def read_body(request: web.Request, read: Callable[[JsonObject], ReadT]) -
     except (web.RequestPayloadError, ConnectionError, ValueError):
         raise HttpError(HTTPStatus.BAD_REQUEST, "invalid_request", "the body is broken", headers=_CLOSE) from None
     if len(data) > _MAX_BYTES_ON_LOOP:
-        return await asyncio.to_thread(lambda: read(_parse(data)))
+        async with request.app[LARGE_BODIES]:
+            return await asyncio.to_thread(lambda: read(_parse(data)))
     return read(_parse(data))
 
 

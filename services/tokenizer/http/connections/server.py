@@ -59,7 +59,7 @@ async def serve_http(
     server, connections = runner.server, Connections(limits)
     assert server is not None, "the runner is set up"
     try:
-        listener = await _listen(address, lambda: Connection(server, connections), certificates)
+        listener = await _listen(address, lambda: Connection(server, connections), certificates, limits.head_s)
     except (OSError, RuntimeError) as error:
         await runner.cleanup()
         raise RuntimeError(f"--http-listen: {address}: {error}") from error
@@ -68,12 +68,23 @@ async def serve_http(
     return http
 
 
-async def _listen(address: str, make: Callable[[], Connection], certificates: Certificates | None) -> asyncio.Server:
+async def _listen(
+    address: str, make: Callable[[], Connection], certificates: Certificates | None, handshake_s: float
+) -> asyncio.Server:
     loop = asyncio.get_running_loop()
     if address.startswith("unix:"):
         path = address.removeprefix("unix:")
         refuse_taken_socket(path)
         return await loop.create_unix_server(make, path, backlog=_BACKLOG)
     host, port = split_address(address)
-    context = None if certificates is None else certificates.make_http_context()
-    return await loop.create_server(make, host, port, ssl=context, backlog=_BACKLOG)
+    if certificates is None:
+        return await loop.create_server(make, host, port, backlog=_BACKLOG)
+    return await loop.create_server(
+        make,
+        host,
+        port,
+        ssl=certificates.make_http_context(),
+        ssl_handshake_timeout=handshake_s,
+        ssl_shutdown_timeout=_CLOSE_S,
+        backlog=_BACKLOG,
+    )

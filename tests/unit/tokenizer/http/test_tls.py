@@ -5,13 +5,26 @@ from __future__ import annotations
 import asyncio
 import ssl
 from pathlib import Path
+from typing import Any
 
 from cryptography import x509
 
+from services.tokenizer.http.connections.limits import HttpLimits
 from shared.network.tls import Role
 from tests.support.cells.certificates import DOMAIN, Authority, write_files
 from tests.support.system.ports import free_port
 from tests.support.tokenizer.http_client import run_http_service
+from tests.support.tokenizer.raw_http import connect
+
+
+def tls_settings(tmp_path: Path, authority: Authority) -> dict[str, Any]:
+    files = write_files(tmp_path / "tls", authority.issue_role(Role.TOKENIZER), authority)
+    return {
+        "tls_cert": files.certificate,
+        "tls_key": files.key,
+        "tls_ca": files.authority,
+        "trust_domain": files.trust_domain,
+    }
 
 
 async def served_certificate(port: int, context: ssl.SSLContext) -> int:
@@ -25,15 +38,21 @@ async def served_certificate(port: int, context: ssl.SSLContext) -> int:
     return x509.load_der_x509_certificate(certificate).serial_number
 
 
+async def test_a_handshake_that_does_not_end_ends_its_connection(model_dir: Path, tmp_path: Path) -> None:
+    authority, address = Authority(), f"127.0.0.1:{free_port()}"
+    limits = HttpLimits(head_s=0.05)
+    settings = tls_settings(tmp_path, authority)
+    async with run_http_service(model_dir, tmp_path, http_listen=address, http_limits=limits, **settings):
+        # A record of a greeting of which most is missing, and no byte at all.
+        for begun in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc", b""):
+            async with connect(address) as client:
+                await client.send(begun)
+                assert (await client.read_to_end()).statuses == []
+
+
 async def test_new_connections_get_the_renewed_certificate(model_dir: Path, tmp_path: Path) -> None:
     authority, port = Authority(), free_port()
-    files = write_files(tmp_path / "tls", authority.issue_role(Role.TOKENIZER), authority)
-    settings = {
-        "tls_cert": files.certificate,
-        "tls_key": files.key,
-        "tls_ca": files.authority,
-        "trust_domain": files.trust_domain,
-    }
+    settings = tls_settings(tmp_path, authority)
     context = ssl.create_default_context(cadata=authority.pem.decode())
     async with run_http_service(model_dir, tmp_path, http_listen=f"127.0.0.1:{port}", **settings):
         first = await served_certificate(port, context)
