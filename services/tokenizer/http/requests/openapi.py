@@ -2,47 +2,61 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
+from http import HTTPStatus
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from services.tokenizer.http.answers.answer_schemas import ANSWERS, error_statuses
+from services.tokenizer.http.errors import CLIENT_CLOSED_REQUEST
 from services.tokenizer.http.requests.chat_request import ChatFields
 from services.tokenizer.http.requests.completion_request import CompletionFields
 from services.tokenizer.http.requests.fields import Fields
 from services.tokenizer.http.requests.token_requests import DetokenizeFields, TokenizeFields
 
-_POSTS: dict[str, tuple[str, tuple[type[Fields], ...]]] = {
-    "/v1/chat/completions": ("Continue a chat", (ChatFields,)),
-    "/v1/completions": ("Continue prompts", (CompletionFields,)),
-    "/v1/chat/completions/render": ("Show a chat as the model reads it", (ChatFields,)),
-    "/v1/completions/render": ("Show prompts as the model reads them", (CompletionFields,)),
-    "/tokenize": ("Encode a text or a chat", (TokenizeFields, ChatFields)),
-    "/detokenize": ("Decode token ids", (DetokenizeFields,)),
+_STREAM = "text/event-stream"
+# A status of nginx, which Python does not know.
+_PHRASES = {CLIENT_CLOSED_REQUEST: "Aborted"}
+_BODY_ERRORS = (408, 413, 415)
+_CELL_ERRORS = (404, 429, 499, 501, 503, 504)
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    summary: str
+    answer: str | None = None
+    """The name of its answer's schema, if that is JSON."""
+    bodies: tuple[type[Fields], ...] = ()
+    errors: tuple[int, ...] = ()
+    media_types: tuple[str, ...] = ()
+    """Of other answers."""
+
+
+_POSTS = {
+    "/v1/chat/completions": _Operation(
+        "Continue a chat", "ChatAnswer", (ChatFields,), _CELL_ERRORS, media_types=(_STREAM,)
+    ),
+    "/v1/completions": _Operation(
+        "Continue prompts", "CompletionAnswer", (CompletionFields,), _CELL_ERRORS, media_types=(_STREAM,)
+    ),
+    "/v1/chat/completions/render": _Operation(
+        "Show a chat as the model reads it", "RenderedPrompts", (ChatFields,), _CELL_ERRORS
+    ),
+    "/v1/completions/render": _Operation(
+        "Show prompts as the model reads them", "RenderedPrompts", (CompletionFields,), _CELL_ERRORS
+    ),
+    "/tokenize": _Operation("Encode a text or a chat", "Tokens", (TokenizeFields, ChatFields), _CELL_ERRORS),
+    "/detokenize": _Operation("Decode token ids", "DecodedTokens", (DetokenizeFields,), _CELL_ERRORS),
 }
 _GETS = {
-    "/v1/models": "List the model's names",
-    "/v1/models/{id}": "Describe the model",
-    "/health": "Whether requests can be served",
-    "/ping": "Whether the process is alive",
-    "/version": "The release",
-    "/metrics": "Metrics in Prometheus' text format",
-}
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": "string"},
-            },
-        }
-    },
+    "/v1/models": _Operation("List the model's names", "Models", errors=(503,)),
+    "/v1/models/{id}": _Operation("Describe the model", "Model", errors=(404, 503)),
+    "/health": _Operation("Whether requests can be served", errors=(503,)),
+    "/ping": _Operation("Whether the process is alive"),
+    "/version": _Operation("The release", "Release"),
+    "/metrics": _Operation("Metrics in Prometheus' text format", media_types=("text/plain",)),
 }
 _REFS = "#/components/schemas/{model}"
 
@@ -50,33 +64,53 @@ _REFS = "#/components/schemas/{model}"
 @cache
 def make_openapi(release: str) -> dict[str, Any]:
     """The description; not to be changed."""
-    kinds = {kind for _, bodies in _POSTS.values() for kind in bodies}
+    kinds = {kind for operation in _POSTS.values() for kind in operation.bodies}
     models = [(kind, "validation") for kind in sorted(kinds, key=lambda kind: kind.__name__)]
     _, definitions = models_json_schema(models, ref_template=_REFS)  # type: ignore[arg-type]
-    paths: dict[str, Any] = {path: {"post": _post(*facts)} for path, facts in _POSTS.items()}
-    paths |= {path: {"get": _get(path, summary)} for path, summary in _GETS.items()}
+    paths: dict[str, Any] = {path: {"post": _post(operation)} for path, operation in _POSTS.items()}
+    paths |= {path: {"get": _get(path, operation)} for path, operation in _GETS.items()}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Lockstep", "version": release},
         "paths": paths,
-        "components": {"schemas": {**definitions["$defs"], "Error": _ERROR}},
+        "components": {"schemas": {**definitions["$defs"], **ANSWERS}},
     }
 
 
-def _post(summary: str, bodies: tuple[type[Fields], ...]) -> dict[str, Any]:
-    schemas = [{"$ref": _REFS.format(model=kind.__name__)} for kind in bodies]
-    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-    body = {"required": True, "content": {"application/json": {"schema": schema}}}
-    return {"summary": summary, "requestBody": body, "responses": _responses()}
+def _post(operation: _Operation) -> dict[str, Any]:
+    schemas = [_reference(kind.__name__) for kind in operation.bodies]
+    body = {"required": True, "content": _json(schemas[0] if len(schemas) == 1 else {"anyOf": schemas})}
+    responses = _responses(operation, error_statuses((*operation.errors, *_BODY_ERRORS)))
+    return {"summary": operation.summary, "requestBody": body, "responses": responses}
 
 
-def _get(path: str, summary: str) -> dict[str, Any]:
-    operation: dict[str, Any] = {"summary": summary, "responses": _responses()}
+def _get(path: str, operation: _Operation) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "summary": operation.summary,
+        "responses": _responses(operation, error_statuses(operation.errors)),
+    }
     if "{id}" in path:
-        operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
-    return operation
+        described["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return described
 
 
-def _responses() -> dict[str, Any]:
-    error = {"content": {"application/json": {"schema": {"$ref": _REFS.format(model="Error")}}}}
-    return {"200": {"description": "The answer"}, "default": {"description": "An error", **error}}
+def _responses(operation: _Operation, errors: list[int]) -> dict[str, Any]:
+    answer: dict[str, Any] = {"description": "The answer"}
+    content = {} if operation.answer is None else _json(_reference(operation.answer))
+    content |= {media_type: {"schema": {"type": "string"}} for media_type in operation.media_types}
+    if content:
+        answer["content"] = content
+    statuses = {str(status): _error(_PHRASES.get(status) or HTTPStatus(status).phrase) for status in errors}
+    return {"200": answer, **statuses, "default": _error("An error")}
+
+
+def _error(description: str) -> dict[str, Any]:
+    return {"description": description, "content": _json(_reference("Error"))}
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
+def _reference(name: str) -> dict[str, Any]:
+    return {"$ref": _REFS.format(model=name)}

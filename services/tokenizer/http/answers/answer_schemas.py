@@ -1,0 +1,133 @@
+"""JSON schemas of the answers, for the API's description."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+Schema = dict[str, Any]
+
+TEXT: Schema = {"type": "string"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+NUMBER: Schema = {"type": "number"}
+NULL: Schema = {"type": "null"}
+
+
+def _object(required: dict[str, Schema], optional: dict[str, Schema] | None = None) -> Schema:
+    return {"type": "object", "required": list(required), "properties": required | (optional or {})}
+
+
+def _list(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def _one_of(*values: str | None) -> Schema:
+    return {"enum": list(values)}
+
+
+def _or_null(schema: Schema) -> Schema:
+    return {"anyOf": [schema, NULL]}
+
+
+_TOKEN_IDS = _list(COUNT)
+_FINISH_REASON = _one_of("stop", "length", "tool_calls")
+_STOP_REASON: Schema = {"type": ["string", "integer", "null"]}
+_TOKEN = _object({"token": TEXT, "logprob": NUMBER, "bytes": _or_null(_list(COUNT))})
+_CHAT_LOGPROBS = _object(
+    {
+        "content": _or_null(
+            _list(_object({**_TOKEN["properties"], "top_logprobs": _list(_TOKEN)})),
+        ),
+    },
+    {"refusal": NULL},
+)
+_COMPLETION_LOGPROBS = _object(
+    {
+        "tokens": _list(TEXT),
+        "token_logprobs": _list(_or_null(NUMBER)),
+        "top_logprobs": _list(_or_null({"type": "object", "additionalProperties": NUMBER})),
+        "text_offset": _list(COUNT),
+    }
+)
+_PROMPT_LOGPROBS = _list(
+    _or_null(
+        {
+            "type": "object",
+            "additionalProperties": _object({"logprob": NUMBER, "rank": COUNT, "decoded_token": TEXT}),
+        }
+    )
+)
+_CALL = _object({"id": TEXT, "type": _one_of("function"), "function": _object({"name": TEXT, "arguments": TEXT})})
+_MESSAGE = _object(
+    {"role": _one_of("assistant"), "content": _or_null(TEXT)},
+    {"refusal": NULL, "reasoning": TEXT, "reasoning_content": TEXT, "tool_calls": _list(_CALL)},
+)
+_USAGE = _object(
+    {"prompt_tokens": COUNT, "completion_tokens": COUNT, "total_tokens": COUNT},
+    {
+        "prompt_tokens_details": _object({"cached_tokens": COUNT}),
+        "completion_tokens_details": _object({"reasoning_tokens": COUNT}),
+    },
+)
+_RECOVERY = _object({"seed": COUNT, "resume_count": COUNT, "resume_exact": {"type": "boolean"}})
+
+
+def _answer(kind: str, choice: Schema, optional: dict[str, Schema]) -> Schema:
+    return _object(
+        {
+            "id": TEXT,
+            "object": _one_of(kind),
+            "created": COUNT,
+            "model": TEXT,
+            "choices": _list(choice),
+            "usage": _USAGE,
+            "system_fingerprint": TEXT,
+            "lockstep": _RECOVERY,
+        },
+        optional,
+    )
+
+
+_END = {"finish_reason": _FINISH_REASON, "stop_reason": _STOP_REASON}
+_MODEL = _object(
+    {"id": TEXT, "object": _one_of("model"), "created": COUNT, "owned_by": TEXT, "max_model_len": COUNT},
+    {"root": TEXT, "parent": NULL},
+)
+
+ANSWERS: dict[str, Schema] = {
+    "ChatAnswer": _answer(
+        "chat.completion",
+        _object(
+            {"index": COUNT, "message": _MESSAGE, "logprobs": _or_null(_CHAT_LOGPROBS), **_END},
+            {"token_ids": _TOKEN_IDS},
+        ),
+        {"prompt_logprobs": _PROMPT_LOGPROBS, "prompt_token_ids": _TOKEN_IDS},
+    ),
+    "CompletionAnswer": _answer(
+        "text_completion",
+        _object(
+            {"index": COUNT, "text": TEXT, "logprobs": _or_null(_COMPLETION_LOGPROBS), **_END},
+            {"token_ids": _TOKEN_IDS, "prompt_token_ids": _TOKEN_IDS, "prompt_logprobs": _PROMPT_LOGPROBS},
+        ),
+        {},
+    ),
+    "RenderedPrompts": _object(
+        {"model": TEXT, "prompts": _list(_object({"prompt": TEXT, "prompt_token_ids": _TOKEN_IDS}))}
+    ),
+    "Tokens": _object(
+        {"count": COUNT, "max_model_len": COUNT, "tokens": _TOKEN_IDS, "token_strs": _or_null(_list(TEXT))}
+    ),
+    "DecodedTokens": _object({"prompt": TEXT}),
+    "Model": _MODEL,
+    "Models": _object({"object": _one_of("list"), "data": _list(_MODEL)}),
+    "Release": _object({"version": TEXT}),
+    "Error": _object(
+        {"error": _object({"message": TEXT, "type": TEXT, "param": {"type": ["string", "null"]}, "code": TEXT})}
+    ),
+}
+"""By the names that the description gives them."""
+
+
+def error_statuses(others: Sequence[int]) -> list[int]:
+    """Those of every route, with others."""
+    return sorted({400, 403, 431, 500, *others})
