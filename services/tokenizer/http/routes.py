@@ -22,11 +22,11 @@ from services.tokenizer.http.connections.access import Access
 from services.tokenizer.http.connections.bodies import BODY_S, LARGE_BODIES, check_expectation, read_body
 from services.tokenizer.http.connections.boundary import REQUEST_ID, Handler, log_facts, make_boundary, make_signer
 from services.tokenizer.http.errors import HttpError, any_error, invalid_field
+from services.tokenizer.http.openapi import make_openapi
 from services.tokenizer.http.requests.api_request import ApiRequest
 from services.tokenizer.http.requests.chat_request import read_chat_request
 from services.tokenizer.http.requests.completion_request import read_completion_request
 from services.tokenizer.http.requests.fields import read_fields
-from services.tokenizer.http.requests.openapi import make_openapi
 from services.tokenizer.http.requests.token_requests import DetokenizeFields, read_tokenize_request
 from services.tokenizer.json.json_values import JsonObject
 from shared.limits import check_token_ids

@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from services.tokenizer.http.requests.openapi import make_openapi
+from services.tokenizer.http.openapi import make_openapi
 from tests.support.tokenizer.http_client import MESSAGES, Answer, HttpService
 
 DESCRIPTION = make_openapi("1")
