@@ -61,7 +61,10 @@ class TokenizerSettings(ProcessSettings, ClientPortSettings):
         "commas.",
     )
     max_http_connections: int = Field(
-        default=4096, ge=1, description="HTTP connections that may be open; further ones are refused."
+        default=4096,
+        ge=1,
+        description="HTTP connections that may be open; a further one replaces the one that has waited longest for a "
+        "request, and is refused if none waits.",
     )
     scheduler: Addresses = Field(
         default=("127.0.0.1:50054",),

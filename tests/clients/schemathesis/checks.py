@@ -22,7 +22,7 @@ SEED = 1
 
 def check_no_answer_contradicts_the_description(cell: SimpleNamespace) -> None:
     command = [
-        Path(sys.executable).parent / "schemathesis",
+        str(Path(sys.executable).parent / "schemathesis"),
         "run",
         f"{cell.url}/openapi.json",
         f"--checks={','.join(CHECKS)}",
