@@ -125,9 +125,9 @@ class Connection(RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         """See `asyncio.Protocol`."""
         self._cancel_head_timer()
-        self._unread.stop()
         self._connections.remove(self)
         super().connection_lost(exc)
+        self._unread.stop()
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
@@ -141,10 +141,10 @@ class Connection(RequestHandler):
         if not self._is_handled():
             self._watch_unread()
 
-    def resume_writing(self) -> None:
-        """See `asyncio.Protocol`."""
-        super().resume_writing()
-        self._unread.stop()
+    def force_close(self) -> None:
+        """See `RequestHandler`; what is unsent is still sent, if it is read."""
+        self._watch_unread()
+        super().force_close()
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
@@ -195,7 +195,7 @@ class Connection(RequestHandler):
         if self._ignores_input:
             self._num_dropped_bytes += len(data)
             if self._num_dropped_bytes > _MAX_DROPPED_BYTES:
-                self.force_close()
+                self.abort()
             return
         is_body = self._body is not None and not self._body.is_eof()
         if data and not is_body and self._num_unanswered == 0:
@@ -266,10 +266,11 @@ class Connection(RequestHandler):
         """Close, with an answer unless earlier ones are to come."""
         self._ignores_input = True
         self._cancel_head_timer()
-        if self.transport is not None and self._num_unanswered == 0:
+        if self._num_unanswered > 0:
+            self.abort()
+        elif self.transport is not None:
             self.transport.write(_raw_response(error))
-            self._watch_unread()
-        self.force_close()
+            self.force_close()
 
 
 _RETRY = {"Retry-After": "1", "retry-after-ms": "1000"}

@@ -32,7 +32,7 @@ class UnreadWatch:
 
     def _check(self, transport: asyncio.Transport, num_before: int) -> None:
         self._timer = None
-        if self._is_written():
+        if self._is_written() and not transport.is_closing():
             return
         num_unsent = transport.get_write_buffer_size()
         if num_unsent >= num_before > 0:

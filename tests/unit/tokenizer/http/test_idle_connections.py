@@ -79,6 +79,9 @@ class SlowlyReadTransport(asyncio.Transport):
         self.unsent = unsent
         self.aborted = asyncio.Event()
 
+    def is_closing(self) -> bool:
+        return False
+
     def get_write_buffer_size(self) -> int:
         return self.unsent.pop(0)
 
@@ -91,3 +94,19 @@ async def test_an_answer_is_not_cut_off_while_something_of_it_is_read() -> None:
     UnreadWatch(0.001, lambda: False).start(transport)
     await transport.aborted.wait()
     assert transport.unsent == [1000]
+
+
+async def test_an_unread_connection_that_sends_a_bad_head_is_closed_at_once(model_dir: Path, tmp_path: Path) -> None:
+    # Nothing but the end of the connection frees its place.
+    limits = HttpLimits(max_connections=1, max_unread_s=3600.0)
+    async with (
+        run_http_service(model_dir, tmp_path, http_limits=limits) as http,
+        connect(http.service.http_address) as client,
+    ):
+        request = f"GET /openapi.json HTTP/1.1\r\n{HOST}\r\n"
+        await client.send(request * 30)
+        await client.read_until(b"HTTP/1.1 200 ")
+        while await client.send("X: y\r\n" * 1000):
+            pass
+        while (await exchange(http.service.http_address, LAST_PING)).statuses != [200]:
+            pass
