@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -184,3 +185,16 @@ async def test_a_head_that_trickles_is_refused(model_dir: Path, tmp_path: Path) 
             await asyncio.sleep(0.02)
         answer = await client.read_to_end()
         assert (answer.status, answer.error["code"]) == (408, "request_timeout")
+
+
+@pytest.mark.parametrize("given", ["", "a b", "a\tb", "x" * 129, "\xff", "\xe2\x80\xa8", "%0d%0aSet-Cookie:SECRET x"])
+async def test_an_id_that_could_change_an_answer_or_a_log_is_replaced(
+    http: HttpService, caplog: pytest.LogCaptureFixture, given: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    head = f"POST {CHAT} HTTP/1.1\r\n{HOST}X-Request-Id: {given}\r\nOrigin: {given}\r\nConnection: close\r\n"
+    answer = await exchange(http.service.http_address, f"{head}Content-Type: application/json\r\n{TWO_BYTES}")
+    [own] = re.findall(r"(?i)\r\nx-request-id: ([^\r]*)\r\n", answer.text)
+    assert re.fullmatch(r"[0-9a-f]{32}", own)
+    assert "SECRET" not in answer.text + texts_of(caplog)
+    assert not given or given not in answer.text
