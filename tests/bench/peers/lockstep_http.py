@@ -21,6 +21,7 @@ from services.tokenizer.exchange.cell_requests import CellRequests
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
 from services.tokenizer.http.backend import Backend
 from services.tokenizer.http.connections.access import Access
+from services.tokenizer.http.connections.limits import HttpLimits
 from services.tokenizer.http.connections.server import serve_http
 from services.tokenizer.http.routes import make_app
 from services.tokenizer.request.model import load_model
@@ -78,8 +79,9 @@ class LockstepServer:
         await self._grpc.start()
         backend = Backend(self.model, self.scheduler, self.live, self.totals, self._max_unread_s, (MODEL_NAME,))
         address = self._addresses["http"]
-        app = make_app(backend, Access(address, (), ()), CollectorRegistry())
-        self._http = await serve_http(address, app, certificates=None, max_connections=4096)
+        limits = HttpLimits()
+        app = make_app(backend, Access(address, (), ()), CollectorRegistry(), body_s=limits.body_s)
+        self._http = await serve_http(address, app, certificates=None, limits=limits)
         freeze_garbage()
 
     def address(self, kind: str) -> str:
