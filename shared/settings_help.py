@@ -38,7 +38,7 @@ def _value_name(name: str, annotation: Any) -> str:
         if get_origin(one) is Literal:
             values += map(str, get_args(one))
         elif get_origin(one) is tuple:
-            values.append("ADDRESS,...")
+            values.append("NAME,..." if name.endswith(("name", "hosts", "origin")) else "ADDRESS,...")
         elif name.endswith(("listen", "bind", "leader")):
             values.append("ADDRESS")
         else:

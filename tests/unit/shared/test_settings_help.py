@@ -49,5 +49,13 @@ def test_help_shows_what_a_flag_takes_and_its_default(capsys: pytest.CaptureFixt
     assert "arguments: MODEL_DIR Model directory" in text
 
 
+def test_a_list_of_names_is_none_of_addresses(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(TokenizerSettings, capsys)
+
+    for flag in ("served-model-name", "http-allowed-hosts", "cors-origin"):
+        assert f"--{flag} NAME,... " in text
+    assert "--scheduler ADDRESS,... " in text
+
+
 def test_a_required_flag_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
     assert "in the Hugging Face layout. (required)" in help_of(TokenizerSettings, capsys)
