@@ -7,39 +7,19 @@ import re
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
 from lockstep.v1 import tokenizer_pb2
-from shared.model_dir import CHAT_TEMPLATE, TOKENIZER
+from shared.model_dir import TOKENIZER
 from tests.support.cells.cell import REFERENCE
 from tests.support.cells.split_cell import run_split_cell
 from tests.support.clients.client import Client, connect
-from tests.support.models.tiny_llama import write_tiny_llama
+from tests.support.models.tool_caller import write_tool_caller
 
-# Of Qwen3's kind.
-TEMPLATE = """\
-{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor -%}
-{%- for message in messages %}{{ '<|im_start|>' ~ message.role ~ '\n' -}}
-{{ '<think>\n' ~ message.reasoning_content ~ '\n</think>\n\n' if message.reasoning_content }}{{ message.content -}}
-{%- for call in message.tool_calls or [] -%}
-{{ '<tool_call>\n{"name": "' ~ call.function.name ~ '", "arguments": ' ~ call.function.arguments | tojson -}}
-{{ '}\n</tool_call>' -}}
-{%- endfor %}{{ '<|im_end|>\n' }}{% endfor -%}
-{{ '<|im_start|>assistant\n' if add_generation_prompt }}"""
-MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 STRINGS = {"type": "string", "minLength": 1, "maxLength": 6}
 PARAMETERS = {"type": "object", "properties": {"a": STRINGS, "b": {"enum": [1.5, None]}}, "required": ["a", "b"]}
 TOOLS = [{"name": name, "parameters": json.dumps(PARAMETERS)} for name in ("look", "find")]
 USER = {"role": tokenizer_pb2.ROLE_USER, "content": "hi"}
-
-
-def write_caller(directory: Path) -> Path:
-    write_tiny_llama(directory, changes={"num_hidden_layers": 2, "max_position_embeddings": 2048})
-    tokenizer = Tokenizer.from_file(str(directory / TOKENIZER))
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in MARKUP])
-    tokenizer.save(str(directory / TOKENIZER))
-    (directory / CHAT_TEMPLATE).write_text(TEMPLATE, encoding="utf-8")
-    return directory
 
 
 async def check_stop_strings(client: Client, close_id: int) -> None:
@@ -62,7 +42,7 @@ async def check_stop_strings(client: Client, close_id: int) -> None:
 
 @pytest.mark.slow
 async def test_calls_come_back_as_history(tmp_path: Path) -> None:
-    model_dir = write_caller(tmp_path / "model")
+    model_dir = write_tool_caller(tmp_path / "model")
     [close_id] = Tokenizer.from_file(str(model_dir / TOKENIZER)).encode("</think>").ids
     sampling = {"max_tokens": 200, "temperature": 1.0, "n": 4, "seed": 1, "logit_bias": {close_id: 4.0}}
     with run_split_cell(model_dir, REFERENCE) as cell:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+import aiohttp
 import grpc
 import psutil
 
@@ -24,7 +25,7 @@ from tests.support.system.ports import free_port
 from tests.support.system.processes import ROOT, module_command, module_environment, running_children
 
 _POLL_S = 0.02
-
+_NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 
 # Each row is computed alone, so an answer depends only on its request.
 REFERENCE = "--worker.ops-backend=reference"
@@ -59,6 +60,7 @@ class Cell:
         }
         self.scheduler_address = self.name_to_address["scheduler"]
         self.cell_address = _flag(self.role_to_process["scheduler"].cmdline(), "cell-listen")
+        self._tokenizer_command = self.role_to_process["tokenizer"].cmdline()
 
     @property
     def runtime_dir(self) -> Path:
@@ -128,6 +130,16 @@ class Cell:
         """A blocking stub of the tokenizer service, on a channel of its own."""
         with self.open_channel() as channel:
             yield tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+
+    @property
+    def http_address(self) -> str:
+        """The address of its HTTP API. It must have one."""
+        return _flag(self._tokenizer_command, "http-listen")
+
+    def http_session(self, **options: Any) -> aiohttp.ClientSession:
+        """A client of the HTTP API, which opens as many connections as it needs; the caller closes it."""
+        connector = aiohttp.TCPConnector(limit=0, **options)
+        return aiohttp.ClientSession(f"http://{self.http_address}", connector=connector, timeout=_NO_TIMEOUT)
 
     def wait(self) -> int:
         """Wait for the launcher to end; returns its exit code."""
