@@ -136,10 +136,15 @@ class Cell:
         """The address of its HTTP API. It must have one."""
         return _flag(self._tokenizer_command, "http-listen")
 
-    def http_session(self, **options: Any) -> aiohttp.ClientSession:
+    def http_session(self) -> aiohttp.ClientSession:
         """A client of the HTTP API, which opens as many connections as it needs; the caller closes it."""
-        connector = aiohttp.TCPConnector(limit=0, **options)
-        return aiohttp.ClientSession(f"http://{self.http_address}", connector=connector, timeout=_NO_TIMEOUT)
+        address = self.http_address
+        if address.startswith("unix:"):
+            connector: aiohttp.BaseConnector = aiohttp.UnixConnector(address.removeprefix("unix:"), limit=0)
+            address = "localhost"
+        else:
+            connector = aiohttp.TCPConnector(limit=0)
+        return aiohttp.ClientSession(f"http://{address}", connector=connector, timeout=_NO_TIMEOUT)
 
     def wait(self) -> int:
         """Wait for the launcher to end; returns its exit code."""

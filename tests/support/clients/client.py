@@ -163,6 +163,10 @@ class Client:
         state: scheduler_pb2.GetStateResponse = await self._operator.GetState(scheduler_pb2.GetStateRequest())
         return state
 
+    async def abort(self, request_id: str) -> None:
+        """Abort a request of any client."""
+        await self.scheduler.Abort(scheduler_pb2.AbortRequest(request_id=request_id))
+
     async def wait_until_idle(self) -> scheduler_pb2.GetStateResponse:
         """Wait until no request is running or waiting and no block is in use; fails after five minutes."""
         return await self.wait_until(

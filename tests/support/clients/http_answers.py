@@ -150,6 +150,12 @@ async def read_pieces(response: aiohttp.ClientResponse) -> AsyncIterator[dict[st
         raise ConnectionError("the stream ended without [DONE]")
 
 
+async def collect(response: aiohttp.ClientResponse, pieces: list[dict[str, Any]]) -> None:
+    """Append the pieces of a stream to a list, which keeps them if it fails; see `read_pieces`."""
+    async for piece in read_pieces(response):
+        pieces.append(piece)  # noqa: PERF401 - those before an error count, too
+
+
 async def read_events(response: aiohttp.ClientResponse) -> AsyncIterator[str]:
     """The data of a stream's events, without comments."""
     while line := await response.content.readline():
