@@ -14,13 +14,20 @@ from pathlib import Path
 
 from tests.bench.parts.report import Row, limit, report
 from tests.support.cells.cell import Cell, start_cell
-from tests.support.clients.flood import Outcomes, flood_with_calls, flood_with_resets, flood_with_watches
+from tests.support.clients.flood import (
+    Outcomes,
+    flood_with_calls,
+    flood_with_posts,
+    flood_with_resets,
+    flood_with_watches,
+)
+from tests.support.system.ports import free_port
 
 
 def main() -> None:
     """Flood, print the table, write the JSON."""
     args = _parse_args()
-    with start_cell(args.model_dir) as cell:
+    with start_cell(args.model_dir, f"--http-listen=127.0.0.1:{free_port()}") as cell:
         rows = asyncio.run(_flood(cell, args.calls, args.resets, args.watches))
     report(rows, args.json)
 
@@ -35,6 +42,8 @@ async def _flood(cell: Cell, num_calls: int, num_resets: int, num_watches: int) 
         rows += _describe(f"{name}, beside {num_resets} resets", resets)
         num_answered = (await flood_with_watches(address, num_watches)).counts["OK"]
         rows.append(limit(f"{name}, {num_watches} watches: not OK", num_watches - num_answered, "calls", at_most=0))
+    async with cell.http_session() as session:
+        rows += _describe(f"HTTP, {num_calls} posts at once", await flood_with_posts(session, num_calls))
     return rows
 
 

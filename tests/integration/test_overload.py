@@ -5,16 +5,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.support.cells.cell import Cell
-from tests.support.clients.flood import flood_with_calls, flood_with_resets, flood_with_watches
+from tests.support.cells.cell import Cell, start_cell
+from tests.support.clients.client import connect
+from tests.support.clients.flood import flood_with_calls, flood_with_posts, flood_with_resets, flood_with_watches
+from tests.support.system.ports import free_port
 
 pytestmark = pytest.mark.slow
 
 # Above gRPC's soft limit, from which on it rejects at random.
 NUM_CALLS = 1500
 NUM_RESETS = 4000
+# Requests that run and wait, of which ten times as many come over HTTP at once.
+CAPACITY = 32
 # Above gRPC's hard limit.
 NUM_WATCHES = 3500
 
@@ -39,3 +45,16 @@ async def test_streams_that_are_opened_and_reset_harm_no_neighbour(tiny_cell: Ce
 async def test_health_watches_are_all_answered(tiny_cell: Cell, is_scheduler: bool) -> None:
     outcomes = await flood_with_watches(tiny_cell.scheduler_address if is_scheduler else tiny_cell.address, NUM_WATCHES)
     assert outcomes.counts == {"OK": NUM_WATCHES}
+
+
+async def test_ten_times_too_many_posts_are_answered_or_told_when_to_retry(tiny_model: Path) -> None:
+    limits = (f"--scheduler.max-num-seqs={CAPACITY // 2}", f"--scheduler.max-waiting-requests={CAPACITY // 2}")
+    with start_cell(tiny_model, *limits, f"--http-listen=127.0.0.1:{free_port()}") as cell:
+        async with connect(cell) as client, cell.http_session() as session:
+            outcomes = await flood_with_posts(session, 10 * CAPACITY, max_tokens=64)
+            state = await client.wait_until_idle()
+    assert not outcomes.unexpected
+    assert outcomes.counts.total() == 10 * CAPACITY
+    assert outcomes.counts["OK"] >= CAPACITY
+    assert outcomes.counts["QUEUE_FULL"]
+    assert state.num_free_blocks == state.num_blocks

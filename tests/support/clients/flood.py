@@ -1,4 +1,4 @@
-"""Floods of concurrent calls, of health watches, and of streams that are opened only to be reset.
+"""Floods of concurrent calls, by gRPC and HTTP, of health watches, and of streams that are opened only to be reset.
 
 Every wait is bounded: a hang ends as DEADLINE_EXCEEDED or TimeoutError.
 """
@@ -13,12 +13,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import aiohttp
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lockstep.v1 import scheduler_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from shared.network.rpc import make_channel, reason_of, status_from_rpc_error
 from tests.support.clients.client import greedy
+from tests.support.clients.http_answers import COMPLETION, RefusedError, post_streamed, post_whole
 from tests.support.clients.token_client import prompt_request
 from tests.support.system.patience import PATIENCE_S
 from tests.support.system.processes import ROOT, module_command, module_environment
@@ -72,6 +74,29 @@ async def flood_with_calls(address: str, num_calls: int, *, is_scheduler: bool, 
             for number in range(num_calls)
         ]
         await asyncio.gather(*(outcomes.add(call) for call in calls))
+    return outcomes
+
+
+async def flood_with_posts(session: aiohttp.ClientSession, num_posts: int, *, max_tokens: int = 4) -> Outcomes:
+    """Send `num_posts` completions at once over HTTP, every other one streamed, and wait for all.
+
+    An answer is OK only if it is complete; a refusal is QUEUE_FULL only if it says when to retry.
+    """
+    outcomes = Outcomes()
+
+    async def post(number: int) -> str:
+        body = {"prompt": [1, 2, 3], "max_tokens": max_tokens, "ignore_eos": True, "return_token_ids": True}
+        ask = post_streamed if number % 2 else post_whole
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                answer = await ask(session, COMPLETION, body)
+        except RefusedError as error:
+            is_full = (error.status, error.code) == (429, "server_overloaded")
+            says_when = int(error.headers["Retry-After"]) >= 1 and int(error.headers["retry-after-ms"]) > 0
+            return "QUEUE_FULL" if is_full and says_when else str(error)
+        return "OK" if len(answer.choices[0].token_ids) == max_tokens else "INCOMPLETE"
+
+    outcomes.counts.update(await asyncio.gather(*map(post, range(num_posts))))
     return outcomes
 
 

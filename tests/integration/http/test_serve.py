@@ -1,0 +1,94 @@
+"""`lockstep serve` with the HTTP API: its address, names and TLS, and how it drains."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import ssl
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from shared.network.tls import Role
+from tests.support.cells.cell import REFERENCE, start_cell
+from tests.support.cells.certificates import DOMAIN, Authority, write_files
+from tests.support.cells.tls_cell import tls_flags
+from tests.support.clients.client import connect
+from tests.support.clients.http_answers import CHAT, COMPLETION, HttpAnswer, RefusedError, post_streamed, post_whole
+from tests.support.models.tool_caller import write_tool_caller
+from tests.support.system.ports import free_port
+
+NUM_STREAMS = 4
+NUM_TOKENS = 300
+LONG = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+SHORT = {"prompt": [5], "max_tokens": 1}
+
+
+async def test_names_and_tls_over_the_real_processes(tiny_model: Path, tmp_path: Path) -> None:
+    authority = Authority()
+    files = write_files(tmp_path, authority.issue_role(Role.TOKENIZER), authority)
+    address = f"127.0.0.1:{free_port()}"
+    flags = (f"--http-listen={address}", "--tokenizer.served-model-name=ada,bob", *tls_flags(files))
+    trusting = ssl.create_default_context(cadata=authority.pem.decode())
+    with start_cell(tiny_model, *flags) as cell:
+        assert cell.http_address == address
+        async with aiohttp.ClientSession() as session:
+            options: dict[str, Any] = {"ssl": trusting, "server_hostname": f"{Role.TOKENIZER.value}.{DOMAIN}"}
+
+            async def ask(method: str, path: str, **fields: Any) -> tuple[int, Any]:
+                async with session.request(method, f"https://{address}{path}", **fields, **options) as response:
+                    return response.status, await response.json()
+
+            _, models = await ask("GET", "/v1/models")
+            assert [(model["id"], model["root"]) for model in models["data"]] == [
+                ("ada", tiny_model.name),
+                ("bob", tiny_model.name),
+            ]
+            messages = [{"role": "user", "content": "hi"}]
+            for body, name in (({}, "ada"), ({"model": "ada"}, "ada"), ({"model": "bob"}, "bob")):
+                status, answer = await ask("POST", CHAT, json={"messages": messages, "max_tokens": 2, **body})
+                assert (status, answer["model"]) == (200, name)
+            status, refused = await ask("POST", CHAT, json={"messages": messages, "model": "eve"})
+            assert (status, refused["error"]["code"], refused["error"]["param"]) == (404, "model_not_found", "model")
+            with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                await session.get(f"https://{address}/ping")
+            with pytest.raises(aiohttp.ClientError):
+                await session.get(f"http://{address}/ping")
+
+
+async def test_a_cell_that_drains_ends_its_streams_and_refuses_others(tmp_path: Path) -> None:
+    model_dir = write_tool_caller(tmp_path / "model", num_layers=1)
+    flags = (REFERENCE, f"--http-listen=127.0.0.1:{free_port()}", "--drain-s=3600")
+    with start_cell(model_dir, *flags) as cell:
+        async with cell.http_session() as session:
+            before = await read_streams(session)
+            streams = asyncio.create_task(read_streams(session))
+            async with connect(cell) as client:
+                await client.wait_until(lambda state: state.num_running == NUM_STREAMS)
+            cell.launcher.send_signal(signal.SIGTERM)
+            refusal = await refusal_of(session)
+            assert not streams.done()
+            after = await streams
+        assert cell.wait() == 0
+    assert (refusal.status, refusal.code) == (503, "draining")
+    assert refusal.headers["Connection"] == "close"
+    assert int(refusal.headers["Retry-After"]) >= 1
+    for answer, expected in zip(after, before, strict=True):
+        assert answer.choices == expected.choices
+        assert len(answer.choices[0].token_ids) == NUM_TOKENS
+
+
+async def read_streams(session: aiohttp.ClientSession) -> list[HttpAnswer]:
+    bodies = [{"prompt": [5, number], **LONG} for number in range(10, 10 + NUM_STREAMS)]
+    return await asyncio.gather(*(post_streamed(session, COMPLETION, body) for body in bodies))
+
+
+async def refusal_of(session: aiohttp.ClientSession) -> RefusedError:
+    """The error with which a request is refused once the cell drains."""
+    while True:
+        try:
+            await post_whole(session, COMPLETION, SHORT)
+        except RefusedError as error:
+            return error
