@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
@@ -47,7 +47,7 @@ _SCHEMA = json.dumps(
         "additionalProperties": False,
     }
 )
-_RETRY_S = 0.2
+RETRY_S = 0.2
 _POLL_S = 0.02
 
 
@@ -117,6 +117,53 @@ class Peace:
     answers: Sequence[Facts]
 
 
+class LostError(Exception):
+    """A request has no complete answer."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """An answer's facts, and how often its choices were resumed."""
+
+    facts: Facts
+    num_resumes: int
+
+
+class Asker(Protocol):
+    """Sends requests to a cell."""
+
+    async def ask(self, request: tokenizer_pb2.GenerateRequest, note_response: Callable[[], None]) -> Told:
+        """Send a request and read its answer, noting each part of it; retries while the cell answers NOT_READY.
+
+        Raises:
+            LostError: The answer is an error, or not complete.
+            AssertionError: The answer is not what an answer may be.
+        """
+
+
+class GrpcAsker:
+    """Sends requests to the tokenizer service by gRPC; see `Asker`."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def ask(self, request: tokenizer_pb2.GenerateRequest, note_response: Callable[[], None]) -> Told:
+        """See `Asker`."""
+        while True:
+            answer = Answer()
+            try:
+                async for response in self._client.tokenizer.Generate(request):
+                    note_response()
+                    answer.add(response)
+            except grpc.aio.AioRpcError as error:
+                if answer.choices or reason_of(status_from_rpc_error(error)) != "NOT_READY":
+                    raise LostError(f"{error.code()} {error.details()}") from error
+                await asyncio.sleep(RETRY_S)
+                continue
+            answer.complete()
+            return Told(facts_of(answer), sum(_num_resumes(choice) for choice in answer.choices.values()))
+
+
 class Load:
     """Keeps requests in flight through the tokenizer, and checks their answers against an undisturbed run.
 
@@ -127,12 +174,14 @@ class Load:
         damage: The differences found.
     """
 
-    def __init__(self, client: Client, peace: Peace) -> None:
+    def __init__(self, client: Client, peace: Peace, *, asker: Asker | None = None) -> None:
+        """Send nothing yet; `asker` sends by gRPC if not given."""
         self.num_answers = 0
         self.num_responses = 0
         self.num_resumes = 0
         self.damage = Damage()
         self._client = client
+        self._asker = asker or GrpcAsker(client)
         self._peace = peace
         self._numbers = itertools.cycle(range(len(peace.requests)))
         self._is_ending = False
@@ -190,31 +239,18 @@ class Load:
         while not self._is_ending:
             number = next(self._numbers)
             try:
-                answer = await self._ask(self._peace.requests[number])
-            except grpc.aio.AioRpcError as error:
-                self.damage.lost.append(f"request {number}: {error.code()} {error.details()}")
+                told = await self._asker.ask(self._peace.requests[number], self._note_response)
+            except LostError as error:
+                self.damage.lost.append(f"request {number}: {error}")
             except AssertionError as error:
                 self.damage.changed.append(f"request {number}: {error}")
             else:
-                self.damage.judge(number, facts_of(answer), self._peace.answers[number])
-                self.num_resumes += sum(_num_resumes(choice) for choice in answer.choices.values())
+                self.damage.judge(number, told.facts, self._peace.answers[number])
+                self.num_resumes += told.num_resumes
             self.num_answers += 1
 
-    async def _ask(self, request: tokenizer_pb2.GenerateRequest) -> Answer:
-        """Send a request and read its answer; retries while the cell answers NOT_READY."""
-        while True:
-            answer = Answer()
-            try:
-                async for response in self._client.tokenizer.Generate(request):
-                    self.num_responses += 1
-                    answer.add(response)
-            except grpc.aio.AioRpcError as error:
-                if answer.choices or reason_of(status_from_rpc_error(error)) != "NOT_READY":
-                    raise
-                await asyncio.sleep(_RETRY_S)
-                continue
-            answer.complete()
-            return answer
+    def _note_response(self) -> None:
+        self.num_responses += 1
 
 
 # Reports the result of a load, given the number of deaths and the last scheduler's state.

@@ -1,0 +1,68 @@
+"""Workers and schedulers that are killed under streams over HTTP: clients notice only a delay."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cells.chaos import MAGIC_TOKEN, Damage, Killer, Load, Peace, TellOf, mixed_requests
+from tests.support.cells.http_load import HttpAsker, http_chaos_cell, learn_over_http
+from tests.support.clients.http_answers import COMPLETION, RefusedError, collect, open_stream
+
+pytestmark = pytest.mark.slow
+
+NUM_STREAMS = 50
+
+
+@pytest.fixture(scope="module")
+def http_peace(model_dir: Path) -> Peace:
+    """Requests of every kind, with what their streams are in an undisturbed run."""
+    return asyncio.run(learn_over_http(model_dir, mixed_requests(NUM_STREAMS)))
+
+
+@pytest.mark.parametrize("hit", [Killer.hit_a_worker, Killer.hit_the_scheduler], ids=["worker", "scheduler"])
+async def test_streams_outlive_services_that_are_killed(
+    model_dir: Path, http_peace: Peace, num_kills: int, hit: Callable[[Killer], Awaitable[None]], tell_of: TellOf
+) -> None:
+    async with http_chaos_cell(model_dir, "--dp=2") as (cell, client, session):
+        load = Load(client, http_peace, asker=HttpAsker(session))
+        killer = Killer(cell, load)
+        async with load.keep_in_flight():
+            for _ in range(num_kills):
+                await hit(killer)
+                await load.settle()
+        state = await client.wait_until_idle()
+    tell_of(load, killer.num_deaths, state)
+    assert load.damage == Damage()
+    assert load.num_answers >= NUM_STREAMS
+    assert load.num_resumes > 0
+
+
+async def test_a_stream_that_becomes_poison_ends_with_an_error(model_dir: Path, http_peace: Peace) -> None:
+    """The first token is the one that the worker fails on when it computes the second one."""
+    body = {
+        "prompt": [5, 7],
+        "max_tokens": 40,
+        "ignore_eos": True,
+        "temperature": 0,
+        "logit_bias": {str(MAGIC_TOKEN): 100},
+        "return_token_ids": True,
+    }
+    flags = ("--dp=2", f"--worker.fail-on-token={MAGIC_TOKEN}")
+    async with http_chaos_cell(model_dir, *flags) as (_, client, session):
+        load = Load(client, http_peace, asker=HttpAsker(session))
+        async with load.keep_in_flight():
+            await load.wait_for_state(lambda state: state.num_running >= NUM_STREAMS / 2)
+            pieces: list[dict[str, Any]] = []
+            async with open_stream(session, COMPLETION, body) as response:
+                with pytest.raises(RefusedError) as failure:
+                    await collect(response, pieces)
+        state = await load.wait_for_state(lambda state: not state.num_running and not state.num_waiting)
+    assert (failure.value.status, failure.value.code) == (200, "poison_request")
+    assert [token_id for piece in pieces for token_id in piece["choices"][0]["token_ids"]] == [MAGIC_TOKEN]
+    assert load.damage == Damage()
+    assert state.num_used_blocks == 0
