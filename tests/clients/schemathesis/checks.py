@@ -31,6 +31,7 @@ def check_no_answer_contradicts_the_description(cell: SimpleNamespace) -> None:
         f"--seed={SEED}",
         "--generation-database=none",
         "--continue-on-failure",
+        "--request-timeout=120",
         "--no-color",
     ]
     folder = Path(__file__).parent
