@@ -27,7 +27,7 @@ def check_no_answer_contradicts_the_description(cell: SimpleNamespace) -> None:
         f"{cell.url}/openapi.json",
         f"--checks={','.join(CHECKS)}",
         "--phases=examples,coverage,fuzzing",
-        "--max-examples=20",
+        "--max-examples=10",
         f"--seed={SEED}",
         "--generation-database=none",
         "--continue-on-failure",
