@@ -139,6 +139,9 @@ async def _read_http(session: aiohttp.ClientSession, url: str, body: dict[str, A
     if (done, rest) != (b"data: [DONE]", b""):
         raise RuntimeError(f"a stream ended with {done!r}")
     for event in events:
+        if event.startswith(b":"):
+            # A comment, of a server that had nothing to say for a while.
+            continue
         [choice] = json.loads(event.removeprefix(b"data: "))["choices"]
         text = choice["text"] if "text" in choice else choice["delta"].get("content")
         stream.num_pieces += bool(text)
