@@ -27,6 +27,8 @@ REQUIREMENTS = (
     *("pydantic", "pydantic-core", "pydantic-settings", "annotated-types", "typing-inspection", "typing-extensions"),
     *("python-dotenv", "prometheus-client", "uvloop", "llguidance", "safetensors", "tokenizers"),
     *("cryptography", "cffi", "pycparser"),
+    *("aiohttp", "aiohappyeyeballs", "aiosignal", "attrs", "frozenlist", "multidict", "propcache", "yarl", "idna"),
+    "msgspec",
     # For the tests' own modules.
     *("psutil", "hypothesis", "sortedcontainers"),
 )
