@@ -226,7 +226,7 @@ async def test_a_next_scheduler_with_another_model_ends_the_requests(service: Se
     service.peer.cell_info.model_digest = "other"
     service.peer.end_stream()
     service.peer.attach()
-    assert await refusal(call) == (grpc.StatusCode.UNAVAILABLE, "SCHEDULER_LOST", {})
+    assert await refusal(call) == (grpc.StatusCode.UNAVAILABLE, "MODEL_CHANGED", {})
 
 
 async def test_malformed_outputs_break_the_link(service: Service) -> None:
