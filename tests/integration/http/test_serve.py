@@ -33,7 +33,7 @@ async def test_names_and_tls_over_the_real_processes(tiny_model: Path, tmp_path:
     flags = (f"--http-listen={address}", "--tokenizer.served-model-name=ada,bob", *tls_flags(files))
     trusting = ssl.create_default_context(cadata=authority.pem.decode())
     with start_cell(tiny_model, *flags) as cell:
-        assert cell.http_address == address
+        assert f", HTTP on {address}, " in cell.ready_line
         async with aiohttp.ClientSession() as session:
             options: dict[str, Any] = {"ssl": trusting, "server_hostname": f"{Role.TOKENIZER.value}.{DOMAIN}"}
 
