@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.errors import invalid_field
 from services.tokenizer.http.requests.api_request import AnswerOptions, ApiRequest
 from services.tokenizer.http.requests.chat_messages import ChatMessage, read_message
 from services.tokenizer.http.requests.chat_tools import ChatTool, WordOrChoice, add_tools
-from services.tokenizer.http.requests.field_names import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, FieldNames
-from services.tokenizer.http.requests.fields import Count, Fields, Several, check_honoured, ignored_names, read_fields
-from services.tokenizer.http.requests.sampling_fields import UNSUPPORTED, CommonFields, SchemaText, make_message
+from services.tokenizer.http.requests.field_names import FieldNames
+from services.tokenizer.http.requests.fields import Count, Several, check_honoured, ignored_names, read_fields
+from services.tokenizer.http.requests.sampling_fields import UNSUPPORTED, CommonFields, make_message
 from services.tokenizer.json.json_values import JsonObject
 
 _UNSUPPORTED = {
@@ -35,37 +36,6 @@ _UNSUPPORTED = {
 _NO_REASONING = "none"
 
 
-class JsonSchema(Fields):
-    """A schema that the answer must match."""
-
-    name: str | None = None
-    description: str | None = None
-    json_schema: SchemaText | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(Fields):
-    """The answer's form."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _check_schema(self) -> Self:
-        if self.type == "json_schema" and self.json_schema is None:
-            raise invalid_field("response_format.json_schema", "is required")
-        return self
-
-    def message(self) -> tokenizer_pb2.StructuredOutput | None:
-        """The form; None for any text."""
-        if self.type == "text":
-            return None
-        schema = self.json_schema
-        if self.type == "json_object" or schema is None or schema.json_schema is None:
-            return tokenizer_pb2.StructuredOutput(json_object=True)
-        return tokenizer_pb2.StructuredOutput(json_schema=schema.json_schema, strict=bool(schema.strict))
-
-
 class ChatFields(CommonFields):
     """The body."""
 
@@ -73,7 +43,6 @@ class ChatFields(CommonFields):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
-    response_format: ResponseFormat | None = None
     tools: Several[ChatTool] | None = None
     tool_choice: WordOrChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -82,18 +51,13 @@ class ChatFields(CommonFields):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    best_of: Count | None = None
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise invalid_field("top_logprobs", "needs logprobs: true")
-        if self.response_format is not None and self.structured_outputs is not None:
-            raise invalid_field("structured_outputs", "cannot be combined with response_format")
         if self.continue_final_message and self.add_generation_prompt:
             raise invalid_field("add_generation_prompt", "cannot be combined with continue_final_message")
-        if self.best_of is not None and self.best_of != (1 if self.n is None else self.n):
-            raise invalid_field("best_of", "is not supported")
         return self
 
 
@@ -113,9 +77,6 @@ def read_chat_request(value: JsonObject, request_id: str) -> ApiRequest:
         message.sampling.max_tokens = fields.max_completion_tokens
     if fields.logprobs:
         message.sampling.num_logprobs = fields.top_logprobs or 0
-    form = None if fields.response_format is None else fields.response_format.message()
-    if form is not None:
-        message.structured_output.CopyFrom(form)
     return ApiRequest(
         message,
         _options(fields),
@@ -152,17 +113,10 @@ def _template_variables(fields: ChatFields) -> JsonObject:
 
 
 def _options(fields: ChatFields) -> AnswerOptions:
-    stream = fields.stream_options
-    return AnswerOptions(
-        is_streamed=bool(fields.stream),
-        has_usage=stream is not None and bool(stream.include_usage),
-        has_running_usage=stream is not None and bool(stream.continuous_usage_stats),
-        has_token_ids=bool(fields.return_token_ids),
-        names_tokens_by_id=bool(fields.return_tokens_as_token_ids),
+    return replace(
+        fields.answer_options,
         has_reasoning=fields.include_reasoning is not False,
         has_logprobs=bool(fields.logprobs or fields.logprob_token_ids),
-        has_prompt_logprobs=fields.prompt_logprobs is not None,
-        schema_field=_given_names(fields)["structured_output.json_schema"],
     )
 
 
@@ -170,5 +124,5 @@ def _given_names(fields: ChatFields) -> dict[str, str]:
     return {
         "sampling.max_tokens": "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens",
         "sampling.num_logprobs": "top_logprobs",
-        **(STRUCTURED_OUTPUTS if fields.response_format is None else RESPONSE_FORMAT),
+        **fields.form_names,
     }

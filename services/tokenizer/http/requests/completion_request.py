@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Self
 
 from pydantic import BeforeValidator, model_validator
@@ -9,8 +10,7 @@ from pydantic import BeforeValidator, model_validator
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.errors import invalid_field
 from services.tokenizer.http.requests.api_request import AnswerOptions, ApiRequest
-from services.tokenizer.http.requests.chat_request import ResponseFormat
-from services.tokenizer.http.requests.field_names import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, FieldNames
+from services.tokenizer.http.requests.field_names import FieldNames
 from services.tokenizer.http.requests.fields import Count, Several, check_honoured, ignored_names, read_fields
 from services.tokenizer.http.requests.sampling_fields import UNSUPPORTED, CommonFields, make_message
 from services.tokenizer.json.json_values import JsonObject
@@ -46,15 +46,9 @@ class CompletionFields(CommonFields):
     ]
     echo: bool | None = None
     logprobs: Count | None = None
-    response_format: ResponseFormat | None = None
-    best_of: Count | None = None
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        if self.best_of is not None and self.best_of != (1 if self.n is None else self.n):
-            raise invalid_field("best_of", "is not supported")
-        if self.response_format is not None and self.structured_outputs is not None:
-            raise invalid_field("structured_outputs", "cannot be combined with response_format")
         if self.stream and self.echo and self.logprobs is not None and (self.n or 1) > 1:
             raise invalid_field("n", "must be 1 in a stream with echo and logprobs")
         return self
@@ -71,9 +65,6 @@ def read_completion_request(value: JsonObject, request_id: str) -> ApiRequest:
     message = make_message(fields, request_id)
     message.echo = bool(fields.echo)
     _set_prompts(message, fields.prompt)
-    form = None if fields.response_format is None else fields.response_format.message()
-    if form is not None:
-        message.structured_output.CopyFrom(form)
     if fields.logprobs is not None:
         message.sampling.num_logprobs = fields.logprobs
         if fields.echo:
@@ -106,22 +97,15 @@ def _set_prompts(message: tokenizer_pb2.GenerateRequest, prompts: list[PromptPar
 
 
 def _options(fields: CompletionFields) -> AnswerOptions:
-    stream = fields.stream_options
-    return AnswerOptions(
-        is_streamed=bool(fields.stream),
-        has_usage=stream is not None and bool(stream.include_usage),
-        has_running_usage=stream is not None and bool(stream.continuous_usage_stats),
-        has_token_ids=bool(fields.return_token_ids),
-        names_tokens_by_id=bool(fields.return_tokens_as_token_ids),
+    return replace(
+        fields.answer_options,
         has_logprobs=fields.logprobs is not None or bool(fields.logprob_token_ids),
         has_prompt_in_logprobs=bool(fields.echo) and fields.logprobs is not None,
-        has_prompt_logprobs=fields.prompt_logprobs is not None,
-        schema_field=_given_names(fields)["structured_output.json_schema"],
     )
 
 
 def _given_names(fields: CompletionFields) -> dict[str, str]:
-    names = dict(STRUCTURED_OUTPUTS if fields.response_format is None else RESPONSE_FORMAT)
+    names = dict(fields.form_names)
     if fields.prompt_logprobs is None:
         names["sampling.num_prompt_logprobs"] = "logprobs"
     return names

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.http.errors import invalid_field
+from services.tokenizer.http.requests.answer_forms import ResponseFormat, StructuredOutputs
+from services.tokenizer.http.requests.api_request import AnswerOptions
+from services.tokenizer.http.requests.field_names import RESPONSE_FORMAT, STRUCTURED_OUTPUTS
 from services.tokenizer.http.requests.fields import Count, Fields, Several, TextOrTexts
 from shared.limits import MAX_LOGIT_BIASES
 
@@ -54,50 +57,6 @@ class StreamOptions(Fields):
     continuous_usage_stats: bool | None = None
 
 
-def _schema_text(value: object) -> object:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | bool) else value
-
-
-SchemaText = Annotated[str, BeforeValidator(_schema_text, json_schema_input_type=dict[str, Any] | bool | str)]
-
-
-class StructuredOutputs(Fields):
-    """vLLM's form of an answer: one of the first five."""
-
-    json_schema: SchemaText | None = Field(default=None, alias="json")
-    regex: str | None = None
-    choice: Several[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    disable_any_whitespace: bool | None = None
-    structural_tag: None = None
-    whitespace_pattern: None = None
-
-    @model_validator(mode="after")
-    def _check_one(self) -> Self:
-        forms = (self.json_schema, self.regex, self.choice, self.grammar, self.json_object or None)
-        if sum(form is not None for form in forms) != 1:
-            raise invalid_field(
-                "structured_outputs", "needs exactly one of json, regex, choice, grammar and json_object"
-            )
-        return self
-
-    def message(self) -> tokenizer_pb2.StructuredOutput:
-        """The form."""
-        form = tokenizer_pb2.StructuredOutput(
-            json_schema=self.json_schema,
-            regex=self.regex,
-            grammar=self.grammar,
-            compact_json=self.disable_any_whitespace,
-        )
-        if self.choice is not None:
-            form.choices.texts.extend(self.choice)
-            form.choices.SetInParent()
-        if self.json_object:
-            form.json_object = True
-        return form
-
-
 class CommonFields(Fields):
     """Fields of both routes: OpenAI's, vLLM's and our own."""
 
@@ -106,6 +65,7 @@ class CommonFields(Fields):
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
     n: Count | None = None
+    best_of: Count | None = None
     seed: int | None = None
     stop: TextOrTexts | None = None
     temperature: float | None = None
@@ -127,6 +87,7 @@ class CommonFields(Fields):
     logprob_token_ids: Several[Count] | None = None
     prompt_logprobs: Count | None = None
     truncate_prompt_tokens: Count | None = None
+    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -144,6 +105,33 @@ class CommonFields(Fields):
             raise invalid_field("prompt_logprobs", "cannot be streamed")
         return self
 
+    @model_validator(mode="after")
+    def _check_form(self) -> Self:
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise invalid_field("structured_outputs", "cannot be combined with response_format")
+        if self.best_of is not None and self.best_of != (1 if self.n is None else self.n):
+            raise invalid_field("best_of", "is not supported")
+        return self
+
+    @property
+    def form_names(self) -> Mapping[str, str]:
+        """The names that the fields of the answer's form have here."""
+        return STRUCTURED_OUTPUTS if self.response_format is None else RESPONSE_FORMAT
+
+    @property
+    def answer_options(self) -> AnswerOptions:
+        """What both routes read alike of how the answer is to look."""
+        stream = self.stream_options
+        return AnswerOptions(
+            is_streamed=bool(self.stream),
+            has_usage=stream is not None and bool(stream.include_usage),
+            has_running_usage=stream is not None and bool(stream.continuous_usage_stats),
+            has_token_ids=bool(self.return_token_ids),
+            names_tokens_by_id=bool(self.return_tokens_as_token_ids),
+            has_prompt_logprobs=self.prompt_logprobs is not None,
+            schema_field=self.form_names["structured_output.json_schema"],
+        )
+
 
 def make_message(fields: CommonFields, request_id: str) -> tokenizer_pb2.GenerateRequest:
     """A request with all shared fields set; the seed is drawn if there is none."""
@@ -160,8 +148,10 @@ def make_message(fields: CommonFields, request_id: str) -> tokenizer_pb2.Generat
     )
     if fields.determinism == "exact":
         message.determinism = common_pb2.DETERMINISM_EXACT
-    if fields.structured_outputs is not None:
-        message.structured_output.CopyFrom(fields.structured_outputs.message())
+    asked = fields.structured_outputs or fields.response_format
+    form = None if asked is None else asked.message()
+    if form is not None:
+        message.structured_output.CopyFrom(form)
     return message
 
 
