@@ -31,7 +31,7 @@ class _Operation:
     bodies: tuple[type[Fields], ...] = ()
     errors: tuple[int, ...] = ()
     media_types: tuple[str, ...] = ()
-    """Of other answers."""
+    """Media types of other answers."""
 
 
 _POSTS = {

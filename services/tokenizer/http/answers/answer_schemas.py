@@ -129,5 +129,5 @@ ANSWERS: dict[str, Schema] = {
 
 
 def error_statuses(others: Sequence[int]) -> list[int]:
-    """Those of every route, with others."""
+    """Statuses of the errors that every route has, with others, in order."""
     return sorted({400, 403, 431, 500, *others})

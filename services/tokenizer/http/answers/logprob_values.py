@@ -35,7 +35,7 @@ class CompletionLogprobs:
     def values(
         self, positions: Iterable[common_pb2.PositionLogprobs], *, first_text: str | None = None
     ) -> dict[str, Any]:
-        """Those of the next tokens; `first_text` is that of the prompt's first token, which has no probability."""
+        """Log-probabilities of the next tokens; `first_text` is the prompt's first token, which has none."""
         tokens: list[str] = []
         values: list[float | None] = []
         likeliest: list[dict[str, float] | None] = []
