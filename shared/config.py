@@ -171,6 +171,26 @@ class ClientPortSettings(ServiceSettings):
     )
 
 
+class HttpPortSettings(ClientPortSettings):
+    """The settings of a service that also has a port for the HTTP API."""
+
+    http_listen: ListenAddress | None = Field(
+        default=None,
+        description="Address of the HTTP API (OpenAI's): unix:PATH, HOST:PORT on loopback, or with TLS any HOST:PORT. "
+        "Not served if not set.",
+    )
+    insecure_http_bind: Address | None = Field(
+        default=None,
+        description="Serve the HTTP API unencrypted on this address instead of --http-listen; any host that can reach "
+        "it may connect.",
+    )
+
+    @property
+    def http_address(self) -> str | None:
+        """The address of the HTTP API; None if there is none."""
+        return self.insecure_http_bind or self.http_listen
+
+
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
 

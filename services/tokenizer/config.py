@@ -9,9 +9,8 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from shared.config import (
-    Address,
     Addresses,
-    ClientPortSettings,
+    HttpPortSettings,
     ListenAddress,
     Names,
     ProcessSettings,
@@ -20,7 +19,7 @@ from shared.config import (
 from shared.network.tls import Role
 
 
-class TokenizerSettings(ProcessSettings, ClientPortSettings):
+class TokenizerSettings(ProcessSettings, HttpPortSettings):
     """The tokenizer service's settings."""
 
     model_config = SettingsConfigDict(env_prefix="LOCKSTEP_TOKENIZER_", cli_prog_name="python -m services.tokenizer")
@@ -39,16 +38,6 @@ class TokenizerSettings(ProcessSettings, ClientPortSettings):
         default=(),
         description="Names that clients of the HTTP API may give the model, separated by commas; the first one is in "
         "its answers. Without them, it is the model's name.",
-    )
-    http_listen: ListenAddress | None = Field(
-        default=None,
-        description="Address of the HTTP API (OpenAI's): unix:PATH, HOST:PORT on loopback, or with TLS any HOST:PORT. "
-        "Not served if not set.",
-    )
-    insecure_http_bind: Address | None = Field(
-        default=None,
-        description="Serve the HTTP API unencrypted on this address instead of --http-listen; any host that can reach "
-        "it may connect.",
     )
     http_allowed_hosts: Names = Field(
         default=(),
@@ -145,11 +134,6 @@ class TokenizerSettings(ProcessSettings, ClientPortSettings):
     def name_of_model(self) -> str:
         """The model name that requests may give."""
         return self.model_name or self.model_dir.resolve().name
-
-    @property
-    def http_address(self) -> str | None:
-        """The address of the HTTP API; None if there is none."""
-        return self.insecure_http_bind or self.http_listen
 
 
 if __name__ == "__main__":

@@ -119,8 +119,7 @@ async def _announce_and_answer(settings: ServeSettings, cell: CellProcesses, sch
 
 
 async def _announce_ready(settings: ServeSettings, scheduler_address: str) -> str | None:
-    http_address = settings.insecure_http_bind or settings.http_listen
-    http = f", HTTP on {http_address}" if http_address else ""
+    http = f", HTTP on {settings.http_address}" if settings.http_address else ""
     places = f"{settings.bind_address}{http}, scheduler on {scheduler_address}"
     print(f"ready: serving {settings.model_name} on {places}", flush=True)
     return None if settings.prompt is None else await _answer_prompt(settings, settings.prompt)

@@ -9,7 +9,7 @@ from pydantic_settings import SettingsConfigDict
 
 from shared.cli.clients.request_flags import DEFAULT_TARGET
 from shared.cli.launcher_settings import RANK_FLAGS, LauncherSettings, render_flags, split_flags
-from shared.config import Address, Addresses, ClientPortSettings, ListenAddress, LocalAddress
+from shared.config import Addresses, HttpPortSettings, ListenAddress, LocalAddress
 from shared.network.addresses import split_address
 from shared.network.rpc import Peer, make_peer
 from shared.network.tls import Role
@@ -25,7 +25,7 @@ _TOKENIZER_FLAGS = frozenset(
 _RESERVED_FLAGS = {"worker": _OWN_FLAGS, "scheduler": _OWN_FLAGS, "tokenizer": _OWN_FLAGS | _TOKENIZER_FLAGS}
 
 
-class ServeSettings(LauncherSettings, ClientPortSettings):
+class ServeSettings(LauncherSettings, HttpPortSettings):
     """Start one cell on this machine: workers, a scheduler and a tokenizer, each a process that is restarted on exit.
 
     --worker.X, --scheduler.X and --tokenizer.X are passed to that service as --X; a value follows as the next argument
@@ -45,16 +45,6 @@ class ServeSettings(LauncherSettings, ClientPortSettings):
     listen: ListenAddress = Field(
         default=DEFAULT_TARGET,
         description="Address for clients: unix:PATH, HOST:PORT on loopback, or with TLS any HOST:PORT.",
-    )
-    http_listen: ListenAddress | None = Field(
-        default=None,
-        description="Address of the HTTP API (OpenAI's): unix:PATH, HOST:PORT on loopback, or with TLS any HOST:PORT. "
-        "Not served if not set.",
-    )
-    insecure_http_bind: Address | None = Field(
-        default=None,
-        description="Serve the HTTP API unencrypted on this address instead of --http-listen; any host that can reach "
-        "it may connect.",
     )
     scheduler_listen: LocalAddress | None = Field(
         default=None,
