@@ -11,6 +11,7 @@ import enum
 import logging
 import ssl
 import threading
+import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +22,10 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 
 logger = logging.getLogger(__name__)
+
+# gRPC frees the former configuration as soon as it has a new one, although a handshake on another thread may be about
+# to use it, which then ends the process. Such a handshake needs microseconds, and no other begins meanwhile.
+_RENEWAL_S = 0.1
 
 
 class Role(enum.Enum):
@@ -95,9 +100,18 @@ class Certificates:
 
     def server_credentials(self, *, is_mutual: bool) -> grpc.ServerCredentials:
         """For a server; `is_mutual` demands a certificate from every client."""
-        return grpc.dynamic_ssl_server_credentials(
-            self._configuration(), self._configuration, require_client_authentication=is_mutual
-        )
+        used = self._current()
+
+        def renew() -> grpc.ServerCertificateConfiguration | None:
+            """Called by gRPC at every handshake, on its threads, one at a time."""
+            nonlocal used
+            if (newest := self._current()) is used:
+                return None
+            used = newest
+            time.sleep(_RENEWAL_S)
+            return _configuration(newest)
+
+        return grpc.dynamic_ssl_server_credentials(_configuration(used), renew, require_client_authentication=is_mutual)
 
     def make_http_context(self) -> ssl.SSLContext:
         """For an HTTP server; a handshake uses the newest files that fit together."""
@@ -135,11 +149,6 @@ class Certificates:
         uris = {uri.decode(errors="replace") for uri in context.auth_context().get("peer_uri", ())}
         return next((role for role in Role if _uri(role, self._files.trust_domain) in uris), None)
 
-    def _configuration(self) -> grpc.ServerCertificateConfiguration:
-        """Called by gRPC at every handshake, on its own threads."""
-        pair = self._current()
-        return grpc.ssl_server_certificate_configuration([(pair.key, pair.certificate)], pair.authority)
-
     def _current(self) -> _Pair:
         with self._lock:
             state = self._stat()
@@ -160,6 +169,10 @@ class Certificates:
     def _stat(self) -> tuple[tuple[int, int, int] | None, ...]:
         paths = (self._files.certificate, self._files.key, self._files.authority)
         return tuple(_stat(path) for path in paths)
+
+
+def _configuration(pair: _Pair) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(pair.key, pair.certificate)], pair.authority)
 
 
 class TrustedAuthority:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+import ssl
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -22,6 +27,7 @@ from tests.support.clients.client import token_request
 PROMPT = [3, 1, 4, 1, 5]
 NUM_STREAMS = 100
 LONG = 450
+NUM_HANDSHAKES = 600
 
 UNAVAILABLE = (grpc.StatusCode.UNAVAILABLE, None)
 UNAUTHENTICATED = (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
@@ -102,6 +108,24 @@ async def test_strangers_are_refused_and_disturb_nothing(cell: TlsCell) -> None:
             assert dict(zip(presented, refusals, strict=True)) == expected
         assert (await neighbour).token_ids == undisturbed.token_ids
         assert (await client.state()).num_lost_epochs == 0
+
+
+async def test_handshakes_at_the_same_time_end_no_process(cell: TlsCell) -> None:
+    await serve_one(cell)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    for address in (cell.address, cell.http_address, cell.scheduler_address, cell.cell_address, cell.leader_address):
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(partial(shake_hands, context), [address] * NUM_HANDSHAKES))
+    await serve_one(cell)
+
+
+def shake_hands(context: ssl.SSLContext, address: str) -> None:
+    """Connect without a certificate, as any stranger can, and leave."""
+    host, port = address.rsplit(":", 1)
+    with socket.create_connection((host, int(port))) as connection, contextlib.suppress(OSError):
+        context.wrap_socket(connection).close()
 
 
 async def test_client_ports_serve_clients_without_a_certificate_and_nothing_else(cell: TlsCell) -> None:
