@@ -5,26 +5,40 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
+import time
 from collections.abc import Awaitable, Callable
 
 import uvloop
+
+SAME_STOP_S = 2.0
+"""Stop signals that follow the first within this time belong to it: a service manager asks all processes of a cell to
+end at once, and their launcher asks its own again."""
 
 # A threshold, in collections of the middle generation, that is never reached.
 _NEVER = 2**31 - 1
 
 
 class StopRequest(asyncio.Event):
-    """Set by the first stop signal: finish what is in flight, then end. `is_urgent` is set by the second: end now."""
+    """Set by the first stop signal: finish what is in flight, then end.
 
-    def __init__(self) -> None:
+    `is_urgent` is set by a signal that comes more than `SAME_STOP_S` later: end now.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` returns seconds."""
         super().__init__()
         self.is_urgent = asyncio.Event()
+        self._clock = clock
+        self._asked_at = 0.0
 
     def on_signal(self) -> None:
         """Take in a stop signal."""
-        if self.is_set():
+        now = self._clock()
+        if not self.is_set():
+            self._asked_at = now
+            self.set()
+        elif now - self._asked_at > SAME_STOP_S:
             self.is_urgent.set()
-        self.set()
 
 
 def run_service(main: Callable[[StopRequest], Awaitable[int]]) -> int:

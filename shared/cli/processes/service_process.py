@@ -14,6 +14,8 @@ from shared.cli.processes.service_command import ServiceCommand
 
 _MAX_LINE_BYTES = 1 << 16
 _OUTPUT_GRACE_S = 1.0
+# A process that was asked a moment ago takes the next signal for the same request.
+_URGE_PERIOD_S = 0.5
 
 
 class ServiceProcess:
@@ -50,6 +52,12 @@ class ServiceProcess:
         return 128 - code if code is not None and code < 0 else code
 
     @property
+    def has_ended_as_asked(self) -> bool:
+        """Whether the process ended as it does when it is asked to, by the launcher or by whatever asks them all."""
+        # A service that is just starting has no handler for SIGTERM yet.
+        return self._process.returncode in (0, -signal.SIGTERM) and self._kill_reason is None
+
+    @property
     def problem(self) -> str | None:
         """How and, if known, why the process ended; None while it runs and after a clean end."""
         has_failed = (self._process.returncode or 0) > 0 and self._kill_reason is None
@@ -69,22 +77,24 @@ class ServiceProcess:
     async def stop(self, grace_s: float, is_urgent: asyncio.Event) -> None:
         """End the process if it still runs, killing it after `grace_s`; sets `problem` if the end was not clean.
 
-        Once `is_urgent` is set, it is asked a second time, which ends it at once.
+        Once `is_urgent` is set, it is asked again and again, which ends it at once.
         """
         if self._process.returncode is None:
             self._process.terminate()
             urging = asyncio.create_task(self._terminate_when(is_urgent))
             await self._wait_or_kill(grace_s)
             urging.cancel()
-        elif self._problem is None:
+        elif self._problem is None and not self.has_ended_as_asked:
             self._problem = self._describe(self._process.returncode)
         # Let its last output appear before the launcher's. A grandchild may keep the pipe open, hence the timeout.
         await asyncio.wait([self._output], timeout=_OUTPUT_GRACE_S)
 
     async def _terminate_when(self, is_urgent: asyncio.Event) -> None:
         await is_urgent.wait()
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
+        while True:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            await asyncio.sleep(_URGE_PERIOD_S)
 
     async def _wait_or_kill(self, grace_s: float) -> None:
         try:
@@ -95,8 +105,7 @@ class ServiceProcess:
             await self._process.wait()
             self._problem = f"the {self.command.name} did not stop within {grace_s:g} s and was killed"
             return
-        # A service that is just starting has no handler for SIGTERM yet.
-        if returncode not in (0, -signal.SIGTERM):
+        if not self.has_ended_as_asked:
             self._problem = f"{self._describe(returncode)} when asked to stop"
 
     def _kill_group(self) -> None:

@@ -26,7 +26,7 @@ def send_signal():
     signal.pthread_kill(threading.get_ident(), signal.SIGNAL)
 
 device = DeviceLoop()
-call_at_stop_signals(device.stop)
+call_at_stop_signals(device.stop, device.stop)
 threading.Thread(target=send_signal, daemon=True).start()
 device.run()
 print("stopped")
