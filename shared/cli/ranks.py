@@ -23,7 +23,7 @@ from shared.network.management import serve_management
 from shared.network.probes import Probes
 from shared.network.rpc import make_peer
 from shared.network.tls import Role
-from shared.process.lifecycle import StopRequest, run_service
+from shared.process.lifecycle import SAME_STOP_S, StopRequest, run_service
 from shared.process.line_writer import LineWriter
 from shared.process.logging import configure_logging
 from shared.process.metrics import make_process_registry
@@ -107,14 +107,17 @@ async def _keep_running(settings: RanksSettings, ranks: CellProcesses, probes: P
     running = asyncio.create_task(ranks.run())
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if ranks.has_ended_as_asked:
+        # What has asked a rank to end may be asking all processes, and this one last.
+        await asyncio.wait({stopped}, timeout=SAME_STOP_S)
     stopped.cancel()
     ranks.end()
     await running
     probes.is_leaving = True
     if stop.is_set():
-        logger.info("stopping; a second signal ends the ranks at once", extra={"drain_s": settings.drain_s})
-    problems = await ranks.stop(settings.drain_s, stop.is_urgent)
+        logger.info("stopping; another signal after 2 s ends the ranks at once", extra={"drain_s": settings.drain_s})
+    problems = await ranks.stop(settings.drain_s, stop.is_urgent, was_asked=stop.is_set())
     # The cause comes last, where the reader of the output looks first.
     for problem in reversed(problems):
         print(f"error: {problem}", file=sys.stderr)
-    return int(bool(problems)) if ranks.exit_code is None else ranks.exit_code or 1
+    return (ranks.exit_code or 1) if problems else 0

@@ -26,7 +26,7 @@ from shared.cli.serve_settings import ServeSettings, split_service_flags
 from shared.config import load_settings, log_settings
 from shared.model_dir import CONFIG, TOKENIZER
 from shared.network.rpc import make_channel
-from shared.process.lifecycle import StopRequest, freeze_garbage, run_service
+from shared.process.lifecycle import SAME_STOP_S, StopRequest, freeze_garbage, run_service
 from shared.process.line_writer import LineWriter
 from shared.process.logging import configure_logging
 
@@ -84,13 +84,17 @@ async def _run_cell(
     serving = asyncio.create_task(_announce_and_answer(settings, cell, scheduler))
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({running, serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if cell.has_ended_as_asked:
+        # What has asked a service to end may be asking all processes, and this one last.
+        await asyncio.wait({stopped}, timeout=SAME_STOP_S)
     for task in (serving, stopped):
         task.cancel()
+    if stop.is_set():
+        logger.info("stopping; another signal after 2 s ends answers in flight", extra={"drain_s": settings.drain_s})
+        await cell.drain(settings.drain_s, stop.is_urgent)
     cell.end()
     ran, failure, _ = await asyncio.gather(running, serving, stopped, return_exceptions=True)
-    if stop.is_set():
-        logger.info("stopping; a second signal ends answers in flight", extra={"drain_s": settings.drain_s})
-    problems = await cell.stop(settings.drain_s, stop.is_urgent)
+    problems = await cell.stop(settings.drain_s, stop.is_urgent, was_asked=stop.is_set())
     for bug in (ran, failure):
         if isinstance(bug, Exception):
             raise bug

@@ -16,6 +16,7 @@ from shared.cli.processes.supervisor import Kill, RestartPolicy, StartDomain, Su
 from shared.network.health import ask_process
 from shared.network.heartbeat import next_beat_at
 from shared.network.rpc import Peer, make_channel
+from shared.process.lifecycle import SAME_STOP_S
 from shared.process.line_writer import LineWriter
 
 logger = logging.getLogger(__name__)
@@ -28,11 +29,15 @@ _START_CHECK_PERIOD_S = 0.2
 _MAX_CHECK_PERIOD_S = 10.0
 _CHECKS_BEFORE_KILL = 3.0
 
+# The one whose end is the end of a drain, and the one that is restarted in it at any time.
+_DRAINING_ROLE, _SCHEDULER_ROLE = "tokenizer", "scheduler"
+
 
 class CellProcesses:
     """Keeps a cell's processes running: `run` until `end` is called or the cell fails, then `stop`.
 
-    `has_served` is set once every process has reported that it serves. `num_restarts` counts those of each process.
+    `drain`, if it is called, comes before `end`. `has_served` is set once every process has reported that it serves.
+    `num_restarts` counts those of each process.
     """
 
     def __init__(
@@ -69,6 +74,11 @@ class CellProcesses:
         self._running: dict[str, ServiceProcess] = {}
         # Processes whose exit ends the cell. The first of them is why.
         self._ended: list[ServiceProcess] = []
+        self._drained: list[ServiceProcess] = []
+        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._problems: list[str] = []
+        # Set when no answer can be finished any more, or none is to be.
+        self._is_drain_over = asyncio.Event()
         self._started: set[str] = set()
         self._is_over = False
         # Set when the supervisor has been notified of an exit, or when `run` is to return.
@@ -102,17 +112,49 @@ class CellProcesses:
         """The exit code of the process because of which the cell failed; None if it has not failed."""
         return self._ended[0].exit_code if self._ended else None
 
+    @property
+    def has_ended_as_asked(self) -> bool:
+        """Whether the cell failed because something else than the launcher has asked a process to end."""
+        return bool(self._ended) and self._ended[0].has_ended_as_asked
+
     def end(self) -> None:
         """Make `run` return."""
         self._is_over = True
         self._has_news.set()
 
-    async def stop(self, drain_s: float, is_urgent: asyncio.Event) -> list[str]:
-        """Stop every process, in reverse start order, after `run` has returned.
+    async def drain(self, drain_s: float, is_urgent: asyncio.Event) -> None:
+        """Stop the tokenizer; while it lets its answers finish, `run` restarts what they need.
+
+        Returns once the tokenizer has ended. Does nothing if it is not running, or if the cell has not served yet.
 
         Args:
             drain_s: How long the tokenizer lets answers in flight finish.
+            is_urgent: Once it is set, the tokenizer ends at once.
+        """
+        service = next((one for one in self._running.values() if one.command.role == _DRAINING_ROLE), None)
+        if service is None or not self._supervisor.has_served or self._is_over:
+            return
+        command, begun_at = service.command, self._loop.time()
+        schedulers = {domain for domain, some in self._domain_to_commands.items() if some[0].role == _SCHEDULER_ROLE}
+        self._supervisor.begin_drain(command.domain, begun_at, drain_s, schedulers)
+        if self._supervisor.has_failed:
+            self._is_drain_over.set()
+        self._watches.pop(command.name).cancel()
+        urging = asyncio.create_task(self._end_drain_when(is_urgent))
+        await _stop(service, STOP_GRACE_S + drain_s, self._is_drain_over)
+        urging.cancel()
+        self._drained.append(self._running.pop(command.name))
+        # A tokenizer without answers in flight has ended before it takes another signal for a second one.
+        if self._supervisor.has_failed and self._loop.time() - begun_at > SAME_STOP_S:
+            self._problems.append("answers in flight were ended: no worker would have been ready in the time left")
+
+    async def stop(self, drain_s: float, is_urgent: asyncio.Event, *, was_asked: bool) -> list[str]:
+        """Stop every process, in reverse start order, after `run` has returned.
+
+        Args:
+            drain_s: How long the tokenizer, if it has not been drained, lets answers in flight finish.
             is_urgent: Once it is set, every process ends at once.
+            was_asked: Whether the cell was asked to end, as each of its processes may have been.
 
         Returns:
             What did not end cleanly, the root cause first, without processes that waited for their restart.
@@ -124,7 +166,13 @@ class CellProcesses:
         for role in reversed(ROLES):
             some = (service for service in services if service.command.role == role)
             await asyncio.gather(*(_stop(service, STOP_GRACE_S + drain_s, is_urgent) for service in some))
-        return [service.problem for service in services if service.problem is not None]
+        services += self._drained
+        unasked = (service for service in services if not (was_asked and service.has_ended_as_asked))
+        return [*(service.problem for service in unasked if service.problem is not None), *self._problems]
+
+    async def _end_drain_when(self, is_urgent: asyncio.Event) -> None:
+        await is_urgent.wait()
+        self._is_drain_over.set()
 
     async def _start(self, domain: str, watchers: _Watchers) -> None:
         commands = self._domain_to_commands[domain]
@@ -134,7 +182,7 @@ class CellProcesses:
             service = await ServiceProcess.start(command, self._make_write(command))
             self._running[command.name] = service
             logger.info("started", extra=_fields(service))
-            watchers.add(self._watch(service, watchers))
+            self._watches[command.name] = watchers.add(self._watch(service, watchers))
 
     def _make_write(self, command: ServiceCommand) -> Callable[[bytes], None]:
         prefix = f"{command.name:<{self._prefix_width}} | ".encode() if self._prefix_width else b""
@@ -151,21 +199,26 @@ class CellProcesses:
 
     async def _watch(self, service: ServiceProcess, watchers: _Watchers) -> None:
         checks = watchers.add(self._check_health(service))
-        await service.wait()
-        checks.cancel()
+        try:
+            await service.wait()
+        finally:
+            checks.cancel()
         name = service.command.name
-        del self._running[name]
+        del self._running[name], self._watches[name]
         if self._bar is not None:
             self._bar.drop(name)
-        delay_s = self._supervisor.on_exit(name, self._loop.time())
+        delay_s = self._supervisor.on_exit(name, self._loop.time(), was_asked=service.has_ended_as_asked)
         self._on_change()
-        if delay_s is None:
+        if self._supervisor.has_failed:
             self._ended.append(service)
+            self._is_drain_over.set()
             self.end()
-        else:
+        facts = {**_fields(service), "reason": service.problem}
+        if delay_s is not None:
             self._has_news.set()
-            restart = {"reason": service.problem, "delay_s": delay_s}
-            logger.warning("exited; restarting", extra={**_fields(service), **restart})
+            logger.warning("exited; restarting", extra={**facts, "delay_s": delay_s})
+        elif self._supervisor.is_draining:
+            logger.warning("exited; the drain is too short for another start", extra=facts)
 
     async def _check_health(self, service: ServiceProcess) -> None:
         while True:

@@ -9,12 +9,16 @@ One that fails earlier waits twice as long each time:
     |--- up to 2 s ----|--- delay_s --------------------------|--- loading ---|--- ready --->
       the others end,    was ready: 0 s, if repeated 5 s
       then are killed    not yet ready: 0.5 s, 1 s, 2 s, ...
+
+While the cell drains, the same holds for what its answers need; a worker is restarted only if it is expected to be
+ready before the drain ends.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from shared.backoff import Backoff
@@ -27,6 +31,8 @@ _LEAVE_S = 2.0
 _NUM_AT_ONCE = 3
 _AT_ONCE_WITHIN_S = 60.0
 _LATER_DELAY_S = 5.0
+# In a drain, a process that ends as if it was asked to may have noticed the drain's end before this launcher.
+_END_OF_DRAIN_S = 1.0
 # A process does not answer while it imports its libraries, which takes long on a busy machine.
 _START_FACTOR = 10.0
 # A launcher that did not run for this long (stopped or starved) missed answers, which is not the processes' fault.
@@ -79,7 +85,9 @@ class _Process:
 
 @dataclass(slots=True)
 class _Domain:
+    name: str
     names: Sequence[str]
+    """Its processes."""
     start_at: float | None
     """When to start it; None while it runs."""
     backoff: Backoff
@@ -89,19 +97,43 @@ class _Domain:
     """The delay of the next start."""
     is_ready: bool = False
     """Whether all processes serve since their start."""
-    has_served: bool = False
-    """Whether it was ever ready."""
+    last_start_s: float | None = None
+    """How long its last complete start took, up to readiness; None if it was never ready."""
     num_failed_starts: int = 0
     """In a row, before it was ready."""
     fell_at: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_AT_ONCE))
     """The last few failures after it was ready."""
     kill_rest_at: float | None = None
     """When to kill what is left after a failure."""
+    started_at: float = 0.0
+    """Its last start."""
+    is_given_up: bool = False
+    """Whether it is never started again."""
+
+    @property
+    def has_served(self) -> bool:
+        """Whether it was ever ready."""
+        return self.last_start_s is not None
 
     def start(self, now: float) -> None:
         self.start_at = self.kill_rest_at = None
         self.is_ready = False
+        self.started_at = now
         self.processes = {name: _Process(now) for name in self.names}
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it is ready and none of its processes has exited since."""
+        return self.is_ready and self.start_at is None and self.kill_rest_at is None
+
+    def next_start_at(self, now: float) -> float:
+        """When the start that makes it ready begins, or has begun."""
+        if self.start_at is not None:
+            return self.start_at
+        return self.started_at if self.kill_rest_at is None else now + self.delay_s
+
+    def give_up(self) -> None:
+        self.is_given_up, self.start_at = True, None
 
     def watched(self) -> dict[str, _Process]:
         return {name: one for name, one in self.processes.items() if one.is_running and not one.is_condemned}
@@ -120,6 +152,18 @@ class _Domain:
         self.fell_at.append(now)
 
 
+@dataclass(frozen=True, slots=True)
+class _Drain:
+    deadline_at: float
+    always_started: frozenset[str]
+    """Domains that are restarted however little time is left."""
+
+    def has_time_for(self, domain: _Domain, start_at: float) -> bool:
+        if domain.name in self.always_started:
+            return True
+        return domain.last_start_s is not None and start_at + domain.last_start_s <= self.deadline_at
+
+
 class Supervisor:
     """Decides for one cell's processes, by name.
 
@@ -131,11 +175,35 @@ class Supervisor:
         self._policy = policy
         self._domains = {
             # Nothing random: a launcher waits for nothing that others wait for too.
-            name: _Domain(processes, start_at=0.0, backoff=Backoff(_FIRST_DELAY_S, policy.max_delay_s, jitter=0.0))
+            name: _Domain(name, processes, 0.0, Backoff(_FIRST_DELAY_S, policy.max_delay_s, jitter=0.0))
             for name, processes in domain_to_processes.items()
         }
         self._process_to_domain = {process: domain for domain in self._domains.values() for process in domain.names}
         self._own_pause = OwnPause(0.0, _ABSENCE_S)
+        self._drain: _Drain | None = None
+        self.has_failed = False
+        """Whether the cell must end: nothing that could still become ready would make it serve."""
+
+    def begin_drain(self, ending: str, now: float, drain_s: float, always_started: AbstractSet[str]) -> None:
+        """The cell was asked to end, and lets its answers finish; `has_failed` says whether it can.
+
+        Args:
+            ending: The domain whose end is the drain's end. It is neither watched nor restarted any more.
+            drain_s: When the drain ends at the latest, from `now`.
+            always_started: Domains that are restarted whenever they exit. Of the others one is enough, and one is
+                restarted if its last start took no longer than the time that is left.
+        """
+        self._drain = _Drain(now + drain_s, frozenset(always_started))
+        self._domains[ending].give_up()
+        self._domains[ending].processes.clear()
+        for domain in self._domains.values():
+            if not domain.is_given_up and not domain.is_well:
+                self._give_up_if_hopeless(domain, domain.next_start_at(now))
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether `begin_drain` was called."""
+        return self._drain is not None
 
     @property
     def has_served(self) -> bool:
@@ -160,20 +228,28 @@ class Supervisor:
             return False
         state.has_served = True
         if all(other.has_served for other in domain.processes.values()):
-            domain.is_ready = domain.has_served = True
+            domain.is_ready, domain.is_given_up = True, False
+            domain.last_start_s = now - domain.started_at
         return True
 
-    def on_exit(self, process: str, now: float) -> float | None:
+    def on_exit(self, process: str, now: float, *, was_asked: bool = False) -> float | None:
         """Record an exit, by a kill or otherwise.
 
+        Args:
+            was_asked: Whether it ended as it does when it is asked to.
+
         Returns:
-            Seconds from the domain's last exit to its restart; None if the cell must end.
+            Seconds from the domain's last exit to its restart; None if it is not restarted, and `has_failed` says
+            whether the cell must end.
         """
         domain = self._process_to_domain[process]
         domain.processes[process].is_running = False
         if domain.kill_rest_at is None:
             domain.break_up(now)
-        if self._must_end(domain):
+            if self._drain is not None and was_asked:
+                domain.delay_s = max(domain.delay_s, _END_OF_DRAIN_S)
+            self._give_up_if_hopeless(domain, now + domain.delay_s)
+        if domain.is_given_up:
             return None
         if not any(other.is_running for other in domain.processes.values()):
             domain.start_at = now + domain.delay_s
@@ -203,7 +279,17 @@ class Supervisor:
                     times.append(domain.kill_rest_at)
         return max(now, min(times))
 
-    def _must_end(self, domain: _Domain) -> bool:
+    def _give_up_if_hopeless(self, domain: _Domain, start_at: float) -> None:
+        if self._drain is None:
+            if self._is_hopeless(domain):
+                domain.give_up()
+                self.has_failed = True
+        elif not self._drain.has_time_for(domain, start_at):
+            domain.give_up()
+            always_started = self._drain.always_started
+            self.has_failed = all(one.is_given_up for one in self._domains.values() if one.name not in always_started)
+
+    def _is_hopeless(self, domain: _Domain) -> bool:
         if self._policy.max_failed_starts is None:
             return not self.has_served
         return domain.num_failed_starts >= self._policy.max_failed_starts

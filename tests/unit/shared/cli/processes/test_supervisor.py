@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from shared.cli.processes.supervisor import Action, Kill, RestartPolicy, StartDomain, Supervisor
 
@@ -16,9 +16,15 @@ class Cell:
     """A supervised cell: a group of two workers and a scheduler. A restarted process answers when the test lets it."""
 
     def __init__(
-        self, *, health_kill_s: float = 30.0, max_delay_s: float = 30.0, max_failed_starts: int | None = None
+        self,
+        *,
+        health_kill_s: float = 30.0,
+        max_delay_s: float = 30.0,
+        max_failed_starts: int | None = None,
+        more_domains: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        domains = {"worker 0": GROUP, "scheduler": ["scheduler"]}
+        domains = {"worker 0": GROUP, "scheduler": ["scheduler"], **(more_domains or {})}
+        self._processes = [process for some in domains.values() for process in some]
         self.supervisor = Supervisor(domains, RestartPolicy(health_kill_s, max_delay_s, max_failed_starts))
         self.now = 1000.0
         self.answering: set[str] = set()
@@ -26,7 +32,7 @@ class Cell:
 
     def serve(self) -> Cell:
         """Let every process answer from now on."""
-        self.answering = set(ALL)
+        self.answering = set(self._processes)
         self._hear_answers()
         return self
 
@@ -34,6 +40,11 @@ class Cell:
         """Let a process exit; returns the delay until it is restarted."""
         self.answering.discard(process)
         return self.supervisor.on_exit(process, self.now)
+
+    def drain(self, drain_s: float) -> None:
+        """Begin to drain; the cell's tokenizer is what ends."""
+        self.supervisor.begin_drain("tokenizer", self.now, drain_s, {"scheduler"})
+        self.answering.discard("tokenizer")
 
     def pass_time(self, seconds: float) -> Iterator[tuple[float, Action]]:
         """The actions of the next seconds, each with its time from now."""
@@ -241,3 +252,83 @@ def test_serving_is_reported_once_per_start() -> None:
     list(cell.pass_time(1))
     assert not cell.supervisor.on_answer("scheduler", cell.now, is_serving=False)
     assert cell.supervisor.on_answer("scheduler", cell.now, is_serving=True)
+
+
+def make_draining_cell(*, start_s: float = 8.0, drain_s: float = 20.0, num_replicas: int = 1) -> Cell:
+    """A cell with a tokenizer that drains, whose start took `start_s`."""
+    replicas = {f"worker {number}": [f"worker {number}.0"] for number in range(1, num_replicas)}
+    cell = Cell(more_domains={**replicas, "tokenizer": ["tokenizer"]})
+    list(cell.pass_time(start_s))
+    cell.serve()
+    cell.drain(drain_s)
+    return cell
+
+
+def end_group(cell: Cell) -> list[float | None]:
+    return [cell.exit(process) for process in GROUP]
+
+
+def test_in_a_drain_the_scheduler_is_restarted_however_long_its_start_takes() -> None:
+    cell = make_draining_cell(start_s=60.0)
+
+    assert cell.exit("scheduler") == 0.0
+    assert list(cell.pass_time(1)) == [(TICK_S, StartDomain("scheduler"))]
+    assert not cell.supervisor.has_failed
+
+
+def test_in_a_drain_a_worker_is_restarted_if_its_last_start_fits_the_time_left() -> None:
+    cell = make_draining_cell()
+    list(cell.pass_time(12.0))
+
+    assert end_group(cell) == [0.0, 0.0]
+    assert StartDomain("worker 0") in [action for _, action in cell.pass_time(1)]
+    # There is no time for another start.
+    assert end_group(cell) == [None, None]
+    assert cell.supervisor.has_failed
+    assert list(cell.pass_time(30)) == []
+
+
+def test_a_drain_goes_on_while_another_replica_serves() -> None:
+    cell = make_draining_cell(start_s=60.0, num_replicas=2)
+
+    assert end_group(cell) == [None, None]
+    assert not cell.supervisor.has_failed
+    assert cell.exit("worker 1.0") is None
+    assert cell.supervisor.has_failed
+
+
+def test_a_drain_ends_at_once_if_the_only_worker_is_not_ready_in_time() -> None:
+    for drain_s, has_failed in ((8.0, False), (7.0, True)):
+        cell = Cell(more_domains={"tokenizer": ["tokenizer"]})
+        list(cell.pass_time(8.0))
+        cell.serve()
+        end_group(cell)
+        list(cell.pass_time(TICK_S))
+        cell.drain(drain_s)
+        assert cell.supervisor.has_failed is has_failed
+
+
+def test_a_replica_that_is_ready_in_time_after_all_counts() -> None:
+    cell = Cell(more_domains={"worker 1": ["worker 1.0"], "tokenizer": ["tokenizer"]})
+    list(cell.pass_time(60.0))
+    cell.serve()
+    end_group(cell)
+    list(cell.pass_time(TICK_S))
+    cell.drain(20.0)
+    cell.answering |= set(GROUP)
+    list(cell.pass_time(1))
+
+    assert cell.exit("worker 1.0") is None
+    assert not cell.supervisor.has_failed
+
+
+def test_the_process_that_ends_with_the_drain_is_neither_killed_nor_restarted() -> None:
+    cell = make_draining_cell(drain_s=600.0)
+
+    assert list(cell.pass_time(100)) == []
+
+
+def test_in_a_drain_what_was_asked_to_end_is_restarted_only_if_the_drain_goes_on() -> None:
+    cell = make_draining_cell()
+
+    assert cell.supervisor.on_exit("scheduler", cell.now, was_asked=True) == 1.0

@@ -1,0 +1,88 @@
+"""A cell that is asked to end finishes its answers, whatever dies meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+import pytest
+
+from lockstep.v1 import tokenizer_pb2
+from shared.network.rpc import reason_of, status_from_rpc_error
+from tests.support.cells.cell import REFERENCE, Cell, start_cell
+from tests.support.clients.client import Client, Completion, connect, token_request
+
+
+def make_requests(count: int = 4) -> list[tokenizer_pb2.GenerateRequest]:
+    return [
+        token_request(
+            [3 + number, 9, 40 + number],
+            max_tokens=200,
+            ignore_eos=True,
+            temperature=1.0 if number % 2 else 0.0,
+            seed=number,
+        )
+        for number in range(count)
+    ]
+
+
+async def expect_answers(client: Client) -> list[Completion]:
+    """The undisturbed answers."""
+    return await client.generate_all(make_requests())
+
+
+async def begin_answers(cell: Cell, client: Client) -> list[asyncio.Task[Completion]]:
+    """Begin the answers; the worker is stopped in their middle, so that they do not end by themselves."""
+    answers = [asyncio.create_task(client.generate(request)) for request in make_requests()]
+    await client.wait_until(lambda state: state.num_running >= len(answers))
+    cell.send_signal("worker", signal.SIGSTOP)
+    return answers
+
+
+def contents(completions: Sequence[Completion]) -> list[tuple[object, ...]]:
+    return [(completion.token_ids, completion.text, completion.reason) for completion in completions]
+
+
+async def wait_until_draining(cell: Cell, answers: Sequence[object]) -> None:
+    await asyncio.to_thread(cell.wait_for_log, f"draining num_requests={len(answers)}")
+
+
+@pytest.mark.parametrize("role", ["worker", "scheduler"])
+async def test_a_cell_that_drains_starts_what_dies_and_finishes_its_answers(tiny_model: Path, role: str) -> None:
+    with start_cell(tiny_model, REFERENCE, "--drain-s=600") as cell:
+        async with connect(cell) as client:
+            expected = await expect_answers(client)
+            answers = await begin_answers(cell, client)
+            cell.launcher.send_signal(signal.SIGTERM)
+            await wait_until_draining(cell, answers)
+            pid = cell.kill(role)
+            if role != "worker":
+                cell.send_signal("worker", signal.SIGCONT)
+            completions = await asyncio.gather(*answers)
+        assert await asyncio.to_thread(cell.wait) == 0
+        log = cell.log()
+
+    assert contents(completions) == contents(expected)
+    assert f"exited; restarting role={role} pid={pid} reason=the {role} was killed by SIGKILL" in log
+
+
+async def test_a_drain_that_is_too_short_for_another_start_of_the_worker_ends_at_once_and_says_so(
+    tiny_model: Path,
+) -> None:
+    # A worker's start takes longer than a second.
+    with start_cell(tiny_model, REFERENCE, "--drain-s=1") as cell:
+        async with connect(cell) as client:
+            answers = await begin_answers(cell, client)
+            cell.launcher.send_signal(signal.SIGTERM)
+            await wait_until_draining(cell, answers)
+            pid = cell.kill("worker")
+            ends = await asyncio.gather(*answers, return_exceptions=True)
+        assert await asyncio.to_thread(cell.wait) == 1
+        log = cell.log()
+
+    assert [reason_of(status_from_rpc_error(end)) for end in ends if isinstance(end, grpc.RpcError)] == ["DRAINING"] * 4
+    assert f"exited; the drain is too short for another start role=worker pid={pid}" in log
+    assert log.splitlines()[-1] == "error: the worker was killed by SIGKILL"
