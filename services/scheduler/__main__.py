@@ -12,12 +12,13 @@ from services.scheduler.config import SchedulerSettings
 from services.scheduler.discovery.last_seen import LastSeen
 from services.scheduler.make_cell import make_cell
 from services.scheduler.metrics import make_registry
+from services.scheduler.server.cell_server import CellServer
 from services.scheduler.server.listeners import PUBLIC_SERVICES, make_servers
 from shared.config import load_settings, log_settings
 from shared.network.health import Health
 from shared.network.management import serve_management
 from shared.network.probes import Probes
-from shared.process.lifecycle import collect_garbage_between_steps, freeze_garbage, run_service
+from shared.process.lifecycle import StopRequest, collect_garbage_between_steps, freeze_garbage, run_service
 from shared.process.logging import configure_logging
 
 logger = logging.getLogger(__name__)
@@ -26,8 +27,8 @@ logger = logging.getLogger(__name__)
 _STOP_GRACE_S = 0.5
 
 
-async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> int:
-    """Serve until `stop` is set or the cell fails; returns the exit code."""
+async def serve(settings: SchedulerSettings, stop: StopRequest) -> int:
+    """Serve until `stop` is set and no replica drains, or the cell fails; returns the exit code."""
     health, probes = Health(PUBLIC_SERVICES), Probes("starting")
     last_seen = LastSeen(time.monotonic())
     cell = make_cell(settings, uuid.uuid4().hex, health, last_seen)
@@ -51,6 +52,8 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> int:
     ends = [asyncio.create_task(task) for task in tasks]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     probes.is_leaving = True
+    if stop.is_set():
+        await _stay(settings, cell, stop)
     # Whatever is still waiting ends by cancellation; an exception in a task that ended by itself is a bug.
     cell.close()
     for task in ends:
@@ -63,6 +66,15 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> int:
         if isinstance(result, Exception):
             raise result
     return 1 if cell.failed.is_set() else 0
+
+
+async def _stay(settings: SchedulerSettings, cell: CellServer, stop: StopRequest) -> None:
+    """Serve on for replicas that drain."""
+    waits = (cell.replica_drains.stay(settings.drain_s), stop.is_urgent.wait(), cell.failed.wait())
+    ends = [asyncio.create_task(wait) for wait in waits]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    for task in ends:
+        task.cancel()
 
 
 def main() -> int:

@@ -94,8 +94,7 @@ async def serve(
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     probes.is_leaving = True
     await health.set_serving(False)
-    # After a bug no answer can be finished.
-    await live.drain(settings.drain_s if stop.is_set() else 0.0, stop.is_urgent)
+    await _drain(settings.drain_s, scheduler, live, stop)
     await server.stop(_CLOSE_S)
     if http is not None:
         await http.stop()
@@ -109,6 +108,13 @@ async def serve(
         if isinstance(result, Exception):
             raise result
     return 0
+
+
+async def _drain(drain_s: float, scheduler: SchedulerClient, live: LiveRequests, stop: StopRequest) -> None:
+    # After a bug no answer can be finished.
+    if stop.is_set():
+        scheduler.announce_drain()
+    await live.drain(drain_s if stop.is_set() else 0.0, stop.is_urgent)
 
 
 async def _serve_http(

@@ -1,13 +1,14 @@
-"""A cell that is asked to end finishes its answers, whatever dies meanwhile."""
+"""A cell that is asked to end finishes its answers: whatever dies meanwhile, and whichever processes get the signal."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 
 from lockstep.v1 import tokenizer_pb2
@@ -86,3 +87,33 @@ async def test_a_drain_that_is_too_short_for_another_start_of_the_worker_ends_at
     assert [reason_of(status_from_rpc_error(end)) for end in ends if isinstance(end, grpc.RpcError)] == ["DRAINING"] * 4
     assert f"exited; the drain is too short for another start role=worker pid={pid}" in log
     assert log.splitlines()[-1] == "error: the worker was killed by SIGKILL"
+
+
+def services_first(cell: Cell) -> list[psutil.Process]:
+    launcher = psutil.Process(cell.launcher.pid)
+    return [*reversed(launcher.children(recursive=True)), launcher]
+
+
+def launcher_first(cell: Cell) -> list[psutil.Process]:
+    return services_first(cell)[::-1]
+
+
+@pytest.mark.parametrize("order", [services_first, launcher_first])
+async def test_a_cell_whose_processes_are_all_asked_to_end_at_once_finishes_its_answers(
+    tiny_model: Path, order: Callable[[Cell], list[psutil.Process]]
+) -> None:
+    with start_cell(tiny_model, REFERENCE, "--drain-s=600") as cell:
+        async with connect(cell) as client:
+            expected = await expect_answers(client)
+            answers = await begin_answers(cell, client)
+            cell.send_signal("worker", signal.SIGCONT)
+            for process in order(cell):
+                process.send_signal(signal.SIGTERM)
+            await wait_until_draining(cell, answers)
+            completions = await asyncio.gather(*answers)
+        assert await asyncio.to_thread(cell.wait) == 0
+        log = cell.log()
+
+    assert contents(completions) == contents(expected)
+    assert "exited; restarting" not in log
+    assert "error: " not in log

@@ -40,6 +40,7 @@ from services.scheduler.server.exchange_codec import encode_heartbeat, encode_ou
 from services.scheduler.server.failpoint import SubmitFailpoint
 from services.scheduler.server.idle_check import IdleCheck
 from services.scheduler.server.kv_events import KvEvents
+from services.scheduler.server.replica_drains import ReplicaDrains
 from services.scheduler.server.worker_links import WorkerAccess, WorkerLinks
 from shared.errors import InvalidRequestError, NotReadyError, SchedulerLostError, ServiceError, Violation
 from shared.ids import DpRank
@@ -149,6 +150,7 @@ class CellServer:
         self.engine = engine
         self.direct_clients = DirectClients(lambda: self.engine.model_limits, self.on_event, self._default_sampling)
         self.kv_events = KvEvents(engine)
+        self.replica_drains = ReplicaDrains(self._beat_workers)
         self.failed = asyncio.Event()
         self.bug: Exception | None = None
         """What ended the cell, if it was a bug."""
@@ -205,12 +207,14 @@ class CellServer:
         number = next(self._client_numbers)
         client = ClientLink(number, lambda: self.disconnect(client), self._replica_silence_s)
         self._clients[number] = client
+        self.replica_drains.link(number)
         self._tell([client], self._loop.time())
         return client
 
     def disconnect(self, client: ClientLink) -> None:
         """Remove a replica and abort its requests; a second call does nothing."""
         if self._clients.pop(client.number, None) is not None:
+            self.replica_drains.unlink(client.number)
             self.on_event(ClientClosed(client.number))
 
     def flush_prefix_cache(self) -> int:
@@ -328,10 +332,13 @@ class CellServer:
 
     def _beat(self, progress: int) -> None:
         now, self._progress = self._loop.time(), progress
-        self._worker_links.beat(progress)
+        self._beat_workers()
         heartbeat = self._make_heartbeat()
         for client in self._clients.values():
             client.beat(heartbeat, now)
+
+    def _beat_workers(self) -> None:
+        self._worker_links.beat(self._progress, is_staying=self.replica_drains.is_staying)
 
     def _tell(self, clients: Iterable[ClientLink], now: float) -> None:
         """Say whether this scheduler holds workers: replicas choose between schedulers by it.

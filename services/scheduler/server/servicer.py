@@ -63,6 +63,7 @@ class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
                     return
                 if message.is_heartbeat:
                     client.note_alive()
+                self._cell.replica_drains.note(client.number, is_draining=message.is_draining)
                 if message.submits or message.stop_ats or message.abort_handles:
                     self._cell.on_event(decode_request(client.number, message))
 

@@ -25,7 +25,7 @@ class DomainLinks(Protocol):
     def send(self, rank: DpRank, step: Step) -> None:
         """See `DomainClient`."""
 
-    def beat(self, progress: int) -> None:
+    def beat(self, progress: int, *, is_staying: bool) -> None:
         """See `DomainClient`."""
 
     def drop(self, epoch: int, retry_s: float | None) -> None:
@@ -95,10 +95,10 @@ class WorkerLinks:
         """Send a step to a rank of an attached domain."""
         self._links[self._topology.domain_of(rank)].send(rank, step)
 
-    def beat(self, progress: int) -> None:
-        """Send every group a heartbeat."""
+    def beat(self, progress: int, *, is_staying: bool) -> None:
+        """Send every group a heartbeat; see worker.proto."""
         for links in self._links.values():
-            links.beat(progress)
+            links.beat(progress, is_staying=is_staying)
 
     def drop(self, domain: int, epoch: int, retry_s: float | None = None) -> None:
         """Close the streams of an epoch that the engine has ended; `retry_s` is as in `DropDomain`."""

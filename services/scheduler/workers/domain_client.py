@@ -95,10 +95,10 @@ class DomainClient:
         """Send a step of the current epoch to one of the domain's ranks."""
         self._links[rank].send(step)
 
-    def beat(self, progress: int) -> None:
-        """Send every group a heartbeat."""
+    def beat(self, progress: int, *, is_staying: bool) -> None:
+        """Send every group a heartbeat; see worker.proto."""
         for link in self._links.values():
-            link.beat(progress)
+            link.beat(progress, is_staying=is_staying)
 
     def drop(self, epoch: int, retry_s: float | None) -> None:
         """Break the links of an epoch that the engine gave up; `retry_s` is as in `DropDomain`."""

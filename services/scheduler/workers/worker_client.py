@@ -49,8 +49,7 @@ _STEP_KINDS = {
     StepKind.MIXED: worker_pb2.STEP_KIND_MIXED,
 }
 
-# A step, or the progress to put into a heartbeat.
-_Sent = worker_pb2.StepRequest | int
+_Sent = worker_pb2.StepRequest | worker_pb2.Heartbeat
 
 
 class GroupLink:
@@ -86,10 +85,10 @@ class GroupLink:
         if self._outbox is not None:
             self._outbox.put_nowait(encode_step(step))
 
-    def beat(self, progress: int) -> None:
-        """Send a heartbeat on the stream, if any."""
+    def beat(self, progress: int, *, is_staying: bool) -> None:
+        """Send a heartbeat on the stream, if any; see worker.proto."""
         if self._outbox is not None:
-            self._outbox.put_nowait(progress)
+            self._outbox.put_nowait(worker_pb2.Heartbeat(progress=progress, is_staying=is_staying))
 
     async def offer(self, epoch: int) -> None:
         """Offer an epoch, or query the group with `QUESTION`."""
@@ -173,9 +172,11 @@ class GroupLink:
     async def _send(self, call: grpc.aio.StreamStreamCall, epoch: int, outbox: asyncio.Queue[_Sent]) -> None:
         instance_id = self._attach_request.scheduler_instance_id
         # The first message identifies the scheduler that opened the stream.
-        sent: _Sent = 0
+        sent: _Sent = worker_pb2.Heartbeat()
         while True:
-            message = _make_heartbeat(epoch, instance_id, sent) if isinstance(sent, int) else sent
+            message = sent
+            if isinstance(sent, worker_pb2.Heartbeat):
+                message = worker_pb2.StepRequest(epoch=epoch, scheduler_instance_id=instance_id, heartbeat=sent)
             try:
                 await call.write(message)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -290,11 +291,6 @@ def _encode_chunk(chunk: PrefillChunk) -> worker_pb2.PrefillChunk:
 
 def _column(values: Sequence[int] | array[int] | Slots) -> bytes:
     return np.asarray(values, TOKEN_DTYPE).tobytes()
-
-
-def _make_heartbeat(epoch: int, instance_id: str, progress: int) -> worker_pb2.StepRequest:
-    heartbeat = worker_pb2.Heartbeat(progress=progress)
-    return worker_pb2.StepRequest(epoch=epoch, scheduler_instance_id=instance_id, heartbeat=heartbeat)
 
 
 def _read_acceptance(rank: DpRank, epoch: int, response: worker_pb2.AttachResponse) -> Accepted:

@@ -30,6 +30,7 @@ class ExchangeLink:
         self._stop_ats: list[exchange_pb2.StopAt] = []
         self._aborts: list[RequestHandle] = []
         self._is_beat_due = False
+        self._is_draining = False
         self._has_news = asyncio.Event()
 
     def submit(self, handle: RequestHandle) -> None:
@@ -52,6 +53,11 @@ class ExchangeLink:
         self._is_beat_due = True
         self._has_news.set()
 
+    def announce_drain(self) -> None:
+        """Say, now and with every later message, that this replica lets its answers finish and then ends."""
+        self._is_draining = True
+        self.beat()
+
     def close(self) -> None:
         """End `messages`."""
         self._is_closed = True
@@ -70,7 +76,10 @@ class ExchangeLink:
 
     def _take_message(self) -> exchange_pb2.ExchangeRequest:
         message = exchange_pb2.ExchangeRequest(
-            stop_ats=self._stop_ats, abort_handles=encode_handles(self._aborts), is_heartbeat=self._is_beat_due
+            stop_ats=self._stop_ats,
+            abort_handles=encode_handles(self._aborts),
+            is_heartbeat=self._is_beat_due,
+            is_draining=self._is_draining,
         )
         self._stop_ats, self._aborts, self._is_beat_due = [], [], False
         num_bytes = 0

@@ -68,6 +68,7 @@ class SchedulerClient:
         self._streams: list[SchedulerStream] = []
         self._used: SchedulerStream | None = None
         self._cell: Cell | None = None
+        self._is_draining = False
 
     @property
     def is_linked(self) -> bool:
@@ -109,6 +110,12 @@ class SchedulerClient:
         """See `CellRequests.abort`."""
         self._requests.abort(handle)
 
+    def announce_drain(self) -> None:
+        """Tell every scheduler, now and when it is linked, that this replica lets its answers finish and then ends."""
+        self._is_draining = True
+        for stream in self._streams:
+            stream.sender.announce_drain()
+
     async def run(self) -> None:
         """Keep the links until cancelled.
 
@@ -123,6 +130,8 @@ class SchedulerClient:
     def open(self) -> SchedulerStream:
         """See `StreamUser`."""
         stream = SchedulerStream(self._requests.make_link())
+        if self._is_draining:
+            stream.sender.announce_drain()
         self._streams.append(stream)
         return stream
 

@@ -27,6 +27,7 @@ from services.worker.server.step_stream import Epoch, StepStream, retrieve
 from services.worker.step_codec import parse_step, to_result
 from shared.errors import InvalidRequestError, NotReadyError, StaleEpochError, Violation
 from shared.network.heartbeat import next_beat_at
+from shared.process.stay import Stay
 
 if TYPE_CHECKING:
     # The RPC server answers before torch is imported.
@@ -66,6 +67,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._ledger = ClaimLedger()
         self._epoch: Epoch | None = None
         self._stream_numbers = itertools.count(1)
+        self._stay = Stay()
+        # Ends the stay; None until this group was asked to end.
+        self._leaving: asyncio.Task[None] | None = None
+        self._says_leaving = asyncio.Event()
         # How long the scheduler drains the group; None if it cannot.
         self._drain_s: float | None = None
 
@@ -80,14 +85,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def leave(self) -> None:
         """The failure domain was asked to end: let the scheduler drain the group, then end the process.
 
-        It ends when the scheduler has closed its stream, and at the latest soon after the scheduler's drain time.
+        It ends when the scheduler has closed its stream, and at the latest soon after the scheduler's drain time. A
+        scheduler that was asked to end, too, and stays for tokenizers is told only when it does not stay any more.
         """
-        self._ledger.is_leaving = True
         if self._drain_s is None or not self._has_streams:
+            self._ledger.is_leaving = True
             self._end.stop("nothing to drain")
         else:
             loop = asyncio.get_running_loop()
             loop.call_later(self._drain_s + _DRAIN_MARGIN_S, self._end.stop, "not drained in time")
+            self._leaving = loop.create_task(self._stay_and_leave(self._drain_s))
 
     async def Attach(
         self, request: worker_pb2.AttachRequest, context: grpc.aio.ServicerContext
@@ -129,7 +136,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             self._ledger.end_stream(stream.number)
             epoch.close_stream(stream)
-            if self._ledger.is_leaving and not self._has_streams:
+            if self._leaving is not None and not self._has_streams:
                 self._end.stop("drained")
 
     async def Restart(
@@ -151,6 +158,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             text = f"must be between 1 and {_MAX_PROFILED_STEPS}"
             raise InvalidRequestError.from_violations([Violation("num_steps", "OUT_OF_RANGE", text)])
         return worker_pb2.ProfileResponse(file_name=await self._steps.profile(request.num_steps))
+
+    async def _stay_and_leave(self, drain_s: float) -> None:
+        await self._stay.wait(drain_s)
+        self._ledger.is_leaving = True
+        self._says_leaving.set()
 
     @property
     def _has_streams(self) -> bool:
@@ -192,6 +204,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         async for request in requests:
             if request.HasField("heartbeat"):
                 self._ledger.on_heartbeat(stream.number, request.epoch, request.scheduler_instance_id, time.monotonic())
+                self._stay.note(is_needed=request.heartbeat.is_staying)
                 continue
             step = parse_step(request)
             self._ledger.launch(stream.number, step.epoch, step.step_id, time.monotonic())
@@ -226,12 +239,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await asyncio.sleep(next_beat_at(now) - now)
 
     async def _beat_when_leaving(self, epoch: Epoch, context: grpc.aio.ServicerContext, writing: asyncio.Lock) -> None:
-        await self._end.leaving.wait()
+        await self._says_leaving.wait()
         await self._write_beat(epoch, context, writing)
 
     async def _write_beat(self, epoch: Epoch, context: grpc.aio.ServicerContext, writing: asyncio.Lock) -> None:
         assert self._steps is not None
-        progress, is_leaving = self._steps.runner.progress, self._end.leaving.is_set()
+        progress, is_leaving = self._steps.runner.progress, self._says_leaving.is_set()
         heartbeat = worker_pb2.Heartbeat(progress=progress, is_leaving=is_leaving)
         async with writing:
             await context.write(worker_pb2.StepResult(epoch=epoch.number, heartbeat=heartbeat))

@@ -102,7 +102,7 @@ class DomainLink:
         if old is not None and self._mix.strikes(Fault.RESULT_LATE, self._rng):
             self._after_delay(lambda: self._on_answer(old))
 
-    def beat(self, _progress: int) -> None:
+    def beat(self, _progress: int, *, is_staying: bool) -> None:
         """Send a heartbeat to every rank."""
         for rank, stream in self._streams.items():
             self._workers[rank].on_heartbeat(stream)

@@ -114,3 +114,11 @@ async def test_a_closed_link_has_no_more_messages() -> None:
     link.close()
     link.abort(1)
     assert [message async for message in link.messages()] == []
+
+
+async def test_a_drain_is_said_at_once_and_by_every_later_message() -> None:
+    link = Link(make_submit)
+    link.announce_drain()
+    assert await next_message(link) == exchange_pb2.ExchangeRequest(is_heartbeat=True, is_draining=True)
+    link.abort(7)
+    assert (await next_message(link)).is_draining

@@ -7,8 +7,9 @@ from typing import Any
 import grpc
 import pytest
 
+from lockstep.internal.v1 import worker_pb2
 from tests.support.worker.worker_service import Worker, error_of, prefill_of, read, request, rest_of
-from tests.support.worker.worker_steps import decode_step
+from tests.support.worker.worker_steps import decode_step, heartbeat_request
 
 
 def leave(worker: Worker) -> None:
@@ -57,6 +58,7 @@ async def test_a_group_that_is_leaving_refuses_every_claim(worker: Worker, epoch
     await call.write(request(prefill_of()))
     await read(call)
     leave(worker)
+    await read_leaving(call)
     code, reason, _ = await error_of(worker.attach(epoch, "one"))
     assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "NOT_READY")
 
@@ -89,4 +91,47 @@ async def test_a_group_that_its_scheduler_does_not_drain_in_time_ends_by_itself(
     await call.write(request(prefill_of()))
     await read(call)
     leave(worker)
+    await worker.end.stopping.wait()
+
+
+def heartbeat(*, is_staying: bool) -> worker_pb2.StepRequest:
+    """A heartbeat of the scheduler that holds the group."""
+    message = heartbeat_request(1, "one")
+    message.heartbeat.is_staying = is_staying
+    return message
+
+
+async def test_a_group_whose_scheduler_stays_says_that_it_is_leaving_when_it_does_not_stay_any_more(
+    worker: Worker,
+) -> None:
+    await worker.attach(1, drain_s=600.0)
+    call = await worker.execute()
+    await call.write(request(prefill_of()))
+    await read(call)
+    leave(worker)
+    await call.write(heartbeat(is_staying=True))
+    for step_id in (2, 3):
+        await call.write(request(decode_step(step_id=step_id)))
+        message = await call.read()
+        while not message.step_id:
+            assert not message.heartbeat.is_leaving
+            message = await call.read()
+        assert message.step_id == step_id
+    assert not worker.end.stopping.is_set()
+    await call.write(heartbeat(is_staying=False))
+    await read_leaving(call)
+    await call.done_writing()
+    await rest_of(call)
+    await worker.end.stopping.wait()
+
+
+async def test_a_group_whose_scheduler_stays_ends_with_its_stream(worker: Worker) -> None:
+    await worker.attach(1, drain_s=600.0)
+    call = await worker.execute()
+    await call.write(request(prefill_of()))
+    await read(call)
+    leave(worker)
+    await call.write(heartbeat(is_staying=True))
+    await call.done_writing()
+    await rest_of(call)
     await worker.end.stopping.wait()
