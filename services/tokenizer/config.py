@@ -85,7 +85,7 @@ class TokenizerSettings(ProcessSettings, HttpPortSettings):
         ge=0.0,
         allow_inf_nan=False,
         description="Seconds that answers in flight may take once the service is asked to end; new calls are refused "
-        "with DRAINING. A second signal ends it at once.",
+        "with DRAINING. Another signal, more than 2 s later, ends it at once.",
     )
     num_encode_threads: int = Field(
         default=2,

@@ -68,8 +68,11 @@ async def _run(settings: RanksSettings, worker_flags: Sequence[str], writer: Lin
         settings.check_models([CONFIG])
         await check_commands(commands, more_addresses=[settings.manage_listen] if settings.manage_listen else [])
     except RefusedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        # A signal to all processes has ended those that check the flags, too.
+        if not stop.is_set():
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        return 0
     probes = Probes(_NOT_SERVING)
     ranks = _make_processes(settings, commands, writer, probes)
     registry = make_process_registry(RanksCollector(commands, ranks.num_restarts), settings.certificates)

@@ -58,7 +58,7 @@ class RanksSettings(LauncherSettings, ProcessSettings):
         ge=0.0,
         allow_inf_nan=False,
         description="Seconds that ranks may take to drain when asked to end; the scheduler's --drain-s says how long "
-        "they do. A second signal ends them at once.",
+        "they do. Another signal, more than 2 s later, ends them at once.",
     )
     max_failed_starts: int = Field(
         default=5,

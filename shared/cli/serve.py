@@ -59,8 +59,10 @@ async def _serve(
             settings.check_models([CONFIG, TOKENIZER])
             await check_commands(commands)
         except RefusedError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
+            # A signal to all processes has ended those that check the flags, too.
+            if not stop.is_set():
+                print(f"error: {error}", file=sys.stderr)
+                return 2
         with publish_cell(Path(runtime_dir), cell):
             problems = [] if stop.is_set() else await _run_cell(settings, commands, writer, stop)
     if not problems:

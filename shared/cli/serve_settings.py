@@ -56,7 +56,7 @@ class ServeSettings(LauncherSettings, HttpPortSettings):
         ge=0.0,
         allow_inf_nan=False,
         description="Seconds that answers in flight may take to finish once the cell, or one of its processes, is "
-        "asked to end. A second signal ends the cell at once; an idle one ends at once anyway.",
+        "asked to end. Another signal, more than 2 s later, ends the cell at once; an idle one ends at once anyway.",
     )
     # Excluded from the logged settings: prompt text is never logged.
     prompt: str | None = Field(

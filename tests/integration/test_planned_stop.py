@@ -13,8 +13,10 @@ import pytest
 
 from lockstep.v1 import tokenizer_pb2
 from shared.network.rpc import reason_of, status_from_rpc_error
-from tests.support.cells.cell import REFERENCE, Cell, start_cell
+from tests.support.cells.cell import REFERENCE, Cell, popen_lockstep, start_cell
 from tests.support.clients.client import Client, Completion, connect, token_request
+from tests.support.deploy.unit_file import processes_asked_to_stop, read_service, stop_signal
+from tests.support.system.ports import free_port
 
 
 def make_requests(count: int = 4) -> list[tokenizer_pb2.GenerateRequest]:
@@ -89,26 +91,31 @@ async def test_a_drain_that_is_too_short_for_another_start_of_the_worker_ends_at
     assert log.splitlines()[-1] == "error: the worker was killed by SIGKILL"
 
 
-def services_first(cell: Cell) -> list[psutil.Process]:
-    launcher = psutil.Process(cell.launcher.pid)
-    return [*reversed(launcher.children(recursive=True)), launcher]
+def launcher_first(launcher_pid: int) -> list[psutil.Process]:
+    """The processes that systemd asks to end when it stops the unit, in its order."""
+    return processes_asked_to_stop(read_service(), psutil.Process(launcher_pid))
 
 
-def launcher_first(cell: Cell) -> list[psutil.Process]:
-    return services_first(cell)[::-1]
+def launcher_last(launcher_pid: int) -> list[psutil.Process]:
+    return launcher_first(launcher_pid)[::-1]
 
 
-@pytest.mark.parametrize("order", [services_first, launcher_first])
+def ask_all(processes: Sequence[psutil.Process]) -> None:
+    number = signal.Signals[stop_signal(read_service())]
+    for process in processes:
+        process.send_signal(number)
+
+
+@pytest.mark.parametrize("order", [launcher_first, launcher_last])
 async def test_a_cell_whose_processes_are_all_asked_to_end_at_once_finishes_its_answers(
-    tiny_model: Path, order: Callable[[Cell], list[psutil.Process]]
+    tiny_model: Path, order: Callable[[int], list[psutil.Process]]
 ) -> None:
     with start_cell(tiny_model, REFERENCE, "--drain-s=600") as cell:
         async with connect(cell) as client:
             expected = await expect_answers(client)
             answers = await begin_answers(cell, client)
             cell.send_signal("worker", signal.SIGCONT)
-            for process in order(cell):
-                process.send_signal(signal.SIGTERM)
+            ask_all(order(cell.launcher.pid))
             await wait_until_draining(cell, answers)
             completions = await asyncio.gather(*answers)
         assert await asyncio.to_thread(cell.wait) == 0
@@ -116,4 +123,16 @@ async def test_a_cell_whose_processes_are_all_asked_to_end_at_once_finishes_its_
 
     assert contents(completions) == contents(expected)
     assert "exited; restarting" not in log
+    assert "error: " not in log
+
+
+def test_a_cell_whose_processes_are_all_asked_to_end_while_they_start_ends_as_asked(tiny_model: Path) -> None:
+    with popen_lockstep("serve", str(tiny_model), f"--listen=127.0.0.1:{free_port()}") as launcher:
+        assert launcher.stderr is not None
+        while "scheduler: serving" not in (line := launcher.stderr.readline()):
+            assert line, "the launcher ended before the scheduler served"
+        ask_all(launcher_last(launcher.pid))
+        _, log = launcher.communicate()
+
+    assert launcher.returncode == 0
     assert "error: " not in log
