@@ -1,4 +1,4 @@
-"""Makes a child process end with its parent, however that ends."""
+"""Makes a child process end with its parent, however that ends, and not before."""
 
 from __future__ import annotations
 
@@ -26,3 +26,9 @@ def make_end_with_parent(parent_pid: int) -> Callable[[], None]:
             os._exit(1)
 
     return end_with_parent
+
+
+def leave_end_to_parent() -> None:
+    """Ignore the signals that ask a process to end: the parent gets them too, and may need this child to finish."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)

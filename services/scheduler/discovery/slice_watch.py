@@ -7,7 +7,6 @@ the API server goes to stdout as the whole set of endpoints, so that nothing can
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from services.scheduler.discovery.watch_messages import (
     WatchTask,
 )
 from shared.backoff import Backoff
-from shared.process.parent import make_end_with_parent
+from shared.process.parent import leave_end_to_parent, make_end_with_parent
 
 _CONNECT_TIMEOUT_S = 3.0
 # The most that a server may be silent, beyond what it was asked for, before the connection counts as dead.
@@ -188,8 +187,7 @@ def main() -> NoReturn:
     """Entry point of the watching process."""
     task = WatchTask.model_validate_json(sys.argv[1])
     make_end_with_parent(task.parent_pid)()
-    # Ctrl-C goes to the whole group; the scheduler ends this process when it ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_end_to_parent()
     SliceWatch(task, _write).run()
 
 

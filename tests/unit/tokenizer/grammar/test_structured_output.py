@@ -346,3 +346,13 @@ def test_a_process_dies_with_its_parent(model_dir: Path) -> None:
 async def test_a_process_that_fails_to_start_is_not_blamed_on_the_request(tmp_path: Path) -> None:
     with outputs_for(tmp_path) as outputs, pytest.raises(RuntimeError, match="ended with 1"):
         await outputs.compile(YES_NO)
+
+
+async def test_a_trial_process_leaves_its_end_to_the_tokenizer(model_dir: Path) -> None:
+    with outputs_for(model_dir) as outputs:
+        await outputs.compile(YES_NO)
+        [child] = children()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            child.send_signal(number)
+        await outputs.compile(Form(grammar='start: "no"'))
+        assert children() == [child]
