@@ -124,9 +124,9 @@ async def run_tokenizer_service(
         try:
             yield Service(stub, channel, peers, peer_servers, stop, task, settings.get("http_listen", ""))
         finally:
-            # Twice: what a test has left in flight is not waited for.
-            stop.on_signal()
-            stop.on_signal()
+            # What a test has left in flight is not waited for.
+            stop.set()
+            stop.is_urgent.set()
             exit_code = await task
             for peer_server in peer_servers:
                 await peer_server.stop(grace=0)

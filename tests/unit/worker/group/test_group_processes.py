@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import queue
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ ATTACH = worker_pb2.AttachRequest(
 DRAINABLE = worker_pb2.AttachRequest(drain_time={"seconds": 3600})
 DRAINABLE.MergeFrom(ATTACH)
 POISON = 333
+POLL_S = 0.05
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +148,8 @@ def test_a_second_signal_ends_a_held_group_at_once(model_dir: Path, tmp_path: Pa
         leader.process.send_signal(signal.SIGTERM)
         while not next(results).heartbeat.is_leaving:
             pass
-        leader.process.send_signal(signal.SIGTERM)
+        while "asked to end at once" not in leader.log():
+            leader.process.send_signal(signal.SIGTERM)
+            time.sleep(POLL_S)
         assert (member.wait(), leader.wait()) == (0, 0), leader.log() + member.log()
         steps.put(None)
