@@ -138,7 +138,7 @@ class CellProcesses:
         schedulers = {domain for domain, some in self._domain_to_commands.items() if some[0].role == _SCHEDULER_ROLE}
         self._supervisor.begin_drain(command.domain, begun_at, drain_s, schedulers)
         if self._supervisor.has_failed:
-            self._is_drain_over.set()
+            self._end_drain()
         self._watches.pop(command.name).cancel()
         urging = asyncio.create_task(self._end_drain_when(is_urgent))
         await _stop(service, STOP_GRACE_S + drain_s, self._is_drain_over)
@@ -169,6 +169,10 @@ class CellProcesses:
         services += self._drained
         unasked = (service for service in services if not (was_asked and service.has_ended_as_asked))
         return [*(service.problem for service in unasked if service.problem is not None), *self._problems]
+
+    def _end_drain(self) -> None:
+        logger.warning("the drain ends at once: no worker can be ready in time")
+        self._is_drain_over.set()
 
     async def _end_drain_when(self, is_urgent: asyncio.Event) -> None:
         await is_urgent.wait()
@@ -211,12 +215,17 @@ class CellProcesses:
         self._on_change()
         if self._supervisor.has_failed:
             self._ended.append(service)
-            self._is_drain_over.set()
+            if self._supervisor.is_draining:
+                self._end_drain()
             self.end()
         facts = {**_fields(service), "reason": service.problem}
         if delay_s is not None:
             self._has_news.set()
-            logger.warning("exited; restarting", extra={**facts, "delay_s": delay_s})
+            facts["delay_s"] = delay_s
+            if self._supervisor.is_draining and service.has_ended_as_asked:
+                logger.info("ended as asked; restarting if the drain goes on", extra=facts)
+            else:
+                logger.warning("exited; restarting", extra=facts)
         elif self._supervisor.is_draining:
             logger.warning("exited; the drain is too short for another start", extra=facts)
 
