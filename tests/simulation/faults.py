@@ -43,6 +43,7 @@ class Fault(enum.Enum):
     MESSAGE_LATE = "message_late"
     # Processes.
     SCHEDULER_RESTART = "scheduler_restart"
+    SCHEDULER_FLAP = "scheduler_flap"
     SCHEDULER_ZOMBIE = "scheduler_zombie"
     SCHEDULER_STOP = "scheduler_stop"
     REPLICA_GONE = "replica_gone"
@@ -113,6 +114,7 @@ _LIKELIHOOD = {
     Fault.SCHEDULER_ZOMBIE: 0.5,
     # At each arrival.
     Fault.SCHEDULER_RESTART: 0.02,
+    Fault.SCHEDULER_FLAP: 0.03,
     Fault.SCHEDULER_STOP: 0.01,
     Fault.REPLICA_GONE: 0.01,
     Fault.CACHE_FLUSH: 0.03,
@@ -144,8 +146,8 @@ _LIKELIHOOD = {
 DRAINS = frozenset({Fault.WORKER_LEAVE, Fault.MEMBER_LEAVE, Fault.RANK_DRAIN, Fault.ENDPOINT_GONE})
 
 # Faults that end an epoch at once, and faults that end it after a while, independently of what it computes.
-_KILLS = frozenset({Fault.WORKER_CRASH, Fault.LINK_BREAK, Fault.MEMBER_CRASH, Fault.MEMBER_LINK_BREAK})
-_SLOW_KILLS = frozenset(
+KILLS = frozenset({Fault.WORKER_CRASH, Fault.LINK_BREAK, Fault.MEMBER_CRASH, Fault.MEMBER_LINK_BREAK})
+SLOW_KILLS = frozenset(
     {
         Fault.WORKER_HANG,
         Fault.WORKER_STOP,
@@ -188,7 +190,7 @@ class FaultMix:
         rates = {fault: min(0.9, _LIKELIHOOD[fault] * rng.choice([0.3, 1.0, 4.0])) for fault in Fault if fault in kinds}
         spares_suspects = rng.random() < 0.3
         if spares_suspects:
-            rates = {fault: rate for fault, rate in rates.items() if fault not in _SLOW_KILLS}
+            rates = {fault: rate for fault, rate in rates.items() if fault not in SLOW_KILLS}
         return cls(rates, spares_suspects)
 
     def strikes(self, fault: Fault, rng: Random) -> bool:
@@ -196,7 +198,7 @@ class FaultMix:
         rate = self.rates.get(fault)
         if rate is None or rng.random() >= rate:
             return False
-        if self.spares_suspects and fault in _KILLS and not self.may_kill():
+        if self.spares_suspects and fault in KILLS and not self.may_kill():
             return False
         self.counts[fault] += 1
         return True

@@ -6,9 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 
-from tests.simulation.faults import Fault, FaultMix
+from tests.simulation.faults import KILLS, SLOW_KILLS, Fault, FaultMix
 from tests.simulation.network.clock import Clock
 from tests.simulation.network.exchange import MAX_CLOSE_S, MAX_UNREAD_S, Ends, ExchangeStream
 from tests.simulation.parts.direct_calls import DirectClient
@@ -41,7 +42,14 @@ _CAUSES = {
 }
 # With these a message may arrive although an earlier one on its stream has not.
 _GAPS = (Fault.MESSAGE_LOST, Fault.MESSAGE_REORDERED, Fault.MESSAGE_LATE)
-_SCHEDULER_ENDS = (Fault.SCHEDULER_RESTART, Fault.SCHEDULER_STOP)
+# Deaths of schedulers that a control may outlive by chance.
+_BLAMING_ENDS = (Fault.SCHEDULER_RESTART, Fault.SCHEDULER_STOP)
+_SCHEDULER_ENDS = (Fault.SCHEDULER_RESTART, Fault.SCHEDULER_FLAP, Fault.SCHEDULER_STOP)
+# Schedulers that die one after the other, each at the latest after this time, which is shorter than a control. Most die
+# sooner, before a request that was just submitted has got a token.
+_NUM_FLAPS = (7, 9)
+_FLAP_S = (0.3, 1.9)
+_FLAP_AFTER_SUBMIT_S = (0.0, 0.005)
 _ZOMBIE_S = (0.0, 3.0)
 _DRAINED_S = (0.0, 5.0)
 _SCHEDULER_STOPS_S = (1.0, 5.0, 15.0, 60.0)
@@ -80,6 +88,8 @@ class Report:
     """The most requests accused by one death."""
     num_lost_epochs: int
     num_schedulers: int
+    num_controls: int
+    """Schedulers to which a replica submitted nothing, before it blamed a request."""
     num_preemptions: int
     num_accepted_tokens: int
     """Accepted draft tokens."""
@@ -131,6 +141,10 @@ class Simulation:
         self._records: list[ChoiceRecord] = []
         self._num_live = 0
         self._is_paused = False
+        # A scheduler that dies soon after its start, and how many more will.
+        self._flapping: SchedulerProcess | None = None
+        self._num_flaps_left = 0
+        self._num_flaps = 0
         topology = self._settings.topology
         self._domains = [
             SimulatedDomain(topology.ranks_of(domain), self._settings, self.clock, self._rng, self._mix, oracle=oracle)
@@ -146,6 +160,7 @@ class Simulation:
         self._old_schedulers: list[SchedulerProcess] = []
         self._scheduler: SchedulerProcess | None = None
         self._start_scheduler()
+        self._dead_replicas: list[Replica] = []
         self._replicas = [self._make_replica() for _ in range(self._rng.randint(1, 3))]
         self.clock.after(0.0, self._arrive)
 
@@ -173,6 +188,7 @@ class Simulation:
             max((scheduler.watch.suspects.max_accused for scheduler in schedulers), default=0),
             sum(one.num_lost_epochs for one in counters),
             len(schedulers),
+            sum(replica.num_controls for replica in (*self._dead_replicas, *self._replicas)),
             sum(one.num_preemptions for one in counters),
             sum(one.num_accepted_tokens for one in counters),
             max(record.num_completion_tokens for record in self._records),
@@ -228,11 +244,15 @@ class Simulation:
     def _disturb(self) -> None:
         if self._strikes(Fault.SCHEDULER_RESTART):
             self._end_scheduler()
+        if not self._num_flaps_left and self._strikes(Fault.SCHEDULER_FLAP):
+            self._num_flaps_left = self._rng.randint(*_NUM_FLAPS)
+            self._flap(self._scheduler)
         if self._strikes(Fault.SCHEDULER_STOP):
             self._stop_scheduler()
         if self._strikes(Fault.REPLICA_GONE):
             number = self._rng.randrange(len(self._replicas))
             self._replicas[number].die()
+            self._dead_replicas.append(self._replicas[number])
             self._replicas[number] = self._make_replica()
         if self._strikes(Fault.RANK_DRAIN):
             self._drain_rank()
@@ -265,6 +285,11 @@ class Simulation:
             watch=watch,
             on_exit=self._on_exit,
         )
+        if self._num_flaps_left:
+            self._num_flaps_left -= 1
+            self._num_flaps += 1
+            self._flapping = self._scheduler
+            self.clock.after(self._rng.uniform(*_FLAP_S), partial(self._flap, self._scheduler))
 
     def _may_kill(self) -> bool:
         """Whether a fault may kill a worker now without striking a suspect; if True, records the kill."""
@@ -281,6 +306,12 @@ class Simulation:
             self._old_schedulers.append(old)
             self.clock.after(self._rng.uniform(*_RESTART_S), self._start_scheduler)
         return old
+
+    def _flap(self, scheduler: SchedulerProcess | None) -> None:
+        """Kill a scheduler if it is still the cell's; the next ones will follow soon after their starts."""
+        if scheduler is not None and scheduler is self._scheduler:
+            self._replace_scheduler()
+            scheduler.kill()
 
     def _end_scheduler(self) -> None:
         """Terminate or kill the scheduler, or cut it off from its replicas without its noticing."""
@@ -328,15 +359,21 @@ class Simulation:
         if scheduler is None or scheduler.is_stopped:
             return None
         ends = Ends(
-            on_request=lambda payload: scheduler.on_request(stream, payload),
+            on_request=lambda payload: self._on_request(scheduler, stream, payload),
             on_response=lambda payload: replica.on_response(stream, payload),
             on_unread=lambda: scheduler.check_unread(stream),
             on_scheduler_notice=lambda: scheduler.disconnect(stream),
             on_replica_notice=lambda: replica.on_stream_lost(stream),
+            is_answering=lambda: scheduler.is_alive and not scheduler.is_stopped,
         )
         stream = ExchangeStream(scheduler.instance_id, self.clock, self._rng, self._mix, ends=ends)
         scheduler.connect(stream)
         return stream
+
+    def _on_request(self, scheduler: SchedulerProcess, stream: ExchangeStream, payload: bytes) -> None:
+        scheduler.on_request(stream, payload)
+        if scheduler is self._flapping:
+            self.clock.after(self._rng.uniform(*_FLAP_AFTER_SUBMIT_S), partial(self._flap, scheduler))
 
     def _on_over(self, _: ChoiceRecord) -> None:
         self._num_live -= 1
@@ -350,6 +387,11 @@ class Simulation:
     def _may_be_aborted(self, plan: RequestPlan) -> bool:
         """Whether this request, or another one with its id, is aborted by a call."""
         return any(one.abort_call_after_s is not None for one in self._plans if one.request_id == plan.request_id)
+
+    def _has_lost_workers(self) -> bool:
+        return any(domain.num_deaths for domain in self._domains) or any(
+            self._mix.counts[one] for one in (*KILLS, *SLOW_KILLS)
+        )
 
     def _check_record(self, record: ChoiceRecord) -> None:
         """Check a client's answer against the answer of an undisturbed run."""
@@ -367,11 +409,18 @@ class Simulation:
             answer = (record.tokens, record.finish, record.num_completion_tokens)
             assert answer == (expected.tokens, expected.finish, len(expected.tokens)), f"{plan.request_id} ended early"
         elif record.error is not None:
+            num_scheduler_ends = sum(self._mix.counts[one] for one in _SCHEDULER_ENDS)
+            if record.error == "SCHEDULER_LOST":
+                # The third dead control in a row, each after at least three deaths with a request.
+                assert num_scheduler_ends + self._num_flaps >= 12, f"{plan.request_id} is given up too early"
+                return
             fault = _CAUSES[record.error]
             if fault is Fault.POISON and not plan.is_poison:
-                # It was alone in two crashed steps, whatever the cause, or suspected after the deaths of schedulers.
-                is_spared = self._mix.spares_suspects and not any(self._mix.counts[one] for one in _SCHEDULER_ENDS)
-                assert not is_spared, f"{plan.request_id} is innocent"
+                # It was alone in two crashed steps, whatever the cause, or suspected after the deaths of schedulers
+                # without a dead control.
+                is_spared = self._mix.spares_suspects or not self._has_lost_workers()
+                has_doubt = not any(self._mix.counts[one] for one in _BLAMING_ENDS)
+                assert not (is_spared and has_doubt), f"{plan.request_id} is innocent"
                 return
             assert fault in self._kinds, f"{plan.request_id} got {record.error} without a cause"
             assert fault is not Fault.DEADLINE or plan.patience_s is not None, "a deadline that the client did not set"

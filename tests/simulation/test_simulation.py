@@ -73,6 +73,15 @@ def test_kills_from_outside_poison_no_request_that_gets_a_token_in_between() -> 
     assert num_lost > 10
 
 
+def test_schedulers_that_die_right_after_they_are_ready_poison_no_request() -> None:
+    num_controls = 0
+    for seed in range(8):
+        report = simulate(seed, [Fault.SCHEDULER_FLAP])
+        num_controls += report.num_controls
+        assert not report.ends["POISON_REQUEST"]
+    assert num_controls > 3
+
+
 def test_planned_stops_are_no_losses_and_accuse_no_request() -> None:
     num_left = num_crashed = 0
     for seed in range(8):

@@ -15,7 +15,7 @@ from services.tokenizer.exchange.exchange_link import ExchangeLink
 from services.tokenizer.exchange.logprobs import Logprobs, read_prompt_logprobs, read_row_logprobs
 from services.tokenizer.exchange.request_ledger import RequestLedger
 from services.tokenizer.request.request import Request
-from shared.errors import NotReadyError, ServiceError
+from shared.errors import NotReadyError, PoisonRequestError, ServiceError
 from shared.ids import RequestHandle, choice_handles
 from shared.request_fields import check_exactness
 
@@ -140,7 +140,7 @@ class CellRequests:
         self._on_scheduler(cell_info.scheduler_instance_id)
         self._fail_each(self._ledger.on_cell(cell_info.exact_fingerprint))
         self._link = link
-        self._stream, handles = self._ledger.open_stream()
+        self._stream, handles = self._ledger.open_stream(time.monotonic())
         self._arm_timer()
         delays = sorted(_random.uniform(0.0, LONGEST_JITTER_S) for _ in handles)
         for handle, delay in zip(handles, delays, strict=True):
@@ -169,6 +169,12 @@ class CellRequests:
         if self._link is None:
             self._ledger.note_scheduler_alive(time.monotonic())
             self._arm_timer()
+
+    def note_heard(self, link: ExchangeLink) -> None:
+        """A stream's scheduler was heard: if it is the current one, a control may be over."""
+        if link is self._link and self._ledger.is_controlling:
+            self._ledger.note_heard(time.monotonic())
+            self._submit_released()
 
     def fail_all(self, error: ServiceError) -> None:
         """End all requests with an error."""
@@ -215,7 +221,7 @@ class CellRequests:
         """If this scheduler replaces one that may have died, a request may be to blame."""
         if self._died_at is not None and instance_id != self._scheduler_instance_id:
             ends = self._ledger.on_scheduler_death(self._died_at)
-            self.counters.num_poison_requests += bool(ends)
+            self.counters.num_poison_requests += any(isinstance(error, PoisonRequestError) for _, error in ends)
             self._fail_each(ends)
         self._died_at, self._scheduler_instance_id = None, instance_id
 

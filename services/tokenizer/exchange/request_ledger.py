@@ -38,7 +38,8 @@ class RequestLedger:
     `remove_all` or an error; a request until its last choice has ended. A request is in `_unsent` exactly while it has
     not been submitted on the current stream.
 
-    While requests that may have killed schedulers are on trial, the others wait; see `SubmitSuspects`.
+    While requests that may have killed schedulers are on trial, the others wait, and during a control all of them do;
+    see `SubmitSuspects`.
     """
 
     def __init__(self, lost_after_s: float, now: float) -> None:
@@ -102,21 +103,25 @@ class RequestLedger:
         """The scheduler of the lost stream has died, at `died_at` or soon after.
 
         Returns:
-            The choices of the request that is found guilty, which end with an error; none while it is not known.
+            The choices that end with an error: those of the request that is found guilty, or all if schedulers keep on
+            dying although no request is to blame.
         """
         guilty = self._suspects.accuse(died_at)
+        if self._suspects.is_hopeless:
+            lost = SchedulerLostError("the cell's schedulers die, even without requests")
+            return [(handle, lost) for handle in self.remove_all()]
         if guilty is None:
             return []
         return self._fail(guilty, PoisonRequestError("the scheduler died each time it received the request"))
 
-    def open_stream(self) -> tuple[int, list[RequestHandle]]:
-        """Make a new stream the current one.
+    def open_stream(self, now: float) -> tuple[int, list[RequestHandle]]:
+        """Make a new stream the current one: its scheduler is ready.
 
         Returns:
             Its number, and the handles to submit on it, in order: requests with output first, then by age.
         """
         self._detach()
-        self._suspects.void()
+        self._suspects.begin_stream(now)
         self._suspects.take_change()
         self._has_stream = True
         self._stream += 1
@@ -128,8 +133,13 @@ class RequestLedger:
 
     @property
     def is_trying(self) -> bool:
-        """Whether requests are on trial, while the others wait."""
+        """Whether requests are on trial, while the others wait, or all of them wait for a control."""
         return self._suspects.is_trying
+
+    @property
+    def is_controlling(self) -> bool:
+        """Whether all requests wait, to see whether the scheduler dies without them."""
+        return self._suspects.is_controlling
 
     def must_wait(self, handle: RequestHandle) -> bool:
         """Whether a request must wait for a trial of others."""
@@ -140,6 +150,11 @@ class RequestLedger:
         if stream == self._stream and self._has_stream:
             self._detach()
             self._has_stream, self._alive_at = False, now
+
+    def note_heard(self, now: float) -> None:
+        """The current stream's scheduler was heard, which may end a control; see `take_released`."""
+        if self._has_stream:
+            self._suspects.note_alive(now)
 
     def note_scheduler_alive(self, now: float) -> None:
         """A scheduler is up but not serving yet: it is waiting for its workers."""
@@ -199,7 +214,7 @@ class RequestLedger:
         choice.output.fromlist(token_ids)
         if choice.request.awaits_token and token_ids:
             choice.request.awaits_token = False
-            self._suspects.close(choice.request.handle)
+            self._suspects.note_token(choice.request.handle)
         return token_ids
 
     def receive_prompt(self, stream: int, handle: RequestHandle, first_position: int, num_positions: int) -> int:
@@ -254,8 +269,7 @@ class RequestLedger:
     def remove_all(self) -> list[RequestHandle]:
         """End all requests from this side; returns the handles of their unfinished choices."""
         handles = list(self._choices)
-        for handle in self._requests:
-            self._suspects.close(handle)
+        self._suspects.forget_all()
         self._choices.clear()
         self._requests.clear()
         self._unsent.clear()

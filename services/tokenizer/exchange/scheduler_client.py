@@ -138,6 +138,7 @@ class SchedulerClient:
     async def on_heard(self, stream: SchedulerStream) -> None:
         """See `StreamUser`."""
         self._requests.note_scheduler_alive()
+        self._requests.note_heard(stream.sender)
         if stream.cell_info is not None and stream.cell_info.model_digest != self._model_digest:
             self._refuse(stream, stream.cell_info.model_digest)
         await self._choose()

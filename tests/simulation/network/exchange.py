@@ -36,6 +36,8 @@ class Ends:
     """Called when the replica has read nothing for so long that the stream should be closed."""
     on_scheduler_notice: Callable[[], None]
     on_replica_notice: Callable[[], None]
+    is_answering: Callable[[], bool]
+    """Whether the scheduler sends heartbeats."""
 
 
 class ExchangeStream:
@@ -62,6 +64,11 @@ class ExchangeStream:
         self._ends = ends
         self._up: Pipe[bytes] = Pipe(clock, rng, mix, _TROUBLE, deliver=ends.on_request, on_loss=self.break_)
         self._down: Pipe[bytes] = Pipe(clock, rng, mix, _TROUBLE, deliver=ends.on_response, on_loss=self.break_)
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether heartbeats of the scheduler arrive."""
+        return not self.is_broken and self._ends.is_answering()
 
     def send_request(self, request: exchange_pb2.ExchangeRequest) -> None:
         """Send a message from the replica."""

@@ -19,6 +19,7 @@ from services.tokenizer.exchange.request_ledger import ExchangeError, RequestLed
 from services.tokenizer.request.request import Request
 from shared.errors import ServiceError
 from shared.ids import RequestHandle, choice_handles
+from shared.network.heartbeat import HEARTBEAT_S
 from tests.simulation.network.clock import Clock
 from tests.simulation.network.exchange import ExchangeStream
 from tests.simulation.workload import RequestPlan
@@ -98,6 +99,8 @@ class Replica:
         self._scheduler_id = ""
         self._died_at: float | None = None
         self._timer: float | None = None
+        self.num_controls = 0
+        """Schedulers to which nothing was submitted, so that no request is blamed for their deaths."""
         self.connect()
 
     def connect(self) -> None:
@@ -178,11 +181,23 @@ class Replica:
         if self._died_at is not None and stream.scheduler_id != self._scheduler_id:
             self._fail_each(self._ledger.on_scheduler_death(self._died_at))
         self._died_at, self._scheduler_id = None, stream.scheduler_id
-        stream.ledger_number, handles = self._ledger.open_stream()
+        stream.ledger_number, handles = self._ledger.open_stream(self._clock.now)
+        if self._ledger.is_controlling:
+            self.num_controls += 1
+            self._hear(stream)
         delays = sorted(self._rng.uniform(0.0, _RESUBMIT_S) for _ in handles)
         for handle, delay in zip(handles, delays, strict=True):
             if handle in self._was_submitted:
                 self._clock.after(delay, partial(self._submit, handle))
+
+    def _hear(self, stream: ExchangeStream) -> None:
+        """Hear the scheduler's heartbeats while it is the control; they are simulated for nothing else."""
+        if stream is not self._stream or not self._ledger.is_controlling:
+            return
+        if stream.is_answering:
+            self._ledger.note_heard(self._clock.now)
+            self._submit_released()
+        self._clock.after(HEARTBEAT_S, partial(self._hear, stream))
 
     def _on_cell_info(self, stream: ExchangeStream) -> None:
         if not self._is_open:

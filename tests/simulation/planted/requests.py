@@ -25,6 +25,7 @@ from services.scheduler.core.stops import find_finish
 from services.scheduler.server.cell_server import ClientLink
 from services.scheduler.server.direct_clients import DirectClients
 from services.tokenizer.exchange.request_ledger import RequestLedger
+from services.tokenizer.exchange.submit_suspects import SubmitSuspects
 from services.tokenizer.request.request import Request as SubmittedRequest
 from shared.errors import ServiceError
 from shared.ids import RequestHandle, choice_handles
@@ -33,6 +34,19 @@ from tests.simulation.planted.planting import Patch, PlantedBug, planter
 
 REQUEST_BUGS: list[PlantedBug] = []
 _planted = planter(REQUEST_BUGS)
+
+
+# Accusations.
+
+
+@_planted(Fault.SCHEDULER_FLAP)
+def _blames_without_a_control(patch: Patch) -> None:
+    """A request that was alone in two deaths of schedulers is blamed, although they die without it too."""
+
+    def try_at_once(self: SubmitSuspects, main_suspect: RequestHandle) -> None:
+        self._trial, self._is_last_trial, self._has_changed = {main_suspect}, True, True
+
+    patch.setattr(SubmitSuspects, "_control", try_at_once)
 
 
 # Choices.

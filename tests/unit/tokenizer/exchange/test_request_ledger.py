@@ -39,7 +39,7 @@ class Ledger(RequestLedger):
 
     def __init__(self, *, has_stream: bool = True, lost_after_s: float = LOST_AFTER_S) -> None:
         super().__init__(lost_after_s, 0.0)
-        self.stream = self.open_stream()[0] if has_stream else 0
+        self.stream = self.open_stream(0.0)[0] if has_stream else 0
 
     def begin_request(self, *tokens: int, arrived_at: float = 0.0, deadline_at: float | None = None) -> RequestHandle:
         """A request that was submitted and has got tokens."""
@@ -62,7 +62,7 @@ class Ledger(RequestLedger):
     def restart(self, now: float) -> list[RequestHandle]:
         """Lose the stream and get another one."""
         self.lose_stream(self.stream, now)
-        self.stream, order = self.open_stream()
+        self.stream, order = self.open_stream(now)
         return order
 
     def outlive(self, now: float) -> tuple[list[RequestHandle], list[RequestHandle]]:
@@ -74,7 +74,7 @@ class Ledger(RequestLedger):
         self.lose_stream(self.stream, now)
         ends = self.on_scheduler_death(now)
         assert all(isinstance(error, PoisonRequestError) for _, error in ends)
-        self.stream, order = self.open_stream()
+        self.stream, order = self.open_stream(now)
         return order, [handle for handle, _ in ends]
 
     def submit_all(self, handles: Sequence[RequestHandle], now: float) -> list[RequestHandle]:
@@ -168,7 +168,7 @@ def test_what_comes_on_an_older_stream_is_dropped() -> None:
         assert ledger.receive(old, handle, 1, [6]) == []
         assert not ledger.begin(old, unbegun)
         assert not ledger.end(old, handle)
-        ledger.open_stream()
+        ledger.open_stream(0.0)
         ledger.begin_attempt(handle, 2.0)
     assert ledger.receive(old + 1, handle, 1, [8]) == []
     assert ledger.receive(old + 2, handle, 1, [8]) == [8]
@@ -236,7 +236,7 @@ def test_requests_wait_for_a_stream_only_so_long() -> None:
     assert [handle for handle, _ in ends] == handles
     assert all(isinstance(error, SchedulerLostError) for _, error in ends)
     assert (len(ledger), ledger.next_wakeup()) == (0, None)
-    assert ledger.open_stream()[1] == []
+    assert ledger.open_stream(0.0)[1] == []
 
 
 def test_a_stream_in_time_starts_the_wait_anew() -> None:
@@ -334,8 +334,67 @@ def test_the_request_that_kills_schedulers_ends_with_all_its_choices() -> None:
         assert failed == []
         ledger.receive(ledger.stream, neighbour, 1, [6])
     assert orders == [[neighbour, first], [first]]
-    assert ledger.outlive(0.0) == ([neighbour], [first, second])
+    # A control: nothing is submitted, and the scheduler lives.
+    assert ledger.outlive(0.0) == ([], [])
+    assert (ledger.must_wait(neighbour), ledger.must_wait(first)) == (True, True)
+    ledger.note_heard(1.9)
+    assert ledger.take_released() == []
+    ledger.note_heard(2.0)
+    assert ledger.submit_all(ledger.take_released(), 2.0) == [first]
+    assert ledger.outlive(2.0) == ([neighbour], [first, second])
     assert len(ledger) == 1
+
+
+def test_schedulers_that_die_right_after_they_are_ready_lose_no_request() -> None:
+    ledger = Ledger()
+    handles = [ledger.begin_request() for _ in range(4)]
+    for _ in range(9):
+        order, failed = ledger.outlive(1.0)
+        assert failed == []
+        ledger.submit_all(order, 1.0)
+    assert len(ledger) == 4
+    for handle in handles:
+        ledger.begin_attempt(handle, 1.0)
+        assert ledger.receive(ledger.stream, handle, 0, [7]) == [7]
+    assert not any(ledger.must_wait(handle) for handle in handles)
+
+
+def test_after_three_dead_controls_in_a_row_all_requests_are_lost() -> None:
+    ledger = Ledger()
+    handle = ledger.begin_request()
+    waiting = [ledger.add(make_request(), arrived_at=0.0, deadline_at=None) for _ in range(2)]
+    for _ in range(11):
+        ledger.submit_all(ledger.outlive(1.0)[0][:1], 1.0)
+    ledger.lose_stream(ledger.stream, 1.0)
+    ends = ledger.on_scheduler_death(1.0)
+    assert [ended for ended, _ in ends] == [handle, *waiting]
+    assert all(isinstance(error, SchedulerLostError) for _, error in ends)
+    assert (len(ledger), ledger.is_trying) == (0, False)
+    assert ledger.open_stream(2.0)[1] == []
+
+
+def test_a_deadline_passes_while_a_request_waits_for_a_control() -> None:
+    ledger = Ledger()
+    ledger.begin_request(deadline_at=5.0)
+    for _ in range(3):
+        ledger.submit_all(ledger.outlive(0.0)[0], 0.0)
+    assert (ledger.is_controlling, ledger.next_wakeup()) == (True, 5.0)
+    [(_, error)] = ledger.expire(5.0)
+    assert isinstance(error, DeadlinePassedError)
+    assert not ledger.is_controlling
+
+
+def test_without_a_stream_a_control_makes_no_progress() -> None:
+    ledger = Ledger()
+    handle = ledger.begin_request()
+    for _ in range(3):
+        ledger.submit_all(ledger.outlive(0.0)[0], 0.0)
+    ledger.lose_stream(ledger.stream, 1.0)
+    ledger.note_heard(50.0)
+    assert ledger.is_controlling
+    assert ledger.open_stream(51.0)[1] == []
+    ledger.note_heard(53.0)
+    assert ledger.take_released() == [handle]
 
 
 def test_a_token_since_the_submit_clears_a_request() -> None:
@@ -366,7 +425,7 @@ def test_while_there_is_no_stream_a_trial_makes_no_progress() -> None:
     ledger.lose_stream(ledger.stream, 4.0)
     assert ledger.next_wakeup() == 4.0 + LOST_AFTER_S
     assert ledger.expire(3.0 + SUSPICION_S) == []
-    assert ledger.open_stream()[1] == [tried]
+    assert ledger.open_stream(0.0)[1] == [tried]
     assert ledger.must_wait(other)
 
 
@@ -431,7 +490,7 @@ def test_losses_that_a_scheduler_told_are_known_after_its_death() -> None:
 def test_an_exact_request_ends_where_its_bytes_would_be_others(fingerprint: str) -> None:
     ledger = Ledger(has_stream=False)
     ledger.on_cell("a")
-    ledger.stream, _ = ledger.open_stream()
+    ledger.stream, _ = ledger.open_stream(0.0)
     exact = ledger.add(make_request(n=2, is_exact=True), arrived_at=0.0, deadline_at=None)
     ordinary = ledger.begin_request(5)
     ledger.begin_attempt(exact, 0.0)
@@ -440,7 +499,7 @@ def test_an_exact_request_ends_where_its_bytes_would_be_others(fingerprint: str)
     ends = ledger.on_cell(fingerprint)
     assert [handle for handle, _ in ends] == [exact, exact + 1]
     assert all(isinstance(error, ExactUnavailableError) for _, error in ends)
-    assert ledger.open_stream()[1] == [ordinary]
+    assert ledger.open_stream(0.0)[1] == [ordinary]
 
 
 def test_an_exact_request_that_no_cell_has_had_takes_any_exact_one() -> None:
@@ -518,7 +577,7 @@ def test_what_expires_is_told_choice_by_choice() -> None:
     ledger.lose_stream(ledger.stream, 1.0)
     assert [handle for handle, _ in ledger.expire(1.0 + LOST_AFTER_S)] == [first, third]
     late = ledger.add(make_request(n=2), arrived_at=0.0, deadline_at=5.0)
-    ledger.open_stream()
+    ledger.open_stream(0.0)
     assert [handle for handle, _ in ledger.expire(5.0)] == [late, late + 1]
     assert len(ledger) == 0
 

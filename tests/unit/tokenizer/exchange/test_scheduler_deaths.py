@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.v1 import common_pb2
 from services.tokenizer.exchange import cell_requests, submit_suspects
-from shared.errors import DeadlinePassedError, PoisonRequestError
+from shared.errors import DeadlinePassedError, PoisonRequestError, SchedulerLostError
 from shared.ids import RequestHandle
 from tests.support.tokenizer.cell_requests import Requests, Sink
 from tests.support.tokenizer.exchange_peer import Row, make_end, make_outputs
@@ -19,7 +19,9 @@ MAX_TOKENS = common_pb2.FINISH_REASON_MAX_TOKENS
 
 @pytest.fixture
 def no_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Resubmit requests at once."""
+    """Resubmit requests at once, and end a control with the next sign of life."""
+    monkeypatch.setattr(submit_suspects, "_SHORTEST_CONTROL_S", 0.0)
+    monkeypatch.setattr(submit_suspects, "_LONGEST_CONTROL_S", 0.0)
     monkeypatch.setattr(cell_requests, "LONGEST_JITTER_S", 0.0)
 
 
@@ -28,6 +30,8 @@ class Deaths:
 
     def __init__(self, requests: Requests) -> None:
         self.num_deaths = 0
+        # Whether schedulers are heard before they die.
+        self.beats = True
         self._requests = requests
 
     async def die(self, *, is_explained: bool = False, is_same: bool = False) -> None:
@@ -38,6 +42,8 @@ class Deaths:
         self._requests.open_link("same" if is_same else f"instance {self.num_deaths}")
         # Wait until immediate resubmissions are queued.
         await asyncio.sleep(0)
+        if self.beats:
+            self._requests.note_heard(self._requests.link)
 
 
 @pytest.mark.usefixtures("no_jitter")
@@ -63,7 +69,7 @@ async def test_one_of_200_requests_kills_schedulers_and_only_that_one_fails() ->
     assert isinstance(poison.error, PoisonRequestError)
     assert [sink.error for sink in sinks] == [None] * 200
     assert requests.counters.num_poison_requests == 1
-    assert deaths.num_deaths <= 10
+    assert deaths.num_deaths <= 11
 
 
 @pytest.mark.usefixtures("no_jitter")
@@ -113,3 +119,24 @@ async def test_a_suspects_test_ends_with_its_request_or_after_a_time_limit(monke
     requests.abort(tried)
     assert (await requests.next_submit()).handle == other
     assert (await requests.next_submit()).handle == fresh
+
+
+@pytest.mark.usefixtures("no_jitter")
+async def test_schedulers_that_die_without_requests_too_lose_the_cell_but_blame_nobody() -> None:
+    requests = Requests()
+    first, second = Sink(), Sink()
+    await requests.begin_request(first)
+    await requests.begin_request(second)
+    deaths = Deaths(requests)
+    deaths.beats = False
+    while first.error is None:
+        await deaths.die()
+        # Empties the queue; without submits there is no message.
+        requests.link.beat()
+        await requests.next_message()
+    assert [type(sink.error) for sink in (first, second)] == [SchedulerLostError] * 2
+    assert requests.counters.num_poison_requests == 0
+    # Each time: two that accuse both, two with one of them alone, and the control.
+    assert deaths.num_deaths == 15
+    # The cell may serve again.
+    assert await requests.begin_request(Sink())

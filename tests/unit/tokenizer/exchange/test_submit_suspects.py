@@ -28,12 +28,36 @@ class Suspects(SubmitSuspects):
     def close(self, handle: int) -> None:
         super().close(RequestHandle(handle))
 
+    def note_token(self, handle: int) -> None:
+        super().note_token(RequestHandle(handle))
+
 
 def die(suspects: Suspects, handles: Iterable[int], now: float = 0.0) -> int | None:
     """Send requests to a scheduler that dies at once."""
     for handle in handles:
         suspects.open(handle, now)
     return suspects.accuse(now)
+
+
+def live_through_control(suspects: Suspects) -> None:
+    """The next scheduler lives without any request."""
+    suspects.begin_stream(0.0)
+    assert suspects.is_controlling
+    suspects.note_alive(60.0)
+    assert not suspects.is_controlling
+    suspects.begin_stream(0.0)
+
+
+def control_one(*, life_s: float = 0.0) -> Suspects:
+    """Suspects of which one was alone in two deaths, each `life_s` after the scheduler was ready; the others wait."""
+    suspects = Suspects()
+    for _ in range(2):
+        die(suspects, [1, 2], life_s)
+    for _ in range(2):
+        assert die(suspects, [1], life_s) is None
+    assert suspects.is_controlling
+    suspects.begin_stream(100.0)
+    return suspects
 
 
 def tried(suspects: Suspects, handles: Iterable[int]) -> list[int]:
@@ -78,7 +102,7 @@ def test_a_stream_that_ends_without_a_death_accuses_no_request() -> None:
     suspects = Suspects()
     die(suspects, [1])
     suspects.open(1, 0.0)
-    suspects.void()
+    suspects.begin_stream(0.0)
     assert suspects.accuse(0.0) is None
     assert not suspects.is_trying
 
@@ -116,11 +140,15 @@ def test_when_all_suspects_have_their_tokens_no_request_waits() -> None:
     assert tried(suspects, range(5)) == [0, 1, 2, 3, 4]
 
 
-def test_a_request_that_is_the_only_suspect_of_two_deaths_is_guilty() -> None:
+def test_a_request_that_is_the_only_suspect_of_two_deaths_and_kills_again_after_a_control_is_guilty() -> None:
     suspects = Suspects()
     for _ in range(2):
         die(suspects, [1, 2])
-    assert die(suspects, [1]) is None
+    for _ in range(2):
+        assert die(suspects, [1]) is None
+    assert tried(suspects, [1, 2, 3]) == []
+    live_through_control(suspects)
+    assert tried(suspects, [1, 2, 3]) == [1]
     assert die(suspects, [1]) == 1
     assert tried(suspects, [1, 2, 3]) == [2]
     suspects.close(1)
@@ -144,7 +172,105 @@ def test_the_only_request_that_two_deaths_accuse_is_tried_once_more() -> None:
     die(suspects, [1, 2])
     assert die(suspects, [1, 3]) is None
     assert tried(suspects, [1, 2, 3]) == [1]
+    assert die(suspects, [1]) is None
+    live_through_control(suspects)
     assert die(suspects, [1]) == 1
+
+
+def test_a_control_lasts_twice_as_long_as_the_longest_life_that_the_request_may_have_ended() -> None:
+    for life_s, control_s in ((0.0, 2.0), (3.0, 6.0), (9.0, 10.0)):
+        suspects = Suspects()
+        for one_life_s in (life_s / 2, life_s, 0.0):
+            suspects.begin_stream(50.0)
+            suspects.open(1, 50.0)
+            suspects.accuse(50.0 + one_life_s)
+        assert suspects.is_controlling
+        suspects.begin_stream(100.0)
+        suspects.note_alive(99.9 + control_s)
+        assert tried(suspects, [1]) == []
+        suspects.note_alive(100.0 + control_s)
+        assert tried(suspects, [1, 2]) == [1]
+
+
+def test_a_scheduler_that_dies_in_a_control_clears_all_suspects() -> None:
+    suspects = control_one()
+    assert suspects.take_change()
+    assert suspects.accuse(101.0) is None
+    assert suspects.take_change()
+    assert tried(suspects, [1, 2, 3]) == [1, 2, 3]
+    # As if they had never been accused.
+    assert die(suspects, [1, 2]) is None
+    assert not suspects.is_trying
+
+
+def test_a_control_starts_again_on_a_stream_that_replaces_one_without_a_death() -> None:
+    suspects = control_one()
+    suspects.note_alive(101.9)
+    suspects.begin_stream(101.9)
+    suspects.note_alive(103.0)
+    assert suspects.is_controlling
+    suspects.note_alive(103.9)
+    assert not suspects.is_controlling
+
+
+def test_the_accused_may_end_while_the_control_runs_and_the_others_are_tried() -> None:
+    suspects = control_one()
+    suspects.take_change()
+    suspects.close(1)
+    assert suspects.take_change()
+    assert tried(suspects, [1, 2, 3]) == [2]
+
+
+def test_a_token_on_the_last_trial_clears_the_accused() -> None:
+    suspects = control_one()
+    suspects.note_alive(110.0)
+    suspects.open(1, 110.0)
+    suspects.note_token(1)
+    assert tried(suspects, [1, 2, 3]) == [2]
+    for _ in range(3):
+        assert die(suspects, [1, 2], 110.0) is None
+
+
+def test_a_death_before_the_accused_was_submitted_again_proves_nothing() -> None:
+    suspects = control_one()
+    suspects.note_alive(110.0)
+    assert suspects.accuse(110.0) is None
+    suspects.begin_stream(120.0)
+    assert tried(suspects, [1, 2]) == [1]
+    assert die(suspects, [1], 120.0) == 1
+
+
+def test_three_dead_controls_in_a_row_are_hopeless() -> None:
+    suspects = Suspects()
+    for num_dead in range(3):
+        assert not suspects.is_hopeless
+        for _ in range(5):
+            # The last of these is the control's scheduler.
+            suspects.begin_stream(float(num_dead))
+            for handle in tried(suspects, [1, 2]):
+                suspects.open(handle, float(num_dead))
+            assert suspects.accuse(float(num_dead)) is None
+        assert tried(suspects, [1, 2]) == [1, 2]
+    assert suspects.is_hopeless
+    suspects.forget_all()
+    assert not suspects.is_hopeless
+
+
+@pytest.mark.parametrize("has_token", [True, False])
+def test_a_token_or_a_living_control_starts_the_count_of_dead_controls_anew(has_token: bool) -> None:
+    suspects = Suspects()
+    for _ in range(5):
+        for _ in range(4):
+            die(suspects, [1])
+        assert suspects.is_controlling or suspects.accuse(0.0) is None
+        if has_token:
+            suspects.note_token(2)
+        else:
+            for _ in range(3):
+                die(suspects, [3])
+            live_through_control(suspects)
+            suspects.close(3)
+    assert not suspects.is_hopeless
 
 
 def test_a_token_between_two_deaths_alone_starts_the_count_anew() -> None:
@@ -156,7 +282,9 @@ def test_a_token_between_two_deaths_alone_starts_the_count_anew() -> None:
     assert not suspects.is_trying
     for _ in range(2):
         assert die(suspects, [1]) is None
-    assert die(suspects, [1]) == 1
+        assert not suspects.is_controlling
+    assert die(suspects, [1]) is None
+    assert suspects.is_controlling
 
 
 def test_a_trial_waits_for_a_request_no_longer_than_it_is_suspected() -> None:
@@ -194,12 +322,13 @@ class Replica:
     Attributes:
         failed: Requests that were found guilty, in order.
         num_deaths: Deaths so far.
+        num_controls: Schedulers that lived without any request.
         max_suspects: Requests that were suspects at once.
     """
 
     def __init__(self, rng: Random, *, num_requests: int, poison: Sequence[int] = (), num_kills: int = 0) -> None:
         self.failed: list[int] = []
-        self.num_deaths = self.max_suspects = 0
+        self.num_deaths = self.max_suspects = self.num_controls = 0
         self._rng = rng
         self._poison = frozenset(poison)
         self._num_kills = num_kills
@@ -212,12 +341,19 @@ class Replica:
     def run(self) -> None:
         """Run until each request has all its tokens or was found guilty."""
         while self._num_tokens_left:
-            self._suspects.void()
+            self._suspects.begin_stream(0.0)
             self._in_cell.clear()
             self._serve()
 
     def _serve(self) -> None:
         """One scheduler's life."""
+        if self._suspects.is_controlling:
+            if self._num_kills > 0 and self._rng.random() < 0.1:
+                self._num_kills -= 1
+                self._die()
+                return
+            self.num_controls += 1
+            self._suspects.note_alive(60.0)
         while self._num_tokens_left:
             if self._submit() or self._compute():
                 self._die()
@@ -245,7 +381,7 @@ class Replica:
         return is_killed
 
     def _give_token(self, handle: int) -> None:
-        self._suspects.close(handle)
+        self._suspects.note_token(handle)
         self._num_tokens_left[handle] -= 1
         if not self._num_tokens_left[handle]:
             del self._num_tokens_left[handle]
@@ -267,8 +403,8 @@ def test_one_poison_among_others_is_found_after_few_deaths(seed: int, num_reques
     poison = data.draw(st.integers(0, num_requests - 1))
     replica = Replica(Random(seed), num_requests=num_requests, poison=[poison])
     replica.run()
-    assert replica.failed == [poison]
-    assert replica.num_deaths <= 3 + math.ceil(math.log2(replica.max_suspects))
+    assert (replica.failed, replica.num_controls) == ([poison], 1)
+    assert replica.num_deaths <= 4 + math.ceil(math.log2(replica.max_suspects))
 
 
 @pytest.mark.parametrize("poison", [0, 77, 199])
@@ -277,7 +413,7 @@ def test_of_200_requests_199_are_unharmed(poison: int) -> None:
         replica = Replica(Random(seed), num_requests=200, poison=[poison])
         replica.run()
         assert replica.failed == [poison]
-        assert replica.num_deaths <= 10
+        assert replica.num_deaths <= 11
 
 
 @given(SEEDS, st.integers(1, 200), st.integers(0, 50))
