@@ -191,6 +191,22 @@ class HttpPortSettings(ClientPortSettings):
         return self.insecure_http_bind or self.http_listen
 
 
+class SchedulerLossSettings(BaseSettings):
+    """The tokenizer's setting that its launcher reads too, to restart a scheduler in time."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, env_prefix="LOCKSTEP_TOKENIZER_", cli_kebab_case=True, cli_prog_name="lockstep serve"
+    )
+
+    scheduler_lost_s: float = Field(
+        default=60.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Seconds that requests in flight wait for a scheduler after theirs is lost. A scheduler that is up "
+        "but still waiting for its workers does not count as lost.",
+    )
+
+
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
 

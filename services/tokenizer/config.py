@@ -14,12 +14,13 @@ from shared.config import (
     ListenAddress,
     Names,
     ProcessSettings,
+    SchedulerLossSettings,
     load_settings,
 )
 from shared.network.tls import Role
 
 
-class TokenizerSettings(ProcessSettings, HttpPortSettings):
+class TokenizerSettings(ProcessSettings, HttpPortSettings, SchedulerLossSettings):
     """The tokenizer service's settings."""
 
     model_config = SettingsConfigDict(env_prefix="LOCKSTEP_TOKENIZER_", cli_prog_name="python -m services.tokenizer")
@@ -66,13 +67,6 @@ class TokenizerSettings(ProcessSettings, HttpPortSettings):
         ge=1.0,
         allow_inf_nan=False,
         description="Seconds of silence after which a scheduler counts as lost.",
-    )
-    scheduler_lost_s: float = Field(
-        default=60.0,
-        ge=0.0,
-        allow_inf_nan=False,
-        description="Seconds that requests in flight wait for a scheduler after theirs is lost. A scheduler that is up "
-        "but still waiting for its workers does not count as lost.",
     )
     max_unread_s: float = Field(
         default=30.0,

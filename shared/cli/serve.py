@@ -20,10 +20,10 @@ from shared.cli.clients.client import abandon_stdout, answer_once, describe_fail
 from shared.cli.clients.running_cells import DIRECTORY_PREFIX, RunningCell, publish_cell
 from shared.cli.processes.cell_processes import CellProcesses
 from shared.cli.processes.preflight import RefusedError, check_commands
-from shared.cli.processes.service_command import ServiceCommand
-from shared.cli.processes.supervisor import RestartPolicy
+from shared.cli.processes.service_command import ServiceCommand, find_flag
+from shared.cli.processes.supervisor import FIRST_DELAY_S, RestartPolicy
 from shared.cli.serve_settings import ServeSettings, split_service_flags
-from shared.config import load_settings, log_settings
+from shared.config import SchedulerLossSettings, load_settings, log_settings
 from shared.model_dir import CONFIG, TOKENIZER
 from shared.network.rpc import make_channel
 from shared.process.lifecycle import SAME_STOP_S, StopRequest, freeze_garbage, run_service
@@ -77,8 +77,8 @@ async def _run_cell(
     settings: ServeSettings, commands: Sequence[ServiceCommand], writer: LineWriter, stop: StopRequest
 ) -> list[str]:
     """Runs until the cell fails or is asked to stop; returns the problems, the root cause first."""
-    policy = RestartPolicy(settings.health_kill_s, settings.max_restart_delay_s)
     scheduler = next(command.address for command in commands if command.role == "scheduler")
+    policy = make_restart_policy(settings, commands)
     # Only text output needs prefixes: a JSON record has its service's name.
     has_prefixes = settings.log_format == "text"
     cell = CellProcesses(commands, policy, writer, has_prefixes=has_prefixes, peer=settings.tokenizer_peer)
@@ -101,6 +101,21 @@ async def _run_cell(
         if isinstance(bug, Exception):
             raise bug
     return [failure, *problems] if isinstance(failure, str) else problems
+
+
+def make_restart_policy(settings: ServeSettings, commands: Sequence[ServiceCommand]) -> RestartPolicy:
+    """How the cell's processes are restarted.
+
+    Requests in flight wait for a scheduler only for a time: it is started at least three times within it.
+    """
+    tokenizer = next(command for command in commands if command.role == "tokenizer")
+    scheduler = next(command for command in commands if command.role == "scheduler")
+    value = find_flag(tokenizer.flags, "--scheduler-lost-s")
+    loss = load_settings(SchedulerLossSettings, [] if value is None else [f"--scheduler-lost-s={value}"])
+    max_delay_s = max(loss.scheduler_lost_s / 3, FIRST_DELAY_S)
+    return RestartPolicy(
+        settings.health_kill_s, settings.max_restart_delay_s, domain_to_max_delay_s={scheduler.domain: max_delay_s}
+    )
 
 
 async def _announce_and_answer(settings: ServeSettings, cell: CellProcesses, scheduler_address: str) -> str | None:

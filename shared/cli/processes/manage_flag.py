@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shared.cli.processes.service_command import find_flag
 from shared.network.addresses import join_address, split_address
 
 _FLAG = "--manage-listen"
@@ -11,11 +12,7 @@ _FLAG = "--manage-listen"
 
 def find_manage_address(flags: Sequence[str]) -> str | None:
     """The address that a service's flags name, if any."""
-    for flag, following in zip(flags, (*flags[1:], ""), strict=True):
-        name, separator, value = flag.partition("=")
-        if name == _FLAG:
-            return (value if separator else following) or None
-    return None
+    return find_flag(flags, _FLAG)
 
 
 def number_manage_address(flags: Sequence[str], number: int, rank: str) -> list[str]:

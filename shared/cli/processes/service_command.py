@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 # In start order; they stop in reverse order, so that no service loses one it depends on.
@@ -33,3 +34,13 @@ class ServiceCommand:
     def health_address(self) -> str:
         """Where the launcher asks for its health: any port answers, and it may call a cell's own."""
         return self.cell_address or self.address
+
+
+def find_flag(flags: Sequence[str], name: str) -> str | None:
+    """The value that a service's flags give a flag, the last one of several; None if there is none."""
+    found = None
+    for flag, following in zip(flags, (*flags[1:], ""), strict=True):
+        own_name, separator, value = flag.partition("=")
+        if own_name == name:
+            found = (value if separator else following) or None
+    return found

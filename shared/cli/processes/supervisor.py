@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from shared.backoff import Backoff
 from shared.network.heartbeat import OwnPause
 
-_FIRST_DELAY_S = 0.5
+FIRST_DELAY_S = 0.5
+"""The restart delay after a first failure before readiness."""
 # The other processes of a domain notice the exit and end, unless they are stuck in a collective or stopped.
 _LEAVE_S = 2.0
 # A domain that was ready restarts at once this many times within this period, and with a delay after that.
@@ -51,6 +52,12 @@ class RestartPolicy:
     max_failed_starts: int | None = None
     """The cell ends after this many starts in a row of one domain that failed before it was ready. None: after the
     first exit if the cell has not served yet, and never later."""
+    domain_to_max_delay_s: Mapping[str, float] = field(default_factory=dict)
+    """The longest restart delay of the domains for which it is shorter."""
+
+    def longest_s(self, domain: str) -> float:
+        """The longest restart delay of a domain."""
+        return min(self.max_delay_s, self.domain_to_max_delay_s.get(domain, self.max_delay_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +182,7 @@ class Supervisor:
         self._policy = policy
         self._domains = {
             # Nothing random: a launcher waits for nothing that others wait for too.
-            name: _Domain(name, processes, 0.0, Backoff(_FIRST_DELAY_S, policy.max_delay_s, jitter=0.0))
+            name: _Domain(name, processes, 0.0, Backoff(FIRST_DELAY_S, policy.longest_s(name), jitter=0.0))
             for name, processes in domain_to_processes.items()
         }
         self._process_to_domain = {process: domain for domain in self._domains.values() for process in domain.names}

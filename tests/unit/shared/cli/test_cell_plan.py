@@ -11,6 +11,7 @@ import pytest
 from shared.cli.cell_plan import plan_services
 from shared.cli.processes.manage_flag import find_manage_address
 from shared.cli.processes.service_command import ServiceCommand
+from shared.cli.serve import make_restart_policy
 from shared.cli.serve_settings import ServeSettings
 from shared.config import load_settings
 from shared.network.tls import Role
@@ -33,6 +34,30 @@ def workers_of(commands: Mapping[str, ServiceCommand]) -> dict[str, dict[str, st
         for command in commands.values()
         if command.role == "worker"
     }
+
+
+@pytest.mark.parametrize(
+    ("flags", "max_delay_s"),
+    [
+        ([], 20.0),
+        (["--scheduler-lost-s=30"], 10.0),
+        (["--scheduler-lost-s", "6", "--drain-s=5"], 2.0),
+        (["--scheduler-lost-s=0"], 0.5),
+    ],
+)
+def test_a_scheduler_is_restarted_before_the_requests_that_wait_for_it_are_lost(
+    flags: list[str], max_delay_s: float
+) -> None:
+    settings = load_settings(ServeSettings, ["models/m"])
+    policy = make_restart_policy(settings, list(plan(service_flags={"tokenizer": flags}).values()))
+    assert policy.longest_s("scheduler") == max_delay_s
+    assert policy.longest_s("worker 0") == settings.max_restart_delay_s
+
+
+def test_the_environments_limit_for_a_lost_scheduler_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_TOKENIZER_SCHEDULER_LOST_S", "9")
+    policy = make_restart_policy(load_settings(ServeSettings, ["models/m"]), list(plan().values()))
+    assert policy.longest_s("scheduler") == 3.0
 
 
 def test_services_are_linked_by_sockets_and_the_worker_starts_first() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from shared.cli.processes.supervisor import Action, Kill, RestartPolicy, StartDomain, Supervisor
 
@@ -21,11 +22,13 @@ class Cell:
         health_kill_s: float = 30.0,
         max_delay_s: float = 30.0,
         max_failed_starts: int | None = None,
+        domain_to_max_delay_s: Mapping[str, float] = MappingProxyType({}),
         more_domains: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         domains = {"worker 0": GROUP, "scheduler": ["scheduler"], **(more_domains or {})}
         self._processes = [process for some in domains.values() for process in some]
-        self.supervisor = Supervisor(domains, RestartPolicy(health_kill_s, max_delay_s, max_failed_starts))
+        policy = RestartPolicy(health_kill_s, max_delay_s, max_failed_starts, domain_to_max_delay_s)
+        self.supervisor = Supervisor(domains, policy)
         self.now = 1000.0
         self.answering: set[str] = set()
         self.started = self.supervisor.on_time(self.now)
@@ -157,6 +160,13 @@ def test_the_restart_delay_of_a_process_that_exits_before_it_is_ready_doubles_up
     delays = [exit_and_restart(cell, "scheduler", is_ready=False) for _ in range(6)]
 
     assert delays == [TICK_S, 0.5, 1.0, 2.0, 4.0, 5.0]
+
+
+def test_a_domain_may_have_a_shorter_limit_of_its_restart_delay() -> None:
+    policy = RestartPolicy(max_delay_s=30.0, domain_to_max_delay_s={"scheduler": 2.0, "worker 0": 60.0})
+    assert [policy.longest_s(domain) for domain in ("scheduler", "worker 0", "tokenizer")] == [2.0, 30.0, 30.0]
+    cell = Cell(max_delay_s=30.0, domain_to_max_delay_s={"scheduler": 2.0}).serve()
+    assert [exit_and_restart(cell, "scheduler", is_ready=False) for _ in range(6)] == [TICK_S, 0.5, 1.0, 2.0, 2.0, 2.0]
 
 
 def test_the_restart_delay_is_reset_once_a_process_was_ready() -> None:
