@@ -201,6 +201,11 @@ def _recovery_metrics(counters: SchedulerCounters) -> Iterator[Metric]:
         counters.num_refused_models,
     )
     yield CounterMetricFamily(
+        "lockstep_unfit_workers",
+        "Attachments given up because the workers report what the scheduler cannot use.",
+        counters.num_unfit_workers,
+    )
+    yield CounterMetricFamily(
         "lockstep_late_results",
         "Step results that arrived twice, or after their workers had been given up.",
         counters.num_late_results,

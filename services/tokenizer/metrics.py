@@ -144,7 +144,8 @@ def _outcome_metrics(totals: RequestTotals) -> Iterator[Metric]:
     yield success
     failure = CounterMetricFamily(
         "lockstep_request_failure",
-        "Calls of Generate and Complete that ended with an error, by its reason; CANCELLED is the client's wish.",
+        "Calls of Generate and Complete, and of the HTTP API's completions, that ended with an error, by its reason; "
+        "CANCELLED is the client's wish.",
         labels=["reason"],
     )
     for name, count in totals.num_by_failure.items():

@@ -77,7 +77,7 @@ async def serve(
             servicers,
             service_names=listed,
             certificates=settings.certificates,
-            limits=ServerLimits(max_connection_age_s=settings.max_connection_age_s),
+            limits=ServerLimits(max_connection_age_s=settings.max_connection_age_s, on_refusal=totals.count_refusal),
         )
         registry = make_registry(scheduler, totals, settings.certificates)
         management = await serve_management(settings.manage_listen, registry, probes)

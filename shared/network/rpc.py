@@ -67,6 +67,8 @@ _KEEPALIVE_OPTIONS = (
 )
 
 RoleOf = Callable[[grpc.aio.ServicerContext], Role | None]
+OnRefusal = Callable[[str, str], None]
+"""Called, in the event loop, with the method and the reason of a call that ended before its handler saw it."""
 
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -94,6 +96,7 @@ class ServerLimits:
     """More at once are refused with QUEUE_FULL."""
     max_connection_age_s: float | None = None
     """A connection older than this, within 10 %, takes no new calls and ends after its open ones."""
+    on_refusal: OnRefusal = lambda _method, _reason: None
 
 
 class Servicer(Protocol):
@@ -150,7 +153,8 @@ def make_server(
         certificates = None
     methods = find_served_methods(on_cell_port=internal, has_tls=certificates is not None)
     role_of = None if certificates is None else certificates.role_of
-    server = grpc.aio.server(interceptors=[CallInterceptor(methods, limits.max_open_calls, role_of)], options=options)
+    interceptor = CallInterceptor(methods, limits.max_open_calls, role_of, on_refusal=limits.on_refusal)
+    server = grpc.aio.server(interceptors=[interceptor], options=options)
     for servicer in servicers:
         servicer.add_to(server)
     if service_names:
@@ -255,11 +259,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     messages arrive here as bytes, and are parsed after the peer was checked.
     """
 
-    def __init__(self, methods: Set[str], max_open_calls: int, role_of: RoleOf | None = None) -> None:
+    def __init__(
+        self, methods: Set[str], max_open_calls: int, role_of: RoleOf | None = None, *, on_refusal: OnRefusal
+    ) -> None:
         """`methods` are the port's; `role_of` finds the role of a call's peer, and None means that peers have none."""
         self._methods = methods
         self._max_open_calls = max_open_calls
         self._role_of = role_of
+        self._on_refusal = on_refusal
         self._num_open_calls = 0
         self._parse_log = _ParseLog()
 
@@ -287,23 +294,31 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     @contextmanager
     def _open_call(self, method: str, context: grpc.aio.ServicerContext) -> Iterator[None]:
-        if self._role_of is not None:
-            check_access(method, self._role_of(context))
-        if self._num_open_calls >= self._max_open_calls and method not in _NEVER_REFUSED:
-            raise QueueFullError(
-                "too many calls are open", retry_delay_s=_RETRY_DELAY_S, max_calls=self._max_open_calls
-            )
+        try:
+            self._check_call(method, context)
+        except ServiceError as error:
+            self._on_refusal(method, error.reason)
+            raise
         self._num_open_calls += 1
         try:
             yield
         finally:
             self._num_open_calls -= 1
 
+    def _check_call(self, method: str, context: grpc.aio.ServicerContext) -> None:
+        if self._role_of is not None:
+            check_access(method, self._role_of(context))
+        if self._num_open_calls >= self._max_open_calls and method not in _NEVER_REFUSED:
+            raise QueueFullError(
+                "too many calls are open", retry_delay_s=_RETRY_DELAY_S, max_calls=self._max_open_calls
+            )
+
     def _parse(self, method: str, deserializer: Callable[[bytes], Any], data: bytes) -> Any:
         try:
             return deserializer(data)
         except (DecodeError, ValueError) as error:
             self._parse_log.note(method, time.monotonic())
+            self._on_refusal(method, InvalidRequestError.reason)
             raise InvalidRequestError(
                 "the message cannot be parsed: it is truncated, or a string in it is not UTF-8"
             ) from error

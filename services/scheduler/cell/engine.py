@@ -202,6 +202,7 @@ class Engine:
             actions += self._lose(domain, now, accuses_rows=False)
         fault = self._facts.find_fault(facts)
         if fault is not None:
+            self._counters.num_unfit_workers += 1
             return [*actions, DropDomain(domain.number, facts[0].epoch, fault)]
         if not self._facts.is_of_model(facts):
             return actions + self._refuse_model(domain, facts[0].epoch, now)

@@ -147,6 +147,8 @@ class SchedulerCounters:
     """Replayed tokens that were not the likeliest at their position this time."""
     num_refused_models: int = 0
     """Attachments given up because the workers serve another model than the cell."""
+    num_unfit_workers: int = 0
+    """Attachments given up because the workers report what the scheduler cannot use."""
     num_suspect_trials: int = 0
     num_poison_requests: int = 0
     num_recoveries: int = 0

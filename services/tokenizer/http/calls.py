@@ -22,7 +22,7 @@ from services.tokenizer.http.requests.api_request import ApiRequest
 from services.tokenizer.http.requests.fields import ignored_header
 from services.tokenizer.server.generate import CallTerms, GenerateCall, Writer
 from services.tokenizer.server.whole_answer import WholeAnswer
-from shared.errors import ClientTooSlowError, DeadlinePassedError
+from shared.errors import ClientTooSlowError, DeadlinePassedError, ServiceError
 from shared.request_fields import read_time_left
 
 JSON = "application/json"
@@ -58,7 +58,11 @@ class ApiCall:
         Raises:
             ServiceError: the request was refused, or ended with an error before its answer began.
         """
-        facts = await self._make_facts()
+        try:
+            facts = await self._make_facts()
+        except ServiceError as error:
+            self._backend.totals.count_failure(error.reason)
+            raise
         return await (self._stream(facts) if self._api.options.is_streamed else self._answer_whole(facts))
 
     async def _make_facts(self) -> AnswerFacts:

@@ -110,7 +110,11 @@ class _Routes:
         """Continue the prompts of a request."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            api = await read_body(request, partial(read, request_id=request[REQUEST_ID]))
+            try:
+                api = await read_body(request, partial(read, request_id=request[REQUEST_ID]))
+            except HttpError as error:
+                self._backend.totals.count_failure(error.code.upper())
+                raise
             try:
                 return await ApiCall(self._backend, route, request, api, log_facts(request)).serve()
             except Exception as error:  # noqa: BLE001 - this is the HTTP boundary

@@ -30,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 # At most 1 MiB of text, well below the 4 MiB that gRPC clients accept in a message by default.
 _ECHO_CHARACTERS = 256 * 1024
+# A client ends a call at its own deadline, before the server's has passed: gRPC rounds the time that it sends up, by at
+# most 1 %. Source: `Timeout::FromMillis` in gRPC's core.
+_MAX_ROUNDING = 0.01
+_CLOCK_SLACK_S = 0.25
 
 
 class Writer(Protocol):
@@ -88,7 +92,7 @@ class GenerateCall:
         try:
             finish = await self._serve(request)
         except BaseException as error:
-            failure = _failure_reason(error)
+            failure = self._failure_reason(error)
             self._totals.count_failure(failure)
             raise
         finally:
@@ -204,16 +208,24 @@ class GenerateCall:
         if generation.ttft_s is not None:
             self._facts["ttft_ms"] = round(1e3 * generation.ttft_s, 3)
 
+    def _failure_reason(self, error: BaseException) -> str | None:
+        if isinstance(error, StatusError):
+            return reason_of(error.status)
+        if isinstance(error, ServiceError):
+            return error.reason
+        if not isinstance(error, asyncio.CancelledError):
+            return InternalError.reason
+        return DeadlinePassedError.reason if self._is_deadline_near() else CANCELLED
+
+    def _is_deadline_near(self) -> bool:
+        """Whether a call that is cancelled now has reached its deadline: gRPC cancels at a deadline, too."""
+        if self._deadline_at is None:
+            return False
+        slack_s = _CLOCK_SLACK_S + _MAX_ROUNDING * (self._deadline_at - self._arrived_at)
+        return time.monotonic() >= self._deadline_at - slack_s
+
     def _elapsed_ms(self) -> float:
         return round(1e3 * (time.monotonic() - self._arrived_at), 3)
-
-
-def _failure_reason(error: BaseException) -> str | None:
-    if isinstance(error, StatusError):
-        return reason_of(error.status)
-    if isinstance(error, ServiceError):
-        return error.reason
-    return CANCELLED if isinstance(error, asyncio.CancelledError) else InternalError.reason
 
 
 def echo_pieces(text: str) -> Iterator[str]:

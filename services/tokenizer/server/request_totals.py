@@ -26,6 +26,7 @@ _TOKEN_BOUNDS = tuple(digit * 10**power for power in range(6) for digit in (1, 2
 
 CANCELLED = "CANCELLED"
 """The reason of a failure that is the client's wish."""
+_COUNTED_METHODS = frozenset(f"/lockstep.v1.TokenizerService/{name}" for name in ("Generate", "Complete"))
 OTHER = "OTHER"
 """Any reason that this release does not know."""
 
@@ -59,6 +60,11 @@ class RequestTotals:
     def count_failure(self, reason: str | None) -> None:
         """Count a call that ended with an error; None if the error gives no reason."""
         self.num_by_failure[reason if reason in self.num_by_failure else OTHER] += 1
+
+    def count_refusal(self, method: str, reason: str) -> None:
+        """Count a call that ended before its handler saw it, if it is one of those that are counted."""
+        if method in _COUNTED_METHODS:
+            self.count_failure(reason)
 
 
 def finish_label(reason: int) -> str:

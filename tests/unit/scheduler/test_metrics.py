@@ -74,6 +74,7 @@ async def test_values_match_the_state(tmp_path: Path) -> None:
         "lockstep_replay_mismatches_total": 0,
         "lockstep_poison_requests_total": 0,
         "lockstep_refused_models_total": 0,
+        "lockstep_unfit_workers_total": 0,
         "lockstep_late_results_total": 0,
         "lockstep_spec_decode_num_draft_tokens_total": state.counters.num_draft_tokens,
         "lockstep_spec_decode_num_accepted_tokens_total": state.counters.num_accepted_tokens,
