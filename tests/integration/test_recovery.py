@@ -129,17 +129,28 @@ async def test_streams_go_on_when_the_worker_is_killed_and_started_again(tiny_mo
     assert (after.num_lost_epochs, after.num_finished) == (2, 2 * len(requests))
 
 
+def replace_model(model_dir: Path, part: str) -> None:
+    """Make another model of a directory, by its configuration or by one bit of its weights."""
+    if part == "config.json":
+        config = json.loads((model_dir / part).read_text())
+        (model_dir / part).write_text(json.dumps(config | {"rope_theta": 5000.0}))
+    else:
+        data = bytearray((model_dir / part).read_bytes())
+        data[-1] ^= 1
+        (model_dir / part).write_bytes(data)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("part", ["config.json", "model.safetensors"])
 async def test_requests_end_when_the_model_is_replaced_and_the_new_one_is_served(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, part: str
 ) -> None:
     model_dir = shutil.copytree(tiny_model, tmp_path / "model")
     with run_split_cell(model_dir, REFERENCE) as cell:
         async with connect_to(cell) as client:
             begun = [await begin(client, request) for request in make_requests(2)]
             cell.kill("worker")
-            config = json.loads((model_dir / "config.json").read_text())
-            (model_dir / "config.json").write_text(json.dumps(config | {"rope_theta": 5000.0}))
+            replace_model(model_dir, part)
             cell.start("worker")
             for call, responses in begun:
                 with pytest.raises(grpc.aio.AioRpcError) as error:

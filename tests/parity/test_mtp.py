@@ -36,6 +36,16 @@ def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return make(architecture, variant, tmp_path_factory.mktemp("mtp"), num_mtp_layers=2)
 
 
+def test_the_layers_are_left_out_of_the_digest_that_a_cell_compares(small: SmallMtpModel) -> None:
+    ops = load_ops("reference")
+    with_mtp, without = (
+        load_model(small.directory, ops, torch.float32, lambda _: None, options=LoadOptions(with_mtp=each))
+        for each in (True, False)
+    )
+    assert with_mtp.weights_digest != without.weights_digest
+    assert with_mtp.facts.weights_digest == without.facts.weights_digest == without.weights_digest
+
+
 def load(model_dir: Path, backend: str, *, with_mtp: bool = True) -> CausalLM:
     options = LoadOptions(with_mtp=with_mtp)
     return load_model(model_dir, load_ops(backend), torch.float32, lambda _: None, options=options).model

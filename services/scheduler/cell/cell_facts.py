@@ -25,6 +25,8 @@ class CellFacts:
         """The exact numerics of all attached ranks, or of the last ones; empty if unavailable."""
         self.version = 0
         """Increases whenever something of this may have changed."""
+        self.weights_digest = ""
+        """Of the model; empty while no worker has reported it."""
         self._block_size = block_size
 
     def find_fault(self, facts: Iterable[WorkerFacts]) -> str | None:
@@ -37,8 +39,12 @@ class CellFacts:
         return None
 
     def is_of_model(self, facts: Iterable[WorkerFacts]) -> bool:
-        """Whether these ranks serve the same model as earlier ones."""
-        return all(_model_of(rank_facts) == _model_of(self.model or rank_facts) for rank_facts in facts)
+        """Whether these ranks serve the same model as earlier ones, as far as their releases report it."""
+        facts = tuple(facts)
+        digests = {rank_facts.weights_digest for rank_facts in facts} | {self.weights_digest}
+        return len(digests - {""}) <= 1 and all(
+            _model_of(rank_facts) == _model_of(self.model or rank_facts) for rank_facts in facts
+        )
 
     def update(self, domains: Sequence[Domain]) -> None:
         """Recompute everything after a domain was attached, lost or vacated."""
@@ -53,6 +59,8 @@ class CellFacts:
             return
         self.version += 1
         self.model = known[0]
+        if not self.weights_digest:
+            self.weights_digest = next((facts.weights_digest for facts in known if facts.weights_digest), "")
         num_blocks = min(facts.num_blocks for facts in known)
         self.limits = ModelLimits(
             self.model.context_length, self.model.logits_width, num_pool_tokens=num_blocks * self._block_size

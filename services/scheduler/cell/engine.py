@@ -93,6 +93,11 @@ class Engine:
         return self._facts.limits
 
     @property
+    def weights_digest(self) -> str:
+        """See `CellFacts`."""
+        return self._facts.weights_digest
+
+    @property
     def exact_fingerprint(self) -> str:
         """See `CellFacts`."""
         return self._facts.exact_fingerprint

@@ -148,7 +148,12 @@ class CellServer:
         """
         self.instance_id = instance_id
         self.engine = engine
-        self.direct_clients = DirectClients(lambda: self.engine.model_limits, self.on_event, self._default_sampling)
+        self.direct_clients = DirectClients(
+            lambda: self.engine.model_limits,
+            self.on_event,
+            self._default_sampling,
+            weights_digest=lambda: self.engine.weights_digest,
+        )
         self.kv_events = KvEvents(engine)
         self.replica_drains = ReplicaDrains(self._beat_workers)
         self.failed = asyncio.Event()
@@ -380,6 +385,7 @@ class CellServer:
             num_pool_tokens=limits.num_pool_tokens,
             default_sampling=self._default_sampling(),
             exact_fingerprint=self.engine.exact_fingerprint,
+            weights_digest=self.engine.weights_digest,
         )
         if cell_info != client.cell_info:
             client.cell_info = cell_info

@@ -19,7 +19,7 @@ from services.scheduler.cell.events import AbortRequest, ChoiceSoFar, ClientMess
 from services.scheduler.core.batch.step import Outputs, RequestEnd
 from services.scheduler.server.exchange_codec import PRIORITIES
 from services.scheduler.server.token_stream import ChoiceStream, Response, TokenStream
-from shared.errors import NotReadyError, ServiceError, Violation
+from shared.errors import ModelChangedError, NotReadyError, ServiceError, Violation
 from shared.ids import RequestHandle, choice_handles
 from shared.limits import MAX_CHOICES, TOKEN_DTYPE, ModelLimits
 from shared.request_fields import (
@@ -61,15 +61,19 @@ class DirectClients:
         model_limits: Callable[[], ModelLimits | None],
         on_event: Callable[[Event], None],
         default_sampling: Callable[[], common_pb2.SamplingParams] = common_pb2.SamplingParams,
+        *,
+        weights_digest: Callable[[], str] = str,
     ) -> None:
         """Begin to accept calls in the running event loop.
 
         Args:
             model_limits: Returns None while no worker has been attached.
             on_event: When it returns, the engine's actions have been carried out.
+            weights_digest: Returns an empty one while no worker has reported it.
         """
         self._model_limits = model_limits
         self._default_sampling = default_sampling
+        self._weights_digest = weights_digest
         self._on_event = on_event
         # The error for new calls, once closed.
         self._end: ServiceError | None = None
@@ -98,6 +102,9 @@ class DirectClients:
             raise NotReadyError(
                 "this scheduler has held no workers yet: it may be a standby", retry_delay_s=_STANDBY_RETRY_S
             )
+        digest = self._weights_digest()
+        if request.weights_digest not in ("", digest):
+            raise ModelChangedError("the cell serves other weights than the request names", weights_digest=digest)
         submission = resolve_request(
             self._next_handle, request, limits, defaults=self._default_sampling(), time_left_s=time_left_s
         )
@@ -106,7 +113,7 @@ class DirectClients:
         stream = self._submit(submission)
         outcome = "INTERNAL"
         try:
-            outcome = await _answer(submission, stream, write)
+            outcome = await _answer(submission, stream, write, digest)
         except ServiceError as error:
             outcome = error.reason
             raise
@@ -260,7 +267,9 @@ def resolve_request(
     )
 
 
-async def _answer(submission: Submission, stream: TokenStream, write: Callable[[Response], Awaitable[None]]) -> str:
+async def _answer(
+    submission: Submission, stream: TokenStream, write: Callable[[Response], Awaitable[None]], weights_digest: str
+) -> str:
     """Returns the finish reasons."""
     if stream.refusal is not None:
         # It was never accepted.
@@ -270,6 +279,7 @@ async def _answer(submission: Submission, stream: TokenStream, write: Callable[[
         num_prompt_tokens=stream.usage.num_prompt_tokens,
         max_tokens=submission.params.max_tokens,
         seed=submission.params.seed,
+        weights_digest=weights_digest,
     )
     await write(Response(accepted=accepted))
     async for response in stream.responses():

@@ -309,6 +309,7 @@ def _read_acceptance(rank: DpRank, epoch: int, response: worker_pb2.AttachRespon
         response.proposed_prompt_tokens,
         response.proposes_mixed_steps,
         tuple(response.graph_batch_sizes),
+        response.weights_digest,
     )
     layout = response.layout
     is_coupled = layout.has_expert_parallel and layout.dp_size > 1

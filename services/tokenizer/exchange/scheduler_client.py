@@ -69,6 +69,8 @@ class SchedulerClient:
         self._used: SchedulerStream | None = None
         self._cell: Cell | None = None
         self._is_draining = False
+        # Of the last cell that reported it.
+        self._weights_digest = ""
 
     @property
     def is_linked(self) -> bool:
@@ -189,15 +191,24 @@ class SchedulerClient:
         info = stream.cell_info
         assert info is not None, "it holds workers"
         self._used, self._cell = stream, _describe(info)
+        self._note_weights(info.weights_digest)
         num_requests = self._requests.open_stream(stream.sender, info)
         facts = {"instance_id": info.scheduler_instance_id, "num_resubmitted": num_requests}
         logger.info("linked to the scheduler", extra=facts)
+
+    def _note_weights(self, weights_digest: str) -> None:
+        """An answer that began with other weights cannot go on."""
+        if weights_digest and self._weights_digest not in ("", weights_digest):
+            logger.warning("the cell serves other weights now", extra={"weights_digest": weights_digest})
+            self._requests.fail_all(ModelChangedError("the cell now serves other weights"))
+        self._weights_digest = weights_digest or self._weights_digest
 
     def _update_cell(self) -> None:
         """Workers may have come or gone since the used scheduler described its cell."""
         info = None if self._used is None else self._used.cell_info
         if info is not None and (cell := _describe(info)) != self._cell:
             self._cell = cell
+            self._note_weights(cell.weights_digest)
             self._requests.note_exactness(cell.exact_fingerprint)
             logger.info("the cell has changed", extra={"num_pool_tokens": cell.limits.num_pool_tokens})
 
@@ -209,4 +220,5 @@ def _describe(info: exchange_pb2.CellInfo) -> Cell:
         ModelLimits(info.context_length, info.logits_width, info.num_pool_tokens),
         info.default_sampling,
         info.exact_fingerprint,
+        info.weights_digest,
     )

@@ -35,6 +35,8 @@ class Cell:
     default_sampling: common_pb2.SamplingParams
     exact_fingerprint: str
     """Empty if the cell is not exact."""
+    weights_digest: str
+    """Empty if the cell's workers do not report it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             has_exact_determinism=bool(cell.exact_fingerprint),
             tool_parser=self._model.reply_parsers.tool_parser,
             reasoning_parser=self._model.reply_parsers.reasoning_parser,
+            weights_digest=cell.weights_digest,
         )
 
     async def _generate(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from services.worker.layers.shard import Shard
+from services.worker.models.parts.mtp import mtp_prefixes
 from services.worker.models.registry import CausalLM, ModelLoader, loader_for
 from services.worker.ops import Ops
 from services.worker.ops.matrix_rows import MatrixFormat
@@ -45,6 +46,8 @@ class ModelFacts:
     logits_width: int
     eos_token_ids: tuple[int, ...]
     model_digest: str
+    weights_digest: str
+    """`LoadedModel.weights_digest` without the layers for multi-token prediction, whether or not they are loaded."""
     sampling_defaults: SamplingDefaults
 
 
@@ -123,8 +126,9 @@ def load_model(
             weights: ModelWeights = _checkpoint(files, config, ops, dtype, options)
             model = _build_complete(build, config, Shard(ops, weights, parallel, options.kv_dtype))
             weights_digest = files.digest()
+            served_digest = files.digest(without=mtp_prefixes(config))
     else:
-        weights_digest = dummy_digest((model_dir / CONFIG).read_bytes(), options.dummy_seed)
+        weights_digest = served_digest = dummy_digest((model_dir / CONFIG).read_bytes(), options.dummy_seed)
         # This digest is only compared where there is a tokenizer.
         digest = model_digest(model_dir) if (model_dir / TOKENIZER).exists() else weights_digest
         stored, formats = _formats(config, ops, options)
@@ -134,7 +138,7 @@ def load_model(
     on_progress(1.0)
     limits = ModelLimits(model.context_length, model.logits_width, num_pool_tokens=model.context_length)
     defaults = sampling_defaults(model_dir, limits)
-    facts = ModelFacts(model.context_length, model.logits_width, eos_ids, digest, defaults)
+    facts = ModelFacts(model.context_length, model.logits_width, eos_ids, digest, served_digest, defaults)
     packed_formats = frozenset(weights.packed_formats)
     return LoadedModel(
         model,

@@ -274,6 +274,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             proposed_prompt_tokens=runner.step_proposal.num_prompt_tokens,
             proposes_mixed_steps=runner.step_proposal.mixes,
             graph_batch_sizes=runner.graph_batch_sizes,
+            weights_digest=runner.facts.weights_digest,
         )
 
 

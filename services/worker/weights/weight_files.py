@@ -86,6 +86,7 @@ class WeightFiles:
         self.num_bytes = sum(header.num_bytes for header in self._headers.values())
         self._num_bytes_read = 0
         self._name_to_entry: dict[str, str] = {}
+        self._name_to_digest: dict[str, bytes] | None = None
         sizes = {name: header.num_bytes for name, header in self._headers.items()}
         self._digests = TensorDigests(paths, sizes, repr(sorted(self._headers.items())), hashing)
         self._open_files.callback(self._digests.close)
@@ -119,15 +120,22 @@ class WeightFiles:
             self._on_progress(self._num_bytes_read / max(self.num_bytes, 1))
         return tensor
 
-    def digest(self) -> str:
-        """SHA-256 over name, dtype, shape and bytes of every tensor read, in hex. Waits for the other ranks.
+    def digest(self, *, without: tuple[str, ...] = ()) -> str:
+        """SHA-256 over name, dtype, shape and bytes of every tensor read, in hex. The first call waits for other ranks.
+
+        No tensor may be read after it.
 
         Independent of the split into files, of how much of each tensor was used, and of the number of ranks.
+
+        Args:
+            without: Prefixes of the names of tensors that are left out.
 
         Raises:
             ModelDirectoryError: ranks have read different tensors.
         """
-        digests = self._digests.exchange()
+        if self._name_to_digest is None:
+            self._name_to_digest = self._digests.exchange()
+        digests = {name: each for name, each in self._name_to_digest.items() if not name.startswith(without)}
         lines = (f"{self._name_to_entry[name]} {digests[name].hex()}\n" for name in sorted(digests))
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 

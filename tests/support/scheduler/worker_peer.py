@@ -52,6 +52,7 @@ class WorkerPeer(worker_pb2_grpc.WorkerServiceServicer):
         self.num_heard = 0
         self.response = worker_pb2.AttachResponse(
             model_digest="digest",
+            weights_digest="weights",
             context_length=context_length,
             logits_width=VOCABULARY,
             eos_token_ids=[7],

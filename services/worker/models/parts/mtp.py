@@ -6,8 +6,9 @@ are the model's, as in the paper; the copies in checkpoints are not read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from services.worker.models.config import ConfigValues
 from services.worker.models.parts.decoder import DecoderConfig, DecoderLayer, DecoderModel, load_norm
 from services.worker.weights.model_weights import ModelWeights
 
+_NUM_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 _SHARED = ("embed_tokens.", "shared_head.head.")
 
 
@@ -73,15 +75,29 @@ def mtp_layers_to_load(values: ConfigValues, config: DecoderConfig, weights: Mod
 
     Tensors that will not be read are marked as ignored in `weights`.
     """
-    num_layers = values.count("num_nextn_predict_layers", "num_mtp_layers", default=0)
-    numbers = range(config.num_layers, config.num_layers + num_layers)
-    prefixes = [f"model.layers.{number}." for number in numbers]
+    numbers = _layer_numbers(config.num_layers, values)
+    prefixes = _prefixes(numbers)
     # A config.json written by transformers counts these layers, although their weights are not saved.
     if with_mtp and any(f"{prefix}eh_proj.weight" in weights for prefix in prefixes):
         weights.ignore(prefixes=[prefix + name for prefix in prefixes for name in _SHARED])
         return numbers
     weights.ignore(prefixes=prefixes)
     return range(0)
+
+
+def mtp_prefixes(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """How the names of the layers' tensors begin, whether or not a checkpoint has them; none if there are no layers."""
+    values = ConfigValues(config)
+    num_layers = values.count(*_NUM_LAYERS, default=0)
+    return _prefixes(_layer_numbers(values.count("num_hidden_layers"), values)) if num_layers else ()
+
+
+def _layer_numbers(num_layers: int, values: ConfigValues) -> range:
+    return range(num_layers, num_layers + values.count(*_NUM_LAYERS, default=0))
+
+
+def _prefixes(numbers: range) -> tuple[str, ...]:
+    return tuple(f"model.layers.{number}." for number in numbers)
 
 
 def load_mtp(

@@ -156,6 +156,7 @@ def test_a_worker_that_drafts_more_than_there_is_room_for_is_refused() -> None:
     actions = driver.on_event(attached(worker_facts(num_draft_tokens=MAX_DRAFT_TOKENS + 1)))
     assert [type(action) for action in actions] == [DropDomain]
     assert not driver.engine.is_ready
+    assert driver.engine.state().counters.num_unfit_workers == 1
 
 
 @pytest.mark.parametrize("change", ["too many", "none", "of no draft"])

@@ -64,7 +64,7 @@ async def test_a_direct_call_gets_the_resolved_request_then_its_tokens_then_its_
         await cell.wait_until_ready()
         request = seeded(PROMPT, request_id="mine", max_tokens=9, seed=5)
         completion = await generate_tokens(cell.scheduler, request)
-    accepted = Response.Accepted(request_id="mine", num_prompt_tokens=3, max_tokens=9, seed=5)
+    accepted = Response.Accepted(request_id="mine", num_prompt_tokens=3, max_tokens=9, seed=5, weights_digest="weights")
     assert completion.accepted == accepted
     assert completion.token_ids == expected_completion(PROMPT, 5, 9)
     assert completion.finish == Response.Finish(
@@ -168,6 +168,19 @@ def one_token_each(num_calls: int, index: int) -> Outputs:
     """A step in which every call gets one token, all at the same index."""
     handles = np.arange(1, num_calls + 1, dtype=np.uint32)
     return Outputs(handles, np.full(num_calls, index, np.int32), np.full(num_calls, 100 + index, np.int32))
+
+
+async def test_an_answer_is_not_resumed_with_other_weights(tmp_path: Path) -> None:
+    async with gated_cell(tmp_path) as (cell, worker):
+        request = seeded(PROMPT, max_tokens=2)
+        responses: list[Response] = []
+        await read_to_end(cell.scheduler.Generate(request), responses)
+        assert responses[0].accepted.weights_digest == worker.response.weights_digest == "weights"
+        request.weights_digest = "weights"
+        await generate_tokens(cell.scheduler, request)
+        request.weights_digest = "others"
+        error = await error_of(cell.scheduler.Generate(request))
+        assert (error.code(), reason(error)) == (grpc.StatusCode.UNAVAILABLE, "MODEL_CHANGED")
 
 
 async def test_few_responses_are_sent_per_loop_iteration_and_waiting_ones_accumulate_tokens() -> None:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.exchange import scheduler_link
+from shared.network.rpc import reason_of, status_from_rpc_error
 from tests.support.tokenizer.exchange_peer import ExchangePeer, Row, make_end, read_column
 from tests.support.tokenizer.tokenizer_service import read_rest, run_tokenizer_service
 
@@ -156,6 +157,40 @@ async def test_a_second_scheduler_with_another_model_disturbs_no_request(model_d
         await second.ended_streams.get()
         await finish(call, first, Row(submit.handle, 0, [70]))
         assert (first.num_streams, second.num_messages) == (1, 0)
+
+
+async def test_answers_end_when_the_next_scheduler_serves_other_weights(model_dir: Path, tmp_path: Path) -> None:
+    async with run_tokenizer_service(model_dir, tmp_path, num_schedulers=2) as service:
+        first, second = service.peers
+        first.cell_info.weights_digest, second.cell_info.weights_digest = "a", "b"
+        await service.link()
+        assert (await service.stub.GetModelInfo(tokenizer_pb2.GetModelInfoRequest())).weights_digest == "a"
+        call, submit = await service.begin(HELLO)
+        first.send(Row(submit.handle, 0, [70]))
+        second.attach()
+        await service.peer_servers[0].stop(grace=0)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await read_rest(call)
+        assert reason_of(status_from_rpc_error(error.value)) == "MODEL_CHANGED"
+        # What comes now is served with the new ones.
+        again = service.stub.Generate(HELLO)
+        submit = await second.submits.get()
+        assert (submit.attempt, len(submit.choices_so_far)) == (1, 0)
+        await finish(again, second, Row(submit.handle, 0, [70]))
+        assert (await service.stub.GetModelInfo(tokenizer_pb2.GetModelInfoRequest())).weights_digest == "b"
+
+
+async def test_answers_go_on_when_the_next_scheduler_does_not_tell_its_weights(model_dir: Path, tmp_path: Path) -> None:
+    async with run_tokenizer_service(model_dir, tmp_path, num_schedulers=2) as service:
+        first, second = service.peers
+        first.cell_info.weights_digest = "a"
+        await service.link()
+        call, submit = await service.begin(HELLO)
+        second.attach()
+        await service.peer_servers[0].stop(grace=0)
+        submit = await second.submits.get()
+        assert submit.attempt == 2
+        await finish(call, second, Row(submit.handle, 0, [70]))
 
 
 async def test_a_scheduler_that_waits_for_its_workers_is_not_lost(model_dir: Path, tmp_path: Path) -> None:
