@@ -46,6 +46,7 @@ class Fault(enum.Enum):
     SCHEDULER_FLAP = "scheduler_flap"
     SCHEDULER_ZOMBIE = "scheduler_zombie"
     SCHEDULER_STOP = "scheduler_stop"
+    MODEL_CHANGE = "model_change"
     REPLICA_GONE = "replica_gone"
     REPLICA_STALL = "replica_stall"
     # Clients.
@@ -116,6 +117,7 @@ _LIKELIHOOD = {
     Fault.SCHEDULER_RESTART: 0.02,
     Fault.SCHEDULER_FLAP: 0.03,
     Fault.SCHEDULER_STOP: 0.01,
+    Fault.MODEL_CHANGE: 0.015,
     Fault.REPLICA_GONE: 0.01,
     Fault.CACHE_FLUSH: 0.03,
     # At each response of a direct call.

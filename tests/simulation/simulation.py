@@ -39,12 +39,15 @@ _CAUSES = {
     "CLIENT_TOO_SLOW": Fault.SLOW_READER,
     "DUPLICATE_REQUEST": Fault.SAME_ID,
     "EXACT_UNAVAILABLE": Fault.EXACT,
+    "MODEL_CHANGED": Fault.MODEL_CHANGE,
 }
 # With these a message may arrive although an earlier one on its stream has not.
 _GAPS = (Fault.MESSAGE_LOST, Fault.MESSAGE_REORDERED, Fault.MESSAGE_LATE)
 # Deaths of schedulers that a control may outlive by chance.
-_BLAMING_ENDS = (Fault.SCHEDULER_RESTART, Fault.SCHEDULER_STOP)
-_SCHEDULER_ENDS = (Fault.SCHEDULER_RESTART, Fault.SCHEDULER_FLAP, Fault.SCHEDULER_STOP)
+_BLAMING_ENDS = (Fault.SCHEDULER_RESTART, Fault.SCHEDULER_STOP, Fault.MODEL_CHANGE)
+_SCHEDULER_ENDS = (Fault.SCHEDULER_RESTART, Fault.SCHEDULER_FLAP, Fault.SCHEDULER_STOP, Fault.MODEL_CHANGE)
+# Until the last domain is restarted with another model.
+_ROLLOUTS_S = (0.1, 1.0, 20.0)
 # Schedulers that die one after the other, each at the latest after this time, which is shorter than a control. Most die
 # sooner, before a request that was just submitted has got a token.
 _NUM_FLAPS = (7, 9)
@@ -249,6 +252,8 @@ class Simulation:
             self._flap(self._scheduler)
         if self._strikes(Fault.SCHEDULER_STOP):
             self._stop_scheduler()
+        if self._strikes(Fault.MODEL_CHANGE):
+            self._change_model()
         if self._strikes(Fault.REPLICA_GONE):
             number = self._rng.randrange(len(self._replicas))
             self._replicas[number].die()
@@ -260,6 +265,14 @@ class Simulation:
             self._discovery.disturb()
         if self._strikes(Fault.CACHE_FLUSH) and self._scheduler is not None:
             self._scheduler.flush_prefix_cache()
+
+    def _change_model(self) -> None:
+        """Replace the model on disk, and restart the workers one domain after the other."""
+        model = self._settings.model
+        model.weights_digest = f"weights {self._mix.counts[Fault.MODEL_CHANGE] + 1}"
+        rollout_s = self._rng.choice(_ROLLOUTS_S)
+        for domain in self._domains:
+            self.clock.after(self._rng.uniform(0.0, rollout_s), domain.restart)
 
     def _drain_rank(self) -> None:
         scheduler, rank = self._scheduler, self._rng.randrange(self._settings.topology.dp_size)
@@ -403,6 +416,7 @@ class Simulation:
         grace_s += (MAX_UNREAD_S + MAX_CLOSE_S) * self._mix.counts[Fault.REPLICA_STALL]
         is_late = record.deadline is not None and record.over_at > record.deadline + grace_s
         assert not is_late, f"{plan.request_id} outlived its deadline"
+        assert len(record.weights_digests) <= 1, f"{plan.request_id} was continued with other weights"
         assert not record.tokens or record.num_cached_tokens is not None, "tokens without a start"
         _check_scores(record)
         if record.finish is not None:

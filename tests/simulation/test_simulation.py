@@ -82,6 +82,15 @@ def test_schedulers_that_die_right_after_they_are_ready_poison_no_request() -> N
     assert num_controls > 3
 
 
+def test_a_change_of_the_model_ends_what_waits_and_continues_nothing_with_other_weights() -> None:
+    num_changed = num_schedulers = 0
+    for seed in range(12):
+        report = simulate(seed, [Fault.MODEL_CHANGE])
+        num_changed += report.ends["MODEL_CHANGED"]
+        num_schedulers += report.num_schedulers - 1
+    assert min(num_changed, num_schedulers) > 2
+
+
 def test_planned_stops_are_no_losses_and_accuse_no_request() -> None:
     num_left = num_crashed = 0
     for seed in range(8):

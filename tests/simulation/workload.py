@@ -45,6 +45,13 @@ class Proposal:
     """Whether decodes join prompts in a step."""
 
 
+@dataclass(slots=True)
+class ModelOnDisk:
+    """What a worker's process loads when it starts."""
+
+    weights_digest: str = "weights 1"
+
+
 @dataclass(frozen=True, slots=True)
 class CellSettings:
     """The settings of one run's scheduler and workers."""
@@ -70,6 +77,7 @@ class CellSettings:
     """The launcher ends a process that does not answer for this long."""
     tp_size: int
     """Processes of each DP rank."""
+    model: ModelOnDisk = field(default_factory=ModelOnDisk)
     poison: dict[int, int] = field(default_factory=dict)
     """The position whose computation kills the worker, by the seed of the poison request."""
 

@@ -167,6 +167,8 @@ class DirectClient:
         self._find_server = find_server
         self._on_over = on_over
         self._call: DirectCall | None = None
+        # Of the cell that accepted the last call.
+        self._weights_digest = ""
         deadline = None if plan.patience_s is None else clock.now + plan.patience_s
         self.records = [
             ChoiceRecord(plan, choice, RequestHandle(0), num_cached_tokens=0, deadline=deadline)
@@ -226,6 +228,7 @@ class DirectClient:
             determinism=common_pb2.DETERMINISM_EXACT if plan.is_exact else common_pb2.DETERMINISM_ORDINARY,
         )
         if any(record.tokens or record.is_over for record in self.records):
+            request.weights_digest = self._weights_digest
             request.choices_so_far.extend(
                 scheduler_pb2.ChoiceSoFar(token_ids=record.tokens, is_finished=record.is_over)
                 for record in self.records
@@ -249,6 +252,8 @@ class DirectClient:
             self._retry()
 
     def _take(self, response: Response) -> None:
+        if response.HasField("accepted"):
+            self._weights_digest = response.accepted.weights_digest
         record = self.records[response.choice]
         record.prompt_scores += _scores_of(response.prompt_logprobs, len(record.prompt_scores) + 1)
         record.scores += _scores_of(response.logprobs, len(record.tokens))

@@ -85,6 +85,10 @@ class SimulatedDomain:
                 self._clock.after(self._rng.uniform(*_EXITS_S), other.end_process)
         self._clock.after(_EXITS_S[1] + self._rng.uniform(*_RESTART_S), self._start)
 
+    def restart(self) -> None:
+        """Kill the processes; they are started again."""
+        self.end(self._processes[0])
+
     def _on_leaving(self) -> None:
         """A leader was asked to end, and tells the others."""
         for worker in self.workers.values():

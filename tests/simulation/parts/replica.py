@@ -53,6 +53,8 @@ class ChoiceRecord:
     error: str | None = None
     """The error's reason code."""
     is_cancelled: bool = False
+    weights_digests: set[str] = field(default_factory=set)
+    """Of the cells whose tokens a replica's client has received."""
     deadline: float | None = None
     over_at: float | None = None
 
@@ -99,6 +101,8 @@ class Replica:
         self._scheduler_id = ""
         self._died_at: float | None = None
         self._timer: float | None = None
+        # Of the last cell.
+        self._weights_digest = ""
         self.num_controls = 0
         """Schedulers to which nothing was submitted, so that no request is blamed for their deaths."""
         self.connect()
@@ -146,6 +150,7 @@ class Replica:
         response = exchange_pb2.ExchangeResponse.FromString(payload)
         if not response.HasField("outputs"):
             if stream is self._stream:
+                self._note_weights(response.cell_info.weights_digest)
                 self._fail_each(self._ledger.on_cell(response.cell_info.exact_fingerprint))
                 self._on_cell_info(stream)
             return
@@ -189,6 +194,15 @@ class Replica:
         for handle, delay in zip(handles, delays, strict=True):
             if handle in self._was_submitted:
                 self._clock.after(delay, partial(self._submit, handle))
+
+    def _note_weights(self, weights_digest: str) -> None:
+        """As `SchedulerClient`: an answer that began with other weights cannot go on."""
+        if self._weights_digest not in ("", weights_digest):
+            handles = sorted({record.request for record in self._records.values()} & self._was_submitted)
+            self._send(exchange_pb2.ExchangeRequest(abort_handles=encode_handles(handles)))
+            for handle in self._ledger.remove_all():
+                self._end(handle, error="MODEL_CHANGED")
+        self._weights_digest = weights_digest
 
     def _hear(self, stream: ExchangeStream) -> None:
         """Hear the scheduler's heartbeats while it is the control; they are simulated for nothing else."""
@@ -269,6 +283,7 @@ class Replica:
         finish = _finish_of(end)
         for num_left, token_id in zip(reversed(range(len(token_ids))), token_ids, strict=True):
             record.tokens.append(token_id)
+            record.weights_digests.add(self._weights_digest)
             is_silent = not num_left and finish is not None and finish.reason in _SILENT_ENDS
             if token_id == record.plan.text_stop_token and not is_silent:
                 self._stop_at(handle, record, is_over=end is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -107,6 +107,7 @@ class SimulatedWorker:
         self._end_domain: Callable[[], None] = partial(end_domain, self)
         self._on_leaving = on_leaving
         self._is_up = False
+        self._weights_digest = ""
         self._is_leaving = False
         self._pause = Pause(clock)
         self._claim = ClaimLedger()
@@ -230,6 +231,7 @@ class SimulatedWorker:
     def start_process(self) -> None:
         """Start a process with empty KV cells."""
         self._is_up = True
+        self._weights_digest = self._settings.model.weights_digest
         self.group.start()
 
     def close(self) -> None:
@@ -319,6 +321,7 @@ class SimulatedWorker:
         if topology.is_dynamic:
             place = GroupPlace(None, 1, self._settings.tp_size, is_coupled=False)
         facts = self._settings.worker_facts(offer.epoch, self._rank)
+        facts = replace(facts, weights_digest=self._weights_digest)
         offer.answer(Accepted(self._rank, offer.epoch, facts, place, offer.last_step, is_stuck))
 
     def _supersede(self) -> None:

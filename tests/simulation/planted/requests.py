@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.scheduler.cell.cell_facts import CellFacts
 from services.scheduler.cell.engine import Engine
 from services.scheduler.cell.events import Action, ClientClosed, ClientMessage, Event, Submission, TimePassed
 from services.scheduler.cell.requests import intake
@@ -47,6 +48,12 @@ def _blames_without_a_control(patch: Patch) -> None:
         self._trial, self._is_last_trial, self._has_changed = {main_suspect}, True, True
 
     patch.setattr(SubmitSuspects, "_control", try_at_once)
+
+
+@_planted(Fault.MODEL_CHANGE)
+def _weights_are_not_compared(patch: Patch) -> None:
+    """A worker with other weights is attached, and answers go on with them."""
+    patch.setattr(CellFacts, "is_of_model", lambda *_: True)
 
 
 # Choices.

@@ -34,6 +34,7 @@ from services.scheduler.cell.events import (
     UndrainRank,
     UnlinkDomain,
 )
+from services.scheduler.cell.model_change import CHANGE_S
 from services.scheduler.core.batch.sequence import Finish, FinishReason
 from services.scheduler.core.batch.step import Outputs, Step, StepResult
 from services.scheduler.server.direct_clients import DIRECT_CLIENT
@@ -73,6 +74,10 @@ class EngineWatch:
         self._drains = DrainWatch(settings, self._epochs)
         # By rank: the endpoint that it is linked to; of cells that discover their workers.
         self._places: dict[DpRank, str] = {}
+        # The model of the first domain, and since when only another one has been offered.
+        self._weights_digest: str | None = None
+        self._odd_since: float | None = None
+        self._has_ended = False
         self._num_lost_epochs = 0
         self.num_steps = 0
         self.num_dummy_steps = 0
@@ -99,6 +104,9 @@ class EngineWatch:
     def on_event(self, engine: Engine, event: Event, actions: list[Action], now: float) -> None:
         """Check the actions that the engine returned for an event, and its state after it."""
         self._engine = engine
+        if self._has_ended:
+            assert [type(action) for action in actions] == [Exit], "it continues after its model was replaced"
+            return
         if self._epochs and now - self._last_beat_at > _LEASE_S:
             assert [type(action) for action in actions] == [Exit], "it continues after its lease has run out"
             return
@@ -123,7 +131,8 @@ class EngineWatch:
             self._check_domains()
         self._drains.check(now)
         assert engine.state().counters.num_lost_epochs == self._num_lost_epochs, "losses are counted wrong"
-        self._check_rest(engine, now)
+        if not self._has_ended:
+            self._check_rest(engine, now)
         if not all(isinstance(action, Beat) for action in actions):
             self._check_integrity(engine)
 
@@ -168,7 +177,7 @@ class EngineWatch:
                 case Beat():
                     self._last_beat_at = now
                 case Exit(reason):
-                    raise AssertionError(f"the engine wants to exit: {reason}")
+                    assert self._has_ended, f"the engine wants to exit: {reason}"
         return responses
 
     def _check_resumes(self, client: int, outputs: Outputs) -> None:
@@ -197,7 +206,11 @@ class EngineWatch:
                     if entry.plan.request_id == request_id:
                         self._end(entry, due, "ABORTED_BY_CALL")
             case DomainAttached(domain, facts):
-                self._attach(domain, facts[0].epoch, due, now)
+                if self._weights_digest in (None, facts[0].weights_digest):
+                    self._weights_digest, self._odd_since = facts[0].weights_digest, None
+                    self._attach(domain, facts[0].epoch, due, now)
+                else:
+                    self._refuse(domain, due, now)
             case DomainLost(domain, epoch):
                 if self._epoch_of(domain) == epoch:
                     self._lose_link(domain, due)
@@ -313,6 +326,18 @@ class EngineWatch:
             self._drains.attach(rank)
             waits_here = partial(self._waits_at, rank)
             self._epochs[rank] = EpochWatch(rank, number, self._settings, self._live, now=now, waits_here=waits_here)
+
+    def _refuse(self, domain: int, due: Responses, now: float) -> None:
+        """A domain serves another model; once only that was offered for long enough, the scheduler ends."""
+        due.dropped.add(domain)
+        if self._epochs:
+            self._odd_since = None
+        elif self._odd_since is None:
+            self._odd_since = now
+        elif now - self._odd_since >= CHANGE_S:
+            self._has_ended = True
+            for entry in list(self._live.values()):
+                self._end(entry, due, "MODEL_CHANGED")
 
     def _epoch_of(self, domain: int) -> int | None:
         epoch = self._epochs.get(self._settings.topology.ranks_of(domain)[0])
