@@ -92,9 +92,7 @@ async def test_every_deadline_is_counted_and_logged_as_one(
     assert outcomes == ["DEADLINE_PASSED"] * 40
 
 
-async def test_each_end_of_a_call_is_counted_as_its_client_sees_it(
-    service: Service, totals: Totals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_each_end_of_a_call_is_counted_as_its_client_sees_it(service: Service, totals: Totals) -> None:
     seen: Counter[str] = Counter()
     call, submit = await service.begin(HELLO)
     service.peer.send(Row(submit.handle, 0, [70]), ends=[make_end(submit.handle, MAX_TOKENS, 1)])
