@@ -54,5 +54,5 @@ async def test_a_poisonous_request_fails_and_all_others_do_not(
     assert reason == "POISON_REQUEST"
     tell_of(load, deaths, state)
     assert load.damage == Damage()
-    # More may run when the request comes than did before.
-    assert deaths <= 3 + math.log2(len(peace.requests))
+    # More may run when the request comes than did before. A scheduler dies once more, after one that got nothing lived.
+    assert deaths <= 3 + (role == "scheduler") + math.log2(len(peace.requests))
