@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from services.tokenizer.exchange import scheduler_link
+from services.tokenizer.exchange import scheduler_link, submit_suspects
 from shared.network.rpc import reason_of, status_from_rpc_error
 from tests.support.tokenizer.exchange_peer import ExchangePeer, Row, make_end, read_column
 from tests.support.tokenizer.tokenizer_service import read_rest, run_tokenizer_service
@@ -206,6 +206,42 @@ async def test_a_scheduler_that_waits_for_its_workers_is_not_lost(model_dir: Pat
         service.peer.send(Row(again.handle, 0, [70]), ends=[make_end(again.handle, MAX_TOKENS, 1)])
         _, token_ids, _ = await read_rest(call)
         assert token_ids == [70]
+
+
+@pytest.mark.parametrize("lives", [False, True])
+async def test_a_request_is_blamed_only_after_a_scheduler_has_lived_without_it(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: bool
+) -> None:
+    for limit in ("_SHORTEST_CONTROL_S", "_LONGEST_CONTROL_S"):
+        monkeypatch.setattr(submit_suspects, limit, 0.0 if lives else 3600.0)
+    async with run_tokenizer_service(model_dir, tmp_path) as service:
+        await service.link()
+        peer = service.peer
+        call, _ = await service.begin(HELLO)
+        for number in range(2):
+            start_next(peer, number)
+            await peer.submits.get()
+        start_next(peer, 2)
+        # The control.
+        if lives:
+            await peer.submits.get()
+            start_next(peer, 3)
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await read_rest(call)
+            assert reason_of(status_from_rpc_error(error.value)) == "POISON_REQUEST"
+        else:
+            await hear(peer)
+            assert peer.submits.empty()
+            start_next(peer, 3)
+            submit = await peer.submits.get()
+            await finish(call, peer, Row(submit.handle, 0, [70]))
+
+
+def start_next(peer: ExchangePeer, number: int) -> None:
+    """Let the scheduler die, and another one take the workers."""
+    peer.break_stream()
+    peer.cell_info.scheduler_instance_id = f"next {number}"
+    peer.attach()
 
 
 async def test_a_cell_that_changes_disturbs_no_request(model_dir: Path, tmp_path: Path) -> None:
