@@ -85,14 +85,15 @@ class TokenizerSettings(ProcessSettings, HttpPortSettings, SchedulerLossSettings
         default=2,
         ge=1,
         le=64,
-        description="Threads that encode, decode and render short texts; long ones get one more.",
+        description="Threads that encode and decode short texts, and processes that render short chats; long ones get "
+        "one more of each.",
     )
 
     template_timeout_s: float = Field(
-        default=10.0,
+        default=1.0,
         gt=0.0,
         allow_inf_nan=False,
-        description="CPU seconds that the chat template may take to render a plain message at start.",
+        description="CPU seconds that the chat template may take to render a chat, or at start a plain message.",
     )
     reply_parser: Literal[
         "auto",

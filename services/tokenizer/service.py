@@ -100,7 +100,7 @@ async def serve(
         await http.stop()
     if management is not None:
         management.close()
-    model.structured_outputs.close()
+    model.close()
     for task in ends:
         task.cancel()
     # The link only ends when it is cancelled; any other exception is a bug.
@@ -140,4 +140,5 @@ def main() -> int:
     except ModelDirectoryError as error:
         logger.error("cannot serve this model", extra={"error": str(error)})
         return 1
+    model.prompts.warm_up()
     return run_service(lambda stop: serve(settings, model, stop))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-
-from jinja2 import Environment
-from jinja2.exceptions import TemplateError
+from collections.abc import Mapping
 
 from services.tokenizer.chat.conversation import Conversation, Tool
 from services.tokenizer.chat.deepseek_v32_template import DEEPSEEK_V32_TEMPLATE
 from services.tokenizer.chat.message_forms import Guard, TemplateFeatures, message_fields
-from services.tokenizer.chat.template_rendering import render_template
+from services.tokenizer.chat.template_renderer import Renderer, TemplateRenderer
+from services.tokenizer.chat.template_rendering import RenderError
 from services.tokenizer.chat.template_trial import try_template
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 from services.tokenizer.text.model_tokenizer import ModelTokenizer
@@ -23,9 +23,6 @@ _TEMPLATES = {"DeepseekV32ForCausalLM": DEEPSEEK_V32_TEMPLATE}
 
 _PLAIN = TemplateFeatures(takes_tools=True)
 
-# Of a template's own words in an error, which travels as metadata.
-_MAX_WORDS_LENGTH = 500
-
 
 class ChatTemplate:
     """A template known to render a plain message, so a failure is the conversation's fault."""
@@ -33,21 +30,31 @@ class ChatTemplate:
     def __init__(
         self,
         source: str,
-        special_tokens: dict[str, str],
+        renderer: Renderer,
         *,
         tools_source: str | None = None,
         features: TemplateFeatures = _PLAIN,
     ) -> None:
-        """`special_tokens` maps names, such as `bos_token`, to texts; `tools_source` None means `source`."""
+        """`renderer` renders both sources; `tools_source` None means `source`."""
         self._source = source
         self._tools_source = source if tools_source is None else tools_source
-        self._special_tokens = special_tokens
+        self._renderer = renderer
         self._features = features
 
     @property
     def text(self) -> str:
         """The source, including a separate template for tools."""
         return self._source if self._tools_source is self._source else f"{self._source}\n{self._tools_source}"
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of `text`, in hex. Replicas of one model may differ in it: they only write prompts in other ways."""
+        return hashlib.sha256(self.text.encode(errors="surrogatepass")).hexdigest()
+
+    @property
+    def num_ended_renders(self) -> Mapping[str, int]:
+        """`Renderer.num_ended`."""
+        return self._renderer.num_ended
 
     @property
     def takes_tools(self) -> bool:
@@ -71,27 +78,35 @@ class ChatTemplate:
             "tools": tools or None,
         }
 
+    @property
+    def max_render_s(self) -> float:
+        """The longest that `render` can take, in seconds."""
+        return self._renderer.max_render_s
+
+    def warm_up(self, num_renders: int) -> None:
+        """Prepare for as many renders at once, without waiting; only from a thread that lasts."""
+        self._renderer.warm_up(num_renders)
+
+    def close(self) -> None:
+        """Render nothing any more."""
+        self._renderer.close()
+
     def render(self, fields: JsonObject, *, opens_turn: bool = True) -> str:
         """Render `fields`, with the assistant's turn opened at the end if `opens_turn`. Too slow for the event loop.
 
         Raises:
-            InvalidRequestError: the template rejects the conversation, or fails.
+            InvalidRequestError: the template rejects the conversation, fails on it, or exceeds a limit.
+            RequestTooLargeError: it writes too much.
+            QueueFullError: the machine is too busy.
         """
+        source = self._source if fields["tools"] is None else self._tools_source
         try:
-            source = self._source if fields["tools"] is None else self._tools_source
-            return render_template(source, self._special_tokens, fields, opens_turn=opens_turn)
-        except Exception as error:  # noqa: BLE001 - a template can raise anything
-            refused = type(error) is TemplateError
-            # The error's text may contain a message's content, which is never logged.
-            logger.info("rendering a chat failed", extra={"refused": refused, "error_type": type(error).__name__})
-            description = "the chat template failed"
-            if refused:
-                description = "the chat template rejected the messages"
-                # A template may also build its words of the client's own, which are repeated nowhere.
-                if str(error) in _literals_of(self.text):
-                    description += f": {str(error)[:_MAX_WORDS_LENGTH]}"
+            return self._renderer.render(source, fields, opens_turn=opens_turn)
+        except RenderError as error:
+            # What the template raised may contain a message's content, which is never logged.
+            logger.info("rendering a chat failed", extra={"error_type": error.error_type})
             raise InvalidRequestError.from_violations(
-                [Violation("chat.messages", "TEMPLATE_FAILED", description)]
+                [Violation("chat.messages", "TEMPLATE_FAILED", str(error))]
             ) from None
 
 
@@ -114,14 +129,13 @@ def load_chat_template(tokenizer: ModelTokenizer, *, timeout_s: float, architect
         try_template(each, names, timeout_s=timeout_s, has_tools=name == "tool_use") for name, each in sources.items()
     ]
     return ChatTemplate(
-        sources["default"], tokenizer.special_tokens, tools_source=sources.get("tool_use"), features=tried[-1]
+        sources["default"],
+        TemplateRenderer(
+            {each: name == "tool_use" for name, each in sources.items()}, tokenizer.special_tokens, cpu_s=timeout_s
+        ),
+        tools_source=sources.get("tool_use"),
+        features=tried[-1],
     )
-
-
-def _literals_of(source: str) -> frozenset[str]:
-    """The strings that are written in a template."""
-    tokens = Environment().lexer.tokenize(source)  # noqa: S701 - nothing is rendered
-    return frozenset(token.value for token in tokens if token.type == "string")
 
 
 def _tool_fields(tool: Tool, guard: Guard) -> JsonObject:

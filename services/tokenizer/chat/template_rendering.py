@@ -4,18 +4,35 @@ from __future__ import annotations
 
 from typing import Any
 
+from jinja2 import Environment
+from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from services.tokenizer.json.json_values import JsonObject
 
 _PARAMETERS = ("messages", "tools")
 
+# Of a template's own words in an error, which travels as metadata.
+_MAX_WORDS_LENGTH = 500
+
+
+class RenderError(Exception):
+    """A template rejected a conversation, failed on it, or cost too much. The text is for the client.
+
+    Attributes:
+        error_type: What was raised, or what ended the process; for the log.
+    """
+
+    def __init__(self, problem: str, error_type: str) -> None:
+        super().__init__(problem)
+        self.error_type = error_type
+
 
 def render_template(source: str, special_tokens: dict[str, str], fields: JsonObject, *, opens_turn: bool = True) -> str:
     """Render a template, with the assistant's turn opened at the end if `opens_turn`.
 
-    Its exceptions pass through, its time is unlimited. `fields` are `messages`, `tools` (None for none) and variables,
-    none named like a special token.
+    Its exceptions pass through, its time and memory are unlimited. `fields` are `messages`, `tools` (None for none) and
+    variables, none named like a special token.
     """
     variables: dict[str, Any] = {name: value for name, value in fields.items() if name not in _PARAMETERS}
     # Despite its annotation `str`, it returns the texts of all conversations and the spans that it tracked in them.
@@ -28,3 +45,21 @@ def render_template(source: str, special_tokens: dict[str, str], fields: JsonObj
         **variables,
     )
     return str(rendered[0][0])
+
+
+def explain_failure(error: Exception, source: str) -> RenderError:
+    """What a client may know of an exception that a template raised."""
+    error_type = type(error)
+    problem = "the chat template failed"
+    if error_type is TemplateError:
+        problem = "the chat template rejected the messages"
+        # A template may also build its words of the client's own, which are repeated nowhere.
+        if str(error) in _literals_of(source):
+            problem += f": {str(error)[:_MAX_WORDS_LENGTH]}"
+    return RenderError(problem, error_type.__name__)
+
+
+def _literals_of(source: str) -> frozenset[str]:
+    """The strings that are written in a template."""
+    tokens = Environment().lexer.tokenize(source)  # noqa: S701 - nothing is rendered
+    return frozenset(token.value for token in tokens if token.type == "string")

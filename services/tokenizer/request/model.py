@@ -33,6 +33,11 @@ class ServedModel:
     longest_token_bytes: int
     """The most bytes of text that one token can have."""
 
+    def close(self) -> None:
+        """End the processes that render chats and compile grammars."""
+        self.prompts.close()
+        self.structured_outputs.close()
+
 
 def load_model(settings: TokenizerSettings) -> ServedModel:
     """Read the model's directory.

@@ -12,7 +12,7 @@ from services.tokenizer.chat.conversation import Conversation
 from services.tokenizer.request.checks import Prompt, TokenIds
 from services.tokenizer.text.control_tokens import texts_in
 from services.tokenizer.text.encoder import Encoder
-from services.tokenizer.text.encoding_pools import EncodingPool, EncodingPools
+from services.tokenizer.text.encoding_pools import MAX_WORK_S, EncodingPool, EncodingPools
 from services.tokenizer.text_size import check_text
 from shared.errors import PromptTooLongError, TemplateFailedError
 
@@ -21,10 +21,13 @@ class PromptEncoder:
     """The model's tokenizer and its chat template, if any."""
 
     def __init__(self, encoder: Encoder, template: ChatTemplate | None, *, num_threads: int = 1) -> None:
-        """Start `num_threads` threads for short texts, and one for long ones."""
+        """Start `num_threads` threads for encoding short texts, and one for long ones; as many to wait for renders."""
         self._encoder = encoder
         self._template = template
         self._pools = EncodingPools(num_threads)
+        # Apart from those that encode: these do nothing but wait.
+        max_render_s = MAX_WORK_S if template is None else template.max_render_s
+        self._rendering = EncodingPools(num_threads, "render", max_work_s=max_render_s)
 
     @property
     def has_chat_template(self) -> bool:
@@ -35,6 +38,16 @@ class PromptEncoder:
     def template_text(self) -> str | None:
         """`ChatTemplate.text`; None if there is no template."""
         return None if self._template is None else self._template.text
+
+    @property
+    def template_digest(self) -> str | None:
+        """`ChatTemplate.digest`; None if there is no template."""
+        return None if self._template is None else self._template.digest
+
+    @property
+    def num_ended_renders(self) -> Mapping[str, int]:
+        """`Renderer.num_ended`; empty if there is no template."""
+        return {} if self._template is None else self._template.num_ended_renders
 
     @property
     def takes_tools(self) -> bool:
@@ -50,6 +63,21 @@ class PromptEncoder:
     def special_tokens(self) -> frozenset[str]:
         """The special tokens' texts, which decoding skips."""
         return self._encoder.special_tokens
+
+    @property
+    def stuck(self) -> str | None:
+        """What takes too long to end ever, in a few words; None if nothing does."""
+        return self._pools.stuck or self._rendering.stuck
+
+    def warm_up(self) -> None:
+        """Start what renders conversations before the first one comes, without waiting; see `ChatTemplate.warm_up`."""
+        if self._template is not None:
+            self._template.warm_up(self._rendering.num_threads)
+
+    def close(self) -> None:
+        """Render no further conversation."""
+        if self._template is not None:
+            self._template.close()
 
     async def encode(self, prompt: Prompt, context_length: int) -> TokenIds:
         """Encode a prompt.
@@ -87,7 +115,7 @@ class PromptEncoder:
             return rendered
 
         num_bytes = _num_bytes(texts_in(template.fields(conversation)))
-        pool = self._pools.pool_for(num_bytes)
+        pool = self._rendering.pool_for(num_bytes)
         with pool.admit(num_bytes):
             rendered = await pool.run(render)
         return rendered.text, await self._encode(rendered.pieces, context_length)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,6 +18,8 @@ T = TypeVar("T")
 MAX_SHORT_BYTES = 16 * 1024
 # Per pool: about five texts of the largest size that a request may have, or ten seconds of work.
 MAX_WAITING_BYTES = 16 * 1024 * 1024
+# What is longer in a thread will never end: the longest work takes a second, and a minute on a very busy machine.
+MAX_WORK_S = 60.0
 # Roughly what a thread encodes; used to estimate when a retry will find room.
 _BYTES_PER_S = 2 * 1024 * 1024
 
@@ -23,7 +27,13 @@ _BYTES_PER_S = 2 * 1024 * 1024
 class EncodingPool:
     """Threads that take work in order of arrival, with a bound on its text."""
 
-    def __init__(self, num_threads: int, name: str) -> None:
+    def __init__(self, num_threads: int, name: str, *, max_work_s: float = MAX_WORK_S) -> None:
+        """Work that a thread has had for longer than `max_work_s` is `stuck`."""
+        self._name = name
+        self._max_work_s = max_work_s
+        # Of what is in a thread now.
+        self._begun_at: dict[object, float] = {}
+        self.num_threads = num_threads
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._num_bytes = 0
 
@@ -48,15 +58,39 @@ class EncodingPool:
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run `work` in a thread; skipped if cancelled before a thread is free."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._timed, work)
+
+    @property
+    def stuck(self) -> str | None:
+        """What takes too long to end ever, in a few words; None if nothing does."""
+        oldest = min(list(self._begun_at.values()), default=math.inf)
+        return None if time.monotonic() - oldest < self._max_work_s else f"work in the pool {self._name} is stuck"
+
+    def _timed(self, work: Callable[[], T]) -> T:
+        key = object()
+        self._begun_at[key] = time.monotonic()
+        try:
+            return work()
+        finally:
+            del self._begun_at[key]
 
 
 class EncodingPools:
     """Threads for short texts, and one in which long texts take turns, part by part."""
 
-    def __init__(self, num_threads: int) -> None:
-        self.short = EncodingPool(num_threads, "encode")
-        self.long = EncodingPool(1, "encode-long")
+    def __init__(self, num_threads: int, name: str = "encode", *, max_work_s: float = MAX_WORK_S) -> None:
+        self.short = EncodingPool(num_threads, name, max_work_s=max_work_s)
+        self.long = EncodingPool(1, f"{name}-long", max_work_s=max_work_s)
+
+    @property
+    def num_threads(self) -> int:
+        """The threads of both."""
+        return self.short.num_threads + self.long.num_threads
+
+    @property
+    def stuck(self) -> str | None:
+        """See `EncodingPool`."""
+        return self.short.stuck or self.long.stuck
 
     def pool_for(self, num_bytes: int) -> EncodingPool:
         """The pool for this size."""

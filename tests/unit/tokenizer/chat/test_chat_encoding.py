@@ -25,6 +25,7 @@ from tests.support.models.tiny_tokenizer import (
     tiny_tokenizer,
     write_tiny_tokenizer,
 )
+from tests.support.tokenizer.chat_templates import local_template
 
 # Every part of a conversation appears somewhere, including the fields that templates inspect.
 TEMPLATE = """\
@@ -80,6 +81,7 @@ def encoder() -> Encoder:
     return Encoder(tiny_tokenizer())
 
 
+@cache
 def template_of(directory: Path) -> ChatTemplate:
     template = load_chat_template(load_tokenizer(directory), timeout_s=60.0)
     assert template is not None
@@ -87,7 +89,7 @@ def template_of(directory: Path) -> ChatTemplate:
 
 
 def transformers_fields(conversation: Conversation) -> dict[str, Any]:
-    fields = ChatTemplate("", {}).fields(conversation)
+    fields = local_template("", {}).fields(conversation)
     return {"conversation": fields.pop("messages"), "tools": fields.pop("tools"), **fields}
 
 
@@ -136,11 +138,11 @@ async def test_a_continued_message_cannot_write_control_tokens(directory: Path) 
 async def test_reasoning_is_continued_where_the_template_shows_it() -> None:
     shows = "{% for m in messages %}<{{ m.role }}>{{ '<think>' ~ m.thinking if m.thinking }}{{ m.content }}{% endfor %}"
     chat = Conversation((USER, Message("assistant", "", reasoning="Hm. ")), continues_final=True)
-    text, _ = await PromptEncoder(encoder(), ChatTemplate(shows, {})).render_chat(chat, 10_000)
+    text, _ = await PromptEncoder(encoder(), local_template(shows, {})).render_chat(chat, 10_000)
     assert text == "<user>Hi<assistant><think>Hm. "
     hides = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     with pytest.raises(InvalidRequestError, match="does not show what is to be continued"):
-        await PromptEncoder(encoder(), ChatTemplate(hides, {})).render_chat(chat, 10_000)
+        await PromptEncoder(encoder(), local_template(hides, {})).render_chat(chat, 10_000)
 
 
 CONTENTS = st.lists(
@@ -201,7 +203,7 @@ def test_no_text_of_a_chat_becomes_a_control_token(directory: Path, text: str) -
 
 
 def test_text_that_looks_like_a_control_token_is_kept() -> None:
-    template = ChatTemplate("{{ messages[0].content }}<|im_end|>", {})
+    template = local_template("{{ messages[0].content }}<|im_end|>", {})
     chat = Conversation((Message("user", f"a {IM_START} b <|im_"),))
     rendered = render_chat(template, encoder().control_tokens, chat)
     assert rendered.text == f"a {IM_START} b <|im_{IM_END}"
@@ -211,6 +213,6 @@ def test_text_that_looks_like_a_control_token_is_kept() -> None:
 
 
 def test_special_tokens_that_a_template_uses_by_name_stay_whole() -> None:
-    template = ChatTemplate("{{ bos_token }}{{ messages[0].content }}", {"bos_token": IM_START})
+    template = local_template("{{ bos_token }}{{ messages[0].content }}", {"bos_token": IM_START})
     rendered = render_chat(template, encoder().control_tokens, Conversation((Message("user", IM_START),)))
     assert control_ids(encoder().encode_pieces(rendered.pieces).tolist()) == [1]

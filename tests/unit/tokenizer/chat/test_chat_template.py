@@ -10,8 +10,8 @@ import pytest
 from services.tokenizer.chat.chat_template import ChatTemplate, load_chat_template
 from services.tokenizer.chat.conversation import Conversation, Message, Tool, ToolCall, ToolMode
 from services.tokenizer.chat.message_forms import TemplateFeatures
+from services.tokenizer.chat.template_features import find_features
 from services.tokenizer.chat.template_rendering import render_template
-from services.tokenizer.chat.template_trial import find_features
 from services.tokenizer.json.json_values import JsonObject
 from services.tokenizer.request.prompts import PromptEncoder
 from services.tokenizer.text.encoder import Encoder
@@ -20,6 +20,7 @@ from shared.errors import InvalidRequestError, TemplateFailedError
 from shared.model_dir import ModelDirectoryError
 from tests.support.models.tiny_tokenizer import CHATML, tiny_tokenizer, write_tiny_tokenizer
 from tests.support.tokenizer.call_templates import CALLS_AS_OBJECTS, CALLS_AS_TEXT, CALLS_BY_ARGUMENT
+from tests.support.tokenizer.chat_templates import local_template
 
 USER = Message("user", "Hi")
 SCHEMA: JsonObject = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -54,12 +55,12 @@ def test_a_template_gets_what_transformers_provides() -> None:
     {% endgeneration %}
 {% endfor %}
 {{ tools is none }}{{ add_generation_prompt }}"""
-    rendered = render(ChatTemplate(source, {"bos_token": "<s>"}), Message("user", "<é>"), USER)
+    rendered = render(local_template(source, {"bos_token": "<s>"}), Message("user", "<é>"), USER)
     assert rendered == '<s>{"role": "user", "content": "<é>"}4\nTrueTrue'
 
 
 def test_a_message_has_only_the_fields_that_are_set() -> None:
-    template = ChatTemplate("{{ messages | tojson }}", {})
+    template = local_template("{{ messages | tojson }}", {})
     assert json.loads(render(template, USER, CALL, RESULT)) == [
         {"role": "user", "content": "Hi"},
         {
@@ -77,27 +78,27 @@ def test_a_message_has_only_the_fields_that_are_set() -> None:
 
 
 def test_tools_are_functions_or_none() -> None:
-    template = ChatTemplate("{{ tools | tojson }}", {})
+    template = local_template("{{ tools | tojson }}", {})
     function = {"name": "get_weather", "description": "Tells the weather.", "parameters": SCHEMA}
     assert json.loads(render(template, USER, tools=(TOOL,))) == [{"type": "function", "function": function}]
     assert render(template, USER) == "null"
 
 
 def test_a_template_does_not_see_tools_that_must_not_be_called() -> None:
-    template = ChatTemplate("{{ tools is none }}", {})
+    template = local_template("{{ tools is none }}", {})
     fields = template.fields(Conversation((USER,), (TOOL,), ToolMode.NONE))
     assert template.render(fields) == "True"
 
 
 def test_variables_reach_the_template() -> None:
-    template = ChatTemplate("{{ enable_thinking }} {{ documents[0].title }} {{ eos_token }}", {"eos_token": "</s>"})
+    template = local_template("{{ enable_thinking }} {{ documents[0].title }} {{ eos_token }}", {"eos_token": "</s>"})
     variables: JsonObject = {"enable_thinking": False, "documents": [{"title": "A"}]}
     assert template.render(template.fields(Conversation((USER,), variables=variables))) == "False A </s>"
 
 
 def test_calls_have_the_form_that_the_template_expects() -> None:
     features = TemplateFeatures(arguments_are_text=True, empty_content_is_none=True)
-    template = ChatTemplate("{{ messages | tojson }}", {}, features=features)
+    template = local_template("{{ messages | tojson }}", {}, features=features)
     empty, full = json.loads(render(template, CALL, Message("assistant", "So:", CALL.tool_calls)))
     assert (empty["content"], full["content"]) == (None, "So:")
     assert empty["tool_calls"][0]["function"]["arguments"] == '{"city": "Aix"}'
@@ -108,13 +109,13 @@ def test_arguments_that_are_no_object_are_shown_in_any_form(arguments: str) -> N
     call = Message("assistant", "", (ToolCall("c", "look_up", arguments),))
     for source in (CALLS_AS_OBJECTS, CALLS_AS_TEXT, CALLS_BY_ARGUMENT):
         features = find_features(partial(render_template, source, {}), None)
-        assert arguments in render(ChatTemplate(source, {}, features=features), USER, call)
+        assert arguments in render(local_template(source, {}, features=features), USER, call)
 
 
 def test_a_conversation_with_tools_can_have_a_separate_template() -> None:
-    template = ChatTemplate("plain", {}, tools_source="with tools")
+    template = local_template("plain", {}, tools_source="with tools")
     assert (render(template, USER), render(template, USER, tools=(TOOL,))) == ("plain", "with tools")
-    assert (template.text, ChatTemplate("plain", {}).text) == ("plain\nwith tools", "plain")
+    assert (template.text, local_template("plain", {}).text) == ("plain\nwith tools", "plain")
 
 
 def test_special_tokens_come_from_the_configuration(tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_messages_that_make_the_template_fail_are_an_invalid_request(
     failure: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    template = ChatTemplate(f"{{% if messages | length > 1 %}}{failure}{{% endif %}}", {})
+    template = local_template(f"{{% if messages | length > 1 %}}{failure}{{% endif %}}", {})
     with pytest.raises(InvalidRequestError) as caught:
         render(template, Message("user", "a secret"), USER)
     assert caught.value.reason == "INVALID_REQUEST"
@@ -179,7 +180,7 @@ def test_messages_that_make_the_template_fail_are_an_invalid_request(
 @pytest.mark.parametrize("words", ["System role not supported", 'It isn\'t "so"', "x" * 600])
 def test_a_templates_own_words_are_told(words: str) -> None:
     literal = json.dumps(words)
-    template = ChatTemplate("{% generation %}{{ raise_exception(" + literal + ") }}{% endgeneration %}", {})
+    template = local_template("{% generation %}{{ raise_exception(" + literal + ") }}{% endgeneration %}", {})
     with pytest.raises(InvalidRequestError) as caught:
         render(template, USER)
     [violation] = caught.value.violations
@@ -191,12 +192,12 @@ def test_a_templates_own_words_are_told(words: str) -> None:
 )
 def test_words_that_a_template_builds_are_not(built: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        render(ChatTemplate(f"{{{{ raise_exception({built}) }}}}", {}), USER)
+        render(local_template(f"{{{{ raise_exception({built}) }}}}", {}), USER)
     assert caught.value.violations[0].description == "the chat template rejected the messages"
 
 
 def test_a_render_does_not_see_state_of_an_earlier_one() -> None:
-    template = ChatTemplate(CHATML, {})
+    template = local_template(CHATML, {})
     first = render(template, USER)
     render(template, Message("system", "other"), USER)
     assert render(template, USER) == first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import pytest
 
@@ -40,7 +41,7 @@ WITH_CALLS = (
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> ChatTemplate:
+def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatTemplate]:
     """That of a directory with none of its own."""
     directory = tmp_path_factory.mktemp("tokenizer")
     write_tiny_tokenizer(directory, chat_template=None)
@@ -51,7 +52,8 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> ChatTemplate:
     made = load_chat_template(tokenizer, timeout_s=5, architecture="DeepseekV32ForCausalLM")
     assert made is not None
     assert made.takes_tools
-    return made
+    yield made
+    made.close()
 
 
 def rendered(template: ChatTemplate, messages: list[Message], *tools: Tool, **variables: bool) -> str:

@@ -13,11 +13,12 @@ from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.chat.chat_request import check_chat
 from services.tokenizer.chat.chat_template import ChatTemplate
 from services.tokenizer.chat.deepseek_v32_template import DEEPSEEK_V32_TEMPLATE
+from services.tokenizer.chat.template_features import find_features
 from services.tokenizer.chat.template_rendering import render_template
-from services.tokenizer.chat.template_trial import find_features
 from services.tokenizer.json.json_values import read_json_object
 from services.tokenizer.replies import REPLY_PARSERS, ReasoningPart, TextPart
 from tests.support.tokenizer.call_templates import CALLS_AS_OBJECTS, CALLS_AS_TEXT, ONE_CALL, SHORT_IDS, SINGLE_CALLS
+from tests.support.tokenizer.chat_templates import local_template
 from tests.support.tokenizer.replies import parse
 from tests.support.tokenizer.reply_texts import HOSTILE_STRINGS, HOSTILE_VALUES, LOOK, call_text, reply_text
 
@@ -57,7 +58,7 @@ CALLS = st.lists(st.tuples(STRINGS, st.sampled_from(HOSTILE_VALUES)), max_size=2
 def template_of(name: str) -> ChatTemplate:
     source = TEMPLATES.get(name, CALLS_AS_OBJECTS)
     features = find_features(lambda fields: render_template(source, SPECIAL_TOKENS, fields), None)
-    return ChatTemplate(source, SPECIAL_TOKENS, features=features)
+    return local_template(source, SPECIAL_TOKENS, features=features)
 
 
 def check_reply(name: str, reasoning: str, text: str, calls: list[tuple[str, str]], size: int) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.chat.chat_template import ChatTemplate
 from services.tokenizer.chat.conversation import Conversation, Message
 from services.tokenizer.request.checks import check_request
 from services.tokenizer.request.prepare import RequestPreparer
@@ -21,6 +20,7 @@ from services.tokenizer.text_size import MAX_TEXT_BYTES
 from shared.errors import PromptTooLongError, QueueFullError, TemplateFailedError
 from shared.limits import ModelLimits
 from tests.support.models.tiny_tokenizer import tiny_tokenizer
+from tests.support.tokenizer.chat_templates import local_template
 
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
 LARGEST = SENTENCE * (MAX_TEXT_BYTES // len(SENTENCE))
@@ -34,7 +34,7 @@ def encoder() -> Encoder:
 
 @pytest.fixture
 def prompts(encoder: Encoder) -> PromptEncoder:
-    return PromptEncoder(encoder, ChatTemplate("{{ messages[0].content }}", {}))
+    return PromptEncoder(encoder, local_template("{{ messages[0].content }}", {}))
 
 
 async def num_tokens_when_refused(prompts: PromptEncoder, prompt: str | Conversation, context_length: int) -> int:

@@ -13,7 +13,6 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from services.tokenizer.chat.chat_template import ChatTemplate
 from services.tokenizer.chat.conversation import Conversation, Message, Tool
 from services.tokenizer.config import TokenizerSettings
 from services.tokenizer.request.model import load_model
@@ -24,6 +23,7 @@ from services.tokenizer.text.model_tokenizer import load_tokenizer
 from shared.grammar import GrammarLibrary
 from shared.model_dir import read_tokenizer
 from tests.support.models.tiny_tokenizer import IM_END, IM_START
+from tests.support.tokenizer.chat_templates import local_template
 from tests.support.tokenizer.tokenizer_directories import TABLE
 
 TEXTS = ["", "The fox", " a  b\n\n12345 it's é 你好 😀", "x <call> y</call>  z", "▁a [b] <think>"]
@@ -53,7 +53,7 @@ def load(root: Path, name: str) -> tuple[Encoder, PromptEncoder, Any]:
     tokenizer = load_tokenizer(directory)
     encoder = Encoder(tokenizer.backend)
     templates = tokenizer.templates
-    template = ChatTemplate(templates["default"], tokenizer.special_tokens, tools_source=templates.get("tool_use"))
+    template = local_template(templates["default"], tokenizer.special_tokens, tools_source=templates.get("tool_use"))
     return encoder, PromptEncoder(encoder, template), AutoTokenizer.from_pretrained(directory)
 
 

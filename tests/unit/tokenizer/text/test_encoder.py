@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from services.tokenizer.chat.chat_template import ChatTemplate
 from services.tokenizer.chat.conversation import Conversation, Message
 from services.tokenizer.request.prompts import PromptEncoder
 from services.tokenizer.text.control_tokens import ControlTokens
@@ -13,6 +12,7 @@ from services.tokenizer.text.text_cuts import PART_LENGTH
 from shared.errors import RequestTooLargeError
 from shared.model_dir import ModelDirectoryError
 from tests.support.models.tiny_tokenizer import IM_END, IM_END_ID, IM_START, IM_START_ID, tiny_tokenizer
+from tests.support.tokenizer.chat_templates import local_template
 
 
 def tokenizer_with_bos(single: str = f"{IM_START} $A") -> Tokenizer:
@@ -61,7 +61,7 @@ def test_the_given_tokenizer_is_not_modified() -> None:
 
 async def test_plain_text_gets_the_tokenizers_special_tokens_and_a_conversation_does_not() -> None:
     encoder = Encoder(tokenizer_with_bos())
-    prompts = PromptEncoder(encoder, ChatTemplate("{{ messages[0].content }}", {}))
+    prompts = PromptEncoder(encoder, local_template("{{ messages[0].content }}", {}))
     plain = tiny_tokenizer().encode("The fox").ids
     assert (await prompts.encode("The fox", 256)).tolist() == [IM_START_ID, *plain]
     assert (await prompts.encode(Conversation((Message("user", "The fox"),)), 256)).tolist() == plain
@@ -126,7 +126,7 @@ def test_tokens_that_open_turns_are_kept_out_of_text_even_if_not_special() -> No
 
 
 async def test_a_conversation_whose_rendered_text_is_too_large_is_refused() -> None:
-    template = ChatTemplate("{% for m in messages %}{{ m.content * 2 }}{% endfor %}", {})
+    template = local_template("{% for m in messages %}{{ m.content * 2 }}{% endfor %}", {})
     prompts = PromptEncoder(Encoder(tiny_tokenizer()), template)
     with pytest.raises(RequestTooLargeError):
         await prompts.encode(Conversation((Message("user", "x" * 2**21),)), 256)

@@ -1,0 +1,114 @@
+"""What a forked process does: it renders templates for one connection, within limits that the kernel holds.
+
+The first message is the setup: the sources of the templates, their special tokens, and the CPU seconds that a render
+may take. Each further one is a request, and has one answer. A trial has the same limits as a chat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import socket
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from services.tokenizer.chat.render_frames import receive_frame, send_frame
+from services.tokenizer.chat.template_features import find_features, find_opening, sample_tools
+from services.tokenizer.chat.template_rendering import explain_failure, render_template
+from services.tokenizer.json.json_values import JsonObject
+from services.tokenizer.text_size import MAX_TEXT_BYTES
+from services.tokenizer.trial_limits import limit_cpu
+
+MAX_MEMORY_BYTES = 256 * 1024 * 1024
+"""Above what is mapped when the process begins."""
+
+MEMORY_PROBLEM = f"it takes more than {MAX_MEMORY_BYTES // 2**20} MiB of memory"
+
+# A rendered text may have characters that are taken out again, which break control tokens.
+_MAX_RENDERED_BYTES = 4 * MAX_TEXT_BYTES
+
+_MAX_ERROR_LENGTH = 500
+
+
+def serve_renders(connection: socket.socket) -> None:
+    """Answer until the connection is closed, or an answer says that it `is_last`. Limits this process for good."""
+    limit_bytes = _limit_memory()
+    setup = receive_frame(connection)
+    if setup is None:
+        return
+    templates = _Templates(setup["sources"], setup["special_tokens"], setup["cpu_s"])
+    while (request := receive_frame(connection)) is not None:
+        try:
+            answer = templates.answer(request)
+            # Memory that a chat leaves allocated must not count against the next one.
+            is_last = limit_bytes - _mapped_bytes() < MAX_MEMORY_BYTES / 2
+        except MemoryError:
+            answer, is_last = {"problem": f"the chat template failed: {MEMORY_PROBLEM}", "type": "MemoryError"}, True
+        limit_cpu(0.0)
+        send_frame(connection, {**answer, "is_last": is_last})
+        if is_last:
+            return
+
+
+class _Templates:
+    """Answers requests; after each, the limit of CPU time is still on."""
+
+    def __init__(self, sources: list[str], special_tokens: dict[str, str], cpu_s: float) -> None:
+        self._sources = sources
+        self._special_tokens = special_tokens
+        self._cpu_s = cpu_s
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        limit_cpu(self._cpu_s)
+        source = self._sources[request["source"]]
+        match request["kind"]:
+            case "render":
+                return self._render(source, request["fields"], opens_turn=request["opens_turn"])
+            case "warm":
+                return self._warm(source, has_tools=request["has_tools"])
+            case _:
+                return self._try(source, has_tools=request["has_tools"])
+
+    def _render(self, source: str, fields: JsonObject, *, opens_turn: bool) -> dict[str, Any]:
+        try:
+            text = render_template(source, self._special_tokens, fields, opens_turn=opens_turn)
+            num_bytes = len(text.encode())
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a template can raise anything
+            failure = explain_failure(error, source)
+            return {"problem": str(failure), "type": failure.error_type}
+        return {"num_bytes": num_bytes} if num_bytes > _MAX_RENDERED_BYTES else {"text": text}
+
+    def _warm(self, source: str, *, has_tools: bool) -> dict[str, Any]:
+        """Compile a template, by what it has rendered in its trial; if that fails now, a chat will say so."""
+        with contextlib.suppress(Exception):
+            find_opening(lambda fields: self._in_time(source, fields), sample_tools() if has_tools else None)
+        return {}
+
+    def _try(self, source: str, *, has_tools: bool) -> dict[str, Any]:
+        try:
+            tools = sample_tools() if has_tools else None
+            return {"features": asdict(find_features(lambda fields: self._in_time(source, fields), tools))}
+        except MemoryError:
+            return {"error": MEMORY_PROBLEM}
+        except Exception as error:  # noqa: BLE001 - a template can raise anything
+            return {"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR_LENGTH]}
+
+    def _in_time(self, source: str, fields: JsonObject) -> str:
+        limit_cpu(self._cpu_s)
+        return render_template(source, self._special_tokens, fields)
+
+
+def _limit_memory() -> int:
+    """Limit this process's address space; returns the limit in bytes."""
+    limit_bytes = _mapped_bytes() + MAX_MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    return limit_bytes
+
+
+def _mapped_bytes() -> int:
+    num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    return num_pages * resource.getpagesize()

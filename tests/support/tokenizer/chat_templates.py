@@ -1,0 +1,50 @@
+"""Chat templates that are rendered in the test's own process, without limits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from services.tokenizer.chat.chat_template import ChatTemplate
+from services.tokenizer.chat.message_forms import TemplateFeatures
+from services.tokenizer.chat.template_rendering import explain_failure, render_template
+from services.tokenizer.json.json_values import JsonObject
+
+_PLAIN = TemplateFeatures(takes_tools=True)
+
+
+class LocalRenderer:
+    """Renders at once."""
+
+    def __init__(self, special_tokens: Mapping[str, str]) -> None:
+        self._special_tokens = dict(special_tokens)
+        self.num_ended: dict[str, int] = {"cpu": 0}
+
+    def render(self, source: str, fields: JsonObject, *, opens_turn: bool) -> str:
+        """See `Renderer`."""
+        try:
+            return render_template(source, self._special_tokens, fields, opens_turn=opens_turn)
+        except Exception as error:  # noqa: BLE001 - a template can raise anything
+            raise explain_failure(error, source) from None
+
+    @property
+    def max_render_s(self) -> float:
+        """No limit."""
+        return math.inf
+
+    def warm_up(self, num_renders: int) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def local_template(
+    source: str,
+    special_tokens: Mapping[str, str],
+    *,
+    tools_source: str | None = None,
+    features: TemplateFeatures = _PLAIN,
+) -> ChatTemplate:
+    """A template, with the names and texts of its special tokens."""
+    return ChatTemplate(source, LocalRenderer(special_tokens), tools_source=tools_source, features=features)
