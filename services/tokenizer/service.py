@@ -50,7 +50,7 @@ async def serve(
     `http_limits` are those of the settings if None.
     """
     http_limits = http_limits or HttpLimits(settings.max_http_connections, max_unread_s=settings.max_unread_s)
-    health, probes = Health((TOKENIZER_SERVICE,)), Probes("starting")
+    health, probes = Health((TOKENIZER_SERVICE,)), Probes("starting", stuck=lambda: model.prompts.stuck)
     probes.set_obstacle(_UNLINKED)
 
     async def on_link_change(is_linked: bool) -> None:

@@ -38,7 +38,7 @@ async def serve_management(
     Args:
         address: `--manage-listen`: unix:PATH or HOST:PORT, where port 0 chooses a free one. None serves nothing.
         registry: Its collectors run on the event loop.
-        probes: What `/startupz` and `/readyz` answer.
+        probes: What `/livez`, `/startupz` and `/readyz` answer.
         request_timeout_s: A connection not answered by then is closed.
 
     Raises:
@@ -77,7 +77,7 @@ _Route = Callable[[], _Page]
 def _routes(registry: CollectorRegistry, probes: Probes) -> dict[bytes, _Route]:
     return {
         b"/metrics": lambda: _Page(HTTPStatus.OK, generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4),
-        b"/livez": lambda: _probe(None),
+        b"/livez": lambda: _probe(probes.why_not_alive),
         b"/startupz": lambda: _probe(probes.why_not_started),
         b"/readyz": lambda: _probe(probes.why_not_ready),
     }

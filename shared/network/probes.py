@@ -1,21 +1,34 @@
-"""What a process answers when Kubernetes asks whether it has started and whether it is ready."""
+"""What a process answers when Kubernetes asks whether it lives, has started and is ready."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 
 class Probes:
     """How far a process has come: it starts once, is then ready or not, and leaves at last.
 
-    Every answer is None for yes, or a few words that say why not. Nothing here says that a process lives: one whose
-    event loop does not turn gives no answer. Belongs to the event loop that serves the management port.
+    Every answer is None for yes, or a few words that say why not. A process whose event loop does not turn gives no
+    answer. Belongs to the event loop that serves the management port.
     """
 
-    def __init__(self, waits_for: str) -> None:
-        """`waits_for` says what keeps the process from having started."""
+    def __init__(self, waits_for: str, *, stuck: Callable[[], str | None] = lambda: None) -> None:
+        """Begin a process's probes.
+
+        Args:
+            waits_for: What keeps the process from having started.
+            stuck: Says what keeps it from living, such as work in a thread that never ends; None if nothing does.
+        """
+        self._stuck = stuck
         self._waits_for: str | None = waits_for
         self._obstacle: str | None = None
         self.is_leaving = False
         """Set once the process was asked to end, or drains."""
+
+    @property
+    def why_not_alive(self) -> str | None:
+        """Only a new start helps."""
+        return self._stuck()
 
     @property
     def why_not_started(self) -> str | None:

@@ -62,6 +62,14 @@ async def test_a_head_is_answered_like_a_get_without_the_body(tmp_path: Path, pa
     assert answer == (status, headers, "")
 
 
+async def test_a_process_whose_work_is_stuck_does_not_live(tmp_path: Path) -> None:
+    answers = iter((None, "it is stuck"))
+    async with serving(tmp_path, probes=Probes("nothing", stuck=lambda: next(answers))) as path:
+        for expected in ("200 ok", "503 it is stuck"):
+            status, _, body = await exchange(path, b"GET /livez HTTP/1.1\r\n\r\n")
+            assert f"{status.split()[1]} {body.strip()}" == expected
+
+
 async def test_probes_follow_a_process_through_its_life(tmp_path: Path) -> None:
     probes = Probes("the weights are loading")
 

@@ -98,6 +98,28 @@ async def test_a_text_is_always_accepted_if_no_other_is_waiting() -> None:
         assert await pool.run(threading.get_ident) != threading.get_ident()
 
 
+async def test_work_that_takes_too_long_is_stuck_until_it_ends() -> None:
+    pool = EncodingPool(1, "test", max_work_s=0.0)
+    begun, may_end = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        may_end.wait()
+
+    assert pool.stuck is None
+    running = asyncio.ensure_future(pool.run(work))
+    await asyncio.to_thread(begun.wait)
+    assert pool.stuck == "work in the pool test is stuck"
+    # A call that is cancelled does not end its work.
+    running.cancel()
+    waiting = asyncio.ensure_future(pool.run(lambda: None))
+    await asyncio.sleep(0)
+    assert pool.stuck is not None
+    may_end.set()
+    await waiting
+    assert pool.stuck is None
+
+
 async def test_if_one_prompt_is_refused_the_others_are_not_encoded_to_their_end(encoder: Encoder) -> None:
     limits = ModelLimits(HUGE_CONTEXT, 512, HUGE_CONTEXT)
     without_template: Any = SimpleNamespace(prompts=PromptEncoder(encoder, None))
