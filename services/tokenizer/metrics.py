@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from lockstep.internal.v1 import exchange_pb2
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
+from services.tokenizer.request.prompts import PromptEncoder
 from services.tokenizer.server.request_totals import RequestTotals, finish_label
 from shared.histogram import Histogram
 from shared.network.tls import Certificates
@@ -17,24 +18,26 @@ from shared.process.metrics import make_process_registry
 
 
 def make_registry(
-    scheduler: SchedulerClient, totals: RequestTotals, certificates: Certificates | None
+    scheduler: SchedulerClient, totals: RequestTotals, prompts: PromptEncoder, certificates: Certificates | None
 ) -> CollectorRegistry:
     """The metrics of the replica, of its certificate if it has one, and of the process."""
-    return make_process_registry(ReplicaCollector(scheduler, totals), certificates)
+    return make_process_registry(ReplicaCollector(scheduler, totals, prompts), certificates)
 
 
 class ReplicaCollector(Collector):
     """Collects a replica's metrics. Counters start at 0 with the process. Labels never hold client data."""
 
-    def __init__(self, scheduler: SchedulerClient, totals: RequestTotals) -> None:
+    def __init__(self, scheduler: SchedulerClient, totals: RequestTotals, prompts: PromptEncoder) -> None:
         self._scheduler = scheduler
         self._totals = totals
+        self._prompts = prompts
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics."""
         yield from _time_metrics(self._totals)
         yield from _token_metrics(self._totals)
         yield from _outcome_metrics(self._totals)
+        yield from _template_metrics(self._prompts)
         yield from self._link_metrics()
         yield from _load_metrics(self._scheduler.load)
 
@@ -65,6 +68,27 @@ class ReplicaCollector(Collector):
         resumes.add_metric(["true"], counters.num_exact_resumes)
         resumes.add_metric(["false"], counters.num_other_resumes)
         yield resumes
+
+
+def _template_metrics(prompts: PromptEncoder) -> Iterator[Metric]:
+    info = GaugeMetricFamily(
+        "lockstep_chat_template_info",
+        "Always 1; the label is the SHA-256 of the chat template, equal on a cell's replicas. No samples without a "
+        "template.",
+        labels=["digest"],
+    )
+    if prompts.template_digest is not None:
+        info.add_metric([prompts.template_digest], 1)
+    yield info
+    ended = CounterMetricFamily(
+        "lockstep_chat_renders_ended",
+        "Renders of chats that were ended: at their limit of processor time or memory, by a crash, without an answer, "
+        "or because their process was killed, after which they are tried again once.",
+        labels=["cause"],
+    )
+    for cause, count in prompts.num_ended_renders.items():
+        ended.add_metric([cause], count)
+    yield ended
 
 
 def _load_metrics(load: exchange_pb2.CellLoad | None) -> Iterator[Metric]:

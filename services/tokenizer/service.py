@@ -79,7 +79,7 @@ async def serve(
             certificates=settings.certificates,
             limits=ServerLimits(max_connection_age_s=settings.max_connection_age_s, on_refusal=totals.count_refusal),
         )
-        registry = make_registry(scheduler, totals, settings.certificates)
+        registry = make_registry(scheduler, totals, model.prompts, settings.certificates)
         management = await serve_management(settings.manage_listen, registry, probes)
         backend = Backend(model, scheduler, live, totals, settings.max_unread_s, names)
         http = await _serve_http(settings, backend, registry, http_limits)

@@ -124,6 +124,7 @@ HEALTHY = {
     of_scheduler("lockstep_poison_requests_total"): steady(0),
     of_scheduler("lockstep_integrity_failures_total"): steady(0),
     of_tokenizer("lockstep_scheduler_linked"): steady(1),
+    of_tokenizer("lockstep_chat_template_info", digest="a"): steady(1),
     of_tokenizer("lockstep_scheduler_links_lost_total"): rising(1 / 60),
     of_tokenizer("lockstep_request_success_total", finished_reason="stop"): rising(60),
     of_tokenizer("lockstep_request_failure_total", reason="INTERNAL"): rising(0.1),
@@ -193,6 +194,10 @@ CASES = (
     fires("LockstepTargetDown", {series("up", "worker", "w-0"): steady(0)}),
     fires("LockstepRestartsOften", {series("process_start_time_seconds", "worker", "w-0"): rising(1)}),
     fires("LockstepTokenizerUnlinked", {of_tokenizer("lockstep_scheduler_linked"): steady(0)}),
+    fires(
+        "LockstepChatTemplatesDiffer",
+        {series("lockstep_chat_template_info", "tokenizer", "t-1", digest="b"): steady(1)},
+    ),
     fires("LockstepSchedulerLostOften", {of_tokenizer("lockstep_scheduler_links_lost_total"): rising(0.2)}),
     fires("LockstepEventLoopSlow", {series("scrape_duration_seconds", "scheduler", "s-0"): steady(2)}),
     fires(

@@ -60,6 +60,7 @@ def load_model(settings: TokenizerSettings) -> ServedModel:
             "model": settings.name_of_model,
             "tool_parser": parsers.tool_parser,
             "reasoning_parser": parsers.reasoning_parser,
+            "chat_template": prompts.template_digest,
         },
     )
     can_compile = can_compile_grammars(tokenizer, settings.model_dir)

@@ -20,15 +20,19 @@ from services.scheduler.server.idle_check import IdleCheck
 from services.tokenizer.exchange.cell_requests import CellRequests
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
 from services.tokenizer.metrics import make_registry as make_tokenizer_registry
+from services.tokenizer.request.prompts import PromptEncoder
 from services.tokenizer.server.request_totals import RequestTotals
+from services.tokenizer.text.encoder import Encoder
 from services.worker.layout import RankLayout
 from services.worker.metrics import WorkerCollector
 from services.worker.runner.step_totals import StepTotals
 from shared.cli.processes.service_command import ServiceCommand
 from shared.cli.ranks import RanksCollector
 from shared.process.metrics import make_process_registry
+from tests.support.models.tiny_tokenizer import tiny_tokenizer
 from tests.support.system.processes import ROOT
 from tests.support.tables.generated_tables import replace_tables
+from tests.support.tokenizer.chat_templates import local_template
 
 if TYPE_CHECKING:
     from services.worker.runner.model_runner import ModelRunner
@@ -85,7 +89,8 @@ async def _tokenizer() -> CollectorRegistry:
     stream.note_cell_info(exchange_pb2.CellInfo())
     stream.note_heartbeat(exchange_pb2.SchedulerHeartbeat(holds_workers=True))
     await client.on_heard(stream)
-    return make_tokenizer_registry(client, RequestTotals(), _CERTIFICATES)
+    prompts = PromptEncoder(Encoder(tiny_tokenizer()), local_template("", {}))
+    return make_tokenizer_registry(client, RequestTotals(), prompts, _CERTIFICATES)
 
 
 def _scheduler() -> CollectorRegistry:
