@@ -20,7 +20,7 @@ from shared.config import (
 from shared.network.tls import Role
 
 
-class TokenizerSettings(ProcessSettings, HttpPortSettings, SchedulerLossSettings):
+class TokenizerSettings(SchedulerLossSettings, ProcessSettings, HttpPortSettings):
     """The tokenizer service's settings."""
 
     model_config = SettingsConfigDict(env_prefix="LOCKSTEP_TOKENIZER_", cli_prog_name="python -m services.tokenizer")
