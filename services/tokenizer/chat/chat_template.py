@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from services.tokenizer.chat.conversation import Conversation, Tool
 from services.tokenizer.chat.deepseek_v32_template import DEEPSEEK_V32_TEMPLATE
 from services.tokenizer.chat.message_forms import Guard, TemplateFeatures, message_fields
-from services.tokenizer.chat.template_renderer import Renderer, TemplateRenderer
+from services.tokenizer.chat.template_renderer import Renderer, RendererMaker, TemplateRenderer
 from services.tokenizer.chat.template_rendering import RenderError
 from services.tokenizer.chat.template_trial import try_template
 from services.tokenizer.json.json_values import JsonObject, JsonValue
@@ -110,7 +110,13 @@ class ChatTemplate:
             ) from None
 
 
-def load_chat_template(tokenizer: ModelTokenizer, *, timeout_s: float, architecture: str = "") -> ChatTemplate | None:
+def load_chat_template(
+    tokenizer: ModelTokenizer,
+    *,
+    timeout_s: float,
+    architecture: str = "",
+    make_renderer: RendererMaker = TemplateRenderer,
+) -> ChatTemplate | None:
     """The tokenizer's template after a trial, or else the one for its architecture.
 
     None if there is none that takes conversations without tools.
@@ -130,7 +136,7 @@ def load_chat_template(tokenizer: ModelTokenizer, *, timeout_s: float, architect
     ]
     return ChatTemplate(
         sources["default"],
-        TemplateRenderer(
+        make_renderer(
             {each: name == "tool_use" for name, each in sources.items()}, tokenizer.special_tokens, cpu_s=timeout_s
         ),
         tools_source=sources.get("tool_use"),

@@ -47,6 +47,13 @@ class Renderer(Protocol):
         """Render nothing any more."""
 
 
+class RendererMaker(Protocol):
+    """Makes a renderer."""
+
+    def __call__(self, sources: Mapping[str, bool], special_tokens: Mapping[str, str], /, *, cpu_s: float) -> Renderer:
+        """See `TemplateRenderer`."""
+
+
 class TemplateRenderer:
     """Renders with children of one server, which starts on demand; and again, should it end.
 

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from services.tokenizer.chat.chat_template import load_chat_template
+from services.tokenizer.chat.template_renderer import RendererMaker, TemplateRenderer
 from services.tokenizer.config import TokenizerSettings
 from services.tokenizer.grammar.grammar_child import TrialLimits
 from services.tokenizer.grammar.structured_output import StructuredOutputs
@@ -39,7 +40,7 @@ class ServedModel:
         self.structured_outputs.close()
 
 
-def load_model(settings: TokenizerSettings) -> ServedModel:
+def load_model(settings: TokenizerSettings, *, make_renderer: RendererMaker = TemplateRenderer) -> ServedModel:
     """Read the model's directory.
 
     Raises:
@@ -51,7 +52,12 @@ def load_model(settings: TokenizerSettings) -> ServedModel:
     warn_of_unknown_tokens(tokenizer, settings.model_dir)
     encoder = Encoder(tokenizer)
     architecture = next(iter(architectures_of(read_json(settings.model_dir, CONFIG))), "")
-    template = load_chat_template(model_tokenizer, timeout_s=settings.template_timeout_s, architecture=architecture)
+    template = load_chat_template(
+        model_tokenizer,
+        timeout_s=settings.template_timeout_s,
+        architecture=architecture,
+        make_renderer=make_renderer,
+    )
     prompts = PromptEncoder(encoder, template, num_threads=settings.num_encode_threads)
     parsers = load_reply_parsers(architecture, prompts, name=settings.reply_parser)
     logger.info(

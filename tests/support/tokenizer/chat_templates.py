@@ -39,6 +39,17 @@ class LocalRenderer:
         """Do nothing."""
 
 
+def make_local_renderer(
+    _sources: Mapping[str, bool],
+    special_tokens: Mapping[str, str],
+    /,
+    *,
+    cpu_s: float,
+) -> LocalRenderer:
+    """A `RendererMaker`."""
+    return LocalRenderer(special_tokens)
+
+
 def local_template(
     source: str,
     special_tokens: Mapping[str, str],

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from services.tokenizer.chat.template_renderer import RendererMaker
 from services.tokenizer.config import TokenizerSettings
 from services.tokenizer.http.connections.limits import HttpLimits
 from services.tokenizer.request.model import load_model
@@ -23,6 +24,7 @@ from shared.model_dir import model_digest
 from shared.network.rpc import make_channel, make_server
 from shared.process.lifecycle import StopRequest
 from tests.support.models.tiny_tokenizer import CONTEXT_LENGTH, IM_END_ID, VOCABULARY_SIZE
+from tests.support.tokenizer.chat_templates import make_local_renderer
 from tests.support.tokenizer.exchange_peer import ExchangePeer
 
 NUM_POOL_TOKENS = 200
@@ -87,6 +89,7 @@ async def run_tokenizer_service(
     num_schedulers: int = 1,
     logits_width: int = VOCABULARY_SIZE,
     http_limits: HttpLimits | None = None,
+    make_renderer: RendererMaker = make_local_renderer,
     **settings: Any,
 ) -> AsyncIterator[Service]:
     """Run the service and its peers, which have not sent their cell info yet; the service must stop cleanly.
@@ -97,6 +100,7 @@ async def run_tokenizer_service(
         num_schedulers: The number of peers, each a separate scheduler instance.
         logits_width: That of the peers' cell.
         http_limits: Those of the HTTP API, instead of the settings'.
+        make_renderer: Renders chats; by default in the test's process, since one of its own takes a second to start.
         settings: Further settings of the service.
     """
     cell_info = exchange_pb2.CellInfo(
@@ -118,7 +122,8 @@ async def run_tokenizer_service(
     address = f"unix:{socket_dir}/tokenizer.sock"
     service_settings = TokenizerSettings(listen=address, scheduler=tuple(addresses), model_dir=model_dir, **settings)
     stop = StopRequest()
-    task = asyncio.create_task(serve(service_settings, load_model(service_settings), stop, http_limits=http_limits))
+    model = load_model(service_settings, make_renderer=make_renderer)
+    task = asyncio.create_task(serve(service_settings, model, stop, http_limits=http_limits))
     async with make_channel(address) as channel:
         stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
         try:

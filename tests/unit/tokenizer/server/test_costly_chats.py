@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.chat.template_renderer import TemplateRenderer
 from tests.support.models.tiny_tokenizer import write_tiny_tokenizer
 from tests.support.system.polling import poll_until
 from tests.support.system.processes import running_children
@@ -32,7 +33,7 @@ async def costly(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     """A service with such a template, linked to its cell."""
     directory = tmp_path_factory.mktemp("costly")
     write_tiny_tokenizer(directory, chat_template=COSTLY)
-    async with run_tokenizer_service(directory, directory) as service:
+    async with run_tokenizer_service(directory, directory, make_renderer=TemplateRenderer) as service:
         await service.link()
         yield service
 
