@@ -26,10 +26,11 @@ from shared.model_dir import ModelDirectoryError
 from shared.network.health import Health
 from shared.network.management import serve_management
 from shared.network.probes import Probes
-from shared.network.rpc import ServerLimits, Servicer, make_peer, make_server
+from shared.network.rpc import MAX_CONNECTIONS, ServerLimits, Servicer, make_peer, make_server
 from shared.network.tls import Role
 from shared.process.lifecycle import StopRequest, freeze_garbage, run_service
 from shared.process.logging import configure_logging
+from shared.process.open_files import share_open_files
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,6 @@ async def serve(
 
     `http_limits` are those of the settings if None.
     """
-    http_limits = http_limits or HttpLimits(settings.max_http_connections, max_unread_s=settings.max_unread_s)
     health, probes = Health((TOKENIZER_SERVICE,)), Probes("starting", stuck=lambda: model.prompts.stuck)
     probes.set_obstacle(_UNLINKED)
 
@@ -67,6 +67,7 @@ async def serve(
         peer=make_peer(settings.certificates, Role.SCHEDULER),
     )
     live, totals = LiveRequests(), RequestTotals()
+    limits, settings_http_limits = _share_limits(settings, totals)
     servicer = TokenizerServicer(model, scheduler, live, totals=totals, max_unread_s=settings.max_unread_s)
     servicers: list[Servicer] = [servicer, health]
     listed = (TOKENIZER_SERVICE,) if settings.reflection else ()
@@ -77,12 +78,12 @@ async def serve(
             servicers,
             service_names=listed,
             certificates=settings.certificates,
-            limits=ServerLimits(max_connection_age_s=settings.max_connection_age_s, on_refusal=totals.count_refusal),
+            limits=limits,
         )
         registry = make_registry(scheduler, totals, model.prompts, settings.certificates)
         management = await serve_management(settings.manage_listen, registry, probes)
         backend = Backend(model, scheduler, live, totals, settings.max_unread_s, names)
-        http = await _serve_http(settings, backend, registry, http_limits)
+        http = await _serve_http(settings, backend, registry, http_limits or settings_http_limits)
     except RuntimeError as error:
         logger.error("cannot serve", extra={"address": settings.bind_address, "error": str(error)})
         return 1
@@ -108,6 +109,18 @@ async def serve(
         if isinstance(result, Exception):
             raise result
     return 0
+
+
+def _share_limits(settings: TokenizerSettings, totals: RequestTotals) -> tuple[ServerLimits, HttpLimits]:
+    """The limits of both ports."""
+    num_http_connections = settings.max_http_connections if settings.http_address else 0
+    num_connections, num_http_connections = share_open_files(MAX_CONNECTIONS, num_http_connections)
+    limits = ServerLimits(
+        max_connections=num_connections,
+        max_connection_age_s=settings.max_connection_age_s,
+        on_refusal=totals.count_refusal,
+    )
+    return limits, HttpLimits(num_http_connections, max_unread_s=settings.max_unread_s)
 
 
 async def _drain(drain_s: float, scheduler: SchedulerClient, live: LiveRequests, stop: StopRequest) -> None:

@@ -52,6 +52,13 @@ MAX_PENDING_CALLS = 20_000
 _MAX_PENDING_S = 24 * 60 * 60
 # Calls served at once; we refuse calls above this with a reason and a retry delay.
 MAX_OPEN_CALLS = 16_384
+MAX_CONNECTIONS = 8192
+"""Connections of a client port; as each may have many calls, few clients need more than one."""
+MAX_CELL_CONNECTIONS = 1024
+"""Connections of a cell port."""
+# A client connects again with its next call. Within the cell, links are never idle for so long.
+_MAX_IDLE_MS = 300_000
+_HANDSHAKE_MS = 10_000
 _RETRY_DELAY_S = 1.0
 # If its health check were refused, the launcher would consider the process dead.
 _NEVER_REFUSED = frozenset({"/grpc.health.v1.Health/Check"})
@@ -94,6 +101,8 @@ class ServerLimits:
 
     max_open_calls: int = MAX_OPEN_CALLS
     """More at once are refused with QUEUE_FULL."""
+    max_connections: int = MAX_CELL_CONNECTIONS
+    """More at once are closed before they say anything; those that shake hands count, for at most 10 s."""
     max_connection_age_s: float | None = None
     """A connection older than this, within 10 %, takes no new calls and ends after its open ones."""
     on_refusal: OnRefusal = lambda _method, _reason: None
@@ -136,12 +145,14 @@ def make_server(
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         ("grpc.server_max_unrequested_time_in_server", _MAX_PENDING_S),
+        ("grpc.max_allowed_incoming_connections", limits.max_connections),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
     ]
     if limits.max_connection_age_s is not None:
         options.append(("grpc.max_connection_age_ms", round(limits.max_connection_age_s * 1000)))
     if not internal:
         # Clients and their proxies ping idle connections as often as they like; the default closes such a connection.
-        options.append(("grpc.http2.max_ping_strikes", 0))
+        options += [("grpc.http2.max_ping_strikes", 0), ("grpc.max_connection_idle_ms", _MAX_IDLE_MS)]
     else:
         options += [
             ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),

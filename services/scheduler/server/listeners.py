@@ -15,7 +15,8 @@ from services.scheduler.server.servicer import (
     SchedulerServicer,
 )
 from shared.network.health import Health
-from shared.network.rpc import ServerLimits, make_server
+from shared.network.rpc import MAX_CELL_CONNECTIONS, MAX_CONNECTIONS, ServerLimits, make_server
+from shared.process.open_files import share_open_files
 
 PUBLIC_SERVICES = (SCHEDULER_SERVICE,)
 CELL_SERVICES = (EXCHANGE_SERVICE, ADMIN_SERVICE, SCHEDULER_SERVICE)
@@ -30,12 +31,13 @@ def make_servers(settings: SchedulerSettings, cell: CellServer, health: Health) 
         RuntimeError: an address is not usable.
     """
     scheduler = SchedulerServicer(cell, settings.max_unread_s)
+    num_client_connections, num_cell_connections = share_open_files(MAX_CONNECTIONS, MAX_CELL_CONNECTIONS)
     public = make_server(
         settings.bind_address,
         [scheduler, health],
         service_names=PUBLIC_SERVICES if settings.reflection else (),
         certificates=settings.certificates,
-        limits=ServerLimits(max_connection_age_s=settings.max_connection_age_s),
+        limits=ServerLimits(max_connections=num_client_connections, max_connection_age_s=settings.max_connection_age_s),
     )
     internal = make_server(
         settings.cell_bind_address,
@@ -43,5 +45,6 @@ def make_servers(settings: SchedulerSettings, cell: CellServer, health: Health) 
         internal=True,
         service_names=CELL_SERVICES if settings.reflection else (),
         certificates=settings.certificates,
+        limits=ServerLimits(max_connections=num_cell_connections),
     )
     return public, internal

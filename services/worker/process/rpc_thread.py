@@ -17,9 +17,10 @@ from services.worker.process.exits import DomainEnd, ExitCode
 from shared.network.health import Health
 from shared.network.management import serve_management
 from shared.network.probes import Probes
-from shared.network.rpc import Servicer, make_server
+from shared.network.rpc import MAX_CELL_CONNECTIONS, ServerLimits, Servicer, make_server
 from shared.network.tls import Certificates
 from shared.process.metrics import make_process_registry
+from shared.process.open_files import share_open_files
 
 if TYPE_CHECKING:
     from services.worker.runner.model_runner import ModelRunner
@@ -127,12 +128,14 @@ class RpcThread:
 
     async def _serve(self) -> None:
         servicers = [*self._role.servicers, self._health]
+        (num_connections,) = share_open_files(MAX_CELL_CONNECTIONS)
         server = make_server(
             self._address,
             servicers,
             internal=True,
             service_names=self._reflected,
             certificates=self._certificates,
+            limits=ServerLimits(max_connections=num_connections),
         )
         registry = make_process_registry(self._collector, self._certificates)
         management = await serve_management(self._manage_listen, registry, self.probes)
