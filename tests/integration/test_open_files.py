@@ -68,10 +68,10 @@ def start_limited(role: str, folder: Path, *flags: str, ports: tuple[str, ...]) 
 def limited(request: pytest.FixtureRequest, tiny_model: Path, tmp_path: Path) -> Iterator[Limited]:
     """Each role that has clients."""
     if request.param == "tokenizer":
-        flags, ports = (f"--model-dir={tiny_model}", f"--scheduler=unix:{tmp_path}/none"), ("listen", "http-listen")
+        flags, port = [f"--model-dir={tiny_model}", f"--scheduler=unix:{tmp_path}/none"], "http-listen"
     else:
-        flags, ports = (f"--workers=unix:{tmp_path}/none",), ("listen", "cell-listen")
-    with start_limited(request.param, tmp_path, *flags, ports=ports) as service:
+        flags, port = [f"--workers=unix:{tmp_path}/none"], "cell-listen"
+    with start_limited(request.param, tmp_path, *flags, ports=("listen", port)) as service:
         yield service
 
 

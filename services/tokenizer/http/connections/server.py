@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +13,7 @@ from aiohttp import web
 
 from services.tokenizer.http.connections.connection import Connection, Connections
 from services.tokenizer.http.connections.limits import HttpLimits
+from services.tokenizer.http.connections.tls_listener import TlsListener
 from shared.network.addresses import split_address
 from shared.network.rpc import refuse_taken_socket
 from shared.network.tls import Certificates
@@ -26,12 +29,12 @@ class HttpServer:
     """A running server."""
 
     runner: web.AppRunner
-    listener: asyncio.Server
+    listener: asyncio.Server | TlsListener
 
     @property
     def addresses(self) -> list[object]:
         """What it listens on."""
-        return [socket.getsockname() for socket in self.listener.sockets]
+        return [each.getsockname() for each in self.listener.sockets]
 
     async def stop(self) -> None:
         """Close the listener, then the connections; requests that are still open are ended."""
@@ -70,7 +73,7 @@ async def serve_http(
 
 async def _listen(
     address: str, make: Callable[[], Connection], certificates: Certificates | None, handshake_s: float
-) -> asyncio.Server:
+) -> asyncio.Server | TlsListener:
     loop = asyncio.get_running_loop()
     if address.startswith("unix:"):
         path = address.removeprefix("unix:")
@@ -79,12 +82,19 @@ async def _listen(
     host, port = split_address(address)
     if certificates is None:
         return await loop.create_server(make, host, port, backlog=_BACKLOG)
-    return await loop.create_server(
-        make,
-        host,
-        port,
-        ssl=certificates.make_http_context(),
-        ssl_handshake_timeout=handshake_s,
-        ssl_shutdown_timeout=_CLOSE_S,
-        backlog=_BACKLOG,
-    )
+    return TlsListener(await _bind(host, port), make, certificates.make_http_context(), handshake_s)
+
+
+async def _bind(host: str, port: int) -> list[socket.socket]:
+    """Listen on each address of a host, as `create_server` does."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    with contextlib.ExitStack() as stack:
+        sockets = [
+            stack.enter_context(socket.create_server(address[:2], family=family, backlog=_BACKLOG))
+            for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found)
+        ]
+        stack.pop_all()
+    for each in sockets:
+        each.setblocking(False)
+    return sockets

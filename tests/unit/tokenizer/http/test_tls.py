@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 from cryptography import x509
 
 from services.tokenizer.http.connections.limits import HttpLimits
+from services.tokenizer.http.connections.tls_listener import MAX_HANDSHAKES
 from shared.network.tls import Role
 from tests.support.cells.certificates import DOMAIN, Authority, write_files
 from tests.support.system.ports import free_port
@@ -48,6 +50,21 @@ async def test_a_handshake_that_does_not_end_ends_its_connection(model_dir: Path
             async with connect(address) as client:
                 await client.send(begun)
                 assert (await client.read_to_end()).statuses == []
+
+
+async def test_the_oldest_of_too_many_handshakes_ends_its_connection(model_dir: Path, tmp_path: Path) -> None:
+    authority, port = Authority(), free_port()
+    settings = tls_settings(tmp_path, authority)
+    context = ssl.create_default_context(cadata=authority.pem.decode())
+    address = f"127.0.0.1:{port}"
+    async with run_http_service(model_dir, tmp_path, http_listen=address, **settings), AsyncExitStack() as stack:
+        silent = [await stack.enter_async_context(connect(address)) for _ in range(MAX_HANDSHAKES + 3)]
+        assert await served_certificate(port, context)
+        # One has made room for the client that was served.
+        for client in silent[:4]:
+            assert (await client.read_to_end()).statuses == []
+        for client in silent[4:]:
+            assert await client.send(b"\x16")
 
 
 async def test_new_connections_get_the_renewed_certificate(model_dir: Path, tmp_path: Path) -> None:
