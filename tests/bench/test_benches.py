@@ -50,6 +50,7 @@ SCRIPT_TO_FLAGS = {
         *("--reference", "--idle=1", "--temperature=1", "--rounds=1"),
         *("--num-prompt-tokens=8", "--num-output-tokens=4"),
     ],
+    "soak": [MODEL, "--minutes=0.1"],
     "step_rate": ["--quick", "--step-ms=2", "--num-seqs=16"],
     "tls": ["--quick"],
 }
