@@ -129,6 +129,7 @@ def shake_hands(context: ssl.SSLContext, address: str) -> None:
 
 
 async def test_client_ports_serve_clients_without_a_certificate_and_nothing_else(cell: TlsCell) -> None:
+    await serve_one(cell)
     own = credentials(cell.authority, None)
     methods = ("/lockstep.internal.v1.ExchangeService/Exchange", "/lockstep.v1.SchedulerService/GetState")
     for address, role in ((cell.address, Role.TOKENIZER), (cell.scheduler_address, Role.SCHEDULER)):
