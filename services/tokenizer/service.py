@@ -85,7 +85,7 @@ async def serve(
         backend = Backend(model, scheduler, live, totals, settings.max_unread_s, names)
         http = await _serve_http(settings, backend, registry, http_limits or settings_http_limits)
     except RuntimeError as error:
-        logger.error("cannot serve", extra={"address": settings.bind_address, "error": str(error)})
+        logger.error("cannot serve", extra={"error": str(error)})
         return 1
     await server.start()
     probes.set_started()

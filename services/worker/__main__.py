@@ -65,7 +65,7 @@ def main() -> int:
     try:
         rpc.start()
     except RuntimeError as error:
-        logger.error("cannot listen", extra={"address": settings.bind_address, "error": str(error)})
+        logger.error("cannot serve", extra={"error": str(error)})
         return 1
     try:
         return _serve(settings, device, rpc, is_loaded)

@@ -17,8 +17,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from shared.network.addresses import split_address
+from shared.network.listening import reason_of_failure, refuse_taken_socket
 from shared.network.probes import Probes
-from shared.network.rpc import refuse_taken_socket
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +49,8 @@ async def serve_management(
     endpoint = _Endpoint(_routes(registry, probes), request_timeout_s)
     try:
         server = await _listen(address, endpoint)
-    except (OSError, RuntimeError) as error:
-        raise RuntimeError(f"--manage-listen: {address}: {error}") from error
+    except (OSError, RuntimeError, ValueError) as error:
+        raise RuntimeError(f"--manage-listen: {address}: {reason_of_failure(error)}") from error
     logger.info("serving metrics and probes", extra={"addresses": [socket.getsockname() for socket in server.sockets]})
     return server
 

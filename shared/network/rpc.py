@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import inspect
 import logging
 import math
-import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -22,6 +20,7 @@ from google.rpc import error_details_pb2, status_pb2
 from shared.errors import InternalError, InvalidRequestError, NotSupportedError, QueueFullError, ServiceError
 from shared.network.access import check_access, find_served_methods
 from shared.network.addresses import is_local
+from shared.network.listening import check_can_listen, refuse_taken_socket
 from shared.network.reflection import serve_reflection
 from shared.network.tls import Certificates, Role, TrustedAuthority
 
@@ -160,7 +159,6 @@ def make_server(
             *_KEEPALIVE_OPTIONS,
         ]
     if address.startswith("unix:"):
-        refuse_taken_socket(address.removeprefix("unix:"))
         certificates = None
     methods = find_served_methods(on_cell_port=internal, has_tls=certificates is not None)
     role_of = None if certificates is None else certificates.role_of
@@ -170,10 +168,11 @@ def make_server(
         servicer.add_to(server)
     if service_names:
         serve_reflection(server, service_names)
-    if certificates is None:
-        server.add_insecure_port(address)
-    else:
-        server.add_secure_port(address, certificates.server_credentials(is_mutual=internal))
+    credentials = None if certificates is None else certificates.server_credentials(is_mutual=internal)
+    try:
+        _add_port(server, address, credentials)
+    except RuntimeError as error:
+        raise RuntimeError(f"cannot listen on {address}: {error}") from error
     return server
 
 
@@ -208,6 +207,21 @@ def make_channel(address: str, *, internal: bool = False, peer: Peer | None = No
         # Addresses change; the role's name does not.
         options.append(("grpc.ssl_target_name_override", name))
     return grpc.aio.secure_channel(address, peer.certificates.channel_credentials(), options=options)
+
+
+def _add_port(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> None:
+    if address.startswith("unix:"):
+        refuse_taken_socket(address.removeprefix("unix:"))
+    try:
+        if credentials is None:
+            server.add_insecure_port(address)
+        else:
+            server.add_secure_port(address, credentials)
+    except RuntimeError:
+        # Its message does not say why.
+        with ExitStack() as listeners:
+            check_can_listen(address, listeners)
+        raise
 
 
 def _is_local(target: str) -> bool:
@@ -353,23 +367,6 @@ class _ParseLog:
         if now - self._logged_at >= _PARSE_LOG_PERIOD_S:
             logger.warning("messages cannot be parsed", extra={"method": method, "num_messages": self._num_unlogged})
             self._num_unlogged, self._logged_at = 0, now
-
-
-def refuse_taken_socket(path: str) -> None:
-    """Fail if a server listens at `path`: a new one would silently replace its socket, as it may a dead server's.
-
-    Raises:
-        RuntimeError: one is listening there, or the path cannot be used.
-    """
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        try:
-            result = probe.connect_ex(path)
-        except OSError as error:
-            raise RuntimeError(f"unix:{path}: {error}") from error
-    # EAGAIN: a server is listening, but its backlog is full.
-    if result in (0, errno.EAGAIN):
-        raise RuntimeError(f"unix:{path}: address already in use")
 
 
 def _guard(

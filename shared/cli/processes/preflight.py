@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
-import socket
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,8 +12,7 @@ from shared.cli.processes.last_problem import LastProblem
 from shared.cli.processes.manage_flag import find_manage_address
 from shared.cli.processes.service_command import ServiceCommand
 from shared.model_dir import CONFIG, ModelDirectoryError, architecture_of, missing_advice, read_json, refuse_pointer
-from shared.network.addresses import split_address
-from shared.network.rpc import refuse_taken_socket
+from shared.network.listening import check_can_listen
 
 
 class RefusedError(Exception):
@@ -72,40 +68,9 @@ def check_addresses(addresses: Iterable[str]) -> None:
     with ExitStack() as listeners:
         for address in addresses:
             try:
-                if address.startswith("unix:"):
-                    _check_socket_path(address.removeprefix("unix:"))
-                else:
-                    _try_to_listen(address, listeners)
-            except (OSError, RuntimeError, ValueError) as error:
-                raise RefusedError(f"cannot listen on {address}: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    # gaierror has error numbers of its own; the text of other errors repeats the address.
-    if isinstance(error, socket.gaierror):
-        return error.strerror or str(error)
-    return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-
-
-def _check_socket_path(path: str) -> None:
-    refuse_taken_socket(path)
-    if not os.access(Path(path).parent, os.W_OK | os.X_OK):
-        raise RuntimeError("a socket cannot be created in that directory")
-
-
-def _try_to_listen(address: str, listeners: ExitStack) -> None:
-    """One success on a host name's addresses is enough, but none may be in use."""
-    infos = socket.getaddrinfo(*split_address(address), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    errors = []
-    for family, _, _, _, socket_address in infos:
-        try:
-            listeners.enter_context(socket.create_server(socket_address, family=family))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise
-            errors.append(error)
-    if len(errors) == len(infos):
-        raise errors[0]
+                check_can_listen(address, listeners)
+            except RuntimeError as error:
+                raise RefusedError(f"cannot listen on {address}: {error}") from None
 
 
 async def _check_flags(commands: Sequence[ServiceCommand]) -> None:

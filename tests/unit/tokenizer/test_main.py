@@ -74,14 +74,16 @@ def test_a_malformed_tokenizer_prevents_the_start(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_a_taken_management_address_is_named_and_prevents_the_start(model_dir: Path, tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as other:
-        other.bind(f"{tmp_path}/taken")
-        other.listen()
+@pytest.mark.parametrize("flag", ["--listen", "--http-listen", "--manage-listen"])
+def test_a_taken_address_is_named_and_prevents_the_start(model_dir: Path, tmp_path: Path, flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
         flags = [f"--model-dir={model_dir}", f"--listen=unix:{tmp_path}/sock"]
-        result = run_service(*flags, f"--manage-listen=unix:{tmp_path}/taken")
+        result = run_service(*flags, f"{flag}={address}")
     assert result.returncode == 1
-    assert "--manage-listen" in result.stderr
+    last_line = result.stderr.splitlines()[-1]
+    assert f"{address}: Address already in use" in last_line
+    assert flag == "--listen" or flag in last_line
     assert "Traceback" not in result.stderr
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -105,6 +106,16 @@ def test_a_directory_without_a_model_ends_the_process_with_one_clear_line(tmp_pa
     errors = [line for line in log.splitlines() if "ERROR" in line]
     assert len(errors) == 1
     assert "config.json" in errors[0]
+    assert "Traceback" not in log
+
+
+def test_a_taken_management_address_is_named_and_prevents_the_start(model_dir: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with running_worker(model_dir, f"unix:{tmp_path / 'worker.sock'}", f"--manage-listen={address}") as process:
+            _, log = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert log.splitlines()[-1].endswith(f"cannot serve error=--manage-listen: {address}: Address already in use")
     assert "Traceback" not in log
 
 

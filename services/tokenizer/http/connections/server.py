@@ -15,7 +15,7 @@ from services.tokenizer.http.connections.connection import Connection, Connectio
 from services.tokenizer.http.connections.limits import HttpLimits
 from services.tokenizer.http.connections.tls_listener import TlsListener
 from shared.network.addresses import split_address
-from shared.network.rpc import refuse_taken_socket
+from shared.network.listening import reason_of_failure, refuse_taken_socket
 from shared.network.tls import Certificates
 
 logger = logging.getLogger(__name__)
@@ -63,9 +63,9 @@ async def serve_http(
     assert server is not None, "the runner is set up"
     try:
         listener = await _listen(address, lambda: Connection(server, connections), certificates, limits.head_s)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         await runner.cleanup()
-        raise RuntimeError(f"--http-listen: {address}: {error}") from error
+        raise RuntimeError(f"--http-listen: {address}: {reason_of_failure(error)}") from error
     http = HttpServer(runner, listener)
     logger.info("serving HTTP", extra={"addresses": http.addresses})
     return http

@@ -346,10 +346,24 @@ async def test_two_servers_do_not_share_a_port() -> None:
     first = make_server(address, [])
     await first.start()
 
-    with pytest.raises(RuntimeError, match=address):
+    with pytest.raises(RuntimeError, match=f"cannot listen on {address}: Address already in use"):
         make_server(address, [])
 
     await first.stop(None)
+
+
+@pytest.mark.parametrize(
+    ("address", "cause"),
+    [
+        (f"unix:/tmp/{'x' * 200}", "the path has 205 bytes, and that of a socket at most 107"),
+        ("unix:/nowhere/socket", "No such file or directory"),
+        ("unix:/proc/version", "the file is not a socket"),
+        ("192.0.2.1:7", "Cannot assign requested address"),
+    ],
+)
+async def test_the_cause_of_an_unusable_address_is_named(address: str, cause: str) -> None:
+    with pytest.raises(RuntimeError, match=f"cannot listen on {address}: {cause}"):
+        make_server(address, [])
 
 
 async def test_a_socket_is_refused_while_its_server_is_running_and_replaced_afterwards(tmp_path: Path) -> None:
