@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -19,7 +20,7 @@ from shared.cli.cell_plan import plan_services
 from shared.cli.clients.client import abandon_stdout, answer_once, describe_failure
 from shared.cli.clients.running_cells import DIRECTORY_PREFIX, RunningCell, publish_cell
 from shared.cli.processes.cell_processes import CellProcesses
-from shared.cli.processes.preflight import RefusedError, check_commands
+from shared.cli.processes.preflight import RefusedError, check_commands, check_length_of_sockets
 from shared.cli.processes.service_command import ServiceCommand, find_flag
 from shared.cli.processes.supervisor import FIRST_DELAY_S, RestartPolicy
 from shared.cli.serve_settings import ServeSettings, split_service_flags
@@ -29,6 +30,7 @@ from shared.network.rpc import make_channel
 from shared.process.lifecycle import SAME_STOP_S, StopRequest, freeze_garbage, run_service
 from shared.process.line_writer import LineWriter
 from shared.process.logging import configure_logging
+from shared.process.owned_directory import owned_directory
 
 logger = logging.getLogger(__name__)
 
@@ -51,26 +53,47 @@ def main(argv: Sequence[str]) -> int:
 async def _serve(
     settings: ServeSettings, service_flags: Mapping[str, Sequence[str]], writer: LineWriter, stop: StopRequest
 ) -> int:
-    with tempfile.TemporaryDirectory(prefix=DIRECTORY_PREFIX) as runtime_dir:
-        commands = plan_services(settings, service_flags, Path(runtime_dir))
-        scheduler = next(command for command in commands if command.role == "scheduler")
-        cell = RunningCell(settings.model_name, settings.bind_address, scheduler.health_address)
+    with ExitStack() as stack:
+        commands: list[ServiceCommand] = []
         try:
-            settings.check_models([CONFIG, TOKENIZER])
-            await check_commands(commands)
+            commands = await _prepare(settings, service_flags, stack)
         except RefusedError as error:
             # A signal to all processes has ended those that check the flags, too.
             if not stop.is_set():
                 print(f"error: {error}", file=sys.stderr)
                 return 2
-        with publish_cell(Path(runtime_dir), cell):
-            problems = [] if stop.is_set() else await _run_cell(settings, commands, writer, stop)
+        problems = [] if stop.is_set() else await _run_cell(settings, commands, writer, stop)
     if not problems:
         logger.info("ended", extra={"reason": "asked to stop" if stop.is_set() else "the prompt was answered"})
     # The cause comes last, where the reader of the output looks first.
     for problem in reversed(problems):
         print(f"error: {problem}", file=sys.stderr)
     return int(bool(problems))
+
+
+async def _prepare(
+    settings: ServeSettings, service_flags: Mapping[str, Sequence[str]], stack: ExitStack
+) -> list[ServiceCommand]:
+    """Plan the cell, check it, and publish it until `stack` is closed.
+
+    Raises:
+        RefusedError: it cannot be started.
+    """
+    try:
+        runtime_dir = stack.enter_context(owned_directory(Path(tempfile.gettempdir()), DIRECTORY_PREFIX))
+    except OSError as error:
+        raise RefusedError(f"TMPDIR: no directory for the cell's sockets can be made: {error}") from error
+    commands = plan_services(settings, service_flags, runtime_dir)
+    check_length_of_sockets(commands, runtime_dir)
+    settings.check_models([CONFIG, TOKENIZER])
+    await check_commands(commands)
+    scheduler = next(command for command in commands if command.role == "scheduler")
+    cell = RunningCell(settings.model_name, settings.bind_address, scheduler.health_address)
+    try:
+        stack.enter_context(publish_cell(runtime_dir, cell))
+    except OSError as error:
+        raise RefusedError(f"TMPDIR: {runtime_dir} cannot be written to: {error}") from error
+    return commands
 
 
 async def _run_cell(

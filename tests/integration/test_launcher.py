@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -30,10 +31,18 @@ from tests.support.models.tiny_llama import write_tiny_llama
 from tests.support.system.patience import PATIENCE_S
 from tests.support.system.pipes import full_pipe
 from tests.support.system.ports import free_port
-from tests.support.system.processes import start_service
+from tests.support.system.processes import module_environment, python_command, start_service
 
 ROLES = ("worker", "scheduler", "tokenizer")
 IDLE_S = 10.0
+# The command, for which no file can have more bytes than its first argument says.
+WITH_FULL_DISKS = """
+import resource, sys
+num_bytes = int(sys.argv.pop(1))
+resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+from shared.cli.main import main
+main()
+"""
 POLL_S = 0.1
 
 
@@ -236,6 +245,55 @@ def test_a_taken_port_is_told_before_anything_starts(tiny_model: Path, flag: str
         line = refused(str(tiny_model), free_address(), f"{flag}={address}")
 
     assert line == f"error: cannot listen on {address}: Address already in use"
+
+
+def test_a_temporary_directory_with_too_long_a_path_is_told(tiny_model: Path, tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+
+    with popen_lockstep("serve", str(tiny_model), free_address(), temp_dir=str(long)) as launcher:
+        _, stderr = launcher.communicate(timeout=PATIENCE_S)
+
+    assert launcher.returncode == 2
+    line = stderr.splitlines()[-1]
+    assert re.fullmatch(rf"error: TMPDIR: {long} is too long: .* \d+ bytes, .* at most 107", line)
+    assert list(long.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "problem"),
+    [
+        (0, r"no directory for the cell's sockets can be made: .*No usable temporary directory found in .*"),
+        # As many as the standard library writes to find out whether a directory can be written to.
+        (4, r"/.*/lockstep-\w+ cannot be written to: .*File too large"),
+    ],
+)
+def test_a_full_temporary_directory_is_told(tiny_model: Path, num_bytes: int, problem: str) -> None:
+    command = python_command("-c", WITH_FULL_DISKS, str(num_bytes), "serve", str(tiny_model), free_address())
+    result = subprocess.run(
+        command, env=module_environment(), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert re.fullmatch(f"error: TMPDIR: {problem}", result.stderr.splitlines()[-1])
+
+
+def test_the_next_start_removes_what_a_killed_launcher_left(tiny_model: Path, tmp_path: Path) -> None:
+    # Its path is short enough for sockets.
+    with tempfile.TemporaryDirectory(prefix="lockstep-test-") as temp_dir:
+        with popen_lockstep("serve", str(tiny_model), free_address(), temp_dir=temp_dir) as killed:
+            assert killed.stderr is not None
+            assert any("serve: started" in line for line in killed.stderr)
+            killed.kill()
+        (left,) = Path(temp_dir).iterdir()
+        assert (left / "cell.json").exists()
+
+        with popen_lockstep("serve", str(tmp_path), free_address(), temp_dir=temp_dir) as refused_launcher:
+            _, stderr = refused_launcher.communicate(timeout=PATIENCE_S)
+
+        assert f"removed what a dead process left directory={left}" in stderr
+        assert list(Path(temp_dir).iterdir()) == []
 
 
 def test_a_model_directory_that_is_none_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +13,7 @@ from shared.cli.processes.last_problem import LastProblem
 from shared.cli.processes.manage_flag import find_manage_address
 from shared.cli.processes.service_command import ServiceCommand
 from shared.model_dir import CONFIG, ModelDirectoryError, architecture_of, missing_advice, read_json, refuse_pointer
-from shared.network.listening import check_can_listen
+from shared.network.listening import MAX_SOCKET_PATH_BYTES, check_can_listen
 
 
 class RefusedError(Exception):
@@ -57,6 +58,22 @@ def check_model_dir(model_dir: Path, names: Sequence[str]) -> None:
         architecture_of(config)
     except ModelDirectoryError as error:
         raise RefusedError(f"{model_dir}: {error}") from None
+
+
+def check_length_of_sockets(commands: Sequence[ServiceCommand], directory: Path) -> None:
+    """Check that the paths of the sockets in the launcher's temporary directory are not too long.
+
+    Raises:
+        RefusedError: one is.
+    """
+    addresses = [address for command in commands for address in (command.address, command.cell_address) if address]
+    sockets = [address.removeprefix("unix:") for address in addresses if address.startswith(f"unix:{directory}/")]
+    num_bytes = max(len(os.fsencode(path)) for path in sockets)
+    if num_bytes > MAX_SOCKET_PATH_BYTES:
+        raise RefusedError(
+            f"TMPDIR: {directory.parent} is too long: the paths of the cell's sockets would have {num_bytes} bytes, "
+            f"and that of a socket has at most {MAX_SOCKET_PATH_BYTES}"
+        )
 
 
 def check_addresses(addresses: Iterable[str]) -> None:
