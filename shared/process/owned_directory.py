@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import logging
 import os
 import shutil
@@ -42,12 +43,21 @@ def owned_directory(parent: Path, prefix: str) -> Iterator[Path]:
 
 
 def _remove_left(parent: Path, prefix: str) -> None:
-    for lock in parent.glob(f"{prefix}*/{_LOCK}"):
+    for lock in parent.glob(f"{glob.escape(prefix)}*/{_LOCK}"):
         with contextlib.suppress(OSError):
             if _is_own_directory(lock.parent) and _is_unlocked(lock):
-                # A child of the dead process may still write to it: then it is removed another time.
-                shutil.rmtree(lock.parent)
+                _remove(lock)
                 logger.info("removed what a dead process left", extra={"directory": str(lock.parent)})
+
+
+def _remove(lock: Path) -> None:
+    # The lock is last: a child of the dead process may still write, and then another start has to remove the rest.
+    for path in lock.parent.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path != lock:
+            path.unlink()
+    shutil.rmtree(lock.parent)
 
 
 def _is_own_directory(path: Path) -> bool:

@@ -17,16 +17,16 @@ import logging
 import shutil
 import signal
 import sys
-import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from shared.model_dir import ModelDirectoryError, read_json
 from shared.process.logging import configure_logging
+from shared.process.owned_directory import owned_directory
 
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 2
@@ -138,11 +138,9 @@ def _exit_on_signal(signum: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + signum)
 
 
-@contextmanager
-def _temporary_directory(out_dir: Path) -> Iterator[Path]:
-    """A directory next to `out_dir`, on the same file system, deleted on exit."""
-    with tempfile.TemporaryDirectory(dir=out_dir.parent, prefix=f".{out_dir.name}.importing-") as name:
-        yield Path(name)
+def _temporary_directory(out_dir: Path) -> AbstractContextManager[Path]:
+    """A directory next to `out_dir`, on the same file system, deleted on exit, or if killed by the next import."""
+    return owned_directory(out_dir.parent, f".{out_dir.name}.importing-")
 
 
 def _unpack(source: Path, work_dir: Path) -> Path:

@@ -10,17 +10,18 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from services.worker.ops.native.isa import Isa, available_isas, every_compiler_flags
 from shared.process.cores import num_usable_cores
+from shared.process.owned_directory import owned_directory
 
 _SOURCES = Path(__file__).parent / "kernels"
 # What an image brings. It is a part of the code, and is trusted as such.
 _PREBUILT = Path(__file__).parent / "prebuilt"
 _COMPILERS = ("g++", "clang++")
+_WORK_PREFIX = "building-"
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-fno-math-errno", "-fvisibility=hidden", "-Wall", "-Wextra")
 
 
@@ -104,23 +105,26 @@ def _compiler_digest(compiler: str) -> str:
 
 def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], library: Path) -> None:
     """Compile in parallel. The library appears whole or not at all: several workers may build it at once."""
-    with tempfile.TemporaryDirectory(dir=library.parent) as name:
-        work_dir = Path(name)
+    with owned_directory(library.parent, _WORK_PREFIX) as work_dir:
         objects = [work_dir / f"{source.stem}.o" for source in sources]
 
         def compile_one(source: Path, target: Path) -> None:
-            _run([compiler, *flags, "-c", str(source), "-o", str(target)])
+            _run([compiler, *flags, "-c", str(source), "-o", str(target)], work_dir)
 
         with ThreadPoolExecutor(max_workers=num_usable_cores()) as pool:
             list(pool.map(compile_one, sources, objects))
         linked = work_dir / library.name
-        _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(linked)])
+        _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(linked)], work_dir)
         linked.rename(library)
 
 
-def _run(command: list[str]) -> str:
+def _run(command: list[str], temp_dir: Path | None = None) -> str:
+    """Returns what the compiler writes; its temporary files are in `temp_dir`, or where the environment says."""
+    environment = dict(os.environ) if temp_dir is None else {**os.environ, "TMPDIR": str(temp_dir)}
     try:
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            command, check=True, capture_output=True, encoding="utf-8", errors="replace", env=environment
+        ).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         output = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
         raise BuildError(f"{command[0]} failed: {output[-2000:]}") from error

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,23 @@ from services.worker.ops.native import backend, library
 from services.worker.ops.native import build as building
 from services.worker.ops.native.build import BuildError, build, prebuild
 from services.worker.ops.native.isa import Isa, available_isas, every_compiler_flags
+from tests.support.system.processes import ROOT, module_environment
+
+
+def write_sources(parent: Path) -> Path:
+    """The sources of a library that takes no time to build."""
+    folder = parent / "kernels"
+    folder.mkdir()
+    (folder / "short.cpp").write_text('extern "C" int one() { return 1; }')
+    return folder
+
+
+def write_compiler(folder: Path, compile_command: str) -> None:
+    """A compiler that has a version, and to compile runs a command of the shell."""
+    folder.mkdir()
+    compiler = folder / "g++"
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\n{compile_command}\n')
+    compiler.chmod(0o700)
 
 
 @pytest.mark.parametrize("isa", available_isas(), ids=lambda isa: isa.value)
@@ -67,13 +87,28 @@ def test_a_cache_that_others_can_write_to_is_not_used(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.skipif(not available_isas(), reason="no kernels for this processor")
+def test_the_next_build_removes_what_a_killed_one_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write_compiler(tmp_path / "killing", ': > "$TMPDIR/part.s"; kill -KILL $PPID')
+    environment = module_environment() | {"HOME": str(tmp_path), "PATH": str(tmp_path / "killing")}
+    command = [sys.executable, "-m", "services.worker.ops.native.build"]
+    killed = subprocess.run(command, env=environment, cwd=ROOT, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    folder = tmp_path / ".cache" / "lockstep" / "native"
+    (left,) = folder.iterdir()
+    assert (left / "part.s").exists()
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(building, "_SOURCES", write_sources(tmp_path))
+    library = build(available_isas()[-1])
+    assert list(folder.iterdir()) == [library]
+
+
+@pytest.mark.skipif(not available_isas(), reason="no kernels for this processor")
 def test_an_image_brings_kernels_that_need_neither_a_compiler_nor_a_cache(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     isa = available_isas()[-1]
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / "short.cpp").write_text('extern "C" int one() { return 1; }')
-    monkeypatch.setattr(building, "_SOURCES", tmp_path / "kernels")
+    monkeypatch.setattr(building, "_SOURCES", write_sources(tmp_path))
     monkeypatch.setattr(building, "_PREBUILT", tmp_path / "prebuilt")
     libraries = prebuild()
     monkeypatch.setenv("PATH", "")
