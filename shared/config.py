@@ -25,6 +25,7 @@ from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode,
 
 from shared.network.addresses import check_address, is_local
 from shared.network.tls import Certificates, Role, TlsError, TlsFiles
+from shared.process.encoding import describe_locale, is_text
 from shared.settings_help import is_positional, name_values
 
 logger = logging.getLogger(__name__)
@@ -224,10 +225,18 @@ def load_settings(settings_type: type[SettingsT], argv: Sequence[str] | None = N
         raise SystemExit(2)
     flags = CliSettingsSource[Any](settings_type)
     name_values(flags.root_parser, settings_type)
+    no_text = f"not UTF-8{describe_locale()}"
     try:
-        return CliApp.run(settings_type, cli_args=args, cli_settings_source=flags)
+        settings = CliApp.run(settings_type, cli_args=args, cli_settings_source=flags)
+        lines = [_explain(settings_type, (name,), no_text) for name in _find_no_texts(settings)]
+        if not lines:
+            return settings
     except ValidationError as error:
-        lines = [_explain(settings_type, details["loc"], details["msg"]) for details in error.errors()]
+        problems = [
+            (details["loc"], no_text if details["type"] == "string_unicode" else details["msg"])
+            for details in error.errors()
+        ]
+        lines = [_explain(settings_type, location, message) for location, message in problems]
     except SettingsError as error:
         lines = [str(error)]
     sys.stderr.write("".join(f"error: {line}\n" for line in lines))
@@ -239,6 +248,13 @@ def log_settings(settings: ServiceSettings) -> None:
     logger.info("settings", extra=settings.model_dump(mode="json"))
     if settings.insecure_bind is not None:
         logger.warning("serving without encryption", extra={"address": settings.insecure_bind})
+
+
+def _find_no_texts(settings: BaseSettings) -> list[str]:
+    """The names of settings with bytes that are not UTF-8: gRPC and the libraries that read models take only text."""
+    values = ((name, getattr(settings, name)) for name in type(settings).model_fields)
+    name_to_texts = {name: value if isinstance(value, tuple) else (value,) for name, value in values}
+    return [name for name, texts in name_to_texts.items() if not all(is_text(str(text)) for text in texts)]
 
 
 def _explain(settings_type: type[BaseSettings], location: tuple[int | str, ...], message: str) -> str:

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from shared.cli import ranks, serve
 from shared.cli.clients import chat, generate, top
+from shared.process.encoding import escape_stdout
 from shared.release import find_release
 
 USAGE = """usage: lockstep COMMAND ...
@@ -28,6 +29,7 @@ _INTERRUPTED = 130
 
 def main() -> None:
     """Run the subcommand and exit with its code."""
+    escape_stdout()
     try:
         sys.exit(run(sys.argv[1:]))
     except KeyboardInterrupt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from tests.support.system.processes import module_command, module_environment
 
 GREEDY = "--temperature=0"
 LONG = "--max-tokens=2000"
+# Python otherwise makes UTF-8 of it.
+ASCII_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 # The bracketed-paste sequences that the line editor sends when it starts and stops reading.
 READS, READS_NO_MORE = "\x1b[?2004h", "\x1b[?2004l"
@@ -181,6 +184,36 @@ def test_what_is_no_text_is_refused_in_one_line(args: list[str], stdin: bytes, e
     last_line = result.stderr.splitlines()[-1]
     assert b"error: " in last_line
     assert b"not UTF-8" in last_line
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["generate", f"--target=127.0.0.1:{free_port()}", "café"],
+        ["chat", f"--target=127.0.0.1:{free_port()}", "--system=café"],
+        ["serve", "café"],
+        ["serve", "model", "--prompt=café"],
+    ],
+)
+def test_a_locale_that_cannot_decode_the_arguments_is_told(args: list[str]) -> None:
+    environment = module_environment() | ASCII_LOCALE
+    command = module_command("shared.cli", *args)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    last_line = result.stderr.splitlines()[-1]
+    assert re.search(r"error: .* not UTF-8; the locale's encoding is ascii: use one of UTF-8", last_line)
+
+
+def test_what_the_encoding_of_stdout_lacks_is_escaped(real_cell: Cell) -> None:
+    environment = module_environment() | {"PYTHONIOENCODING": "latin-1"}
+    flags = (f"--target={real_cell.address}", GREEDY, "--max-tokens=1", "--echo")
+    command = module_command("shared.cli", "generate", *flags, "café 你好")
+    result = subprocess.run(command, env=environment, capture_output=True, check=False)
+
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert result.stdout.startswith("café ".encode("latin-1") + b"\\u4f60\\u597d")
 
 
 def test_a_prompt_may_come_from_stdin(real_cell: Cell) -> None:

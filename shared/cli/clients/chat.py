@@ -17,6 +17,7 @@ from shared.cli.clients.wrong_service import TOKENIZER, explain_wrong_service
 from shared.cli.tls_flags import peer_of_client
 from shared.network.rpc import Peer, make_channel
 from shared.network.tls import Role
+from shared.process.encoding import describe_locale
 
 _HELP = """\
 /system TEXT   set the system prompt; without TEXT, show it
@@ -40,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         request = request_from(args)
         check_text(args.system)
     except (NotTextError, UnicodeEncodeError):
-        parser.error("the text of a flag is not UTF-8")
+        parser.error(f"the text of a flag is not UTF-8{describe_locale()}")
     peer = peer_of_client(parser, args, Role.TOKENIZER)
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
 

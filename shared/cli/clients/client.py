@@ -12,6 +12,7 @@ import grpc
 from lockstep.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from shared.cli.clients.wrong_service import WrongServiceError
 from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.process.encoding import describe_locale, is_text
 
 _INTERRUPTED = 130
 _LAUNCHER_PROMPT = common_pb2.SamplingParams(temperature=0.0, max_tokens=256)
@@ -44,10 +45,8 @@ def check_text(text: str) -> str:
     Raises:
         NotTextError: it has bytes that are not UTF-8, which Python keeps as lone surrogates.
     """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise NotTextError("the input is not UTF-8") from None
+    if not is_text(text):
+        raise NotTextError(f"the input is not UTF-8{describe_locale()}")
     return text
 
 

@@ -22,6 +22,7 @@ from shared.cli.clients.wrong_service import TOKENIZER, explain_wrong_service
 from shared.cli.tls_flags import peer_of_client
 from shared.network.rpc import Peer, make_channel
 from shared.network.tls import Role
+from shared.process.encoding import describe_locale
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     except UnicodeDecodeError as error:
         parser.error(f"stdin is not UTF-8: {error}")
     except UnicodeEncodeError:
-        parser.error("the prompt or the text of a flag is not UTF-8")
+        parser.error(f"the prompt or the text of a flag is not UTF-8{describe_locale()}")
     request.echo = args.echo
     if args.logprobs is not None:
         request.sampling.num_logprobs = args.logprobs

@@ -82,6 +82,21 @@ def test_an_invalid_value_in_the_environment_is_named(
     assert "LOCKSTEP_EXAMPLE_NUM_THINGS" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("encoding", "cause"),
+    [("utf-8", ""), ("ascii", "; the locale's encoding is ascii: use one of UTF-8, such as LC_ALL=C.UTF-8")],
+)
+def test_a_value_that_is_no_text_is_named_with_the_locale_that_may_be_the_cause(
+    encoding: str, cause: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: encoding)
+    with pytest.raises(SystemExit) as caught:
+        load_settings(ExampleSettings, ["--listen=unix:/tmp/caf\udcc3\udca9"])
+
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"error: --listen (or LOCKSTEP_EXAMPLE_LISTEN): not UTF-8{cause}\n"
+
+
 def test_settings_are_immutable() -> None:
     settings = load_settings(ExampleSettings, [])
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,13 @@ def test_the_model_is_named_after_its_directory(tmp_path: Path, monkeypatch: pyt
 
 def test_a_given_name_takes_precedence() -> None:
     assert load("--model-dir=/models/a", "--model-name=b").name_of_model == "b"
+
+
+@pytest.mark.parametrize("flag", ["--model-dir", "--model-name", "--served-model-name"])
+def test_what_is_no_text_is_named(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load("--model-dir=/models/a", f"{flag}=caf\udce9")
+    assert re.fullmatch(rf"error: {flag} \(or LOCKSTEP_TOKENIZER_\w+\): not UTF-8\n", capsys.readouterr().err)
 
 
 def test_flags_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
