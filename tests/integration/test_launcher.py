@@ -279,6 +279,18 @@ def test_a_full_temporary_directory_is_told(tiny_model: Path, num_bytes: int, pr
     assert re.fullmatch(f"error: TMPDIR: {problem}", result.stderr.splitlines()[-1])
 
 
+def test_cells_are_not_looked_up_in_a_full_temporary_directory() -> None:
+    command = python_command("-c", WITH_FULL_DISKS, "0", "top", "--once")
+    result = subprocess.run(
+        command, env=module_environment(), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+
+    assert "Traceback" not in result.stderr
+    assert re.match(
+        "note: the cells that are running here are not known: .*No usable temporary directory", result.stderr
+    )
+
+
 def test_the_next_start_removes_what_a_killed_launcher_left(tiny_model: Path, tmp_path: Path) -> None:
     # Its path is short enough for sockets.
     with tempfile.TemporaryDirectory(prefix="lockstep-test-") as temp_dir:

@@ -40,7 +40,11 @@ def publish_cell(directory: Path, cell: RunningCell) -> Iterator[None]:
 
 
 def find_cells() -> list[RunningCell]:
-    """This user's running cells, newest first."""
+    """This user's running cells, newest first.
+
+    Raises:
+        OSError: there is no usable temporary directory, for example because it is full.
+    """
     paths = Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*/{_NAME}")
     found = [(started_at, cell) for started_at, cell in map(_read, paths) if cell is not None]
     return [cell for _, cell in sorted(found, key=lambda pair: pair[0], reverse=True)]

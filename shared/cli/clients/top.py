@@ -93,7 +93,13 @@ def render(
 
 def _find_scheduler() -> str:
     """The newest cell's scheduler; other cells are listed on stderr."""
-    cells = find_cells()
+    try:
+        cells = find_cells()
+    except OSError as error:
+        print(
+            f"note: the cells that are running here are not known: {error}; trying {DEFAULT_SCHEDULER}", file=sys.stderr
+        )
+        return DEFAULT_SCHEDULER
     if not cells:
         print(f"note: no `lockstep serve` cell is running here; trying {DEFAULT_SCHEDULER}", file=sys.stderr)
         return DEFAULT_SCHEDULER
