@@ -405,22 +405,29 @@ def done(step_id: int, tokens: list[int]) -> worker_pb2.JoinRequest:
     return worker_pb2.JoinRequest(done=worker_pb2.Done(epoch=1, step_id=step_id, checksum=zlib.crc32(data)))
 
 
-async def test_ranks_that_draw_different_tokens_end_the_domain(domain: Domain, loaded: LoadedModel) -> None:
-    leader = await domain.start()
-    member = await domain.join_by_hand()
+@pytest.mark.parametrize("differing", [1, 2])
+async def test_ranks_that_draw_different_tokens_end_the_domain(
+    domain: Domain, loaded: LoadedModel, differing: int
+) -> None:
+    leader = await domain.start("--tp-size=3")
+    layouts = [worker_pb2.RankLayout(dp_size=1, tp_rank=rank, tp_size=3) for rank in (1, 2)]
+    members = [await domain.join_by_hand(layout=layout) for layout in layouts]
     await wait_until_open(leader)
     async with make_channel(leader.address, internal=True) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        await member.write(attached_as(1))
+        for member in members:
+            await member.write(attached_as(1))
         await stub.Attach(ATTACH)
         call = await execute(stub, prefill())
         token = generate_alone(loaded, PROMPT, 1)[0]
-        await member.write(done(1, [token ^ 1]))
+        for rank, member in enumerate(members, start=1):
+            await member.write(done(1, [token ^ 1 if rank == differing else token]))
         with pytest.raises(grpc.aio.AioRpcError):
             await read_result(call)
     code, fields = await leader.ended.get()
     assert code is ExitCode.RANKS_DIFFER
     assert fields["own_checksum"] == zlib.crc32(token.to_bytes(4, "little"))
+    assert fields["tp_rank"] == differing
     assert fields["checksum"] == zlib.crc32((token ^ 1).to_bytes(4, "little"))
 
 
