@@ -18,7 +18,7 @@ from pathlib import Path
 
 import grpc
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class TlsFiles:
     key: Path
     """The certificate's private key, not encrypted."""
     authority: Path
-    """The certificates that sign those of the service's peers."""
+    """The certificates that sign those of all services, its own included."""
     trust_domain: str
     """The domain in the names of all roles."""
 
@@ -77,7 +77,8 @@ class Certificates:
         """Read the files.
 
         Raises:
-            TlsError: they cannot be read, do not fit together, have expired, or do not name `role`.
+            TlsError: they cannot be read, do not fit together, have expired, or do not name `role`; or the
+                authority does not cover the certificate.
         """
         self._files = files
         self._role = role
@@ -219,8 +220,8 @@ def _read(files: TlsFiles, role: Role) -> _Pair:
             ("--tls-ca", files.authority),
         )
     )
-    own = _certificates("--tls-cert", files.certificate, certificate)[0]
-    _certificates("--tls-ca", files.authority, authority)
+    own, *intermediate = _certificates("--tls-cert", files.certificate, certificate)
+    trusted = _certificates("--tls-ca", files.authority, authority)
     try:
         private = serialization.load_pem_private_key(key, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
@@ -230,6 +231,11 @@ def _read(files: TlsFiles, role: Role) -> _Pair:
     _check_names(own, files, role)
     if own.not_valid_after_utc <= datetime.now(UTC):
         raise TlsError(f"--tls-cert {files.certificate} expired at {own.not_valid_after_utc.isoformat()}")
+    if not _is_covered(own, intermediate, trusted):
+        raise TlsError(
+            f"--tls-ca {files.authority} does not cover --tls-cert {files.certificate}, "
+            f"whose issuer is {own.issuer.rfc4514_string()}"
+        )
     return _Pair(certificate, key, authority, own.not_valid_after_utc)
 
 
@@ -245,6 +251,25 @@ def _certificates(name: str, path: Path, data: bytes) -> list[x509.Certificate]:
         return x509.load_pem_x509_certificates(data)
     except ValueError as error:
         raise TlsError(f"{name} {path}: no certificate in PEM") from error
+
+
+def _is_covered(own: x509.Certificate, intermediate: list[x509.Certificate], trusted: list[x509.Certificate]) -> bool:
+    """Whether signatures lead from `own`, by way of `intermediate`, to one of `trusted`."""
+    # Not `x509.verification`: it refuses keys and extensions that gRPC accepts.
+    reached = [own]
+    for certificate in reached:
+        if certificate in trusted or any(_has_signed(issuer, certificate) for issuer in trusted):
+            return True
+        reached += [issuer for issuer in intermediate if issuer not in reached and _has_signed(issuer, certificate)]
+    return False
+
+
+def _has_signed(issuer: x509.Certificate, certificate: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(issuer)
+    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
+        return False
+    return True
 
 
 def _check_names(certificate: x509.Certificate, files: TlsFiles, role: Role) -> None:

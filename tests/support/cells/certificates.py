@@ -29,13 +29,15 @@ class Issued:
 class Authority:
     """Signs certificates."""
 
-    def __init__(self, name: str = "test authority") -> None:
+    def __init__(self, name: str = "test authority", issuer: Authority | None = None) -> None:
+        """Make an authority that `issuer` has signed, or itself if None."""
+        issuer = issuer or self
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         now = datetime.now(UTC)
-        builder = _builder(self._name, self._name, self._key.public_key(), now + _DAY)
+        builder = _builder(self._name, issuer._name, self._key.public_key(), now + _DAY)
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        self.pem = builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+        self.pem = builder.sign(issuer._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
     def issue(
         self,

@@ -39,8 +39,9 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
             yield worker_pb2.StepResult(step_id=request.step_id)
 
 
-def certificates(folder: Path, role: Role, issued: Issued | None = None, trusts: Authority = AUTHORITY) -> Certificates:
-    return Certificates(write_files(folder, issued or AUTHORITY.issue_role(role), trusts), role)
+def certificates(folder: Path, role: Role, issuer: Authority = AUTHORITY) -> Certificates:
+    """A service's certificate of `issuer`, which it trusts beside `AUTHORITY`."""
+    return Certificates(write_files(folder, issuer.issue_role(role), *{AUTHORITY, issuer}), role)
 
 
 @asynccontextmanager
@@ -108,7 +109,7 @@ async def test_a_certificate_without_a_role_is_unauthenticated(tmp_path: Path) -
 async def test_strangers_get_no_connection(tmp_path: Path) -> None:
     other = Authority("another authority")
     own = certificates(tmp_path / "worker", Role.WORKER)
-    signed_elsewhere = certificates(tmp_path / "other", Role.SCHEDULER, other.issue_role(Role.SCHEDULER))
+    signed_elsewhere = certificates(tmp_path / "other", Role.SCHEDULER, other)
     yesterday = datetime.now(UTC) - timedelta(days=1)
     expired = AUTHORITY.issue_role(Role.SCHEDULER, expires_at=yesterday)
     async with serving(own) as address, open_channel_with(address, expired) as old:
@@ -126,7 +127,7 @@ async def test_a_server_of_another_role_or_authority_is_not_called(tmp_path: Pat
     scheduler = certificates(tmp_path / "scheduler", Role.SCHEDULER)
     async with serving(certificates(tmp_path / "worker", Role.WORKER)) as address:
         assert (await refusal(address, Peer(scheduler, Role.SCHEDULER)))[0] is grpc.StatusCode.UNAVAILABLE
-    foreign = Authority("another authority").issue_role(Role.WORKER)
+    foreign = Authority("another authority")
     async with serving(certificates(tmp_path / "foreign", Role.WORKER, foreign)) as address:
         assert (await refusal(address, Peer(scheduler, Role.WORKER)))[0] is grpc.StatusCode.UNAVAILABLE
 
@@ -200,11 +201,25 @@ async def test_files_that_do_not_fit_leave_the_last_good_ones_in_use(
         assert own.num_failed_reads == 2
 
 
+def test_renewed_files_whose_authority_does_not_cover_the_certificate_are_not_used(tmp_path: Path) -> None:
+    own = certificates(tmp_path, Role.WORKER)
+    expires_at, later = own.expires_at, datetime(2090, 1, 1, tzinfo=UTC)
+    successor = Authority("the next authority")
+    renewed = successor.issue_role(Role.WORKER, expires_at=later)
+    write_files(tmp_path, renewed, AUTHORITY)
+    assert (own.expires_at, own.num_failed_reads) == (expires_at, 1)
+    write_files(tmp_path, renewed, AUTHORITY, successor)
+    assert (own.expires_at, own.num_failed_reads) == (later, 1)
+    # The last step of a change of authority.
+    write_files(tmp_path, renewed, successor)
+    assert (own.expires_at, own.num_failed_reads) == (later, 1)
+
+
 def test_a_scrape_reads_changed_files_and_reports_the_expiry_of_those_in_use(tmp_path: Path) -> None:
     expiries = [datetime(2090 + year, 1, 1, tzinfo=UTC) for year in range(2)]
     issued = [AUTHORITY.issue_role(Role.WORKER, expires_at=expires_at) for expires_at in expiries]
     registry = CollectorRegistry()
-    registry.register(TlsCollector(certificates(tmp_path, Role.WORKER, issued[0])))
+    registry.register(TlsCollector(Certificates(write_files(tmp_path, issued[0], AUTHORITY), Role.WORKER)))
 
     def scrape() -> tuple[float | None, float | None]:
         expiry = registry.get_sample_value("lockstep_tls_certificate_expiry_timestamp_seconds")
@@ -245,6 +260,37 @@ def test_unusable_files_are_refused_at_start(tmp_path: Path, name: str, data: by
 def test_a_certificate_that_is_not_the_roles_is_refused_at_start(tmp_path: Path, issued: Issued, message: str) -> None:
     with pytest.raises(TlsError, match=message):
         Certificates(write_files(tmp_path, issued, AUTHORITY), Role.WORKER)
+
+
+@pytest.mark.parametrize("name", ["another authority", "test authority"])
+def test_a_certificate_that_its_own_authority_does_not_cover_is_refused_at_start(tmp_path: Path, name: str) -> None:
+    # The second has the name of the right authority, but another key.
+    issued = Authority(name).issue_role(Role.WORKER)
+    with pytest.raises(TlsError, match=f"--tls-ca .* does not cover --tls-cert .*, whose issuer is CN={name}"):
+        Certificates(write_files(tmp_path, issued, AUTHORITY), Role.WORKER)
+
+
+async def test_a_certificate_is_covered_by_way_of_the_intermediate_ones_in_its_file(tmp_path: Path) -> None:
+    upper = Authority("upper", AUTHORITY)
+    lower = Authority("lower", upper)
+    issued = lower.issue_role(Role.WORKER)
+    with pytest.raises(TlsError, match="does not cover"):
+        Certificates(write_files(tmp_path, Issued(issued.certificate + lower.pem, issued.key), AUTHORITY), Role.WORKER)
+    # One that signed none of the others, and those of the chain in an order that is not theirs.
+    chain = b"".join([issued.certificate, Authority().pem, upper.pem, lower.pem])
+    own = Certificates(write_files(tmp_path / "worker", Issued(chain, issued.key), AUTHORITY), Role.WORKER)
+    async with serving(own) as address:
+        await restart(address, Peer(certificates(tmp_path / "scheduler", Role.SCHEDULER), Role.WORKER))
+
+
+@pytest.mark.parametrize("trusts", ["itself", "its issuer"])
+def test_a_certificate_is_covered_by_itself_or_by_an_issuer_that_is_no_root(tmp_path: Path, trusts: str) -> None:
+    lower = Authority("lower", AUTHORITY)
+    issued = lower.issue_role(Role.WORKER)
+    files = write_files(tmp_path, issued, lower)
+    if trusts == "itself":
+        files.authority.write_bytes(issued.certificate)
+    assert Certificates(files, Role.WORKER).expires_at > datetime.now(UTC)
 
 
 def test_a_missing_file_is_refused_at_start(tmp_path: Path) -> None:
