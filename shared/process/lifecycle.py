@@ -14,6 +14,10 @@ SAME_STOP_S = 2.0
 """Stop signals that follow the first within this time belong to it: a service manager asks all processes of a cell to
 end at once, and their launcher asks its own again."""
 
+# gRPC's task for a call, which awaits that of the call's handler.
+_CALL_TASK = "_schedule_rpc_coro"
+_CALLS_END_S = 1.0
+
 # A threshold, in collections of the middle generation, that is never reached.
 _NEVER = 2**31 - 1
 
@@ -55,6 +59,16 @@ def stop_signals() -> list[signal.Signals]:
     return signals if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*signals, signal.SIGHUP]
 
 
+async def wait_for_handlers() -> None:
+    """Wait, once the servers have stopped, until the handlers of their calls have ended; at most a second.
+
+    gRPC cancels handlers without waiting for them. The end of the event loop would cancel its own tasks too, which it
+    reports with tracebacks.
+    """
+    if calls := {task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__name__", "") == _CALL_TASK}:
+        await asyncio.wait(calls, timeout=_CALLS_END_S)
+
+
 def freeze_garbage() -> None:
     """Exempt all existing objects from garbage collection, for as long as the process lives."""
     gc.collect()
@@ -90,4 +104,6 @@ async def _with_signals(main: Callable[[StopRequest], Awaitable[int]]) -> int:
     loop = asyncio.get_running_loop()
     for number in stop_signals():
         loop.add_signal_handler(number, stop.on_signal)
-    return await main(stop)
+    exit_code = await main(stop)
+    await wait_for_handlers()
+    return exit_code

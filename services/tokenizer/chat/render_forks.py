@@ -18,7 +18,6 @@ from services.tokenizer.chat.render_frames import send_frame
 from services.tokenizer.chat.template_rendering import render_template
 from shared.process.parent import make_end_with_parent
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _CONTROL_FD = 0
 _STDERR_FD = 2
 
@@ -111,9 +110,6 @@ class ForkServer:
 
 def main(parent_pid: int) -> int:
     """Entry point of the process, after its imports."""
-    # A stop of the service may reach all its processes at once, and chats in flight are still to be rendered.
-    for number in _STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
     make_end_with_parent(parent_pid)()
     # What a crash prints may quote a chat.
     os.dup2(os.open(os.devnull, os.O_WRONLY), _STDERR_FD)

@@ -19,6 +19,7 @@ from shared.network.management import serve_management
 from shared.network.probes import Probes
 from shared.network.rpc import MAX_CELL_CONNECTIONS, ServerLimits, Servicer, make_server
 from shared.network.tls import Certificates
+from shared.process.lifecycle import wait_for_handlers
 from shared.process.metrics import make_process_registry
 from shared.process.open_files import share_open_files
 
@@ -147,6 +148,7 @@ class RpcThread:
         self._end.stopping.set()
         await self._role.close()
         await server.stop(_STOP_GRACE_S)
+        await wait_for_handlers()
         if management is not None:
             management.close()
 

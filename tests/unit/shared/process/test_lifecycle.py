@@ -3,10 +3,34 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
+from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
+from shared.network.rpc import make_channel, make_server
 from shared.process.lifecycle import StopRequest, run_service
 
 POLL_S = 0.05
+
+
+class SlowEnd(worker_pb2_grpc.WorkerServiceServicer):
+    """Needs many turns of the event loop to end a call that is cancelled."""
+
+    def __init__(self) -> None:
+        self.has_ended = False
+
+    def add_to(self, server: Any) -> None:
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)
+
+    async def Execute(self, request_iterator: Any, context: Any) -> AsyncIterator[worker_pb2.StepResult]:
+        yield worker_pb2.StepResult(step_id=1)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(100):
+                await asyncio.sleep(0)
+            self.has_ended = True
 
 
 def test_the_first_signal_asks_for_an_end_and_one_more_than_two_seconds_later_for_one_at_once() -> None:
@@ -35,3 +59,18 @@ def test_signals_of_the_system_reach_the_service() -> None:
         return 7
 
     assert run_service(serve) == 7
+
+
+def test_a_process_ends_after_the_handlers_of_calls_that_its_stop_has_cut_short(tmp_path: Path) -> None:
+    address, servicer = f"unix:{tmp_path}/socket", SlowEnd()
+
+    async def serve(_: StopRequest) -> int:
+        server = make_server(address, [servicer], internal=True)
+        await server.start()
+        async with make_channel(address, internal=True) as channel:
+            await worker_pb2_grpc.WorkerServiceStub(channel).Execute().read()
+            await server.stop(None)
+        return 7
+
+    assert run_service(serve) == 7
+    assert servicer.has_ended
