@@ -7,6 +7,7 @@ import contextlib
 import socket
 import ssl
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -20,14 +21,19 @@ from lockstep.v1 import scheduler_pb2
 from shared.network.rpc import Peer, make_channel, reason_of, status_from_rpc_error
 from shared.network.tls import Role, TrustedAuthority
 from tests.support.cells.cell import popen_lockstep
-from tests.support.cells.certificates import DOMAIN, Authority, Issued
+from tests.support.cells.certificates import DOMAIN, Authority, Issued, write_files
 from tests.support.cells.tls_cell import TlsCell, start_tls_cell, tls_flags
 from tests.support.clients.client import token_request
+from tests.support.system.patience import PATIENCE_S
+from tests.support.system.ports import free_port
+from tests.support.system.processes import start_service
 
 PROMPT = [3, 1, 4, 1, 5]
 NUM_STREAMS = 100
 LONG = 450
 NUM_HANDSHAKES = 600
+NUM_STRANGERS = 3
+POLL_S = 0.05
 
 UNAVAILABLE = (grpc.StatusCode.UNAVAILABLE, None)
 UNAUTHENTICATED = (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
@@ -119,6 +125,27 @@ async def test_handshakes_at_the_same_time_end_no_process(cell: TlsCell) -> None
         with ThreadPoolExecutor(8) as threads:
             list(threads.map(partial(shake_hands, context), [address] * NUM_HANDSHAKES))
     await serve_one(cell)
+
+
+def test_failed_handshakes_do_not_fill_the_log_of_a_service_without_a_launcher(tmp_path: Path) -> None:
+    authority, log = Authority(), tmp_path / "log"
+    files = write_files(tmp_path, authority.issue_role(Role.SCHEDULER), authority)
+    address, cell_address = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    flags = (f"--listen={address}", f"--cell-listen={cell_address}", f"--workers=127.0.0.1:{free_port()}")
+    with start_service("scheduler", *flags, *tls_flags(files), log=log) as process:
+        while "scheduler: serving" not in log.read_text(encoding="utf-8"):
+            assert process.poll() is None
+            time.sleep(POLL_S)
+        for _ in range(NUM_STRANGERS):
+            host, port = cell_address.rsplit(":", 1)
+            with socket.create_connection((host, int(port))) as connection:
+                connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                # Until the server gives up.
+                while connection.recv(1024):
+                    pass
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 0
+    assert "ssl_transport_security" not in log.read_text(encoding="utf-8")
 
 
 def shake_hands(context: ssl.SSLContext, address: str) -> None:

@@ -12,9 +12,6 @@ from collections.abc import Sequence
 
 from shared.process.parent import make_end_with_parent
 
-# At its default verbosity gRPC's core reports every connection that ends on stderr.
-_DEFAULT_ENVIRONMENT = {"GRPC_VERBOSITY": "ERROR"}
-
 
 async def start_child(module: str, flags: Sequence[str]) -> asyncio.subprocess.Process:
     """Start `python -m MODULE` with stdout and stderr in one pipe.
@@ -29,7 +26,6 @@ async def start_child(module: str, flags: Sequence[str]) -> asyncio.subprocess.P
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
-        env={**_DEFAULT_ENVIRONMENT, **os.environ},
         start_new_session=True,
         preexec_fn=make_end_with_parent(os.getpid()),
     )
