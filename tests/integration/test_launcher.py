@@ -85,6 +85,7 @@ def test_a_busy_cell_that_is_asked_to_stop_finishes_its_answers_then_stops_each_
         loaded = r"the model is loaded weights=\S+ dtype=\w+ backend=\w+ .*threads=\d+ seconds="
         assert re.search(loaded, cell.log())
         assert_nothing_is_left(cell, runtime_dir)
+        assert "Traceback" not in cell.log()
 
 
 def test_a_second_signal_stops_a_busy_cell_at_once(tiny_model: Path) -> None:
@@ -103,6 +104,7 @@ def test_a_second_signal_stops_a_busy_cell_at_once(tiny_model: Path) -> None:
         assert reason_of(status_from_rpc_error(ended.value)) == "DRAINING"
         cell.send_signal("worker", signal.SIGCONT)
         assert cell.wait() == 0
+        assert "Traceback" not in cell.log()
 
 
 def test_ctrl_c_in_a_terminal_reaches_the_launcher_alone(real_cell: Cell) -> None:

@@ -139,6 +139,7 @@ async def test_a_cell_whose_processes_are_all_asked_to_end_at_once_finishes_its_
     assert contents(completions) == contents(expected)
     assert "exited; restarting" not in log
     assert not any(line.startswith("error: ") for line in log.splitlines())
+    assert "Traceback" not in log
 
 
 def test_a_cell_whose_processes_are_all_asked_to_end_while_they_start_ends_as_asked(tiny_model: Path) -> None:
@@ -151,3 +152,4 @@ def test_a_cell_whose_processes_are_all_asked_to_end_while_they_start_ends_as_as
 
     assert launcher.returncode == 0
     assert not any(line.startswith("error: ") for line in log.splitlines())
+    assert "Traceback" not in log

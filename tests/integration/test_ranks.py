@@ -50,6 +50,7 @@ async def test_a_nodes_ranks_start_again_together_and_in_place(tiny_model: Path,
     assert {restarts[f"lockstep_rank_restarts_total 0.{rank}"] for rank in range(2)} == {1}
     assert len(set(node.start_ids())) == 2
     assert exit_code == 0
+    assert "Traceback" not in node.log()
 
 
 @pytest.mark.slow

@@ -67,6 +67,7 @@ def test_a_group_generates_the_models_tokens_and_ends_cleanly_with_its_first_mem
         assert generate(leader, 6) == generate_alone(load_exact(model_dir), PROMPT, 6)
         member.process.send_signal(signal.SIGTERM)
         assert (member.wait(), leader.wait()) == (0, 0), leader.log() + member.log()
+        assert "Traceback" not in leader.log() + member.log()
 
 
 def second_attach() -> worker_pb2.AttachRequest:
@@ -136,6 +137,7 @@ def test_a_held_group_is_drained_when_a_member_is_asked_to_end(model_dir: Path, 
             steps.put(None)
             assert [result.step_id for result in results if not result.HasField("heartbeat")] == [2, 3]
         assert (member.wait(), leader.wait()) == (0, 0), leader.log() + member.log()
+        assert "Traceback" not in leader.log() + member.log()
 
 
 def test_a_second_signal_ends_a_held_group_at_once(model_dir: Path, tmp_path: Path) -> None:
@@ -152,4 +154,5 @@ def test_a_second_signal_ends_a_held_group_at_once(model_dir: Path, tmp_path: Pa
             leader.process.send_signal(signal.SIGTERM)
             time.sleep(POLL_S)
         assert (member.wait(), leader.wait()) == (0, 0), leader.log() + member.log()
+        assert "Traceback" not in leader.log() + member.log()
         steps.put(None)
