@@ -2,6 +2,6 @@
 
 import os
 
-# gRPC reads this when it is loaded. By default its core writes a line to stderr for every handshake that fails and every
-# connection that ends: a port scanner could fill a log. Errors, such as a lack of descriptors, still appear.
+# gRPC reads this when it is loaded. By default its core writes a line to stderr for every handshake that fails and
+# every connection that ends: a port scanner could fill a log. Errors, such as a lack of descriptors, still appear.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 
 from shared.cli.processes.child_process import start_child
+from shared.cli.processes.core_log import CoreLog
 from shared.cli.processes.last_problem import LastProblem
 from shared.cli.processes.service_command import ServiceCommand
 
@@ -19,7 +20,7 @@ _URGE_PERIOD_S = 0.5
 
 
 class ServiceProcess:
-    """A service's process; its output is forwarded line by line."""
+    """A service's process; its output is forwarded line by line, but for what gRPC's core writes: see `CoreLog`."""
 
     def __init__(
         self, command: ServiceCommand, process: asyncio.subprocess.Process, write: Callable[[bytes], None]
@@ -27,6 +28,7 @@ class ServiceProcess:
         self.command = command
         self._process = process
         self._last_problem = LastProblem()
+        self._core_log = CoreLog(command.name)
         self._output = asyncio.create_task(self._copy_output(write))
         self._problem: str | None = None
         self._kill_reason: str | None = None
@@ -35,7 +37,7 @@ class ServiceProcess:
     async def start(cls, command: ServiceCommand, write: Callable[[bytes], None]) -> ServiceProcess:
         """Start `python -m services.ROLE`; only from the main thread, with which the child dies.
 
-        `write` receives each line of output, without the newline.
+        `write` receives each line of output that is not of gRPC's core, without the newline.
         """
         process = await start_child(f"services.{command.role}", command.flags)
         return cls(command, process, write)
@@ -118,7 +120,8 @@ class ServiceProcess:
         assert self._process.stdout is not None
         async for line in _read_lines(self._process.stdout):
             self._last_problem.add(line)
-            write(line)
+            if not self._core_log.try_add(line):
+                write(line)
 
     def _describe(self, returncode: int) -> str:
         if self._kill_reason is not None:
