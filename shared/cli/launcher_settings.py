@@ -53,7 +53,7 @@ class LauncherSettings(ServiceSettings):
         allow_inf_nan=False,
         description="The longest restart delay, in seconds. A process that exits before it is ready is restarted after "
         "0.5 s, and the delay doubles each time up to this limit. One that was ready is restarted at once, or after "
-        "5 s from the fourth restart within a minute on. A scheduler's delay is at most a third of the tokenizer's "
+        "5 s from the fourth restart within a minute on. A scheduler's delay is at most a sixth of the tokenizer's "
         "--scheduler-lost-s.",
     )
 

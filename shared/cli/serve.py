@@ -129,13 +129,14 @@ async def _run_cell(
 def make_restart_policy(settings: ServeSettings, commands: Sequence[ServiceCommand]) -> RestartPolicy:
     """How the cell's processes are restarted.
 
-    Requests in flight wait for a scheduler only for a time: it is started at least three times within it.
+    Requests in flight wait for a scheduler only for a time. Starts that fail take time too, so that several delays must
+    fit: by default, those of seven failed starts take 35.5 of 60 s.
     """
     tokenizer = next(command for command in commands if command.role == "tokenizer")
     scheduler = next(command for command in commands if command.role == "scheduler")
     value = find_flag(tokenizer.flags, "--scheduler-lost-s")
     loss = load_settings(SchedulerLossSettings, [] if value is None else [f"--scheduler-lost-s={value}"])
-    max_delay_s = max(loss.scheduler_lost_s / 3, FIRST_DELAY_S)
+    max_delay_s = max(loss.scheduler_lost_s / 6, FIRST_DELAY_S)
     return RestartPolicy(
         settings.health_kill_s, settings.max_restart_delay_s, domain_to_max_delay_s={scheduler.domain: max_delay_s}
     )

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from shared.backoff import Backoff
 from shared.cli.cell_plan import plan_services
 from shared.cli.processes.manage_flag import find_manage_address
 from shared.cli.processes.service_command import ServiceCommand
+from shared.cli.processes.supervisor import FIRST_DELAY_S
 from shared.cli.serve import make_restart_policy
 from shared.cli.serve_settings import ServeSettings
 from shared.config import load_settings
@@ -39,9 +41,9 @@ def workers_of(commands: Mapping[str, ServiceCommand]) -> dict[str, dict[str, st
 @pytest.mark.parametrize(
     ("flags", "max_delay_s"),
     [
-        ([], 20.0),
-        (["--scheduler-lost-s=30"], 10.0),
-        (["--scheduler-lost-s", "6", "--drain-s=5"], 2.0),
+        ([], 10.0),
+        (["--scheduler-lost-s=30"], 5.0),
+        (["--scheduler-lost-s", "6", "--drain-s=5"], 1.0),
         (["--scheduler-lost-s=0"], 0.5),
     ],
 )
@@ -54,10 +56,16 @@ def test_a_scheduler_is_restarted_before_the_requests_that_wait_for_it_are_lost(
     assert policy.longest_s("worker 0") == settings.max_restart_delay_s
 
 
+def test_seven_failed_starts_of_a_scheduler_leave_the_next_one_a_third_of_the_time() -> None:
+    policy = make_restart_policy(load_settings(ServeSettings, ["models/m"]), list(plan().values()))
+    delays = Backoff(FIRST_DELAY_S, policy.longest_s("scheduler"), jitter=0.0)
+    assert sum(delays.next_delay_s() for _ in range(7)) <= 40.0
+
+
 def test_the_environments_limit_for_a_lost_scheduler_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_TOKENIZER_SCHEDULER_LOST_S", "9")
     policy = make_restart_policy(load_settings(ServeSettings, ["models/m"]), list(plan().values()))
-    assert policy.longest_s("scheduler") == 3.0
+    assert policy.longest_s("scheduler") == 1.5
 
 
 def test_services_are_linked_by_sockets_and_the_worker_starts_first() -> None:
