@@ -8,13 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc
 import psutil
 import pytest
 
-from lockstep.internal.v1 import exchange_pb2_grpc
 from lockstep.v1 import tokenizer_pb2
-from shared.network.rpc import make_channel
 from tests.support.cells.cell import REFERENCE, Cell, start_cell
 from tests.support.clients.client import Client, Completion, connect, read_answer, token_request
 from tests.support.system.patience import PATIENCE_S
@@ -23,10 +20,6 @@ pytestmark = pytest.mark.slow
 
 NUM_DEATHS = 8
 NUM_FAILED_STARTS = 7
-# Twice the third that a restart's delay may be at most is left for the start.
-LOST_S = 18
-# A replica links again within 2 s after a scheduler is up.
-NUM_HEARTBEATS_UNTIL_HEARD = 5
 _POLL_S = 0.02
 _LINK = re.compile(r"linked to the scheduler .*num_resubmitted=(\d+)")
 
@@ -104,16 +97,6 @@ async def wait_for_next(cell: Cell, pid: int) -> psutil.Process:
             await asyncio.sleep(_POLL_S)
 
 
-async def wait_until_heard(cell: Cell) -> None:
-    """Wait until a scheduler is up, and until every replica has heard it, whether it is ready or not."""
-    async with make_channel(cell.cell_address, internal=True) as channel:
-        exchange: Any = exchange_pb2_grpc.ExchangeServiceStub(channel)
-        call = exchange.Exchange(wait_for_ready=True)
-        for _ in range(NUM_HEARTBEATS_UNTIL_HEARD):
-            assert await call.read() is not grpc.aio.EOF
-        call.cancel()
-
-
 async def test_streams_outlive_schedulers_that_die_right_after_they_are_ready(tiny_model: Path) -> None:
     requests = make_requests(3)
     with start_cell(tiny_model, REFERENCE, "--max-restart-delay-s=1") as cell:
@@ -144,21 +127,16 @@ async def test_streams_outlive_schedulers_that_die_right_after_they_are_ready(ti
 
 async def test_streams_outlive_schedulers_that_die_before_they_are_ready(tiny_model: Path) -> None:
     requests = make_requests(3)
-    # A stopped worker answers nothing, so that no scheduler is ready; it is not killed for that.
-    flags = (f"--tokenizer.scheduler-lost-s={LOST_S}", "--health-kill-s=300")
-    with start_cell(tiny_model, REFERENCE, *flags) as cell:
-        worker = cell.role_to_process["worker"]
+    with start_cell(tiny_model, REFERENCE) as cell:
         async with connect(cell) as client:
             undisturbed = await client.generate_all(requests)
             answers = await begin_all(client, requests)
-            worker.suspend()
             pid = cell.kill("scheduler")
             for _ in range(NUM_FAILED_STARTS):
                 scheduler = await wait_for_next(cell, pid)
-                await wait_until_heard(cell)
                 pid = scheduler.pid
                 scheduler.kill()
-            worker.resume()
             completions = await asyncio.gather(*answers)
+        # No scheduler was linked in between.
         assert len(links(cell)) == 2
     assert_same(completions, undisturbed)
