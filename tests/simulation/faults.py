@@ -71,6 +71,8 @@ class Fault(enum.Enum):
     RANK_DRAIN = "rank_drain"
     # Endpoints that come and go, in cells that discover their workers.
     ENDPOINT_GONE = "endpoint_gone"
+    # A replica, the scheduler and the workers are asked to end together, once in a run.
+    PLANNED_STOP = "planned_stop"
 
 
 # The probability of each at each of its opportunities; the rates of a run are drawn around it.
@@ -143,6 +145,7 @@ _LIKELIHOOD = {
     Fault.RANK_DRAIN: 0.03,
     # At each arrival.
     Fault.ENDPOINT_GONE: 0.05,
+    Fault.PLANNED_STOP: 0.05,
 }
 # Faults after which a domain drains.
 DRAINS = frozenset({Fault.WORKER_LEAVE, Fault.MEMBER_LEAVE, Fault.RANK_DRAIN, Fault.ENDPOINT_GONE})

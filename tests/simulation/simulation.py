@@ -17,6 +17,7 @@ from tests.simulation.parts.discovery import SimulatedDiscovery
 from tests.simulation.parts.domain import SimulatedDomain
 from tests.simulation.parts.replica import ChoiceRecord, Replica
 from tests.simulation.parts.scheduler import SchedulerProcess
+from tests.simulation.watches.stop_watch import StopWatch
 from tests.simulation.watches.watch import EngineWatch
 from tests.simulation.workload import CellSettings, RequestPlan, Workload
 from tests.support.scheduler.cell_model import FallibleOracle
@@ -40,12 +41,13 @@ _CAUSES = {
     "DUPLICATE_REQUEST": Fault.SAME_ID,
     "EXACT_UNAVAILABLE": Fault.EXACT,
     "MODEL_CHANGED": Fault.MODEL_CHANGE,
+    "DRAINING": Fault.PLANNED_STOP,
 }
 # With these a message may arrive although an earlier one on its stream has not.
 _GAPS = (Fault.MESSAGE_LOST, Fault.MESSAGE_REORDERED, Fault.MESSAGE_LATE)
 # Deaths of schedulers that a control may outlive by chance.
-_BLAMING_ENDS = (Fault.SCHEDULER_RESTART, Fault.SCHEDULER_STOP, Fault.MODEL_CHANGE)
-_SCHEDULER_ENDS = (Fault.SCHEDULER_RESTART, Fault.SCHEDULER_FLAP, Fault.SCHEDULER_STOP, Fault.MODEL_CHANGE)
+_BLAMING_ENDS = (Fault.SCHEDULER_RESTART, Fault.SCHEDULER_STOP, Fault.MODEL_CHANGE, Fault.PLANNED_STOP)
+_SCHEDULER_ENDS = (*_BLAMING_ENDS, Fault.SCHEDULER_FLAP)
 # Until the last domain is restarted with another model.
 _ROLLOUTS_S = (0.1, 1.0, 20.0)
 # Schedulers that die one after the other, each at the latest after this time, which is shorter than a control. Most die
@@ -55,6 +57,10 @@ _FLAP_S = (0.3, 1.9)
 _FLAP_AFTER_SUBMIT_S = (0.0, 0.005)
 _ZOMBIE_S = (0.0, 3.0)
 _DRAINED_S = (0.0, 5.0)
+# The processes of a cell are asked to end within this time, shorter than `SAME_STOP_S` since messages take time.
+_SAME_STOP_S = 1.8
+# From the end of the drain times until all processes must have ended.
+_STOP_MARGIN_S = 15.0
 _SCHEDULER_STOPS_S = (1.0, 5.0, 15.0, 60.0)
 # A replica closes its stream to a scheduler that is silent for this long.
 _SCHEDULER_SILENCE_S = 5.0
@@ -144,6 +150,7 @@ class Simulation:
         self._records: list[ChoiceRecord] = []
         self._num_live = 0
         self._is_paused = False
+        self._is_stop_planned = False
         # A scheduler that dies soon after its start, and how many more will.
         self._flapping: SchedulerProcess | None = None
         self._num_flaps_left = 0
@@ -259,12 +266,33 @@ class Simulation:
             self._replicas[number].die()
             self._dead_replicas.append(self._replicas[number])
             self._replicas[number] = self._make_replica()
+        if not self._is_stop_planned and self._scheduler is not None and self._strikes(Fault.PLANNED_STOP):
+            self._stop_cell(self._scheduler)
         if self._strikes(Fault.RANK_DRAIN):
             self._drain_rank()
         if self._discovery is not None and self._strikes(Fault.ENDPOINT_GONE):
             self._discovery.disturb()
         if self._strikes(Fault.CACHE_FLUSH) and self._scheduler is not None:
             self._scheduler.flush_prefix_cache()
+
+    def _stop_cell(self, scheduler: SchedulerProcess) -> None:
+        """Ask a replica, the scheduler and the workers to end together; all are started anew."""
+        self._is_stop_planned = True
+        number, drain_s = self._rng.randrange(len(self._replicas)), self._settings.policy.drain_s
+        replica = self._replicas[number]
+        watch = StopWatch(
+            self.clock, self._mix, drain_s=drain_s, replica=replica, scheduler=scheduler, domains=self._domains
+        )
+        asks = [
+            partial(replica.drain, drain_s, watch.check_stay_over),
+            partial(scheduler.ask, drain_s, watch.check_stay_over),
+            *(partial(domain.ask, watch.check_stay_over) for domain in self._domains),
+        ]
+        for ask in asks:
+            self.clock.after(self._rng.uniform(0.0, _SAME_STOP_S), ask)
+        self.clock.after(_SAME_STOP_S + drain_s + _STOP_MARGIN_S, watch.check_end)
+        self._dead_replicas.append(replica)
+        self._replicas[number] = self._make_replica()
 
     def _change_model(self) -> None:
         """Replace the model on disk, and restart the workers one domain after the other."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Protocol
 
@@ -88,6 +88,11 @@ class SimulatedDomain:
     def restart(self) -> None:
         """Kill the processes; they are started again."""
         self.end(self._processes[0])
+
+    def ask(self, on_stay_over: Callable[[], None]) -> None:
+        """Ask the leaders to end (SIGTERM), as everything else in the cell; see `SimulatedWorker.ask`."""
+        for worker in self.workers.values():
+            worker.ask(on_stay_over)
 
     def _on_leaving(self) -> None:
         """A leader was asked to end, and tells the others."""

@@ -105,7 +105,7 @@ class DomainLink:
     def beat(self, _progress: int, *, is_staying: bool) -> None:
         """Send a heartbeat to every rank."""
         for rank, stream in self._streams.items():
-            self._workers[rank].on_heartbeat(stream)
+            self._workers[rank].on_heartbeat(stream, is_staying=is_staying)
 
     def drop(self, epoch: int, retry_s: float | None) -> None:
         """Drop an epoch on behalf of the engine."""

@@ -103,6 +103,8 @@ class Replica:
         self._timer: float | None = None
         # Of the last cell.
         self._weights_digest = ""
+        # Called when the stream is lost; None until the process was asked to end.
+        self._on_drain_lost: Callable[[], None] | None = None
         self.num_controls = 0
         """Schedulers to which nothing was submitted, so that no request is blamed for their deaths."""
         self.connect()
@@ -165,6 +167,8 @@ class Replica:
         if stream is not self._stream or not self.is_alive:
             return
         self._stream = None
+        if self._on_drain_lost is not None:
+            self._on_drain_lost()
         if self._is_open:
             self._died_at = self._clock.now
         self._is_open = self._knows_cell = False
@@ -172,17 +176,43 @@ class Replica:
         self._expire()
         self._clock.after(self._rng.uniform(*_RECONNECT_S), self.connect)
 
-    def die(self) -> None:
+    @property
+    def has_requests(self) -> bool:
+        """Whether a client waits for an answer."""
+        return bool(self._records)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the scheduler has workers for it."""
+        return self._stream is not None and self._knows_cell
+
+    def drain(self, drain_s: float, on_lost: Callable[[], None]) -> None:
+        """Ask the process to end (SIGTERM): once its answers are finished, at the latest after `drain_s`.
+
+        `on_lost` is called when it loses its stream meanwhile.
+        """
+        if not self.is_alive:
+            return
+        self._on_drain_lost = on_lost
+        self._send(exchange_pb2.ExchangeRequest(is_draining=True))
+        self._clock.after(drain_s, partial(self.die, "DRAINING"))
+        self._clock.after(0.0, self._end_if_drained)
+
+    def die(self, error: str = "REPLICA_GONE") -> None:
         """End the process: its clients get an error and its stream breaks."""
+        if not self.is_alive:
+            return
         self.is_alive = False
         for handle in self._ledger.remove_all():
-            self._end(handle, error="REPLICA_GONE")
+            self._end(handle, error=error)
         if self._stream is not None:
             self._stream.break_()
 
     def _open_stream(self, stream: ExchangeStream) -> None:
         """Resubmit all live requests on this stream, in order, spread over `_RESUBMIT_S`."""
         self._is_open = True
+        if self._on_drain_lost is not None:
+            stream.send_request(exchange_pb2.ExchangeRequest(is_draining=True))
         if self._died_at is not None and stream.scheduler_id != self._scheduler_id:
             self._fail_each(self._ledger.on_scheduler_death(self._died_at))
         self._died_at, self._scheduler_id = None, stream.scheduler_id
@@ -244,6 +274,7 @@ class Replica:
             record = self._records.pop(choice)
             record.is_cancelled, record.over_at = True, self._clock.now
             self._on_over(record)
+        self._end_if_drained()
         self._submit_released()
 
     def _on_outputs(self, stream: ExchangeStream, outputs: exchange_pb2.Outputs) -> None:
@@ -307,11 +338,17 @@ class Replica:
         if self._stream is not None:
             self._stream.send_request(message)
 
+    def _end_if_drained(self) -> None:
+        if self._on_drain_lost is not None and self.is_alive and not self._records:
+            self.die()
+
     def _end(self, handle: RequestHandle, *, finish: Finish | None = None, error: str | None = None) -> None:
         record = self._records.pop(handle)
         assert not record.is_over, "a choice ends twice"
         record.finish, record.error, record.over_at = finish, error, self._clock.now
         self._on_over(record)
+        if self._on_drain_lost is not None:
+            self._clock.after(0.0, self._end_if_drained)
 
     def _expire(self) -> None:
         self._fail_each(self._ledger.expire(self._clock.now))

@@ -169,6 +169,20 @@ class SchedulerProcess:
         """Ask the process to end (SIGTERM)."""
         self.when_running(self._end)
 
+    def ask(self, drain_s: float, on_stay_over: Callable[[], None]) -> None:
+        """Ask the process to end (SIGTERM), perhaps together with its replicas, for which it stays up to `drain_s`.
+
+        `on_stay_over` is called when it stays no longer.
+        """
+
+        def end(_: object) -> None:
+            if not self._is_over:
+                on_stay_over()
+            self._exit()
+
+        stay = self.cell.replica_drains.stay
+        self.when_running(lambda: self.loop.create_task(stay(drain_s)).add_done_callback(end))
+
     def stop(self, duration_s: float) -> None:
         """Stop the process for this long (SIGSTOP); events that arrive meanwhile wait."""
         self._pause.extend(duration_s)
@@ -267,6 +281,8 @@ class SchedulerProcess:
         del self.streams[stream]
         clients = {seq.client for seq in self.engine._requests.choices()} - {DIRECT_CLIENT}
         assert self._is_over or clients <= self.cell._clients.keys(), "a request outlives its stream"
+        linked = self.cell.replica_drains._linked
+        assert self._is_over or linked == self.cell._clients.keys(), "it would stay for a replica that is gone"
 
     def _exit(self) -> None:
         if self.is_alive:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import deque
 from collections.abc import Callable
@@ -19,9 +20,11 @@ from services.worker.step import StepOutput
 from shared.errors import NotReadyError, ServiceError
 from shared.ids import DpRank
 from shared.limits import TOKEN_DTYPE
+from shared.process.stay import Stay
 from tests.simulation.faults import Fault, FaultMix
 from tests.simulation.network.clock import Clock
 from tests.simulation.network.step_stream import NO_HOLDER, Answer, Holder, StepStream
+from tests.simulation.network.virtual_loop import VirtualLoop
 from tests.simulation.parts.collective import Collective, Part, num_prompt_tokens_of
 from tests.simulation.parts.group import SimulatedGroup
 from tests.simulation.parts.pause import Pause
@@ -109,6 +112,13 @@ class SimulatedWorker:
         self._is_up = False
         self._weights_digest = ""
         self._is_leaving = False
+        # Ends the stay; None until the process was asked to end together with the cell.
+        self._staying: asyncio.Task[None] | None = None
+        self._stay = Stay()
+        # The abstract methods for sockets and processes are not implemented.
+        self._loop = VirtualLoop(  # type: ignore[abstract]
+            clock, lambda action: self.when_running(lambda: self._loop.run_once(action)), lambda when: when
+        )
         self._pause = Pause(clock)
         self._claim = ClaimLedger()
         # The highest epoch fenced in this process: no older step may be launched.
@@ -173,7 +183,7 @@ class SimulatedWorker:
         self._claim.end_stream(stream.number)
         if stream is self._stream:
             self.group.close_stream()
-            if self._is_leaving:
+            if self._is_leaving or self._staying is not None:
                 self._end_domain()
 
     def on_step(self, stream: StepStream, payload: bytes) -> None:
@@ -198,10 +208,11 @@ class SimulatedWorker:
             self._begin()
         self._disturb(stream)
 
-    def on_heartbeat(self, stream: StepStream) -> None:
+    def on_heartbeat(self, stream: StepStream, *, is_staying: bool) -> None:
         """Handle a heartbeat of the scheduler."""
         if not stream.is_broken and not stream.steps.is_held and not self.is_stopped and stream is self._stream:
             self._hear(stream)
+            self._stay.note(is_needed=is_staying)
 
     def restart(self, epoch: int, instance_id: str) -> None:
         """Handle `Restart`."""
@@ -215,11 +226,22 @@ class SimulatedWorker:
         """Ask the process to end (SIGTERM), or tell it that another process of the domain was asked."""
         self.when_running(self._leave)
 
+    def ask(self, on_stay_over: Callable[[], None]) -> None:
+        """Ask the process to end (SIGTERM), perhaps together with its scheduler, which may need it for a while.
+
+        `on_stay_over` is called when it stays no longer.
+        """
+        self.when_running(lambda: self._ask(on_stay_over))
+
     def end_process(self) -> None:
         """End the process and discard its state."""
         if not self._is_up:
             return
         self._is_up = self._is_leaving = False
+        self._stay = Stay()
+        if self._staying is not None:
+            self._staying.cancel()
+            self._staying = None
         self._pause.end()
         self._launched.clear()
         self._model = self._offer = None
@@ -236,6 +258,7 @@ class SimulatedWorker:
 
     def close(self) -> None:
         """Release everything at the end of the run."""
+        self._loop.close()
         self.group.close()
 
     @property
@@ -246,6 +269,23 @@ class SimulatedWorker:
     def when_running(self, action: Callable[[], object]) -> None:
         """Run `action` in the process: now, or when it is continued (SIGCONT); never if it ends before."""
         self._pause.when_over(action)
+
+    def _ask(self, on_stay_over: Callable[[], None]) -> None:
+        if not self._is_up or self._is_leaving or self._staying is not None:
+            return
+        if self._stream is None or self._stream.is_broken:
+            self._leave()
+            return
+        claim, drain_s = self._claim, self._settings.policy.drain_s
+        self._clock.after(drain_s + _DRAIN_MARGIN_S, lambda: self._end_domain() if claim is self._claim else None)
+        self._staying = self._loop.create_task(self._stay_and_leave(claim, drain_s, on_stay_over))
+
+    async def _stay_and_leave(self, claim: ClaimLedger, drain_s: float, on_stay_over: Callable[[], None]) -> None:
+        await self._stay.wait(drain_s)
+        if not self._is_leaving:
+            on_stay_over()
+            # Not in this task, since the scheduler's loop hears of it at once.
+            self._clock.after(0.0, lambda: self.leave() if claim is self._claim else None)
 
     def _leave(self) -> None:
         if not self._is_up or self._is_leaving:

@@ -6,6 +6,7 @@ from services.scheduler.cell.cell import Cell
 from services.scheduler.cell.domains.domain import Domain
 from services.scheduler.cell.domains.drains import Drains
 from services.scheduler.core.batch.sequence import Sequence
+from services.scheduler.server.replica_drains import ReplicaDrains
 from tests.simulation.faults import Fault
 from tests.simulation.planted.planting import Patch, PlantedBug, planter
 
@@ -88,3 +89,25 @@ def _steps_in_flight_are_cut_off(patch: Patch) -> None:
 def _undrained_ranks_stay_closed(patch: Patch) -> None:
     """Requests keep waiting although their rank was taken back."""
     patch.setattr(Cell, "undrain", lambda *_: None)
+
+
+@_planted(Fault.PLANNED_STOP)
+def _schedulers_do_not_stay(patch: Patch) -> None:
+    """A scheduler that is asked to end together with its replicas ends at once, and nothing finishes their answers."""
+
+    async def stay(_: ReplicaDrains, __: float) -> None:
+        return
+
+    patch.setattr(ReplicaDrains, "stay", stay)
+
+
+@_planted(Fault.PLANNED_STOP)
+def _workers_do_not_hear_that_their_scheduler_stays(patch: Patch) -> None:
+    """Workers leave although a replica that drains needs them."""
+    patch.setattr(ReplicaDrains, "is_staying", property(lambda _: False, lambda *_: None), raising=False)
+
+
+@_planted(Fault.PLANNED_STOP)
+def _schedulers_stay_for_replicas_that_have_ended(patch: Patch) -> None:
+    """A scheduler that is asked to end waits for its drain time although nothing needs it."""
+    patch.setattr(ReplicaDrains, "unlink", lambda *_: None)

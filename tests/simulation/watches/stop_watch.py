@@ -1,0 +1,77 @@
+"""What must not happen while a whole cell is asked to end, derived independently."""
+
+from __future__ import annotations
+
+from tests.simulation.faults import Fault, FaultMix
+from tests.simulation.network.clock import Clock
+from tests.simulation.parts.domain import SimulatedDomain
+from tests.simulation.parts.replica import Replica
+from tests.simulation.parts.scheduler import SchedulerProcess
+
+# Faults that end no process and no link.
+_CALM = frozenset(
+    {
+        Fault.WORKER_SLOW,
+        Fault.LONG_STEP,
+        Fault.NOT_FINITE,
+        Fault.DIRECT_CALL,
+        Fault.SLOW_READER,
+        Fault.CANCEL,
+        Fault.DEADLINE,
+        Fault.TEXT_STOP,
+        Fault.SAME_ID,
+        Fault.EXACT,
+        Fault.GRAMMAR,
+        Fault.GRAMMAR_FAILURE,
+        Fault.ABORT_CALL,
+        Fault.CACHE_FLUSH,
+        Fault.QUEUE_FULL,
+        Fault.LONG_ANSWER,
+        Fault.UNEQUAL_POOLS,
+        Fault.PLANNED_STOP,
+    }
+)
+
+
+class StopWatch:
+    """Follows one planned stop of a cell: the answers of its draining replica may finish, and then all processes end.
+
+    Checks nothing if another fault may have ended something.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        mix: FaultMix,
+        *,
+        drain_s: float,
+        replica: Replica,
+        scheduler: SchedulerProcess,
+        domains: list[SimulatedDomain],
+    ) -> None:
+        """Begin now, before the first process is asked."""
+        self._clock = clock
+        self._mix = mix
+        self._replica = replica
+        self._scheduler = scheduler
+        self._over_at = clock.now + drain_s
+        self._num_deaths = {domain: domain.num_deaths for domain in domains}
+        self._was_served = replica.is_served and scheduler.engine.is_ready
+
+    def check_stay_over(self) -> None:
+        """Check that the draining replica no longer needs a process that is about to go, or has lost its stream."""
+        if not self._is_calm or not self._was_served or self._clock.now >= self._over_at:
+            return
+        assert not self._replica.has_requests, "a cell that was asked to end leaves answers unfinished"
+
+    def check_end(self) -> None:
+        """Check that everything has ended, once each process has had its time."""
+        assert not self._replica.is_alive, "a replica does not end although it was asked to"
+        if self._is_calm:
+            assert not self._scheduler.is_alive, "a scheduler does not end although it was asked to"
+            has_ended = all(domain.num_deaths > number for domain, number in self._num_deaths.items())
+            assert has_ended, "workers do not end although they were asked to"
+
+    @property
+    def _is_calm(self) -> bool:
+        return all(fault in _CALM for fault, count in self._mix.counts.items() if count)
