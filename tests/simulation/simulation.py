@@ -57,8 +57,10 @@ _FLAP_S = (0.3, 1.9)
 _FLAP_AFTER_SUBMIT_S = (0.0, 0.005)
 _ZOMBIE_S = (0.0, 3.0)
 _DRAINED_S = (0.0, 5.0)
-# The processes of a cell are asked to end within this time, shorter than `SAME_STOP_S` since messages take time.
-_SAME_STOP_S = 1.8
+# The processes of a cell are asked to end within one of these times, shorter than `SAME_STOP_S`: messages take time.
+_SAME_STOPS_S = (0.05, 0.5, 1.8)
+# So many steps are slow from then on that many answers take longer than a stop does.
+_SHARE_OF_SLOW_STEPS = 0.9
 # From the end of the drain times until all processes must have ended.
 _STOP_MARGIN_S = 15.0
 _SCHEDULER_STOPS_S = (1.0, 5.0, 15.0, 60.0)
@@ -288,9 +290,11 @@ class Simulation:
             partial(scheduler.ask, drain_s, watch.check_stay_over),
             *(partial(domain.ask, watch.check_stay_over) for domain in self._domains),
         ]
+        same_stop_s = self._rng.choice(_SAME_STOPS_S)
         for ask in asks:
-            self.clock.after(self._rng.uniform(0.0, _SAME_STOP_S), ask)
-        self.clock.after(_SAME_STOP_S + drain_s + _STOP_MARGIN_S, watch.check_end)
+            self.clock.after(self._rng.uniform(0.0, same_stop_s), ask)
+        self._mix.rates[Fault.WORKER_SLOW] = _SHARE_OF_SLOW_STEPS
+        self.clock.after(same_stop_s + drain_s + _STOP_MARGIN_S, watch.check_end)
         self._dead_replicas.append(replica)
         self._replicas[number] = self._make_replica()
 

@@ -91,7 +91,7 @@ def _undrained_ranks_stay_closed(patch: Patch) -> None:
     patch.setattr(Cell, "undrain", lambda *_: None)
 
 
-@_planted(Fault.PLANNED_STOP)
+@_planted(Fault.PLANNED_STOP, seed=7)
 def _schedulers_do_not_stay(patch: Patch) -> None:
     """A scheduler that is asked to end together with its replicas ends at once, and nothing finishes their answers."""
 
@@ -107,7 +107,7 @@ def _workers_do_not_hear_that_their_scheduler_stays(patch: Patch) -> None:
     patch.setattr(ReplicaDrains, "is_staying", property(lambda _: False, lambda *_: None), raising=False)
 
 
-@_planted(Fault.PLANNED_STOP)
+@_planted(Fault.PLANNED_STOP, seed=7)
 def _schedulers_stay_for_replicas_that_have_ended(patch: Patch) -> None:
     """A scheduler that is asked to end waits for its drain time although nothing needs it."""
     patch.setattr(ReplicaDrains, "unlink", lambda *_: None)
