@@ -222,12 +222,14 @@ class Simulation:
         return any(one is not None and one.is_alive and one.watch.has_work for one in schedulers)
 
     def _arrive(self) -> None:
-        """Let a request arrive, with faults that strike at arrivals; after the last request all faults cease."""
+        """Let a request arrive, with faults that strike at arrivals; after the last request faults cease."""
         if self._num_live >= self._settings.max_live_requests:
             self._is_paused = True
             return
         if len(self._plans) >= MIN_REQUESTS and self.clock.num_events >= MIN_EVENTS:
             self._mix.rates.clear()
+            if self._is_stop_planned:
+                self._mix.rates[Fault.WORKER_SLOW] = _SHARE_OF_SLOW_STEPS
             return
         plan = self._workload.draw()
         if all(replica.is_serving(plan.request_id) for replica in self._replicas):

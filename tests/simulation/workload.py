@@ -173,7 +173,7 @@ class CellSettings:
             retraction_policy=rng.choice(list(RetractionPolicy)),
             share_in_step=rng.random() < 0.5,
             max_prefill_wait_steps=2 * (max_num_seqs % 2),
-            drain_s=rng.choice(_DRAINS_S) if mix.rates.keys() & {*DRAINS, Fault.PLANNED_STOP} else _DRAINS_S[-1],
+            drain_s=rng.choice(_DRAINS_S) if mix.rates.keys() & DRAINS else _DRAINS_S[-1],
         )
         # The smallest pool holds just the longest request.
         num_pool_tokens = rng.choice([160, 160, 256, 800])

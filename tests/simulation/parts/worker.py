@@ -282,10 +282,14 @@ class SimulatedWorker:
 
     async def _stay_and_leave(self, claim: ClaimLedger, drain_s: float, on_stay_over: Callable[[], None]) -> None:
         await self._stay.wait(drain_s)
-        if not self._is_leaving:
-            on_stay_over()
-            # Not in this task, since the scheduler's loop hears of it at once.
-            self._clock.after(0.0, lambda: self.leave() if claim is self._claim else None)
+
+        def leave() -> None:
+            if claim is self._claim and not self._is_leaving:
+                on_stay_over()
+                self.leave()
+
+        # Not in this task: the scheduler's loop hears of it at once, and a failed check must end the simulation.
+        self._clock.after(0.0, leave)
 
     def _leave(self) -> None:
         if not self._is_up or self._is_leaving:
