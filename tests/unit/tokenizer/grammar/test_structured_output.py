@@ -349,10 +349,11 @@ async def test_a_process_that_fails_to_start_is_not_blamed_on_the_request(tmp_pa
 
 
 async def test_a_trial_process_leaves_its_end_to_the_tokenizer(model_dir: Path) -> None:
+    others = children()
     with outputs_for(model_dir) as outputs:
         await outputs.compile(YES_NO)
-        [child] = children()
+        [child] = [child for child in children() if child not in others]
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             child.send_signal(number)
         await outputs.compile(Form(grammar='start: "no"'))
-        assert children() == [child]
+        assert [child for child in children() if child not in others] == [child]

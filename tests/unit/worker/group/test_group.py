@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import duration_pb2
 from torch import Tensor
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
@@ -538,10 +539,16 @@ async def read_leaving(call: Any) -> None:
 @pytest.mark.parametrize("asked", [0, 1], ids=["leader", "member"])
 async def test_a_group_leaves_whichever_of_its_processes_was_asked_to_end(domain: Domain, asked: int) -> None:
     stub, *processes = await domain.start_group()
-    await stub.Attach(ATTACH)
+    attach = worker_pb2.AttachRequest(drain_time=duration_pb2.Duration(seconds=60))
+    attach.MergeFrom(ATTACH)
+    await stub.Attach(attach)
     call = await execute(stub, prefill_step(make_enter(0, PROMPT, list(range(16)))))
     await read_result(call)
     processes[asked].end.leave("asked to end")
+    leader = processes[0]
+    await leader.end.leaving.wait()
+    # As the RPC thread does.
+    leader.role.leave()
     await read_leaving(call)
     for process in processes:
         await process.end.leaving.wait()
