@@ -34,7 +34,7 @@ def owned_directory(parent: Path, prefix: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=parent, prefix=prefix) as name:
         directory = Path(name)
         with (directory / f"{_LOCK}.new").open("w", encoding="utf-8") as file:
-            # Where files cannot be locked the name never appears, and nobody removes the directory.
+            # Where files cannot be locked the name never appears, and no process removes the directory.
             with contextlib.suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # It appears locked: others never take the directory for a dead process's.

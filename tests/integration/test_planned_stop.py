@@ -11,35 +11,21 @@ import grpc
 import psutil
 import pytest
 
-from lockstep.v1 import tokenizer_pb2
 from shared.network.rpc import reason_of, status_from_rpc_error
 from tests.support.cells.cell import REFERENCE, Cell, popen_lockstep, start_cell
-from tests.support.clients.client import Client, Completion, connect, token_request
+from tests.support.clients.client import Client, Completion, connect, varied_requests
 from tests.support.deploy.unit_file import processes_asked_to_stop, read_service, stop_signal
 from tests.support.system.ports import free_port
 
 
-def make_requests(count: int = 4) -> list[tokenizer_pb2.GenerateRequest]:
-    return [
-        token_request(
-            [3 + number, 9, 40 + number],
-            max_tokens=200,
-            ignore_eos=True,
-            temperature=1.0 if number % 2 else 0.0,
-            seed=number,
-        )
-        for number in range(count)
-    ]
-
-
 async def expect_answers(client: Client) -> list[Completion]:
     """The undisturbed answers."""
-    return await client.generate_all(make_requests())
+    return await client.generate_all(varied_requests(4, max_tokens=200))
 
 
 async def begin_answers(cell: Cell, client: Client) -> list[asyncio.Task[Completion]]:
     """Begin the answers; the worker is stopped in their middle, so that they do not end by themselves."""
-    requests = make_requests()
+    requests = varied_requests(4, max_tokens=200)
     while True:
         answers = [asyncio.create_task(client.generate(request)) for request in requests]
         await client.wait_until(lambda state: state.num_running >= len(requests))

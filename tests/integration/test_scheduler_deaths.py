@@ -13,7 +13,7 @@ import pytest
 
 from lockstep.v1 import tokenizer_pb2
 from tests.support.cells.cell import REFERENCE, Cell, start_cell
-from tests.support.clients.client import Client, Completion, connect, read_answer, token_request
+from tests.support.clients.client import Client, Completion, connect, read_answer, varied_requests
 from tests.support.system.patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow
@@ -22,20 +22,6 @@ NUM_DEATHS = 8
 NUM_FAILED_STARTS = 7
 _POLL_S = 0.02
 _LINK = re.compile(r"linked to the scheduler .*num_resubmitted=(\d+)")
-
-
-def make_requests(count: int) -> list[tokenizer_pb2.GenerateRequest]:
-    """Requests with long answers."""
-    return [
-        token_request(
-            [3 + number, 9, 40 + number],
-            max_tokens=400,
-            ignore_eos=True,
-            temperature=1.0 if number % 2 else 0.0,
-            seed=number,
-        )
-        for number in range(count)
-    ]
 
 
 async def begin_all(
@@ -98,7 +84,7 @@ async def wait_for_next(cell: Cell, pid: int) -> psutil.Process:
 
 
 async def test_streams_outlive_schedulers_that_die_right_after_they_are_ready(tiny_model: Path) -> None:
-    requests = make_requests(3)
+    requests = varied_requests(3, max_tokens=400)
     with start_cell(tiny_model, REFERENCE, "--max-restart-delay-s=1") as cell:
         worker = cell.role_to_process["worker"]
         async with connect(cell) as client:
@@ -126,7 +112,7 @@ async def test_streams_outlive_schedulers_that_die_right_after_they_are_ready(ti
 
 
 async def test_streams_outlive_schedulers_that_die_before_they_are_ready(tiny_model: Path) -> None:
-    requests = make_requests(3)
+    requests = varied_requests(3, max_tokens=400)
     with start_cell(tiny_model, REFERENCE) as cell:
         async with connect(cell) as client:
             undisturbed = await client.generate_all(requests)

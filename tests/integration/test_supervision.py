@@ -13,7 +13,7 @@ import pytest
 
 from lockstep.v1 import tokenizer_pb2
 from tests.support.cells.cell import REFERENCE, Cell, start_cell
-from tests.support.clients.client import Client, Completion, connect, token_request
+from tests.support.clients.client import Client, Completion, connect, varied_requests
 
 
 @pytest.fixture(scope="module")
@@ -23,23 +23,9 @@ def cell(tiny_model: Path) -> Iterator[Cell]:
         yield cell
 
 
-def make_requests(count: int) -> list[tokenizer_pb2.GenerateRequest]:
-    """Requests long enough to be in the middle of their answer when a service is killed."""
-    return [
-        token_request(
-            [3 + number, 9, 40 + number],
-            max_tokens=200,
-            ignore_eos=True,
-            temperature=1.0 if number % 2 else 0.0,
-            seed=number,
-        )
-        for number in range(count)
-    ]
-
-
 @pytest.fixture(scope="module")
 def requests() -> list[tokenizer_pb2.GenerateRequest]:
-    return make_requests(2)
+    return varied_requests(2, max_tokens=200)
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +142,7 @@ async def test_a_rank_that_no_longer_answers_is_killed_and_its_domain_is_started
 
 @pytest.mark.slow
 async def test_a_failure_domain_is_started_again_and_no_other(tiny_model: Path) -> None:
-    requests = make_requests(4)
+    requests = varied_requests(4, max_tokens=200)
     with start_cell(tiny_model, REFERENCE, "--dp=2") as cell:
         before = {name: process.pid for name, process in cell.role_to_process.items()}
         async with connect(cell) as client:

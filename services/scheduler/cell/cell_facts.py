@@ -26,7 +26,7 @@ class CellFacts:
         self.version = 0
         """Increases whenever something of this may have changed."""
         self.weights_digest = ""
-        """Of the model; empty while no worker has reported it."""
+        """The digest of the model's weights; empty while no worker has reported it."""
         self._block_size = block_size
 
     def find_fault(self, facts: Iterable[WorkerFacts]) -> str | None:

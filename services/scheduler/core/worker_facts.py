@@ -32,4 +32,4 @@ class WorkerFacts:
     graph_batch_sizes: tuple[int, ...] = ()
     """For which it has captured graphs of decode steps."""
     weights_digest: str = ""
-    """Of the weights that answers depend on; empty if the worker does not report it."""
+    """The digest of the weights that answers depend on; empty if the worker does not report it."""

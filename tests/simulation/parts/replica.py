@@ -54,7 +54,7 @@ class ChoiceRecord:
     """The error's reason code."""
     is_cancelled: bool = False
     weights_digests: set[str] = field(default_factory=set)
-    """Of the cells whose tokens a replica's client has received."""
+    """Those of the cells whose tokens a replica's client has received."""
     deadline: float | None = None
     over_at: float | None = None
 

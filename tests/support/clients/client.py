@@ -207,6 +207,20 @@ def token_request(token_ids: list[int], **sampling: Any) -> tokenizer_pb2.Genera
     return tokenizer_pb2.GenerateRequest(tokens=tokens, sampling=greedy(**sampling))
 
 
+def varied_requests(count: int, *, max_tokens: int) -> list[tokenizer_pb2.GenerateRequest]:
+    """Requests with different prompts, greedy and sampled in turn, whose answers have `max_tokens` tokens."""
+    return [
+        token_request(
+            [3 + number, 9, 40 + number],
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            temperature=1.0 if number % 2 else 0.0,
+            seed=number,
+        )
+        for number in range(count)
+    ]
+
+
 def chat_request(*messages: tuple[str, str], **sampling: Any) -> tokenizer_pb2.GenerateRequest:
     """A request for (role, content) messages, greedy by default."""
     return tokenizer_pb2.GenerateRequest(chat=chat(*messages), sampling=greedy(**sampling))
