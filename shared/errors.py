@@ -129,14 +129,14 @@ class DuplicateRequestError(ServiceError):
 
 
 class UnauthenticatedError(ServiceError):
-    """The method is for roles, and the caller's certificate names none."""
+    """The method needs a role or a key, and the caller's certificate or metadata names none that is known."""
 
     code = ErrorCode.UNAUTHENTICATED
     reason = "UNAUTHENTICATED"
 
 
 class PermissionDeniedError(ServiceError):
-    """The caller's role may not call the method."""
+    """The caller's role may not call the method, or its key does not allow what the request asks for."""
 
     code = ErrorCode.PERMISSION_DENIED
     reason = "PERMISSION_DENIED"
@@ -147,6 +147,13 @@ class QueueFullError(ServiceError):
 
     code = ErrorCode.RESOURCE_EXHAUSTED
     reason = "QUEUE_FULL"
+
+
+class TenantLimitError(ServiceError):
+    """The tenant has too much in flight or waiting; a retry may succeed after `retry_delay_s`."""
+
+    code = ErrorCode.RESOURCE_EXHAUSTED
+    reason = "TENANT_LIMIT"
 
 
 class NotSupportedError(ServiceError):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
 ADAPTER = "adapter_config.json"
+TEKKEN = "tekken.json"
+"""Mistral's own format of vocabularies."""
 
 _LFS_START = b"version https://git-lfs.github.com/spec/v1"
 # Vocabularies in formats that transformers converts, as glob patterns.
-_OLDER_VOCABULARIES = ("tokenizer.model", "*.tiktoken", "tiktoken.model", "tekken.json", "*.model", "vocab.*")
-_MISTRALS = ("params.json", "consolidated*.safetensors")
+_OLDER_VOCABULARIES = ("tokenizer.model", "*.tiktoken", "tiktoken.model", "*.model", "vocab.*")
+_PARAMS = "params.json"
+_MISTRALS = (_PARAMS, "consolidated*.safetensors")
+# A key of params.json, and transformers' script for models that have it. The first one counts.
+_MISTRAL_SCRIPTS = (("llama_4_scaling", "ministral3"), ("vision_encoder", "mistral3"))
 _SAVE_TOKENIZER = "load the directory with transformers' AutoTokenizer and save it here with save_pretrained"
 _SAVE_MODEL = "load the directory with transformers' AutoModelForCausalLM and save it with save_pretrained"
 
@@ -27,6 +33,12 @@ def is_lfs_pointer(path: Path) -> bool:
 
 def tokenizer_advice(model_dir: Path) -> str | None:
     """What to do where tokenizer.json is missing; None if there is no vocabulary in any format."""
+    if (model_dir / TEKKEN).exists():
+        return (
+            f"the vocabulary is in Mistral's own format ({TEKKEN}), which is not read: take the files in Hugging "
+            f"Face's format (tokenizer.json, tokenizer_config.json and the chat template), or {_SAVE_TOKENIZER}, with "
+            "mistral_format=False where mistral-common is installed; the chat template is not in it"
+        )
     found = _first(model_dir, _OLDER_VOCABULARIES)
     return None if found is None else f"the vocabulary is in {found}, which must be converted: {_SAVE_TOKENIZER}"
 
@@ -53,13 +65,25 @@ def weights_advice(model_dir: Path) -> str:
 
 
 def _mistral_advice(model_dir: Path) -> str | None:
-    if not (found := _all(model_dir, _MISTRALS)):
+    groups = [_all(model_dir, [pattern]) for pattern in (*_MISTRALS, TEKKEN)]
+    if not any(groups[: len(_MISTRALS)]):
         return None
+    found = ", ".join(_listed(names) for names in groups if names)
     return (
-        f"the directory is in Mistral's own format ({_listed(found)}), which is not read: take the files in Hugging "
-        "Face's format (config.json and model*.safetensors), or convert them with transformers' "
-        "convert_mistral_weights_to_hf.py"
+        f"the directory is in Mistral's own format ({found}), which is not read: take the files in Hugging Face's "
+        "format (config.json, model*.safetensors and tokenizer.json), or "
+        f"convert them with convert_{_mistral_kind(model_dir)}_weights_to_hf.py of transformers' repository"
     )
+
+
+def _mistral_kind(model_dir: Path) -> str:
+    """What transformers calls the model that params.json describes."""
+    try:
+        params = json.loads((model_dir / _PARAMS).read_bytes())
+    except (OSError, RecursionError, ValueError):
+        params = None
+    keys = params if isinstance(params, dict) else {}
+    return next((kind for key, kind in _MISTRAL_SCRIPTS if keys.get(key)), "mistral")
 
 
 def _other_model_advice(model_dir: Path) -> str | None:

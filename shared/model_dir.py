@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from shared.added_tokens import with_added_tokens
-from shared.missing_files import config_advice, is_lfs_pointer, tokenizer_advice
+from shared.missing_files import config_advice, is_lfs_pointer, tokenizer_advice, weights_advice
+from shared.text_models import TEXT_MODELS, text_values
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -18,26 +19,48 @@ CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
+PROCESSOR_TEMPLATE = "chat_template.json"
+"""Where multimodal checkpoints of older releases have their chat template, in an object."""
+MORE_TEMPLATES = "additional_chat_templates"
+"""A directory of named chat templates."""
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+"""Says which tensor is in which file, where there is more than one."""
 
 
 ARCHITECTURES = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
     "DeepseekV32ForCausalLM",
+    "Gemma3ForCausalLM",
     "Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+    "GlmMoeDsaForCausalLM",
     "GptOssForCausalLM",
     "LlamaForCausalLM",
+    "Ministral3ForCausalLM",
+    "MinistralForCausalLM",
     "MistralForCausalLM",
     "MixtralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    *TEXT_MODELS,
 )
 """What workers serve. Here, so that a launcher can tell before it starts one; they have the code."""
 
 
 class ModelDirectoryError(Exception):
     """The directory is not a usable model; the message names the file."""
+
+
+def display_name(model_dir: Path) -> str:
+    """The directory's name, or ORG/NAME for what huggingface_hub keeps in its cache."""
+    path = model_dir.resolve()
+    repository = path.parent.parent.name
+    if path.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/", 1)
+    return path.name
 
 
 def read_json(model_dir: Path, name: str) -> dict[str, Any]:
@@ -53,6 +76,31 @@ def read_json(model_dir: Path, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelDirectoryError(f"{model_dir / name}: not a JSON object")
     return value
+
+
+def read_config(model_dir: Path) -> dict[str, Any]:
+    """Read config.json; of a multimodal model, the language model's keys: see `text_values`.
+
+    Raises:
+        ModelDirectoryError: the file is missing or malformed, or has a language model that is not supported.
+    """
+    config = read_json(model_dir, CONFIG)
+    name = next((name for name in architectures_of(config) if name in ARCHITECTURES), None)
+    if name is None or name not in TEXT_MODELS:
+        return config
+    try:
+        return text_values(config, TEXT_MODELS[name])
+    except ValueError as error:
+        raise ModelDirectoryError(f"{CONFIG}: {error}") from error
+
+
+def is_multimodal(config: Mapping[str, Any]) -> bool:
+    """Whether only the text of the model that config.json describes is served.
+
+    Raises:
+        ModelDirectoryError: `architectures` is malformed.
+    """
+    return next((name for name in architectures_of(config) if name in ARCHITECTURES), None) in TEXT_MODELS
 
 
 def read_json_if_any(model_dir: Path, name: str) -> dict[str, Any]:
@@ -92,6 +140,41 @@ def refuse_pointer(path: Path) -> None:
         raise ModelDirectoryError(
             f"{path} is a Git LFS pointer, not the file itself: install git-lfs and run `git lfs pull` in its directory"
         )
+
+
+def weight_paths(model_dir: Path) -> list[Path]:
+    """The files of weights, which are all there; their contents are not checked.
+
+    Raises:
+        ModelDirectoryError: there are none, or the index is malformed or names files that are missing.
+    """
+    if (model_dir / WEIGHTS_INDEX).exists():
+        return [model_dir / name for name in shard_names(model_dir, lambda name: (model_dir / name).is_file())]
+    if not (model_dir / WEIGHTS).is_file():
+        raise ModelDirectoryError(f"{model_dir / WEIGHTS}: no such file; {weights_advice(model_dir)}")
+    return [model_dir / WEIGHTS]
+
+
+def shard_names(model_dir: Path, is_there: Callable[[str], bool]) -> list[str]:
+    """The names of the files of weights that the index names, sorted.
+
+    Args:
+        is_there: Whether there is a file of this name, in the directory or on a hub.
+
+    Raises:
+        ModelDirectoryError: the index is malformed or names files that are missing.
+    """
+    index = model_dir / WEIGHTS_INDEX
+    weight_map = read_json(model_dir, WEIGHTS_INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelDirectoryError(f"{index}: no weight_map")
+    names = sorted({str(name) for name in weight_map.values()})
+    # A shard's name is untrusted input: it must not point outside the directory.
+    if outside := [name for name in names if Path(name).name != name]:
+        raise ModelDirectoryError(f"{index}: {outside[0]!r} is not a plain file name")
+    if missing := [name for name in names if not is_there(name)]:
+        raise ModelDirectoryError(f"{index}: files are missing: {', '.join(missing)}")
+    return names
 
 
 def missing_advice(model_dir: Path, name: str) -> str:
@@ -170,7 +253,7 @@ def vocabulary_size(model_dir: Path) -> int | None:
     Raises:
         ModelDirectoryError: the file is malformed.
     """
-    size = read_json(model_dir, CONFIG).get("vocab_size")
+    size = read_config(model_dir).get("vocab_size")
     if size is not None and (type(size) is not int or size < 1):
         raise ModelDirectoryError(f"{model_dir / CONFIG}: vocab_size is {size!r}, not a positive integer")
     return size
@@ -184,7 +267,7 @@ def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
     """
     name, value = GENERATION_CONFIG, read_json_if_any(model_dir, GENERATION_CONFIG).get("eos_token_id")
     if value is None:
-        name, value = CONFIG, read_json(model_dir, CONFIG).get("eos_token_id")
+        name, value = CONFIG, read_config(model_dir).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
         raise ModelDirectoryError(f"{model_dir / name}: eos_token_id is {value!r}, not a token id or a list of them")

@@ -19,28 +19,30 @@ import numpy.typing as npt
 from lockstep.v1 import common_pb2, scheduler_pb2
 from shared.errors import ExactUnavailableError, InvalidRequestError, Violation
 from shared.limits import (
+    MAX_CACHE_SALT_BYTES,
+    MAX_CHOICES,
+    ModelLimits,
+    check_fit,
+    check_prompt,
+    check_prompt_length,
+    check_token_ids,
+    room_left,
+)
+from shared.sampling_params import (
     DEFAULT_MAX_TOKENS,
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORDS,
-    MAX_CACHE_SALT_BYTES,
-    MAX_CHOICES,
     MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOP_TOKEN_SEQUENCE_LENGTH,
     MAX_STOP_TOKEN_SEQUENCES,
     NO_OPTIONS,
-    ModelLimits,
     SamplingOptions,
     SamplingParams,
-    check_fit,
     check_min_tokens,
-    check_prompt,
-    check_prompt_length,
     check_sampling,
-    check_token_ids,
-    room_left,
 )
 
 # A deadline further away than this is treated as this one.

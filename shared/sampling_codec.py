@@ -1,57 +1,24 @@
-"""Converts sampling options and log-probabilities to and from a cell's internal messages.
+"""Converts sampling options to and from a cell's internal messages.
 
-`shared.limits` checks ranges; the reader checks whether columns fit each other.
+`shared.sampling_params` checks ranges; the reader checks whether columns fit each other.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.internal.v1 import sampling_pb2
-from shared.limits import TOKEN_DTYPE, SamplingOptions
+from shared.limits import TOKEN_DTYPE
+from shared.sampling_params import SamplingOptions
 
 _FLOAT_DTYPE = np.dtype("<f4")
-
-Ints = npt.NDArray[np.int32]
-Floats = npt.NDArray[np.float32]
-
-
-class LogprobColumns(Protocol):
-    """The columns of `internal.v1.Logprobs`."""
-
-    @property
-    def indexes(self) -> Ints:
-        """[num_positions]."""
-
-    @property
-    def ranks(self) -> Ints:
-        """[num_positions + sum of requested_counts]."""
-
-    @property
-    def counts(self) -> Ints:
-        """[num_positions]."""
-
-    @property
-    def token_ids(self) -> Ints:
-        """[sum of counts]."""
-
-    @property
-    def values(self) -> Floats:
-        """[sum of counts]."""
-
-    @property
-    def requested_counts(self) -> Ints | None:
-        """[num_positions]; None means that no position has requested tokens."""
 
 
 def encode_options(options: SamplingOptions) -> sampling_pb2.SamplingOptions:
     """Floats become float32."""
     return sampling_pb2.SamplingOptions(
         min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
+        repetition_penalty=None if options.repetition_penalty == 1.0 else options.repetition_penalty,
         presence_penalty=options.presence_penalty,
         frequency_penalty=options.frequency_penalty,
         logit_bias_token_ids=np.array([token_id for token_id, _ in options.logit_bias], TOKEN_DTYPE).tobytes(),
@@ -93,35 +60,6 @@ def decode_options(message: sampling_pb2.SamplingOptions) -> SamplingOptions:
         reasoning_end=_token_ids("reasoning_end", message.reasoning_end),
         allowed_token_ids=_token_ids("allowed_token_ids", message.allowed_token_ids),
         logprob_token_ids=_token_ids("logprob_token_ids", message.logprob_token_ids),
-    )
-
-
-def encode_logprobs(logprobs: LogprobColumns) -> sampling_pb2.Logprobs:
-    """Encode log-probabilities."""
-    requested = logprobs.requested_counts
-    return sampling_pb2.Logprobs(
-        indexes=logprobs.indexes.astype(TOKEN_DTYPE, copy=False).tobytes(),
-        ranks=logprobs.ranks.astype(TOKEN_DTYPE, copy=False).tobytes(),
-        counts=logprobs.counts.astype(TOKEN_DTYPE, copy=False).tobytes(),
-        token_ids=logprobs.token_ids.astype(TOKEN_DTYPE, copy=False).tobytes(),
-        values=logprobs.values.astype(_FLOAT_DTYPE, copy=False).tobytes(),
-        requested_counts=b"" if requested is None else requested.astype(TOKEN_DTYPE, copy=False).tobytes(),
-    )
-
-
-def decode_logprobs(message: sampling_pb2.Logprobs) -> tuple[Ints, Ints, Ints, Ints, Floats, Ints | None]:
-    """The columns in the order of their numbers, not checked against each other; None for no requested tokens.
-
-    Raises:
-        ValueError: a column's size is not a multiple of its dtype's.
-    """
-    return (
-        np.frombuffer(message.indexes, TOKEN_DTYPE),
-        np.frombuffer(message.ranks, TOKEN_DTYPE),
-        np.frombuffer(message.counts, TOKEN_DTYPE),
-        np.frombuffer(message.token_ids, TOKEN_DTYPE),
-        np.frombuffer(message.values, _FLOAT_DTYPE),
-        np.frombuffer(message.requested_counts, TOKEN_DTYPE) if message.requested_counts else None,
     )
 
 

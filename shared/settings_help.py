@@ -18,7 +18,7 @@ def name_values(parser: argparse.ArgumentParser, settings_type: type[BaseSetting
     """Set the help texts and value names of a parser made from `settings_type`."""
     for action in parser._actions:
         field = settings_type.model_fields.get(action.dest)
-        if field is None:
+        if field is None or is_hidden(field):
             continue
         action.help = f"{field.description}{_default(field)}".replace("%", "%%")
         if not action.option_strings:
@@ -30,6 +30,11 @@ def name_values(parser: argparse.ArgumentParser, settings_type: type[BaseSetting
 def is_positional(field: FieldInfo) -> bool:
     """Whether it is a positional argument, not a flag."""
     return any(getattr(entry, "__name__", "") == "_CliPositionalArg" for entry in field.metadata)
+
+
+def is_hidden(field: FieldInfo) -> bool:
+    """Whether it is for tests only, which no help text or table shows: a `CliSuppress`."""
+    return argparse.SUPPRESS in field.metadata
 
 
 def _value_name(name: str, annotation: Any) -> str:

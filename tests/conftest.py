@@ -12,6 +12,7 @@ import uvloop
 from hypothesis import HealthCheck, settings
 
 from services.worker.device import has_gpu_node
+from tests.support.system import package_tools
 from tests.support.system.processes import ROOT
 
 # There are as many parallel test processes as cores. Threads that spin while waiting for each other become many times
@@ -39,6 +40,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--gpu-targets", default="gfx942", help="what Triton kernels are compiled for: gfx942,gfx950,sm_90"
     )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tools are given to tests by their marks."""
+    package_tools.note_test(item)
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:

@@ -36,7 +36,7 @@ async def serve(settings: SchedulerSettings, stop: StopRequest) -> int:
         servers = make_servers(settings, cell, health)
         is_discovered = settings.topology.is_dynamic
         registry = make_registry(
-            cell.engine, cell.idle_check, settings.certificates, last_seen if is_discovered else None
+            cell.engine, cell.idle_check, settings.certificates, last_seen if is_discovered else None, settings.keys
         )
         management = await serve_management(settings.manage_listen, registry, probes)
     except RuntimeError as error:

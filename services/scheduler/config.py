@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
-from pydantic_settings import SettingsConfigDict
+from pydantic_settings import CliSuppress, SettingsConfigDict
 
 from services.scheduler.core.admission import AdmissionPolicy
 from services.scheduler.core.policy import CacheSettings, RetractionPolicy, SchedulerPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
-from services.scheduler.membership import MembershipSettings
+from services.scheduler.discovery.settings import MembershipSettings
 from shared.config import Address, ClientPortSettings, ListenAddress, ProcessSettings, load_settings
 from shared.network.tls import Role
 
@@ -74,6 +74,11 @@ class SchedulerSettings(ProcessSettings, ClientPortSettings, MembershipSettings)
     enable_prefix_caching: bool = Field(
         default=_CACHE.enable_prefix_caching, description="Share the KV blocks of equal prefixes."
     )
+    share_prefixes_between_tenants: bool = Field(
+        default=_CACHE.shares_between_tenants,
+        description="Share them between tenants too. Otherwise each has prefixes of its own, so that none can find out "
+        "by the time or the count of cached tokens what another has asked.",
+    )
     scheduler_delay_factor: float = Field(
         default=_POLICY.delay_factor,
         ge=0.0,
@@ -117,16 +122,6 @@ class SchedulerSettings(ProcessSettings, ClientPortSettings, MembershipSettings)
     retraction_policy: Literal["last_in", "fewest_output_tokens"] = Field(
         default="last_in", description="Which request is preempted when blocks run out."
     )
-    enable_sharing_in_step: bool = Field(
-        default=_POLICY.share_in_step,
-        description="Let a prompt share blocks computed by the same step; otherwise it waits for the next step.",
-    )
-    placement_tokens_per_seq: int = Field(
-        default=_POLICY.placement_tokens_per_seq,
-        ge=0,
-        description="A request goes to the DP rank with most of its prompt cached, unless that rank is busier: this "
-        "many cached tokens outweigh one more request.",
-    )
     max_prefill_wait_steps: int = Field(
         default=_POLICY.max_prefill_wait_steps,
         ge=0,
@@ -156,7 +151,7 @@ class SchedulerSettings(ProcessSettings, ClientPortSettings, MembershipSettings)
         description="A client that reads nothing of its answer for this many seconds loses it.",
     )
 
-    fail_on_token: int | None = Field(
+    fail_on_token: CliSuppress[int | None] = Field(
         default=None,
         ge=0,
         description="For recovery tests only: the process dies when a prompt with this token is submitted.",
@@ -207,11 +202,9 @@ class SchedulerSettings(ProcessSettings, ClientPortSettings, MembershipSettings)
             max_age_s=self.max_queue_age_s,
             admission_policy=AdmissionPolicy(self.admission_policy),
             retraction_policy=RetractionPolicy(self.retraction_policy),
-            share_in_step=self.enable_sharing_in_step,
             max_waiting_requests=self.max_waiting_requests,
             max_waiting_tokens=self.max_waiting_tokens,
             max_prompt_logprob_bytes=self.max_prompt_logprob_bytes,
-            placement_tokens_per_seq=self.placement_tokens_per_seq,
             max_prefill_wait_steps=self.max_prefill_wait_steps,
             worker_silence_s=self.worker_silence_s,
             drain_s=self.drain_s,
@@ -226,7 +219,7 @@ class SchedulerSettings(ProcessSettings, ClientPortSettings, MembershipSettings)
     @property
     def cache(self) -> CacheSettings:
         """The KV cache's settings."""
-        return CacheSettings(self.kv_cache_block_size, self.enable_prefix_caching)
+        return CacheSettings(self.kv_cache_block_size, self.enable_prefix_caching, self.share_prefixes_between_tenants)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from services.scheduler.workers.domain_client import DomainClient
 from shared.network.health import Health
 from shared.network.rpc import make_channel, make_peer
 from shared.network.tls import Role
+from shared.wire import introduce_self
 
 
 def make_cell(settings: SchedulerSettings, instance_id: str, health: Health, last_seen: LastSeen) -> CellServer:
@@ -40,6 +41,7 @@ def make_cell(settings: SchedulerSettings, instance_id: str, health: Health, las
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.policy.max_num_batched_tokens,
         drain_time=timedelta(seconds=settings.drain_s),
+        introduction=introduce_self().encode(),
     )
 
     connect = partial(make_channel, internal=True, peer=make_peer(settings.certificates, Role.WORKER))

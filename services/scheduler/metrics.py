@@ -12,27 +12,34 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from services.scheduler.cell.engine import Engine
+from services.scheduler.cell.requests.tenant_totals import MAX_TENANTS, OTHER, TenantState
 from services.scheduler.cell.state import CellState, RankState
 from services.scheduler.core.policy import RECOVERY_BUCKETS_S, SchedulerCounters
 from services.scheduler.discovery.last_seen import LastSeen
 from services.scheduler.server.idle_check import IdleCheck
+from shared.client_keys import ClientKeys
 from shared.network.tls import Certificates
 from shared.process.metrics import make_process_registry
 
 
 def make_registry(
-    engine: Engine, idle_check: IdleCheck, certificates: Certificates | None, last_seen: LastSeen | None = None
+    engine: Engine,
+    idle_check: IdleCheck,
+    certificates: Certificates | None,
+    last_seen: LastSeen | None = None,
+    client_keys: ClientKeys | None = None,
 ) -> CollectorRegistry:
-    """Make a registry for a cell, the service's certificate if it has one, and this process.
+    """Make a registry for a cell, the service's certificate and keys if it has them, and this process.
 
     Args:
         last_seen: What discovery saw; None if the workers are configured.
     """
-    return make_process_registry(CellCollector(engine, idle_check, last_seen), certificates)
+    return make_process_registry(CellCollector(engine, idle_check, last_seen), certificates, client_keys)
 
 
 class CellCollector(Collector):
-    """A cell's metrics, from one snapshot. Counters start at 0 with the process; no label comes from a client.
+    """A cell's metrics, from one snapshot. Counters start at 0 with the process; no label comes from a client:
+    tenants are named by the operator.
 
     Sums over the ranks have no labels; those that a load balancer reads are told by each tokenizer too. A place that no
     endpoint has is no rank; what was computed on it counts in sums.
@@ -55,6 +62,7 @@ class CellCollector(Collector):
         if self._last_seen is not None:
             yield from _discovery_metrics(self._last_seen, self._engine.num_unplaced_endpoints)
         yield from _request_metrics(state)
+        yield from _tenant_metrics(self._engine.tenants())
         yield from _kv_cache_metrics(state)
         yield _step_metric(state)
         yield from _recovery_metrics(state.counters)
@@ -115,6 +123,40 @@ def _request_metrics(state: CellState) -> Iterator[Metric]:
         "Times a running choice gave its KV blocks back and was queued again, at its place by arrival.",
         state.counters.num_preemptions,
     )
+
+
+def _tenant_metrics(tenants: list[TenantState]) -> Iterator[Metric]:
+    in_flight = GaugeMetricFamily(
+        "lockstep_tenant_requests_in_flight",
+        f"Choices of the tenant that wait or run; tenants beyond {MAX_TENANTS} are counted as `{OTHER}`.",
+        labels=["tenant"],
+    )
+    waiting = GaugeMetricFamily(
+        "lockstep_tenant_requests_waiting",
+        "Choices of the tenant that wait to be admitted for the first time.",
+        labels=["tenant"],
+    )
+    refused = CounterMetricFamily(
+        "lockstep_tenant_requests_refused", "Requests above the tenant's limits, refused.", labels=["tenant"]
+    )
+    prompt_tokens = CounterMetricFamily(
+        "lockstep_tenant_prompt_tokens",
+        "Prompt tokens computed for the tenant, without cached ones, counted at each choice's first token.",
+        labels=["tenant"],
+    )
+    completion_tokens = CounterMetricFamily(
+        "lockstep_tenant_completion_tokens",
+        "Completion tokens sampled for the tenant, counted at each choice's end.",
+        labels=["tenant"],
+    )
+    for tenant in tenants:
+        labels = [tenant.name]
+        in_flight.add_metric(labels, tenant.num_in_flight)
+        waiting.add_metric(labels, tenant.num_waiting)
+        refused.add_metric(labels, tenant.total.num_refused)
+        prompt_tokens.add_metric(labels, tenant.total.num_prompt_tokens)
+        completion_tokens.add_metric(labels, tenant.total.num_completion_tokens)
+    yield from (in_flight, waiting, refused, prompt_tokens, completion_tokens)
 
 
 def _kv_cache_metrics(state: CellState) -> Iterator[Metric]:
@@ -179,16 +221,6 @@ def _recovery_metrics(counters: SchedulerCounters) -> Iterator[Metric]:
         "Time from the loss of workers until each request they were computing has another token or has ended.",
         buckets=list(zip(bounds, sums, strict=True)),
         sum_value=counters.recovery_s,
-    )
-    yield CounterMetricFamily(
-        "lockstep_replayed_tokens",
-        "Greedy completion tokens that were recomputed for resumed requests.",
-        counters.num_replayed_tokens,
-    )
-    yield CounterMetricFamily(
-        "lockstep_replay_mismatches",
-        "Replayed tokens that were not the likeliest at their position this time.",
-        counters.num_replay_mismatches,
     )
     yield CounterMetricFamily(
         "lockstep_poison_requests",

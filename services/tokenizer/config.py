@@ -17,6 +17,7 @@ from shared.config import (
     SchedulerLossSettings,
     load_settings,
 )
+from shared.model_dir import display_name
 from shared.network.tls import Role
 
 
@@ -128,7 +129,7 @@ class TokenizerSettings(SchedulerLossSettings, ProcessSettings, HttpPortSettings
     @property
     def name_of_model(self) -> str:
         """The model name that requests may give."""
-        return self.model_name or self.model_dir.resolve().name
+        return self.model_name or display_name(self.model_dir)
 
 
 if __name__ == "__main__":

@@ -9,19 +9,24 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from lockstep.internal.v1 import exchange_pb2
+from services.tokenizer.answer.request_totals import RequestTotals, finish_label
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
 from services.tokenizer.request.prompts import PromptEncoder
-from services.tokenizer.server.request_totals import RequestTotals, finish_label
+from shared.client_keys import ClientKeys
 from shared.histogram import Histogram
 from shared.network.tls import Certificates
 from shared.process.metrics import make_process_registry
 
 
 def make_registry(
-    scheduler: SchedulerClient, totals: RequestTotals, prompts: PromptEncoder, certificates: Certificates | None
+    scheduler: SchedulerClient,
+    totals: RequestTotals,
+    prompts: PromptEncoder,
+    certificates: Certificates | None,
+    client_keys: ClientKeys | None = None,
 ) -> CollectorRegistry:
-    """The metrics of the replica, of its certificate if it has one, and of the process."""
-    return make_process_registry(ReplicaCollector(scheduler, totals, prompts), certificates)
+    """The metrics of the replica, of its certificate and its keys if it has them, and of the process."""
+    return make_process_registry(ReplicaCollector(scheduler, totals, prompts), certificates, client_keys)
 
 
 class ReplicaCollector(Collector):
@@ -42,7 +47,7 @@ class ReplicaCollector(Collector):
         yield from _load_metrics(self._scheduler.load)
 
     def _link_metrics(self) -> Iterator[Metric]:
-        counters = self._scheduler.counters
+        counters = self._scheduler.requests.counters
         yield GaugeMetricFamily(
             "lockstep_scheduler_linked", "1 if linked to a serving scheduler, otherwise 0.", self._scheduler.is_linked
         )

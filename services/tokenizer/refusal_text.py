@@ -28,13 +28,13 @@ _KEYWORDS = frozenset(
 
 
 def without_quotes(reason: str, form: str) -> str:
-    """The library's reason without the form's own words; the notations' keywords and all numbers stay.
+    """The library's reason without the form's own words and numbers; the notations' keywords stay.
 
     `form` is what was refused: a JSON value, a schema, a regular expression or a grammar.
     """
 
     def leave_out(match: re.Match[str]) -> str:
         word = match.group()
-        return word if word in _KEYWORDS or word.isdigit() or word not in form else _LEFT_OUT
+        return word if word in _KEYWORDS or word not in form else _LEFT_OUT
 
     return _WORD.sub(leave_out, reason)

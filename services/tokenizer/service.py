@@ -8,6 +8,7 @@ import sys
 
 from prometheus_client import CollectorRegistry
 
+from services.tokenizer.answer.request_totals import RequestTotals
 from services.tokenizer.config import TokenizerSettings
 from services.tokenizer.exchange.cell_requests import CellRequests
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
@@ -19,7 +20,6 @@ from services.tokenizer.http.routes import make_app
 from services.tokenizer.metrics import make_registry
 from services.tokenizer.request.model import ServedModel, load_model
 from services.tokenizer.server.live_requests import LiveRequests
-from services.tokenizer.server.request_totals import RequestTotals
 from services.tokenizer.server.servicer import TOKENIZER_SERVICE, TokenizerServicer
 from shared.config import load_settings, log_settings
 from shared.model_dir import ModelDirectoryError
@@ -68,7 +68,9 @@ async def serve(
     )
     live, totals = LiveRequests(), RequestTotals()
     limits, settings_http_limits = _share_limits(settings, totals)
-    servicer = TokenizerServicer(model, scheduler, live, totals=totals, max_unread_s=settings.max_unread_s)
+    servicer = TokenizerServicer(
+        model, scheduler, live, totals=totals, max_unread_s=settings.max_unread_s, client_keys=settings.keys
+    )
     servicers: list[Servicer] = [servicer, health]
     listed = (TOKENIZER_SERVICE,) if settings.reflection else ()
     names = settings.served_model_name or (model.name,)
@@ -80,9 +82,9 @@ async def serve(
             certificates=settings.certificates,
             limits=limits,
         )
-        registry = make_registry(scheduler, totals, model.prompts, settings.certificates)
+        registry = make_registry(scheduler, totals, model.prompts, settings.certificates, settings.keys)
         management = await serve_management(settings.manage_listen, registry, probes)
-        backend = Backend(model, scheduler, live, totals, settings.max_unread_s, names)
+        backend = Backend(model, scheduler, live, totals, settings.max_unread_s, names, settings.keys)
         http = await _serve_http(settings, backend, registry, http_limits or settings_http_limits)
     except RuntimeError as error:
         logger.error("cannot serve", extra={"error": str(error)})
@@ -118,6 +120,7 @@ def _share_limits(settings: TokenizerSettings, totals: RequestTotals) -> tuple[S
     limits = ServerLimits(
         max_connections=num_connections,
         max_connection_age_s=settings.max_connection_age_s,
+        client_keys=settings.keys,
         on_refusal=totals.count_refusal,
     )
     return limits, HttpLimits(num_http_connections, max_unread_s=settings.max_unread_s)

@@ -8,12 +8,13 @@ from typing import Annotated, Literal
 
 from annotated_types import Len
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
-from pydantic_settings import NoDecode, SettingsConfigDict
+from pydantic_settings import CliSuppress, NoDecode, SettingsConfigDict
 
 from services.worker.device import DeviceError, DeviceRequest, check_device
 from services.worker.layout import RankLayout
 from shared.config import Address, DraftProposerName, ListenAddress, ProcessSettings, load_settings, split_list
 from shared.limits import MAX_DRAFT_TOKENS
+from shared.model_dir import ModelDirectoryError, refuse_pointer, weight_paths
 from shared.network.addresses import is_any_host, split_address
 from shared.network.tls import Role
 
@@ -37,14 +38,13 @@ class WorkerSettings(ProcessSettings):
         ge=0,
         description="Which of the visible GPUs; CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES says which are visible.",
     )
-    ops_backend: Literal["auto", "aiter", "cpu", "native", "reference", "triton", "triton-exact"] = Field(
+    ops_backend: Literal["auto", "aiter", "native", "reference", "triton", "triton-exact"] = Field(
         default="auto",
         description="Kernels: native is fast on x86-64, and compiled at the first start, except in an image, which "
-        "brings it; cpu needs no compiler; triton "
-        "runs on GPUs; aiter on AMD's, with AMD's library of kernels, which are built at the first start; reference is "
-        "exact (a row's bits do not depend on the rest of the batch), and so is triton-exact, on GPUs; auto is aiter "
-        "on an AMD GPU where that library is installed, else triton on a GPU, native on x86-64 and cpu elsewhere. "
-        "Where native cannot be compiled, cpu takes over.",
+        "brings it; where it cannot be compiled, and on other processors, torch's kernels take over, as the backend "
+        "cpu; triton runs on GPUs; aiter on AMD's, with AMD's library of kernels, which are built at the first start; "
+        "reference is exact (a row's bits do not depend on the rest of the batch), and so is triton-exact, on GPUs; "
+        "auto is aiter on an AMD GPU where that library is installed, else triton on a GPU and native on a CPU.",
     )
     native_isa: Literal["auto", "avx2", "avx512", "avx512_bf16"] = Field(
         default="auto",
@@ -182,7 +182,7 @@ class WorkerSettings(ProcessSettings):
         default=None,
         description="Directory for traces of steps, which WorkerService.Profile writes; by default it writes none.",
     )
-    fail_on_token: int | None = Field(
+    fail_on_token: CliSuppress[int | None] = Field(
         default=None,
         ge=0,
         description="For recovery tests: the process ends when a step contains this token in a prompt or in a "
@@ -203,6 +203,18 @@ class WorkerSettings(ProcessSettings):
     def device_request(self) -> DeviceRequest:
         """What these settings say about the device."""
         return DeviceRequest(self.device, self.device_index, self.ops_backend)
+
+    def check_weights(self) -> None:
+        """Check that there are weights to load, before anything slow is imported.
+
+        Raises:
+            ModelDirectoryError: a model's directory has none, or only pointers to them.
+        """
+        if self.weights_seed is not None:
+            return
+        for model_dir in filter(None, (self.model_dir, self.draft_model)):
+            for path in weight_paths(model_dir):
+                refuse_pointer(path)
 
     @property
     def store_host(self) -> str:
@@ -269,8 +281,10 @@ class WorkerSettings(ProcessSettings):
 
 
 if __name__ == "__main__":
-    # `lockstep serve` runs this module to check the flags before it starts anything.
+    # `lockstep serve` runs this module to check flags and model before it starts anything.
     try:
-        check_device(load_settings(WorkerSettings).device_request)
-    except DeviceError as error:
+        settings = load_settings(WorkerSettings)
+        check_device(settings.device_request)
+        settings.check_weights()
+    except (DeviceError, ModelDirectoryError) as error:
         sys.exit(f"error: {error}")

@@ -44,8 +44,6 @@ class StepProposal:
     """Whether prompts and decodes share steps."""
 
 
-_CPU_BACKENDS = ("cpu", "native")
-
 AITER_GPUS = ("gfx942", "gfx950")
 """The architectures that the backend `aiter` has kernels for: MI300 and MI350."""
 
@@ -70,8 +68,8 @@ def choose_device(request: DeviceRequest) -> DeviceChoice:
     backend = request.ops_backend
     if backend == "auto":
         backend = _gpu_backend(request.index) if is_gpu else _cpu_backend()
-    if is_gpu and backend in _CPU_BACKENDS:
-        raise DeviceError(f"--ops-backend {backend} does not run on a GPU")
+    if is_gpu and backend == "native":
+        raise DeviceError("--ops-backend native does not run on a GPU")
     device = torch.device("cuda", request.index) if is_gpu else torch.device("cpu")
     return DeviceChoice(device, backend)
 
@@ -102,11 +100,11 @@ def gpu_architecture(index: int) -> str:
 def _gpu_backend(index: int) -> str:
     import torch  # noqa: PLC0415 - as in `choose_device`
 
-    has_aiter = torch.version.hip is not None and _has_aiter()
-    return "aiter" if has_aiter and gpu_architecture(index) in AITER_GPUS else "triton"
+    can_use_aiter = torch.version.hip is not None and has_aiter()
+    return "aiter" if can_use_aiter and gpu_architecture(index) in AITER_GPUS else "triton"
 
 
-def _has_aiter() -> bool:
+def has_aiter() -> bool:
     """Whether AMD's library is installed. An unrelated package of the same name has no such folder."""
     spec = importlib.util.find_spec("aiter")
     return spec is not None and any(Path(each, "jit").is_dir() for each in spec.submodule_search_locations or ())

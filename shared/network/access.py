@@ -1,14 +1,20 @@
 """Which port serves which method, and in a cell with TLS which roles may call it.
 
-A client port serves clients, which have no certificate; a cell port serves the cell's own processes and its operators.
+A client port serves clients, which have no certificate but may need a key; a cell port serves the cell's own processes
+and its operators.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import grpc
+
+from shared.client_keys import ANY_CLIENT, Client, ClientKeys
 from shared.errors import PermissionDeniedError, UnauthenticatedError
 from shared.network.tls import Role
 
-# On client ports, for everybody.
+# On client ports, for everybody that has a key where keys are needed.
 CLIENT_METHODS = frozenset(
     {
         "/lockstep.v1.TokenizerService/Generate",
@@ -21,7 +27,7 @@ CLIENT_METHODS = frozenset(
         "/lockstep.v1.SchedulerService/Abort",
     }
 )
-# On every port, for everybody that can connect.
+# On every port, for everybody that can connect, without a key.
 HEALTH_METHODS = frozenset(
     {
         "/grpc.health.v1.Health/Check",
@@ -75,3 +81,31 @@ def check_access(method: str, role: Role | None) -> None:
         raise UnauthenticatedError("the method needs a certificate that names a role", method=method)
     if role not in roles:
         raise PermissionDeniedError(f"role {role.value} may not call the method", method=method, role=role.value)
+
+
+def check_key(method: str, identify: Callable[[], Client]) -> None:
+    """Check that a peer may call a method of a client port that needs keys; `identify` finds out by its key who it is.
+
+    Raises:
+        UnauthenticatedError: by `identify`.
+        PermissionDeniedError: the method is for operators, and the key is none of theirs.
+    """
+    if method in HEALTH_METHODS:
+        return
+    if not identify().is_operator and method not in CLIENT_METHODS:
+        raise PermissionDeniedError("the method needs the key of an operator", method=method)
+
+
+def client_of(client_keys: ClientKeys | None, context: grpc.aio.ServicerContext) -> Client:
+    """Who makes a call of a client port; any client where no keys are needed, whatever key comes.
+
+    Raises:
+        UnauthenticatedError: the call has no key that is known, or more than one.
+    """
+    if client_keys is None:
+        return ANY_CLIENT
+    values: dict[str, list[str]] = {"authorization": [], "x-api-key": []}
+    for name, value in context.invocation_metadata() or ():
+        if name in values:
+            values[name].append(value)
+    return client_keys.identify(values["authorization"], values["x-api-key"])

@@ -83,6 +83,11 @@ def is_on_every_interface(address: str) -> bool:
     return not address.startswith("unix:") and is_any_host(split_address(address)[0])
 
 
+def is_any_host_of_both_families(host: str) -> bool:
+    """Whether a host, without brackets, is `::`, which means every interface by IPv6 and by IPv4."""
+    return ":" in host and is_any_host(host)
+
+
 def is_any_host(host: str) -> bool:
     """Whether a host, without brackets, is the IP address that means every interface."""
     try:

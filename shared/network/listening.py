@@ -51,6 +51,15 @@ def check_can_listen(address: str, listeners: ExitStack) -> None:
         raise RuntimeError(reason_of_failure(error)) from error
 
 
+def listen_on_both_families(port: int, *, backlog: int) -> socket.socket:
+    """Listen on every interface, by IPv6 and IPv4: what `[::]` means to gRPC, where Python's servers take IPv6 alone.
+
+    Raises:
+        OSError: the port is taken, or there is no IPv6.
+    """
+    return socket.create_server(("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+
+
 def reason_of_failure(error: Exception) -> str:
     """Why listening failed, without the address that the text of some errors repeats."""
     # gaierror has error numbers of its own.

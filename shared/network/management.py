@@ -16,8 +16,8 @@ from http import HTTPStatus
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from shared.network.addresses import split_address
-from shared.network.listening import reason_of_failure, refuse_taken_socket
+from shared.network.addresses import is_any_host_of_both_families, split_address
+from shared.network.listening import listen_on_both_families, reason_of_failure, refuse_taken_socket
 from shared.network.probes import Probes
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,9 @@ async def _listen(address: str, endpoint: _Endpoint) -> asyncio.Server:
         refuse_taken_socket(path)
         return await asyncio.start_unix_server(endpoint.answer, path, limit=MAX_REQUEST_BYTES)
     host, port = split_address(address)
+    if is_any_host_of_both_families(host):
+        listener = listen_on_both_families(port, backlog=MAX_CONNECTIONS)
+        return await asyncio.start_server(endpoint.answer, sock=listener, limit=MAX_REQUEST_BYTES)
     return await asyncio.start_server(endpoint.answer, host, port, limit=MAX_REQUEST_BYTES)
 
 

@@ -16,9 +16,11 @@ import grpc
 from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
+from typing_extensions import override
 
+from shared.client_keys import Client, ClientKeys
 from shared.errors import InternalError, InvalidRequestError, NotSupportedError, QueueFullError, ServiceError
-from shared.network.access import check_access, find_served_methods
+from shared.network.access import check_access, check_key, client_of, find_served_methods
 from shared.network.addresses import is_local
 from shared.network.listening import check_can_listen, refuse_taken_socket
 from shared.network.reflection import serve_reflection
@@ -73,6 +75,7 @@ _KEEPALIVE_OPTIONS = (
 )
 
 RoleOf = Callable[[grpc.aio.ServicerContext], Role | None]
+ClientOf = Callable[[grpc.aio.ServicerContext], Client]
 OnRefusal = Callable[[str, str], None]
 """Called, in the event loop, with the method and the reason of a call that ended before its handler saw it."""
 
@@ -104,6 +107,8 @@ class ServerLimits:
     """More at once are closed before they say anything; those that shake hands count, for at most 10 s."""
     max_connection_age_s: float | None = None
     """A connection older than this, within 10 %, takes no new calls and ends after its open ones."""
+    client_keys: ClientKeys | None = None
+    """On a client port, calls without one of these are refused, but for health; None means that none needs a key."""
     on_refusal: OnRefusal = lambda _method, _reason: None
 
 
@@ -132,7 +137,7 @@ def make_server(
         service_names: What reflection lists besides health; empty turns it off.
         certificates: For TLS, mutual if `internal`; peers may then call what their role may. None means no TLS. A unix
             socket has none in any case: its file's permissions say who may connect, and peers have no roles.
-        limits: On connections and calls.
+        limits: On connections and calls, and who may make these.
 
     Raises:
         RuntimeError: the address is in use or not usable.
@@ -162,7 +167,14 @@ def make_server(
         certificates = None
     methods = find_served_methods(on_cell_port=internal, has_tls=certificates is not None)
     role_of = None if certificates is None else certificates.role_of
-    interceptor = CallInterceptor(methods, limits.max_open_calls, role_of, on_refusal=limits.on_refusal)
+    needs_keys = limits.client_keys is not None and not internal
+    interceptor = CallInterceptor(
+        methods,
+        limits.max_open_calls,
+        role_of,
+        partial(client_of, limits.client_keys) if needs_keys else None,
+        on_refusal=limits.on_refusal,
+    )
     server = grpc.aio.server(interceptors=[interceptor], options=options)
     for servicer in servicers:
         servicer.add_to(server)
@@ -285,22 +297,37 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """
 
     def __init__(
-        self, methods: Set[str], max_open_calls: int, role_of: RoleOf | None = None, *, on_refusal: OnRefusal
+        self,
+        methods: Set[str],
+        max_open_calls: int,
+        role_of: RoleOf | None = None,
+        client_of: ClientOf | None = None,
+        *,
+        on_refusal: OnRefusal,
     ) -> None:
-        """`methods` are the port's; `role_of` finds the role of a call's peer, and None means that peers have none."""
+        """Serve calls that may be made.
+
+        Args:
+            methods: The port's.
+            max_open_calls: See `ServerLimits`.
+            role_of: Finds the role of a call's peer; None means that peers have none.
+            client_of: Finds the client that makes a call, by its key; None means that calls need none.
+            on_refusal: See `OnRefusal`.
+        """
         self._methods = methods
         self._max_open_calls = max_open_calls
         self._role_of = role_of
+        self._client_of = client_of
         self._on_refusal = on_refusal
         self._num_open_calls = 0
         self._parse_log = _ParseLog()
 
+    @override
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """See `grpc.aio.ServerInterceptor`."""
         method = handler_call_details.method
         handler = await continuation(handler_call_details) if method in self._methods else None
         if handler is None:
@@ -333,6 +360,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def _check_call(self, method: str, context: grpc.aio.ServicerContext) -> None:
         if self._role_of is not None:
             check_access(method, self._role_of(context))
+        if self._client_of is not None:
+            check_key(method, partial(self._client_of, context))
         if self._num_open_calls >= self._max_open_calls and method not in _NEVER_REFUSED:
             raise QueueFullError(
                 "too many calls are open", retry_delay_s=_RETRY_DELAY_S, max_calls=self._max_open_calls

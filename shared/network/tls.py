@@ -21,6 +21,8 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 
+from shared.file_state import FileState, file_state
+
 logger = logging.getLogger(__name__)
 
 # gRPC frees the former configuration as soon as it has a new one, although a handshake on another thread may be about
@@ -167,9 +169,9 @@ class Certificates:
         else:
             logger.info("TLS files read again", extra={"expires_at": self._pair.expires_at.isoformat()})
 
-    def _stat(self) -> tuple[tuple[int, int, int] | None, ...]:
+    def _stat(self) -> tuple[FileState, ...]:
         paths = (self._files.certificate, self._files.key, self._files.authority)
-        return tuple(_stat(path) for path in paths)
+        return tuple(map(file_state, paths))
 
 
 def _configuration(pair: _Pair) -> grpc.ServerCertificateConfiguration:
@@ -200,15 +202,6 @@ class TrustedAuthority:
     def name_of(self, role: Role) -> str | None:
         """The DNS name in the certificates of `role`; None if it is the server's address."""
         return None if self._trust_domain is None else _dns_name(role, self._trust_domain)
-
-
-def _stat(path: Path) -> tuple[int, int, int] | None:
-    """None if there is no such file at present."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _read(files: TlsFiles, role: Role) -> _Pair:

@@ -25,15 +25,25 @@ def configure_logging(*, service: str, level: str, log_format: str) -> LineWrite
     Returns:
         The writer of stderr, for lines that are not log records.
     """
-    formatter = JsonFormatter(service) if log_format == "json" else TextFormatter(service)
     fd = _stderr_fd()
+    writer = log_to(fd, service=service, level=level, log_format=log_format)
+    sys.stderr = ErrorStream(writer, fd)
+    return writer
+
+
+def log_to(fd: int, *, service: str, level: str, log_format: str) -> LineWriter:
+    """Send the log alone to a file descriptor, through a `LineWriter`, from now on.
+
+    Returns:
+        The writer, for lines that are not log records.
+    """
+    formatter = JsonFormatter(service) if log_format == "json" else TextFormatter(service)
 
     def describe_loss(num_lines: int) -> str:
         fields = {"levelno": logging.WARNING, "levelname": "WARNING", "num_lines": num_lines}
         return formatter.format(logging.makeLogRecord({"msg": "lines could not be written", **fields}))
 
     writer = LineWriter(fd, describe_loss)
-    sys.stderr = ErrorStream(writer, fd)
     handler = _WriterHandler(writer)
     handler.setFormatter(formatter)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

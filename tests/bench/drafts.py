@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 
 from services.worker.config import WorkerSettings
 from services.worker.runner.model_runner import ModelRunner, build_model_runner
-from services.worker.step import EnteringSequence
+from shared.step.step import EnteringSequence
 from tests.bench.parts.report import Row, compare, print_table, write_json
 from tests.support.system.processes import ROOT
 from tests.support.worker.worker_steps import decode_step, make_enter, prefill_step

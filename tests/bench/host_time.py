@@ -22,7 +22,7 @@ from torch import Tensor
 from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
 from services.worker.forward.kv_cache import KvCache
 from services.worker.models.loader import LoadOptions, load_model
-from services.worker.ops import AttentionParams, EmbeddingKernel, LinearKernel, RopeRows
+from services.worker.ops import Activation, AttentionParams, EmbeddingKernel, LinearKernel, RopeRows
 from services.worker.ops.cpu.backend import CpuOps
 from services.worker.ops.matrices import Matrix
 from services.worker.runner.cache_memory import KvCacheSize
@@ -59,7 +59,7 @@ class NullOps(CpuOps):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return x
 
-    def silu_and_mul(self, x: Tensor) -> Tensor:
+    def act_and_mul(self, x: Tensor, activation: Activation) -> Tensor:
         return torch.empty((x.shape[0], x.shape[1] // 2), dtype=x.dtype)
 
     def select_rope(self, tables: RopeRows, positions: Tensor) -> RopeRows:

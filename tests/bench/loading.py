@@ -22,7 +22,8 @@ from safetensors.torch import save_file
 from services.worker.layout import RankLayout
 from services.worker.parallel.communicator import Parallel
 from services.worker.weights.tensor_digests import Hashing
-from services.worker.weights.weight_files import SINGLE_FILE, WeightFiles
+from services.worker.weights.weight_files import WeightFiles
+from shared.model_dir import WEIGHTS
 from tests.bench.parts.report import Row, compare, report
 from tests.support.ranks.thread_ranks import run_ranks
 
@@ -35,11 +36,11 @@ _GB = 1e9
 def _write_model(directory: Path, num_tensors: int) -> None:
     generator = torch.Generator().manual_seed(1)
     whole = torch.randint(-(1 << 15), 1 << 15, _SHAPE, generator=generator, dtype=torch.int16).view(torch.bfloat16)
-    save_file({f"layers.{index}.weight": whole.roll(index) for index in range(num_tensors)}, directory / SINGLE_FILE)
+    save_file({f"layers.{index}.weight": whole.roll(index) for index in range(num_tensors)}, directory / WEIGHTS)
 
 
 def _read(directory: Path, rank: Parallel) -> None:
-    with safe_open(directory / SINGLE_FILE, framework="pt") as file:
+    with safe_open(directory / WEIGHTS, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 - not a mapping
             file.get_tensor(name)[rank.tp.rank :: rank.tp.size].clone()
 

@@ -5,7 +5,7 @@
 
 Perplexity is that of a fixed public-domain text in chunks of 1024 tokens, each given the true tokens before it in its
 chunk. Ours is computed by the worker's own model, as `--formats` says; llama.cpp's by files that it has quantised. The
-reference of a format is fp32 on the `cpu` backend, or the same format with an ordinary KV cache.
+reference of a format is fp32, or the same format with an ordinary KV cache.
 
 SmolLM2's published file is 4-bit already, which flatters int4. So the mean Kullback-Leibler divergence from fp32, in
 thousandths of a nat per token, is measured on a random Llama of 4 layers and hidden size 1024. Its weights follow
@@ -63,8 +63,8 @@ class Format:
 
 
 FORMATS = {
-    "fp32": Format(("--ops-backend=cpu", "--dtype=float32"), reference=None),
-    "bf16": Format(("--ops-backend=cpu", "--dtype=bfloat16")),
+    "fp32": Format(("--ops-backend=native", "--quantization=none", "--dtype=float32"), reference=None),
+    "bf16": Format(("--ops-backend=native", "--quantization=none", "--dtype=bfloat16")),
     "int8": Format(("--ops-backend=native", "--quantization=int8"), most_excess_percent=1.0),
     "int4": Format(("--ops-backend=native", "--quantization=int4"), most_excess_percent=6.0),
     "int8, int8 KV": Format(
@@ -123,7 +123,9 @@ class WorkerModel:
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """The logits after each token, [num_tokens, vocabulary], float32."""
         num_blocks = math.ceil(len(token_ids) / BLOCK_SIZE)
-        paged = PagedModel(self._runner._model, self._runner._ops, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+        paged = PagedModel(
+            self._runner._rank.model, self._runner._rank.ops, num_blocks=num_blocks, block_size=BLOCK_SIZE
+        )
         return paged.prefill_all(paged.add(token_ids)).float()
 
 

@@ -69,8 +69,8 @@ async def test_without_exact_arithmetic_tokens_may_differ_and_nothing_is_lost(
     model_dir: Path, num_kills: int, num_requests: int, tell_of: TellOf
 ) -> None:
     requests = mixed_requests(num_requests, determinism=common_pb2.DETERMINISM_UNSPECIFIED)
-    peace = await learn(model_dir, requests, backend="cpu")
-    load, state = await kill_workers(model_dir, peace, max(1, round(INEXACT_FACTOR * num_kills)), backend="cpu")
+    peace = await learn(model_dir, requests, backend="native")
+    load, state = await kill_workers(model_dir, peace, max(1, round(INEXACT_FACTOR * num_kills)), backend="native")
     tell_of(load, state.num_lost_epochs, state)
     # Differences are reported but allowed: on this backend sums depend on the batch.
     assert load.damage.lost == []

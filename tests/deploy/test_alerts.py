@@ -24,10 +24,13 @@ from shared.errors import (
     ModelNotFoundError,
     NotReadyError,
     NumericError,
+    PermissionDeniedError,
     PoisonRequestError,
     QueueFullError,
     SchedulerLostError,
     ServiceError,
+    TenantLimitError,
+    UnauthenticatedError,
 )
 from tests.support.system.processes import ROOT
 
@@ -38,6 +41,7 @@ CELL = 'namespace="ns",cell="c"'
 # What the runbook explains of the errors that clients of HTTP see.
 ERRORS: tuple[type[ServiceError], ...] = (
     QueueFullError,
+    TenantLimitError,
     ClientTooSlowError,
     NotReadyError,
     DrainingError,
@@ -46,6 +50,8 @@ ERRORS: tuple[type[ServiceError], ...] = (
     AbortedByCallError,
     DeadlinePassedError,
     ModelNotFoundError,
+    UnauthenticatedError,
+    PermissionDeniedError,
     PoisonRequestError,
     NumericError,
     InternalError,
@@ -210,6 +216,7 @@ CASES = (
         "LockstepCertificateExpires",
     ),
     fires("LockstepCertificateUnreadable", {of_tokenizer("lockstep_tls_failed_reads_total"): late("1+0x10")}),
+    fires("LockstepClientKeysUnusable", {of_tokenizer("lockstep_client_keys_stale"): steady(1)}),
 )
 
 

@@ -35,10 +35,12 @@ class Cell:
 
     Attributes:
         target: Where it is.
-        requests: The path, the host and the body of each request.
+        authorizations: That of each request.
+        requests: The path, the host and the body of each.
     """
 
     target: str = ""
+    authorizations: list[str | None] = field(default_factory=list)
     requests: list[tuple[str, str, Any]] = field(default_factory=list)
 
 
@@ -49,6 +51,7 @@ def serving(answers: Sequence[tuple[int, Any]], context: ssl.SSLContext | None =
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            cell.authorizations.append(self.headers["Authorization"])
             cell.requests.append((self.path, self.headers["Host"], body))
             status, answer = next(left)
             self.send_response(status)
@@ -104,6 +107,14 @@ def test_it_names_the_host_that_it_is_given() -> None:
     with serving([ANSWER]) as cell:
         ask(cell, "--host=api.example.org")
     assert [host for _, host, _ in cell.requests] == ["api.example.org"]
+
+
+def test_it_sends_the_key_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("sk-one\n", encoding="ascii")
+    with serving([ANSWER, ANSWER]) as cell:
+        ask(cell)
+        assert ask(cell, f"--key-file={tmp_path / 'key'}").returncode == 0
+    assert cell.authorizations == [None, "Bearer sk-one"]
 
 
 @pytest.fixture

@@ -11,8 +11,9 @@ import pytest
 import yaml
 from prometheus_client import Metric
 
-from services.tokenizer.server.request_totals import RequestTotals
+from services.tokenizer.answer.request_totals import RequestTotals
 from tests.deploy.test_alerts import FILES, RULES, promtool
+from tests.support.deploy.chart import CHART, find, render
 from tests.support.tables.metrics_table import collect_metrics
 
 DASHBOARDS = sorted((FILES / "dashboards").glob("*.json"))
@@ -42,9 +43,16 @@ def rules() -> list[dict[str, Any]]:
     return [rule for group in groups for rule in group["rules"]]
 
 
+def autoscaler_queries() -> list[str]:
+    """Queries of the example with an autoscaler."""
+    [scaled] = find(render(CHART / "examples" / "keda.yaml"), "ScaledObject")
+    return [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
+
+
 def all_queries() -> list[str]:
-    """Those of rules and dashboards."""
-    return [rule["expr"] for rule in rules()] + [query for path in DASHBOARDS for query in dashboard_queries(path)]
+    """Queries of rules, dashboards and the autoscaler."""
+    of_dashboards = [query for path in DASHBOARDS for query in dashboard_queries(path)]
+    return [rule["expr"] for rule in rules()] + of_dashboards + autoscaler_queries()
 
 
 async def exported() -> dict[str, Metric]:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from services.cli.clients import generate
+from services.cli.ranks_settings import RanksSettings, split_worker_flags
 from services.scheduler.config import SchedulerSettings
 from services.tokenizer.config import TokenizerSettings
 from services.worker.config import WorkerSettings
-from shared.cli.clients import generate
-from shared.cli.ranks_settings import RanksSettings, split_worker_flags
 from shared.config import ServiceSettings, load_settings
 from tests.support.cells.certificates import Authority
 from tests.support.deploy.chart import CHART, EXAMPLES, Tree, find, pod_templates, render, rendered_examples
@@ -111,6 +111,17 @@ def test_the_launcher_and_its_workers_accept_their_flags(example: str, certifica
     for args in found:
         own, worker_flags = split_worker_flags(args)
         load_settings(RanksSettings, own)
+        load_settings(WorkerSettings, [*WORKER_ARGS, *worker_flags])
+
+
+def test_services_accept_the_flags_of_ipv6(certificates: Certificates) -> None:
+    objects = render(values=values({"workers": {"tp": 2}}, ipFamilies=["IPv6"]))
+    for component, model in MODELS.items():
+        for args in arguments(objects, component, certificates):
+            assert load_settings(model, args).bind_address.startswith("[::]:")
+    for args in arguments(objects, "worker", certificates):
+        own, worker_flags = split_worker_flags(args)
+        assert load_settings(RanksSettings, own).bind_address.startswith("[::]:")
         load_settings(WorkerSettings, [*WORKER_ARGS, *worker_flags])
 
 

@@ -6,12 +6,22 @@ import itertools
 import sys
 from collections.abc import Container, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
-from tests.support.deploy.chart import CHART, EXAMPLES, LEADER_WORKER_SETS, Tree, find, pod_templates, render
+from tests.support.deploy.chart import (
+    CHART,
+    EXAMPLES,
+    LEADER_WORKER_SETS,
+    Tree,
+    containers,
+    find,
+    pod_templates,
+    render,
+)
 from tests.support.deploy.chart_network import NAMESPACE_LABEL, Endpoint, Network
-from tests.support.deploy.chart_values import pools, values
+from tests.support.deploy.chart_values import REGISTRY, downloaded_values, pools, values
 
 OPEN = {
     "networkPolicy": {
@@ -28,10 +38,12 @@ PICKER = Endpoint("endpoint picker", {"app": "picker"})
 STRANGER = Endpoint("stranger", {"app": "else"})
 STRANGER_ELSEWHERE = Endpoint("stranger elsewhere", {"app": "direct"}, "elsewhere")
 INTERNET = Endpoint("internet", {}, "", "93.184.216.34", is_pod=False)
-OUTSIDE = (CLIENT, DIRECT, OPERATOR, PROMETHEUS, PICKER, STRANGER, STRANGER_ELSEWHERE, INTERNET)
+INTERNET_BY_IPV6 = Endpoint("internet by IPv6", {}, "", "2606:4700::1", is_pod=False)
+OUTSIDE = (CLIENT, DIRECT, OPERATOR, PROMETHEUS, PICKER, STRANGER, STRANGER_ELSEWHERE, INTERNET, INTERNET_BY_IPV6)
 # One that only collectives use, and the API server's.
 COLLECTIVE_PORT, API_PORT = 40000, 6443
 TWO_CELLS = {
+    "images": REGISTRY,
     "cells": [
         {"name": name, "model": {"pvc": "m"}, "workers": {"tp": 4, "dp": 2, "nodes": 2}} for name in ("one", "two")
     ],
@@ -66,7 +78,7 @@ def is_in_call_graph(source: Endpoint, target: Endpoint, port: int, workers: dic
     """What deploy/README.md says: who calls which port. `workers` has each cell's ranks and nodes in a domain."""
     if not target.is_pod or "lockstep-cell" not in target.labels:
         # By default these may be at any address, also at a pod's.
-        downloads = component(source) == "model" and port == 443
+        downloads = source.labels.get("downloads") == str(port)
         asks_api = "watches" in source.labels and port in (443, API_PORT)
         return downloads or asks_api or ("lockstep-cell" not in source.labels)
     cell = target.labels["lockstep-cell"]
@@ -101,7 +113,23 @@ def matrix(objects: list[Tree]) -> Iterator[tuple[Endpoint, Endpoint, int, bool]
     """Every pair with every port that means something, and whether it is allowed."""
     pods = list(endpoints(objects))
     network = Network(objects)
-    ports = (443, API_PORT, 8000, 50051, 50052, 50053, 50054, 50060, 50061, 9100, 9101, 9108, 9109, COLLECTIVE_PORT)
+    ports = (
+        443,
+        3128,
+        API_PORT,
+        8000,
+        50051,
+        50052,
+        50053,
+        50054,
+        50060,
+        50061,
+        9100,
+        9101,
+        9108,
+        9109,
+        COLLECTIVE_PORT,
+    )
     for source, target in itertools.product([*OUTSIDE, *pods], [*OUTSIDE, *pods]):
         for port in ports:
             yield source, target, port, network.allows(source, target, port)
@@ -125,6 +153,10 @@ def check(objects: list[Tree]) -> None:
     for _, template in pod_templates(objects):
         if template["spec"]["automountServiceAccountToken"]:
             template["metadata"]["labels"]["watches"] = "true"
+        for container in containers(template["spec"]):
+            if container["command"] == ["lockstep", "pull"] and "--wait" not in container["args"]:
+                proxies = [each["value"] for each in container["env"] if each["name"] == "HTTPS_PROXY"]
+                template["metadata"]["labels"]["downloads"] = str(urlsplit(proxies[0]).port) if proxies else "443"
     workers = workers_of(objects)
     wrong = []
     for source, target, port, allowed in matrix(objects):
@@ -161,6 +193,27 @@ def test_without_http_no_pod_may_reach_its_port() -> None:
         assert not any(network.allows(source, target, 8000) for source in (*OUTSIDE, *endpoints(objects)))
 
 
+@pytest.mark.parametrize(
+    ("download", "downloaders", "port"),
+    [
+        ({}, {"model"}, 443),
+        ({"endpoint": "https://hub.example.org:8443/models"}, {"model"}, 8443),
+        ({"endpoint": "https://hub.example.org", "proxy": "http://proxy.example.org:3128"}, {"model"}, 3128),
+        ({"proxy": "http://proxy.example.org"}, {"model"}, 80),
+        ({"nodePath": "/var/lib/models"}, {"tokenizer", "worker"}, 443),
+    ],
+)
+def test_only_what_downloads_reaches_the_hub_and_only_on_its_port(
+    download: Tree, downloaders: set[str], port: int
+) -> None:
+    network = Network(objects := render(values=downloaded_values({"model": {"download": download}})))
+    for source in endpoints(objects):
+        for each in (80, 443, 3128, 8443):
+            expected = component(source) in downloaders and each == port
+            for target in (INTERNET, INTERNET_BY_IPV6):
+                assert network.allows(source, target, each) is expected, (source.name, target.name, each)
+
+
 def test_every_pod_may_resolve_names() -> None:
     for each in render(EXAMPLES[0]):
         if each["kind"] == "NetworkPolicy" and each["metadata"]["name"] == "rel-dns":
@@ -169,6 +222,12 @@ def test_every_pod_may_resolve_names() -> None:
             assert rule["to"][0]["namespaceSelector"]["matchLabels"] == {NAMESPACE_LABEL: "kube-system"}
             return
     pytest.fail("no policy for DNS")
+
+
+def test_pods_that_resolve_names_may_listen_on_another_port() -> None:
+    (policy,) = find(render(values=values(networkPolicy={"dnsPort": 5353})), "NetworkPolicy", "-dns")
+    (rule,) = policy["spec"]["egress"]
+    assert {(port["protocol"], port["port"]) for port in rule["ports"]} == {("UDP", 5353), ("TCP", 5353)}
 
 
 def test_policies_can_be_left_out() -> None:

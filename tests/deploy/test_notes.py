@@ -21,7 +21,7 @@ Cell demo: StatefulSet, 1 rank(s) a pod, 1 pod(s) a failure domain.
   WARNING           nothing is encrypted: tls.insecure is true
   From here         kubectl port-forward --namespace ns service/rel-demo-tokenizer 8000
                     curl http://127.0.0.1:8000/v1/models
-  After an upgrade  delete the worker pods of one failure domain at a time (label lockstep-domain), all of it together
+  Download          kubectl logs --namespace ns --selector lockstep-cell=demo,app.kubernetes.io/component=model
 
 Only pods that networkPolicy.clients selects reach the tokenizers.
 Try it: helm test rel --namespace ns --logs
@@ -45,7 +45,6 @@ Cell large: StatefulSet, 8 rank(s) a pod, 1 pod(s) a failure domain.
   From here         kubectl port-forward --namespace ns service/rel-large-tokenizer 8000
                     curl --cacert ca.crt --connect-to ::127.0.0.1:8000 https://tokenizer.large.example.org:8000/v1/models
                     with the ca.crt of the secret rel-large-tokenizer-tls
-  After an upgrade  delete the worker pods of one failure domain at a time (label lockstep-domain), all of it together
 
 Only pods that networkPolicy.clients selects reach the tokenizers.
 Try it: helm test rel --namespace ns --logs
@@ -72,6 +71,10 @@ def notes(*flags: str, given: Tree | None = None) -> str:
 def test_the_notes_of_an_example(example: str) -> None:
     [path] = [each for each in EXAMPLES if each.stem == example]
     assert notes(f"--values={path}") == NOTES[example]
+
+
+def test_the_notes_say_what_an_upgrade_leaves_to_the_operator() -> None:
+    assert "After an upgrade" in notes("--values=-", given=values({"workers": {"tp": 8, "nodes": 2}}))
 
 
 def test_the_notes_of_groups_without_http_and_network_policies() -> None:

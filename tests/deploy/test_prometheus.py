@@ -12,7 +12,7 @@ import pytest
 from shared.network.rpc import make_channel
 from tests.deploy.test_dashboards import DASHBOARDS, panels
 from tests.support.clients.client import Client, token_request
-from tests.support.deploy.chart import CHART, render
+from tests.support.deploy.chart import CHART, find, render
 from tests.support.deploy.prometheus import Prometheus, run_prometheus
 from tests.support.deploy.rendered_pods import NAMESPACE, Cluster, Pod, running
 from tests.support.models.tiny_llama import write_tiny_llama
@@ -37,9 +37,12 @@ VALUES = {
 @asynccontextmanager
 async def monitored_demo(folder: Path) -> AsyncIterator[tuple[Cluster, Prometheus]]:
     """Run the CPU demo and a Prometheus until all targets are scraped."""
-    write_tiny_llama(folder / "models" / "smollm2-135m-instruct", changes={"num_hidden_layers": 2})
     objects = render(CHART / "examples" / "cpu-demo.yaml", values=VALUES)
-    cluster = Cluster(objects, folder / "cluster", {"models": folder / "models"})
+    [claim] = find(objects, "PersistentVolumeClaim")
+    cluster = Cluster(objects, folder / "cluster", {claim["metadata"]["name"]: folder / "models"})
+    # As if the job had downloaded it.
+    place = cluster.of("worker")[0].spec["containers"][0]["args"][0].removeprefix("/models/")
+    write_tiny_llama(folder / "models" / place, changes={"num_hidden_layers": 2})
     pods = [pod for component in SERVICES for pod in cluster.of(component)]
     with run_prometheus(folder / "prometheus", objects, cluster.pods) as prometheus, running(pods):
         for pod in pods:

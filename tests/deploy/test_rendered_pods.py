@@ -22,11 +22,13 @@ from tests.support.cells.rank_nodes import (
     restart_launcher,
 )
 from tests.support.cells.rolling_cell import RollingClient
-from tests.support.deploy.chart import CHART, LEADER_WORKER_SETS, render
+from tests.support.deploy.chart import CHART, LEADER_WORKER_SETS, find, render
+from tests.support.deploy.chart_values import REGISTRY
 from tests.support.deploy.rendered_pods import Cluster, Pod, logging_failures, running
 from tests.support.models.small_configs import SMALL_CONFIGS
 from tests.support.models.small_models import build_model, write_small_model
 from tests.support.models.tiny_llama import write_tiny_llama
+from tests.support.system.model_hub import Repository, run_model_hub
 from tests.support.system.patience import PATIENCE_S
 
 EXAMPLES = CHART / "examples"
@@ -38,12 +40,27 @@ TRUST_DOMAIN = "deepseek.example.org"
 SMALL = {"num-threads": 1, "kv-cache-num-blocks": 256}
 
 
-async def test_the_cpu_demo_runs_as_rendered(tmp_path: Path) -> None:
-    write_tiny_llama(tmp_path / "models" / "smollm2-135m-instruct", changes={"num_hidden_layers": 2})
+@pytest.fixture
+def demo(tmp_path: Path) -> Iterator[Cluster]:
+    """The pods of the CPU demo, with a claim that is empty, and a small model on a hub on loopback."""
     objects = render(EXAMPLES / "cpu-demo.yaml", values={"cellDefaults": {"workers": {"settings": SMALL}}})
-    cluster = Cluster(objects, tmp_path / "cluster", {"models": tmp_path / "models"})
+    [claim], [job] = find(objects, "PersistentVolumeClaim"), find(objects, "Job")
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    name, _, commit = container["args"][0].partition("@")
+    model = write_tiny_llama(tmp_path / "model", changes={"num_hidden_layers": 2})
+    (tmp_path / "claim").mkdir()
+    with run_model_hub() as hub:
+        files = {path.name: path.read_bytes() for path in model.iterdir()}
+        hub.repositories[name] = Repository(files, commit=commit)
+        container["env"] += [{"name": "HF_ENDPOINT", "value": hub.url}, {"name": "NO_PROXY", "value": "127.0.0.1"}]
+        yield Cluster(objects, tmp_path / "cluster", {claim["metadata"]["name"]: tmp_path / "claim"})
+
+
+async def test_the_cpu_demo_runs_as_rendered(demo: Cluster) -> None:
+    cluster = demo
     pods = [pod for component in SERVICES for pod in cluster.of(component)]
     assert len(pods) == 4
+    fill_claim(cluster)
     with running(pods):
         for probe in PROBES:
             for pod in pods:
@@ -52,6 +69,17 @@ async def test_the_cpu_demo_runs_as_rendered(tmp_path: Path) -> None:
         assert len(tests) == 2
         for test in tests:
             check_answer(test)
+
+
+def fill_claim(cluster: Cluster) -> None:
+    """Run the job that downloads the model; the first containers of pods that came before it end after it."""
+    [job] = cluster.of("model")
+    waiting = [pod.first_container() for pod in (*cluster.of("worker"), *cluster.of("tokenizer"))]
+    assert len(waiting) == 2
+    with running(waiting) as processes:
+        with job.log_path.open("w") as log:
+            assert job.start(log).wait(timeout=PATIENCE_S) == 0, job.log_path.read_text(encoding="utf-8")
+        assert [process.wait(timeout=PATIENCE_S) for process in processes] == [0, 0]
 
 
 def check_answer(test: Pod) -> None:
@@ -78,7 +106,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
         "env": {"GLOO_SOCKET_IFNAME": "lo"},
         "settings": {**SMALL, "ops-backend": "reference"},
     }
-    objects = render(values={"cells": [cell]}, apis=[LEADER_WORKER_SETS])
+    objects = render(values={"images": REGISTRY, "cells": [cell]}, apis=[LEADER_WORKER_SETS])
     return Cluster(objects, folder / "cluster", {"deepseek": folder / "models"})
 
 

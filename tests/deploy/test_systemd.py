@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 
-from shared.cli.processes.cell_processes import STOP_GRACE_S
-from shared.cli.serve_settings import ServeSettings, split_service_flags
+from services.cli.processes.cell_processes import STOP_GRACE_S
+from services.cli.serve_settings import ServeSettings, split_service_flags
 from shared.config import load_settings
 from tests.support.deploy.unit_file import command_of, read_service
 

@@ -12,20 +12,20 @@ import pytest
 import yaml
 
 from tests.support.deploy.chart import CHART, LEADER_WORKER_SETS, Tree, find, render
-from tests.support.deploy.chart_values import HASHES, IMAGES, values
+from tests.support.deploy.chart_values import DOWNLOAD, IMAGES, REGISTRY, values
 from tests.support.deploy.upgrades import lost_state, refused_changes
 
 OTHER_DIGEST = f"sha256:{'7' * 64}"
-DOWNLOAD = {"pvc": "", "path": "m", "download": {"url": "https://models.example.org/m", "sha256": HASHES}}
+DOWNLOADED = {"pvc": "", "download": DOWNLOAD}
 CLAIMED_GPU = {"resource": "", "deviceClass": "gpu.amd.com"}
 
 # The cells of the release that is upgraded.
 CELLS: dict[str, Tree] = {
     "sets": {
         "workers": {"kind": "StatefulSet", "tp": 4, "dp": 2, "nodes": 2, "gpu": CLAIMED_GPU},
-        "model": DOWNLOAD,
+        "model": DOWNLOADED,
     },
-    "groups": {"workers": {"tp": 4, "dp": 2, "nodes": 2}, "model": DOWNLOAD},
+    "groups": {"workers": {"tp": 4, "dp": 2, "nodes": 2}, "model": DOWNLOADED},
     "coupled": {"workers": {"dp": 8, "ep": True, "nodes": 2}, "model": {"pvc": "", "hostPath": "/mnt/models"}},
     "scaled": {
         "scheduler": {"discovery": "kubernetes"},
@@ -61,11 +61,21 @@ CHANGES: dict[str, Tree] = {
         "tls": {"issuer": {"name": ""}, "secrets": {"tokenizer": "a", "scheduler": "b", "worker": "c"}}
     },
     "another trust domain": {"tls": {"trustDomain": "example.com"}},
-    "pod templates, and the model's name and folder": {
+    "pod templates, and the model's name": {
         **{part: {"podTemplate": {"metadata": {"annotations": {"a": "b"}}}} for part in IMAGES},
-        "model": {"name": "another-name", "path": "other"},
+        "model": {"name": "another-name"},
     },
-    "more tensor parallelism": {"workers": {"tp": 8}},
+    "more tensor parallelism": {"workers": {"tp": 8, "gpu": {"perNode": 32}}},
+    "a way in": {
+        "tokenizer": {
+            "service": {"type": "LoadBalancer", "annotations": {"a": "b"}},
+            "ingress": {"hosts": ["chat.example.org"]},
+            "grpcRoute": {"parentRefs": [{"name": "gateway"}]},
+            "httpRoute": {"parentRefs": [{"name": "gateway"}]},
+        },
+        "serviceAccount": {"annotations": {"a": "b"}},
+    },
+    "images by their tags": {part: {"image": {"digest": "", "tag": "0.2.0"}} for part in IMAGES},
     "GPUs of another kind": {"workers": {"gpu": {"resource": "nvidia.com/gpu", "deviceClass": ""}}},
     "devices of another class": {"workers": {"gpu": {"resource": "", "deviceClass": "gpu.nvidia.com"}}},
 }
@@ -74,22 +84,31 @@ CHANGES: dict[str, Tree] = {
 CHANGES_OF_ONE: dict[str, tuple[str, Tree]] = {
     "more replicas": ("sets", {"workers": {"dp": 5}}),
     "fewer replicas": ("groups", {"workers": {"dp": 1}}),
+    "domains of one pod": ("sets", {"workers": {"nodes": 1}}),
     "more nodes": ("coupled", {"workers": {"nodes": 4}}),
     "more places": ("scaled", {"workers": {"autoscaling": {"maxReplicas": 20}}}),
     "no autoscaler": ("scaled", {"workers": {"autoscaling": {"enabled": False}, "dp": 2}}),
     "another discovery": ("scaled", {"scheduler": {"discovery": "dns"}}),
     "more tokenizers": ("scaled", {"tokenizer": {"autoscaling": {"maxReplicas": 20}}}),
     "workers that are discovered": ("sets", {"scheduler": {"discovery": "kubernetes"}}),
-    "another download": ("sets", {"model": {"download": {"url": "https://a.example.org/m"}}}),
-    "other files": ("sets", {"model": {"download": {"sha256": {"config.json": "5" * 64}}}}),
+    "another download": ("sets", {"model": {"download": {"repository": "acme/other"}}}),
+    "another hub": ("sets", {"model": {"download": {"endpoint": "https://hub.example.org", "tokenSecret": "hub"}}}),
+    "a proxy": ("sets", {"model": {"download": {"proxy": "http://proxy:3128", "caConfigMap": "ca"}}}),
+    "a cache of each node": ("sets", {"model": {"download": {"nodePath": "/var/lib/models"}}}),
+    "another folder of the model": ("scaled", {"model": {"path": "other"}}),
+    "another pod of the download": (
+        "sets",
+        {"model": {"podTemplate": {"spec": {"priorityClassName": "low"}}, "download": {"deadlineSeconds": 60}}},
+    ),
+    "another commit": ("sets", {"model": {"download": {"commit": "5" * 40}}}),
     "a larger volume": ("sets", {"model": {"download": {"size": "200Gi"}}}),
     "another class of storage": ("sets", {"model": {"download": {"storageClass": "fast"}}}),
     "another folder of the nodes": ("coupled", {"model": {"hostPath": "/mnt/other"}}),
     "a model in a claim": ("coupled", {"model": {"hostPath": "", "pvc": "models"}}),
-    "a download instead of the nodes": ("coupled", {"model": {**DOWNLOAD, "hostPath": ""}}),
+    "a download instead of the nodes": ("coupled", {"model": {**DOWNLOADED, "hostPath": ""}}),
     "the nodes instead of a download": (
         "sets",
-        {"model": {"hostPath": "/mnt/models", "download": {"url": "", "sha256": {}}}},
+        {"model": {"hostPath": "/mnt/models", "download": {"repository": ""}}},
     ),
 }
 
@@ -99,6 +118,11 @@ CHANGES_OF_RELEASE: dict[str, Tree] = {
     "network policies": {"networkPolicy": {"enabled": False}},
     "monitoring": {"monitoring": {"podMonitor": True, "rules": True, "dashboards": True, "labels": {"team": "a"}}},
     "the test": {"testPrompt": "Once upon a time"},
+    "both families": {"ipFamilies": ["IPv4", "IPv6"]},
+    "labels of all objects": {"labels": {"team": "a"}},
+    "one more object": {
+        "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "more"}, "data": {"a": "b"}}]
+    },
 }
 
 
@@ -111,7 +135,7 @@ def merged(base: Any, patch: Any) -> Any:
 def render_cells(changes: Mapping[str, Tree], top: Tree | None = None, **options: Any) -> list[Tree]:
     """A release of these cells, each with its change, and with values of the release."""
     cells = [values({"name": name, **merged(CELLS[name], change)})["cells"][0] for name, change in changes.items()]
-    return render(values={"cells": cells, **(top or {})}, apis=[LEADER_WORKER_SETS], **options)
+    return render(values={"cells": cells, "images": REGISTRY, **(top or {})}, apis=[LEADER_WORKER_SETS], **options)
 
 
 def render_release(change: Tree | None = None, top: Tree | None = None, **options: Any) -> list[Tree]:
@@ -155,7 +179,7 @@ def test_values_of_the_release_that_change_are_upgrades(old: list[Tree], change:
 def test_another_cell_changes_nothing_of_the_others() -> None:
     own = values()
     one = render(values=own)
-    two = render(values={"cells": [*own["cells"], {**own["cells"][0], "name": "second"}]})
+    two = render(values={**own, "cells": [*own["cells"], {**own["cells"][0], "name": "second"}]})
     assert_upgrades(one, two)
     assert [each for each in one if each not in two] == []
 

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.deploy.chart import LEADER_WORKER_SETS, Tree, containers, pod_templates, render
-from tests.support.deploy.chart_values import DIGEST, HASHES, IMAGES, TLS
+from tests.support.deploy.chart_values import DIGEST, DOWNLOAD, IMAGES, REGISTRY, TLS
 from tests.support.deploy.kubernetes_schemas import find_errors
 
 pytestmark = [pytest.mark.proof, pytest.mark.process]
@@ -29,13 +29,20 @@ TEXT = st.text(
 def models() -> st.SearchStrategy[Tree]:
     path = st.sampled_from(["m", "a/b-1.5_x"])
     download = st.fixed_dictionaries(
-        {"url": st.just("https://models.example.org/m"), "sha256": st.just(HASHES), "size": SIZES}
+        {**{name: st.just(value) for name, value in DOWNLOAD.items()}, "size": SIZES},
+        optional={
+            "endpoint": st.just("https://hub.example.org:8443"),
+            "proxy": st.sampled_from(["http://proxy.example.org", "http://[fd00::1]:3128"]),
+            "tokenSecret": NAMES,
+            "caConfigMap": NAMES,
+            "nodePath": st.just("/var/lib/models"),
+        },
     )
     return st.one_of(
         st.fixed_dictionaries({"pvc": NAMES}, optional={"path": path, "name": TEXT}),
         st.fixed_dictionaries({"hostPath": st.just("/mnt/models")}, optional={"path": path}),
         st.fixed_dictionaries({"image": st.just(f"models/m@{DIGEST}")}),
-        st.fixed_dictionaries({"download": download, "path": path}),
+        st.fixed_dictionaries({"download": download}),
     )
 
 
@@ -68,6 +75,7 @@ def workers(draw: st.DrawFn, *, is_static: bool) -> Tree:
         "gpu": {
             "resource": resource,
             "deviceClass": device_class,
+            "perNode": 128,
             "renderGroups": draw(st.lists(st.integers(1, 999), max_size=2, unique=True)),
         },
     }
@@ -99,11 +107,17 @@ def cells(draw: st.DrawFn, name: str) -> Tree:
         "resources": RESOURCES,
         "http": st.fixed_dictionaries({"enabled": st.booleans()}),
         "settings": st.fixed_dictionaries({}, optional={"http-allowed-hosts": TEXT, "cors-origin": TEXT}),
+        "service": st.builds(
+            lambda kind: {"type": kind, "annotations": {"a": "1e3"}},
+            st.sampled_from(["", "ClusterIP", "NodePort", "LoadBalancer"]),
+        ),
+        "grpcRoute": st.just({"parentRefs": [{"name": "gateway", "port": 443}], "hostnames": ["a.example.org"]}),
     }
     cell: Tree = {
         "name": name,
         "model": draw(models()),
         "tls": draw(certificates()),
+        "clientKeys": draw(st.just({}) | st.fixed_dictionaries({"secret": NAMES}, optional={"testSecret": NAMES})),
         "tokenizer": draw(st.fixed_dictionaries({}, optional=tokenizer)),
         "scheduler": {"discovery": discovery},
         "workers": draw(workers(is_static=discovery == "static")),
@@ -133,6 +147,11 @@ def value_sets(draw: st.DrawFn) -> Tree:
     chosen = [draw(cells(name)) for name in names]
     return {
         "cells": chosen,
+        "images": REGISTRY,
+        "ipFamilies": draw(
+            st.permutations(["IPv4", "IPv6"]).flatmap(lambda both: st.sampled_from([[], both[:1], both]))
+        ),
+        "labels": draw(st.dictionaries(st.sampled_from(["team", "example.org/cost"]), NAMES)),
         "inferencePools": [draw(pools(cell)) for cell in chosen if draw(st.booleans())],
         "monitoring": draw(monitoring),
         "testPrompt": draw(TEXT),

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.deploy.chart import CHART, LEADER_WORKER_SETS, RenderError, Tree, find, render
 from tests.support.deploy.chart_tables import leaves
-from tests.support.deploy.chart_values import DIGEST, HASHES, IMAGES, pools, values, workers
+from tests.support.deploy.chart_values import DIGEST, DOWNLOAD, IMAGES, downloaded_values, pools, values, workers
 
 # What is refused, what the error names, and for a check that depends on it the release of Kubernetes.
 REFUSED: dict[str, tuple[Tree, str]] = {
@@ -26,11 +26,52 @@ REFUSED: dict[str, tuple[Tree, str]] = {
     "a misspelt value of HTTP": (values({"tokenizer": {"http": {"enable": True}}}), "enable"),
     "a setting that is a list": (workers(settings={"num-threads": [1]}), "num-threads"),
     "a tag instead of a digest": (workers(image={"digest": "latest"}), "digest"),
-    "no digest": (workers(image={"digest": ""}), "cells[main].workers.image.digest"),
+    "neither a digest nor a tag": (workers(image={"digest": ""}), "cells[main].workers.image: needs a digest"),
+    "a digest and a tag": (
+        workers(image={"digest": DIGEST, "tag": "0.1.0"}),
+        "cells[main].workers.image.tag: cannot be used with image.digest",
+    ),
+    "an image of Docker Hub by accident": (values(images={}), "images.registry: is required"),
+    "an image of a user of Docker Hub by accident": (
+        values({"workers": {"image": {"name": "team/worker", "digest": DIGEST}}}, images={}),
+        "images.registry: is required",
+    ),
+    "a label that the chart gives": (values(labels={"lockstep-cell": "x"}), "labels: lockstep-cell is given by the"),
+    "a label of Helm's": (values(labels={"app.kubernetes.io/name": "x"}), "labels: app.kubernetes.io/name is given"),
+    "an object without a kind": (values(extraObjects=[{"apiVersion": "v1"}]), "extraObjects"),
+    "more ranks in a TP group than GPUs of a node": (
+        workers(tp=16),
+        "cells[main].workers.tp: the 16 ranks of a pod are more than the 8 GPUs of a node",
+    ),
+    "more replicas in a pod than GPUs of a node": (
+        workers(dp=8, ep=True, gpu={"perNode": 4}),
+        "cells[main].workers.nodes: the 8 ranks of a pod are more than the 4 GPUs of a node",
+    ),
+    "an Ingress without HTTP": (
+        values({"tokenizer": {"http": {"enabled": False}, "ingress": {"hosts": ["a.example.org"]}}}),
+        "cells[main].tokenizer.ingress.hosts: needs http.enabled",
+    ),
+    "a route of HTTP without HTTP": (
+        values({"tokenizer": {"http": {"enabled": False}, "httpRoute": {"parentRefs": [{"name": "gateway"}]}}}),
+        "cells[main].tokenizer.httpRoute.parentRefs: needs http.enabled",
+    ),
+    "two routes of one host": (
+        values({"tokenizer": {kind: {"hostnames": ["a.example.org"]} for kind in ("grpcRoute", "httpRoute")}}),
+        "cells[main].tokenizer.httpRoute.hostnames: a.example.org is in grpcRoute.hostnames too",
+    ),
+    "a key for tests of a cell without keys": (
+        values({"clientKeys": {"testSecret": "key"}}),
+        "cells[main].clientKeys.testSecret: needs clientKeys.secret",
+    ),
+    "a family that there is not": (values(ipFamilies=["IPv5"]), "ipFamilies"),
+    "a Service of another type": (values({"tokenizer": {"service": {"type": "ExternalName"}}}), "type"),
     "an image with a tag": (workers(image={"name": "worker:latest", "digest": DIGEST}), "name"),
     "no cells": ({"cells": []}, "cells: name at least one"),
     "a cell without a name": ({"cells": [{}]}, "name"),
-    "two cells of one name": ({"cells": [*values()["cells"], *values()["cells"]]}, 'the name "main" is used twice'),
+    "two cells of one name": (
+        {**values(), "cells": [*values()["cells"], *values()["cells"]]},
+        'the name "main" is used twice',
+    ),
     "a name in capitals": (values({"name": "Main"}), "name"),
     "a name that is too long": (values({"name": "m" * 21}), "name"),
     "a release that is too long": (
@@ -40,17 +81,29 @@ REFUSED: dict[str, tuple[Tree, str]] = {
     "no model": (values({"model": {"pvc": ""}}), "cells[main].model: exactly one of"),
     "two models": (values({"model": {"hostPath": "/m"}}), "cells[main].model: exactly one of"),
     "a model outside its volume": (values({"model": {"path": "../secrets"}}), "path"),
-    "a download without hashes": (
-        values({"model": {"pvc": "", "path": "m", "download": {"url": "https://a/b"}}}),
-        "cells[main].model.download.sha256: is required",
+    "a download without a commit": (
+        downloaded_values({"model": {"download": {"commit": ""}}}),
+        "cells[main].model.download.commit: is required",
     ),
-    "a download into the root": (
-        values({"model": {"pvc": "", "download": {"url": "https://a/b", "sha256": HASHES}}}),
-        "cells[main].model.path: is required",
+    "a download of a branch": (downloaded_values({"model": {"download": {"commit": "main"}}}), "commit"),
+    "a download with a folder": (
+        downloaded_values({"model": {"path": "m"}}),
+        "cells[main].model.path: cannot be used with download.repository",
     ),
-    "a download over plain HTTP": (values({"model": {"pvc": "", "download": {"url": "http://a/b"}}}), "url"),
-    "a file outside the download": (values({"model": {"download": {"sha256": {"../a": "4" * 64}}}}), "../a"),
-    "a hash that is none": (values({"model": {"download": {"sha256": {"a": "4"}}}}), "sha256"),
+    "a download and a claim": (values({"model": {"download": DOWNLOAD}}), "cells[main].model: exactly one of"),
+    "a download over plain HTTP": (
+        downloaded_values({"model": {"download": {"endpoint": "http://hub.example.org"}}}),
+        "endpoint",
+    ),
+    "a name that is no model's": (downloaded_values({"model": {"download": {"repository": "../m"}}}), "repository"),
+    "a cache of the nodes for nothing": (
+        values({"model": {"download": {"nodePath": "/m"}}}),
+        "cells[main].model.download.nodePath: needs download.repository",
+    ),
+    "several nodes with a volume of one": (
+        downloaded_values({"model": {"download": {"accessMode": "ReadWriteOnce"}}, "workers": {"tp": 4, "nodes": 2}}),
+        "cells[main].workers.nodes: needs model.download.accessMode ReadWriteMany",
+    ),
     "no TLS by accident": (values({"tls": {"trustDomain": ""}}), "cells[main].tls.trustDomain: is required"),
     "no certificates": (values({"tls": {"issuer": {}}}), "cells[main].tls: needs issuer.name, or secrets"),
     "one secret of three": (
@@ -199,15 +252,15 @@ def test_a_pod_template_is_merged_by_names_and_mount_paths() -> None:
             "volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "2Gi"}}],
         },
     }
-    before = find(render(values=workers()), "StatefulSet", "-worker-0")[0]["spec"]["template"]
-    after = find(render(values=workers(podTemplate=patch)), "StatefulSet", "-worker-0")[0]["spec"]["template"]
+    before = find(render(values=workers()), "StatefulSet", "-worker")[0]["spec"]["template"]
+    after = find(render(values=workers(podTemplate=patch)), "StatefulSet", "-worker")[0]["spec"]["template"]
     assert after["metadata"]["annotations"] == {"note": "x"}
     assert after["metadata"]["labels"] == before["metadata"]["labels"]
     assert after["spec"]["nodeSelector"] == {"disk": "fast"}
     assert [each["name"] for each in after["spec"]["containers"]] == ["worker", "sidecar"]
     first, old = after["spec"]["containers"][0], before["spec"]["containers"][0]
     assert first["args"] == old["args"]
-    assert {each["name"] for each in first["env"]} == {"NODE_RANK", "NCCL_DEBUG"}
+    assert {each["name"] for each in first["env"]} == {"GROUP_INDEX", "NCCL_DEBUG"}
     assert after["spec"]["tolerations"] == [{"key": "mine", "operator": "Exists"}]
     sizes = {each["name"]: each.get("emptyDir", {}).get("sizeLimit") for each in after["spec"]["volumes"]}
     assert sizes == {each["name"]: each.get("emptyDir", {}).get("sizeLimit") for each in before["spec"]["volumes"]} | {
@@ -215,9 +268,48 @@ def test_a_pod_template_is_merged_by_names_and_mount_paths() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("part", "patch", "path"),
+    [
+        ("workers", {"volumes": [{"name": "cache", "hostPath": {"path": "/cache"}}]}, ("volumes", "cache")),
+        ("workers", {"volumes": [{"name": "model", "emptyDir": {}}]}, ("volumes", "model")),
+        (
+            "workers",
+            {"containers": [{"name": "worker", "env": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "x"}}}]}]},
+            ("containers", "worker", "env", "A"),
+        ),
+    ],
+    ids=["another volume", "another model", "another variable"],
+)
+def test_a_source_of_another_kind_takes_the_place_of_the_chart_s(part: str, patch: Tree, path: tuple[str, ...]) -> None:
+    given = workers(env={"A": "a"}, podTemplate={"spec": patch})
+    node: Any = find(render(values=given), "StatefulSet", "-worker")[0]["spec"]["template"]["spec"]
+    expected: Any = patch
+    for step in path:
+        node, expected = (
+            tree[step] if isinstance(tree, dict) else next(each for each in tree if each["name"] == step)
+            for tree in (node, expected)
+        )
+    assert node == expected
+
+
+def test_a_port_keeps_its_number_when_more_is_said_of_it() -> None:
+    patch = {"containers": [{"name": "worker", "ports": [{"name": "worker", "hostPort": 50053}]}]}
+    (found,) = find(render(values=workers(podTemplate={"spec": patch})), "StatefulSet", "-worker")
+    ports = found["spec"]["template"]["spec"]["containers"][0]["ports"]
+    assert {"name": "worker", "containerPort": 50053, "hostPort": 50053} in ports
+
+
+def test_a_user_id_in_a_pod_template_stays_a_whole_number() -> None:
+    patch = {"spec": {"securityContext": {"runAsUser": 1000650000}}}
+    (found,) = find(render(values=workers(podTemplate=patch)), "StatefulSet", "-worker")
+    user = found["spec"]["template"]["spec"]["securityContext"]["runAsUser"]
+    assert (type(user), user) == (int, 1000650000)
+
+
 def test_a_longer_grace_period_is_taken() -> None:
     patch = {"spec": {"terminationGracePeriodSeconds": 3600}}
-    (stateful_set,) = find(render(values=workers(podTemplate=patch)), "StatefulSet", "-worker-0")
+    (stateful_set,) = find(render(values=workers(podTemplate=patch)), "StatefulSet", "-worker")
     assert stateful_set["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 3600
 
 
@@ -231,9 +323,11 @@ def test_the_schema_is_closed_everywhere() -> None:
     # A parent chart's values, and what podTemplate merges.
     assert is_open == {
         "/properties/global",
+        "/properties/extraObjects/items",
+        *(f"/properties/testPodTemplate/properties/{key}" for key in ("metadata", "spec")),
         *(
             f"/definitions/{part}/properties/podTemplate/properties/{key}"
-            for part in ("tokenizer", "scheduler", "workers")
+            for part in ("tokenizer", "scheduler", "workers", "model")
             for key in ("metadata", "spec")
         ),
     }
@@ -259,7 +353,8 @@ DERIVED = {
     "trustDomain",
     "modelDir",
     "pools",
-    *(f"workers.{name}" for name in ("coupled", "domains", "ranks", "ranksPerNode", "onGpu", "places")),
+    "anyHost",
+    *(f"workers.{name}" for name in ("coupled", "domains", "ranks", "ranksPerNode", "setPerDomain", "onGpu", "places")),
 }
 # What templates call the parts of a cell.
 PARTS = {"$cell": "", "$workers": "workers.", "$tls": "tls.", "$model": "model.", "$monitoring": "monitoring."}

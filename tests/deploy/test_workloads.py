@@ -16,35 +16,13 @@ from tests.support.deploy.chart import (
     render,
     rendered_examples,
 )
-from tests.support.deploy.chart_values import DIGEST, HASHES, TLS, pools, values, workers
+from tests.support.deploy.chart_values import DIGEST, TLS, downloaded_values, pools, values, workers
+from tests.support.deploy.workloads import args_of, flag, spec_of, template_of
 
 SETS = [LEADER_WORKER_SETS]
 INSECURE = {"trustDomain": "", "issuer": {}, "insecure": True}
 ZONE = "topology.kubernetes.io/zone"
 GROUP_INDEX = "leaderworkerset.sigs.k8s.io/group-index"
-
-
-def template_of(objects: list[Tree], kind: str, name: str) -> Tree:
-    """The pod template of the one workload of a kind with this end of its name."""
-    (found,) = find(objects, kind, name)
-    spec = found["spec"]
-    template: Tree = spec["leaderWorkerTemplate"]["workerTemplate"] if kind == "LeaderWorkerSet" else spec["template"]
-    return template
-
-
-def spec_of(objects: list[Tree], kind: str, name: str) -> Tree:
-    """The pod's spec in `template_of`."""
-    spec: Tree = template_of(objects, kind, name)["spec"]
-    return spec
-
-
-def args_of(objects: list[Tree], kind: str, name: str) -> list[str]:
-    return list(spec_of(objects, kind, name)["containers"][0]["args"])
-
-
-def flag(args: list[str], name: str) -> str:
-    (value,) = [arg.partition("=")[2] for arg in args if arg.startswith(f"--{name}=")]
-    return value
 
 
 def dialled(objects: list[Tree]) -> list[str]:
@@ -67,6 +45,32 @@ def test_a_stateful_set_of_each_domain_where_it_has_none() -> None:
         ("rel-main-worker-1", 2),
         ("rel-main-worker-2", 2),
     ]
+
+
+def test_domains_of_one_pod_are_one_stateful_set_that_rolls() -> None:
+    objects = render(values=workers(tp=8, dp=3))
+    (found,) = [each for each in find(objects, "StatefulSet") if "-worker" in each["metadata"]["name"]]
+    assert (found["metadata"]["name"], found["spec"]["replicas"]) == ("rel-main-worker", 3)
+    # One pod after the other, which `helm upgrade --wait` waits for.
+    assert found["spec"]["updateStrategy"] == {"type": "RollingUpdate"}
+    args = args_of(objects, "StatefulSet", "-worker")
+    assert flag(args, "dp-rank") == "$(GROUP_INDEX)"
+    assert not [arg for arg in args if arg.startswith(("--nodes", "--node-rank", "--first-node"))]
+    assert dialled(objects) == [f"rel-main-worker-{domain}.rel-main-worker:50053" for domain in range(3)]
+    # Whose pods have these names.
+    (service,) = find(objects, "Service", found["spec"]["serviceName"])
+    assert service["spec"]["selector"].items() <= found["spec"]["template"]["metadata"]["labels"].items()
+    assert service["spec"]["publishNotReadyAddresses"]
+
+
+def test_a_coupled_cell_in_one_pod_rolls_too() -> None:
+    (found,) = find(render(values=workers(dp=8, ep=True)), "StatefulSet", "-worker")
+    assert (found["spec"]["replicas"], found["spec"]["updateStrategy"]) == (1, {"type": "RollingUpdate"})
+
+
+def test_domains_of_several_pods_are_left_to_the_operator() -> None:
+    found = find(render(values=workers(tp=8, dp=2, nodes=2)), "StatefulSet", "-worker-1")
+    assert [each["spec"]["updateStrategy"] for each in found] == [{"type": "OnDelete"}]
 
 
 @pytest.mark.parametrize(
@@ -174,6 +178,70 @@ def test_a_group_knows_its_rank_its_node_and_its_first_node() -> None:
     assert flag(args, "first-node") == "rel-main-worker-1-0.rel-main-worker"
 
 
+def test_an_image_can_be_named_by_its_tag_or_with_its_registry() -> None:
+    image = {"name": "registry.example.com:5000/team/worker", "digest": "", "tag": "0.1.0"}
+    cell = {part: {"image": image} for part in ("tokenizer", "scheduler", "workers")}
+    for name, template in pod_templates(render(values=values(cell, images={}))):
+        for container in containers(template["spec"]):
+            assert container["image"] == "registry.example.com:5000/team/worker:0.1.0", name
+
+
+def test_nodes_that_pull_nothing_need_no_registry() -> None:
+    (container,) = spec_of(render(values=values(images={"pullPolicy": "Never"})), "StatefulSet", "-worker")[
+        "containers"
+    ]
+    assert container["image"] == f"lockstep-worker-rocm@{DIGEST}"
+
+
+def test_labels_are_on_every_object_and_every_pod() -> None:
+    labels = {"team": "a", "example.org/cost-centre": "7"}
+    extra = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "more", "labels": {"own": "b"}}}
+    given = downloaded_values(labels=labels, extraObjects=[extra], monitoring={"podMonitor": True, "rules": True})
+    objects = render(values=given)
+    assert {"ConfigMap", "Job", "Pod", "NetworkPolicy", "PersistentVolumeClaim"} <= {each["kind"] for each in objects}
+    for each in objects:
+        assert labels.items() <= each["metadata"]["labels"].items(), each["metadata"]["name"]
+    for name, template in pod_templates(objects):
+        assert labels.items() <= template["metadata"]["labels"].items(), name
+    (more,) = find(objects, "ConfigMap", "more")
+    assert more["metadata"]["labels"]["own"] == "b"
+
+
+def test_a_label_selects_nothing() -> None:
+    for each in render(values=values(labels={"team": "a"})):
+        selector = each.get("spec", {}).get("selector", {})
+        assert "team" not in selector.get("matchLabels", selector), each["metadata"]["name"]
+
+
+def test_accounts_have_their_annotations() -> None:
+    annotations = {"example.org/role": "reader"}
+    cell = {"scheduler": {"discovery": "kubernetes"}, "serviceAccount": {"annotations": annotations}}
+    accounts = find(render(values=values(cell)), "ServiceAccount")
+    assert [each["metadata"]["annotations"] for each in accounts] == [annotations] * 2
+
+
+def test_pod_templates_are_of_jobs_and_test_pods_too() -> None:
+    patch = {"metadata": {"annotations": {"a": "b"}}, "spec": {"nodeSelector": {"disk": "fast"}}}
+    given = downloaded_values({"model": {"podTemplate": patch}}, testPodTemplate=patch)
+    found = {
+        name: template for name, template in pod_templates(render(values=given)) if name.startswith(("Job", "Pod"))
+    }
+    assert len(found) == 3
+    for name, template in found.items():
+        assert template["spec"]["nodeSelector"] == {"disk": "fast"}, name
+        assert template["metadata"]["annotations"]["a"] == "b", name
+        assert template["spec"]["restartPolicy"] == "Never", name
+
+
+def test_pods_ask_for_the_disk_of_their_volumes() -> None:
+    objects = render(values=workers(cacheSize="10Gi"))
+    (worker,) = spec_of(objects, "StatefulSet", "-worker")["containers"]
+    assert worker["resources"]["requests"]["ephemeral-storage"] == f"{15 * 1024}Mi"
+    for name, template in pod_templates(objects):
+        for container in containers(template["spec"]):
+            assert "ephemeral-storage" in container["resources"]["requests"], name
+
+
 def test_every_variable_in_a_flag_is_set() -> None:
     injected = {"LWS_LEADER_ADDRESS", "LWS_WORKER_INDEX"}
     for name, objects in rendered_examples().items():
@@ -213,6 +281,18 @@ def test_discovery_finds_the_first_pod_of_each_domain(apis: list[str], selected:
     assert selected.items() <= service["spec"]["selector"].items()
 
 
+def test_the_example_of_an_autoscaler_scales_the_workers_within_their_places() -> None:
+    objects = render(CHART / "examples" / "keda.yaml")
+    (scaled,) = find(objects, "ScaledObject")
+    (deployment,) = find(objects, "Deployment", "-worker")
+    target = scaled["spec"]["scaleTargetRef"]
+    assert (target["kind"], target["name"]) == ("Deployment", deployment["metadata"]["name"])
+    places = flag(args_of(objects, "StatefulSet", "-scheduler"), "max-dp")
+    assert scaled["spec"]["maxReplicaCount"] == int(places)
+    assert 'cell="chat"' in scaled["spec"]["triggers"][0]["metadata"]["query"]
+    assert deployment["metadata"]["labels"]["lockstep-cell"] == "chat"
+
+
 def test_an_autoscaled_tokenizer_has_no_number_of_its_own() -> None:
     objects = render(values=values({"tokenizer": {"autoscaling": {"enabled": True}}}))
     (deployment,) = find(objects, "Deployment", "-tokenizer")
@@ -232,8 +312,8 @@ def test_one_container_asks_for_all_gpus_of_its_ranks(resource: str) -> None:
 
 
 def test_a_worker_on_a_cpu_asks_for_no_gpu() -> None:
-    pod = spec_of(render(values=workers(gpu={"resource": ""})), "StatefulSet", "-worker-0")
-    assert pod["containers"][0]["resources"]["limits"].keys() == {"cpu", "memory"}
+    pod = spec_of(render(values=workers(gpu={"resource": ""})), "StatefulSet", "-worker")
+    assert pod["containers"][0]["resources"]["limits"].keys() == {"cpu", "memory", "ephemeral-storage"}
     assert "tolerations" not in pod
     assert "--worker.device=cpu" in pod["containers"][0]["args"]
 
@@ -242,7 +322,7 @@ def test_gpus_can_come_by_dynamic_resource_allocation() -> None:
     objects = render(values=workers(tp=4, gpu={"resource": "", "deviceClass": "gpu.amd.com"}))
     (template,) = find(objects, "ResourceClaimTemplate")
     (request,) = template["spec"]["spec"]["devices"]["requests"]
-    pod = spec_of(objects, "StatefulSet", "-worker-0")
+    pod = spec_of(objects, "StatefulSet", "-worker")
     assert request["exactly"]["count"] == 4
     assert pod["resourceClaims"] == [{"name": "gpu", "resourceClaimTemplateName": template["metadata"]["name"]}]
     assert pod["containers"][0]["resources"]["claims"] == [{"name": "gpu"}]
@@ -250,64 +330,16 @@ def test_gpus_can_come_by_dynamic_resource_allocation() -> None:
 
 
 def test_the_process_joins_the_groups_of_render_devices() -> None:
-    pod = spec_of(render(values=workers(gpu={"renderGroups": [44, 109]})), "StatefulSet", "-worker-0")
+    pod = spec_of(render(values=workers(gpu={"renderGroups": [44, 109]})), "StatefulSet", "-worker")
     assert pod["securityContext"]["supplementalGroups"] == [44, 109]
     assert pod["securityContext"]["runAsNonRoot"]
 
 
 def test_shared_memory_is_part_of_the_memory_limit() -> None:
     objects = render(values=workers(resources={"memory": "64Gi"}, sharedMemory="512Mi"))
-    pod = spec_of(objects, "StatefulSet", "-worker-0")
+    pod = spec_of(objects, "StatefulSet", "-worker")
     assert pod["containers"][0]["resources"]["limits"]["memory"] == f"{64 * 1024 + 512}Mi"
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "512Mi"}} in pod["volumes"]
-
-
-def model_of(objects: list[Tree]) -> Tree:
-    volumes: list[Tree] = spec_of(objects, "StatefulSet", "-worker-0")["volumes"]
-    return next(each for each in volumes if each["name"] == "model")
-
-
-def test_a_model_can_be_in_a_claim() -> None:
-    objects = render(values=values({"model": {"path": "a/b"}}))
-    assert model_of(objects)["persistentVolumeClaim"] == {"claimName": "models", "readOnly": True}
-    assert args_of(objects, "StatefulSet", "-worker-0")[0] == "/models/a/b"
-    assert flag(args_of(objects, "Deployment", "-tokenizer"), "model-dir") == "/models/a/b"
-
-
-def test_a_model_can_be_an_image() -> None:
-    image = f"models/m@{DIGEST}"
-    volume = model_of(render(values=values({"model": {"pvc": "", "image": image}})))
-    assert volume["image"] == {"reference": image, "pullPolicy": "IfNotPresent"}
-
-
-def test_a_model_on_the_nodes_is_a_volume_of_the_cluster() -> None:
-    objects = render(values=values({"model": {"pvc": "", "hostPath": "/mnt/models"}}))
-    (volume,) = find(objects, "PersistentVolume")
-    (claim,) = find(objects, "PersistentVolumeClaim")
-    assert volume["spec"]["hostPath"]["path"] == "/mnt/models"
-    assert volume["spec"]["claimRef"] == {"namespace": "ns", "name": claim["metadata"]["name"]}
-    assert claim["spec"]["volumeName"] == volume["metadata"]["name"]
-    assert model_of(objects)["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-
-
-def downloaded(sha256: dict[str, str]) -> list[Tree]:
-    download = {"url": "https://models.example.org/m", "sha256": sha256}
-    return render(values=values({"model": {"pvc": "", "path": "m", "download": download}}))
-
-
-def test_a_model_can_be_downloaded_and_pods_wait_for_it() -> None:
-    objects = downloaded(HASHES)
-    (job,) = find(objects, "Job")
-    (config,) = find(objects, "ConfigMap", "-model")
-    assert config["data"]["fetch_model.py"].strip() == (CHART / "files" / "fetch_model.py").read_text().strip()
-    for pod in (spec_of(objects, "StatefulSet", "-worker-0"), spec_of(objects, "Deployment", "-tokenizer")):
-        (first,) = pod["initContainers"]
-        assert "--wait" in first["command"]
-        assert set(job["spec"]["template"]["spec"]["containers"][0]["command"]) == set(first["command"]) - {"--wait"}
-
-
-def test_another_content_is_another_job() -> None:
-    assert find(downloaded(HASHES), "Job")[0] != find(downloaded({"config.json": "5" * 64}), "Job")[0]
 
 
 def test_each_role_has_a_certificate_with_its_names() -> None:
@@ -328,12 +360,8 @@ def test_each_pod_mounts_its_own_role_s_certificate_and_the_test_no_key() -> Non
     }
     for tls, name in ((TLS, "rel-main-{}-tls"), (given, "my-{}")):
         objects = render(values=values({"tls": tls}))
-        for kind, role, end in (
-            ("Deployment", "tokenizer", ""),
-            ("StatefulSet", "scheduler", ""),
-            ("StatefulSet", "worker", "-0"),
-        ):
-            pod = spec_of(objects, kind, f"-{role}{end}")
+        for kind, role in (("Deployment", "tokenizer"), ("StatefulSet", "scheduler"), ("StatefulSet", "worker")):
+            pod = spec_of(objects, kind, f"-{role}")
             secrets = [volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume]
             assert secrets == [name.format(role)]
         for test in find(objects, "Pod"):
@@ -343,7 +371,7 @@ def test_each_pod_mounts_its_own_role_s_certificate_and_the_test_no_key() -> Non
 
 def test_without_tls_every_port_says_that_it_is_insecure() -> None:
     objects = render(values=values({"tls": INSECURE}))
-    for kind, name in (("Deployment", "-tokenizer"), ("StatefulSet", "-scheduler"), ("StatefulSet", "-worker-0")):
+    for kind, name in (("Deployment", "-tokenizer"), ("StatefulSet", "-scheduler"), ("StatefulSet", "-worker")):
         args = args_of(objects, kind, name)
         assert flag(args, "insecure-bind").startswith("0.0.0.0:")
         assert not [arg for arg in args if arg.startswith(("--tls", "--listen", "--cell-listen", "--http-listen"))]

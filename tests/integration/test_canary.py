@@ -14,7 +14,7 @@ import pytest
 from google.protobuf.message import Message
 
 from lockstep.v1 import scheduler_pb2, tokenizer_pb2
-from shared.cli.processes.service_command import ROLES
+from services.cli.processes.service_command import ROLES
 from shared.network.rpc import make_channel
 from tests.support.cells.cell import Cell, start_cell
 from tests.support.clients.client import Client, connect, greedy

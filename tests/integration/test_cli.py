@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
+from services.cli.clients.turn_history import open_history
 from tests.support.cells.cell import Cell, popen_lockstep
 from tests.support.clients.client import chat_request, connect, text_request
 from tests.support.system.ports import free_port
 from tests.support.system.processes import module_command, module_environment
+from tests.support.system.terminals import NUM_COLUMNS, read_until, terminal
 
 GREEDY = "--temperature=0"
 LONG = "--max-tokens=2000"
@@ -37,24 +36,6 @@ def run_client(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
 def expected_text(cell: Cell, request: tokenizer_pb2.GenerateRequest) -> str:
     with cell.stub() as stub:
         return "".join(response.text for response in stub.Generate(request))
-
-
-@contextmanager
-def terminal() -> Iterator[tuple[int, int]]:
-    """A pseudo-terminal's two ends: the user's and the program's."""
-    person, program = pty.openpty()
-    try:
-        yield person, program
-    finally:
-        os.close(person)
-        os.close(program)
-
-
-def read_until(terminal_fd: int, text: str) -> str:
-    seen = ""
-    while text not in seen:
-        seen += os.read(terminal_fd, 4096).decode()
-    return seen
 
 
 def test_generate_streams_what_the_service_answers(real_cell: Cell) -> None:
@@ -129,8 +110,9 @@ async def test_ctrl_c_cancels_the_call(real_cell: Cell) -> None:
 
 
 def test_ctrl_c_in_a_conversation_ends_the_answer_and_twice_it_leaves(
-    real_cell: Cell, float32_model: Path, monkeypatch: pytest.MonkeyPatch
+    real_cell: Cell, float32_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     # This terminal does not answer cursor position requests.
     monkeypatch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")
     monkeypatch.setenv("TERM", "xterm")
@@ -158,6 +140,38 @@ def test_ctrl_c_in_a_conversation_ends_the_answer_and_twice_it_leaves(
         os.write(person, b"\x03")
 
         assert process.wait() == 130
+    history = open_history(tmp_path / ".local" / "state" / "lockstep" / "chat_history")
+    assert list(history.load_history_strings()) == ["/reset", "Tell me a\nvery long story.", "/system"]
+
+
+def test_in_a_terminal_an_answer_is_broken_between_words(
+    real_cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    question = "Tell me a story about a fox."
+    expected = expected_text(real_cell, chat_request(("user", question), max_tokens=60))
+    with (
+        terminal() as (person, program),
+        popen_lockstep(
+            *("chat", f"--target={real_cell.address}", GREEDY, "--max-tokens=60"),
+            stdin=program,
+            stdout=program,
+            stderr=program,
+        ) as process,
+    ):
+        read_until(person, READS)
+        os.write(person, f"{question}\r".encode())
+        read_until(person, READS_NO_MORE)
+        seen = read_until(person, READS)
+        os.write(person, b"\x04")
+        assert process.wait() == 0
+    answer = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]|\r", "", seen.partition(READS)[0])
+    assert answer.split()[: len(expected.split())] == expected.split()
+    lines = answer.split("\n")
+    assert max(map(len, lines)) <= NUM_COLUMNS
+    assert len(expected) > NUM_COLUMNS
 
 
 @pytest.mark.parametrize(
@@ -175,7 +189,7 @@ def test_ctrl_c_in_a_conversation_ends_the_answer_and_twice_it_leaves(
 )
 def test_what_is_no_text_is_refused_in_one_line(args: list[str], stdin: bytes, encoding: str) -> None:
     # Nothing listens there: the input is refused before any connection is made.
-    command = module_command("shared.cli", *args, f"--target=127.0.0.1:{free_port()}")
+    command = module_command("services.cli", *args, f"--target=127.0.0.1:{free_port()}")
     environment = module_environment() | {"PYTHONIOENCODING": encoding}
     result = subprocess.run(command, input=stdin, env=environment, capture_output=True, check=False)
 
@@ -197,7 +211,7 @@ def test_what_is_no_text_is_refused_in_one_line(args: list[str], stdin: bytes, e
 )
 def test_a_locale_that_cannot_decode_the_arguments_is_told(args: list[str]) -> None:
     environment = module_environment() | ASCII_LOCALE
-    command = module_command("shared.cli", *args)
+    command = module_command("services.cli", *args)
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
     assert result.returncode == 2
@@ -209,7 +223,7 @@ def test_a_locale_that_cannot_decode_the_arguments_is_told(args: list[str]) -> N
 def test_what_the_encoding_of_stdout_lacks_is_escaped(real_cell: Cell) -> None:
     environment = module_environment() | {"PYTHONIOENCODING": "latin-1"}
     flags = (f"--target={real_cell.address}", GREEDY, "--max-tokens=1", "--echo")
-    command = module_command("shared.cli", "generate", *flags, "café 你好")
+    command = module_command("services.cli", "generate", *flags, "café 你好")
     result = subprocess.run(command, env=environment, capture_output=True, check=False)
 
     assert (result.returncode, result.stderr) == (0, b"")

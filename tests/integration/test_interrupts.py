@@ -47,8 +47,8 @@ def assert_all_end(processes: list[psutil.Process]) -> None:
     assert alive == []
 
 
-def wait_until_started(log: IO[str]) -> None:
-    while "started role=tokenizer" not in (line := log.readline()):
+def wait_until_started(log: IO[str], mark: str = "started role=tokenizer") -> None:
+    while mark not in (line := log.readline()):
         assert line, "the launcher ended before it had started the services"
 
 
@@ -84,12 +84,15 @@ def test_while_it_checks_what_it_was_told(tiny_model: Path, number: signal.Signa
     assert_all_end(children)
 
 
-def test_when_its_terminal_goes(tiny_model: Path, tmp_path: Path) -> None:
+# Without the log a person is told once a service is ready, and all have been started before.
+@pytest.mark.parametrize(("flags", "mark"), [(["--verbose"], "started role=tokenizer"), ([], " ready after ")])
+def test_when_its_terminal_goes(tiny_model: Path, tmp_path: Path, flags: list[str], mark: str) -> None:
     person, program = pty.openpty()
-    with popen_lockstep("serve", str(tiny_model), listen(), stdout=program, stderr=program) as launcher:
+    command = ("serve", str(tiny_model), listen(), *flags)
+    with popen_lockstep(*command, stdout=program, stderr=program, temp_dir=str(tmp_path)) as launcher:
         os.close(program)
         with os.fdopen(person, errors="replace") as terminal:
-            wait_until_started(terminal)
+            wait_until_started(terminal, mark)
         # Its writes fail from now on; the kernel sends SIGHUP to the terminal's processes.
         services = descendants(launcher.pid)
         launcher.send_signal(signal.SIGHUP)

@@ -40,7 +40,7 @@ WITH_FULL_DISKS = """
 import resource, sys
 num_bytes = int(sys.argv.pop(1))
 resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
-from shared.cli.main import main
+from services.cli.main import main
 main()
 """
 POLL_S = 0.1
@@ -226,7 +226,7 @@ async def test_a_cell_whose_output_is_not_read_serves_and_stops(tiny_model: Path
         (["--log-level=loud"], "--log-level"),
         (["--worker.listen=unix:/tmp/x"], "--worker.listen"),
         (["--exit-after-prompt"], "--exit-after-prompt"),
-        (["--workers=unix:/tmp/x", "--worker.ops-backend=cpu"], "--worker.X"),
+        (["--workers=unix:/tmp/x", "--worker.ops-backend=native"], "--worker.X"),
         (["--workers=unix:/tmp/x", "--tp=2"], "--tp"),
     ],
 )
@@ -323,6 +323,20 @@ def test_an_architecture_that_is_not_served_is_refused_before_anything_starts(tm
 
     assert line.startswith(f"error: {model_dir}: config.json: architectures is ['BloomForCausalLM'], none of which is ")
     assert "LlamaForCausalLM" in line
+
+
+def test_a_model_without_weights_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    model_dir = write_tiny_llama(tmp_path)
+    weights = model_dir / "model.safetensors"
+    weights.rename(model_dir / "pytorch_model.bin")
+    line = refused(str(model_dir), free_address())
+    assert line.startswith(
+        f"error: the worker rejects its settings: {weights}: no such file; the weights are in pytorch_"
+    )
+
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 2\n", encoding="utf-8")
+    line = refused(str(model_dir), free_address())
+    assert line.startswith(f"error: the worker rejects its settings: {weights} is a Git LFS pointer")
 
 
 def test_a_draft_model_that_is_none_is_refused_before_anything_starts(tiny_model: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shared.cli.processes.service_command import ROLES
+from services.cli.processes.service_command import ROLES
 from tests.support.cells.cell import Cell, start_cell
 from tests.support.clients.client import connect, text_request
 from tests.support.system.patience import PATIENCE_S

@@ -19,8 +19,9 @@ pytestmark = pytest.mark.slow
 # Above gRPC's soft limit, from which on it rejects at random.
 NUM_CALLS = 1500
 NUM_RESETS = 4000
-# Requests that run and wait, of which ten times as many come over HTTP at once.
-CAPACITY = 32
+# Requests that can run, and as many that can wait; twenty times as many come over HTTP at once.
+NUM_SLOTS = 16
+NUM_POSTS = 320
 # Above gRPC's hard limit.
 NUM_WATCHES = 3500
 
@@ -48,13 +49,14 @@ async def test_health_watches_are_all_answered(tiny_cell: Cell, is_scheduler: bo
 
 
 async def test_ten_times_too_many_posts_are_answered_or_told_when_to_retry(tiny_model: Path) -> None:
-    limits = (f"--scheduler.max-num-seqs={CAPACITY // 2}", f"--scheduler.max-waiting-requests={CAPACITY // 2}")
+    limits = (f"--scheduler.max-num-seqs={NUM_SLOTS}", f"--scheduler.max-waiting-requests={NUM_SLOTS}")
     with start_cell(tiny_model, *limits, f"--http-listen=127.0.0.1:{free_port()}") as cell:
         async with connect(cell) as client, cell.http_session() as session:
-            outcomes = await flood_with_posts(session, 10 * CAPACITY, max_tokens=64)
+            outcomes = await flood_with_posts(session, NUM_POSTS, max_tokens=64)
             state = await client.wait_until_idle()
     assert not outcomes.unexpected
-    assert outcomes.counts.total() == 10 * CAPACITY
-    assert outcomes.counts["OK"] >= CAPACITY
+    assert outcomes.counts.total() == NUM_POSTS
+    # Only the queue's places are certain: all posts may come before the first step empties it.
+    assert outcomes.counts["OK"] >= NUM_SLOTS
     assert outcomes.counts["QUEUE_FULL"]
     assert state.num_free_blocks == state.num_blocks

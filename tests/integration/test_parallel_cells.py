@@ -42,6 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": _HEADS,
     "Glm4MoeForCausalLM": _HEADS,
     "DeepseekV32ForCausalLM": _LATENT_HEADS,
+    "GlmMoeDsaForCausalLM": _LATENT_HEADS,
 }
 DENSE_FAMILIES = ("LlamaForCausalLM",)
 

@@ -95,8 +95,8 @@ async def test_a_drain_that_is_too_short_for_a_start_of_the_worker_ends_at_once_
             answers = await begin_answers(cell, client)
             hidden = config.rename(tiny_model / "hidden.json")
             try:
-                cell.kill("worker")
-                await asyncio.to_thread(cell.wait_for_log, str(config))
+                pid = cell.kill("worker")
+                await asyncio.to_thread(cell.wait_for_log, f"exited; restarting role=worker pid={pid}")
                 cell.launcher.send_signal(signal.SIGTERM)
                 ends = await asyncio.gather(*answers, return_exceptions=True)
             finally:

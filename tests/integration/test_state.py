@@ -7,16 +7,22 @@ import pty
 import re
 import signal
 import subprocess
+import tempfile
 import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lockstep.v1 import scheduler_pb2
-from shared.cli.clients.top import render
+from services.cli.clients.running_cells import RunningCell, publish_cell
+from services.cli.clients.top import render
 from tests.support.cells.cell import popen_lockstep
 from tests.support.cells.narrow_cell import NarrowCell
 from tests.support.clients.client import connect, token_request
 from tests.support.system.ports import free_port
+from tests.support.system.processes import start_service
 
 PROMPT = list(range(1, 40))
 
@@ -60,13 +66,14 @@ async def test_one_snapshot_says_what_the_state_says(narrow_cell: NarrowCell) ->
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == render(narrow_cell.cell.cell_address, state)
     assert state.num_prefix_hit_tokens > 0
+    assert state.num_completion_tokens > 0
 
 
 async def test_the_cell_that_runs_here_is_found_without_a_target(narrow_cell: NarrowCell) -> None:
     state = await serve_some(narrow_cell)
     result = run_top("--once", temp_dir=narrow_cell.cell.temp_dir)
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout == render(narrow_cell.cell.cell_address, state)
+    assert result.stdout == render(narrow_cell.cell.cell_address, state, model=narrow_cell.cell.ready_line.split()[2])
 
 
 async def test_a_scrape_says_what_the_state_says(narrow_cell: NarrowCell) -> None:
@@ -113,10 +120,49 @@ def test_in_a_pipe_snapshots_come_one_below_the_other_until_the_reader_ends(narr
     assert "\x1b" not in seen
 
 
+def test_top_outlives_the_scheduler() -> None:
+    with tempfile.TemporaryDirectory(prefix="lockstep-test-") as directory:
+        address = f"unix:{directory}/cell.sock"
+        flags = (f"--listen=unix:{directory}/s.sock", f"--cell-listen={address}", f"--workers=unix:{directory}/w.sock")
+        with ExitStack() as stack:
+            scheduler = stack.enter_context(start_service("scheduler", *flags))
+            while run_top("--once", f"--target={address}").returncode:
+                assert scheduler.poll() is None
+            top = stack.enter_context(popen_lockstep("top", f"--target={address}", "--interval=0.1"))
+            stack.callback(top.kill)
+            assert top.stdout is not None
+            read_until(top.stdout.fileno(), "no worker is attached")
+            scheduler.kill()
+            scheduler.wait()
+            seen = read_until(
+                top.stdout.fileno(), r"has not answered for \d+ s; trying again\n.*requests waiting .*\n\n"
+            )
+            assert "before that:\n" in seen
+            stack.enter_context(start_service("scheduler", *flags))
+            read_until(top.stdout.fileno(), "no worker is attached")
+            top.send_signal(signal.SIGINT)
+            _, stderr = top.communicate()
+    assert (top.returncode, stderr) == (130, "")
+
+
 def test_a_scheduler_that_is_not_there_is_told() -> None:
     result = run_top("--once", f"--target=127.0.0.1:{free_port()}")
     assert result.returncode == 1
     assert result.stderr.startswith("error: UNAVAILABLE: ")
+
+
+@pytest.mark.parametrize("command", [["top", "--once"], ["generate", "Hello"], ["chat"]])
+def test_a_cell_that_is_found_but_does_not_answer_is_named(command: list[str], tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    directory = tmp_path / "lockstep-starting"
+    directory.mkdir(mode=0o700)
+    with (
+        publish_cell(directory, RunningCell("mine", address, address)),
+        popen_lockstep(*command, temp_dir=str(tmp_path), stdin=subprocess.PIPE) as process,
+    ):
+        stdout, stderr = process.communicate("Hello\n")
+    assert (process.returncode, stdout.strip()) == (1, "")
+    assert stderr == f"error: the cell of mine does not answer at {address}: it may still be starting\n"
 
 
 def test_a_door_that_is_not_the_schedulers_for_the_cell_is_told(narrow_cell: NarrowCell) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from services.worker.models.loader import load_model
 from services.worker.ops import load_ops
 from shared.model_dir import CONFIG
 from tests.support.models.config_keys import keys_without_effect
+from tests.support.models.multimodal import auto_class, text_of, with_text
 from tests.support.models.parity import TransformersModel, load_paged, make_prompts, wrong_rows
 from tests.support.models.small_configs import ARCHITECTURES, SMALL_CONFIGS
 from tests.support.models.small_models import build_model, write_small_model
@@ -44,6 +44,11 @@ ROPES: dict[str, Changes] = {
     "nothing": {"rope_parameters": ...},
     "an empty object": {"rope_parameters": {}},
 }
+# What transformers needs beside the scaling.
+REPEATED: dict[str, Changes] = {
+    "Ministral3ForCausalLM": {"llama_4_scaling_beta": 0.2},
+    "Qwen2_5_VLForConditionalGeneration": {"mrope_section": [2, 3, 3]},
+}
 WINDOWS: dict[str, tuple[str, Changes]] = {
     "a mistral with layer types": ("MistralForCausalLM", {"sliding_window": 9, "layer_types": [SLIDING, FULL]}),
     "a mistral with full layers": ("MistralForCausalLM", {"sliding_window": 9, "layer_types": [FULL, FULL]}),
@@ -67,15 +72,16 @@ def write_model(directory: Path, architecture: str, changes: Changes) -> Path:
     """The first variant of a family, its config.json changed afterwards."""
     first = next(iter(SMALL_CONFIGS[architecture].values()))
     write_small_model(build_model(architecture, first), directory)
-    config = {**json.loads((directory / CONFIG).read_text()), **changes}
-    config = {name: value for name, value in config.items() if value is not ...}
-    (directory / CONFIG).write_text(json.dumps(config))
+    config = json.loads((directory / CONFIG).read_text())
+    text = {name: value for name, value in {**text_of(config), **changes}.items() if value is not ...}
+    (directory / CONFIG).write_text(json.dumps(with_text(config, text)))
     return directory
 
 
-def wrong_logits(directory: Path) -> list[int]:
+def wrong_logits(directory: Path, architecture: str = "") -> list[int]:
     """The rows of a prompt, longer than windows and original lengths, that differ from transformers'."""
-    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, experts_implementation="eager")
+    reader = auto_class(architecture)
+    theirs = reader.from_pretrained(directory, dtype=torch.float32, experts_implementation="eager")
     paged, (prompt,) = load_paged(directory, "cpu"), make_prompts((90,))
     return wrong_rows(paged.prefill_all(paged.add(prompt)), TransformersModel(theirs.eval()), prompt)
 
@@ -90,7 +96,9 @@ def test_rotations_are_those_that_transformers_reads(tmp_path: Path, architectur
 def test_every_family_takes_the_scaling_that_cards_say_to_add(tmp_path: Path, architecture: str) -> None:
     # Mixtral's own null is one that transformers' scaling does not read.
     changes = {"head_dim": 16} if architecture == "MixtralForCausalLM" else {}
-    assert wrong_logits(write_model(tmp_path, architecture, ROPES["what cards say to add"] | changes)) == []
+    scaling = ROPES["what cards say to add"]["rope_scaling"] | REPEATED.get(architecture, {})
+    directory = write_model(tmp_path, architecture, {"rope_scaling": scaling, **changes})
+    assert wrong_logits(directory, architecture) == []
 
 
 @pytest.mark.parametrize("case", WINDOWS)
@@ -105,7 +113,7 @@ def test_keys_without_effect_have_none_in_transformers_either(tmp_path: Path, ar
     paged, (prompt,) = load_paged(directory, "cpu"), make_prompts((90,))
     plain = paged.prefill_all(paged.add(prompt))
     write_model(tmp_path, architecture, changes)
-    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    theirs = auto_class(architecture).from_pretrained(directory, dtype=torch.float32)
     assert wrong_rows(plain, TransformersModel(theirs.eval()), prompt) == []
 
 

@@ -12,7 +12,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +20,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import AutoModel, GenerationConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import RotaryEmbeddingConfigMixin
 
@@ -31,20 +31,56 @@ from services.worker.ops import load_ops
 from services.worker.weights.dummy_weights import DummyWeights
 from shared.model_dir import ModelDirectoryError
 from tests.support.models.config_keys import keys_without_effect
+from tests.support.models.multimodal import is_multimodal, make_config
 from tests.support.models.paged_model import PagedModel
+from tests.support.models.published_configs import PUBLISHED_CONFIGS
 from tests.support.models.small_configs import ARCHITECTURES, SMALL_CONFIGS
 
 # Read by other parts than a family's loader: the registry, the vocabulary, the formats of weights.
-READ_ELSEWHERE = {"architectures", "eos_token_id", "quantization_config"}
+READ_ELSEWHERE = {"architectures", "eos_token_id", "model_type", "quantization_config"}
+# Read by models of text with images, in the same module of transformers.
+READ_FOR_IMAGES = {"get_text_config", "image_token_id", "mm_tokens_per_image", "text_config", "vision_config"}
 # Values that are not what ours computes with, for keys that are only checked.
 REFUSED: dict[str, object] = {
     "per_layer_config": {"0": {"intermediate_size": 8}},
     "is_encoder_decoder": True,
 }
+SLIDING = ["sliding_attention", "sliding_attention"]
+_REFUSED_BY_GEMMA: dict[str, object] = {
+    "use_bidirectional_attention": True,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
 REFUSED_BY: dict[str, dict[str, object]] = {
+    "Gemma3ForCausalLM": _REFUSED_BY_GEMMA,
+    "Gemma3ForConditionalGeneration": _REFUSED_BY_GEMMA,
     "DeepseekV2ForCausalLM": {"norm_topk_prob": True, "num_key_value_heads": 2},
-    "DeepseekV3ForCausalLM": {"num_key_value_heads": 2, "head_dim": 32},
-    "DeepseekV32ForCausalLM": {"num_key_value_heads": 2, "layer_types": ["full_attention", "full_attention"]},
+    "DeepseekV3ForCausalLM": {"num_key_value_heads": 2, "head_dim": 32, "moe_layer_freq": 2, "qk_head_dim": 16},
+    "DeepseekV32ForCausalLM": {
+        "num_key_value_heads": 2,
+        "layer_types": ["full_attention", "full_attention"],
+        "indexer_rope_interleave": True,
+    },
+    "Glm4MoeLiteForCausalLM": {
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "first_k_dense_replace": 2,
+    },
+    "GlmMoeDsaForCausalLM": {
+        "num_key_value_heads": 2,
+        "layer_types": ["full_attention"] * 4,
+        "indexer_rope_interleave": False,
+        "moe_router_dtype": "bfloat16",
+        "rope_interleave": False,
+    },
+    "Qwen3VLForConditionalGeneration": {"layer_types": SLIDING},
+    "Qwen3VLMoeForConditionalGeneration": {"layer_types": SLIDING},
+    "Kimi_K25ForConditionalGeneration": {
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "moe_layer_freq": 2,
+        "qk_head_dim": 16,
+    },
 }
 # Keys that ours does not guess.
 REQUIRED: dict[str, dict[str, object]] = {
@@ -117,10 +153,28 @@ def our_keys(architecture: str) -> frozenset[str]:
     return frozenset(key for config in variants for key in config.read)
 
 
+@cache
+def config_class_of(architecture: str) -> type[PreTrainedConfig]:
+    """transformers' class of the values, of a multimodal model's text."""
+    if not is_multimodal(architecture):
+        return getattr(transformers, architecture).config_class  # type: ignore[no-any-return]
+    return type(make_config(architecture, next(iter(SMALL_CONFIGS[architecture].values()))).text_config)
+
+
+def keys_of_others(architecture: str) -> set[str]:
+    """What is read of a multimodal model's configuration in the module of its text, but not of the text."""
+    if not is_multimodal(architecture):
+        return set()
+    whole = make_config(architecture, next(iter(SMALL_CONFIGS[architecture].values())))
+    others = {field.name for each in (whole, whole.vision_config) for field in fields(type(each))}
+    return others - {field.name for field in fields(config_class_of(architecture))}
+
+
 def functions_of(architecture: str) -> Iterator[Callable[..., Any]]:
     """What makes transformers' configuration out of config.json."""
-    config_class = getattr(transformers, architecture).config_class
+    config_class: Any = config_class_of(architecture)
     yield RotaryEmbeddingConfigMixin.convert_rope_params_to_dict
+    yield config_class.convert_rope_params_to_dict
     for each in config_class.__mro__:
         if issubclass(each, PreTrainedConfig) and "__post_init__" in vars(each):
             yield each.__post_init__
@@ -142,7 +196,7 @@ def keys_read_by(module: ModuleType) -> set[str]:
             keys.add(node.attr)
         if isinstance(node, ast.Call) and _name(node.func) == "getattr" and _name(node.args[0]) == "config":
             keys.add(str(ast.literal_eval(node.args[1])))
-    return {key for key in keys if not key.startswith("_")}
+    return {key for key in keys if not key.startswith("_") and not callable(getattr(PreTrainedConfig, key, None))}
 
 
 def _name(node: ast.expr) -> str:
@@ -151,13 +205,14 @@ def _name(node: ast.expr) -> str:
 
 @cache
 def their_keys(architecture: str) -> frozenset[str]:
-    model_class = getattr(transformers, architecture)
-    config_class = model_class.config_class
+    config_class = config_class_of(architecture)
+    is_part = is_multimodal(architecture)
+    model_class = AutoModel._model_mapping[config_class] if is_part else getattr(transformers, architecture)
     keys = {field.name for field in fields(config_class)} | set(config_class.attribute_map)
     keys |= {key for function in functions_of(architecture) for key in keys_taken_by(function)}
-    keys |= keys_read_by(sys.modules[model_class.__module__])
+    keys |= keys_read_by(sys.modules[model_class.__module__]) - keys_of_others(architecture)
     # Taken out of config.json unused.
-    return frozenset(keys - set(GenerationConfig._get_default_generation_params()) - READ_ELSEWHERE)
+    return frozenset(keys - set(GenerationConfig._get_default_generation_params()) - READ_ELSEWHERE - READ_FOR_IMAGES)
 
 
 def refused_values(architecture: str) -> dict[str, object]:
@@ -171,6 +226,14 @@ def test_every_key_of_transformers_is_honoured_refused_or_known_to_have_no_effec
     without_effect = keys_without_effect(architecture)
     assert sorted(theirs - our_keys(architecture) - set(without_effect)) == []
     assert sorted(our_keys(architecture) & set(without_effect)) == []
+
+
+@pytest.mark.parametrize("name", PUBLISHED_CONFIGS)
+def test_every_key_that_a_publisher_writes_is_too(name: str) -> None:
+    [architecture] = PUBLISHED_CONFIGS[name]["architectures"]
+    known = our_keys(architecture) | set(keys_without_effect(architecture)) | READ_ELSEWHERE
+    ignored_by_all = set(GenerationConfig._get_default_generation_params())
+    assert sorted(set(PUBLISHED_CONFIGS[name]) - known - ignored_by_all) == []
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -208,11 +271,15 @@ def other_value(architecture: str, key: str, value: object) -> object:
     types = ["sliding_attention", "full_attention"]
     special: dict[str, object] = {
         "hidden_act": "gelu",
+        "hidden_activation": "silu",
         "rope_parameters": {"rope_type": "default", "rope_theta": 77.0},
         "rope_scaling": {"rope_type": "linear", "factor": 3.0},
         "rope_theta": 77.0,
-        "layer_types": types[::-1] if architecture == "GptOssForCausalLM" else types,
-        "mlp_layer_types": ["sparse", "dense"],
+        "rope_local_base_freq": 77.0,
+        "layer_types": types[::-1] if architecture.startswith(("GptOss", "Gemma3")) else types,
+        "mlp_layer_types": ["sparse", "dense"] * (small_config(architecture)["num_hidden_layers"] // 2),
+        "indexer_types": ["full", "shared", "full", "shared"],
+        "index_topk_pattern": "FSFS",
         "mlp_only_layers": [1],
         "partial_rotary_factor": 0.25,
         "topk_method": "group_limited_greedy",
@@ -235,6 +302,7 @@ def other_value(architecture: str, key: str, value: object) -> object:
 GROUPS: dict[str, object] = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
 COMPANIONS: dict[str, dict[str, object]] = {
     "rope_theta": {"rope_parameters": ...},
+    "rope_local_base_freq": {"rope_parameters": ...},
     "partial_rotary_factor": {"rope_parameters": ...},
     "sliding_window": {"use_sliding_window": True, "max_window_layers": 0},
     "max_window_layers": {"use_sliding_window": True, "sliding_window": 3},
@@ -243,6 +311,10 @@ COMPANIONS: dict[str, dict[str, object]] = {
     "index_topk": {"index_topk": 2},
     "index_n_heads": {"index_topk": 2},
     "index_head_dim": {"index_topk": 2},
+    "index_topk_freq": {"index_topk": 2},
+    "index_skip_topk_offset": {"index_topk": 2},
+    "index_topk_pattern": {"index_topk": 2},
+    "indexer_types": {"index_topk": 2},
     "topk_method": GROUPS,
     "n_group": GROUPS,
     "topk_group": GROUPS,
@@ -252,7 +324,7 @@ COMPANIONS: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_key_that_is_read_changes_what_is_computed_or_is_refused(architecture: str) -> None:
-    config_class = getattr(transformers, architecture).config_class
+    config_class = config_class_of(architecture)
     defaults = {field.name: field.default for field in fields(config_class) if field.default is not MISSING}
     unchanged = []
     for key in sorted(
@@ -275,10 +347,13 @@ def test_a_key_that_is_read_changes_what_is_computed_or_is_refused(architecture:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_key_that_is_absent_counts_as_transformers_default(architecture: str) -> None:
-    config_class = getattr(transformers, architecture).config_class
     differing = []
-    for field in fields(config_class):
-        if field.name not in our_keys(architecture) - SEEN_IN_WEIGHTS or field.default in (MISSING, None):
+    # Whether a multimodal model is tied is a key of the whole.
+    keys = (
+        our_keys(architecture) - SEEN_IN_WEIGHTS - ({"tie_word_embeddings"} if is_multimodal(architecture) else set())
+    )
+    for field in fields(config_class_of(architecture)):
+        if field.name not in keys or field.default in (MISSING, None):
             continue
         try:
             implied = results_of(small_config(architecture, **{field.name: ...}))
@@ -290,8 +365,17 @@ def test_a_key_that_is_absent_counts_as_transformers_default(architecture: str) 
     assert differing == []
 
 
-def test_every_name_of_silu_is_served_and_no_other_activation() -> None:
+@pytest.mark.parametrize(
+    ("architecture", "key", "activation"),
+    [
+        ("LlamaForCausalLM", "hidden_act", torch.nn.functional.silu),
+        ("Gemma3ForCausalLM", "hidden_activation", partial(torch.nn.functional.gelu, approximate="tanh")),
+    ],
+)
+def test_every_name_of_an_activation_is_served_and_no_other_activation(
+    architecture: str, key: str, activation: Callable[[Tensor], Tensor]
+) -> None:
     x = torch.linspace(-4, 4, 64)
     for name in ACT2FN:
-        is_silu = torch.equal(ACT2FN[name](x), torch.nn.functional.silu(x))
-        assert (refusal_of(small_config("LlamaForCausalLM", hidden_act=name)) is None) == is_silu, name
+        is_same = torch.allclose(ACT2FN[name](x), activation(x), atol=1e-6, rtol=1e-6)
+        assert (refusal_of(small_config(architecture, **{key: name})) is None) == is_same, name

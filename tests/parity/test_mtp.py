@@ -26,6 +26,8 @@ FAMILIES = (
     ("DeepseekV3ForCausalLM", "yarn-rope"),
     ("DeepseekV32ForCausalLM", "few-selected"),
     ("Glm4MoeForCausalLM", "query-key-norms"),
+    ("Glm4MoeLiteForCausalLM", "plain"),
+    ("GlmMoeDsaForCausalLM", "no-shared-indexer"),
 )
 PROMPT = make_prompts([70])[0]
 
@@ -56,12 +58,7 @@ def load_paged(model_dir: Path, backend: str) -> PagedModel:
 
 
 def make(architecture: str, variant: str, directory: Path, *, num_mtp_layers: int) -> SmallMtpModel:
-    small = make_small_mtp_model(architecture, variant, directory, num_mtp_layers=num_mtp_layers)
-    # transformers writes the types of all layers, MTP layers included.
-    kinds = {name: value for name, value in read_config(directory).items() if name.endswith("layer_types")}
-    num_layers = small.model.config.num_hidden_layers
-    change_config(directory, **{name: value[:num_layers] for name, value in kinds.items()})
-    return small
+    return make_small_mtp_model(architecture, variant, directory, num_mtp_layers=num_mtp_layers)
 
 
 def make_deepseek(directory: Path) -> SmallMtpModel:

@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shared.model_dir import CONFIG
+from shared.text_models import text_name
+from tests.support.models.multimodal import text_of, with_text
 from tests.support.models.parity import SmallModel, SmallModels, load_paged, make_prompts, wrong_rows
 from tests.support.models.small_configs import ARCHITECTURES, SMALL_CONFIGS
 
@@ -34,6 +36,7 @@ SETTINGS: dict[str, Callable[[Any], Any]] = {
     "swiglu_limit": lambda limit: limit / 10,
     "index_topk": lambda count: count - 1,
     "rope_interleave": lambda _: False,
+    "query_pre_attn_scalar": lambda scalar: scalar + 1,
 }
 ROPE_SETTINGS: dict[str, Callable[[Any], Any]] = {
     "rope_type": lambda _: "default",
@@ -46,6 +49,7 @@ ROPE_SETTINGS: dict[str, Callable[[Any], Any]] = {
     "beta_slow": lambda beta: 4 * beta,
     "mscale": lambda factor: factor / 2,
     "mscale_all_dim": lambda factor: factor / 2,
+    "llama_4_scaling_beta": lambda beta: 2 * beta,
     "partial_rotary_factor": lambda part: 1.0 if part == 0.5 else 0.5,
 }
 
@@ -61,7 +65,7 @@ def mutations(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     Norms become ones, other vectors zeros; two matrices of a kind are swapped, or the rows of a single one reversed.
     """
     kinds: dict[str, list[str]] = {}
-    for name in sorted(tensors):
+    for name in sorted(filter(text_name, tensors)):
         kinds.setdefault(kind_of(name), []).append(name)
     changes = {}
     for kind, names in kinds.items():
@@ -79,18 +83,30 @@ def mutations(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 def changed_settings(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """For each setting of config.json that affects the computation, the configuration with a different value."""
-    rope = config["rope_parameters"]
+    text = text_of(config)
     changes = {
-        name: {**config, name: change(config[name])}
+        name: {**text, name: change(text[name])}
         for name, change in SETTINGS.items()
-        if config.get(name) and change(config[name]) != config[name]
+        if text.get(name) and change(text[name]) != text[name]
     }
-    changes |= {
-        name: {**config, "rope_parameters": {**rope, name: change(rope[name])}}
+    ropes = changed_ropes(text["rope_parameters"])
+    changes |= {name: {**text, "rope_parameters": rope} for name, rope in ropes.items()}
+    return {name: with_text(config, changed) for name, changed in changes.items()}
+
+
+def changed_ropes(rope: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """For each parameter of a rotation, the rotation with a different value; of rotations by type, those of each."""
+    changes = {
+        f"{kind}.{name}": {**rope, kind: changed}
+        for kind, nested in rope.items()
+        if isinstance(nested, dict)
+        for name, changed in changed_ropes(nested).items()
+    }
+    return changes | {
+        name: {**rope, name: change(rope[name])}
         for name, change in ROPE_SETTINGS.items()
         if name in rope and change(rope[name]) != rope[name]
     }
-    return changes
 
 
 def is_seen(

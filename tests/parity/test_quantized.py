@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from services.worker.models.loader import load_model
 from services.worker.ops import load_ops
 from services.worker.ops.matrix_rows import MatrixFormat
+from shared.model_dir import CONFIG
 from tests.support.models.packing_ops import PackingOps
 from tests.support.models.paged_model import PagedModel
 from tests.support.models.quantized_checkpoints import MXFP4, SCHEMES, Scheme, write_quantized
@@ -57,6 +59,24 @@ def test_quantized_experts_compute_what_their_values_do(tmp_path: Path, case: st
     torch.testing.assert_close(our_logits(quantized, backend), expected, rtol=0, atol=1e-4 * float(scale))
     # Quantisation did change the model.
     assert (their_logits(plain) - expected).abs().max() > 1e-2 * scale
+
+
+def test_what_is_stored_unquantized_is_read_as_it_is_whatever_the_list_of_such_layers_says(tmp_path: Path) -> None:
+    """GLM-5's FP8 checkpoints list `self_attn.indexers_proj`, which no tensor is called."""
+    architecture = "GlmMoeDsaForCausalLM"
+    plain = write_small_model(build_model(architecture, SMALL_CONFIGS[architecture]["pattern"]), tmp_path / "plain")
+    quantized, values = write_quantized(plain, tmp_path, SCHEMES["fp8, blocks"])
+    tensors, meant = (load_file(each / "model.safetensors") for each in (quantized, values))
+    names = [name for name in tensors if "indexer.weights_proj.weight" in name]
+    assert len(names) == 4
+    kept = {name: tensor for name, tensor in tensors.items() if name not in names}
+    plain_names = [name for name in names if name.endswith(".weight")]
+    save_file({**kept, **{name: meant[name] for name in plain_names}}, quantized / "model.safetensors")
+    config = json.loads((quantized / CONFIG).read_text(encoding="utf-8"))
+    config["quantization_config"]["modules_to_not_convert"] = ["model.layers.0.self_attn.indexers_proj"]
+    (quantized / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+    expected = their_logits(values)
+    torch.testing.assert_close(our_logits(quantized, "cpu"), expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,10 @@ def logits_of(directory: Path, backend: str) -> Tensor:
         ("Qwen3MoeForCausalLM", INT4),
         ("Glm4MoeForCausalLM", INT4),
         ("DeepseekV3ForCausalLM", SCHEMES["fp8, blocks"]),
+        ("Glm4MoeLiteForCausalLM", INT4),
+        ("GlmMoeDsaForCausalLM", SCHEMES["fp8, blocks"]),
     ],
-    ids=["qwen3-moe fp8", "qwen3-moe int4", "glm4-moe int4", "deepseek-v3 fp8"],
+    ids=["qwen3-moe fp8", "qwen3-moe int4", "glm4-moe int4", "deepseek-v3 fp8", "glm-4.7-flash int4", "glm-5 fp8"],
 )
 def test_quantized_experts_compute_what_their_values_do(
     small_models: SmallModels, tmp_path: Path, backend: str, architecture: str, scheme: Scheme

@@ -32,7 +32,14 @@ TIE = 1e-3
 # Relative to the largest logit, up to the first differing token. Measured: 6e-6 at most.
 LOGIT_TOLERANCE = 1e-4
 
-LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM")
+LATENT = (
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+    "GlmMoeDsaForCausalLM",
+    "Kimi_K25ForConditionalGeneration",
+)
 # Key/value heads that three ranks can split; or a single one that all three share; or latent attention.
 THREE_SPLIT: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16, "hidden_size": 96}
 THREE_SHARED: dict[str, Any] = {**THREE_SPLIT, "num_key_value_heads": 1}
@@ -141,7 +148,8 @@ def three_ranks() -> Iterator[Any]:
     for number, architecture in enumerate(ARCHITECTURES):
         variants = list(SMALL_CONFIGS[architecture])
         if architecture in LATENT:
-            mark = pytest.mark.slow if architecture == "DeepseekV32ForCausalLM" else pytest.mark.proof
+            is_sparse = architecture in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+            mark = pytest.mark.slow if is_sparse else pytest.mark.proof
             yield pytest.param(architecture, variants[0], THREE_LATENT, marks=mark)
             continue
         turns = (pytest.mark.slow, pytest.mark.proof)
@@ -166,7 +174,8 @@ ODD_WAY = Way(block_size=1, chunk_size=7)
 
 
 @pytest.mark.parametrize(
-    "architecture", some_slow(["DeepseekV32ForCausalLM"], ["LlamaForCausalLM", "GptOssForCausalLM"])
+    "architecture",
+    some_slow(["GlmMoeDsaForCausalLM"], ["LlamaForCausalLM", "GptOssForCausalLM", "DeepseekV32ForCausalLM"]),
 )
 def test_no_bit_depends_on_the_batch(small_models: SmallModels, ranks: RankPool, architecture: str) -> None:
     model_dir = small_models.get(architecture, ordinary(architecture)).directory
@@ -174,6 +183,16 @@ def test_no_bit_depends_on_the_batch(small_models: SmallModels, ranks: RankPool,
     again, *_ = ranks.generate(model_dir, PROMPTS, NUM_TOKENS, tp_size=2, batches=[[3], [1, 4], [0], [2]], way=ODD_WAY)
     assert again.tokens == first.tokens
     assert all(map(torch.equal, again.logits, first.logits))
+
+
+def test_ranks_select_the_lowest_of_equally_good_positions(ranks: RankPool, tmp_path: Path) -> None:
+    model = build_model("GlmMoeDsaForCausalLM", SMALL_CONFIGS["GlmMoeDsaForCausalLM"]["pattern"])
+    for name, parameter in model.named_parameters():
+        if "indexer.weights_proj" in name:
+            parameter.data.zero_()
+    model_dir = write_small_model(model, tmp_path)
+    results = ranks.generate(model_dir, PROMPTS, NUM_TOKENS, tp_size=2, backend="cpu")
+    check_like_one_worker(results, model_dir, "reference")
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "GptOssForCausalLM"])

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
+from shared.tenant import DEFAULT_TENANT
 from tests.simulation.faults import KILLS, SLOW_KILLS, Fault, FaultMix
 from tests.simulation.network.clock import Clock
 from tests.simulation.network.exchange import MAX_CLOSE_S, MAX_UNREAD_S, Ends, ExchangeStream
@@ -17,6 +18,7 @@ from tests.simulation.parts.discovery import SimulatedDiscovery
 from tests.simulation.parts.domain import SimulatedDomain
 from tests.simulation.parts.replica import ChoiceRecord, Replica
 from tests.simulation.parts.scheduler import SchedulerProcess
+from tests.simulation.tenants import TenantDraw
 from tests.simulation.watches.stop_watch import StopWatch
 from tests.simulation.watches.watch import EngineWatch
 from tests.simulation.workload import CellSettings, RequestPlan, Workload
@@ -36,6 +38,7 @@ _CAUSES = {
     "ABORTED_BY_CALL": Fault.ABORT_CALL,
     "POISON_REQUEST": Fault.POISON,
     "QUEUE_FULL": Fault.QUEUE_FULL,
+    "TENANT_LIMIT": Fault.QUEUE_FULL,
     "REPLICA_GONE": Fault.REPLICA_GONE,
     "CLIENT_TOO_SLOW": Fault.SLOW_READER,
     "DUPLICATE_REQUEST": Fault.SAME_ID,
@@ -147,7 +150,7 @@ class Simulation:
         self._kinds = frozenset(self._mix.rates)
         self._settings = CellSettings.draw(self._rng, self._mix)
         oracle = FallibleOracle(self._rng, share_right=self._settings.share_right)
-        self._workload = Workload(self._rng, self._mix, oracle, self._settings)
+        self._workload = Workload(self._rng, self._mix, oracle, self._settings, TenantDraw(seed, self._kinds))
         self._plans: list[RequestPlan] = []
         self._records: list[ChoiceRecord] = []
         self._num_live = 0
@@ -248,7 +251,8 @@ class Simulation:
         Requests that share an id are served by different replicas.
         """
         is_plain = plan.text_stop_token is None and not plan.options.grammar and plan.request_id == plan.own_id
-        if not is_plain or not self._strikes(Fault.DIRECT_CALL):
+        # Direct calls have no tenant.
+        if not is_plain or plan.tenant is not DEFAULT_TENANT or not self._strikes(Fault.DIRECT_CALL):
             replicas = [replica for replica in self._replicas if not replica.is_serving(plan.request_id)]
             return self._rng.choice(replicas).serve(plan)
         return DirectClient(
@@ -317,7 +321,7 @@ class Simulation:
 
     def _abort_request(self, plan: RequestPlan) -> None:
         if self._scheduler is not None:
-            self._scheduler.abort_request(plan.request_id)
+            self._scheduler.abort_request(plan.key)
 
     def _start_scheduler(self) -> None:
         watch = EngineWatch(self._settings, self._plans)
@@ -433,7 +437,7 @@ class Simulation:
 
     def _may_be_aborted(self, plan: RequestPlan) -> bool:
         """Whether this request, or another one with its id, is aborted by a call."""
-        return any(one.abort_call_after_s is not None for one in self._plans if one.request_id == plan.request_id)
+        return any(one.abort_call_after_s is not None for one in self._plans if one.key == plan.key)
 
     def _has_lost_workers(self) -> bool:
         return any(domain.num_deaths for domain in self._domains) or any(
@@ -461,6 +465,9 @@ class Simulation:
             if record.error == "SCHEDULER_LOST":
                 # The third dead control in a row, each after at least three deaths with a request.
                 assert num_scheduler_ends + self._num_flaps >= 12, f"{plan.request_id} is given up too early"
+                return
+            max_in_flight = plan.tenant.max_in_flight
+            if record.error == "INVALID_REQUEST" and max_in_flight is not None and plan.n > max_in_flight:
                 return
             fault = _CAUSES[record.error]
             if fault is Fault.POISON and not plan.is_poison:

@@ -120,6 +120,16 @@ def test_coupled_cells_run_dummies_and_others_none() -> None:
     assert all(report.is_coupled for report in reports if report.num_dummy_steps)
 
 
+def test_tenants_are_refused_at_their_limits_and_repeat_each_others_ids() -> None:
+    limited = [simulate(seed, [Fault.QUEUE_FULL]).ends for seed in range(6)]
+    assert sum(ends["TENANT_LIMIT"] for ends in limited) > 20
+    assert not all(ends["TENANT_LIMIT"] for ends in limited)
+    # The watch checks that only those of the same tenant are duplicates.
+    repeated = [simulate(seed, [Fault.SAME_ID]) for seed in range(6)]
+    assert sum(report.ends["DUPLICATE_REQUEST"] for report in repeated) > 0
+    assert sum(report.faults[Fault.SAME_ID] for report in repeated) > 10
+
+
 def test_some_cells_draft_and_some_do_not() -> None:
     num_accepted_tokens = [run_undisturbed(seed).num_accepted_tokens for seed in range(8)]
     assert min(num_accepted_tokens) == 0

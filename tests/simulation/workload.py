@@ -6,13 +6,16 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from services.scheduler.core.admission import AdmissionPolicy
-from services.scheduler.core.batch.sequence import Finish, FinishReason, Priority
+from services.scheduler.core.batch.sequence import Finish, FinishReason, Priority, RequestKey
 from services.scheduler.core.policy import CacheSettings, CellTopology, RetractionPolicy, SchedulerPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
 from services.scheduler.core.worker_facts import WorkerFacts
 from services.worker.batch.enter_checks import BatchLimits
-from shared.limits import NO_OPTIONS, SamplingOptions, SamplingParams
+from shared.sampling_params import NO_OPTIONS, SamplingOptions, SamplingParams
+from shared.tenant import DEFAULT_TENANT, Tenant
+from shared.wire import introduce_self
 from tests.simulation.faults import DRAINS, Fault, FaultMix
+from tests.simulation.tenants import TenantDraw
 from tests.support.scheduler.cell_model import VOCABULARY, HashGrammar, Oracle, expected_completion
 
 EOS_TOKEN_IDS = tuple(range(7, 22))
@@ -33,6 +36,10 @@ _NUM_RECENT = 8
 _SHARE_OF_GROUPS = 0.25
 # The low bits of a sampling seed are the request's number. Steps name only slots, so this identifies their sequences.
 _NUMBER_BITS = 20
+
+
+Salt = tuple[str, bytes]
+"""Tenant and cache salt: what requests that share prefixes have in common."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +104,7 @@ class CellSettings:
             proposed_prompt_tokens=self.proposals[rank].num_prompt_tokens,
             proposes_mixed_steps=self.proposals[rank].mixes,
             graph_batch_sizes=self.graph_batch_sizes(rank),
+            introduction=introduce_self(),
         )
 
     def graph_batch_sizes(self, rank: int) -> tuple[int, ...]:
@@ -231,8 +239,19 @@ class RequestPlan:
     by_text: list[Expected]
     """What the client receives, by choice: a stop string may end it earlier than the cell would."""
     request_id: str
+    tenant: Tenant = DEFAULT_TENANT
     is_exact: bool = False
     is_poison: bool = False
+
+    @property
+    def key(self) -> RequestKey:
+        """What the cell knows it by."""
+        return RequestKey(self.tenant.name, self.request_id)
+
+    @property
+    def salt(self) -> Salt:
+        """Under which its prefixes are cached."""
+        return self.tenant.name, self.cache_salt
 
     @property
     def own_id(self) -> str:
@@ -269,11 +288,12 @@ def number_of(seed: int) -> int:
 class Workload:
     """Draws one request after the other; prompts share prefixes, and some continue an earlier answer."""
 
-    def __init__(self, rng: Random, mix: FaultMix, oracle: Oracle, settings: CellSettings) -> None:
+    def __init__(self, rng: Random, mix: FaultMix, oracle: Oracle, settings: CellSettings, tenants: TenantDraw) -> None:
         """Draw from `rng`; adds the answers to `oracle` and poison requests to `settings.poison`."""
         self._rng = rng
         self._mix = mix
         self._oracle = oracle
+        self._tenants = tenants
         self._poison = settings.poison
         self._num_drawn = 0
         self._num_long_answers_left = _MAX_LONG_ANSWERS if settings.has_long_answers else 0
@@ -319,6 +339,7 @@ class Workload:
             by_cell=by_cell,
             by_text=[_expect(completion, params, text_stop_token) for completion in completions],
             request_id=f"r{number}" if is_poison else self._draw_id(number),
+            tenant=self._tenants.draw(),
             is_exact=self._strikes(Fault.EXACT),
             is_poison=is_poison,
         )

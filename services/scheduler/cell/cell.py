@@ -11,12 +11,14 @@ from services.scheduler.cell.domains.recoveries import Recoveries
 from services.scheduler.cell.events import Action
 from services.scheduler.cell.quarantine.quarantine import Quarantine
 from services.scheduler.cell.state import CellState, RankState
-from services.scheduler.core.batch.sequence import Finish, Sequence
-from services.scheduler.core.batch.step import OutputsByClient, RequestEnd, StepKind, StepResult
+from services.scheduler.core.batch.sequence import Finish, RequestKey, Sequence
+from services.scheduler.core.batch.step import OutputsByClient, RequestEnd
 from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerCounters, SchedulerPolicy
+from services.scheduler.core.queue.tenant_counters import TenantCounters
 from services.scheduler.core.queue.waiting_queue import WaitingQueue
 from services.scheduler.core.scheduler import RecoveredSequences, Scheduler
 from services.scheduler.core.worker_facts import WorkerFacts
+from shared.step.step import StepKind, StepResult
 
 
 class Cell:
@@ -35,17 +37,18 @@ class Cell:
         topology: CellTopology,
         *,
         counters: SchedulerCounters,
-        is_alive: Callable[[str], bool],
+        is_alive: Callable[[RequestKey], bool],
         is_current: Callable[[Sequence], bool],
     ) -> None:
         """Make a cell without workers.
 
         Args:
-            is_alive: Whether a request, by id, has not ended.
+            is_alive: Whether a request has not ended.
             is_current: Whether a sequence belongs to the present attempt of such a request.
         """
         self._is_current = is_current
-        self.ranks = [Rank(rank, Scheduler(policy, cache, counters)) for rank in topology.ranks]
+        tenants = TenantCounters()
+        self.ranks = [Rank(rank, Scheduler(policy, cache, counters, tenants)) for rank in topology.ranks]
         self.domains = [
             Domain(
                 domain,
@@ -57,7 +60,7 @@ class Cell:
         ]
         self.domain_by_rank = [self.domains[topology.domain_of(rank)] for rank in topology.ranks]
         # The unplaced queue: a scheduler that never gets a worker.
-        self._unplaced = Scheduler(policy, cache, counters)
+        self._unplaced = Scheduler(policy, cache, counters, tenants)
         self._block_size = cache.block_size
         self._counters = counters
         self._placement = Placement(policy.placement_tokens_per_seq)
@@ -78,12 +81,16 @@ class Cell:
         return any(domain.epoch is not None for domain in self.domains)
 
     def check_room(self, num_prompt_tokens: int, num_choices: int, now: float) -> None:
-        """See `WaitingQueue.check_room`; the limits are for all queues together."""
+        """Refuse a newcomer if the queues of all ranks together are full.
+
+        Raises:
+            QueueFullError: with an estimate of when there will be room.
+        """
         queue, *others = self._queues()
         queue.check_room(num_prompt_tokens, now, num_choices=num_choices, others=others)
 
     def retry_delay_s(self, now: float) -> float:
-        """See `WaitingQueue.retry_delay_s`, for one request."""
+        """Seconds until one newcomer will have left the queues."""
         queue, *others = self._queues()
         return queue.retry_delay_s(1, now, others)
 
@@ -97,7 +104,7 @@ class Cell:
 
     def add(self, sequences: list[Sequence], now: float) -> None:
         """Queue the choices of one request."""
-        ranks = self._quarantine.ranks_for(sequences[0].id)
+        ranks = self._quarantine.ranks_for(sequences[0].key)
         if ranks:
             self._placement.place(sequences, ranks, now)
             return
@@ -106,15 +113,15 @@ class Cell:
             self._unplaced.add(seq, now)
 
     def stop_at(self, seq: Sequence, num_completion_tokens: int, now: float) -> RequestEnd:
-        """See `Scheduler.stop_at`."""
+        """End a sequence at a stop string; later tokens are discarded."""
         return self._scheduler_of(seq, now).stop_at(seq, num_completion_tokens, now)
 
     def finish(self, seq: Sequence, finish: Finish, now: float) -> RequestEnd:
-        """See `Scheduler.finish`."""
+        """End a sequence with all its completion tokens, which must be stored."""
         return self._scheduler_of(seq, now).finish(seq, finish, now)
 
     def abort(self, seq: Sequence, now: float) -> None:
-        """See `Scheduler.abort`."""
+        """Discard a sequence, wherever it is."""
         self._scheduler_of(seq, now).abort(seq, now)
 
     def attach(self, domain: Domain, facts: tuple[WorkerFacts, ...], now: float) -> None:
@@ -122,19 +129,19 @@ class Cell:
         domain.begin_epoch(facts, now)
         self._quarantine.on_attached(domain)
 
-    def lose(self, domain: Domain, now: float, *, accuses_rows: bool) -> tuple[list[Sequence], str | None]:
+    def lose(self, domain: Domain, now: float, *, accuses_rows: bool) -> tuple[list[Sequence], RequestKey | None]:
         """End an attached domain's epoch; its sequences wait elsewhere, with their tokens.
 
         Args:
             accuses_rows: Whether requests in flight may have caused the loss.
 
         Returns:
-            The sequences, and the id of a request found to be poison.
+            The sequences, and the request found to be poison, if any.
         """
         self._counters.num_lost_epochs += 1
         recovered = self._end_epoch(domain, now)
         self._recoveries.begin([seq for lost in recovered for seq in lost.computed], now)
-        in_flight = [request_id for lost in recovered for request_id in lost.in_flight]
+        in_flight = [request for lost in recovered for request in lost.in_flight]
         poison = self._quarantine.on_lost(domain, in_flight if accuses_rows else [], now)
         return self._requeue(recovered, now), poison
 
@@ -175,12 +182,8 @@ class Cell:
         domain.is_withdrawn = False
         self._reopen(domain)
 
-    def vacate(self, domain: Domain) -> None:
-        """See `Domain.vacate`."""
-        domain.vacate()
-
     def postprocess(self, rank: Rank, result: StepResult, now: float) -> OutputsByClient:
-        """See `Scheduler.postprocess`; also clears suspects and ends recoveries."""
+        """Take in a valid result of a rank; it clears suspects and ends recoveries."""
         scheduler = rank.scheduler
         if not self.is_disturbed:
             return scheduler.postprocess(result, now)
@@ -192,21 +195,21 @@ class Cell:
         domain = self.domain_by_rank[rank.number]
         if record.kind is StepKind.DECODE and self._quarantine.is_on(domain):
             # A row of an attempt that was replaced clears nothing: the present one is tried.
-            self._quarantine.suspects.clear(domain.number, {seq.id for seq in sequences if self._is_current(seq)})
+            self._quarantine.suspects.clear(domain.number, {seq.key for seq in sequences if self._is_current(seq)})
         return outputs
 
     def settle(self, now: float) -> None:
         """Advance trials, and place what may be placed."""
         if self._quarantine:
-            for domain, request_ids in self._quarantine.advance(now):
+            for domain, requests in self._quarantine.advance(now):
                 self._empty(domain, now)
-                self._place_unplaced(frozenset(request_ids), now)
+                self._place_unplaced(frozenset(requests), now)
         if self._quarantine.take_has_opened():
             self._place_unplaced(None, now)
         self.is_disturbed = bool(self._quarantine) or bool(self._recoveries) or bool(self.drains)
 
     def send_ahead(self, now: float) -> list[Action]:
-        """See `Domain.send_ahead`."""
+        """Send every domain the steps for which there is work and room."""
         return [action for domain in self.domains for action in domain.send_ahead(now)]
 
     def advance_rank(self, rank: Rank, now: float) -> list[Action]:
@@ -229,7 +232,7 @@ class Cell:
             num_free_blocks=sum(rank.num_free_blocks for rank in ranks),
             counters=self._counters,
             ranks=ranks,
-            num_suspects=len(self._quarantine.suspects.ids()),
+            num_suspects=len(self._quarantine.suspects.all()),
         )
 
     def check_integrity(self) -> None:
@@ -297,9 +300,9 @@ class Cell:
     def _move_waiting(self, rank: Rank, now: float) -> None:
         """Move the requests of which the rank computes no choice."""
         waiting = rank.scheduler.waiting_sequences()
-        computed = {seq.id for seq in set(rank.scheduler.unfinished()).difference(waiting)}
+        computed = {seq.key for seq in set(rank.scheduler.unfinished()).difference(waiting)}
         for choices in by_request(waiting):
-            if choices[0].id not in computed:
+            if choices[0].key not in computed:
                 for seq in choices:
                     rank.scheduler.withdraw(seq, now)
                 self.add(choices, now)
@@ -310,11 +313,11 @@ class Cell:
             for choices in by_request(rank.scheduler.take_all(now)):
                 self.add(choices, now)
 
-    def _place_unplaced(self, request_ids: frozenset[str] | None, now: float) -> None:
+    def _place_unplaced(self, requests: frozenset[RequestKey] | None, now: float) -> None:
         """None means all requests."""
         for choices in by_request(self._unplaced.waiting_sequences()):
-            is_named = request_ids is None or choices[0].id in request_ids
-            if is_named and self._quarantine.ranks_for(choices[0].id):
+            is_named = requests is None or choices[0].key in requests
+            if is_named and self._quarantine.ranks_for(choices[0].key):
                 for seq in choices:
                     self._unplaced.withdraw(seq, now)
                 self.add(choices, now)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from services.scheduler.cell.domains.domain import Domain
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.limits import MAX_DRAFT_TOKENS, ModelLimits
+from shared.wire import introduce_self, lower_of
 
 
 class CellFacts:
@@ -27,6 +28,8 @@ class CellFacts:
         """Increases whenever something of this may have changed."""
         self.weights_digest = ""
         """The digest of the model's weights; empty while no worker has reported it."""
+        self.introduction = introduce_self()
+        """This scheduler, with what all ranks can do too."""
         self._block_size = block_size
 
     def find_fault(self, facts: Iterable[WorkerFacts]) -> str | None:
@@ -59,6 +62,7 @@ class CellFacts:
             return
         self.version += 1
         self.model = known[0]
+        self.introduction = lower_of(introduce_self(), *(facts.introduction for facts in known))
         if not self.weights_digest:
             self.weights_digest = next((facts.weights_digest for facts in known if facts.weights_digest), "")
         num_blocks = min(facts.num_blocks for facts in known)

@@ -32,15 +32,16 @@ from services.scheduler.cell.model_change import ModelChange
 from services.scheduler.cell.places import Places
 from services.scheduler.cell.requests.request_manager import RequestManager, deliver
 from services.scheduler.cell.requests.requests import RequestTable
+from services.scheduler.cell.requests.tenant_totals import TenantState
 from services.scheduler.cell.state import CellState
-from services.scheduler.core.batch.sequence import Sequence
-from services.scheduler.core.batch.step import OutputsByClient, StepResult
+from services.scheduler.core.batch.sequence import RequestKey, Sequence
+from services.scheduler.core.batch.step import OutputsByClient
 from services.scheduler.core.cache.kv_feed import KvFeed
 from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerCounters, SchedulerPolicy, StepBudget
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.errors import ModelChangedError
 from shared.ids import DpRank
-from shared.limits import ModelLimits
+from shared.step.step import StepResult
 
 _ONE_RANK = CellTopology()
 
@@ -67,12 +68,13 @@ class Engine:
             cache,
             topology,
             counters=self._counters,
-            is_alive=lambda request_id: self._requests.by_id(request_id) is not None,
+            is_alive=lambda key: self._requests.by_key(key) is not None,
             is_current=self._requests.has_request_of,
         )
         self._places = Places(self._cell, topology.preferred_zone)
-        self._facts = CellFacts(cache.block_size)
-        self._request_manager = RequestManager(policy, self._requests, self._cell, self._facts)
+        self.facts = CellFacts(cache.block_size)
+        """What the cell serves; only the engine changes it."""
+        self._request_manager = RequestManager(policy, cache, self._requests, self._cell, self.facts)
         self._model_change = ModelChange()
         self._heartbeat = Heartbeat()
         self._exit: Exit | None = None
@@ -83,33 +85,8 @@ class Engine:
         return self._cell.is_attached
 
     @property
-    def model(self) -> WorkerFacts | None:
-        """The model served; see `CellFacts`."""
-        return self._facts.model
-
-    @property
-    def model_limits(self) -> ModelLimits | None:
-        """The limits for requests; see `CellFacts`."""
-        return self._facts.limits
-
-    @property
-    def weights_digest(self) -> str:
-        """See `CellFacts`."""
-        return self._facts.weights_digest
-
-    @property
-    def exact_fingerprint(self) -> str:
-        """See `CellFacts`."""
-        return self._facts.exact_fingerprint
-
-    @property
-    def facts_version(self) -> int:
-        """See `CellFacts.version`."""
-        return self._facts.version
-
-    @property
     def num_unplaced_endpoints(self) -> int:
-        """See `Places.num_unplaced`."""
+        """Endpoints that were found and have no place: the cell is full."""
         return self._places.num_unplaced
 
     def next_wakeup(self) -> float:
@@ -133,8 +110,8 @@ class Engine:
                 actions += self._request_manager.on_message(event, now)
             case ClientClosed(client):
                 self._request_manager.on_client_closed(client, now)
-            case AbortRequest(request_id):
-                actions += self._request_manager.on_abort_call(request_id, now)
+            case AbortRequest(request_id, tenant):
+                actions += self._request_manager.on_abort_call(RequestKey(tenant, request_id), now)
             case DomainAttached(domain, facts):
                 actions += self._on_domain_attached(self._cell.domains[domain], facts, now)
             case DomainLost():
@@ -143,7 +120,7 @@ class Engine:
                 self._on_operator_call(event, now)
             case EndpointsFound(endpoints):
                 actions += self._places.update(endpoints, now)
-                self._facts.update(self._cell.domains)
+                self.facts.update(self._cell.domains)
             case TimePassed():
                 pass
         return actions + self._advance(now)
@@ -164,6 +141,10 @@ class Engine:
     def state(self) -> CellState:
         """Take a snapshot."""
         return self._cell.state()
+
+    def tenants(self) -> list[TenantState]:
+        """Take a snapshot of what is known of each tenant, for metrics."""
+        return self._request_manager.tenants()
 
     def is_vacant(self, rank: DpRank) -> bool:
         """Whether a rank is a place that no endpoint has."""
@@ -205,15 +186,16 @@ class Engine:
         if domain.epoch is not None:
             # It was attached again on purpose, which says nothing about what was in its steps.
             actions += self._lose(domain, now, accuses_rows=False)
-        fault = self._facts.find_fault(facts)
+        fault = self.facts.find_fault(facts)
         if fault is not None:
             self._counters.num_unfit_workers += 1
             return [*actions, DropDomain(domain.number, facts[0].epoch, fault)]
-        if not self._facts.is_of_model(facts):
+        if not self.facts.is_of_model(facts):
             return actions + self._refuse_model(domain, facts[0].epoch, now)
         self._model_change.on_attached(domain)
         self._cell.attach(domain, facts, now)
-        self._facts.update(self._cell.domains)
+        self.facts.update(self._cell.domains)
+        actions += self._request_manager.end_unsupported(now)
         return actions + self._request_manager.end_unservable(self._cell.waiting(), now)
 
     def _refuse_model(self, domain: Domain, epoch: int, now: float) -> list[Action]:
@@ -232,7 +214,7 @@ class Engine:
             return
         rank.heard_at = now
         if rank.progress not in (None, beat.progress):
-            rank.scheduler.on_progress(now)
+            rank.scheduler.step_deadline.on_progress(now)
         rank.progress = beat.progress
         if beat.is_leaving and not domain.is_leaving:
             self._cell.on_leaving(domain, now)
@@ -251,18 +233,18 @@ class Engine:
         return self._release(domain, now) if domain.is_departing else self._lose(domain, now, accuses_rows=True)
 
     def _lose(self, domain: Domain, now: float, *, accuses_rows: bool) -> list[Action]:
-        """See `Cell.lose`."""
+        """Give up a lost domain: its sequences wait elsewhere, and a request that kills workers ends."""
         sequences, poison = self._cell.lose(domain, now, accuses_rows=accuses_rows)
-        self._facts.update(self._cell.domains)
+        self.facts.update(self._cell.domains)
         actions = _deliver_resumes(sequences)
         if poison is not None:
             actions += self._request_manager.end_poison(poison, now)
         return actions + self._end_unservable(sequences, now)
 
     def _release(self, domain: Domain, now: float) -> list[Action]:
-        """See `Cell.release`."""
+        """Let a domain that was drained go: its sequences wait elsewhere."""
         sequences = self._cell.release(domain, now)
-        self._facts.update(self._cell.domains)
+        self.facts.update(self._cell.domains)
         return _deliver_resumes(sequences) + self._end_unservable(sequences, now)
 
     def _end_unservable(self, sequences: list[Sequence], now: float) -> list[Action]:
@@ -281,13 +263,13 @@ class Engine:
         if result.epoch != domain.epoch or result.step_id <= rank.scheduler.last_returned_step_id:
             self._counters.num_late_results += 1
             return []
-        assert self._facts.model is not None
-        problem = rank.scheduler.validate_result(result, self._facts.model.logits_width)
+        assert self.facts.model is not None
+        problem = rank.scheduler.validate_result(result, self.facts.model.logits_width)
         if problem is not None:
             return self._drop(domain, problem, now, accuses_rows=False) + self._advance(now)
         rank.heard_at = now
         outputs = self._cell.postprocess(rank, result, now)
-        self._request_manager.take_ends(outputs)
+        self._request_manager.take_outputs(outputs)
         actions = deliver(outputs)
         actions += self._advance(now) if self._cell.is_disturbed else self._cell.advance_rank(rank, now)
         return actions
@@ -302,7 +284,7 @@ class Engine:
     def _settle_places(self) -> list[Action]:
         actions = self._places.settle()
         if actions:
-            self._facts.update(self._cell.domains)
+            self.facts.update(self._cell.domains)
         return actions
 
     def _end_drains(self, now: float) -> list[Action]:

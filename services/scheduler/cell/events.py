@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.scheduler.core.batch.sequence import Priority
-from services.scheduler.core.batch.step import Outputs, Step, StepResult
+from services.scheduler.core.batch.sequence import Priority, RequestKey
+from services.scheduler.core.batch.step import Outputs, Step
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.errors import ServiceError
 from shared.ids import DpRank, RequestHandle
-from shared.limits import SamplingParams
+from shared.sampling_params import SamplingParams
+from shared.step.step import StepResult
+from shared.tenant import DEFAULT_TENANT, Tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,14 @@ class Submission:
     is_exact: bool = False
     """As in `Sequence`."""
     num_earlier_resumes: int = 0
+    tenant: Tenant = DEFAULT_TENANT
+    needs: frozenset[str] = frozenset()
+    """The capabilities that it needs of the cell's services."""
+
+    @property
+    def key(self) -> RequestKey:
+        """What the cell knows it by."""
+        return RequestKey(self.tenant.name, self.request_id)
 
     def handle_of(self, choice: int) -> RequestHandle:
         """Under which handle a choice answers."""
@@ -120,9 +130,10 @@ class ClientClosed:
 
 @dataclass(frozen=True, slots=True)
 class AbortRequest:
-    """Another call ends a request of any client; an unknown id is ignored."""
+    """Another call ends a tenant's request, of any client; an unknown id is ignored."""
 
     request_id: str
+    tenant: str = DEFAULT_TENANT.name
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ class Places:
         place.is_linked = False
         if place.is_gone:
             place.address, place.is_gone = "", False
-            self._cell.vacate(place.domain)
+            place.domain.vacate()
         return actions
 
     def _fill(self) -> list[Action]:

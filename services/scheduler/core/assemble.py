@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.scheduler.core.batch.step import ScheduledBatch, StepKind
+from services.scheduler.core.batch.step import ScheduledBatch
 from services.scheduler.core.decode import NO_SLOTS, Decodes
 from services.scheduler.core.prefill import Prefill
 from shared.ids import Slot
+from shared.step.step import StepKind
 
 
 def assemble(leave_slots: list[Slot], decodes: Decodes, prefill: Prefill) -> ScheduledBatch:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.scheduler.core.batch.sequence import Sequence, SequenceStatus
-from services.scheduler.core.batch.slot_table import IntColumn, Slots
+from services.scheduler.core.batch.slot_table import Slots
 from services.scheduler.core.preemption import Preemption
 from services.scheduler.core.running_batch import RunningBatch
+from shared.step.columns import Int32Column
 
 # Smaller blocks are taken several at a time, so that a row is visited once per 16 tokens at any block size.
 MIN_TOKENS_PER_VISIT = 16
@@ -57,9 +58,9 @@ class DecodePlanner:
         decodes = self._open_blocks(rows, short) if self._opens_single_blocks else self._open_runs(rows, short)
         return decodes or self._plan_short_of_blocks(now)
 
-    def _num_tokens_to_store(self, rows: Slots) -> IntColumn:
+    def _num_tokens_to_store(self, rows: Slots) -> Int32Column:
         with_drafts = self._slots.max_num_planned(rows) + self._num_draft_tokens
-        num_tokens: IntColumn = np.minimum(with_drafts, self._slots.max_num_tokens[rows])
+        num_tokens: Int32Column = np.minimum(with_drafts, self._slots.max_num_tokens[rows])
         return num_tokens
 
     def _open_blocks(self, rows: Slots, short: Slots) -> Decodes | None:
@@ -87,10 +88,10 @@ class DecodePlanner:
         self._slots.num_blocks[short] += counts
         return Decodes(rows, np.repeat(short, counts), blocks)
 
-    def _num_blocks_in_run(self, short: Slots) -> IntColumn:
+    def _num_blocks_in_run(self, short: Slots) -> Int32Column:
         num_least = -(-self._num_tokens_to_store(short) // self._blocks.block_size) - self._slots.num_blocks[short]
         num_last = -(-self._slots.max_num_tokens[short] // self._blocks.block_size) - self._slots.num_blocks[short]
-        counts: IntColumn = np.maximum(num_least, np.minimum(num_last, self._blocks_per_visit))
+        counts: Int32Column = np.maximum(num_least, np.minimum(num_last, self._blocks_per_visit))
         return counts
 
     def _plan_short_of_blocks(self, now: float) -> Decodes:
@@ -137,7 +138,7 @@ class DecodePlanner:
         while (blocks := self._blocks.try_take(1)) is None:
             if self._running.num_coming_blocks() > num_sitting_out or self._may_fit(seq):
                 return None
-            if self._preemption.retract(now) is seq:
+            if self._preemption.retract(seq, now) is seq:
                 return None
         return blocks[0]
 

@@ -47,8 +47,9 @@ class SchedulerPolicy:
     admission_policy: AdmissionPolicy = AdmissionPolicy.PLAIN
     retraction_policy: RetractionPolicy = RetractionPolicy.LAST_IN
     share_in_step: bool = True
+    """Whether a prompt shares blocks that its own step computes; otherwise it waits for the next step."""
     placement_tokens_per_seq: int = 256
-    """See `placement`."""
+    """What a sequence adds to a rank's load, in prompt tokens."""
     max_prefill_wait_steps: int = 0
     """For coupled ranks; see `lockstep`."""
     worker_silence_s: float = 3.0
@@ -125,6 +126,8 @@ class CacheSettings:
 
     block_size: int = 16
     enable_prefix_caching: bool = True
+    shares_between_tenants: bool = False
+    """Whether a tenant may find prefixes that another's requests computed."""
 
 
 @dataclass(slots=True)
@@ -134,6 +137,7 @@ class SchedulerCounters:
     num_preemptions: int = 0
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
+    num_completion_tokens: int = 0
     num_finished: int = 0
     num_lost_epochs: int = 0
     num_late_results: int = 0
@@ -141,10 +145,6 @@ class SchedulerCounters:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     """Includes tokens discarded after a stop."""
-    num_replayed_tokens: int = 0
-    """Greedy completion tokens recomputed for resumed sequences."""
-    num_replay_mismatches: int = 0
-    """Replayed tokens that were not the likeliest at their position this time."""
     num_refused_models: int = 0
     """Attachments given up because the workers serve another model than the cell."""
     num_unfit_workers: int = 0

@@ -7,15 +7,18 @@ import numpy.typing as npt
 
 from services.scheduler.core.batch.row_tokens import RowTokens
 from services.scheduler.core.batch.sequence import Sequence, SequenceStatus
-from services.scheduler.core.batch.slot_table import IntColumn, Slots
-from services.scheduler.core.batch.step import OutputsByClient, RequestStart, StepKind, StepRecord, StepResult
+from services.scheduler.core.batch.slot_table import Slots
+from services.scheduler.core.batch.step import OutputsByClient, RequestStart, StepRecord
 from services.scheduler.core.endings import Endings
 from services.scheduler.core.policy import SchedulerCounters
 from services.scheduler.core.preemption import Preemption
+from services.scheduler.core.queue.tenant_counters import TenantCounters
 from services.scheduler.core.running_batch import RunningBatch
 from services.scheduler.core.step_deadline import StepDeadline
 from shared.errors import InvalidRequestError, NumericError, ServiceError, Violation
 from shared.ids import Slot
+from shared.step.columns import Int32Column
+from shared.step.step import StepKind, StepResult
 
 _Mask = npt.NDArray[np.bool_]
 
@@ -34,8 +37,10 @@ class Postprocessor:
         step_deadline: StepDeadline,
         *,
         endings: Endings,
+        tenants: TenantCounters,
         counters: SchedulerCounters,
     ) -> None:
+        self._tenants = tenants
         self.last_prefill_latency = 0.0
         self._running = running
         self._slots = running.slots
@@ -56,7 +61,7 @@ class Postprocessor:
         outputs = OutputsByClient()
         if result.prompt_logprobs:
             self._deliver_prompt_logprobs(result, outputs)
-        rows = result.rows(record.row_slots, self._slots.num_draft_tokens)
+        rows = RowTokens.of_result(result, record.row_slots, self._slots.num_draft_tokens)
         failed: list[Sequence] = []
         if self._slots.num_ended or result.not_finite_rows.size or result.failed_grammar_rows.size:
             is_usable = self._slots.live[rows.slots]
@@ -74,13 +79,13 @@ class Postprocessor:
         if result.num_draft_tokens:
             self._counters.num_draft_tokens += result.num_draft_tokens
             self._counters.num_accepted_tokens += result.num_accepted_tokens
-        if result.num_replayed_tokens:
-            self._counters.num_replayed_tokens += result.num_replayed_tokens
-            self._counters.num_replay_mismatches += result.num_replay_mismatches
         if rows.counts is None:
             self._append_tokens(rows, positions, outputs, now)
         else:
             rows = self._append_runs(rows, positions, outputs, now)
+        self._counters.num_completion_tokens += len(rows.token_ids)
+        if self._tenants.are_shared:
+            self._tenants.charge_output(self._slots.tenant[rows.slots], rows.counts)
         outputs.add_rows(constants, first_indexes, rows)
         for seq in failed:
             # A stop in the tokens before the failure takes precedence.
@@ -93,12 +98,12 @@ class Postprocessor:
         self._preemption.take_back(record, now)
         return outputs
 
-    def _append_tokens(self, rows: RowTokens, positions: IntColumn, outputs: OutputsByClient, now: float) -> None:
+    def _append_tokens(self, rows: RowTokens, positions: Int32Column, outputs: OutputsByClient, now: float) -> None:
         self._slots.append(rows.slots, positions, rows.token_ids)
         for row in self._slots.find_watched(rows.slots, rows.token_ids).tolist():
             self._endings.end_if_stopped(self._slots.sequence_at(Slot(int(rows.slots[row]))), outputs, now)
 
-    def _append_runs(self, rows: RowTokens, positions: IntColumn, outputs: OutputsByClient, now: float) -> RowTokens:
+    def _append_runs(self, rows: RowTokens, positions: Int32Column, outputs: OutputsByClient, now: float) -> RowTokens:
         """Returns the rows without the tokens after a stop."""
         slots, counts = rows.slots, rows.counts
         assert counts is not None
@@ -126,7 +131,7 @@ class Postprocessor:
             outputs.add_start(seq.client, RequestStart(seq.handle, seq.num_first_cached_tokens, seq.waited_s))
 
     def _cut_failed(
-        self, rows: RowTokens, failed_rows: IntColumn, is_usable: _Mask
+        self, rows: RowTokens, failed_rows: Int32Column, is_usable: _Mask
     ) -> tuple[RowTokens, list[Sequence]]:
         """Drop the meaningless last token of rows whose grammar failed; a row without another becomes unusable.
 
@@ -152,7 +157,7 @@ class Postprocessor:
     def _fail_not_finite(
         self,
         record: StepRecord,
-        rows: IntColumn,
+        rows: Int32Column,
         is_usable: _Mask,
         outputs: OutputsByClient,
         now: float,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from services.scheduler.core.admission import NewTokenRatio
 from services.scheduler.core.batch.sequence import Priority, Sequence, SequenceStatus, SequenceType
-from services.scheduler.core.batch.slot_table import IntColumn, Slots
+from services.scheduler.core.batch.slot_table import Slots
 from services.scheduler.core.batch.step import StepRecord
 from services.scheduler.core.policy import RetractionPolicy, SchedulerCounters, SchedulerPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy, WaitingQueue
 from services.scheduler.core.running_batch import RunningBatch
+from services.scheduler.core.shares import Shares
 from shared.ids import Slot
+from shared.step.columns import Int32Column
 
 
 class Preemption:
@@ -26,10 +30,12 @@ class Preemption:
         policy: SchedulerPolicy,
         waiting: WaitingQueue,
         running: RunningBatch,
+        shares: Shares,
         new_token_ratio: NewTokenRatio,
         counters: SchedulerCounters,
     ) -> None:
         self.num_parked = 0
+        self._shares = shares
         self._new_token_ratio = new_token_ratio
         self._policy = policy
         self._waiting = waiting
@@ -38,16 +44,19 @@ class Preemption:
         self._blocks = running.blocks
         self._counters = counters
 
-    def retract(self, now: float) -> Sequence:
-        """Preempt the running sequence that the retraction policy chooses; returns it.
+    def retract(self, grower: Sequence, now: float) -> Sequence:
+        """Preempt the running sequence that the retraction policy chooses, for one that grows; returns it.
 
         Under the priority policy it is one of the lowest class: a sequence that made way for a more urgent one must not
-        take its blocks back by growing.
+        take its blocks back by growing. With several tenants it is one of the tenant furthest above its share.
         """
         order = self._least_urgent(now)
+        if self._shares.are_needed:
+            order = self._shares.of_furthest_above(order)
         num_completion_tokens = self._slots.num_tokens - self._slots.num_prompt_tokens
         victim = pick_victim(self._policy.retraction_policy, order, num_completion_tokens)
         seq = self._slots.sequence_at(Slot(int(order[victim])))
+        seq.pays_again = seq.tenant_number == grower.tenant_number
         self.preempt(seq, now)
         self._new_token_ratio.on_retraction(*self._running.progress(), len(self._running.order))
         return seq
@@ -61,18 +70,19 @@ class Preemption:
             urgent: The next waiting sequence, which lacks a slot or blocks.
             num_blocks: How many of the free blocks it needs.
         """
-        num_missing_blocks = num_blocks - self._blocks.num_free_blocks - self._running.num_coming_blocks()
-        num_missing_slots = 1 - self._slots.num_free_slots - len(self._running.retiring())
-        victims: list[Sequence] = []
-        for seq in self._lower_classes(urgent.priority, now):
-            if num_missing_blocks <= 0 and num_missing_slots <= 0:
-                break
-            victims.append(seq)
-            num_missing_blocks -= self._blocks.num_exclusive_blocks(seq)
-            num_missing_slots -= 1
+        self._make_room(self._lower_classes(urgent.priority, now), *self._missing(num_blocks), now)
+
+    def preempt_above_share(self, seq: Sequence, num_blocks: int, now: float) -> None:
+        """Preempt sequences of tenants above their shares until `seq` may enter and keeps its tenant within its own.
+
+        As `preempt_for`, with the victims of `Shares.victims_for`.
+        """
+        num_missing_blocks, num_missing_slots = self._missing(num_blocks)
         if num_missing_blocks <= 0 and num_missing_slots <= 0:
-            for seq in victims:
-                self.preempt(seq, now)
+            return
+        victims = self._shares.victims_for(seq, lacks_slot=num_missing_slots > 0, lacks_blocks=num_missing_blocks > 0)
+        for victim in self._make_room(victims, num_missing_blocks, num_missing_slots, now):
+            victim.num_tokens_when_made_way = victim.num_stored_tokens
 
     def preempt(self, seq: Sequence, now: float) -> None:
         """Take a sequence's blocks; it later recomputes what is no longer cached.
@@ -110,6 +120,28 @@ class Preemption:
         parked = [seq for seq in self._running.retiring() if seq.status is SequenceStatus.WAITING]
         assert self.num_parked == len(parked), "parked"
 
+    def _missing(self, num_blocks: int) -> tuple[int, int]:
+        """Blocks and slots that are neither free nor about to be, for a sequence that needs `num_blocks`."""
+        num_missing_blocks = num_blocks - self._blocks.num_free_blocks - self._running.num_coming_blocks()
+        return num_missing_blocks, 1 - self._slots.num_free_slots - len(self._running.retiring())
+
+    def _make_room(
+        self, candidates: Iterable[Sequence], num_missing_blocks: int, num_missing_slots: int, now: float
+    ) -> list[Sequence]:
+        """Preempt as few of the candidates as are needed, in their order; none if all of them would not suffice."""
+        victims: list[Sequence] = []
+        for seq in candidates:
+            if num_missing_blocks <= 0 and num_missing_slots <= 0:
+                break
+            victims.append(seq)
+            num_missing_blocks -= self._blocks.num_exclusive_blocks(seq)
+            num_missing_slots -= 1
+        if num_missing_blocks > 0 or num_missing_slots > 0:
+            return []
+        for seq in victims:
+            self.preempt(seq, now)
+        return victims
+
     def _least_urgent(self, now: float) -> Slots:
         """What the retraction policy chooses from, in order of entry; never empty."""
         order = self._running.order
@@ -130,7 +162,7 @@ class Preemption:
         return [seq for seq in sequences if not self._waiting.is_aged(seq, now)]
 
 
-def pick_victim(policy: RetractionPolicy, order: Slots, num_completion_tokens: IntColumn) -> int:
+def pick_victim(policy: RetractionPolicy, order: Slots, num_completion_tokens: Int32Column) -> int:
     """Choose the running sequence to preempt next; returns its index in `order`.
 
     Args:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from services.scheduler.core.admission import AdmissionPolicy, NewTokenRatio
-from services.scheduler.core.batch.cached_prefix import BlockIds, CachedPrefix
 from services.scheduler.core.batch.sequence import TOKEN_BYTES, Sequence, SequenceType
-from services.scheduler.core.batch.step import EnteringSequence, PrefillChunk
+from services.scheduler.core.cache.cached_prefix import BlockIds, CachedPrefix
 from services.scheduler.core.policy import SchedulerCounters, SchedulerPolicy, StepBudget
-from services.scheduler.core.queue.waiting_queue import WaitingQueue
 from services.scheduler.core.running_batch import RunningBatch
+from services.scheduler.core.shares import Shares
 from services.scheduler.core.stops import watched_tokens
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.ids import Slot
-from shared.limits import SamplingParams
+from shared.sampling_params import SamplingParams
+from shared.step.step import EnteringSequence, PrefillChunk
 
 
 @dataclass(slots=True)
@@ -52,8 +52,8 @@ class PrefillPlanner:
     def __init__(
         self,
         policy: SchedulerPolicy,
-        waiting: WaitingQueue,
         running: RunningBatch,
+        shares: Shares,
         new_token_ratio: NewTokenRatio,
         facts: WorkerFacts,
         counters: SchedulerCounters,
@@ -61,8 +61,9 @@ class PrefillPlanner:
         self._new_token_ratio = new_token_ratio
         self._policy = policy
         self._budget = StepBudget.of(policy, facts)
-        self._waiting = waiting
+        self._waiting = shares.waiting
         self._running = running
+        self._shares = shares
         self._blocks = running.blocks
         self._slots = running.slots
         self._facts = facts
@@ -83,8 +84,11 @@ class PrefillPlanner:
 
     def next_waiting(self, now: float) -> tuple[Sequence, int]:
         """The next waiting sequence and how many free blocks it needs; there must be one."""
-        seq = self._waiting.next(now, self._blocks.num_cached_tokens)
+        seq = self._next(now)
         return seq, self._blocks.num_blocks_to_take(seq, self._find_prefix(seq))
+
+    def _next(self, now: float) -> Sequence:
+        return self._waiting.next(now, self._blocks.num_cached_tokens, self._shares.keeps_share)
 
     def _send_chunk(self, seq: Sequence, prefill: Prefill) -> None:
         token_bytes = self._take_tokens(seq, min(seq.num_unsent_tokens, prefill.budget), prefill)
@@ -96,7 +100,7 @@ class PrefillPlanner:
 
     def _try_admit(self, prefill: Prefill, now: float) -> bool:
         """Returns False if nothing has changed."""
-        seq = self._waiting.next(now, self._blocks.num_cached_tokens)
+        seq = self._next(now)
         prefix = self._find_prefix(seq)
         num_new_tokens = seq.num_stored_tokens - prefix.num_tokens
         num_tokens = self._num_tokens_to_send(num_new_tokens, prefill.budget)
@@ -111,8 +115,10 @@ class PrefillPlanner:
         seq.num_unsent_tokens = num_new_tokens
         token_bytes = self._take_tokens(seq, num_tokens, prefill)
         slot = self._running.enter(seq, watched_tokens(seq.params, self._eos_token_ids))
-        if seq.num_first_cached_tokens is None:
-            seq.num_first_cached_tokens = prefix.num_tokens
+        if seq.pays_again or not seq.was_admitted:
+            self._waiting.tenants.charge_prompt(seq.tenant_number, num_new_tokens)
+            seq.pays_again = False
+        seq.note_admission(prefix.num_tokens)
         self._counters.num_prefix_queried_tokens += seq.num_stored_tokens
         self._counters.num_prefix_hit_tokens += prefix.num_tokens
         chunk = PrefillChunk(Slot(slot), token_bytes, seq.num_unsent_tokens)
@@ -132,12 +138,11 @@ class PrefillPlanner:
             chunk,
             num_cached_tokens,
             seq.num_prompt_tokens,
-            seq.block_table[:],
+            seq.block_table.tobytes(),
             seq.params,
             seq.choice,
             stop_token_ids=self._stop_token_ids(seq.params) if options is not None and options.min_tokens else (),
             cached_token_bytes=bytes(seq.token_bytes[: num_cached_tokens * TOKEN_BYTES]) if needs_all_tokens else b"",
-            max_num_tokens=seq.max_num_tokens,
         )
 
     def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:

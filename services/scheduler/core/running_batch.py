@@ -6,11 +6,12 @@ from collections import deque
 
 import numpy as np
 
-from services.scheduler.core.batch.sequence import Sequence, SequenceStatus
-from services.scheduler.core.batch.slot_table import IntColumn, Slots, SlotTable
+from services.scheduler.core.batch.sequence import RequestKey, Sequence, SequenceStatus
+from services.scheduler.core.batch.slot_table import Slots, SlotTable
 from services.scheduler.core.batch.step import ScheduledBatch, StepPace, StepRecord
-from services.scheduler.core.cache.block_manager import BlockManager
+from services.scheduler.core.block_manager import BlockManager
 from shared.ids import Slot
+from shared.step.columns import Int32Column
 
 
 class RunningBatch:
@@ -111,7 +112,7 @@ class RunningBatch:
         self.retire_complete(batch.row_slots, num_planned)
         return self._last_step_id
 
-    def retire_complete(self, slots: Slots, num_planned: IntColumn) -> None:
+    def retire_complete(self, slots: Slots, num_planned: Int32Column) -> None:
         """Take out the sequences that the steps in flight are certain to complete.
 
         Args:
@@ -137,10 +138,10 @@ class RunningBatch:
         """A step's sequences, in row order, including those that have ended since."""
         return [self.slots.sequence_at(slot) for slot in (*record.row_slots.tolist(), *record.partial_slots)]
 
-    def in_flight_ids(self) -> list[str]:
-        """Ids of unfinished requests in flight, each once, in row order."""
+    def in_flight_keys(self) -> list[RequestKey]:
+        """The unfinished requests in flight, each once, in row order."""
         sequences = [seq for record in self.in_flight for seq in self.sequences_in(record)]
-        return list(dict.fromkeys(seq.id for seq in sequences if seq.left_at is None))
+        return list(dict.fromkeys(seq.key for seq in sequences if seq.left_at is None))
 
     def void(self) -> list[Sequence]:
         """Take back the unfinished sequences with their tokens; the steps in flight are lost.

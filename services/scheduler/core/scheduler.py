@@ -9,18 +9,16 @@ from dataclasses import dataclass
 
 from services.scheduler.core.admission import NewTokenRatio
 from services.scheduler.core.assemble import assemble, dummy_batch
-from services.scheduler.core.batch.sequence import TOKEN_BYTES, Finish, Numerics, Sequence, SequenceStatus
+from services.scheduler.core.batch.sequence import TOKEN_BYTES, Finish, Numerics, RequestKey, Sequence, SequenceStatus
 from services.scheduler.core.batch.step import (
     OutputsByClient,
     RequestEnd,
     ScheduledBatch,
     StepCounts,
-    StepKind,
     StepPace,
     StepRecord,
-    StepResult,
 )
-from services.scheduler.core.cache.block_manager import BlockCounts, BlockManager
+from services.scheduler.core.block_manager import BlockCounts, BlockManager
 from services.scheduler.core.cache.kv_feed import KvFeed
 from services.scheduler.core.decode import DecodePlanner, Decodes
 from services.scheduler.core.endings import Endings
@@ -28,11 +26,14 @@ from services.scheduler.core.policy import CacheSettings, SchedulerCounters, Sch
 from services.scheduler.core.postprocess import Postprocessor
 from services.scheduler.core.preemption import Preemption
 from services.scheduler.core.prefill import Prefill, PrefillPlanner
+from services.scheduler.core.queue.tenant_counters import TenantCounters
 from services.scheduler.core.queue.waiting_queue import QueuePolicy, WaitingQueue
 from services.scheduler.core.running_batch import RunningBatch
+from services.scheduler.core.shares import Shares
 from services.scheduler.core.step_deadline import StepDeadline
 from services.scheduler.core.validate_result import validate_result
 from services.scheduler.core.worker_facts import WorkerFacts
+from shared.step.step import StepKind, StepResult
 
 # Shared and empty; never modified.
 _NO_PREFILL = Prefill()
@@ -47,7 +48,7 @@ class RecoveredSequences:
     """In the order in which they should wait."""
     computed: list[Sequence]
     """Those whose KV was lost."""
-    in_flight: list[str]
+    in_flight: list[RequestKey]
     """Ids of the requests in flight, in row order."""
 
 
@@ -70,11 +71,18 @@ class Scheduler:
     whole prompt from its first chunk on. A waiting sequence has neither, unless it is parked (see `Preemption`).
     """
 
-    def __init__(self, policy: SchedulerPolicy, cache: CacheSettings, counters: SchedulerCounters) -> None:
+    def __init__(
+        self,
+        policy: SchedulerPolicy,
+        cache: CacheSettings,
+        counters: SchedulerCounters,
+        tenants: TenantCounters | None = None,
+    ) -> None:
+        """Make a scheduler without a worker; `tenants` are those of the cell."""
         self.counters = counters
         self.num_steps = StepCounts()
         self._waiting = WaitingQueue(
-            policy.queue_policy, policy.max_age_s, policy.max_waiting_requests, policy.max_waiting_tokens
+            policy.queue_policy, policy.max_age_s, policy.max_waiting_requests, policy.max_waiting_tokens, tenants
         )
         self.max_steps_in_flight = policy.max_steps_in_flight
         self._policy = policy
@@ -105,7 +113,7 @@ class Scheduler:
             None when there is nothing to do; only preemptions may have happened then.
         """
         if may_prefill:
-            self._preempt_for_priority(now)
+            self._preempt_for_next(now)
         if self._budget.mixes:
             decodes = self._decode.plan(now)
             prefill = self._plan_prefill(self._budget.prompt_tokens_beside(len(decodes.rows)), may_prefill, now)
@@ -144,7 +152,7 @@ class Scheduler:
         return self._postprocessor.postprocess(result, now)
 
     def abort(self, seq: Sequence, now: float) -> None:
-        """See `Endings.abort`."""
+        """Discard a sequence, wherever it is."""
         self._endings.abort(seq, now)
 
     def finish(self, seq: Sequence, finish: Finish, now: float) -> RequestEnd:
@@ -152,7 +160,7 @@ class Scheduler:
         return self._endings.finish(seq, finish, now)
 
     def stop_at(self, seq: Sequence, num_completion_tokens: int, now: float) -> RequestEnd:
-        """See `Endings.stop_at`."""
+        """End a sequence at a stop string; later tokens are discarded."""
         return self._endings.stop_at(seq, num_completion_tokens, now)
 
     def withdraw(self, seq: Sequence, now: float) -> None:
@@ -169,24 +177,33 @@ class Scheduler:
             kv_feed=self._kv_feed,
         )
         self._running = RunningBatch(self._policy.max_num_seqs, self._blocks, facts.num_draft_tokens)
-        self._preemption = Preemption(self._policy, self._waiting, self._running, self._new_token_ratio, self.counters)
+        self._shares = Shares(self._policy.max_num_seqs, self._waiting, self._running)
+        self._preemption = Preemption(
+            self._policy, self._waiting, self._running, self._shares, self._new_token_ratio, self.counters
+        )
         self._prefill = PrefillPlanner(
-            self._policy, self._waiting, self._running, self._new_token_ratio, facts, self.counters
+            self._policy, self._running, self._shares, self._new_token_ratio, facts, self.counters
         )
         self._decode = DecodePlanner(self._running, self._preemption)
-        self._step_deadline = StepDeadline(self._running.in_flight)
+        self.step_deadline = StepDeadline(self._running.in_flight)
         self._numerics = Numerics(facts.numerics_fingerprint, facts.is_exact)
         self._endings = Endings(self._waiting, self._running, self._preemption, facts, self.counters)
         self._postprocessor = Postprocessor(
-            self._running, self._preemption, self._step_deadline, endings=self._endings, counters=self.counters
+            self._running,
+            self._preemption,
+            self.step_deadline,
+            endings=self._endings,
+            tenants=self._waiting.tenants,
+            counters=self.counters,
         )
 
     def end_epoch(self, now: float) -> RecoveredSequences:
         """Void the steps of a lost group; returns all sequences, with their tokens."""
-        in_flight = self._running.in_flight_ids()
+        in_flight = self._running.in_flight_keys()
         computed = self._running.void()
         for seq in computed:
             seq.num_resumes += 1
+            seq.pays_again = False
             seq.numerics = self._numerics if seq.numerics is None else seq.numerics.joined_with(self._numerics)
         waiting = self._take_waiting(now)
         self.begin_epoch(_NO_WORKER)
@@ -252,21 +269,8 @@ class Scheduler:
         """In this epoch; 0 for none."""
         return self._running.last_returned_step_id
 
-    @property
-    def step_deadline(self) -> float | None:
-        """See `StepDeadline.time`."""
-        return self._step_deadline.time
-
-    def on_progress(self, now: float) -> None:
-        """See `StepDeadline.on_progress`."""
-        self._step_deadline.on_progress(now)
-
-    def extend_deadlines(self, pause_s: float, now: float) -> None:
-        """See `StepDeadline.extend`."""
-        self._step_deadline.extend(pause_s, now)
-
     def sequences_in(self, record: StepRecord) -> list[Sequence]:
-        """See `RunningBatch.sequences_in`."""
+        """A step's sequences, in row order, including those that have ended since."""
         return self._running.sequences_in(record)
 
     def num_cached_tokens(self, seq: Sequence) -> int:
@@ -274,7 +278,7 @@ class Scheduler:
         return 0 if seq.wants_prompt_logprobs else self._blocks.num_cached_tokens(seq)
 
     def flush_prefix_cache(self) -> int:
-        """See `BlockManager.flush`."""
+        """Forget the contents of all blocks; returns how many blocks had one."""
         return self._blocks.flush()
 
     def open_kv_feed(self) -> KvFeed:
@@ -305,10 +309,15 @@ class Scheduler:
         self._preemption.check_integrity()
         self._running.check_integrity()
 
-    def _preempt_for_priority(self, now: float) -> None:
-        if self._policy.queue_policy is QueuePolicy.PRIORITY and self._waiting and self._may_admit(now):
-            seq, num_blocks = self._prefill.next_waiting(now)
+    def _preempt_for_next(self, now: float) -> None:
+        has_classes = self._policy.queue_policy is QueuePolicy.PRIORITY
+        if not (has_classes or self._shares.are_needed) or not self._waiting or not self._may_admit(now):
+            return
+        seq, num_blocks = self._prefill.next_waiting(now)
+        if has_classes:
             self._preemption.preempt_for(seq, num_blocks, now)
+        if self._shares.are_needed:
+            self._preemption.preempt_above_share(seq, num_blocks, now)
 
     def _plan_prefill(self, budget: int, may_admit: bool, now: float) -> Prefill:
         if not self._waiting and not self._running.begun:

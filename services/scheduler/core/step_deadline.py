@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from services.scheduler.core.batch.step import StepKind, StepRecord
+from services.scheduler.core.batch.step import StepRecord
+from shared.step.step import StepKind
 
 # The first step of a kind compiles kernels and captures graphs.
 FIRST_STEP_S = 600.0

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.scheduler.core.batch.logprobs import Logprobs
-from services.scheduler.core.batch.slot_table import IntColumn, SlotTable
-from services.scheduler.core.batch.step import StepRecord, StepResult
+from services.scheduler.core.batch.row_tokens import RowTokens
+from services.scheduler.core.batch.slot_table import SlotTable
+from services.scheduler.core.batch.step import StepRecord
 from shared.ids import Slot
 from shared.limits import TOKEN_DTYPE
+from shared.step.columns import Int32Column
+from shared.step.logprobs import Logprobs
+from shared.step.step import StepResult
 
 
 def validate_result(result: StepResult, record: StepRecord, slots: SlotTable, logits_width: int) -> str | None:
@@ -33,11 +36,12 @@ def validate_result(result: StepResult, record: StepRecord, slots: SlotTable, lo
     if problem is None and result.prompt_logprobs:
         problem = _find_bad_prompt_logprobs(result, record, slots, logits_width)
     if problem is None and (result.counts is not None or slots.num_draft_tokens):
-        problem = result.rows(record.row_slots, slots.num_draft_tokens).find_bad_counts(slots, result.not_finite_rows)
+        rows = RowTokens.of_result(result, record.row_slots, slots.num_draft_tokens)
+        problem = rows.find_bad_counts(slots, result.not_finite_rows)
     return problem
 
 
-def _find_bad_logprobs(logprobs: Logprobs, token_ids: IntColumn, logits_width: int) -> str | None:
+def _find_bad_logprobs(logprobs: Logprobs, token_ids: Int32Column, logits_width: int) -> str | None:
     fault = logprobs.find_fault(len(token_ids), logits_width)
     if fault is None and (logprobs.own_token_ids() != token_ids[logprobs.indexes]).any():
         return "log-probabilities of another token"
@@ -65,7 +69,7 @@ def _find_bad_prompt_logprobs(
     return None
 
 
-def _find_bad_positions(logprobs: Logprobs, token_ids: IntColumn, last_delivered: int) -> str | None:
+def _find_bad_positions(logprobs: Logprobs, token_ids: Int32Column, last_delivered: int) -> str | None:
     """Positions must continue or repeat those delivered."""
     indexes = logprobs.indexes
     if not 1 <= indexes[0] <= last_delivered + 1 or indexes[-1] - indexes[0] + 1 != len(indexes):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shared.wire import NOT_INTRODUCED, Introduction
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
@@ -33,3 +35,5 @@ class WorkerFacts:
     """For which it has captured graphs of decode steps."""
     weights_digest: str = ""
     """The digest of the weights that answers depend on; empty if the worker does not report it."""
+    introduction: Introduction = NOT_INTRODUCED
+    """What its release can do."""

@@ -1,1 +1,1 @@
-"""Finds the workers of a cell whose endpoints come and go."""
+"""Finds the workers of a cell whose endpoints come and go; its settings say which workers these are."""

@@ -34,7 +34,7 @@ class WatchTask(_Message):
 
 
 class EndpointMessage(_Message):
-    """See `Endpoint`."""
+    """A worker's address, and whether it is ready."""
 
     address: Annotated[str, AfterValidator(check_host_and_port)]
     is_ready: bool

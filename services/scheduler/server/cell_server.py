@@ -149,10 +149,10 @@ class CellServer:
         self.instance_id = instance_id
         self.engine = engine
         self.direct_clients = DirectClients(
-            lambda: self.engine.model_limits,
+            lambda: self.engine.facts.limits,
             self.on_event,
             self._default_sampling,
-            weights_digest=lambda: self.engine.weights_digest,
+            weights_digest=lambda: self.engine.facts.weights_digest,
         )
         self.kv_events = KvEvents(engine)
         self.replica_drains = ReplicaDrains(self._beat_workers)
@@ -223,7 +223,7 @@ class CellServer:
             self.on_event(ClientClosed(client.number))
 
     def flush_prefix_cache(self) -> int:
-        """See `Engine.flush_prefix_cache`."""
+        """Forget the contents of all blocks; returns how many had one."""
         num_blocks = self.engine.flush_prefix_cache()
         self.kv_events.wake()
         return num_blocks
@@ -275,7 +275,7 @@ class CellServer:
 
     def _handle(self, event: Event) -> None:
         now = self._loop.time()
-        was_ready, facts_version = self.engine.is_ready, self.engine.facts_version
+        was_ready, facts_version = self.engine.is_ready, self.engine.facts.version
         actions = self.engine.on_event(event, now)
         for action in actions:
             self._perform(action)
@@ -288,7 +288,7 @@ class CellServer:
         if self.engine.is_ready != was_ready:
             self._report_health()
             self._tell(self._clients.values(), now)
-        elif self.engine.facts_version != facts_version:
+        elif self.engine.facts.version != facts_version:
             for client in self._clients.values():
                 self._send_cell_info(client, now)
 
@@ -368,12 +368,12 @@ class CellServer:
         update.add_done_callback(self._health_updates.discard)
 
     def _default_sampling(self) -> common_pb2.SamplingParams:
-        model = self.engine.model
+        model = self.engine.facts.model
         return common_pb2.SamplingParams.FromString(b"" if model is None else model.default_sampling)
 
     def _send_cell_info(self, client: ClientLink, now: float) -> None:
         """Send the cell's facts if this scheduler holds workers and the replica does not know them."""
-        model, limits = self.engine.model, self.engine.model_limits
+        model, limits = self.engine.facts.model, self.engine.facts.limits
         if not self.engine.is_ready or model is None or limits is None:
             return
         cell_info = exchange_pb2.CellInfo(
@@ -384,8 +384,9 @@ class CellServer:
             eos_token_ids=model.eos_token_ids,
             num_pool_tokens=limits.num_pool_tokens,
             default_sampling=self._default_sampling(),
-            exact_fingerprint=self.engine.exact_fingerprint,
-            weights_digest=self.engine.weights_digest,
+            exact_fingerprint=self.engine.facts.exact_fingerprint,
+            weights_digest=self.engine.facts.weights_digest,
+            introduction=self.engine.facts.introduction.encode(),
         )
         if cell_info != client.cell_info:
             client.cell_info = cell_info

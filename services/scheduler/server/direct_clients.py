@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import cast
 
 import numpy as np
@@ -19,6 +19,7 @@ from services.scheduler.cell.events import AbortRequest, ChoiceSoFar, ClientMess
 from services.scheduler.core.batch.step import Outputs, RequestEnd
 from services.scheduler.server.exchange_codec import PRIORITIES
 from services.scheduler.server.token_stream import ChoiceStream, Response, TokenStream
+from shared.client_keys import ANY_CLIENT, Client
 from shared.errors import ModelChangedError, NotReadyError, ServiceError, Violation
 from shared.ids import RequestHandle, choice_handles
 from shared.limits import MAX_CHOICES, TOKEN_DTYPE, ModelLimits
@@ -34,6 +35,8 @@ from shared.request_fields import (
     read_sampling,
     resolve_max_tokens,
 )
+from shared.sampling_codec import encode_options
+from shared.wire import find_needs
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +91,7 @@ class DirectClients:
         write: Callable[[Response], Awaitable[None]],
         *,
         time_left_s: float | None = None,
+        client: Client = ANY_CLIENT,
     ) -> None:
         """Serve one call; cancelling it aborts its request.
 
@@ -106,7 +110,12 @@ class DirectClients:
         if request.weights_digest not in ("", digest):
             raise ModelChangedError("the cell serves other weights than the request names", weights_digest=digest)
         submission = resolve_request(
-            self._next_handle, request, limits, defaults=self._default_sampling(), time_left_s=time_left_s
+            self._next_handle,
+            request,
+            limits,
+            defaults=self._default_sampling(),
+            time_left_s=time_left_s,
+            client=client,
         )
         # Handles wrap around when they run out; by then the calls that had the first ones are over.
         self._next_handle = RequestHandle((self._next_handle + submission.n) % _MAX_FIRST_HANDLE)
@@ -122,10 +131,11 @@ class DirectClients:
             raise
         finally:
             self._forget(submission)
-            self._log_end(submission.request_id, stream, outcome, arrived_at)
+            tenant = {} if client is ANY_CLIENT else {"tenant": client.tenant.name}
+            self._log_end({"request_id": submission.request_id, **tenant}, stream, outcome, arrived_at)
 
-    def abort(self, request: scheduler_pb2.AbortRequest) -> None:
-        """End a request of any client; an unknown id is ignored.
+    def abort(self, request: scheduler_pb2.AbortRequest, client: Client = ANY_CLIENT) -> None:
+        """End a request of the client's tenant; an unknown id, and another tenant's, is ignored.
 
         Raises:
             InvalidRequestError: the id is malformed.
@@ -134,7 +144,7 @@ class DirectClients:
         request_id = read_request_id(request.request_id, violations)
         raise_violations(violations)
         logger.info("abort", extra={"request_id": request_id})
-        self._on_event(AbortRequest(request_id))
+        self._on_event(AbortRequest(request_id, client.tenant.name))
 
     def close(self, error: ServiceError) -> None:
         """End every call with an error, after its tokens; later calls get it at once."""
@@ -203,10 +213,10 @@ class DirectClients:
         if self._to_wake:
             self._loop.call_soon(self._wake_some)
 
-    def _log_end(self, request_id: str, stream: TokenStream, outcome: str, arrived_at: float) -> None:
+    def _log_end(self, names: Mapping[str, str], stream: TokenStream, outcome: str, arrived_at: float) -> None:
         usage = stream.usage
         facts = {
-            "request_id": request_id,
+            **names,
             "num_prompt_tokens": usage.num_prompt_tokens,
             "num_cached_tokens": usage.num_cached_tokens,
             "num_completion_tokens": usage.num_completion_tokens,
@@ -223,6 +233,7 @@ def resolve_request(
     *,
     defaults: common_pb2.SamplingParams | None = None,
     time_left_s: float | None = None,
+    client: Client = ANY_CLIENT,
 ) -> Submission:
     """Check every field, and resolve what the request leaves open.
 
@@ -232,17 +243,22 @@ def resolve_request(
     Args:
         handle: That of its first choice.
         defaults: The model's own sampling parameters, if any.
+        time_left_s: Until its deadline; None without one.
+        client: Whose request it is.
 
     Raises:
+        PermissionDeniedError: it has a higher priority than its client may ask for.
         InvalidRequestError: naming the first bad fields.
         PromptTooLongError, ContextExceededError, KvCapacityExceededError: it does not fit.
     """
+    asked_priority = client.resolve_priority(request.priority)
     violations: list[Violation] = []
     request_id = read_request_id(request.request_id if request.HasField("request_id") else None, violations)
     prompt = read_prompt_token_ids(request.prompt_token_ids, limits, violations, field="prompt_token_ids")
     sampling = read_sampling(request.sampling, limits, violations, defaults=defaults)
     n = read_num_choices(request.sampling, violations)
-    priority = read_priority(request.priority, violations)
+    client.check_num_choices(n, 1, violations)
+    priority = read_priority(asked_priority, violations)
     cache_salt = read_cache_salt(request.cache_salt, violations)
     is_exact = read_determinism(request.determinism, violations)
     outputs = read_choices_so_far(request.choices_so_far, request.sampling, limits, violations)
@@ -264,6 +280,8 @@ def resolve_request(
         choices_so_far=choices_so_far,
         time_left_s=time_left_s,
         is_exact=is_exact,
+        tenant=client.tenant,
+        needs=frozenset() if params.options is None else find_needs(encode_options(params.options)),
     )
 
 

@@ -9,14 +9,18 @@ from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2
 from services.scheduler.cell.events import ChoiceSoFar, ClientMessage, Submission
 from services.scheduler.cell.state import CellState
-from services.scheduler.core.batch.logprobs import IntColumn
 from services.scheduler.core.batch.sequence import FinishReason, Priority
 from services.scheduler.core.batch.step import Outputs, RequestEnd, RequestStart
 from shared.errors import InvalidRequestError
 from shared.ids import RequestHandle
-from shared.limits import MAX_CACHE_SALT_BYTES, MAX_CHOICES, NO_OPTIONS, TOKEN_DTYPE, SamplingOptions, SamplingParams
+from shared.limits import MAX_CACHE_SALT_BYTES, MAX_CHOICES, TOKEN_DTYPE
 from shared.network.rpc import to_status
-from shared.sampling_codec import decode_options, encode_logprobs
+from shared.sampling_codec import decode_options
+from shared.sampling_params import NO_OPTIONS, SamplingOptions, SamplingParams
+from shared.step.columns import Int32Column
+from shared.step.logprobs_codec import encode_logprobs
+from shared.tenant import DEFAULT_TENANT, MAX_WEIGHT, MIN_WEIGHT, Tenant
+from shared.wire import find_needs
 
 _HANDLE_DTYPE = np.dtype("<u4")
 _MAX_HANDLE = 2**32 - 1
@@ -126,6 +130,20 @@ def _decode_submit(submit: exchange_pb2.Submit) -> Submission:
         time_left_s=_seconds(submit.time_left) if submit.HasField("time_left") else None,
         is_exact=submit.determinism == common_pb2.DETERMINISM_EXACT,
         num_earlier_resumes=submit.num_earlier_resumes,
+        tenant=_decode_tenant(submit.tenant) if submit.HasField("tenant") else DEFAULT_TENANT,
+        needs=find_needs(submit),
+    )
+
+
+def _decode_tenant(tenant: exchange_pb2.Tenant) -> Tenant:
+    weight = tenant.weight or 1.0
+    if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+        raise ValueError("a tenant's weight is out of range")
+    return Tenant(
+        tenant.name,
+        weight,
+        max_in_flight=tenant.max_in_flight if tenant.HasField("max_in_flight") else None,
+        max_waiting_tokens=tenant.max_waiting_tokens if tenant.HasField("max_waiting_tokens") else None,
     )
 
 
@@ -155,7 +173,7 @@ def _seconds(duration: duration_pb2.Duration) -> float:
     return duration.seconds + 1e-9 * duration.nanos
 
 
-def _int_column(values: IntColumn) -> bytes:
+def _int_column(values: Int32Column) -> bytes:
     return values.astype(TOKEN_DTYPE, copy=False).tobytes()
 
 

@@ -20,10 +20,10 @@ class Timers(Protocol):
     """The part of an event loop used here."""
 
     def time(self) -> float:
-        """See `asyncio.loop.time`."""
+        """Now, in seconds."""
 
     def call_later(self, delay: float, callback: Callable[[], None], /) -> object:
-        """See `asyncio.loop.call_later`."""
+        """Call back after `delay` seconds; the result can be cancelled."""
 
 
 class IdleCheck:

@@ -30,14 +30,18 @@ def make_servers(settings: SchedulerSettings, cell: CellServer, health: Health) 
     Raises:
         RuntimeError: an address is not usable.
     """
-    scheduler = SchedulerServicer(cell, settings.max_unread_s)
+    scheduler = SchedulerServicer(cell, settings.max_unread_s, settings.keys)
     num_client_connections, num_cell_connections = share_open_files(MAX_CONNECTIONS, MAX_CELL_CONNECTIONS)
     public = make_server(
         settings.bind_address,
         [scheduler, health],
         service_names=PUBLIC_SERVICES if settings.reflection else (),
         certificates=settings.certificates,
-        limits=ServerLimits(max_connections=num_client_connections, max_connection_age_s=settings.max_connection_age_s),
+        limits=ServerLimits(
+            max_connections=num_client_connections,
+            max_connection_age_s=settings.max_connection_age_s,
+            client_keys=settings.keys,
+        ),
     )
     internal = make_server(
         settings.cell_bind_address,

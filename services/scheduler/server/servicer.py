@@ -14,7 +14,9 @@ from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler.cell.state import RankState
 from services.scheduler.server.cell_server import LAST_WORDS_S, CellServer, ClientLink
 from services.scheduler.server.exchange_codec import decode_request
+from shared.client_keys import ClientKeys
 from shared.errors import InternalError, InvalidRequestError, ServiceError, Violation
+from shared.network.access import client_of
 from shared.network.response_writer import ResponseWriter
 from shared.request_fields import read_time_left
 
@@ -61,6 +63,9 @@ class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
                 if client.is_closed:
                     # The engine knows, or will soon, that the replica is gone; nothing would end a new request.
                     return
+                if message.HasField("introduction"):
+                    facts = {"release": message.introduction.release, "wire_version": message.introduction.wire_version}
+                    logger.info("a replica is linked", extra={"client": client.number, **facts})
                 if message.is_heartbeat:
                     client.note_alive()
                 self._cell.replica_drains.note(client.number, is_draining=message.is_draining)
@@ -93,10 +98,11 @@ def _closing(client: ClientLink) -> Iterator[None]:
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Serves direct clients on the client port, and the cell's state on the cell port; see scheduler.proto."""
 
-    def __init__(self, cell: CellServer, max_unread_s: float) -> None:
-        """A client that reads nothing for `max_unread_s` loses its answer."""
+    def __init__(self, cell: CellServer, max_unread_s: float, client_keys: ClientKeys | None = None) -> None:
+        """A client that reads nothing for `max_unread_s` loses its answer; without `client_keys` none has a key."""
         self._cell = cell
         self._max_unread_s = max_unread_s
+        self._client_keys = client_keys
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register with `server`."""
@@ -108,13 +114,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """See scheduler.proto."""
         time_left_s = read_time_left(context.time_remaining())
         with ResponseWriter(context, self._max_unread_s) as writer:
-            await self._cell.direct_clients.generate(request, writer.write, time_left_s=time_left_s)
+            await self._cell.direct_clients.generate(
+                request, writer.write, time_left_s=time_left_s, client=client_of(self._client_keys, context)
+            )
 
     async def Abort(
         self, request: scheduler_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.AbortResponse:
         """See scheduler.proto."""
-        self._cell.direct_clients.abort(request)
+        self._cell.direct_clients.abort(request, client_of(self._client_keys, context))
         return scheduler_pb2.AbortResponse()
 
     async def GetState(
@@ -137,14 +145,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             num_decode_steps=sum(rank.num_steps.decode for rank in state.ranks),
             num_preemptions=counters.num_preemptions,
             num_prefix_queried_tokens=counters.num_prefix_queried_tokens,
+            num_completion_tokens=counters.num_completion_tokens,
             num_prefix_hit_tokens=counters.num_prefix_hit_tokens,
             num_finished=counters.num_finished,
             num_lost_epochs=counters.num_lost_epochs,
             num_draft_tokens=counters.num_draft_tokens,
             num_accepted_draft_tokens=counters.num_accepted_tokens,
             num_recoveries=counters.num_recoveries,
-            num_replayed_tokens=counters.num_replayed_tokens,
-            num_replay_mismatches=counters.num_replay_mismatches,
             num_suspects=state.num_suspects,
             num_poison_requests=counters.num_poison_requests,
             num_late_results=counters.num_late_results,

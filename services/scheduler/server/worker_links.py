@@ -20,19 +20,19 @@ class DomainLinks(Protocol):
     """The part of `DomainClient` used here."""
 
     async def run(self) -> None:
-        """See `DomainClient`."""
+        """Keep the domain attached until cancelled."""
 
     def send(self, rank: DpRank, step: Step) -> None:
-        """See `DomainClient`."""
+        """Send a step of the current epoch to one of the domain's ranks."""
 
     def beat(self, progress: int, *, is_staying: bool) -> None:
-        """See `DomainClient`."""
+        """Send every group a heartbeat."""
 
     def drop(self, epoch: int, retry_s: float | None) -> None:
-        """See `DomainClient`."""
+        """Break the links of an epoch that the engine gave up; `retry_s` is as in `DropDomain`."""
 
     def end(self) -> None:
-        """See `DomainClient`."""
+        """Report nothing more: the groups are not there any more."""
 
 
 class Discovery(Protocol):

@@ -138,6 +138,8 @@ class DomainClient:
                         "context_length": facts[0].context_length,
                         "numerics_fingerprint": facts[0].numerics_fingerprint,
                         "is_exact": facts[0].is_exact,
+                        "release": facts[0].introduction.release,
+                        "wire_version": facts[0].introduction.wire_version,
                     },
                 )
                 self._on_event(command)

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import grpc
-import numpy as np
 from google.rpc import error_details_pb2, status_pb2
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
@@ -26,28 +24,19 @@ from services.scheduler.cell.domains.attach import (
     StreamOpened,
 )
 from services.scheduler.cell.events import Event, RankHeartbeat, StepReturned
-from services.scheduler.core.batch.logprobs import Logprobs
-from services.scheduler.core.batch.slot_table import Slots
-from services.scheduler.core.batch.step import EnteringSequence, PrefillChunk, Step, StepKind, StepResult
+from services.scheduler.core.batch.step import Step
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.errors import NotReadyError
 from shared.ids import DpRank
-from shared.limits import TOKEN_DTYPE
 from shared.network.rpc import reason_of, status_from_rpc_error
-from shared.sampling_codec import decode_logprobs, encode_options
+from shared.step.codec import encode_step, parse_result
+from shared.step.step import StepResult
+from shared.wire import read_introduction
 
 logger = logging.getLogger(__name__)
 
 # For calls that a group answers at once.
 ANSWER_TIMEOUT_S = 5.0
-
-_NO_ROWS = np.empty(0, TOKEN_DTYPE)
-
-_STEP_KINDS = {
-    StepKind.PREFILL: worker_pb2.STEP_KIND_PREFILL,
-    StepKind.DECODE: worker_pb2.STEP_KIND_DECODE,
-    StepKind.MIXED: worker_pb2.STEP_KIND_MIXED,
-}
 
 _Sent = worker_pb2.StepRequest | worker_pb2.Heartbeat
 
@@ -194,64 +183,6 @@ class _ResultError(Exception):
     """A malformed result of a worker."""
 
 
-def encode_step(step: Step) -> worker_pb2.StepRequest:
-    """Encode a step; columns are little-endian int32."""
-    batch = step.batch
-    request = worker_pb2.StepRequest(epoch=step.epoch, step_id=step.step_id, kind=_STEP_KINDS[batch.kind])
-    if batch.leave_slots:
-        request.leave_slots = _column(batch.leave_slots)
-    if batch.append_block_ids:
-        request.append_slots = _column(batch.append_slots)
-        request.append_block_ids = _column(batch.append_block_ids)
-    if batch.skips_rows:
-        request.decode_slots = _column(batch.decode_slots)
-    if batch.enters:
-        request.enters.extend(_encode_entering(entering) for entering in batch.enters)
-    if batch.chunks:
-        request.chunks.extend(_encode_chunk(chunk) for chunk in batch.chunks)
-    if step.num_tokens_across_dp:
-        request.is_dummy = batch.is_dummy
-        request.num_tokens_across_dp.extend(step.num_tokens_across_dp)
-        request.graph_batch_size = step.graph_batch_size
-    return request
-
-
-def decode_result(message: worker_pb2.StepResult) -> StepResult:
-    """Parse a result.
-
-    Raises:
-        ValueError: a column's length is not a multiple of 4 bytes.
-    """
-    token_ids = np.frombuffer(message.token_ids, TOKEN_DTYPE)
-    rows = message.not_finite_rows
-    not_finite_rows = np.frombuffer(rows, TOKEN_DTYPE) if rows else _NO_ROWS
-    # The rest is rare and must not slow down a plain step of 512 rows.
-    if not (
-        message.num_draft_tokens
-        or message.num_replayed_tokens
-        or message.counts
-        or message.failed_grammar_rows
-        or message.prompt_logprobs
-        or message.HasField("logprobs")
-    ):
-        return StepResult(message.epoch, message.step_id, token_ids, not_finite_rows, None, 0, None, (), _NO_ROWS)
-    return StepResult(
-        message.epoch,
-        message.step_id,
-        token_ids,
-        not_finite_rows,
-        counts=np.frombuffer(message.counts, TOKEN_DTYPE) if message.HasField("counts") else None,
-        num_draft_tokens=message.num_draft_tokens,
-        logprobs=Logprobs(*decode_logprobs(message.logprobs)) if message.HasField("logprobs") else None,
-        prompt_logprobs=tuple(
-            (chunk.slot, Logprobs(*decode_logprobs(chunk.logprobs))) for chunk in message.prompt_logprobs
-        ),
-        failed_grammar_rows=np.frombuffer(message.failed_grammar_rows, TOKEN_DTYPE),
-        num_replayed_tokens=message.num_replayed_tokens,
-        num_replay_mismatches=message.num_replay_mismatches,
-    )
-
-
 def _read_result(message: worker_pb2.StepResult) -> StepResult:
     """Parse a result received from a worker.
 
@@ -259,38 +190,9 @@ def _read_result(message: worker_pb2.StepResult) -> StepResult:
         _ResultError: it is malformed. Any other `ValueError` on the path is our bug.
     """
     try:
-        return decode_result(message)
+        return parse_result(message)
     except ValueError as error:
         raise _ResultError(str(error)) from error
-
-
-def _encode_entering(entering: EnteringSequence) -> worker_pb2.EnterSequence:
-    options = entering.params.options
-    return worker_pb2.EnterSequence(
-        chunk=_encode_chunk(entering.chunk),
-        num_cached_tokens=entering.num_cached_tokens,
-        num_prompt_tokens=entering.num_prompt_tokens,
-        block_ids=_column(entering.block_ids),
-        temperature=entering.params.temperature,
-        top_k=entering.params.top_k,
-        top_p=entering.params.top_p,
-        seed=entering.params.seed,
-        choice=entering.choice,
-        options=None if options is None else encode_options(options),
-        stop_token_ids=_column(entering.stop_token_ids) if entering.stop_token_ids else b"",
-        cached_token_ids=entering.cached_token_bytes,
-        max_num_tokens=entering.max_num_tokens,
-    )
-
-
-def _encode_chunk(chunk: PrefillChunk) -> worker_pb2.PrefillChunk:
-    return worker_pb2.PrefillChunk(
-        slot=chunk.slot, token_ids=chunk.token_bytes, num_later_tokens=chunk.num_later_tokens
-    )
-
-
-def _column(values: Sequence[int] | array[int] | Slots) -> bytes:
-    return np.asarray(values, TOKEN_DTYPE).tobytes()
 
 
 def _read_acceptance(rank: DpRank, epoch: int, response: worker_pb2.AttachResponse) -> Accepted:
@@ -310,6 +212,7 @@ def _read_acceptance(rank: DpRank, epoch: int, response: worker_pb2.AttachRespon
         response.proposes_mixed_steps,
         tuple(response.graph_batch_sizes),
         response.weights_digest,
+        read_introduction(response.introduction),
     )
     layout = response.layout
     is_coupled = layout.has_expert_parallel and layout.dp_size > 1

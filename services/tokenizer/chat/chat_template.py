@@ -65,12 +65,16 @@ class ChatTemplate:
         """The variables for `apply_chat_template`; `guard` is applied to everything the client wrote.
 
         Raises:
-            InvalidRequestError: there are tools, which the template does not list.
+            InvalidRequestError: there are tools, which the template does not list, or a system message alone, which it
+                leaves out.
         """
         if conversation.offered_tools and not self._features.takes_tools:
             raise InvalidRequestError.from_violations(
                 [Violation("chat.tools", "OUT_OF_RANGE", "must be empty: the model's chat template takes no tools")]
             )
+        if self._features.system_needs_user and all(each.role == "system" for each in conversation.messages):
+            text = "must have a user's message: the model's chat template leaves a system message alone out"
+            raise InvalidRequestError.from_violations([Violation("chat.messages", "OUT_OF_RANGE", text)])
         tools: list[JsonValue] = [_tool_fields(tool, guard) for tool in conversation.offered_tools]
         return {
             **{name: guard(value) for name, value in conversation.variables.items()},

@@ -22,7 +22,7 @@ _SHORT_ID = re.compile(rf"[A-Za-z0-9]{{{SHORT_ID_LENGTH}}}")
 
 @dataclass(frozen=True, slots=True)
 class TemplateFeatures:
-    """How a template handles tools and their calls."""
+    """How a template handles tools, their calls, and system messages."""
 
     takes_tools: bool = False
     """Whether the prompt lists them."""
@@ -40,6 +40,8 @@ class TemplateFeatures:
     """Whether a message with calls may have reasoning or content, but not both."""
     arguments_have_names: bool = False
     """Whether arguments that are no object are left out or refused: they need a name."""
+    system_needs_user: bool = False
+    """Whether a system message is left out unless a user's message comes after it."""
 
 
 def message_fields(messages: Sequence[Message], features: TemplateFeatures, guard: Guard) -> list[JsonValue]:

@@ -1,4 +1,4 @@
-"""Finds out how a chat template takes tools, by what it renders of sample conversations."""
+"""Finds out how a chat template takes tools and system messages, by what it renders of sample conversations."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def sample_tools() -> list[JsonValue]:
 
 
 def find_features(render: Callable[[JsonObject], str], tools: list[JsonValue] | None) -> TemplateFeatures:
-    """Find out how a template handles tools, in this process and without limits.
+    """Find out how a template handles tools and system messages, in this process and without limits.
 
     Args:
         render: Renders the template with the given variables.
@@ -54,6 +54,10 @@ def find_features(render: Callable[[JsonObject], str], tools: list[JsonValue] | 
     with _no_hidden_memory_error():
         opening = find_opening(render, tools)
     trial = _Trial(render, opening)
+    return replace(_tool_features(trial), system_needs_user=_leaves_system_out(render, tools))
+
+
+def _tool_features(trial: _Trial) -> TemplateFeatures:
     takes_tools = "look_up" in trial.rendered((), TemplateFeatures())
     # The first form in which calls are rendered wins; the form that `apply_chat_template` takes is tried first.
     for ids_are_short, empty_content_is_none, arguments_are_text in itertools.product((False, True), repeat=3):
@@ -61,6 +65,20 @@ def find_features(render: Callable[[JsonObject], str], tools: list[JsonValue] | 
         if trial.writes(Message("assistant", "", (_CALL,)), features):
             return trial.with_needs(features)
     return TemplateFeatures(takes_tools)
+
+
+def _leaves_system_out(render: Callable[[JsonObject], str], tools: list[JsonValue] | None) -> bool:
+    """Whether the template renders a system message alone as nothing, although it has it before a user's message."""
+    try:
+        alone, opening = (
+            render({"messages": _fields(messages, TemplateFeatures()), "tools": tools})
+            for messages in ((_SYSTEM,), (_SYSTEM, _USER))
+        )
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - a template can raise anything, and then says so itself
+        return False
+    return _SYSTEM.content in opening and _SYSTEM.content not in alone
 
 
 def find_opening(render: Callable[[JsonObject], str], tools: list[JsonValue] | None) -> tuple[Message, ...]:

@@ -51,7 +51,7 @@ class RendererMaker(Protocol):
     """Makes a renderer."""
 
     def __call__(self, sources: Mapping[str, bool], special_tokens: Mapping[str, str], /, *, cpu_s: float) -> Renderer:
-        """See `TemplateRenderer`."""
+        """Make it for the sources of templates; a render gets `cpu_s` seconds of CPU time."""
 
 
 class TemplateRenderer:
@@ -86,7 +86,7 @@ class TemplateRenderer:
 
     @property
     def max_render_s(self) -> float:
-        """See `Renderer`."""
+        """The longest that a render can take, in seconds."""
         # Two children, each of which may be waited for, and another server.
         return 3 * wall_clock_s(self._cpu_s)
 

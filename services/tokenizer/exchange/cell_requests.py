@@ -7,17 +7,23 @@ import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from lockstep.internal.v1 import exchange_pb2
-from services.tokenizer.exchange.exchange_codec import encode_submit, read_rows
-from services.tokenizer.exchange.exchange_link import ExchangeLink
-from services.tokenizer.exchange.logprobs import Logprobs, read_prompt_logprobs, read_row_logprobs
+from services.tokenizer.answer.answer import Choice
+from services.tokenizer.exchange.exchange_codec import (
+    encode_request,
+    encode_submit,
+    read_prompt_logprobs,
+    read_row_logprobs,
+    read_rows,
+)
 from services.tokenizer.exchange.request_ledger import RequestLedger
-from services.tokenizer.request.request import Request
+from services.tokenizer.exchange.scheduler_stream import SchedulerStream
+from services.tokenizer.request.resolved_request import ResolvedRequest
 from shared.errors import NotReadyError, PoisonRequestError, ServiceError
 from shared.ids import RequestHandle, choice_handles
 from shared.request_fields import check_exactness
+from shared.wire import Introduction, find_needs, introduce_self, lower_of, read_introduction
 
 # Resubmissions are spread over this time, in their order: a new scheduler gets those of every replica at once.
 LONGEST_JITTER_S = 0.5
@@ -43,48 +49,21 @@ class Counters:
             self.num_other_resumes += num_resumes
 
 
-class Receiver(Protocol):
-    """Receives one choice's tokens; never called after the choice has ended."""
-
-    def submitted(self, num_resumes: int, *, is_exact: bool) -> None:
-        """Submitted, or resubmitted; `is_exact` if resumes in this cell change no byte of the output."""
-
-    def resumed(self, num_resumes: int) -> None:
-        """Resumed inside the cell, now `num_resumes` times in total."""
-
-    def begin(self, num_cached_tokens: int, queue_s: float | None) -> None:
-        """Called once, before the first tokens; `queue_s` is the time in the cell's queues, if it is known."""
-
-    def receive(self, token_ids: Sequence[int], end: exchange_pb2.RequestEnd | None) -> int | None:
-        """Take the next tokens and, with the last ones, the end.
-
-        Returns:
-            The completion tokens at which a stop string just ended the choice, else None.
-        """
-
-    def receive_logprobs(self, logprobs: Logprobs) -> None:
-        """Take the log-probabilities of the next `receive`'s tokens."""
-
-    def receive_prompt_logprobs(self, logprobs: Logprobs) -> None:
-        """Take the log-probabilities of the prompt's next tokens."""
-
-    def fail(self, error: ServiceError) -> None:
-        """The request has ended with an error."""
-
-
 class CellRequests:
     """The I/O shell around the ledger. Requests outlive the stream that carries them.
 
-    Invariant: a choice has a receiver exactly while it is in the ledger. `_link` is None while there is no stream.
+    Invariant: `_choices` are exactly those in the ledger.
     """
 
     def __init__(self, lost_after_s: float) -> None:
         """Needs a running event loop; requests wait at most `lost_after_s` for a sign of life from a scheduler."""
         self.counters = Counters()
         self._ledger = RequestLedger(lost_after_s, time.monotonic())
-        self._receivers: dict[RequestHandle, Receiver] = {}
-        self._link: ExchangeLink | None = None
-        self._stream = 0
+        self._choices: dict[RequestHandle, Choice] = {}
+        self.stream: SchedulerStream | None = None
+        """The current one, on which requests are submitted; None while there is none."""
+        # The ledger's number of the last stream.
+        self._stream_number = 0
         self._scheduler_instance_id = ""
         # When the last stream's scheduler was last heard from, if it may have died.
         self._died_at: float | None = None
@@ -93,8 +72,8 @@ class CellRequests:
 
     def submit(
         self,
-        request: Request,
-        receivers: Sequence[Receiver],
+        request: ResolvedRequest,
+        choices: Sequence[Choice],
         *,
         arrived_at: float,
         deadline_at: float | None,
@@ -102,115 +81,126 @@ class CellRequests:
         """Submit a request; returns its handle for `abort`.
 
         Args:
-            receivers: One for each choice.
+            choices: Its choices, which get the tokens; none is called after it has ended.
             arrived_at: In seconds of `time.monotonic`, as `deadline_at`.
 
         Raises:
             NotReadyError: there is no stream.
             ExactUnavailableError: the request must be exact, and the cell is not.
+            NotSupportedError: the cell lacks what the request needs.
         """
-        if self._link is None:
+        if self.stream is None:
             raise NotReadyError("the service is not connected to a scheduler")
         check_exactness(self._ledger.exact_fingerprint, is_exact=request.is_exact)
+        request.needs = find_needs(encode_request(request))
+        self._ledger.introduction.check(request.needs)
         handle = self._ledger.add(request, arrived_at=arrived_at, deadline_at=deadline_at)
-        self._receivers.update(zip(choice_handles(handle, request.n), receivers, strict=True))
+        self._choices.update(zip(choice_handles(handle, request.n), choices, strict=True))
         if self._ledger.must_wait(handle):
             self._arm_timer()
         else:
-            self._link.submit(handle)
+            self.stream.submit(handle)
         return handle
 
     def abort(self, handle: RequestHandle) -> None:
         """Abort a request unless it has already ended."""
-        for choice in self._ledger.open_choices(handle):
-            del self._receivers[choice]
-        if self._ledger.remove(handle) and self._link is not None:
-            self._link.abort(handle)
+        for number in self._ledger.open_choices(handle):
+            del self._choices[number]
+        if self._ledger.remove(handle) and self.stream is not None:
+            self.stream.abort(handle)
         self._submit_released()
 
-    def make_link(self) -> ExchangeLink:
-        """The sending side of a new stream, for `open_stream`."""
-        return ExchangeLink(self._make_submit)
+    def make_submit(self, handle: RequestHandle) -> exchange_pb2.Submit | None:
+        """The message with a request's next attempt; None if there is nothing to submit any more."""
+        now = time.monotonic()
+        request = self._ledger.begin_attempt(handle, now)
+        if request is None:
+            return None
+        self.counters.num_resubmissions += request.num_attempts > 1
+        for number in self._ledger.open_choices(handle):
+            self._choices[number].submitted(self._ledger.num_resumes(number), is_exact=request.resumes_exactly)
+        if self._ledger.is_trying:
+            self._arm_timer()
+        return encode_submit(request, now)
 
-    def open_stream(self, link: ExchangeLink, cell_info: exchange_pb2.CellInfo) -> int:
-        """Make `link`'s stream the current one; returns how many live requests will be submitted on it.
+    def open_stream(self, stream: SchedulerStream, cell_info: exchange_pb2.CellInfo) -> int:
+        """Make `stream` the current one; returns how many live requests will be submitted on it.
 
         They are spread over `LONGEST_JITTER_S`. Those that cannot be resumed in this cell end with an error.
         """
         self._on_scheduler(cell_info.scheduler_instance_id)
-        self._fail_each(self._ledger.on_cell(cell_info.exact_fingerprint))
-        self._link = link
-        self._stream, handles = self._ledger.open_stream(time.monotonic())
+        self._fail_each(self._ledger.on_cell(cell_info.exact_fingerprint, _common_introduction(cell_info)))
+        self.stream = stream
+        self._stream_number, handles = self._ledger.open_stream(time.monotonic())
         self._arm_timer()
         delays = sorted(_random.uniform(0.0, LONGEST_JITTER_S) for _ in handles)
         for handle, delay in zip(handles, delays, strict=True):
-            self._loop.call_later(delay, link.submit, handle)
+            self._loop.call_later(delay, stream.submit, handle)
         return len(handles)
 
-    def note_exactness(self, exact_fingerprint: str) -> None:
-        """The current cell's numerics have changed; see `RequestLedger.note_exactness`."""
-        self._ledger.note_exactness(exact_fingerprint)
+    def note_cell(self, cell_info: exchange_pb2.CellInfo) -> None:
+        """The current cell has changed; see `RequestLedger.note_cell`."""
+        self._ledger.note_cell(cell_info.exact_fingerprint, _common_introduction(cell_info))
 
-    def lose_stream(self, link: ExchangeLink, *, died_at: float | None = None) -> None:
+    def lose_stream(self, stream: SchedulerStream, *, died_at: float | None = None) -> None:
         """A stream has ended; if it is the current one, its requests wait for the next.
 
         `died_at` is when the scheduler was last heard from, if the stream's end is unexplained: it counts as dead
         unless the next stream is from the same instance.
         """
-        link.close()
-        if link is self._link:
+        stream.close()
+        if stream is self.stream:
             self.counters.num_lost_links += 1
-            self._link, self._died_at = None, died_at
-            self._ledger.lose_stream(self._stream, time.monotonic())
+            self.stream, self._died_at = None, died_at
+            self._ledger.lose_stream(self._stream_number, time.monotonic())
             self._expire()
 
     def note_scheduler_alive(self) -> None:
         """A scheduler is up but not serving yet: waiting requests are not lost."""
-        if self._link is None:
+        if self.stream is None:
             self._ledger.note_scheduler_alive(time.monotonic())
             self._arm_timer()
 
-    def note_heard(self, link: ExchangeLink) -> None:
+    def note_heard(self, stream: SchedulerStream) -> None:
         """A stream's scheduler was heard: if it is the current one, a control may be over."""
-        if link is self._link and self._ledger.is_controlling:
+        if stream is self.stream and self._ledger.is_controlling:
             self._ledger.note_heard(time.monotonic())
             self._submit_released()
 
     def fail_all(self, error: ServiceError) -> None:
         """End all requests with an error."""
         for handle in self._ledger.remove_all():
-            self._receivers.pop(handle).fail(error)
+            self._choices.pop(handle).fail(error)
 
-    def on_outputs(self, outputs: exchange_pb2.Outputs) -> None:
-        """Pass one message on to the receivers.
+    def on_outputs(self, stream: SchedulerStream, outputs: exchange_pb2.Outputs) -> None:
+        """Pass one message on to the choices, if `stream` is the current one.
 
         Raises:
             ExchangeError: the columns are inconsistent, or tokens are missing.
         """
+        if stream is not self.stream:
+            return
         for resume in outputs.resumes:
             handle = RequestHandle(resume.handle)
-            if self._ledger.resume(self._stream, handle, resume.num_resumes):
-                self._receivers[handle].resumed(resume.num_resumes)
-        for start in outputs.starts:
-            handle = RequestHandle(start.handle)
-            if self._ledger.begin(self._stream, handle):
-                queue_s = 1e-6 * start.queue_time_us if start.HasField("queue_time_us") else None
-                self._receivers[handle].begin(start.num_cached_tokens, queue_s)
+            if self._ledger.resume(self._stream_number, handle, resume.num_resumes):
+                self._choices[handle].resumed(resume.num_resumes)
+        if outputs.starts:
+            self._begin_each(outputs.starts)
         if outputs.prompt_logprobs:
             self._receive_prompt_logprobs(outputs.prompt_logprobs)
         handle_to_logprobs = read_row_logprobs(outputs) if outputs.HasField("logprobs") else {}
         ends = {RequestHandle(end.handle): end for end in outputs.ends}
-        receive, stream, receivers = self._ledger.receive, self._stream, self._receivers
+        receive, number, choices = self._ledger.receive, self._stream_number, self._choices
         for handle, first_index, token_ids in read_rows(outputs):
-            new_ids = receive(stream, handle, first_index, token_ids)
+            new_ids = receive(number, handle, first_index, token_ids)
             if not new_ids:
                 continue
             if handle_to_logprobs and handle in handle_to_logprobs:
-                receivers[handle].receive_logprobs(handle_to_logprobs[handle].last(len(new_ids)))
+                choices[handle].receive_logprobs(handle_to_logprobs[handle].last(len(new_ids)))
             if ends and handle in ends:
                 self._end(handle, new_ids, ends.pop(handle))
                 continue
-            stop_at = receivers[handle].receive(new_ids, None)
+            stop_at = choices[handle].receive(new_ids, None)
             if stop_at is not None:
                 self._stop(handle, stop_at)
         for handle, end in ends.items():
@@ -227,42 +217,37 @@ class CellRequests:
 
     def _fail_each(self, ends: Iterable[tuple[RequestHandle, ServiceError]]) -> None:
         for handle, error in ends:
-            self._receivers.pop(handle).fail(error)
+            self._choices.pop(handle).fail(error)
 
     def _submit_released(self) -> None:
-        if self._link is not None:
+        if self.stream is not None:
             for handle in self._ledger.take_released():
-                self._link.submit(handle)
+                self.stream.submit(handle)
 
     def _end(self, handle: RequestHandle, token_ids: Sequence[int], end: exchange_pb2.RequestEnd) -> None:
-        if self._ledger.end(self._stream, handle):
-            self._receivers.pop(handle).receive(token_ids, end)
+        if self._ledger.end(self._stream_number, handle):
+            self._choices.pop(handle).receive(token_ids, end)
+
+    def _begin_each(self, starts: Iterable[exchange_pb2.RequestStart]) -> None:
+        for start in starts:
+            handle = RequestHandle(start.handle)
+            if self._ledger.begin(self._stream_number, handle):
+                queue_s = 1e-6 * start.queue_time_us if start.HasField("queue_time_us") else None
+                self._choices[handle].begin(start.num_cached_tokens, queue_s)
 
     def _receive_prompt_logprobs(self, messages: Iterable[exchange_pb2.PromptLogprobs]) -> None:
         for message in messages:
             logprobs = read_prompt_logprobs(message.logprobs)
             handle, first_position = RequestHandle(message.handle), int(logprobs.indexes[0])
-            num_new = self._ledger.receive_prompt(self._stream, handle, first_position, len(logprobs))
+            num_new = self._ledger.receive_prompt(self._stream_number, handle, first_position, len(logprobs))
             if num_new:
-                self._receivers[handle].receive_prompt_logprobs(logprobs.last(num_new))
+                self._choices[handle].receive_prompt_logprobs(logprobs.last(num_new))
 
     def _stop(self, handle: RequestHandle, stop_at: int) -> None:
         self._ledger.stop(handle)
-        del self._receivers[handle]
-        assert self._link is not None
-        self._link.stop_at(handle, stop_at)
-
-    def _make_submit(self, handle: RequestHandle) -> exchange_pb2.Submit | None:
-        now = time.monotonic()
-        request = self._ledger.begin_attempt(handle, now)
-        if request is None:
-            return None
-        self.counters.num_resubmissions += request.num_attempts > 1
-        for choice in self._ledger.open_choices(handle):
-            self._receivers[choice].submitted(self._ledger.num_resumes(choice), is_exact=request.resumes_exactly)
-        if self._ledger.is_trying:
-            self._arm_timer()
-        return encode_submit(request, now)
+        del self._choices[handle]
+        assert self.stream is not None
+        self.stream.stop_at(handle, stop_at)
 
     def _expire(self) -> None:
         self._fail_each(self._ledger.expire(time.monotonic()))
@@ -273,6 +258,10 @@ class CellRequests:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        wakeup = self._ledger.next_wakeup() if self._link is None or self._ledger.is_trying else None
+        wakeup = self._ledger.next_wakeup() if self.stream is None or self._ledger.is_trying else None
         if wakeup is not None:
             self._timer = self._loop.call_later(wakeup - time.monotonic(), self._expire)
+
+
+def _common_introduction(cell_info: exchange_pb2.CellInfo) -> Introduction:
+    return lower_of(introduce_self(), read_introduction(cell_info.introduction))

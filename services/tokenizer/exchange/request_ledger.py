@@ -7,7 +7,7 @@ monotonic clock.
 from __future__ import annotations
 
 from services.tokenizer.exchange.submit_suspects import SubmitSuspects
-from services.tokenizer.request.request import Request, RequestChoice
+from services.tokenizer.request.resolved_request import RequestChoice, ResolvedRequest
 from shared.errors import (
     DeadlinePassedError,
     ExactUnavailableError,
@@ -16,6 +16,7 @@ from shared.errors import (
     ServiceError,
 )
 from shared.ids import RequestHandle, choice_handles
+from shared.wire import NOT_INTRODUCED, Introduction
 
 
 class ExchangeError(Exception):
@@ -42,25 +43,31 @@ class RequestLedger:
     see `SubmitSuspects`.
     """
 
-    def __init__(self, lost_after_s: float, now: float) -> None:
-        """Start without a stream; requests then wait `lost_after_s` from the last sign of life, at first from `now`."""
+    def __init__(self, lost_after_s: float, now: float, suspects: SubmitSuspects | None = None) -> None:
+        """Start without a stream; requests then wait `lost_after_s` from the last sign of life, at first from `now`.
+
+        Args:
+            suspects: New ones if None.
+        """
         self._lost_after_s = lost_after_s
         self._has_stream = False
         # The last sign of life of a scheduler; only used while there is no stream.
         self._alive_at = now
         self.exact_fingerprint = ""
         """Of the current cell; empty if it is not exact, or there was none yet."""
-        self._suspects = SubmitSuspects()
+        self.introduction = NOT_INTRODUCED
+        """What this service and all services of the current cell can do."""
+        self._suspects = suspects or SubmitSuspects()
         self._stream = 0
         self._next_handle = RequestHandle(1)
         self._choices: dict[RequestHandle, RequestChoice] = {}
-        self._requests: dict[RequestHandle, Request] = {}
-        self._unsent: dict[RequestHandle, Request] = {}
+        self._requests: dict[RequestHandle, ResolvedRequest] = {}
+        self._unsent: dict[RequestHandle, ResolvedRequest] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def add(self, request: Request, *, arrived_at: float, deadline_at: float | None) -> RequestHandle:
+    def add(self, request: ResolvedRequest, *, arrived_at: float, deadline_at: float | None) -> RequestHandle:
         """Add a request and return the handle of its first choice; `begin_attempt` submits it."""
         handle = request.handle = self._next_handle
         self._next_handle = RequestHandle(handle + request.n)
@@ -82,22 +89,26 @@ class RequestLedger:
             if not choice.has_ended
         ]
 
-    def on_cell(self, exact_fingerprint: str) -> list[tuple[RequestHandle, ServiceError]]:
-        """The next streams belong to a cell with this fingerprint; empty if it is not exact.
+    def on_cell(
+        self, exact_fingerprint: str, introduction: Introduction = NOT_INTRODUCED
+    ) -> list[tuple[RequestHandle, ServiceError]]:
+        """The next streams belong to a cell with this fingerprint, empty if it is not exact, and this introduction.
 
         Returns:
-            The choices that end with an error, because their requests can no longer be exact in this cell.
+            The choices that end with an error, because their requests cannot be continued in this cell.
         """
-        self.exact_fingerprint = exact_fingerprint
-        error = ExactUnavailableError("the request would be resumed in a cell whose answers differ in their bytes")
-        inexact = [
-            handle for handle, request in self._requests.items() if not request.may_resume_with(exact_fingerprint)
-        ]
-        return [end for handle in inexact for end in self._fail(handle, error)]
+        self.note_cell(exact_fingerprint, introduction)
+        ends = []
+        for handle, request in list(self._requests.items()):
+            try:
+                self._check_resume(request)
+            except ServiceError as error:
+                ends += self._fail(handle, error)
+        return ends
 
-    def note_exactness(self, exact_fingerprint: str) -> None:
-        """The current stream's cell has this fingerprint now; its scheduler looks after requests already submitted."""
-        self.exact_fingerprint = exact_fingerprint
+    def note_cell(self, exact_fingerprint: str, introduction: Introduction) -> None:
+        """The current stream's cell is like this now; its scheduler looks after requests already submitted."""
+        self.exact_fingerprint, self.introduction = exact_fingerprint, introduction
 
     def on_scheduler_death(self, died_at: float) -> list[tuple[RequestHandle, ServiceError]]:
         """The scheduler of the lost stream has died, at `died_at` or soon after.
@@ -160,7 +171,7 @@ class RequestLedger:
         """A scheduler is up but not serving yet: it is waiting for its workers."""
         self._alive_at = now
 
-    def begin_attempt(self, handle: RequestHandle, now: float) -> Request | None:
+    def begin_attempt(self, handle: RequestHandle, now: float) -> ResolvedRequest | None:
         """Submit a request on the current stream, at most once per stream.
 
         Returns:
@@ -306,6 +317,17 @@ class RequestLedger:
             times.append(closing)
         return min(times, default=None)
 
+    def _check_resume(self, request: ResolvedRequest) -> None:
+        """Check whether the current cell can continue a request.
+
+        Raises:
+            ExactUnavailableError: its bytes would differ.
+            NotSupportedError: the cell lacks what it needs.
+        """
+        if not request.may_resume_with(self.exact_fingerprint):
+            raise ExactUnavailableError("the request would be resumed in a cell whose answers differ in their bytes")
+        self.introduction.check(request.needs)
+
     def _next_handles(self) -> list[RequestHandle]:
         """The unsent requests that need not wait, in order of submission."""
         handles = [handle for handle in self._unsent if not self.must_wait(handle)]
@@ -318,7 +340,7 @@ class RequestLedger:
             self._end(choice)
         return [(choice, error) for choice in choices]
 
-    def _end(self, handle: RequestHandle) -> Request:
+    def _end(self, handle: RequestHandle) -> ResolvedRequest:
         """End a choice, and with the last one its request; returns the request."""
         choice = self._choices.pop(handle)
         choice.has_ended = True

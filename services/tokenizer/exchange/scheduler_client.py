@@ -8,16 +8,18 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from lockstep.internal.v1 import exchange_pb2
-from services.tokenizer.exchange.cell_requests import CellRequests, Counters, Receiver
+from services.tokenizer.exchange.cell_requests import CellRequests
+from services.tokenizer.exchange.linked_cell import LinkedCell, decode_cell_info
 from services.tokenizer.exchange.request_ledger import ExchangeError
-from services.tokenizer.exchange.scheduler_link import Cell, SchedulerLink, SchedulerStream, StreamEnd
-from services.tokenizer.request.request import Request
+from services.tokenizer.exchange.scheduler_stream import SchedulerStream, StreamEnd
+from shared.backoff import Backoff
 from shared.errors import ModelChangedError, NotReadyError
-from shared.ids import RequestHandle
-from shared.limits import ModelLimits
-from shared.network.rpc import Peer
+from shared.network.rpc import Peer, make_channel
 
 logger = logging.getLogger(__name__)
+
+_FIRST_RETRY_S = 0.1
+_LONGEST_RETRY_S = 2.0
 
 
 class SchedulerClient:
@@ -37,7 +39,8 @@ class SchedulerClient:
     Two schedulers may each hold a part of a cell, until one of them exits; that alone moves no request. Each move has a
     cause of its own: a stream ended, or a scheduler lost its last worker or was silent for the lease.
 
-    Invariant: linked exactly while there is a used stream. Its cell serves our model. No other stream carries a submit.
+    Invariant: linked exactly while there is a used stream, `requests.stream`. Its cell serves our model. No other one
+    carries a submit.
     """
 
     def __init__(
@@ -59,15 +62,15 @@ class SchedulerClient:
             silence_s: A stream is given up after this silence.
             peer: As in `make_channel`.
         """
-        self._requests = requests
+        self.requests = requests
         self._addresses = tuple(addresses)
         self._model_digest = model_digest
         self._on_change = on_change
-        self._links = [SchedulerLink(address, self, silence_s=silence_s, peer=peer) for address in addresses]
+        self._silence_s = silence_s
+        self._peer = peer
         # The open ones, oldest first.
         self._streams: list[SchedulerStream] = []
-        self._used: SchedulerStream | None = None
-        self._cell: Cell | None = None
+        self._cell: LinkedCell | None = None
         self._is_draining = False
         # Of the last cell that reported it.
         self._weights_digest = ""
@@ -77,7 +80,7 @@ class SchedulerClient:
         """Whether there is a link."""
         return self._cell is not None
 
-    def cell(self) -> Cell:
+    def cell(self) -> LinkedCell:
         """The linked cell.
 
         Raises:
@@ -90,33 +93,14 @@ class SchedulerClient:
     @property
     def load(self) -> exchange_pb2.CellLoad | None:
         """How busy the linked cell is, by its scheduler's last heartbeat; None while there is none."""
-        return None if self._used is None else self._used.load
-
-    @property
-    def counters(self) -> Counters:
-        """Counts since the process started."""
-        return self._requests.counters
-
-    def submit(
-        self,
-        request: Request,
-        receivers: Sequence[Receiver],
-        *,
-        arrived_at: float,
-        deadline_at: float | None,
-    ) -> RequestHandle:
-        """See `CellRequests.submit`."""
-        return self._requests.submit(request, receivers, arrived_at=arrived_at, deadline_at=deadline_at)
-
-    def abort(self, handle: RequestHandle) -> None:
-        """See `CellRequests.abort`."""
-        self._requests.abort(handle)
+        used = self.requests.stream
+        return None if used is None else used.load
 
     def announce_drain(self) -> None:
         """Tell every scheduler, now and when it is linked, that this replica lets its answers finish and then ends."""
         self._is_draining = True
         for stream in self._streams:
-            stream.sender.announce_drain()
+            stream.announce_drain()
 
     async def run(self) -> None:
         """Keep the links until cancelled.
@@ -126,40 +110,73 @@ class SchedulerClient:
         """
         logger.info("linking to the schedulers", extra={"addresses": self._addresses})
         async with asyncio.TaskGroup() as tasks:
-            for link in self._links:
-                tasks.create_task(link.run())
+            for address in self._addresses:
+                tasks.create_task(self._keep_linked(address))
 
     def open(self) -> SchedulerStream:
-        """See `StreamUser`."""
-        stream = SchedulerStream(self._requests.make_link())
+        """Begin a stream to one of the schedulers, for as long as `on_end` has not ended it."""
+        stream = SchedulerStream(self.requests.make_submit)
         if self._is_draining:
-            stream.sender.announce_drain()
+            stream.announce_drain()
         self._streams.append(stream)
         return stream
 
     async def on_heard(self, stream: SchedulerStream) -> None:
-        """See `StreamUser`."""
-        self._requests.note_scheduler_alive()
-        self._requests.note_heard(stream.sender)
+        """A scheduler sent a heartbeat or its `cell_info`.
+
+        Raises:
+            ExchangeError: it cannot be used.
+        """
+        self.requests.note_scheduler_alive()
+        self.requests.note_heard(stream)
         if stream.cell_info is not None and stream.cell_info.model_digest != self._model_digest:
             self._refuse(stream, stream.cell_info.model_digest)
         await self._choose()
         self._update_cell()
 
-    def on_outputs(self, stream: SchedulerStream, outputs: exchange_pb2.Outputs) -> None:
-        """See `StreamUser`."""
-        if stream is self._used:
-            self._requests.on_outputs(outputs)
-
     async def on_end(self, stream: SchedulerStream, end: StreamEnd) -> None:
-        """See `StreamUser`."""
+        """A stream has ended."""
         if stream in self._streams:
             self._give_up(stream, is_unexplained=end.is_unexplained)
             await self._choose()
 
+    async def _keep_linked(self, address: str) -> None:
+        """Keep a stream to one address, whether its scheduler holds the workers or is a standby.
+
+        When a stream ends, the next one is opened after a random pause, which doubles while there is no answer.
+        """
+        backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
+        # Why there is no stream, so that it is logged once; None while the scheduler answers.
+        last_reason: str | None = None
+        while True:
+            stream = self.open()
+            end = await self._run_stream(stream, address)
+            if stream.has_answered:
+                backoff.reset()
+                last_reason = None
+            if end.reason != last_reason:
+                logger.warning("no link to the scheduler", extra={"address": address, "reason": end.reason})
+                last_reason = end.reason
+            await asyncio.sleep(backoff.next_delay_s())
+
+    async def _run_stream(self, stream: SchedulerStream, address: str) -> StreamEnd:
+        end = StreamEnd("cancelled")
+        # A channel per stream, so that no state of a lost one affects the next, and certificates are today's.
+        async with make_channel(address, internal=True, peer=self._peer) as channel:
+            try:
+                end = await stream.run(
+                    channel, silence_s=self._silence_s, on_heard=self.on_heard, on_outputs=self.requests.on_outputs
+                )
+            except ExchangeError as error:
+                logger.error("the scheduler cannot be used", extra={"address": address, "error": str(error)})
+                end = StreamEnd(str(error))
+            finally:
+                await self.on_end(stream, end)
+        return end
+
     def _refuse(self, stream: SchedulerStream, model_digest: str) -> None:
-        if self._used is None:
-            self._requests.fail_all(ModelChangedError("the cell now serves another model"))
+        if self.requests.stream is None:
+            self.requests.fail_all(ModelChangedError("the cell now serves another model"))
         self._give_up(stream, is_unexplained=False)
         raise ExchangeError(
             f"the cell serves another model: its digest is {model_digest}, ours is {self._model_digest}"
@@ -169,13 +186,14 @@ class SchedulerClient:
         """Use another stream if that is due."""
         was_linked, now = self.is_linked, time.monotonic()
         best = next((stream for stream in self._streams if stream.holds_workers(now)), None)
-        used_holds = self._used is not None and self._used.holds_workers(now)
+        used = self.requests.stream
+        used_holds = used is not None and used.holds_workers(now)
         if best is not None and not used_holds:
-            if self._used is not None:
-                self._used.leave("another scheduler holds the workers")
-                self._give_up(self._used, is_unexplained=not self._used.is_alive(now))
+            if used is not None:
+                used.leave("another scheduler holds the workers")
+                self._give_up(used, is_unexplained=not used.is_alive(now))
             self._use(best)
-        if self._used is None:
+        if self.requests.stream is None:
             self._cell = None
         if self.is_linked != was_linked:
             await self._on_change(self.is_linked)
@@ -183,42 +201,36 @@ class SchedulerClient:
     def _give_up(self, stream: SchedulerStream, *, is_unexplained: bool) -> None:
         """Forget a stream. An end without a reason counts as the scheduler's death, if the stream was used."""
         self._streams.remove(stream)
-        if stream is self._used:
-            self._used = None
-        self._requests.lose_stream(stream.sender, died_at=stream.sender.heard_at if is_unexplained else None)
+        self.requests.lose_stream(stream, died_at=stream.heard_at if is_unexplained else None)
 
     def _use(self, stream: SchedulerStream) -> None:
         info = stream.cell_info
         assert info is not None, "it holds workers"
-        self._used, self._cell = stream, _describe(info)
+        self._cell = decode_cell_info(info)
         self._note_weights(info.weights_digest)
-        num_requests = self._requests.open_stream(stream.sender, info)
-        facts = {"instance_id": info.scheduler_instance_id, "num_resubmitted": num_requests}
+        num_requests = self.requests.open_stream(stream, info)
+        facts = {
+            "instance_id": info.scheduler_instance_id,
+            "num_resubmitted": num_requests,
+            "release": info.introduction.release,
+            "wire_version": info.introduction.wire_version,
+        }
         logger.info("linked to the scheduler", extra=facts)
 
     def _note_weights(self, weights_digest: str) -> None:
         """An answer that began with other weights cannot go on."""
         if weights_digest and self._weights_digest not in ("", weights_digest):
             logger.warning("the cell serves other weights now", extra={"weights_digest": weights_digest})
-            self._requests.fail_all(ModelChangedError("the cell now serves other weights"))
+            self.requests.fail_all(ModelChangedError("the cell now serves other weights"))
         self._weights_digest = weights_digest or self._weights_digest
 
     def _update_cell(self) -> None:
         """Workers may have come or gone since the used scheduler described its cell."""
-        info = None if self._used is None else self._used.cell_info
-        if info is not None and (cell := _describe(info)) != self._cell:
+        used = self.requests.stream
+        info = None if used is None else used.cell_info
+        if info is not None and (cell := decode_cell_info(info)) != self._cell:
             self._cell = cell
             self._note_weights(cell.weights_digest)
-            self._requests.note_exactness(cell.exact_fingerprint)
-            logger.info("the cell has changed", extra={"num_pool_tokens": cell.limits.num_pool_tokens})
-
-
-def _describe(info: exchange_pb2.CellInfo) -> Cell:
-    return Cell(
-        info.scheduler_instance_id,
-        tuple(info.eos_token_ids),
-        ModelLimits(info.context_length, info.logits_width, info.num_pool_tokens),
-        info.default_sampling,
-        info.exact_fingerprint,
-        info.weights_digest,
-    )
+            self.requests.note_cell(info)
+            facts = {"num_pool_tokens": cell.limits.num_pool_tokens, "wire_version": cell.introduction.wire_version}
+            logger.info("the cell has changed", extra=facts)

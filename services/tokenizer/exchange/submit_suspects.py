@@ -5,6 +5,8 @@ Pure: no I/O, and no clock; times are passed in, in seconds of one monotonic clo
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from shared.bisection import Bisection
@@ -17,6 +19,8 @@ _MIN_ACCUSATIONS = 2
 _SHORTEST_CONTROL_S = 2.0
 _LONGEST_CONTROL_S = 10.0
 _MAX_DEAD_CONTROLS = 3
+
+_random = secrets.SystemRandom()
 
 
 @dataclass(slots=True)
@@ -39,8 +43,10 @@ class SubmitSuspects:
     innocent, and the next group is tried.
 
     A scheduler may also die of something else, right after it was ready. So before one request is blamed there is a
-    control: nothing is submitted, for twice the longest time from ready to death among the deaths that accuse it, from
-    2 to 10 s. If the scheduler dies, all suspects are cleared. If it lives, the request is submitted alone once more.
+    control: nothing is submitted, for at least twice the longest time from ready to death among the deaths that accuse
+    it, from 2 to 10 s. If the scheduler dies, all suspects are cleared. If it lives, the request is submitted alone
+    once more. A part of the time is random: controls of two replicas begin at the same death, and if they also ended
+    together, a request of one replica could be blamed for what a request of the other does.
 
                   open at the death    accused twice    on trial next
         death 1       A B C D          -                -
@@ -58,7 +64,13 @@ class SubmitSuspects:
     trial.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, draw: Callable[[], float] = _random.random) -> None:
+        """No request is suspected.
+
+        Args:
+            draw: Uniform from 0 to 1.
+        """
+        self._draw = draw
         self._handle_to_submitted_at: dict[RequestHandle, float] = {}
         self._handle_to_accusations: dict[RequestHandle, _Accusations] = {}
         self._waiting: Bisection[RequestHandle] = Bisection()
@@ -181,7 +193,8 @@ class SubmitSuspects:
     def _control(self, main_suspect: RequestHandle) -> None:
         """Submit nothing to the next scheduler, for longer than the accused took to kill one."""
         longest_life_s = self._handle_to_accusations[main_suspect].longest_life_s
-        self._control_s = min(max(2 * longest_life_s, _SHORTEST_CONTROL_S), _LONGEST_CONTROL_S)
+        shortest_s = max(2 * longest_life_s, _SHORTEST_CONTROL_S)
+        self._control_s = min(shortest_s * (1 + self._draw()), _LONGEST_CONTROL_S)
         self._trial = {main_suspect}
         self._has_changed = True
 

@@ -41,7 +41,7 @@ class CompiledForm:
     """The keywords of a schema that the grammar does not hold, as JSON pointers; at most 100."""
 
 
-class StructuredOutputs:
+class FormCompiler:
     """Compiles forms for one model, on the main thread's event loop.
 
     Trial processes start on demand, and end with `close` or with this process.

@@ -6,13 +6,14 @@ import sys
 from dataclasses import dataclass
 
 from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.answer.request_totals import RequestTotals
 from services.tokenizer.chat.chat_request import check_chat
+from services.tokenizer.exchange.linked_cell import LinkedCell
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
-from services.tokenizer.exchange.scheduler_link import Cell
 from services.tokenizer.http.answers.answer_facts import PromptFacts
 from services.tokenizer.request.model import ServedModel
 from services.tokenizer.server.live_requests import LiveRequests
-from services.tokenizer.server.request_totals import RequestTotals
+from shared.client_keys import ClientKeys
 from shared.errors import ModelNotFoundError
 
 
@@ -27,8 +28,10 @@ class Backend:
     max_unread_s: float
     model_names: tuple[str, ...]
     """Names that clients may give; the first one is in answers. At least one."""
+    client_keys: ClientKeys | None = None
+    """None means that clients need no key."""
 
-    def cell(self) -> Cell:
+    def cell(self) -> LinkedCell:
         """The linked cell.
 
         Raises:

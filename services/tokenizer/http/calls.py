@@ -13,15 +13,16 @@ import msgspec
 from aiohttp import web
 
 from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.answer.whole_answer import WholeAnswer
 from services.tokenizer.http.answers.answer_facts import AnswerFacts, PromptFacts
 from services.tokenizer.http.answers.event_stream import EventStream
 from services.tokenizer.http.answers.pieces import ChoiceForm, Pieces
 from services.tokenizer.http.backend import Backend
+from services.tokenizer.http.connections.clients import CLIENT
 from services.tokenizer.http.errors import any_error
 from services.tokenizer.http.requests.api_request import ApiRequest
 from services.tokenizer.http.requests.fields import ignored_header
 from services.tokenizer.server.generate import CallTerms, GenerateCall, Writer
-from services.tokenizer.server.whole_answer import WholeAnswer
 from shared.errors import ClientTooSlowError, DeadlinePassedError, ServiceError
 from shared.request_fields import read_time_left
 
@@ -127,6 +128,7 @@ class ApiCall:
             read_time_left(timeout_s),
             backend.cell().limits.context_length if default is None else default,
             self._log_facts,
+            self._http[CLIENT],
         )
         call = GenerateCall(backend.model, backend.scheduler, backend.live, writer, totals=backend.totals, terms=terms)
         try:
@@ -148,7 +150,7 @@ class _StreamWriter:
         self._on_accepted = on_accepted
 
     async def write(self, response: tokenizer_pb2.GenerateResponse) -> None:
-        """See `Writer`."""
+        """Write a response as events; returns when there is room for another."""
         data = self._pieces.make(response)
         if data and self._stream.try_write(data):
             return

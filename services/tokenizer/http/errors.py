@@ -49,6 +49,7 @@ _CODE_BY_REASON = {
     "PROMPT_TOO_LONG": "context_length_exceeded",
     "CONTEXT_EXCEEDED": "context_length_exceeded",
     "QUEUE_FULL": "server_overloaded",
+    "UNAUTHENTICATED": "invalid_api_key",
 }
 _RATE_LIMIT_CODE = "rate_limit_exceeded"
 # Clients' libraries retry every 5xx; these would fail again, or have already taken all the time that the client has.
@@ -181,6 +182,8 @@ def _headers(facts: _Facts, status: int) -> dict[str, str]:
         headers["retry-after-ms"] = str(round(1000 * delay_s))
     if status in _NOT_RETRIED_STATUSES or facts.reason in _NOT_RETRIED_REASONS:
         headers["x-should-retry"] = "false"
+    if status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
     if facts.reason == "DRAINING":
         headers["Connection"] = "close"
     return headers

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from services.tokenizer.http.answers.answer_schemas import ANSWERS, error_statuses
+from services.tokenizer.http.connections.clients import KEYLESS_ROUTES
 from services.tokenizer.http.errors import CLIENT_CLOSED_REQUEST
 from services.tokenizer.http.requests.chat_request import ChatFields
 from services.tokenizer.http.requests.completion_request import CompletionFields
@@ -59,11 +60,27 @@ _GETS = {
     "/metrics": _Operation("Metrics in Prometheus' text format", media_types=("text/plain",)),
 }
 _REFS = "#/components/schemas/{model}"
+# Either names the client's key.
+_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
 
 
 @cache
-def make_openapi(release: str) -> dict[str, Any]:
+def make_openapi(release: str, *, needs_keys: bool = False) -> dict[str, Any]:
     """The description; not to be changed."""
+    description = _describe(release)
+    if needs_keys:
+        del description["paths"]["/metrics"]
+        description["components"]["securitySchemes"] = _SCHEMES
+        description["security"] = [{name: []} for name in _SCHEMES]
+        for path in KEYLESS_ROUTES:
+            description["paths"][path]["get"]["security"] = []
+    return description
+
+
+def _describe(release: str) -> dict[str, Any]:
     kinds = {kind for operation in _POSTS.values() for kind in operation.bodies}
     models = [(kind, "validation") for kind in sorted(kinds, key=lambda kind: kind.__name__)]
     _, definitions = models_json_schema(models, ref_template=_REFS)  # type: ignore[arg-type]

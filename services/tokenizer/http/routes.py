@@ -21,6 +21,7 @@ from services.tokenizer.http.calls import JSON, ApiCall, Route
 from services.tokenizer.http.connections.access import Access
 from services.tokenizer.http.connections.bodies import BODY_S, LARGE_BODIES, check_expectation, read_body
 from services.tokenizer.http.connections.boundary import REQUEST_ID, Handler, log_facts, make_boundary, make_signer
+from services.tokenizer.http.connections.clients import find_client
 from services.tokenizer.http.errors import HttpError, any_error, invalid_field
 from services.tokenizer.http.openapi import make_openapi
 from services.tokenizer.http.requests.api_request import ApiRequest
@@ -29,6 +30,8 @@ from services.tokenizer.http.requests.completion_request import read_completion_
 from services.tokenizer.http.requests.fields import read_fields
 from services.tokenizer.http.requests.token_requests import DetokenizeFields, read_tokenize_request
 from services.tokenizer.json.json_values import JsonObject
+from shared.client_keys import Client
+from shared.errors import UnauthenticatedError
 from shared.limits import check_token_ids
 from shared.release import find_release
 
@@ -60,6 +63,7 @@ NOT_SUPPORTED = (
 )
 
 
+_CHATS, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 # Parsed at the same time.
 _MAX_LARGE_BODIES = 2
 
@@ -72,17 +76,24 @@ class Reader(Protocol):
 
 
 def make_app(backend: Backend, access: Access, registry: CollectorRegistry, *, body_s: float) -> web.Application:
-    """The routes; `registry` is what `/metrics` shows, and a body may take `body_s` to arrive."""
+    """The routes.
+
+    Args:
+        backend: The service.
+        access: The hosts and web pages that may use it.
+        registry: What `/metrics` shows; with clients' keys there is no such route, as it tells of all tenants.
+        body_s: How long a body may take to arrive.
+    """
     routes = _Routes(backend, registry)
-    app = web.Application(middlewares=[make_boundary(access)])
+    app = web.Application(middlewares=[make_boundary(access, routes.find_client)])
     app[BODY_S] = body_s
     app[LARGE_BODIES] = asyncio.Semaphore(_MAX_LARGE_BODIES)
     app.on_response_prepare.append(make_signer(access))
     post = partial(web.post, expect_handler=check_expectation)
     app.add_routes(
         [
-            post("/v1/chat/completions", routes.answer(CHAT, read_chat_request)),
-            post("/v1/completions", routes.answer(COMPLETION, read_completion_request)),
+            post(_CHATS, routes.answer(CHAT, read_chat_request)),
+            post(_COMPLETIONS, routes.answer(COMPLETION, read_completion_request)),
             post("/v1/chat/completions/render", routes.render(read_chat_request)),
             post("/v1/completions/render", routes.render(read_completion_request)),
             post("/tokenize", routes.tokenize),
@@ -92,7 +103,7 @@ def make_app(backend: Backend, access: Access, registry: CollectorRegistry, *, b
             web.get("/health", routes.health),
             web.get("/ping", routes.ping),
             web.get("/version", routes.version),
-            web.get("/metrics", routes.metrics),
+            *([web.get("/metrics", routes.metrics)] if backend.client_keys is None else []),
             web.get("/openapi.json", routes.openapi),
             *(web.route("*", path, _refuse_route) for path in NOT_SUPPORTED),
         ]
@@ -105,6 +116,15 @@ class _Routes:
         self._backend = backend
         self._registry = registry
         self._created = int(time.time())
+
+    def find_client(self, request: web.Request) -> Client:
+        """See `find_client` of the connections; a refused completion is counted."""
+        try:
+            return find_client(self._backend.client_keys, request)
+        except UnauthenticatedError as error:
+            if request.path in (_CHATS, _COMPLETIONS):
+                self._backend.totals.count_failure(error.reason)
+            raise
 
     def answer(self, route: Route, read: Reader) -> Handler:
         """Continue the prompts of a request."""
@@ -197,7 +217,7 @@ class _Routes:
 
     async def openapi(self, _request: web.Request) -> web.StreamResponse:
         """Describe this API."""
-        return _json(make_openapi(find_release()))
+        return _json(make_openapi(find_release(), needs_keys=self._backend.client_keys is not None))
 
     def _model(self, name: str) -> dict[str, Any]:
         return {

@@ -61,8 +61,12 @@ _ARCHITECTURES = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "DeepseekV32ForCausalLM": "deepseek_v32",
     "Glm4MoeForCausalLM": "glm4",
+    "Glm4MoeLiteForCausalLM": "glm4",
+    "GlmMoeDsaForCausalLM": "glm4",
     "Qwen3ForCausalLM": "hermes",
     "Qwen3MoeForCausalLM": "hermes",
+    "Qwen3VLForConditionalGeneration": "hermes",
+    "Qwen3VLMoeForConditionalGeneration": "hermes",
 }
 
 

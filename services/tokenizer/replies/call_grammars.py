@@ -91,9 +91,15 @@ def _harmony(grammar: LarkGrammar, request: GrammarRequest) -> str:
 def _glm4(grammar: LarkGrammar, request: GrammarRequest) -> str:
     begin, end = grammar.marker(glm4.CALL_BEGIN), grammar.marker(glm4.CALL_END)
     calls = [f"{grammar.literal(tool.name)} {_glm4_arguments(grammar, tool)}" for tool in request.tools]
-    newline = grammar.literal("\n")
+    newline = _glm4_newline(grammar)
     call = grammar.rule("call", f"{begin} ({' | '.join(calls)}) {newline} {end}")
     return _several(call, newline, request)
+
+
+def _glm4_newline(grammar: LarkGrammar) -> str:
+    """As the model prefers: GLM-4.5 and 4.6 write one between all elements, later ones none."""
+    newline = grammar.literal("\n")
+    return f"{newline}?"
 
 
 def _glm4_arguments(grammar: LarkGrammar, tool: Tool) -> str:
@@ -107,7 +113,7 @@ def _glm4_arguments(grammar: LarkGrammar, tool: Tool) -> str:
 
 def _glm4_key(grammar: LarkGrammar, name: str) -> str:
     begin, end = grammar.marker(glm4.KEY_BEGIN), grammar.marker(glm4.KEY_END)
-    newline = grammar.literal("\n")
+    newline = _glm4_newline(grammar)
     return f"{newline} {begin} {grammar.literal(name)} {end} {newline} {grammar.marker(glm4.VALUE_BEGIN)}"
 
 

@@ -1,8 +1,8 @@
-"""GLM-4.5 and later: `<think>` first, then calls as a name and pairs of `<arg_key>` and `<arg_value>`.
+"""GLM-4.5 to GLM-5.2: `<think>` first, then calls as a name and pairs of `<arg_key>` and `<arg_value>`.
 
-See `untyped_values` for the values.
+Since GLM-4.7 nothing is between these; before, each was on a line of its own. See `untyped_values` for the values.
 
-Source: the chat template of zai-org/GLM-4.5.
+Source: the chat templates of zai-org/GLM-4.5, GLM-4.7 and GLM-5.2.
 """
 
 from __future__ import annotations

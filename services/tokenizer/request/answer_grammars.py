@@ -14,8 +14,9 @@ from services.tokenizer.replies.openings import Opening
 from services.tokenizer.request.checks import CheckedRequest, Prompt
 from services.tokenizer.request.model import ServedModel
 from shared.errors import Violation
-from shared.limits import NO_OPTIONS, ModelLimits, SamplingParams
+from shared.limits import ModelLimits
 from shared.request_fields import fields_under, raise_violations
+from shared.sampling_params import NO_OPTIONS, SamplingParams
 
 _FIELD = "structured_output"
 
@@ -28,7 +29,7 @@ class AnswerGrammar:
     reasoning_begin: tuple[int, ...] = ()
     reasoning_end: tuple[int, ...] = ()
     not_enforced: tuple[str, ...] = ()
-    """See `lockstep.v1.Accepted`."""
+    """JSON pointers to keywords of the schema that are not enforced."""
 
     def added_to(self, sampling: SamplingParams) -> SamplingParams:
         """`sampling` with it."""
@@ -57,12 +58,12 @@ class AnswerGrammars:
     async def of_texts(self, request: CheckedRequest) -> AnswerGrammar:
         """That of the answers that have the request's form from their first token, if there are any.
 
-        Raises as `StructuredOutputs.compile`.
+        Raises as `FormCompiler.compile`.
         """
         form = request.structured_output
         if form is None or all(self._is_reply(request, prompt) for prompt in request.prompts):
             return NO_GRAMMAR
-        compiled = await self._model.structured_outputs.compile(
+        compiled = await self._model.form_compiler.compile(
             form, field=_FIELD, max_bytes=self._max_bytes(), options=_options_of(form)
         )
         return AnswerGrammar(compiled.grammar, not_enforced=compiled.not_held)
@@ -72,7 +73,7 @@ class AnswerGrammars:
     ) -> AnswerGrammar:
         """That of a reply to the prompt `index`, a conversation; `of_texts` if its form begins with the first token.
 
-        Raises as `StructuredOutputs.compile` and `ReplyParsers.grammar`, and `InvalidRequestError` if the arguments of
+        Raises as `FormCompiler.compile` and `ReplyParsers.grammar`, and `InvalidRequestError` if the arguments of
         a tool that must be called fit no context.
         """
         form, parsers = request.structured_output, self._model.reply_parsers
@@ -88,9 +89,9 @@ class AnswerGrammars:
             )
         spell = self._model.prompts.spell_markup
         begin, end = (spell(reply.begin), spell(reply.end)) if reply.end else ((), ())
-        outputs, max_bytes, skipped = self._model.structured_outputs, self._max_bytes(), (*begin, *end)
+        compiler, max_bytes, skipped = self._model.form_compiler, self._max_bytes(), (*begin, *end)
         if form is not None:
-            compiled = await outputs.compile(
+            compiled = await compiler.compile(
                 form,
                 field=_FIELD,
                 max_bytes=max_bytes,
@@ -101,7 +102,7 @@ class AnswerGrammars:
         else:
             field = f"{request.field_prefix(index)}chat.tools"
             await asyncio.to_thread(_check_arguments_fit, conversation.callable_tools, field, max_bytes)
-            compiled = await outputs.compile_reply(reply.source, field=field, max_bytes=max_bytes, skipped_ids=skipped)
+            compiled = await compiler.compile_reply(reply.source, field=field, max_bytes=max_bytes, skipped_ids=skipped)
         # Ordinary tokens may spell the end in several ways, so that it could be missed.
         if len(end) != 1:
             begin, end = (), ()

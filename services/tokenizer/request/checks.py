@@ -14,10 +14,11 @@ import numpy.typing as npt
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.chat.chat_request import chat_text_bytes, read_chat
 from services.tokenizer.chat.conversation import Conversation
-from services.tokenizer.request.request import Request
+from services.tokenizer.request.resolved_request import ResolvedRequest
 from services.tokenizer.text_size import check_text_bytes
+from shared.client_keys import ANY_CLIENT, Client
 from shared.errors import InvalidRequestError, ModelNotFoundError, Violation
-from shared.limits import TOKEN_DTYPE, ModelLimits, SamplingParams, check_prompt
+from shared.limits import TOKEN_DTYPE, ModelLimits, check_prompt
 from shared.request_fields import (
     raise_violations,
     read_cache_salt,
@@ -29,6 +30,8 @@ from shared.request_fields import (
     read_sampling,
     resolve_max_tokens,
 )
+from shared.sampling_params import SamplingParams, check_sampling
+from shared.tenant import DEFAULT_TENANT, Tenant
 
 MAX_STOP_STRINGS = 8
 MAX_STOP_STRING_BYTES = 256
@@ -78,6 +81,7 @@ class CheckedRequest:
     is_exact: bool
     max_prompt_tokens: int | None = None
     """Only the last ones of a prompt are kept; None means all."""
+    tenant: Tenant = DEFAULT_TENANT
 
     @property
     def all_ids(self) -> list[str]:
@@ -102,15 +106,18 @@ def check_request(
     model_name: str,
     limits: ModelLimits,
     defaults: common_pb2.SamplingParams | None = None,
+    client: Client = ANY_CLIENT,
 ) -> CheckedRequest:
     """Check what can be checked before encoding; draws the id and seed if not given.
 
     Raises:
+        PermissionDeniedError: it has a higher priority than its client may ask for.
         ModelNotFoundError: it names another model.
         RequestTooLargeError: its texts exceed the limit.
         PromptTooLongError: its token ids leave no room for one more.
         InvalidRequestError: names the first bad fields.
     """
+    priority = client.resolve_priority(request.priority)
     if request.HasField("model") and request.model != model_name:
         raise ModelNotFoundError("the requested model is not served here", served_model=model_name)
     violations: list[Violation] = []
@@ -129,11 +136,13 @@ def check_request(
         form,
         _check_bad_words(request.bad_words, violations),
         request.structured_output if request.HasField("structured_output") else None,
-        read_priority(request.priority, violations),
+        read_priority(priority, violations),
         read_cache_salt(request.cache_salt, violations),
         read_determinism(request.determinism, violations),
         request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None,
+        client.tenant,
     )
+    client.check_num_choices(checked.n, len(prompts), violations)
     if checked.max_prompt_tokens == 0:
         violations.append(Violation("truncate_prompt_tokens", "OUT_OF_RANGE", "must be at least 1"))
     _check_constraints(checked, violations)
@@ -143,7 +152,7 @@ def check_request(
 
 def resolve_request(
     request: CheckedRequest, index: int, prompt_token_ids: TokenIds, sampling: SamplingParams, limits: ModelLimits
-) -> Request:
+) -> ResolvedRequest:
     """Resolve one prompt of a request, including what depends on its length.
 
     Args:
@@ -151,16 +160,19 @@ def resolve_request(
         sampling: With the tokens of the bad words and the prompt's grammar.
 
     Raises:
-        InvalidRequestError: the prompt is empty, or has a token that the model does not know.
+        InvalidRequestError: the prompt is empty, or the model does not know a token of it or of a bad word.
         PromptTooLongError, ContextExceededError, KvCapacityExceededError: it does not fit.
     """
     field = f"{request.field_prefix(index)}prompt"
     if isinstance(request.prompts[index], str | Conversation):
         _check_known(prompt_token_ids, limits.logits_width, field)
     check_prompt(prompt_token_ids, limits, field=field)
+    # The parts that it got since `check_request`.
+    if sampling is not request.sampling:
+        check_sampling(sampling, limits)
     sampling = resolve_max_tokens(sampling, prompt_token_ids.size, limits, has_max_tokens=request.has_max_tokens)
     prompt = prompt_token_ids.astype(TOKEN_DTYPE).tobytes()
-    return Request(
+    return ResolvedRequest(
         request.prompt_ids[index],
         prompt,
         sampling,
@@ -168,6 +180,7 @@ def resolve_request(
         request.cache_salt,
         request.n,
         is_exact=request.is_exact,
+        tenant=request.tenant,
     )
 
 

@@ -9,14 +9,14 @@ from services.tokenizer.chat.chat_template import load_chat_template
 from services.tokenizer.chat.template_renderer import RendererMaker, TemplateRenderer
 from services.tokenizer.config import TokenizerSettings
 from services.tokenizer.grammar.grammar_child import TrialLimits
-from services.tokenizer.grammar.structured_output import StructuredOutputs
+from services.tokenizer.grammar.structured_output import FormCompiler
 from services.tokenizer.request.model_checks import can_compile_grammars, warn_of_unknown_tokens
 from services.tokenizer.request.prompts import PromptEncoder
 from services.tokenizer.request.reply_parsers import ReplyParsers, load_reply_parsers
 from services.tokenizer.text.detokenizer import TokenTexts, make_token_texts
 from services.tokenizer.text.encoder import Encoder
 from services.tokenizer.text.model_tokenizer import load_tokenizer
-from shared.model_dir import CONFIG, architectures_of, model_digest, read_json
+from shared.model_dir import architectures_of, is_multimodal, model_digest, read_config
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +30,16 @@ class ServedModel:
     prompts: PromptEncoder
     texts: TokenTexts
     reply_parsers: ReplyParsers
-    structured_outputs: StructuredOutputs
+    form_compiler: FormCompiler
     longest_token_bytes: int
     """The most bytes of text that one token can have."""
+    serves_text_only: bool
+    """Whether the model could also read images, video or sound."""
 
     def close(self) -> None:
         """End the processes that render chats and compile grammars."""
         self.prompts.close()
-        self.structured_outputs.close()
+        self.form_compiler.close()
 
 
 def load_model(settings: TokenizerSettings, *, make_renderer: RendererMaker = TemplateRenderer) -> ServedModel:
@@ -51,7 +53,8 @@ def load_model(settings: TokenizerSettings, *, make_renderer: RendererMaker = Te
     tokenizer = model_tokenizer.backend
     warn_of_unknown_tokens(tokenizer, settings.model_dir)
     encoder = Encoder(tokenizer)
-    architecture = next(iter(architectures_of(read_json(settings.model_dir, CONFIG))), "")
+    config = read_config(settings.model_dir)
+    architecture, serves_text_only = next(iter(architectures_of(config)), ""), is_multimodal(config)
     template = load_chat_template(
         model_tokenizer,
         timeout_s=settings.template_timeout_s,
@@ -67,6 +70,7 @@ def load_model(settings: TokenizerSettings, *, make_renderer: RendererMaker = Te
             "tool_parser": parsers.tool_parser,
             "reasoning_parser": parsers.reasoning_parser,
             "chat_template": prompts.template_digest,
+            "serves_text_only": serves_text_only,
         },
     )
     can_compile = can_compile_grammars(tokenizer, settings.model_dir)
@@ -77,6 +81,7 @@ def load_model(settings: TokenizerSettings, *, make_renderer: RendererMaker = Te
         prompts,
         make_token_texts(tokenizer),
         parsers,
-        StructuredOutputs(settings.model_dir, grammar_limits, can_compile=can_compile),
+        FormCompiler(settings.model_dir, grammar_limits, can_compile=can_compile),
         max(len(token.encode()) for token in tokenizer.get_vocab(with_added_tokens=True)),
+        serves_text_only,
     )

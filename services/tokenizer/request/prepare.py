@@ -14,23 +14,24 @@ from services.tokenizer.request.answer_grammars import AnswerGrammar, AnswerGram
 from services.tokenizer.request.bad_words import add_bad_words, spellings
 from services.tokenizer.request.checks import CheckedRequest, Prompt, TokenIds, resolve_request
 from services.tokenizer.request.model import ServedModel
-from services.tokenizer.request.request import Request
+from services.tokenizer.request.resolved_request import ResolvedRequest
 from shared.errors import Violation
-from shared.limits import NO_OPTIONS, ModelLimits, SamplingParams
+from shared.limits import ModelLimits
 from shared.request_fields import fields_under, raise_violations
+from shared.sampling_params import NO_OPTIONS, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
     """One prompt, ready to be submitted."""
 
-    request: Request
+    request: ResolvedRequest
     echo: str
     """What each choice begins with; empty unless requested."""
     make_parser: Callable[[], ReplyParser | None]
     """Makes one choice's reply parser; None if replies are plain text."""
     not_enforced: tuple[str, ...] = ()
-    """See `lockstep.v1.Accepted`."""
+    """JSON pointers to keywords of the schema that are not enforced."""
 
 
 class RequestPreparer:

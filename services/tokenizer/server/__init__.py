@@ -1,1 +1,1 @@
-"""The RPCs that clients call, and the path of the answers."""
+"""The RPCs that clients call."""

@@ -10,21 +10,20 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from services.tokenizer.exchange.logprobs import LogprobQueue
+from services.tokenizer.answer.answer import Choice, Completion, Extras, Generation
+from services.tokenizer.answer.logprobs import LogprobQueue
+from services.tokenizer.answer.request_totals import CANCELLED, RequestTotals
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
 from services.tokenizer.request.checks import CheckedRequest, check_request
 from services.tokenizer.request.model import ServedModel
 from services.tokenizer.request.prepare import PreparedPrompt, RequestPreparer
-from services.tokenizer.server.choice import Choice, Extras
-from services.tokenizer.server.completion import Completion
-from services.tokenizer.server.generation import Generation
 from services.tokenizer.server.live_requests import LiveRequests
-from services.tokenizer.server.request_totals import CANCELLED, RequestTotals
+from shared.client_keys import ANY_CLIENT, Client
 from shared.errors import DeadlinePassedError, InternalError, ServiceError
 from shared.ids import RequestHandle
-from shared.limits import NO_OPTIONS
 from shared.network.rpc import StatusError, reason_of
 from shared.request_fields import check_exactness
+from shared.sampling_params import NO_OPTIONS
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +54,7 @@ class CallTerms:
     """
     facts: Mapping[str, str] = field(default_factory=dict)
     """Further fields of the log line; no text."""
+    client: Client = ANY_CLIENT
 
 
 class GenerateCall:
@@ -81,6 +81,13 @@ class GenerateCall:
         # The fields of the log line: ids, counts and durations, never text.
         self._facts: dict[str, str | int | float] = dict(terms.facts)
         self._default_max_tokens = terms.default_max_tokens
+        self._client = terms.client
+        if terms.client is not ANY_CLIENT:
+            self._facts["tenant"] = self._tenant_name
+
+    @property
+    def _tenant_name(self) -> str:
+        return self._client.tenant.name
 
     async def serve(self, request: tokenizer_pb2.GenerateRequest) -> None:
         """Write all responses.
@@ -104,10 +111,12 @@ class GenerateCall:
         self._live.check_open()
         cell = self._scheduler.cell()
         defaults = self._defaults(cell.default_sampling)
-        request = check_request(message, model_name=self._model.name, limits=cell.limits, defaults=defaults)
+        request = check_request(
+            message, model_name=self._model.name, limits=cell.limits, defaults=defaults, client=self._client
+        )
         self._facts["request_id"] = request.request_id
         check_exactness(cell.exact_fingerprint, is_exact=request.is_exact)
-        with self._live.admit(request.all_ids):
+        with self._live.admit(self._tenant_name, request.all_ids):
             prompts = await self._preparer.prepare(request)
             self._check_deadline()
             return await self._stream(request, prompts)
@@ -125,7 +134,7 @@ class GenerateCall:
 
     async def _stream(self, request: CheckedRequest, prompts: Sequence[PreparedPrompt]) -> str:
         generation = Generation(arrived_at=self._arrived_at, totals=self._totals)
-        self._live.begin(request.request_id, generation)
+        self._live.begin(self._tenant_name, request.request_id, generation)
         handles: list[RequestHandle] = []
         try:
             for index, prompt in enumerate(prompts):
@@ -136,7 +145,7 @@ class GenerateCall:
                 await self._writer.write(response)
         finally:
             for handle in handles:
-                self._scheduler.abort(handle)
+                self._scheduler.requests.abort(handle)
             self._note(generation)
         reasons = sorted({common_pb2.FinishReason.Name(reason) for reason in generation.finish_reasons})
         return ",".join(reason.removeprefix("FINISH_REASON_") for reason in reasons)
@@ -147,7 +156,7 @@ class GenerateCall:
         """Returns the handle to abort it by."""
         choices = [self._make_choice(request, prompt, generation, (index, number)) for number in range(request.n)]
         generation.choices += choices
-        return self._scheduler.submit(
+        return self._scheduler.requests.submit(
             prompt.request, choices, arrived_at=self._arrived_at, deadline_at=self._deadline_at
         )
 
@@ -204,7 +213,7 @@ class GenerateCall:
         if generation.num_resumes:
             self._facts["num_resumes"] = generation.num_resumes
         for choice in generation.choices:
-            self._scheduler.counters.add_resumes(choice.num_resumes, is_exact=choice.resumes_exactly)
+            self._scheduler.requests.counters.add_resumes(choice.num_resumes, is_exact=choice.resumes_exactly)
         if generation.ttft_s is not None:
             self._facts["ttft_ms"] = round(1e3 * generation.ttft_s, 3)
 

@@ -1,4 +1,4 @@
-"""The requests in flight, by id."""
+"""The requests in flight, by tenant and id."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from services.tokenizer.server.generation import Generation
+from services.tokenizer.answer.answer import Generation
 from shared.errors import DrainingError, DuplicateRequestError
 
 logger = logging.getLogger(__name__)
@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 class LiveRequests:
     """Claims request ids, and drains the requests when the service stops.
 
-    Invariant: an id is here from its admission until its request has ended.
+    Invariant: an id is here, with its tenant's name, from its admission until its request has ended.
     """
 
     def __init__(self) -> None:
-        self._generations: dict[str, Generation | None] = {}
+        self._generations: dict[tuple[str, str], Generation | None] = {}
         self._is_draining = False
         self._is_empty = asyncio.Event()
         self._is_empty.set()
@@ -31,28 +31,28 @@ class LiveRequests:
             raise DrainingError("the service is stopping")
 
     @contextmanager
-    def admit(self, request_ids: Sequence[str]) -> Iterator[None]:
-        """Claim ids, all or none, inside the `with` block; the first is the request's own.
+    def admit(self, tenant: str, request_ids: Sequence[str]) -> Iterator[None]:
+        """Claim ids of a tenant, all or none, inside the `with` block; the first is the request's own.
 
         Raises:
-            DuplicateRequestError: a request with one of these ids is in flight.
+            DuplicateRequestError: a request of the tenant with one of these ids is in flight.
         """
         for request_id in request_ids:
-            if request_id in self._generations:
+            if (tenant, request_id) in self._generations:
                 raise DuplicateRequestError("a request with this id is in flight", request_id=request_id)
-        self._generations.update(dict.fromkeys(request_ids))
+        self._generations.update(((tenant, request_id), None) for request_id in request_ids)
         self._is_empty.clear()
         try:
             yield
         finally:
             for request_id in request_ids:
-                del self._generations[request_id]
+                del self._generations[tenant, request_id]
             if not self._generations:
                 self._is_empty.set()
 
-    def begin(self, request_id: str, generation: Generation) -> None:
+    def begin(self, tenant: str, request_id: str, generation: Generation) -> None:
         """An admitted request's answer has begun."""
-        self._generations[request_id] = generation
+        self._generations[tenant, request_id] = generation
 
     async def drain(self, drain_s: float, is_urgent: asyncio.Event) -> None:
         """Refuse new requests and let those in flight finish; ends the rest with DRAINING.

@@ -6,17 +6,19 @@ import grpc
 import numpy as np
 
 from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from services.tokenizer.answer.request_totals import RequestTotals
+from services.tokenizer.answer.whole_answer import WholeAnswer
 from services.tokenizer.chat.chat_request import check_chat
+from services.tokenizer.exchange.linked_cell import LinkedCell
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
-from services.tokenizer.exchange.scheduler_link import Cell
 from services.tokenizer.request.model import ServedModel
 from services.tokenizer.server.generate import CallTerms, GenerateCall, Writer
 from services.tokenizer.server.live_requests import LiveRequests
-from services.tokenizer.server.request_totals import RequestTotals
-from services.tokenizer.server.whole_answer import WholeAnswer
 from services.tokenizer.text_size import check_text
+from shared.client_keys import ClientKeys
 from shared.errors import InvalidRequestError, Violation
 from shared.limits import check_token_ids
+from shared.network.access import client_of
 from shared.network.response_writer import ResponseWriter
 from shared.request_fields import read_time_left
 
@@ -34,13 +36,24 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         *,
         totals: RequestTotals,
         max_unread_s: float,
+        client_keys: ClientKeys | None = None,
     ) -> None:
-        """A request is aborted once its client has read nothing for `max_unread_s`."""
+        """Serve requests.
+
+        Args:
+            model: The served model.
+            scheduler: The link to the cell.
+            live: The requests in flight over all APIs.
+            totals: Where they are counted.
+            max_unread_s: A request is aborted once its client has read nothing for this long.
+            client_keys: What tells whose a request is; None means that clients have no keys.
+        """
         self._model = model
         self._scheduler = scheduler
         self._live = live
         self._totals = totals
         self._max_unread_s = max_unread_s
+        self._client_keys = client_keys
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register with `server`."""
@@ -103,17 +116,18 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             tool_parser=self._model.reply_parsers.tool_parser,
             reasoning_parser=self._model.reply_parsers.reasoning_parser,
             weights_digest=cell.weights_digest,
+            serves_text_only=self._model.serves_text_only,
         )
 
     async def _generate(
         self, request: tokenizer_pb2.GenerateRequest, writer: Writer, context: grpc.aio.ServicerContext
     ) -> None:
         time_left_s = read_time_left(context.time_remaining())
-        terms = CallTerms(time_left_s)
+        terms = CallTerms(time_left_s, client=client_of(self._client_keys, context))
         call = GenerateCall(self._model, self._scheduler, self._live, writer, totals=self._totals, terms=terms)
         await call.serve(request)
 
-    def _cell(self) -> Cell:
+    def _cell(self) -> LinkedCell:
         self._live.check_open()
         return self._scheduler.cell()
 

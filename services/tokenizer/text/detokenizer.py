@@ -17,6 +17,7 @@ from itertools import groupby
 from typing import Protocol
 
 from tokenizers import Tokenizer, decoders
+from typing_extensions import override
 
 _REPLACEMENT = "\ufffd"
 
@@ -91,7 +92,7 @@ def text_table(byte_of: dict[int, bytes]) -> dict[int, str]:
     return table
 
 
-class ByteLevelTexts:
+class ByteLevelTexts(TokenTexts):
     """For byte-level vocabularies: uses tables."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -101,19 +102,19 @@ class ByteLevelTexts:
         self._plain_byte_of = {token_id: data for token_id, data in self._byte_of.items() if token_id not in special}
         self._plain_text_of = {token_id: text for token_id, text in self._text_of.items() if token_id not in special}
 
+    @override
     def detokenizer(self, prompt: Sequence[int] = (), *, skips_special_tokens: bool = True) -> Detokenizer:
-        """See `TokenTexts.detokenizer`."""
         byte_of, text_of = self._byte_of, self._text_of
         if skips_special_tokens:
             byte_of, text_of = self._plain_byte_of, self._plain_text_of
         return _after(prompt, ByteLevelDetokenizer(byte_of, text_of))
 
+    @override
     def bytes_of(self, token_id: int) -> bytes:
-        """See `TokenTexts.bytes_of`."""
         return self._byte_of.get(token_id, b"")
 
 
-class WindowTexts:
+class WindowTexts(TokenTexts):
     """For every other vocabulary: uses the library's decoder."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -127,16 +128,16 @@ class WindowTexts:
         single_bytes = ((token_id, self._single_byte(token, token_id)) for token, token_id in vocabulary)
         self._byte_of = {token_id: byte for token_id, byte in single_bytes if byte is not None}
 
+    @override
     def detokenizer(self, prompt: Sequence[int] = (), *, skips_special_tokens: bool = True) -> Detokenizer:
-        """See `TokenTexts.detokenizer`."""
         decode: Callable[[Sequence[int]], str] = self._tokenizer.decode
         skipped = self._special
         if not skips_special_tokens:
             decode, skipped = partial(self._tokenizer.decode, skip_special_tokens=False), frozenset()
         return _after(prompt, WindowDetokenizer(decode, skipped, self._byte_of, self._context))
 
+    @override
     def bytes_of(self, token_id: int) -> bytes:
-        """See `TokenTexts.bytes_of`."""
         token = self._tokenizer.id_to_token(token_id)
         if token is None or token_id in self._special:
             return (token or "").encode()
@@ -155,7 +156,7 @@ class WindowTexts:
         return byte if text == byte.decode(errors="replace") else None
 
 
-class ByteLevelDetokenizer:
+class ByteLevelDetokenizer(Detokenizer):
     """Looks up texts, or bytes to decode, at a constant cost per token.
 
     Invariant: the pending bytes are the beginning of one character, at most 3 bytes.
@@ -167,8 +168,8 @@ class ByteLevelDetokenizer:
         self._text_of = text_of
         self._pending = b""
 
+    @override
     def push(self, token_ids: Sequence[int]) -> str:
-        """See `Detokenizer.push`."""
         if not self._pending:
             text_of = self._text_of
             try:
@@ -183,14 +184,14 @@ class ByteLevelDetokenizer:
         self._pending = data[num_decoded:]
         return text
 
+    @override
     def flush(self) -> str:
-        """See `Detokenizer.flush`."""
         text, _ = codecs.utf_8_decode(self._pending, "replace", True)
         self._pending = b""
         return text
 
 
-class WindowDetokenizer:
+class WindowDetokenizer(Detokenizer):
     """Decodes the last few ids again, and returns what was added to their text; joins bytes itself.
 
     `decode` replaces every byte of a run of byte tokens if one of them is invalid, which may come after characters that
@@ -227,8 +228,8 @@ class WindowDetokenizer:
         self._held: list[int] = []
         self._bytes = b""
 
+    @override
     def push(self, token_ids: Sequence[int]) -> str:
-        """See `Detokenizer.push`."""
         # Special tokens are useless as context: they have no text, and decoders strip a leading space after them.
         shown = (token_id for token_id in token_ids if token_id not in self._skipped)
         text = ""
@@ -241,8 +242,8 @@ class WindowDetokenizer:
             text += self._take_certain()
         return text
 
+    @override
     def flush(self) -> str:
-        """See `Detokenizer.flush`."""
         return self._take_held() + self._end_bytes()
 
     def _take_certain(self) -> str:

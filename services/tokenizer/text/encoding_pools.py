@@ -89,7 +89,7 @@ class EncodingPools:
 
     @property
     def stuck(self) -> str | None:
-        """See `EncodingPool`."""
+        """What takes too long to end ever, in a few words; None if nothing does."""
         return self.short.stuck or self.long.stuck
 
     def pool_for(self, num_bytes: int) -> EncodingPool:

@@ -16,6 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from shared.model_dir import (
     ADDED_TOKENS,
     CHAT_TEMPLATE,
+    MORE_TEMPLATES,
+    PROCESSOR_TEMPLATE,
     SPECIAL_TOKENS_MAP,
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -26,7 +28,6 @@ from shared.model_dir import (
 
 logger = logging.getLogger(__name__)
 
-_MORE_TEMPLATES = "additional_chat_templates"
 # Lists of special tokens, and the names under which transformers takes them.
 _LISTS = {"additional_special_tokens": "extra_special_tokens", "extra_special_tokens": "extra_special_tokens"}
 # The fields of a named template in tokenizer_config.json.
@@ -118,10 +119,13 @@ def _added_token(content: str, *, special: bool = True, **flags: bool) -> AddedT
 
 def _templates(model_dir: Path, template: object) -> dict[str, str]:
     named: dict[str, Any] = {}
+    name = TOKENIZER_CONFIG
+    if template is None:
+        name, template = PROCESSOR_TEMPLATE, read_json_if_any(model_dir, PROCESSOR_TEMPLATE).get("chat_template")
     if template is not None:
         named = template if isinstance(template, dict) else {"default": template}
     if not all(isinstance(source, str) for source in named.values()):
-        raise ModelDirectoryError(f"{model_dir / TOKENIZER_CONFIG}: chat_template is not a string")
+        raise ModelDirectoryError(f"{model_dir / name}: chat_template is not a string")
     return named
 
 
@@ -134,7 +138,7 @@ def _find_fault(model_dir: Path, fault: Exception) -> ModelDirectoryError:
     path = model_dir / TOKENIZER
     try:
         Tokenizer.from_file(str(path))
-        for path in (model_dir / CHAT_TEMPLATE, *(model_dir / _MORE_TEMPLATES).glob("*.jinja")):
+        for path in (model_dir / CHAT_TEMPLATE, *(model_dir / MORE_TEMPLATES).glob("*.jinja")):
             if path.exists():
                 path.read_text(encoding="utf-8")
     except Exception as error:  # noqa: BLE001 - the library raises bare exceptions

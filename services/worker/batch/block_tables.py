@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from services.worker.step import Int32Column
 from shared.errors import StepMismatchError
+from shared.step.columns import Int32Column
 
 _FIRST_WIDTH = 16
 

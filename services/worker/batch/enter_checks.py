@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.worker.step import EnteringSequence, Int32Column
+import numpy as np
+
 from shared.errors import InvalidRequestError, StepMismatchError
-from shared.limits import ModelLimits, SamplingParams, check_sampling
+from shared.limits import ModelLimits
+from shared.sampling_params import check_sampling
+from shared.step.columns import Int32Column
+from shared.step.step import EnteringSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +37,9 @@ def check_enter(enter: EnteringSequence, limits: BatchLimits, *, needs_all_token
     `needs_all_tokens` requires the cached token ids, whatever the options.
     """
     slot = enter.chunk.slot
-    num_tokens = enter.num_cached_tokens + len(enter.chunk.token_ids) + enter.chunk.num_later_tokens
+    num_tokens = enter.num_cached_tokens + enter.chunk.num_tokens + enter.chunk.num_later_tokens
     require(0 <= slot < limits.max_num_seqs, "a slot is out of range", slot=slot, limit=limits.max_num_seqs)
-    require(len(enter.chunk.token_ids) > 0, "a sequence enters without tokens to compute", slot=slot)
+    require(enter.chunk.num_tokens > 0, "a sequence enters without tokens to compute", slot=slot)
     require(num_tokens <= limits.context_length, "a sequence is longer than the context", slot=slot)
     require(
         enter.num_cached_tokens >= 0 and enter.num_cached_tokens % limits.block_size == 0,
@@ -60,14 +64,15 @@ def check_token_ids(slot: int, token_ids: Int32Column, limits: BatchLimits) -> N
 
 
 def _check_cached_tokens(enter: EnteringSequence, limits: BatchLimits, *, needs_all_tokens: bool) -> None:
-    options, slot, num_told = enter.options, enter.chunk.slot, len(enter.cached_token_ids)
+    options, slot, cached_token_ids = enter.params.options, enter.chunk.slot, enter.cached_token_ids
+    num_told = len(cached_token_ids)
     needs_all_tokens = needs_all_tokens or (options is not None and options.needs_all_tokens)
     require(
         num_told == enter.num_cached_tokens or (num_told == 0 and not needs_all_tokens),
         "cached_token_ids does not have one id per cached token",
         slot=slot,
     )
-    check_token_ids(slot, enter.cached_token_ids, limits)
+    check_token_ids(slot, cached_token_ids, limits)
     require(
         enter.num_cached_tokens == 0 or options is None or options.num_prompt_logprobs is None,
         "prompt log-probabilities are requested for a prompt with cached tokens",
@@ -76,16 +81,10 @@ def _check_cached_tokens(enter: EnteringSequence, limits: BatchLimits, *, needs_
 
 
 def _check_sampling(enter: EnteringSequence, limits: BatchLimits) -> None:
-    check_token_ids(enter.chunk.slot, enter.stop_token_ids, limits)
-    params = SamplingParams(
-        max_tokens=enter.max_num_tokens - enter.num_prompt_tokens,
-        temperature=enter.temperature,
-        top_k=enter.top_k,
-        top_p=enter.top_p,
-        options=enter.options,
-    )
+    if enter.stop_token_ids:
+        check_token_ids(enter.chunk.slot, np.array(enter.stop_token_ids), limits)
     model_limits = ModelLimits(limits.context_length, limits.logits_width, limits.num_blocks * limits.block_size)
     try:
-        check_sampling(params, model_limits)
+        check_sampling(enter.params, model_limits)
     except InvalidRequestError as error:
         raise StepMismatchError(error.message, slot=enter.chunk.slot) from error

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from services.worker.forward.staging import HostArrays
-from services.worker.step import EnteringSequence, Int32Column
+from shared.step.columns import Int32Column
+from shared.step.step import EnteringSequence
 
 _IntArray = npt.NDArray[np.integer[Any]]
 # Slots, columns, block ids.
@@ -31,9 +32,10 @@ class SlotChanges:
         `is_edited` says that its logits are changed before it is drawn, so the draw from what they are before costs
         as little as possible.
         """
-        num_blocks = len(enter.block_ids)
+        block_ids = enter.block_ids
+        num_blocks = len(block_ids)
         self._enters.append((enter, is_edited))
-        self.append_blocks(np.full(num_blocks, enter.chunk.slot), np.arange(num_blocks), enter.block_ids)
+        self.append_blocks(np.full(num_blocks, enter.chunk.slot), np.arange(num_blocks), block_ids)
 
     def append_blocks(self, slots: _IntArray, columns: _IntArray, block_ids: Int32Column) -> None:
         """Blocks are written at these (slot, column) of the block tables."""
@@ -58,14 +60,15 @@ class SlotChanges:
 
 
 def _entered(enters: list[tuple[EnteringSequence, bool]]) -> HostArrays:
-    temperature = [0.0 if is_edited else enter.temperature for enter, is_edited in enters]
-    sequences = [enter for enter, _ in enters]
-    min_p = [0.0 if enter.options is None else enter.options.min_p for enter in sequences]
+    temperatures = [0.0 if is_edited else enter.params.temperature for enter, is_edited in enters]
+    params = [enter.params for enter, _ in enters]
+    min_ps = [0.0 if each.options is None else each.options.min_p for each in params]
     return {
-        "entered_slots": np.array([enter.chunk.slot for enter in sequences], np.int64),
-        "entered_filters": np.array([temperature, [enter.top_p for enter in sequences], min_p], np.float32),
-        "entered_top_k": np.array([enter.top_k for enter in sequences], np.int32),
-        "entered_noise": np.array(
-            [[enter.seed for enter in sequences], [enter.choice for enter in sequences]], np.uint64
-        ).view(np.int64),
+        "entered_slots": np.array([enter.chunk.slot for enter, _ in enters], np.int64),
+        "entered_temperature": np.array(temperatures, np.float32),
+        "entered_top_k": np.array([each.top_k for each in params], np.int32),
+        "entered_top_p": np.array([each.top_p for each in params], np.float32),
+        "entered_min_p": np.array(min_ps, np.float32),
+        "entered_seed": np.array([each.seed for each in params], np.uint64).view(np.int64),
+        "entered_choice": np.array([enter.choice for enter, _ in enters], np.int64),
     }

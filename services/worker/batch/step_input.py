@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from services.worker.batch.replay import ReplayedChunk
 from services.worker.forward.staging import HostArrays
-from services.worker.step import Int32Column, PrefillChunk
+from shared.step.columns import Int32Column
+from shared.step.step import PrefillChunk
 
 _NO_SLOTS: Int32Column = np.empty(0, np.int32)
 
@@ -90,7 +90,6 @@ class StepInput:
     draft_token_ids: Int32Column = field(default_factory=lambda: _NO_SLOTS)  # [num_drafts], row after row
     draft_counts: Int32Column | None = None  # [num_rows], drafts of each row; None means that no row has any
     scored_chunks: tuple[ScoredChunk, ...] = ()
-    replayed_chunks: tuple[ReplayedChunk, ...] = ()
 
     @classmethod
     def dummy(cls, *, is_prefill: bool, table_width: int, changes: HostArrays) -> StepInput:

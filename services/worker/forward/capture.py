@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from shared.limits import GRAPH_BATCH_SIZES
 
@@ -43,7 +44,7 @@ class Capture(Protocol):
         """
 
 
-class CudaCapture:
+class CudaCapture(Capture):
     """CUDA and HIP graphs in one memory pool; see `Capture`. The smaller ones reuse the memory of the largest."""
 
     batch_sizes = GRAPH_BATCH_SIZES
@@ -62,8 +63,8 @@ class CudaCapture:
         self._pool = None
         self._results.clear()
 
+    @override
     def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """See `Capture`."""
         # Compiles kernels and fills the libraries' workspaces, neither of which may happen during a capture.
         result = compute()
         if self._pool is None:

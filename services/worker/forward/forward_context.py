@@ -49,7 +49,7 @@ class AttentionPlanner(Protocol):
     """The part of `Ops` that plans attention."""
 
     def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> AttentionPlan:
-        """See `Ops.plan_attention`."""
+        """Prepare what all layers' attention of this step has in common."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,25 @@ class DpMetadata:
 
 
 UNCOUPLED = DpMetadata()
+
+
+class ContextSelection:
+    """The positions that a pass's tokens attend to in sparse attention, as the latest layer with an indexer selected.
+
+    Layers without one attend to the same. Nothing is kept from one pass to the next, unless the next one is `pinned`.
+    """
+
+    __slots__ = ("is_pinned", "positions")
+
+    def __init__(self) -> None:
+        self.positions: Tensor | None = None
+        """From `Ops.select_context`; None means that every token attends to all tokens up to itself."""
+        self.is_pinned = False
+        """Whether all layers take `positions` as they are."""
+
+    def pin(self, positions: Tensor) -> None:
+        """Let all layers attend to `positions`, whatever an indexer would select."""
+        self.positions, self.is_pinned = positions, True
 
 
 class Progress:
@@ -97,6 +116,7 @@ class ForwardContext:
     plan: AttentionPlan
     dp: DpMetadata = UNCOUPLED
     progress: Progress = field(default_factory=Progress)
+    selection: ContextSelection = field(default_factory=ContextSelection)
 
     @classmethod
     def for_step(

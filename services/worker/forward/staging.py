@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 HostArrays = dict[str, npt.NDArray[Any]]
 """Arrays of one transfer to the device, by name."""
@@ -58,8 +59,8 @@ class Staging(Protocol):
         """What was downloaded. It belongs to the caller."""
 
 
-class SharedStaging:
-    """Where the host is the device: nothing is copied. See `Staging`."""
+class SharedStaging(Staging):
+    """Staging where the host is the device: nothing is copied."""
 
     def __init__(self) -> None:
         self._arrays: HostArrays = {}
@@ -69,20 +70,20 @@ class SharedStaging:
         """See `Staging`; the arrays must not be written afterwards."""
         self._arrays = arrays
 
+    @override
     def upload(self) -> dict[str, Tensor]:
-        """See `Staging`."""
         return {name: torch.from_numpy(values) for name, values in self._arrays.items()}
 
     def download(self, results: Sequence[Tensor]) -> None:
         """See `Staging`; they must not be written afterwards."""
         self._results = results
 
+    @override
     def read(self) -> list[npt.NDArray[Any]]:
-        """See `Staging`."""
         return [result.numpy() for result in self._results]
 
 
-class PinnedStaging:
+class PinnedStaging(Staging):
     """One piece of host memory each way, so that a step needs one transfer to the device. See `Staging`.
 
     It may serve another step only when the work of this one is done and its results were read.
@@ -99,8 +100,8 @@ class PinnedStaging:
         # Views of `_incoming`.
         self._results: list[Tensor] = []
 
+    @override
     def pack(self, arrays: HostArrays) -> None:
-        """See `Staging`."""
         self._places, self._num_bytes, self._results = [], 0, []
         for name, values in arrays.items():
             self._places.append((name, self._num_bytes, values))
@@ -110,8 +111,8 @@ class PinnedStaging:
         for _, start, values in self._places:
             memory[start : start + values.nbytes].view(values.dtype)[:] = values.ravel()
 
+    @override
     def upload(self) -> dict[str, Tensor]:
-        """See `Staging`."""
         there = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
         there.copy_(self._outgoing[: self._num_bytes], non_blocking=True)
         return {
@@ -119,8 +120,8 @@ class PinnedStaging:
             for name, start, values in self._places
         }
 
+    @override
     def download(self, results: Sequence[Tensor]) -> None:
-        """See `Staging`."""
         self._incoming = self._at_least(sum(_aligned(result.nbytes) for result in results), self._incoming)
         start = 0
         for result in results:
@@ -128,8 +129,8 @@ class PinnedStaging:
             self._results.append(here.copy_(result, non_blocking=True))
             start += _aligned(result.nbytes)
 
+    @override
     def read(self) -> list[npt.NDArray[Any]]:
-        """See `Staging`."""
         return [result.numpy().copy() for result in self._results]
 
     def _at_least(self, num_bytes: int, memory: Tensor) -> Tensor:

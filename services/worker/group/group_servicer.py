@@ -26,9 +26,9 @@ from services.worker.group.link import Link, LinkEnd, checksum, parse_layout
 from services.worker.layout import RankLayout
 from services.worker.parallel.rendezvous import Rendezvous
 from services.worker.process.exits import DomainEnd, ExitCode
-from services.worker.step import StepOutput
 from shared.errors import GroupMismatchError, InternalError
 from shared.release import find_release
+from shared.step.step import StepResult
 
 if TYPE_CHECKING:
     from services.worker.runner.model_runner import ModelRunner
@@ -170,7 +170,7 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
             for member in members:
                 member.link.send(message)
 
-    async def agree(self, output: StepOutput) -> None:
+    async def agree(self, output: StepResult) -> None:
         """Return when every member has drawn the leader's tokens.
 
         Raises:

@@ -13,8 +13,8 @@ import grpc
 
 from lockstep.internal.v1 import worker_pb2
 from services.worker.layout import RankLayout
-from services.worker.step import StepOutput
 from shared.network.heartbeat import Silence, next_beat_at
+from shared.step.step import StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class Link(Generic[MessageT]):
             await write(await self._outbox.get())
 
 
-def checksum(output: StepOutput) -> int:
+def checksum(output: StepResult) -> int:
     """CRC-32 of drawn tokens and counts in wire format; equal on all ranks of a group."""
     tokens = zlib.crc32(output.token_ids.astype("<i4", copy=False).tobytes())
     return tokens if output.counts is None else zlib.crc32(output.counts.astype("<i4", copy=False).tobytes(), tokens)

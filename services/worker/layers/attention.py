@@ -33,6 +33,8 @@ class Attention:
     """None means that heads are not normalised."""
     kv_scales: tuple[Tensor, ...] = ()
     """Of keys and of values, [1] float32 each, where the cache holds them in float8_e4m3fn; none otherwise."""
+    query_scales: Tensor | None = None
+    """[context_length], the model's dtype: what queries are multiplied by, by position; None means by nothing."""
 
     def __call__(self, x: Tensor, rope: RopeRows) -> Tensor:
         """[T, hidden] to a new [T, hidden]; writes the cache."""
@@ -41,6 +43,8 @@ class Attention:
         num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
         qkv = self.qkv(x).view(x.shape[0], num_heads + 2 * num_kv_heads, -1)
         ops.norm_rope_write(qkv, self.norms, rope, num_heads=num_heads, cache=cache, plan=context.plan)
+        if self.query_scales is not None:
+            qkv.narrow(1, 0, num_heads).mul_(self.query_scales.index_select(0, rope.positions)[:, None, None])
         if context.attention.is_prefill:
             query, key, value = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
             attended = ops.prefill_attention(query, key, value, cache, context.plan, self.params)

@@ -81,7 +81,7 @@ class ExpertParallel:
         self._gathered = GatheredExperts(ops, parts, local=local_experts(num_experts, ep.rank, ep.size), tp=tp, ep=ep)
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-        """See `moe.Experts`."""
+        """The experts' weighted sum for each token, over all EP ranks."""
         graph_batch_size = get_forward_context().dp.graph_batch_size
         if graph_batch_size:
             assert len(x) == graph_batch_size, "the tokens are not those of the step's graph"

@@ -38,7 +38,7 @@ class GatheredExperts:
     def __init__(
         self, ops: Ops, parts: Sequence[ExpertsKernel], *, local: range, tp: Communicator, ep: Communicator
     ) -> None:
-        """See `ExpertParallel`; `local` are the numbers of this rank's experts."""
+        """Share the experts of `parts` out over `ep`; `local` are the numbers of this rank's experts."""
         self._ops = ops
         self._parts = list(parts)
         self._local = local
@@ -46,7 +46,7 @@ class GatheredExperts:
         self._ep = ep
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-        """See `moe.Experts`."""
+        """The experts' weighted sum for each token: [T, hidden] to a new tensor of its shape."""
         num_tokens, num_chosen = expert_ids.shape
         share = -(-num_tokens // self._tp.size)
         num_added = share * self._tp.size - num_tokens

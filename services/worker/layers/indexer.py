@@ -1,8 +1,8 @@
-"""DeepSeek-V3.2's lightning indexer: a small attention that selects what the main attention attends to.
+"""The lightning indexer of DeepSeek-V3.2 and GLM-5: a small attention that selects what the main one attends to.
 
 Source: DeepSeek-V3.2-Exp, "Boosting Long-Context Efficiency with DeepSeek Sparse Attention", section 2.1; transformers'
-`DeepseekV32Indexer`. As there, nothing is rounded to FP8, nor multiplied by DeepSeek's Hadamard matrix, which leaves
-products unchanged.
+`DeepseekV32Indexer` and `GlmMoeDsaIndexer`. As there, nothing is rounded to FP8, nor multiplied by DeepSeek's Hadamard
+matrix, which leaves products unchanged.
 """
 
 from __future__ import annotations

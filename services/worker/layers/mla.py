@@ -86,7 +86,8 @@ class LatentAttention:
             layer: Index in the cache.
             sizes: With this rank's number of heads.
             scale: Multiplies the products of queries and keys.
-            indexer: None means that each token attends to all tokens up to itself.
+            indexer: None means that each token attends to what the last layer with an indexer selected, or to all
+                tokens up to itself if no layer has one.
         """
         self._ops = ops
         self._layer = layer
@@ -106,16 +107,16 @@ class LatentAttention:
         ops.rope(rotated, rope)
         ops.rope(latent[:, None, sizes.latent_dim :], rope)
         ops.write_cache(latent, latent_cache, context.plan)
-        selected = None
-        if self._indexer is not None:
-            selected = self._indexer(x, query_source, rope, index_cache[0])
+        selection = context.selection
+        if self._indexer is not None and not selection.is_pinned:
+            selection.positions = self._indexer(x, query_source, rope, index_cache[0])
         attended = ops.mla_attention(
             torch.cat((projections.absorb(plain), rotated), dim=-1),
             latent_cache,
             context.plan,
             scale=self._scale,
             value_dim=sizes.latent_dim,
-            selected=selected,
+            selected=selection.positions,
         )
         return projections.output(projections.expand(attended).flatten(1))
 

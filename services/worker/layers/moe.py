@@ -37,14 +37,14 @@ class Router:
 
 
 class SplitExperts:
-    """One layer's experts, each split over the TP ranks. See `Experts`."""
+    """One layer's experts, each split over the TP ranks."""
 
     def __init__(self, kernel: ExpertsKernel, tp: Communicator) -> None:
         self._kernel = kernel
         self._tp = tp
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-        """See `Experts`."""
+        """The experts' weighted sum for each token, over all TP ranks."""
         return self._tp.all_reduce(self._kernel(x, expert_ids, expert_weights))
 
 

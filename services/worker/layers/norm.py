@@ -8,7 +8,7 @@ from services.worker.ops import Ops
 
 
 class RmsNorm:
-    """See `Ops.rms_norm`."""
+    """Root-mean-square norm, with `Ops.rms_norm`."""
 
     def __init__(self, ops: Ops, weight: Tensor, eps: float) -> None:
         """Copy `weight` [hidden], or [D] for a norm of heads."""
@@ -26,7 +26,7 @@ class RmsNorm:
 
 
 class LayerNorm:
-    """See `Ops.layer_norm`."""
+    """Norm of mean and variance, with `Ops.layer_norm`."""
 
     def __init__(self, ops: Ops, weight: Tensor, bias: Tensor, eps: float) -> None:
         """Copy `weight` and `bias`, both [D]."""

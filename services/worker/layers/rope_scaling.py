@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 
 class RopeScaling(Protocol):
@@ -27,37 +28,37 @@ class RopeScaling(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PlainRope:
+class PlainRope(RopeScaling):
     """No scaling. Source: arXiv:2104.09864, section 3.2.2."""
 
+    @override
     @property
     def attention_factor(self) -> float:
-        """See `RopeScaling`."""
         return 1.0
 
+    @override
     def angles(self, theta: float, rotary_dim: int, positions: Tensor) -> Tensor:
-        """See `RopeScaling`."""
         return torch.outer(positions, 1.0 / theta ** _exponents(rotary_dim))
 
 
 @dataclass(frozen=True, slots=True)
-class LinearScaling:
+class LinearScaling(RopeScaling):
     """Divides every frequency by `factor`. Source: arXiv:2306.15595, equation 4."""
 
     factor: float
 
+    @override
     @property
     def attention_factor(self) -> float:
-        """See `RopeScaling`."""
         return 1.0
 
+    @override
     def angles(self, theta: float, rotary_dim: int, positions: Tensor) -> Tensor:
-        """See `RopeScaling`."""
         return torch.outer(positions, 1.0 / theta ** _exponents(rotary_dim) / self.factor)
 
 
 @dataclass(frozen=True, slots=True)
-class DynamicNtkScaling:
+class DynamicNtkScaling(RopeScaling):
     """Increases the base with the length: a token beyond `original_max_positions` is rotated as if it were the last.
 
     So rotations depend only on the position, and cached keys stay valid. transformers gives the same if a sequence
@@ -69,13 +70,13 @@ class DynamicNtkScaling:
     factor: float
     original_max_positions: int
 
+    @override
     @property
     def attention_factor(self) -> float:
-        """See `RopeScaling`."""
         return 1.0
 
+    @override
     def angles(self, theta: float, rotary_dim: int, positions: Tensor) -> Tensor:
-        """See `RopeScaling`."""
         lengths = (positions + 1).clamp(min=self.original_max_positions)
         stretch = self.factor * lengths / self.original_max_positions - (self.factor - 1)
         bases = theta * stretch ** (rotary_dim / (rotary_dim - 2))
@@ -83,7 +84,7 @@ class DynamicNtkScaling:
 
 
 @dataclass(frozen=True, slots=True)
-class Llama3Scaling:
+class Llama3Scaling(RopeScaling):
     """Stretches long wavelengths by `factor`, keeps short ones, and blends in between.
 
     Source: Llama 3.1's reference code, `apply_scaling` in models/llama3/reference_impl/model.py.
@@ -94,13 +95,13 @@ class Llama3Scaling:
     high_freq_factor: float
     original_max_positions: int
 
+    @override
     @property
     def attention_factor(self) -> float:
-        """See `RopeScaling`."""
         return 1.0
 
+    @override
     def angles(self, theta: float, rotary_dim: int, positions: Tensor) -> Tensor:
-        """See `RopeScaling`."""
         return torch.outer(positions, self._scaled(1.0 / theta ** _exponents(rotary_dim)))
 
     def _scaled(self, frequencies: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, slots=True)
-class YarnScaling:
+class YarnScaling(RopeScaling):
     """Interpolates pairs that rotate fewer than `beta_slow` times within the original length, keeps those above
     `beta_fast`, blends in between, and scales cosines and sines.
 
@@ -153,8 +154,8 @@ class YarnScaling:
         """Multiplies the softmax scale in multi-head latent attention. Source: transformers' DeepSeek-V3."""
         return self._temperature(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
+    @override
     def angles(self, theta: float, rotary_dim: int, positions: Tensor) -> Tensor:
-        """See `RopeScaling`."""
         wavelengths = theta ** _exponents(rotary_dim)
         first, last = self._blended_pairs(theta, rotary_dim)
         ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)

@@ -73,7 +73,7 @@ class RopeConfig:
 
     @property
     def score_factor(self) -> float:
-        """See `YarnScaling.score_factor`."""
+        """What the softmax scale of multi-head latent attention is multiplied by; 1 without YaRN."""
         return self.scaling.score_factor if isinstance(self.scaling, YarnScaling) else 1.0
 
     def rotary_dim(self, head_dim: int) -> int:

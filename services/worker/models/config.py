@@ -3,13 +3,38 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+from typing_extensions import override
 
 from shared.model_dir import ModelDirectoryError
 
+_NO_DEFAULTS: Mapping[str, Any] = {}
+
 # Above any real model's sizes. Python's integers are unbounded, tensor sizes are not.
 _HIGHEST = 2**48
+
+
+class _WithDefaults(Mapping[str, Any]):
+    """A config.json with a family's defaults for what is absent or null. It reads no key before it is asked for."""
+
+    def __init__(self, json: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self._json = json
+        self._defaults = defaults
+
+    @override
+    def __getitem__(self, name: str) -> Any:
+        value = self._json.get(name)
+        return self._defaults[name] if value is None and name in self._defaults else self._json[name]
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._defaults, **self._json})
+
+    @override
+    def __len__(self) -> int:
+        return len({**self._defaults, **self._json})
 
 
 class ConfigValues:
@@ -22,8 +47,10 @@ class ConfigValues:
             not supported, out of range or contradicts another.
     """
 
-    def __init__(self, json: Mapping[str, Any]) -> None:
-        self.json = json
+    def __init__(self, json: Mapping[str, Any], defaults: Mapping[str, Any] = _NO_DEFAULTS) -> None:
+        """Read `json`; `defaults` are the family's, for what has none of its names there, or null."""
+        self._file = json
+        self.json = _WithDefaults(json, defaults) if defaults else json
 
     def __contains__(self, name: str) -> bool:
         return self.json.get(name) is not None
@@ -99,9 +126,10 @@ class ConfigValues:
 
     def _find(self, names: tuple[str, ...], default: object) -> tuple[str, Any]:
         """The first name present, and its value."""
-        for name in names:
-            if name in self:
-                return name, self.json[name]
+        for values in (self._file, self.json):
+            for name in names:
+                if values.get(name) is not None:
+                    return name, values[name]
         if default is None:
             is_null = any(name in self.json for name in names)
             raise ModelDirectoryError(f"config.json: {' or '.join(names)} is {'null' if is_null else 'missing'}")

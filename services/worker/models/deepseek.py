@@ -54,8 +54,10 @@ def load_deepseek(
 
     layers = [load_layer(layer) for layer in range(config.num_layers)]
     blocks = [load_layer(layer) for layer in mtp_layers]
-    kv_layers = [attention.layer_cache(shard.weights.dtype)] * (len(layers) + len(blocks))
+    kv_layers = [attention.layer_cache(layer, shard.weights.dtype) for layer in range(len(layers) + len(blocks))]
     rotary = load_latent_rotary(shard, config, attention)
-    model = DecoderModel(shard, config, layers=layers, rotary=rotary, kv_layers=kv_layers)
-    model.mtp = load_mtp(shard, config, model, blocks=blocks)
+    model = DecoderModel(shard, config, layers=layers, rotaries=[rotary] * len(layers), kv_layers=kv_layers)
+    indexer = attention.indexer
+    num_shared = indexer.num_selected if indexer is not None and indexer.is_shared_by_drafts else 0
+    model.mtp = load_mtp(shard, config, model, blocks=blocks, num_shared_positions=num_shared)
     return model

@@ -18,7 +18,7 @@ from shared.model_dir import ModelDirectoryError
 
 
 def load_deepseek_v2(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """See `ModelLoader`."""
+    """Load a rank's part of the model; raises as `ModelLoader` says."""
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)
     has_bias = values.flag("mlp_bias", default=False)

@@ -17,7 +17,7 @@ _PARTIAL_ROTARY_FACTOR = 0.5
 
 
 def load_glm4_moe(config: Mapping[str, Any], shard: Shard, *, with_mtp: bool = False) -> DecoderModel:
-    """See `load_deepseek_v3` and `ModelLoader`."""
+    """Load a rank's part of the model; `with_mtp` adds the layers that draft."""
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values, default_partial_factor=_PARTIAL_ROTARY_FACTOR)
     mtp_numbers = mtp_layers_to_load(values, common, shard.weights, with_mtp=with_mtp)
@@ -37,7 +37,7 @@ def load_glm4_moe(config: Mapping[str, Any], shard: Shard, *, with_mtp: bool = F
 
     layers = [load_layer(layer) for layer in range(common.num_layers)]
     blocks = [load_layer(layer) for layer in mtp_numbers]
-    rotary, kv_layers = load_rotary(shard, common, attention.heads), attention.kv_layers(shard)
-    model = DecoderModel(shard, common, layers=layers, rotary=rotary, kv_layers=kv_layers)
+    rotary, kv_layers = load_rotary(shard, common, attention.heads), attention.kv_layers(shard, common.context_length)
+    model = DecoderModel(shard, common, layers=layers, rotaries=[rotary] * len(layers), kv_layers=kv_layers)
     model.mtp = load_mtp(shard, common, model, blocks=blocks)
     return model

@@ -42,7 +42,7 @@ _LIMIT = 7.0
 
 
 def load_gpt_oss(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """See `ModelLoader`."""
+    """Load a rank's part of the model; raises as `ModelLoader` says."""
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values, default_theta=_ROPE_THETA, default_rope=_ROPE)
     has_bias = values.flag("attention_bias", default=True)

@@ -23,7 +23,7 @@ _MAX_WINDOW_LAYERS = 28
 
 
 def load_llama(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """Biases are settings. See `ModelLoader`."""
+    """Biases are settings. Raises as `ModelLoader` says."""
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)
     has_bias = values.flag("attention_bias", default=False)
@@ -49,19 +49,32 @@ def load_mistral(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
     return load_dense_model(shard, values, common, attention=attention)
 
 
-def load_qwen2(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """Query, key and value have biases, upper layers maybe windows. See `ModelLoader`."""
+def load_qwen2(
+    config: Mapping[str, Any],
+    shard: Shard,
+    *,
+    default_theta: float = 10000.0,
+    default_first: int = _MAX_WINDOW_LAYERS,
+) -> DecoderModel:
+    """Query, key and value have biases, upper layers maybe windows. Raises as `ModelLoader` says.
+
+    Args:
+        config: config.json.
+        shard: The rank's part.
+        default_theta: The base of rotations, where the configuration does not say.
+        default_first: The first layer with a window, likewise.
+    """
     values = ConfigValues(config)
-    common = DecoderConfig.from_json(values)
-    windows = qwen_windows(values, common.num_layers)
+    common = DecoderConfig.from_json(values, default_theta=default_theta)
+    windows = qwen_windows(values, common.num_layers, default_first=default_first)
     attention = AttentionConfig(AttentionHeads.from_json(values), windows, has_qkv_bias=True)
     return load_dense_model(shard, values, common, attention=attention)
 
 
-def qwen_windows(values: ConfigValues, num_layers: int) -> list[int | None]:
+def qwen_windows(values: ConfigValues, num_layers: int, *, default_first: int = _MAX_WINDOW_LAYERS) -> list[int | None]:
     """Windows of Qwen2's and Qwen3's layers, by `layer_types` or else from `max_window_layers` on."""
     window = qwen_window(values)
-    first = values.count("max_window_layers", default=_MAX_WINDOW_LAYERS)
+    first = values.count("max_window_layers", default=default_first)
     types = [SLIDING if window is not None and layer >= first else FULL for layer in range(num_layers)]
     return windows_by_type(values, window, types)
 

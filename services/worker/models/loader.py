@@ -26,7 +26,8 @@ from services.worker.weights.tensor_digests import Hashing
 from services.worker.weights.weight_files import WeightFiles
 from shared.limits import ModelLimits
 from shared.missing_files import ADAPTER
-from shared.model_dir import CONFIG, TOKENIZER, eos_token_ids, model_digest, read_json
+from shared.model_dir import CONFIG, TOKENIZER, eos_token_ids, is_multimodal, model_digest, read_config
+from shared.text_models import text_name
 
 # Stored by some checkpoints but read by no model.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -114,15 +115,18 @@ def load_model(
             the range for requests.
         RuntimeError: another rank was lost.
     """
-    config = read_json(model_dir, CONFIG)
+    config = read_config(model_dir)
     build = loader_for(config, with_mtp=options.with_mtp)
     _warn_of_adapter(model_dir)
+    if is_multimodal(config):
+        logger.info("only the text of the model is served", extra={"directory": str(model_dir)})
     eos_ids = eos_token_ids(model_dir)
     if options.dummy_seed is None:
         digest = model_digest(model_dir)
         readers = options.readers or parallel.ep or parallel.tp
         hashing = Hashing(readers, options.device, ops.num_threads)
-        with WeightFiles(model_dir, on_progress, hashing=hashing) as files:
+        name_of = text_name if is_multimodal(config) else str
+        with WeightFiles(model_dir, on_progress, hashing=hashing, name_of=name_of) as files:
             weights: ModelWeights = _checkpoint(files, config, ops, dtype, options)
             model = _build_complete(build, config, Shard(ops, weights, parallel, options.kv_dtype))
             weights_digest = files.digest()

@@ -19,7 +19,7 @@ _EXPERT_NAMES = ("w1", "w3", "w2")
 
 
 def load_mixtral(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """See `ModelLoader`."""
+    """Load a rank's part of the model; raises as `ModelLoader` says."""
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values, default_theta=_ROPE_THETA)
     windows = [values.optional_size("sliding_window")] * common.num_layers

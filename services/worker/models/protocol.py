@@ -17,6 +17,8 @@ class MtpLayers(Protocol):
     """
 
     num_layers: int
+    num_shared_positions: int
+    """The most positions that the first draft attends to where the later ones attend to the same; otherwise 0."""
 
     def forward(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, layer: int) -> Tensor:
         """Hidden states [T, hidden], the input of `compute_logits` and of the next call. Runs in a `forward_context`.

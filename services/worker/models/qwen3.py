@@ -16,7 +16,7 @@ _HEAD_DIM = 128
 
 
 def load_qwen3(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """See `ModelLoader`."""
+    """Load a rank's part of the model; raises as `ModelLoader` says."""
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)
     has_bias = values.flag("attention_bias", default=False)

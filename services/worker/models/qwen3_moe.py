@@ -15,7 +15,7 @@ from services.worker.ops import RouterScore, RoutingRule
 
 
 def load_qwen3_moe(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """See `ModelLoader`."""
+    """Load a rank's part of the model; raises as `ModelLoader` says."""
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)
     has_bias = values.flag("attention_bias", default=False)
@@ -26,7 +26,7 @@ def load_qwen3_moe(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
         has_output_bias=has_bias,
         has_head_norms=True,
     )
-    dense_layers = _dense_layers(values, common.num_layers)
+    dense_layers = moe_dense_layers(values, common.num_layers)
     feed_forward = FeedForwardConfig.from_json(values, dense_layers, _read_sparse(values))
 
     def load_feed_forward(layer: int) -> FeedForward:
@@ -45,7 +45,7 @@ def _read_sparse(values: ConfigValues) -> SparseConfig:
     return SparseConfig(num_experts=num_experts, inner_size=values.size("moe_intermediate_size"), rule=rule)
 
 
-def _dense_layers(values: ConfigValues, num_layers: int) -> frozenset[int]:
+def moe_dense_layers(values: ConfigValues, num_layers: int) -> frozenset[int]:
     """All layers except every `decoder_sparse_step`-th one, plus those in `mlp_only_layers`."""
     step = values.size("decoder_sparse_step", default=1)
     sparse_layers = frozenset(range(step - 1, num_layers, step)) - frozenset(values.counts("mlp_only_layers"))

@@ -10,19 +10,25 @@ from services.worker.layers.shard import Shard
 from services.worker.models.deepseek_v2 import load_deepseek_v2
 from services.worker.models.deepseek_v3 import load_deepseek_v3
 from services.worker.models.deepseek_v32 import load_deepseek_v32
+from services.worker.models.gemma3 import load_gemma3
 from services.worker.models.glm4_moe import load_glm4_moe
+from services.worker.models.glm4_moe_lite import load_glm4_moe_lite
+from services.worker.models.glm_moe_dsa import load_glm_moe_dsa
 from services.worker.models.gpt_oss import load_gpt_oss
 from services.worker.models.llama import load_llama, load_mistral, load_qwen2
+from services.worker.models.ministral3 import load_ministral3
+from services.worker.models.mistral3 import load_mistral3
 from services.worker.models.mixtral import load_mixtral
 from services.worker.models.protocol import CausalLM
 from services.worker.models.qwen3 import load_qwen3
 from services.worker.models.qwen3_moe import load_qwen3_moe
+from services.worker.models.qwen_vl import load_qwen2_5_vl, load_qwen3_vl, load_qwen3_vl_moe
 from shared.model_dir import architecture_of
 
 __all__ = ["CausalLM", "ModelLoader", "loader_for"]
 
-# Loads a rank's part of a model from config.json. Raises ModelDirectoryError if configuration or weights are not those
-# of such a model.
+# Loads a rank's part of a model from what `shared.model_dir.read_config` returns. Raises ModelDirectoryError if
+# configuration or weights are not those of such a model.
 ModelLoader = Callable[[Mapping[str, Any], Shard], CausalLM]
 
 # Those of `shared.model_dir.ARCHITECTURES`.
@@ -30,20 +36,36 @@ _ARCHITECTURES: dict[str, ModelLoader] = {
     "DeepseekV2ForCausalLM": load_deepseek_v2,
     "DeepseekV3ForCausalLM": load_deepseek_v3,
     "DeepseekV32ForCausalLM": load_deepseek_v32,
+    "Gemma3ForCausalLM": load_gemma3,
+    "Gemma3ForConditionalGeneration": load_gemma3,
     "Glm4MoeForCausalLM": load_glm4_moe,
+    "Glm4MoeLiteForCausalLM": load_glm4_moe_lite,
+    "GlmMoeDsaForCausalLM": load_glm_moe_dsa,
     "GptOssForCausalLM": load_gpt_oss,
+    "KimiK25ForConditionalGeneration": load_deepseek_v3,
+    "Kimi_K25ForConditionalGeneration": load_deepseek_v3,
     "LlamaForCausalLM": load_llama,
+    "Ministral3ForCausalLM": load_ministral3,
+    "MinistralForCausalLM": load_mistral,
+    "Mistral3ForConditionalGeneration": load_mistral3,
     "MistralForCausalLM": load_mistral,
     "MixtralForCausalLM": load_mixtral,
     "Qwen2ForCausalLM": load_qwen2,
+    "Qwen2_5_VLForConditionalGeneration": load_qwen2_5_vl,
     "Qwen3ForCausalLM": load_qwen3,
     "Qwen3MoeForCausalLM": load_qwen3_moe,
+    "Qwen3VLForConditionalGeneration": load_qwen3_vl,
+    "Qwen3VLMoeForConditionalGeneration": load_qwen3_vl_moe,
 }
 # Architectures with layers for multi-token prediction, and the loaders that load those too.
 _WITH_MTP: dict[str, ModelLoader] = {
     "DeepseekV3ForCausalLM": partial(load_deepseek_v3, with_mtp=True),
     "DeepseekV32ForCausalLM": partial(load_deepseek_v32, with_mtp=True),
     "Glm4MoeForCausalLM": partial(load_glm4_moe, with_mtp=True),
+    "Glm4MoeLiteForCausalLM": partial(load_glm4_moe_lite, with_mtp=True),
+    "GlmMoeDsaForCausalLM": partial(load_glm_moe_dsa, with_mtp=True),
+    "KimiK25ForConditionalGeneration": partial(load_deepseek_v3, with_mtp=True),
+    "Kimi_K25ForConditionalGeneration": partial(load_deepseek_v3, with_mtp=True),
 }
 
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from services.worker.ops.arguments import AttentionParams, DecodeRows, DrawRows, HeadNorms, RopeRows, SlotColumns
+from services.worker.ops.arguments import (
+    Activation,
+    AttentionParams,
+    DecodeRows,
+    DrawRows,
+    HeadNorms,
+    RopeRows,
+    SlotColumns,
+)
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
 from services.worker.ops.matrices import Matrix
 from services.worker.ops.protocol import EmbeddingKernel, LinearKernel, Ops, PerHeadKernel
@@ -25,6 +33,7 @@ BACKEND_NAMES = ("cpu", "native", "reference")
 
 __all__ = [
     "BACKEND_NAMES",
+    "Activation",
     "AttentionParams",
     "DecodeRows",
     "DrawRows",

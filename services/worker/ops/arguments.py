@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -19,7 +20,16 @@ class RopeRows:
     sin: Tensor
     positions: Tensor
     is_interleaved: bool
-    """See `Ops.prepare_rope`."""
+    """Whether columns 2 i and 2 i + 1 form a pair; otherwise i and i + rotary_dim / 2."""
+
+
+class Activation(Enum):
+    """What a gated feed-forward network applies to its gate."""
+
+    SILU = "silu"
+    """`x * sigmoid(x)`. Source: arXiv:1702.03118, equation 5."""
+    GELU_TANH = "gelu_tanh"
+    """`x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x³)))`. Source: arXiv:1606.08415, section 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +37,9 @@ class HeadNorms:
     """RMSNorm of each query and key head before its rotation. Source: arXiv:2505.09388, section 2 (QK-Norm)."""
 
     query: Tensor
-    """[D], the dtype of the heads."""
+    """[D], the dtype of the heads or float32."""
     key: Tensor
-    """[D], the dtype of the heads."""
+    """[D], likewise."""
     eps: float
 
 

@@ -1,4 +1,7 @@
-"""Ops made of other ops, for backends that have no kernel of their own for them."""
+"""Ops made of other ops or of torch's functions, for backends that have no kernel of their own for them.
+
+A function whose first argument is `ops` is composed of that backend's other ops.
+"""
 
 from __future__ import annotations
 
@@ -19,128 +22,24 @@ from services.worker.forward.capture import Capture, CudaCapture
 from services.worker.forward.forward_context import AttentionPlan
 from services.worker.forward.kv_cache import LayerCache
 from services.worker.forward.staging import to_device
-from services.worker.ops.arguments import AttentionParams, DecodeRows, DrawRows, HeadNorms, RopeRows, SlotColumns
+from services.worker.ops.arguments import (
+    Activation,
+    AttentionParams,
+    DecodeRows,
+    DrawRows,
+    HeadNorms,
+    RopeRows,
+    SlotColumns,
+)
 from services.worker.ops.matrices import Matrix, dense
-from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.protocol import EmbeddingKernel, LinearKernel, Ops, PerHeadKernel
 
 
-class ComposedOps(Ops, Protocol):
-    """The base class of backends; it has the ops that need no kernel."""
+class DrawingOps(Protocol):
+    """What `sample` is composed of."""
 
-    instructions: str = torch.backends.cpu.get_cpu_capability().lower()
-    automatic_dtype: torch.dtype = torch.float32
-    formats: frozenset[MatrixFormat] = frozenset()
-    automatic_quantization: MatrixFormat | None = None
-    kv_dtypes: tuple[torch.dtype, ...] = ()
-    draws_on_host: bool = True
-
-    @property
-    def num_threads(self) -> int:
-        """See `Ops.num_threads`: torch's."""
-        return torch.get_num_threads()
-
-    def use_threads(self, count: int) -> None:
-        """See `Ops.use_threads`."""
-        torch.set_num_threads(count)
-
-    def quantize_activations(self) -> None:
-        """See `Ops.quantize_activations`: refused."""
-        raise DeviceError(
-            f"--activation-quantization fp8: the backend {self.name} has no kernels for it, but triton has"
-        )
-
-    def prepare_embedding(self, weight: Matrix, dtype: torch.dtype) -> EmbeddingKernel:
-        """See `Ops.prepare_embedding`: dense."""
-        return partial(F.embedding, weight=dense(weight, dtype))
-
-    def prepare_head(self, weight: Matrix, dtype: torch.dtype) -> LinearKernel:
-        """See `Ops.prepare_head`: a linear layer."""
-        return self.prepare_linear(weight, None, dtype)
-
-    def prepare_tied(self, weight: Matrix, dtype: torch.dtype) -> tuple[EmbeddingKernel, LinearKernel]:
-        """See `Ops.prepare_tied`: dense, and twice if `prepare_linear` copies."""
-        table = dense(weight, dtype)
-        return self.prepare_embedding(table, dtype), self.prepare_head(table, dtype)
-
-    def prepare_per_head_linear(self, weight: Tensor) -> PerHeadKernel:
-        """See `Ops.prepare_per_head_linear`: a batched product."""
-        return partial(_per_head_linear, weight=weight.transpose(1, 2).contiguous())
-
-    def check_block_size(self, block_size: int) -> None:
-        """See `Ops.check_block_size`: any."""
-        assert block_size >= 1
-
-    def check_attention(self, num_heads: int, num_kv_heads: int, head_dim: int, params: AttentionParams) -> None:  # noqa: ARG002
-        """See `Ops.check_attention`: any."""
-        assert num_heads % num_kv_heads == 0
-
-    def check_latent_attention(
-        self,
-        num_heads: int,
-        latent_dim: int,
-        rotated_dim: int,
-        dtype: torch.dtype,  # noqa: ARG002
-        *,
-        is_sparse: bool,  # noqa: ARG002
-    ) -> None:
-        """See `Ops.check_latent_attention`: any."""
-        assert min(num_heads, latent_dim, rotated_dim) >= 1
-
-    def make_capture(self, device: torch.device, layers: Sequence[LayerCache]) -> Capture | None:  # noqa: ARG002
-        """See `Ops.make_capture`: a GPU's graphs."""
-        return CudaCapture() if device.type == "cuda" else None
-
-    def advance_batch(
-        self, columns: SlotColumns, slots: Tensor, rows: DecodeRows, *, block_size: int, num_blocks: int
-    ) -> None:
-        """See `Ops.advance_batch`."""
-        num_rows = len(slots)
-        if num_rows < len(rows.token_ids):
-            _pad(rows, num_rows)
-            rows = rows.first(num_rows)
-        positions = torch.index_select(columns.position, 0, slots, out=rows.positions)
-        torch.index_select(columns.last_token, 0, slots, out=rows.token_ids)
-        torch.add(positions, 1, out=rows.draw_positions)
-        rows.context_lens.copy_(rows.draw_positions)
-        columns.position.index_copy_(0, slots, rows.draw_positions)
-        tables = columns.block_tables
-        rows.block_tables[:, :num_blocks] = tables.index_select(0, slots)[:, :num_blocks]
-        block_ids = tables.take(slots * tables.shape[1] + positions // block_size)
-        torch.add(positions % block_size, block_ids, alpha=block_size, out=rows.slot_mapping)
-
-    def norm_rope_write(
-        self,
-        qkv: Tensor,
-        norms: HeadNorms | None,
-        rows: RopeRows,
-        *,
-        num_heads: int,
-        cache: tuple[Tensor, ...],
-        plan: AttentionPlan,
-    ) -> None:
-        """See `Ops.norm_rope_write`; the key is written in place too."""
-        num_kv_heads = cache[0].shape[2]
-        query, key, value = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
-        if norms is not None:
-            query.copy_(self.rms_norm(query, norms.query, norms.eps))
-            key.copy_(self.rms_norm(key, norms.key, norms.eps))
-        self.rope(qkv[:, : num_heads + num_kv_heads], rows)
-        self.write_kv(key, value, cache, plan)
-
-    def edit_logits(self, logits: Tensor, edits: Sequence[RowEdits]) -> None:
-        """See `Ops.edit_logits`: row by row on the host."""
-        for row, row_edits in zip(logits, edits, strict=True):
-            row.copy_(torch.from_numpy(row_edits.apply(row.cpu().numpy())))
-
-    def sample(self, logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
-        """See `Ops.sample`: greedy rows together, the others by `draw`."""
-        token_ids, largest = self.greedy_sample(logits)
-        is_finite = largest.isfinite()
-        drawn = ((rows.temperature >= GREEDY_TEMPERATURE) & is_finite).nonzero().flatten()
-        if len(drawn):
-            self.draw(logits, rows, drawn, token_ids)
-        return token_ids, is_finite
+    def greedy_sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The column of each row's largest logit, and that logit; both [num_rows]."""
 
     def draw(self, logits: Tensor, rows: DrawRows, drawn: Tensor, token_ids: Tensor) -> None:
         """Draw the rows `drawn`, [n] int64, which are finite and not greedy.
@@ -148,21 +47,194 @@ class ComposedOps(Ops, Protocol):
         Args:
             token_ids: The columns of the largest logits; replaced, in place, by the drawn ones.
         """
-        values = (logits[drawn] if len(drawn) < len(logits) else logits).cpu().numpy()
-        draws = _draws(rows, drawn)
-        tokens = [draw.token(row, position) for row, (draw, position) in zip(values, draws, strict=True)]
-        token_ids[drawn] = torch.tensor(tokens, device=token_ids.device)
 
-    def token_logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Ops.token_logprobs`: row by row on the host."""
-        num_top = min(num_top, logits.shape[1])
-        shape = len(logits), token_ids.shape[1] + num_top
-        entries, values = np.empty(shape, np.int32), np.empty(shape, np.float32)
-        ranks = np.empty(token_ids.shape, np.int32)
-        for place, (row, own_ids) in enumerate(zip(logits.cpu().numpy(), token_ids.tolist(), strict=True)):
-            entries[place], values[place], ranks[place] = row_logprobs(row, own_ids, num_top)
-        device = logits.device
-        return to_device(entries, device), to_device(values, device), to_device(ranks, device)
+
+# -- Backend ----------------------------------------------------------------------------------------------
+
+
+def num_threads(ops: Ops) -> int:
+    """Torch's threads."""
+    return torch.get_num_threads()
+
+
+def use_threads(count: int) -> None:
+    """Set torch's threads."""
+    torch.set_num_threads(count)
+
+
+def refuse_quantized_activations(ops: Ops) -> None:
+    """Raise `DeviceError`: there are no kernels for it."""
+    raise DeviceError(f"--activation-quantization fp8: the backend {ops.name} has no kernels for it, but triton has")
+
+
+def capture_graphs(device: torch.device, layers: Sequence[LayerCache]) -> Capture | None:
+    """Capture a GPU's graphs; None on a CPU."""
+    return CudaCapture() if device.type == "cuda" else None
+
+
+# -- Batch ------------------------------------------------------------------------------------------------
+
+
+def advance_batch(columns: SlotColumns, slots: Tensor, rows: DecodeRows, *, block_size: int, num_blocks: int) -> None:
+    """Advance the batch with torch, a call for each column."""
+    num_rows = len(slots)
+    if num_rows < len(rows.token_ids):
+        _pad(rows, num_rows)
+        rows = rows.first(num_rows)
+    positions = torch.index_select(columns.position, 0, slots, out=rows.positions)
+    torch.index_select(columns.last_token, 0, slots, out=rows.token_ids)
+    torch.add(positions, 1, out=rows.draw_positions)
+    rows.context_lens.copy_(rows.draw_positions)
+    columns.position.index_copy_(0, slots, rows.draw_positions)
+    tables = columns.block_tables
+    rows.block_tables[:, :num_blocks] = tables.index_select(0, slots)[:, :num_blocks]
+    block_ids = tables.take(slots * tables.shape[1] + positions // block_size)
+    torch.add(positions % block_size, block_ids, alpha=block_size, out=rows.slot_mapping)
+
+
+# -- Weights ----------------------------------------------------------------------------------------------
+
+
+def prepare_embedding(weight: Matrix, dtype: torch.dtype) -> EmbeddingKernel:
+    """Prepare a lookup in the dense matrix."""
+    return partial(F.embedding, weight=dense(weight, dtype))
+
+
+def prepare_head(ops: Ops, weight: Matrix, dtype: torch.dtype) -> LinearKernel:
+    """Prepare a linear layer."""
+    return ops.prepare_linear(weight, None, dtype)
+
+
+def prepare_tied(ops: Ops, weight: Matrix, dtype: torch.dtype) -> tuple[EmbeddingKernel, LinearKernel]:
+    """Prepare both with the dense matrix, which is kept twice if `prepare_linear` copies."""
+    table = dense(weight, dtype)
+    return ops.prepare_embedding(table, dtype), ops.prepare_head(table, dtype)
+
+
+def prepare_per_head_linear(weight: Tensor) -> PerHeadKernel:
+    """Prepare a batched product."""
+    return partial(_per_head_linear, weight=weight.transpose(1, 2).contiguous())
+
+
+# -- Elementwise and norm ---------------------------------------------------------------------------------
+
+
+def activate(gate: Tensor, activation: Activation) -> Tensor:
+    """The activation alone, as a new tensor."""
+    return F.silu(gate) if activation is Activation.SILU else F.gelu(gate, approximate="tanh")
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    """Multiply in place."""
+    return x.mul_(factor)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Call torch's, in the dtype of the weight."""
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+
+
+# -- Attention --------------------------------------------------------------------------------------------
+
+
+def check_block_size(block_size: int) -> None:
+    """Accept any size."""
+    assert block_size >= 1
+
+
+def check_attention(num_heads: int, num_kv_heads: int, head_dim: int, params: AttentionParams) -> None:
+    """Accept any sizes."""
+    assert num_heads % num_kv_heads == 0
+
+
+def check_latent_attention(
+    num_heads: int,
+    latent_dim: int,
+    rotated_dim: int,
+    dtype: torch.dtype,
+    *,
+    is_sparse: bool,
+) -> None:
+    """Accept any sizes."""
+    assert min(num_heads, latent_dim, rotated_dim) >= 1
+
+
+def norm_rope_write(
+    ops: Ops,
+    qkv: Tensor,
+    norms: HeadNorms | None,
+    rows: RopeRows,
+    *,
+    num_heads: int,
+    cache: tuple[Tensor, ...],
+    plan: AttentionPlan,
+) -> None:
+    """Call the three ops, one after the other; the key is written in place too."""
+    num_kv_heads = cache[0].shape[2]
+    query, key, value = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if norms is not None:
+        query.copy_(ops.rms_norm(query, norms.query, norms.eps))
+        key.copy_(ops.rms_norm(key, norms.key, norms.eps))
+    ops.rope(qkv[:, : num_heads + num_kv_heads], rows)
+    ops.write_kv(key, value, cache, plan)
+
+
+def prefill_attention(
+    ops: Ops,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache: tuple[Tensor, ...],
+    plan: AttentionPlan,
+    params: AttentionParams,
+) -> Tensor:
+    """Attend as in a decode: only the cache is read, so that a cached prefix takes the path of one just computed."""
+    return ops.decode_attention(query, cache, plan, params)
+
+
+# -- Sampling ---------------------------------------------------------------------------------------------
+
+
+def edit_logits(logits: Tensor, edits: Sequence[RowEdits]) -> None:
+    """Edit row by row on the host."""
+    for row, row_edits in zip(logits, edits, strict=True):
+        row.copy_(torch.from_numpy(row_edits.apply(row.cpu().numpy())))
+
+
+def sample(ops: DrawingOps, logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
+    """Take greedy rows together, the others by `draw`."""
+    token_ids, largest = ops.greedy_sample(logits)
+    is_finite = largest.isfinite()
+    drawn = ((rows.temperature >= GREEDY_TEMPERATURE) & is_finite).nonzero().flatten()
+    if len(drawn):
+        ops.draw(logits, rows, drawn, token_ids)
+    return token_ids, is_finite
+
+
+def draw(logits: Tensor, rows: DrawRows, drawn: Tensor, token_ids: Tensor) -> None:
+    """Draw row by row on the host; see `DrawingOps`."""
+    values = (logits[drawn] if len(drawn) < len(logits) else logits).cpu().numpy()
+    draws = _draws(rows, drawn)
+    tokens = [draw.token(row, position) for row, (draw, position) in zip(values, draws, strict=True)]
+    token_ids[drawn] = torch.tensor(tokens, device=token_ids.device)
+
+
+def greedy_sample(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Take torch's largest."""
+    largest, token_ids = logits.max(dim=-1)
+    return token_ids, largest
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute row by row on the host."""
+    num_top = min(num_top, logits.shape[1])
+    shape = len(logits), token_ids.shape[1] + num_top
+    entries, values = np.empty(shape, np.int32), np.empty(shape, np.float32)
+    ranks = np.empty(token_ids.shape, np.int32)
+    for place, (row, own_ids) in enumerate(zip(logits.cpu().numpy(), token_ids.tolist(), strict=True)):
+        entries[place], values[place], ranks[place] = row_logprobs(row, own_ids, num_top)
+    device = logits.device
+    return to_device(entries, device), to_device(values, device), to_device(ranks, device)
 
 
 def _per_head_linear(x: Tensor, *, weight: Tensor) -> Tensor:

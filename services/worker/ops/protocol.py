@@ -17,7 +17,7 @@ from torch import Tensor
 from services.worker.drawing.row_edits import RowEdits
 from services.worker.forward.capture import Capture
 from services.worker.forward.kv_cache import LayerCache
-from services.worker.ops.arguments import DecodeRows, DrawRows, RopeRows, SlotColumns
+from services.worker.ops.arguments import Activation, DecodeRows, DrawRows, RopeRows, SlotColumns
 from services.worker.ops.attention_protocol import AttentionOps
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
 from services.worker.ops.matrices import Matrix
@@ -33,7 +33,10 @@ PerHeadKernel = Callable[[Tensor], Tensor]
 
 
 class Ops(AttentionOps, Protocol):
-    """One backend. Stateless to its callers; used from the worker's main thread only."""
+    """One backend. Stateless to its callers; used from the worker's main thread only.
+
+    A backend's class is flat: it inherits at most its state, and names the function that computes each op.
+    """
 
     name: str
     """Its name in `load_ops`."""
@@ -145,7 +148,8 @@ class Ops(AttentionOps, Protocol):
 
         Args:
             x: [T, hidden], or [T, heads, D] to normalise each head; rows may have any stride. Not written.
-            weight: [hidden] or [D], the same dtype. Mean and root are in float32.
+            weight: [hidden] or [D], the same dtype or float32. Mean and root are in float32; with a weight in float32
+                the product is too, and only the result is rounded.
 
         Source: arXiv:1910.07467, equation 4; AITER `rmsnorm2d_fwd`.
         """
@@ -156,7 +160,7 @@ class Ops(AttentionOps, Protocol):
         Args:
             x: [T, hidden], contiguous. Its contents are lost: the result may use its memory.
             residual: [T, hidden], the same dtype; written in place.
-            weight: [hidden].
+            weight: [hidden], as in `rms_norm`.
 
         Source: AITER `rmsnorm2d_fwd_with_add`.
         """
@@ -173,11 +177,16 @@ class Ops(AttentionOps, Protocol):
         Source: arXiv:1607.06450, equation 4; AITER `layer_norm`.
         """
 
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        """`silu(gate) * up`, [T, intermediate], for `x` [T, 2 * intermediate] = gate | up; `x`'s contents are lost.
+    def act_and_mul(self, x: Tensor, activation: Activation) -> Tensor:
+        """`activation(gate) * up`, [T, intermediate], for `x` [T, 2 * intermediate] = gate | up.
 
-        Source: arXiv:2002.05202, section 2 (SwiGLU); AITER `silu_and_mul`.
+        `x`'s contents are lost.
+
+        Source: arXiv:2002.05202, section 2 (SwiGLU, GEGLU); AITER `silu_and_mul`, `gelu_tanh_and_mul`.
         """
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """Multiply `x`, contiguous, by `factor` in place and return it. The product is rounded from float32."""
 
     # -- Rotary position embedding ------------------------------------------------------------------------
 

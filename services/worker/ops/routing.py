@@ -55,7 +55,7 @@ class RoutingRule:
 
 
 def route(logits: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
-    """See `Ops.route`."""
+    """Choose each token's experts, and their weights, with torch."""
     scores = _scores(logits, rule.score)
     preferences = scores if rule.correction is None else scores + rule.correction
     if rule.groups is not None:

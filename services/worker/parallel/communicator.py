@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from services.worker.layout import RankLayout
 
@@ -58,30 +59,30 @@ class Parallel:
     """Spans all ranks of the cell; None without expert parallelism or other ranks."""
 
 
-class SingleCommunicator:
+class SingleCommunicator(Communicator):
     """A rank without partners."""
 
     rank = 0
     size = 1
 
+    @override
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See `Communicator`."""
         return x
 
-    def all_gather(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:  # noqa: ARG002
-        """See `Communicator`."""
+    @override
+    def all_gather(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
         return x
 
-    def all_to_all(self, x: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:  # noqa: ARG002
-        """See `Communicator`."""
+    @override
+    def all_to_all(self, x: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
         return x.clone()
 
+    @override
     def gather_rows(self, x: Tensor) -> Tensor:
-        """See `Communicator`."""
         return x
 
+    @override
     def reduce_scatter_rows(self, x: Tensor) -> Tensor:
-        """See `Communicator`."""
         return x
 
 

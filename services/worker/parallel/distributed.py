@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
+from typing_extensions import override
 
 from services.worker.layout import RankLayout
 from services.worker.parallel.communicator import SINGLE, Communicator, Parallel, sum_in_order
@@ -27,7 +28,7 @@ _GATHERED_BYTES = 1 << 16
 _Group = Any
 
 
-class GroupCommunicator:
+class GroupCommunicator(Communicator):
     """A `Communicator` over one process group."""
 
     def __init__(self, group: _Group, *, max_gathered_bytes: int) -> None:
@@ -37,33 +38,33 @@ class GroupCommunicator:
         self._group = group
         self._max_gathered_bytes = max_gathered_bytes
 
+    @override
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See `Communicator`."""
         if x.nbytes <= self._max_gathered_bytes:
             return sum_in_order(self._gather(x))
         self._group.allreduce([x]).wait()
         return x
 
+    @override
     def all_gather(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """See `Communicator`."""
         # The library gathers parts of one size only.
         parts = self._gather(F.pad(x, (0, max(sizes) - x.shape[1])))
         return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)
 
+    @override
     def all_to_all(self, x: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
-        """See `Communicator`."""
         received = x.new_empty((sum(receive_counts), *x.shape[1:]))
         self._group.alltoall_base(received, x, receive_counts, send_counts).wait()
         return received
 
+    @override
     def gather_rows(self, x: Tensor) -> Tensor:
-        """See `Communicator`."""
         gathered = x.new_empty((self.size * len(x), *x.shape[1:]))
         self._group._allgather_base(gathered, x).wait()
         return gathered
 
+    @override
     def reduce_scatter_rows(self, x: Tensor) -> Tensor:
-        """See `Communicator`."""
         counts = [len(x) // self.size] * self.size
         if x.nbytes <= self._max_gathered_bytes:
             return sum_in_order(torch.split(self.all_to_all(x, counts, counts), counts))

@@ -14,6 +14,8 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, NoReturn, ParamSpec, Protocol, TypeVar
 
 from shared.errors import DrainingError
@@ -41,7 +43,7 @@ class DeviceLoop:
     """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Call[Any] | _Launch[Any] | None] = queue.SimpleQueue()
         self._is_stopping = False
         self._is_closed = False
         self._closing = threading.Lock()
@@ -58,14 +60,14 @@ class DeviceLoop:
         Raises:
             DrainingError: the loop has ended.
         """
-        return self._put(_Call(lambda: function(*args, **kwargs)))
+        return self._put(_Call(partial(function, *args, **kwargs)))
 
-    def launch(self, function: Callable[P, Pending[T]], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    def submit_launch(self, function: Callable[P, Pending[T]], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Queue `function`, which launches something; futures complete with its results in the order of the launches.
 
         From any thread. Cancelling and errors as in `submit`.
         """
-        return self._put(_Launch(lambda: function(*args, **kwargs), self._finisher))
+        return self._put(_Launch(partial(function, *args, **kwargs), self._finisher))
 
     def run(self) -> None:
         """Run jobs until `stop`; those still queued then fail with DrainingError, and what was launched is finished."""
@@ -78,7 +80,7 @@ class DeviceLoop:
             self._is_closed = True
         while not self._jobs.empty():
             if (job := self._jobs.get()) is not None:
-                job.refuse()
+                _refuse(job.future)
         self._finisher.close()
 
     def stop(self) -> None:
@@ -86,7 +88,7 @@ class DeviceLoop:
         self._is_stopping = True
         self._jobs.put(None)
 
-    def _put(self, job: _Job[T]) -> Future[T]:
+    def _put(self, job: _Call[T] | _Launch[T]) -> Future[T]:
         with self._closing:
             if self._is_closed:
                 raise DrainingError("the worker is shutting down")
@@ -129,44 +131,34 @@ class _Finisher:
             del launched, pending, future
 
 
-class _Job(Generic[T]):
-    def __init__(self) -> None:
-        self.future: Future[T] = Future()
+@dataclass(slots=True)
+class _Call(Generic[T]):
+    """A job that is done when its function returns."""
+
+    function: Callable[[], T]
+    future: Future[T] = field(default_factory=Future)
 
     def run(self) -> None:
         if self.future.set_running_or_notify_cancel():
-            self._run()
-
-    def refuse(self) -> None:
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_exception(DrainingError("the worker is shutting down"))
-
-    def _run(self) -> None:
-        """Complete the future, now or later."""
-        raise NotImplementedError
+            _complete(self.future, self.function)
 
 
-class _Call(_Job[T]):
-    def __init__(self, function: Callable[[], T]) -> None:
-        super().__init__()
-        self._function = function
+@dataclass(slots=True)
+class _Launch(Generic[T]):
+    """A job that is done when what it launched is finished."""
 
-    def _run(self) -> None:
-        _complete(self.future, self._function)
+    function: Callable[[], Pending[T]]
+    finisher: _Finisher
+    future: Future[T] = field(default_factory=Future)
 
-
-class _Launch(_Job[T]):
-    def __init__(self, function: Callable[[], Pending[T]], finisher: _Finisher) -> None:
-        super().__init__()
-        self._function = function
-        self._finisher = finisher
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
         try:
-            pending = self._function()
+            pending = self.function()
         except Exception as error:  # noqa: BLE001 - passed on through the future
             pending = _Failed(error)
-        self._finisher.add(pending, self.future)
+        self.finisher.add(pending, self.future)
 
 
 class _Failed:
@@ -188,3 +180,8 @@ def _complete(future: Future[T], function: Callable[[], T]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+def _refuse(future: Future[Any]) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_exception(DrainingError("the worker is shutting down"))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,16 +13,14 @@ from lockstep.internal.v1 import worker_pb2
 from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.exits import DomainEnd, ExitCode, end_process
 from services.worker.process.step_profiler import StepProfiler
-from services.worker.step import Int32Column, Step, StepOutput
 from shared.errors import DrainingError, InternalError, ServiceError
+from shared.step.columns import Int32Column
+from shared.step.step import Step, StepResult
 
 if TYPE_CHECKING:
     # The RPC server answers before torch is imported.
     from services.worker.runner.model_runner import ModelRunner
-    from services.worker.runner.step_totals import StepTotals
     from services.worker.runner.steps.pending_step import PendingStep
-
-logger = logging.getLogger(__name__)
 
 
 class DeviceSteps:
@@ -53,14 +50,14 @@ class DeviceSteps:
         self._profiler = StepProfiler(profile_dir, f"worker-{layout.dp_rank}.{layout.tp_rank}")
 
     def attach(self, request: worker_pb2.AttachRequest) -> asyncio.Future[int]:
-        """Begin an epoch after the launched steps; the result is its number of KV blocks, possibly 0."""
+        """Begin an epoch after the submitted steps; the result is its number of KV blocks, possibly 0."""
         future = asyncio.wrap_future(self._device.submit(self._attach, request))
         future.add_done_callback(self._end_if_failed)
         return future
 
-    def launch(self, step: Step) -> asyncio.Future[StepOutput]:
+    def submit(self, step: Step) -> asyncio.Future[StepResult]:
         """Run a step. Cancelling drops one that was not launched, unless a partner may have begun it."""
-        future = asyncio.wrap_future(self._device.launch(self._launch, step))
+        future = asyncio.wrap_future(self._device.submit_launch(self._launch, step))
         future.add_done_callback(self._end_if_failed)
         return future if self._is_alone else asyncio.shield(future)
 
@@ -87,16 +84,15 @@ class DeviceSteps:
             max_num_batched_tokens=_max_num_tokens(request, self.runner),
         )
 
-    def _launch(self, step: Step) -> _RunningStep:
+    def _launch(self, step: Step) -> PendingStep:
         # On the main thread.
         if self._fail_on_token is not None and any((column == self._fail_on_token).any() for column in _brought(step)):
             end_process(ExitCode.FAILPOINT, "the step contains the --fail-on-token token", step_id=step.step_id)
-        with _reported(step):
-            running = _RunningStep(step, self.runner.launch(step), self.runner.step_totals)
+        pending = self.runner.launch(step)
         self._profiler.count_launch()
-        return running
+        return pending
 
-    def _end_if_failed(self, future: asyncio.Future[int] | asyncio.Future[StepOutput]) -> None:
+    def _end_if_failed(self, future: asyncio.Future[int] | asyncio.Future[StepResult]) -> None:
         if future.cancelled() or (error := future.exception()) is None:
             return
         if isinstance(error, DrainingError):
@@ -104,42 +100,6 @@ class DeviceSteps:
         is_refused = isinstance(error, ServiceError) and not isinstance(error, InternalError)
         if not self._is_alone or (self.runner.device.type != "cpu" and not is_refused):
             self._end.fail_step(error=str(error))
-
-
-class _RunningStep:
-    """See `Pending`."""
-
-    def __init__(self, step: Step, pending: PendingStep, totals: StepTotals) -> None:
-        self._step = step
-        self._pending = pending
-        self._totals = totals
-
-    @property
-    def is_computed(self) -> bool:
-        return self._pending.is_computed
-
-    def finish(self) -> StepOutput:
-        with _reported(self._step):
-            output = self._pending.finish()
-        self._totals.add(self._step, num_tokens=self._pending.num_tokens, device_time_us=output.device_time_us)
-        return output
-
-
-@contextmanager
-def _reported(step: Step) -> Iterator[None]:
-    """Log errors here, because the stream that would carry them may be gone by then.
-
-    Raises:
-        InternalError: for all that is no `ServiceError`.
-    """
-    try:
-        yield
-    except ServiceError as error:
-        logger.warning("step refused", extra={"epoch": step.epoch, "step_id": step.step_id, "error": str(error)})
-        raise
-    except Exception as error:
-        logger.exception("step failed", extra={"epoch": step.epoch, "step_id": step.step_id})
-        raise InternalError("the step failed") from error
 
 
 def _max_num_tokens(request: worker_pb2.AttachRequest, runner: ModelRunner) -> int:

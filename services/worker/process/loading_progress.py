@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Protocol, TextIO
 
+from typing_extensions import override
+
 logger = logging.getLogger(__name__)
 
 _BAR_WIDTH = 40
@@ -20,31 +22,32 @@ class Progress(Protocol):
         """Loading has ended, complete or not."""
 
 
-class LoggedProgress:
+class LoggedProgress(Progress):
     """Writes a log line every 10 %."""
 
     def __init__(self) -> None:
         self._next_percent = 0
 
+    @override
     def __call__(self, part: float) -> None:
-        """See `Progress`."""
         if part * 100 >= self._next_percent:
             logger.info("loading weights", extra={"percent": int(part * 100)})
             self._next_percent = int(part * 10) * 10 + 10
 
+    @override
     def close(self) -> None:
-        """See `Progress`."""
+        pass
 
 
-class ProgressBar:
+class ProgressBar(Progress):
     """One line on a terminal, redrawn every percent."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._percent: int | None = None
 
+    @override
     def __call__(self, part: float) -> None:
-        """See `Progress`."""
         if int(part * 100) == self._percent:
             return
         self._percent = int(part * 100)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
@@ -109,17 +110,22 @@ class RpcThread:
     def try_leave(self) -> bool:
         """Begin to leave the failure domain; False if the role is not open yet. From any thread."""
         if self._is_open:
-            self._started.result().call_soon_threadsafe(self._end.leave, "asked to end")
+            self._call(self._end.leave, "asked to end")
         return self._is_open
 
     def end(self) -> None:
         """End the process at once, with a goodbye to its partners. From any thread, after `start`."""
-        self._started.result().call_soon_threadsafe(self._end.stop, "asked to end at once")
+        self._call(self._end.stop, "asked to end at once")
 
     def stop(self) -> None:
         """Refuse new calls, end open ones and join the thread. Only after `start`."""
         self._started.result().call_soon_threadsafe(self._stop.set)
         self._thread.join()
+
+    def _call(self, end: Callable[[str], None], why: str) -> None:
+        """Call it on the event loop. A signal may come when that could not start or has ended; so does the process."""
+        with contextlib.suppress(RuntimeError):
+            self._started.result().call_soon_threadsafe(end, why)
 
     def _run(self) -> None:
         try:

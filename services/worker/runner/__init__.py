@@ -1,1 +1,1 @@
-"""The batch, and the runner that computes its steps."""
+"""The runner, which computes a batch's steps."""

@@ -6,21 +6,22 @@ from functools import partial
 
 import torch
 
+from services.worker.batch.device_batch import DeviceBatch
+from services.worker.batch.drafts import DraftProposer
 from services.worker.batch.enter_checks import require
+from services.worker.batch.input_batch import InputBatch
 from services.worker.batch.step_input import StepInput
 from services.worker.forward.forward_context import DpMetadata
 from services.worker.forward.kv_cache import KvCache
 from services.worker.layout import RankLayout
-from services.worker.runner.device_batch import DeviceBatch
 from services.worker.runner.graphs.step_graphs import StepGraphs
-from services.worker.runner.input_batch import InputBatch
 from services.worker.runner.rank import Rank
 from services.worker.runner.steps.host_end import HostEnd
-from services.worker.runner.steps.pending_step import PendingStep, StepResults
-from services.worker.runner.steps.step_work import StepJob, StepWork
+from services.worker.runner.steps.pending_step import PendingStep
+from services.worker.runner.steps.step_job import JobResults, StepJob
+from services.worker.runner.steps.step_work import StepWork
 from services.worker.sampling.row_options import RowOptions
-from services.worker.spec_decode.drafts import DraftProposer
-from services.worker.step import Step
+from shared.step.step import Step
 
 
 class BatchRunner:
@@ -47,9 +48,8 @@ class BatchRunner:
         proposer: DraftProposer | None,
     ) -> None:
         """Begin with an empty `batch`, which has a drafter exactly if there is a `proposer`."""
+        self._rank = rank
         self._stream = rank.stream
-        self._progress = rank.progress
-        self._layout = rank.layout
         self._graphs = graphs
         self._batch = batch
         draws = None if graphs is None else graphs.decodes.draw_rows
@@ -68,21 +68,19 @@ class BatchRunner:
             StepMismatchError: the step does not fit the batch; nothing was computed.
         """
         step_input = self._batch.apply(step)
-        dp = _dp_metadata(step, self._layout, step_input.num_tokens)
+        dp = _dp_metadata(step, self._rank.layout, step_input.num_tokens)
         job = self._make_job(step_input, dp)
         job.staging.pack(self._work.arrays(job))
-        launches = [self._stream.launch(partial(self._work.compute, job))]
-        pending = PendingStep(
-            step, step_input, job.tokens, launches, self._stream, job.staging, self._progress, job.results, job.options
-        )
+        enqueued = [self._stream.enqueue(partial(self._work.compute, job))]
+        pending = PendingStep(step, job, enqueued, self._rank)
         if self._has_drafts:
-            launches[0].wait()
+            enqueued[0].wait()
             return pending
         self._batch.record_drawn(step_input.row_slots)
         if job.options is not None and job.is_edited:
             self._learn_tokens()
             pending.edited = edited = job.options.edit()
-            launches.append(self._stream.launch(partial(self._work.redraw, job, edited)))
+            enqueued.append(self._stream.enqueue(partial(self._work.redraw, job, edited)))
             self._unlearned = pending
         if not self._stream.is_async:
             # The next edits are prepared until the next step comes.
@@ -102,7 +100,7 @@ class BatchRunner:
             tokens=None if are_made_there else self._batch.tokens(step_input),
             sampling=sampling,
             options=None if sampling is None or self._has_drafts else RowOptions.of(sampling),
-            results=StepResults(),
+            results=JobResults(),
         )
 
     def _learn_tokens(self) -> None:
@@ -131,7 +129,7 @@ class BatchRunner:
         return dp.graph_batch_size
 
     def _draft_graph(self, step_input: StepInput) -> int | None:
-        """See `StepJob.draft_graph`."""
+        """The batch size of the graph of tokens with drafts that computes the step; None if none does."""
         drafts = None if self._graphs is None else self._graphs.drafts
         if drafts is None or step_input.draft_counts is None or step_input.is_prefill:
             return None

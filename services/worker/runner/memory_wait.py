@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 logger = logging.getLogger(__name__)
 
@@ -38,20 +39,20 @@ class MemoryGauge(Protocol):
         """Return after so many seconds."""
 
 
-class CurrentGpu:
+class CurrentGpu(MemoryGauge):
     """The current GPU. See `MemoryGauge`."""
 
+    @override
     def measure(self) -> tuple[int, int]:
-        """See `MemoryGauge`."""
         free, total = torch.cuda.mem_get_info()
         return free + torch.cuda.memory_reserved(), total
 
+    @override
     def now(self) -> float:
-        """See `MemoryGauge`."""
         return time.monotonic()
 
+    @override
     def sleep(self, seconds: float) -> None:
-        """See `MemoryGauge`."""
         time.sleep(seconds)
 
 

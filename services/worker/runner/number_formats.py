@@ -13,6 +13,7 @@ from services.worker.models.loader import LoadedModel
 from services.worker.ops import Ops
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.parallel.communicator import Communicator, Parallel
+from services.worker.runner.faster_kernels import library_versions
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +84,12 @@ def check_ranks_agree(
         raise DeviceError(f"ranks differ in --graph-batch-sizes or --enforce-eager: rank {ranks.rank} captures {sizes}")
 
 
-def log_loaded(loaded: LoadedModel, ops: Ops, *, duration_s: float) -> None:
-    """Say what the model computes in."""
+def log_loaded(loaded: LoadedModel, ops: Ops, *, duration_s: float, faster: str | None = None) -> None:
+    """Say what the model computes in, and with what.
+
+    Args:
+        faster: What `describe_faster` says.
+    """
     dtype = _name(loaded.model.dtype)
     weights = "+".join(sorted(each.value for each in loaded.packed_formats)) or dtype
     fields: dict[str, object] = {
@@ -92,8 +97,11 @@ def log_loaded(loaded: LoadedModel, ops: Ops, *, duration_s: float) -> None:
         "dtype": dtype,
         "backend": ops.name,
         "instructions": ops.instructions,
+        "libraries": library_versions(ops.name),
     }
     fields |= {"threads": ops.num_threads, "seconds": round(duration_s, 1)}
+    if faster is not None:
+        fields["faster"] = faster
     logger.info("the model is loaded", extra=fields)
 
 

@@ -14,7 +14,7 @@ from services.worker.batch.step_input import ScoredChunk
 from services.worker.forward.staging import to_device
 from services.worker.ops import Ops
 from services.worker.sampling.logprobs import ScoreTensors, join_scores
-from services.worker.step import Int32Column
+from shared.step.columns import Int32Column
 
 # Bounds the logits in memory: 128 rows for a vocabulary of 128k are 64 MiB.
 _MAX_ROWS = 128

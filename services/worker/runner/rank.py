@@ -10,6 +10,7 @@ from services.worker.forward.forward_context import Progress
 from services.worker.layout import RankLayout
 from services.worker.models.protocol import CausalLM
 from services.worker.ops import Ops
+from services.worker.runner.step_totals import StepTotals
 from services.worker.runner.stream import Stream
 
 
@@ -23,3 +24,4 @@ class Rank:
     stream: Stream
     layout: RankLayout
     progress: Progress
+    totals: StepTotals

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.worker.step import Step, StepKind
 from shared.histogram import Histogram
+from shared.step.step import Step, StepKind
 
 DUMMY = "dummy"
 
@@ -25,9 +25,9 @@ class StepTotals:
     """The steps by kind: as the scheduler names it, or a dummy. One thread adds; any may read."""
 
     def __init__(self) -> None:
-        self.by_kind = {name: KindTotals() for name in (*(kind.name.lower() for kind in StepKind), DUMMY)}
+        self.by_kind = {name: KindTotals() for name in (*(kind.value for kind in StepKind), DUMMY)}
         # A step does not look its kind's name up.
-        self._by_kind = {kind: self.by_kind[kind.name.lower()] for kind in StepKind}
+        self._by_kind = {kind: self.by_kind[kind.value] for kind in StepKind}
 
     def add(self, step: Step, *, num_tokens: int, device_time_us: int) -> None:
         """Count a step that the device has computed."""

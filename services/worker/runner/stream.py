@@ -1,10 +1,10 @@
 """The order in which a device computes, and how the host learns that it has.
 
-    host      launch 1   launch 2   wait for 1        launch 3
+    host      enqueue 1  enqueue 2  wait for 1        enqueue 3
     device               ── 1 ───────────┤── 2 ──────────┤── 3 ──
 
-On a GPU the host is ahead: what a launch reads on the host must stay as it is until the launch has computed. On a CPU
-the host is the device, and a launch has computed when it returns.
+On a GPU the host is ahead: what work reads on the host must stay as it is until the device has computed it. On a CPU
+the host is the device, and work is computed when `enqueue` returns.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from services.worker.forward.staging import PinnedStaging, SharedStaging, Staging
 
 
-class Launch(Protocol):
+class EnqueuedWork(Protocol):
     """Work given to a stream."""
 
     def wait(self) -> int:
@@ -30,57 +31,59 @@ class Launch(Protocol):
 
 
 class Stream(Protocol):
-    """One device's work, in the order of its launches. One thread launches."""
+    """One device's work, in the order in which one thread enqueues it."""
 
     is_async: bool
     """Whether the host may be ahead of the device."""
 
-    def launch(self, work: Callable[[], None]) -> Launch:
+    def enqueue(self, work: Callable[[], None]) -> EnqueuedWork:
         """Give `work` to the device. It reads host memory that only staging may reuse, and waits for nothing."""
 
     def synchronize(self) -> None:
-        """Return when the device has computed all launches."""
+        """Return when the device has computed all that was enqueued."""
 
     def claim_staging(self) -> Staging:
-        """Staging for the next launch."""
+        """Staging for the work that is enqueued next."""
 
     def return_staging(self, staging: Staging) -> None:
-        """Give back what a launch used that was waited for. From any thread."""
+        """Give back what work used that was waited for. From any thread."""
 
 
-class HostStream:
-    """The thread that launches computes. See `Stream`."""
+class HostStream(Stream):
+    """The stream of a CPU: the thread that enqueues computes."""
 
     is_async = False
 
-    def launch(self, work: Callable[[], None]) -> Launch:
+    def enqueue(self, work: Callable[[], None]) -> EnqueuedWork:
         """See `Stream`; raises what the work raises."""
         started_ns = time.perf_counter_ns()
         work()
-        return _Computed((time.perf_counter_ns() - started_ns) // 1000)
+        return _HostWork((time.perf_counter_ns() - started_ns) // 1000)
 
+    @override
     def synchronize(self) -> None:
-        """See `Stream`."""
+        pass
 
+    @override
     def claim_staging(self) -> Staging:
-        """See `Stream`."""
         return SharedStaging()
 
+    @override
     def return_staging(self, staging: Staging) -> None:
-        """See `Stream`."""
+        pass
 
 
 class StagingPool:
-    """As many as there are launches in flight: each is used again only after its launch has computed."""
+    """Staging for all work in flight: each is used again only after its work was computed."""
 
     def __init__(self, device: torch.device, *, is_pinned: bool) -> None:
-        """See `PinnedStaging`."""
+        """`is_pinned` makes copies to a GPU asynchronous."""
         self._device = device
         self._is_pinned = is_pinned
         self._free: SimpleQueue[Staging] = SimpleQueue()
 
     def claim(self) -> Staging:
-        """One that no launch uses."""
+        """Staging that no work uses."""
         try:
             return self._free.get_nowait()
         except Empty:
@@ -91,7 +94,7 @@ class StagingPool:
         self._free.put(staging)
 
 
-class CudaStream:
+class CudaStream(Stream):
     """A GPU's current stream, NVIDIA's or AMD's. See `Stream`."""
 
     is_async = True
@@ -100,28 +103,28 @@ class CudaStream:
         self._device = device
         self._staging = StagingPool(device, is_pinned=True)
 
-    def launch(self, work: Callable[[], None]) -> Launch:
-        """See `Stream`."""
+    @override
+    def enqueue(self, work: Callable[[], None]) -> EnqueuedWork:
         started, ended = _timed_event(), _timed_event()
         started.record()
         work()
         ended.record()
-        return _CudaLaunch(started, ended)
+        return _CudaWork(started, ended)
 
+    @override
     def synchronize(self) -> None:
-        """See `Stream`."""
         torch.cuda.synchronize(self._device)
 
+    @override
     def claim_staging(self) -> Staging:
-        """See `Stream`."""
         return self._staging.claim()
 
+    @override
     def return_staging(self, staging: Staging) -> None:
-        """See `Stream`."""
         self._staging.put_back(staging)
 
 
-class _Computed:
+class _HostWork:
     def __init__(self, device_time_us: int) -> None:
         self._device_time_us = device_time_us
 
@@ -129,7 +132,7 @@ class _Computed:
         return self._device_time_us
 
 
-class _CudaLaunch:
+class _CudaWork:
     def __init__(self, started: torch.cuda.Event, ended: torch.cuda.Event) -> None:
         self._started = started
         self._ended = ended
@@ -146,5 +149,5 @@ def _timed_event() -> torch.cuda.Event:
 
 
 def make_stream(device: torch.device) -> Stream:
-    """The stream of a device's launches."""
+    """The stream of a device's work."""
     return CudaStream(device) if device.type == "cuda" else HostStream()

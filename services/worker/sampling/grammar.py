@@ -95,14 +95,14 @@ class GrammarMatcher:
         """
 
     def mask(self) -> npt.NDArray[np.bool_]:
-        """See `sampling_state.GrammarMatcher`."""
+        """The tokens that may come next, [logits_width]; read-only."""
         with self._lock:
             if self._mask is None:
                 self._mask = self._compute_mask()
             return self._mask
 
     def advance(self, token_id: int) -> None:
-        """See `sampling_state.GrammarMatcher`."""
+        """Advance by the next token; after one that does not fit, only the end is allowed."""
         with self._lock:
             self._mask = None
             matcher = self._begun()
@@ -110,7 +110,7 @@ class GrammarMatcher:
                 matcher.consume_token(token_id)
 
     def prepare(self) -> None:
-        """See `sampling_state.GrammarMatcher`."""
+        """Start computing the next mask on another thread."""
         self._compiler.prepare(self)
 
     def _compute_mask(self) -> npt.NDArray[np.bool_]:

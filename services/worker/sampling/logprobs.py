@@ -13,8 +13,9 @@ from torch import Tensor
 
 from services.worker.forward.staging import to_device
 from services.worker.ops import Ops
-from services.worker.step import Int32Column, Logprobs
-from shared.limits import SamplingOptions
+from shared.sampling_params import SamplingOptions
+from shared.step.columns import Int32Column
+from shared.step.logprobs import Logprobs
 
 ScoreTensors = tuple[Tensor, Tensor, Tensor]
 """What `Ops.token_logprobs` returns: token ids and log-probabilities [n, width], and ranks [n, own tokens]."""

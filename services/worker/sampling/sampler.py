@@ -18,7 +18,11 @@ from services.worker.forward.staging import to_device
 from services.worker.ops import Ops
 from services.worker.sampling.logprobs import join_logprobs, token_logprobs
 from services.worker.sampling.sampling_rows import EditedRows, SamplingRows
-from services.worker.step import Int32Column, Logprobs
+from shared.step.columns import Int32Column
+from shared.step.logprobs import Logprobs
+
+SAMPLING_VERSION = 1
+"""Raised with every change after which equal logits, parameters, options and noise may draw other tokens."""
 
 _NO_TOKENS: Int32Column = np.empty(0, np.int32)
 _ALL = slice(None)

@@ -13,7 +13,7 @@ from services.worker.drawing.row_edits import RowEdits
 from services.worker.forward.staging import HostArrays, upload_arrays
 from services.worker.ops import DrawRows
 from services.worker.sampling.sampling_state import SamplingState
-from services.worker.step import Int32Column
+from shared.step.columns import Int32Column
 
 _NO_TOKENS: Int32Column = np.empty(0, np.int32)
 _ALL = slice(None)

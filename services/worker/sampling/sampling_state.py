@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from services.worker.drawing.row_edits import RowEdits
 from services.worker.sampling.reasoning import Reasoning
-from services.worker.step import Int32Column
-from shared.limits import MAX_LOGIT_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, SamplingOptions
+from shared.sampling_params import SamplingOptions
+from shared.step.columns import Int32Column
 
 _FloatRow = npt.NDArray[np.float32]
 _TokenIds = npt.NDArray[np.int64]
@@ -58,16 +58,13 @@ class SamplingState:
         """Begin with no token known.
 
         Args:
-            stop_token_ids: Not drawn before `options.min_tokens` completion tokens; unknown ids are ignored.
+            options: In range.
+            stop_token_ids: Not drawn before `options.min_tokens` completion tokens, each below `logits_width`.
             num_prompt_tokens: At least 1.
             logits_width: Length of each row of logits.
             matcher: At the beginning of the completion; None without a grammar.
             eos_token_ids: Not drawn while the completion reasons, each below `logits_width`.
-
-        Raises:
-            ValueError: a number in `options` is out of range.
         """
-        _check_options(options, logits_width)
         self.options = options
         self.num_prompt_tokens = num_prompt_tokens
         self._matcher = matcher
@@ -77,7 +74,7 @@ class SamplingState:
             self._reasoning = Reasoning(options.reasoning_begin, options.reasoning_end)
         self._eos_ids = np.array(sorted(eos_token_ids), np.int64)
         self._num_known = 0
-        self._stop_ids = stop_token_ids[(stop_token_ids >= 0) & (stop_token_ids < logits_width)].astype(np.int64)
+        self._stop_ids = stop_token_ids.astype(np.int64)
         self._bias_ids = np.array([token_id for token_id, _ in options.logit_bias], np.int64)
         self._biases = np.array([bias for _, bias in options.logit_bias], np.float32)
         self._allowed: npt.NDArray[np.bool_] | None = None
@@ -244,19 +241,3 @@ class _BadWords:
         end = tuple(self._end)
         completing = {last for before, last in self._runs if end[-len(before) :] == before}
         return np.array(sorted(completing.union(self._always)), np.int64)
-
-
-def _check_options(options: SamplingOptions, logits_width: int) -> None:
-    biased = tuple(token_id for token_id, _ in options.logit_bias)
-    for ids in (biased, options.allowed_token_ids, options.logprob_token_ids, *options.bad_words):
-        if ids and not 0 <= min(ids) <= max(ids) < logits_width:
-            raise ValueError("a token id of the sampling options is out of range")
-    is_good = (
-        0.0 <= options.min_p <= 1.0
-        and MIN_REPETITION_PENALTY <= options.repetition_penalty <= MAX_REPETITION_PENALTY
-        and abs(options.presence_penalty) <= MAX_PENALTY
-        and abs(options.frequency_penalty) <= MAX_PENALTY
-        and all(abs(bias) <= MAX_LOGIT_BIAS for _, bias in options.logit_bias)
-    )
-    if not is_good:
-        raise ValueError("min_p, a penalty or a logit bias is out of range")

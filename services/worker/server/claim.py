@@ -1,13 +1,13 @@
-"""Which scheduler holds the group, and which steps may be launched: the epoch rules, without streams or a clock.
+"""Which scheduler holds the group, and which steps it may run: the epoch rules, without streams or a clock.
 
 tests/simulation model-checks them together with the scheduler's side. Streams are numbers chosen by the caller, each
 used once. Epochs over time:
 
     epoch   0 ── offer(1, A) ───────────────────────────────── offer(2, B) ──────────────────────
     holder  ""   A                                             B
-    stream       none ── heartbeat on 7 ── launch ──┐          none ── heartbeat on 8 ── launch ──
+    stream       none ── heartbeat on 7 ── admit ───┐          none ── heartbeat on 8 ── admit ───
     is_open      yes                                │ no       yes
-                                                    └ end_stream(7): nothing is launched until the next offer
+                                                    └ end_stream(7): nothing is admitted until the next offer
 
 B's offer is refused (GroupHeldError) while stream 7 is open and was heard within the lease; A's own is not.
 """
@@ -21,38 +21,38 @@ from shared.errors import GroupHeldError, NotReadyError, StaleEpochError, StepMi
 from shared.network.heartbeat import LEASE_S
 
 
-class LaunchedStep(NamedTuple):
-    """A step given to the device; both fields are 0 if there is none."""
+class AdmittedStep(NamedTuple):
+    """A step that the ledger admitted; both fields are 0 if there is none."""
 
     epoch: int
     step_id: int
 
 
-NOTHING_LAUNCHED = LaunchedStep(0, 0)
+NOTHING_ADMITTED = AdmittedStep(0, 0)
 
 
 @dataclass(slots=True)
 class ClaimLedger:
     """Holds one epoch at a time, from its offer until its step stream ends or a later offer supersedes it.
 
-    Invariant: the epoch never decreases; steps are launched under the current one only, in order, from one stream.
+    Invariant: the epoch never decreases; steps are admitted under the current one only, in order, from one stream.
     """
 
     epoch: int = 0
     holder: str = ""
-    last_launched: LaunchedStep = NOTHING_LAUNCHED
-    """The last step launched, under any epoch."""
+    last_admitted: AdmittedStep = NOTHING_ADMITTED
+    """The last step admitted, under any epoch."""
     is_leaving: bool = False
     """Whether the group was asked to end; no scheduler may claim it any more."""
     is_open: bool = False
-    """Whether steps of the epoch may be launched."""
+    """Whether steps of the epoch are admitted."""
     stream: int | None = None
     """The first stream with a heartbeat of the holder, since opening one names no epoch."""
     heard_at: float = 0.0
     next_step_id: int = 1
 
     def offer(self, epoch: int, scheduler_instance_id: str, now: float) -> None:
-        """Begin an epoch (Attach); steps of older ones are no longer launched.
+        """Begin an epoch (Attach); steps of older ones are no longer admitted.
 
         Changes nothing if it raises. Offering epoch 0 only asks which scheduler holds the group.
 
@@ -86,8 +86,8 @@ class ClaimLedger:
             raise self._held("the epoch's steps come on another stream", now)
         self.stream, self.heard_at = stream, now
 
-    def launch(self, stream: int, epoch: int, step_id: int, now: float) -> None:
-        """Record a step; it may be launched only if this returns.
+    def admit(self, stream: int, epoch: int, step_id: int, now: float) -> None:
+        """Record a step; it may be given to the device only if this returns.
 
         Raises:
             StaleEpochError: it is from another epoch, or the epoch's stream has ended.
@@ -102,7 +102,7 @@ class ClaimLedger:
         if step_id != self.next_step_id:
             raise StepMismatchError("the step is out of order", step_id=step_id, expected=self.next_step_id)
         self.next_step_id += 1
-        self.last_launched = LaunchedStep(epoch, step_id)
+        self.last_admitted = AdmittedStep(epoch, step_id)
 
     def end_stream(self, stream: int) -> None:
         """The end of the epoch's stream ends the claim at once."""

@@ -6,6 +6,8 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from services.worker.group.group_servicer import GroupServicer
 from services.worker.group.joined_link import JoinedLink
 from services.worker.group.meeting import Retries
@@ -13,6 +15,7 @@ from services.worker.parallel.rendezvous import Rendezvous, open_rendezvous
 from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.device_steps import DeviceSteps
 from services.worker.process.exits import DomainEnd
+from services.worker.process.rpc_thread import Role
 from services.worker.server.servicer import SERVICE_NAME, WorkerServicer
 from shared.network.addresses import split_address
 from shared.network.rpc import Servicer
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from services.worker.runner.model_runner import ModelRunner
 
 
-class Leader:
+class Leader(Role):
     """Serves the scheduler and its followers; in coupled groups it follows the leader of DP rank 0."""
 
     service_names: tuple[str, ...] = (SERVICE_NAME,)
@@ -60,8 +63,8 @@ class Leader:
         )
         self._servicer.open(steps)
 
+    @override
     def leave(self) -> None:
-        """See `Role`."""
         self._servicer.leave()
 
     async def close(self) -> None:

@@ -22,12 +22,13 @@ from services.worker.group.link import to_layout_message
 from services.worker.layout import RankLayout
 from services.worker.process.device_steps import DeviceSteps
 from services.worker.process.exits import DomainEnd, ExitCode
-from services.worker.server.claim import NOTHING_LAUNCHED, ClaimLedger
+from services.worker.server.claim import NOTHING_ADMITTED, ClaimLedger
 from services.worker.server.step_stream import Epoch, StepStream, retrieve
-from services.worker.step_codec import parse_step, to_result
 from shared.errors import InvalidRequestError, NotReadyError, StaleEpochError, Violation
 from shared.network.heartbeat import next_beat_at
 from shared.process.stay import Stay
+from shared.step.codec import encode_result, parse_step
+from shared.wire import introduce_self
 
 if TYPE_CHECKING:
     # The RPC server answers before torch is imported.
@@ -53,8 +54,7 @@ _MAX_SIZES = {"block_size": 4096, "max_num_seqs": 1 << 16, "max_num_batched_toke
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Serves one group to one scheduler at a time.
 
-    Invariant: only steps that the claim ledger allows are launched, each epoch's after its empty batch is queued on the
-    device.
+    Invariant: only steps that the claim ledger admits are submitted to the device, each epoch's after its empty batch.
     """
 
     def __init__(self, layout: RankLayout, group: GroupServicer, end: DomainEnd, *, stuck_s: float = STUCK_S) -> None:
@@ -111,7 +111,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         num_blocks = steps.runner.num_blocks if is_stuck else epoch.ready.result()
         logger.info(
             "attached",
-            extra={"epoch": epoch.number, "scheduler_instance_id": self._ledger.holder, "is_stuck": is_stuck},
+            extra={
+                "epoch": epoch.number,
+                "scheduler_instance_id": self._ledger.holder,
+                "is_stuck": is_stuck,
+                "release": request.introduction.release,
+                "wire_version": request.introduction.wire_version,
+            },
         )
         return self._describe(steps.runner, epoch, num_blocks=num_blocks, is_stuck=is_stuck)
 
@@ -172,9 +178,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Wait for the epoch's empty batch; False if the device makes no progress for `stuck_s` meanwhile.
 
         Only the waiting ends then: as after a cancelled call, the epoch is still claimed and its batch still made. If
-        no step was ever launched, none can be stuck, and allocating a large cache may take longer.
+        no step was ever admitted, none can be stuck, and allocating a large cache may take longer.
         """
-        may_be_stuck = epoch.last_launched != NOTHING_LAUNCHED
+        may_be_stuck = epoch.last_admitted != NOTHING_ADMITTED
         while epoch is self._epoch:
             progress = runner.progress
             await asyncio.wait({epoch.ready}, timeout=self._stuck_s if may_be_stuck else None)
@@ -187,7 +193,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _begin(self, request: worker_pb2.AttachRequest, steps: DeviceSteps) -> Epoch:
         """Fence the current epoch and begin the offered one. Raises as `ClaimLedger.offer`."""
-        last_launched = self._ledger.last_launched
+        last_admitted = self._ledger.last_admitted
         self._ledger.offer(request.epoch, request.scheduler_instance_id, time.monotonic())
         drain_time = request.drain_time
         self._drain_s = drain_time.seconds + drain_time.nanos / 1e9 if request.HasField("drain_time") else None
@@ -195,7 +201,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._epoch.supersede()
         members = self._group.relay_attach(request)
         ready = asyncio.ensure_future(_fewest([steps.attach(request), *members]))
-        self._epoch = Epoch(request.epoch, ready, last_launched)
+        self._epoch = Epoch(request.epoch, ready, last_admitted)
         return self._epoch
 
     async def _read_steps(
@@ -207,9 +213,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 self._stay.note(is_needed=request.heartbeat.is_staying)
                 continue
             step = parse_step(request)
-            self._ledger.launch(stream.number, step.epoch, step.step_id, time.monotonic())
+            self._ledger.admit(stream.number, step.epoch, step.step_id, time.monotonic())
             self._group.relay_step(request)
-            stream.add(steps.launch(step))
+            stream.add(steps.submit(step))
 
     async def _answer(self, stream: StepStream, epoch: Epoch, context: grpc.aio.ServicerContext) -> None:
         """Write results and heartbeats until the scheduler has ended its side.
@@ -226,7 +232,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 output = await step
                 await self._group.agree(output)
                 async with writing:
-                    await context.write(to_result(output))
+                    await context.write(encode_result(output))
             await stream.finish()
         finally:
             for task in beats:
@@ -263,18 +269,19 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             num_blocks=num_blocks,
             numerics_fingerprint=self._group.fingerprint(runner.numerics_fingerprint),
             ops_backend=runner.ops_backend,
-            last_step_id=epoch.last_launched.step_id,
+            last_step_id=epoch.last_admitted.step_id,
             num_draft_tokens=runner.num_draft_tokens,
             needs_all_tokens=runner.num_draft_tokens > 0,
             default_sampling=common_pb2.SamplingParams(**asdict(runner.facts.sampling_defaults)),
             is_exact=runner.is_exact,
             layout=to_layout_message(self._layout),
             is_stuck=is_stuck,
-            last_step_epoch=epoch.last_launched.epoch,
+            last_step_epoch=epoch.last_admitted.epoch,
             proposed_prompt_tokens=runner.step_proposal.num_prompt_tokens,
             proposes_mixed_steps=runner.step_proposal.mixes,
             graph_batch_sizes=runner.graph_batch_sizes,
             weights_digest=runner.facts.weights_digest,
+            introduction=introduce_self().encode(),
         )
 
 

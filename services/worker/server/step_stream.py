@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from services.worker.server.claim import LaunchedStep
-from services.worker.step import StepOutput
+from services.worker.server.claim import AdmittedStep
+from shared.step.step import StepResult
 
 
 class Epoch:
@@ -15,11 +15,11 @@ class Epoch:
     `ready` completes with the number of KV blocks when the group holds its empty batch.
     """
 
-    def __init__(self, number: int, ready: asyncio.Future[int], last_launched: LaunchedStep) -> None:
-        """`last_launched`: the last step of earlier epochs."""
+    def __init__(self, number: int, ready: asyncio.Future[int], last_admitted: AdmittedStep) -> None:
+        """`last_admitted`: the last step of earlier epochs."""
         self.number = number
         self.ready = ready
-        self.last_launched = last_launched
+        self.last_admitted = last_admitted
         ready.add_done_callback(retrieve)
         self._streams: set[StepStream] = set()
 
@@ -46,13 +46,13 @@ class Epoch:
 
 
 class StepStream:
-    """Steps of one Execute stream, launched and not yet answered, in order."""
+    """Steps of one Execute stream, submitted and not yet answered, in order."""
 
     def __init__(self, number: int) -> None:
         """`number` identifies the stream in the claim ledger."""
         self.number = number
-        self._steps: asyncio.Queue[asyncio.Future[StepOutput] | None] = asyncio.Queue()
-        self._pending: set[asyncio.Future[StepOutput]] = set()
+        self._steps: asyncio.Queue[asyncio.Future[StepResult] | None] = asyncio.Queue()
+        self._pending: set[asyncio.Future[StepResult]] = set()
         self._reader: asyncio.Task[None] | None = None
 
     def read_by(self, reader: asyncio.Task[None]) -> None:
@@ -61,14 +61,14 @@ class StepStream:
         reader.add_done_callback(retrieve)
         reader.add_done_callback(lambda _: self._steps.put_nowait(None))
 
-    def add(self, step: asyncio.Future[StepOutput]) -> None:
+    def add(self, step: asyncio.Future[StepResult]) -> None:
         """Append a step given to the device."""
         self._pending.add(step)
         step.add_done_callback(self._pending.discard)
         step.add_done_callback(retrieve)
         self._steps.put_nowait(step)
 
-    async def next_step(self) -> asyncio.Future[StepOutput] | None:
+    async def next_step(self) -> asyncio.Future[StepResult] | None:
         """The next step, possibly still running; None after the last one."""
         return await self._steps.get()
 

@@ -1,1 +1,1 @@
-"""Speculative decoding."""
+"""Speculative decoding: proposers of drafts."""

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
+from typing_extensions import override
 
+from services.worker.batch.drafts import NO_DRAFTS, ComputedStep, DraftProposer, DraftRows, Drafts
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.forward.kv_cache import KvCache
 from services.worker.forward.staging import HostArrays
 from services.worker.models.registry import CausalLM
 from services.worker.ops import Ops
-from services.worker.spec_decode.drafts import NO_DRAFTS, ComputedStep, DraftProposer, DraftRows, Drafts
 from services.worker.spec_decode.greedy_drafts import DraftChain
 from services.worker.spec_decode.token_runs import ForwardPasses, TokenRuns
-from services.worker.step import Int32Column
+from shared.step.columns import Int32Column
 
 
 class DraftModelProposer(DraftProposer):
@@ -38,8 +39,8 @@ class DraftModelProposer(DraftProposer):
         self._num_computed = np.empty(0, np.int32)
         self._max_tokens_at_once = 0
 
+    @override
     def attach(self, limits: BatchLimits, kv_cache: KvCache) -> None:
-        """See `DraftProposer.attach`."""
         cache, sizes = self._kv_cache, (kv_cache.num_blocks, kv_cache.block_size)
         if cache is None or (cache.num_blocks, cache.block_size) != sizes:
             # Free the old cache first: there may be no memory for two.
@@ -48,8 +49,8 @@ class DraftModelProposer(DraftProposer):
         self._num_computed = np.zeros(limits.max_num_seqs, np.int32)
         self._max_tokens_at_once = limits.max_num_batched_tokens
 
+    @override
     def observe(self, step: ComputedStep) -> None:
-        """See `DraftProposer.observe`."""
         inputs, tokens = step.inputs, step.tokens
         slots, first_tokens = inputs.slots[inputs.num_decodes :], inputs.cu_seqlens_q[inputs.num_decodes : -1]
         first = tokens.positions[first_tokens]

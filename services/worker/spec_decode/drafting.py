@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from services.worker.batch.drafts import Drafting, DraftProposer
 from services.worker.config import WorkerSettings
 from services.worker.models.loader import LoadedModel, LoadOptions, load_model
 from services.worker.ops import Ops
 from services.worker.parallel.communicator import SINGLE, Parallel
 from services.worker.spec_decode.draft_model import DraftModelProposer
-from services.worker.spec_decode.drafts import Drafting, DraftProposer
 from services.worker.spec_decode.mtp_drafts import MtpProposer
 from services.worker.spec_decode.ngram_drafts import NgramProposer
 from shared.model_dir import TOKENIZER, ModelDirectoryError, read_json

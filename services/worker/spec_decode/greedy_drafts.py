@@ -21,9 +21,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from services.worker.batch.drafts import NO_DRAFTS, Drafts
 from services.worker.ops import Ops
-from services.worker.spec_decode.drafts import NO_DRAFTS, Drafts
-from services.worker.step import Int32Column
+from shared.step.columns import Int32Column
 
 
 class Advance(Protocol):

@@ -10,16 +10,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from services.worker.batch.drafts import ComputedStep, DraftProposer, DraftRows, Drafts
 from services.worker.batch.enter_checks import BatchLimits
+from services.worker.forward.forward_context import get_forward_context
 from services.worker.forward.kv_cache import KvCache
 from services.worker.forward.staging import HostArrays, to_device, upload_arrays
 from services.worker.models.protocol import MtpLayers
 from services.worker.ops import Ops
-from services.worker.spec_decode.drafts import ComputedStep, DraftProposer, DraftRows, Drafts
 from services.worker.spec_decode.greedy_drafts import DraftChain
 from services.worker.spec_decode.token_runs import ForwardPasses, TokenRuns
-from services.worker.step import Int32Column
+from shared.step.columns import Int32Column
 
 _IntArray = npt.NDArray[np.int64]
 
@@ -37,7 +39,11 @@ class MtpProposer(DraftProposer):
     Entries never written are zero, or left from an earlier sequence. This may spoil drafts, but never the output: the
     model's own layers do not read it.
 
-    Source: DeepSeek-V3, arXiv:2412.19437, section 2.2; vLLM's `EagleProposer`, which also repeats layers.
+    Where later drafts share the first one's selection (`MtpLayers.num_shared_positions`), they attend to exactly what
+    the newest token with a known successor attended to: neither to themselves nor to each other.
+
+    Source: DeepSeek-V3, arXiv:2412.19437, section 2.2; vLLM's `EagleProposer`, which also repeats layers, and its
+    `MTPSpeculator`, which also shares selections.
     """
 
     def __init__(self, layers: MtpLayers, ops: Ops) -> None:
@@ -49,21 +55,26 @@ class MtpProposer(DraftProposer):
         self._waiting = torch.empty(0)  # [max_num_seqs, hidden]
         # What each layer computed last for each slot.
         self._last = torch.empty(0)  # [num_layers, max_num_seqs, hidden]
+        # The positions that the first layer attended to for that, -1 for unused entries.
+        self._selected = torch.empty(0)  # [max_num_seqs, num_shared_positions]
 
+    @override
     def attach(self, limits: BatchLimits, kv_cache: KvCache) -> None:
-        """See `DraftProposer.attach`."""
         self._kv_cache = kv_cache
         self._awaited = np.zeros(limits.max_num_seqs, np.int64)
         self._waiting = torch.zeros(limits.max_num_seqs, 0)
         self._last = torch.zeros(self._layers.num_layers, limits.max_num_seqs, 0)
+        sizes = (limits.max_num_seqs, self._layers.num_shared_positions)
+        self._selected = torch.zeros(sizes, dtype=torch.int64, device=kv_cache.device)
 
+    @override
     def forget(self, slots: Int32Column) -> None:
-        """See `DraftProposer.forget`."""
         self._awaited[slots] = 0
         self._last[:, to_device(slots, self._last.device)] = 0
+        self._selected[to_device(slots, self._selected.device)] = 0
 
+    @override
     def observe(self, step: ComputedStep) -> None:
-        """See `DraftProposer.observe`."""
         self._make_room(step.hidden)
         inputs = step.inputs
         first = step.tokens.positions[inputs.cu_seqlens_q[:-1]]
@@ -89,7 +100,12 @@ class MtpProposer(DraftProposer):
 
         def advance(token_ids: Tensor, hidden: Tensor, num_drafted: int) -> Tensor:
             layer = min(num_drafted, self._layers.num_layers - 1)
-            return passes.compute(num_drafted - 1, partial(self._layers.forward, hidden, token_ids, layer=layer))
+            return passes.compute(num_drafted - 1, partial(forward, hidden, token_ids, layer=layer))
+
+        def forward(hidden: Tensor, token_ids: Tensor, positions: Tensor, layer: int) -> Tensor:
+            if self._layers.num_shared_positions:
+                get_forward_context().selection.pin(self._selected[passes.arrays["slots"][: len(positions)]])
+            return self._layers.forward(hidden, token_ids, positions, layer)
 
         return chain.draft(
             self._last[0].index_select(0, passes.arrays["slots"]),
@@ -116,6 +132,8 @@ class MtpProposer(DraftProposer):
             states = hidden
             for layer in range(self._layers.num_layers):
                 computed = self._layers.forward(states, token_ids, positions, layer)
+                if not layer and self._layers.num_shared_positions:
+                    self._selected[slots] = self._selection_of(lasts, positions)
                 # The next layer looks one token further ahead: each token takes the state of the token before it.
                 states = computed.roll(1, dims=0)
                 states[starts] = self._last[layer, slots]
@@ -123,6 +141,14 @@ class MtpProposer(DraftProposer):
             return states
 
         passes.compute(0, forward)
+
+    def _selection_of(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """What some tokens of the running pass attended to, [num_rows, num_shared_positions] int64."""
+        selected = get_forward_context().selection.positions
+        if selected is not None:
+            return selected[rows]
+        all_positions = torch.arange(self._layers.num_shared_positions, device=positions.device)
+        return torch.where(all_positions <= positions[rows][:, None], all_positions, -1)
 
     def _passes(self, block_tables: Int32Column, passes: Sequence[TokenRuns], others: HostArrays) -> ForwardPasses:
         assert self._kv_cache is not None, "drafts before the first epoch"

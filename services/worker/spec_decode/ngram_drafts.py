@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.worker.spec_decode.drafts import NO_DRAFTS, DraftProposer, DraftRows, Drafts
-from services.worker.step import Int32Column
+from services.worker.batch.drafts import NO_DRAFTS, DraftProposer, DraftRows, Drafts
+from shared.step.columns import Int32Column
 
 
 class LookupProposer(DraftProposer):

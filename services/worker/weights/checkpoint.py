@@ -9,11 +9,12 @@ from math import prod
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from services.worker.ops.matrices import Matrix
 from services.worker.ops.matrix_rows import MatrixFormat, format_of, to_device
 from services.worker.weights.format_costs import FormatCosts
-from services.worker.weights.model_weights import ALL, DENSE, WeightFormats
+from services.worker.weights.model_weights import ALL, DENSE, ModelWeights, WeightFormats
 from services.worker.weights.quantization.config import PLAIN, QuantizationConfig
 from services.worker.weights.quantization.dequantize import (
     Region,
@@ -48,8 +49,8 @@ _WRONG_DTYPE = "wrong dtype"
 _UNEXPECTED = "unexpected for this architecture"
 
 
-class CheckpointWeights:
-    """See `ModelWeights`.
+class CheckpointWeights(ModelWeights):
+    """Weights from the files of a model directory.
 
     Invariant: after the first problem only headers are checked.
     """
@@ -81,8 +82,8 @@ class CheckpointWeights:
     def __contains__(self, name: str) -> bool:
         return self._files.header(name) is not None
 
+    @override
     def read(self, name: str, shape: tuple[int, ...], *, rows: slice = ALL, dtype: torch.dtype | None = None) -> Tensor:
-        """See `ModelWeights`."""
         selected = selected_run(rows, shape[0]) if shape else range(0)
         out_shape = (len(selected), *shape[1:]) if shape else ()
         self._find(name, (StoredTensor("weight", ("",), (shape,), FLOAT_DTYPES),), num_values=prod(out_shape))
@@ -95,8 +96,8 @@ class CheckpointWeights:
             self._problems.add(_NOT_FINITE, name)
         return out
 
+    @override
     def scale(self, names: Sequence[str]) -> Tensor:
-        """See `ModelWeights`."""
         wanted = StoredTensor("scale", tuple(names), ((), (1,)), FLOAT_DTYPES, is_optional=True)
         found = self._find("", (wanted,), num_values=1)
         scale = torch.ones(1)
@@ -106,35 +107,46 @@ class CheckpointWeights:
                 self._problems.add("malformed", found["scale"], f"(a scale of {float(scale)})")
         return scale.to(self.device)
 
+    @override
     def linear(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Matrix:
-        """See `ModelWeights`."""
         return self._read_matrix(*self._linear_part(name, shape, rows, columns), self._formats)
 
+    @override
     def embedding(self, name: str, shape: tuple[int, int], *, rows: slice = ALL) -> Matrix:
-        """See `ModelWeights`."""
         return self._read_matrix(*self._linear_part(name, shape, rows, ALL), self._formats.of_embedding)
 
+    @override
     def head(self, name: str, shape: tuple[int, int], *, rows: slice = ALL) -> Matrix:
-        """See `ModelWeights`."""
         return self._read_matrix(*self._linear_part(name, shape, rows, ALL), self._formats.of_head)
 
+    @override
     def dense(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        """See `ModelWeights`."""
         matrix = self._read_matrix(*self._linear_part(name, shape, rows, columns), DENSE)
         assert isinstance(matrix, Tensor)
         return matrix
 
+    @override
     def stacked(
-        self, name: str, shape: tuple[int, int, int], expert: int, *, rows: slice = ALL, columns: slice = ALL
+        self,
+        name: str,
+        shape: tuple[int, int, int],
+        expert: int,
+        *,
+        rows: slice = ALL,
+        columns: slice = ALL,
+        in_any_order: bool = False,
     ) -> Matrix:
-        """See `ModelWeights`."""
-        layer_format = self._config.stack_format(is_plain=name in self)
-        region = Region(selected_run(rows, shape[2]), selected_run(columns, shape[1]))
-        stored = self._find(name, layer_format.stored_tensors(shape), num_values=region.num_values)
-        return self._read_matrix(_Layer(name, layer_format, stored, shape, expert), region, self._formats)
+        num_experts, num_inputs, num_outputs = shape
+        region = Region(selected_run(rows, num_outputs), selected_run(columns, num_inputs))
+        header, turned = self._files.header(name), (num_experts, num_outputs, num_inputs)
+        is_turned = in_any_order and header is not None and header.shape == turned
+        layer_format = self._config.stack_format(is_plain=header is not None, is_transposed=not is_turned)
+        stored_shape = turned if is_turned else shape
+        stored = self._find(name, layer_format.stored_tensors(stored_shape), num_values=region.num_values)
+        return self._read_matrix(_Layer(name, layer_format, stored, stored_shape, expert), region, self._formats)
 
+    @override
     def differ(self, name: str, other: str) -> bool:
-        """See `ModelWeights`."""
         headers = self._files.header(name), self._files.header(other)
         self._known.add(name)
         if headers[0] is None or headers[1] is None or self._problems:
@@ -149,8 +161,8 @@ class CheckpointWeights:
         blocks = [slice(start, start + _COMPARED_ROWS) for start in range(0, len(ours), _COMPARED_ROWS)]
         return not all(torch.equal(ours[rows].to(self.dtype), theirs[rows].to(self.dtype)) for rows in blocks)
 
+    @override
     def ignore(self, *, prefixes: Sequence[str] = (), suffixes: Sequence[str] = ()) -> None:
-        """See `ModelWeights`."""
         self._ignored_prefixes += tuple(prefixes)
         self._ignored_suffixes += tuple(suffixes)
 

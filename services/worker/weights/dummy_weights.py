@@ -8,11 +8,12 @@ from math import prod
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from services.worker.ops.matrices import Matrix
 from services.worker.ops.matrix_rows import MatrixFormat, to_device
 from services.worker.weights.dummy_parts import dummy_parts
-from services.worker.weights.model_weights import ALL, DENSE, WeightFormats
+from services.worker.weights.model_weights import ALL, DENSE, ModelWeights, WeightFormats
 from services.worker.weights.quantization.config import PLAIN, QuantizationConfig
 from services.worker.weights.quantization.dequantize import Region, dequantize, selected_run
 from services.worker.weights.quantization.gguf_blocks import GgufFormat
@@ -26,8 +27,8 @@ _NORM_SPREAD = 0.1
 _BIAS_SPREAD = 0.02
 
 
-class DummyWeights:
-    """See `ModelWeights`. Every tensor exists, with values that do not depend on the order and slices of reading.
+class DummyWeights(ModelWeights):
+    """Weights without files. Every tensor exists, with values that do not depend on the order and slices of reading.
 
     They have mean 0 and standard deviation 1 / sqrt(in_features), so that activations keep their magnitude; norms'
     weights are about 1. Linear layers and experts are in the format of the configuration, as checkpoints store them;
@@ -68,8 +69,8 @@ class DummyWeights:
     def __contains__(self, name: str) -> bool:
         return False
 
+    @override
     def read(self, name: str, shape: tuple[int, ...], *, rows: slice = ALL, dtype: torch.dtype | None = None) -> Tensor:
-        """See `ModelWeights`."""
         row_shape = shape[1:]
         selected = range(*rows.indices(shape[0])) if shape else range(1)
         out = torch.empty((len(selected), *row_shape) if shape else (), dtype=dtype or self.dtype, device=self.device)
@@ -82,36 +83,43 @@ class DummyWeights:
         """See `ModelWeights`; 1."""
         return torch.ones(1, device=self.device)
 
+    @override
     def linear(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Matrix:
-        """See `ModelWeights`."""
         region = Region(selected_run(rows, shape[0]), selected_run(columns, shape[1]))
         return self._draw_matrix(name, region, shape, self._config.linear_format(name), self._formats)
 
+    @override
     def embedding(self, name: str, shape: tuple[int, int], *, rows: slice = ALL) -> Matrix:
-        """See `ModelWeights`."""
         region = Region(selected_run(rows, shape[0]), range(shape[1]))
         return self._draw_matrix(name, region, shape, self._table_format(name), self._formats.of_embedding)
 
+    @override
     def head(self, name: str, shape: tuple[int, int], *, rows: slice = ALL) -> Matrix:
-        """See `ModelWeights`."""
         region = Region(selected_run(rows, shape[0]), range(shape[1]))
         return self._draw_matrix(name, region, shape, self._table_format(name), self._formats.of_head)
 
+    @override
     def dense(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        """See `ModelWeights`."""
         return self._draw(name, Region(selected_run(rows, shape[0]), selected_run(columns, shape[1])), shape)
 
+    @override
     def stacked(
-        self, name: str, shape: tuple[int, int, int], expert: int, *, rows: slice = ALL, columns: slice = ALL
+        self,
+        name: str,
+        shape: tuple[int, int, int],
+        expert: int,
+        *,
+        rows: slice = ALL,
+        columns: slice = ALL,
+        in_any_order: bool = False,
     ) -> Matrix:
-        """See `ModelWeights`."""
         _, num_inputs, num_outputs = shape
         layer_format = self._config.stack_format(is_plain=False)
         region = Region(selected_run(rows, num_outputs), selected_run(columns, num_inputs))
         return self._draw_matrix(f"{name}.{expert}", region, (num_outputs, num_inputs), layer_format, self._formats)
 
-    def differ(self, name: str, other: str) -> bool:  # noqa: ARG002 - none is stored
-        """See `ModelWeights`."""
+    @override
+    def differ(self, name: str, other: str) -> bool:
         return False
 
     def ignore(self, *, prefixes: Sequence[str] = (), suffixes: Sequence[str] = ()) -> None:

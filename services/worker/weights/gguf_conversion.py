@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from gguf import GGUFReader, ReaderTensor
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from services.worker.weights.gguf_tensors import UnexpectedTensorsError, convert_tensors
+from services.worker.weights.publisher_sampling import publisher_sampling, shortest_decimal
 from services.worker.weights.quantization.gguf_blocks import block_types, gguf_config
 from services.worker.weights.tensor_digests import Hashing
-from services.worker.weights.weight_files import SINGLE_FILE, WeightFiles
-from shared.model_dir import CHAT_TEMPLATE, TOKENIZER, read_json
+from services.worker.weights.weight_files import WeightFiles
+from shared.model_dir import CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZER, WEIGHTS, read_json
 from shared.process.cores import num_usable_cores
 
 # GGUF's name of an architecture -> transformers' name. GGUF files of Mistral use "llama".
@@ -146,13 +146,15 @@ def _convert_weights(source: _Source, result_dir: Path, *, keeps_blocks: bool) -
     if layer_to_type := block_types(tensors):
         config.quantization_config = gguf_config(layer_to_type)
     config.save_pretrained(result_dir)
-    save_file(tensors, result_dir / SINGLE_FILE, metadata={"format": "pt"})
+    save_file(tensors, result_dir / WEIGHTS, metadata={"format": "pt"})
     generation = GenerationConfig(
         bos_token_id=source.metadata.get("tokenizer.ggml.bos_token_id"),
         eos_token_id=source.metadata.get("tokenizer.ggml.eos_token_id"),
         pad_token_id=source.metadata.get("tokenizer.ggml.padding_token_id"),
     )
     generation.save_pretrained(result_dir)
+    values = read_json(result_dir, GENERATION_CONFIG) | publisher_sampling(source.metadata)
+    (result_dir / GENERATION_CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def _correct(config: Any, source: _Source) -> None:
@@ -180,8 +182,3 @@ def _convert_tokenizer(source: _Source, result_dir: Path) -> None:
     values = read_json(result_dir, TOKENIZER)
     values["pre_tokenizer"] = _PRE_TOKENIZERS[kind]
     (result_dir / TOKENIZER).write_text(json.dumps(values, ensure_ascii=False, indent=2), encoding="utf-8")
-
-
-def shortest_decimal(value: float) -> float:
-    """The shortest decimal that rounds to `value` as float32: 1e-05 for 9.999999747e-06."""
-    return float(str(np.float32(value)))

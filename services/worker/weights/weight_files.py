@@ -6,7 +6,7 @@ Other formats are not read, as they can run code.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from services.worker.weights.tensor_digests import Hashing, TensorDigests
-from shared.missing_files import weights_advice
-from shared.model_dir import ModelDirectoryError, read_json, refuse_pointer
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+from shared.model_dir import WEIGHTS_INDEX, ModelDirectoryError, read_json, refuse_pointer, weight_paths
 
 # safetensors' names of the supported formats' dtypes, and their sizes.
 _DTYPE_BYTES = {
@@ -64,24 +60,32 @@ class WeightFiles:
     """
 
     def __init__(
-        self, model_dir: Path, on_progress: Callable[[float], None] = lambda _: None, *, hashing: Hashing = _ALONE
+        self,
+        model_dir: Path,
+        on_progress: Callable[[float], None] = lambda _: None,
+        *,
+        hashing: Hashing = _ALONE,
+        name_of: Callable[[str], str | None] = str,
     ) -> None:
         """Open the files and check their headers, also against those of the other ranks that read them.
 
         Args:
             on_progress: Called with the fraction of all bytes read, 0 to 1.
             hashing: By which ranks and threads the tensors are hashed.
+            name_of: What a stored tensor is called here; None leaves it out.
 
         Raises:
-            ModelDirectoryError: a file is missing, truncated or malformed, the index and the files disagree, or ranks
-                have different headers.
+            ModelDirectoryError: a file is missing, truncated or malformed, the index and the files disagree, two
+                tensors have the same name, or ranks have different headers.
         """
         self.model_dir = model_dir
         self._on_progress = on_progress
         self._open_files = ExitStack()
-        paths = _weight_paths(model_dir)
-        self._name_to_file = _locate({path: self._open(path) for path in paths})
-        self._check_index()
+        paths = weight_paths(model_dir)
+        stored_to_file = _locate({path: self._open(path) for path in paths})
+        self._check_index(stored_to_file.keys())
+        self._name_to_stored = _rename(model_dir, stored_to_file, name_of)
+        self._name_to_file = {name: stored_to_file[stored] for name, stored in self._name_to_stored.items()}
         self._headers = {name: self._header(name) for name in self._name_to_file}
         self.num_bytes = sum(header.num_bytes for header in self._headers.values())
         self._num_bytes_read = 0
@@ -112,7 +116,7 @@ class WeightFiles:
         The first read has the whole tensor hashed, by this rank or another one, even if ranks need only part of it: so
         all have the same digest. Other threads do that, since it takes as long as converting the tensor.
         """
-        tensor: Tensor = self._name_to_file[name].get_tensor(name)
+        tensor: Tensor = self._name_to_file[name].get_tensor(self._name_to_stored[name])
         if name not in self._name_to_entry:
             self._name_to_entry[name] = f"{name} {tensor.dtype} {list(tensor.shape)}"
             self._digests.add(name, tensor)
@@ -148,35 +152,18 @@ class WeightFiles:
             raise ModelDirectoryError(f"{path}: {error}") from error
 
     def _header(self, name: str) -> TensorHeader:
-        header = self._name_to_file[name].get_slice(name)
+        header = self._name_to_file[name].get_slice(self._name_to_stored[name])
         return TensorHeader(header.get_dtype(), tuple(header.get_shape()))
 
-    def _check_index(self) -> None:
-        if not (self.model_dir / INDEX_FILE).exists():
+    def _check_index(self, stored: Set[str]) -> None:
+        if not (self.model_dir / WEIGHTS_INDEX).exists():
             return
-        listed = set(read_json(self.model_dir, INDEX_FILE)["weight_map"])
-        if different := listed.symmetric_difference(self._name_to_file):
+        listed = set(read_json(self.model_dir, WEIGHTS_INDEX)["weight_map"])
+        if different := listed.symmetric_difference(stored):
             raise ModelDirectoryError(
-                f"{self.model_dir / INDEX_FILE}: index and files disagree about tensor {min(different)}"
+                f"{self.model_dir / WEIGHTS_INDEX}: index and files disagree about tensor {min(different)}"
                 + (f" and {len(different) - 1} more" if len(different) > 1 else "")
             )
-
-
-def _weight_paths(model_dir: Path) -> list[Path]:
-    if (model_dir / INDEX_FILE).exists():
-        weight_map = read_json(model_dir, INDEX_FILE).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelDirectoryError(f"{model_dir / INDEX_FILE}: no weight_map")
-        names = sorted({str(name) for name in weight_map.values()})
-        # A shard's name is untrusted input: it must not point outside the directory.
-        if outside := [name for name in names if Path(name).name != name]:
-            raise ModelDirectoryError(f"{model_dir / INDEX_FILE}: {outside[0]!r} is not a plain file name")
-        if missing := [name for name in names if not (model_dir / name).is_file()]:
-            raise ModelDirectoryError(f"{model_dir / INDEX_FILE}: files are missing: {', '.join(missing)}")
-        return [model_dir / name for name in names]
-    if not (model_dir / SINGLE_FILE).is_file():
-        raise ModelDirectoryError(f"{model_dir / SINGLE_FILE}: no such file; {weights_advice(model_dir)}")
-    return [model_dir / SINGLE_FILE]
 
 
 def _locate(files: dict[Path, Any]) -> dict[str, Any]:
@@ -187,3 +174,15 @@ def _locate(files: dict[Path, Any]) -> dict[str, Any]:
                 raise ModelDirectoryError(f"{path}: tensor {name} is also in another file")
             name_to_file[name] = file
     return name_to_file
+
+
+def _rename(model_dir: Path, stored: Iterable[str], name_of: Callable[[str], str | None]) -> dict[str, str]:
+    """Stored names, by the names that they have here."""
+    name_to_stored: dict[str, str] = {}
+    for each in stored:
+        if (name := name_of(each)) is None:
+            continue
+        if name in name_to_stored:
+            raise ModelDirectoryError(f"{model_dir}: {name_to_stored[name]} and {each} are both {name} of the text")
+        name_to_stored[name] = each
+    return name_to_stored

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 from collections.abc import Iterator, Sequence
@@ -16,11 +15,11 @@ import torch
 from services.worker.config import WorkerSettings
 from services.worker.runner.model_runner import ModelRunner, build_model_runner
 from services.worker.runner.steps.pending_step import PendingStep
-from services.worker.step import EnteringSequence
+from shared.step.step import EnteringSequence
 from tests.bench.gpu.cases import Clock
 from tests.bench.gpu.configs import CONFIGS
 from tests.bench.gpu.floors import Rates
-from tests.support.worker.worker_steps import decode_step, make_chunk, make_enter, prefill_step
+from tests.support.worker.worker_steps import decode_step, make_chunk, make_enter, prefill_step, with_params
 
 BLOCK_SIZE = 16
 _GIB = 2**30
@@ -229,7 +228,7 @@ def enters(
             temperature=sampling.temperature,
             seed=slot,
         )
-        yield dataclasses.replace(enter, top_p=sampling.top_p, top_k=sampling.top_k)
+        yield with_params(enter, top_p=sampling.top_p, top_k=sampling.top_k)
         slot += 1
 
 

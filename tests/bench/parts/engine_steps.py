@@ -22,9 +22,10 @@ from services.scheduler.core.batch.step import Step
 from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerPolicy
 from services.scheduler.core.worker_facts import WorkerFacts
 from services.scheduler.server.exchange_codec import encode_outputs
-from services.scheduler.workers.worker_client import decode_result, encode_step
 from shared.ids import DpRank, RequestHandle
-from shared.limits import TOKEN_DTYPE, SamplingParams
+from shared.limits import TOKEN_DTYPE
+from shared.sampling_params import SamplingParams
+from shared.step.codec import encode_step, parse_result
 
 _VOCABULARY = 32_003
 _CONTEXT_LENGTH = 8192
@@ -94,7 +95,7 @@ class CoupledEngine:
         return worker_pb2.StepResult(epoch=step.epoch, step_id=step.step_id, token_ids=tokens).SerializeToString()
 
     def _take(self, rank: DpRank, payload: bytes) -> None:
-        result = decode_result(worker_pb2.StepResult.FromString(payload))
+        result = parse_result(worker_pb2.StepResult.FromString(payload))
         self._perform(self._engine.on_event(StepReturned(rank, result), 0.0))
 
     def _perform(self, actions: list[Action]) -> None:

@@ -31,6 +31,7 @@ from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from shared.limits import TOKEN_DTYPE
 from shared.network.heartbeat import HEARTBEAT_S
 from shared.network.rpc import make_server
+from shared.wire import introduce_self
 from tests.bench.parts.tokens import VOCABULARY, IntArray, expected_tokens
 
 CONTEXT_LENGTH = 131_072
@@ -88,6 +89,7 @@ class StandInWorker(worker_pb2_grpc.WorkerServiceServicer):
             ops_backend="stand-in",
             proposed_prompt_tokens=16384,
             layout=self._layout,
+            introduction=introduce_self().encode(),
         )
 
     async def Execute(

@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.internal.v1 import exchange_pb2
+from services.tokenizer.answer.answer import Choice, Completion, Generation
+from services.tokenizer.answer.request_totals import RequestTotals
 from services.tokenizer.exchange.cell_requests import CellRequests
-from services.tokenizer.request.request import Request
-from services.tokenizer.server.choice import Choice
-from services.tokenizer.server.completion import Completion
-from services.tokenizer.server.generation import Generation
-from services.tokenizer.server.request_totals import RequestTotals
+from services.tokenizer.exchange.scheduler_stream import SchedulerStream
+from services.tokenizer.request.resolved_request import ResolvedRequest
 from services.tokenizer.text.detokenizer import make_token_texts
 from services.tokenizer.text.model_tokenizer import load_tokenizer
-from shared.limits import TOKEN_DTYPE, SamplingParams
+from shared.limits import TOKEN_DTYPE
 from shared.process.lifecycle import freeze_garbage
+from shared.sampling_params import SamplingParams
 from tests.bench.peers.contestant import Stopwatch
 from tests.bench.peers.front_end_load import Detokenize
 from tests.bench.peers.protocol import serve
@@ -59,24 +59,26 @@ class LockstepFrontEnd:
         self._num_told += 1
         data = exchange_pb2.ExchangeResponse(outputs=outputs).SerializeToString()
         with self.stopwatch.running():
-            self._requests.on_outputs(exchange_pb2.ExchangeResponse.FromString(data).outputs)
+            self._requests.on_outputs(self._stream, exchange_pb2.ExchangeResponse.FromString(data).outputs)
         return [completion.take()[0] for completion in self._completions]
 
     async def _submit(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> CellRequests:
         """Submit the requests on a stream, up to building its messages."""
         requests, totals = CellRequests(LOST_AFTER_S), RequestTotals()
-        link = requests.make_link()
-        requests.open_stream(link, exchange_pb2.CellInfo())
+        self._stream = SchedulerStream(requests.make_submit)
+        requests.open_stream(self._stream, exchange_pb2.CellInfo())
         handles = []
         for number, prompt in enumerate(prompts):
-            request = Request(f"{number:032x}", np.array(prompt, TOKEN_DTYPE).tobytes(), SamplingParams(max_tokens))
+            request = ResolvedRequest(
+                f"{number:032x}", np.array(prompt, TOKEN_DTYPE).tobytes(), SamplingParams(max_tokens)
+            )
             self._completions.append(Completion(self._texts.detokenizer(), ()))
             generation = Generation(arrived_at=0.0, totals=totals)
             generation.choices.append(Choice(generation, self._completions[-1], num_prompt_tokens=len(prompt)))
             handles.append(requests.submit(request, generation.choices, arrived_at=0.0, deadline_at=None))
         self._handles = np.array(handles, np.uint32)
         num_sent = 0
-        messages = link.messages()
+        messages = self._stream.messages()
         while num_sent < len(prompts):
             num_sent += len((await anext(messages)).submits)
         return requests

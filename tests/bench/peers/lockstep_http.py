@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2, tokenizer_pb2
+from services.tokenizer.answer.request_totals import RequestTotals
 from services.tokenizer.config import TokenizerSettings
 from services.tokenizer.exchange.cell_requests import CellRequests
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
@@ -27,12 +28,12 @@ from services.tokenizer.http.routes import make_app
 from services.tokenizer.request.model import load_model
 from services.tokenizer.server.generate import CallTerms, GenerateCall
 from services.tokenizer.server.live_requests import LiveRequests
-from services.tokenizer.server.request_totals import RequestTotals
 from services.tokenizer.server.servicer import TokenizerServicer
 from services.tokenizer.service import SWITCH_INTERVAL_S
 from shared.limits import TOKEN_DTYPE
 from shared.network.rpc import make_server
 from shared.process.lifecycle import freeze_garbage
+from shared.wire import introduce_self
 from tests.bench.peers.http_load import CLIENTS, MODEL_NAME, PROMPT, StreamLoad, until
 from tests.bench.peers.protocol import serve, start_process
 from tests.support.system.ports import free_port
@@ -67,6 +68,7 @@ class LockstepServer:
                 context_length=CONTEXT_LENGTH,
                 logits_width=LOGITS_WIDTH,
                 num_pool_tokens=NUM_POOL_TOKENS,
+                introduction=introduce_self().encode(),
             )
         )
         self._stream.note_heartbeat(exchange_pb2.SchedulerHeartbeat(holds_workers=True))
@@ -118,14 +120,14 @@ class LockstepServer:
         """See `Server`."""
         outputs = exchange_pb2.ExchangeResponse.FromString(message).outputs
         self._num_handed_over += len(outputs.handles) // 4
-        self.scheduler.on_outputs(self._stream, outputs)
+        self.scheduler.requests.on_outputs(self._stream, outputs)
 
     def has_taken_all(self) -> bool:
         """See `Server`."""
         return self.totals.num_generation_tokens == self._num_handed_over
 
     async def _receive_submits(self) -> None:
-        async for message in self._stream.sender.messages():
+        async for message in self._stream.messages():
             for submit in message.submits:
                 self._submits.put_nowait(submit)
 

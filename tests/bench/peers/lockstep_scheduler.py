@@ -14,10 +14,10 @@ from services.scheduler.core.policy import CacheSettings, SchedulerPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
 from services.scheduler.core.worker_facts import WorkerFacts
 from services.scheduler.server.exchange_codec import decode_request, encode_outputs
-from services.scheduler.workers.worker_client import decode_result, encode_step
 from shared.ids import DpRank
 from shared.limits import TOKEN_DTYPE
 from shared.process.lifecycle import freeze_garbage, hold_full_collections
+from shared.step.codec import encode_step, parse_result
 from tests.bench.parts.stand_in_worker import StandInBatch
 from tests.bench.parts.tokens import VOCABULARY
 from tests.bench.peers.contestant import MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, Request, Sizes, StepTokens, Stopwatch
@@ -75,7 +75,7 @@ class LockstepScheduler:
         result_bytes = result.SerializeToString()
         self.step_bytes, self.result_bytes = len(step_bytes), len(result_bytes)
         self._now += STEP_S
-        self._handle(lambda: StepReturned(RANK, decode_result(worker_pb2.StepResult.FromString(result_bytes))))
+        self._handle(lambda: StepReturned(RANK, parse_result(worker_pb2.StepResult.FromString(result_bytes))))
         return self._take_delivered()
 
     def _send(self, message: exchange_pb2.ExchangeRequest) -> None:

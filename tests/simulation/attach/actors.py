@@ -191,7 +191,7 @@ class GroupActor:
 
     def offer(self, epoch: int, instance_id: str, is_lease_over: bool) -> Accepted | Refused:
         """Answer an offer."""
-        last = (self.ledger.last_launched.epoch, self.ledger.last_launched.step_id)
+        last = (self.ledger.last_admitted.epoch, self.ledger.last_admitted.step_id)
         try:
             self.ledger.offer(epoch, instance_id, LEASE_S + 1.0 if is_lease_over else 0.0)
         except ServiceError as error:
@@ -207,14 +207,14 @@ class GroupActor:
             return self._broken(epoch, error)
         return StreamOpened(self._group, epoch)
 
-    def launch(self, step_id: int, stream: int, epoch: int, instance_id: str) -> StreamBroken | None:
+    def admit(self, step_id: int, stream: int, epoch: int, instance_id: str) -> StreamBroken | None:
         """Take a step; returns the end of the stream if the step is refused, else None.
 
         Raises:
             ProtocolError: The device received a step of an epoch older than one that the group has answered.
         """
         try:
-            self.ledger.launch(stream, epoch, step_id, 0.0)
+            self.ledger.admit(stream, epoch, step_id, 0.0)
         except ServiceError as error:
             return self._broken(epoch, error)
         if epoch < self._answered_epoch:

@@ -240,7 +240,7 @@ class AttachModel:
         """Deliver the next item of a stream, which ends if the item is refused."""
         item, group = stream.items[0], stream.group
         left = stream._replace(items=stream.items[1:])
-        call = ("open_stream",) if item == OPENING else ("launch", item)
+        call = ("open_stream",) if item == OPENING else ("admit", item)
         number, event = self.groups.call(state.groups[group], *call, stream.number, stream.epoch, stream.instance_id)
         state = state._replace(groups=_with(state.groups, group, number))
         if item != OPENING and event is None:

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any, TypeVarTuple, cast
 
 import grpc
+from typing_extensions import override
 
 from lockstep.internal.v1 import worker_pb2
 from tests.simulation.faults import FaultMix
@@ -35,10 +36,10 @@ class _GroupLoop(VirtualLoop):
         super().__init__(clock, when_running, wakes_at=lambda when: when)
         self._is_planned = False
 
+    @override
     def call_soon(
         self, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """See `AbstractEventLoop`."""
         handle = asyncio.Handle(callback, args, self, context)
         self._make_ready(handle)
         return handle
@@ -49,10 +50,10 @@ class _GroupLoop(VirtualLoop):
         """See `AbstractEventLoop`; the real device calls it from its own thread."""
         return self.call_soon(callback, *args, context=context)
 
+    @override
     def call_at(
         self, when: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """See `AbstractEventLoop`."""
         handle = asyncio.TimerHandle(when, callback, args, self, context)
         self._clock.at(when, lambda: self._make_ready(handle), is_background=True)
         return handle
@@ -64,8 +65,8 @@ class _GroupLoop(VirtualLoop):
             for task in self._tasks:
                 task.get_coro().close()
 
+    @override
     def is_closed(self) -> bool:
-        """See `AbstractEventLoop`."""
         return False
 
     def _make_ready(self, handle: asyncio.Handle) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextvars import Context
 from typing import Any, TypeVarTuple
 
+from typing_extensions import override
+
 from tests.simulation.network.clock import Clock
 
 _Ts = TypeVarTuple("_Ts")
@@ -53,8 +55,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         finally:
             asyncio._set_running_loop(None)
 
+    @override
     def time(self) -> float:
-        """See `AbstractEventLoop`."""
         return self._clock.now
 
     def run_once(self, action: Callable[[], object]) -> None:
@@ -64,37 +66,37 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             while self._is_timer_due():
                 _run(heapq.heappop(self._timers))
 
+    @override
     def call_soon(
         self, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """See `AbstractEventLoop`."""
         handle = asyncio.Handle(callback, args, self, context)
         self._ready.append(handle)
         if not self._is_closed:
             self._clock.at(self._clock.now, self._plan_turn)
         return handle
 
+    @override
     def call_later(
         self, delay: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """See `AbstractEventLoop`."""
         return self.call_at(self._clock.now + delay, callback, *args, context=context)
 
+    @override
     def call_at(
         self, when: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """See `AbstractEventLoop`."""
         handle = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, handle)
         self._clock.at(when, lambda: self._on_timer_due(when), is_background=True)
         return handle
 
+    @override
     def create_future(self) -> asyncio.Future[Any]:
-        """See `AbstractEventLoop`."""
         return asyncio.Future(loop=self)
 
+    @override
     def create_task(self, coro: Coroutine[Any, Any, Any] | Generator[Any, None, Any], **options: Any) -> Any:
-        """See `AbstractEventLoop`."""
         task = asyncio.Task(coro, loop=self, **options)
         self._tasks.append(task)
         return task
@@ -108,12 +110,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             while self._ready:
                 self._take_turn()
 
+    @override
     def get_debug(self) -> bool:
-        """See `AbstractEventLoop`."""
         return False
 
+    @override
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """See `AbstractEventLoop`."""
         if "exception" in context:
             raise context["exception"]
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lockstep.internal.v1 import worker_pb2
-from services.worker.step import StepOutput
 from shared.ids import DpRank
 from shared.limits import TOKEN_DTYPE
+from shared.step.step import StepResult
 from tests.simulation.network.clock import Clock
 
 _HANG_S = 100.0
@@ -21,7 +21,7 @@ class Part:
 
     request: worker_pb2.StepRequest
     num_tokens: int
-    output: StepOutput | None
+    output: StepResult | None
     """What it samples, if it has group members that must sample the same; else None."""
     duration_s: float
     """How long it would take alone; inf if it hangs forever."""
@@ -35,7 +35,7 @@ class MemberPart:
     """A member's part of its group's step; `on_end` receives what the group sampled."""
 
     duration_s: float
-    on_end: Callable[[StepOutput], None]
+    on_end: Callable[[StepResult], None]
 
 
 class Collective:

@@ -28,8 +28,8 @@ from services.scheduler.cell.domains.attach import (
 )
 from services.scheduler.cell.events import DomainAttached, DomainLost, Event, Exit, RankHeartbeat
 from services.scheduler.core.batch.step import Step
-from services.scheduler.workers.worker_client import encode_step
 from shared.ids import DpRank
+from shared.step.codec import encode_step
 from tests.simulation.faults import Fault, FaultMix
 from tests.simulation.network.clock import Clock
 from tests.simulation.network.network import Message, Pipe, Trouble

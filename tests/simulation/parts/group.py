@@ -13,7 +13,7 @@ from services.worker.layout import RankLayout
 from services.worker.parallel.rendezvous import Rendezvous
 from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.exits import DomainEnd, ExitCode
-from services.worker.step import StepOutput
+from shared.step.step import StepResult
 from tests.simulation.faults import Fault, FaultMix
 from tests.simulation.network.clock import Clock
 from tests.simulation.network.join_stream import NOTICE_S, Life
@@ -81,7 +81,7 @@ class SimulatedGroup:
         self._is_complete = False
         self._held_epoch = 0
         self._leader_stopped_until = 0.0
-        self._answering: asyncio.Queue[tuple[StepOutput, Answer]] | None = None
+        self._answering: asyncio.Queue[tuple[StepResult, Answer]] | None = None
         self._answerer: asyncio.Task[None] | None = None
 
     @property
@@ -159,7 +159,7 @@ class SimulatedGroup:
         """Relay a step that the leader launches."""
         if not self.members:
             return
-        self.watch.launch(0, (request.epoch, request.step_id))
+        self.watch.submit(0, (request.epoch, request.step_id))
         self.watch.send(request.SerializeToString())
         is_before = self._rng.random() < 0.5
         if is_before:
@@ -185,7 +185,7 @@ class SimulatedGroup:
         if self._answerer is not None:
             self._answerer.cancel()
 
-    def answer(self, stream: StepStream, answer: Answer, output: StepOutput | None) -> None:
+    def answer(self, stream: StepStream, answer: Answer, output: StepResult | None) -> None:
         """Send a step's answer once the members agree with it, or at once if there are none."""
         if output is None:
             stream.answers.send(answer)
@@ -194,7 +194,7 @@ class SimulatedGroup:
         if self._answering is not None:
             self._answering.put_nowait((output, answer))
 
-    async def _answer_all(self, stream: StepStream, steps: asyncio.Queue[tuple[StepOutput, Answer]]) -> None:
+    async def _answer_all(self, stream: StepStream, steps: asyncio.Queue[tuple[StepResult, Answer]]) -> None:
         # Answers of an epoch that was superseded meanwhile are lost: its stream is cut.
         while steps is self._answering:
             output, answer = await steps.get()

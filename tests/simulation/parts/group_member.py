@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Protocol, cast
 
+from typing_extensions import override
+
 from lockstep.internal.v1 import worker_pb2
 from services.worker.config import WorkerSettings
 from services.worker.group.group_servicer import GroupServicer
@@ -19,8 +21,7 @@ from services.worker.group.member import Member
 from services.worker.layout import RankLayout
 from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.exits import DomainEnd, ExitCode
-from services.worker.runner.step_totals import StepTotals
-from services.worker.step import Step, StepOutput
+from shared.step.step import Step, StepResult
 from tests.simulation.faults import Fault, FaultMix
 from tests.simulation.network.clock import Clock
 from tests.simulation.network.join_stream import JoinStream, Life
@@ -66,9 +67,8 @@ class PlayedRunner:
     layout = RankLayout()
 
     def __init__(self, num_blocks: int) -> None:
-        self.output: StepOutput | None = None
+        self.output: StepResult | None = None
         self.num_blocks = num_blocks
-        self.step_totals = StepTotals()
 
     def attach(self, **_: int) -> int:
         """See `ModelRunner`."""
@@ -84,11 +84,10 @@ class PlayedRunner:
 class PlayedStep:
     """See `PendingStep`."""
 
-    output: StepOutput
+    output: StepResult
     is_computed = True
-    num_tokens = 1
 
-    def finish(self) -> StepOutput:
+    def finish(self) -> StepResult:
         """See `PendingStep`."""
         return self.output
 
@@ -131,14 +130,14 @@ class _MemberDevice:
         self._watch = member.group.watch
         self._jobs: deque[_Job] = deque()
 
-    def launch(self, function: Callable[..., Any], argument: Any) -> Future[Any]:
+    def submit_launch(self, function: Callable[..., Any], argument: Any) -> Future[Any]:
         """See `DeviceLoop`."""
         return self.submit(lambda step: function(step).finish(), argument)
 
     def submit(self, function: Callable[..., Any], argument: Any, *rest: Any) -> Future[Any]:
         """See `DeviceLoop`."""
         if isinstance(argument, Step):
-            self._watch.launch(self._tp_rank, (argument.epoch, argument.step_id))
+            self._watch.submit(self._tp_rank, (argument.epoch, argument.step_id))
         job = _Job(function, argument, rest, Future())
         self._jobs.append(job)
         if len(self._jobs) == 1:
@@ -163,11 +162,11 @@ class _MemberDevice:
         self._watch.attach(self._tp_rank, job.argument.epoch)
         self._finish(job)
 
-    def _on_output(self, job: _Job, output: StepOutput) -> None:
+    def _on_output(self, job: _Job, output: StepResult) -> None:
         delay_s = self._rng.uniform(*_JITTER_S)
         self._clock.after(delay_s, lambda: self._life.do(lambda: self._return(job, output)))
 
-    def _return(self, job: _Job, output: StepOutput) -> None:
+    def _return(self, job: _Job, output: StepResult) -> None:
         self._watch.end(self._tp_rank)
         self._runner.output = output
         self._finish(job)
@@ -188,8 +187,8 @@ class _WatchedMember(Member):
         self._tp_rank = settings.layout.tp_rank
         self._watch = device._watch
 
+    @override
     def take(self, message: worker_pb2.JoinResponse) -> None:
-        """See `Relay`."""
         if message.HasField("attach"):
             self._watch.fence(self._tp_rank, message.attach.epoch)
         else:

@@ -13,13 +13,21 @@ from google.rpc import error_details_pb2
 from lockstep.internal.v1 import exchange_pb2
 from services.scheduler.core.batch.sequence import Finish, FinishReason
 from services.scheduler.server.exchange_codec import FINISH_REASONS
-from services.tokenizer.exchange.exchange_codec import encode_handles, encode_submit, read_rows
-from services.tokenizer.exchange.logprobs import Logprobs, read_prompt_logprobs, read_row_logprobs
+from services.tokenizer.answer.logprobs import LogprobColumns
+from services.tokenizer.exchange.exchange_codec import (
+    encode_handles,
+    encode_submit,
+    read_prompt_logprobs,
+    read_row_logprobs,
+    read_rows,
+)
 from services.tokenizer.exchange.request_ledger import ExchangeError, RequestLedger
-from services.tokenizer.request.request import Request
+from services.tokenizer.exchange.submit_suspects import SubmitSuspects
+from services.tokenizer.request.resolved_request import ResolvedRequest
 from shared.errors import ServiceError
 from shared.ids import RequestHandle, choice_handles
 from shared.network.heartbeat import HEARTBEAT_S
+from shared.wire import read_introduction
 from tests.simulation.network.clock import Clock
 from tests.simulation.network.exchange import ExchangeStream
 from tests.simulation.workload import RequestPlan
@@ -54,7 +62,7 @@ class ChoiceRecord:
     """The error's reason code."""
     is_cancelled: bool = False
     weights_digests: set[str] = field(default_factory=set)
-    """Those of the cells whose tokens a replica's client has received."""
+    """Weights digests of the cells whose tokens a replica's client has received."""
     deadline: float | None = None
     over_at: float | None = None
 
@@ -89,7 +97,7 @@ class Replica:
         self._rng = rng
         self._connect = connect
         self._on_over = on_over
-        self._ledger = RequestLedger(_LOST_AFTER_S, clock.now)
+        self._ledger = RequestLedger(_LOST_AFTER_S, clock.now, SubmitSuspects(rng.random))
         self._records: dict[RequestHandle, ChoiceRecord] = {}
         self._was_submitted: set[RequestHandle] = set()
         # New requests are sent once the cell info has arrived; some replicas resubmit earlier requests before that.
@@ -125,7 +133,7 @@ class Replica:
 
     def serve(self, plan: RequestPlan) -> list[ChoiceRecord]:
         """Accept a client's request; returns the records of its choices, which fill up as answers arrive."""
-        request = Request(
+        request = ResolvedRequest(
             plan.request_id,
             token_bytes(plan.prompt),
             plan.params,
@@ -133,6 +141,7 @@ class Replica:
             plan.cache_salt,
             plan.n,
             is_exact=plan.is_exact,
+            tenant=plan.tenant,
         )
         deadline_at = None if plan.patience_s is None else self._clock.now + plan.patience_s
         handle = self._ledger.add(request, arrived_at=self._clock.now, deadline_at=deadline_at)
@@ -153,7 +162,8 @@ class Replica:
         if not response.HasField("outputs"):
             if stream is self._stream:
                 self._note_weights(response.cell_info.weights_digest)
-                self._fail_each(self._ledger.on_cell(response.cell_info.exact_fingerprint))
+                introduction = read_introduction(response.cell_info.introduction)
+                self._fail_each(self._ledger.on_cell(response.cell_info.exact_fingerprint, introduction))
                 self._on_cell_info(stream)
             return
         try:
@@ -388,7 +398,7 @@ def _reason_of(end: exchange_pb2.RequestEnd) -> str:
     raise AssertionError("an error without a reason")
 
 
-def _scores_of(logprobs: Logprobs) -> list[Scores]:
+def _scores_of(logprobs: LogprobColumns) -> list[Scores]:
     entries = list(zip(logprobs.token_ids.tolist(), logprobs.values.tolist(), strict=True))
     ranks = logprobs.ranks.tolist()
     bounds, rank_bounds = pairwise(logprobs.bounds.tolist()), pairwise(logprobs.rank_bounds.tolist())

@@ -7,18 +7,19 @@ from random import Random
 from typing import cast
 
 import grpc
+from typing_extensions import override
 
 from lockstep.internal.v1 import worker_pb2
-from lockstep.v1 import scheduler_pb2
 from services.scheduler.cell.domains.attach import SchedulerClaim
 from services.scheduler.cell.engine import Engine
-from services.scheduler.cell.events import Action, Beat, Event, Exit, StepReturned, TimePassed
+from services.scheduler.cell.events import AbortRequest, Action, Beat, Event, Exit, StepReturned, TimePassed
+from services.scheduler.core.batch.sequence import RequestKey
 from services.scheduler.server.cell_server import CellServer
 from services.scheduler.server.direct_clients import DIRECT_CLIENT
 from services.scheduler.server.servicer import ExchangeServicer, SchedulerServicer
 from services.scheduler.server.worker_links import WorkerAccess
-from services.scheduler.workers.worker_client import decode_result
 from shared.network.health import Health
+from shared.step.codec import parse_result
 from tests.simulation.faults import FaultMix
 from tests.simulation.network.clock import Clock
 from tests.simulation.network.exchange import MAX_CLOSE_S, ExchangeStream
@@ -51,8 +52,8 @@ class WatchedEngine(Engine):
         self._watch = watch
         self._is_idle = False
 
+    @override
     def on_event(self, event: Event, now: float) -> list[Action]:
-        """See `Engine`."""
         due_at = self.next_wakeup()
         if now > max(due_at, self._pause.until) + _MAX_TIMER_LATENESS_S:
             assert now <= self.wakes_at(due_at) + _MAX_TIMER_LATENESS_S, "the engine is not woken in time"
@@ -258,11 +259,11 @@ class SchedulerProcess:
     def on_answer(self, answer: Answer) -> None:
         """Handle a step's answer, possibly from an old epoch."""
         self.watch.on_answer(answer)
-        self.cell.on_event(StepReturned(answer.rank, decode_result(worker_pb2.StepResult.FromString(answer.payload))))
+        self.cell.on_event(StepReturned(answer.rank, parse_result(worker_pb2.StepResult.FromString(answer.payload))))
 
-    def abort_request(self, request_id: str) -> None:
-        """Handle an `Abort` call."""
-        self.when_running(lambda: self.cell.direct_clients.abort(scheduler_pb2.AbortRequest(request_id=request_id)))
+    def abort_request(self, request: RequestKey) -> None:
+        """Handle an `Abort` call of the request's tenant."""
+        self.when_running(lambda: self.cell.on_event(AbortRequest(request.id, request.tenant)))
 
     def drain(self, rank: int) -> None:
         """Handle a `Drain` call."""

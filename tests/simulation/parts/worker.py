@@ -15,12 +15,12 @@ import numpy as np
 
 from lockstep.internal.v1 import worker_pb2
 from services.scheduler.cell.domains.attach import Accepted, GroupPlace, Refused
-from services.worker.server.claim import NOTHING_LAUNCHED, ClaimLedger, LaunchedStep
-from services.worker.step import StepOutput
+from services.worker.server.claim import NOTHING_ADMITTED, AdmittedStep, ClaimLedger
 from shared.errors import NotReadyError, ServiceError
 from shared.ids import DpRank
 from shared.limits import TOKEN_DTYPE
 from shared.process.stay import Stay
+from shared.step.step import StepResult
 from tests.simulation.faults import Fault, FaultMix
 from tests.simulation.network.clock import Clock
 from tests.simulation.network.step_stream import NO_HOLDER, Answer, Holder, StepStream
@@ -66,7 +66,7 @@ class _Launch:
     model: WorkerModel
     request: worker_pb2.StepRequest
     answer: Answer | None = None
-    output: StepOutput | None = None
+    output: StepResult | None = None
     """What the step sampled, if it has group members that must sample the same; else None."""
 
 
@@ -75,7 +75,7 @@ class _Offer:
     """An offered epoch that is answered once all steps launched before have returned."""
 
     epoch: int
-    last_step: LaunchedStep
+    last_step: AdmittedStep
     answer: OfferAnswer
 
 
@@ -147,7 +147,7 @@ class SimulatedWorker:
         if not self._is_up or not self.group.is_open:
             answer(Refused(self._rank, epoch, "NOT_READY", 0, is_ready=False))
             return
-        before = self._claim.last_launched
+        before = self._claim.last_admitted
         try:
             self._claim.offer(epoch, instance_id, self._clock.now)
         except ServiceError as error:
@@ -161,8 +161,8 @@ class SimulatedWorker:
         offer = self._offer = _Offer(epoch, before, answer)
         self.group.fence(epoch)
         self._accept_if_held()
-        # If no step was ever launched, none can be stuck.
-        if self._offer is offer and before != NOTHING_LAUNCHED:
+        # If no step was ever admitted, none can be stuck.
+        if self._offer is offer and before != NOTHING_ADMITTED:
             self._clock.after(_STUCK_AFTER_S, lambda: self._accept(offer, is_stuck=True))
 
     def open(self, stream: StepStream) -> bool:
@@ -193,7 +193,7 @@ class SimulatedWorker:
             stream.break_()
             return
         try:
-            self._claim.launch(stream.number, request.epoch, request.step_id, self._clock.now)
+            self._claim.admit(stream.number, request.epoch, request.step_id, self._clock.now)
         except ServiceError:
             self._claim.end_stream(stream.number)
             stream.break_(self._holder())
@@ -477,8 +477,8 @@ class SimulatedWorker:
         return self._mix.strikes(fault, self._rng)
 
 
-def _output_of(result: worker_pb2.StepResult) -> StepOutput:
-    return StepOutput(
+def _output_of(result: worker_pb2.StepResult) -> StepResult:
+    return StepResult(
         result.epoch,
         result.step_id,
         np.frombuffer(result.token_ids, TOKEN_DTYPE),

@@ -9,7 +9,7 @@ import pytest
 
 from services.scheduler.cell.domains import attach
 from services.scheduler.cell.domains.attach import Accepted, AttachEvent, Command, DomainAttach, Refused, SchedulerClaim
-from services.worker.server.claim import ClaimLedger, LaunchedStep
+from services.worker.server.claim import AdmittedStep, ClaimLedger
 from shared.errors import StaleEpochError
 from tests.simulation.attach.search import FAULTS, ONE_GROUP, SPLIT, SUCCESSION, TAKEN_GROUP, Search
 
@@ -41,12 +41,12 @@ def planted(search: Search) -> Callable[[Callable[[Patch], None]], Callable[[Pat
 
 @planted(FAULTS)
 def _no_fence(patch: Patch) -> None:
-    """A step is launched even if the group holds a newer epoch."""
+    """A step is admitted even if the group holds a newer epoch."""
 
-    def launch(self: ClaimLedger, stream: int, epoch: int, step_id: int, now: float) -> None:
-        self.last_launched = LaunchedStep(epoch, step_id)
+    def admit(self: ClaimLedger, stream: int, epoch: int, step_id: int, now: float) -> None:
+        self.last_admitted = AdmittedStep(epoch, step_id)
 
-    patch.setattr(ClaimLedger, "launch", launch)
+    patch.setattr(ClaimLedger, "admit", admit)
 
 
 @planted(FAULTS)

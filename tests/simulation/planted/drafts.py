@@ -8,8 +8,9 @@ import numpy as np
 
 from services.scheduler.core.batch.row_tokens import RowTokens
 from services.scheduler.core.batch.sequence import Sequence
-from services.scheduler.core.batch.slot_table import IntColumn, Slots, SlotTable
+from services.scheduler.core.batch.slot_table import Slots, SlotTable
 from services.scheduler.core.running_batch import RunningBatch
+from shared.step.columns import Int32Column
 from tests.simulation.planted.planting import Patch, PlantedBug, planter
 
 DRAFT_BUGS: list[PlantedBug] = []
@@ -53,7 +54,7 @@ def _drafts_count_as_tokens_to_come(patch: Patch) -> None:
     """A request gets no further row once its drafts, if all were accepted, would reach its last token."""
     retire_complete = RunningBatch.retire_complete
 
-    def retire_early(self: RunningBatch, slots: Slots, num_planned: IntColumn) -> None:
+    def retire_early(self: RunningBatch, slots: Slots, num_planned: Int32Column) -> None:
         retire_complete(self, slots, num_planned + self.slots.num_draft_tokens)
 
     patch.setattr(RunningBatch, "retire_complete", retire_early)
@@ -64,7 +65,7 @@ def _rejected_drafts_stay_planned(patch: Patch) -> None:
     """A row that returns more than one token counts as in flight forever."""
     append_runs = SlotTable.append_runs
 
-    def append(self: SlotTable, slots: Slots, counts: IntColumn, *args: Any) -> None:
+    def append(self: SlotTable, slots: Slots, counts: Int32Column, *args: Any) -> None:
         append_runs(self, slots, counts, *args)
         self.num_planned[slots] += counts > 1
 

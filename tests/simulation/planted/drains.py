@@ -20,7 +20,7 @@ def _planned_stops_accuse(patch: Patch) -> None:
     release = Cell.release
 
     def accuse(self: Cell, domain: Domain, now: float) -> list[Sequence]:
-        in_flight = {name: None for rank in domain.ranks for name in rank.scheduler._running.in_flight_ids()}
+        in_flight = {request: None for rank in domain.ranks for request in rank.scheduler._running.in_flight_keys()}
         sequences = release(self, domain, now)
         self._quarantine.on_lost(domain, list(in_flight), now)
         return sequences

@@ -44,13 +44,13 @@ def _an_attach_is_answered_before_the_members(patch: Patch) -> None:
 @_planted(Fault.WORKER_HANG, Fault.MEMBER_HANG, seed=3)
 def _a_member_keeps_a_step_over_a_change_of_epoch(patch: Patch) -> None:
     """A new epoch overtakes the steps that a member's device has not begun."""
-    take, launch = Member._take, DeviceSteps.launch
+    take, submit = Member._take, DeviceSteps.submit
     kept: dict[DeviceSteps, list[Any]] = {}
 
-    def launch_one_by_one(self: DeviceSteps, step: Any) -> Any:
-        launched = launch(self, step)
-        kept[self].append(launched)
-        return launched
+    def submit_one_by_one(self: DeviceSteps, step: Any) -> Any:
+        submitted = submit(self, step)
+        kept[self].append(submitted)
+        return submitted
 
     def take_between_steps(self: Member, steps: DeviceSteps, message: worker_pb2.JoinResponse) -> None:
         waiting = [step for step in kept.setdefault(steps, []) if not step.done()]
@@ -59,7 +59,7 @@ def _a_member_keeps_a_step_over_a_change_of_epoch(patch: Patch) -> None:
         else:
             take(self, steps, message)
 
-    patch.setattr(DeviceSteps, "launch", launch_one_by_one)
+    patch.setattr(DeviceSteps, "submit", submit_one_by_one)
     patch.setattr(Member, "_take", take_between_steps)
 
 

@@ -14,10 +14,12 @@ from services.scheduler.cell.engine import Engine
 from services.scheduler.cell.events import Action, SendStep
 from services.scheduler.cell.heartbeat import Heartbeat
 from services.scheduler.cell.quarantine.quarantine import Quarantine
-from services.scheduler.core.batch.step import OutputsByClient, StepKind, StepPace
+from services.scheduler.core.batch.step import OutputsByClient, StepPace
 from services.scheduler.core.scheduler import RecoveredSequences, Scheduler
+from services.scheduler.core.step_deadline import StepDeadline
 from services.worker.batch.step_input import StepTokens
 from shared.bisection import Bisection
+from shared.step.step import StepKind
 from tests.simulation.faults import Fault
 from tests.simulation.planted.planting import Patch, PlantedBug, planter
 
@@ -136,7 +138,7 @@ def _results_count_for_another_rank(patch: Patch) -> None:
 @_planted(Fault.LONG_STEP)
 def _progress_does_not_count(patch: Patch) -> None:
     """A step that is merely long is taken for a hang."""
-    patch.setattr(Scheduler, "on_progress", lambda *_: None)
+    patch.setattr(StepDeadline, "on_progress", lambda *_: None)
 
 
 @_planted(Fault.SCHEDULER_STOP, seed=5)
@@ -157,10 +159,10 @@ def _a_prefill_clears(patch: Patch) -> None:
         domain = self.domain_by_rank[rank.number]
         record = rank.scheduler.oldest_in_flight
         assert record is not None
-        ids = {seq.id for seq in rank.scheduler.sequences_in(record)}
+        requests = {seq.key for seq in rank.scheduler.sequences_in(record)}
         outputs = postprocess(self, rank, *args)
         if self._quarantine.is_on(domain):
-            self._quarantine.suspects.clear(domain.number, ids)
+            self._quarantine.suspects.clear(domain.number, requests)
         return outputs
 
     patch.setattr(Cell, "postprocess", clear)

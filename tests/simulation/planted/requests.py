@@ -15,7 +15,6 @@ from services.scheduler.cell.events import Action, ClientClosed, ClientMessage, 
 from services.scheduler.cell.requests import intake
 from services.scheduler.cell.requests.request_manager import RequestManager
 from services.scheduler.cell.requests.requests import Request, RequestTable
-from services.scheduler.core.batch.logprobs import Logprobs
 from services.scheduler.core.batch.sequence import Finish, Numerics, Sequence
 from services.scheduler.core.batch.step import OutputsByClient
 from services.scheduler.core.endings import Endings
@@ -27,9 +26,10 @@ from services.scheduler.server.cell_server import ClientLink
 from services.scheduler.server.direct_clients import DirectClients
 from services.tokenizer.exchange.request_ledger import RequestLedger
 from services.tokenizer.exchange.submit_suspects import SubmitSuspects
-from services.tokenizer.request.request import Request as SubmittedRequest
+from services.tokenizer.request.resolved_request import ResolvedRequest
 from shared.errors import ServiceError
 from shared.ids import RequestHandle, choice_handles
+from shared.step.logprobs import Logprobs
 from tests.simulation.faults import Fault
 from tests.simulation.planted.planting import Patch, PlantedBug, planter
 
@@ -111,9 +111,9 @@ def _choices_go_on_behind_the_first_ones_output(patch: Patch) -> None:
     """A resubmitted request resumes every choice from the output of the first."""
     make = intake.make_request
 
-    def make_alike(client: int, submission: Submission, now: float) -> Request:
+    def make_alike(client: int, submission: Submission, now: float, **options: Any) -> Request:
         alike = tuple(replace(one, output=submission.choices_so_far[0].output) for one in submission.choices_so_far)
-        return make(client, replace(submission, choices_so_far=alike), now)
+        return make(client, replace(submission, choices_so_far=alike), now, **options)
 
     patch.setattr("services.scheduler.cell.requests.request_manager.make_request", make_alike)
 
@@ -288,13 +288,13 @@ def _earlier_attempts_run_on(patch: Patch) -> None:
 
     def submit_beside(self: RequestManager, *args: Any) -> Any:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(RequestTable, "by_id", lambda *_: None)
+            inner.setattr(RequestTable, "by_key", lambda *_: None)
             return submit(self, *args)
 
     patch.setattr(RequestManager, "_submit", submit_beside)
 
 
-@_planted(Fault.SAME_ID, Fault.STREAM_BREAK, seed=3)
+@_planted(Fault.SAME_ID, Fault.STREAM_BREAK, seed=6)
 def _a_superseded_client_gets_no_error(patch: Patch) -> None:
     """A client whose request was superseded by another client never gets an answer."""
 
@@ -321,12 +321,12 @@ def _max_tokens_count_from_the_resubmission(patch: Patch) -> None:
 @_planted(Fault.STREAM_BREAK, Fault.DEADLINE)
 def _resubmission_extends_the_deadline(patch: Patch) -> None:
     """A resumed request loses its deadline."""
-    time_left_s = SubmittedRequest.time_left_s
+    time_left_s = ResolvedRequest.time_left_s
 
-    def forget(self: SubmittedRequest, now: float) -> float | None:
+    def forget(self: ResolvedRequest, now: float) -> float | None:
         return time_left_s(self, now) if self.num_attempts == 1 else None
 
-    patch.setattr(SubmittedRequest, "time_left_s", forget)
+    patch.setattr(ResolvedRequest, "time_left_s", forget)
 
 
 @_planted(Fault.MESSAGE_REPEATED, Fault.MESSAGE_REORDERED, Fault.MESSAGE_LOST)

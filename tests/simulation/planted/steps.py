@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 
 from services.scheduler.cell.engine import Engine
-from services.scheduler.core.batch.cached_prefix import CachedPrefix
 from services.scheduler.core.batch.sequence import TOKEN_BYTES, Sequence, SequenceStatus
 from services.scheduler.core.batch.slot_table import RUN_TOKENS, SlotTable
-from services.scheduler.core.cache.block_manager import BlockManager
+from services.scheduler.core.block_manager import BlockManager
+from services.scheduler.core.cache.cached_prefix import CachedPrefix
 from services.scheduler.core.endings import Endings
 from services.scheduler.core.postprocess import Postprocessor
 from services.scheduler.core.preemption import Preemption
 from services.scheduler.core.prefill import Prefill, PrefillPlanner
-from services.scheduler.core.queue.waiting_queue import WaitingQueue
+from services.scheduler.core.queue.tenant_queue import TenantQueue
 from services.scheduler.core.running_batch import RunningBatch
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.step_deadline import StepDeadline
@@ -80,13 +80,13 @@ def _no_step_deadline(patch: Patch) -> None:
 @_planted(Fault.STEP_LATE, Fault.LINK_BREAK, Fault.RESULT_NONSENSE, seed=6)
 def _steps_are_not_fenced(patch: Patch) -> None:
     """A worker runs steps of epochs that have ended."""
-    launch = ClaimLedger.launch
+    admit = ClaimLedger.admit
 
-    def launch_anyway(self: ClaimLedger, stream: int, *args: Any) -> None:
+    def admit_anyway(self: ClaimLedger, stream: int, *args: Any) -> None:
         with contextlib.suppress(ServiceError):
-            launch(self, stream, *args)
+            admit(self, stream, *args)
 
-    patch.setattr(ClaimLedger, "launch", launch_anyway)
+    patch.setattr(ClaimLedger, "admit", admit_anyway)
 
 
 @_planted(Fault.LINK_BREAK, Fault.WORKER_CRASH)
@@ -188,7 +188,7 @@ def _blocks_are_published_at_admission(patch: Patch) -> None:
 def _a_whole_prompt_may_be_cached(patch: Patch) -> None:
     """A fully cached prompt leaves no token to compute, so there are no logits to sample from."""
     patch.setattr(
-        "services.scheduler.core.cache.block_manager.BlockManager.find_prefix",
+        "services.scheduler.core.block_manager.BlockManager.find_prefix",
         _find_prefix_that_leaves_nothing(BlockManager),
     )
 
@@ -361,4 +361,4 @@ def _steps_exceed_their_budget(patch: Patch) -> None:
 @_planted(Fault.WORKER_SLOW, seed=6)
 def _no_request_ages(patch: Patch) -> None:
     """A request that has waited for long never overtakes more urgent ones."""
-    patch.setattr(WaitingQueue, "next", lambda self, now, cached: self._order.first(now, cached))
+    patch.setattr(TenantQueue, "first", lambda self, now, cached: self._order.first(now, cached))

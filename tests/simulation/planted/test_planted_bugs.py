@@ -13,9 +13,20 @@ from tests.simulation.planted.ranks import RANK_BUGS
 from tests.simulation.planted.requests import REQUEST_BUGS
 from tests.simulation.planted.server import SERVER_BUGS
 from tests.simulation.planted.steps import CELL_BUGS
+from tests.simulation.planted.tenants import TENANT_BUGS
 from tests.simulation.simulation import SimulationError, simulate
 
-BUGS = [*CELL_BUGS, *DRAFT_BUGS, *DRAIN_BUGS, *ENDPOINT_BUGS, *GROUP_BUGS, *RANK_BUGS, *REQUEST_BUGS, *SERVER_BUGS]
+BUGS = [
+    *CELL_BUGS,
+    *DRAFT_BUGS,
+    *DRAIN_BUGS,
+    *ENDPOINT_BUGS,
+    *GROUP_BUGS,
+    *RANK_BUGS,
+    *REQUEST_BUGS,
+    *SERVER_BUGS,
+    *TENANT_BUGS,
+]
 MAX_SEEDS = 50
 
 

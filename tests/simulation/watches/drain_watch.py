@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from services.scheduler.core.batch.sequence import RequestKey
 from shared.ids import DpRank
 from tests.simulation.watches.epoch_watch import EpochWatch
 from tests.simulation.workload import CellSettings
@@ -15,7 +16,7 @@ from tests.simulation.workload import CellSettings
 class _Drain:
     ends_at: float
     """From then on no step is sent."""
-    request_ids: set[str]
+    requests: set[RequestKey]
     """Those that were there when it began."""
     is_leaving: bool = False
     is_withdrawn: bool = False
@@ -55,11 +56,11 @@ class DrainWatch:
         if domain in self._drained_by_operator:
             self._drains[domain] = _Drain(math.inf, set())
 
-    def leave(self, rank: DpRank, entering: set[str], now: float) -> None:
+    def leave(self, rank: DpRank, entering: set[RequestKey], now: float) -> None:
         """A rank has said that it is leaving; `entering` entered its batch before, with this event."""
         self._begin(self._topology.domain_of(rank), entering, now).is_leaving = True
 
-    def withdraw(self, rank: DpRank, entering: set[str], now: float) -> None:
+    def withdraw(self, rank: DpRank, entering: set[RequestKey], now: float) -> None:
         """An attached rank's endpoint is terminating or gone; see `leave`."""
         self._begin(self._topology.domain_of(rank), entering, now).is_withdrawn = True
 
@@ -70,7 +71,7 @@ class DrainWatch:
             self._drains[domain].is_withdrawn = False
             self._end_unless_wanted(domain)
 
-    def drain(self, rank: DpRank, entering: set[str], now: float) -> None:
+    def drain(self, rank: DpRank, entering: set[RequestKey], now: float) -> None:
         """An operator drains a rank; see `leave`."""
         domain = self._topology.domain_of(rank)
         self._drained_by_operator.add(domain)
@@ -87,12 +88,12 @@ class DrainWatch:
         """A domain's epoch has ended."""
         self._drains.pop(domain, None)
 
-    def check_step(self, rank: DpRank, entering: set[str], now: float) -> None:
+    def check_step(self, rank: DpRank, entering: set[RequestKey], now: float) -> None:
         """Check a step with which these requests, without suspects, enter a rank's batch."""
         drain = self._drains.get(self._topology.domain_of(rank))
         if drain is not None:
             assert now < drain.ends_at, "a step is sent to a domain after its drain time"
-            assert entering <= drain.request_ids, "a domain gets a new sequence although it drains"
+            assert entering <= drain.requests, "a domain gets a new sequence although it drains"
 
     def check_release(self, domain: int, now: float) -> bool:
         """Check that a domain may be released; returns whether sequences may be left on it."""
@@ -116,8 +117,8 @@ class DrainWatch:
         if not self.is_departing(domain) and domain not in self._drained_by_operator:
             self._drains.pop(domain, None)
 
-    def _begin(self, domain: int, entering: set[str], now: float) -> _Drain:
-        there = entering.union(*(epoch.request_ids for epoch in self._epochs_of(domain)))
+    def _begin(self, domain: int, entering: set[RequestKey], now: float) -> _Drain:
+        there = entering.union(*(epoch.requests for epoch in self._epochs_of(domain)))
         return self._drains.setdefault(domain, _Drain(now + self._drain_s, there))
 
     def _epochs_of(self, domain: int) -> Iterator[EpochWatch]:

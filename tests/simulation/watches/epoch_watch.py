@@ -9,10 +9,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from services.scheduler.core.batch.step import PrefillChunk, ScheduledBatch, Step, StepKind
+from services.scheduler.core.batch.sequence import RequestKey
+from services.scheduler.core.batch.step import ScheduledBatch, Step
 from services.scheduler.core.queue.waiting_queue import QueuePolicy, max_steps_to_admission
+from shared.step.step import PrefillChunk, StepKind
 from tests.simulation.network.step_stream import Answer
-from tests.simulation.workload import CellSettings, Expected, RequestPlan, number_of
+from tests.simulation.workload import CellSettings, Expected, RequestPlan, Salt, number_of
 
 # A step that makes no progress for this long ends its epoch.
 _STEP_DEADLINE_S = 10.0
@@ -53,6 +55,11 @@ class Entry:
     """The rank of the step that computed it last."""
     num_in_flight: int = 0
     """Steps of `rank` in flight that compute it."""
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it was never admitted, here or in an earlier attempt."""
+        return self.attempt == 1 and self.num_cached_tokens is None
 
     @property
     def number(self) -> Number:
@@ -154,7 +161,7 @@ class EpochWatch:
         self._num_entered = 0
         # The step that first reported a sequence as not finite, by the sequence's number.
         self._reported_not_finite: dict[int, int] = {}
-        self._block_to_salt: dict[int, bytes] = {}
+        self._block_to_salt: dict[int, Salt] = {}
         # For each aged request: the requests that were ever ahead of it, and the steps sent since it aged.
         self._ahead_of: dict[Entry, set[Entry]] = {}
         self._num_steps_waited: Counter[Entry] = Counter()
@@ -201,18 +208,18 @@ class EpochWatch:
             assert entry.is_live, "a step computes a request that has ended"
             assert entry.deadline is None or now < entry.deadline, "a step computes a request after its deadline"
         for slot, block in zip(batch.append_slots, batch.append_block_ids, strict=True):
-            self._block_to_salt[block] = self._batch[slot].entry.plan.cache_salt
+            self._block_to_salt[block] = self._batch[slot].entry.plan.salt
         rows = [self._batch[slot] for slot in batch.row_slots.tolist()]
         self._check_rows(rows)
         self._check_waiting(now)
         self._send(SentStep(step, now, rows, self._take_chunks(chunks)))
 
     @property
-    def request_ids(self) -> set[str]:
+    def requests(self) -> set[RequestKey]:
         """The requests in the batch or in flight that have not ended."""
         in_batch = {entered.entry for entered in self._batch.values()}
         entries = in_batch.union(*(sent.entries for sent in self.in_flight))
-        return {entry.plan.request_id for entry in entries if entry.is_live}
+        return {entry.plan.key for entry in entries if entry.is_live}
 
     def lose(self, *, may_resume: bool = True) -> Iterator[Entry]:
         """End the epoch; returns the entries of each step in flight, once per step, including those not live.
@@ -262,7 +269,7 @@ class EpochWatch:
             is_scored = entry.plan.options.num_prompt_logprobs is not None and not (entry.choice or entry.num_tokens)
             assert asks == is_scored, "a prompt's log-probabilities are requested twice, or never"
             num_shared = enter.num_cached_tokens // self._settings.cache.block_size
-            salt = entry.plan.cache_salt
+            salt = entry.plan.salt
             is_own = all(self._block_to_salt.get(block) == salt for block in enter.block_ids[:num_shared])
             assert is_own, "a shared prefix was not computed under this salt in this epoch"
             self._block_to_salt.update(dict.fromkeys(enter.block_ids, salt))
@@ -313,8 +320,15 @@ class EpochWatch:
         policy = self._settings.policy
         # A choice whose last rows are in flight has already left the batch.
         busy = held.union(entered.entry for sent in self.in_flight for entered in sent.rows)
+        has_several_tenants = len({other.plan.tenant for other in self._live.values()}) > 1
         for other in self._live.values():
             if other in busy or not self._waits_here(other):
+                continue
+            if has_several_tenants and other.is_new and not entry.is_new:
+                # What was admitted before goes first, while its tenant keeps its share.
+                continue
+            if other.plan.tenant != entry.plan.tenant:
+                # Tenants take turns by what they were given.
                 continue
             assert not self._has_aged(other, now) or other.arrived_at >= entry.arrived_at, "a request starves"
             if now - entry.taken_in_at > policy.max_age_s:
@@ -332,6 +346,9 @@ class EpochWatch:
         policy = self._settings.policy
         if policy.delay_factor:
             # The bound does not hold when admission is delayed.
+            return
+        if len({entry.plan.tenant for entry in self._live.values()}) > 1:
+            # It is that of one tenant: what arrives later of another one may go first.
             return
         for entry in self._live.values():
             if not self._has_aged(entry, now) or not self._waits_here(entry):

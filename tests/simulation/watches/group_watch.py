@@ -71,9 +71,9 @@ class GroupWatch:
         self._check(payload == self._payloads[rank.num_received], "a member gets a different step than its leader")
         rank.num_received += 1
 
-    def launch(self, tp_rank: int, step: StepKey) -> None:
-        """Record that a process passes a step to its device."""
-        self._check(step[0] >= self._ranks[tp_rank].fence, "a process launches a step older than its fence")
+    def submit(self, tp_rank: int, step: StepKey) -> None:
+        """Record that a process submits a step to its device."""
+        self._check(step[0] >= self._ranks[tp_rank].fence, "a process submits a step older than its fence")
 
     def begin(self, tp_rank: int, step: StepKey) -> None:
         """Record that a process's device begins a step."""

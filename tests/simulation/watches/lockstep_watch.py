@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from services.scheduler.core.batch.step import ScheduledBatch, Step, StepKind
+from services.scheduler.core.batch.step import ScheduledBatch, Step
+from shared.step.step import StepKind
 from tests.simulation.watches.epoch_watch import EpochWatch
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
+from services.scheduler.core.batch.sequence import RequestKey
+
 # A request is poison after it was alone in this many crashed steps, with none of its decode steps returned.
 _MAX_CRASHES_ALONE = 2
 
 
 class SuspectWatch:
-    """Follows the suspects of one engine, by request id.
+    """Follows the suspects of one engine.
 
     A suspect is tried with at most half of the requests it was accused with, rounded up, and with no others:
 
@@ -23,50 +25,50 @@ class SuspectWatch:
         # The most requests that one crash has accused.
         self.max_accused = 0
         # The most requests that may be tried together, by suspect, itself included.
-        self._max_together: dict[str, int] = {}
-        self._num_crashes_alone: Counter[str] = Counter()
+        self._max_together: dict[RequestKey, int] = {}
+        self._num_crashes_alone: Counter[RequestKey] = Counter()
         # The number of a request's last accusation: some requests of a trial may be cleared before others.
-        self._accusation: dict[str, int] = {}
+        self._accusation: dict[RequestKey, int] = {}
         self._num_accusations = 0
 
     def __bool__(self) -> bool:
         return bool(self._max_together)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._max_together
+    def __contains__(self, request: RequestKey) -> bool:
+        return request in self._max_together
 
-    def ids(self) -> set[str]:
+    def all(self) -> set[RequestKey]:
         """All suspects."""
         return set(self._max_together)
 
-    def accuse(self, request_ids: Collection[str]) -> str | None:
+    def accuse(self, requests: Collection[RequestKey]) -> RequestKey | None:
         """Accuse the requests in the steps of a lost domain; returns the one that is poison, if any."""
         self._num_accusations += 1
-        self.max_accused = max(self.max_accused, len(request_ids))
-        for request_id in request_ids:
-            self._accusation[request_id] = self._num_accusations
-            self._max_together[request_id] = (len(request_ids) + 1) // 2
-        if len(request_ids) != 1:
+        self.max_accused = max(self.max_accused, len(requests))
+        for request in requests:
+            self._accusation[request] = self._num_accusations
+            self._max_together[request] = (len(requests) + 1) // 2
+        if len(requests) != 1:
             return None
-        (alone,) = request_ids
+        (alone,) = requests
         self._num_crashes_alone[alone] += 1
         return alone if self._num_crashes_alone[alone] == _MAX_CRASHES_ALONE else None
 
-    def clear(self, request_id: str) -> None:
+    def clear(self, request: RequestKey) -> None:
         """Clear a request: one of its decode steps has returned, or it has ended."""
-        self._max_together.pop(request_id, None)
-        self._num_crashes_alone.pop(request_id, None)
+        self._max_together.pop(request, None)
+        self._num_crashes_alone.pop(request, None)
 
-    def keep(self, request_ids: Collection[str]) -> None:
+    def keep(self, requests: Collection[RequestKey]) -> None:
         """Clear all suspects but these requests, the only ones that have not ended."""
-        for request_id in [request_id for request_id in self._max_together if request_id not in request_ids]:
-            self.clear(request_id)
+        for request in [request for request in self._max_together if request not in requests]:
+            self.clear(request)
 
-    def check_together(self, request_ids: set[str], num_in_flight: int) -> None:
+    def check_together(self, requests: set[RequestKey], num_in_flight: int) -> None:
         """Check that these requests may share the steps in flight of a domain."""
-        tried = [request_id for request_id in request_ids if request_id in self._max_together]
+        tried = [request for request in requests if request in self._max_together]
         if tried:
-            accusations = {self._accusation.get(request_id) for request_id in request_ids}
+            accusations = {self._accusation.get(request) for request in requests}
             assert len(accusations) == 1, "a suspect is tried together with other requests"
             assert num_in_flight == 1, "a suspect is tried with steps sent ahead"
-            assert len(tried) <= max(self._max_together[request_id] for request_id in tried), "suspects are not halved"
+            assert len(tried) <= max(self._max_together[request] for request in tried), "suspects are not halved"

@@ -35,17 +35,19 @@ from services.scheduler.cell.events import (
     UnlinkDomain,
 )
 from services.scheduler.cell.model_change import CHANGE_S
-from services.scheduler.core.batch.sequence import Finish, FinishReason
-from services.scheduler.core.batch.step import Outputs, Step, StepResult
+from services.scheduler.core.batch.sequence import Finish, FinishReason, RequestKey
+from services.scheduler.core.batch.step import Outputs, Step
 from services.scheduler.server.direct_clients import DIRECT_CLIENT
 from shared.ids import DpRank
 from shared.limits import TOKEN_DTYPE
+from shared.step.step import StepResult
 from tests.simulation.network.responses import Responses
 from tests.simulation.network.step_stream import Answer
 from tests.simulation.watches.drain_watch import DrainWatch
 from tests.simulation.watches.epoch_watch import Entry, EpochWatch, Key, Number, SentStep
 from tests.simulation.watches.lockstep_watch import check_lockstep
 from tests.simulation.watches.suspect_watch import SuspectWatch
+from tests.simulation.watches.tenant_watch import check_tenants, find_tenant_refusal
 from tests.simulation.workload import CellSettings, RequestPlan, number_of
 from tests.support.scheduler.engine_driver import expected_scores
 
@@ -126,10 +128,11 @@ class EngineWatch:
         sent = self._take_actions(actions, now)
         assert sent == due, f"the engine sent {sent}, expected {due}"
         if self.suspects:
-            self.suspects.keep({entry.plan.request_id for entry in self._live.values()})
+            self.suspects.keep({entry.plan.key for entry in self._live.values()})
         if any(isinstance(action, SendStep) for action in actions):
             self._check_domains()
         self._drains.check(now)
+        check_tenants(self._live.values())
         assert engine.state().counters.num_lost_epochs == self._num_lost_epochs, "losses are counted wrong"
         if not self._has_ended:
             self._check_rest(engine, now)
@@ -138,7 +141,7 @@ class EngineWatch:
 
     def check_end(self, engine: Engine) -> None:
         """Check an engine that has finished all its work."""
-        assert not self._live, f"never answered: {[entry.plan.request_id for entry in self._live.values()]}"
+        assert not self._live, f"never answered: {[entry.plan.key for entry in self._live.values()]}"
         engine.check_integrity()
         state = engine.state()
         assert (state.num_running, state.num_waiting, state.num_used_blocks) == (0, 0, 0), (
@@ -163,7 +166,7 @@ class EngineWatch:
                 case SendStep(rank, step):
                     assert rank in self._epochs, "a step for a rank that is not attached"
                     if self._drains:
-                        self._drains.check_step(rank, self._entering(step) - self.suspects.ids(), now)
+                        self._drains.check_step(rank, self._entering(step) - self.suspects.all(), now)
                     self._epochs[rank].check_step(step, now)
                     self.num_steps += 1
                     self.num_dummy_steps += step.batch.is_dummy
@@ -201,9 +204,9 @@ class EngineWatch:
                 self._take_message(event, due, now)
             case ClientClosed(client):
                 self._forget_all(lambda entry: entry.key[0] == client)
-            case AbortRequest(request_id):
+            case AbortRequest(request_id, tenant):
                 for entry in list(self._live.values()):
-                    if entry.plan.request_id == request_id:
+                    if entry.plan.key == RequestKey(tenant, request_id):
                         self._end(entry, due, "ABORTED_BY_CALL")
             case DomainAttached(domain, facts):
                 if self._weights_digest in (None, facts[0].weights_digest):
@@ -223,7 +226,7 @@ class EngineWatch:
         is_after_drop = any(isinstance(action, DropDomain) for action in actions)
         # The steps that follow a drop were sent before the event was handled.
         steps = [action.step for action in actions if isinstance(action, SendStep) and is_after_drop]
-        entering = set().union(*map(self._entering, steps))
+        entering = set[RequestKey]().union(*map(self._entering, steps))
         if isinstance(event, DrainRank):
             self._drains.drain(event.rank, entering, now)
         elif isinstance(event, EndpointsFound):
@@ -233,7 +236,7 @@ class EngineWatch:
             if event.is_leaving:
                 self._drains.leave(event.rank, entering, now)
 
-    def _take_endpoints(self, event: EndpointsFound, entering: set[str], now: float) -> None:
+    def _take_endpoints(self, event: EndpointsFound, entering: set[RequestKey], now: float) -> None:
         found = {endpoint.address for endpoint in event.endpoints if not endpoint.is_terminating}
         for rank, address in self._places.items():
             if address in found:
@@ -266,7 +269,7 @@ class EngineWatch:
         if client != DIRECT_CLIENT:
             _check_times(submission, plan)
         assert submission.n == plan.n, "a replica submits a different number of choices"
-        earlier = [entry for entry in self._live.values() if entry.plan.request_id == plan.request_id]
+        earlier = [entry for entry in self._live.values() if entry.plan.key == plan.key]
         refusal = self._find_refusal(client, submission, plan, earlier)
         if refusal is not None:
             due.ends.update(((client, submission.handle + choice), refusal) for choice in submission.open_choices)
@@ -304,11 +307,13 @@ class EngineWatch:
             return "DEADLINE_PASSED"
         if self._had_worker and plan.is_exact and not self._settings.is_exact:
             return "EXACT_UNAVAILABLE"
-        return "QUEUE_FULL" if submission.attempt == 1 and self._is_full(plan) else None
+        if submission.attempt > 1:
+            return None
+        return find_tenant_refusal(plan, self._live.values()) or ("QUEUE_FULL" if self._is_full(plan) else None)
 
     def _is_full(self, plan: RequestPlan) -> bool:
         policy, live = self._settings.policy, self._live.values()
-        num_new = sum(entry.attempt == 1 and entry.num_cached_tokens is None for entry in live)
+        num_new = sum(entry.is_new for entry in live)
         if num_new and num_new + plan.n > policy.max_waiting_requests:
             return True
         num_bytes = sum({entry.request_key: entry.num_prompt_logprob_bytes for entry in live}.values())
@@ -348,9 +353,9 @@ class EngineWatch:
         self._num_lost_epochs += 1
         self._drains.end(domain)
         lost = [self._epochs.pop(rank) for rank in self._settings.topology.ranks_of(domain)]
-        in_flight = {entry.plan.request_id for epoch in lost for entry in epoch.lose() if entry.is_live}
+        in_flight = {entry.plan.key for epoch in lost for entry in epoch.lose() if entry.is_live}
         poison = self.suspects.accuse(in_flight) if accuses_rows else None
-        for entry in [entry for entry in self._live.values() if entry.plan.request_id == poison]:
+        for entry in [entry for entry in self._live.values() if entry.plan.key == poison]:
             self._end(entry, due, "POISON_REQUEST")
 
     def _lose_link(self, domain: int, due: Responses) -> None:
@@ -365,13 +370,13 @@ class EngineWatch:
         for rank in self._settings.topology.ranks_of(domain):
             self._epochs.pop(rank).lose(may_resume=may_resume)
         assert self._engine is not None
-        suspects = self._engine._cell._quarantine.suspects.ids()
-        assert all(request_id in self.suspects for request_id in suspects), "a planned stop accuses a request"
+        suspects = self._engine._cell._quarantine.suspects.all()
+        assert all(request in self.suspects for request in suspects), "a planned stop accuses a request"
 
-    def _entering(self, step: Step) -> set[str]:
+    def _entering(self, step: Step) -> set[RequestKey]:
         """The requests that enter with a step."""
         entries = (self._live[number_of(enter.params.seed), enter.choice] for enter in step.batch.enters)
-        return {entry.plan.request_id for entry in entries}
+        return {entry.plan.key for entry in entries}
 
     def _waits_at(self, rank: int, entry: Entry) -> bool:
         """Whether a choice waits in the queue to enter the batch of this rank."""
@@ -417,7 +422,7 @@ class EngineWatch:
         present = {entry.request_key for entry in self._live.values()}
         for entered in step.rows:
             if entered.entry.request_key in present:
-                self.suspects.clear(entered.entry.plan.request_id)
+                self.suspects.clear(entered.entry.plan.key)
 
     def _take_prompt(self, entry: Entry, end: int, due: Responses) -> None:
         """A chunk returns log-probabilities of the next prompt positions; those already sent are not sent again."""
@@ -481,8 +486,8 @@ class EngineWatch:
                 check_lockstep(ranks, topology.dp_size)
             if ranks and self.suspects:
                 entries = {entry for rank in ranks for sent in rank.in_flight for entry in sent.entries}
-                ids = {entry.plan.request_id for entry in entries if entry.is_live}
-                self.suspects.check_together(ids, max(len(rank.in_flight) for rank in ranks))
+                requests = {entry.plan.key for entry in entries if entry.is_live}
+                self.suspects.check_together(requests, max(len(rank.in_flight) for rank in ranks))
 
     def _check_rest(self, engine: Engine, now: float) -> None:
         if self._live and any(not self._drains.is_draining(rank) for rank in self._epochs):

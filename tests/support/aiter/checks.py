@@ -14,7 +14,7 @@ from torch import Tensor
 
 from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
 from services.worker.forward.kv_cache import CacheTensor, KvCache, KvCacheSpec, LayerCache, attention_cache
-from services.worker.ops import AttentionParams, ExpertWeights, Ops, SwigluClamp, load_ops
+from services.worker.ops import Activation, AttentionParams, ExpertWeights, Ops, SwigluClamp, load_ops
 from tests.support.kernels.attention_batches import Batch, random
 
 BF16 = torch.bfloat16
@@ -74,9 +74,29 @@ def add_rms_norm(bench: Bench) -> float:
     return bench.both(compute)
 
 
-def silu_and_mul(bench: Bench) -> float:
+def rms_norm_with_weight_in_float32(bench: Bench) -> float:
+    """Alone, and after an addition."""
+    x, residual, weight = values(33, _HIDDEN), values(33, _HIDDEN, seed=1), random(_HIDDEN, seed=2)
+
+    def compute(ops: Ops, place: Callable[[Tensor], Tensor], _: torch.dtype) -> Tensor:
+        total, factor = place(residual), weight.to(place(residual).device)
+        alone = ops.rms_norm(place(x), factor, 1e-6)
+        return torch.cat((alone, ops.add_rms_norm(place(x), total, factor, 1e-6), total))
+
+    return bench.both(compute)
+
+
+def _act_and_mul(bench: Bench, activation: Activation) -> float:
     x = values(33, 2 * _INNER)
-    return bench.both(lambda ops, place, _: ops.silu_and_mul(place(x)))
+    return bench.both(lambda ops, place, _: ops.act_and_mul(place(x), activation))
+
+
+def silu_and_mul(bench: Bench) -> float:
+    return _act_and_mul(bench, Activation.SILU)
+
+
+def gelu_tanh_and_mul(bench: Bench) -> float:
+    return _act_and_mul(bench, Activation.GELU_TANH)
 
 
 def linear(bench: Bench) -> float:
@@ -232,7 +252,9 @@ CHECKS: dict[str, Check] = {
     "rms_norm": rms_norm,
     "rms_norm of heads": rms_norm_of_heads,
     "add_rms_norm": add_rms_norm,
+    "rms_norm_with_weight_in_float32": rms_norm_with_weight_in_float32,
     "silu_and_mul": silu_and_mul,
+    "gelu_tanh_and_mul": gelu_tanh_and_mul,
     "linear": linear,
     "linear per head": per_head_linear,
     "rope": rope,

@@ -86,7 +86,7 @@ def _attention_difference(case: Case) -> float:
 def _experts_difference(case: Case) -> float:
     experts: Any = import_module("services.worker.ops.aiter_ops.experts")
     # The activation alone is built for a GPU.
-    experts.silu_and_mul = load_ops("reference").silu_and_mul
+    experts.act_and_mul = load_ops("reference").act_and_mul
     hidden, inner = 48, 40
     kind = MatrixKind(MatrixFormat.INT8) if case.is_packed else PLAIN_NUMBERS
     weights = [

@@ -69,8 +69,8 @@ def name_gpu() -> None:
 
 def _widen_latents() -> None:
     """Give our kernels float32."""
-    backend: Any = import_module("services.worker.ops.triton.backend")
-    attend_latents, select_context = backend.latent_attention, backend.select_context
+    plan: Any = import_module("services.worker.ops.triton.attention.plan")
+    attend_latents, select_positions = plan.latent_attention, plan.select_positions
 
     def widened_attention(query: Tensor, cache: Tensor, output: Tensor, *arguments: Any, **named: Any) -> None:
         # Rows of other parts of the step are already there.
@@ -79,10 +79,10 @@ def _widen_latents() -> None:
         output.copy_(wide)
 
     def widened_selection(query: Tensor, weights: Tensor, cache: Tensor, *arguments: Any, **named: Any) -> Tensor:
-        selected: Tensor = select_context(query.float(), weights, cache.float(), *arguments, **named)
+        selected: Tensor = select_positions(query.float(), weights, cache.float(), *arguments, **named)
         return selected
 
-    backend.latent_attention, backend.select_context = widened_attention, widened_selection
+    plan.latent_attention, plan.select_positions = widened_attention, widened_selection
 
 
 def _attend(**launch: Any) -> None:

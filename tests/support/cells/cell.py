@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -165,11 +165,12 @@ class Cell:
 
 
 @contextlib.contextmanager
-def start_cell(model_dir: Path, *flags: str) -> Iterator[Cell]:
+def start_cell(model_dir: Path, *flags: str, environment: Mapping[str, str] | None = None) -> Iterator[Cell]:
     """Start a cell on a free port, wait until it is ready, and stop it at the end.
 
     Args:
         flags: More of `lockstep serve`'s flags, such as `--worker.ops-backend=reference`.
+        environment: As for `popen_lockstep`.
 
     Raises:
         RuntimeError: It did not become ready or did not stop cleanly; the message includes its log. It is not raised if
@@ -180,9 +181,8 @@ def start_cell(model_dir: Path, *flags: str) -> Iterator[Cell]:
         log_path = Path(temp_dir) / "log"
         with log_path.open("w") as log:
             # Removed with everything that a killed launcher leaves in it.
-            launcher = popen_lockstep(
-                "serve", str(model_dir), f"--listen={address}", *flags, stderr=log, temp_dir=temp_dir
-            )
+            command = ("serve", str(model_dir), f"--listen={address}", *flags)
+            launcher = popen_lockstep(*command, stderr=log, temp_dir=temp_dir, environment=environment)
         try:
             cell = Cell(address, launcher, log_path)
             yield cell
@@ -224,15 +224,23 @@ def find_cell_processes(address: str) -> list[psutil.Process]:
 
 
 def popen_lockstep(
-    *args: str, stderr: IO[str] | int = subprocess.PIPE, temp_dir: str | None = None, **options: Any
+    *args: str,
+    stderr: IO[str] | int = subprocess.PIPE,
+    temp_dir: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    **options: Any,
 ) -> subprocess.Popen[str]:
-    """Start the `lockstep` command; stdout is a pipe, and stderr too unless given."""
-    environment = module_environment()
+    """Start the `lockstep` command; stdout is a pipe, and stderr too unless given.
+
+    Args:
+        environment: Variables beside those of every module.
+    """
+    variables = {**module_environment(), **(environment or {})}
     if temp_dir is not None:
-        environment["TMPDIR"] = temp_dir
+        variables["TMPDIR"] = temp_dir
     options = {"stdout": subprocess.PIPE, **options}
     return subprocess.Popen(
-        module_command("shared.cli", *args), cwd=ROOT, env=environment, stderr=stderr, text=True, **options
+        module_command("services.cli", *args), cwd=ROOT, env=variables, stderr=stderr, text=True, **options
     )
 
 

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 import grpc
+from typing_extensions import override
 
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from shared.network.health import wait_until_serving
@@ -20,7 +21,7 @@ from tests.support.cells.chaos import SCHEDULER_FLAGS, TOKENIZER_FLAGS, WORKER_F
 from tests.support.clients.client import Client
 from tests.support.system.patience import PATIENCE_S
 from tests.support.system.ports import free_port
-from tests.support.system.processes import start_service
+from tests.support.system.processes import ROOT, start_service
 from tests.support.system.tcp_path import TcpPath
 
 _NUMBERS = (0, 1)
@@ -33,23 +34,26 @@ _ANSWER_S = 1.0
 class RollingCell:
     """Two DP ranks, two schedulers of which one holds them, and two tokenizers; a service is named `ROLE NUMBER`."""
 
-    def __init__(self, model_dir: Path, directory: Path, stack: ExitStack, *, drain_s: float = 30.0) -> None:
-        """Start all but the second scheduler; `drain_s` is that of the schedulers."""
+    def __init__(
+        self, model_dir: Path, directory: Path, stack: ExitStack, *, drain_s: float = 30.0, root: Path = ROOT
+    ) -> None:
+        """Start all but the second scheduler, from the modules in `root`; `drain_s` is that of the schedulers."""
         self._model_dir = model_dir
         self._directory = directory
         self._stack = stack
         self._drain_s = drain_s
+        self._root = root
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: dict[str, list[Path]] = {}
         for name in ("worker 0", "worker 1", "scheduler 0", "tokenizer 0", "tokenizer 1"):
             self.start(name)
 
-    def start(self, name: str) -> None:
-        """Start a service that is not running."""
+    def start(self, name: str, *, root: Path | None = None) -> None:
+        """Start a service that is not running; `root` is where its modules are, if not where the others' are."""
         role, _, number = name.partition(" ")
         flags = getattr(self, f"_{role}_flags")(int(number))
         log = self._new_log(name) if role == "worker" else None
-        service = start_service(role, f"--listen={self.address(name)}", *flags, log=log)
+        service = start_service(role, f"--listen={self.address(name)}", *flags, log=log, root=root or self._root)
         self._processes[name] = self._stack.enter_context(service)
 
     async def drain(self, name: str) -> int:
@@ -128,21 +132,21 @@ class PathedCell(RollingCell):
         self._paths = paths
         super().__init__(model_dir, directory, stack)
 
+    @override
     def address(self, name: str) -> str:
-        """See `RollingCell`."""
         role, _, number = name.partition(" ")
         return f"127.0.0.1:{self._paths.worker_ports[int(number)]}" if role == "worker" else super().address(name)
 
+    @override
     def cell_address(self, number: int) -> str:
-        """See `RollingCell`."""
         return f"127.0.0.1:{self._paths.cell_ports[number]}"
 
+    @override
     def address_for_tokenizers(self, number: int) -> str:
-        """See `RollingCell`."""
         return f"127.0.0.1:{self._paths.from_tokenizers[number].port}"
 
+    @override
     def address_for_scheduler(self, number: int, rank: int) -> str:
-        """See `RollingCell`."""
         return f"127.0.0.1:{self._paths.to_workers[number][rank].port}"
 
 
@@ -257,10 +261,12 @@ class _EitherTokenizer:
 
 
 @contextmanager
-def run_rolling_cell(model_dir: Path, directory: Path, *, drain_s: float = 30.0) -> Iterator[RollingCell]:
+def run_rolling_cell(
+    model_dir: Path, directory: Path, *, drain_s: float = 30.0, root: Path = ROOT
+) -> Iterator[RollingCell]:
     """Start a cell without waiting until it serves; its processes are killed at the end."""
     with ExitStack() as stack:
-        yield RollingCell(model_dir, directory, stack, drain_s=drain_s)
+        yield RollingCell(model_dir, directory, stack, drain_s=drain_s, root=root)
 
 
 @asynccontextmanager

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from shared.cli.cell_plan import plan_services
-from shared.cli.processes.service_command import ROLES, ServiceCommand
-from shared.cli.serve_settings import ServeSettings, split_service_flags
+from services.cli.cell_plan import plan_services
+from services.cli.processes.service_command import ROLES, ServiceCommand
+from services.cli.serve_settings import ServeSettings, split_service_flags
 from shared.network.health import wait_until_serving
 from shared.network.rpc import make_channel
 from tests.support.system.patience import PATIENCE_S

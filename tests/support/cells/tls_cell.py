@@ -85,7 +85,8 @@ class TlsCell:
         place = [f"--listen={self._workers[rank]}", f"--tp-rank={rank}", f"--tp-size={TP_SIZE}"]
         if rank:
             place.append(f"--leader={self.leader_address}")
-        self._start("worker", Role.WORKER, f"--model-dir={model_dir}", *place, "--ops-backend=cpu", "--num-threads=1")
+        kernels = ("--ops-backend=native", "--num-threads=1")
+        self._start("worker", Role.WORKER, f"--model-dir={model_dir}", *place, *kernels)
 
     def _start_scheduler(self) -> subprocess.Popen[bytes]:
         listen = (f"--listen={self.scheduler_address}", f"--cell-listen={self.cell_address}")

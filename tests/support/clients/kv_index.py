@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from xxhash import xxh64_intdigest
 
-from services.scheduler.core.batch.cached_prefix import PrefixNode
+from services.scheduler.core.cache.cached_prefix import PrefixNode
 from services.scheduler.core.cache.kv_changes import KvChanges, StoredRuns
 from services.scheduler.core.cache.kv_feed import KvFeed, KvScan
 from services.scheduler.core.cache.prefix_cache import PrefixCache

@@ -1,7 +1,7 @@
 """What is generated of the chart: `make chart`. The table of values in its README, and the names of settings.
 
 The table is made from values.schema.json (what a value means) and values.yaml (its default); the names in the schema
-are those of the settings models, without the settings that the chart itself gives.
+are those of the settings models, without those that the chart itself gives and those that are for tests only.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from services.scheduler.config import SchedulerSettings
 from services.tokenizer.config import TokenizerSettings
 from services.worker.config import WorkerSettings
 from shared.config import ServiceSettings
+from shared.settings_help import is_hidden
 from tests.support.deploy.chart import CHART, Tree
 from tests.support.tables.generated_tables import replace_tables
 
@@ -33,9 +34,7 @@ _PART_TO_MODEL: dict[str, type[ServiceSettings]] = {
 _GIVEN = frozenset(
     {
         *("listen", "insecure_bind", "manage_listen", "log_format", "drain_s"),
-        *("tls_cert", "tls_key", "tls_ca", "trust_domain"),
-        # For recovery tests only.
-        "fail_on_token",
+        *("tls_cert", "tls_key", "tls_ca", "trust_domain", "client_keys"),
     }
 )
 # What it gives one of them, or `lockstep ranks` gives each worker.
@@ -65,7 +64,8 @@ def with_settings(schema: str) -> str:
     """The schema's text with the names of settings that the services have."""
     tree = json.loads(schema)
     for part, model in _PART_TO_MODEL.items():
-        names = sorted(set(model.model_fields) - _GIVEN - _GIVEN_TO[part])
+        shown = {name for name, field in model.model_fields.items() if not is_hidden(field)}
+        names = sorted(shown - _GIVEN - _GIVEN_TO[part])
         settings = tree["definitions"][part]["properties"]["settings"]
         settings["propertyNames"] = {"enum": [name.replace("_", "-") for name in names]}
     return f"{json.dumps(tree, indent=2)}\n"

@@ -9,8 +9,9 @@ from tests.support.deploy.chart import Tree
 
 DIGEST = f"sha256:{'1' * 64}"
 IMAGES = {part: {"image": {"digest": DIGEST}} for part in ("tokenizer", "scheduler", "workers")}
+REGISTRY = {"registry": "registry.example.org/lockstep"}
 TLS = {"trustDomain": "example.org", "issuer": {"name": "ca"}}
-HASHES = {"config.json": "4" * 64}
+DOWNLOAD = {"repository": "acme/tiny-llama", "commit": "4" * 40}
 
 
 def values(cell: Mapping[str, Any] | None = None, **top: Any) -> Tree:
@@ -18,7 +19,7 @@ def values(cell: Mapping[str, Any] | None = None, **top: Any) -> Tree:
     own: Tree = {"name": "main", "model": {"pvc": "models"}, "tls": TLS, **IMAGES}
     for part, more in (cell or {}).items():
         own[part] = {**own.get(part, {}), **more} if isinstance(more, dict) else more
-    return {"cells": [own], **top}
+    return {"cells": [own], "images": REGISTRY, **top}
 
 
 def workers(**more: Any) -> Tree:
@@ -34,3 +35,11 @@ def pools(*pools: Tree, cells: Sequence[Tree] = (), **top: Any) -> Tree:
     network = {"endpointPickers": [{"podSelector": {"matchLabels": {"app": "picker"}}}]}
     few = values(**{"networkPolicy": network, "inferencePools": whole, **top})
     return {**few, "cells": [*few["cells"], *({**few["cells"][0], **cell} for cell in cells)]}
+
+
+def downloaded_values(cell: Mapping[str, Any] | None = None, **top: Any) -> Tree:
+    """Values of a cell whose model is downloaded, with more of it, or of the top."""
+    more: Tree = dict(cell or {})
+    own = more.get("model", {})
+    model = {"pvc": "", **own, "download": {**DOWNLOAD, **own.get("download", {})}}
+    return values({**more, "model": model}, **top)

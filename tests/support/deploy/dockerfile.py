@@ -139,6 +139,6 @@ def _copy_from_context(source: Path, target: Path, *, into_folder: bool) -> None
     target = target / source.name if into_folder else target
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
-        shutil.copytree(source, target, ignore=ignored)
+        shutil.copytree(source, target, ignore=ignored, dirs_exist_ok=True)
     else:
         shutil.copy(source, target)

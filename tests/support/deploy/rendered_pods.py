@@ -1,8 +1,9 @@
 """Rendered pods that run as processes on loopback, and what a cluster does for them.
 
-Each pod has a loopback address of its own, so that ports stay as they are rendered. An argument is changed in three
-ways only: the kubelet's `$(VARIABLE)`; a name that DNS would resolve, or 0.0.0.0, becomes an address; a folder that the
-container mounts becomes the folder that the test has for the volume. Nothing here limits or confines a process.
+Each pod has a loopback address of its own, so that ports stay as they are rendered. An argument, or a variable, is
+changed in three ways only: the kubelet's `$(VARIABLE)`; a name that DNS would resolve, or 0.0.0.0, becomes an address;
+a folder that the container mounts becomes the folder that the test has for the volume. Nothing here limits or confines
+a process.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -79,6 +80,12 @@ class Pod:
         )
         return self._process
 
+    def first_container(self) -> Pod:
+        """The pod with the container that runs before its own, and a log of that one."""
+        folder = self.folder / "first"
+        folder.mkdir()
+        return replace(self, spec={**self.spec, "containers": self.spec["initContainers"]}, folder=folder)
+
     def has_port(self, name: str) -> bool:
         """Whether it has a port of this name."""
         return any(each["name"] == name for each in self._container.get("ports", []))
@@ -140,7 +147,7 @@ class Pod:
 
     def _environment(self) -> dict[str, str]:
         own = {"TMPDIR": str(self.mounts["/tmp"])} if "/tmp" in self.mounts else {}
-        return module_environment() | own | self._variables()
+        return module_environment() | own | {name: self._place(value) for name, value in self._variables().items()}
 
 
 class Cluster:
@@ -198,6 +205,8 @@ class Cluster:
             case "Deployment":
                 for number in range(spec["replicas"]):
                     yield _make_pod(f"{name}-{number}", spec["template"])
+            case "Job":
+                yield _make_pod(name, spec["template"])
             case "StatefulSet":
                 for number in range(spec["replicas"]):
                     label = {"apps.kubernetes.io/pod-index": str(number)}
@@ -272,14 +281,16 @@ def _group_pods(name: str, spec: Tree) -> Iterator[Pod]:
 
 
 @contextlib.contextmanager
-def running(pods: Sequence[Pod]) -> Iterator[None]:
-    """Start pods without waiting for them; they are killed at the end."""
+def running(pods: Sequence[Pod]) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start pods without waiting for them; they are killed at the end. Gives their containers' processes."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(logging_failures(pods))
+        processes = []
         for pod in pods:
             with pod.log_path.open("a") as log:
-                stack.callback(stack.enter_context(pod.start(log)).kill)
-        yield
+                processes.append(stack.enter_context(pod.start(log)))
+                stack.callback(processes[-1].kill)
+        yield processes
 
 
 @contextlib.contextmanager

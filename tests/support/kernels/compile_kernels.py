@@ -28,13 +28,14 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from services.worker.forward.forward_context import AttentionMetadata
-from services.worker.ops.arguments import AttentionParams, DecodeRows, HeadNorms, RopeRows, SlotColumns
-from services.worker.ops.triton.activation import silu_and_mul
+from services.worker.ops.arguments import Activation, AttentionParams, DecodeRows, HeadNorms, RopeRows, SlotColumns
+from services.worker.ops.triton.activation import act_and_mul
 from services.worker.ops.triton.advance_batch import advance_batch
 from services.worker.ops.triton.attention.decode import decode_attention
+from services.worker.ops.triton.attention.plan import TritonPlan
 from services.worker.ops.triton.attention.prefill import prefill_attention
 from services.worker.ops.triton.attention.tile import PagedSequences
-from services.worker.ops.triton.backend import TritonOps, TritonPlan
+from services.worker.ops.triton.backend import TritonOps
 from services.worker.ops.triton.kv_write import write_cache, write_kv
 from services.worker.ops.triton.norm import add_rms_norm, layer_norm, rms_norm
 from services.worker.ops.triton.norm_rope_write import norm_rope_write
@@ -88,6 +89,8 @@ class Model:
     num_kv_heads: int
     head_dim: int
     has_head_norms: bool
+    activation: Activation = Activation.SILU
+    norm_dtype: torch.dtype = BF16
 
 
 MODELS = {
@@ -102,6 +105,7 @@ OTHER_HEADS = (
     Model(2560, 10240, 32, 32, 80, False),
     Model(2048, 16384, 8, 1, 256, False),
 )
+GEMMA_3_1B = Model(1152, 6912, 4, 1, 256, True, Activation.GELU_TANH, torch.float32)
 
 
 class StandInDriver:
@@ -204,11 +208,11 @@ def launch_all_but_attention(model: Model, num_tokens: int, *, offset: int = 0, 
     """The launches of a step of `num_tokens`; the columns of the step begin at `offset` in longer ones."""
     num_kv = model.num_kv_heads
     num_qkv = model.num_heads + 2 * num_kv
-    hidden, weight = of_type(BF16, num_tokens, model.hidden), of_type(BF16, model.hidden)
+    hidden, weight = of_type(BF16, num_tokens, model.hidden), of_type(model.norm_dtype, model.hidden)
     qkv = of_type(BF16, num_tokens, num_qkv * model.head_dim)
     heads = qkv.view(num_tokens, num_qkv, model.head_dim)
     key, value = heads[:, model.num_heads : -num_kv], heads[:, -num_kv:]
-    head_norm = of_type(BF16, model.head_dim)
+    head_norm = of_type(model.norm_dtype, model.head_dim)
     slots = of_type(torch.int64, offset + num_tokens)[offset:]
     table = of_type(torch.float32, MAX_CONTEXT_LEN, model.head_dim // 2)
     rows = RopeRows(table, table, slots, is_interleaved=False)
@@ -218,7 +222,7 @@ def launch_all_but_attention(model: Model, num_tokens: int, *, offset: int = 0, 
     rms_norm(heads[:, : model.num_heads], head_norm, 1e-6)
     add_rms_norm(hidden, hidden, weight, 1e-6)
     layer_norm(hidden, weight, weight, 1e-6)
-    silu_and_mul(of_type(BF16, num_tokens, 2 * model.inner))
+    act_and_mul(of_type(BF16, num_tokens, 2 * model.inner), model.activation)
     rope(heads[:, :-num_kv], rows)
     write_kv(key, value, cache, slots)
     write_cache(key, of_type(BF16, *cache[0].shape), slots)
@@ -293,6 +297,8 @@ def compile_all(target: str) -> list[CompiledKernel]:
         for model in OTHER_HEADS:
             attend(model, decode_attention, 8, query_len=1)
             attend(model, prefill_attention, 8, query_len=2048)
+        for num_tokens in (1, 64, 16384):
+            launch_all_but_attention(GEMMA_3_1B, num_tokens=num_tokens)
         launch_layer(MODELS["Qwen3-8B"], FP8)
         launch_cache_in_fp8(MODELS["Qwen3-8B"])
         launch_mixed_step(MODELS["Qwen3-8B"])
@@ -313,6 +319,7 @@ def compile_all(target: str) -> list[CompiledKernel]:
         num_expected = len(compiled)
         for model in MODELS.values():
             launch_odd_step(model)
+        launch_all_but_attention(GEMMA_3_1B, num_tokens=777, offset=1)
         launch_odd_step(MODELS["Qwen3-8B"], FP8)
         launch_odd_latent_steps()
         launch_decode_inputs(3, 5, num_blocks=1, offset=1)

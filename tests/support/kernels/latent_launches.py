@@ -6,9 +6,11 @@ import torch
 
 from services.worker.forward.forward_context import AttentionMetadata
 from services.worker.ops.triton.attention.context_slots import write_slots
+from services.worker.ops.triton.attention.exact_plan import ExactPlan
+from services.worker.ops.triton.attention.plan import TritonPlan
 from services.worker.ops.triton.attention.tile import PagedSequences
-from services.worker.ops.triton.backend import TritonOps, TritonPlan
-from services.worker.ops.triton.exact_backend import ExactPlan, TritonExactOps
+from services.worker.ops.triton.backend import TritonOps
+from services.worker.ops.triton.exact_backend import TritonExactOps
 from tests.support.kernels.sampling_launches import on_meta
 
 # All heads of DeepSeek-V3, as data-parallel ranks have them, and those of one of eight tensor-parallel ranks.

@@ -39,13 +39,44 @@ _PRETRAINED: dict[str, tuple[str, object]] = {"pretraining_tp": ("for bit-equali
 _BY_ARCHITECTURE: dict[str, dict[str, tuple[str, object]]] = {
     "LlamaForCausalLM": _PRETRAINED,
     "Qwen3MoeForCausalLM": _BALANCED,
+    "Qwen3VLMoeForConditionalGeneration": _BALANCED,
     "MixtralForCausalLM": {**_BALANCED, "router_jitter_noise": (_TRAINING, 0.5)},
     "DeepseekV2ForCausalLM": {**_LATENT, **_PRETRAINED},
     "DeepseekV3ForCausalLM": {**_ROUTED, **_PRETRAINED},
+    "Kimi_K25ForConditionalGeneration": {**_ROUTED, **_PRETRAINED},
     "DeepseekV32ForCausalLM": {**_LATENT, "mlp_bias": ("not read by the model", True)},
     "GptOssForCausalLM": _BALANCED,
     "Glm4MoeForCausalLM": _ROUTED,
+    "Glm4MoeLiteForCausalLM": {**_ROUTED, **_PRETRAINED},
+    "GlmMoeDsaForCausalLM": {
+        **_LATENT,
+        **_PRETRAINED,
+        "ep_size": ("how training was split", 8),
+        "mlp_bias": ("not read by the model", True),
+    },
 }
+
+_OF_TOWERS = "for images, videos and sound, which are not served"
+KEYS_OF_TOWERS: dict[str, str] = {
+    "boi_token_id": _OF_TOWERS,
+    "boi_token_index": _OF_TOWERS,
+    "eoi_token_id": _OF_TOWERS,
+    "eoi_token_index": _OF_TOWERS,
+    "mm_tokens_per_image": _OF_TOWERS,
+    "image_token_id": _OF_TOWERS,
+    "image_token_index": _OF_TOWERS,
+    "multimodal_projector_bias": _OF_TOWERS,
+    "projection_hidden_size": _OF_TOWERS,
+    "projection_layer_norm_eps": _OF_TOWERS,
+    "projector_hidden_act": _OF_TOWERS,
+    "spatial_merge_size": _OF_TOWERS,
+    "video_token_id": _OF_TOWERS,
+    "vision_config": _OF_TOWERS,
+    "vision_end_token_id": _OF_TOWERS,
+    "vision_feature_layer": _OF_TOWERS,
+    "vision_start_token_id": _OF_TOWERS,
+}
+"""Keys beside `text_config`: why they change nothing in what is computed."""
 
 
 def keys_without_effect(architecture: str) -> dict[str, tuple[str, object]]:

@@ -11,7 +11,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from services.worker.batch.drafts import ComputedStep, DraftProposer, DraftRows, Drafts
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.forward.forward_context import ForwardContext, forward_context
 from services.worker.forward.kv_cache import KvCache, KvCacheSpec
@@ -22,9 +24,8 @@ from services.worker.models.loader import LoadedModel
 from services.worker.models.parts.decoder import DecoderModel
 from services.worker.models.registry import CausalLM
 from services.worker.ops import AttentionParams, load_ops
-from services.worker.spec_decode.drafts import ComputedStep, DraftProposer, DraftRows, Drafts
-from services.worker.step import Int32Column
-from shared.limits import SamplingOptions
+from shared.sampling_params import SamplingOptions
+from shared.step.columns import Int32Column
 from tests.support.models.paged_model import attention_metadata
 from tests.support.worker.worker_driver import Request, WorkerDriver
 from tests.support.worker.worker_runner import WrappedModel
@@ -62,13 +63,15 @@ class FewTokens(WrappedModel):
         super().__init__(model)
         self._num_tokens = num_tokens
 
+    @override
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """See `CausalLM.compute_logits`."""
         return few_tokens(super().compute_logits(hidden), self._num_tokens)
 
 
 class TinyMtpLayers:
     """Random MTP layers with one attention each, after the layers of a tiny Llama. See `MtpLayers`."""
+
+    num_shared_positions = 0
 
     def __init__(self, decoder: DecoderModel, num_layers: int) -> None:
         """Share the embedding and the rotary embedding of `decoder`."""
@@ -127,20 +130,20 @@ class CheckedProposer(DraftProposer):
         self._proposer = proposer
         self._oracle = oracle
 
+    @override
     def attach(self, limits: BatchLimits, kv_cache: KvCache) -> None:
-        """See `DraftProposer.attach`."""
         self._proposer.attach(limits, kv_cache)
 
+    @override
     def forget(self, slots: Int32Column) -> None:
-        """See `DraftProposer.forget`."""
         self._proposer.forget(slots)
 
+    @override
     def observe(self, step: ComputedStep) -> None:
-        """See `DraftProposer.observe`."""
         self._proposer.observe(step)
 
+    @override
     def propose(self, rows: DraftRows) -> Drafts:
-        """See `DraftProposer.propose`."""
         drafts = self._proposer.propose(rows)
         assert (drafts.counts <= rows.most).all()
         assert len(drafts.token_ids) == drafts.counts.sum() <= rows.most_together

@@ -67,7 +67,7 @@ def write_gguf(
         config: The model's sizes, under Hugging Face's names.
         kind: The type of matrices; all other tensors are float32.
         pre_tokenizer: The pre-tokenizer's name in the file.
-        more: Further metadata (prefixed with the architecture) and tensors, under GGUF names.
+        more: Further metadata (prefixed with the architecture unless it is general) and tensors, under GGUF names.
 
     Returns:
         The values stored in the file, under Hugging Face's names.
@@ -156,12 +156,15 @@ def _add_tensor(
 
 
 def _add_more(writer: gguf.GGUFWriter, architecture: str, key: str, value: Any) -> None:
+    name = key if key.startswith("general.") else f"{architecture}.{key}"
     if isinstance(value, Tensor):
         writer.add_tensor(key, value.numpy())
     elif isinstance(value, str):
-        writer.add_string(f"{architecture}.{key}", value)
+        writer.add_string(name, value)
+    elif isinstance(value, float):
+        writer.add_float32(name, value)
     else:
-        writer.add_uint32(f"{architecture}.{key}", value)
+        writer.add_uint32(name, value)
 
 
 def _add_sizes(writer: gguf.GGUFWriter, architecture: str, config: Mapping[str, Any]) -> None:

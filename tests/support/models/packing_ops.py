@@ -6,6 +6,7 @@ from collections import Counter
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from services.worker.ops.matrices import Matrix, dense
 from services.worker.ops.matrix_rows import MatrixFormat, format_of
@@ -17,7 +18,7 @@ class PackingOps(ReferenceOps):
     """Computes as `reference` does, with dense copies that it makes for every call."""
 
     formats = frozenset(MatrixFormat)
-    automatic_quantization = MatrixFormat.INT8
+    automatic_quantization: MatrixFormat | None = MatrixFormat.INT8
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,8 +26,8 @@ class PackingOps(ReferenceOps):
         """How many products have weights in each format; None means tensors."""
         self.tied: Matrix | None = None
 
+    @override
     def prepare_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> LinearKernel:
-        """See `Ops`."""
         self.counts[format_of(weight)] += 1
         prepare = super().prepare_linear
         if isinstance(weight, Tensor):
@@ -37,7 +38,7 @@ class PackingOps(ReferenceOps):
 
         return compute
 
+    @override
     def prepare_tied(self, weight: Matrix, dtype: torch.dtype) -> tuple[EmbeddingKernel, LinearKernel]:
-        """See `Ops`."""
         self.tied = weight
         return (lambda token_ids: dense(weight, dtype)[token_ids]), self.prepare_linear(weight, None, dtype)

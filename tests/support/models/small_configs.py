@@ -35,7 +35,20 @@ _YARN_ROPE: Config = {
 # As in DeepSeek: the factor of the rotary tables differs from that of the softmax scale.
 _MSCALE_ROPE: Config = {**_YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 4.0, "beta_slow": 0.25}
 _LATENT_YARN_ROPE: Config = {"rope_parameters": _MSCALE_ROPE, "qk_rope_head_dim": 16}
+_GEMMA3_ROPE: Config = {
+    "full_attention": {"rope_type": "default", "rope_theta": 50000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
 _GPT_OSS_ROPE: Config = {**_YARN_ROPE, "rope_theta": 150000.0, "truncate": False}
+_MINISTRAL_ROPE: Config = {
+    **_YARN_ROPE,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 24,
+    "llama_4_scaling_beta": 0.3,
+}
+# By time, height and width, which is nothing for text.
+_SECTIONED_ROPE: Config = {**_DEFAULT_ROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 
 _COMMON: Config = {
     "vocab_size": VOCABULARY_SIZE,
@@ -72,6 +85,78 @@ _MISTRAL: dict[str, Config] = {
     "window-of-itself": {"sliding_window": 1, "num_key_value_heads": 1},
     "wide-heads": {"sliding_window": 9, "head_dim": 24, "rope_parameters": _LINEAR_ROPE},
     "large-eps-yarn-rope": {**_LARGE_EPS, "sliding_window": 64, "rope_parameters": _YARN_ROPE},
+}
+
+_MINISTRAL: dict[str, Config] = {
+    "layer-types": {"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]},
+    "window-in-every-layer-tied": {"sliding_window": 9, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    "full-layers-wide-heads-large-eps": {
+        **_LARGE_EPS,
+        "sliding_window": 21,
+        "layer_types": ["full_attention", "full_attention"],
+        "head_dim": 24,
+    },
+}
+
+_MINISTRAL3: dict[str, Config] = {
+    "plain": {"num_hidden_layers": 3},
+    "wide-heads-tied": {"head_dim": 24, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    "window-large-eps": {
+        **_LARGE_EPS,
+        "sliding_window": 21,
+        "num_key_value_heads": 1,
+        "rope_parameters": {**_MINISTRAL_ROPE, "original_max_position_embeddings": 7, "llama_4_scaling_beta": 0.4},
+    },
+}
+
+_MISTRAL3: dict[str, Config] = {
+    "mistral": {"model_type": "mistral", "sliding_window": None},
+    "ministral3": {"model_type": "ministral3", "rope_parameters": _MINISTRAL_ROPE, "num_key_value_heads": 4},
+    "mistral-tied-large-eps": {
+        **_LARGE_EPS,
+        "model_type": "mistral",
+        "sliding_window": 19,
+        "tie_word_embeddings": True,
+    },
+}
+
+_QWEN2_5_VL: dict[str, Config] = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True, "num_key_value_heads": 1},
+    "windows-in-later-layers-large-eps": {
+        **_LARGE_EPS,
+        "use_sliding_window": True,
+        "sliding_window": 21,
+        "max_window_layers": 1,
+    },
+}
+
+_QWEN3_VL: dict[str, Config] = {
+    "plain": {"head_dim": 16, "rope_parameters": _SECTIONED_ROPE},
+    "tied-biases": {"head_dim": 32, "tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 1},
+    "yarn-rope-large-eps": {
+        **_LARGE_EPS,
+        "head_dim": 24,
+        "rope_parameters": {**_YARN_ROPE, "mrope_section": [4, 4, 4], "mrope_interleaved": True},
+    },
+}
+
+_QWEN3_VL_MOE: dict[str, Config] = {
+    "plain": {"rope_parameters": _SECTIONED_ROPE},
+    "sparse-every-other-layer-tied": {"decoder_sparse_step": 2, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    "many-experts-large-eps": {
+        **_LARGE_EPS,
+        "num_experts": 16,
+        "num_experts_per_tok": 5,
+        "moe_intermediate_size": 16,
+        "head_dim": 32,
+    },
+}
+
+_KIMI_K25: dict[str, Config] = {
+    "plain": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3},
+    "yarn-rope-tied": {**_LATENT_YARN_ROPE, "n_group": 1, "topk_group": 1, "tie_word_embeddings": True},
+    "groups-large-eps": _LARGE_EPS,
 }
 
 _QWEN2: dict[str, Config] = {
@@ -209,6 +294,78 @@ _GLM4_MOE: dict[str, Config] = {
     },
 }
 
+_GLM4_MOE_LITE: dict[str, Config] = {
+    "plain": {},
+    "no-query-lora": {"q_lora_rank": None, "num_attention_heads": 6, "num_key_value_heads": 6},
+    "half-split-rope": {"rope_interleave": False, "v_head_dim": 24, "kv_lora_rank": 40},
+    "many-experts-groups": {
+        "n_routed_experts": 32,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": False,
+    },
+    "layer-mix-biases": {
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "num_hidden_layers": 3,
+        "attention_bias": True,
+        "n_shared_experts": 2,
+    },
+    "yarn-rope-large-eps-tied": {**_LARGE_EPS, **_LATENT_YARN_ROPE, "tie_word_embeddings": True},
+}
+
+_GLM_MOE_DSA: dict[str, Config] = {
+    # As in GLM-5.2: full, full, shared, full, ...
+    "plain": {
+        "num_hidden_layers": 4,
+        "index_topk_freq": 2,
+        "index_skip_topk_offset": 2,
+        "index_share_for_mtp_iteration": True,
+    },
+    # As in GLM-5 and 5.1.
+    "no-shared-indexer": {"num_attention_heads": 8, "num_key_value_heads": 8, "index_topk": 5},
+    "pattern": {"num_hidden_layers": 5, "index_topk_pattern": "FSSFS", "index_topk": 7, "first_k_dense_replace": 3},
+    "types": {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "shared"], "v_head_dim": 24},
+    "all-selected": {"index_topk": CONTEXT_LENGTH, "index_topk_freq": 2, "num_hidden_layers": 3},
+    "groups-biases": {
+        "attention_bias": True,
+        "n_routed_experts": 16,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "index_head_dim": 32,
+        "index_n_heads": 24,
+    },
+    "layer-mix-yarn-rope": {
+        **_LATENT_YARN_ROPE,
+        "mlp_layer_types": ["sparse", "dense"],
+        "index_topk": 33,
+        "index_topk_freq": 2,
+        "index_skip_topk_offset": 1,
+    },
+    "large-eps": {**_LARGE_EPS, "index_topk": 48, "routed_scaling_factor": 1.0, "norm_topk_prob": False},
+}
+
+# Queries are scaled by another number than the width of their heads, and windows end within and between blocks.
+_GEMMA3: dict[str, Config] = {
+    "plain": {},
+    "published-pattern": {"sliding_window_pattern": 6, "num_hidden_layers": 7, "sliding_window": 37},
+    "wide-heads-linear-rope": {
+        "head_dim": 256,
+        "num_key_value_heads": 1,
+        "rope_parameters": {**_GEMMA3_ROPE, "full_attention": {**_LINEAR_ROPE, "rope_theta": 50000.0}},
+    },
+    "untied-biases": {"tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 4},
+    "layer-types-yarn-rope": {
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "num_hidden_layers": 3,
+        "rope_parameters": {**_GEMMA3_ROPE, "full_attention": _YARN_ROPE},
+    },
+    "sliding-layers-only": {"layer_types": ["sliding_attention", "sliding_attention"], "sliding_window": 5},
+    "full-layers-only-large-eps": {**_LARGE_EPS, "layer_types": ["full_attention", "full_attention"]},
+}
+
 _EXPERTS: Config = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 _LATENT: Config = {
     "num_key_value_heads": 4,
@@ -225,9 +382,27 @@ _GROUPS: Config = {"q_lora_rank": 24, "n_group": 4, "topk_group": 2}
 # Many heads: tokens that all heads score 0 tie, and topk's order among ties is undefined.
 _INDEXER: Config = {"index_topk": 24, "index_n_heads": 16, "index_head_dim": 16}
 
+# The root of the hidden size is no number of bfloat16.
+_GEMMA3_BASE: Config = {
+    "hidden_size": 96,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 16,
+    "sliding_window_pattern": 2,
+    "tie_word_embeddings": True,
+    "rope_parameters": _GEMMA3_ROPE,
+}
+
 _BASES: dict[str, Config] = {
     "LlamaForCausalLM": {},
     "MistralForCausalLM": {},
+    "MinistralForCausalLM": {"head_dim": 16},
+    "Ministral3ForCausalLM": {"head_dim": 16, "rope_parameters": _MINISTRAL_ROPE},
+    "Mistral3ForConditionalGeneration": {"head_dim": 16},
+    "Qwen2_5_VLForConditionalGeneration": {"rope_parameters": {**_DEFAULT_ROPE, "mrope_section": [2, 3, 3]}},
+    "Qwen3VLForConditionalGeneration": {},
+    "Qwen3VLMoeForConditionalGeneration": {**_EXPERTS, "num_experts": 8, "head_dim": 16},
+    "Kimi_K25ForConditionalGeneration": {**_EXPERTS, **_LATENT, **_GROUPS},
     "Qwen2ForCausalLM": {},
     "Qwen3ForCausalLM": {},
     "Qwen3MoeForCausalLM": {**_EXPERTS, "num_experts": 8, "head_dim": 16},
@@ -243,6 +418,8 @@ _BASES: dict[str, Config] = {
         "sliding_window": 16,
         "rope_parameters": _GPT_OSS_ROPE,
     },
+    "Gemma3ForCausalLM": _GEMMA3_BASE,
+    "Gemma3ForConditionalGeneration": _GEMMA3_BASE,
     "Glm4MoeForCausalLM": {
         **_EXPERTS,
         "n_routed_experts": 8,
@@ -251,10 +428,19 @@ _BASES: dict[str, Config] = {
         "head_dim": 16,
         "rope_parameters": {**_DEFAULT_ROPE, "partial_rotary_factor": 0.5},
     },
+    "Glm4MoeLiteForCausalLM": {**_EXPERTS, **_LATENT, "q_lora_rank": 24, "v_head_dim": 20},
+    "GlmMoeDsaForCausalLM": {**_EXPERTS, **_LATENT, **_INDEXER, "q_lora_rank": 24, "v_head_dim": 20},
 }
 _CHANGES: dict[str, dict[str, Config]] = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _MISTRAL,
+    "MinistralForCausalLM": _MINISTRAL,
+    "Ministral3ForCausalLM": _MINISTRAL3,
+    "Mistral3ForConditionalGeneration": _MISTRAL3,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN2_5_VL,
+    "Qwen3VLForConditionalGeneration": _QWEN3_VL,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL_MOE,
+    "Kimi_K25ForConditionalGeneration": _KIMI_K25,
     "Qwen2ForCausalLM": _QWEN2,
     "Qwen3ForCausalLM": _QWEN3,
     "Qwen3MoeForCausalLM": _QWEN3_MOE,
@@ -263,7 +449,13 @@ _CHANGES: dict[str, dict[str, Config]] = {
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
     "DeepseekV32ForCausalLM": _DEEPSEEK_V32,
     "GptOssForCausalLM": _GPT_OSS,
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": {
+        name: _GEMMA3[name] for name in ("plain", "published-pattern", "layer-types-yarn-rope")
+    },
     "Glm4MoeForCausalLM": _GLM4_MOE,
+    "Glm4MoeLiteForCausalLM": _GLM4_MOE_LITE,
+    "GlmMoeDsaForCausalLM": _GLM_MOE_DSA,
 }
 
 SMALL_CONFIGS: dict[str, dict[str, Config]] = {

@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_layers import MtpLayer
 
 from shared.model_dir import CONFIG
-from tests.support.models.small_configs import SMALL_CONFIGS
+from tests.support.models.small_configs import SMALL_CONFIGS, Config
 from tests.support.models.small_models import build_model, randomise, write_small_model
 
 WEIGHTS = "model.safetensors"
-MTP_ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
+# Architectures to serve with such layers, and how many.
+MTP_ARCHITECTURES = {"DeepseekV3ForCausalLM": 1, "Glm4MoeForCausalLM": 2, "GlmMoeDsaForCausalLM": 1}
+# How the names of lists end that have an entry for each layer.
+_BY_LAYER = ("layer_types", "indexer_types")
 # The scale of what a layer adds to its input when drafts should often be right: so small that the next token depends
 # mostly on the last one, which a layer that passes the embedding through can predict.
 _GAIN_OF_SURE_DRAFTS = 0.15
@@ -47,7 +51,7 @@ def make_small_mtp_model(
     """
     values = SMALL_CONFIGS[architecture][variant]
     num_layers = values["num_hidden_layers"]
-    whole = build_model(architecture, {**values, "num_hidden_layers": num_layers + num_mtp_layers})
+    whole = build_model(architecture, _with_more_layers(architecture, values, num_mtp_layers))
     layers = [_make_layer(whole, num_layers + number) for number in range(num_mtp_layers)]
     if has_sure_drafts:
         _make_sure(whole, layers)
@@ -59,11 +63,36 @@ def make_small_mtp_model(
     return SmallMtpModel(model, layers, directory)
 
 
+def _with_more_layers(architecture: str, values: Config, num_mtp_layers: int) -> Config:
+    """The values of a model with as many more layers, all of which have an indexer if any has."""
+    longer = {**values, "num_hidden_layers": values["num_hidden_layers"] + num_mtp_layers}
+    kinds = getattr(getattr(transformers, architecture).config_class(**values), "indexer_types", None)
+    return longer if kinds is None else {**longer, "indexer_types": [*kinds, *["full"] * num_mtp_layers]}
+
+
+class MtpBlock(nn.Module):
+    """A decoder layer that returns hidden states alone, and keeps what it selected."""
+
+    selected: Tensor | None = None
+    """What the tokens of the last call attended to, [1, num_tokens, most], if the layer has an indexer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor, **arguments: Any) -> Tensor:
+        """Call the layer."""
+        result: Any = self.layer(hidden, **arguments)
+        states: Tensor
+        states, self.selected = result if isinstance(result, tuple) else (result, None)
+        return states
+
+
 def _make_layer(whole: Any, number: int) -> MtpLayer:
     block = whole.model.layers[number]
     layer = MtpLayer(whole.config, type(block), type(whole.model.norm), number)
     randomise(layer, number, is_tied=False)
-    layer.mtp_block = block
+    layer.mtp_block = MtpBlock(block)
     return layer.eval()
 
 
@@ -90,7 +119,7 @@ def _add_to_checkpoint(whole: Any, mtp_layers: list[MtpLayer], directory: Path) 
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     config = json.loads((directory / CONFIG).read_text())
     # transformers writes the types of all layers; published checkpoints only those of the main model.
-    config |= {name: value[:num_layers] for name, value in config.items() if name.endswith("layer_types")}
+    config |= {name: value[:num_layers] for name, value in config.items() if name.endswith(_BY_LAYER)}
     config |= {"num_hidden_layers": num_layers, "num_nextn_predict_layers": len(mtp_layers)}
     (directory / CONFIG).write_text(json.dumps(config, indent=2))
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from services.worker.layout import RankLayout
-from services.worker.step import Step
+from shared.step.step import Step
 from tests.support.ranks.step_process import StepAnswer, StepJob
 from tests.support.system.ports import free_port
 from tests.support.system.processes import LineProcesses
@@ -17,8 +17,8 @@ from tests.support.worker.worker_steps import to_request
 class StepPool:
     """Ranks that load any model and run given steps."""
 
-    def __init__(self) -> None:
-        self._processes = LineProcesses("tests.support.ranks.step_process")
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        self._processes = LineProcesses("tests.support.ranks.step_process", environment)
         self._start_ids = itertools.count()
 
     def run(

@@ -15,7 +15,7 @@ from typing import Any
 from lockstep.internal.v1 import worker_pb2
 from services.worker.config import WorkerSettings
 from services.worker.runner.model_runner import build_model_runner
-from services.worker.step_codec import parse_step, to_result
+from shared.step.codec import encode_result, parse_step
 from tests.support.ranks.meeting import meet_at
 
 
@@ -63,7 +63,7 @@ def run_job(job: StepJob) -> StepAnswer:
 
 
 def _run_step(runner: Any, request: bytes) -> bytes:
-    result = to_result(runner.run_step(parse_step(worker_pb2.StepRequest.FromString(request))))
+    result = encode_result(runner.run_step(parse_step(worker_pb2.StepRequest.FromString(request))))
     result.ClearField("device_time_us")
     return result.SerializeToString(deterministic=True)
 

@@ -18,20 +18,22 @@ from random import Random
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from lockstep.internal.v1 import worker_pb2
-from services.scheduler.core.batch.step import Step, StepResult
-from services.scheduler.workers.worker_client import decode_result, encode_step
+from services.scheduler.core.batch.step import Step
 from services.worker.batch.block_tables import BlockTables
+from services.worker.batch.drafts import Drafter, Drafts
 from services.worker.batch.enter_checks import BatchLimits
+from services.worker.batch.input_batch import InputBatch
 from services.worker.batch.step_input import StepInput, StepTokens
-from services.worker.runner.input_batch import InputBatch
 from services.worker.sampling.sampling_rows import SamplingRows
 from services.worker.sampling.sampling_state import SamplingState
-from services.worker.spec_decode.drafts import Drafter, Drafts
 from services.worker.spec_decode.ngram_drafts import LookupProposer
-from services.worker.step import Int32Column, Logprobs, StepOutput
-from services.worker.step_codec import parse_step, to_result
+from shared.step.codec import encode_result, encode_step, parse_result, parse_step
+from shared.step.columns import Int32Column
+from shared.step.logprobs import Logprobs
+from shared.step.step import StepResult
 
 VOCABULARY = 1000
 
@@ -225,8 +227,8 @@ class Oracle(LookupProposer):
         for position in range(len(prompt) - 1, len(tokens) - 1):
             self._next[position, tokens[position]] = tokens[position + 1]
 
+    @override
     def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
-        """See `LookupProposer.look_up`."""
         last, token_id = len(token_ids) - 1, int(token_ids[-1])
         drafts: list[int] = []
         while len(drafts) < max_tokens and (last + len(drafts), token_id) in self._next:
@@ -244,8 +246,8 @@ class FallibleOracle(Oracle):
         self._rng = rng
         self._share_right = share_right
 
+    @override
     def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
-        """See `LookupProposer.look_up`."""
         num_drafts = self._rng.randint(0, max_tokens)
         drafts = np.array([self._rng.randrange(VOCABULARY) for _ in range(num_drafts)], np.int32)
         known = super().look_up(token_ids, num_drafts)
@@ -262,25 +264,25 @@ class EagerDrafter(Drafter):
         self._lookup = proposer
         self._known: dict[int, list[int]] = {}
 
+    @override
     def enter(self, slot: int, token_ids: Int32Column, max_num_tokens: int) -> None:
-        """See `Drafter`."""
         self._known[slot] = token_ids.tolist()
 
+    @override
     def extend(self, slot: int, token_ids: Int32Column) -> None:
-        """See `Drafter`."""
         self._known[slot] += token_ids.tolist()
 
+    @override
     def leave(self, slots: Int32Column) -> None:
-        """See `Drafter`."""
         for slot in slots.tolist():
             del self._known[slot]
 
+    @override
     def last_tokens(self, slots: Int32Column) -> Int32Column:
-        """See `Drafter`."""
         return np.array([self._known[slot][-1] for slot in slots.tolist()], np.int32)
 
+    @override
     def propose(self, slots: Int32Column, most: Int32Column, *, most_together: int, tables: BlockTables) -> Drafts:
-        """See `Drafter`."""
         token_ids: list[int] = []
         counts: list[int] = []
         for slot, max_tokens in zip(slots.tolist(), most.tolist(), strict=True):
@@ -290,8 +292,8 @@ class EagerDrafter(Drafter):
             counts.append(len(guess))
         return Drafts(np.array(token_ids, np.int32), np.array(counts, np.int32))
 
+    @override
     def record(self, slots: Int32Column, token_ids: Int32Column, counts: Int32Column | None) -> None:
-        """See `Drafter`."""
         tokens = iter(token_ids.tolist())
         for slot, count in zip(slots.tolist(), [1] * len(slots) if counts is None else counts.tolist(), strict=True):
             self._known[slot] += islice(tokens, count)
@@ -347,7 +349,7 @@ class WorkerModel:
 
     def run(self, step: Step) -> StepResult:
         """Run a step of the scheduler, encoding and decoding both messages."""
-        return decode_result(self.answer(encode_step(step)))
+        return parse_result(self.answer(encode_step(step)))
 
     def answer(self, request: worker_pb2.StepRequest) -> worker_pb2.StepResult:
         """Apply a step's batch changes, compute it, and return its result."""
@@ -355,7 +357,7 @@ class WorkerModel:
         inputs = self._batch.apply(step)
         for enter in step.enters:
             self._slot_to_number[enter.chunk.slot] = self._num_entered
-            self._slot_to_seed[enter.chunk.slot] = enter.seed
+            self._slot_to_seed[enter.chunk.slot] = enter.params.seed
             self._num_entered += 1
         if step.is_dummy:
             # A dummy belongs to no sequence; if it writes a cell, any sequence that reads the cell goes wrong.
@@ -372,8 +374,8 @@ class WorkerModel:
         self.num_computed_tokens += self.last_num_tokens
         counts = np.zeros(inputs.num_result_rows, np.int32)
         counts[list(numbers)] = [len(run) for run in runs]
-        return to_result(
-            StepOutput(
+        return encode_result(
+            StepResult(
                 step.epoch,
                 step.step_id,
                 tokens,

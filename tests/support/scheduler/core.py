@@ -7,8 +7,8 @@ import numpy as np
 from services.scheduler.core.admission import NewTokenRatio
 from services.scheduler.core.assemble import assemble
 from services.scheduler.core.batch.sequence import Priority, Sequence
-from services.scheduler.core.batch.step import OutputsByClient, RequestEnd, ScheduledBatch, StepRecord, StepResult
-from services.scheduler.core.cache.block_manager import BlockManager
+from services.scheduler.core.batch.step import OutputsByClient, RequestEnd, ScheduledBatch, StepRecord
+from services.scheduler.core.block_manager import BlockManager
 from services.scheduler.core.decode import DecodePlanner, Decodes
 from services.scheduler.core.endings import Endings
 from services.scheduler.core.policy import CacheSettings, SchedulerCounters, SchedulerPolicy
@@ -18,10 +18,13 @@ from services.scheduler.core.prefill import Prefill, PrefillPlanner
 from services.scheduler.core.queue.waiting_queue import WaitingQueue
 from services.scheduler.core.running_batch import RunningBatch
 from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.shares import Shares
 from services.scheduler.core.step_deadline import StepDeadline
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.ids import RequestHandle
-from shared.limits import TOKEN_DTYPE, SamplingOptions, SamplingParams
+from shared.limits import TOKEN_DTYPE
+from shared.sampling_params import SamplingOptions, SamplingParams
+from shared.step.step import StepResult
 from tests.support.scheduler.engine_driver import rows_of, token_bytes, worker_facts
 
 Row = int | list[int]
@@ -82,7 +85,7 @@ def result_of(
         record.step_id,
         np.array([token_id for run in runs for token_id in run], TOKEN_DTYPE),
         np.array(not_finite, np.int32),
-        counts,
+        counts=counts,
         failed_grammar_rows=np.array(failed_grammar, np.int32),
         **fields,  # type: ignore[arg-type]
     )
@@ -150,13 +153,19 @@ class Parts:
         )
         self.blocks = BlockManager(facts.num_blocks, block_size)
         self.running = RunningBatch(policy.max_num_seqs, self.blocks, facts.num_draft_tokens)
-        self.preemption = Preemption(policy, self.waiting, self.running, self.ratio, self.counters)
-        self.prefill = PrefillPlanner(policy, self.waiting, self.running, self.ratio, facts, self.counters)
+        self.shares = Shares(policy.max_num_seqs, self.waiting, self.running)
+        self.preemption = Preemption(policy, self.waiting, self.running, self.shares, self.ratio, self.counters)
+        self.prefill = PrefillPlanner(policy, self.running, self.shares, self.ratio, facts, self.counters)
         self.decode = DecodePlanner(self.running, self.preemption)
         self.deadline = StepDeadline(self.running.in_flight)
         self.endings = Endings(self.waiting, self.running, self.preemption, facts, self.counters)
         self.postprocessor = Postprocessor(
-            self.running, self.preemption, self.deadline, endings=self.endings, counters=self.counters
+            self.running,
+            self.preemption,
+            self.deadline,
+            endings=self.endings,
+            tenants=self.waiting.tenants,
+            counters=self.counters,
         )
 
     def add(self, *seqs: Sequence) -> None:

@@ -25,14 +25,19 @@ from services.scheduler.cell.events import (
     Submission,
     TimePassed,
 )
-from services.scheduler.core.batch.logprobs import Logprobs
 from services.scheduler.core.batch.sequence import Priority
-from services.scheduler.core.batch.step import Outputs, RequestEnd, Step, StepResult
+from services.scheduler.core.batch.step import Outputs, RequestEnd, Step
 from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerPolicy, StepBudget
 from services.scheduler.core.worker_facts import WorkerFacts
 from services.worker.batch.enter_checks import BatchLimits
 from shared.ids import DpRank, RequestHandle
-from shared.limits import GRAPH_BATCH_SIZES, TOKEN_DTYPE, SamplingParams
+from shared.limits import GRAPH_BATCH_SIZES, TOKEN_DTYPE
+from shared.sampling_codec import encode_options
+from shared.sampling_params import SamplingParams
+from shared.step.logprobs import Logprobs
+from shared.step.step import StepResult
+from shared.tenant import DEFAULT_TENANT, Tenant
+from shared.wire import Introduction, find_needs, introduce_self
 from tests.support.scheduler.cell_model import VOCABULARY, Oracle, WorkerModel, expected_completion, logprobs_of
 
 EOS = 7
@@ -52,8 +57,9 @@ def worker_facts(
     numerics_fingerprint: str = "",
     is_exact: bool = False,
     graph_batch_sizes: tuple[int, ...] = GRAPH_BATCH_SIZES,
+    introduction: Introduction | None = None,
 ) -> WorkerFacts:
-    """The facts that a worker reports when attached; a drafting one needs all tokens."""
+    """The facts that a worker, by default of this release, reports when attached; a drafting one needs all tokens."""
     return WorkerFacts(
         epoch,
         "digest",
@@ -66,6 +72,7 @@ def worker_facts(
         numerics_fingerprint=numerics_fingerprint,
         is_exact=is_exact,
         graph_batch_sizes=graph_batch_sizes,
+        introduction=introduction or introduce_self(),
     )
 
 
@@ -153,6 +160,7 @@ class EngineDriver:
         policy: SchedulerPolicy | None = None,
         depth: int = 1,
         enable_prefix_caching: bool = True,
+        shares_between_tenants: bool = False,
         attach: bool = True,
         num_draft_tokens: int = 0,
         oracle: Oracle | None = None,
@@ -168,7 +176,8 @@ class EngineDriver:
         self._poison = poison
         policy = replace(policy or SchedulerPolicy(), max_steps_in_flight=depth)
         self.topology = topology or CellTopology()
-        self.engine = Engine(policy, CacheSettings(block_size, enable_prefix_caching), self.topology)
+        cache = CacheSettings(block_size, enable_prefix_caching, shares_between_tenants)
+        self.engine = Engine(policy, cache, self.topology)
         self._facts = worker_facts(
             num_blocks=num_blocks, context_length=context_length, num_draft_tokens=num_draft_tokens
         )
@@ -285,6 +294,7 @@ class EngineDriver:
         cache_salt: bytes = b"",
         n: int = 1,
         is_exact: bool = False,
+        tenant: Tenant = DEFAULT_TENANT,
         **params: object,
     ) -> list[Action]:
         """Submit one request; `params` as in SamplingParams, with at most 8 tokens by default."""
@@ -300,6 +310,8 @@ class EngineDriver:
             cache_salt=cache_salt,
             n=n,
             is_exact=is_exact,
+            tenant=tenant,
+            needs=frozenset() if sampling.options is None else find_needs(encode_options(sampling.options)),
         )
         return self.on_event(ClientMessage(client, [submission]))
 

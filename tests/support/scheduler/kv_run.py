@@ -10,7 +10,7 @@ import numpy as np
 from services.scheduler.core.cache.kv_feed import KvFeed
 from services.scheduler.core.cache.prefix_cache import PrefixCache
 from services.scheduler.core.policy import CellTopology, SchedulerPolicy
-from shared.limits import SamplingOptions
+from shared.sampling_params import SamplingOptions
 from tests.support.clients.kv_index import Listener, held_blocks
 from tests.support.scheduler.engine_driver import EngineDriver
 

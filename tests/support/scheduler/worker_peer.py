@@ -14,6 +14,7 @@ from lockstep.v1 import common_pb2
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.server.claim import ClaimLedger
 from shared.limits import TOKEN_DTYPE
+from shared.wire import introduce_self
 from tests.support.scheduler.cell_model import VOCABULARY, WorkerModel
 
 _BEAT_S = 0.5
@@ -58,6 +59,7 @@ class WorkerPeer(worker_pb2_grpc.WorkerServiceServicer):
             eos_token_ids=[7],
             ops_backend="model",
             proposed_prompt_tokens=16384,
+            introduction=introduce_self().encode(),
         )
         self.place(0, 1, is_coupled=False)
         self._num_streams = 0
@@ -81,7 +83,7 @@ class WorkerPeer(worker_pb2_grpc.WorkerServiceServicer):
     async def Attach(
         self, request: worker_pb2.AttachRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.AttachResponse:
-        last = self.ledger.last_launched
+        last = self.ledger.last_admitted
         self.num_refused += 1
         self.ledger.offer(request.epoch, request.scheduler_instance_id, time.monotonic())
         self.num_refused -= 1
@@ -124,7 +126,7 @@ class WorkerPeer(worker_pb2_grpc.WorkerServiceServicer):
                     self.num_heard += 1
                     self.ledger.on_heartbeat(number, request.epoch, request.scheduler_instance_id, time.monotonic())
                     continue
-                self.ledger.launch(number, request.epoch, request.step_id, time.monotonic())
+                self.ledger.admit(number, request.epoch, request.step_id, time.monotonic())
                 self.requests.append(request)
                 if len(self.requests) == self.lose_link_at:
                     return

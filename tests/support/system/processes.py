@@ -15,6 +15,9 @@ import psutil
 
 ROOT = Path(__file__).parents[3]
 
+# With this environment the backend `native` of a worker cannot be built, and `cpu` takes over.
+WITHOUT_COMPILER = {"PATH": ""}
+
 # The first code of a process. It restores SIGHUP, which the test run may ignore, for example under `nohup`. It is not a
 # `preexec_fn`, because with gRPC's fork handlers some children die before they start.
 _BEGIN = """
@@ -42,29 +45,33 @@ def module_command(module: str, *args: str) -> list[str]:
     return python_command("-m", module, *args)
 
 
-def module_environment() -> dict[str, str]:
-    """The environment for a module of this checkout, without the developer's own LOCKSTEP_ settings."""
+def module_environment(root: Path = ROOT) -> dict[str, str]:
+    """The environment for a module of a checkout or an unpacked wheel, without the developer's LOCKSTEP_ settings."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
-    return environment | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "protos")])}
+    return environment | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "protos")])}
 
 
 @contextmanager
-def start_service(role: str, *flags: str, log: Path | None = None) -> Iterator[subprocess.Popen[bytes]]:
+def start_service(
+    role: str, *flags: str, log: Path | None = None, root: Path = ROOT
+) -> Iterator[subprocess.Popen[bytes]]:
     """Start a service without a launcher and without waiting for it; it is killed at the end, even if stopped.
 
-    It logs to the stderr of the test, or appends to the file `log`.
+    It logs to the stderr of the test, or appends to the file `log`. Its modules are those in `root`.
     """
-    with start_module(f"services.{role}", *flags, log=log) as process:
+    with start_module(f"services.{role}", *flags, log=log, root=root) as process:
         yield process
 
 
 @contextmanager
-def start_module(module: str, *flags: str, log: Path | None = None) -> Iterator[subprocess.Popen[bytes]]:
+def start_module(
+    module: str, *flags: str, log: Path | None = None, root: Path = ROOT
+) -> Iterator[subprocess.Popen[bytes]]:
     """As `start_service`, for a module that runs a service."""
     command = module_command(module, *flags)
     with ExitStack() as stack:
         stderr = None if log is None else stack.enter_context(log.open("ab"))
-        process = stack.enter_context(subprocess.Popen(command, cwd=ROOT, env=module_environment(), stderr=stderr))
+        process = stack.enter_context(subprocess.Popen(command, cwd=root, env=module_environment(root), stderr=stderr))
         try:
             yield process
         finally:

@@ -12,22 +12,22 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
 from lockstep.internal.v1 import exchange_pb2
+from services.cli.processes.service_command import ServiceCommand
+from services.cli.ranks import RanksCollector
 from services.scheduler.cell.engine import Engine
 from services.scheduler.core.policy import CacheSettings, SchedulerPolicy
 from services.scheduler.discovery.last_seen import LastSeen
 from services.scheduler.metrics import make_registry as make_scheduler_registry
 from services.scheduler.server.idle_check import IdleCheck
+from services.tokenizer.answer.request_totals import RequestTotals
 from services.tokenizer.exchange.cell_requests import CellRequests
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
 from services.tokenizer.metrics import make_registry as make_tokenizer_registry
 from services.tokenizer.request.prompts import PromptEncoder
-from services.tokenizer.server.request_totals import RequestTotals
 from services.tokenizer.text.encoder import Encoder
 from services.worker.layout import RankLayout
 from services.worker.metrics import WorkerCollector
 from services.worker.runner.step_totals import StepTotals
-from shared.cli.processes.service_command import ServiceCommand
-from shared.cli.ranks import RanksCollector
 from shared.process.metrics import make_process_registry
 from tests.support.models.tiny_tokenizer import tiny_tokenizer
 from tests.support.system.processes import ROOT
@@ -36,6 +36,7 @@ from tests.support.tokenizer.chat_templates import local_template
 
 if TYPE_CHECKING:
     from services.worker.runner.model_runner import ModelRunner
+    from shared.client_keys import ClientKeys
     from shared.network.tls import Certificates
 
 METRICS_FILE = ROOT / "services" / "METRICS.md"
@@ -44,6 +45,8 @@ END = "<!-- The end of what `make metrics` makes. -->\n"
 
 # What a collector reads of a certificate.
 _CERTIFICATES = cast("Certificates", SimpleNamespace(num_failed_reads=0, expires_at=datetime.now(UTC)))
+# What a collector reads of clients' keys.
+_CLIENT_KEYS = cast("ClientKeys", SimpleNamespace(num_keys=0, is_stale=False))
 
 _UNITS = ("seconds", "bytes", "tokens")
 
@@ -90,13 +93,13 @@ async def _tokenizer() -> CollectorRegistry:
     stream.note_heartbeat(exchange_pb2.SchedulerHeartbeat(holds_workers=True))
     await client.on_heard(stream)
     prompts = PromptEncoder(Encoder(tiny_tokenizer()), local_template("", {}))
-    return make_tokenizer_registry(client, RequestTotals(), prompts, _CERTIFICATES)
+    return make_tokenizer_registry(client, RequestTotals(), prompts, _CERTIFICATES, _CLIENT_KEYS)
 
 
 def _scheduler() -> CollectorRegistry:
     engine = Engine(SchedulerPolicy(), CacheSettings())
     idle_check = IdleCheck(engine, asyncio.get_running_loop())
-    return make_scheduler_registry(engine, idle_check, _CERTIFICATES, LastSeen(0.0))
+    return make_scheduler_registry(engine, idle_check, _CERTIFICATES, LastSeen(0.0), _CLIENT_KEYS)
 
 
 def _worker() -> CollectorRegistry:

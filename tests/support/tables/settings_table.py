@@ -11,12 +11,13 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from services.cli.ranks_settings import RanksSettings
+from services.cli.serve_settings import ServeSettings
 from services.scheduler.config import SchedulerSettings
 from services.tokenizer.config import TokenizerSettings
 from services.worker.config import WorkerSettings
-from shared.cli.ranks_settings import RanksSettings
-from shared.cli.serve_settings import ServeSettings
 from shared.config import ServiceSettings
+from shared.settings_help import is_hidden, is_positional
 from tests.support.system.processes import ROOT
 from tests.support.tables.generated_tables import replace_tables
 
@@ -53,8 +54,9 @@ def render_tables() -> str:
     """One table of what all services share, then one for each with its own."""
     parts = [_table("Every service, `lockstep serve` and `lockstep ranks`", ServiceSettings, _SHARED_NAMES)]
     for title, model in _TITLE_TO_MODEL.items():
-        names = [name for name in model.model_fields if name not in _SHARED_NAMES]
-        names.sort(key=lambda name: not _is_positional(model.model_fields[name]))
+        fields = model.model_fields
+        names = [name for name in fields if name not in _SHARED_NAMES and not is_hidden(fields[name])]
+        names.sort(key=lambda name: not is_positional(fields[name]))
         parts.append(_table(f"{title} (`{model.model_config['env_prefix']}…`)", model, names))
     return "".join(f"{part}\n" for part in parts)
 
@@ -65,7 +67,7 @@ def _table(title: str, model: type[ServiceSettings], names: Iterable[str]) -> st
 
 
 def _row(name: str, field: FieldInfo) -> str:
-    flag = "MODEL_DIR" if _is_positional(field) else f"--{name.replace('_', '-')}"
+    flag = "MODEL_DIR" if is_positional(field) else f"--{name.replace('_', '-')}"
     choices = [f"`{value}`" for value in _choices(field.annotation)]
     meaning = f"{field.description} One of {', '.join(choices)}." if choices else field.description
     return f"| `{flag}` | {_default(field)} | {str(meaning).replace('|', chr(92) + '|')} |\n"
@@ -91,10 +93,6 @@ def _choices(annotation: Any) -> Iterator[object]:
         members = [member for member in get_args(annotation) if member is not types.NoneType]
         if len(members) == 1:
             yield from _choices(members[0])
-
-
-def _is_positional(field: FieldInfo) -> bool:
-    return any(getattr(entry, "__name__", "") == "_CliPositionalArg" for entry in field.metadata)
 
 
 if __name__ == "__main__":

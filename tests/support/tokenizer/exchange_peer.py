@@ -252,6 +252,7 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
         async for request in requests:
             if request.is_heartbeat:
                 self.heartbeats.put_nowait(None)
+            request.ClearField("introduction")
             self.num_messages += request != _HEARTBEAT
             for submit in request.submits:
                 self.submits.put_nowait(submit)

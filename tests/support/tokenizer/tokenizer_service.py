@@ -23,6 +23,7 @@ from services.tokenizer.service import serve
 from shared.model_dir import model_digest
 from shared.network.rpc import make_channel, make_server
 from shared.process.lifecycle import StopRequest
+from shared.wire import introduce_self
 from tests.support.models.tiny_tokenizer import CONTEXT_LENGTH, IM_END_ID, VOCABULARY_SIZE
 from tests.support.tokenizer.chat_templates import make_local_renderer
 from tests.support.tokenizer.exchange_peer import ExchangePeer
@@ -110,6 +111,7 @@ async def run_tokenizer_service(
         eos_token_ids=[IM_END_ID],
         num_pool_tokens=NUM_POOL_TOKENS,
         exact_fingerprint=exact_fingerprint,
+        introduction=introduce_self().encode(),
     )
     peers, addresses, peer_servers = [], [], []
     for number in range(num_schedulers):

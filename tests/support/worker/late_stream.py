@@ -9,11 +9,11 @@ from queue import SimpleQueue
 import torch
 
 from services.worker.forward.staging import PinnedStaging, Staging
-from services.worker.runner.stream import Launch, StagingPool
+from services.worker.runner.stream import EnqueuedWork, StagingPool
 
 
 class LateStream:
-    """Computes launches in order on its own thread, each once it or a later one is waited for. See `Stream`.
+    """Computes work in order on its own thread, each piece once it or a later one is waited for. See `Stream`.
 
     Staging is spoilt when it is given back, so that whatever still reads it goes wrong.
     """
@@ -26,9 +26,9 @@ class LateStream:
         self.num_computed = 0
         self._pool = pool or late_pool()
         self._claimed: list[Staging] = []
-        self._in_use: dict[int, _LateLaunch] = {}
-        self._launches: SimpleQueue[_LateLaunch | None] = SimpleQueue()
-        self._num_launched = 0
+        self._in_use: dict[int, _LateWork] = {}
+        self._queue: SimpleQueue[_LateWork | None] = SimpleQueue()
+        self._num_enqueued = 0
         self._num_wanted = 0
         self._is_held = False
         self._changed = threading.Condition()
@@ -37,7 +37,7 @@ class LateStream:
         self._thread.start()
 
     def hold(self) -> None:
-        """Begin no further launch until `release`."""
+        """Begin no further work until `release`."""
         with self._changed:
             self._is_held = True
 
@@ -48,27 +48,27 @@ class LateStream:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Compute what was launched, and end the thread."""
+        """Compute what was enqueued, and end the thread."""
         self.release()
-        self.want(self._num_launched)
-        self._launches.put(None)
+        self.want(self._num_enqueued)
+        self._queue.put(None)
         self._thread.join()
 
-    def launch(self, work: Callable[[], None]) -> Launch:
+    def enqueue(self, work: Callable[[], None]) -> EnqueuedWork:
         """See `Stream`."""
-        self._num_launched += 1
-        launch = _LateLaunch(self, self._num_launched, work)
-        self._in_use |= {id(staging): launch for staging in self._claimed}
+        self._num_enqueued += 1
+        late = _LateWork(self, self._num_enqueued, work)
+        self._in_use |= {id(staging): late for staging in self._claimed}
         self._claimed.clear()
-        self.max_in_flight = max(self.max_in_flight, self._num_launched - self.num_computed)
-        self._launches.put(launch)
+        self.max_in_flight = max(self.max_in_flight, self._num_enqueued - self.num_computed)
+        self._queue.put(late)
         with self._changed:
             self._changed.notify_all()
-        return launch
+        return late
 
     def synchronize(self) -> None:
         """See `Stream`."""
-        self.launch(lambda: None).wait()
+        self.enqueue(lambda: None).wait()
 
     def claim_staging(self) -> Staging:
         """See `Stream`."""
@@ -78,30 +78,30 @@ class LateStream:
 
     def return_staging(self, staging: Staging) -> None:
         """See `Stream`."""
-        assert self._in_use[id(staging)].is_done.is_set(), "staging is given back before its launch has computed"
+        assert self._in_use[id(staging)].is_done.is_set(), "staging is given back before its work was computed"
         assert isinstance(staging, PinnedStaging)
         staging._outgoing.numpy()[:] = 0xAB
         staging._incoming.numpy()[:] = 0xB3
         self._pool.put_back(staging)
 
-    def wait_for_launches(self, number: int) -> None:
-        """Return when there have been so many launches."""
+    def wait_until_enqueued(self, number: int) -> None:
+        """Return when so much work was enqueued."""
         with self._changed:
-            self._changed.wait_for(lambda: self._num_launched >= number)
+            self._changed.wait_for(lambda: self._num_enqueued >= number)
 
     def want(self, number: int) -> None:
-        """The launch of this number is waited for."""
+        """The work of this number is waited for."""
         with self._changed:
             self._num_wanted = max(self._num_wanted, number)
             self._changed.notify_all()
 
     def _run(self) -> None:
-        while (launch := self._launches.get()) is not None:
+        while (late := self._queue.get()) is not None:
             with self._changed:
-                self._changed.wait_for(lambda: launch.number <= self._num_wanted and not self._is_held)
-            launch.compute()
+                self._changed.wait_for(lambda: late.number <= self._num_wanted and not self._is_held)
+            late.compute()
             self.num_computed += 1
-            launch.is_done.set()
+            late.is_done.set()
 
 
 def late_pool() -> StagingPool:
@@ -109,7 +109,7 @@ def late_pool() -> StagingPool:
     return StagingPool(torch.device("cpu"), is_pinned=False)
 
 
-class _LateLaunch:
+class _LateWork:
     def __init__(self, stream: LateStream, number: int, work: Callable[[], None]) -> None:
         self.number = number
         self.is_done = threading.Event()

@@ -13,9 +13,10 @@ import numpy as np
 
 from services.worker.runner.model_runner import ModelRunner
 from services.worker.runner.steps.pending_step import PendingStep
-from services.worker.step import EnteringSequence, Logprobs, PrefillChunk, Step, StepKind, StepOutput
-from shared.limits import SamplingOptions
-from tests.support.worker.worker_steps import EPOCH, column, make_chunk
+from shared.sampling_params import SamplingOptions, SamplingParams
+from shared.step.logprobs import Logprobs
+from shared.step.step import EnteringSequence, PrefillChunk, Step, StepKind, StepResult
+from tests.support.worker.worker_steps import EPOCH, column, make_chunk, pack
 
 # By position: the token's rank, and the tokens and values of its entries.
 Scores = dict[int, tuple[list[int], list[int], list[float]]]
@@ -97,7 +98,7 @@ class WorkerDriver:
     ) -> None:
         """Begin an epoch whose steps are drawn from `seed`; prompt chunks have 1 to `max_chunk` tokens."""
         runner.attach(block_size=block_size, max_num_seqs=16, max_num_batched_tokens=max_num_batched_tokens)
-        self.outputs: list[StepOutput] = []
+        self.outputs: list[StepResult] = []
         self._runner = runner
         self._rng = Random(seed)
         self._block_size = block_size
@@ -177,15 +178,17 @@ class WorkerDriver:
             chunk=self._chunk(seq),
             num_cached_tokens=0,
             num_prompt_tokens=len(request.prompt),
-            block_ids=column(seq.block_ids),
-            temperature=request.temperature,
-            top_k=request.top_k,
-            top_p=request.top_p,
-            seed=request.seed,
-            max_num_tokens=seq.max_num_tokens,
+            block_bytes=pack(seq.block_ids),
+            params=SamplingParams(
+                seq.max_num_tokens - len(request.prompt),
+                request.temperature,
+                request.top_k,
+                request.top_p,
+                request.seed,
+                options=request.options,
+            ),
             choice=request.choice,
-            options=request.options,
-            stop_token_ids=column(request.stop_token_ids),
+            stop_token_ids=tuple(request.stop_token_ids),
         )
 
     def _chunk(self, seq: _Sequence) -> PrefillChunk:

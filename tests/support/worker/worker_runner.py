@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from services.worker.batch.drafts import Drafting
 from services.worker.forward.forward_context import ForwardContext, forward_context
 from services.worker.forward.kv_cache import KvCache
 from services.worker.models.loader import LoadedModel, load_model
@@ -15,7 +16,6 @@ from services.worker.models.registry import CausalLM
 from services.worker.ops import load_ops
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.model_runner import Execution, ModelRunner
-from services.worker.spec_decode.drafts import Drafting
 from tests.support.models.paged_model import attention_metadata
 
 GIB = 1024**3

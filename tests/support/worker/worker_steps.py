@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from lockstep.internal.v1 import worker_pb2
-from services.worker.step import EnteringSequence, Int32Column, PrefillChunk, Step, StepKind
-from shared.limits import SamplingOptions
+from shared.ids import Slot
 from shared.sampling_codec import encode_options
+from shared.sampling_params import SamplingOptions, SamplingParams
+from shared.step.columns import Int32Column
+from shared.step.step import EnteringSequence, PrefillChunk, Step, StepKind
 
 EPOCH = 1
 WIRE_DTYPE = np.dtype("<i4")
@@ -45,24 +49,25 @@ def make_enter(
     cached_token_ids: Sequence[int] = (),
 ) -> EnteringSequence:
     """An entering sequence; its uncached tokens are all prompt."""
+    num_prompt_tokens = num_cached_tokens + len(token_ids) + num_later_tokens
     return EnteringSequence(
         chunk=make_chunk(slot, token_ids, num_later_tokens),
         num_cached_tokens=num_cached_tokens,
-        num_prompt_tokens=num_cached_tokens + len(token_ids) + num_later_tokens,
-        block_ids=column(block_ids),
-        temperature=temperature,
-        top_k=0,
-        top_p=1.0,
-        seed=seed,
-        max_num_tokens=max_num_tokens,
-        options=options,
-        cached_token_ids=column(cached_token_ids),
+        num_prompt_tokens=num_prompt_tokens,
+        block_bytes=pack(block_ids),
+        params=SamplingParams(max_num_tokens - num_prompt_tokens, temperature, seed=seed, options=options),
+        cached_token_bytes=pack(cached_token_ids),
     )
+
+
+def with_params(enter: EnteringSequence, **changes: Any) -> EnteringSequence:
+    """`enter` with other sampling parameters."""
+    return replace(enter, params=replace(enter.params, **changes))
 
 
 def make_chunk(slot: int, token_ids: Sequence[int], num_later_tokens: int = 0) -> PrefillChunk:
     """The next tokens of a prompt."""
-    return PrefillChunk(slot, column(token_ids), num_later_tokens)
+    return PrefillChunk(Slot(slot), pack(token_ids), num_later_tokens)
 
 
 def prefill_step(
@@ -109,16 +114,16 @@ def to_request(step: Step) -> worker_pb2.StepRequest:
                 chunk=_to_message(enter.chunk),
                 num_cached_tokens=enter.num_cached_tokens,
                 num_prompt_tokens=enter.num_prompt_tokens,
-                block_ids=pack(enter.block_ids),
-                temperature=enter.temperature,
-                top_k=enter.top_k,
-                top_p=enter.top_p,
-                seed=enter.seed,
+                block_ids=enter.block_bytes,
+                temperature=enter.params.temperature,
+                top_k=enter.params.top_k,
+                top_p=enter.params.top_p,
+                seed=enter.params.seed,
                 max_num_tokens=enter.max_num_tokens,
                 choice=enter.choice,
-                options=None if enter.options is None else encode_options(enter.options),
+                options=None if enter.params.options is None else encode_options(enter.params.options),
                 stop_token_ids=pack(enter.stop_token_ids),
-                cached_token_ids=pack(enter.cached_token_ids),
+                cached_token_ids=enter.cached_token_bytes,
             )
             for enter in step.enters
         ],
@@ -139,7 +144,7 @@ def heartbeat_request(epoch: int = EPOCH, scheduler: str = "test") -> worker_pb2
 
 def _to_message(chunk: PrefillChunk) -> worker_pb2.PrefillChunk:
     return worker_pb2.PrefillChunk(
-        slot=chunk.slot, token_ids=pack(chunk.token_ids), num_later_tokens=chunk.num_later_tokens
+        slot=chunk.slot, token_ids=chunk.token_bytes, num_later_tokens=chunk.num_later_tokens
     )
 
 

@@ -10,14 +10,18 @@ import pytest
 from prometheus_client import Metric
 
 from services.scheduler.cell.engine import Engine
-from services.scheduler.cell.events import Endpoint, EndpointsFound
+from services.scheduler.cell.events import ChoiceSoFar, Endpoint, EndpointsFound, Submission
+from services.scheduler.cell.requests.tenant_totals import MAX_TENANTS
 from services.scheduler.core.policy import RECOVERY_BUCKETS_S, CacheSettings, CellTopology, SchedulerPolicy
 from services.scheduler.discovery.last_seen import LastSeen
 from services.scheduler.metrics import make_registry
 from services.scheduler.server.idle_check import IdleCheck
+from shared.ids import RequestHandle
 from shared.network.management import serve_management
 from shared.network.probes import Probes
-from tests.support.scheduler.engine_driver import EngineDriver
+from shared.sampling_params import SamplingParams
+from shared.tenant import Tenant
+from tests.support.scheduler.engine_driver import EngineDriver, token_bytes
 from tests.support.system.scraping import scrape, values
 
 
@@ -54,6 +58,12 @@ async def test_values_match_the_state(tmp_path: Path) -> None:
         "lockstep_rank_num_requests_running 0": state.num_running,
         "lockstep_requests_finished_total": state.counters.num_finished,
         "lockstep_num_preemptions_total": state.counters.num_preemptions,
+        "lockstep_tenant_requests_in_flight default": 2,
+        "lockstep_tenant_requests_waiting default": 1,
+        "lockstep_tenant_requests_refused_total default": 0,
+        # The second request found two blocks of the first one's prompt.
+        "lockstep_tenant_prompt_tokens_total default": 39 + 7,
+        "lockstep_tenant_completion_tokens_total default": 4,
         "lockstep_kv_cache_usage_perc": state.num_used_blocks / state.num_blocks,
         "lockstep_rank_kv_cache_usage_perc 0": state.num_used_blocks / state.num_blocks,
         "lockstep_kv_cache_blocks 0 used": state.num_used_blocks,
@@ -70,8 +80,6 @@ async def test_values_match_the_state(tmp_path: Path) -> None:
         **{f"lockstep_recovery_seconds_bucket {bound}": 0 for bound in (*RECOVERY_BUCKETS_S, "+Inf")},
         "lockstep_recovery_seconds_count": 0,
         "lockstep_recovery_seconds_sum": 0,
-        "lockstep_replayed_tokens_total": 0,
-        "lockstep_replay_mismatches_total": 0,
         "lockstep_poison_requests_total": 0,
         "lockstep_refused_models_total": 0,
         "lockstep_unfit_workers_total": 0,
@@ -107,6 +115,50 @@ async def test_a_cell_without_a_worker_can_be_scraped(tmp_path: Path) -> None:
     assert scraped["lockstep_worker_attached 0"] == 0
     assert scraped["lockstep_kv_cache_usage_perc"] == scraped["lockstep_rank_kv_cache_usage_perc 0"] == 0
     assert sum(value for name, value in scraped.items() if name.startswith("lockstep_kv_cache_blocks")) == 0
+
+
+async def test_tenants_have_their_own_series_and_those_beyond_a_hundred_share_one(tmp_path: Path) -> None:
+    driver = EngineDriver(num_blocks=256)
+    for number in range(MAX_TENANTS + 2):
+        driver.submit(2 * number + 1, [7] * 40, max_tokens=5, tenant=Tenant(f"t{number}", max_in_flight=1))
+        driver.submit(2 * number + 2, [7] * 40, tenant=Tenant(f"t{number}", max_in_flight=1))
+    scraped = values(await scrape_cell(tmp_path / "before", driver.engine))
+    assert scraped["lockstep_tenant_requests_in_flight t0"] == scraped["lockstep_tenant_requests_in_flight t98"] == 1
+    assert scraped["lockstep_tenant_requests_in_flight other"] == 3
+    assert (scraped["lockstep_tenant_requests_refused_total t0"], scraped["lockstep_tenant_requests_waiting t0"]) == (
+        1,
+        0,
+    )
+    assert sum(name.startswith("lockstep_tenant_requests_in_flight ") for name in scraped) == MAX_TENANTS + 1
+    driver.run()
+    scraped = values(await scrape_cell(tmp_path / "after", driver.engine))
+    assert scraped["lockstep_tenant_requests_in_flight other"] == 0
+    assert scraped["lockstep_tenant_requests_refused_total other"] == 3
+    # No tenant found another's prompt.
+    assert scraped["lockstep_tenant_prompt_tokens_total t5"] == 40
+    assert scraped["lockstep_tenant_prompt_tokens_total other"] == 3 * 40
+    assert scraped["lockstep_tenant_completion_tokens_total other"] == 3 * 5
+
+
+async def test_tokens_are_counted_for_their_tenant_however_a_choice_ends(tmp_path: Path) -> None:
+    driver = EngineDriver()
+    a, b, params = Tenant("a"), Tenant("b"), SamplingParams(max_tokens=9, ignore_eos=True)
+    driver.submit(1, [1, 2, 3], max_tokens=9, tenant=a)
+    driver.submit(2, [1, 2, 4], max_tokens=9, tenant=b)
+    for _ in range(3):
+        driver.step()
+    aborted, output = driver.choices[1, 1].tokens, driver.choices[1, 2].tokens
+    driver.abort(1)
+    so_far = (ChoiceSoFar(token_bytes(output)),)
+    again = Submission(
+        RequestHandle(3), "1-2", token_bytes([1, 2, 4]), params, attempt=2, tenant=b, choices_so_far=so_far
+    )
+    driver.resume(1, again, list(output))
+    driver.run()
+    scraped = values(await scrape_cell(tmp_path / "metrics", driver.engine))
+    assert scraped["lockstep_tenant_completion_tokens_total a"] == len(aborted) == 2
+    # The first attempt's tokens are not counted twice.
+    assert scraped["lockstep_tenant_completion_tokens_total b"] == 9 > len(output) > 0
 
 
 async def test_recoveries_are_counted_by_duration(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from shared.config import (
     log_settings,
 )
 from shared.network.tls import Role
+from shared.process.logging import TextFormatter
 from tests.support.cells.certificates import Authority, write_files
 from tests.support.system.processes import module_environment
 
@@ -193,10 +194,18 @@ def test_insecure_bind_replaces_the_address_with_a_warning(caplog: pytest.LogCap
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
+def test_the_log_has_the_settings_that_differ_from_their_defaults(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="shared.config"):
+        log_settings(load_settings(ExampleSettings, ["--most-things=8", "--num-things=3", "--log-format=json"]))
+
+    (record,) = caplog.records
+    assert TextFormatter("example").format(record).endswith(" INFO example: settings log_format=json most_things=8")
+
+
 @pytest.mark.process
 @pytest.mark.parametrize(
     "command",
-    [["services.scheduler"], ["services.tokenizer"], ["services.worker"], ["shared.cli", "serve"]],
+    [["services.scheduler"], ["services.tokenizer"], ["services.worker"], ["services.cli", "serve"]],
     ids=lambda command: command[0],
 )
 def test_no_service_starts_without_assertions(command: list[str]) -> None:

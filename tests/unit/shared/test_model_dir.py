@@ -15,6 +15,7 @@ from shared.model_dir import (
     TOKENIZER,
     TOKENIZER_CONFIG,
     ModelDirectoryError,
+    display_name,
     eos_token_ids,
     model_digest,
     read_json,
@@ -37,6 +38,13 @@ def test_a_file_without_a_json_object_is_named(tmp_path: Path, text: str) -> Non
 
     with pytest.raises(ModelDirectoryError, match=r"config\.json"):
         read_json(tmp_path, "config.json")
+
+
+def test_a_snapshot_in_the_hubs_cache_has_the_models_name(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--acme--tiny-llama" / "snapshots" / "0123abc"
+    assert display_name(snapshot) == "acme/tiny-llama"
+    assert display_name(snapshot.parent) == "snapshots"
+    assert display_name(tmp_path / "tiny-llama") == "tiny-llama"
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

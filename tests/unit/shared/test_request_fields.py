@@ -18,7 +18,7 @@ from shared.errors import (
     ServiceError,
     Violation,
 )
-from shared.limits import DEFAULT_MAX_TOKENS, ModelLimits, SamplingOptions, SamplingParams
+from shared.limits import ModelLimits
 from shared.request_fields import (
     MAX_TIME_LEFT_S,
     check_exactness,
@@ -34,6 +34,8 @@ from shared.request_fields import (
     read_time_left,
     resolve_max_tokens,
 )
+from shared.sampling_params import DEFAULT_MAX_TOKENS, SamplingOptions, SamplingParams
+from tests.support.clients.every_option import unset_options
 
 Choice = scheduler_pb2.ChoiceSoFar
 LIMITS = ModelLimits(context_length=100, logits_width=50, num_pool_tokens=80)
@@ -121,6 +123,9 @@ def test_every_option_is_read() -> None:
         allowed_token_ids=(4, 9),
         logprob_token_ids=(8, 2, 8),
     )
+    # A form of the output becomes these.
+    assert params.options is not None
+    assert unset_options(params.options) == {"grammar", "reasoning_begin", "reasoning_end"}
 
 
 def test_options_that_change_nothing_are_none() -> None:

@@ -7,10 +7,10 @@ import re
 import pytest
 from pydantic_settings import BaseSettings
 
+from services.cli.serve_settings import ServeSettings
 from services.scheduler.config import SchedulerSettings
 from services.tokenizer.config import TokenizerSettings
 from services.worker.config import WorkerSettings
-from shared.cli.serve_settings import ServeSettings
 from shared.config import load_settings
 
 # Text that a user would never type.
@@ -55,6 +55,16 @@ def test_a_list_of_names_is_none_of_addresses(capsys: pytest.CaptureFixture[str]
     for flag in ("served-model-name", "http-allowed-hosts", "cors-origin"):
         assert f"--{flag} NAME,... " in text
     assert "--scheduler ADDRESS,... " in text
+
+
+@pytest.mark.parametrize(("settings_type", "flags"), [(SchedulerSettings, []), (WorkerSettings, ["--model-dir=/m"])])
+def test_a_setting_for_tests_is_read_and_not_shown(
+    settings_type: type[BaseSettings], flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "fail-on-token" not in help_of(settings_type, capsys)
+    assert load_settings(settings_type, [*flags, "--fail-on-token=7"]).model_dump()["fail_on_token"] == 7
+    with pytest.raises(SystemExit):
+        load_settings(settings_type, [*flags, "--fail-on-token=-1"])
 
 
 def test_a_required_flag_is_marked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,9 @@ from services.tokenizer.refusal_text import without_quotes
             '{"properties": {"address": 1}}',
             "nested too deep, at $.properties.…",
         ),
-        ("at most 100000 items", '{"maxItems": 100000}', "at most 100000 items"),
+        ("at most 100000 items", '{"maxItems": 200000}', "at most 100000 items"),
+        # A number may be a card's.
+        ("a count of 4111222233334444 is too large", "a{4111222233334444}", "a count of … is too large"),
         # The library quotes a part of a word, and of several words.
         ('found "ecret" (at "ecret wishes")', "start: secret wishes", 'found "…" (at "… …")'),
         ("unknown name: Größe", "start: Größe", "unknown name: …"),

@@ -7,6 +7,7 @@ import pytest
 from services.worker.config import WorkerSettings
 from services.worker.layout import RankLayout
 from shared.config import load_settings
+from shared.model_dir import WEIGHTS, ModelDirectoryError
 
 
 def test_only_the_model_directory_has_no_default() -> None:
@@ -75,6 +76,8 @@ def test_an_impossible_layout_is_refused(flags: list[str]) -> None:
     [
         ([], "--model-dir (or LOCKSTEP_WORKER_MODEL_DIR)"),
         (["--model-dir=/m", "--ops-backend=cuda"], "--ops-backend"),
+        # What `native` falls back to is no choice.
+        (["--model-dir=/m", "--ops-backend=cpu"], "--ops-backend"),
         (["--model-dir=/m", "--dtype=float16"], "--dtype"),
         (["--model-dir=/m", "--load-format=gguf"], "--load-format"),
         (["--model-dir=/m", "--dummy-seed=-1"], "--dummy-seed"),
@@ -98,3 +101,22 @@ def test_an_invalid_setting_is_refused_by_name(flags: list[str], name: str, caps
         load_settings(WorkerSettings, flags)
     assert exit_info.value.code == 2
     assert name in capsys.readouterr().err
+
+
+def test_only_weights_that_are_loaded_must_be_there(tmp_path: Path) -> None:
+    flags = [f"--model-dir={tmp_path}", "--load-format=dummy"]
+    load_settings(WorkerSettings, flags).check_weights()
+    with pytest.raises(ModelDirectoryError, match=r"model\.safetensors: no such file; the directory has no weights"):
+        load_settings(WorkerSettings, flags[:1]).check_weights()
+
+
+def test_a_draft_models_weights_must_be_there_too(tmp_path: Path) -> None:
+    model, draft = tmp_path / "model", tmp_path / "draft"
+    for directory in (model, draft):
+        directory.mkdir()
+    (model / WEIGHTS).touch()
+    flags = [f"--model-dir={model}", f"--draft-model={draft}", "--draft-proposer=model"]
+    with pytest.raises(ModelDirectoryError, match=f"{draft / WEIGHTS}: no such file"):
+        load_settings(WorkerSettings, flags).check_weights()
+    (draft / WEIGHTS).touch()
+    load_settings(WorkerSettings, flags).check_weights()

@@ -91,10 +91,9 @@ def test_a_gpu_that_torch_does_not_see_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize("name", ["cpu", "native"])
-def test_kernels_for_the_cpu_are_refused_on_a_gpu(name: str) -> None:
-    with pytest.raises(DeviceError, match=f"--ops-backend {name} does not run on a GPU"):
-        choose(ops_backend=name)
+def test_kernels_for_the_cpu_are_refused_on_a_gpu() -> None:
+    with pytest.raises(DeviceError, match="--ops-backend native does not run on a GPU"):
+        choose(ops_backend="native")
 
 
 @pytest.mark.process

@@ -38,7 +38,7 @@ async def test_steps_are_counted_by_kind_with_their_tokens_and_device_time(
     steps = DeviceSteps(device, runner, DomainEnd(device), is_alone=True)
     await steps.attach(attach_request(1))
     launched = (prefill_of(), decode_step(step_id=2), decode_step(step_id=3))
-    times_us = [(await steps.launch(step)).device_time_us for step in launched]
+    times_us = [(await steps.submit(step)).device_time_us for step in launched]
     collector.runner = runner
 
     page = await scrape_rank(tmp_path / "manage", collector)

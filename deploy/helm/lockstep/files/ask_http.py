@@ -13,6 +13,7 @@ import socket
 import ssl
 import sys
 import time
+from pathlib import Path
 
 # What a cell answers while it has no room, or no workers.
 RETRIED = (429, 503)
@@ -30,6 +31,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds until it asks no more")
     parser.add_argument("--tls-ca", help="file of the authority to trust; without it there is no TLS")
     parser.add_argument("--server-name", help="name that the certificate must have, instead of --target's")
+    parser.add_argument("--key-file", type=Path, help="file with the key that it sends")
     args = parser.parse_args()
     deadline = time.monotonic() + args.timeout
     while True:
@@ -57,6 +59,8 @@ def ask(args: argparse.Namespace) -> tuple[int, str]:
             connection.sock = context.wrap_socket(connection.sock, server_hostname=args.server_name or host)
         body = json.dumps({"prompt": args.prompt, "max_tokens": args.max_tokens})
         headers = {"Content-Type": "application/json", "Host": args.host or args.target}
+        if args.key_file:
+            headers["Authorization"] = f"Bearer {args.key_file.read_text(encoding='ascii').strip()}"
         connection.request("POST", "/v1/completions", body, headers)
         answer = connection.getresponse()
         return answer.status, answer.read().decode()

@@ -4,9 +4,12 @@
   trustDomain   in the names of its certificates
   pools         the InferencePools of its tokenizers: the name of each by its protocol
   modelDir      where its pods see the model
-  workers       also .coupled, .domains, .ranks (of a domain), .ranksPerNode, .kind (what to render), .onGpu, .places (DP ranks)
+  anyHost       what pods listen on: every interface
+  workers       also .coupled, .domains, .ranks (of a domain), .ranksPerNode, .kind (what to render), .setPerDomain (a StatefulSet of each), .onGpu,
+                .places (DP ranks)
 */}}
 {{- define "lockstep.cells" -}}
+{{- include "lockstep.checkLabels" .Values.labels }}
 {{- $cells := list }}
 {{- $names := list }}
 {{- range $own := .Values.cells }}
@@ -27,8 +30,9 @@
 {{- $root := index . 0 }}{{ $cell := index . 1 }}{{ $workers := $cell.workers }}
 {{- $_ := set $cell "prefix" (printf "%s-%s" (default $root.Release.Name $root.Values.fullnameOverride) $cell.name) }}
 {{- $_ := set $cell "trustDomain" (printf "%s.%s" $cell.name $cell.tls.trustDomain) }}
-{{- $_ := set $cell "modelDir" (printf "/models/%s" $cell.model.path | trimSuffix "/") }}
+{{- $_ := set $cell "modelDir" (include "lockstep.modelDir" $cell) }}
 {{- $_ := set $cell "pools" (include "lockstep.pools" (list $root $cell) | fromJson) }}
+{{- $_ := set $cell "anyHost" (ternary "[::]" "0.0.0.0" (has "IPv6" $root.Values.ipFamilies)) }}
 {{- $coupled := and $workers.ep (gt (int $workers.dp) 1) }}
 {{- range $part := list "tokenizer" "scheduler" "workers" }}{{ $_ := set (get $cell $part) "key" $part }}{{ end }}
 {{- $ranks := mul (int $workers.tp) (ternary (int $workers.dp) 1 $coupled) | int }}
@@ -44,4 +48,5 @@
   {{- $hasSets := $root.Capabilities.APIVersions.Has "leaderworkerset.x-k8s.io/v1" }}
   {{- $_ := set $workers "kind" (ternary "LeaderWorkerSet" "StatefulSet" $hasSets) }}
 {{- end }}
+{{- $_ := set $workers "setPerDomain" (and (eq $workers.kind "StatefulSet") (gt (int $workers.nodes) 1)) }}
 {{- end }}

@@ -1,6 +1,7 @@
 {{/*
 "lockstep.merged": JSON of {"v": merged} for (list BASE PATCH).
-Maps are merged key by key. Lists whose items have a mountPath or a name are merged by it; other lists are replaced.
+Maps are merged key by key. Lists whose items have a mountPath or a name are merged by it; other lists are replaced. A
+volume's or a variable's source takes the place of one of another kind.
 Source of the rule: strategic merge patch, with the merge keys that the Kubernetes API names for pods.
 */}}
 {{- define "lockstep.merged" -}}
@@ -18,7 +19,7 @@ Source of the rule: strategic merge patch, with the merge keys that the Kubernet
   {{- range $old := $base }}
     {{- $item := $old }}
     {{- range $new := $patch }}
-      {{- if eq (get $new $key) (get $old $key) }}{{ $item = (include "lockstep.merged" (list $old $new) | fromJson).v }}{{ end }}
+      {{- if eq (get $new $key) (get $old $key) }}{{ $item = (include "lockstep.mergedItem" (list $old $new) | fromJson).v }}{{ end }}
     {{- end }}
     {{- $out = append $out $item }}
   {{- end }}
@@ -30,6 +31,16 @@ Source of the rule: strategic merge patch, with the merge keys that the Kubernet
   {{- dict "v" $out | toJson }}
 {{- else }}
   {{- dict "v" $patch | toJson }}
+{{- end }}
+{{- end }}
+
+{{/* The same for two items of one name. What has one key beside the name is a union, in which two kinds cannot be at once. */}}
+{{- define "lockstep.mergedItem" -}}
+{{- $old := omit (index . 0) "name" | keys }}{{ $new := omit (index . 1) "name" | keys }}
+{{- if and (eq (len $old) 1) (eq (len $new) 1) (ne (first $old) (first $new)) (ne (first $old) "containerPort") }}
+  {{- dict "v" (index . 1) | toJson }}
+{{- else }}
+  {{- include "lockstep.merged" . }}
 {{- end }}
 {{- end }}
 

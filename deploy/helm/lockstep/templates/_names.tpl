@@ -2,6 +2,9 @@
 {{- define "lockstep.labels" -}}
 {{- $root := index . 0 -}}
 {{ include "lockstep.selector" . }}
+{{- with $root.Values.labels }}
+{{ toYaml . }}
+{{- end }}
 app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ $root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}
@@ -19,10 +22,11 @@ app.kubernetes.io/name: lockstep
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
-{{/* An image by its digest: (list ROOT IMAGE). */}}
+{{/* An image by its digest or its tag: (list ROOT IMAGE). */}}
 {{- define "lockstep.image" -}}
 {{- $images := (index . 0).Values.images }}{{ $image := index . 1 }}
-{{- if $images.registry }}{{ $images.registry }}/{{ end }}{{ $image.name }}@{{ $image.digest }}
+{{- if $images.registry }}{{ $images.registry }}/{{ end }}{{ $image.name }}
+{{- if $image.digest }}@{{ $image.digest }}{{ else }}:{{ $image.tag }}{{ end }}
 {{- end }}
 
 {{/* Where the first process of TP group D of a cell serves: (list CELL D). */}}
@@ -35,9 +39,9 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- printf "%s.%s-worker:%d" (include "lockstep.workerPod" (list $cell $domain $node)) $cell.prefix $port }}
 {{- end }}
 
-{{/* The name of a worker's pod: (list CELL DOMAIN NODE). A LeaderWorkerSet leaves out the number of its first node. */}}
+{{/* The name of a worker's pod: (list CELL DOMAIN NODE). Only where each domain has a StatefulSet has its first node a number. */}}
 {{- define "lockstep.workerPod" -}}
 {{- $cell := index . 0 }}{{ $node := index . 2 }}
 {{- $cell.prefix }}-worker-{{ index . 1 }}
-{{- if or $node (eq $cell.workers.kind "StatefulSet") }}-{{ $node }}{{ end }}
+{{- if or $node $cell.workers.setPerDomain }}-{{ $node }}{{ end }}
 {{- end }}

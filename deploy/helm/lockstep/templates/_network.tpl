@@ -44,3 +44,11 @@ spec:
     matchLabels:
       {{- include "lockstep.selector" (list (index . 0) (index . 1) (index . 2)) | nindent 6 }}
 {{- end }}
+
+{{/* The families of a Service's addresses; the cluster's default if none are given. */}}
+{{- define "lockstep.families" -}}
+{{- with .Values.ipFamilies }}
+ipFamilyPolicy: {{ ternary "RequireDualStack" "SingleStack" (gt (len .) 1) }}
+ipFamilies: {{ toJson . }}
+{{- end }}
+{{- end }}

@@ -1,19 +1,29 @@
 {{/*
-A pod template: (dict "root" "cell" "component" "values" "pod"), where "values" has podTemplate and "pod" is a pod's spec
-that lacks what all pods have. The result is YAML, with podTemplate merged in. A pod's labels name no version: one that
-changes restarts the pod, and loading a model takes long.
+A service's pod template: (dict "root" "cell" "component" "values" "pod" "annotations"), where "values" has podTemplate,
+"pod" is a pod's spec that lacks what all pods have, and "annotations" may be left out. The result is YAML.
 */}}
 {{- define "lockstep.podTemplate" -}}
-{{- $common := include "lockstep.commonPod" . | fromYaml }}
-{{- $base := dict "metadata" (dict "labels" (include "lockstep.selector" (list .root .cell .component) | fromYaml)) }}
-{{- $_ := set $base "spec" (include "lockstep.merged" (list $common (.pod | fromYaml)) | fromJson).v }}
-{{- $merged := (include "lockstep.merged" (list $base .values.podTemplate) | fromJson).v }}
+{{- $metadata := dict }}
+{{- with .annotations }}{{ $_ := set $metadata "annotations" . }}{{ end }}
+{{- $merged := include "lockstep.mergedPod" (dict "root" .root "cell" .cell "component" .component "metadata" $metadata "pod" .pod "patch" .values.podTemplate) | fromYaml }}
 {{- $needed := include "lockstep.graceSeconds" .cell | int }}
 {{- $given := int $merged.spec.terminationGracePeriodSeconds }}
 {{- if lt $given $needed }}
   {{- fail (printf "cells[%s].%s.podTemplate.spec.terminationGracePeriodSeconds: %d is below preStopSeconds + drainSeconds + teardownSeconds = %d" .cell.name .values.key $given $needed) }}
 {{- end }}
 {{- toYaml $merged }}
+{{- end }}
+
+{{/*
+YAML of a pod or pod template into which a podTemplate is merged: (dict "root" "cell" "component" "metadata" "pod" "patch").
+A pod's labels name no version: one that changes restarts the pod, and loading a model takes long.
+*/}}
+{{- define "lockstep.mergedPod" -}}
+{{- $labels := merge (dict) (include "lockstep.selector" (list .root .cell .component) | fromYaml) .root.Values.labels }}
+{{- $common := include "lockstep.commonPod" . | fromYaml }}
+{{- $spec := (include "lockstep.merged" (list $common (.pod | fromYaml)) | fromJson).v }}
+{{- $base := dict "metadata" (merge (dict "labels" $labels) .metadata) "spec" $spec }}
+{{- toYaml (include "lockstep.merged" (list $base .patch) | fromJson).v }}
 {{- end }}
 
 {{- define "lockstep.graceSeconds" -}}
@@ -50,9 +60,11 @@ securityContext:
   capabilities: {drop: [ALL]}
 {{- end }}
 
+{{/* What a container asks for and may have at most: (list RESOURCES DISK). The disk is for its volumes, and 1 GiB for its log. */}}
 {{- define "lockstep.resources" -}}
-requests: {cpu: {{ .cpu | quote }}, memory: {{ .memory }}}
-limits: {cpu: {{ .cpu | quote }}, memory: {{ .memory }}}
+{{- $amounts := dict "cpu" (index . 0).cpu "memory" (index . 0).memory "ephemeral-storage" (index . 1) -}}
+requests: {{ toJson $amounts }}
+limits: {{ toJson $amounts }}
 {{- end }}
 
 {{/* Probes of a service's management port: startupSeconds. */}}
@@ -111,4 +123,9 @@ lifecycle:
 - {{ printf "--%s%s=%s" $prefix $name (toJson $value) | quote }}
 {{- end }}
 {{- end }}
+{{- end }}
+
+{{/* Seconds within which a replica of a Deployment starts, with ten minutes to place it and to pull its image: (list CELL PART). */}}
+{{- define "lockstep.progressSeconds" -}}
+{{- add (int (index . 1).startupSeconds) 600 (ternary (int (index . 0).model.download.deadlineSeconds) 0 (ne (index . 0).model.download.repository "")) }}
 {{- end }}

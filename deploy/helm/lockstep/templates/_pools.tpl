@@ -29,7 +29,7 @@ llm-d.ai/engine-type: lockstep
 {{- $root := index . 0 }}
 {{- $models := dict "grpc" (dict) "http" (dict) }}{{ $schemes := dict }}
 {{- range $cell := index . 1 }}
-  {{- $model := default (base $cell.modelDir) $cell.model.name }}
+  {{- $model := include "lockstep.modelName" $cell }}
   {{- $_ := set $models.grpc $cell.name $model }}
   {{- if $cell.tokenizer.http.enabled }}
     {{- $_ := set $models.http $cell.name (get $cell.tokenizer.settings "served-model-name" | default $model) }}

@@ -18,17 +18,26 @@ containers:
     {{- include "lockstep.probes" $values.startupSeconds | nindent 4 }}
     {{- include "lockstep.preStop" . | nindent 4 }}
     resources:
-      {{- include "lockstep.resources" $values.resources | nindent 6 }}
+      {{- include "lockstep.resources" (list $values.resources "3Gi") | nindent 6 }}
     volumeMounts:
       - {name: tmp, mountPath: /tmp}
       - {name: cache, mountPath: /cache}
       {{- include "lockstep.tlsMount" $cell | nindent 6 }}
+      {{- include "lockstep.keysMount" $cell | nindent 6 }}
 topologySpreadConstraints:
   {{- include "lockstep.spread" (list $root $cell "scheduler") | nindent 2 }}
 volumes:
   - {name: tmp, emptyDir: {sizeLimit: 1Gi}}
   - {name: cache, emptyDir: {sizeLimit: 1Gi}}
   {{- include "lockstep.tlsVolume" (list $cell "scheduler") | nindent 2 }}
+  {{- include "lockstep.keysVolume" $cell | nindent 2 }}
+{{- end }}
+
+{{/* A scheduler keeps what the first workers said of their model, so another model is another pod: (list ROOT CELL). */}}
+{{- define "lockstep.schedulerTemplate" -}}
+{{- $cell := index . 1 }}
+{{- $model := list (ternary $cell.model.image (include "lockstep.modelClaim" $cell) (ne $cell.model.image "")) $cell.modelDir | toJson | sha256sum | trunc 8 }}
+{{- include "lockstep.podTemplate" (dict "root" (index . 0) "cell" $cell "component" "scheduler" "values" $cell.scheduler "pod" (include "lockstep.schedulerPod" .) "annotations" (dict "lockstep-model" $model)) }}
 {{- end }}
 
 {{- define "lockstep.schedulerArgs" -}}
@@ -51,12 +60,13 @@ volumes:
 - --coupled
 {{- end }}
 {{- include "lockstep.listenFlags" (list . 50052) }}
+{{- include "lockstep.keysFlag" . }}
 {{- if .tls.insecure }}
-- --insecure-cell-bind=0.0.0.0:50054
+- --insecure-cell-bind={{ $cell.anyHost }}:50054
 {{- else }}
-- --cell-listen=0.0.0.0:50054
+- --cell-listen={{ $cell.anyHost }}:50054
 {{- end }}
-- --manage-listen=0.0.0.0:9100
+- --manage-listen={{ $cell.anyHost }}:9100
 - --drain-s={{ int .shutdown.drainSeconds }}
 - --log-format=json
 {{- include "lockstep.settings" (list "" .scheduler.settings) }}

@@ -8,9 +8,9 @@
 {{- define "lockstep.listenFlags" -}}
 {{- $cell := index . 0 }}{{ $port := index . 1 }}
 {{- if $cell.tls.insecure }}
-- --insecure-bind=0.0.0.0:{{ $port }}
+- --insecure-bind={{ $cell.anyHost }}:{{ $port }}
 {{- else }}
-- --listen=0.0.0.0:{{ $port }}
+- --listen={{ $cell.anyHost }}:{{ $port }}
 - --tls-cert=/tls/tls.crt
 - --tls-key=/tls/tls.key
 - --tls-ca=/tls/ca.crt

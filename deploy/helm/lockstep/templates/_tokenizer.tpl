@@ -16,13 +16,15 @@ containers:
     {{- include "lockstep.probes" $values.startupSeconds | nindent 4 }}
     {{- include "lockstep.preStop" . | nindent 4 }}
     resources:
-      {{- include "lockstep.resources" $values.resources | nindent 6 }}
+      {{- include "lockstep.resources" (list $values.resources "3Gi") | nindent 6 }}
     volumeMounts:
       - {name: model, mountPath: /models, readOnly: true}
       - {name: tmp, mountPath: /tmp}
       - {name: cache, mountPath: /cache}
       {{- include "lockstep.tlsMount" $cell | nindent 6 }}
-{{- include "lockstep.modelWait" . }}
+      {{- include "lockstep.keysMount" $cell | nindent 6 }}
+{{- include "lockstep.modelInit" (list $root $cell "tokenizer") }}
+{{- include "lockstep.modelNode" . }}
 topologySpreadConstraints:
   {{- include "lockstep.spread" (list $root $cell "tokenizer") | nindent 2 }}
 volumes:
@@ -30,6 +32,7 @@ volumes:
   - {name: tmp, emptyDir: {sizeLimit: 1Gi}}
   - {name: cache, emptyDir: {sizeLimit: 1Gi}}
   {{- include "lockstep.tlsVolume" (list $cell "tokenizer") | nindent 2 }}
+  {{- include "lockstep.keysVolume" $cell | nindent 2 }}
 {{- end }}
 
 {{- define "lockstep.tokenizerArgs" -}}
@@ -40,12 +43,26 @@ volumes:
 {{- end }}
 - --scheduler={{ range $i := list 0 1 }}{{ if $i }},{{ end }}{{ $cell.prefix }}-scheduler-{{ $i }}.{{ $cell.prefix }}-scheduler:50054{{ end }}
 {{- include "lockstep.listenFlags" (list $cell 50051) }}
+{{- include "lockstep.keysFlag" . }}
 {{- if .tokenizer.http.enabled }}
-- --{{ ternary "insecure-http-bind" "http-listen" .tls.insecure }}=0.0.0.0:8000
+- --{{ ternary "insecure-http-bind" "http-listen" .tls.insecure }}={{ $cell.anyHost }}:8000
 {{- end }}
-- --manage-listen=0.0.0.0:9100
+- --manage-listen={{ $cell.anyHost }}:9100
 - --max-connection-age-s={{ int .tokenizer.maxConnectionAgeSeconds }}
 - --drain-s={{ int .shutdown.drainSeconds }}
 - --log-format=json
 {{- include "lockstep.settings" (list "" .tokenizer.settings) }}
+{{- end }}
+
+{{/* The Service that routes name: the one with an address of its own where there is one. */}}
+{{- define "lockstep.entry" -}}
+{{- .prefix }}-{{ ternary "entry" "tokenizer" (ne .tokenizer.service.type "") }}
+{{- end }}
+
+{{- define "lockstep.clientPorts" -}}
+ports:
+  - {name: grpc, port: 50051, targetPort: grpc, appProtocol: kubernetes.io/h2c}
+  {{- if .tokenizer.http.enabled }}
+  - {name: http, port: 8000, targetPort: http, appProtocol: {{ ternary "http" "https" .tls.insecure }}}
+  {{- end }}
 {{- end }}

@@ -29,7 +29,8 @@ containers:
       - {name: cache, mountPath: /cache}
       - {name: shm, mountPath: /dev/shm}
       {{- include "lockstep.tlsMount" $cell | nindent 6 }}
-{{- include "lockstep.modelWait" . }}
+{{- include "lockstep.modelInit" (list $root $cell "worker") }}
+{{- include "lockstep.modelNode" . }}
 {{- with $values.gpu.renderGroups }}
 securityContext:
   supplementalGroups: {{ toJson . }}
@@ -70,17 +71,17 @@ volumes:
 {{- if gt (int $values.nodes) 1 }}
 - --nodes={{ int $values.nodes }}
 - --node-rank=$({{ include "lockstep.nodeVariable" $values }})
-{{- if eq $values.kind "StatefulSet" }}
+{{- if $values.setPerDomain }}
 - --first-node={{ include "lockstep.workerPod" (list $cell $domain 0) }}.{{ $cell.prefix }}-worker
 {{- else }}
 - --first-node=$(LWS_LEADER_ADDRESS)
 {{- end }}
 {{- end }}
 {{- if and (not $values.coupled) (eq $cell.scheduler.discovery "static") (gt (int $values.dp) 1) }}
-- --dp-rank={{ if eq $values.kind "StatefulSet" }}{{ $domain }}{{ else }}$(GROUP_INDEX){{ end }}
+- --dp-rank={{ if $values.setPerDomain }}{{ $domain }}{{ else }}$(GROUP_INDEX){{ end }}
 {{- end }}
 {{- include "lockstep.listenFlags" (list $cell 50053) }}
-- --manage-listen=0.0.0.0:9100
+- --manage-listen={{ $cell.anyHost }}:9100
 - --drain-s={{ int $cell.shutdown.drainSeconds }}
 - --max-failed-starts={{ int $values.maxFailedStarts }}
 - --log-format=json
@@ -89,7 +90,7 @@ volumes:
 {{- end }}
 
 {{- define "lockstep.nodeVariable" -}}
-{{ ternary "NODE_RANK" "LWS_WORKER_INDEX" (eq .kind "StatefulSet") }}
+{{ ternary "NODE_RANK" "LWS_WORKER_INDEX" .setPerDomain }}
 {{- end }}
 
 {{/* A LeaderWorkerSet gives its pods LWS_LEADER_ADDRESS and LWS_WORKER_INDEX. */}}
@@ -98,7 +99,7 @@ volumes:
 - name: GROUP_INDEX
   valueFrom: {fieldRef: {fieldPath: "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']"}}
 {{- else if eq .workers.kind "StatefulSet" }}
-- name: NODE_RANK
+- name: {{ ternary "NODE_RANK" "GROUP_INDEX" .workers.setPerDomain }}
   valueFrom: {fieldRef: {fieldPath: "metadata.labels['apps.kubernetes.io/pod-index']"}}
 {{- end }}
 {{- range $name, $value := .workers.env }}
@@ -106,10 +107,11 @@ volumes:
 {{- end }}
 {{- end }}
 
-{{/* Memory that processes and /dev/shm may take together, and every GPU of the node's ranks in one container. */}}
+{{/* Memory that processes and /dev/shm may take together, disk for volumes and log, and every GPU of the node's ranks. */}}
 {{- define "lockstep.workerResources" -}}
 {{- $memory := printf "%dMi" (add (include "lockstep.mebibytes" .resources.memory) (include "lockstep.mebibytes" .sharedMemory)) }}
-{{- $amounts := dict "cpu" .resources.cpu "memory" $memory }}
+{{- $disk := printf "%dMi" (add (include "lockstep.mebibytes" .cacheSize) 5120) }}
+{{- $amounts := dict "cpu" .resources.cpu "memory" $memory "ephemeral-storage" $disk }}
 {{- if .gpu.resource }}{{ $_ := set $amounts .gpu.resource (int .ranksPerNode) }}{{ end -}}
 requests: {{ toJson $amounts }}
 limits: {{ toJson $amounts }}

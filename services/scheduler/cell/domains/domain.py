@@ -120,7 +120,7 @@ class Domain:
         for rank in self.ranks:
             if now - rank.heard_at > self._policy.worker_silence_s:
                 return f"rank {rank.number} is silent"
-            deadline = rank.scheduler.step_deadline
+            deadline = rank.scheduler.step_deadline.time
             if deadline is not None and now >= deadline:
                 return f"rank {rank.number} neither answers a step nor makes progress"
         return None
@@ -129,4 +129,4 @@ class Domain:
         """Ignore the last `pause_s` seconds, when this process was not listening."""
         for rank in self.ranks:
             rank.heard_at = min(now, rank.heard_at + pause_s)
-            rank.scheduler.extend_deadlines(pause_s, now)
+            rank.scheduler.step_deadline.extend(pause_s, now)

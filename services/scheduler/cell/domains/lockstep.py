@@ -10,9 +10,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
-from services.scheduler.core.batch.step import ScheduledBatch, Step, StepKind, StepPace
+from services.scheduler.core.batch.step import ScheduledBatch, Step, StepPace
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.worker_facts import WorkerFacts
+from shared.step.step import StepKind
 
 
 def common_graph_sizes(facts: Sequence[WorkerFacts]) -> list[int]:

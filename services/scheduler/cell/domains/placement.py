@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from services.scheduler.cell.domains.domain import Rank
+from services.scheduler.core.batch.sequence import RequestKey
 from services.scheduler.core.batch.sequence import Sequence as TokenSequence
 
 # How many requests an idle rank considers in another one's queue each time it looks.
@@ -64,12 +65,12 @@ class Placement:
 
 def by_request(sequences: Iterable[TokenSequence]) -> list[list[TokenSequence]]:
     """Group by request, keeping the order."""
-    requests: dict[str, list[TokenSequence]] = {}
+    requests: dict[RequestKey, list[TokenSequence]] = {}
     for seq in sequences:
-        requests.setdefault(seq.id, []).append(seq)
+        requests.setdefault(seq.key, []).append(seq)
     return list(requests.values())
 
 
 def _newcomers(rank: Rank) -> list[list[TokenSequence]]:
-    begun = {seq.id for seq in rank.scheduler.unfinished() if seq.num_first_cached_tokens is not None}
-    return [sequences for sequences in by_request(rank.scheduler.waiting_sequences()) if sequences[0].id not in begun]
+    begun = {seq.key for seq in rank.scheduler.unfinished() if seq.num_first_cached_tokens is not None}
+    return [sequences for sequences in by_request(rank.scheduler.waiting_sequences()) if sequences[0].key not in begun]

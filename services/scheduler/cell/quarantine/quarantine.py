@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from services.scheduler.cell.domains.domain import Domain, Rank
 from services.scheduler.cell.quarantine.suspects import Suspects
+from services.scheduler.core.batch.sequence import RequestKey
 from services.scheduler.core.policy import SchedulerCounters, SchedulerPolicy
 
 TRIAL_DEPTH = 1
@@ -27,7 +28,7 @@ class Quarantine:
         domains: Sequence[Domain],
         policy: SchedulerPolicy,
         counters: SchedulerCounters,
-        is_alive: Callable[[str], bool],
+        is_alive: Callable[[RequestKey], bool],
     ) -> None:
         self.suspects = Suspects()
         self._domains = domains
@@ -49,14 +50,14 @@ class Quarantine:
             for rank in domain.ranks
         ]
 
-    def ranks_for(self, request_id: str) -> list[Rank]:
+    def ranks_for(self, request: RequestKey) -> list[Rank]:
         """The ranks that may take a request now; empty when it must wait."""
-        if request_id not in self.suspects:
+        if request not in self.suspects:
             return self.open_ranks()
         return [
             rank
             for domain in self._domains
-            if self.suspects.is_tried_on(request_id, domain.number)
+            if self.suspects.is_tried_on(request, domain.number)
             for rank in domain.ranks
         ]
 
@@ -78,20 +79,20 @@ class Quarantine:
         has_opened, self._has_opened = self._has_opened, False
         return has_opened
 
-    def on_lost(self, domain: Domain, in_flight: list[str], now: float) -> str | None:
+    def on_lost(self, domain: Domain, in_flight: list[RequestKey], now: float) -> RequestKey | None:
         """A domain was lost with these requests in its steps in flight; see `Suspects.accuse`."""
         self._reserved.discard(domain)
         poison = self.suspects.accuse(domain.number, in_flight, now)
         self._counters.num_poison_requests += poison is not None
         return poison
 
-    def advance(self, now: float) -> Iterator[tuple[Domain, list[str]]]:
+    def advance(self, now: float) -> Iterator[tuple[Domain, list[RequestKey]]]:
         """End trials that are over, and begin those that can begin.
 
         Yields:
             A domain without a step in flight, and the requests that must be alone on it now.
         """
-        self.suspects.drop_ended({suspect for suspect in self.suspects.ids() if not self._is_alive(suspect)})
+        self.suspects.drop_ended({suspect for suspect in self.suspects.all() if not self._is_alive(suspect)})
         for domain in self._domains:
             if domain.epoch is None or self.is_on(domain):
                 continue

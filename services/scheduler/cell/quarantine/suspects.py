@@ -5,6 +5,7 @@ Bookkeeping only: `quarantine` gives each trial its own ranks.
 
 from __future__ import annotations
 
+from services.scheduler.core.batch.sequence import RequestKey
 from shared.bisection import Bisection, Group, without
 
 
@@ -21,18 +22,18 @@ class Suspects:
     """
 
     def __init__(self) -> None:
-        self._waiting: Bisection[str] = Bisection()
-        self._trials: dict[int, Group[str]] = {}
-        self._ids: set[str] = set()
+        self._waiting: Bisection[RequestKey] = Bisection()
+        self._trials: dict[int, Group[RequestKey]] = {}
+        self._keys: set[RequestKey] = set()
 
     def __bool__(self) -> bool:
-        return bool(self._ids)
+        return bool(self._keys)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._ids
+    def __contains__(self, request: RequestKey) -> bool:
+        return request in self._keys
 
     @property
-    def next_group(self) -> Group[str] | None:
+    def next_group(self) -> Group[RequestKey] | None:
         """The group that is tried next; None when no group is waiting."""
         return self._waiting.next_group
 
@@ -41,12 +42,12 @@ class Suspects:
         """The domains that have a trial."""
         return list(self._trials)
 
-    def is_tried_on(self, request_id: str, domain: int) -> bool:
+    def is_tried_on(self, request: RequestKey, domain: int) -> bool:
         """Whether a request is on trial on a domain."""
         trial = self._trials.get(domain)
-        return trial is not None and request_id in trial.suspects
+        return trial is not None and request in trial.suspects
 
-    def accuse(self, domain: int, request_ids: list[str], now: float) -> str | None:
+    def accuse(self, domain: int, requests: list[RequestKey], now: float) -> RequestKey | None:
         """A domain was lost with these requests in its steps that had not returned; its trial, if any, is over.
 
         Each request is named once; if there are none, none is accused.
@@ -56,46 +57,46 @@ class Suspects:
         """
         trial = self._trials.pop(domain, None)
         if trial is not None:
-            self._waiting.put_back(without(trial.suspects, set(request_ids)), now)
-        poison = self._waiting.crash(request_ids, now)
-        self._ids.update(request_ids)
+            self._waiting.put_back(without(trial.suspects, set(requests)), now)
+        poison = self._waiting.crash(requests, now)
+        self._keys.update(requests)
         if poison is not None:
-            self._ids.remove(poison)
+            self._keys.remove(poison)
         return poison
 
-    def clear(self, domain: int, request_ids: set[str]) -> None:
+    def clear(self, domain: int, requests: set[RequestKey]) -> None:
         """Clear the requests of a domain's trial that were in a returned decode step, or that have ended."""
         trial = self._trials[domain]
-        self._forget(request_ids.intersection(trial.suspects))
-        left = without(trial.suspects, request_ids)
+        self._forget(requests.intersection(trial.suspects))
+        left = without(trial.suspects, requests)
         if left:
             self._trials[domain] = Group(left, trial.since)
         else:
             del self._trials[domain]
 
-    def begin_trial(self, domain: int) -> list[str]:
+    def begin_trial(self, domain: int) -> list[RequestKey]:
         """Put the next group on trial on a domain that has no trial; returns its requests."""
         group = self._trials[domain] = self._waiting.take()
         return group.suspects
 
-    def drop_ended(self, ended: set[str]) -> None:
+    def drop_ended(self, ended: set[RequestKey]) -> None:
         """Forget requests that have ended."""
         for domain in self.trying_domains:
             self.clear(domain, ended)
         self._forget(ended)
 
-    def ids(self) -> set[str]:
+    def all(self) -> set[RequestKey]:
         """All suspects."""
-        return set(self._ids)
+        return set(self._keys)
 
     def check_integrity(self) -> None:
         """Assert the class's invariant."""
         groups = [*self._waiting, *self._trials.values()]
-        grouped = [request_id for group in groups for request_id in group.suspects]
+        grouped = [request for group in groups for request in group.suspects]
         assert len(grouped) == len(set(grouped)), "a suspect is in two groups"
-        assert set(grouped) == self._ids, "suspects"
+        assert set(grouped) == self._keys, "suspects"
         assert all(group.suspects for group in groups), "an empty group"
 
-    def _forget(self, request_ids: set[str]) -> None:
-        self._waiting.clear(request_ids)
-        self._ids -= request_ids
+    def _forget(self, requests: set[RequestKey]) -> None:
+        self._waiting.clear(requests)
+        self._keys -= requests

@@ -8,33 +8,54 @@ from services.scheduler.cell.events import ChoiceSoFar, Submission
 from services.scheduler.cell.requests.requests import Request
 from services.scheduler.core.batch.sequence import Sequence
 from shared.errors import InvalidRequestError, Violation
-from shared.limits import TOKEN_DTYPE, ModelLimits, check_fit, check_prompt, check_sampling, check_token_ids
+from shared.limits import TOKEN_DTYPE, ModelLimits, check_fit, check_prompt, check_token_ids
+from shared.sampling_params import check_sampling
+from shared.tenant import salt_of
 
 _NOTHING_SO_FAR = ChoiceSoFar()
 # A token id, a value, and a share of the columns with one number per position.
 _BYTES_PER_LOGPROB = 12
 
 
-def make_request(client: int, submission: Submission, now: float) -> Request:
-    """Make a sequence for each choice that has not ended."""
+def make_request(client: int, submission: Submission, now: float, *, shares_between_tenants: bool) -> Request:
+    """Make a sequence for each choice that has not ended.
+
+    Args:
+        shares_between_tenants: Whether a tenant may find prefixes that another's requests computed.
+    """
+    cache_salt = submission.cache_salt
+    if not shares_between_tenants:
+        cache_salt = salt_of(submission.tenant, cache_salt)
     so_far = submission.choices_so_far or (_NOTHING_SO_FAR,) * submission.n
     choices = [
-        _make_sequence(client, submission, choice, output=so_far[choice].output, arrived_at=now - submission.age_s)
+        _make_sequence(
+            client,
+            submission,
+            choice,
+            output=so_far[choice].output,
+            arrived_at=now - submission.age_s,
+            cache_salt=cache_salt,
+        )
         for choice in submission.open_choices
     ]
     return Request(
-        submission.request_id,
+        submission.key,
         client,
         submission.handle,
         submission.attempt,
+        submission.tenant,
         choices,
         deadline=None if submission.time_left_s is None else now + submission.time_left_s,
         num_prompt_logprob_bytes=sum(_num_prompt_logprob_bytes(seq) for seq in choices),
+        needs=submission.needs,
     )
 
 
 def check_sequence(seq: Sequence, limits: ModelLimits) -> None:
-    """Check a waiting sequence against the model.
+    """Check a waiting sequence against the model and the KV pool.
+
+    Its ranges were checked where the client called; but a replica of another release may have other ranges, and what a
+    worker refuses ends the step of all.
 
     Raises:
         ServiceError: it cannot be served.
@@ -52,7 +73,9 @@ def check_sequence(seq: Sequence, limits: ModelLimits) -> None:
         raise InvalidRequestError.from_violations([violation])
 
 
-def _make_sequence(client: int, submission: Submission, choice: int, *, output: bytes, arrived_at: float) -> Sequence:
+def _make_sequence(
+    client: int, submission: Submission, choice: int, *, output: bytes, arrived_at: float, cache_salt: bytes
+) -> Sequence:
     tokens = bytearray(submission.prompt)
     tokens += output
     return Sequence(
@@ -64,9 +87,11 @@ def _make_sequence(client: int, submission: Submission, choice: int, *, output: 
         len(submission.prompt) // TOKEN_DTYPE.itemsize,
         arrived_at,
         priority=submission.priority,
-        cache_salt=submission.cache_salt,
+        tenant=submission.tenant,
+        cache_salt=cache_salt,
         attempt=submission.attempt,
         choice=choice,
+        num_earlier_tokens=len(output) // TOKEN_DTYPE.itemsize,
         is_exact=submission.is_exact,
         num_resumes=submission.num_earlier_resumes,
     )

@@ -9,9 +9,10 @@ from services.scheduler.cell.cell_facts import CellFacts
 from services.scheduler.cell.events import Action, ClientMessage, CloseClient, Deliver, Submission
 from services.scheduler.cell.requests.intake import check_sequence, make_request
 from services.scheduler.cell.requests.requests import Request, RequestTable
-from services.scheduler.core.batch.sequence import Finish, Sequence
+from services.scheduler.cell.requests.tenant_totals import TenantState, TenantTotals, describe_tenants
+from services.scheduler.core.batch.sequence import Finish, RequestKey, Sequence
 from services.scheduler.core.batch.step import OutputsByClient, RequestEnd
-from services.scheduler.core.policy import SchedulerPolicy
+from services.scheduler.core.policy import CacheSettings, SchedulerPolicy
 from services.scheduler.core.stops import find_finish
 from shared.errors import (
     AbortedByCallError,
@@ -20,9 +21,11 @@ from shared.errors import (
     ExactUnavailableError,
     InvalidRequestError,
     NotReadyError,
+    NotSupportedError,
     PoisonRequestError,
     QueueFullError,
     ServiceError,
+    TenantLimitError,
     Violation,
 )
 
@@ -34,9 +37,13 @@ class RequestManager:
     attempt has replaced it (its client is notified of that too).
     """
 
-    def __init__(self, policy: SchedulerPolicy, requests: RequestTable, cell: Cell, facts: CellFacts) -> None:
+    def __init__(
+        self, policy: SchedulerPolicy, cache: CacheSettings, requests: RequestTable, cell: Cell, facts: CellFacts
+    ) -> None:
         self._policy = policy
+        self._cache = cache
         self._requests = requests
+        self._tenant_totals = TenantTotals()
         self._cell = cell
         self._facts = facts
 
@@ -56,6 +63,7 @@ class RequestManager:
             seq = self._requests.remove_choice(client, handle)
             if seq is not None:
                 outputs.add_end(client, self._cell.stop_at(seq, num_tokens, now))
+                self._count_completion(seq)
         for handle in message.aborts:
             request = self._requests.by_handle(client, handle)
             if request is not None:
@@ -67,9 +75,9 @@ class RequestManager:
         for request in self._requests.of_client(client):
             self._abort(request, now)
 
-    def on_abort_call(self, request_id: str, now: float) -> list[Action]:
+    def on_abort_call(self, key: RequestKey, now: float) -> list[Action]:
         """End a request of any client."""
-        request = self._requests.by_id(request_id)
+        request = self._requests.by_key(key)
         if request is None:
             return []
         return self._fail([request], AbortedByCallError("another call aborted the request"), now)
@@ -81,15 +89,25 @@ class RequestManager:
             return []
         return self._fail(self._requests.passed(now), DeadlinePassedError("the request's deadline passed"), now)
 
-    def end_poison(self, request_id: str, now: float) -> list[Action]:
+    def end_poison(self, key: RequestKey, now: float) -> list[Action]:
         """End a request that crashes its workers."""
-        request = self._requests.by_id(request_id)
+        request = self._requests.by_key(key)
         assert request is not None
         return self._fail([request], PoisonRequestError("a worker failed twice while running only this request"), now)
 
     def end_all(self, error: ServiceError, now: float) -> list[Action]:
         """End every request."""
         return self._fail(self._requests.all(), error, now)
+
+    def end_unsupported(self, now: float) -> list[Action]:
+        """End the requests that need what a worker lacks, running or not: any of them may be moved to it."""
+        actions: list[Action] = []
+        for request in self._requests.all():
+            try:
+                self._facts.introduction.check(request.needs)
+            except NotSupportedError as error:
+                actions += self._fail([request], error, now)
+        return actions
 
     def end_unservable(self, waiting: Iterable[Sequence], now: float) -> list[Action]:
         """End the waiting sequences that cannot be served any more or have finished."""
@@ -105,14 +123,26 @@ class RequestManager:
                     continue
                 end = self._cell.finish(seq, finish, now)
             self._requests.remove_choice(seq.client, seq.handle)
+            self._count_completion(seq)
             outputs.add_end(seq.client, end)
         return deliver(outputs)
 
-    def take_ends(self, outputs: OutputsByClient) -> None:
-        """Remove the choices that ended with a step."""
+    def take_outputs(self, outputs: OutputsByClient) -> None:
+        """Count the choices that started with a step, and remove those that ended."""
         for client, client_outputs in outputs.by_client.items():
+            for start in client_outputs.starts:
+                started = self._requests.choice(client, start.handle)
+                assert started is not None
+                num_tokens = started.num_prompt_tokens - start.num_cached_tokens
+                self._tenant_totals.of(started.tenant.name).num_prompt_tokens += num_tokens
             for end in client_outputs.ends:
-                self._requests.remove_choice(client, end.handle)
+                ended = self._requests.remove_choice(client, end.handle)
+                assert ended is not None
+                self._count_completion(ended)
+
+    def tenants(self) -> list[TenantState]:
+        """Take a snapshot of what is known of each tenant."""
+        return describe_tenants(self._requests.loads, self._tenant_totals)
 
     def _submit(self, client: int, submission: Submission, outputs: OutputsByClient, now: float) -> None:
         """Check a request and queue its choices; a later attempt replaces an earlier one.
@@ -124,12 +154,13 @@ class RequestManager:
         """
         if self._facts.model is None and submission.attempt == 1:
             raise NotReadyError("no worker has been attached yet")
-        earlier = self._requests.by_id(submission.request_id)
+        earlier = self._requests.by_key(submission.key)
         if earlier is not None and not _is_superseded(earlier, client, submission.attempt):
             raise DuplicateRequestError("a request with this id is in flight", request_id=submission.request_id)
         if submission.time_left_s is not None and submission.time_left_s <= 0:
             raise DeadlinePassedError("the request's deadline passed")
-        request = make_request(client, submission, now)
+        self._facts.introduction.check(submission.needs)
+        request = make_request(client, submission, now, shares_between_tenants=self._cache.shares_between_tenants)
         finishes = [(seq, self._check_sequence(seq)) for seq in request.choices]
         self._check_room(request, now)
         if earlier is not None:
@@ -145,14 +176,14 @@ class RequestManager:
     def _supersede(self, earlier: Request, client: int, outputs: OutputsByClient, now: float) -> None:
         error: ServiceError = AbortedByCallError("a later call replaced this request")
         if earlier.client != client:
-            error = DuplicateRequestError("another client has taken over this request id", request_id=earlier.id)
+            error = DuplicateRequestError("another client has taken over this request id", request_id=earlier.key.id)
         for seq in self._abort(earlier, now):
             outputs.add_end(seq.client, RequestEnd.failure(seq, error))
 
     def _queue(self, request: Request, now: float) -> None:
-        self._requests.add(request)
         for number, seq in enumerate(request.choices):
             seq.is_leader = not number
+        self._requests.add(request)
         self._cell.add(request.choices, now)
 
     def _check_sequence(self, seq: Sequence) -> Finish | None:
@@ -183,11 +214,11 @@ class RequestManager:
         seq.exact_fingerprint = fingerprint
 
     def _check_room(self, request: Request, now: float) -> None:
-        """Queue limits do not apply to a request that was admitted before.
+        """The limits of tenants and queues do not apply to a request that was admitted before.
 
         Raises:
-            QueueFullError: there is no room now.
-            InvalidRequestError: its prompt log-probabilities alone exceed the byte limit.
+            QueueFullError, TenantLimitError: there is no room now.
+            InvalidRequestError: it exceeds a limit by itself: that of prompt log-probabilities, or of choices.
         """
         num_bytes, max_bytes = request.num_prompt_logprob_bytes, self._policy.max_prompt_logprob_bytes
         if num_bytes > max_bytes:
@@ -196,6 +227,7 @@ class RequestManager:
             raise InvalidRequestError.from_violations([violation])
         if request.attempt > 1 or not request.choices:
             return
+        self._check_tenant(request, now)
         self._cell.check_room(request.choices[0].num_prompt_tokens, len(request.choices), now)
         if num_bytes and self._requests.num_prompt_logprob_bytes + num_bytes > max_bytes:
             raise QueueFullError(
@@ -204,12 +236,33 @@ class RequestManager:
                 num_bytes=self._requests.num_prompt_logprob_bytes,
             )
 
+    def _check_tenant(self, request: Request, now: float) -> None:
+        tenant, num_choices = request.tenant, len(request.choices)
+        if tenant.max_in_flight is not None and num_choices > tenant.max_in_flight:
+            rule = f"at most {tenant.max_in_flight} choices of this tenant may be in flight"
+            raise InvalidRequestError.from_violations([Violation("sampling.n", "OUT_OF_RANGE", rule)])
+        limit = self._requests.loads.find_exceeded(tenant, num_choices, request.choices[0].num_prompt_tokens)
+        if limit is not None:
+            self._tenant_totals.of(tenant.name).num_refused += 1
+            raise TenantLimitError(
+                f"the tenant has reached its {limit.name}",
+                retry_delay_s=self._cell.retry_delay_s(now),
+                limit=limit.name,
+                value=limit.value,
+            )
+
     def _abort(self, request: Request, now: float) -> list[Sequence]:
         """Returns the choices that had not ended."""
         choices = self._requests.remove(request)
         for seq in choices:
             self._cell.abort(seq, now)
+            self._count_completion(seq)
         return choices
+
+    def _count_completion(self, seq: Sequence) -> None:
+        """Count the tokens of a choice that has ended."""
+        num_tokens = seq.num_stored_tokens - seq.num_prompt_tokens - seq.num_earlier_tokens
+        self._tenant_totals.of(seq.tenant.name).num_completion_tokens += num_tokens
 
     def _fail(self, requests: Iterable[Request], error: ServiceError, now: float) -> list[Action]:
         outputs = OutputsByClient()

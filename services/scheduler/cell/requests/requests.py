@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.scheduler.cell.requests.deadlines import Deadlines
-from services.scheduler.core.batch.sequence import Sequence
+from services.scheduler.cell.requests.tenant_loads import TenantLoads
+from services.scheduler.core.batch.sequence import RequestKey, Sequence
 from shared.ids import RequestHandle
+from shared.tenant import Tenant
 
-Key = tuple[int, int]
+ClientHandle = tuple[int, int]
 """Client and handle."""
 
 
@@ -16,30 +18,34 @@ Key = tuple[int, int]
 class Request:
     """Choice i answers under `handle` + i."""
 
-    id: str
+    key: RequestKey
     client: int
     handle: RequestHandle
     attempt: int
+    tenant: Tenant
     choices: list[Sequence]
     """Those that have not ended."""
     deadline: float | None = None
     """On the engine's clock."""
     num_prompt_logprob_bytes: int = 0
     """An upper limit."""
+    needs: frozenset[str] = frozenset()
+    """The capabilities that it needs of every worker."""
 
 
 class RequestTable:
-    """Requests by handle, id, client and deadline.
+    """Requests by handle, tenant and id, client and deadline.
 
     Invariant: a request is here while any of its choices is, under its own handle even when choice 0 has ended.
-    `num_prompt_logprob_bytes` is the sum over all requests.
+    `num_prompt_logprob_bytes` is the sum over all requests, and `loads` are those of their choices.
     """
 
     def __init__(self) -> None:
         self.num_prompt_logprob_bytes = 0
-        self._requests: dict[Key, Request] = {}
-        self._id_to_request: dict[str, Request] = {}
-        self._choices: dict[Key, tuple[Request, Sequence]] = {}
+        self.loads = TenantLoads()
+        self._requests: dict[ClientHandle, Request] = {}
+        self._key_to_request: dict[RequestKey, Request] = {}
+        self._choices: dict[ClientHandle, tuple[Request, Sequence]] = {}
         self._deadlines = Deadlines()
 
     @property
@@ -47,13 +53,18 @@ class RequestTable:
         """The earliest deadline, if any."""
         return self._deadlines.first
 
-    def by_id(self, request_id: str) -> Request | None:
+    def by_key(self, key: RequestKey) -> Request | None:
         """The request of any client; None if unknown."""
-        return self._id_to_request.get(request_id)
+        return self._key_to_request.get(key)
 
     def by_handle(self, client: int, handle: RequestHandle) -> Request | None:
         """The request with a handle (of its choice 0); None if unknown."""
         return self._requests.get((client, handle))
+
+    def choice(self, client: int, handle: RequestHandle) -> Sequence | None:
+        """The choice with a handle; None if unknown."""
+        entry = self._choices.get((client, handle))
+        return None if entry is None else entry[1]
 
     def has_request_of(self, seq: Sequence) -> bool:
         """Whether a choice's request is here: it has not ended, and no later attempt has replaced it."""
@@ -61,11 +72,11 @@ class RequestTable:
 
     def all(self) -> list[Request]:
         """Every request."""
-        return list(self._id_to_request.values())
+        return list(self._key_to_request.values())
 
     def of_client(self, client: int) -> list[Request]:
         """The requests of a client."""
-        return [request for request in self._id_to_request.values() if request.client == client]
+        return [request for request in self._key_to_request.values() if request.client == client]
 
     def choices(self) -> set[Sequence]:
         """All choices that have not ended."""
@@ -78,13 +89,14 @@ class RequestTable:
         return any((client, choice) in self._choices for choice in range(handle, handle + n))
 
     def add(self, request: Request) -> None:
-        """Add a request with at least one choice; its id and handles must be unused."""
-        key = (request.client, request.handle)
-        self._requests[key] = self._id_to_request[request.id] = request
+        """Add a request with at least one choice; its `key` and handles must be unused."""
+        handle = (request.client, request.handle)
+        self._requests[handle] = self._key_to_request[request.key] = request
         for seq in request.choices:
             self._choices[request.client, seq.handle] = (request, seq)
+            self.loads.add(seq)
         if request.deadline is not None:
-            self._deadlines.add(key, request.deadline)
+            self._deadlines.add(handle, request.deadline)
         self.num_prompt_logprob_bytes += request.num_prompt_logprob_bytes
 
     def remove(self, request: Request) -> list[Sequence]:
@@ -92,6 +104,7 @@ class RequestTable:
         choices, request.choices = request.choices, []
         for seq in choices:
             del self._choices[request.client, seq.handle]
+            self.loads.remove(seq)
         self._forget(request)
         return choices
 
@@ -102,27 +115,29 @@ class RequestTable:
             return None
         request, seq = entry
         request.choices.remove(seq)
+        self.loads.remove(seq)
         if not request.choices:
             self._forget(request)
         return seq
 
     def passed(self, now: float) -> list[Request]:
         """The requests past their deadlines, the earliest first; each is returned only once."""
-        return [self._requests[key] for key in self._deadlines.pop_passed(now)]
+        return [self._requests[handle] for handle in self._deadlines.pop_passed(now)]
 
     def check_integrity(self) -> None:
         """Assert the class's invariant."""
         requests = list(self._requests.values())
-        assert {request.id: request for request in requests} == self._id_to_request, "request ids"
+        assert {request.key: request for request in requests} == self._key_to_request, "the requests' keys"
         choices = {(request.client, seq.handle): (request, seq) for request in requests for seq in request.choices}
         assert choices == self._choices, "choices"
         assert all(request.choices for request in requests), "a request without a choice"
+        self.loads.check_integrity(self.choices())
         assert len(self._deadlines) == sum(request.deadline is not None for request in requests), "deadlines"
         num_bytes = sum(request.num_prompt_logprob_bytes for request in requests)
         assert num_bytes == self.num_prompt_logprob_bytes, "bytes of prompt log-probabilities"
 
     def _forget(self, request: Request) -> None:
-        key = (request.client, request.handle)
-        del self._requests[key], self._id_to_request[request.id]
-        self._deadlines.discard(key)
+        handle = (request.client, request.handle)
+        del self._requests[handle], self._key_to_request[request.key]
+        self._deadlines.discard(handle)
         self.num_prompt_logprob_bytes -= request.num_prompt_logprob_bytes

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from services.scheduler.core.batch.logprobs import Logprobs
-from services.scheduler.core.batch.slot_table import IntColumn, Slots, SlotTable
+from services.scheduler.core.batch.slot_table import Slots, SlotTable
+from shared.step.columns import Int32Column
+from shared.step.logprobs import Logprobs
+from shared.step.step import StepResult
 
 _Mask = npt.NDArray[np.bool_]
 _Places = npt.NDArray[np.intp]
@@ -19,14 +21,22 @@ class RowTokens:
     """Rows and their tokens."""
 
     slots: Slots  # [num_rows]
-    token_ids: IntColumn  # [num_tokens]
+    token_ids: Int32Column  # [num_tokens]
     """Row after row."""
-    counts: IntColumn | None = None  # [num_rows]
+    counts: Int32Column | None = None  # [num_rows]
     """Tokens per row; None means one each."""
     logprobs: Logprobs | None = None
     """By index into `token_ids`."""
 
-    def places(self, first_positions: IntColumn) -> tuple[_Places, _Places]:
+    @classmethod
+    def of_result(cls, result: StepResult, row_slots: Slots, num_draft_tokens: int) -> RowTokens:
+        """Split a result's tokens by row; `counts` is set if the worker drafts."""
+        counts = result.counts
+        if counts is None and num_draft_tokens:
+            counts = np.ones(len(row_slots), np.int32)
+        return cls(row_slots, result.token_ids, counts, result.logprobs)
+
+    def places(self, first_positions: Int32Column) -> tuple[_Places, _Places]:
         """The row number and the position of each token, both [num_tokens]. Needs `counts`.
 
         `first_positions` [num_rows] are the positions of the rows' first tokens.
@@ -42,20 +52,20 @@ class RowTokens:
             return self._keep(self.slots[is_kept], None, is_kept)
         return self._keep(self.slots[is_kept], self.counts[is_kept], np.repeat(is_kept, self.counts))
 
-    def without_last(self, row_numbers: IntColumn) -> RowTokens:
+    def without_last(self, row_numbers: Int32Column) -> RowTokens:
         """Remove the last token of rows, each named once. Sets `counts`."""
         counts = np.ones(len(self.slots), np.int32) if self.counts is None else self.counts
         kept = counts.copy()
         kept[row_numbers] = np.maximum(kept[row_numbers] - 1, 0)
         return RowTokens(self.slots, self.token_ids, counts, self.logprobs).cut(kept)
 
-    def cut(self, counts: IntColumn) -> RowTokens:
+    def cut(self, counts: Int32Column) -> RowTokens:
         """Keep the first `counts` [num_rows] tokens of each row, at most all. Needs `counts`."""
         assert self.counts is not None
         ends = np.cumsum(self.counts) - self.counts + counts
         return self._keep(self.slots, counts, np.arange(len(self.token_ids)) < np.repeat(ends, self.counts))
 
-    def find_bad_counts(self, slots: SlotTable, not_finite_rows: IntColumn) -> str | None:
+    def find_bad_counts(self, slots: SlotTable, not_finite_rows: Int32Column) -> str | None:
         """Say why the rows cannot have these numbers of tokens; None when they can.
 
         A live sequence gets at least one token, and no more than it may still have. Rows that have ended, or whose
@@ -77,6 +87,6 @@ class RowTokens:
             return "a sequence gets no token, or more than it may have"
         return None
 
-    def _keep(self, slots: Slots, counts: IntColumn | None, is_kept: _Mask) -> RowTokens:
+    def _keep(self, slots: Slots, counts: Int32Column | None, is_kept: _Mask) -> RowTokens:
         logprobs = None if self.logprobs is None else self.logprobs.select(is_kept)
         return RowTokens(slots, self.token_ids[is_kept], counts, logprobs)

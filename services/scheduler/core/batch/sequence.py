@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from services.scheduler.core.batch.cached_prefix import CachedPrefix, PrefixCursor
+from services.scheduler.core.cache.cached_prefix import CachedPrefix, PrefixCursor
 from shared.ids import DpRank, RequestHandle, Slot
-from shared.limits import NO_OPTIONS, TOKEN_DTYPE, SamplingParams
+from shared.limits import TOKEN_DTYPE
+from shared.sampling_params import NO_OPTIONS, SamplingParams
+from shared.tenant import DEFAULT_TENANT, Tenant
 
 TOKEN_BYTES = TOKEN_DTYPE.itemsize
 
@@ -77,6 +81,13 @@ class Numerics:
         return self if self.is_continued_by(other) else replace(self, is_exact=False)
 
 
+class RequestKey(NamedTuple):
+    """What a cell knows a request by: tenants choose their ids independently."""
+
+    tenant: str
+    id: str
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A prompt and the tokens generated for it: one choice of a request.
@@ -93,6 +104,13 @@ class Sequence:
     num_prompt_tokens: int
     arrived_at: float
     priority: Priority = Priority.NORMAL
+    tenant: Tenant = DEFAULT_TENANT
+    tenant_number: int = 0
+    """That of its tenant's account; known once it has been queued."""
+    num_tokens_when_made_way: int = 0
+    """How many tokens it had when it last made way for another tenant."""
+    pays_again: bool = False
+    """Whether its tenant is charged for its next prefill, because it made way for the tenant's own growth."""
     cache_salt: bytes = b""
     attempt: int = 1
     choice: int = 0
@@ -114,6 +132,9 @@ class Sequence:
     num_unsent_tokens: int = 0
     """While it is prefilled in chunks: tokens neither cached nor sent."""
     num_first_cached_tokens: int | None = None
+    """Tokens that were cached when it was first admitted."""
+    on_admission: Callable[[Sequence], None] | None = None
+    """Called when it is admitted for the first time."""
     last_prompt_logprob: int = 0
     """The last prompt position whose log-probabilities its client has; 0 for none."""
     first_token_at: float | None = None
@@ -121,6 +142,8 @@ class Sequence:
     finish: Finish | None = None
     rank: DpRank | None = None
     """The DP rank it is placed on, if any."""
+    num_earlier_tokens: int = 0
+    """Completion tokens of earlier attempts."""
     is_exact: bool = False
     """Whether its tokens must depend only on the model, the prompt and the parameters."""
     exact_fingerprint: str | None = None
@@ -129,6 +152,18 @@ class Sequence:
     """Including earlier attempts."""
     numerics: Numerics | None = None
     """The joint numerics of what computed it before its last loss."""
+    key: RequestKey = field(init=False)
+    """Its request; `id` alone is for logs and errors."""
+
+    def __post_init__(self) -> None:
+        self.key = RequestKey(self.tenant.name, self.id)
+
+    def note_admission(self, num_cached_tokens: int) -> None:
+        """Record an admission with so many cached tokens."""
+        if self.num_first_cached_tokens is None:
+            self.num_first_cached_tokens = num_cached_tokens
+            if self.on_admission is not None:
+                self.on_admission(self)
 
     def leave_worker(self) -> None:
         """Become a waiting sequence without slot or blocks; all tokens must be stored."""
@@ -149,6 +184,11 @@ class Sequence:
     def was_admitted(self) -> bool:
         """Whether it was ever scheduled, by this scheduler or a previous one."""
         return self.num_first_cached_tokens is not None or self.attempt > 1
+
+    @property
+    def num_limited_tokens(self) -> int:
+        """What it adds to the waiting tokens that limits count: the prompt, for one choice of each request."""
+        return self.num_prompt_tokens if self.is_leader else 0
 
     @property
     def has_prompt_logprobs(self) -> bool:

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from services.scheduler.core.batch.sequence import TOKEN_BYTES, Sequence
 from shared.ids import Slot
 from shared.limits import TOKEN_DTYPE
+from shared.step.columns import Int32Column
 
-IntColumn = npt.NDArray[np.int32]
 # Slots are used as indexes all the time; numpy would convert indexes of any other type on every use.
 Slots = npt.NDArray[np.intp]
 
@@ -41,13 +41,13 @@ class RowConstants:
     """What does not change while a sequence holds its slot: [num_rows] each, read-only."""
 
     slots: Slots
-    clients: IntColumn
+    clients: Int32Column
     handles: np.ndarray[tuple[int], np.dtype[np.uint32]]
     only_client: int | None
     """None when there are several clients, or no rows."""
-    num_prompt_tokens: IntColumn
-    max_num_tokens: IntColumn
-    watched: IntColumn
+    num_prompt_tokens: Int32Column
+    max_num_tokens: Int32Column
+    watched: Int32Column
     """[most watched tokens of a row, num_rows], padded with -1."""
     runs: Slots
     """The start of each ring in `SlotTable._run`."""
@@ -82,6 +82,8 @@ class SlotTable:
         self.handle = handle.view(np.uint32)
         self.num_blocks = np.zeros(num_slots, np.int32)
         self.priority = np.zeros(num_slots, np.int32)
+        # The numbers of the tenants' accounts.
+        self.tenant = np.zeros(num_slots, np.intp)
         # Whether part of the prompt is still to be sent.
         self.is_prefilling = np.zeros(num_slots, bool)
         self.num_planned = np.zeros(num_slots, np.int32)
@@ -119,6 +121,7 @@ class SlotTable:
         self.client[slot] = seq.client
         self.handle[slot] = seq.handle
         self.priority[slot] = seq.priority
+        self.tenant[slot] = seq.tenant_number
         self.is_prefilling[slot] = bool(seq.num_unsent_tokens)
         self._run_end[slot] = (seq.num_stored_tokens // RUN_TOKENS + 1) * RUN_TOKENS
         self._watch(slot, watched_tokens)
@@ -145,21 +148,23 @@ class SlotTable:
         assert seq is not None
         return seq
 
-    def max_num_planned(self, slots: Slots) -> IntColumn:
+    def max_num_planned(self, slots: Slots) -> Int32Column:
         """The most tokens these sequences may have after their steps in flight: [num_rows]."""
         num_planned = self.num_planned[slots]
         num_placeholders = num_planned - self.num_tokens[slots]
-        most: IntColumn = np.minimum(num_planned + self.num_draft_tokens * num_placeholders, self.max_num_tokens[slots])
+        most: Int32Column = np.minimum(
+            num_planned + self.num_draft_tokens * num_placeholders, self.max_num_tokens[slots]
+        )
         return most
 
-    def append(self, slots: Slots, positions: IntColumn, token_ids: IntColumn) -> None:
+    def append(self, slots: Slots, positions: Int32Column, token_ids: Int32Column) -> None:
         """Give each row one more token; `positions` are the rows' numbers of tokens."""
         # One flat index costs half as much as two.
         self._run[self.constants(slots).runs + (positions & _COLUMN_MASK)] = token_ids
         self.num_tokens[slots] = positions + 1
 
     def append_runs(
-        self, slots: Slots, counts: IntColumn, positions: npt.NDArray[np.integer], token_ids: IntColumn
+        self, slots: Slots, counts: Int32Column, positions: npt.NDArray[np.integer], token_ids: Int32Column
     ) -> None:
         """Give each row `counts` more tokens; those beyond its placeholder are added to `num_planned`.
 
@@ -209,7 +214,7 @@ class SlotTable:
         return constants
 
     def find_watched(
-        self, slots: Slots, token_ids: IntColumn, is_last: npt.NDArray[np.bool_] | None = None
+        self, slots: Slots, token_ids: Int32Column, is_last: npt.NDArray[np.bool_] | None = None
     ) -> npt.NDArray[np.intp]:
         """The indexes of the tokens with which a sequence may stop.
 

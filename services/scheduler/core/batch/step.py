@@ -1,4 +1,4 @@
-"""What the scheduler plans, what the worker returns, and what clients receive.
+"""What the scheduler plans, and what clients receive.
 
 Never changed once made, yet not frozen: creating a frozen object takes three times as long, and every step creates
 several.
@@ -6,63 +6,22 @@ several.
 
 from __future__ import annotations
 
-import enum
-from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from services.scheduler.core.batch.logprobs import Logprobs
 from services.scheduler.core.batch.row_tokens import RowTokens
-from services.scheduler.core.batch.sequence import TOKEN_BYTES, Finish, Sequence
-from services.scheduler.core.batch.slot_table import IntColumn, RowConstants, Slots
+from services.scheduler.core.batch.sequence import Finish, Sequence
+from services.scheduler.core.batch.slot_table import RowConstants, Slots
 from shared.errors import ServiceError
 from shared.ids import RequestHandle, Slot
-from shared.limits import SamplingParams
+from shared.step.columns import Int32Column
+from shared.step.logprobs import Logprobs
+from shared.step.step import EnteringSequence, PrefillChunk, StepKind
 
 _NO_HANDLES = np.empty(0, np.uint32)
 _NO_ROWS = np.empty(0, np.int32)
-
-
-class StepKind(enum.Enum):
-    """What a step computes: prompt tokens, one token per row, or both."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    MIXED = "mixed"
-
-
-@dataclass(slots=True)
-class PrefillChunk:
-    """A sequence's next tokens to prefill."""
-
-    slot: Slot
-    token_bytes: bytes
-    num_later_tokens: int
-    """Tokens of later steps before the first token is sampled."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens computed."""
-        return len(self.token_bytes) // TOKEN_BYTES
-
-
-@dataclass(slots=True)
-class EnteringSequence:
-    """What a worker needs to know about an entering sequence."""
-
-    chunk: PrefillChunk
-    num_cached_tokens: int
-    num_prompt_tokens: int
-    block_ids: array[int]
-    params: SamplingParams
-    choice: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    """Not sampled before `min_tokens`."""
-    cached_token_bytes: bytes = b""
-    """The tokens before the chunk, if the worker needs them."""
-    max_num_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -157,43 +116,6 @@ class StepRecord:
 
 
 @dataclass(slots=True)
-class StepResult:
-    """A step's tokens as the worker sent them."""
-
-    epoch: int
-    step_id: int
-    token_ids: IntColumn
-    not_finite_rows: IntColumn
-    """Rows whose logits were not finite; their tokens are meaningless."""
-    counts: IntColumn | None = None
-    """Tokens per row; None means one each."""
-    num_draft_tokens: int = 0
-    logprobs: Logprobs | None = None
-    """By index into `token_ids`."""
-    prompt_logprobs: tuple[tuple[int, Logprobs], ...] = ()
-    """By slot; positions are those of the prompt."""
-    failed_grammar_rows: IntColumn = field(default_factory=lambda: _NO_ROWS)
-    """Rows whose grammar could not be followed further; only their last token is meaningless."""
-    num_replayed_tokens: int = 0
-    """As in `SchedulerCounters`."""
-    num_replay_mismatches: int = 0
-    """As in `SchedulerCounters`."""
-
-    @property
-    def num_accepted_tokens(self) -> int:
-        """The drafted tokens: all but the last of each row."""
-        num_rows = len(self.token_ids) if self.counts is None else int(np.count_nonzero(self.counts))
-        return len(self.token_ids) - num_rows
-
-    def rows(self, row_slots: Slots, num_draft_tokens: int) -> RowTokens:
-        """Split the tokens by row. `counts` is set if the worker drafts."""
-        counts = self.counts
-        if counts is None and num_draft_tokens:
-            counts = np.ones(len(row_slots), np.int32)
-        return RowTokens(row_slots, self.token_ids, counts, self.logprobs)
-
-
-@dataclass(slots=True)
 class RequestStart:
     """A choice got its first token."""
 
@@ -227,13 +149,13 @@ class Outputs:
     """What one client receives: rows, and starts and ends of choices."""
 
     handles: np.ndarray[tuple[int], np.dtype[np.uint32]]  # [num_rows]
-    first_indexes: IntColumn  # [num_rows]
+    first_indexes: Int32Column  # [num_rows]
     """The index of each row's first token among its completion tokens."""
-    token_ids: IntColumn  # [num_tokens]
+    token_ids: Int32Column  # [num_tokens]
     """Row after row."""
     starts: list[RequestStart] = field(default_factory=list)
     ends: list[RequestEnd] = field(default_factory=list)
-    counts: IntColumn | None = None  # [num_rows]
+    counts: Int32Column | None = None  # [num_rows]
     """Tokens per row; None means one each."""
     logprobs: Logprobs | None = None
     """By index into `token_ids`."""
@@ -248,7 +170,7 @@ class Outputs:
         return cls(_NO_HANDLES, _NO_ROWS, _NO_ROWS, ends=ends)
 
     def set_rows(
-        self, handles: np.ndarray[tuple[int], np.dtype[np.uint32]], first_indexes: IntColumn, rows: RowTokens
+        self, handles: np.ndarray[tuple[int], np.dtype[np.uint32]], first_indexes: Int32Column, rows: RowTokens
     ) -> None:
         """Set rows of at least one token each."""
         self.handles, self.first_indexes, self.token_ids = handles, first_indexes, rows.token_ids
@@ -262,7 +184,7 @@ class OutputsByClient:
     def __init__(self) -> None:
         self.by_client: dict[int, Outputs] = {}
 
-    def add_rows(self, constants: RowConstants, first_indexes: IntColumn, rows: RowTokens) -> None:
+    def add_rows(self, constants: RowConstants, first_indexes: Int32Column, rows: RowTokens) -> None:
         """Add the rows that got tokens. Call it once."""
         if constants.only_client is not None:
             self._of(constants.only_client).set_rows(constants.handles, first_indexes, rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.scheduler.core.batch.cached_prefix import BlockIds
+from services.scheduler.core.cache.cached_prefix import BlockIds
 
 _NOWHERE = -1
 _MIN_WINDOW = 64

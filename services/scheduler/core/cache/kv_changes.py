@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from services.scheduler.core.batch.cached_prefix import PrefixNode
 from services.scheduler.core.cache.block_hashes import hash_salt
+from services.scheduler.core.cache.cached_prefix import PrefixNode
 
 Hashes = npt.NDArray[np.uint64]
 Indexes = npt.NDArray[np.intp]

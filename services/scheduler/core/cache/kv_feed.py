@@ -29,8 +29,8 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from services.scheduler.core.batch.cached_prefix import PrefixNode
 from services.scheduler.core.cache.block_hashes import hash_blocks
+from services.scheduler.core.cache.cached_prefix import PrefixNode
 from services.scheduler.core.cache.kv_changes import Hashes, Indexes, KvChanges, StoredRuns, parent_hash
 
 # The most blocks in one `KvChanges`, give or take a slice: what is made of it must be a small message.

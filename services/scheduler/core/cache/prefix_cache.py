@@ -21,7 +21,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from services.scheduler.core.batch.cached_prefix import NO_BLOCKS, BlockIds, CachedPrefix, PrefixCursor, PrefixNode
+from services.scheduler.core.cache.cached_prefix import NO_BLOCKS, BlockIds, CachedPrefix, PrefixCursor, PrefixNode
 from services.scheduler.core.cache.kv_feed import KvFeed
 
 _NO_BLOCK = -1

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Protocol
 
+from typing_extensions import override
+
 from services.scheduler.core.batch.sequence import Priority, Sequence
 
 # How many sequences LONGEST_PREFIX chooses from. SGLang, which ranks the whole queue, stops ranking above 128.
@@ -105,20 +107,20 @@ class QueueOrder(Protocol):
         """The next sequence; the queue must not be empty."""
 
 
-class ArrivalOrder(SortedQueue):
+class ArrivalOrder(SortedQueue, QueueOrder):
     """First come, first served."""
 
+    @override
     @property
     def oldest(self) -> tuple[Key, Sequence]:
-        """See `QueueOrder`."""
         return self.top
 
-    def first(self, now: float, num_cached_tokens: NumCachedTokens) -> Sequence:  # noqa: ARG002
-        """See `QueueOrder`."""
+    @override
+    def first(self, now: float, num_cached_tokens: NumCachedTokens) -> Sequence:
         return self.top[1]
 
 
-class PriorityOrder:
+class PriorityOrder(QueueOrder):
     """The most urgent class first; by arrival within a class."""
 
     def __init__(self) -> None:
@@ -127,25 +129,25 @@ class PriorityOrder:
     def __len__(self) -> int:
         return sum(len(queue) for queue in self._classes.values())
 
+    @override
     @property
     def oldest(self) -> tuple[Key, Sequence]:
-        """See `QueueOrder`."""
         return min(queue.top for queue in self._classes.values() if queue)
 
+    @override
     def push(self, key: Key, seq: Sequence) -> None:
-        """See `QueueOrder`."""
         self._classes[seq.priority].push(key, seq)
 
+    @override
     def remove(self, seq: Sequence) -> None:
-        """See `QueueOrder`."""
         self._classes[seq.priority].remove(seq)
 
-    def first(self, now: float, num_cached_tokens: NumCachedTokens) -> Sequence:  # noqa: ARG002
-        """See `QueueOrder`."""
+    @override
+    def first(self, now: float, num_cached_tokens: NumCachedTokens) -> Sequence:
         return next(queue.top[1] for queue in self._classes.values() if queue)
 
 
-class PrefixOrder:
+class PrefixOrder(QueueOrder):
     """The longest cached prefix first, among the earliest arrivals; ties go by arrival.
 
     The window is ranked at most once for each `now`, so all admissions of a step share a ranking, as in SGLang. The
@@ -167,13 +169,13 @@ class PrefixOrder:
     def __len__(self) -> int:
         return len(self._window) + len(self._later)
 
+    @override
     @property
     def oldest(self) -> tuple[Key, Sequence]:
-        """See `QueueOrder`."""
         return self._window[0] if self._window else self._later.top
 
+    @override
     def push(self, key: Key, seq: Sequence) -> None:
-        """See `QueueOrder`."""
         if not self._window or key > self._window[-1][0]:
             self._later.push(key, seq)
             return
@@ -183,8 +185,8 @@ class PrefixOrder:
             del self._keys[last]
             self._later.push(last_key, last)
 
+    @override
     def remove(self, seq: Sequence) -> None:
-        """See `QueueOrder`."""
         key = self._keys.pop(seq, None)
         if key is None:
             self._later.remove(seq)
@@ -195,8 +197,8 @@ class PrefixOrder:
         elif seq in self._ranking:
             self._ranking.remove(seq)
 
+    @override
     def first(self, now: float, num_cached_tokens: NumCachedTokens) -> Sequence:
-        """See `QueueOrder`."""
         if self._choice is None:
             if now != self._ranked_at or not self._ranking:
                 self._rank(num_cached_tokens)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection, Iterator
 
-from services.scheduler.core.batch.sequence import Sequence
+from services.scheduler.core.batch.sequence import Priority, Sequence
 from services.scheduler.core.queue.drain_rate import MAX_DELAY_S, DrainRate
 from services.scheduler.core.queue.queue_order import (
     ArrivalOrder,
-    Key,
     NumCachedTokens,
     PrefixOrder,
     PriorityOrder,
     QueueOrder,
-    SortedQueue,
 )
+from services.scheduler.core.queue.tenant_counters import AccountHeap, TenantCounters
+from services.scheduler.core.queue.tenant_queue import TenantQueue
 from shared.errors import QueueFullError
 
 
@@ -33,9 +33,16 @@ _ORDERS: dict[QueuePolicy, Callable[[], QueueOrder]] = {
     QueuePolicy.LONGEST_PREFIX: PrefixOrder,
 }
 
+KeepsShare = Callable[[Sequence], bool]
+"""Whether a waiting sequence, once admitted, leaves its tenant within its share of the rank."""
+
+
+def _keeps_any_share(_: Sequence) -> bool:
+    return True
+
 
 def max_steps_to_admission(num_ahead: int, context_length: int, token_budget: int) -> int:
-    """An upper bound on the steps sent between a request turning aged and the step that admits it.
+    """An upper bound on the steps sent between a request turning aged and the step that admits it, with one tenant.
 
     Let A be the sequences ahead of it, L the context length, and c = ceil(L / B) the steps it takes to compute the
     longest prompt with the token budget B. The bound is |A| * L * (2c - 1):
@@ -64,10 +71,15 @@ def max_steps_to_admission(num_ahead: int, context_length: int, token_budget: in
 
 
 class WaitingQueue:
-    """The waiting sequences, and which of them is next.
+    """The waiting sequences of a rank, and which of them is next.
 
-    A sequence has aged once it has waited for more than `max_age_s` in total. Aged sequences go first, by arrival,
-    under any policy, so none starves (see `max_steps_to_admission`).
+    With one tenant, the order is that of `TenantQueue`: aged sequences first, by arrival, under any policy, so none
+    starves (see `max_steps_to_admission`); then the policy's. With several, the next one is found by:
+
+    1. under the priority policy, the most urgent class; an aged sequence counts as most urgent;
+    2. sequences that were admitted before and whose tenant stays within its share of the rank with them, by arrival.
+       (Without that limit, what a flood lost would go ahead of the tenant that it made way for.);
+    3. the tenant with the lowest counter; within it, what is next with one tenant.
 
     Arrival is by `arrived_at`, so a preempted or resubmitted sequence keeps its place; ties go to those admitted
     before, then to the first added. Limits apply to newcomers only. Each choice of a request counts as one waiting
@@ -75,35 +87,55 @@ class WaitingQueue:
 
     The clock never goes back. While a sequence waits, its priority and its times do not change.
 
-    Invariant: each waiting sequence is either in `_aged`, or in both `_order` and `_ages`. `num_new` counts those that
-    were never admitted, and `num_new_tokens` the prompt tokens of the leaders among them.
+    Invariant: each waiting sequence is in its tenant's queue, and no such queue is empty. `num_new` counts those that
+    were never admitted, and `num_new_tokens` the prompt tokens of the leaders among them. `_accounts` are those of
+    the queues.
     """
 
-    def __init__(self, policy: QueuePolicy, max_age_s: float, max_requests: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        policy: QueuePolicy,
+        max_age_s: float,
+        max_requests: int,
+        max_tokens: int,
+        tenants: TenantCounters | None = None,
+    ) -> None:
+        """Make an empty queue; `tenants` are those of the cell."""
         self.num_new = 0
         self.num_new_tokens = 0
+        self.tenants = TenantCounters() if tenants is None else tenants
+        self._policy = policy
         self._max_age_s = max_age_s
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        self._arrivals: dict[Sequence, tuple[float, bool, int]] = {}
+        # The queue of each, in the order in which they were added.
+        self._queues: dict[Sequence, TenantQueue] = {}
+        self._by_tenant: dict[int, TenantQueue] = {}
+        # The tenants with sequences that were admitted before.
+        self._with_returned: dict[int, TenantQueue] = {}
+        self._accounts = AccountHeap()
+        # The queue that `next` chose, and the sequence in it if that is not the first there; until it leaves.
+        self._choice: tuple[TenantQueue, Sequence | None] | None = None
+        # Whether something was added that may go before the choice.
+        self._may_change = False
         self._num_added = 0
-        self._order = _ORDERS[policy]()
-        # The sequences in `_order`, by the time at which they turn aged.
-        self._ages = SortedQueue()
-        # By arrival.
-        self._aged = SortedQueue()
         self._drain_rate = DrainRate()
 
     def __len__(self) -> int:
-        return len(self._arrivals)
+        return len(self._queues)
 
     def __iter__(self) -> Iterator[Sequence]:
         """In the order in which they were added."""
-        return iter(self._arrivals)
+        return iter(self._queues)
+
+    @property
+    def tenant_numbers(self) -> Collection[int]:
+        """The accounts' numbers of the tenants that wait here."""
+        return self._by_tenant.keys()
 
     def oldest_arrived_at(self) -> float:
         """The earliest arrive time; the queue must not be empty."""
-        return min(place[0][0] for place in self._fronts())
+        return min(queue.oldest()[0][0] for queue in self._by_tenant.values())
 
     def check_room(
         self, num_prompt_tokens: int, now: float, *, num_choices: int = 1, others: Collection[WaitingQueue] = ()
@@ -138,30 +170,51 @@ class WaitingQueue:
         seq.queued_at = now
         self._num_added += 1
         is_new = not seq.was_admitted
-        arrival = (seq.arrived_at, is_new, self._num_added)
-        self._arrivals[seq] = arrival
-        self._order.push(arrival, seq)
-        self._ages.push((self._ages_at(seq), self._num_added), seq)
+        account = self.tenants.account_of(seq.tenant)
+        seq.tenant_number = account.number
+        self.tenants.begin_to_wait(account)
+        queue = self._by_tenant.get(account.number)
+        if queue is None:
+            queue = self._by_tenant[account.number] = TenantQueue(account, _ORDERS[self._policy](), self._max_age_s)
+            self._accounts.add(account)
+        queue.push((seq.arrived_at, is_new, self._num_added), seq)
+        self._queues[seq] = queue
+        if not is_new:
+            self._with_returned[account.number] = queue
+        self._may_change |= not is_new or self._policy is QueuePolicy.PRIORITY
         if is_new:
             self.num_new += 1
-            self.num_new_tokens += _num_tokens_that_count(seq)
+            self.num_new_tokens += seq.num_limited_tokens
 
-    def next(self, now: float, num_cached_tokens: NumCachedTokens) -> Sequence:
+    def next(
+        self, now: float, num_cached_tokens: NumCachedTokens, keeps_share: KeepsShare = _keeps_any_share
+    ) -> Sequence:
         """The next sequence; the queue must not be empty.
 
-        It stays the same until it leaves or one that goes before it is added. `num_cached_tokens` is called for
-        LONGEST_PREFIX only, for at most `WINDOW` sequences, and not while the one it chose still waits.
+        It stays the same until it leaves or one that goes before it is added; with several tenants only while its own
+        stays within its share with it, or others would wait for what it may not take. `num_cached_tokens` is called for
+        LONGEST_PREFIX only, for at most `WINDOW` sequences of a tenant, and not while the one it chose still waits;
+        `keeps_share` only with several tenants.
+
+        With several tenants it takes O(log tenants), and O(tenants) under the priority policy.
         """
-        if self._ages and self._ages.top[0][0] < now:
-            return self._first_aged(now)
-        return self._aged.top[1] if self._aged else self._order.first(now, num_cached_tokens)
+        if len(self._by_tenant) == 1:
+            (queue,) = self._by_tenant.values()
+            return queue.first(now, num_cached_tokens)
+        if self._choice is not None and not keeps_share(self._chosen(self._choice, now, num_cached_tokens)):
+            self._choice = None
+        if self._choice is None or self._may_change:
+            self._choice = self._choose(now, num_cached_tokens, keeps_share)
+            self._may_change = False
+        return self._chosen(self._choice, now, num_cached_tokens)
 
     def take(self, seq: Sequence, now: float) -> None:
         """Take out a sequence that is being admitted.
 
         Only newcomers count towards the drain rate: a refused client waits for their places.
         """
-        _, is_new, _ = self._arrivals[seq]
+        is_new = not seq.was_admitted
+        self._choice = None
         self._leave(seq, now)
         if is_new:
             self._drain_rate.note(1, now)
@@ -172,52 +225,85 @@ class WaitingQueue:
 
     def is_aged(self, seq: Sequence, now: float) -> bool:
         """Whether it has aged; for a running one, whether it had when admitted."""
-        return self._ages_at(seq) < now if seq in self._arrivals else seq.waited_s > self._max_age_s
+        queue = self._queues.get(seq)
+        return seq.waited_s > self._max_age_s if queue is None else queue.has_aged(seq, now)
 
     def check_integrity(self) -> None:
         """Assert the class's invariant."""
         new = [seq for seq in self if not seq.was_admitted]
         assert (self.num_new, self.num_new_tokens) == (
             len(new),
-            sum(_num_tokens_that_count(seq) for seq in new),
+            sum(seq.num_limited_tokens for seq in new),
         ), "the waiting queue's counts"
-        assert len(self._order) == len(self._ages) == len(self) - len(self._aged), "the waiting queue's places"
-        assert all((seq in self._aged) != (seq in self._ages) for seq in self), "the waiting queue's places"
+        assert sum(len(queue.arrivals) for queue in self._by_tenant.values()) == len(self), "the waiting queue's places"
+        assert all(seq in queue.arrivals for seq, queue in self._queues.items()), "the waiting queue's places"
+        for number, queue in self._by_tenant.items():
+            assert queue.arrivals, "a tenant's queue is empty"
+            assert bool(queue.returned) == (number in self._with_returned), "tenants with returned sequences"
+            queue.check_integrity()
+        self._accounts.check_integrity()
         if self:
             assert self.oldest_arrived_at() == min(seq.arrived_at for seq in self), "the oldest that waits"
 
-    def _first_aged(self, now: float) -> Sequence:
-        """At least one aged sequence must be in the policy's order."""
-        if not self.is_aged(self._order.oldest[1], now):
-            # It arrived before the aged ones but ran in between; it must not hide them.
-            while self._ages and self._ages.top[0][0] < now:
-                _, seq = self._ages.pop()
-                self._order.remove(seq)
-                self._aged.push(self._arrivals[seq], seq)
-            return self._aged.top[1]
-        return min(self._fronts())[1]
+    @staticmethod
+    def _chosen(
+        choice: tuple[TenantQueue, Sequence | None], now: float, num_cached_tokens: NumCachedTokens
+    ) -> Sequence:
+        queue, returned = choice
+        return queue.first(now, num_cached_tokens) if returned is None else returned
 
-    def _fronts(self) -> Iterator[tuple[Key, Sequence]]:
-        if self._order:
-            yield self._order.oldest
-        if self._aged:
-            yield self._aged.top
+    def _choose(
+        self, now: float, num_cached_tokens: NumCachedTokens, keeps_share: KeepsShare
+    ) -> tuple[TenantQueue, Sequence | None]:
+        """The next sequence's queue, and the sequence if it goes before what is first there."""
+        queues = self._by_tenant
+        if self._policy is QueuePolicy.PRIORITY:
+            queues = self._most_urgent(now, num_cached_tokens)
+        returned = []
+        for number, queue in self._with_returned.items():
+            if number in queues:
+                seq = self._first_returned(queue, now, num_cached_tokens)
+                if seq is not None and keeps_share(seq):
+                    returned.append((queue.arrivals[seq], queue, seq))
+        if returned:
+            _, queue, seq = min(returned)
+            return queue, seq
+        if self._choice is not None and self._choice[1] is None and self._choice[0].account.number in queues:
+            return self._choice
+        if queues is self._by_tenant:
+            lowest = self._accounts.lowest()
+            assert lowest is not None
+            return queues[lowest.number], None
+        return min(queues.values(), key=lambda each: (each.account.counter, each.account.number)), None
+
+    def _first_returned(self, queue: TenantQueue, now: float, num_cached_tokens: NumCachedTokens) -> Sequence | None:
+        """The first of a tenant's sequences that were admitted before, if it is of the most urgent class there."""
+        if self._policy is not QueuePolicy.PRIORITY:
+            return queue.returned.top[1]
+        first = queue.first(now, num_cached_tokens)
+        return first if first in queue.returned else None
+
+    def _most_urgent(self, now: float, num_cached_tokens: NumCachedTokens) -> dict[int, TenantQueue]:
+        """The tenants that have sequences of the most urgent class that waits."""
+        priorities: dict[int, Priority] = {}
+        for number, queue in self._by_tenant.items():
+            first = queue.first(now, num_cached_tokens)
+            priorities[number] = Priority.HIGH if queue.has_aged(first, now) else first.priority
+        most_urgent = min(priorities.values())
+        return {number: self._by_tenant[number] for number, each in priorities.items() if each == most_urgent}
 
     def _leave(self, seq: Sequence, now: float) -> None:
-        _, is_new, _ = self._arrivals.pop(seq)
-        if seq in self._aged:
-            self._aged.remove(seq)
-        else:
-            self._order.remove(seq)
-            self._ages.remove(seq)
-        if is_new:
+        queue = self._queues.pop(seq)
+        queue.remove(seq)
+        self.tenants.end_to_wait(queue.account)
+        if not queue.returned:
+            self._with_returned.pop(queue.account.number, None)
+        if not queue.arrivals:
+            del self._by_tenant[queue.account.number]
+            self._accounts.remove(queue.account)
+        if self._choice is not None and self._choice[0] is queue and (self._choice[1] is seq or not queue.arrivals):
+            self._choice = None
+        if not seq.was_admitted:
             self.num_new -= 1
-            self.num_new_tokens -= _num_tokens_that_count(seq)
+            self.num_new_tokens -= seq.num_limited_tokens
         seq.waited_s += now - seq.queued_at
-
-    def _ages_at(self, seq: Sequence) -> float:
-        return seq.queued_at + (self._max_age_s - seq.waited_s)
-
-
-def _num_tokens_that_count(seq: Sequence) -> int:
-    return seq.num_prompt_tokens if seq.is_leader else 0

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from typing_extensions import override
+
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.http.answers.answer_facts import AnswerFacts, finish_reason, stop_reason
 from services.tokenizer.http.answers.logprob_values import CompletionLogprobs, chat_logprobs
+from services.tokenizer.http.answers.pieces import ChoiceForm
 
 
-class ChatChoiceForm:
+class ChatChoiceForm(ChoiceForm):
     """A choice of a chat."""
 
     def __init__(self, facts: AnswerFacts, prompt: int) -> None:
@@ -17,19 +20,19 @@ class ChatChoiceForm:
         self._prompt = prompt
         self._has_calls = False
 
+    @override
     def opening(self) -> dict[str, Any] | None:
-        """See `ChoiceForm`."""
         first = self._choice({"role": "assistant", "content": ""})
         if self._facts.options.has_token_ids:
             first["prompt_token_ids"] = list(self._facts.prompt(self._prompt).token_ids)
         return first
 
+    @override
     def text(self, text: str) -> dict[str, Any]:
-        """See `ChoiceForm`."""
         return self._choice({"content": text})
 
+    @override
     def fields(self, response: tokenizer_pb2.GenerateResponse) -> dict[str, Any]:
-        """See `ChoiceForm`."""
         options = self._facts.options
         delta: dict[str, Any] = {}
         if response.reasoning and options.has_reasoning:
@@ -54,7 +57,7 @@ class ChatChoiceForm:
         return {"delta": delta, "logprobs": None, "finish_reason": None}
 
 
-class CompletionChoiceForm:
+class CompletionChoiceForm(ChoiceForm):
     """A choice of a completion."""
 
     def __init__(self, facts: AnswerFacts, prompt: int) -> None:
@@ -66,16 +69,16 @@ class CompletionChoiceForm:
         self._first_text = facts.prompt(prompt).first_text if facts.options.has_prompt_in_logprobs else None
         self._prompt_ids: list[int] | None = list(facts.prompt(prompt).token_ids)
 
+    @override
     def opening(self) -> dict[str, Any] | None:
-        """See `ChoiceForm`."""
         return None
 
+    @override
     def text(self, text: str) -> dict[str, Any]:
-        """See `ChoiceForm`."""
         return {"text": text, "logprobs": None, "finish_reason": None}
 
+    @override
     def fields(self, response: tokenizer_pb2.GenerateResponse) -> dict[str, Any]:
-        """See `ChoiceForm`."""
         options = self._facts.options
         choice = self.text(response.text)
         self._prompt_logprobs += response.prompt_logprobs

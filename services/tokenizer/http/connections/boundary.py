@@ -11,8 +11,10 @@ from typing import Any
 from aiohttp import web
 
 from services.tokenizer.http.connections.access import Access
+from services.tokenizer.http.connections.clients import CLIENT
 from services.tokenizer.http.connections.connection import SERVER, error_response
 from services.tokenizer.http.errors import HttpError, any_error
+from shared.client_keys import Client
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -35,15 +37,19 @@ def _client_id(request: web.BaseRequest) -> str | None:
     return given if _CLIENT_ID.fullmatch(given) else None
 
 
-def make_boundary(access: Access) -> Any:
-    """The middleware that checks hosts, and turns every error into an answer."""
+def make_boundary(access: Access, find_client: Callable[[web.Request], Client]) -> Any:
+    """The middleware that checks hosts and clients, and turns every error into an answer."""
 
     @web.middleware
     async def boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
         request[REQUEST_ID] = secrets.token_hex(16)
         try:
             access.check_host(request)
-            return access.preflight(request) or await handler(request)
+            # A browser asks without a key.
+            if (answer := access.preflight(request)) is not None:
+                return answer
+            request[CLIENT] = find_client(request)
+            return await handler(request)
         except web.HTTPException as error:
             return error_response(_routing_error(error))
         except ConnectionError:

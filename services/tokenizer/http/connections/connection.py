@@ -15,6 +15,7 @@ from aiohttp import HttpVersion10, HttpVersion11, StreamReader, web
 from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import LineTooLong
 from aiohttp.web_protocol import RequestHandler
+from typing_extensions import override
 
 from services.tokenizer.http.connections.limits import MAX_HEAD_BYTES, MAX_HEADERS, MAX_LINE_BYTES, HttpLimits
 from services.tokenizer.http.connections.unread import UnreadWatch
@@ -112,8 +113,8 @@ class Connection(RequestHandler):
         # Bytes received since the last head's end that are not a body's.
         self._num_surrounding_bytes = 0
 
+    @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`."""
         super().connection_made(transport)
         if not self._connections.try_add(self):
             message = "too many connections are open"
@@ -122,21 +123,21 @@ class Connection(RequestHandler):
         self._connections.note_waiting(self)
         self._await_head()
 
+    @override
     def connection_lost(self, exc: BaseException | None) -> None:
-        """See `asyncio.Protocol`."""
         self._cancel_head_timer()
         self._connections.remove(self)
         super().connection_lost(exc)
         self._unread.stop()
 
+    @override
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
         # Read in pieces, so that a head which is too long is seen before all of it has been kept.
         for start in range(0, max(1, len(data)), MAX_HEAD_BYTES):
             self._receive(data[start : start + MAX_HEAD_BYTES])
 
+    @override
     def pause_writing(self) -> None:
-        """See `asyncio.Protocol`."""
         super().pause_writing()
         if not self._is_handled():
             self._watch_unread()

@@ -14,8 +14,8 @@ from aiohttp import web
 from services.tokenizer.http.connections.connection import Connection, Connections
 from services.tokenizer.http.connections.limits import HttpLimits
 from services.tokenizer.http.connections.tls_listener import TlsListener
-from shared.network.addresses import split_address
-from shared.network.listening import reason_of_failure, refuse_taken_socket
+from shared.network.addresses import is_any_host_of_both_families, split_address
+from shared.network.listening import listen_on_both_families, reason_of_failure, refuse_taken_socket
 from shared.network.tls import Certificates
 
 logger = logging.getLogger(__name__)
@@ -80,13 +80,20 @@ async def _listen(
         refuse_taken_socket(path)
         return await loop.create_unix_server(make, path, backlog=_BACKLOG)
     host, port = split_address(address)
+    if certificates is None and is_any_host_of_both_families(host):
+        listener = listen_on_both_families(port, backlog=_BACKLOG)
+        return await loop.create_server(make, sock=listener, backlog=_BACKLOG)
     if certificates is None:
         return await loop.create_server(make, host, port, backlog=_BACKLOG)
     return TlsListener(await _bind(host, port), make, certificates.make_http_context(), handshake_s)
 
 
 async def _bind(host: str, port: int) -> list[socket.socket]:
-    """Listen on each address of a host, as `create_server` does."""
+    """Listen on each address of a host, as `create_server` does, and on `::` by IPv4 too."""
+    if is_any_host_of_both_families(host):
+        listener = listen_on_both_families(port, backlog=_BACKLOG)
+        listener.setblocking(False)
+        return [listener]
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     with contextlib.ExitStack() as stack:

@@ -21,6 +21,8 @@ _ROLES = {
 }
 # Types of Anthropic's parts.
 _CALL, _RESULT, _THOUGHT = "tool_use", "tool_result", "thinking"
+# What the types of other parts contain, in OpenAI's, vLLM's and Anthropic's APIs, and what such a part is.
+_UNREAD = {"image": "an image", "audio": "sound", "video": "a video", "document": "a document", "file": "a file"}
 
 
 def _as_parts(value: object) -> object:
@@ -128,7 +130,8 @@ def _read_call(part: ContentPart, place: str) -> tokenizer_pb2.ToolCall:
 def _text_of(part: ContentPart, place: str) -> str:
     texts = {"text": part.text, "refusal": part.refusal, _THOUGHT: part.thinking}
     if part.type not in texts:
-        raise invalid_field(place, "only text can be read, not images, audio or files")
+        kind = next((name for mark, name in _UNREAD.items() if mark in part.type), "of an unknown type")
+        raise invalid_field(place, f"is {kind}, but only text can be read")
     return _given(texts[part.type], f"{place}.{part.type}")
 
 

@@ -15,7 +15,7 @@ from services.tokenizer.http.requests.answer_forms import ResponseFormat, Struct
 from services.tokenizer.http.requests.api_request import AnswerOptions
 from services.tokenizer.http.requests.field_names import RESPONSE_FORMAT, STRUCTURED_OUTPUTS
 from services.tokenizer.http.requests.fields import Count, Fields, Several, TextOrTexts
-from shared.limits import MAX_LOGIT_BIASES
+from shared.sampling_params import MAX_LOGIT_BIASES
 
 # A drawn seed fits what every client's JSON library reads exactly.
 _DRAWN_SEED_BITS = 53

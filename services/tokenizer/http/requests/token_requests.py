@@ -42,7 +42,7 @@ class _StringsField(Fields):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizeRequest:
+class EncodingRequest:
     """What to encode."""
 
     prompt: tokenizer_pb2.Prompt
@@ -55,7 +55,7 @@ class TokenizeRequest:
     """Whether a text gets the post-processor's tokens."""
 
 
-def read_tokenize_request(value: JsonObject) -> TokenizeRequest:
+def read_tokenize_request(value: JsonObject) -> EncodingRequest:
     """Read a request.
 
     Raises:
@@ -64,9 +64,9 @@ def read_tokenize_request(value: JsonObject) -> TokenizeRequest:
     if value.get("messages") is not None:
         has_strings = bool(read_fields(_StringsField, value).return_token_strs)
         api = read_chat_request(value, "")
-        return TokenizeRequest(tokenizer_pb2.Prompt(chat=api.message.chat), api.names, api.model, has_strings)
+        return EncodingRequest(tokenizer_pb2.Prompt(chat=api.message.chat), api.names, api.model, has_strings)
     fields = read_fields(TokenizeFields, value)
     names = FieldNames(is_chat=False, given={})
     prompt = tokenizer_pb2.Prompt(text=fields.prompt)
     has_special_tokens = fields.add_special_tokens is not False
-    return TokenizeRequest(prompt, names, fields.model, bool(fields.return_token_strs), has_special_tokens)
+    return EncodingRequest(prompt, names, fields.model, bool(fields.return_token_strs), has_special_tokens)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from services.worker.forward.forward_context import get_forward_context
 from services.worker.forward.kv_cache import KvCacheSpec, LayerCache
@@ -20,8 +21,8 @@ from services.worker.layers.norm import RmsNorm
 from services.worker.layers.rotary import RopeConfig, Rotary
 from services.worker.layers.shard import Part, Shard
 from services.worker.models.config import ConfigValues
-from services.worker.models.protocol import MtpLayers
-from services.worker.ops import EmbeddingKernel, LinearKernel, RopeRows
+from services.worker.models.protocol import CausalLM, MtpLayers
+from services.worker.ops import Activation, EmbeddingKernel, LinearKernel, RopeRows
 from shared.model_dir import ModelDirectoryError
 
 logger = logging.getLogger(__name__)
@@ -38,11 +39,18 @@ _PLAIN_ROPE: Mapping[str, Any] = {}
 SelfAttention = Callable[[Tensor, RopeRows], Tensor]
 # Maps [T, hidden] to a new [T, hidden].
 FeedForward = Callable[[Tensor], Tensor]
+# Reads what a norm multiplies by, [size], from the tensor `{name}.weight` that a checkpoint stores.
+ReadNorm = Callable[[Shard, str, int], Tensor]
+
+
+def read_norm(shard: Shard, name: str, size: int) -> Tensor:
+    """Read a weight that is stored as it is, in the model's dtype."""
+    return shard.weights.read(f"{name}.weight", (size,))
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """The values of config.json that all families have."""
+    """What all families have: values of config.json, and a way of storing norms."""
 
     vocab_size: int
     hidden_size: int
@@ -51,6 +59,7 @@ class DecoderConfig:
     rms_norm_eps: float
     rope: RopeConfig
     tie_embeddings: bool
+    read_norm: ReadNorm = read_norm
 
     @classmethod
     def from_json(
@@ -87,12 +96,17 @@ class DecoderConfig:
         return cls(
             vocab_size=values.size("vocab_size"),
             hidden_size=values.size("hidden_size"),
-            num_layers=values.size("num_hidden_layers", highest=_MAX_LAYERS),
+            num_layers=read_num_layers(values),
             context_length=rope.context_length(max_positions),
             rms_norm_eps=values.number("rms_norm_eps"),
             rope=rope,
             tie_embeddings=values.flag("tie_word_embeddings", default=False),
         )
+
+
+def read_num_layers(values: ConfigValues) -> int:
+    """The number of the model's own layers."""
+    return values.size("num_hidden_layers", highest=_MAX_LAYERS)
 
 
 class DecoderLayer:
@@ -136,7 +150,7 @@ class DecoderLayer:
         return self._mlp(self._mlp_norm.add(attended, residual))
 
 
-class DecoderModel:
+class DecoderModel(CausalLM):
     """A model made of `DecoderLayer`s. See `CausalLM`."""
 
     mtp: MtpLayers | None = None
@@ -148,12 +162,13 @@ class DecoderModel:
         config: DecoderConfig,
         *,
         layers: Sequence[DecoderLayer],
-        rotary: Rotary,
+        rotaries: Sequence[Rotary],
         kv_layers: Sequence[LayerCache],
     ) -> None:
         """Load embedding, final norm and head around the layers.
 
         Args:
+            rotaries: Each layer's rotation; `mtp`'s layers have the last one.
             kv_layers: What a token keeps in the cache, by layer, `mtp`'s last.
 
         Raises:
@@ -168,27 +183,33 @@ class DecoderModel:
         embedding, head = _load_ends(shard, config, part)
         self.embedding = Embedding(embedding, part, shard.tp)
         self._head = Head(head, parts, shard.tp)
-        self.rotary = rotary
+        self.rotary = rotaries[-1]
         self.has_experts = any(layer.has_experts for layer in layers)
-        self._layers = list(layers)
+        self._rotaries = list(dict.fromkeys(rotaries))
+        places = [self._rotaries.index(rotary) for rotary in rotaries]
+        self._layers = list(zip(layers, places, strict=True))
         self._norm = load_norm(shard, config, "model.norm")
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[T] int64 to a new [T, hidden], the residual stream that enters the first layer."""
+        return self.embedding(token_ids)
+
+    @override
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """See `CausalLM.forward`."""
-        rope = self.rotary.select(positions)
-        residual = self.embedding(token_ids)
+        ropes = [rotary.select(positions) for rotary in self._rotaries]
+        residual = self.embed(token_ids)
         hidden: Tensor | None = None
         progress = get_forward_context().progress
-        for layer in self._layers:
-            hidden = layer(hidden, residual, rope)
+        for layer, place in self._layers:
+            hidden = layer(hidden, residual, ropes[place])
             progress.advance()
         assert hidden is not None
         return self._norm.add(hidden, residual)
 
+    @override
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """See `CausalLM.compute_logits`."""
         return self._head(hidden).float()
 
 
@@ -216,15 +237,21 @@ def _load_ends(shard: Shard, config: DecoderConfig, part: Part) -> tuple[Embeddi
 
 def load_norm(shard: Shard, config: DecoderConfig, name: str) -> RmsNorm:
     """Load a norm over the hidden size."""
-    return RmsNorm(shard.ops, shard.weights.read(f"{name}.weight", (config.hidden_size,)), config.rms_norm_eps)
+    return RmsNorm(shard.ops, config.read_norm(shard, name, config.hidden_size), config.rms_norm_eps)
 
 
 def load_mlp(
-    shard: Shard, config: DecoderConfig, prefix: str, *, inner_size: int, has_bias: bool = False
+    shard: Shard,
+    config: DecoderConfig,
+    prefix: str,
+    *,
+    inner_size: int,
+    has_bias: bool = False,
+    activation: Activation = Activation.SILU,
 ) -> FeedForward:
     """Load `{prefix}.gate_proj`, `.up_proj` and `.down_proj`, split over the ranks."""
     hidden, inner = Part.whole(config.hidden_size), shard.part("intermediate_size", inner_size)
     names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
     gate_up = Linear.load(shard, names, [inner, inner], inputs=hidden, has_bias=has_bias)
     down = Linear.load(shard, [f"{prefix}.down_proj"], [hidden], inputs=inner, has_bias=has_bias)
-    return sum_over_ranks(GatedMlp(shard.ops, gate_up, down), shard.tp)
+    return sum_over_ranks(GatedMlp(shard.ops, gate_up, down, activation), shard.tp)

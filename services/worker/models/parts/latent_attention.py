@@ -25,17 +25,27 @@ _NORM_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class IndexerConfig:
-    """The sizes of an indexer."""
+    """The indexers of a model: their sizes, and which layers have one."""
 
     num_heads: int
     head_dim: int
     num_selected: int
     """The most tokens that a token attends to."""
+    is_interleaved: bool = False
+    """Whether its rotated pairs are adjacent columns in checkpoints; otherwise they are rope_dim / 2 apart."""
+    shared_layers: frozenset[int] = frozenset()
+    """Layers without an indexer, which attend to what the last layer with one selected."""
+    is_shared_by_drafts: bool = False
+    """Whether a prediction layer selects for the first draft only, and the later ones attend to the same."""
+
+    def is_in(self, layer: int) -> bool:
+        """Whether a layer has an indexer of its own."""
+        return layer not in self.shared_layers
 
 
 @dataclass(frozen=True, slots=True)
 class LatentAttentionConfig:
-    """A family's attention, the same in every layer."""
+    """A family's attention, the same in every layer but for the indexers."""
 
     sizes: LatentSizes
     has_bias: bool
@@ -80,10 +90,14 @@ class LatentAttentionConfig:
             indexer=indexer,
         )
 
-    def layer_cache(self, dtype: torch.dtype) -> LayerCache:
+    def indexer_of(self, layer: int) -> IndexerConfig | None:
+        """The indexer that a layer has; None if it has none."""
+        return self.indexer if self.indexer is not None and self.indexer.is_in(layer) else None
+
+    def layer_cache(self, layer: int, dtype: torch.dtype) -> LayerCache:
         """What a token keeps in a layer."""
-        latent = CacheTensor((self.sizes.cached_dim,), dtype)
-        return (latent,) if self.indexer is None else (latent, CacheTensor((self.indexer.head_dim,), dtype))
+        latent, indexer = CacheTensor((self.sizes.cached_dim,), dtype), self.indexer_of(layer)
+        return (latent,) if indexer is None else (latent, CacheTensor((indexer.head_dim,), dtype))
 
 
 def load_latent_attention(
@@ -94,13 +108,14 @@ def load_latent_attention(
     shard.ops.check_latent_attention(
         len(heads), sizes.latent_dim, sizes.rope_dim, shard.weights.dtype, is_sparse=attention.indexer is not None
     )
+    indexer = attention.indexer_of(layer)
     return LatentAttention(
         shard.ops,
         layer,
         replace(sizes, num_heads=len(heads)),
         _load_projections(shard, config, prefix, attention, heads),
         scale=attention.scale,
-        indexer=None if attention.indexer is None else _load_indexer(shard, config, prefix, attention),
+        indexer=None if indexer is None else _load_indexer(shard, config, prefix, attention, indexer),
     )
 
 
@@ -157,18 +172,20 @@ def _absorbed_weights(weights: ModelWeights, name: str, sizes: LatentSizes, head
     return up[:, : sizes.plain_dim].transpose(1, 2), up[:, sizes.plain_dim :]
 
 
-def _load_indexer(shard: Shard, config: DecoderConfig, prefix: str, attention: LatentAttentionConfig) -> Indexer:
-    """Load the indexer in full on every rank, its columns in the order that the attention's rotation expects.
+def _load_indexer(
+    shard: Shard, config: DecoderConfig, prefix: str, attention: LatentAttentionConfig, indexer: IndexerConfig
+) -> Indexer:
+    """Load an indexer in full on every rank, its columns in the order that the attention's rotation expects.
 
-    In checkpoints its rotated pairs are rope_dim / 2 columns apart even where the attention's are adjacent. Reordering
-    queries and keys alike leaves their products unchanged.
+    In DeepSeek's checkpoints its rotated pairs are rope_dim / 2 columns apart although the attention's are adjacent.
+    Reordering queries and keys alike leaves their products unchanged.
     """
     ops, weights = shard.ops, shard.weights
-    indexer, sizes, name = attention.indexer, attention.sizes, f"{prefix}.indexer"
-    assert indexer is not None
+    sizes, name = attention.sizes, f"{prefix}.indexer"
     assert sizes.query_latent_dim is not None
+    assert attention.is_interleaved
     order = torch.arange(indexer.head_dim)
-    if attention.is_interleaved:
+    if not indexer.is_interleaved:
         order[: sizes.rope_dim] = order[: sizes.rope_dim].view(2, -1).T.flatten()
     heads = indexer.num_heads
     query = weights.dense(f"{name}.wq_b", (heads * indexer.head_dim, sizes.query_latent_dim))

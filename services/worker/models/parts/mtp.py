@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from services.worker.layers.linear import Linear
 from services.worker.layers.norm import RmsNorm
 from services.worker.layers.shard import Part, Shard
 from services.worker.models.config import ConfigValues
 from services.worker.models.parts.decoder import DecoderConfig, DecoderLayer, DecoderModel, load_norm
+from services.worker.models.protocol import MtpLayers
 from services.worker.weights.model_weights import ModelWeights
 
 _NUM_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
@@ -48,25 +50,26 @@ class MtpLayer:
         )
 
 
-class DecoderMtpLayers:
+class DecoderMtpLayers(MtpLayers):
     """A checkpoint's layers. Embedding, head and rotation are the model's. See `MtpLayers`."""
 
-    def __init__(self, model: DecoderModel, layers: Sequence[MtpLayer]) -> None:
+    def __init__(self, model: DecoderModel, layers: Sequence[MtpLayer], *, num_shared_positions: int = 0) -> None:
         self.num_layers = len(layers)
+        self.num_shared_positions = num_shared_positions
         self._model = model
         self._layers = list(layers)
 
+    @override
     @torch.inference_mode()
     def forward(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, layer: int) -> Tensor:
-        """See `MtpLayers.forward`."""
         parts, model = self._layers[layer], self._model
-        embedded = parts.embedding_norm(model.embedding(token_ids))
+        embedded = parts.embedding_norm(model.embed(token_ids))
         residual = parts.join(torch.cat((embedded, parts.hidden_norm(hidden)), dim=-1))
         added = parts.block(None, residual, model.rotary.select(positions))
         return parts.last_norm.add(added, residual)
 
+    @override
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """See `MtpLayers.compute_logits`."""
         return self._model.compute_logits(hidden)
 
 
@@ -85,15 +88,19 @@ def mtp_layers_to_load(values: ConfigValues, config: DecoderConfig, weights: Mod
     return range(0)
 
 
+def num_mtp_layers(values: ConfigValues) -> int:
+    """How many layers a configuration names, whether or not a checkpoint has them."""
+    return values.count(*_NUM_LAYERS, default=0)
+
+
 def mtp_prefixes(config: Mapping[str, Any]) -> tuple[str, ...]:
     """How the names of the layers' tensors begin, whether or not a checkpoint has them; none if there are no layers."""
     values = ConfigValues(config)
-    num_layers = values.count(*_NUM_LAYERS, default=0)
-    return _prefixes(_layer_numbers(values.count("num_hidden_layers"), values)) if num_layers else ()
+    return _prefixes(_layer_numbers(values.count("num_hidden_layers"), values)) if num_mtp_layers(values) else ()
 
 
 def _layer_numbers(num_layers: int, values: ConfigValues) -> range:
-    return range(num_layers, num_layers + values.count(*_NUM_LAYERS, default=0))
+    return range(num_layers, num_layers + num_mtp_layers(values))
 
 
 def _prefixes(numbers: range) -> tuple[str, ...]:
@@ -101,11 +108,16 @@ def _prefixes(numbers: range) -> tuple[str, ...]:
 
 
 def load_mtp(
-    shard: Shard, config: DecoderConfig, model: DecoderModel, *, blocks: Sequence[DecoderLayer]
+    shard: Shard,
+    config: DecoderConfig,
+    model: DecoderModel,
+    *,
+    blocks: Sequence[DecoderLayer],
+    num_shared_positions: int = 0,
 ) -> DecoderMtpLayers | None:
     """Load the layers around `blocks`, which follow the model's own; None if there are none."""
     layers = [
         MtpLayer.load(shard, config, number, block=block)
         for number, block in enumerate(blocks, start=config.num_layers)
     ]
-    return DecoderMtpLayers(model, layers) if layers else None
+    return DecoderMtpLayers(model, layers, num_shared_positions=num_shared_positions) if layers else None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from services.worker.forward.kv_cache import LayerCache, attention_cache
+from services.worker.forward.kv_cache import KvCacheSpec, LayerCache, attention_cache
 from services.worker.layers.attention import Attention
 from services.worker.layers.linear import Linear, sum_over_ranks
 from services.worker.layers.rotary import Rotary
@@ -29,6 +30,8 @@ _KV_SCALES = (
     "{}_proj.output_scale",
     "kv_scale",
 )
+
+logger = logging.getLogger(__name__)
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # As in transformers' `remap_legacy_layer_types`.
@@ -68,11 +71,35 @@ class AttentionConfig:
     has_output_bias: bool = False
     has_head_norms: bool = False
     has_sinks: bool = False
+    scale: float | None = None
+    """Multiplies the products of queries and keys; None means `head_dim ** -0.5`."""
+    query_scales: Tensor | None = None
+    """See `Attention`."""
 
-    def kv_layers(self, shard: Shard) -> list[LayerCache]:
-        """What a token keeps in this rank's cache, by layer."""
+    def kv_layers(self, shard: Shard, context_length: int) -> list[LayerCache]:
+        """What a token keeps in this rank's cache, by layer; logs what windows leave unread of a whole context."""
         num_heads = len(shard.kv_heads(self.heads.num_kv_heads))
-        return [attention_cache(num_heads, self.heads.head_dim, shard.kv_dtype)] * len(self.windows)
+        layer = attention_cache(num_heads, self.heads.head_dim, shard.kv_dtype)
+        _log_unread(self.windows, KvCacheSpec((layer,)).bytes_per_token, context_length)
+        return [layer] * len(self.windows)
+
+
+def _log_unread(windows: Sequence[int | None], layer_bytes: int, context_length: int) -> None:
+    """Log the cost of windows if there are any: no token leaves the cache before its sequence."""
+    narrow = [window for window in windows if window is not None and window < context_length]
+    if not narrow:
+        return
+    logger.info(
+        "layers with a window keep the keys and values of the whole context, beyond what they read",
+        extra={
+            "layers": len(narrow),
+            "window": max(narrow),
+            "context_length": context_length,
+            "bytes_per_token": len(narrow) * layer_bytes,
+            "bytes_per_context": len(narrow) * layer_bytes * context_length,
+            "bytes_read": sum(narrow) * layer_bytes,
+        },
+    )
 
 
 def windows_by_type(values: ConfigValues, window: int | None, default: Sequence[str]) -> list[int | None]:
@@ -97,8 +124,9 @@ def load_plain_model(
         load_plain_layer(shard, config, layer, attention=attention, feed_forward=load_feed_forward(layer))
         for layer in range(config.num_layers)
     ]
-    rotary, kv_layers = load_rotary(shard, config, attention.heads), attention.kv_layers(shard)
-    return DecoderModel(shard, config, layers=layers, rotary=rotary, kv_layers=kv_layers)
+    rotary = load_rotary(shard, config, attention.heads)
+    kv_layers = attention.kv_layers(shard, config.context_length)
+    return DecoderModel(shard, config, layers=layers, rotaries=[rotary] * len(layers), kv_layers=kv_layers)
 
 
 def load_plain_layer(
@@ -110,7 +138,7 @@ def load_plain_layer(
     feed_forward: FeedForward,
 ) -> DecoderLayer:
     """Load layer `layer` of a checkpoint."""
-    attends = _load_attention(shard, config, layer, attention)
+    attends = load_attention(shard, config, layer, attention)
     return DecoderLayer.load(shard, config, layer, attention=attends, mlp=feed_forward)
 
 
@@ -124,7 +152,7 @@ def load_rotary(shard: Shard, config: DecoderConfig, heads: AttentionHeads) -> R
     return Rotary(shard.ops, config.rope, rotary_dim, config.context_length, device=shard.weights.device)
 
 
-def _load_attention(shard: Shard, config: DecoderConfig, layer: int, attention: AttentionConfig) -> Attention:
+def load_attention(shard: Shard, config: DecoderConfig, layer: int, attention: AttentionConfig) -> Attention:
     """This rank's heads; the output projection is summed over the ranks."""
     ops, weights, prefix, head_dim = (
         shard.ops,
@@ -137,15 +165,16 @@ def _load_attention(shard: Shard, config: DecoderConfig, layer: int, attention: 
     sinks = None
     if attention.has_sinks:
         sinks = weights.read(f"{prefix}.sinks", (heads.total,), rows=heads.run, dtype=torch.float32)
-    params = AttentionParams(head_dim**-0.5, attention.windows[layer], sinks)
+    scale = head_dim**-0.5 if attention.scale is None else attention.scale
+    params = AttentionParams(scale, attention.windows[layer], sinks)
     ops.check_attention(len(heads), len(kv_heads), head_dim, params)
     names = [f"{prefix}.{name}_proj" for name in "qkv"]
     qkv = Linear.load(shard, names, [query, kv, kv], inputs=hidden, has_bias=attention.has_qkv_bias)
     output = Linear.load(shard, [f"{prefix}.o_proj"], [hidden], inputs=query, has_bias=attention.has_output_bias)
     norms = None
     if attention.has_head_norms:
-        query_norm = weights.read(f"{prefix}.q_norm.weight", (head_dim,))
-        norms = HeadNorms(query_norm, weights.read(f"{prefix}.k_norm.weight", (head_dim,)), config.rms_norm_eps)
+        query_norm, key_norm = (config.read_norm(shard, f"{prefix}.{letter}_norm", head_dim) for letter in "qk")
+        norms = HeadNorms(query_norm, key_norm, config.rms_norm_eps)
     return Attention(
         ops,
         layer,
@@ -156,11 +185,12 @@ def _load_attention(shard: Shard, config: DecoderConfig, layer: int, attention: 
         params=params,
         norms=norms,
         kv_scales=_load_kv_scales(shard, prefix),
+        query_scales=attention.query_scales,
     )
 
 
 def _load_kv_scales(shard: Shard, prefix: str) -> tuple[Tensor, ...]:
-    """See `Attention.kv_scales`."""
+    """The scales of cached keys and values; none unless the cache is in float8_e4m3fn."""
     if shard.kv_dtype != torch.float8_e4m3fn:
         return ()
     return tuple(

@@ -19,6 +19,7 @@ from shared.model_dir import ModelDirectoryError
 # An expert's gate, up and down projections.
 ExpertNames = tuple[str, str, str]
 _EXPERT_NAMES: ExpertNames = ("gate_proj", "up_proj", "down_proj")
+_GATE_UP = "gate_up_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,13 @@ def load_sparse_mlp(
     *,
     sparse: SparseConfig,
     names: ExpertNames = _EXPERT_NAMES,
+    has_stacks: bool = False,
 ) -> SparseMlp:
-    """Load `{prefix}.gate`, the projections of `.experts.0` and so on, and `.shared_experts`."""
+    """Load `{prefix}.gate`, the projections of `.experts.0` and so on, and `.shared_experts`.
+
+    Args:
+        has_stacks: Whether the experts may be stored as two stacks; see `_stack_reader`.
+    """
     ops, weights = shard.ops, shard.weights
     rule, dtype = sparse.rule, sparse.router_dtype or weights.dtype
     if sparse.has_correction:
@@ -95,7 +101,12 @@ def load_sparse_mlp(
         rule = replace(rule, correction=weights.read(name, (sparse.num_experts,), dtype=torch.float32))
     gate = weights.dense(f"{prefix}.gate", (sparse.num_experts, config.hidden_size))
     router = Router(ops, Linear(ops, gate.to(dtype), dtype), rule, dtype=dtype)
-    read = _expert_reader(weights, f"{prefix}.experts", names, sparse, config)
+    is_stacked = has_stacks and f"{prefix}.experts.{_GATE_UP}" in weights
+    read = (
+        _stack_reader(weights, f"{prefix}.experts", sparse, config)
+        if is_stacked
+        else _expert_reader(weights, f"{prefix}.experts", names, sparse, config)
+    )
     experts = load_routed_experts(shard, sparse, read)
     if not sparse.shared_size:
         return SparseMlp(router, experts)
@@ -126,6 +137,8 @@ class FeedForwardConfig:
     """A dense layer's inner size; 0 if there is none."""
     sparse: SparseConfig
     has_dense_bias: bool = False
+    has_stacks: bool = False
+    """Whether experts may be stored as stacks."""
 
     @classmethod
     def from_json(
@@ -135,16 +148,17 @@ class FeedForwardConfig:
         sparse: SparseConfig,
         *,
         has_dense_bias: bool = False,
+        has_stacks: bool = False,
     ) -> FeedForwardConfig:
         """Read the size of the dense layers."""
         dense_size = values.size("intermediate_size") if dense_layers else 0
-        return cls(dense_layers, dense_size, sparse, has_dense_bias)
+        return cls(dense_layers, dense_size, sparse, has_dense_bias, has_stacks)
 
     def load(self, shard: Shard, config: DecoderConfig, layer: int) -> FeedForward:
         """Load a layer's network."""
         prefix = f"model.layers.{layer}.mlp"
         if layer not in self.dense_layers:
-            return load_sparse_mlp(shard, config, prefix, sparse=self.sparse)
+            return load_sparse_mlp(shard, config, prefix, sparse=self.sparse, has_stacks=self.has_stacks)
         return load_mlp(shard, config, prefix, inner_size=self.dense_size, has_bias=self.has_dense_bias)
 
 
@@ -158,5 +172,25 @@ def _expert_reader(
         gate_up = [weights.linear(f"{prefix}.{expert}.{name}", inner_shape, rows=inner.run) for name in (gate, up)]
         down_part = weights.linear(f"{prefix}.{expert}.{down}", down_shape, columns=inner.run)
         return ExpertWeights(join_rows(gate_up, weights.dtype), down_part)
+
+    return read
+
+
+def _stack_reader(weights: ModelWeights, prefix: str, sparse: SparseConfig, config: DecoderConfig) -> ReadExpert:
+    """Experts are stored as two stacks; the first half of `gate_up_proj`'s outputs is the gate's.
+
+    Published input features first; transformers 5 writes them output features first.
+    Source: transformers 5, conversion_mapping.py, `qwen3_vl_moe`.
+    """
+    num_experts, inner_size, hidden_size = sparse.num_experts, sparse.inner_size, config.hidden_size
+    gate_up_shape, down_shape = (num_experts, hidden_size, 2 * inner_size), (num_experts, inner_size, hidden_size)
+
+    def read(expert: int, inner: Part) -> ExpertWeights:
+        runs = [inner.run, slice(inner_size + inner.run.start, inner_size + inner.run.stop)]
+        gate_up = [
+            weights.stacked(f"{prefix}.{_GATE_UP}", gate_up_shape, expert, rows=run, in_any_order=True) for run in runs
+        ]
+        down = weights.stacked(f"{prefix}.down_proj", down_shape, expert, columns=inner.run, in_any_order=True)
+        return ExpertWeights(join_rows(gate_up, weights.dtype), down)
 
     return read

@@ -23,11 +23,11 @@ from aiter import pa_fwd_asm, reshape_and_cache
 from torch import Tensor
 
 from services.worker.device import DeviceError
-from services.worker.forward.forward_context import AttentionMetadata
+from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
 from services.worker.ops.aiter_ops.attention import AiterPlan, attend
 from services.worker.ops.arguments import AttentionParams
+from services.worker.ops.triton.attention.plan import TritonPlan
 from services.worker.ops.triton.attention.tile import PagedSequences
-from services.worker.ops.triton.backend import TritonPlan
 from shared.errors import InvalidRequestError, Violation
 
 _BLOCK_SIZE = 16
@@ -140,21 +140,16 @@ def check_asm_block_size(block_size: int) -> None:
         raise InvalidRequestError.from_violations([Violation("block_size", "OUT_OF_RANGE", text)])
 
 
-def write_packed(key: Tensor, value: Tensor, cache: tuple[Tensor, ...], slot_mapping: Tensor) -> None:
-    """Write the step's keys and values into their slots, in the kernel's layout.
-
-    Args:
-        key: [T, K, D], each token's heads contiguous.
-        value: Likewise.
-        cache: Keys and values, each [num_blocks, block_size, K, D], whose memory is written.
-        slot_mapping: [T] int64; -1 is skipped.
-    """
+def write_kv(key: Tensor, value: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan) -> None:
+    """Write both in one launch, in the kernel's layout; each token's heads must be contiguous."""
+    slot_mapping = plan.metadata.slot_mapping
     keys, values = _packed(cache)
     reshape_and_cache(key, value, keys, values, slot_mapping, kv_cache_dtype="auto", asm_layout=True)
 
 
-def attend_packed(query: Tensor, cache: tuple[Tensor, ...], plan: AsmPlan, params: AttentionParams) -> Tensor:
-    """Causal attention of a step's new tokens; arguments and result as in `attend`."""
+def decode_attention(query: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan, params: AttentionParams) -> Tensor:
+    """Attend with the assembly kernel, and from chunks with `attend`."""
+    assert isinstance(plan, AsmPlan)
     attended = None
     num_rows = 0 if plan.rows is None else len(plan.rows.context_lens)
     if plan.contexts is not None:

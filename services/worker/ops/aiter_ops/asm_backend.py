@@ -3,78 +3,78 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
-from services.worker.forward.kv_cache import KvCache
-from services.worker.ops.aiter_ops.asm_attention import (
-    AsmPlan,
-    attend_packed,
-    check_asm_block_size,
-    check_attention,
-    write_packed,
-)
-from services.worker.ops.aiter_ops.asm_latent import (
-    AsmLatentPlan,
-    check_latent_attention,
-    decode_latents,
-    splits_in_use,
-)
-from services.worker.ops.aiter_ops.backend import AiterOps
-from services.worker.ops.arguments import AttentionParams
+from services.worker.ops import composed
+from services.worker.ops.aiter_ops import asm_attention, asm_latent, attention, elementwise, experts, linear
+from services.worker.ops.aiter_ops.backend import numerics
+from services.worker.ops.matrix_rows import MatrixFormat
+from services.worker.ops.triton import advance_batch as batch
+from services.worker.ops.triton import norm, prepare, routing
+from services.worker.ops.triton import rope as rotary
+from services.worker.ops.triton.attention import plan as triton_attention
+from services.worker.ops.triton.products import expert_sums
+from services.worker.ops.triton.sampling import edits, greedy
+from services.worker.ops.triton.sampling import sample as sampling
+from services.worker.ops.triton.sampling import token_logprobs as logprobs
 
 
-class AiterAsmOps(AiterOps):
-    """See `Ops` for what each method computes."""
+class AiterAsmOps(asm_latent.AsmState):
+    """The function that computes each op; see `Ops`."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        # What captured graphs read, by the numbers of rows and slots of their step.
-        self._captured_splits: dict[tuple[int, int], Tensor] = {}
+    name = "aiter"
+    is_exact = False
+    draws_on_host = False
+    automatic_dtype = torch.bfloat16
+    formats = frozenset(MatrixFormat)
+    automatic_quantization: MatrixFormat | None = None
+    # AITER's own FP8 is the GPU's: on MI300 a code would be half the number that it is on MI350.
+    kv_dtypes: tuple[torch.dtype, ...] = ()
 
     def numerics(self) -> str:
-        return f"{super().numerics()} asm"
+        return f"{numerics(self.instructions)} asm"
 
-    def check_block_size(self, block_size: int) -> None:
-        check_asm_block_size(block_size)
+    num_threads = property(composed.num_threads)
+    use_threads = staticmethod(composed.use_threads)
+    # Its experts have no FP8 weights.
+    quantize_activations = composed.refuse_quantized_activations
+    make_capture = staticmethod(composed.capture_graphs)
 
-    def check_attention(self, num_heads: int, num_kv_heads: int, head_dim: int, params: AttentionParams) -> None:
-        check_attention(num_heads, num_kv_heads, head_dim, params)
+    advance_batch = staticmethod(batch.advance_batch)
 
-    def check_latent_attention(
-        self, num_heads: int, latent_dim: int, rotated_dim: int, dtype: torch.dtype, *, is_sparse: bool
-    ) -> None:
-        check_latent_attention(num_heads, latent_dim, rotated_dim, dtype, is_sparse=is_sparse)
+    prepare_linear = linear.prepare_linear
+    prepare_per_head_linear = staticmethod(composed.prepare_per_head_linear)
+    prepare_embedding = staticmethod(linear.prepare_embedding)
+    prepare_head = composed.prepare_head
+    prepare_tied = prepare.prepare_tied
 
-    def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> AttentionPlan:
-        has_latents = len(kv_cache.spec.layers[0][0].shape) == 1
-        return AsmLatentPlan(metadata, kv_cache) if has_latents else AsmPlan(metadata)
+    rms_norm = staticmethod(elementwise.rms_norm)
+    add_rms_norm = staticmethod(elementwise.add_rms_norm)
+    layer_norm = staticmethod(norm.layer_norm)
+    act_and_mul = staticmethod(elementwise.act_and_mul)
+    scale = staticmethod(composed.scale)
 
-    def write_kv(self, key: Tensor, value: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan) -> None:
-        write_packed(key, value, cache, plan.metadata.slot_mapping)
+    prepare_rope = staticmethod(elementwise.prepare_rope)
+    select_rope = staticmethod(rotary.select_rope)
+    rope = staticmethod(elementwise.rope)
 
-    def decode_attention(
-        self, query: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan, params: AttentionParams
-    ) -> Tensor:
-        assert isinstance(plan, AsmPlan)
-        return attend_packed(query, cache, plan, params)
+    check_block_size = staticmethod(asm_attention.check_asm_block_size)
+    check_attention = staticmethod(asm_attention.check_attention)
+    check_latent_attention = staticmethod(asm_latent.check_latent_attention)
+    plan_attention = staticmethod(asm_latent.plan_attention)
+    write_kv = staticmethod(asm_attention.write_kv)
+    norm_rope_write = attention.norm_rope_write
+    write_cache = staticmethod(triton_attention.write_cache)
+    prefill_attention = composed.prefill_attention
+    decode_attention = staticmethod(asm_attention.decode_attention)
+    mla_attention = asm_latent.mla_attention
+    select_context = staticmethod(triton_attention.select_context)
 
-    def mla_attention(
-        self,
-        query: Tensor,
-        latent_cache: Tensor,
-        plan: AttentionPlan,
-        *,
-        scale: float,
-        value_dim: int,
-        selected: Tensor | None = None,
-    ) -> Tensor:
-        assert isinstance(plan, AsmLatentPlan)
-        assert selected is None
-        output = super().mla_attention(query, latent_cache, plan, scale=scale, value_dim=value_dim)
-        if plan.rows is not None:
-            if query.is_cuda and torch.cuda.is_current_stream_capturing():
-                size = len(plan.rows.last_page_lens), len(plan.rows.slots)
-                self._captured_splits[size] = splits_in_use(plan.rows, query.shape[1], query.dtype)
-            decode_latents(query, latent_cache, output, plan.rows, scale)
-        return output
+    # AITER's kernels choose any of equal scores.
+    route = staticmethod(routing.route)
+    prepare_experts = experts.prepare_experts
+    combine_experts = staticmethod(expert_sums.combine_experts)
+
+    edit_logits = staticmethod(edits.edit_logits)
+    sample = staticmethod(sampling.sample)
+    token_logprobs = staticmethod(logprobs.token_logprobs)
+    greedy_sample = staticmethod(greedy.greedy_sample)

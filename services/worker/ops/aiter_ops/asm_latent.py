@@ -14,12 +14,14 @@ import torch
 from aiter.mla import get_meta_param, mla_decode_fwd
 from torch import Tensor
 
-from services.worker.forward.forward_context import AttentionMetadata
+from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
 from services.worker.forward.kv_cache import KvCache
-from services.worker.ops.aiter_ops.asm_attention import no_kernel
+from services.worker.ops.aiter_ops.asm_attention import AsmPlan, no_kernel
+from services.worker.ops.triton.attention import plan as triton_attention
 from services.worker.ops.triton.attention.context_slots import write_slots
+from services.worker.ops.triton.attention.plan import TritonPlan, select_sequences
 from services.worker.ops.triton.attention.tile import PagedSequences
-from services.worker.ops.triton.backend import TritonPlan, select_sequences
+from services.worker.ops.triton.state import TritonState
 
 _NUM_HEADS = (16, 128)
 _LATENT_DIM, _ROTATED_DIM = 512, 64
@@ -74,6 +76,15 @@ class LatentRows:
         return cls(sequences.cu_seqlens_q, starts, slots, torch.ones_like(lens))
 
 
+class AsmState(TritonState):
+    """What captured graphs need besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.captured_splits: dict[tuple[int, int], Tensor] = {}
+        """What captured graphs read, by the numbers of rows and slots of their step."""
+
+
 def check_latent_attention(
     num_heads: int, latent_dim: int, rotated_dim: int, dtype: torch.dtype, *, is_sparse: bool
 ) -> None:
@@ -91,6 +102,34 @@ def check_latent_attention(
         raise no_kernel(f"bfloat16 for latent attention, not {str(dtype).removeprefix('torch.')}")
     if is_sparse:
         raise no_kernel("no sparse attention")
+
+
+def plan_attention(metadata: AttentionMetadata, kv_cache: KvCache) -> AttentionPlan:
+    """Plan for the kernel that the cache is for."""
+    has_latents = len(kv_cache.spec.layers[0][0].shape) == 1
+    return AsmLatentPlan(metadata, kv_cache) if has_latents else AsmPlan(metadata)
+
+
+def mla_attention(
+    state: AsmState,
+    query: Tensor,
+    latent_cache: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    value_dim: int,
+    selected: Tensor | None = None,
+) -> Tensor:
+    """Attend with our kernels, then with AITER's from the first tokens."""
+    assert isinstance(plan, AsmLatentPlan)
+    assert selected is None
+    output = triton_attention.mla_attention(query, latent_cache, plan, scale=scale, value_dim=value_dim)
+    if plan.rows is not None:
+        if query.is_cuda and torch.cuda.is_current_stream_capturing():
+            size = len(plan.rows.last_page_lens), len(plan.rows.slots)
+            state.captured_splits[size] = splits_in_use(plan.rows, query.shape[1], query.dtype)
+        decode_latents(query, latent_cache, output, plan.rows, scale)
+    return output
 
 
 def decode_latents(query: Tensor, latent_cache: Tensor, output: Tensor, rows: LatentRows, scale: float) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from aiter import reshape_and_cache_flash
 from aiter.ops.triton.unified_attention import unified_attention
 from torch import Tensor
 
-from services.worker.forward.forward_context import AttentionMetadata
-from services.worker.ops.arguments import AttentionParams
-from services.worker.ops.triton.backend import TritonPlan
+from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
+from services.worker.forward.kv_cache import KvCache
+from services.worker.ops import composed
+from services.worker.ops.arguments import AttentionParams, HeadNorms, RopeRows
+from services.worker.ops.protocol import Ops
+from services.worker.ops.triton.attention.plan import TritonPlan
 from shared.errors import InvalidRequestError, Violation
 
 # AITER reads this many tokens at a time where a sequence has several new ones, and a block where it has one.
@@ -40,6 +44,43 @@ def check_block_size(block_size: int) -> None:
     if block_size < _LEAST_BLOCK_SIZE or block_size & (block_size - 1):
         text = f"must be a power of two and at least {_LEAST_BLOCK_SIZE} with the backend aiter"
         raise InvalidRequestError.from_violations([Violation("block_size", "OUT_OF_RANGE", text)])
+
+
+def plan_attention(metadata: AttentionMetadata, kv_cache: KvCache) -> AttentionPlan:
+    """Make AITER's arguments, and the plan of our kernels."""
+    return AiterPlan(metadata, kv_cache.block_size)
+
+
+def write_kv(key: Tensor, value: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan) -> None:
+    """Write both in one launch; each token's heads must be contiguous."""
+    assert isinstance(plan, AiterPlan)
+    slot_mapping, unit_scale = plan.metadata.slot_mapping, plan.unit_scale
+    reshape_and_cache_flash(
+        key, value, cache[0], cache[1], slot_mapping, kv_cache_dtype="auto", k_scale=unit_scale, v_scale=unit_scale
+    )
+
+
+def norm_rope_write(
+    ops: Ops,
+    qkv: Tensor,
+    norms: HeadNorms | None,
+    rows: RopeRows,
+    *,
+    num_heads: int,
+    cache: tuple[Tensor, ...],
+    plan: AttentionPlan,
+) -> None:
+    """Make keys and values finite, then call the three ops."""
+    # A decode multiplies by 0 what another sequence has left after a context's end, and NaN would remain NaN. The
+    # sequence itself still has it in its hidden state.
+    qkv[:, num_heads:].nan_to_num_(0.0, 0.0, 0.0)
+    composed.norm_rope_write(ops, qkv, norms, rows, num_heads=num_heads, cache=cache, plan=plan)
+
+
+def decode_attention(query: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan, params: AttentionParams) -> Tensor:
+    """Attend with one kernel, whatever the numbers of new tokens."""
+    assert isinstance(plan, AiterPlan)
+    return attend(query, cache, plan, params)
 
 
 def attend(query: Tensor, cache: tuple[Tensor, ...], plan: AiterPlan, params: AttentionParams) -> Tensor:

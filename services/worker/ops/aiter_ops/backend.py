@@ -6,126 +6,90 @@ batch it is in.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from importlib import metadata as packages
 
 import torch
 import triton
-from torch import Tensor
 
-from services.worker.device import DeviceError
-from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
-from services.worker.forward.kv_cache import KvCache
-from services.worker.ops.aiter_ops.attention import AiterPlan, attend, check_block_size
-from services.worker.ops.aiter_ops.elementwise import add_rms_norm, rms_norm, rope, silu_and_mul, write_kv
-from services.worker.ops.aiter_ops.experts import prepare_experts
-from services.worker.ops.aiter_ops.linear import prepare_linear
-from services.worker.ops.arguments import AttentionParams, HeadNorms, RopeRows
-from services.worker.ops.composed import ComposedOps
-from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
-from services.worker.ops.matrices import Matrix
-from services.worker.ops.protocol import EmbeddingKernel, LinearKernel
-from services.worker.ops.triton.backend import TritonOps
-
-_DTYPES = (torch.bfloat16, torch.float16)
+from services.worker.ops import composed
+from services.worker.ops.aiter_ops import attention, elementwise, experts, linear
+from services.worker.ops.matrix_rows import MatrixFormat
+from services.worker.ops.triton import advance_batch as batch
+from services.worker.ops.triton import norm, prepare, routing
+from services.worker.ops.triton import rope as rotary
+from services.worker.ops.triton.attention import plan as triton_attention
+from services.worker.ops.triton.products import expert_sums
+from services.worker.ops.triton.sampling import edits, greedy
+from services.worker.ops.triton.sampling import sample as sampling
+from services.worker.ops.triton.sampling import token_logprobs as logprobs
+from services.worker.ops.triton.state import TritonState
 
 
-class AiterOps(TritonOps):
-    """See `Ops` for what each method computes. Models compute in bfloat16 or float16."""
+class AiterOps(TritonState):
+    """The function that computes each op; see `Ops`."""
 
     name = "aiter"
+    is_exact = False
+    draws_on_host = False
+    automatic_dtype = torch.bfloat16
+    formats = frozenset(MatrixFormat)
+    automatic_quantization: MatrixFormat | None = None
     # AITER's own FP8 is the GPU's: on MI300 a code would be half the number that it is on MI350.
-    kv_dtypes = ()
+    kv_dtypes: tuple[torch.dtype, ...] = ()
 
     def numerics(self) -> str:
-        versions = f"aiter-{_version()} torch-{torch.__version__} triton-{triton.__version__}"
-        return f"aiter {versions} {self.instructions}"
+        return numerics(self.instructions)
 
-    def quantize_activations(self) -> None:
-        # Its experts have no FP8 weights.
-        ComposedOps.quantize_activations(self)
+    num_threads = property(composed.num_threads)
+    use_threads = staticmethod(composed.use_threads)
+    # Its experts have no FP8 weights.
+    quantize_activations = composed.refuse_quantized_activations
+    make_capture = staticmethod(composed.capture_graphs)
 
-    def check_block_size(self, block_size: int) -> None:
-        check_block_size(block_size)
+    advance_batch = staticmethod(batch.advance_batch)
 
-    # -- Weights ------------------------------------------------------------------------------------------
+    prepare_linear = linear.prepare_linear
+    prepare_per_head_linear = staticmethod(composed.prepare_per_head_linear)
+    prepare_embedding = staticmethod(linear.prepare_embedding)
+    prepare_head = composed.prepare_head
+    prepare_tied = prepare.prepare_tied
 
-    def prepare_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> LinearKernel:
-        if isinstance(weight, Tensor):
-            return prepare_linear(weight, bias)
-        return super().prepare_linear(weight, bias, dtype)
+    rms_norm = staticmethod(elementwise.rms_norm)
+    add_rms_norm = staticmethod(elementwise.add_rms_norm)
+    layer_norm = staticmethod(norm.layer_norm)
+    act_and_mul = staticmethod(elementwise.act_and_mul)
+    scale = staticmethod(composed.scale)
 
-    def prepare_embedding(self, weight: Matrix, dtype: torch.dtype) -> EmbeddingKernel:
-        # Every model has one, in the dtype of all its activations.
-        if dtype not in _DTYPES:
-            name = str(dtype).removeprefix("torch.")
-            raise DeviceError(f"--dtype {name}: the backend aiter has only kernels for bfloat16 and float16")
-        return super().prepare_embedding(weight, dtype)
+    prepare_rope = staticmethod(elementwise.prepare_rope)
+    select_rope = staticmethod(rotary.select_rope)
+    rope = staticmethod(elementwise.rope)
 
-    # -- Elementwise and norm -----------------------------------------------------------------------------
+    check_block_size = staticmethod(attention.check_block_size)
+    check_attention = staticmethod(composed.check_attention)
+    check_latent_attention = staticmethod(composed.check_latent_attention)
+    plan_attention = staticmethod(attention.plan_attention)
+    write_kv = staticmethod(attention.write_kv)
+    norm_rope_write = attention.norm_rope_write
+    write_cache = staticmethod(triton_attention.write_cache)
+    prefill_attention = composed.prefill_attention
+    decode_attention = staticmethod(attention.decode_attention)
+    mla_attention = staticmethod(triton_attention.mla_attention)
+    select_context = staticmethod(triton_attention.select_context)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return rms_norm(x, weight, eps)
+    # AITER's kernels choose any of equal scores.
+    route = staticmethod(routing.route)
+    prepare_experts = experts.prepare_experts
+    combine_experts = staticmethod(expert_sums.combine_experts)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return add_rms_norm(x, residual, weight, eps)
+    edit_logits = staticmethod(edits.edit_logits)
+    sample = staticmethod(sampling.sample)
+    token_logprobs = staticmethod(logprobs.token_logprobs)
+    greedy_sample = staticmethod(greedy.greedy_sample)
 
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        return silu_and_mul(x)
 
-    # -- Rotary position embedding ------------------------------------------------------------------------
-
-    def prepare_rope(self, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> RopeRows:
-        tables = super().prepare_rope(cos, sin, is_interleaved=is_interleaved)
-        return RopeRows(tables.cos[:, None, None], tables.sin[:, None, None], tables.positions, is_interleaved)
-
-    def rope(self, query_key: Tensor, rows: RopeRows) -> None:
-        rope(query_key, rows)
-
-    # -- Attention ----------------------------------------------------------------------------------------
-
-    def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> AttentionPlan:
-        return AiterPlan(metadata, kv_cache.block_size)
-
-    def write_kv(self, key: Tensor, value: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan) -> None:
-        assert isinstance(plan, AiterPlan)
-        write_kv(key, value, cache, plan.metadata.slot_mapping, plan.unit_scale)
-
-    def norm_rope_write(
-        self,
-        qkv: Tensor,
-        norms: HeadNorms | None,
-        rows: RopeRows,
-        *,
-        num_heads: int,
-        cache: tuple[Tensor, ...],
-        plan: AttentionPlan,
-    ) -> None:
-        # A decode multiplies by 0 what another sequence has left after a context's end, and NaN would remain NaN. The
-        # sequence itself still has it in its hidden state.
-        qkv[:, num_heads:].nan_to_num_(0.0, 0.0, 0.0)
-        ComposedOps.norm_rope_write(self, qkv, norms, rows, num_heads=num_heads, cache=cache, plan=plan)
-
-    def decode_attention(
-        self, query: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan, params: AttentionParams
-    ) -> Tensor:
-        assert isinstance(plan, AiterPlan)
-        return attend(query, cache, plan, params)
-
-    # -- Experts ------------------------------------------------------------------------------------------
-
-    # Not `route`: AITER's kernels choose any of equal scores.
-
-    def prepare_experts(
-        self, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None, dtype: torch.dtype
-    ) -> ExpertsKernel:
-        weights = list(experts)
-        # A rank of many may have none.
-        if weights and all(
-            isinstance(matrix, Tensor) for expert in weights for matrix in (expert.gate_up, expert.down)
-        ):
-            return prepare_experts(weights, clamp, dtype)
-        return super().prepare_experts(weights, clamp, dtype)
+def numerics(instructions: str) -> str:
+    """Versions, and the device."""
+    return f"aiter aiter-{_version()} torch-{torch.__version__} triton-{triton.__version__} {instructions}"
 
 
 def _version() -> str:

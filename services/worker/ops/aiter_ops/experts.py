@@ -15,9 +15,12 @@ from aiter.ops.triton.moe_op import fused_moe as grouped_product
 from torch import Tensor
 
 from services.worker.ops.aiter_ops.builds import building
-from services.worker.ops.aiter_ops.elementwise import silu_and_mul
+from services.worker.ops.aiter_ops.elementwise import act_and_mul
+from services.worker.ops.arguments import Activation
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp, gate_and_up
 from services.worker.ops.matrices import Matrix, dense
+from services.worker.ops.triton import prepare
+from services.worker.ops.triton.state import TritonState
 
 # The rows and columns of a tile of a shuffled matrix, in elements of 16 bits.
 _SHUFFLED_TILE = (16, 16)
@@ -38,13 +41,19 @@ _PRODUCT_CONFIG = {
 _COMPUTE_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-def prepare_experts(experts: Iterable[ExpertWeights], clamp: SwigluClamp | None, dtype: torch.dtype) -> ExpertsKernel:
-    """See `Ops.prepare_experts`.
+def prepare_experts(
+    state: TritonState, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None, dtype: torch.dtype
+) -> ExpertsKernel:
+    """Take AITER's fused kernel where the sizes fit, else its grouped product; packed experts are our kernels'.
 
     Raises:
         DeviceError: AITER cannot build its kernel.
     """
     weights = list(experts)
+    is_plain = all(isinstance(matrix, Tensor) for expert in weights for matrix in (expert.gate_up, expert.down))
+    # A rank of many may have none.
+    if not weights or not is_plain:
+        return prepare.prepare_experts(state, weights, clamp, dtype)
     first = weights[0]
     hidden, inner = first.down.shape
     has_biases = first.gate_up_bias is not None or first.down_bias is not None
@@ -54,7 +63,7 @@ def prepare_experts(experts: Iterable[ExpertWeights], clamp: SwigluClamp | None,
 
 
 class FusedExperts:
-    """See `Ops.prepare_experts`; outputs are added up in `dtype`, in any order."""
+    """See `ExpertsKernel`; outputs are added up in `dtype`, in any order."""
 
     def __init__(self, experts: list[ExpertWeights], dtype: torch.dtype) -> None:
         """Shuffle the matrices as AITER's kernel reads them, and build it.
@@ -72,7 +81,7 @@ class FusedExperts:
             self(x, torch.zeros(1, 1, dtype=torch.int32, device=device), torch.ones(1, 1, device=device))
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-        """See `ExpertsKernel`."""
+        """The weighted sum of each token's experts: [T, hidden] to a new tensor of its shape."""
         output: Tensor = fused_moe(
             x,
             self._gate_up,
@@ -87,7 +96,7 @@ class FusedExperts:
 
 
 class GroupedExperts:
-    """See `Ops.prepare_experts`."""
+    """Experts by grouped products; they may have biases and clamps."""
 
     def __init__(self, experts: list[ExpertWeights], clamp: SwigluClamp | None, dtype: torch.dtype) -> None:
         self._gate_up = torch.stack([dense(each.gate_up, dtype) for each in experts])
@@ -97,7 +106,7 @@ class GroupedExperts:
         self._clamp = clamp
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-        """See `ExpertsKernel`."""
+        """The weighted sum of each token's experts: [T, hidden] to a new tensor of its shape."""
         # In the order in which they are added up.
         expert_ids, order = expert_ids.sort(dim=1)
         expert_weights = expert_weights.gather(1, order)
@@ -107,7 +116,7 @@ class GroupedExperts:
         if self._gate_up_bias is not None:
             projected += self._gate_up_bias[expert_ids]
         inner = projected.flatten(0, 1)
-        inner = silu_and_mul(inner) if self._clamp is None else gate_and_up(inner, self._clamp)
+        inner = act_and_mul(inner, Activation.SILU) if self._clamp is None else gate_and_up(inner, self._clamp)
         # Zeros are what experts that are elsewhere add.
         outputs = x.new_zeros((*expert_ids.shape, x.shape[1]))
         _multiply(inner, self._down, outputs, expert_ids, runs, rows_per_token=1)

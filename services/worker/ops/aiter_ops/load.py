@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -12,13 +11,11 @@ from services.worker.device import AITER_GPUS, DeviceError, gpu_architecture
 from services.worker.forward.forward_context import AttentionMetadata
 from services.worker.forward.kv_cache import CacheTensor, KvCache, KvCacheSpec, attention_cache
 from services.worker.ops.aiter_ops.builds import building
-from services.worker.ops.arguments import AttentionParams
-
-if TYPE_CHECKING:
-    from services.worker.ops.aiter_ops.backend import AiterOps
+from services.worker.ops.arguments import Activation, AttentionParams
+from services.worker.ops.protocol import Ops
 
 
-def load_aiter_ops(decode: str) -> AiterOps:
+def load_aiter_ops(decode: str) -> Ops:
     """Create the backend and build its kernels, which takes minutes at the first start on a machine.
 
     Args:
@@ -45,7 +42,7 @@ def load_aiter_ops(decode: str) -> AiterOps:
     return ops
 
 
-def _make_ops(decode: str) -> AiterOps:
+def _make_ops(decode: str) -> Ops:
     """Import what was chosen, and with it AITER."""
     if decode == "asm":
         from services.worker.ops.aiter_ops.asm_backend import AiterAsmOps  # noqa: PLC0415
@@ -66,14 +63,15 @@ def _check_gpu() -> None:
         raise DeviceError(f"--ops-backend aiter has kernels for {', '.join(AITER_GPUS)}, not for {architecture}")
 
 
-def _call_each(ops: AiterOps, device: torch.device) -> None:
+def _call_each(ops: Ops, device: torch.device) -> None:
     """Call every kernel that is the same for all models: the first call of each builds it."""
     dtype, block_size, width = ops.automatic_dtype, 16, 128
     hidden = torch.zeros(1, width, dtype=dtype, device=device)
     weight = torch.ones(width, dtype=dtype, device=device)
     residual = ops.rms_norm(hidden, weight, 1e-6)
     ops.add_rms_norm(hidden, residual, weight, 1e-6)
-    ops.silu_and_mul(hidden)
+    for activation in Activation:
+        ops.act_and_mul(hidden, activation)
     ops.prepare_linear(torch.zeros(width, width, dtype=dtype, device=device), None, dtype)(hidden)
     cache = KvCache(KvCacheSpec((attention_cache(1, width, dtype),)), 1, block_size, device)
     metadata = _one_token(device)
@@ -85,7 +83,7 @@ def _call_each(ops: AiterOps, device: torch.device) -> None:
     ops.decode_attention(qkv[:, :1], cache.layers[0], plan, AttentionParams(1.0))
 
 
-def _call_latent(ops: AiterOps, device: torch.device) -> None:
+def _call_latent(ops: Ops, device: torch.device) -> None:
     """Call the kernel for latent attention."""
     layer = (CacheTensor((576,), ops.automatic_dtype),)
     cache = KvCache(KvCacheSpec((layer,)), 1, 16, device)

@@ -24,57 +24,67 @@ from services.worker.ops.cpu.plan import (
 _HAS_FLASH = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
 
 
-class CpuAttention:
-    """The section "Attention" of `Ops`, without latent attention."""
+class GatherBuffers:
+    """Contexts gathered from the paged cache: memory of all layers and steps, grown to the largest bucket seen."""
 
     def __init__(self) -> None:
-        # Contexts gathered from the paged cache; reused by every layer and step, grown to the largest bucket seen.
-        self._key_buffer = torch.empty(0)
-        self._value_buffer = torch.empty(0)
+        self.gathered_keys = torch.empty(0)
+        self.gathered_values = torch.empty(0)
 
-    def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> CpuPlan:
-        return CpuPlan(metadata, kv_cache)
 
-    def write_kv(self, key: Tensor, value: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan) -> None:
-        key_cache, value_cache = cache
-        self.write_cache(key, key_cache, plan)
-        self.write_cache(value, value_cache, plan)
+def plan_attention(metadata: AttentionMetadata, kv_cache: KvCache) -> CpuPlan:
+    """Plan buckets, each when it is first needed."""
+    return CpuPlan(metadata, kv_cache)
 
-    def write_cache(self, values: Tensor, cache: Tensor, plan: AttentionPlan) -> None:
-        assert isinstance(plan, CpuPlan)
-        rows, slots = plan.written()
-        by_slot(cache).index_copy_(0, slots, (values if rows is None else values[rows]).flatten(1))
 
-    def prefill_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cache: tuple[Tensor, ...],
-        plan: AttentionPlan,
-        params: AttentionParams,
-    ) -> Tensor:
-        assert isinstance(plan, CpuPlan)
-        layout = plan.layout(params.window)
-        outputs = [causal_attention(query, key, value, bucket, params) for bucket in layout.causal]
-        outputs += [self._paged_attention(query, cache, bucket, params) for bucket in layout.gathered]
-        return in_step_order(outputs, layout)
+def write_kv(key: Tensor, value: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan) -> None:
+    """Write keys, then values."""
+    key_cache, value_cache = cache
+    write_cache(key, key_cache, plan)
+    write_cache(value, value_cache, plan)
 
-    def decode_attention(
-        self, query: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan, params: AttentionParams
-    ) -> Tensor:
-        assert isinstance(plan, CpuPlan)
-        layout = plan.layout(params.window)
-        outputs = [self._paged_attention(query, cache, bucket, params) for bucket in layout.gathered]
-        return in_step_order(outputs, layout)
 
-    def _paged_attention(
-        self, query: Tensor, cache: tuple[Tensor, ...], bucket: GatherBucket, params: AttentionParams
-    ) -> Tensor:
-        key_cache, value_cache = cache
-        keys, self._key_buffer = gather(key_cache, bucket, self._key_buffer)
-        values, self._value_buffer = gather(value_cache, bucket, self._value_buffer)
-        return gathered_attention(query, keys, values, bucket, params)
+def write_cache(values: Tensor, cache: Tensor, plan: AttentionPlan) -> None:
+    """Copy the rows that have a slot."""
+    assert isinstance(plan, CpuPlan)
+    rows, slots = plan.written()
+    by_slot(cache).index_copy_(0, slots, (values if rows is None else values[rows]).flatten(1))
+
+
+def prefill_attention(
+    buffers: GatherBuffers,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache: tuple[Tensor, ...],
+    plan: AttentionPlan,
+    params: AttentionParams,
+) -> Tensor:
+    """Attend bucket by bucket, to the new tokens themselves where there are no others."""
+    assert isinstance(plan, CpuPlan)
+    layout = plan.layout(params.window)
+    outputs = [causal_attention(query, key, value, bucket, params) for bucket in layout.causal]
+    outputs += [_paged_attention(buffers, query, cache, bucket, params) for bucket in layout.gathered]
+    return in_step_order(outputs, layout)
+
+
+def decode_attention(
+    buffers: GatherBuffers, query: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan, params: AttentionParams
+) -> Tensor:
+    """Attend bucket by bucket, to gathered contexts."""
+    assert isinstance(plan, CpuPlan)
+    layout = plan.layout(params.window)
+    outputs = [_paged_attention(buffers, query, cache, bucket, params) for bucket in layout.gathered]
+    return in_step_order(outputs, layout)
+
+
+def _paged_attention(
+    buffers: GatherBuffers, query: Tensor, cache: tuple[Tensor, ...], bucket: GatherBucket, params: AttentionParams
+) -> Tensor:
+    key_cache, value_cache = cache
+    keys, buffers.gathered_keys = gather(key_cache, bucket, buffers.gathered_keys)
+    values, buffers.gathered_values = gather(value_cache, bucket, buffers.gathered_values)
+    return gathered_attention(query, keys, values, bucket, params)
 
 
 def by_slot(cache: Tensor) -> Tensor:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from services.worker.ops import composed
 from services.worker.ops.arguments import DecodeRows, SlotColumns
 
 
 def advance_batch(columns: SlotColumns, slots: Tensor, rows: DecodeRows, *, block_size: int, num_blocks: int) -> None:
-    """See `Ops.advance_batch`; there are no rows of padding."""
+    """Advance the batch with numpy, or with torch if there are rows of padding."""
+    if len(slots) < len(rows.token_ids):
+        composed.advance_batch(columns, slots, rows, block_size=block_size, num_blocks=num_blocks)
+        return
     index, tables = slots.numpy(), columns.block_tables.numpy()
     positions = columns.position.numpy()
     now = positions[index]

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from services.worker.ops.experts import Expert
+from services.worker.ops.experts import Expert, ExpertsKernel, ExpertWeights, SwigluClamp
+from services.worker.ops.protocol import Ops
+
+
+def prepare_experts(
+    ops: Ops, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None, dtype: torch.dtype
+) -> ExpertsKernel:
+    """Prepare two linear layers for each expert."""
+    prepare_linear = partial(ops.prepare_linear, dtype=dtype)
+    return CpuExperts([Expert(weights, clamp, prepare_linear) for weights in experts])
 
 
 class CpuExperts:
-    """See `Ops.prepare_experts`."""
+    """Experts computed one after the other, each for all of its tokens."""
 
     def __init__(self, experts: list[Expert]) -> None:
         self._experts = experts
@@ -30,7 +42,7 @@ class CpuExperts:
 
 
 def combine_experts(outputs: Tensor, tokens: Tensor, weights: Tensor, *, num_tokens: int) -> Tensor:
-    """See `Ops.combine_experts`."""
+    """Add all outputs at once."""
     total = torch.zeros(num_tokens, outputs.shape[1])
     _add_weighted(total, outputs, tokens, weights)
     return total.to(outputs.dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 from services.worker.forward.forward_context import AttentionPlan
 from services.worker.ops.arguments import AttentionParams
 from services.worker.ops.cpu.attention import (
-    CpuAttention,
+    GatherBuffers,
     by_slot,
     causal_attention,
     gather,
@@ -31,83 +31,89 @@ _MAX_SPARSE_BYTES = 16 * 2**20
 _MAX_INDEX_SCORES = 8 * 2**20
 
 
-class CpuMla(CpuAttention):
-    """The section "Attention" of `Ops`."""
+def mla_attention(
+    buffers: GatherBuffers,
+    query: Tensor,
+    latent_cache: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    value_dim: int,
+    selected: Tensor | None = None,
+) -> Tensor:
+    """Attend bucket by bucket; sparse, each token to a copy of what it selected."""
+    assert isinstance(plan, CpuPlan)
+    params, latents = AttentionParams(scale), latent_cache.unsqueeze(2)
+    if selected is None:
+        output = _dense_attention(buffers, query, latents, plan, params)
+    else:
+        output = _sparse_attention(buffers, query, latents, plan, params, selected=selected)
+    return output.view(*query.shape[:2], -1)[..., :value_dim].contiguous()
 
-    def mla_attention(
-        self,
-        query: Tensor,
-        latent_cache: Tensor,
-        plan: AttentionPlan,
-        *,
-        scale: float,
-        value_dim: int,
-        selected: Tensor | None = None,
-    ) -> Tensor:
-        assert isinstance(plan, CpuPlan)
-        params, latents = AttentionParams(scale), latent_cache.unsqueeze(2)
-        if selected is None:
-            output = self._dense_attention(query, latents, plan, params)
-        else:
-            output = self._sparse_attention(query, latents, plan, params, selected=selected)
-        return output.view(*query.shape[:2], -1)[..., :value_dim].contiguous()
 
-    def select_context(
-        self,
-        index_query: Tensor,
-        index_weights: Tensor,
-        index_cache: Tensor,
-        plan: AttentionPlan,
-        *,
-        num_selected: int,
-    ) -> Tensor | None:
-        assert isinstance(plan, CpuPlan)
-        if plan.metadata.max_context_len <= num_selected:
-            return None
-        layout, positions = plan.layout(), plan.positions()
-        outputs = []
-        for rows, keys in self._contexts(index_cache, plan, layout):
-            query, weights, last_seen = (
-                _by_row(take(x, rows), len(keys)) for x in (index_query, index_weights, positions)
-            )
-            outputs.append(_select(query, weights, keys.float(), last_seen, num_selected=num_selected))
-        return in_step_order(outputs, layout)
+def select_context(
+    buffers: GatherBuffers,
+    index_query: Tensor,
+    index_weights: Tensor,
+    index_cache: Tensor,
+    plan: AttentionPlan,
+    *,
+    num_selected: int,
+) -> Tensor | None:
+    """Select bucket by bucket; None if no context is long enough."""
+    assert isinstance(plan, CpuPlan)
+    if plan.metadata.max_context_len <= num_selected:
+        return None
+    layout, positions = plan.layout(), plan.positions()
+    outputs = []
+    for rows, keys in _contexts(buffers, index_cache, plan, layout):
+        query, weights, last_seen = (_by_row(take(x, rows), len(keys)) for x in (index_query, index_weights, positions))
+        outputs.append(_select(query, weights, keys.float(), last_seen, num_selected=num_selected))
+    return in_step_order(outputs, layout)
 
-    def _contexts(self, cache: Tensor, plan: CpuPlan, layout: AttentionLayout) -> Iterator[tuple[Rows, Tensor]]:
-        """Each bucket's tokens, and what they may attend to in a cache, [num_rows, length, *shape]."""
-        if layout.causal:
-            new = _new_rows(cache, plan)
-            for prompts in layout.causal:
-                yield prompts.token_rows, _by_row(take(new, prompts.token_rows), prompts.num_rows)
-        for bucket in layout.gathered:
-            context, self._key_buffer = gather(cache, bucket, self._key_buffer)
-            yield bucket.query_rows, context
 
-    def _dense_attention(self, query: Tensor, latents: Tensor, plan: CpuPlan, params: AttentionParams) -> Tensor:
-        layout = plan.layout()
-        outputs = []
-        if layout.causal:
-            new = _new_rows(latents, plan)
-            outputs = [causal_attention(query, new, new, bucket, params) for bucket in layout.causal]
-        outputs += [self._latent_attention(query, latents, bucket, params) for bucket in layout.gathered]
-        return in_step_order(outputs, layout)
+def _contexts(
+    buffers: GatherBuffers, cache: Tensor, plan: CpuPlan, layout: AttentionLayout
+) -> Iterator[tuple[Rows, Tensor]]:
+    """Each bucket's tokens, and what they may attend to in a cache, [num_rows, length, *shape]."""
+    if layout.causal:
+        new = _new_rows(cache, plan)
+        for prompts in layout.causal:
+            yield prompts.token_rows, _by_row(take(new, prompts.token_rows), prompts.num_rows)
+    for bucket in layout.gathered:
+        context, buffers.gathered_keys = gather(cache, bucket, buffers.gathered_keys)
+        yield bucket.query_rows, context
 
-    def _sparse_attention(
-        self, query: Tensor, latents: Tensor, plan: CpuPlan, params: AttentionParams, *, selected: Tensor
-    ) -> Tensor:
-        size = max(1, _MAX_SPARSE_BYTES // (selected.shape[1] * latents.shape[-1] * latents.element_size()))
-        outputs = []
-        for start in range(0, len(query), size):
-            rows = slice(start, min(start + size, len(query)))
-            bucket = _sparse_bucket(plan, rows, selected[rows], query.dtype)
-            outputs.append(self._latent_attention(query, latents, bucket, params))
-        return torch.cat(outputs)
 
-    def _latent_attention(
-        self, query: Tensor, latents: Tensor, bucket: GatherBucket, params: AttentionParams
-    ) -> Tensor:
-        keys, self._key_buffer = gather(latents, bucket, self._key_buffer)
-        return gathered_attention(query, keys, keys, bucket, params)
+def _dense_attention(
+    buffers: GatherBuffers, query: Tensor, latents: Tensor, plan: CpuPlan, params: AttentionParams
+) -> Tensor:
+    layout = plan.layout()
+    outputs = []
+    if layout.causal:
+        new = _new_rows(latents, plan)
+        outputs = [causal_attention(query, new, new, bucket, params) for bucket in layout.causal]
+    outputs += [_latent_attention(buffers, query, latents, bucket, params) for bucket in layout.gathered]
+    return in_step_order(outputs, layout)
+
+
+def _sparse_attention(
+    buffers: GatherBuffers, query: Tensor, latents: Tensor, plan: CpuPlan, params: AttentionParams, *, selected: Tensor
+) -> Tensor:
+    size = max(1, _MAX_SPARSE_BYTES // (selected.shape[1] * latents.shape[-1] * latents.element_size()))
+    outputs = []
+    for start in range(0, len(query), size):
+        rows = slice(start, min(start + size, len(query)))
+        bucket = _sparse_bucket(plan, rows, selected[rows], query.dtype)
+        outputs.append(_latent_attention(buffers, query, latents, bucket, params))
+    return torch.cat(outputs)
+
+
+def _latent_attention(
+    buffers: GatherBuffers, query: Tensor, latents: Tensor, bucket: GatherBucket, params: AttentionParams
+) -> Tensor:
+    keys, buffers.gathered_keys = gather(latents, bucket, buffers.gathered_keys)
+    return gathered_attention(query, keys, keys, bucket, params)
 
 
 def _by_row(x: Tensor, num_rows: int) -> Tensor:

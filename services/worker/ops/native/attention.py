@@ -9,17 +9,16 @@ from __future__ import annotations
 import ctypes
 from struct import Struct
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
 from services.worker.forward.kv_cache import KvCache
 from services.worker.ops.arguments import AttentionParams
-from services.worker.ops.cpu.mla import CpuMla
+from services.worker.ops.cpu import mla
 from services.worker.ops.cpu.plan import CpuPlan
 from services.worker.ops.native.formats import FORMATS
-from services.worker.ops.native.results import Results
+from services.worker.ops.native.state import NativeState, Workspace
 
 # The fields of `PlanArgs` and its `sizes`, the size of `Piece` in numbers of 32 bits, the fields of `Step` and
 # `AttentionArgs`.
@@ -51,26 +50,6 @@ class Pieces:
         self.memory = memory
 
 
-class Workspace:
-    """Memory for one call of the kernel at a time, grown to the largest."""
-
-    def __init__(self) -> None:
-        self.scratch = torch.empty(0)
-        self.partials = torch.empty(0)
-        self.counters = torch.zeros(0, dtype=torch.int32)
-        """0 between calls."""
-
-    def grow(self, *, scratch: int, partials: int, counters: int) -> None:
-        """Make the tensors at least this long."""
-        if len(self.scratch) < scratch:
-            self.scratch = torch.empty(scratch)
-        if len(self.partials) < partials:
-            self.partials = torch.empty(partials)
-        if len(self.counters) < counters:
-            # Not zeroed by torch, whose work a capture refuses.
-            self.counters = torch.from_numpy(np.zeros(counters, np.int32))
-
-
 class NativePlan(CpuPlan):
     """One step's attention: its pieces, and what the `cpu` backend needs for sparse attention."""
 
@@ -94,7 +73,6 @@ class NativePlan(CpuPlan):
         return self._pieces[heads]
 
     def renew(self) -> None:
-        """See `Renewable`."""
         for heads in self._pieces:
             self._cut(heads)
 
@@ -128,80 +106,73 @@ class NativePlan(CpuPlan):
         )
 
 
-class NativeAttention(CpuMla):
-    """The section "Attention" of `Ops`, but for what writes. Sparse attention is the `cpu` backend's."""
+def plan_attention(native: NativeState, metadata: AttentionMetadata, kv_cache: KvCache) -> NativePlan:
+    """Cut the step into pieces, for a layer's heads when they are first needed."""
+    plan = NativePlan(metadata, kv_cache, native.library, native.workspace)
+    native.results.add_plan(plan)
+    return plan
 
-    _library: ctypes.CDLL
-    _results: Results
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._workspace = Workspace()
+def decode_attention(
+    native: NativeState, query: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan, params: AttentionParams
+) -> Tensor:
+    """Attend piece by piece."""
+    keys, values = cache[0], cache[1]
+    _, _, num_kv_heads, key_dim = keys.shape
+    scales = (0, 0) if len(cache) == 2 else (cache[2].data_ptr(), cache[3].data_ptr())
+    return _attend(
+        native,
+        query,
+        (keys.data_ptr(), values.data_ptr(), *scales, FORMATS[keys.dtype]),
+        plan,
+        (params.window, query.shape[1], num_kv_heads, key_dim, values.shape[3]),
+        sinks=0 if params.sinks is None else params.sinks.data_ptr(),
+        scale=params.scale,
+    ).flatten(1)
 
-    def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> NativePlan:
-        plan = NativePlan(metadata, kv_cache, self._library, self._workspace)
-        self._results.add_plan(plan)
-        return plan
 
-    def prefill_attention(
-        self,
-        query: Tensor,
-        key: Tensor,  # noqa: ARG002
-        value: Tensor,  # noqa: ARG002
-        cache: tuple[Tensor, ...],
-        plan: AttentionPlan,
-        params: AttentionParams,
-    ) -> Tensor:
-        return self.decode_attention(query, cache, plan, params)
+def mla_attention(
+    native: NativeState,
+    query: Tensor,
+    latent_cache: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    value_dim: int,
+    selected: Tensor | None = None,
+) -> Tensor:
+    """Attend piece by piece, all heads to one key; sparse, as the `cpu` backend does."""
+    if selected is not None:
+        return mla.mla_attention(native, query, latent_cache, plan, scale=scale, value_dim=value_dim, selected=selected)
+    # A key begins with its value, which the kernel knows by their equal addresses.
+    latents = latent_cache.data_ptr()
+    cache = (latents, latents, 0, 0, FORMATS[latent_cache.dtype])
+    heads = (None, query.shape[1], 1, query.shape[2], value_dim)
+    return _attend(native, query, cache, plan, heads, sinks=0, scale=scale)
 
-    def decode_attention(
-        self, query: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan, params: AttentionParams
-    ) -> Tensor:
-        keys, values = cache[0], cache[1]
-        _, _, num_kv_heads, key_dim = keys.shape
-        scales = (0, 0) if len(cache) == 2 else (cache[2].data_ptr(), cache[3].data_ptr())
-        return self._attend(
-            query,
-            (keys.data_ptr(), values.data_ptr(), *scales, FORMATS[keys.dtype]),
-            plan,
-            (params.window, query.shape[1], num_kv_heads, key_dim, values.shape[3]),
-            sinks=0 if params.sinks is None else params.sinks.data_ptr(),
-            scale=params.scale,
-        ).flatten(1)
 
-    def mla_attention(
-        self,
-        query: Tensor,
-        latent_cache: Tensor,
-        plan: AttentionPlan,
-        *,
-        scale: float,
-        value_dim: int,
-        selected: Tensor | None = None,
-    ) -> Tensor:
-        if selected is not None:
-            return super().mla_attention(query, latent_cache, plan, scale=scale, value_dim=value_dim, selected=selected)
-        # A key begins with its value, which the kernel knows by their equal addresses.
-        latents = latent_cache.data_ptr()
-        cache = (latents, latents, 0, 0, FORMATS[latent_cache.dtype])
-        heads = (None, query.shape[1], 1, query.shape[2], value_dim)
-        return self._attend(query, cache, plan, heads, sinks=0, scale=scale)
-
-    def _attend(
-        self, query: Tensor, cache: tuple[int, ...], plan: AttentionPlan, heads: Heads, *, sinks: int, scale: float
-    ) -> Tensor:
-        """Returns [T, H, V]. `cache` is keys, values, their scales and their format, as in `AttentionArgs`."""
-        assert isinstance(plan, NativePlan)
-        num_tokens, num_heads, _ = query.shape
-        token_stride, head_stride, element_stride = query.stride()
-        assert element_stride == 1
-        output = self._results.empty(num_tokens, num_heads, heads[4], dtype=query.dtype)
-        self._library.ls_attention(
-            _attention_args(
-                plan.pieces(heads).address,
-                *(query.data_ptr(), token_stride, head_stride, FORMATS[query.dtype]),
-                *cache,
-                *(sinks, output.data_ptr(), scale),
-            )
+def _attend(
+    native: NativeState,
+    query: Tensor,
+    cache: tuple[int, ...],
+    plan: AttentionPlan,
+    heads: Heads,
+    *,
+    sinks: int,
+    scale: float,
+) -> Tensor:
+    """Returns [T, H, V]. `cache` is keys, values, their scales and their format, as in `AttentionArgs`."""
+    assert isinstance(plan, NativePlan)
+    num_tokens, num_heads, _ = query.shape
+    token_stride, head_stride, element_stride = query.stride()
+    assert element_stride == 1
+    output = native.results.empty(num_tokens, num_heads, heads[4], dtype=query.dtype)
+    native.library.ls_attention(
+        _attention_args(
+            plan.pieces(heads).address,
+            *(query.data_ptr(), token_stride, head_stride, FORMATS[query.dtype]),
+            *cache,
+            *(sinks, output.data_ptr(), scale),
         )
-        return output
+    )
+    return output

@@ -11,63 +11,100 @@ import torch
 from services.worker.device import DeviceError
 from services.worker.forward.capture import Capture
 from services.worker.forward.kv_cache import LayerCache
+from services.worker.ops import composed, routing
+from services.worker.ops.cpu import batch, mla
+from services.worker.ops.cpu import experts as cpu_experts
 from services.worker.ops.cpu.backend import CpuOps
+from services.worker.ops.cpu.backend import numerics as cpu_numerics
 from services.worker.ops.matrix_rows import MatrixFormat
-from services.worker.ops.native.attention import NativeAttention
+from services.worker.ops.native import attention, elementwise, experts, heads, products
+from services.worker.ops.native import draw as drawing
 from services.worker.ops.native.build import BuildError
 from services.worker.ops.native.capture import NativeCapture
-from services.worker.ops.native.draw import NativeDraws
-from services.worker.ops.native.elementwise import NativeElementwise
-from services.worker.ops.native.experts import NativeExpertOps
 from services.worker.ops.native.formats import FORMATS
-from services.worker.ops.native.heads import NativeHeads
 from services.worker.ops.native.isa import Isa, available_isas
 from services.worker.ops.native.library import load_library
-from services.worker.ops.native.products import NativeProducts
-from services.worker.ops.native.results import Results
+from services.worker.ops.native.state import NativeState
 from services.worker.ops.protocol import Ops
 
 logger = logging.getLogger(__name__)
 
 
-class NativeOps(NativeProducts, NativeExpertOps, NativeDraws, NativeElementwise, NativeHeads, NativeAttention, CpuOps):
-    """See `Ops`. A row's bits depend on its batch."""
+class NativeOps(NativeState):
+    """The function that computes each op; see `Ops`. A row's bits depend on its batch."""
 
     name = "native"
     is_exact = False
     formats = frozenset({MatrixFormat.INT8, MatrixFormat.INT4, MatrixFormat.MXFP4})
-    automatic_quantization = MatrixFormat.INT8
+    automatic_quantization: MatrixFormat | None = MatrixFormat.INT8
     kv_dtypes = tuple(FORMATS)
+    draws_on_host = True
 
     def __init__(self, isa: Isa) -> None:
         """Raise `BuildError` if the kernels for `isa` cannot be built."""
-        super().__init__()
+        super().__init__(load_library(isa))
         self.instructions = isa.value
         # Perplexity rises by 0.1 % with bfloat16, whether weights are quantised or not.
         self.automatic_dtype = torch.bfloat16 if isa is Isa.AVX512_BF16 else torch.float32
-        self._isa = isa
-        self._library = load_library(isa)
-        self._results = Results()
+
+    def numerics(self) -> str:
+        # The library's name is a digest of the kernels, the compiler and its flags.
+        kernels = f"{self.instructions} kernels-{Path(self.library._name).stem}"
+        return f"native torch-{torch.__version__} {kernels} pool-{self.num_threads} {cpu_numerics()}"
 
     @property
     def num_threads(self) -> int:
-        """See `Ops.num_threads`."""
-        return int(self._library.ls_num_threads())
+        return int(self.library.ls_num_threads())
 
     def use_threads(self, count: int) -> None:
         """See `Ops.use_threads`. One pool: torch's kernels, which are small here, run on the caller's thread."""
-        self._library.ls_set_num_threads(count)
+        self.library.ls_set_num_threads(count)
         torch.set_num_threads(1)
 
-    def make_capture(self, device: torch.device, layers: Sequence[LayerCache]) -> Capture:  # noqa: ARG002
-        """See `Ops.make_capture`."""
-        return NativeCapture(self._library, self._results)
+    def make_capture(self, device: torch.device, layers: Sequence[LayerCache]) -> Capture:
+        return NativeCapture(self.library, self.results)
 
-    def numerics(self) -> str:
-        """See `Ops.numerics`."""
-        # The library's name is a digest of the kernels, the compiler and its flags.
-        kernels = f"{self._isa.value} kernels-{Path(self._library._name).stem}"
-        return f"native torch-{torch.__version__} {kernels} pool-{self.num_threads} {super().numerics()}"
+    quantize_activations = composed.refuse_quantized_activations
+
+    advance_batch = staticmethod(batch.advance_batch)
+
+    prepare_linear = products.prepare_linear
+    prepare_per_head_linear = staticmethod(composed.prepare_per_head_linear)
+    prepare_embedding = products.prepare_embedding
+    prepare_head = products.prepare_head
+    prepare_tied = products.prepare_tied
+
+    rms_norm = elementwise.rms_norm
+    add_rms_norm = elementwise.add_rms_norm
+    layer_norm = elementwise.layer_norm
+    act_and_mul = elementwise.act_and_mul
+    scale = elementwise.scale
+
+    prepare_rope = staticmethod(heads.prepare_rope)
+    select_rope = staticmethod(heads.select_rope)
+    rope = heads.rope
+
+    check_block_size = staticmethod(composed.check_block_size)
+    check_attention = staticmethod(composed.check_attention)
+    check_latent_attention = staticmethod(composed.check_latent_attention)
+    plan_attention = attention.plan_attention
+    write_kv = heads.write_kv
+    norm_rope_write = heads.norm_rope_write
+    write_cache = heads.write_cache
+    prefill_attention = composed.prefill_attention
+    decode_attention = attention.decode_attention
+    mla_attention = attention.mla_attention
+    select_context = mla.select_context
+
+    route = staticmethod(routing.route)
+    prepare_experts = experts.prepare_experts
+    combine_experts = staticmethod(cpu_experts.combine_experts)
+
+    edit_logits = staticmethod(composed.edit_logits)
+    sample = composed.sample
+    draw = drawing.draw
+    token_logprobs = staticmethod(composed.token_logprobs)
+    greedy_sample = elementwise.greedy_sample
 
 
 def load_native_ops(isa_name: str) -> Ops:

@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
-from services.worker.forward.capture import NotRepeatableError
+from services.worker.forward.capture import Capture, NotRepeatableError
 from services.worker.ops.native.results import Renewable, Results
 
 # The kernels of a larger batch take so long that the time between their calls hardly counts.
 _MAX_ROWS = 64
 
 
-class NativeCapture:
+class NativeCapture(Capture):
     """See `Capture`. A batch is captured as it is: its kernels would also compute rows of padding."""
 
     batch_sizes = tuple(range(1, _MAX_ROWS + 1))
@@ -43,8 +44,8 @@ class NativeCapture:
     def begin(self) -> None:
         """See `Capture`. Memory stays for what is captured next."""
 
+    @override
     def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """See `Capture`."""
         recording, plans = Recording(self._library), list[Renewable]()
         only_kernels = _OnlyKernels()  # type: ignore[no-untyped-call]
         with self._results.kept(self._memory.empty, plans), only_kernels, recording.of_this_thread():

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
 from struct import Struct
 
 from torch import Tensor
 
 from services.worker.ops.arguments import DrawRows
-from services.worker.ops.composed import ComposedOps
+from services.worker.ops.native.state import NativeState
 
 _draw = Struct("P2q Pq 7P P").pack
 
 
-class NativeDraws(ComposedOps):
-    """`sample` of `Ops`, but for its greedy rows."""
-
-    _library: ctypes.CDLL
-
-    def draw(self, logits: Tensor, rows: DrawRows, drawn: Tensor, token_ids: Tensor) -> None:
-        columns = rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.choice, rows.position
-        self._library.ls_draw(
-            _draw(
-                *(logits.data_ptr(), logits.stride(0), logits.shape[1]),
-                *(drawn.data_ptr(), len(drawn)),
-                *(column.data_ptr() for column in columns),
-                token_ids.data_ptr(),
-            )
+def draw(native: NativeState, logits: Tensor, rows: DrawRows, drawn: Tensor, token_ids: Tensor) -> None:
+    """Draw rows of any stride, in several threads; see `composed.DrawingOps`."""
+    columns = rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.choice, rows.position
+    native.library.ls_draw(
+        _draw(
+            *(logits.data_ptr(), logits.stride(0), logits.shape[1]),
+            *(drawn.data_ptr(), len(drawn)),
+            *(column.data_ptr() for column in columns),
+            token_ids.data_ptr(),
         )
+    )

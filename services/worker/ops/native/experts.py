@@ -9,37 +9,33 @@ from struct import Struct
 import torch
 from torch import Tensor
 
-from services.worker.ops.composed import ComposedOps
 from services.worker.ops.cpu.experts import CpuExperts
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
 from services.worker.ops.native.packed import PackedMatrix
+from services.worker.ops.native.state import NativeState
 
 # `ExpertsCall` in kernels/experts.cpp.
 _experts = Struct("PqddPqPPPqq").pack
 _expert = Struct("PP").pack
 
 
-class NativeExpertOps(ComposedOps):
-    """`prepare_experts` of `Ops`."""
-
-    _library: ctypes.CDLL
-
-    def prepare_experts(
-        self, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None, dtype: torch.dtype
-    ) -> ExpertsKernel:
-        packed = [
-            (
-                PackedMatrix(self._library, expert.gate_up, expert.gate_up_bias, dtype),
-                PackedMatrix(self._library, expert.down, expert.down_bias, dtype),
-            )
-            for expert in experts
-        ]
-        # A rank of many may have none.
-        return NativeExperts(self._library, packed, clamp) if packed else CpuExperts([])
+def prepare_experts(
+    native: NativeState, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None, dtype: torch.dtype
+) -> ExpertsKernel:
+    """Pack the matrices."""
+    packed = [
+        (
+            PackedMatrix(native.library, expert.gate_up, expert.gate_up_bias, dtype),
+            PackedMatrix(native.library, expert.down, expert.down_bias, dtype),
+        )
+        for expert in experts
+    ]
+    # A rank of many may have none.
+    return NativeExperts(native.library, packed, clamp) if packed else CpuExperts([])
 
 
 class NativeExperts:
-    """See `ExpertsKernel`."""
+    """Experts computed by one call of a kernel for all tokens."""
 
     def __init__(
         self, library: ctypes.CDLL, experts: list[tuple[PackedMatrix, PackedMatrix]], clamp: SwigluClamp | None

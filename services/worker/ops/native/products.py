@@ -8,11 +8,11 @@ from struct import Struct
 import torch
 from torch import Tensor
 
-from services.worker.ops.composed import ComposedOps
 from services.worker.ops.matrices import Matrix, dense
 from services.worker.ops.native.formats import FORMATS
 from services.worker.ops.native.packed import PackedMatrix
 from services.worker.ops.native.results import Results
+from services.worker.ops.native.state import NativeState
 from services.worker.ops.protocol import EmbeddingKernel, LinearKernel
 
 _linear = Struct("PPqP2q").pack
@@ -20,31 +20,32 @@ _rows = Struct("PPqP").pack
 _take = Struct("P2qPqP").pack
 
 
-class NativeProducts(ComposedOps):
-    """`prepare_linear`, `prepare_embedding`, `prepare_head` and `prepare_tied` of `Ops`."""
+def prepare_linear(native: NativeState, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> LinearKernel:
+    """Pack the matrix."""
+    packed = PackedMatrix(native.library, weight, bias, dtype)
+    return NativeLinear(native.library, packed, dtype, native.results)
 
-    _library: ctypes.CDLL
-    _results: Results
 
-    def prepare_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> LinearKernel:
-        packed = PackedMatrix(self._library, weight, bias, dtype)
-        return NativeLinear(self._library, packed, dtype, self._results)
+def prepare_head(native: NativeState, weight: Matrix, dtype: torch.dtype) -> LinearKernel:
+    """Pack the matrix, whose products are in float32."""
+    packed = PackedMatrix(native.library, weight, None, dtype)
+    return NativeLinear(native.library, packed, torch.float32, native.results)
 
-    def prepare_head(self, weight: Matrix, dtype: torch.dtype) -> LinearKernel:
-        packed = PackedMatrix(self._library, weight, None, dtype)
-        return NativeLinear(self._library, packed, torch.float32, self._results)
 
-    def prepare_embedding(self, weight: Matrix, dtype: torch.dtype) -> EmbeddingKernel:
-        return NativeTable(self._library, dense(weight, dtype), self._results)
+def prepare_embedding(native: NativeState, weight: Matrix, dtype: torch.dtype) -> EmbeddingKernel:
+    """Keep the dense matrix."""
+    return NativeTable(native.library, dense(weight, dtype), native.results)
 
-    def prepare_tied(self, weight: Matrix, dtype: torch.dtype) -> tuple[EmbeddingKernel, LinearKernel]:
-        packed = PackedMatrix(self._library, weight, None, dtype)
-        embedding = NativeEmbedding(self._library, packed, self._results)
-        return embedding, NativeLinear(self._library, packed, torch.float32, self._results)
+
+def prepare_tied(native: NativeState, weight: Matrix, dtype: torch.dtype) -> tuple[EmbeddingKernel, LinearKernel]:
+    """Pack the matrix once, for both."""
+    packed = PackedMatrix(native.library, weight, None, dtype)
+    embedding = NativeEmbedding(native.library, packed, native.results)
+    return embedding, NativeLinear(native.library, packed, torch.float32, native.results)
 
 
 class NativeLinear:
-    """See `LinearKernel`."""
+    """A product with a packed matrix."""
 
     __slots__ = (
         "_address",

@@ -41,90 +41,82 @@ class ReferencePlan(AttentionPlan):
             first += num_queries
 
 
-class ReferenceAttention:
-    """The section "Attention" of `Ops`."""
+def plan_attention(metadata: AttentionMetadata, kv_cache: KvCache) -> ReferencePlan:
+    """List the slots of each context."""
+    return ReferencePlan(metadata, kv_cache.block_size)
 
-    def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> ReferencePlan:
-        return ReferencePlan(metadata, kv_cache.block_size)
 
-    def write_kv(self, key: Tensor, value: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan) -> None:
-        key_cache, value_cache, key_scale, value_scale = split_scales(cache)
-        self.write_cache(_to_cached(key, key_scale), key_cache, plan)
-        self.write_cache(_to_cached(value, value_scale), value_cache, plan)
+def write_kv(key: Tensor, value: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan) -> None:
+    """Write what is written, one tensor after the other."""
+    key_cache, value_cache, key_scale, value_scale = split_scales(cache)
+    write_cache(_to_cached(key, key_scale), key_cache, plan)
+    write_cache(_to_cached(value, value_scale), value_cache, plan)
 
-    def write_cache(self, values: Tensor, cache: Tensor, plan: AttentionPlan) -> None:
-        slots = plan.metadata.slot_mapping
-        written = slots >= 0
-        cache.flatten(0, 1)[slots[written]] = values[written]
 
-    def prefill_attention(
-        self,
-        query: Tensor,
-        key: Tensor,  # noqa: ARG002
-        value: Tensor,  # noqa: ARG002
-        cache: tuple[Tensor, ...],
-        plan: AttentionPlan,
-        params: AttentionParams,
-    ) -> Tensor:
-        # Reads only the cache, so that a cached prefix takes the same path as one that was just computed.
-        return self.decode_attention(query, cache, plan, params)
+def write_cache(values: Tensor, cache: Tensor, plan: AttentionPlan) -> None:
+    """Write the rows that have a slot."""
+    slots = plan.metadata.slot_mapping
+    written = slots >= 0
+    cache.flatten(0, 1)[slots[written]] = values[written]
 
-    def decode_attention(
-        self, query: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan, params: AttentionParams
-    ) -> Tensor:
-        assert isinstance(plan, ReferencePlan)
-        key_cache, value_cache, key_scale, value_scale = split_scales(cache)
-        output = query.new_zeros(query.shape[0], query.shape[1] * value_cache.shape[-1])
-        for slots, rows in plan.sequences():
-            keys = _from_cached(key_cache.flatten(0, 1)[slots], key_scale, query.dtype)
-            values = _from_cached(value_cache.flatten(0, 1)[slots], value_scale, query.dtype)
-            for row, end in rows:
-                # The slice's offset in the fresh copy depends only on the position, and so do the result's bits.
-                start = 0 if params.window is None else max(end - params.window, 0)
-                output[row] = _attend(query[row], keys[start:end], values[start:end], params)
-        return output
 
-    def mla_attention(
-        self,
-        query: Tensor,
-        latent_cache: Tensor,
-        plan: AttentionPlan,
-        *,
-        scale: float,
-        value_dim: int,
-        selected: Tensor | None = None,
-    ) -> Tensor:
-        assert isinstance(plan, ReferencePlan)
-        output = query.new_zeros(*query.shape[:2], value_dim)
-        params = AttentionParams(scale)
-        for slots, rows in plan.sequences():
-            latents = latent_cache.flatten(0, 1)[slots].unsqueeze(1)
-            for row, end in rows:
-                keys = latents[:end] if selected is None else latents[_used(selected[row])]
-                output[row] = _attend(query[row], keys, keys[..., :value_dim], params).view(-1, value_dim)
-        return output
+def decode_attention(query: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan, params: AttentionParams) -> Tensor:
+    """Attend with one query at a time."""
+    assert isinstance(plan, ReferencePlan)
+    key_cache, value_cache, key_scale, value_scale = split_scales(cache)
+    output = query.new_zeros(query.shape[0], query.shape[1] * value_cache.shape[-1])
+    for slots, rows in plan.sequences():
+        keys = _from_cached(key_cache.flatten(0, 1)[slots], key_scale, query.dtype)
+        values = _from_cached(value_cache.flatten(0, 1)[slots], value_scale, query.dtype)
+        for row, end in rows:
+            # The slice's offset in the fresh copy depends only on the position, and so do the result's bits.
+            start = 0 if params.window is None else max(end - params.window, 0)
+            output[row] = _attend(query[row], keys[start:end], values[start:end], params)
+    return output
 
-    def select_context(
-        self,
-        index_query: Tensor,
-        index_weights: Tensor,
-        index_cache: Tensor,
-        plan: AttentionPlan,
-        *,
-        num_selected: int,
-    ) -> Tensor | None:
-        assert isinstance(plan, ReferencePlan)
-        if plan.metadata.max_context_len <= num_selected:
-            return None
-        selected = torch.full((len(index_query), num_selected), -1)
-        for slots, rows in plan.sequences():
-            keys = index_cache.flatten(0, 1)[slots].float()
-            for row, end in rows:
-                products = torch.mm(index_query[row].float().clone(), keys[:end].T.contiguous())
-                scores = torch.mv(torch.relu(products).T.contiguous(), index_weights[row].clone())
-                best = torch.sort(scores, descending=True, stable=True).indices[:num_selected]
-                selected[row, : len(best)] = best
-        return selected
+
+def mla_attention(
+    query: Tensor,
+    latent_cache: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    value_dim: int,
+    selected: Tensor | None = None,
+) -> Tensor:
+    """Attend with one query at a time."""
+    assert isinstance(plan, ReferencePlan)
+    output = query.new_zeros(*query.shape[:2], value_dim)
+    params = AttentionParams(scale)
+    for slots, rows in plan.sequences():
+        latents = latent_cache.flatten(0, 1)[slots].unsqueeze(1)
+        for row, end in rows:
+            keys = latents[:end] if selected is None else latents[_used(selected[row])]
+            output[row] = _attend(query[row], keys, keys[..., :value_dim], params).view(-1, value_dim)
+    return output
+
+
+def select_context(
+    index_query: Tensor,
+    index_weights: Tensor,
+    index_cache: Tensor,
+    plan: AttentionPlan,
+    *,
+    num_selected: int,
+) -> Tensor | None:
+    """Score one query at a time."""
+    assert isinstance(plan, ReferencePlan)
+    if plan.metadata.max_context_len <= num_selected:
+        return None
+    selected = torch.full((len(index_query), num_selected), -1)
+    for slots, rows in plan.sequences():
+        keys = index_cache.flatten(0, 1)[slots].float()
+        for row, end in rows:
+            products = torch.mm(index_query[row].float().clone(), keys[:end].T.contiguous())
+            scores = torch.mv(torch.relu(products).T.contiguous(), index_weights[row].clone())
+            best = torch.sort(scores, descending=True, stable=True).indices[:num_selected]
+            selected[row, : len(best)] = best
+    return selected
 
 
 def _to_cached(values: Tensor, scale: Tensor | None) -> Tensor:

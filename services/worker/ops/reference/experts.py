@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from services.worker.ops.experts import Expert
+from services.worker.ops.experts import Expert, ExpertsKernel, ExpertWeights, SwigluClamp
+from services.worker.ops.protocol import Ops
+from services.worker.ops.routing import RoutingRule
+from services.worker.ops.routing import route as route_rows
+
+
+def route(logits: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
+    """Route each token alone."""
+    rows = [route_rows(row.clone().unsqueeze(0), rule) for row in logits]
+    return torch.cat([expert_ids for expert_ids, _ in rows]), torch.cat([weights for _, weights in rows])
+
+
+def prepare_experts(
+    ops: Ops, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None, dtype: torch.dtype
+) -> ExpertsKernel:
+    """Prepare two linear layers for each expert."""
+    prepare_linear = partial(ops.prepare_linear, dtype=dtype)
+    return ReferenceExperts([Expert(weights, clamp, prepare_linear) for weights in experts])
 
 
 class ReferenceExperts:
-    """See `Ops.prepare_experts`."""
+    """Experts computed for each token alone."""
 
     def __init__(self, experts: list[Expert]) -> None:
         self._experts = experts
@@ -28,7 +48,7 @@ class ReferenceExperts:
 
 
 def combine_experts(outputs: Tensor, tokens: Tensor, weights: Tensor, *, num_tokens: int) -> Tensor:
-    """See `Ops.combine_experts`."""
+    """Add one output at a time."""
     # Each sum and each row has its own memory, because an offset in a larger tensor may affect the choice of kernel.
     totals = [torch.zeros(outputs.shape[1]) for _ in range(num_tokens)]
     for output, token, weight in zip(outputs, tokens.tolist(), weights.tolist(), strict=True):

@@ -60,7 +60,7 @@ def _advance_batch_kernel(
 
 
 def advance_batch(columns: SlotColumns, slots: Tensor, rows: DecodeRows, *, block_size: int, num_blocks: int) -> None:
-    """See `Ops.advance_batch`."""
+    """Advance the batch with one kernel, which pads as well."""
     if not len(rows.token_ids):
         return
     _advance_batch_kernel[(len(rows.token_ids),)](

@@ -16,111 +16,82 @@ Source: He et al., "Defeating Nondeterminism in LLM Inference", Thinking Machine
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
-from torch import Tensor
 
-from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
-from services.worker.forward.kv_cache import KvCache
-from services.worker.ops.arguments import AttentionParams
-from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
-from services.worker.ops.matrices import Matrix
-from services.worker.ops.protocol import LinearKernel, PerHeadKernel
-from services.worker.ops.triton.attention.context_selection import select_context
-from services.worker.ops.triton.attention.latent import latent_attention
-from services.worker.ops.triton.attention.prefill import prefill_attention
-from services.worker.ops.triton.attention.tile import PagedSequences
-from services.worker.ops.triton.backend import TritonOps, check_triton, select_sequences
-from services.worker.ops.triton.products.experts import TritonExperts
-from services.worker.ops.triton.products.linear import PackedLinear
-from services.worker.ops.triton.products.per_head import ExactPerHeadLinear
+from services.worker.ops import composed
+from services.worker.ops.matrix_rows import MatrixFormat
+from services.worker.ops.triton import activation, norm, prepare, routing, state
+from services.worker.ops.triton import advance_batch as batch
+from services.worker.ops.triton import rope as rotary
+from services.worker.ops.triton.attention import exact_plan, plan
+from services.worker.ops.triton.products import expert_sums, per_head
+from services.worker.ops.triton.sampling import edits, greedy
+from services.worker.ops.triton.sampling import sample as sampling
+from services.worker.ops.triton.sampling import token_logprobs as logprobs
 
 
-class ExactPlan(AttentionPlan):
-    """All sequences of a step, whatever their lengths."""
-
-    __slots__ = ("sequences",)
-
-    def __init__(self, metadata: AttentionMetadata) -> None:
-        super().__init__(metadata)
-        sequences = select_sequences(metadata, slice(0, len(metadata.query_lens)))
-        self.sequences: list[PagedSequences] = [] if sequences is None else [sequences]
-
-
-class TritonExactOps(TritonOps):
-    """See `Ops` for what each method computes."""
+class TritonExactOps(state.TritonState):
+    """The function that computes each op; see `Ops`."""
 
     name = "triton-exact"
     is_exact = True
+    draws_on_host = False
+    automatic_dtype = torch.bfloat16
+    formats = frozenset(MatrixFormat)
+    automatic_quantization: MatrixFormat | None = None
+    kv_dtypes: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)
 
-    # -- Weights ------------------------------------------------------------------------------------------
+    numerics = state.numerics
+    num_threads = property(composed.num_threads)
+    use_threads = staticmethod(composed.use_threads)
+    quantize_activations = state.quantize_activations
+    make_capture = staticmethod(composed.capture_graphs)
 
-    def prepare_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> LinearKernel:
-        return PackedLinear(weight, bias, dtype, is_exact=True, encoding=self._encoding)
+    advance_batch = staticmethod(batch.advance_batch)
 
-    def prepare_per_head_linear(self, weight: Tensor) -> PerHeadKernel:
-        return ExactPerHeadLinear(weight)
+    prepare_linear = prepare.prepare_exact_linear
+    prepare_per_head_linear = per_head.ExactPerHeadLinear
+    prepare_embedding = staticmethod(prepare.prepare_embedding)
+    prepare_head = composed.prepare_head
+    prepare_tied = prepare.prepare_tied
 
-    # -- Attention ----------------------------------------------------------------------------------------
+    rms_norm = staticmethod(norm.rms_norm)
+    add_rms_norm = staticmethod(norm.add_rms_norm)
+    layer_norm = staticmethod(norm.layer_norm)
+    act_and_mul = staticmethod(activation.act_and_mul)
+    scale = staticmethod(composed.scale)
 
-    def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> AttentionPlan:  # noqa: ARG002
-        return ExactPlan(metadata)
+    prepare_rope = staticmethod(rotary.prepare_rope)
+    select_rope = staticmethod(rotary.select_rope)
+    rope = staticmethod(rotary.rope)
 
-    def decode_attention(
-        self, query: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan, params: AttentionParams
-    ) -> Tensor:
-        assert isinstance(plan, ExactPlan)
-        width = query.shape[1] * cache[1].shape[3]
-        output = torch.empty((len(query), width), dtype=query.dtype, device=query.device)
-        for sequences in plan.sequences:
-            prefill_attention(query, cache, output, sequences, params, is_exact=True)
-        return output
+    check_block_size = staticmethod(composed.check_block_size)
+    check_attention = staticmethod(composed.check_attention)
+    check_latent_attention = staticmethod(composed.check_latent_attention)
+    plan_attention = staticmethod(exact_plan.plan_attention)
+    write_kv = staticmethod(plan.write_kv)
+    norm_rope_write = staticmethod(plan.norm_rope_write)
+    write_cache = staticmethod(plan.write_cache)
+    prefill_attention = composed.prefill_attention
+    decode_attention = staticmethod(exact_plan.decode_attention)
+    mla_attention = staticmethod(exact_plan.mla_attention)
+    select_context = staticmethod(exact_plan.select_context)
 
-    def mla_attention(
-        self,
-        query: Tensor,
-        latent_cache: Tensor,
-        plan: AttentionPlan,
-        *,
-        scale: float,
-        value_dim: int,
-        selected: Tensor | None = None,
-    ) -> Tensor:
-        assert isinstance(plan, ExactPlan)
-        output = torch.empty((*query.shape[:2], value_dim), dtype=query.dtype, device=query.device)
-        for sequences in plan.sequences:
-            latent_attention(query, latent_cache, output, sequences, scale=scale, selected=selected, is_exact=True)
-        return output
+    route = staticmethod(routing.route)
+    prepare_experts = prepare.prepare_exact_experts
+    combine_experts = staticmethod(expert_sums.combine_experts)
 
-    def select_context(
-        self,
-        index_query: Tensor,
-        index_weights: Tensor,
-        index_cache: Tensor,
-        plan: AttentionPlan,
-        *,
-        num_selected: int,
-    ) -> Tensor | None:
-        """See `Ops.select_context`; never None, since a longer context in the same step would change that."""
-        assert isinstance(plan, ExactPlan)
-        selected = select_context(index_query, index_weights, index_cache, plan.sequences, num_selected=num_selected)
-        # In one order, in which unused entries are last.
-        return selected.sort(dim=-1, descending=True).values
-
-    # -- Experts ------------------------------------------------------------------------------------------
-
-    def prepare_experts(
-        self, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None, dtype: torch.dtype
-    ) -> ExpertsKernel:
-        return TritonExperts(experts, clamp, dtype, is_exact=True, encoding=self._encoding)
+    edit_logits = staticmethod(edits.edit_logits)
+    sample = staticmethod(sampling.sample)
+    token_logprobs = staticmethod(logprobs.token_logprobs)
+    greedy_sample = staticmethod(greedy.greedy_sample)
 
 
 def load_exact_ops() -> TritonExactOps:
     """Create the backend.
 
     Raises:
-        DeviceError: as from `check_triton`.
+        DeviceError: as from `state.check_triton`.
     """
-    check_triton(TritonExactOps.name)
+    state.check_triton(TritonExactOps.name)
     return TritonExactOps()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -48,6 +49,17 @@ def _rope_kernel(
     dtype: tl.constexpr = heads.dtype.element_ty
     tl.store(first_places, (first * cosines[None, :] - second * sines[None, :]).to(dtype), mask=mask)
     tl.store(second_places, (second * cosines[None, :] + first * sines[None, :]).to(dtype), mask=mask)
+
+
+def prepare_rope(cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> RopeRows:
+    """Keep the whole tables."""
+    positions = torch.empty(0, dtype=torch.int64, device=cos.device)
+    return RopeRows(cos.contiguous(), sin.contiguous(), positions, is_interleaved)
+
+
+def select_rope(tables: RopeRows, positions: Tensor) -> RopeRows:
+    """Keep the whole tables, which kernels read at the step's positions."""
+    return RopeRows(tables.cos, tables.sin, positions, tables.is_interleaved)
 
 
 def rope(query_key: Tensor, rows: RopeRows) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from services.worker.batch.device_batch import DeviceBatch
+from services.worker.batch.drafts import ComputedStep, DraftProposer
+from services.worker.batch.input_batch import InputBatch
 from services.worker.batch.step_input import StepInput, StepTokens
 from services.worker.forward.staging import to_device
-from services.worker.runner.device_batch import DeviceBatch
-from services.worker.runner.input_batch import InputBatch
 from services.worker.runner.rank import Rank
 from services.worker.sampling.sampler import SampledTokens, Sampler
 from services.worker.sampling.sampling_rows import SamplingRows
-from services.worker.spec_decode.drafts import ComputedStep, DraftProposer
-from services.worker.step import Int32Column
+from shared.step.columns import Int32Column
 
 _NO_TOKENS = SampledTokens(np.empty(0, np.int32), np.empty(0, np.int32))
 

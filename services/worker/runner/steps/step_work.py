@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from services.worker.batch.replay import ReplayScorer
-from services.worker.batch.step_input import StepInput, StepTokens
+from services.worker.batch.device_batch import DeviceBatch
+from services.worker.batch.step_input import StepInput
 from services.worker.forward.forward_context import (
     AttentionMetadata,
     DpMetadata,
@@ -19,66 +18,16 @@ from services.worker.forward.forward_context import (
     forward_context,
 )
 from services.worker.forward.kv_cache import KvCache
-from services.worker.forward.staging import HostArrays, Staging
+from services.worker.forward.staging import HostArrays
 from services.worker.ops import DecodeRows
-from services.worker.runner.device_batch import DeviceBatch
 from services.worker.runner.graphs.step_graphs import StepGraphs
 from services.worker.runner.prompt_logprobs import PromptScorer
 from services.worker.runner.rank import Rank
 from services.worker.runner.steps.host_end import HostEnd
-from services.worker.runner.steps.pending_step import StepResults
+from services.worker.runner.steps.step_job import Draw, DrawnRows, StepJob
 from services.worker.sampling.device_sampler import DeviceSampler
-from services.worker.sampling.row_options import RowOptions
-from services.worker.sampling.sampling_rows import EditedRows, SamplingRows
-from services.worker.step import Int32Column
-
-
-class _Rows(NamedTuple):
-    """The rows of a step, on the device."""
-
-    slots: Tensor | None
-    """[num_rows] int64; None for a plain decode, whose slots the device knows."""
-    positions: Tensor
-    """[num_rows] int64: where their tokens are drawn."""
-    logit_tokens: Tensor | None
-    """See `StepInput.logit_tokens`."""
-
-
-class _Draw(NamedTuple):
-    """The tokens of a step's rows."""
-
-    rows: _Rows
-    logits: Tensor | None
-    """[num_rows, vocabulary] float32; None if a graph has used them, which it does for rows without options."""
-    drawn: Tensor
-    """[num_rows] int64, -1 where logits are not finite."""
-
-
-@dataclass(slots=True)
-class StepJob:
-    """A step's work on the device, with all that it reads on the host."""
-
-    step_input: StepInput
-    staging: Staging
-    dp: DpMetadata
-    decode_graph: int | None
-    """The batch size of the graph of one token per row that computes it; None if none does."""
-    draft_graph: int | None
-    """Likewise of the graph of tokens with drafts."""
-    tokens: StepTokens | None
-    """None if the device makes them."""
-    sampling: SamplingRows | None
-    """Of rows with options, or of an epoch with drafts."""
-    options: RowOptions | None
-    """Of rows that the device draws; None if none has any."""
-    results: StepResults
-    first_draw: _Draw | None = None
-    """Of a step with edited rows, until these are drawn again."""
-
-    @property
-    def is_edited(self) -> bool:
-        """Whether the host edits the logits of rows."""
-        return self.options is not None and len(self.options.edited) > 0
+from services.worker.sampling.sampling_rows import EditedRows
+from shared.step.columns import Int32Column
 
 
 class StepWork:
@@ -103,7 +52,6 @@ class StepWork:
         self._query_starts = torch.arange(columns.num_slots + 1, dtype=torch.int32, device=rank.device)
         self._sampler = DeviceSampler(rank.ops, rank.device)
         self._prompt_scorer = PromptScorer(rank.ops, rank.model.compute_logits)
-        self._replay_scorer = ReplayScorer(rank.ops, rank.model.compute_logits)
 
     def arrays(self, job: StepJob) -> HostArrays:
         """What the device needs for a step and does not have. Called once per step, in order."""
@@ -136,7 +84,7 @@ class StepWork:
 
     @torch.inference_mode()
     def compute(self, job: StepJob) -> None:
-        """All of a step's work, except for the second draw of edited rows; see `Stream.launch`."""
+        """All of a step's work, except for the second draw of edited rows; see `Stream.enqueue`."""
         arrays = job.staging.upload()
         self._columns.apply(arrays, job.step_input.table_width)
         if job.step_input.is_plain_decode:
@@ -147,7 +95,7 @@ class StepWork:
         if self._host_end is not None:
             self._end_on_host(job, hidden, arrays)
         elif len(job.step_input.row_slots):
-            self._draw(job, hidden, _Rows(arrays.get("row_slots"), positions, arrays.get("logit_tokens")))
+            self._draw(job, hidden, DrawnRows(arrays.get("row_slots"), positions, arrays.get("logit_tokens")))
         if not job.is_edited:
             job.staging.download(job.results.tensors())
 
@@ -216,15 +164,13 @@ class StepWork:
         return self._model.compute_logits(hidden if logit_tokens is None else hidden[logit_tokens])
 
     def _score(self, job: StepJob, hidden: Tensor) -> None:
-        """What is wanted of a prompt's tokens, and of those that were computed before."""
+        """Score the step's prompt tokens whose log-probabilities are wanted."""
         step_input = job.step_input
         if step_input.scored_chunks:
             assert job.tokens is not None, "chunks have tokens"
             job.results.prompts = self._prompt_scorer.score(step_input.scored_chunks, job.tokens.token_ids, hidden)
-        if step_input.replayed_chunks:
-            job.results.likeliest = self._replay_scorer.score(step_input.replayed_chunks, hidden)
 
-    def _draw(self, job: StepJob, hidden: Tensor, rows: _Rows) -> None:
+    def _draw(self, job: StepJob, hidden: Tensor, rows: DrawnRows) -> None:
         """Draw the rows' tokens; those that the host edits are drawn again in `redraw`."""
         if rows.slots is not None:
             draws = self._columns.draws(rows.slots, rows.positions)
@@ -233,16 +179,16 @@ class StepWork:
             graph = None if job.options is not None else job.decode_graph
             if self._decodes is not None and self._decodes.draws_tokens and graph is not None:
                 drawn = self._decodes.draw(graph)[: len(rows.positions)]
-                self._end_draw(job, _Draw(rows, None, drawn))
+                self._end_draw(job, Draw(rows, None, drawn))
                 return
         logits = self._logits(hidden, rows.logit_tokens)
-        draw = _Draw(rows, logits, self._sampler.draw(logits, draws))
+        draw = Draw(rows, logits, self._sampler.draw(logits, draws))
         if job.is_edited:
             job.first_draw = draw
         else:
             self._end_draw(job, draw)
 
-    def _end_draw(self, job: StepJob, draw: _Draw) -> None:
+    def _end_draw(self, job: StepJob, draw: Draw) -> None:
         """Leave the tokens where the next step finds them, and for the host."""
         # What is not finite is followed by token 0, which every model has.
         usable = draw.drawn.clamp(min=0)

@@ -13,7 +13,8 @@ from services.worker.weights.quantization.gguf_blocks import gguf_rules
 from services.worker.weights.quantization.layer_format import LayerFormat, PlainFormat
 from services.worker.weights.quantization.mxfp4 import Mxfp4StackFormat
 from services.worker.weights.quantization.rules import FormatRules, UnsupportedFormatError
-from shared.model_dir import ModelDirectoryError
+from shared.model_dir import ModelDirectoryError, is_multimodal
+from shared.text_models import spellings
 
 _METHODS: dict[str, Callable[[Mapping[str, Any]], FormatRules]] = {
     "compressed-tensors": compressed_tensors_rules,
@@ -25,15 +26,28 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], FormatRules]] = {
 }
 
 PLAIN = PlainFormat()
-_PLAIN_STACK = PlainFormat(suffix="", is_transposed=True)
+_PLAIN_STACKS = {is_transposed: PlainFormat(suffix="", is_transposed=is_transposed) for is_transposed in (False, True)}
 _MXFP4_STACK = Mxfp4StackFormat()
 
 
 class QuantizationConfig:
     """The formats of a checkpoint's layers."""
 
-    def __init__(self, rules: FormatRules | None = None, *, has_mxfp4: bool = False) -> None:
-        """`rules` None means that nothing is quantised."""
+    def __init__(
+        self,
+        rules: FormatRules | None = None,
+        *,
+        has_mxfp4: bool = False,
+        spellings: Callable[[str], tuple[str, ...]] = lambda name: (name,),
+    ) -> None:
+        """Take the rules.
+
+        Args:
+            rules: None means that nothing is quantised.
+            has_mxfp4: Whether stacks of experts are packed.
+            spellings: The names by which rules may know a layer.
+        """
+        self._spellings = spellings
         self._rules = rules or FormatRules()
         self._has_mxfp4 = has_mxfp4
         self.is_quantized = bool(self._rules.rules) or has_mxfp4
@@ -59,12 +73,18 @@ class QuantizationConfig:
         except (re.error, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             text = str(error) if isinstance(error, UnsupportedFormatError) else repr(error)
             raise ModelDirectoryError(f"config.json: quantization_config of method {method!r}: {text}") from error
-        return cls(rules, has_mxfp4=method == "mxfp4")
+        is_text = is_multimodal(config)
+        return cls(rules, has_mxfp4=method == "mxfp4", **({"spellings": spellings} if is_text else {}))
 
     def linear_format(self, layer: str) -> LayerFormat:
         """The format of a linear layer."""
-        return self._rules.format_of(layer) or PLAIN
+        return self._rules.format_of(*self._spellings(layer)) or PLAIN
 
-    def stack_format(self, *, is_plain: bool) -> LayerFormat:
-        """`is_plain` if a tensor of the stack's own name is stored."""
-        return _MXFP4_STACK if self._has_mxfp4 and not is_plain else _PLAIN_STACK
+    def stack_format(self, *, is_plain: bool, is_transposed: bool = True) -> LayerFormat:
+        """The format of a stack of experts.
+
+        Args:
+            is_plain: Whether a tensor of the stack's own name is stored.
+            is_transposed: Whether its matrices are [in_features, out_features].
+        """
+        return _MXFP4_STACK if self._has_mxfp4 and not is_plain else _PLAIN_STACKS[is_transposed]

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from services.worker.ops.matrices import IntMatrix, Matrix
 from services.worker.ops.matrix_rows import MatrixFormat
-from services.worker.weights.quantization.layer_format import StoredTensor
+from services.worker.weights.quantization.layer_format import LayerFormat, StoredTensor
 from services.worker.weights.quantization.rules import FormatRules, UnsupportedFormatError
 
 SUFFIX = ".blocks"
@@ -53,29 +54,30 @@ BLOCK_TYPES = {block_type.name: block_type for block_type in (Q8_0, Q4_0, Q4_1)}
 
 
 @dataclass(frozen=True, slots=True)
-class GgufFormat:
+class GgufFormat(LayerFormat):
     """`blocks` [out, in / 32, bytes of a block] uint8."""
 
     block_type: BlockType
     unused: tuple[str, ...] = field(default=(), init=False)
 
     @property
+    @override
     def label(self) -> str:
-        """See `LayerFormat`."""
         return f"gguf {self.block_type.name}"
 
     @property
+    @override
     def packed_as(self) -> MatrixFormat | None:
-        """See `LayerFormat`."""
         return MatrixFormat.INT8 if self.block_type.num_bits == 8 else MatrixFormat.INT4
 
+    @override
     def stored_tensors(self, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
-        """See `LayerFormat`."""
         blocks = shape[0], -(-shape[1] // _VALUES), self.block_type.num_bytes
         return (StoredTensor("blocks", (SUFFIX,), (blocks,), ("U8",)),)
 
+    @override
     def dequantize(self, parts: Mapping[str, Tensor], rows: range, columns: range) -> Tensor:
-        """See `LayerFormat`. The same operations as ggml's, so the same bits."""
+        # The same operations as ggml's, so the same bits.
         header, codes = self._read(parts, rows, columns)
         values = (codes - 8 if self.block_type is Q4_0 else codes).float().mul_(header[..., :1])
         if self.block_type is Q4_1:
@@ -83,8 +85,9 @@ class GgufFormat:
         skipped = columns.start % _VALUES
         return values.flatten(1)[:, skipped : skipped + len(columns)]
 
+    @override
     def packed(self, parts: Mapping[str, Tensor], rows: range, columns: range) -> Matrix | None:
-        """See `LayerFormat`. None if the part cuts a block."""
+        # None if the part cuts a block.
         if columns.start % _VALUES or columns.stop % _VALUES:
             return None
         header, codes = self._read(parts, rows, columns)

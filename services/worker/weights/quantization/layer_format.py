@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
+from typing_extensions import override
 
 from services.worker.ops.matrices import Matrix
 from services.worker.ops.matrix_rows import MatrixFormat
@@ -84,7 +85,7 @@ class LayerFormat(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PlainFormat:
+class PlainFormat(LayerFormat):
     """A matrix or stack stored as one tensor in a float dtype."""
 
     suffix: str = ".weight"
@@ -94,20 +95,20 @@ class PlainFormat:
     unused: tuple[str, ...] = field(default=(), init=False)
     packed_as: MatrixFormat | None = field(default=None, init=False)
 
+    @override
     def stored_tensors(self, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
-        """See `LayerFormat`."""
         return (StoredTensor("weight", (self.suffix,), (shape,), FLOAT_DTYPES),)
 
+    @override
     def dequantize(self, parts: Mapping[str, Tensor], rows: range, columns: range) -> Tensor:
-        """See `LayerFormat`."""
         weight = parts["weight"].T if self.is_transposed else parts["weight"]
         return weight[rows.start : rows.stop, columns.start : columns.stop]
 
+    @override
     def packed(
         self,
-        parts: Mapping[str, Tensor],  # noqa: ARG002
-        rows: range,  # noqa: ARG002
-        columns: range,  # noqa: ARG002
+        parts: Mapping[str, Tensor],
+        rows: range,
+        columns: range,
     ) -> Matrix | None:
-        """See `LayerFormat`."""
         return None

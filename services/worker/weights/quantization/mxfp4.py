@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from services.worker.ops.matrices import Matrix, Mxfp4Matrix
 from services.worker.ops.matrix_rows import MatrixFormat
-from services.worker.weights.quantization.layer_format import StoredTensor
+from services.worker.weights.quantization.layer_format import LayerFormat, StoredTensor
 
 _GROUP = 32
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -24,15 +25,15 @@ _E8M0 = torch.tensor([2.0 ** (exponent - 127) for exponent in range(255)] + [flo
 
 
 @dataclass(frozen=True, slots=True)
-class Mxfp4StackFormat:
+class Mxfp4StackFormat(LayerFormat):
     """A stack of matrices: `_blocks` [experts, out, in / 32, 16] uint8 and `_scales` [experts, out, in / 32] uint8."""
 
     label: str = field(default="mxfp4", init=False)
     unused: tuple[str, ...] = field(default=(), init=False)
     packed_as: MatrixFormat | None = field(default=MatrixFormat.MXFP4, init=False)
 
+    @override
     def stored_tensors(self, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
-        """See `LayerFormat`."""
         num_experts, in_features, out_features = shape
         scales = (num_experts, out_features, -(-in_features // _GROUP))
         return (
@@ -40,8 +41,8 @@ class Mxfp4StackFormat:
             StoredTensor("scales", ("_scales",), (scales,), ("U8", "F8_E8M0")),
         )
 
+    @override
     def dequantize(self, parts: Mapping[str, Tensor], rows: range, columns: range) -> Tensor:
-        """See `LayerFormat`."""
         first, last = columns.start // _GROUP, -(-columns.stop // _GROUP)
         blocks = parts["blocks"][rows.start : rows.stop, first:last]
         exponents = parts["scales"][rows.start : rows.stop, first:last].view(torch.uint8)
@@ -51,8 +52,8 @@ class Mxfp4StackFormat:
         skipped = columns.start - first * _GROUP
         return values.flatten(1)[:, skipped : skipped + len(columns)]
 
+    @override
     def packed(self, parts: Mapping[str, Tensor], rows: range, columns: range) -> Matrix | None:
-        """See `LayerFormat`."""
         if columns.start % _GROUP or columns.stop % _GROUP:
             return None
         place = slice(rows.start, rows.stop), slice(columns.start // _GROUP, columns.stop // _GROUP)

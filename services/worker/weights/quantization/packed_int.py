@@ -11,10 +11,16 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from services.worker.ops.matrices import IntMatrix, Matrix
 from services.worker.ops.matrix_rows import MatrixFormat
-from services.worker.weights.quantization.layer_format import FLOAT_DTYPES, MalformedLayerError, StoredTensor
+from services.worker.weights.quantization.layer_format import (
+    FLOAT_DTYPES,
+    LayerFormat,
+    MalformedLayerError,
+    StoredTensor,
+)
 from services.worker.weights.quantization.scaled import Granularity
 
 _WORD_BITS = 32
@@ -25,7 +31,7 @@ _PAIRS = (
 
 
 @dataclass(frozen=True, slots=True)
-class PackedIntFormat:
+class PackedIntFormat(LayerFormat):
     """`weight_packed` [out, in * bits / 32] and `weight_scale`; a weight is `(value - zero point) * scale`.
 
     With `weight_g_idx` [in], GPTQ's activation order, entry i is the group of column i; otherwise every `group_size`
@@ -38,17 +44,17 @@ class PackedIntFormat:
     unused: tuple[str, ...] = field(default=(".input_scale", ".input_zero_point", ".output_scale"), init=False)
 
     @property
+    @override
     def label(self) -> str:
-        """See `LayerFormat`."""
         return f"int{self.num_bits}, packed"
 
     @property
+    @override
     def packed_as(self) -> MatrixFormat | None:
-        """See `LayerFormat`."""
         return MatrixFormat.INT4 if self.num_bits == 4 else MatrixFormat.INT8
 
+    @override
     def stored_tensors(self, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
-        """See `LayerFormat`."""
         scale_shapes = self.granularity.scale_shapes(shape)
         stored = [
             StoredTensor("packed", (".weight_packed",), ((shape[0], self._num_words(shape[1])),), ("I32",)),
@@ -63,15 +69,16 @@ class PackedIntFormat:
             stored.append(group_index)
         return tuple(stored)
 
+    @override
     def dequantize(self, parts: Mapping[str, Tensor], rows: range, columns: range) -> Tensor:
-        """See `LayerFormat`."""
         values = _unpack(self._words(parts)[rows.start : rows.stop], self.num_bits, columns)
         if not self.is_symmetric:
             values -= self._spread(self._zero_points(parts, rows), parts.get("groups"), range(len(rows)), columns)
         return values.mul_(self._spread(parts["scale"], parts.get("groups"), rows, columns))
 
+    @override
     def packed(self, parts: Mapping[str, Tensor], rows: range, columns: range) -> Matrix | None:
-        """See `LayerFormat`. Groups that are not consecutive columns cannot be expressed."""
+        # Groups that are not consecutive columns cannot be expressed.
         words, group_size = self._words(parts), self.granularity.group_size(columns)
         per_byte = 8 // self.num_bits
         is_cut = columns.start % per_byte or columns.stop % per_byte

@@ -26,7 +26,7 @@ class UnsupportedFormatError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class FormatRules:
-    """The first rule whose predicate accepts a layer's name gives its format.
+    """The first rule whose predicate accepts one of a layer's names gives its format.
 
     A format of None means plain floats, as for a name that no rule accepts.
     """
@@ -35,9 +35,9 @@ class FormatRules:
     unused_suffixes: tuple[str, ...] = _CACHE_SCALES
     """Suffixes of tensors that no layer loaded here needs."""
 
-    def format_of(self, layer: str) -> LayerFormat | None:
-        """None means plain floats."""
-        return next((layer_format for applies, layer_format in self.rules if applies(layer)), None)
+    def format_of(self, *names: str) -> LayerFormat | None:
+        """The format of the layer with these names; None means plain floats."""
+        return next((layer_format for applies, layer_format in self.rules if any(map(applies, names))), None)
 
 
 def is_listed(patterns: Sequence[str]) -> Callable[[str], bool]:

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from services.worker.ops.matrices import Fp8Matrix, IntMatrix, Matrix
 from services.worker.ops.matrix_rows import MatrixFormat
-from services.worker.weights.quantization.layer_format import FLOAT_DTYPES, StoredTensor
+from services.worker.weights.quantization.layer_format import FLOAT_DTYPES, LayerFormat, StoredTensor
 
 FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
 INT8_DTYPES = ("I8",)
@@ -65,10 +66,11 @@ CHANNEL = Granularity(1, None)
 
 
 @dataclass(frozen=True, slots=True)
-class ScaledFormat:
+class ScaledFormat(LayerFormat):
     """`weight` in a one-byte dtype; a weight is `(value - zero point) * scale`, without zero points `value * scale`."""
 
-    label: str
+    # A field: otherwise the property of the base would be its default.
+    label: str = field()
     dtypes: tuple[str, ...]
     granularities: tuple[Granularity, ...]
     """Allowed ones: plain "fp8" may have a scale per tensor or per channel."""
@@ -80,14 +82,14 @@ class ScaledFormat:
     )
 
     @property
+    @override
     def packed_as(self) -> MatrixFormat | None:
-        """See `LayerFormat`."""
         if self.dtypes == INT8_DTYPES:
             return MatrixFormat.INT8
         return None if self.has_zero_point else MatrixFormat.FP8
 
+    @override
     def stored_tensors(self, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
-        """See `LayerFormat`."""
         scale_shapes = tuple(scale for granularity in self.granularities for scale in granularity.scale_shapes(shape))
         stored = (
             StoredTensor("weight", (".weight",), (shape,), self.dtypes),
@@ -97,16 +99,16 @@ class ScaledFormat:
             return stored
         return (*stored, StoredTensor("zero_point", (".weight_zero_point",), scale_shapes, (*INT8_DTYPES, *FP8_DTYPES)))
 
+    @override
     def dequantize(self, parts: Mapping[str, Tensor], rows: range, columns: range) -> Tensor:
-        """See `LayerFormat`."""
         granularity = self._granularity_of(parts)
         values = _to_float32(parts["weight"][rows.start : rows.stop, columns.start : columns.stop])
         if self.has_zero_point:
             values -= granularity.expand(parts["zero_point"], rows, columns)
         return values.mul_(granularity.expand(parts["scale"], rows, columns))
 
+    @override
     def packed(self, parts: Mapping[str, Tensor], rows: range, columns: range) -> Matrix | None:
-        """See `LayerFormat`."""
         granularity = self._granularity_of(parts)
         group_size = granularity.group_size(columns)
         if self.packed_as is None or group_size is None or parts["weight"].dtype == torch.float8_e5m2:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.worker.forward.kv_cache import CacheTensor, attention_cache
-from services.worker.ops import AttentionParams, HeadNorms
+from services.worker.ops import Activation, AttentionParams, HeadNorms
 from tests.bench.gpu.kernels.sizes import Ground, Op, with_conch
 
 _EPS = 1e-6
@@ -48,8 +48,8 @@ def elementwise_ops(ground: Ground) -> Iterator[Op]:
     both = ground.random(sizes.num_tokens, 2 * sizes.inner)
     gate, up = both.chunk(2, dim=-1)
     yield Op(
-        f"silu_and_mul {sizes.num_tokens} x {sizes.inner}",
-        lambda: ops.silu_and_mul(both),
+        f"act_and_mul {sizes.num_tokens} x {sizes.inner}",
+        lambda: ops.act_and_mul(both, Activation.SILU),
         with_conch({"torch": lambda: F.silu(gate) * up}, "activation.silu_and_mul", "silu_and_mul", both),
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from services.worker.runner.model_runner import ModelRunner
 from services.worker.runner.steps.pending_step import PendingStep
-from services.worker.step import EnteringSequence, Step
+from shared.step.step import EnteringSequence, Step
 from tests.bench.gpu.runners import BLOCK_SIZE, without_waiting
 from tests.bench.gpu.serving.requests import Request
 from tests.support.worker.worker_steps import decode_step, make_enter, prefill_step

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from services.worker.ops.arguments import DrawRows, HeadNorms, RopeRows
+from services.worker.ops.arguments import Activation, DrawRows, HeadNorms, RopeRows
 from services.worker.ops.triton import activation, norm_rope_write
 from services.worker.ops.triton.norm import add_rms_norm, choose_num_warps
 from services.worker.ops.triton.sampling import greedy
@@ -40,7 +40,7 @@ def row_subjects(*, is_tiny: bool) -> Iterator[Subject]:
     for num_rows in (sizes.num_tokens,) if is_tiny else (1, sizes.num_tokens):
         for name, make, variants in (
             (f"add_rms_norm {num_rows} x {sizes.hidden}", _norm, _NUM_WARPS),
-            (f"silu_and_mul {num_rows} x {sizes.inner}", _silu, _SILU),
+            (f"act_and_mul {num_rows} x {sizes.inner}", _silu, _SILU),
             (f"norm_rope_write {num_rows} x {sizes.num_heads} + {sizes.num_kv_heads} heads", _write_heads, _HEADS),
             (f"greedy_sample {num_rows} x {sizes.vocabulary}", _greedy, _GREEDY),
             (f"sample {num_rows} x {sizes.vocabulary}", _sample, _PARTS),
@@ -63,7 +63,7 @@ def _silu(sizes: Sizes, num_rows: int, place: Place) -> Launches:
     x = place.random(num_rows, 2 * sizes.inner)
 
     def launch(_: int, **variant: object) -> Tensor:
-        return activation.silu_and_mul(x, **variant)  # type: ignore[arg-type]
+        return activation.act_and_mul(x, Activation.SILU, **variant)  # type: ignore[arg-type]
 
     default = {"columns": activation.COLUMNS, "num_warps": activation.NUM_WARPS}
     return Launches(launch, default, Work(1.5 * x.nbytes, 0))

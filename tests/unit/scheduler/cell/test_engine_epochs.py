@@ -20,13 +20,14 @@ from services.scheduler.cell.events import (
     TimePassed,
 )
 from services.scheduler.core.batch.sequence import FinishReason
-from services.scheduler.core.batch.step import RequestEnd, StepResult
+from services.scheduler.core.batch.step import RequestEnd
 from services.scheduler.core.policy import CacheSettings, SchedulerPolicy
 from services.scheduler.core.step_deadline import FIRST_STEP_S, MIN_STEP_S
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.ids import DpRank, RequestHandle
-from shared.limits import SamplingParams
 from shared.network.heartbeat import HEARTBEAT_S, LEASE_S
+from shared.sampling_params import SamplingParams
+from shared.step.step import StepResult
 from tests.support.scheduler.cell_model import expected_completion
 from tests.support.scheduler.engine_driver import EOS, EngineDriver, attached, token_bytes, worker_facts
 

@@ -8,7 +8,7 @@ from services.scheduler.cell.events import ChoiceSoFar, ClientMessage, Submissio
 from services.scheduler.core.batch.step import RequestEnd
 from services.scheduler.core.policy import CellTopology, SchedulerPolicy
 from shared.ids import RequestHandle
-from shared.limits import SamplingParams
+from shared.sampling_params import SamplingParams
 from tests.support.scheduler.cell_model import expected_completion
 from tests.support.scheduler.engine_driver import EngineDriver, token_bytes
 
@@ -52,7 +52,7 @@ def test_exactness_is_promised_when_all_attached_ranks_share_an_exact_fingerprin
     ranks: list[dict[str, object]], fingerprint: str
 ) -> None:
     driver = make_driver(*ranks)
-    assert driver.engine.exact_fingerprint == fingerprint
+    assert driver.engine.facts.exact_fingerprint == fingerprint
     driver.submit(1, PROMPT, max_tokens=3, is_exact=True)
     driver.submit(2, PROMPT, max_tokens=3)
     driver.run()
@@ -89,7 +89,7 @@ def test_exactness_survives_a_worker_that_returns_with_the_same_numerics() -> No
     driver.step()
     driver.lose()
     # Until another worker attaches, it is promised as before.
-    assert driver.engine.exact_fingerprint == "a"
+    assert driver.engine.facts.exact_fingerprint == "a"
     driver.attach(0, **EXACT)
     driver.run()
     end = end_of(driver, 1)

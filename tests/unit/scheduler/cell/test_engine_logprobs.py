@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from services.scheduler.cell.events import DomainLost, DropDomain
-from services.scheduler.core.batch.logprobs import Logprobs
-from services.scheduler.core.batch.step import StepResult
 from services.scheduler.core.policy import SchedulerPolicy
-from shared.limits import SamplingOptions
+from shared.sampling_params import SamplingOptions
+from shared.step.logprobs import Logprobs
+from shared.step.step import StepResult
 from tests.support.scheduler.cell_model import VOCABULARY, expected_completion
 from tests.support.scheduler.engine_driver import EngineDriver, attached, expected_scores, worker_facts
 

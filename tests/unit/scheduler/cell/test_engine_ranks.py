@@ -164,7 +164,7 @@ def test_the_smallest_pool_of_any_rank_bounds_a_request() -> None:
     driver = EngineDriver(topology=UNCOUPLED, attach=False)
     driver.attach(0, num_blocks=64)
     driver.attach(1, num_blocks=4)
-    limits = driver.engine.model_limits
+    limits = driver.engine.facts.limits
     assert limits is not None
     assert limits.num_pool_tokens == 4 * 16
     driver.submit(1, make_prompt(60), max_tokens=5)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from services.scheduler.cell.events import DropDomain
-from services.scheduler.core.batch.step import StepResult
+from shared.step.step import StepResult
 from tests.support.scheduler.cell_model import VOCABULARY
 from tests.support.scheduler.engine_driver import EngineDriver
 

@@ -58,9 +58,9 @@ def test_other_weights_are_another_model_unless_they_are_not_reported() -> None:
     driver = EngineDriver(topology=CellTopology(dp_size=3), attach=False)
     # A worker of an earlier release.
     driver.attach(0)
-    assert driver.engine.weights_digest == ""
+    assert driver.engine.facts.weights_digest == ""
     driver.attach(1, weights_digest="a")
-    assert driver.engine.weights_digest == "a"
+    assert driver.engine.facts.weights_digest == "a"
     actions = driver.attach(2, weights_digest="b")
     assert [type(action) for action in actions] == [DropDomain]
     # The first ones are what counts, even after they were lost.
@@ -70,7 +70,7 @@ def test_other_weights_are_another_model_unless_they_are_not_reported() -> None:
     driver.attach(2, weights_digest="a")
     driver.attach(0)
     assert [rank.is_attached for rank in driver.engine.state().ranks] == [True, False, True]
-    assert (driver.engine.weights_digest, driver.engine.state().counters.num_refused_models) == ("a", 2)
+    assert (driver.engine.facts.weights_digest, driver.engine.state().counters.num_refused_models) == ("a", 2)
 
 
 def test_a_worker_that_returns_in_time_is_no_change() -> None:

@@ -231,10 +231,10 @@ def test_an_endpoint_that_has_gone_no_longer_limits_requests() -> None:
     find(driver, A, B)
     driver.attach(0, num_blocks=2)
     driver.attach(1)
-    assert driver.engine.model_limits is not None
-    assert driver.engine.model_limits.num_pool_tokens == 32
+    assert driver.engine.facts.limits is not None
+    assert driver.engine.facts.limits.num_pool_tokens == 32
     find(driver, B)
-    assert driver.engine.model_limits.num_pool_tokens == 64 * 16
+    assert driver.engine.facts.limits.num_pool_tokens == 64 * 16
 
 
 def test_the_limits_stay_when_the_last_endpoint_has_gone() -> None:
@@ -242,7 +242,7 @@ def test_the_limits_stay_when_the_last_endpoint_has_gone() -> None:
     find(driver, A)
     driver.attach(0)
     find(driver)
-    limits, state = driver.engine.model_limits, driver.engine.state()
+    limits, state = driver.engine.facts.limits, driver.engine.state()
     assert limits is not None
     assert (limits.num_pool_tokens, state.ready, state.num_blocks) == (64 * 16, False, 0)
     driver.submit(1, PROMPT)

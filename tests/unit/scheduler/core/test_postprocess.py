@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.scheduler.core.batch.logprobs import Logprobs
 from services.scheduler.core.batch.sequence import Finish, FinishReason, SequenceStatus
 from services.scheduler.core.batch.step import OutputsByClient, RequestEnd, RequestStart
 from services.scheduler.core.decode import Decodes
@@ -13,7 +12,8 @@ from services.scheduler.core.policy import SchedulerPolicy
 from services.scheduler.core.step_deadline import FIRST_STEP_S
 from shared.errors import InvalidRequestError, NumericError
 from shared.ids import RequestHandle
-from shared.limits import SamplingOptions
+from shared.sampling_params import SamplingOptions
+from shared.step.logprobs import Logprobs
 from tests.support.scheduler.core import Parts, completion_of, ends_of, make_sequence, prompt_of, rows_for
 from tests.support.scheduler.engine_driver import EOS
 
@@ -139,7 +139,7 @@ def test_a_sequence_that_ended_holds_nothing_after_its_last_step() -> None:
     assert 64 - parts.blocks.num_free_blocks == 2
     parts.run_decode(601)
     assert (parts.blocks.num_free_blocks, seq.slot, completion_of(seq)) == (64, None, [501, 601])
-    assert (seq.left_at, parts.counters.num_finished) == (0.0, 1)
+    assert (seq.left_at, parts.counters.num_finished, parts.counters.num_completion_tokens) == (0.0, 1, 2)
     # Its full block can be found, but not its last token, which no step has computed.
     assert parts.num_cached_tokens([*prompt_of(seq), 501, 601, 1]) == 16
 

@@ -8,7 +8,7 @@ from services.scheduler.core.batch.sequence import Finish, FinishReason
 from services.scheduler.core.batch.step import RequestEnd
 from shared.errors import InvalidRequestError
 from shared.ids import RequestHandle
-from shared.limits import SamplingOptions
+from shared.sampling_params import SamplingOptions
 from tests.support.scheduler.core import Parts, completion_of, ends_of, make_sequence, rows_for
 from tests.support.scheduler.engine_driver import worker_facts
 
@@ -90,11 +90,10 @@ def test_a_failed_grammar_keeps_the_tokens_before_the_failure_unless_they_stop()
         assert completion_of(seq) == [501, 601, 602]
 
 
-def test_drafts_and_replayed_tokens_are_counted() -> None:
+def test_drafts_are_counted() -> None:
     parts = make_drafting()
     parts.start(make_sequence(1, 5), make_sequence(2, 5))
     parts.send_decode()
-    parts.give([601, 602, 603], [701], num_draft_tokens=6, num_replayed_tokens=4, num_replay_mismatches=1)
+    parts.give([601, 602, 603], [701], num_draft_tokens=6)
     counters = parts.counters
     assert (counters.num_draft_tokens, counters.num_accepted_tokens) == (6, 2)
-    assert (counters.num_replayed_tokens, counters.num_replay_mismatches) == (4, 1)

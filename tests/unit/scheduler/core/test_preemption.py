@@ -6,16 +6,17 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.core.batch.slot_table import IntColumn, Slots
+from services.scheduler.core.batch.slot_table import Slots
 from services.scheduler.core.policy import RetractionPolicy
 from services.scheduler.core.preemption import pick_victim
+from shared.step.columns import Int32Column
 
 
 def order_of(*slots: int) -> Slots:
     return np.array(slots, np.intp)
 
 
-def column(*values: int) -> IntColumn:
+def column(*values: int) -> Int32Column:
     return np.array(values, np.int32)
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import replace
 
 import pytest
 
 from services.scheduler.core.admission import AdmissionPolicy
 from services.scheduler.core.batch.sequence import Sequence, SequenceStatus, SequenceType
-from services.scheduler.core.batch.step import EnteringSequence, PrefillChunk
 from services.scheduler.core.decode import Decodes
 from services.scheduler.core.policy import SchedulerPolicy
 from services.scheduler.core.prefill import Prefill
 from shared.ids import Slot
-from shared.limits import SamplingOptions
+from shared.sampling_params import SamplingOptions
+from shared.step.step import EnteringSequence, PrefillChunk
 from tests.support.scheduler.core import Parts, completion_of, make_sequence, prompt_of
 from tests.support.scheduler.engine_driver import EOS, token_bytes, worker_facts
 
@@ -100,11 +99,11 @@ def test_the_worker_is_told_all_it_needs_to_know_of_an_entering_sequence() -> No
         PrefillChunk(Slot(0), bytes(seq.token_bytes), 0),
         num_cached_tokens=0,
         num_prompt_tokens=6,
-        block_ids=array("i", [0, 1]),
+        block_bytes=token_bytes([0, 1]),
         params=seq.params,
         choice=2,
-        max_num_tokens=15,
     )
+    assert entering.max_num_tokens == 15
     # The plan keeps its blocks when the sequence's table grows.
     seq.block_table.append(9)
     assert entering.block_ids.tolist() == [0, 1]
@@ -179,7 +178,7 @@ def test_prompt_log_probabilities_are_computed_though_the_prompt_is_cached() -> 
     entering = admit_alone(parts, scored)
     assert (entering.num_cached_tokens, entering.chunk.num_tokens, entering.params.options) == (0, 9, options)
     # What it computed is shared like any other prefix.
-    assert admit_alone(parts, make_sequence(3, prompt)).block_ids[:2] == scored.block_table[:2]
+    assert admit_alone(parts, make_sequence(3, prompt)).block_ids[:2].tolist() == scored.block_table[:2].tolist()
 
 
 def test_a_further_choice_uses_the_cache_and_asks_for_no_prompt_log_probabilities() -> None:

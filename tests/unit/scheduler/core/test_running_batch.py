@@ -8,11 +8,12 @@ import numpy as np
 
 from services.scheduler.core.assemble import assemble
 from services.scheduler.core.batch.sequence import Sequence, SequenceStatus
-from services.scheduler.core.batch.step import StepKind, StepPace
-from services.scheduler.core.cache.block_manager import BlockManager
+from services.scheduler.core.batch.step import StepPace
+from services.scheduler.core.block_manager import BlockManager
 from services.scheduler.core.decode import Decodes
 from services.scheduler.core.prefill import Prefill
 from services.scheduler.core.running_batch import RunningBatch
+from shared.step.step import StepKind
 from tests.support.scheduler.core import completion_of, make_sequence, prompt_of
 
 BLOCK_SIZE = 4
@@ -213,9 +214,9 @@ def test_the_requests_in_flight_are_the_unfinished_ones_each_once_in_row_order()
     enter(batch, first, second, third, idle)
     send(batch, second, first)
     send(batch, second, partial=(third,))
-    assert batch.in_flight_ids() == ["r2", "r1", "r3"]
+    assert batch.in_flight_keys() == [second.key, first.key, third.key]
     second.left_at = 1.0
-    assert batch.in_flight_ids() == ["r1", "r3"]
+    assert batch.in_flight_keys() == [first.key, third.key]
     assert batch.sequences_in(batch.in_flight[1]) == [second, third]
 
 

@@ -9,10 +9,11 @@ import pytest
 
 from services.scheduler.core.admission import AdmissionPolicy
 from services.scheduler.core.batch.sequence import Finish, FinishReason, Priority, SequenceStatus
-from services.scheduler.core.batch.step import ScheduledBatch, StepCounts, StepKind, StepPace
+from services.scheduler.core.batch.step import ScheduledBatch, StepCounts, StepPace
 from services.scheduler.core.policy import SchedulerPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
-from shared.limits import SamplingOptions
+from shared.sampling_params import SamplingOptions
+from shared.step.step import StepKind
 from tests.support.scheduler.core import (
     add,
     completion_of,

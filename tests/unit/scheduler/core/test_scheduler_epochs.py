@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from services.scheduler.core.batch.sequence import Numerics
-from services.scheduler.core.batch.step import StepCounts, StepKind
+from services.scheduler.core.batch.step import StepCounts
 from services.scheduler.core.policy import SchedulerPolicy
+from shared.step.step import StepKind
 from tests.support.scheduler.core import add, completion_of, give, make_scheduler, make_sequence, rows_for, send
 from tests.support.scheduler.engine_driver import worker_facts
 
@@ -23,7 +24,7 @@ def test_a_lost_worker_leaves_all_sequences_with_their_tokens_in_the_order_in_wh
     lost = scheduler.end_epoch(1.0)
     assert lost.sequences == [first, second, retiring, waiting]
     assert lost.computed == [first, second, retiring]
-    assert lost.in_flight == ["r2", "r3", "r4"]
+    assert lost.in_flight == [retiring.key, first.key, second.key]
     # The tokens in flight are lost.
     assert [completion_of(seq) for seq in lost.sequences] == [[503], [504], [502], []]
     assert [seq.num_resumes for seq in lost.sequences] == [1, 1, 1, 0]

@@ -16,6 +16,7 @@ from services.scheduler.server.cell_server import MAX_UNREAD_S, CellServer, Clie
 from services.scheduler.server.exchange_codec import decode_request
 from shared.errors import NotReadyError
 from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.wire import NOT_INTRODUCED, introduce_self, lower_of, read_introduction
 from tests.support.clients.narrow_channel import open_narrow_channel
 from tests.support.clients.token_client import error_of, reason, seeded
 from tests.support.scheduler.cell_model import expected_completion
@@ -119,8 +120,8 @@ async def test_the_offered_epoch_exceeds_the_workers_own(tmp_path: Path) -> None
     worker.ledger.offer(40, "another", 0.0)
     async with running_cell(tmp_path, worker) as cell:
         await cell.exchange().read()
-        assert cell.server.engine.model is not None
-        assert cell.server.engine.model.epoch == 41
+        assert cell.server.engine.facts.model is not None
+        assert cell.server.engine.facts.model.epoch == 41
 
 
 async def test_a_refused_request_ends_with_its_status_and_others_continue(tmp_path: Path) -> None:
@@ -133,6 +134,23 @@ async def test_a_refused_request_ends_with_its_status_and_others_continue(tmp_pa
         tokens, ends, _ = await read_outputs(call, 2)
         assert (ends[0].handle, reason_of(ends[0].error)) == (2, "INVALID_REQUEST")
         assert tokens[1] == expected_completion([1, 2, 3], 0, 5)
+
+
+async def test_a_worker_that_does_not_introduce_itself_gets_no_options(tmp_path: Path) -> None:
+    worker = WorkerPeer()
+    worker.response.ClearField("introduction")
+    async with running_cell(tmp_path, worker) as cell:
+        call = cell.exchange()
+        introduction = (await call.read()).cell_info.introduction
+        assert read_introduction(introduction) == lower_of(introduce_self(), NOT_INTRODUCED)
+        assert read_introduction(worker.attaches[-1].introduction) == introduce_self()
+        message = submit(1, [1, 2, 3], 5)
+        message.MergeFrom(submit(2, [1, 2, 3], 5))
+        message.submits[1].options.min_p = 0.5
+        await call.write(message)
+        tokens, ends, _ = await read_outputs(call, 2)
+        assert (ends[0].handle, reason_of(ends[0].error)) == (2, "NOT_SUPPORTED")
+        assert tokens == {1: expected_completion([1, 2, 3], 0, 5)}
 
 
 async def test_a_broken_stream_aborts_its_requests(tmp_path: Path) -> None:

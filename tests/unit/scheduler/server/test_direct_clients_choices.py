@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from lockstep.v1 import common_pb2, scheduler_pb2
-from services.scheduler.core.batch.logprobs import Logprobs
 from services.scheduler.core.batch.sequence import Finish, FinishReason
 from services.scheduler.core.batch.step import RequestEnd
 from services.scheduler.server.direct_clients import DirectClients, resolve_request
 from services.scheduler.server.token_stream import MAX_ENTRIES, TokenStream
 from shared.ids import RequestHandle
-from shared.limits import ModelLimits, SamplingOptions
+from shared.limits import ModelLimits
+from shared.sampling_params import SamplingOptions
+from shared.step.logprobs import Logprobs
 from tests.support.clients.token_client import (
     Request,
     Response,

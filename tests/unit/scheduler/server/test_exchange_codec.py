@@ -11,14 +11,14 @@ import pytest
 from lockstep.internal.v1 import exchange_pb2, sampling_pb2
 from lockstep.v1 import common_pb2
 from services.scheduler.cell.events import ChoiceSoFar, Submission
-from services.scheduler.core.batch.logprobs import Logprobs
 from services.scheduler.core.batch.sequence import Finish, FinishReason, Priority
 from services.scheduler.core.batch.step import Outputs, RequestEnd, RequestStart
 from services.scheduler.server.exchange_codec import decode_request, encode_outputs
 from shared.errors import InvalidRequestError, NumericError
 from shared.ids import RequestHandle, choice_handles
-from shared.limits import SamplingOptions, SamplingParams
 from shared.sampling_codec import encode_options
+from shared.sampling_params import SamplingOptions, SamplingParams
+from shared.step.logprobs import Logprobs
 from tests.support.scheduler.engine_driver import token_bytes
 
 

@@ -40,6 +40,8 @@ async def test_uncoupled_ranks_share_the_requests_and_step_independently(tmp_pat
             *(generate_tokens(cell.scheduler, seeded(prompt, max_tokens=9)) for prompt in prompts)
         )
         assert [answer.token_ids for answer in answers] == [expected_completion(prompt, 0, 9) for prompt in prompts]
+        # A step that was sent ahead is still on its way.
+        await cell.wait_until_free()
         state = await cell.state()
     assert [rank.num_dummy_steps for rank in state.rank_steps] == [0, 0]
     for rank, worker in zip(state.rank_steps, cell.workers, strict=True):

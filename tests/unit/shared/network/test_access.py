@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from grpc_health.v1 import health_pb2
 
 from lockstep.internal.v1 import exchange_pb2, worker_pb2
 from lockstep.v1 import scheduler_pb2, tokenizer_pb2
+from shared.client_keys import ANY_CLIENT, Client
 from shared.errors import PermissionDeniedError, UnauthenticatedError
-from shared.network.access import CLIENT_METHODS, HEALTH_METHODS, METHOD_TO_ROLES, check_access, find_served_methods
+from shared.network.access import (
+    CLIENT_METHODS,
+    HEALTH_METHODS,
+    METHOD_TO_ROLES,
+    check_access,
+    check_key,
+    find_served_methods,
+)
 from shared.network.tls import Role
 
 FILES = (tokenizer_pb2, scheduler_pb2, exchange_pb2, worker_pb2, health_pb2)
@@ -54,3 +64,21 @@ def test_an_open_method_is_for_everybody(role: Role | None) -> None:
 def test_a_method_that_no_table_has_is_refused() -> None:
     with pytest.raises(PermissionDeniedError):
         check_access("/lockstep.v1.TokenizerService/Unheard", Role.OPERATOR)
+
+
+def test_with_keys_health_alone_is_open_and_reflection_is_for_operators() -> None:
+    def refuse() -> Client:
+        raise UnauthenticatedError("no key")
+
+    for method in find_served_methods(on_cell_port=False, has_tls=False):
+        if method in HEALTH_METHODS:
+            check_key(method, refuse)
+            continue
+        with pytest.raises(UnauthenticatedError):
+            check_key(method, refuse)
+        check_key(method, lambda: dataclasses.replace(ANY_CLIENT, is_operator=True))
+        if method in REFLECTION:
+            with pytest.raises(PermissionDeniedError):
+                check_key(method, lambda: ANY_CLIENT)
+        else:
+            check_key(method, lambda: ANY_CLIENT)

@@ -10,15 +10,18 @@ import pytest
 from lockstep.internal.v1 import exchange_pb2, sampling_pb2
 from lockstep.v1 import common_pb2
 from services.tokenizer.exchange.request_ledger import ExchangeError
-from services.tokenizer.request.request import Request
+from services.tokenizer.request.resolved_request import ResolvedRequest
 from shared.errors import (
     DeadlinePassedError,
     ExactUnavailableError,
     NotReadyError,
+    NotSupportedError,
     SchedulerLostError,
 )
-from shared.limits import SamplingOptions, SamplingParams
 from shared.sampling_codec import decode_options
+from shared.sampling_params import SamplingOptions, SamplingParams
+from shared.wire import NOT_INTRODUCED, introduce_self, read_introduction
+from tests.support.clients.every_option import unset_options
 from tests.support.tokenizer.cell_requests import Requests, Sink
 from tests.support.tokenizer.exchange_peer import (
     Position,
@@ -46,7 +49,7 @@ async def test_a_submit_carries_everything_about_its_request() -> None:
         stop_token_ids=(4, 5),
         stop_token_sequences=((1, 2), (3,)),
     )
-    request = Request("id", column([9, 8]), sampling, common_pb2.PRIORITY_HIGH, b"salt")
+    request = ResolvedRequest("id", column([9, 8]), sampling, common_pb2.PRIORITY_HIGH, b"salt")
     arrived_at = time.monotonic() - 5.0
     handle = requests.submit(request, [Sink()], arrived_at=arrived_at, deadline_at=arrived_at + 25.0)
     submit = await requests.next_submit()
@@ -81,12 +84,12 @@ async def test_without_a_deadline_no_time_left_is_sent() -> None:
     assert not (await requests.next_submit()).HasField("time_left")
 
 
-async def test_rows_and_ends_reach_their_receivers() -> None:
+async def test_rows_and_ends_reach_their_choices() -> None:
     requests = Requests()
     first, second = Sink(), Sink()
     handles = [await requests.begin_request(sink) for sink in (first, second)]
     end = make_end(handles[0], MAX_TOKENS, 3)
-    requests.on_outputs(
+    requests.deliver(
         make_outputs(
             Row(handles[1], 0, [7], num_cached_tokens=2), Row(handles[0], 0, [1, 2, 3], num_cached_tokens=3), ends=[end]
         )
@@ -99,14 +102,14 @@ async def test_an_end_can_arrive_without_tokens() -> None:
     requests = Requests()
     sink = Sink()
     end = make_end(await requests.begin_request(sink), MAX_TOKENS, 0)
-    requests.on_outputs(make_outputs(ends=[end]))
+    requests.deliver(make_outputs(ends=[end]))
     assert sink.ends == [end]
 
 
 async def test_a_stop_found_in_text_and_an_abort_are_sent() -> None:
     requests = Requests()
     stopped, aborted = [await requests.begin_request(sink) for sink in (Sink(stop_at=2), Sink())]
-    requests.on_outputs(make_outputs(Row(stopped, 0, [1, 1])))
+    requests.deliver(make_outputs(Row(stopped, 0, [1, 1])))
     requests.abort(aborted)
     message = await requests.next_message()
     assert list(message.stop_ats) == [exchange_pb2.StopAt(handle=stopped, num_tokens=2)]
@@ -126,11 +129,11 @@ async def test_outputs_for_finished_requests_are_dropped() -> None:
     requests = Requests()
     ended, stopped, aborted = Sink(), Sink(stop_at=1), Sink()
     handles = [await requests.begin_request(sink) for sink in (ended, stopped, aborted)]
-    requests.on_outputs(make_outputs(ends=[make_end(handles[0], EOS, 0)]))
-    requests.on_outputs(make_outputs(Row(handles[1], 0, [5])))
+    requests.deliver(make_outputs(ends=[make_end(handles[0], EOS, 0)]))
+    requests.deliver(make_outputs(Row(handles[1], 0, [5])))
     requests.abort(handles[2])
     ends = [make_end(handle, EOS, 9) for handle in handles]
-    requests.on_outputs(make_outputs(*(Row(handle, 4, [6]) for handle in (*handles, 999)), ends=ends))
+    requests.deliver(make_outputs(*(Row(handle, 4, [6]) for handle in (*handles, 999)), ends=ends))
     assert (ended.token_ids, stopped.token_ids, aborted.token_ids) == ([], [5], [])
     assert (len(ended.ends), stopped.ends, aborted.ends) == (1, [], [])
 
@@ -138,7 +141,7 @@ async def test_outputs_for_finished_requests_are_dropped() -> None:
 async def test_aborting_a_finished_request_sends_nothing() -> None:
     requests = Requests()
     handle = await requests.begin_request(Sink())
-    requests.on_outputs(make_outputs(ends=[make_end(handle, EOS, 0)]))
+    requests.deliver(make_outputs(ends=[make_end(handle, EOS, 0)]))
     requests.abort(handle)
     requests.add(Sink(), "next")
     assert (await requests.next_message()).abort_handles == b""
@@ -148,22 +151,22 @@ async def test_a_lost_stream_pauses_a_request_and_the_next_one_continues_after_i
     requests = Requests()
     sink = Sink()
     handle = await requests.begin_request(sink)
-    requests.on_outputs(make_outputs(Row(handle, 0, [5, 6], num_cached_tokens=2)))
-    requests.lose_stream(requests.link)
+    requests.deliver(make_outputs(Row(handle, 0, [5, 6], num_cached_tokens=2)))
+    requests.lose_stream(requests.last_stream)
     assert (sink.ends, sink.error) == ([], None)
-    requests.open_link()
+    requests.open_next()
     submit = await requests.next_submit()
     assert (submit.handle, submit.attempt, read_column(submit.choices_so_far[0].token_ids)) == (handle, 2, [5, 6])
-    requests.on_outputs(make_outputs(Row(handle, 2, [7]), ends=[make_end(handle, MAX_TOKENS, 3)]))
+    requests.deliver(make_outputs(Row(handle, 2, [7]), ends=[make_end(handle, MAX_TOKENS, 3)]))
     assert (sink.token_ids, sink.num_cached_tokens, len(sink.ends)) == ([5, 6, 7], [2], 1)
 
 
 async def test_resubmissions_are_sent_in_order() -> None:
     requests = Requests()
     waiting, running = [await requests.begin_request(Sink()) for _ in range(2)]
-    requests.on_outputs(make_outputs(Row(running, 0, [5])))
-    requests.lose_stream(requests.link)
-    requests.open_link()
+    requests.deliver(make_outputs(Row(running, 0, [5])))
+    requests.lose_stream(requests.last_stream)
+    requests.open_next()
     submits: list[exchange_pb2.Submit] = []
     while len(submits) < 2:
         submits += (await requests.next_message()).submits
@@ -173,9 +176,9 @@ async def test_resubmissions_are_sent_in_order() -> None:
 async def test_a_request_that_ends_while_waiting_is_not_submitted_again() -> None:
     requests = Requests()
     gone, stays = [await requests.begin_request(Sink()) for _ in range(2)]
-    requests.lose_stream(requests.link)
+    requests.lose_stream(requests.last_stream)
     requests.abort(gone)
-    requests.open_link()
+    requests.open_next()
     submit = await requests.next_submit()
     assert submit.handle == stays
 
@@ -183,17 +186,17 @@ async def test_a_request_that_ends_while_waiting_is_not_submitted_again() -> Non
 async def test_a_resubmission_meant_for_a_lost_stream_is_sent_only_on_the_next_one() -> None:
     requests = Requests()
     handle = await requests.begin_request(Sink())
-    requests.lose_stream(requests.link)
-    lost = requests.open_link()
+    requests.lose_stream(requests.last_stream)
+    lost = requests.open_next()
     requests.lose_stream(lost)
-    requests.open_link()
+    requests.open_next()
     assert (await requests.next_submit()).handle == handle
     assert [message async for message in lost.messages()] == []
 
 
 async def test_without_a_stream_no_request_is_accepted() -> None:
     requests = Requests()
-    requests.lose_stream(requests.link)
+    requests.lose_stream(requests.last_stream)
     with pytest.raises(NotReadyError):
         requests.add(Sink())
 
@@ -202,7 +205,7 @@ async def test_a_scheduler_that_does_not_return_ends_the_waiting_requests() -> N
     requests = Requests(lost_after_s=0.05)
     sink = Sink()
     await requests.begin_request(sink)
-    requests.lose_stream(requests.link)
+    requests.lose_stream(requests.last_stream)
     assert sink.error is None
     await sink.failed.wait()
     assert isinstance(sink.error, SchedulerLostError)
@@ -212,7 +215,7 @@ async def test_without_any_time_to_wait_requests_end_with_their_stream() -> None
     requests = Requests(lost_after_s=0.0)
     sink = Sink()
     await requests.begin_request(sink)
-    requests.lose_stream(requests.link)
+    requests.lose_stream(requests.last_stream)
     assert isinstance(sink.error, SchedulerLostError)
 
 
@@ -220,7 +223,7 @@ async def test_a_deadline_ends_a_request_that_waits_for_a_scheduler() -> None:
     requests = Requests()
     sink = Sink()
     await requests.begin_request(sink, deadline_at=time.monotonic() + 0.05)
-    requests.lose_stream(requests.link)
+    requests.lose_stream(requests.last_stream)
     await sink.failed.wait()
     assert isinstance(sink.error, DeadlinePassedError)
 
@@ -229,12 +232,12 @@ async def test_fail_all_fails_each_request_once() -> None:
     requests = Requests()
     sink = Sink()
     handle = await requests.begin_request(sink)
-    requests.lose_stream(requests.link)
+    requests.lose_stream(requests.last_stream)
     error = SchedulerLostError("another model")
     requests.fail_all(error)
     assert sink.error is error
     requests.abort(handle)
-    requests.open_link()
+    requests.open_next()
     requests.add(Sink(), "next")
     assert (await requests.next_submit()).request_id == "next"
 
@@ -257,7 +260,8 @@ async def test_every_option_is_sent() -> None:
         allowed_token_ids=(2, 5),
         logprob_token_ids=(7, 1, 7),
     )
-    request = Request("id", column([9]), SamplingParams(7, options=options))
+    assert not unset_options(options)
+    request = ResolvedRequest("id", column([9]), SamplingParams(7, options=options))
     requests.submit(request, [Sink()], arrived_at=0.0, deadline_at=None)
     submit = await requests.next_submit()
     assert decode_options(submit.options) == options
@@ -272,7 +276,7 @@ async def test_choices_use_consecutive_handles() -> None:
     other = Sink()
     assert await requests.begin_request(other) == handle + 2
     end = make_end(handle, MAX_TOKENS, 2)
-    requests.on_outputs(make_outputs(Row(handle, 0, [5, 6]), Row(handle + 1, 0, [7], num_cached_tokens=2), ends=[end]))
+    requests.deliver(make_outputs(Row(handle, 0, [5, 6]), Row(handle + 1, 0, [7], num_cached_tokens=2), ends=[end]))
     assert (first.token_ids, first.ends) == ([5, 6], [end])
     assert (second.token_ids, second.num_cached_tokens, second.ends) == ([7], [2], [])
 
@@ -281,20 +285,20 @@ async def test_a_stop_found_in_text_is_sent_for_its_choice_and_an_abort_for_the_
     requests = Requests()
     stopped, other = Sink(stop_at=1), Sink()
     handle = await requests.begin_choices(other, stopped)
-    requests.on_outputs(make_outputs(Row(handle, 0, [5]), Row(handle + 1, 0, [6])))
+    requests.deliver(make_outputs(Row(handle, 0, [5]), Row(handle + 1, 0, [6])))
     requests.abort(handle)
     requests.abort(handle)
     message = await requests.next_message()
     assert list(message.stop_ats) == [exchange_pb2.StopAt(handle=handle + 1, num_tokens=1)]
     assert read_column(message.abort_handles) == [handle]
-    requests.on_outputs(make_outputs(Row(handle, 1, [7]), Row(handle + 1, 1, [8])))
+    requests.deliver(make_outputs(Row(handle, 1, [7]), Row(handle + 1, 1, [8])))
     assert (other.token_ids, stopped.token_ids) == ([5], [6])
 
 
 async def test_aborting_a_request_whose_choices_have_all_ended_sends_nothing() -> None:
     requests = Requests()
     handle = await requests.begin_choices(Sink(stop_at=1), Sink())
-    requests.on_outputs(make_outputs(Row(handle, 0, [5]), ends=[make_end(handle + 1, EOS, 0)]))
+    requests.deliver(make_outputs(Row(handle, 0, [5]), ends=[make_end(handle + 1, EOS, 0)]))
     await requests.next_message()
     requests.abort(handle)
     requests.add(Sink(), "next")
@@ -304,11 +308,9 @@ async def test_aborting_a_request_whose_choices_have_all_ended_sends_nothing() -
 async def test_the_next_scheduler_learns_which_choices_ended_by_a_stop_string() -> None:
     requests = Requests()
     handle = await requests.begin_choices(Sink(stop_at=2), Sink(), Sink())
-    requests.on_outputs(
-        make_outputs(Row(handle, 0, [5, 6]), Row(handle + 1, 0, [7]), ends=[make_end(handle + 2, EOS, 0)])
-    )
-    requests.lose_stream(requests.link)
-    requests.open_link()
+    requests.deliver(make_outputs(Row(handle, 0, [5, 6]), Row(handle + 1, 0, [7]), ends=[make_end(handle + 2, EOS, 0)]))
+    requests.lose_stream(requests.last_stream)
+    requests.open_next()
     submit = await requests.next_submit()
     assert (submit.handle, submit.n, submit.attempt) == (handle, 3, 2)
     choices = [(read_column(choice.token_ids), choice.has_ended) for choice in submit.choices_so_far]
@@ -319,7 +321,7 @@ async def test_fail_all_fails_each_open_choice() -> None:
     requests = Requests()
     ended, first, second = Sink(), Sink(), Sink()
     handle = await requests.begin_choices(ended, first, second)
-    requests.on_outputs(make_outputs(ends=[make_end(handle, EOS, 0)]))
+    requests.deliver(make_outputs(ends=[make_end(handle, EOS, 0)]))
     error = SchedulerLostError("another model")
     requests.fail_all(error)
     assert (ended.error, first.error, second.error) == (None, error, error)
@@ -333,8 +335,8 @@ async def test_log_probabilities_arrive_just_before_their_tokens() -> None:
     requests = Requests()
     with_some, without = Sink(), Sink()
     handles = [await requests.begin_request(sink) for sink in (without, with_some)]
-    requests.on_outputs(make_outputs(Row(handles[0], 0, [5, 6]), Row(handles[1], 0, [7, 8], logprobs=positions(7, 8))))
-    requests.on_outputs(make_outputs(Row(handles[1], 2, [3], logprobs=positions(3)), Row(handles[0], 2, [4])))
+    requests.deliver(make_outputs(Row(handles[0], 0, [5, 6]), Row(handles[1], 0, [7, 8], logprobs=positions(7, 8))))
+    requests.deliver(make_outputs(Row(handles[1], 2, [3], logprobs=positions(3)), Row(handles[0], 2, [4])))
     assert with_some.logprobs == [(0, [7, 8]), (2, [3])]
     assert (without.token_ids, without.logprobs) == ([5, 6, 4], [])
 
@@ -343,12 +345,12 @@ async def test_log_probabilities_of_repeated_tokens_are_dropped_with_them() -> N
     requests = Requests()
     sink = Sink()
     handle = await requests.begin_request(sink)
-    requests.on_outputs(make_outputs(Row(handle, 0, [5, 6], logprobs=positions(5, 6))))
-    requests.lose_stream(requests.link)
-    requests.open_link()
+    requests.deliver(make_outputs(Row(handle, 0, [5, 6], logprobs=positions(5, 6))))
+    requests.lose_stream(requests.last_stream)
+    requests.open_next()
     await requests.next_submit()
-    requests.on_outputs(make_outputs(Row(handle, 0, [5, 6, 7], logprobs=positions(5, 6, 7))))
-    requests.on_outputs(make_outputs(Row(handle, 1, [6, 7], logprobs=positions(6, 7))))
+    requests.deliver(make_outputs(Row(handle, 0, [5, 6, 7], logprobs=positions(5, 6, 7))))
+    requests.deliver(make_outputs(Row(handle, 1, [6, 7], logprobs=positions(6, 7))))
     assert (sink.token_ids, sink.logprobs) == ([5, 6, 7], [(0, [5, 6]), (2, [7])])
 
 
@@ -356,11 +358,11 @@ async def test_each_prompt_position_is_delivered_once() -> None:
     requests = Requests()
     sink, other = Sink(), Sink()
     handle = await requests.begin_choices(sink, other)
-    requests.on_outputs(make_outputs(prompts=[PromptRow(handle, 1, positions(2))]))
+    requests.deliver(make_outputs(prompts=[PromptRow(handle, 1, positions(2))]))
     # After a preemption, the prompt is computed again.
-    requests.on_outputs(make_outputs(prompts=[PromptRow(handle, 1, positions(2, 3))]))
-    requests.on_outputs(make_outputs(prompts=[PromptRow(handle, 1, positions(2, 3)), PromptRow(99, 1, positions(5))]))
-    assert (sink.prompt_logprobs, other.prompt_logprobs) == ([2, 3], [])
+    requests.deliver(make_outputs(prompts=[PromptRow(handle, 1, positions(2, 3))]))
+    requests.deliver(make_outputs(prompts=[PromptRow(handle, 1, positions(2, 3)), PromptRow(99, 1, positions(5))]))
+    assert (sink.prompt_ids, other.prompt_ids) == ([2, 3], [])
 
 
 def outputs(**columns: Sequence[int]) -> exchange_pb2.Outputs:
@@ -427,15 +429,15 @@ def broken(**columns: bytes) -> sampling_pb2.Logprobs:
         "missing",
     ],
 )
-async def test_malformed_log_probabilities_are_refused_before_any_receiver_gets_them(
+async def test_malformed_log_probabilities_are_refused_before_any_choice_gets_them(
     message: exchange_pb2.Outputs,
 ) -> None:
     requests = Requests()
     sink = Sink()
     assert await requests.begin_request(sink) == 1
     with pytest.raises(ExchangeError):
-        requests.on_outputs(message)
-    assert (sink.token_ids, sink.logprobs, sink.prompt_logprobs) == ([], [], [])
+        requests.deliver(message)
+    assert (sink.token_ids, sink.logprobs, sink.prompt_ids) == ([], [], [])
 
 
 @pytest.mark.parametrize(
@@ -455,31 +457,58 @@ async def test_malformed_outputs_are_refused(message: exchange_pb2.Outputs) -> N
     requests = Requests()
     assert await requests.begin_request(Sink()) == 1
     with pytest.raises(ExchangeError):
-        requests.on_outputs(message)
+        requests.deliver(message)
 
 
-async def test_receivers_learn_how_often_their_request_was_resumed() -> None:
+async def test_choices_learn_how_often_their_request_was_resumed() -> None:
     requests = Requests(exact_fingerprint="a")
     first, second = Sink(), Sink()
     handle = await requests.begin_choices(first, second)
-    requests.on_outputs(make_outputs(ends=[make_end(handle, EOS, 0)]))
+    requests.deliver(make_outputs(ends=[make_end(handle, EOS, 0)]))
     for fingerprint in ("a", "b"):
-        requests.lose_stream(requests.link)
-        requests.open_link(exact_fingerprint=fingerprint)
+        requests.lose_stream(requests.last_stream)
+        requests.open_next(exact_fingerprint=fingerprint)
         assert (await requests.next_submit()).num_earlier_resumes == len(second.resumes) - 1
     assert (first.resumes, second.resumes) == ([(0, True)], [(0, True), (1, True), (2, False)])
     assert (requests.counters.num_resubmissions, requests.counters.num_lost_links) == (2, 2)
 
 
+async def test_a_cell_of_wire_version_0_gets_no_options() -> None:
+    request = ResolvedRequest("r", column([1]), SamplingParams(max_tokens=4, options=SamplingOptions(min_p=0.5)))
+    requests, sink = Requests(), Sink()
+    requests.lose_stream(requests.last_stream)
+    requests.open_next(introduction=NOT_INTRODUCED)
+    requests.add(Sink())
+    assert not (await requests.next_submit()).HasField("options")
+    with pytest.raises(NotSupportedError, match="min_p"):
+        requests.submit(request, [sink], arrived_at=0.0, deadline_at=None)
+    requests.note_cell(exchange_pb2.CellInfo(introduction=introduce_self().encode()))
+    requests.submit(request, [sink], arrived_at=0.0, deadline_at=None)
+    assert (await requests.next_submit()).options.min_p == 0.5
+    # It is not resumed in an older cell.
+    requests.lose_stream(requests.last_stream)
+    requests.open_next(introduction=NOT_INTRODUCED)
+    assert isinstance(sink.error, NotSupportedError)
+
+
+async def test_a_streams_first_message_introduces_the_replica() -> None:
+    requests = Requests()
+    requests.add(Sink())
+    requests.last_stream.beat()
+    assert read_introduction((await requests.next_message()).introduction) == introduce_self()
+    requests.last_stream.beat()
+    assert not (await requests.next_message()).HasField("introduction")
+
+
 async def test_an_exact_request_needs_an_exact_cell() -> None:
-    request = Request("r", column([1]), SamplingParams(max_tokens=4), is_exact=True)
+    request = ResolvedRequest("r", column([1]), SamplingParams(max_tokens=4), is_exact=True)
     requests, sink = Requests(), Sink()
     with pytest.raises(ExactUnavailableError):
         requests.submit(request, [sink], arrived_at=0.0, deadline_at=None)
-    requests.lose_stream(requests.link)
-    requests.open_link(exact_fingerprint="a")
+    requests.lose_stream(requests.last_stream)
+    requests.open_next(exact_fingerprint="a")
     requests.submit(request, [sink], arrived_at=0.0, deadline_at=None)
     assert (await requests.next_submit()).determinism == common_pb2.DETERMINISM_EXACT
-    requests.lose_stream(requests.link)
-    requests.open_link(exact_fingerprint="b")
+    requests.lose_stream(requests.last_stream)
+    requests.open_next(exact_fingerprint="b")
     assert isinstance(sink.error, ExactUnavailableError)

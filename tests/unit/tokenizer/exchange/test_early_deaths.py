@@ -21,7 +21,7 @@ class Lives:
     """One replica's requests, which get no token, on schedulers that live for a time each."""
 
     def __init__(self, rng: Random, num_requests: int) -> None:
-        self.suspects = SubmitSuspects()
+        self.suspects = SubmitSuspects(rng.random)
         self._handles = [RequestHandle(1 + number) for number in range(num_requests)]
         self._rng = rng
         self._now = 0.0
@@ -68,7 +68,7 @@ class Walk:
     """
 
     def __init__(self, rng: Random, num_requests: int) -> None:
-        self.suspects = SubmitSuspects()
+        self.suspects = SubmitSuspects(rng.random)
         self.live = {RequestHandle(1 + number) for number in range(num_requests)}
         self._next = RequestHandle(1 + num_requests)
         self._rng = rng

@@ -4,89 +4,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.tokenizer.exchange.exchange_codec import encode_submit
-from services.tokenizer.exchange.request_ledger import ExchangeError, RequestLedger
+from services.tokenizer.exchange.request_ledger import ExchangeError
 from services.tokenizer.exchange.submit_suspects import SUSPICION_S
-from services.tokenizer.request.request import Request
-from shared.errors import DeadlinePassedError, ExactUnavailableError, PoisonRequestError, SchedulerLostError
-from shared.ids import RequestHandle, choice_handles
-from shared.limits import SamplingParams
+from shared.errors import DeadlinePassedError, ExactUnavailableError, SchedulerLostError
+from shared.wire import NOT_INTRODUCED, introduce_self
 from tests.support.tokenizer.exchange_peer import column
-
-LOST_AFTER_S = 60.0
-
-
-def make_request(name: str = "r", n: int = 1, *, is_exact: bool = False) -> Request:
-    sampling = SamplingParams(max_tokens=9, seed=7)
-    return Request(name, column([1, 2, 3]), sampling, priority=1, cache_salt=b"s", n=n, is_exact=is_exact)
-
-
-def sent(request: Request, now: float) -> tuple[int, int, list[tuple[bytes, bool]], float, float | None, int]:
-    """What a scheduler receives of an attempt: handle, attempt, choices, age, time left, and earlier resumes."""
-    submit = encode_submit(request, now)
-    return (
-        submit.handle,
-        submit.attempt,
-        [(choice.token_ids, choice.has_ended) for choice in submit.choices_so_far],
-        submit.age.ToTimedelta().total_seconds(),
-        submit.time_left.ToTimedelta().total_seconds() if submit.HasField("time_left") else None,
-        submit.num_earlier_resumes,
-    )
-
-
-class Ledger(RequestLedger):
-    """A ledger with a stream, or without one since 0."""
-
-    def __init__(self, *, has_stream: bool = True, lost_after_s: float = LOST_AFTER_S) -> None:
-        super().__init__(lost_after_s, 0.0)
-        self.stream = self.open_stream(0.0)[0] if has_stream else 0
-
-    def begin_request(self, *tokens: int, arrived_at: float = 0.0, deadline_at: float | None = None) -> RequestHandle:
-        """A request that was submitted and has got tokens."""
-        handle = self.add(make_request(), arrived_at=arrived_at, deadline_at=deadline_at)
-        assert self.begin_attempt(handle, arrived_at) is not None
-        if tokens:
-            self.begin(self.stream, handle)
-        assert self.receive(self.stream, handle, 0, list(tokens)) == list(tokens)
-        return handle
-
-    def begin_choices(self, *outputs: Sequence[int]) -> list[RequestHandle]:
-        """The handles of a request's choices, which was submitted; each has got its tokens."""
-        handle = self.add(make_request(n=len(outputs)), arrived_at=0.0, deadline_at=None)
-        assert self.begin_attempt(handle, 0.0) is not None
-        handles = choice_handles(handle, len(outputs))
-        for choice, tokens in zip(handles, outputs, strict=True):
-            assert self.receive(self.stream, choice, 0, list(tokens)) == list(tokens)
-        return handles
-
-    def restart(self, now: float) -> list[RequestHandle]:
-        """Lose the stream and get another one."""
-        self.lose_stream(self.stream, now)
-        self.stream, order = self.open_stream(now)
-        return order
-
-    def outlive(self, now: float) -> tuple[list[RequestHandle], list[RequestHandle]]:
-        """The scheduler dies and the next one is there.
-
-        Returns:
-            The handles to submit, and those of choices that failed.
-        """
-        self.lose_stream(self.stream, now)
-        ends = self.on_scheduler_death(now)
-        assert all(isinstance(error, PoisonRequestError) for _, error in ends)
-        self.stream, order = self.open_stream(now)
-        return order, [handle for handle, _ in ends]
-
-    def submit_all(self, handles: Sequence[RequestHandle], now: float) -> list[RequestHandle]:
-        """Submit those that can be; returns them."""
-        return [handle for handle in handles if self.begin_attempt(handle, now) is not None]
-
-    def accused(self, num_requests: int) -> list[RequestHandle]:
-        """Requests of which two schedulers have died by now."""
-        handles = [self.begin_request() for _ in range(num_requests)]
-        self.submit_all(self.outlive(0.0)[0], 0.0)
-        self.outlive(0.0)
-        return handles
+from tests.support.tokenizer.ledger import LOST_AFTER_S, Ledger, make_request, sent
 
 
 def test_a_first_attempt_carries_the_request_and_its_times() -> None:
@@ -509,90 +432,17 @@ def test_an_exact_request_that_no_cell_has_had_takes_any_exact_one() -> None:
     assert [ended for ended, _ in ledger.on_cell("")] == [handle]
 
 
-def test_a_request_has_a_handle_for_each_choice() -> None:
-    ledger = Ledger()
-    first = ledger.add(make_request(n=3), arrived_at=0.0, deadline_at=None)
-    second = ledger.add(make_request(), arrived_at=0.0, deadline_at=None)
-    assert (first, second) == (1, 4)
-    assert [ledger.open_choices(RequestHandle(number)) for number in (1, 4, 2)] == [[1, 2, 3], [4], []]
-    assert len(ledger) == 2
-
-
-def test_each_choice_has_tokens_and_a_beginning_of_its_own() -> None:
-    ledger = Ledger()
-    first, second = ledger.begin_choices([5], [])
-    assert ledger.begin(ledger.stream, second)
-    assert ledger.begin(ledger.stream, first)
-    assert not ledger.begin(ledger.stream, second)
-    assert ledger.receive(ledger.stream, second, 0, [6, 7]) == [6, 7]
-    assert ledger.receive(ledger.stream, first, 0, [5, 8]) == [8]
-
-
-def test_a_request_lives_until_its_last_choice_has_ended() -> None:
-    ledger = Ledger()
-    first, second, third = ledger.begin_choices([5], [6], [7])
-    assert ledger.end(ledger.stream, second)
-    assert ledger.stop(first)
-    assert not ledger.end(ledger.stream, first)
-    assert not ledger.stop(second)
-    assert ledger.receive(ledger.stream, second, 1, [8]) == []
-    assert ledger.open_choices(first) == [third]
-    assert ledger.end(ledger.stream, third)
-    assert len(ledger) == 0
-    assert not ledger.remove(first)
-
-
-def test_a_fresh_stream_is_told_which_choices_have_ended() -> None:
-    ledger = Ledger()
-    first, second, _ = ledger.begin_choices([5, 6], [7], [])
-    ledger.stop(first)
-    assert ledger.restart(now=1.0) == [first]
-    attempt = ledger.begin_attempt(first, 1.0)
-    assert attempt is not None
-    assert sent(attempt, 1.0)[2] == [(column([5, 6]), True), (column([7]), False), (b"", False)]
-    assert ledger.receive(ledger.stream, second, 1, [8]) == [8]
-
-
-def test_choices_of_which_nothing_is_known_are_not_told() -> None:
-    ledger = Ledger()
-    first, _ = ledger.begin_choices([], [])
-    ledger.restart(now=1.0)
-    attempt = ledger.begin_attempt(first, 1.0)
-    assert attempt is not None
-    assert sent(attempt, 1.0)[1:3] == (2, [])
-
-
-def test_removing_a_request_ends_all_its_choices() -> None:
-    ledger = Ledger()
-    first, second = ledger.begin_choices([5], [])
-    assert ledger.remove(first)
-    assert ledger.receive(ledger.stream, second, 0, [6]) == []
-    assert ledger.restart(now=1.0) == []
-
-
-def test_what_expires_is_told_choice_by_choice() -> None:
-    ledger = Ledger()
-    first, second, third = ledger.begin_choices([5], [], [])
-    ledger.end(ledger.stream, second)
-    ledger.lose_stream(ledger.stream, 1.0)
-    assert [handle for handle, _ in ledger.expire(1.0 + LOST_AFTER_S)] == [first, third]
-    late = ledger.add(make_request(n=2), arrived_at=0.0, deadline_at=5.0)
-    ledger.open_stream(0.0)
-    assert [handle for handle, _ in ledger.expire(5.0)] == [late, late + 1]
-    assert len(ledger) == 0
-
-
-def test_positions_of_the_prompt_that_are_known_are_not_new() -> None:
-    ledger = Ledger()
-    first, second = ledger.begin_choices([], [])
-    assert ledger.receive_prompt(ledger.stream, first, 1, 4) == 4
-    assert ledger.receive_prompt(ledger.stream, first, 1, 3) == 0
-    assert ledger.receive_prompt(ledger.stream, first, 3, 4) == 2
-    with pytest.raises(ExchangeError):
-        ledger.receive_prompt(ledger.stream, first, 8, 1)
-    # Whichever choice leads, it is the same prompt.
-    ledger.restart(now=1.0)
-    assert ledger.receive_prompt(ledger.stream, first, 1, 9) == 0
-    ledger.begin_attempt(first, 1.0)
-    assert ledger.receive_prompt(ledger.stream, second, 1, 7) == 1
-    assert ledger.receive_prompt(ledger.stream - 1, first, 8, 1) == 0
+def test_a_request_ends_where_the_next_cell_lacks_what_it_needs() -> None:
+    ledger = Ledger(has_stream=False)
+    ledger.on_cell("", introduce_self())
+    request = make_request(n=2)
+    request.needs = frozenset({"grammar"})
+    handle = ledger.add(request, arrived_at=0.0, deadline_at=None)
+    plain = ledger.add(make_request(), arrived_at=0.0, deadline_at=None)
+    assert ledger.on_cell("", introduce_self()) == []
+    ends = ledger.on_cell("", NOT_INTRODUCED)
+    assert [(ended, error.reason) for ended, error in ends] == [
+        (handle, "NOT_SUPPORTED"),
+        (handle + 1, "NOT_SUPPORTED"),
+    ]
+    assert ledger.open_stream(0.0)[1] == [plain]

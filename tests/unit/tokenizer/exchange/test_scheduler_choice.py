@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lockstep.internal.v1 import exchange_pb2
 from services.tokenizer.exchange.cell_requests import CellRequests
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
-from services.tokenizer.exchange.scheduler_link import StreamEnd
+from services.tokenizer.exchange.scheduler_stream import StreamEnd
 
 NUM_SCHEDULERS = 3
 DIGEST = "model"
@@ -32,7 +32,7 @@ class Schedulers:
     @property
     def used(self) -> int | None:
         """The scheduler to which requests are submitted."""
-        used = [number for number, stream in enumerate(self.streams) if stream.sender is self.requests._link]
+        used = [number for number, stream in enumerate(self.streams) if stream is self.requests.stream]
         return used[0] if used else None
 
     async def play(self, event: Event) -> None:

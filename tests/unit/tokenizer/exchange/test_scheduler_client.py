@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from services.tokenizer.exchange import scheduler_link, submit_suspects
+from services.tokenizer.exchange import scheduler_stream, submit_suspects
 from shared.network.rpc import reason_of, status_from_rpc_error
 from tests.support.tokenizer.exchange_peer import ExchangePeer, Row, make_end, read_column
 from tests.support.tokenizer.tokenizer_service import read_rest, run_tokenizer_service
@@ -133,7 +133,7 @@ async def test_a_scheduler_whose_workers_start_again_keeps_its_requests(model_di
 async def test_a_scheduler_that_is_silent_for_the_lease_is_left_for_one_that_holds_workers(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler_link, "LEASE_S", 1.5)
+    monkeypatch.setattr(scheduler_stream, "LEASE_S", 1.5)
     async with run_tokenizer_service(model_dir, tmp_path, num_schedulers=2, scheduler_silence_s=300.0) as service:
         await service.link()
         first, second = service.peers

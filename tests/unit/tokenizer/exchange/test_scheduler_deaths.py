@@ -38,12 +38,12 @@ class Deaths:
         """Lose the stream, and open the next one."""
         self.num_deaths += 1
         died_at = None if is_explained else time.monotonic()
-        self._requests.lose_stream(self._requests.link, died_at=died_at)
-        self._requests.open_link("same" if is_same else f"instance {self.num_deaths}")
+        self._requests.lose_stream(self._requests.last_stream, died_at=died_at)
+        self._requests.open_next("same" if is_same else f"instance {self.num_deaths}")
         # Wait until immediate resubmissions are queued.
         await asyncio.sleep(0)
         if self.beats:
-            self._requests.note_heard(self._requests.link)
+            self._requests.note_heard(self._requests.last_stream)
 
 
 @pytest.mark.usefixtures("no_jitter")
@@ -53,7 +53,7 @@ async def test_one_of_200_requests_kills_schedulers_and_only_that_one_fails() ->
     poison = Sink()
     # Half of them have tokens when the poison request arrives.
     handles = [await requests.begin_request(sink) for sink in sinks]
-    requests.on_outputs(make_outputs(*(Row(handle, 0, [5]) for handle in handles[::2])))
+    requests.deliver(make_outputs(*(Row(handle, 0, [5]) for handle in handles[::2])))
     poisonous = requests.add(poison)
     handle_to_sink = dict(zip(handles, sinks, strict=True))
     deaths = Deaths(requests)
@@ -65,7 +65,7 @@ async def test_one_of_200_requests_kills_schedulers_and_only_that_one_fails() ->
         for submit in submits:
             sink = handle_to_sink[RequestHandle(submit.handle)]
             end = make_end(submit.handle, MAX_TOKENS, len(sink.token_ids) + 1)
-            requests.on_outputs(make_outputs(Row(submit.handle, len(sink.token_ids), [6]), ends=[end]))
+            requests.deliver(make_outputs(Row(submit.handle, len(sink.token_ids), [6]), ends=[end]))
     assert isinstance(poison.error, PoisonRequestError)
     assert [sink.error for sink in sinks] == [None] * 200
     assert requests.counters.num_poison_requests == 1
@@ -101,7 +101,7 @@ async def test_requests_that_arrive_while_suspects_are_tested_are_submitted_afte
     assert (await requests.next_submit()).handle == suspect
     await late.failed.wait()
     assert isinstance(late.error, DeadlinePassedError)
-    requests.on_outputs(make_outputs(Row(suspect, 0, [5])))
+    requests.deliver(make_outputs(Row(suspect, 0, [5])))
     assert (await requests.next_submit()).handle == fresh
     assert sink.error is None
 
@@ -132,7 +132,7 @@ async def test_schedulers_that_die_without_requests_too_lose_the_cell_but_blame_
     while first.error is None:
         await deaths.die()
         # Empties the queue; without submits there is no message.
-        requests.link.beat()
+        requests.last_stream.beat()
         await requests.next_message()
     assert [type(sink.error) for sink in (first, second)] == [SchedulerLostError] * 2
     assert requests.counters.num_poison_requests == 0

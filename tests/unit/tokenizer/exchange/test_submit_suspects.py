@@ -17,7 +17,10 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 class Suspects(SubmitSuspects):
-    """Suspects whose handles are plain numbers."""
+    """Suspects whose handles are plain numbers, and whose controls are the shortest unless told otherwise."""
+
+    def __init__(self, draw: float = 0.0) -> None:
+        super().__init__(lambda: draw)
 
     def may_submit(self, handle: int) -> bool:
         return super().may_submit(RequestHandle(handle))
@@ -48,9 +51,9 @@ def live_through_control(suspects: Suspects) -> None:
     suspects.begin_stream(0.0)
 
 
-def control_one(*, life_s: float = 0.0) -> Suspects:
+def control_one(*, life_s: float = 0.0, draw: float = 0.0) -> Suspects:
     """Suspects of which one was alone in two deaths, each `life_s` after the scheduler was ready; the others wait."""
-    suspects = Suspects()
+    suspects = Suspects(draw)
     for _ in range(2):
         die(suspects, [1, 2], life_s)
     for _ in range(2):
@@ -177,9 +180,15 @@ def test_the_only_request_that_two_deaths_accuse_is_tried_once_more() -> None:
     assert die(suspects, [1]) == 1
 
 
-def test_a_control_lasts_twice_as_long_as_the_longest_life_that_the_request_may_have_ended() -> None:
-    for life_s, control_s in ((0.0, 2.0), (3.0, 6.0), (9.0, 10.0)):
-        suspects = Suspects()
+def test_a_control_lasts_at_least_twice_as_long_as_the_longest_life_that_the_request_may_have_ended() -> None:
+    for life_s, draw, control_s in (
+        (0.0, 0.0, 2.0),
+        (3.0, 0.0, 6.0),
+        (9.0, 0.0, 10.0),
+        (1.5, 0.5, 4.5),
+        (3.0, 1.0, 10.0),
+    ):
+        suspects = Suspects(draw)
         for one_life_s in (life_s / 2, life_s, 0.0):
             suspects.begin_stream(50.0)
             suspects.open(1, 50.0)
@@ -201,6 +210,17 @@ def test_a_scheduler_that_dies_in_a_control_clears_all_suspects() -> None:
     # As if they had never been accused.
     assert die(suspects, [1, 2]) is None
     assert not suspects.is_trying
+
+
+def test_controls_of_two_replicas_that_begin_at_the_same_death_end_at_different_times() -> None:
+    guilty, slow = control_one(draw=0.0), control_one(draw=1.0)
+    for suspects in (guilty, slow):
+        suspects.note_alive(102.0)
+        if suspects.may_submit(1):
+            suspects.open(1, 102.0)
+    assert (guilty.accuse(102.1), slow.accuse(102.1)) == (1, None)
+    # Its control was dead: nothing is suspected of the replica whose requests are innocent.
+    assert slow.num_suspects == 0
 
 
 def test_a_control_starts_again_on_a_stream_that_replaces_one_without_a_death() -> None:

@@ -20,7 +20,7 @@ from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.grammar import structured_output
 from services.tokenizer.grammar.grammar_child import TrialLimits
 from services.tokenizer.grammar.grammar_source import FormOptions
-from services.tokenizer.grammar.structured_output import CompiledForm, StructuredOutputs
+from services.tokenizer.grammar.structured_output import CompiledForm, FormCompiler
 from shared.errors import InvalidRequestError, QueueFullError, Violation
 from tests.support.system.patience import PATIENCE_S
 from tests.support.system.processes import module_environment, running_children
@@ -36,13 +36,13 @@ import asyncio, sys
 from pathlib import Path
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.grammar.grammar_child import TrialLimits
-from services.tokenizer.grammar.structured_output import StructuredOutputs
+from services.tokenizer.grammar.structured_output import FormCompiler
 
 async def main():
-    outputs = StructuredOutputs(Path(sys.argv[1]), TrialLimits(60.0, 2**30))
-    await outputs.compile(tokenizer_pb2.StructuredOutput(grammar='start: "a"'))
+    compiler = FormCompiler(Path(sys.argv[1]), TrialLimits(60.0, 2**30))
+    await compiler.compile(tokenizer_pb2.StructuredOutput(grammar='start: "a"'))
     form = tokenizer_pb2.StructuredOutput(json_schema='{"type": "integer", "multipleOf": 999983}')
-    trial = asyncio.create_task(outputs.compile(form))
+    trial = asyncio.create_task(compiler.compile(form))
     await asyncio.sleep(0)
     print("busy", flush=True)
     await trial
@@ -54,13 +54,13 @@ Form = tokenizer_pb2.StructuredOutput
 
 
 @contextmanager
-def outputs_for(model_dir: Path, limits: TrialLimits = LIMITS) -> Iterator[StructuredOutputs]:
+def compiler_for(model_dir: Path, limits: TrialLimits = LIMITS) -> Iterator[FormCompiler]:
     """The compiler of forms for the model in a directory."""
-    outputs = StructuredOutputs(model_dir, limits)
+    compiler = FormCompiler(model_dir, limits)
     try:
-        yield outputs
+        yield compiler
     finally:
-        outputs.close()
+        compiler.close()
 
 
 def children() -> list[psutil.Process]:
@@ -81,10 +81,10 @@ def pass_time(monkeypatch: pytest.MonkeyPatch, passed_s: float) -> None:
     monkeypatch.setattr(loop, "time", lambda: now() + passed_s)
 
 
-async def violation_of(outputs: StructuredOutputs, form: Form, *, field: str = "structured_output") -> Violation:
+async def violation_of(compiler: FormCompiler, form: Form, *, field: str = "structured_output") -> Violation:
     """The violation with which a form is refused."""
     with pytest.raises(InvalidRequestError) as caught:
-        await outputs.compile(form, field=field)
+        await compiler.compile(form, field=field)
     (violation,) = caught.value.violations
     return violation
 
@@ -104,10 +104,10 @@ async def violation_of(outputs: StructuredOutputs, form: Form, *, field: str = "
     ids=lambda form: form.WhichOneof("form"),
 )
 async def test_a_form_becomes_a_grammar(model_dir: Path, form: Form) -> None:
-    with outputs_for(model_dir) as outputs:
-        grammar = (await outputs.compile(form)).grammar
+    with compiler_for(model_dir) as compiler:
+        grammar = (await compiler.compile(form)).grammar
         assert len(grammar) > 10
-        assert (await outputs.compile(form)).grammar == grammar
+        assert (await compiler.compile(form)).grammar == grammar
 
 
 @pytest.mark.parametrize(
@@ -140,17 +140,17 @@ async def test_a_form_becomes_a_grammar(model_dir: Path, form: Form) -> None:
 async def test_an_unsupported_form_is_refused_with_the_reason(
     model_dir: Path, form: Form, field: str, reason: str, text: str
 ) -> None:
-    with outputs_for(model_dir) as outputs:
-        violation = await violation_of(outputs, form)
+    with compiler_for(model_dir) as compiler:
+        violation = await violation_of(compiler, form)
     assert (violation.field, violation.reason) == (f"structured_output{field}", reason)
     assert text in violation.description
 
 
 async def test_an_error_about_a_grammar_is_bounded_in_length(model_dir: Path) -> None:
-    with outputs_for(model_dir) as outputs:
-        violation = await violation_of(outputs, Form(grammar="start: " + "y-" * 5_000))
-        reference = await violation_of(outputs, Form(json_schema=json.dumps({"$ref": "#/" + "y-" * 5_000})))
-        name = await violation_of(outputs, Form(json_schema=json.dumps({"properties": {"y-" * 5_000: {"type": "x"}}})))
+    with compiler_for(model_dir) as compiler:
+        violation = await violation_of(compiler, Form(grammar="start: " + "y-" * 5_000))
+        reference = await violation_of(compiler, Form(json_schema=json.dumps({"$ref": "#/" + "y-" * 5_000})))
+        name = await violation_of(compiler, Form(json_schema=json.dumps({"properties": {"y-" * 5_000: {"type": "x"}}})))
     assert violation.reason == "GRAMMAR_INVALID"
     assert len(violation.description) == 500
     assert reference.description == "a reference leads nowhere, at #"
@@ -168,41 +168,41 @@ async def test_an_error_about_a_grammar_is_bounded_in_length(model_dir: Path) ->
 async def test_a_refused_schema_is_reported_with_the_place_and_nothing_of_our_grammar(
     model_dir: Path, schema: object, description: str
 ) -> None:
-    with outputs_for(model_dir) as outputs:
-        violation = await violation_of(outputs, Form(json_schema=json.dumps(schema)))
+    with compiler_for(model_dir) as compiler:
+        violation = await violation_of(compiler, Form(json_schema=json.dumps(schema)))
     assert violation == Violation("structured_output.json_schema", "GRAMMAR_INVALID", description)
 
 
 async def test_what_a_form_does_not_hold_is_told_unless_it_is_strict(model_dir: Path) -> None:
     form = Form(json_schema='{"items": {"uniqueItems": true, "type": "array"}}')
     relaxed = FormOptions(is_strict=False)
-    with outputs_for(model_dir) as outputs:
+    with compiler_for(model_dir) as compiler:
         for _ in range(2):
-            assert (await outputs.compile(form, options=relaxed)).not_held == ("#/items/uniqueItems",)
-            assert (await violation_of(outputs, form)).reason == "GRAMMAR_INVALID"
-        assert (await outputs.compile(YES_NO, options=relaxed)).not_held == ()
+            assert (await compiler.compile(form, options=relaxed)).not_held == ("#/items/uniqueItems",)
+            assert (await violation_of(compiler, form)).reason == "GRAMMAR_INVALID"
+        assert (await compiler.compile(YES_NO, options=relaxed)).not_held == ()
         many = {"anyOf": [{"not": {"const": number}} for number in range(200)]}
-        assert len((await outputs.compile(Form(json_schema=json.dumps(many)), options=relaxed)).not_held) == 100
+        assert len((await compiler.compile(Form(json_schema=json.dumps(many)), options=relaxed)).not_held) == 100
 
 
 async def test_compact_json_is_another_grammar(model_dir: Path) -> None:
     form = Form(json_object=True)
-    with outputs_for(model_dir) as outputs:
-        compact = await outputs.compile(form, options=FormOptions(is_compact=True))
-        assert compact != await outputs.compile(form)
+    with compiler_for(model_dir) as compiler:
+        compact = await compiler.compile(form, options=FormOptions(is_compact=True))
+        assert compact != await compiler.compile(form)
 
 
 async def test_a_grammar_of_our_own_is_refused_about_what_it_was_made_for(model_dir: Path) -> None:
-    with outputs_for(model_dir) as outputs:
-        assert (await outputs.compile_reply('start: "a"', field="chat.tools")).grammar == 'start: "a"'
+    with compiler_for(model_dir) as compiler:
+        assert (await compiler.compile_reply('start: "a"', field="chat.tools")).grammar == 'start: "a"'
         with pytest.raises(InvalidRequestError) as caught:
-            await outputs.compile_reply('start: %json {"type": "text"}', field="chat.tools")
+            await compiler.compile_reply('start: %json {"type": "text"}', field="chat.tools")
     assert caught.value.violations == (Violation("chat.tools", "GRAMMAR_INVALID", "Invalid type: …"),)
 
 
 async def test_a_violation_names_the_given_field(model_dir: Path) -> None:
-    with outputs_for(model_dir) as outputs:
-        violation = await violation_of(outputs, Form(grammar="?"), field="chat.tools[1]")
+    with compiler_for(model_dir) as compiler:
+        violation = await violation_of(compiler, Form(grammar="?"), field="chat.tools[1]")
     assert violation.field == "chat.tools[1].grammar"
 
 
@@ -216,12 +216,12 @@ async def test_a_violation_names_the_given_field(model_dir: Path) -> None:
 async def test_a_grammar_that_costs_too_much_is_abandoned_and_the_next_one_compiles(
     model_dir: Path, limits: TrialLimits, text: str
 ) -> None:
-    with outputs_for(model_dir, limits) as outputs:
-        violation = await violation_of(outputs, EXPENSIVE)
+    with compiler_for(model_dir, limits) as compiler:
+        violation = await violation_of(compiler, EXPENSIVE)
         assert violation.reason == "GRAMMAR_TOO_COMPLEX"
         assert text in violation.description
         # The time to start a new process does not count.
-        assert "yes" in (await outputs.compile(YES_NO)).grammar
+        assert "yes" in (await compiler.compile(YES_NO)).grammar
 
 
 async def test_concurrent_hostile_grammars_do_not_affect_others(model_dir: Path) -> None:
@@ -231,9 +231,9 @@ async def test_concurrent_hostile_grammars_do_not_affect_others(model_dir: Path)
     ]
     hostile += [Form(regex="(" * number) for number in range(1, 30)]
     good = [Form(regex=f"good{number}") for number in range(20)]
-    with outputs_for(model_dir, TrialLimits(cpu_s=0.3, memory_bytes=1024 * MIB)) as outputs:
-        refused = asyncio.gather(*(violation_of(outputs, form) for form in hostile))
-        grammars = await asyncio.gather(*(outputs.compile(form) for form in good))
+    with compiler_for(model_dir, TrialLimits(cpu_s=0.3, memory_bytes=1024 * MIB)) as compiler:
+        refused = asyncio.gather(*(violation_of(compiler, form) for form in hostile))
+        grammars = await asyncio.gather(*(compiler.compile(form) for form in good))
         assert all(f"good{number}" in form.grammar for number, form in enumerate(grammars))
         reasons = [violation.reason for violation in await refused]
     assert reasons == ["GRAMMAR_TOO_COMPLEX"] * 8 + ["GRAMMAR_INVALID"] * 29
@@ -241,11 +241,11 @@ async def test_concurrent_hostile_grammars_do_not_affect_others(model_dir: Path)
 
 async def test_a_form_is_tried_only_once(model_dir: Path) -> None:
     bad = Form(regex="(")
-    with outputs_for(model_dir) as outputs:
-        grammar, violation = await outputs.compile(YES_NO), await violation_of(outputs, bad)
+    with compiler_for(model_dir) as compiler:
+        grammar, violation = await compiler.compile(YES_NO), await violation_of(compiler, bad)
     # There are no processes left to try anything.
-    assert await outputs.compile(YES_NO) == grammar
-    assert await violation_of(outputs, bad) == violation
+    assert await compiler.compile(YES_NO) == grammar
+    assert await violation_of(compiler, bad) == violation
 
 
 def test_a_process_without_cpu_time_has_a_minute_and_its_grammar_may_be_tried_again(
@@ -253,81 +253,81 @@ def test_a_process_without_cpu_time_has_a_minute_and_its_grammar_may_be_tried_ag
 ) -> None:
     others = children()
 
-    async def try_without_processor(outputs: StructuredOutputs) -> None:
-        await outputs.compile(YES_NO)
+    async def try_without_processor(compiler: FormCompiler) -> None:
+        await compiler.compile(YES_NO)
         (child,) = [child for child in children() if child not in others]
         # As on a machine that is busy with other work.
         child.suspend()
-        trial = asyncio.ensure_future(outputs.compile(Form(regex="[a-c]")))
+        trial = asyncio.ensure_future(compiler.compile(Form(regex="[a-c]")))
         await asyncio.sleep(0)
         pass_time(monkeypatch, 30.0)
         await asyncio.sleep(0)
         child.resume()
         assert "[a-c]" in (await trial).grammar
         child.suspend()
-        refused = asyncio.ensure_future(violation_of(outputs, Form(regex="[d-f]")))
+        refused = asyncio.ensure_future(violation_of(compiler, Form(regex="[d-f]")))
         await asyncio.sleep(0)
         pass_time(monkeypatch, 61.0)
         assert (await refused).description == "it takes more than 60 s"
-        assert "[d-f]" in (await outputs.compile(Form(regex="[d-f]"))).grammar
+        assert "[d-f]" in (await compiler.compile(Form(regex="[d-f]"))).grammar
 
     # Not uvloop, whose clock cannot be patched.
-    with outputs_for(model_dir) as outputs, asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
-        runner.run(try_without_processor(outputs))
+    with compiler_for(model_dir) as compiler, asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        runner.run(try_without_processor(compiler))
 
 
 async def test_forgotten_forms_are_compiled_again(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured_output, "_MAX_REMEMBERED", 2)
-    with outputs_for(model_dir) as outputs:
+    with compiler_for(model_dir) as compiler:
         for _ in range(2):
             for letter in "abcd":
-                assert f"/{letter}/" in (await outputs.compile(Form(regex=letter))).grammar
-    assert len(outputs._outcomes._key_to_outcome) == 2
+                assert f"/{letter}/" in (await compiler.compile(Form(regex=letter))).grammar
+    assert len(compiler._outcomes._key_to_outcome) == 2
 
 
 async def test_requests_beyond_the_queue_limit_are_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured_output, "_MAX_WAITING", 3)
-    with outputs_for(model_dir) as outputs:
-        trials = [asyncio.ensure_future(outputs.compile(Form(regex=f"r{number}"))) for number in range(10)]
+    with compiler_for(model_dir) as compiler:
+        trials = [asyncio.ensure_future(compiler.compile(Form(regex=f"r{number}"))) for number in range(10)]
         results = await asyncio.gather(*trials, return_exceptions=True)
         refused = [result for result in results if isinstance(result, QueueFullError)]
         # Two are being tried, three are waiting.
         assert len(refused) == 5
         assert all(error.retry_delay_s for error in refused)
         assert sum(isinstance(result, CompiledForm) for result in results) == 5
-        assert "yes" in (await outputs.compile(YES_NO)).grammar
+        assert "yes" in (await compiler.compile(YES_NO)).grammar
 
 
 async def test_a_cancelled_request_ends_its_process(model_dir: Path) -> None:
     others = children()
-    with outputs_for(model_dir, TrialLimits(cpu_s=60.0, memory_bytes=1024 * MIB)) as outputs:
-        await outputs.compile(YES_NO)
+    with compiler_for(model_dir, TrialLimits(cpu_s=60.0, memory_bytes=1024 * MIB)) as compiler:
+        await compiler.compile(YES_NO)
         (child,) = [child for child in children() if child not in others]
-        trial = asyncio.ensure_future(outputs.compile(EXPENSIVE))
+        trial = asyncio.ensure_future(compiler.compile(EXPENSIVE))
         await asyncio.sleep(0)
         trial.cancel()
         with pytest.raises(asyncio.CancelledError):
             await trial
         await asyncio.to_thread(wait_for_end, child)
-        assert "b" in (await outputs.compile(Form(regex="b"))).grammar
+        assert "b" in (await compiler.compile(Form(regex="b"))).grammar
 
 
 async def test_a_process_killed_while_idle_is_replaced(model_dir: Path) -> None:
     others = children()
-    with outputs_for(model_dir) as outputs:
-        await outputs.compile(YES_NO)
+    with compiler_for(model_dir) as compiler:
+        await compiler.compile(YES_NO)
         (child,) = [child for child in children() if child not in others]
         child.kill()
         await asyncio.to_thread(wait_for_end, child)
-        assert "b" in (await outputs.compile(Form(regex="b"))).grammar
+        assert "b" in (await compiler.compile(Form(regex="b"))).grammar
 
 
 async def test_processes_are_started_when_needed_and_kept(model_dir: Path) -> None:
     # Processes of other tests may still be running.
     others = children()
-    with outputs_for(model_dir) as outputs:
+    with compiler_for(model_dir) as compiler:
         for letter in "abc":
-            await outputs.compile(Form(regex=letter))
+            await compiler.compile(Form(regex=letter))
         assert len([child for child in children() if child not in others]) == 1
 
 
@@ -344,16 +344,16 @@ def test_a_process_dies_with_its_parent(model_dir: Path) -> None:
 
 
 async def test_a_process_that_fails_to_start_is_not_blamed_on_the_request(tmp_path: Path) -> None:
-    with outputs_for(tmp_path) as outputs, pytest.raises(RuntimeError, match="ended with 1"):
-        await outputs.compile(YES_NO)
+    with compiler_for(tmp_path) as compiler, pytest.raises(RuntimeError, match="ended with 1"):
+        await compiler.compile(YES_NO)
 
 
 async def test_a_trial_process_leaves_its_end_to_the_tokenizer(model_dir: Path) -> None:
     others = children()
-    with outputs_for(model_dir) as outputs:
-        await outputs.compile(YES_NO)
+    with compiler_for(model_dir) as compiler:
+        await compiler.compile(YES_NO)
         [child] = [child for child in children() if child not in others]
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             child.send_signal(number)
-        await outputs.compile(Form(grammar='start: "no"'))
+        await compiler.compile(Form(grammar='start: "no"'))
         assert [child for child in children() if child not in others] == [child]

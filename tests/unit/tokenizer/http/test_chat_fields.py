@@ -39,6 +39,9 @@ def test_sampling_fields_go_to_the_message() -> None:
         max_tokens=4, ignore_eos=True, allowed_token_ids=[5, 6], logprob_token_ids=[7], num_logprobs=3,
         num_prompt_logprobs=1,
     )  # fmt: skip
+    unset = {field.name for field in sampling.DESCRIPTOR.fields} - {field.name for field, _ in sampling.ListFields()}
+    # The API takes them as texts, in the request.
+    assert unset == {"bad_words", "stop_token_sequences"}
 
 
 def test_other_fields_go_to_the_message() -> None:
@@ -230,6 +233,33 @@ def test_forms() -> None:
 async def test_a_bad_field_is_refused_by_name(http: HttpService, fields: dict[str, Any], param: str) -> None:
     answer = await http.post(CHAT, chat(**fields))
     assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_request", param)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("image_url", "an image"),
+        ("image", "an image"),
+        ("input_image", "an image"),
+        ("input_audio", "sound"),
+        ("audio_url", "sound"),
+        ("video_url", "a video"),
+        ("video", "a video"),
+        ("file", "a file"),
+        ("input_file", "a file"),
+        ("document", "a document"),
+        ("hologram", "of an unknown type"),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+async def test_a_part_that_is_not_text_is_refused_by_its_kind_and_place(
+    http: HttpService, path: str, kind: str, name: str
+) -> None:
+    parts = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {"url": "data:a"}}]
+    answer = await http.post(path, {"messages": [{"role": "user", "content": parts}]})
+    place = "messages[0].content[1]"
+    assert (answer.status, answer.error["param"], answer.error["code"]) == (400, place, "invalid_request")
+    assert answer.error["message"] == f"{place}: is {name}, but only text can be read"
 
 
 @pytest.mark.parametrize(

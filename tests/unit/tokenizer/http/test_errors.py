@@ -23,6 +23,7 @@ from shared.errors import (
     RequestTooLargeError,
     SchedulerLostError,
     ServiceError,
+    TenantLimitError,
     Violation,
 )
 from shared.network.rpc import StatusError, to_status
@@ -38,6 +39,7 @@ from shared.network.rpc import StatusError, to_status
         (ModelNotFoundError, 404, "model_not_found"),
         (ExactUnavailableError, 400, "exact_unavailable"),
         (QueueFullError, 429, "server_overloaded"),
+        (TenantLimitError, 429, "rate_limit_exceeded"),
         (ClientTooSlowError, 429, "rate_limit_exceeded"),
         (SchedulerLostError, 503, "scheduler_lost"),
         (DrainingError, 503, "draining"),
@@ -59,6 +61,8 @@ def test_every_error_has_a_status_and_code(kind: type[ServiceError], status: int
 def test_only_what_may_succeed_is_retried() -> None:
     queue_full = http_error(QueueFullError("full", retry_delay_s=2.5), str)
     assert queue_full.headers == {"Retry-After": "3", "retry-after-ms": "2500"}
+    tenant_limit = http_error(StatusError(to_status(TenantLimitError("enough", retry_delay_s=0.5))), str)
+    assert tenant_limit.headers == {"Retry-After": "1", "retry-after-ms": "500"}
     assert http_error(SchedulerLostError("lost"), str).headers == {"Retry-After": "1", "retry-after-ms": "1000"}
     for kind in (PoisonRequestError, NumericError, NotSupportedError, DeadlinePassedError):
         assert http_error(kind("no"), str).headers == {"x-should-retry": "false"}

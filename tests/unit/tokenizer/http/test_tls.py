@@ -29,15 +29,23 @@ def tls_settings(tmp_path: Path, authority: Authority) -> dict[str, Any]:
     }
 
 
-async def served_certificate(port: int, context: ssl.SSLContext) -> int:
+async def served_certificate(port: int, context: ssl.SSLContext, host: str = "127.0.0.1") -> int:
     """Asks for /ping; returns the serial number of the server's certificate."""
     name = f"{Role.TOKENIZER.value}.{DOMAIN}"
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=name)
+    reader, writer = await asyncio.open_connection(host, port, ssl=context, server_hostname=name)
     writer.write(b"GET /ping HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
     certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     writer.close()
     return x509.load_der_x509_certificate(certificate).serial_number
+
+
+async def test_any_address_of_ipv6_is_any_of_ipv4_too(model_dir: Path, tmp_path: Path) -> None:
+    authority, port = Authority(), free_port()
+    settings = tls_settings(tmp_path, authority)
+    context = ssl.create_default_context(cadata=authority.pem.decode())
+    async with run_http_service(model_dir, tmp_path, http_listen=f"[::]:{port}", **settings):
+        assert await served_certificate(port, context, "::1") == await served_certificate(port, context, "127.0.0.1")
 
 
 async def test_a_handshake_that_does_not_end_ends_its_connection(model_dir: Path, tmp_path: Path) -> None:

@@ -191,6 +191,17 @@ def test_a_model_without_a_call_format_cannot_be_forced() -> None:
     assert [violation.field for violation in caught.value.violations] == ["chat.tool_mode"]
 
 
+@pytest.mark.parametrize("has_markup", [True, False])
+@pytest.mark.parametrize("between", ["", "\n"])
+def test_glm_writes_calls_on_one_line_or_on_many(between: str, has_markup: bool) -> None:
+    pairs = (f"<arg_key>{key}</arg_key>{between}<arg_value>" for key in ("city", "code"))
+    begin = f"<tool_call>plan.trip-2{between}{f'Rome</arg_value>{between}'.join(pairs)}a/"
+    text = walk(tool_call_grammar("glm4", request(has_markup=has_markup)), 1, has_markup=has_markup, begin=begin)
+    first, *_ = calls_in(parse("glm4", [text], tools=TOOLS))
+    assert fits(json.loads(first.arguments))
+    assert json.loads(first.arguments)["city"] == "Rome"
+
+
 def test_glm_supports_only_schemas_of_plain_properties() -> None:
     schema = Tool("t", "", {"anyOf": [{"properties": {"a": {}}}]})
     with pytest.raises(InvalidRequestError) as caught:

@@ -24,8 +24,9 @@ from shared.errors import (
     RequestTooLargeError,
     ServiceError,
 )
-from shared.limits import DEFAULT_MAX_TOKENS, ModelLimits, SamplingParams
+from shared.limits import ModelLimits
 from shared.network.rpc import to_status
+from shared.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 
 LIMITS = ModelLimits(context_length=100, logits_width=50, num_pool_tokens=1000)
 USER = tokenizer_pb2.ROLE_USER

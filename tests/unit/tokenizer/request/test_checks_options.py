@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.request.checks import AnswerForm, CheckedRequest, check_request, resolve_request
 from shared.errors import ContextExceededError, InvalidRequestError, RequestTooLargeError
-from shared.limits import ModelLimits, SamplingOptions
+from shared.limits import ModelLimits
+from shared.sampling_params import SamplingOptions
 
 LIMITS = ModelLimits(context_length=100, logits_width=50, num_pool_tokens=1000)
 TEXT = tokenizer_pb2.Prompt(text="hello")
@@ -159,3 +162,15 @@ def test_a_text_has_only_one_constraint() -> None:
 def test_bad_choices_and_options_are_named_with_the_rest() -> None:
     request = make_request(sampling={"n": 9, "min_p": 2.0}, bad_words=[""], stop=[""])
     assert refused_fields(request).keys() == {"sampling.n", "sampling.min_p", "bad_words[0]", "stop[0]"}
+
+
+@pytest.mark.parametrize(("token_id", "fields"), [(49, []), (50, ["sampling.bad_words[0].token_ids[0]"])])
+def test_bad_words_are_checked_once_they_are_tokens(token_id: int, fields: list[str]) -> None:
+    checked = check(make_request(bad_words=["a"]))
+    spelled = replace(checked.sampling, options=SamplingOptions(bad_words=((token_id,),)))
+    refused: list[str] = []
+    try:
+        resolve_request(checked, 0, np.ones(3, np.int32), spelled, LIMITS)
+    except InvalidRequestError as error:
+        refused = [violation.field for violation in error.violations]
+    assert refused == fields

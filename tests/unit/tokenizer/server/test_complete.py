@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from services.tokenizer.server.whole_answer import MAX_ANSWER_BYTES, WholeAnswer
+from services.tokenizer.answer.whole_answer import MAX_ANSWER_BYTES, WholeAnswer
 from shared.errors import NumericError, RequestTooLargeError
 from shared.network.rpc import reason_of, status_from_rpc_error
 from tests.support.models.tiny_tokenizer import IM_END_ID

@@ -15,9 +15,9 @@ from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.server.generate import echo_pieces
 from shared.errors import AbortedByCallError
-from shared.limits import SamplingOptions
 from shared.network.rpc import reason_of, status_from_rpc_error
 from shared.sampling_codec import decode_options
+from shared.sampling_params import SamplingOptions
 from tests.support.clients.client import Answer, read_answer
 from tests.support.models.tiny_tokenizer import CONTEXT_LENGTH, IM_END, IM_END_ID
 from tests.support.system.patience import PATIENCE_S

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from services.tokenizer.server.request_totals import RequestTotals
+from services.tokenizer.answer.request_totals import RequestTotals
 from shared.errors import NumericError
 from shared.network import rpc
 from shared.network.rpc import reason_of, status_from_rpc_error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -473,6 +474,22 @@ async def test_the_parsers_of_replies_are_named(
     assert (info.tool_parser, info.reasoning_parser) == ("harmony", "harmony")
     first = next(record for record in caplog.records if record.__dict__.get("model") == "tiny-tools")
     assert (first.__dict__["tool_parser"], first.__dict__["reasoning_parser"]) == ("harmony", "harmony")
+
+
+async def test_a_model_of_which_only_the_text_is_served_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = {"model_type": "qwen3_vl_text", "vocab_size": VOCABULARY_SIZE, "max_position_embeddings": 256}
+    config = {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_tiny_tokenizer(tmp_path)
+    with caplog.at_level(logging.INFO):
+        async with run_tokenizer_service(tmp_path, tmp_path) as service:
+            await service.link()
+            assert (await service.stub.GetModelInfo(tokenizer_pb2.GetModelInfoRequest())).serves_text_only
+    assert [record.__dict__.get("serves_text_only") for record in caplog.records if record.message == "model read"] == [
+        True
+    ]
 
 
 async def test_a_model_without_a_template_serves_text_and_refuses_chat(tmp_path: Path) -> None:

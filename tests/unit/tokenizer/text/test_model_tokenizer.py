@@ -16,6 +16,7 @@ from shared.model_dir import (
     ADDED_TOKENS,
     CHAT_TEMPLATE,
     CONFIG,
+    PROCESSOR_TEMPLATE,
     SPECIAL_TOKENS_MAP,
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -152,4 +153,14 @@ def test_a_template_that_is_no_text_is_refused(directory: Path, template: object
 def test_malformed_tokens_are_refused(directory: Path, fields: dict[str, object]) -> None:
     write_json(directory / TOKENIZER_CONFIG, **fields)
     with pytest.raises(ModelDirectoryError, match=str(directory)):
+        load_tokenizer(directory)
+
+
+def test_the_template_of_a_multimodal_checkpoint_may_be_in_a_file_of_its_processor(directory: Path) -> None:
+    write_json(directory / PROCESSOR_TEMPLATE, chat_template="{{ processor }}")
+    assert load_tokenizer(directory).templates != {"default": "{{ processor }}"}
+    (directory / CHAT_TEMPLATE).unlink()
+    assert load_tokenizer(directory).templates == {"default": "{{ processor }}"}
+    write_json(directory / PROCESSOR_TEMPLATE, chat_template=5)
+    with pytest.raises(ModelDirectoryError, match=rf"^{directory / PROCESSOR_TEMPLATE}: chat_template is not a string"):
         load_tokenizer(directory)

@@ -147,6 +147,8 @@ def test_a_second_signal_ends_a_held_group_at_once(model_dir: Path, tmp_path: Pa
         stub.Attach(DRAINABLE)
         results = stub.Execute(iter(steps.get, None))
         steps.put(next(requests_of(0)))
+        # The stream is open, and the group is held.
+        next(results)
         leader.process.send_signal(signal.SIGTERM)
         while not next(results).heartbeat.is_leaving:
             pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +21,7 @@ from services.worker.layers.linear import Linear
 from services.worker.layers.moe import Router, SparseMlp
 from services.worker.ops import (
     BACKEND_NAMES,
-    ExpertsKernel,
     ExpertWeights,
-    LinearKernel,
-    Matrix,
     Ops,
     RouterScore,
     RoutingRule,
@@ -42,35 +39,21 @@ from tests.support.ranks.thread_ranks import run_ranks
 _interpreter = threading.Lock()
 
 
-class OneAtATime(TritonOps):
-    """Kernels in Triton's interpreter, which serves one thread at a time."""
+def one_at_a_time(ops: Ops) -> Ops:
+    """`ops`, whose kernels run in Triton's interpreter, which serves one thread at a time."""
 
-    def prepare_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> LinearKernel:
-        """See `Ops`."""
-        return _locked(super().prepare_linear(weight, bias, dtype))
+    def with_locked_kernels(prepare: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: _locked(prepare(*args))
 
-    def route(self, logits: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
-        """See `Ops`."""
-        with _interpreter:
-            return super().route(logits, rule)
-
-    def prepare_experts(
-        self, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None, dtype: torch.dtype
-    ) -> ExpertsKernel:
-        """See `Ops`."""
-        return _locked(super().prepare_experts(experts, clamp, dtype))
-
-    def combine_experts(self, outputs: Tensor, tokens: Tensor, weights: Tensor, *, num_tokens: int) -> Tensor:
-        """See `Ops`."""
-        return _locked(super().combine_experts)(outputs, tokens, weights, num_tokens=num_tokens)
+    for name in ("prepare_linear", "prepare_experts"):
+        setattr(ops, name, with_locked_kernels(getattr(ops, name)))
+    for name in ("route", "combine_experts"):
+        setattr(ops, name, _locked(getattr(ops, name)))
+    return ops
 
 
-class ExactOneAtATime(OneAtATime, TritonExactOps):
-    """Likewise."""
-
-
-def _locked(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def call(*args: Any, **kwargs: Any) -> Tensor:
+def _locked(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
         with _interpreter:
             return function(*args, **kwargs)
 
@@ -79,8 +62,8 @@ def _locked(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 OPS: dict[str, Ops] = {
     **{name: load_ops(name) for name in BACKEND_NAMES},
-    "triton": OneAtATime(),
-    "triton-exact": ExactOneAtATime(),
+    "triton": one_at_a_time(TritonOps()),
+    "triton-exact": one_at_a_time(TritonExactOps()),
 }
 # The interpreter is slow.
 every_backend = pytest.mark.parametrize(

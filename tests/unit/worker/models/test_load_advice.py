@@ -58,7 +58,11 @@ def move_weights(model_dir: Path, *names: str) -> None:
             r"shards \(model-00001-of-00002.safetensors and 1 more\) but no model.safetensors.index.json.*download it",
         ),
         (["consolidated.safetensors"], r"Mistral's own format \(consolidated.safetensors\).*Hugging Face's format"),
-        (["consolidated-00001-of-00002.safetensors", "params.json"], r"Mistral's own format \(consolidated-00001"),
+        (
+            ["consolidated-00001-of-00002.safetensors", "params.json", "tekken.json"],
+            r"own format \(params.json, consolidated-00001-of-00002.safetensors, tekken.json\), which is not read: "
+            "take .*config.json.*tokenizer.json",
+        ),
         (["model.fp16.safetensors"], "there is model.fp16.safetensors: a model in one file must be called model.safe"),
         (["adapter_model.safetensors", "adapter_config.json"], "adapter_config.json.*merge the two"),
         (["tiny-q8_0.gguf"], "lockstep import tiny-q8_0.gguf OUT_DIR"),
@@ -100,7 +104,7 @@ def test_a_shard_that_is_a_git_lfs_pointer_is_told(model_dir: Path) -> None:
     assert refusal(model_dir).startswith(f"{model_dir / 'model-2.safetensors'} is a Git LFS pointer")
 
 
-@pytest.mark.parametrize("name", ["tokenizer.model", "tiktoken.model", "qwen.tiktoken", "tekken.json", "vocab.json"])
+@pytest.mark.parametrize("name", ["tokenizer.model", "tiktoken.model", "qwen.tiktoken", "vocab.json"])
 def test_a_vocabulary_in_another_format_is_named_with_how_to_convert_it(model_dir: Path, name: str) -> None:
     (model_dir / "tokenizer.json").rename(model_dir / name)
     message = refusal(model_dir)
@@ -109,6 +113,29 @@ def test_a_vocabulary_in_another_format_is_named_with_how_to_convert_it(model_di
     )
     assert "AutoTokenizer" in message
     assert "save_pretrained" in message
+
+
+def test_mistrals_own_vocabulary_is_named_with_what_to_take_instead(model_dir: Path) -> None:
+    (model_dir / "tokenizer.json").rename(model_dir / "tekken.json")
+    message = refusal(model_dir)
+    assert "the vocabulary is in Mistral's own format (tekken.json), which is not read: take " in message
+    assert "tokenizer.json, tokenizer_config.json and the chat template" in message
+    assert "mistral_format=False" in message
+
+
+@pytest.mark.parametrize(
+    ("params", "script"),
+    [
+        ({"dim": 5120}, "convert_mistral_weights_to_hf.py"),
+        ({"dim": 5120, "vision_encoder": {"hidden_size": 1024}}, "convert_mistral3_weights_to_hf.py"),
+        ({"llama_4_scaling": {"beta": 0.1}, "vision_encoder": {}}, "convert_ministral3_weights_to_hf.py"),
+        ([], "convert_mistral_weights_to_hf.py"),
+    ],
+)
+def test_the_script_that_converts_a_mistral_is_that_of_its_kind(model_dir: Path, params: object, script: str) -> None:
+    (model_dir / "config.json").unlink()
+    (model_dir / "params.json").write_text(json.dumps(params))
+    assert script in refusal(model_dir)
 
 
 def renamed(change: Callable[[str], str]) -> Change:
@@ -250,6 +277,7 @@ def test_what_is_no_json_is_refused_by_file(model_dir: Path, text: str) -> None:
 
 
 def test_the_architectures_that_the_launcher_knows_are_those_that_workers_serve() -> None:
-    assert sorted(ARCHITECTURES) == sorted(SMALL_CONFIGS)
+    # transformers has this one under another name, which is served too.
+    assert sorted(ARCHITECTURES) == sorted([*SMALL_CONFIGS, "KimiK25ForConditionalGeneration"])
     for name in ARCHITECTURES:
         assert callable(loader_for({"architectures": ["Unknown", name]}))

@@ -8,11 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import get_protocol_members
 
-from services.worker.ops import BACKEND_NAMES, Ops, load_ops
+from services.worker.ops import BACKEND_NAMES, Activation, Ops, load_ops
 from services.worker.ops.matrices import IntMatrix
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
+
+FLAT = ("cpu", "native", "reference", "triton", "triton-exact")
 
 every_backend = pytest.mark.parametrize("ops", [load_ops(name) for name in BACKEND_NAMES], ids=BACKEND_NAMES)
 
@@ -28,6 +31,12 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown ops backend 'tpu'; available: aiter, cpu, native, reference, triton"):
         load_ops("tpu")
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_a_backend_says_in_its_own_class_what_computes_each_op(name: str) -> None:
+    ops = load_ops(name)
+    assert get_protocol_members(Ops) - vars(type(ops)).keys() - vars(ops).keys() == set()
 
 
 @every_backend
@@ -94,7 +103,7 @@ def test_a_quantized_embedding_has_the_models_dtype(ops: Ops) -> None:
 
 
 def test_cpu_multiplies_without_torchs_private_packing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.worker.ops.cpu.backend._HAS_PACKED_LINEAR", False)
+    monkeypatch.setattr("services.worker.ops.cpu.linear._HAS_PACKED_LINEAR", False)
     ops, x, weight, bias = load_ops("cpu"), random(5, 24), random(40, 24, seed=1), random(40, seed=2)
     assert_close(
         ops.prepare_linear(weight, bias, torch.float32)(x), F.linear(x.double(), weight.double(), bias.double())
@@ -135,10 +144,39 @@ def test_layer_norm_centres_and_scales_each_row(ops: Ops) -> None:
 
 
 @every_backend
-def test_silu_and_mul_gates_the_second_half(ops: Ops) -> None:
+def test_act_and_mul_gates_the_second_half(ops: Ops) -> None:
     x = random(5, 24)
-    expected = F.silu(x[:, :12].double()) * x[:, 12:].double()
-    assert_close(ops.silu_and_mul(x.clone()), expected)
+    gate, up = x.double().chunk(2, dim=1)
+    assert_close(ops.act_and_mul(x.clone(), Activation.SILU), F.silu(gate) * up)
+    assert_close(ops.act_and_mul(x.clone(), Activation.GELU_TANH), F.gelu(gate, approximate="tanh") * up)
+
+
+@every_backend
+def test_scale_multiplies_in_place_and_rounds_once(ops: Ops) -> None:
+    x = random(5, 24).bfloat16()
+    expected = (x.float() * 33.75).bfloat16()
+    assert torch.equal(ops.scale(x, 33.75), expected)
+    assert torch.equal(x, expected)
+
+
+@every_backend
+def test_norms_multiply_by_a_weight_in_float32_before_they_round(ops: Ops) -> None:
+    x, residual, weight = random(5, 24).bfloat16(), random(5, 24, seed=1).bfloat16(), random(24, seed=2)
+    expected = F.rms_norm(x.float(), (24,), weight, 0.1).bfloat16()
+    assert_within_a_rounding(ops.rms_norm(x, weight, 0.1), expected)
+    heads = x.view(5, 3, 8)
+    expected = F.rms_norm(heads.float(), (8,), weight[:8], 0.1).bfloat16()
+    assert_within_a_rounding(ops.rms_norm(heads, weight[:8], 0.1), expected)
+    total = residual + x
+    expected = F.rms_norm(total.float(), (24,), weight, 0.1).bfloat16()
+    assert_within_a_rounding(ops.add_rms_norm(x.clone(), residual, weight, 0.1), expected)
+    assert torch.equal(residual, total)
+
+
+def assert_within_a_rounding(result: Tensor, expected: Tensor) -> None:
+    """Nearly all are equal: float32 sums in another order may round to the neighbour."""
+    torch.testing.assert_close(result, expected, atol=0, rtol=2**-7)
+    assert (result != expected).float().mean() < 0.05
 
 
 @every_backend

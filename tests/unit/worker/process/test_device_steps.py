@@ -14,9 +14,8 @@ from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.device_steps import DeviceSteps
 from services.worker.process.exits import DomainEnd
 from services.worker.runner.model_runner import ModelRunner
-from services.worker.runner.step_totals import StepTotals
-from services.worker.step import Step, StepOutput
 from shared.errors import InternalError, StepMismatchError
+from shared.step.step import Step, StepResult
 from tests.support.worker.worker_steps import decode_step
 
 
@@ -29,14 +28,13 @@ class FailingRunner:
     fails_late: bool
     is_computed = False
     layout = RankLayout()
-    step_totals = StepTotals()
 
     def launch(self, step: Step) -> FailingRunner:
         if not self.fails_late:
             raise self.error
         return self
 
-    def finish(self) -> StepOutput:
+    def finish(self) -> StepResult:
         raise self.error
 
 
@@ -54,10 +52,10 @@ class CountingEnd:
 @pytest.mark.parametrize(
     ("device", "is_alone", "error", "ends"),
     [
-        ("cpu", True, RuntimeError("a bug"), False),
-        ("cpu", False, RuntimeError("a partner is lost"), True),
+        ("cpu", True, InternalError("a bug"), False),
+        ("cpu", False, InternalError("a partner is lost"), True),
         ("cpu", False, StepMismatchError("refused"), True),
-        ("cuda", True, RuntimeError("an illegal address"), True),
+        ("cuda", True, InternalError("an illegal address"), True),
         ("cuda", True, StepMismatchError("refused"), False),
     ],
 )
@@ -67,11 +65,10 @@ async def test_a_failed_step_ends_the_process_if_its_device_or_a_partner_is_lost
     loop, end = DeviceLoop(), CountingEnd()
     runner = FailingRunner(error, torch.device(device), fails_late)
     steps = DeviceSteps(loop, cast(ModelRunner, runner), cast(DomainEnd, end), is_alone=is_alone)
-    launched = steps.launch(decode_step())
+    submitted = steps.submit(decode_step())
     running = asyncio.create_task(asyncio.to_thread(loop.run))
-    expected = StepMismatchError if isinstance(error, StepMismatchError) else InternalError
-    with pytest.raises(expected):
-        await launched
+    with pytest.raises(type(error)):
+        await submitted
     loop.stop()
     await running
     await asyncio.sleep(0)

@@ -75,7 +75,21 @@ def test_a_taken_address_is_refused(tmp_path: Path) -> None:
         second.start()
     with grpc.insecure_channel(address) as channel:
         assert health_of(channel) == ["NOT_SERVING", "NOT_SERVING"]
+    # As a signal does that arrives now.
+    second.end()
     first.stop()
+
+
+def test_a_signal_after_the_end_changes_nothing(tmp_path: Path, loaded: LoadedModel) -> None:
+    address = f"unix:{tmp_path / 'worker.sock'}"
+    rpc = make_rpc_thread(address)
+    rpc.start()
+    with grpc.insecure_channel(address) as channel:
+        rpc.announce(make_runner(loaded))
+        wait_until_serving(channel)
+    rpc.stop()
+    assert rpc.try_leave()
+    rpc.end()
 
 
 def test_probes_tell_loading_from_waiting_for_the_domain(tmp_path: Path, loaded: LoadedModel) -> None:

@@ -28,7 +28,7 @@ async def test_a_cancelled_recording_is_dropped_and_another_may_begin(
         await dropped
     recorded = asyncio.create_task(steps.profile(1))
     await asyncio.to_thread(device.submit(lambda: None).result)
-    await steps.launch(prefill_of())
+    await steps.submit(prefill_of())
     assert names_in(tmp_path) == [await recorded]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadedModel, LoadOptions, load_model
@@ -16,13 +17,13 @@ from services.worker.ops import BACKEND_NAMES, load_ops
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.graphs.graph_runner import GraphSettings
 from services.worker.runner.model_runner import Execution, ModelRunner
-from services.worker.step import Step, StepKind
 from shared.errors import StaleEpochError, StepMismatchError
+from shared.step.step import Step, StepKind
 from tests.support.models.small_configs import SMALL_CONFIGS
 from tests.support.models.tiny_llama import write_tiny_llama
 from tests.support.worker.graphs import CountingCapture
 from tests.support.worker.worker_runner import WrappedModel, generate_alone, load_exact
-from tests.support.worker.worker_steps import decode_step, make_chunk, make_enter, mixed_step, prefill_step
+from tests.support.worker.worker_steps import decode_step, make_chunk, make_enter, mixed_step, pack, prefill_step
 
 PROMPT = [5, 9, 2, 44, 17]
 # Plain attention with windows and sinks, experts, latent attention, and an indexer's cache.
@@ -39,8 +40,8 @@ class RecordingModel(WrappedModel):
         super().__init__(loaded.model)
         self.seen: list[tuple[list[int], list[int]]] = []
 
+    @override
     def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """See `CausalLM.forward`."""
         self.seen.append((token_ids.tolist(), positions.tolist()))
         return super().forward(token_ids, positions)
 
@@ -74,8 +75,8 @@ def dummy_step(kind: StepKind = StepKind.DECODE, *, step_id: int = 1) -> Step:
 
 
 def contents(runner: ModelRunner) -> list[Tensor]:
-    assert runner._kv_cache is not None
-    return [tensor.clone() for layer in runner._kv_cache.layers for tensor in layer]
+    assert runner._epochs.kv_cache is not None
+    return [tensor.clone() for layer in runner._epochs.kv_cache.layers for tensor in layer]
 
 
 @every_kind
@@ -120,7 +121,7 @@ def test_a_dummy_applies_its_batch_changes(loaded: LoadedModel) -> None:
         runner.run_step(planned(replace(decode_step(leave=[0], append=[(1, 4)]), is_dummy=True), 1)),
         runner.run_step(planned(decode_step(), 1)),
         # The slot is free again.
-        runner.run_step(planned(prefill_step(replace(first, block_ids=first.block_ids + 10)), 5)),
+        runner.run_step(planned(prefill_step(replace(first, block_bytes=pack(range(10, 13)))), 5)),
     ]
     tokens = [output.token_ids.tolist() for output in outputs]
     alone = generate_alone(loaded, PROMPT[:4], 2)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
+from typing_extensions import override
 
 from services.worker.forward.staging import PinnedStaging, Staging
 from services.worker.models.loader import LoadOptions, load_model
@@ -36,8 +37,8 @@ GROUPED = {"num_attention_heads": 8, "num_key_value_heads": 1, "max_position_emb
 class UnreadStaging(PinnedStaging):
     """Staging of a device that has no values to copy back."""
 
+    @override
     def download(self, results: Sequence[Tensor]) -> None:
-        """See `Staging`."""
         self._shapes = [tuple(result.shape) for result in results]
 
     def read(self) -> list[npt.NDArray[Any]]:
@@ -50,8 +51,8 @@ class MetaStream(HostStream):
 
     is_async = True
 
+    @override
     def claim_staging(self) -> Staging:
-        """See `Stream`."""
         return UnreadStaging(META, is_pinned=False)
 
 

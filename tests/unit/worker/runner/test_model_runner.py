@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,14 @@ from services.worker.device import DeviceError
 from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadedModel, LoadOptions, load_model
 from services.worker.ops import BACKEND_NAMES, load_ops
-from services.worker.runner.cache_memory import KvCacheSize
+from services.worker.runner import model_runner
 from services.worker.runner.model_runner import ModelRunner, build_model_runner, numerics_fingerprint
-from services.worker.step import Step
+from services.worker.sampling.sampler import SAMPLING_VERSION
 from shared.errors import StaleEpochError, StepMismatchError
 from shared.model_dir import ModelDirectoryError
+from shared.step.step import Step
 from tests.support.models.tiny_llama import write_tiny_llama
-from tests.support.worker.worker_runner import GIB, WrappedModel, generate_alone, load_exact, make_runner
+from tests.support.worker.worker_runner import WrappedModel, generate_alone, load_exact, make_runner
 from tests.support.worker.worker_steps import decode_step, make_chunk, make_enter, mixed_step, prefill_step
 
 PROMPTS = ([5, 9, 2, 44, 17], [3], [8, 1, 60, 33, 21, 4, 4, 90, 12])
@@ -111,15 +111,6 @@ def test_a_prompt_in_chunks_beside_decodes_gives_the_same_tokens_as_whole(loaded
     ]
 
 
-def test_a_new_epoch_starts_empty(loaded: LoadedModel) -> None:
-    runner = make_runner(loaded)
-    runner.attach(block_size=4, max_num_seqs=8, max_num_batched_tokens=256)
-    tokens_of(runner, prefill_of_all(5), replace(decode_step(), step_id=2))
-    runner.attach(block_size=16, max_num_seqs=3, max_num_batched_tokens=16)
-    with pytest.raises(StepMismatchError):
-        runner.run_step(decode_step())
-
-
 def test_a_failing_step_voids_only_its_own_epoch(loaded: LoadedModel) -> None:
     runner = attached(make_runner(loaded))
     runner.run_step(prefill_of_all(5))
@@ -128,38 +119,6 @@ def test_a_failing_step_voids_only_its_own_epoch(loaded: LoadedModel) -> None:
     with pytest.raises(StaleEpochError):
         runner.run_step(decode_step())
     assert len(tokens_of(attached(runner), prefill_of_all(5))[0]) == 3
-
-
-def test_the_number_of_blocks_follows_from_the_memory_unless_it_is_set(loaded: LoadedModel) -> None:
-    bytes_per_token = loaded.model.kv_cache_spec.bytes_per_token
-    assert attached(make_runner(loaded, num_blocks=None), block_size=16).num_blocks == GIB // (16 * bytes_per_token)
-    small = ModelRunner(loaded, load_ops("reference"), KvCacheSize(16 * bytes_per_token - 1))
-    assert (small.num_blocks, attached(small, block_size=16).num_blocks) == (0, 0)
-    with pytest.raises(StaleEpochError):
-        small.run_step(prefill_of_all(5))
-    assert attached(small, block_size=8).num_blocks == 1
-    assert attached(make_runner(loaded, num_blocks=3), block_size=16).num_blocks == 3
-
-
-def test_memory_is_measured_with_the_largest_prefill_once_for_a_block_size(loaded: LoadedModel) -> None:
-    num_computed = []
-
-    class CountingModel(WrappedModel):
-        def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-            num_computed.append((len(token_ids), int(positions.max()) + 1))
-            return super().forward(token_ids, positions)
-
-    def measure(run_largest_prefill: Callable[[], None]) -> int:
-        run_largest_prefill()
-        return 7 * 16 * loaded.model.kv_cache_spec.bytes_per_token
-
-    counting = replace(loaded, model=CountingModel(loaded.model))
-    runner = ModelRunner(counting, load_ops("reference"), KvCacheSize(0, measure=measure))
-    limits = {"block_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 300}
-    assert runner.attach(**limits) == 7
-    assert runner.attach(**limits) == 7
-    assert num_computed == [(300, min(300, loaded.facts.context_length))]
-    assert len(tokens_of(runner, prefill_of_all(2))[0]) == len(PROMPTS)
 
 
 class NotFiniteModel(WrappedModel):
@@ -218,8 +177,8 @@ def test_a_cache_of_any_type_gives_the_tokens_of_a_confident_model(tmp_path: Pat
 
 
 def test_a_cache_that_the_backend_cannot_store_is_refused(tmp_path: Path) -> None:
-    settings = WorkerSettings(model_dir=write_tiny_llama(tmp_path), ops_backend="cpu", kv_cache_dtype="int8")
-    with pytest.raises(DeviceError, match="--kv-cache-dtype int8: the kernels of cpu have only float32"):
+    settings = WorkerSettings(model_dir=write_tiny_llama(tmp_path), ops_backend="reference", kv_cache_dtype="int8")
+    with pytest.raises(DeviceError, match="--kv-cache-dtype int8: the kernels of reference have only float32"):
         build_model_runner(settings, lambda _: None)
 
 
@@ -232,6 +191,14 @@ def test_the_type_of_the_cache_is_in_the_fingerprint(tmp_path: Path) -> None:
     fingerprints = [numerics_fingerprint(model, ops) for model in loaded]
     assert fingerprints[0] == fingerprints[1]
     assert len(set(fingerprints)) == 3
+
+
+def test_the_version_of_the_sampling_is_in_the_fingerprint(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = numerics_fingerprint(loaded, load_ops("reference"))
+    monkeypatch.setattr(model_runner, "SAMPLING_VERSION", SAMPLING_VERSION + 1)
+    assert numerics_fingerprint(loaded, load_ops("reference")) != before
 
 
 def test_the_fingerprint_distinguishes_what_results_depend_on(loaded: LoadedModel) -> None:

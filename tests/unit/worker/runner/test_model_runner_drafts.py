@@ -9,19 +9,22 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from services.worker.batch.drafts import Drafting
 from services.worker.models.loader import LoadedModel
 from services.worker.runner.graphs.graph_runner import GraphSettings
 from services.worker.runner.model_runner import Execution
-from services.worker.spec_decode.drafts import Drafting
 from services.worker.spec_decode.ngram_drafts import LookupProposer, NgramProposer
-from services.worker.step import Int32Column
+from shared.step.columns import Int32Column
 from tests.support.models.drafting import CYCLE, REQUESTS
 from tests.support.models.tiny_llama import write_tiny_llama
 from tests.support.worker.graphs import CountingCapture
-from tests.support.worker.worker_driver import Answer, WorkerDriver
-from tests.support.worker.worker_runner import WrappedModel, load_exact, make_runner
+from tests.support.worker.worker_driver import Answer, Request, WorkerDriver
+from tests.support.worker.worker_runner import WrappedModel, generate_alone, load_exact, make_runner
 from tests.support.worker.worker_steps import decode_step, make_enter, prefill_step
+
+PROMPT = [5, 9, 2, 44, 17]
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +40,8 @@ class KnowingProposer(LookupProposer):
         self._share_right = share_right
         self._rng = Random(seed)
 
+    @override
     def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
-        """See `LookupProposer.look_up`."""
         known = token_ids.tolist()
         text = next((text for text in self._texts if text[: len(known)] == known), [])
         right = text[len(known) : len(known) + max_tokens]
@@ -66,6 +69,17 @@ def test_right_and_wrong_drafts_change_no_answer(
     driver = WorkerDriver(runner, seed=num_draft_tokens)
     assert driver.generate(REQUESTS) == undrafted
     assert sum(output.num_draft_tokens for output in driver.outputs) > 30
+
+
+@pytest.mark.parametrize("max_chunk", [1, 2, 7, 100])
+@pytest.mark.parametrize("drafting", [None, Drafting(NgramProposer(), 3)], ids=["plain", "drafts"])
+def test_resumed_sequences_get_the_rest_of_their_completion(
+    loaded: LoadedModel, max_chunk: int, drafting: Drafting | None
+) -> None:
+    completion = generate_alone(loaded, PROMPT, 40)
+    requests = [Request(PROMPT, 40, known=tuple(completion[:count])) for count in (1, 5, 30)]
+    driver = WorkerDriver(make_runner(loaded, num_blocks=200, drafting=drafting), seed=max_chunk, max_chunk=max_chunk)
+    assert [answer.tokens for answer in driver.generate(requests)] == [completion] * 3
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 4, 16), (16,)])
@@ -124,8 +138,8 @@ class NotFiniteRow(WrappedModel):
 
     is_broken = False
 
+    @override
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """See `CausalLM.compute_logits`."""
         logits = super().compute_logits(hidden).clone()
         if self.is_broken:
             logits[-1] = torch.nan

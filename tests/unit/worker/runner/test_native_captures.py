@@ -16,8 +16,8 @@ from services.worker.ops import load_ops
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.graphs.graph_runner import GraphSettings
 from services.worker.runner.model_runner import Execution, ModelRunner, build_model_runner
-from services.worker.step import Step
-from shared.limits import SamplingOptions
+from shared.sampling_params import SamplingOptions
+from shared.step.step import Step
 from tests.support.models.parity import make_prompts
 from tests.support.models.small_models import build_small_model, write_small_model
 from tests.support.worker.worker_steps import decode_step, make_enter, mixed_step, prefill_step
@@ -75,6 +75,7 @@ def write_model(tmp_path: Path, architecture: str, variant: str) -> Path:
         ("MistralForCausalLM", "window-across-blocks"),
         ("Qwen2ForCausalLM", "layer-types"),
         ("Qwen3ForCausalLM", "windows-in-later-layers"),
+        ("Gemma3ForCausalLM", "published-pattern"),
     ],
 )
 @pytest.mark.parametrize(

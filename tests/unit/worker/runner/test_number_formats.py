@@ -16,6 +16,7 @@ from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadOptions, load_model
 from services.worker.ops import load_ops
 from services.worker.ops.matrix_rows import MatrixFormat
+from services.worker.ops.native import backend as native
 from services.worker.ops.native.isa import Isa, available_isas
 from services.worker.parallel.communicator import Parallel
 from services.worker.runner.model_runner import build_model_runner, numerics_fingerprint
@@ -31,6 +32,12 @@ from tests.support.models.packing_ops import PackingOps
 from tests.support.models.quantized_checkpoints import SCHEMES, write_quantized
 from tests.support.models.tiny_llama import write_tiny_llama
 from tests.support.ranks.thread_ranks import run_ranks
+
+
+@pytest.fixture
+def no_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor for which `native` has none."""
+    monkeypatch.setattr(native, "available_isas", list)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -99,19 +106,27 @@ def test_what_is_set_is_not_chosen() -> None:
     ]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.usefixtures("no_native_kernels")
+@pytest.mark.parametrize(("asked", "used"), [("native", "cpu"), ("reference", "reference")])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_a_format_without_kernels_is_refused(tmp_path: Path, backend: str, quantization: str) -> None:
-    values = {"model_dir": tmp_path, "ops_backend": backend, "quantization": quantization}
-    with pytest.raises(DeviceError, match=f"--quantization {quantization}: the backend {backend} has no kernels"):
+def test_a_format_without_kernels_is_refused(tmp_path: Path, asked: str, used: str, quantization: str) -> None:
+    values = {"model_dir": tmp_path, "ops_backend": asked, "quantization": quantization}
+    with pytest.raises(DeviceError, match=f"--quantization {quantization}: the backend {used} has no kernels"):
         build_model_runner(WorkerSettings.model_validate(values), lambda _: None)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "native", "reference"])
+@pytest.mark.parametrize("backend", ["native", "reference"])
 def test_activations_are_not_quantised_without_kernels(tmp_path: Path, backend: str) -> None:
     values = {"model_dir": tmp_path, "ops_backend": backend, "activation_quantization": "fp8"}
     with pytest.raises(DeviceError, match=r"--activation-quantization fp8: the backend \w+ has no kernels for it"):
         build_model_runner(WorkerSettings.model_validate(values), lambda _: None)
+
+
+@pytest.mark.usefixtures("no_native_kernels")
+def test_activations_are_not_quantised_by_the_kernels_that_take_over(tmp_path: Path) -> None:
+    settings = WorkerSettings(model_dir=tmp_path, ops_backend="native", activation_quantization="fp8")
+    with pytest.raises(DeviceError, match="--activation-quantization fp8: the backend cpu has no kernels for it"):
+        build_model_runner(settings, lambda _: None)
 
 
 def test_activations_are_not_quantised_for_a_model_without_fp8(tmp_path: Path) -> None:
@@ -153,7 +168,7 @@ def test_one_line_says_what_the_model_computes_in(
     ops, options = PackingOps(), LoadOptions(quantization=quantization)
     loaded = load_model(write_tiny_llama(tmp_path), ops, torch.float32, lambda _: None, options=options)
     with caplog.at_level(logging.INFO, "services.worker"):
-        log_loaded(loaded, ops, duration_s=1.26)
+        log_loaded(loaded, ops, duration_s=1.26, faster="native: --ops-backend is reference")
     (record,) = caplog.records
     assert record.message == "the model is loaded"
     assert (
@@ -163,8 +178,10 @@ def test_one_line_says_what_the_model_computes_in(
             "dtype": "float32",
             "backend": "reference",
             "instructions": torch.backends.cpu.get_cpu_capability().lower(),
+            "libraries": f"torch-{torch.__version__}",
             "threads": torch.get_num_threads(),
             "seconds": 1.3,
+            "faster": "native: --ops-backend is reference",
         }.items()
     )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from services.worker.ops import load_ops
 from services.worker.sampling.logprobs import join_logprobs, token_logprobs
-from services.worker.step import Logprobs
+from shared.step.logprobs import Logprobs
 from tests.support.worker.worker_steps import column
 
 OPS = load_ops("cpu")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from services.worker.drawing.noise import gumbel, noise_words
 from services.worker.ops import load_ops
-from services.worker.sampling.sampler import SampledTokens, Sampler
+from services.worker.sampling.sampler import SAMPLING_VERSION, SampledTokens, Sampler
 from services.worker.sampling.sampling_rows import SamplingRows
 
 VOCABULARY = 40
@@ -67,6 +67,27 @@ def test_a_draw_is_the_largest_of_scaled_logit_plus_noise() -> None:
     noise = [gumbel(noise_words(77, 10 + row, VOCABULARY, choice=row // 3)) for row in range(20)]
     scores = logits.double().numpy() / np.float32(0.7) + np.stack(noise)
     assert sample(logits, rows).token_ids.tolist() == scores.argmax(-1).tolist()
+
+
+def test_a_sampling_version_draws_these_tokens() -> None:
+    """When it fails, raise `SAMPLING_VERSION`: exact answers must not go on where other tokens are drawn."""
+    logits = torch.arange(8 * VOCABULARY).reshape(8, VOCABULARY) * 7919 % 1009 / 200
+    rows = [
+        make_rows(8),
+        make_rows(8, temperature=0.5),
+        make_rows(8, top_k=5),
+        make_rows(8, top_p=0.5),
+        make_rows(8, top_k=9, top_p=0.7),
+    ]
+    drawn = [sample(logits, each).token_ids.tolist() for each in rows]
+    assert SAMPLING_VERSION == 1
+    assert drawn == [
+        [7, 21, 3, 7, 39, 5, 37, 14],
+        [7, 27, 6, 6, 5, 5, 37, 30],
+        [7, 20, 6, 6, 5, 5, 37, 30],
+        [7, 7, 6, 6, 5, 5, 37, 11],
+        [7, 7, 6, 6, 5, 5, 37, 11],
+    ]
 
 
 def test_draws_at_successive_positions_have_the_softmax_distribution() -> None:

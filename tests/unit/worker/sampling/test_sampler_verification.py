@@ -13,13 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from typing_extensions import override
 
 from services.worker.drawing.token_draw import TokenDraw
 from services.worker.ops import DrawRows, load_ops
 from services.worker.ops.reference.backend import ReferenceOps
 from services.worker.sampling.sampler import Sampler
 from services.worker.sampling.sampling_state import SamplingState
-from shared.limits import SamplingOptions
+from shared.sampling_params import SamplingOptions
 from tests.support.kernels.meta_device import META, AnsweredReads, skip_kernels
 from tests.support.kernels.sampling import AlternatingMatcher, Recipe, make_rows, make_state, tokens_of_rows
 
@@ -134,8 +135,8 @@ class CountingOps(ReferenceOps):
 
     num_drawn = 0
 
+    @override
     def draw(self, logits: Tensor, rows: DrawRows, drawn: Tensor, token_ids: Tensor) -> None:
-        """See `ComposedOps.draw`."""
         self.num_drawn += len(drawn)
         super().draw(logits, rows, drawn, token_ids)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -21,7 +20,7 @@ from transformers import (
 )
 
 from services.worker.sampling.sampling_state import SamplingState
-from shared.limits import SamplingOptions
+from shared.sampling_params import SamplingOptions
 from tests.support.kernels.sampling import AlternatingMatcher, make_state
 from tests.support.worker.worker_steps import column
 
@@ -267,29 +266,3 @@ def test_a_penalty_keeps_finite_logits_finite(penalty: float) -> None:
 def test_a_state_knows_whether_it_changes_logits(options: SamplingOptions, changes: bool) -> None:
     assert make_state(options).changes_logits is changes
     assert make_state(options, matcher=AlternatingMatcher(WIDTH)).changes_logits
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        SamplingOptions(min_p=math.nan),
-        SamplingOptions(min_p=1.1),
-        SamplingOptions(repetition_penalty=0.0),
-        SamplingOptions(repetition_penalty=math.inf),
-        SamplingOptions(presence_penalty=math.nan),
-        SamplingOptions(frequency_penalty=-2.5),
-        SamplingOptions(logit_bias=((1, 101.0),)),
-        SamplingOptions(logit_bias=((WIDTH, 1.0),)),
-        SamplingOptions(logit_bias=((-1, 1.0),)),
-        SamplingOptions(bad_words=((1, WIDTH),)),
-    ],
-)
-def test_options_out_of_range_are_refused(options: SamplingOptions) -> None:
-    with pytest.raises(ValueError, match="out of range"):
-        make_state(options, logits_width=WIDTH)
-
-
-def test_stop_tokens_outside_the_model_are_ignored() -> None:
-    logits = random_logits(13)
-    state = make_state(SamplingOptions(min_tokens=1), stop_token_ids=[WIDTH, 4, -1], logits_width=WIDTH)
-    assert np.flatnonzero(processed(state, logits, 1) == -np.inf).tolist() == [4]

@@ -28,9 +28,9 @@ def refusal(call: Callable[[], None]) -> tuple[type[ServiceError], dict[str, str
 def test_everything_is_refused_before_the_first_offer() -> None:
     ledger = ClaimLedger()
     assert refusal(lambda: ledger.on_heartbeat(1, 0, "", 0.0)) == (StaleEpochError, {"epoch": "0", "holder": ""})
-    assert refusal(lambda: ledger.launch(1, 1, 1, 0.0))[0] is StaleEpochError
+    assert refusal(lambda: ledger.admit(1, 1, 1, 0.0))[0] is StaleEpochError
     assert refusal(lambda: ledger.check_restart(0, ""))[0] is StaleEpochError
-    assert ledger.last_launched == (0, 0)
+    assert ledger.last_admitted == (0, 0)
 
 
 @pytest.mark.parametrize("scheduler", ["one", "two"])
@@ -46,7 +46,7 @@ def test_a_new_claimant_is_refused_until_the_holder_has_been_silent_for_the_leas
     ledger.on_heartbeat(1, 1, "one", 5.0)
     held = (GroupHeldError, {"epoch": "1", "holder": "one"})
     assert refusal(lambda: ledger.offer(2, "two", 5.0 + LEASE_S)) == held
-    ledger.launch(1, 1, 1, 9.0)
+    ledger.admit(1, 1, 1, 9.0)
     assert refusal(lambda: ledger.offer(2, "two", 9.0 + LEASE_S)) == held
     ledger.offer(2, "two", 9.1 + LEASE_S)
     assert (ledger.epoch, ledger.holder) == (2, "two")
@@ -72,7 +72,7 @@ def test_a_broken_stream_ends_the_claim_at_once() -> None:
     ledger = claimed(1)
     ledger.end_stream(1)
     assert not ledger.is_open
-    assert refusal(lambda: ledger.launch(2, 1, 1, 0.1))[0] is StaleEpochError
+    assert refusal(lambda: ledger.admit(2, 1, 1, 0.1))[0] is StaleEpochError
     ledger.offer(2, "two", 0.1)
     assert ledger.is_open
 
@@ -91,43 +91,43 @@ def test_the_end_of_another_stream_ends_nothing() -> None:
 
 def test_a_holders_own_higher_epoch_supersedes_its_open_stream() -> None:
     ledger = claimed(1)
-    ledger.launch(1, 1, 1, 0.0)
+    ledger.admit(1, 1, 1, 0.0)
     ledger.offer(2, "one", 0.1)
-    assert refusal(lambda: ledger.launch(1, 1, 2, 0.2)) == (StaleEpochError, {"epoch": "2", "holder": ""})
+    assert refusal(lambda: ledger.admit(1, 1, 2, 0.2)) == (StaleEpochError, {"epoch": "2", "holder": ""})
     ledger.on_heartbeat(2, 2, "one", 0.2)
-    ledger.launch(2, 2, 1, 0.2)
+    ledger.admit(2, 2, 1, 0.2)
 
 
 def test_only_the_first_stream_with_a_heartbeat_of_the_epoch_runs_its_steps() -> None:
     ledger = claimed(1, stream=None)
-    assert refusal(lambda: ledger.launch(4, 1, 1, 0.0))[0] is GroupHeldError
+    assert refusal(lambda: ledger.admit(4, 1, 1, 0.0))[0] is GroupHeldError
     ledger.on_heartbeat(4, 1, "one", 0.0)
-    ledger.launch(4, 1, 1, 0.0)
-    for call in (lambda: ledger.launch(5, 1, 2, 0.1), lambda: ledger.on_heartbeat(5, 1, "one", 0.1)):
+    ledger.admit(4, 1, 1, 0.0)
+    for call in (lambda: ledger.admit(5, 1, 2, 0.1), lambda: ledger.on_heartbeat(5, 1, "one", 0.1)):
         assert refusal(call)[0] is GroupHeldError
-    ledger.launch(4, 1, 2, 0.2)
+    ledger.admit(4, 1, 2, 0.2)
 
 
 @pytest.mark.parametrize("step_id", [0, 1, 3])
 def test_step_ids_count_from_one_without_gaps(step_id: int) -> None:
     ledger = claimed(1)
-    ledger.launch(1, 1, 1, 0.0)
-    assert refusal(lambda: ledger.launch(1, 1, step_id, 0.0)) == (
+    ledger.admit(1, 1, 1, 0.0)
+    assert refusal(lambda: ledger.admit(1, 1, step_id, 0.0)) == (
         StepMismatchError,
         {"step_id": str(step_id), "expected": "2"},
     )
-    ledger.launch(1, 1, 2, 0.0)
+    ledger.admit(1, 1, 2, 0.0)
 
 
-def test_the_last_launched_step_is_remembered_across_epochs() -> None:
+def test_the_last_admitted_step_is_remembered_across_epochs() -> None:
     ledger = claimed(3)
-    ledger.launch(1, 3, 1, 0.0)
-    ledger.launch(1, 3, 2, 0.0)
+    ledger.admit(1, 3, 1, 0.0)
+    ledger.admit(1, 3, 2, 0.0)
     ledger.offer(4, "one", 0.0)
-    assert ledger.last_launched == (3, 2)
+    assert ledger.last_admitted == (3, 2)
     ledger.on_heartbeat(2, 4, "one", 0.0)
-    ledger.launch(2, 4, 1, 0.0)
-    assert ledger.last_launched == (4, 1)
+    ledger.admit(2, 4, 1, 0.0)
+    assert ledger.last_admitted == (4, 1)
 
 
 def test_only_the_holder_of_the_epoch_may_request_a_restart() -> None:
@@ -153,5 +153,5 @@ def test_a_group_that_is_leaving_keeps_its_stream_but_cannot_be_claimed() -> Non
     for epoch in (0, 2):
         with pytest.raises(NotReadyError):
             ledger.offer(epoch, "one", 1.0)
-    ledger.launch(1, 1, 1, 1.0)
+    ledger.admit(1, 1, 1, 1.0)
     assert ledger.live_holder(1.0) == "one"

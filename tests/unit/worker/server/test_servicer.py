@@ -9,17 +9,19 @@ from typing import Any
 import grpc
 import pytest
 from torch import Tensor
+from typing_extensions import override
 
 from lockstep.internal.v1 import worker_pb2
 from lockstep.v1 import common_pb2
+from services.worker.batch.drafts import Drafting
 from services.worker.device import StepProposal, propose_steps
 from services.worker.models.loader import LoadedModel
 from services.worker.runner.graphs.graph_runner import GraphSettings
 from services.worker.runner.model_runner import Execution, ModelRunner
-from services.worker.spec_decode.drafts import Drafting
 from services.worker.spec_decode.ngram_drafts import LookupProposer, NgramProposer
-from services.worker.step import Int32Column
 from services.worker.weights.sampling_defaults import SamplingDefaults
+from shared.step.columns import Int32Column
+from shared.wire import introduce_self, read_introduction
 from tests.support.worker.graphs import CountingCapture
 from tests.support.worker.worker_runner import WrappedModel, generate_alone, make_runner
 from tests.support.worker.worker_service import (
@@ -42,8 +44,8 @@ class RightProposer(LookupProposer):
     def __init__(self, loaded: LoadedModel) -> None:
         self._text = [*PROMPTS[0], *generate_alone(loaded, PROMPTS[0], 20)]
 
+    @override
     def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
-        """See `LookupProposer.look_up`."""
         return column(self._text[len(token_ids) : len(token_ids) + max_tokens])
 
 
@@ -60,6 +62,7 @@ async def test_attach_reports_the_workers_facts(worker: Worker, loaded: LoadedMo
     assert response.layout == worker_pb2.RankLayout(dp_rank=0, dp_size=1, tp_size=1)
     assert (response.is_stuck, response.last_step_epoch) == (False, 0)
     assert response.graph_batch_sizes == []
+    assert read_introduction(response.introduction) == introduce_self()
 
 
 async def test_attach_reports_the_graphs_that_were_captured(loading_worker: Worker, loaded: LoadedModel) -> None:

@@ -47,7 +47,7 @@ async def test_steps_are_launched_while_the_device_computes_nothing(late_worker:
     late.hold()
     for step in (prefill_of(), decode_step(step_id=2), decode_step(step_id=3)):
         await call.write(request(step))
-    await asyncio.to_thread(late.wait_for_launches, 4)
+    await asyncio.to_thread(late.wait_until_enqueued, 4)
     assert late.num_computed == 1
     late.release()
     await call.done_writing()
@@ -61,10 +61,10 @@ async def test_a_claim_waits_for_what_was_launched_under_the_last_one(
     call = await late_worker.execute()
     late.hold()
     await call.write(request(prefill_of()))
-    await asyncio.to_thread(late.wait_for_launches, 2)
+    await asyncio.to_thread(late.wait_until_enqueued, 2)
     claim = asyncio.create_task(late_worker.attach(2))
     # The claim synchronizes with the device.
-    await asyncio.to_thread(late.wait_for_launches, 3)
+    await asyncio.to_thread(late.wait_until_enqueued, 3)
     assert not claim.done()
     late.release()
     response = await claim
@@ -88,7 +88,7 @@ async def test_a_failure_on_the_device_fails_the_step_after_those_before_it(
     late.hold()
     await call.write(request(prefill_of()))
     await call.write(request(decode_step(step_id=2)))
-    await asyncio.to_thread(late.wait_for_launches, 3)
+    await asyncio.to_thread(late.wait_until_enqueued, 3)
     late.release()
     first = await read(call)
     assert (first.step_id, len(unpack(first.token_ids))) == (1, len(PROMPTS))

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from services.worker.batch.drafts import Drafting
 from services.worker.models.loader import LoadedModel, load_model
 from services.worker.models.registry import CausalLM
 from services.worker.ops import load_ops
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.model_runner import ModelRunner
 from services.worker.spec_decode.draft_model import DraftModelProposer
-from services.worker.spec_decode.drafts import Drafting
 from tests.support.models.drafting import REQUESTS, CheckedProposer, FewTokens, drafts_of_model, num_accepted
 from tests.support.models.tiny_llama import write_tiny_llama
 from tests.support.worker.worker_driver import Answer, Request, WorkerDriver
@@ -57,8 +58,8 @@ class CountingModel(WrappedModel):
 
     num_computed = 0
 
+    @override
     def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """See `CausalLM.forward`."""
         self.num_computed += len(token_ids)
         return super().forward(token_ids, positions)
 
@@ -70,8 +71,8 @@ class ShortContext(WrappedModel):
         super().__init__(model)
         self.context_length = 20
 
+    @override
     def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """See `CausalLM.forward`."""
         assert int(positions.max()) < self.context_length
         return super().forward(token_ids, positions)
 
@@ -124,8 +125,8 @@ def test_drafts_stop_at_the_end_of_the_draft_models_context(loaded: LoadedModel)
 class SmallSteps(WrappedModel):
     """Fails when it has to compute more than three tokens at once."""
 
+    @override
     def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """See `CausalLM.forward`."""
         assert len(token_ids) <= 3
         return super().forward(token_ids, positions)
 

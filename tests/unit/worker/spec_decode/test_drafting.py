@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from services.worker.batch.drafts import Drafting
 from services.worker.config import WorkerSettings
 from services.worker.layout import RankLayout
 from services.worker.ops import load_ops
@@ -16,7 +17,6 @@ from services.worker.parallel.communicator import Parallel
 from services.worker.runner.model_runner import build_model_runner
 from services.worker.spec_decode.draft_model import DraftModelProposer
 from services.worker.spec_decode.drafting import make_drafting
-from services.worker.spec_decode.drafts import Drafting
 from services.worker.spec_decode.ngram_drafts import NgramProposer
 from shared.model_dir import TOKENIZER, ModelDirectoryError
 from tests.support.models.tiny_llama import write_tiny_llama

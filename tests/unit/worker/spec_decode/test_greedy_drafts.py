@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from services.worker.batch.drafts import ComputedStep, Drafter, DraftProposer
 from services.worker.batch.enter_checks import BatchLimits
+from services.worker.batch.input_batch import InputBatch
 from services.worker.batch.step_input import StepInput
 from services.worker.forward.kv_cache import KvCache, KvCacheSpec
 from services.worker.models.loader import LoadOptions, load_model
 from services.worker.models.registry import CausalLM
 from services.worker.ops import Ops, load_ops
-from services.worker.runner.input_batch import InputBatch
 from services.worker.spec_decode.draft_model import DraftModelProposer
-from services.worker.spec_decode.drafts import ComputedStep, Drafter, DraftProposer
 from services.worker.spec_decode.greedy_drafts import DraftChain
 from services.worker.spec_decode.mtp_drafts import MtpProposer
 from services.worker.weights.dummy_weights import DummyWeights
@@ -40,6 +40,13 @@ DEEPSEEK = {
     "architectures": ["DeepseekV32ForCausalLM"],
     "index_topk": 4,
     "num_nextn_predict_layers": 2,
+}
+# The drafts share what the first one selected.
+GLM = {
+    **SMALL_CONFIGS["GlmMoeDsaForCausalLM"]["plain"],
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "index_topk": 4,
+    "num_nextn_predict_layers": 1,
 }
 
 
@@ -90,7 +97,7 @@ def load_on_meta(config: dict[str, Any], directory: Path, ops: Ops, *, with_mtp:
     return load_model(directory, ops, torch.bfloat16, lambda _: None, options=options).model
 
 
-@pytest.fixture(params=["draft model", "mtp"])
+@pytest.fixture(params=["draft model", "mtp", "mtp, shared selection"])
 def proposer(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DraftProposer:
     """On a device without values."""
     skip_kernels(monkeypatch)
@@ -101,9 +108,10 @@ def proposer(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
         return made
     # Dummy weights have no such layers otherwise.
     monkeypatch.setattr(DummyWeights, "__contains__", lambda _, name: name.endswith("eh_proj.weight"))
-    model = load_on_meta(DEEPSEEK, tmp_path, ops, with_mtp=True)
+    config = DEEPSEEK if request.param == "mtp" else GLM
+    model = load_on_meta(config, tmp_path, ops, with_mtp=True)
     assert model.mtp is not None
-    assert model.mtp.num_layers == 2
+    assert model.mtp.num_layers == config["num_nextn_predict_layers"]
     made = MtpProposer(model.mtp, ops)
     made.attach(LIMITS, KvCache(model.kv_cache_spec, LIMITS.num_blocks, LIMITS.block_size, META))
     return made

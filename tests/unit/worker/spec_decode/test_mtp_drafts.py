@@ -7,10 +7,10 @@ from random import Random
 import pytest
 import torch
 
+from services.worker.batch.drafts import Drafting
 from services.worker.models.loader import LoadedModel
 from services.worker.ops import load_ops
 from services.worker.runner.model_runner import ModelRunner
-from services.worker.spec_decode.drafts import Drafting
 from services.worker.spec_decode.mtp_drafts import MtpProposer
 from tests.support.models.drafting import REQUESTS, CheckedProposer, drafts_of_mtp, num_accepted, with_mtp
 from tests.support.models.tiny_llama import write_tiny_llama
@@ -87,8 +87,8 @@ def test_a_cached_prefix_keeps_the_layers_kv(loaded: LoadedModel) -> None:
     runner.run_step(prefill_step(make_enter(1, PROMPT, [0, 1, 2], max_num_tokens=11)))
     # A sequence that leaves during its prompt must not leave its hidden state to the next one, which starts there.
     runner.run_step(prefill_step(make_enter(0, [40] * 8, range(20, 30), num_later_tokens=4)))
-    assert runner._kv_cache is not None
-    cached = [tensor[:2] for tensor in runner._kv_cache.layers[-1]]
+    assert runner._epochs.kv_cache is not None
+    cached = [tensor[:2] for tensor in runner._epochs.kv_cache.layers[-1]]
     before = [blocks.clone() for blocks in cached]
     hit = make_enter(0, PROMPT[8:], [0, 1, *range(3, 10)], num_cached_tokens=8, cached_token_ids=PROMPT[:8])
     tokens = runner.run_step(prefill_step(hit, leave=[0])).token_ids.tolist()

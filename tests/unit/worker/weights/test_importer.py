@@ -18,8 +18,9 @@ from tokenizers import Tokenizer
 from services.worker.models.loader import load_model
 from services.worker.ops import load_ops
 from services.worker.weights import importer
-from services.worker.weights.gguf_conversion import shortest_decimal
 from services.worker.weights.importer import ImportFailedError, KnownSource, import_model, is_imported, sha256_of
+from services.worker.weights.publisher_sampling import shortest_decimal
+from services.worker.weights.sampling_defaults import SamplingDefaults
 from tests.support.models.gguf_files import model_tensors, write_gguf
 from tests.support.models.tiny_tokenizer import CHATML, tiny_tokenizer
 
@@ -97,6 +98,27 @@ def test_the_chat_template_is_the_sources(imported: Path) -> None:
 def test_the_result_loads(imported: Path) -> None:
     loaded = load_model(imported, load_ops("cpu"), torch.float32, lambda _: None)
     assert (loaded.facts.logits_width, loaded.facts.eos_token_ids) == (420, (2,))
+
+
+def test_the_help_is_about_files_and_not_about_modules(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        importer.main(["--help"])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert text.startswith("usage: lockstep import [-h] [--dequantize] SOURCE OUT_DIR\n")
+    assert "  lockstep import model.gguf models/mine\n  lockstep serve models/mine\n" in text
+    assert not [name for name in ("services.worker", "gguf_", "manifest.json", "`WeightFiles") if name in text]
+
+
+def test_the_publishers_sampling_is_the_models_default(tmp_path: Path) -> None:
+    more = {"general.sampling.temp": 0.2, "general.sampling.top_k": 20}
+    write_gguf(tmp_path / "tiny.gguf", "llama", pre_tokenizer="smollm", more=more)
+    import_model(tmp_path / "tiny.gguf", tmp_path / "model")
+
+    generation = read(tmp_path / "model", "generation_config.json")
+    assert generation.items() >= {"do_sample": True, "temperature": 0.2, "top_k": 20, "eos_token_id": 2}.items()
+    loaded = load_model(tmp_path / "model", load_ops("cpu"), torch.float32, lambda _: None)
+    assert loaded.facts.sampling_defaults == SamplingDefaults(temperature=0.2, top_k=20)
 
 
 def test_the_manifest_names_every_file_and_the_source(imported: Path, source: Path) -> None:

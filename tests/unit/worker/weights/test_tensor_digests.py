@@ -17,8 +17,8 @@ from services.worker.layout import RankLayout
 from services.worker.parallel.communicator import Parallel
 from services.worker.weights import tensor_digests
 from services.worker.weights.tensor_digests import Hashing, TensorDigests
-from services.worker.weights.weight_files import SINGLE_FILE, WeightFiles
-from shared.model_dir import ModelDirectoryError
+from services.worker.weights.weight_files import WeightFiles
+from shared.model_dir import WEIGHTS, ModelDirectoryError
 from tests.support.ranks.thread_ranks import run_ranks
 
 TENSORS = {
@@ -44,7 +44,7 @@ def layouts(size: int) -> list[RankLayout]:
 
 def write(directory: Path, tensors: dict[str, Tensor] = TENSORS) -> Path:
     directory.mkdir()
-    save_file(tensors, directory / SINGLE_FILE)
+    save_file(tensors, directory / WEIGHTS)
     return directory
 
 
@@ -65,7 +65,7 @@ def digests_of(directories: Sequence[Path]) -> list[str]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_every_rank_gets_all_digests_and_hashes_only_its_share(tmp_path: Path, size: int) -> None:
-    files = [write(tmp_path / "model") / SINGLE_FILE]
+    files = [write(tmp_path / "model") / WEIGHTS]
 
     def hash_share(rank: Parallel) -> tuple[frozenset[str], dict[str, bytes]]:
         digests = TensorDigests(files, SIZES, "same", Hashing(rank.tp))
@@ -144,7 +144,7 @@ def test_a_tensor_that_the_rank_which_hashes_it_has_not_read_is_an_error(tmp_pat
 
 def shares_of(directories: Sequence[Path]) -> list[frozenset[str]]:
     def share_of(rank: Parallel) -> frozenset[str]:
-        digests = TensorDigests([directories[rank.tp.rank] / SINGLE_FILE], SIZES, "", Hashing(rank.tp))
+        digests = TensorDigests([directories[rank.tp.rank] / WEIGHTS], SIZES, "", Hashing(rank.tp))
         digests.close()
         return digests.share
 
@@ -186,7 +186,7 @@ def test_a_lost_partner_ends_the_exchange(tmp_path: Path) -> None:
 def test_reading_is_at_most_one_tensor_ahead_of_each_thread(
     tmp_path: Path, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = [write(tmp_path / "model") / SINGLE_FILE]
+    files = [write(tmp_path / "model") / WEIGHTS]
     hash_tensor, num_hashed, lock = tensor_digests._hash, 0, threading.Lock()
 
     def count(tensor: Tensor) -> bytes:

@@ -1,4 +1,4 @@
-// Norms, the activation and the choice of the largest logit: row by row, in float32.
+// Norms, activations, a factor and the choice of the largest logit: row by row, in float32.
 #include <cmath>
 
 #include "pool.h"
@@ -18,7 +18,7 @@ struct RmsNormArgs {
     int64_t num_tokens, num_heads, dim;
     int64_t token_stride, head_stride;
     double eps;
-    int64_t format;
+    int64_t format, weight_format;
 };
 
 struct AddRmsNormArgs {
@@ -27,7 +27,7 @@ struct AddRmsNormArgs {
     const void* weight;
     int64_t num_tokens, dim;
     double eps;
-    int64_t format;
+    int64_t format, weight_format;
 };
 
 struct LayerNormArgs {
@@ -40,10 +40,20 @@ struct LayerNormArgs {
     int64_t format;
 };
 
-struct SiluAndMulArgs {
+enum Activation : int64_t { kSilu = 0, kGeluTanh = 1 };
+
+struct ActAndMulArgs {
     const void* x;
     void* output;
     int64_t num_tokens, dim;
+    int64_t activation;
+    int64_t format;
+};
+
+struct ScaleArgs {
+    void* x;
+    int64_t num_tokens, dim;
+    double factor;
     int64_t format;
 };
 
@@ -58,8 +68,8 @@ float inverse_root(float sum_of_squares, int64_t dim, double eps) {
     return 1.0f / std::sqrt(sum_of_squares / static_cast<float>(dim) + static_cast<float>(eps));
 }
 
-template <typename T>
-void scale_row(const T* x, const T* weight, T* output, int64_t dim, float factor) {
+template <typename T, typename Weight>
+void scale_row(const T* x, const Weight* weight, T* output, int64_t dim, float factor) {
     const Vec factors = broadcast(factor);
     for_vectors(dim, [&](int64_t i, int64_t count) {
         const Vec scaled = mul(load_up_to(x + i, count), factors);
@@ -67,7 +77,7 @@ void scale_row(const T* x, const T* weight, T* output, int64_t dim, float factor
     });
 }
 
-template <typename T>
+template <typename T, typename Weight>
 void rms_norm(const RmsNormArgs& args) {
     for_rows(args.num_tokens * args.num_heads, args.dim, kWorthThreads, [&](int64_t row) {
         const int64_t token = row / args.num_heads, head = row % args.num_heads;
@@ -78,12 +88,12 @@ void rms_norm(const RmsNormArgs& args) {
             squares = fma(values, values, squares);
         });
         T* output = static_cast<T*>(args.output) + row * args.dim;
-        scale_row(x, static_cast<const T*>(args.weight), output, args.dim,
+        scale_row(x, static_cast<const Weight*>(args.weight), output, args.dim,
                   inverse_root(sum(squares), args.dim, args.eps));
     });
 }
 
-template <typename T>
+template <typename T, typename Weight>
 void add_rms_norm(const AddRmsNormArgs& args) {
     for_rows(args.num_tokens, args.dim, kWorthThreads, [&](int64_t row) {
         T* x = static_cast<T*>(args.x) + row * args.dim;
@@ -95,7 +105,7 @@ void add_rms_norm(const AddRmsNormArgs& args) {
             const Vec values = load_up_to(residual + i, count);
             squares = fma(values, values, squares);
         });
-        scale_row(residual, static_cast<const T*>(args.weight), x, args.dim,
+        scale_row(residual, static_cast<const Weight*>(args.weight), x, args.dim,
                   inverse_root(sum(squares), args.dim, args.eps));
     });
 }
@@ -122,18 +132,42 @@ void layer_norm(const LayerNormArgs& args) {
     });
 }
 
-template <typename T>
-void silu_and_mul(const SiluAndMulArgs& args) {
+// x * sigmoid(x)
+inline Vec silu(Vec x) { return div(x, add(broadcast(1.0f), exp(sub(zeros(), x)))); }
+
+// x * sigmoid(2 u) with u = sqrt(2 / pi) * (x + 0.044715 x^3), which is x / 2 * (1 + tanh(u)).
+inline Vec gelu_tanh(Vec x) {
+    const Vec cubic = fma(mul(x, x), broadcast(0.044715f), broadcast(1.0f));
+    const Vec minus_2u = mul(mul(x, broadcast(-1.5957691216057308f)), cubic);
+    return div(x, add(broadcast(1.0f), exp(minus_2u)));
+}
+
+template <typename T, Vec (*kActivate)(Vec)>
+void act_and_mul(const ActAndMulArgs& args) {
     // Exponentials make an element as dear as several of a norm.
     for_rows(args.num_tokens, 4 * args.dim, kWorthThreads, [&](int64_t row) {
         const T* gate = static_cast<const T*>(args.x) + row * 2 * args.dim;
         const T* up = gate + args.dim;
         T* output = static_cast<T*>(args.output) + row * args.dim;
-        const Vec one = broadcast(1.0f);
         for_vectors(args.dim, [&](int64_t i, int64_t count) {
-            const Vec x = load_up_to(gate + i, count);
-            const Vec silu = div(x, add(one, exp(sub(zeros(), x))));
-            store_up_to(output + i, mul(silu, load_up_to(up + i, count)), count);
+            const Vec activated = kActivate(load_up_to(gate + i, count));
+            store_up_to(output + i, mul(activated, load_up_to(up + i, count)), count);
+        });
+    });
+}
+
+template <typename T>
+void by_activation(const ActAndMulArgs& args) {
+    args.activation == kSilu ? act_and_mul<T, silu>(args) : act_and_mul<T, gelu_tanh>(args);
+}
+
+template <typename T>
+void scale(const ScaleArgs& args) {
+    const Vec factor = broadcast(static_cast<float>(args.factor));
+    for_rows(args.num_tokens, args.dim, kWorthThreads, [&](int64_t row) {
+        T* x = static_cast<T*>(args.x) + row * args.dim;
+        for_vectors(args.dim, [&](int64_t i, int64_t count) {
+            store_up_to(x + i, mul(load_up_to(x + i, count), factor), count);
         });
     });
 }
@@ -185,26 +219,40 @@ void by_format(const Args& args) {
     args.format == kBfloat16 ? kBfloat16Kernel(args) : kFloat32Kernel(args);
 }
 
+// Rows in bfloat16 may have weights in float32.
+template <auto kBfloat16Kernel, auto kMixedKernel, auto kFloat32Kernel, class Args>
+void by_formats(const Args& args) {
+    if (args.format == kBfloat16 && args.weight_format != kBfloat16) {
+        return kMixedKernel(args);
+    }
+    by_format<kBfloat16Kernel, kFloat32Kernel, Args>(args);
+}
+
 }  // namespace
 }  // namespace lockstep
 
 using namespace lockstep;
 
 LS_EXPORT void ls_rms_norm(const RmsNormArgs* args) {
-    run_kernel<by_format<rms_norm<bf16>, rms_norm<float>, RmsNormArgs>>(args);
+    run_kernel<by_formats<rms_norm<bf16, bf16>, rms_norm<bf16, float>, rms_norm<float, float>, RmsNormArgs>>(args);
 }
 
 // Writes the sum into `residual` and its norm into `x`.
 LS_EXPORT void ls_add_rms_norm(const AddRmsNormArgs* args) {
-    run_kernel<by_format<add_rms_norm<bf16>, add_rms_norm<float>, AddRmsNormArgs>>(args);
+    run_kernel<by_formats<add_rms_norm<bf16, bf16>, add_rms_norm<bf16, float>, add_rms_norm<float, float>,
+                          AddRmsNormArgs>>(args);
 }
 
 LS_EXPORT void ls_layer_norm(const LayerNormArgs* args) {
     run_kernel<by_format<layer_norm<bf16>, layer_norm<float>, LayerNormArgs>>(args);
 }
 
-LS_EXPORT void ls_silu_and_mul(const SiluAndMulArgs* args) {
-    run_kernel<by_format<silu_and_mul<bf16>, silu_and_mul<float>, SiluAndMulArgs>>(args);
+LS_EXPORT void ls_act_and_mul(const ActAndMulArgs* args) {
+    run_kernel<by_format<by_activation<bf16>, by_activation<float>, ActAndMulArgs>>(args);
+}
+
+LS_EXPORT void ls_scale(const ScaleArgs* args) {
+    run_kernel<by_format<scale<bf16>, scale<float>, ScaleArgs>>(args);
 }
 
 LS_EXPORT void ls_greedy_sample(const GreedySampleArgs* args) { run_kernel<greedy_sample>(args); }

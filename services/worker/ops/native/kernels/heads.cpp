@@ -25,10 +25,11 @@ struct HeadsArgs {
     int64_t value_stride, num_kv_heads;
     int64_t num_tokens, head_dim, value_dim;
     int64_t format;
-    // [head_dim] each; null: not normalised.
+    // [head_dim] each, in `format` or float32; null: not normalised.
     const void* query_norm;
     const void* key_norm;
     double eps;
+    int64_t norm_format;
     // [positions, num_pairs]; null: not rotated.
     const float* cosines;
     const float* sines;
@@ -101,7 +102,8 @@ struct Head {
 template <typename T>
 void turn(const HeadsArgs& args, int64_t token, const void* norm, Head& head) {
     if (norm != nullptr) {
-        head.normalise(static_cast<const T*>(norm), args.eps);
+        args.norm_format == args.format ? head.normalise(static_cast<const T*>(norm), args.eps)
+                                        : head.normalise(static_cast<const float*>(norm), args.eps);
     }
     if (args.cosines != nullptr) {
         const int64_t place = args.positions[token] * args.num_pairs;

@@ -92,7 +92,7 @@ def sum_experts(outputs: Tensor, expert_ids: Tensor, expert_weights: Tensor, num
 
 
 def combine_experts(outputs: Tensor, tokens: Tensor, weights: Tensor, *, num_tokens: int) -> Tensor:
-    """See `Ops.combine_experts`."""
+    """Add up each token's outputs of experts, by their weights, in one kernel."""
     width = outputs.shape[1]
     output = torch.empty((num_tokens, width), dtype=outputs.dtype, device=outputs.device)
     if not output.numel():

@@ -41,7 +41,7 @@ def _per_head_kernel(x, weight, output, num_rows, num_outputs, num_inputs, row_s
 
 
 class ExactPerHeadLinear:
-    """See `PerHeadKernel`."""
+    """A product with one matrix for each head, in tiles of one size."""
 
     def __init__(self, weight: Tensor) -> None:
         """Copy `weight` [H, out_features, in_features] unless it is contiguous."""

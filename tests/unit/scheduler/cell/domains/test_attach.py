@@ -32,6 +32,7 @@ from services.scheduler.cell.events import DomainAttached, DomainLost, Exit
 from services.scheduler.core.policy import CellTopology
 from shared.ids import DpRank
 from shared.network.heartbeat import LEASE_S
+from shared.wire import introduce_self
 from tests.support.scheduler.engine_driver import worker_facts
 
 COUPLED = CellTopology(2, is_coupled=True)
@@ -267,6 +268,7 @@ def test_a_group_with_the_wrong_layout_is_not_used(place: GroupPlace) -> None:
         {"num_draft_tokens": 1},
         {"proposed_prompt_tokens": 512},
         {"proposes_mixed_steps": True},
+        {"introduction": replace(introduce_self(), release="0.0.1")},
     ],
 )
 def test_groups_that_differ_in_what_they_must_share_are_not_used(change: dict[str, Any]) -> None:

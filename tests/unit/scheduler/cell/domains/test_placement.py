@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.scheduler.core.policy import CellTopology, SchedulerPolicy
-from shared.limits import SamplingOptions
+from shared.sampling_params import SamplingOptions
 from tests.support.scheduler.engine_driver import EngineDriver
 
 LONG = [(11 + 13 * index) % 1000 for index in range(320)]

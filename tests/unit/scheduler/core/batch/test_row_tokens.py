@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.scheduler.core.batch.logprobs import Logprobs
 from services.scheduler.core.batch.row_tokens import RowTokens
 from services.scheduler.core.batch.sequence import Sequence
-from services.scheduler.core.batch.slot_table import IntColumn, SlotTable
+from services.scheduler.core.batch.slot_table import SlotTable
 from shared.ids import RequestHandle, Slot
-from shared.limits import TOKEN_DTYPE, SamplingParams
+from shared.limits import TOKEN_DTYPE
+from shared.sampling_params import SamplingParams
+from shared.step.columns import Int32Column
+from shared.step.logprobs import Logprobs
 
 
 def column(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -55,7 +57,7 @@ def test_omitted_rows_take_their_tokens_and_log_probabilities_with_them() -> Non
 
 
 @pytest.mark.parametrize("counts", [None, column(1, 1, 1)])
-def test_a_row_can_drop_its_last_token(counts: IntColumn | None) -> None:
+def test_a_row_can_drop_its_last_token(counts: Int32Column | None) -> None:
     plain = RowTokens(np.array([3, 1, 2]), column(7, 8, 9), counts, logprobs_of([7, 8, 9]))
     left = plain.without_last(column(0, 2))
     assert left.counts is not None

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.core.batch.cached_prefix import BlockIds
+from services.scheduler.core.cache.cached_prefix import BlockIds
 from services.scheduler.core.cache.free_blocks import FreeBlocks
 
 

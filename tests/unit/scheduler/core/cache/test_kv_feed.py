@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.scheduler.core.batch.cached_prefix import BlockIds
 from services.scheduler.core.cache.block_hashes import hash_blocks, hash_salt
+from services.scheduler.core.cache.cached_prefix import BlockIds
 from services.scheduler.core.cache.kv_changes import KvChanges
 from services.scheduler.core.cache.kv_feed import MAX_BLOCKS, KvFeed
 from services.scheduler.core.cache.prefix_cache import PrefixCache

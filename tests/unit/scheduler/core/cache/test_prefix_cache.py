@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.scheduler.core.batch.cached_prefix import BlockIds, CachedPrefix, PrefixCursor
+from services.scheduler.core.cache.cached_prefix import BlockIds, CachedPrefix, PrefixCursor
 from services.scheduler.core.cache.prefix_cache import PrefixCache
 from tests.support.scheduler.engine_driver import token_bytes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,10 +53,12 @@ def test_yarns_temperature_is_part_of_the_softmax_scale() -> None:
     assert read(rope_parameters={**yarn, "mscale_all_dim": 0.7}).scale > 1.2 * read().scale
 
 
-def test_a_token_keeps_its_latent_and_its_index_key() -> None:
+def test_a_token_keeps_its_latent_and_its_index_key_where_there_is_an_indexer() -> None:
     latent = CacheTensor((32,), torch.float32)
-    assert read().layer_cache(torch.float32) == (latent,)
-    assert read(indexer=INDEXER).layer_cache(torch.float32) == (latent, CacheTensor((16,), torch.float32))
+    assert read().layer_cache(0, torch.float32) == (latent,)
+    shared = read(indexer=replace(INDEXER, shared_layers=frozenset({1})))
+    assert shared.layer_cache(0, torch.float32) == (latent, CacheTensor((16,), torch.float32))
+    assert shared.layer_cache(1, torch.float32) == (latent,)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_stand_ins_take_what_the_kernels_take(wheel: Sources) -> None:
             assert [each.split(":")[0] for each in split_arguments(line)] == expected, node.name
             assert [each.arg for each in node.args.args] == [each.name for each in wheel.kernel_stubs()[node.name]]
             checked += 1
-    assert checked == 11
+    assert checked == 12
 
 
 def split_arguments(line: str) -> list[str]:
@@ -99,21 +99,22 @@ def test_only_the_backend_imports_aiter() -> None:
 
 
 MUTATIONS = {
-    "an argument is missing": ("rmsnorm2d_fwd(rows, weight, eps)", "rmsnorm2d_fwd(rows, weight)"),
+    "an argument is missing": ("elementwise", "rmsnorm2d_fwd(rows, weight, eps)", "rmsnorm2d_fwd(rows, weight)"),
     "an optional argument goes by position": (
+        "elementwise",
         "rmsnorm2d_fwd(rows, weight, eps)",
         "rmsnorm2d_fwd(rows, weight, eps, 0)",
     ),
-    "a layout flag is dropped": ("        reuse_freqs_front_part=True,\n", ""),
-    "a keyword has another name": ("kv_cache_dtype=", "cache_dtype="),
-    "an argument is given twice": ("k_scale=unit_scale, v_scale", "key=unit_scale, v_scale"),
+    "a layout flag is dropped": ("elementwise", "        reuse_freqs_front_part=True,\n", ""),
+    "a keyword has another name": ("attention", "kv_cache_dtype=", "cache_dtype="),
+    "an argument is given twice": ("attention", "k_scale=unit_scale, v_scale", "key=unit_scale, v_scale"),
 }
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_wrong_call_is_found(wheel: Sources, mutation: str) -> None:
-    before, after = MUTATIONS[mutation]
-    source = (BACKEND / "elementwise.py").read_text(encoding="utf-8")
+    module, before, after = MUTATIONS[mutation]
+    source = (BACKEND / f"{module}.py").read_text(encoding="utf-8")
     assert source.count(before) == 1
-    calls = calls_in(source.replace(before, after), "elementwise.py")
+    calls = calls_in(source.replace(before, after), f"{module}.py")
     assert [problem for call in calls for problem in call.problems(wheel.signature(call.function))] != []

@@ -46,6 +46,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "biases", {}),
     "llama, wide heads": ("LlamaForCausalLM", "plain", WIDE),
     "mistral, window": ("MistralForCausalLM", next(iter(SMALL_CONFIGS["MistralForCausalLM"])), {"sliding_window": 17}),
+    "ministral3": ("Ministral3ForCausalLM", "plain", {}),
     "qwen3": ("Qwen3ForCausalLM", "plain", {}),
     "qwen3-moe, fused": ("Qwen3MoeForCausalLM", "plain", FUSED),
     "qwen3-moe": ("Qwen3MoeForCausalLM", "plain", {}),
@@ -55,6 +56,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek-v3.2": ("DeepseekV32ForCausalLM", "plain", {}),
     "gpt-oss": ("GptOssForCausalLM", "plain", {}),
     "glm4-moe": ("Glm4MoeForCausalLM", "plain", {}),
+    "glm4-moe-lite": ("Glm4MoeLiteForCausalLM", "plain", {}),
+    "glm-5": ("GlmMoeDsaForCausalLM", "types", {}),
+    "gemma3": ("Gemma3ForCausalLM", "untied-biases", {}),
 }
 LATENTS: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 2}
 # What the assembly kernels fit.
@@ -62,7 +66,7 @@ ASM_CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama, assembly": ("LlamaForCausalLM", "biases", {"head_dim": 128}),
     "deepseek-v3, assembly": ("DeepseekV3ForCausalLM", "plain", LATENTS),
 }
-DENSE = ("llama, assembly", "llama", "llama, wide heads", "mistral, window", "qwen3")
+DENSE = ("llama, assembly", "llama", "llama, wide heads", "mistral, window", "qwen3", "gemma3")
 # Case, ranks, and whether experts are spread over them. Here is one of each kind of kernel; `make test-slow` has norms
 # of heads, grouped products, sparse attention, latents in assembly, and more that is split over ranks. The rest takes
 # the same calls of AITER as one of these, and is left to `make proofs`.
@@ -77,7 +81,9 @@ FAST = {
     ("gpt-oss", 1, False),
 }
 SLOW = {
+    ("ministral3", 1, False),
     ("qwen3", 1, False),
+    ("gemma3", 1, False),
     ("qwen3-moe", 1, False),
     ("deepseek-v3.2", 1, False),
     ("deepseek-v3, assembly", 1, False),

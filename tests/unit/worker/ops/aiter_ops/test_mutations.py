@@ -29,7 +29,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 LOGIT_TOLERANCE = 0.5
 
 REFUSED = {
-    "slots of int32": ("dense", "elementwise", "cache[1], slot_mapping", "cache[1], slot_mapping.int()", "type Long"),
+    "slots of int32": ("dense", "attention", "cache[1], slot_mapping", "cache[1], slot_mapping.int()", "type Long"),
     "a norm's arguments swapped": (
         "dense",
         "elementwise",
@@ -39,7 +39,7 @@ REFUSED = {
     ),
     "heads packed by eight": (
         "dense",
-        "elementwise",
+        "attention",
         "key, value, cache[0]",
         "key, value, cache[0].unflatten(3, (-1, 8))",
         "not in flash layout",
@@ -74,7 +74,7 @@ REFUSED = {
     ),
 }
 WRONG = {
-    "keys and values swapped": ("dense", "elementwise", "key, value, cache[0]", "value, key, cache[0]"),
+    "keys and values swapped": ("dense", "attention", "key, value, cache[0]", "value, key, cache[0]"),
     "pairs of neighbouring columns": (
         "dense",
         "elementwise",
@@ -91,8 +91,8 @@ WRONG = {
     "gate and up swapped": (
         "dense",
         "elementwise",
-        "aiter_silu_and_mul(output, x)",
-        "aiter_silu_and_mul(output, x.roll(x.shape[1] // 2, dims=1))",
+        "silu_and_mul(output, x)\n    else:",
+        "silu_and_mul(output, x.roll(x.shape[1] // 2, dims=1))\n    else:",
     ),
     "the window is dropped": ("window", "attention", "if params.window is not None:", "if False:"),
     "the window is one token wider": ("window", "attention", "params.window - 1, 0", "params.window, 0"),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from services.worker.forward.capture import NotRepeatableError
 from services.worker.forward.kv_cache import attention_cache
-from services.worker.ops import AttentionParams, HeadNorms
+from services.worker.ops import Activation, AttentionParams, HeadNorms
 from services.worker.ops.native.backend import NativeOps
 from services.worker.ops.native.capture import NativeCapture, ReplayMemory
 from services.worker.ops.native.isa import available_isas
@@ -66,10 +66,14 @@ def norm_of_heads(ops: NativeOps) -> Compute:
 
 
 def activation(ops: NativeOps) -> Compute:
-    return ops.silu_and_mul
+    return lambda x: ops.act_and_mul(x, Activation.SILU)
 
 
-@pytest.mark.parametrize("make", [linear, norms, norm_of_heads, activation])
+def scaled_activation(ops: NativeOps) -> Compute:
+    return lambda x: ops.scale(ops.act_and_mul(x, Activation.GELU_TANH), 0.75)
+
+
+@pytest.mark.parametrize("make", [linear, norms, norm_of_heads, activation, scaled_activation])
 @pytest.mark.parametrize("num_rows", [1, 5, 70])
 def test_a_replay_reads_its_arguments_anew(ops: NativeOps, make: Callable[[NativeOps], Compute], num_rows: int) -> None:
     compute, x = make(ops), random(num_rows, DIM)
@@ -133,9 +137,9 @@ def test_a_replay_attends_to_longer_contexts(ops: NativeOps, num_threads: int, w
 def test_what_torch_computes_is_refused_and_calls_are_recorded_no_longer(ops: NativeOps) -> None:
     capture, x = make_capture(ops), random(2, DIM)
     with pytest.raises(NotRepeatableError, match=r"torch computes aten\.mul"):
-        capture(lambda: ops.silu_and_mul(x) * 2)
-    other = capture(lambda: ops.silu_and_mul(x))
-    expected = ops.silu_and_mul(x)
+        capture(lambda: ops.act_and_mul(x, Activation.SILU) * 2)
+    other = capture(lambda: ops.act_and_mul(x, Activation.SILU))
+    expected = ops.act_and_mul(x, Activation.SILU)
     x.zero_()
     assert expected.any()
     assert not other().any()

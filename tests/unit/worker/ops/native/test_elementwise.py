@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.worker.ops import load_ops
+from services.worker.ops import Activation, load_ops
 from services.worker.ops.native.backend import NativeOps
 from tests.support.kernels.attention_batches import random
 
@@ -73,18 +73,44 @@ def test_layer_norm_is_the_references(
     assert_close(ops.layer_norm(x, weight, bias, 1e-5), expected)
 
 
+@sizes
+def test_norms_multiply_by_a_weight_in_float32_before_they_round(
+    ops: NativeOps, num_threads: int, shape: tuple[int, int]
+) -> None:
+    x, residual = (random(*shape, seed=seed).bfloat16() for seed in (0, 1))
+    # No number of bfloat16 is near: a rounded weight would change half of the results.
+    weight = random(shape[1], seed=2).bfloat16().float() + 1 + 2**-9
+    assert_close(ops.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x.float(), weight, 1e-5))
+    total = residual + x
+    expected = REFERENCE.rms_norm(total.float(), weight, 1e-5)
+    assert_close(ops.add_rms_norm(x.clone(), residual, weight, 1e-5), expected)
+    assert torch.equal(residual, total)
+
+
 @both_types
 @sizes
-def test_silu_and_mul_is_the_references(
-    ops: NativeOps, num_threads: int, dtype: torch.dtype, shape: tuple[int, int]
+@pytest.mark.parametrize("activation", Activation)
+def test_act_and_mul_is_the_references(
+    ops: NativeOps, num_threads: int, dtype: torch.dtype, shape: tuple[int, int], activation: Activation
 ) -> None:
     x = random(shape[0], 2 * shape[1]).to(dtype) * 8
-    assert_close(ops.silu_and_mul(x.clone()), REFERENCE.silu_and_mul(x.float()))
+    assert_close(ops.act_and_mul(x.clone(), activation), REFERENCE.act_and_mul(x.float(), activation))
 
 
-def test_silu_of_extremes_is_finite_where_the_product_is(ops: NativeOps) -> None:
+@both_types
+@sizes
+def test_scale_is_the_references(ops: NativeOps, num_threads: int, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x = random(*shape).to(dtype)
+    expected = REFERENCE.scale(x.clone(), 33.75)
+    scaled = ops.scale(x, 33.75)
+    assert torch.equal(scaled, expected)
+    assert scaled.data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("activation", Activation)
+def test_activations_of_extremes_are_finite_where_the_product_is(ops: NativeOps, activation: Activation) -> None:
     gate = torch.tensor([[-1e4, -100.0, -0.0, 100.0, 1e30, math.nan]])
-    output = ops.silu_and_mul(torch.cat((gate, torch.ones_like(gate)), dim=1))
+    output = ops.act_and_mul(torch.cat((gate, torch.ones_like(gate)), dim=1), activation)
     torch.testing.assert_close(output, torch.tensor([[0.0, 0.0, 0.0, 100.0, 1e30, math.nan]]), equal_nan=True)
 
 

@@ -54,13 +54,14 @@ def test_rope_is_the_references_and_leaves_other_columns(
     assert_close(fused, expected)
 
 
-@every_pair(dtype=TYPES, is_interleaved=BOTH, dims=DIMS, has_norms=BOTH)
+@every_pair(dtype=TYPES, is_interleaved=BOTH, dims=DIMS, norms=("none", "of the heads' type", "float32"))
 def test_norm_rope_write_is_the_references(
-    ops: NativeOps, dtype: torch.dtype, is_interleaved: bool, dims: tuple[int, int], has_norms: bool
+    ops: NativeOps, dtype: torch.dtype, is_interleaved: bool, dims: tuple[int, int], norms: str
 ) -> None:
     head_dim, rotary_dim = dims
+    has_norms, norm_dtype = norms != "none", torch.float32 if norms == "float32" else dtype
     qkv = random(BATCH.num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, head_dim).to(dtype)
-    query_norm, key_norm = (random(head_dim, seed=seed).to(dtype) for seed in (1, 2))
+    query_norm, key_norm = (random(head_dim, seed=seed).to(norm_dtype) for seed in (1, 2))
     metadata = BATCH.metadata()
     metadata.slot_mapping[7] = -1
 

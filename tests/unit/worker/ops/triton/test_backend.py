@@ -14,16 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from services.worker.config import WorkerSettings
 from services.worker.models.loader import LoadOptions, load_model
-from services.worker.ops import AttentionParams, load_ops
+from services.worker.ops import load_ops
 from services.worker.ops.matrix_rows import MatrixFormat
-from services.worker.ops.triton.backend import TritonOps, TritonPlan
+from services.worker.ops.triton.backend import TritonOps
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.model_runner import ModelRunner, build_model_runner
 from services.worker.sampling.sampler import Sampler
-from services.worker.step import Step
-from shared.limits import SamplingOptions
-from tests.support.kernels.attention_batches import Batch, random
-from tests.support.kernels.paged_attention import PagedStep
+from shared.sampling_params import SamplingOptions
+from shared.step.step import Step
+from tests.support.kernels.attention_batches import random
 from tests.support.kernels.sampling import AlternatingMatcher, Recipe, make_rows
 from tests.support.models.paged_model import PagedModel
 from tests.support.models.quantized_checkpoints import SCHEMES, write_quantized
@@ -35,6 +34,7 @@ QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_key_
 QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], **SMALL_CONFIGS["Qwen3MoeForCausalLM"]["plain"]}
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], **SMALL_CONFIGS["GptOssForCausalLM"]["plain"]}
 DEEPSEEK_V32 = {"architectures": ["DeepseekV32ForCausalLM"], **SMALL_CONFIGS["DeepseekV32ForCausalLM"]["plain"]}
+GLM_5 = {"architectures": ["GlmMoeDsaForCausalLM"], **SMALL_CONFIGS["GlmMoeDsaForCausalLM"]["types"]}
 # Changes of the configuration, and what matrices are quantised to.
 MODELS: dict[str, tuple[dict[str, Any], MatrixFormat | None]] = {
     "llama": ({}, None),
@@ -46,9 +46,11 @@ MODELS: dict[str, tuple[dict[str, Any], MatrixFormat | None]] = {
     "gpt-oss": (GPT_OSS, None),
     # Most tokens of the longer prompts see more than 12.
     "deepseek-v3.2": ({**DEEPSEEK_V32, "index_topk": 12}, None),
+    # One layer selects for both.
+    "glm-5": ({**GLM_5, "num_hidden_layers": 2, "indexer_types": ["full", "shared"], "index_topk": 12}, None),
 }
 # In the interpreter, a product takes milliseconds for every tile, and experts have many.
-SLOW, PROOFS = ("qwen3, int8", "deepseek-v3.2"), ("qwen3-moe", "qwen3-moe, int4", "gpt-oss")
+SLOW, PROOFS = ("qwen3, int8", "deepseek-v3.2", "glm-5"), ("qwen3-moe", "qwen3-moe, int4", "gpt-oss")
 BLOCK_SIZE = 3
 SHORT, LONG = [5, 9, 2, 44, 17], [8, 1, 60, 33, 21, 4, 4, 90, 12, 7, 300, 2, 61, 5, 5, 88, 140, 3, 71, 10]
 
@@ -141,43 +143,6 @@ def test_with_activations_in_fp8_a_models_logits_are_near_those_of_the_reference
     error = float((logits[1] - logits[0]).norm() / logits[0].norm())
     # Each product is off by 3 % or so.
     assert 0.005 < error < 0.15
-
-
-@pytest.mark.parametrize("is_prefill", [True, False])
-@pytest.mark.parametrize("new", [[1, 3, 9, 10, 1, 40], [1, 1], [30]])
-def test_a_step_of_decodes_and_chunks_equals_the_reference_backend(new: list[int], is_prefill: bool) -> None:
-    batch = Batch(16, [40, 70, 0, 20, 0, 0][: len(new)], new, 1)
-    step = PagedStep(batch, num_heads=4, num_kv_heads=2, key_dim=16, value_dim=16)
-    ops, metadata = TritonOps(), batch.metadata(is_prefill=is_prefill)
-    plan, params = TritonPlan(metadata), AttentionParams(0.3)
-    if is_prefill:
-        key = value = torch.full((batch.num_tokens, 2, 16), math.nan)
-        output = ops.prefill_attention(step.query, key, value, step.cache, plan, params)
-    else:
-        output = ops.decode_attention(step.query, step.cache, plan, params)
-    assert output.is_contiguous()
-    torch.testing.assert_close(output, step.expected(params), atol=2e-5, rtol=2e-5)
-
-
-@pytest.mark.parametrize(
-    ("new", "is_prefill", "num_decodes", "num_chunks"),
-    [
-        ([1, 9, 1], False, 3, 0),
-        ([1, 9, 10, 1], True, 2, 2),
-        ([30, 1], True, 0, 2),
-        ([4, 1], True, 2, 0),
-    ],
-)
-def test_a_plan_divides_a_step_after_its_leading_decodes(
-    new: list[int], is_prefill: bool, num_decodes: int, num_chunks: int
-) -> None:
-    metadata = Batch(4, [3] * len(new), new, 1).metadata(is_prefill=is_prefill)
-    plan = TritonPlan(metadata)
-    assert (0 if plan.decodes is None else plan.decodes.num_seqs) == num_decodes
-    assert (0 if plan.chunks is None else plan.chunks.num_seqs) == num_chunks
-    if plan.chunks is not None:
-        assert plan.chunks.cu_seqlens_q[0] == sum(new[:num_decodes])
-        assert plan.chunks.num_tokens == sum(new[num_decodes:])
 
 
 def test_linear_adds_the_bias() -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 from services.worker.device import DeviceError
 from services.worker.ops import AttentionParams, ExpertGroups, ExpertWeights, Ops, RouterScore, RoutingRule, load_ops
 from services.worker.ops.matrix_rows import MatrixFormat
-from services.worker.ops.triton.exact_backend import ExactPlan, TritonExactOps
+from services.worker.ops.triton.attention.exact_plan import ExactPlan
+from services.worker.ops.triton.exact_backend import TritonExactOps
 from services.worker.ops.triton.products import tile_sizes
 from tests.support.kernels.attention_batches import Batch, random
 from tests.support.kernels.interpreted_products import compute_float8

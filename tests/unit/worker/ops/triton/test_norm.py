@@ -34,6 +34,14 @@ def test_rms_norm_of_rows_with_a_stride(width: int, dtype: torch.dtype) -> None:
     assert_close(normed, REFERENCE.rms_norm(x, weight, EPS))
 
 
+def test_norms_multiply_by_a_weight_in_float32() -> None:
+    x, residual, weight = random(5, 80).bfloat16(), random(5, 80, seed=1).bfloat16(), random(80, seed=2)
+    assert_close(rms_norm(x, weight, EPS), REFERENCE.rms_norm(x, weight, EPS))
+    total = residual.clone()
+    normed = add_rms_norm(x.clone(), total, weight, EPS)
+    assert_close(normed, REFERENCE.add_rms_norm(x.clone(), residual, weight, EPS))
+
+
 @some_of(
     [(1, 80), (3, 16), (3, 80), (20, 80), (20, 128)],
     num_heads=[1, 3, 20],

@@ -90,6 +90,17 @@ def test_one_launch_equals_norm_rope_and_write(case: Case) -> None:
     assert torch.equal(cache[1], expected_cache[1])
 
 
+def test_norms_in_float32_multiply_heads_in_bfloat16() -> None:
+    case = CASES[0]
+    qkv = case.qkv().bfloat16()
+    cache, expected_cache = ([tensor.bfloat16() for tensor in case.cache()] for _ in range(2))
+    expected = case.compute_separately(load_ops("reference"), qkv, tuple(expected_cache))
+    norm_rope_write(qkv, case.norms(), case.tables(), num_heads=case.num_heads, cache=tuple(cache), slot_mapping=SLOTS)
+    # The interpreter rounds to bfloat16 towards zero.
+    torch.testing.assert_close(qkv[:, : case.num_heads * case.head_dim], expected.flatten(1), atol=0.03, rtol=0.03)
+    torch.testing.assert_close(cache[0], expected_cache[0], atol=0.03, rtol=0.03)
+
+
 @pytest.mark.parametrize("case", CASES[:4], ids=str)
 def test_a_cache_in_fp8_has_the_codes_of_what_a_plain_one_has(case: Case) -> None:
     cache, scales = case.cache(), FP8_SCALES

@@ -16,7 +16,7 @@ from services.worker.parallel.communicator import Parallel
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.graphs.graph_runner import GraphSettings
 from services.worker.runner.model_runner import Execution, ModelRunner
-from services.worker.step import Step
+from shared.step.step import Step
 from tests.support.models.small_configs import SMALL_CONFIGS
 from tests.support.ranks.spread_experts import ep_layouts
 from tests.support.ranks.thread_ranks import run_ranks

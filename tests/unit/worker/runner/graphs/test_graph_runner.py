@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+from typing_extensions import override
 
+from services.worker.batch.drafts import Drafting
 from services.worker.models.loader import LoadedModel
 from services.worker.ops import load_ops
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.graphs.graph_runner import GraphSettings, needed_sizes
 from services.worker.runner.model_runner import Execution, ModelRunner
-from services.worker.spec_decode.drafts import Drafting
 from services.worker.spec_decode.ngram_drafts import LookupProposer, NgramProposer
-from services.worker.step import Int32Column, Step
 from shared.limits import GRAPH_BATCH_SIZES
+from shared.step.columns import Int32Column
+from shared.step.step import Step
+from tests.support.models.small_configs import SMALL_CONFIGS
+from tests.support.models.small_models import build_model, write_small_model
 from tests.support.models.tiny_llama import write_tiny_llama
 from tests.support.worker.graphs import CountingCapture
 from tests.support.worker.worker_runner import GIB, load_exact
@@ -72,11 +78,20 @@ def test_padded_rows_change_no_token(loaded: LoadedModel, sizes: tuple[int, ...]
     assert (sum(capture.replays), sum(capture.drawings)) == (1 + num_decodes, num_decodes)
 
 
+def test_layers_that_share_a_selection_take_that_of_the_replayed_step(tmp_path: Path) -> None:
+    values = {**SMALL_CONFIGS["GlmMoeDsaForCausalLM"]["pattern"], "index_topk": 3}
+    loaded = load_exact(write_small_model(build_model("GlmMoeDsaForCausalLM", values), tmp_path))
+    capture = CountingCapture()
+    expected = tokens_of(attach(make_runner(loaded, None)))
+    assert tokens_of(attach(make_runner(loaded, capture, 4))) == expected
+    assert sum(capture.drawings) == 6
+
+
 def test_a_padded_row_writes_no_kv(loaded: LoadedModel) -> None:
     capture = CountingCapture()
     runner = attach(make_runner(loaded, capture, 8))
     runner.run_step(prefill_step(make_enter(0, [5, 9, 2], range(8, 16))))
-    cache = runner._kv_cache
+    cache = runner._epochs.kv_cache
     assert cache is not None
     runner.run_step(decode_step())
     written = {int(block) for layer in cache.layers for tensor in layer for block in tensor.flatten(1).any(1).nonzero()}
@@ -98,8 +113,8 @@ def test_an_equal_attach_keeps_the_graphs(loaded: LoadedModel) -> None:
 class CountingProposer(LookupProposer):
     """Proposes as many tokens as it may, each the one after the last; the tokens are wrong as often as not."""
 
+    @override
     def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
-        """See `LookupProposer.look_up`."""
         tokens: Int32Column = (token_ids[-1] + 1 + np.arange(max_tokens, dtype=np.int32)) % 100
         return tokens
 

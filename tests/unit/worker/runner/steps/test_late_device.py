@@ -11,15 +11,17 @@ import pytest
 import torch
 from llguidance import LLMatcher
 from torch import Tensor
+from typing_extensions import override
 
+from services.worker.batch.drafts import Drafting
 from services.worker.forward.staging import PinnedStaging, Staging
 from services.worker.models.loader import LoadedModel
 from services.worker.runner.graphs.graph_runner import GraphSettings
 from services.worker.runner.model_runner import Execution
 from services.worker.runner.stream import HostStream, StagingPool
-from services.worker.spec_decode.drafts import Drafting
 from services.worker.spec_decode.ngram_drafts import NgramProposer
-from shared.limits import SamplingOptions
+from shared.errors import InternalError
+from shared.sampling_params import SamplingOptions
 from tests.support.models.tiny_llama import write_tiny_llama
 from tests.support.worker.graphs import CountingCapture
 from tests.support.worker.late_stream import LateStream
@@ -96,7 +98,7 @@ def test_a_step_computes_while_the_host_waits_for_the_tokens_before_it(loaded: L
     with ThreadPoolExecutor(1) as launching:
         second = launching.submit(runner.launch, decode_step())
         # Those of Attach, of the prefill's forward pass and draw, and of the decode's forward pass.
-        late.wait_for_launches(4)
+        late.wait_until_enqueued(4)
         assert late.num_computed == 1
         late.release()
         pending.append(second.result())
@@ -123,7 +125,7 @@ def test_the_device_time_is_that_of_the_launch(loaded: LoadedModel, late: LateSt
     runner = make_runner(loaded, execution=Execution(stream=late))
     runner.attach(block_size=4, max_num_seqs=8, max_num_batched_tokens=256)
     steps = [prefill_step(make_enter(0, [5], range(3))), decode_step()]
-    # Attach was the first launch, which each counts.
+    # Attach enqueued the first work, which each counts.
     assert [runner.launch(step).finish().device_time_us for step in steps] == [2, 3]
 
 
@@ -133,12 +135,13 @@ class TooEarlyPool(StagingPool):
     def __init__(self) -> None:
         self._only = PinnedStaging(torch.device("cpu"), is_pinned=False)
 
+    @override
     def claim(self) -> Staging:
-        """See `StagingPool`."""
         return self._only
 
+    @override
     def put_back(self, staging: Staging) -> None:
-        """See `StagingPool`."""
+        pass
 
 
 def test_staging_that_was_reused_too_early_would_change_tokens(loaded: LoadedModel) -> None:
@@ -149,8 +152,9 @@ def test_staging_that_was_reused_too_early_would_change_tokens(loaded: LoadedMod
         runner.launch(prefill_step(make_enter(row, PROMPTS[row], range(8 * row, 8 * row + 8)))) for row in (0, 2)
     ]
     # The second launch overwrites the inputs of the first one.
-    with pytest.raises((AssertionError, RuntimeError, IndexError)):
+    with pytest.raises(InternalError) as raised:
         pending[0].finish()
+    assert isinstance(raised.value.__cause__, AssertionError | RuntimeError | IndexError)
     stream.close()
 
 
@@ -172,8 +176,8 @@ def test_staging_is_used_again_after_its_step(loaded: LoadedModel) -> None:
 class NotFiniteModel(WrappedModel):
     """Has NaN in the first row's logits."""
 
+    @override
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """See `CausalLM.compute_logits`."""
         logits = super().compute_logits(hidden).clone()
         logits[0] = torch.nan
         return logits
@@ -196,17 +200,21 @@ def test_a_row_that_is_not_finite_continues_with_token_0(loaded: LoadedModel, la
 class FailingModel(WrappedModel):
     """Fails when it computes a token that tells it to."""
 
+    @override
     def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """See `CausalLM.forward`."""
         if 99 in token_ids.tolist():
             raise RuntimeError("an illegal address")
         return super().forward(token_ids, positions)
 
 
-def test_what_fails_on_the_device_is_raised_when_the_step_is_finished(loaded: LoadedModel, late: LateStream) -> None:
+def test_what_fails_on_the_device_is_reported_when_the_step_is_finished(
+    loaded: LoadedModel, late: LateStream, caplog: pytest.LogCaptureFixture
+) -> None:
     runner = make_runner(replace(loaded, model=FailingModel(loaded.model)), execution=Execution(stream=late))
     runner.attach(block_size=4, max_num_seqs=8, max_num_batched_tokens=256)
     pending = [runner.launch(prefill_step(make_enter(row, [token], [row]))) for row, token in enumerate((5, 99))]
     assert len(pending[0].finish().token_ids) == 1
-    with pytest.raises(RuntimeError, match="an illegal address"):
+    with pytest.raises(InternalError) as raised:
         pending[1].finish()
+    assert str(raised.value.__cause__) == "an illegal address"
+    assert [record.message for record in caplog.records] == ["step failed"]

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from services.worker.forward.staging import PinnedStaging, Staging
 from services.worker.layout import RankLayout
@@ -26,9 +27,10 @@ from services.worker.parallel.communicator import Parallel
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.graphs.graph_runner import GraphSettings
 from services.worker.runner.model_runner import Execution, ModelRunner
-from services.worker.runner.stream import Launch
-from services.worker.step import Step
-from shared.limits import SamplingOptions
+from services.worker.runner.stream import EnqueuedWork
+from shared.errors import InternalError
+from shared.sampling_params import SamplingOptions
+from shared.step.step import Step
 from tests.support.kernels.meta_device import META, WithoutWaiting, skip_kernels
 from tests.support.models.small_configs import SMALL_CONFIGS
 from tests.support.models.tiny_llama import TINY_CONFIG
@@ -42,13 +44,18 @@ DEEPSEEK = {
     "architectures": ["DeepseekV32ForCausalLM"],
     "index_topk": 4,
 }
+GLM = {
+    **SMALL_CONFIGS["GlmMoeDsaForCausalLM"]["plain"],
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "index_topk": 4,
+}
 
 
 class UnreadStaging(PinnedStaging):
     """Staging of a device that has no values to copy back."""
 
+    @override
     def download(self, results: Sequence[Tensor]) -> None:
-        """See `Staging`."""
         self._unread = [np.zeros(result.shape, str(result.dtype).removeprefix("torch.")) for result in results]
 
     def read(self) -> list[npt.NDArray[Any]]:
@@ -57,15 +64,15 @@ class UnreadStaging(PinnedStaging):
 
 
 class MetaStream:
-    """Launches on a device without values. See `Stream`."""
+    """Computes on a device without values. See `Stream`."""
 
     is_async = True
 
-    def launch(self, work: Callable[[], None]) -> Launch:
+    def enqueue(self, work: Callable[[], None]) -> EnqueuedWork:
         """See `Stream`."""
         with WithoutWaiting():  # type: ignore[no-untyped-call]
             work()
-        return MetaLaunch()
+        return MetaWork()
 
     def synchronize(self) -> None:
         """See `Stream`."""
@@ -78,11 +85,11 @@ class MetaStream:
         """See `Stream`."""
 
 
-class MetaLaunch:
-    """See `Launch`."""
+class MetaWork:
+    """See `EnqueuedWork`."""
 
     def wait(self) -> int:
-        """See `Launch`."""
+        """See `EnqueuedWork`."""
         return 0
 
 
@@ -133,7 +140,7 @@ def steps() -> list[Step]:
     ]
 
 
-@pytest.mark.parametrize("config", [LLAMA, DEEPSEEK], ids=["llama", "deepseek"])
+@pytest.mark.parametrize("config", [LLAMA, DEEPSEEK, GLM], ids=["llama", "deepseek", "glm"])
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_a_launch_reads_nothing_from_the_device(
     make_runner: Callable[[CountingCapture | None], ModelRunner], has_graphs: bool
@@ -162,8 +169,9 @@ def test_a_graph_with_experts_on_other_ranks_reads_nothing_from_the_device(tmp_p
     runner.launch(replace(idle, graph_batch_size=8))
     assert capture.replays == [1, 1, 0]
     assert {len(shape) for shape in ep.shapes} == {2}
-    with pytest.raises(NotImplementedError, match="bincount"):
+    with pytest.raises(InternalError) as raised:
         runner.launch(idle)
+    assert "bincount" in str(raised.value.__cause__)
 
 
 def test_steps_with_every_option_read_only_tokens(
@@ -186,8 +194,8 @@ def test_steps_with_every_option_read_only_tokens(
     pending = [runner.launch(step) for step in (prefill_step(*enters), decode_step(), decode_step(rows=[1]))]
     outputs = [step.finish() for step in pending]
     assert [output.token_ids.tolist() for output in outputs] == [[0, 0, 0], [0, 0, 0], [0]]
-    (slot, scores), replayed = outputs[0].prompt_logprobs[0], outputs[0].num_replayed_tokens
-    assert (slot, scores.counts.tolist(), replayed) == (0, [3, 3], 2)
+    slot, scores = outputs[0].prompt_logprobs[0]
+    assert (slot, scores.counts.tolist()) == (0, [3, 3])
     assert [output.logprobs is not None for output in outputs] == [True, True, False]
 
 

@@ -42,7 +42,7 @@ def matrix(shape: tuple[int, ...], seed: int = 1) -> Tensor:
 
 
 def dense_expert(
-    weights: CheckpointWeights, name: str, shape: tuple[int, int, int], expert: int, **part: slice
+    weights: CheckpointWeights, name: str, shape: tuple[int, int, int], expert: int, **part: Any
 ) -> Tensor:
     matrix = weights.stacked(name, shape, expert, **part)
     assert isinstance(matrix, Tensor)

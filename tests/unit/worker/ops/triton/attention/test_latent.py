@@ -17,7 +17,8 @@ from services.worker.ops.triton.attention import context_splits
 from services.worker.ops.triton.attention import latent as module
 from services.worker.ops.triton.attention.context_splits import SplitLimits
 from services.worker.ops.triton.attention.latent import LatentConfig, latent_attention
-from services.worker.ops.triton.backend import TritonOps, TritonPlan
+from services.worker.ops.triton.attention.plan import TritonPlan
+from services.worker.ops.triton.backend import TritonOps
 from tests.support.kernels.attention_batches import Batch
 from tests.support.kernels.latent_batches import SCALE, VALUE_DIM, LatentStep, Tokens, assert_close, pad_as_in_graph
 from tests.support.pairwise import every_pair

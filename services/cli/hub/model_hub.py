@@ -1,0 +1,239 @@
+"""Models by name, from a hub that speaks Hugging Face's protocol, in the cache that its library keeps.
+
+Endpoint, token, proxy and cache are the library's own settings (HF_ENDPOINT, HF_TOKEN, HTTPS_PROXY, HF_HOME and
+others). The library resumes a connection that breaks, and keeps files that are complete. The hub's hash of every file
+is checked here, since the library does not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from httpx2 import HTTPError, TransportError
+from huggingface_hub import HfApi, constants, hf_hub_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    RevisionResolutionError,
+)
+from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.hf_api import RepoSibling
+
+from services.cli.hub.model_name import ModelName
+from shared.missing_files import TEKKEN
+from shared.model_dir import (
+    ADDED_TOKENS,
+    CHAT_TEMPLATE,
+    CONFIG,
+    GENERATION_CONFIG,
+    MORE_TEMPLATES,
+    PROCESSOR_TEMPLATE,
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    WEIGHTS,
+    WEIGHTS_INDEX,
+    ModelDirectoryError,
+    architecture_of,
+    read_config,
+    shard_names,
+)
+
+_NEEDED = (CONFIG, TOKENIZER)
+_WANTED = frozenset(
+    {*_NEEDED, GENERATION_CONFIG, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS, CHAT_TEMPLATE}
+    | {PROCESSOR_TEMPLATE, WEIGHTS_INDEX}
+)
+_OWN_TOKENIZER = (
+    f"; its vocabulary is in Mistral's own format ({TEKKEN}), which is not read: convert it with transformers' "
+    "AutoTokenizer, or take a repository of the same model with tokenizer.json"
+)
+# Beside the library's folders of a model: for each commit, the files whose hashes were right.
+_VERIFIED = "lockstep-verified"
+_POLL_S = 2.0
+
+
+class HubError(Exception):
+    """The model cannot be had; the message says why and what to do."""
+
+
+def fetch_model(name: ModelName, *, with_weights: bool = True) -> Path:
+    """Make a model's files local, unless they are.
+
+    Says on stderr what it downloads; in a terminal the library draws a bar for each file. If the hub cannot be reached,
+    what was fetched before is used.
+
+    Args:
+        with_weights: False fetches what a tokenizer needs.
+
+    Returns:
+        The directory, in the library's cache.
+
+    Raises:
+        HubError: it cannot be had, or has no architecture that is served.
+    """
+    with _explained(name):
+        revision = HfApi().resolve_revision(name.repository, revision=name.revision)
+        download = _Download(name, revision.resolved)
+        if not download.is_verified(with_weights=with_weights):
+            download.run(with_weights=with_weights)
+        return download.directory
+
+
+def wait_for_model(name: ModelName) -> Path:
+    """Wait until another process with the same cache has fetched a commit of a model, which is its revision."""
+    assert name.revision is not None
+    download = _Download(name, name.revision)
+    while not download.is_verified(with_weights=True):
+        time.sleep(_POLL_S)
+    return download.directory
+
+
+class _Download:
+    """One commit of a model, on its way into the cache."""
+
+    def __init__(self, name: ModelName, commit: str) -> None:
+        self._name, self._commit = name, commit
+        folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name.repository, repo_type="model")
+        self.directory = folder / "snapshots" / commit
+        self._mark = folder / _VERIFIED / f"{commit}.json"
+        self._mark_without_weights = folder / _VERIFIED / f"{commit}-without-weights.json"
+
+    def is_verified(self, *, with_weights: bool) -> bool:
+        """Whether all files are there and had the right hashes."""
+        return self._has_files_of(self._mark) or (not with_weights and self._has_files_of(self._mark_without_weights))
+
+    def run(self, *, with_weights: bool) -> None:
+        """Fetch and verify the files, the small ones first, since they say whether the model can be served."""
+        info = HfApi().model_info(self._name.repository, revision=self._commit, files_metadata=True)
+        files = {sibling.rfilename: sibling for sibling in info.siblings or []}
+        self._check_names(files)
+        small = [files[name] for name in sorted(files) if name in _WANTED or _is_template(name)]
+        self._fetch(small)
+        try:
+            architecture_of(read_config(self.directory))
+            weights = self._weights(files) if with_weights else []
+        except ModelDirectoryError as error:
+            raise HubError(f"{self._name}: {error}") from None
+        self._fetch(weights)
+        _write_mark(self._mark if with_weights else self._mark_without_weights, small + weights)
+
+    def _has_files_of(self, mark: Path) -> bool:
+        try:
+            names = json.loads(mark.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return False
+        return all((self.directory / name).is_file() for name in names)
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        top = sorted(name for name in names if "/" not in name)
+        if WEIGHTS not in top and WEIGHTS_INDEX not in top:
+            raise HubError(f"{self._name} has no {WEIGHTS} and no {WEIGHTS_INDEX}{_other_weights(top)}")
+        for name in _NEEDED:
+            if name not in top:
+                raise HubError(f"{self._name} has no {name}{_OWN_TOKENIZER if TEKKEN in top else ''}")
+
+    def _weights(self, files: dict[str, RepoSibling]) -> list[RepoSibling]:
+        if WEIGHTS_INDEX not in files:
+            return [files[WEIGHTS]]
+        return [files[name] for name in shard_names(self.directory, files.__contains__)]
+
+    def _fetch(self, files: Iterable[RepoSibling]) -> None:
+        for file in files:
+            sys.stderr.write(f"{self._name}: {file.rfilename} ({_size(file.size or 0)})\n")
+            path = Path(hf_hub_download(self._name.repository, file.rfilename, revision=self._commit))
+            if not _has_right_hash(path, file):
+                # Both the link in the snapshot and what it points to.
+                path.resolve().unlink()
+                path.unlink(missing_ok=True)
+                raise HubError(
+                    f"{self._name}: {file.rfilename} is not what the hub says it is: its hash differs. It was deleted; "
+                    "another run downloads it again"
+                )
+
+
+def _write_mark(mark: Path, files: Iterable[RepoSibling]) -> None:
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    # A name of its own, since a process of another pod, with the same process id, may write the same mark.
+    part = mark.with_suffix(f".{secrets.token_hex(8)}.part")
+    part.write_text(json.dumps([file.rfilename for file in files]), encoding="utf-8")
+    part.replace(mark)
+
+
+@contextmanager
+def _explained(name: ModelName) -> Iterator[None]:
+    """Turn the library's errors, whose texts are pages long, into one sentence each."""
+    page = f"{constants.ENDPOINT}/{name.repository}"
+    try:
+        yield
+    except GatedRepoError:
+        raise HubError(
+            f"{name} is gated: accept its conditions at {page}, and set HF_TOKEN to a token of the account that did"
+        ) from None
+    except RevisionNotFoundError:
+        raise HubError(f"{name.repository} has no revision {name.revision or constants.DEFAULT_REVISION}") from None
+    except RepositoryNotFoundError:
+        raise HubError(
+            f"there is no {page}, or it is private: then HF_TOKEN must be a token of an account that may read it"
+        ) from None
+    except (RevisionResolutionError, LocalEntryNotFoundError, OfflineModeIsEnabled, TransportError) as error:
+        reason = error.__cause__ or error
+        raise HubError(
+            f"{constants.ENDPOINT} cannot be reached, and no pull of {name} was complete: {reason}"
+        ) from None
+    except HfHubHTTPError as error:
+        raise HubError(f"{constants.ENDPOINT} answered {error.response.status_code} about {name}") from None
+    except HFValidationError as error:
+        raise HubError(str(error)) from None
+    except (HTTPError, OSError) as error:
+        raise HubError(f"{name} cannot be downloaded: {error}") from None
+
+
+def _has_right_hash(path: Path, file: RepoSibling) -> bool:
+    """Compare with Git LFS's SHA-256, or for a small file with Git's own hash of it."""
+    if file.lfs is not None:
+        return _hash(path, hashlib.sha256) == file.lfs.sha256
+    # Git's: its documentation, "Git Internals - Git Objects", object storage.
+    return _hash(path, hashlib.sha1, b"blob %d\0" % path.stat().st_size) == file.blob_id
+
+
+def _hash(path: Path, make: Callable[[bytes], hashlib._Hash], start: bytes = b"") -> str:
+    digest = make(start)
+    with path.open("rb") as content:
+        while chunk := content.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _is_template(name: str) -> bool:
+    folder, _, file = name.rpartition("/")
+    return folder == MORE_TEMPLATES and file.endswith(".jinja")
+
+
+def _other_weights(names: list[str]) -> str:
+    if any(name.startswith("consolidated") and name.endswith(".safetensors") for name in names):
+        return "; its weights are in Mistral's own format (consolidated*.safetensors), which is not read"
+    if any(name.endswith(".gguf") for name in names):
+        return "; it has GGUF files: download one and make a model directory of it with `lockstep import`"
+    if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in names):
+        return "; its weights are in a format that can run code and is not read"
+    return ""
+
+
+def _size(num_bytes: int) -> str:
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes} bytes"

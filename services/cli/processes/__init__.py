@@ -1,0 +1,1 @@
+"""The processes that a launcher starts, watches, restarts and shows."""

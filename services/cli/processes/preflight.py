@@ -1,0 +1,135 @@
+"""What a launcher checks before it starts anything."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from services.cli.extras import ROLE_TO_EXTRA, missing_packages
+from services.cli.processes.child_process import start_child
+from services.cli.processes.last_problem import LastProblem
+from services.cli.processes.manage_flag import find_manage_address
+from services.cli.processes.service_command import ServiceCommand
+from shared.model_dir import (
+    CONFIG,
+    ModelDirectoryError,
+    architecture_of,
+    missing_advice,
+    read_config,
+    read_json,
+    refuse_pointer,
+)
+from shared.network.listening import MAX_SOCKET_PATH_BYTES, check_can_listen
+
+
+class RefusedError(Exception):
+    """The processes cannot be started; the message says why."""
+
+
+def check_packages(launcher: str, roles: Iterable[str], *more_extras: str) -> None:
+    """Check that what the services import is installed.
+
+    Args:
+        launcher: The subcommand of `lockstep`.
+        more_extras: What the launcher itself needs.
+
+    Raises:
+        RefusedError: a package is missing; the message names its extra.
+    """
+    problem = missing_packages(launcher, {*map(ROLE_TO_EXTRA.__getitem__, roles), *more_extras})
+    if problem is not None:
+        raise RefusedError(problem)
+
+
+async def check_commands(commands: Sequence[ServiceCommand], *, more_addresses: Sequence[str] = ()) -> None:
+    """Check what takes less than a second.
+
+    Args:
+        more_addresses: Where the launcher itself will listen.
+
+    Raises:
+        RefusedError: the processes cannot be started.
+    """
+    addresses = [*more_addresses, *(command.address for command in commands)]
+    addresses += [command.cell_address for command in commands if command.cell_address is not None]
+    addresses += filter(None, (find_manage_address(command.flags) for command in commands))
+    check_addresses(addresses)
+    await _check_flags(commands)
+
+
+def check_model_dir(model_dir: Path, names: Sequence[str]) -> None:
+    """Check that a directory has the named files, and a `config.json` of an architecture that is served.
+
+    Raises:
+        RefusedError: it does not.
+    """
+    if not model_dir.is_dir():
+        raise RefusedError(f"{model_dir} is not a directory")
+    for name in names:
+        if not (model_dir / name).is_file():
+            advice = missing_advice(model_dir, name)
+            raise RefusedError(f"{model_dir} is not a model directory: it has no {name}{advice and f'; {advice}'}")
+    try:
+        for name in names:
+            refuse_pointer(model_dir / name)
+        read_json(model_dir, CONFIG)
+    except ModelDirectoryError as error:
+        raise RefusedError(str(error)) from None
+    try:
+        architecture_of(read_config(model_dir))
+    except ModelDirectoryError as error:
+        raise RefusedError(f"{model_dir}: {error}") from None
+
+
+def check_length_of_sockets(commands: Sequence[ServiceCommand], directory: Path) -> None:
+    """Check that the paths of the sockets in the launcher's temporary directory are not too long.
+
+    Raises:
+        RefusedError: one is.
+    """
+    addresses = [address for command in commands for address in (command.address, command.cell_address) if address]
+    sockets = [address.removeprefix("unix:") for address in addresses if address.startswith(f"unix:{directory}/")]
+    num_bytes = max(len(os.fsencode(path)) for path in sockets)
+    if num_bytes > MAX_SOCKET_PATH_BYTES:
+        raise RefusedError(
+            f"TMPDIR: {directory.parent} is too long: the paths of the cell's sockets would have {num_bytes} bytes, "
+            f"and that of a socket has at most {MAX_SOCKET_PATH_BYTES}"
+        )
+
+
+def check_addresses(addresses: Iterable[str]) -> None:
+    """Check that servers could listen on all addresses at once.
+
+    Raises:
+        RefusedError: an address is in use or not usable.
+    """
+    with ExitStack() as listeners:
+        for address in addresses:
+            try:
+                check_can_listen(address, listeners)
+            except RuntimeError as error:
+                raise RefusedError(f"cannot listen on {address}: {error}") from None
+
+
+async def _check_flags(commands: Sequence[ServiceCommand]) -> None:
+    """Let each service check its own flags; of the workers only the last one, which has the highest device index."""
+    last_of_role = {command.role: command for command in commands}
+    problems = await asyncio.gather(*map(_find_problem, last_of_role.values()))
+    for role, problem in zip(last_of_role, problems, strict=True):
+        if problem is not None:
+            raise RefusedError(f"the {role} rejects its settings: {problem}")
+
+
+async def _find_problem(command: ServiceCommand) -> str | None:
+    # Run as a program, the settings module checks the flags and exits. Only a worker on a GPU imports something slow.
+    process = await start_child(f"services.{command.role}.config", command.flags)
+    output, _ = await process.communicate()
+    if process.returncode == 0:
+        return None
+    last_problem = LastProblem()
+    for line in output.splitlines():
+        last_problem.add(line)
+    return last_problem.text or f"exit code {process.returncode}"

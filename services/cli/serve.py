@@ -1,0 +1,210 @@
+"""`lockstep serve`: one cell's services, as processes that start and stop together.
+
+Once the cell has served, a process that exits is restarted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import grpc
+
+from services.cli.cell_plan import plan_services
+from services.cli.clients.client import abandon_stdout, answer_once, describe_failure
+from services.cli.clients.running_cells import DIRECTORY_PREFIX, RunningCell, publish_cell
+from services.cli.hub.model_name import parse_model
+from services.cli.processes.cell_processes import CellProcesses
+from services.cli.processes.display import ProcessesOutput
+from services.cli.processes.preflight import RefusedError, check_commands, check_length_of_sockets, check_packages
+from services.cli.processes.service_command import ROLES, ServiceCommand, find_flag
+from services.cli.processes.supervisor import FIRST_DELAY_S, RestartPolicy
+from services.cli.serve_settings import ServeSettings, split_service_flags
+from services.cli.serve_view import Output, ServeView, make_view, open_output
+from shared.config import SchedulerLossSettings, load_settings, log_settings
+from shared.model_dir import CONFIG, TOKENIZER
+from shared.network.rpc import make_channel
+from shared.process.lifecycle import SAME_STOP_S, StopRequest, freeze_garbage, run_service
+from shared.process.owned_directory import owned_directory
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until asked to stop; returns 0 if every service stopped cleanly."""
+    own_args, service_flags = split_service_flags(argv)
+    for role, flags in service_flags.items():
+        if not {"--help", "--h"}.isdisjoint(flags):
+            return subprocess.run([sys.executable, "-m", f"services.{role}.config", "--help"], check=False).returncode
+    settings = load_settings(ServeSettings, own_args)
+    if settings.workers and service_flags["worker"]:
+        print("error: --worker.X cannot be used with --workers, which are started elsewhere", file=sys.stderr)
+        return 2
+    try:
+        check_packages("serve", [role for role in ROLES if role != "worker" or not settings.workers])
+        settings = _with_local_model(settings)
+    except RefusedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    output = open_output(settings)
+    log_settings(settings)
+    return run_service(lambda stop: _serve(settings, service_flags, output, stop))
+
+
+def _with_local_model(settings: ServeSettings) -> ServeSettings:
+    """The settings with a directory in place of a model's name, whose files are downloaded unless they are there.
+
+    Raises:
+        RefusedError: the model cannot be had, or what downloads it is not installed.
+    """
+    name = parse_model(settings.model_dir)
+    if name is None:
+        return settings
+    check_packages("serve", [], "pull")
+    # Imported here because only a name needs it, and importing it is slow.
+    from services.cli.hub.model_hub import HubError, fetch_model  # noqa: PLC0415
+
+    try:
+        return settings.model_copy(update={"model_dir": fetch_model(name)})
+    except HubError as error:
+        raise RefusedError(f"{settings.model_dir} is not a directory, and as the name of a model: {error}") from None
+
+
+async def _serve(
+    settings: ServeSettings, service_flags: Mapping[str, Sequence[str]], output: Output, stop: StopRequest
+) -> int:
+    problems: list[str] = []
+    with ExitStack() as stack:
+        commands: list[ServiceCommand] = []
+        output.show_step(f"checking {settings.model_name} and the settings")
+        try:
+            commands = await _prepare(settings, service_flags, stack)
+        except RefusedError as error:
+            output.show_step("")
+            # A signal to all processes has ended those that check the flags, too.
+            if not stop.is_set():
+                print(f"error: {error}", file=sys.stderr)
+                output.discard()
+                return 2
+        output.show_step("")
+        if stop.is_set():
+            output.discard()
+        else:
+            problems = await _run_cell(settings, commands, output, stop)
+    if not problems:
+        logger.info("ended", extra={"reason": "asked to stop" if stop.is_set() else "the prompt was answered"})
+    # The cause comes last, where the reader of the output looks first.
+    for problem in reversed(problems):
+        print(f"error: {problem}", file=sys.stderr)
+    return int(bool(problems))
+
+
+async def _prepare(
+    settings: ServeSettings, service_flags: Mapping[str, Sequence[str]], stack: ExitStack
+) -> list[ServiceCommand]:
+    """Plan the cell, check it, and publish it until `stack` is closed.
+
+    Raises:
+        RefusedError: it cannot be started.
+    """
+    try:
+        runtime_dir = stack.enter_context(owned_directory(Path(tempfile.gettempdir()), DIRECTORY_PREFIX))
+    except OSError as error:
+        raise RefusedError(f"TMPDIR: no directory for the cell's sockets can be made: {error}") from error
+    commands = plan_services(settings, service_flags, runtime_dir)
+    check_length_of_sockets(commands, runtime_dir)
+    settings.check_models([CONFIG, TOKENIZER])
+    await check_commands(commands)
+    scheduler = next(command for command in commands if command.role == "scheduler")
+    cell = RunningCell(settings.model_name, settings.bind_address, scheduler.health_address)
+    try:
+        stack.enter_context(publish_cell(runtime_dir, cell))
+    except OSError as error:
+        raise RefusedError(f"TMPDIR: {runtime_dir} cannot be written to: {error}") from error
+    return commands
+
+
+async def _run_cell(
+    settings: ServeSettings, commands: Sequence[ServiceCommand], output: Output, stop: StopRequest
+) -> list[str]:
+    """Runs until the cell fails or is asked to stop; returns the problems, the root cause first."""
+    policy = make_restart_policy(settings, commands)
+    view = make_view(settings, commands, output)
+    processes_output = ProcessesOutput(output.log, settings.log_format == "text", view.display)
+    cell = CellProcesses(commands, policy, processes_output, peer=settings.tokenizer_peer)
+    running = asyncio.create_task(cell.run())
+    serving = asyncio.create_task(_announce_and_answer(settings, cell, view))
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({running, serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if cell.has_ended_as_asked:
+        # What has asked a service to end may be asking all processes, and this one last.
+        await asyncio.wait({stopped}, timeout=SAME_STOP_S)
+    for task in (serving, stopped):
+        task.cancel()
+    if stop.is_set():
+        logger.info("stopping; another signal after 2 s ends answers in flight", extra={"drain_s": settings.drain_s})
+        view.say_stopping()
+        await cell.drain(settings.drain_s, stop.is_urgent)
+    cell.end()
+    ran, failure, _ = await asyncio.gather(running, serving, stopped, return_exceptions=True)
+    problems = await cell.stop(settings.drain_s, stop.is_urgent, was_asked=stop.is_set())
+    view.say_stopped()
+    for bug in (ran, failure):
+        if isinstance(bug, Exception):
+            raise bug
+    return [failure, *problems] if isinstance(failure, str) else problems
+
+
+def make_restart_policy(settings: ServeSettings, commands: Sequence[ServiceCommand]) -> RestartPolicy:
+    """How the cell's processes are restarted.
+
+    Requests in flight wait for a scheduler only for a time. Starts that fail take time too, so that several delays must
+    fit: by default, those of seven failed starts take 35.5 of 60 s.
+    """
+    tokenizer = next(command for command in commands if command.role == "tokenizer")
+    scheduler = next(command for command in commands if command.role == "scheduler")
+    value = find_flag(tokenizer.flags, "--scheduler-lost-s")
+    loss = load_settings(SchedulerLossSettings, [] if value is None else [f"--scheduler-lost-s={value}"])
+    max_delay_s = max(loss.scheduler_lost_s / 6, FIRST_DELAY_S)
+    return RestartPolicy(
+        settings.health_kill_s, settings.max_restart_delay_s, domain_to_max_delay_s={scheduler.domain: max_delay_s}
+    )
+
+
+async def _announce_and_answer(settings: ServeSettings, cell: CellProcesses, view: ServeView) -> str | None:
+    """Wait until the cell serves, announce it, and answer `--prompt`.
+
+    With `--exit-after-prompt` it then returns what went wrong; else it runs until cancelled.
+    """
+    await view.wait(cell.has_served)
+    # Closed channels keep their connections until the garbage collector breaks the cycles that hold them.
+    freeze_garbage()
+    try:
+        view.announce()
+        failure = None if settings.prompt is None else await _answer_prompt(settings, settings.prompt)
+    except OSError as error:
+        abandon_stdout()
+        failure = f"stdout cannot be written: {error}"
+    if settings.exit_after_prompt:
+        return failure
+    if failure is not None:
+        print(f"error: {failure}", file=sys.stderr)
+    await asyncio.Event().wait()
+    return None
+
+
+async def _answer_prompt(settings: ServeSettings, prompt: str) -> str | None:
+    """Returns why the answer is missing or incomplete, or None."""
+    print(f"\n> {prompt}", flush=True)
+    try:
+        async with make_channel(settings.bind_address, peer=settings.tokenizer_peer) as channel:
+            await answer_once(channel, prompt)
+    except grpc.aio.AioRpcError as error:
+        return f"the prompt was not answered: {describe_failure(error)}"
+    return None

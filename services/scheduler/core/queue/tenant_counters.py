@@ -1,0 +1,149 @@
+"""What each tenant of a cell has been given: the counters by which the waiting queue is fair."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.scheduler.core.batch.slot_table import Slots
+from shared.step.columns import Int32Column
+from shared.tenant import Tenant
+
+# What a token costs, as in the paper's evaluation.
+PROMPT_TOKEN_COST = 1.0
+OUTPUT_TOKEN_COST = 2.0
+
+# The heap is built again once it has this many entries more than twice as many as there are tenants.
+_MIN_STALE = 64
+
+
+@dataclass(slots=True, eq=False)
+class TenantAccount:
+    """One tenant's counter."""
+
+    number: int
+    """From 0, in the order in which the tenants came."""
+    weight: float
+    counter: float = 0.0
+    """The cost of what was computed for it, by its weight."""
+    num_waiting: int = 0
+    """Its waiting sequences, on all ranks and on none."""
+
+
+class AccountHeap:
+    """Accounts by their counters, which only rise.
+
+    Invariant: `_heap` has an entry for each account, whose first item is at most the counter, and few more than twice
+    as many in all.
+    """
+
+    def __init__(self) -> None:
+        self._accounts: dict[int, TenantAccount] = {}
+        self._heap: list[tuple[float, int]] = []
+
+    def add(self, account: TenantAccount) -> None:
+        """Add an account that is not here."""
+        self._accounts[account.number] = account
+        heapq.heappush(self._heap, (account.counter, account.number))
+        if len(self._heap) > 2 * len(self._accounts) + _MIN_STALE:
+            self._heap = [(each.counter, each.number) for each in self._accounts.values()]
+            heapq.heapify(self._heap)
+
+    def remove(self, account: TenantAccount) -> None:
+        """Take an account out."""
+        del self._accounts[account.number]
+
+    def lowest(self) -> TenantAccount | None:
+        """The account with the lowest counter; None if there is none.
+
+        Amortised O(log accounts) for each that was charged or added.
+        """
+        while self._heap:
+            counter, number = self._heap[0]
+            account = self._accounts.get(number)
+            if account is None:
+                heapq.heappop(self._heap)
+            elif account.counter > counter:
+                heapq.heapreplace(self._heap, (account.counter, number))
+            else:
+                return account
+        return None
+
+    def check_integrity(self) -> None:
+        """Assert the class's invariant."""
+        for number, account in self._accounts.items():
+            assert any(number == each and counter <= account.counter for counter, each in self._heap), "a counter"
+
+
+class TenantCounters:
+    """The virtual token counters of a cell's tenants, one table for all its ranks.
+
+    A tenant is charged for what is computed: prompt tokens that were not cached when their sequence is admitted, output
+    tokens when they arrive. A tenant that begins to wait is lifted to the lowest counter that waits, so that none saves
+    credit. While a cell has had only one tenant, nothing is charged.
+
+    Source: Sheng et al., "Fairness in serving large language models" (OSDI '24), algorithm 2 and its weights.
+
+    Invariant: `_waiting` has the accounts of the tenants that wait.
+    """
+
+    def __init__(self) -> None:
+        self._accounts: list[TenantAccount] = []
+        self._name_to_account: dict[str, TenantAccount] = {}
+        self._waiting = AccountHeap()
+
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    def __getitem__(self, number: int) -> TenantAccount:
+        return self._accounts[number]
+
+    @property
+    def are_shared(self) -> bool:
+        """Whether the cell has had several tenants."""
+        return len(self._accounts) > 1
+
+    def account_of(self, tenant: Tenant) -> TenantAccount:
+        """A tenant's account, opened when it first comes; its weight is the newest one."""
+        account = self._name_to_account.get(tenant.name)
+        if account is None:
+            account = self._name_to_account[tenant.name] = TenantAccount(len(self._accounts), tenant.weight)
+            self._accounts.append(account)
+        elif account.weight != tenant.weight:
+            account.weight = tenant.weight
+        return account
+
+    def begin_to_wait(self, account: TenantAccount) -> None:
+        """Count a sequence that waits; lifts the counter of a tenant that had none waiting."""
+        if not account.num_waiting:
+            lowest = self._waiting.lowest()
+            if lowest is not None:
+                account.counter = max(account.counter, lowest.counter)
+            self._waiting.add(account)
+        account.num_waiting += 1
+
+    def end_to_wait(self, account: TenantAccount) -> None:
+        """Take `begin_to_wait` back."""
+        account.num_waiting -= 1
+        if not account.num_waiting:
+            self._waiting.remove(account)
+
+    def charge_prompt(self, number: int, num_tokens: int) -> None:
+        """Charge prompt tokens that will be computed for the tenant of this number."""
+        if self.are_shared:
+            account = self._accounts[number]
+            account.counter += PROMPT_TOKEN_COST * num_tokens / account.weight
+
+    def charge_output(self, numbers: Slots, counts: Int32Column | None) -> None:
+        """Charge a step's output tokens.
+
+        Args:
+            numbers: [num_rows], the accounts' numbers.
+            counts: [num_rows], how many tokens each row has; None for one each.
+        """
+        num_tokens = np.bincount(numbers, weights=counts)
+        for number in np.flatnonzero(num_tokens).tolist():
+            account = self._accounts[number]
+            account.counter += OUTPUT_TOKEN_COST * float(num_tokens[number]) / account.weight

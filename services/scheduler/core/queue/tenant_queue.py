@@ -1,0 +1,88 @@
+"""The waiting sequences of one tenant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from services.scheduler.core.batch.sequence import Sequence
+from services.scheduler.core.queue.queue_order import Key, NumCachedTokens, QueueOrder, SortedQueue
+from services.scheduler.core.queue.tenant_counters import TenantAccount
+
+
+class TenantQueue:
+    """A tenant's waiting sequences: the aged ones by arrival, then the others in the order of the queue policy.
+
+    Invariant: each of `arrivals` is either in `_aged`, or in both `_order` and `_ages`. `returned` are those that were
+    admitted before, by arrival.
+    """
+
+    def __init__(self, account: TenantAccount, order: QueueOrder, max_age_s: float) -> None:
+        """Make an empty queue; a sequence ages once it has waited for more than `max_age_s` in total."""
+        self.account = account
+        self.arrivals: dict[Sequence, Key] = {}
+        self.returned = SortedQueue()
+        self._max_age_s = max_age_s
+        self._order = order
+        # The sequences in `_order`, by the time at which they turn aged.
+        self._ages = SortedQueue()
+        # By arrival.
+        self._aged = SortedQueue()
+
+    def push(self, arrival: Key, seq: Sequence) -> None:
+        """Add a sequence; `arrival` ends with a number that no other one has."""
+        self.arrivals[seq] = arrival
+        self._order.push(arrival, seq)
+        self._ages.push((self._ages_at(seq), arrival[-1]), seq)
+        if seq.was_admitted:
+            self.returned.push(arrival, seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Remove a sequence from any place."""
+        del self.arrivals[seq]
+        if seq in self._aged:
+            self._aged.remove(seq)
+        else:
+            self._order.remove(seq)
+            self._ages.remove(seq)
+        if seq in self.returned:
+            self.returned.remove(seq)
+
+    def first(self, now: float, num_cached_tokens: NumCachedTokens) -> Sequence:
+        """The next sequence; there must be one."""
+        if self._ages and self._ages.top[0][0] < now:
+            return self._first_aged(now)
+        return self._aged.top[1] if self._aged else self._order.first(now, num_cached_tokens)
+
+    def oldest(self) -> tuple[Key, Sequence]:
+        """The earliest arrival; there must be one."""
+        return min(self._fronts())
+
+    def has_aged(self, seq: Sequence, now: float) -> bool:
+        """Whether a sequence of this queue has aged."""
+        return self._ages_at(seq) < now
+
+    def check_integrity(self) -> None:
+        """Assert the class's invariant."""
+        assert len(self._order) == len(self._ages) == len(self.arrivals) - len(self._aged), "a tenant's places"
+        assert all((seq in self._aged) != (seq in self._ages) for seq in self.arrivals), "a tenant's places"
+        assert all((seq in self.returned) == seq.was_admitted for seq in self.arrivals), "a tenant's returned sequences"
+
+    def _first_aged(self, now: float) -> Sequence:
+        """At least one aged sequence must be in the policy's order."""
+        if not self.has_aged(self._order.oldest[1], now):
+            # It arrived before the aged ones but ran in between; it must not hide them.
+            while self._ages and self._ages.top[0][0] < now:
+                _, seq = self._ages.pop()
+                self._order.remove(seq)
+                self._aged.push(self.arrivals[seq], seq)
+            return self._aged.top[1]
+        return min(self._fronts())[1]
+
+    def _fronts(self) -> Iterator[tuple[Key, Sequence]]:
+        if self._order:
+            yield self._order.oldest
+        if self._aged:
+            yield self._aged.top
+
+    def _ages_at(self, seq: Sequence) -> float:
+        return seq.queued_at + (self._max_age_s - seq.waited_s)

@@ -1,0 +1,233 @@
+"""Guesses of next tokens, several of which the model checks at once (speculative decoding).
+
+A draft never changes what is generated, only how many tokens a step yields.
+
+    known tokens      … a b c          c was sampled last; its KV is not in the cache yet
+    the step computes       c  d0 d1   the row's own token, then its drafts, in one forward pass
+    the sampler draws       x0 x1 x2   one token after each of them
+    accepted                x0 == d0, x1 != d1: the sequence gets x0 x1, and x2 is not used
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from services.worker.batch.block_tables import BlockTables
+from services.worker.batch.enter_checks import BatchLimits
+from services.worker.batch.step_input import StepInput, StepTokens
+from services.worker.forward.kv_cache import KvCache, KvCacheSpec
+from shared.limits import MAX_DRAFT_TOKENS
+from shared.step.columns import Int32Column
+
+# How many tokens are drafted at first, and for how many steps drafting pauses at most.
+_FIRST_DRAFT = 2
+_MAX_STEPS_ALONE = 32
+# Bounds a step's logits: 1,024 rows for a vocabulary of 128k are half a GiB.
+_MAX_DRAFTED_TOGETHER = 1024
+
+NO_DRAFTS: Int32Column = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Guesses for some sequences."""
+
+    token_ids: Int32Column  # [sum of counts], sequence after sequence
+    counts: Int32Column  # [num_sequences], at least 0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """Sequences to draft for."""
+
+    slots: Int32Column  # [num_rows]
+    most: Int32Column  # [num_rows], the most drafts wanted for each, at least 1
+    most_together: int
+    """Most drafts for all of them; first rows first."""
+    token_ids: tuple[Int32Column, ...]
+    """Each row's known tokens, at least one; not written."""
+    tables: BlockTables
+    """The worker's. A row's blocks have room for its known tokens and `most` more."""
+
+    @property
+    def num_known(self) -> Int32Column:
+        """[num_rows]."""
+        return np.array([len(token_ids) for token_ids in self.token_ids], np.int32)
+
+    def block_tables(self) -> Int32Column:
+        """[num_rows, most blocks of one row]."""
+        return self.tables.rows(self.slots, int(self.tables.num_blocks(self.slots).max()))
+
+    def counts_in_room(self) -> Int32Column:
+        """[num_rows], drafts each may have within `most` and `most_together`."""
+        before = np.cumsum(self.most) - self.most
+        counts: Int32Column = np.clip(self.most_together - before, 0, self.most).astype(np.int32)
+        return counts
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedStep:
+    """What a step computed."""
+
+    inputs: StepInput
+    tokens: StepTokens
+    hidden: Tensor  # [num_tokens, hidden], the model's output for the step's tokens; must not be written
+    token_ids: Int32Column  # [sum of counts], row after row, as inputs for the next step
+    counts: Int32Column | None  # [num_rows], tokens of each row; None means one each
+
+
+class DraftProposer:
+    """Guesses how sequences continue. Without state, only `propose` is needed.
+
+    Guesses may be wrong, but must be in the vocabulary.
+    """
+
+    # What a token needs in the proposer's own KV cache.
+    kv_cache_spec = KvCacheSpec(())
+
+    def attach(self, limits: BatchLimits, kv_cache: KvCache) -> None:
+        """Begin an epoch. `kv_cache` is the model's; block ids refer to it."""
+
+    def forget(self, slots: Int32Column) -> None:
+        """Forget sequences."""
+
+    def observe(self, step: ComputedStep) -> None:
+        """Take note of a step with at least one token."""
+
+    def propose(self, rows: DraftRows) -> Drafts:
+        """Guess the next tokens of at least one sequence.
+
+        Returns:
+            For each row 0 to `most` tokens, and at most `most_together` in total.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """How a worker drafts; see `Drafter`."""
+
+    proposer: DraftProposer
+    num_draft_tokens: int
+
+    def begin(self, limits: BatchLimits, kv_cache: KvCache) -> Drafter:
+        """Make the drafter for a new epoch."""
+        self.proposer.attach(limits, kv_cache)
+        return Drafter(self.proposer, self.num_draft_tokens)
+
+
+class Drafter:
+    """Keeps the tokens of a batch's sequences, by slot, and drafts for them with a `DraftProposer`.
+
+    How many depends on how a sequence's last drafts did: on the CPU a rejected draft costs half as much time as a row,
+    unless the batch is small.
+
+    Invariant: for each slot in use, every known token was passed in once, in order.
+    """
+
+    def __init__(self, proposer: DraftProposer, num_draft_tokens: int) -> None:
+        self._proposer = proposer
+        self._num_draft_tokens = num_draft_tokens
+        self._sequences: dict[int, _DraftedSequence] = {}
+
+    def enter(self, slot: int, token_ids: Int32Column, max_num_tokens: int) -> None:
+        """Add a sequence with its first tokens, possibly none; it never has more than `max_num_tokens`."""
+        self._sequences[slot] = _DraftedSequence(max_num_tokens)
+        self.extend(slot, token_ids)
+
+    def extend(self, slot: int, token_ids: Int32Column) -> None:
+        """Add more tokens of a prompt."""
+        self._sequences[slot].extend(token_ids)
+
+    def leave(self, slots: Int32Column) -> None:
+        """Forget sequences."""
+        self._proposer.forget(slots)
+        for slot in slots.tolist():
+            del self._sequences[slot]
+
+    def last_tokens(self, slots: Int32Column) -> Int32Column:
+        """[len(slots)], each sequence's last token; it has at least one."""
+        return np.array([self._sequences[slot].token_ids[-1] for slot in slots.tolist()], np.int32)
+
+    def propose(self, slots: Int32Column, most: Int32Column, *, most_together: int, tables: BlockTables) -> Drafts:
+        """Draft for sequences to decode; `record` then learns how the drafts did.
+
+        Args:
+            slots: [num_sequences].
+            most: [num_sequences], the most drafts that each can use, at least 0.
+            most_together: Limit for all of them, at least 0; first rows first.
+            tables: The blocks of every slot.
+        """
+        most = np.minimum(most, self._num_draft_tokens)
+        sequences = [self._sequences[slot] for slot in slots.tolist()]
+        wanted = np.array([seq.want(n) for seq, n in zip(sequences, most.tolist(), strict=True)], np.int32)
+        rows = np.flatnonzero(wanted)
+        most_together = min(most_together, _MAX_DRAFTED_TOGETHER)
+        if not len(rows) or not most_together:
+            return Drafts(NO_DRAFTS, np.zeros(len(slots), np.int32))
+        token_ids = tuple(sequences[row].token_ids for row in rows.tolist())
+        drafts = self._proposer.propose(DraftRows(slots[rows], wanted[rows], most_together, token_ids, tables))
+        counts = np.zeros(len(slots), np.int32)
+        counts[rows] = drafts.counts
+        for row, count in zip(rows.tolist(), drafts.counts.tolist(), strict=True):
+            sequences[row].num_drafted = count
+        return Drafts(drafts.token_ids, counts)
+
+    def record(self, slots: Int32Column, token_ids: Int32Column, counts: Int32Column | None) -> None:
+        """Add the tokens that sequences got; see `SampledTokens`."""
+        ends = np.arange(1, len(slots) + 1) if counts is None else np.cumsum(counts)
+        start = 0
+        for slot, end in zip(slots.tolist(), ends.tolist(), strict=True):
+            sequence = self._sequences[slot]
+            sequence.learn(num_accepted=end - start - 1)
+            sequence.extend(token_ids[start:end])
+            start = end
+
+
+class _DraftedSequence:
+    """One sequence's known tokens, and how many tokens to draft for it.
+
+    One more than were right the last time, or twice as many if all were. If none was, drafting pauses for some steps,
+    a number that doubles from one failure to the next.
+    """
+
+    def __init__(self, max_num_tokens: int) -> None:
+        # Memory that is never touched costs nothing.
+        self._token_ids: Int32Column = np.empty(max_num_tokens, np.int32)
+        self._num_tokens = 0
+        self.num_drafted = 0
+        self._most_drafted = _FIRST_DRAFT
+        self._num_failures = 0
+        self._num_steps_alone = 0
+
+    @property
+    def token_ids(self) -> Int32Column:
+        return self._token_ids[: self._num_tokens]
+
+    def extend(self, token_ids: Int32Column) -> None:
+        end = self._num_tokens + len(token_ids)
+        self._token_ids[self._num_tokens : end] = token_ids
+        self._num_tokens = end
+
+    def want(self, max_tokens: int) -> int:
+        """How many tokens to draft. Call once per step, then set `num_drafted`."""
+        self.num_drafted = 0
+        if self._num_steps_alone:
+            self._num_steps_alone -= 1
+            return 0
+        return min(max_tokens, self._most_drafted)
+
+    def learn(self, num_accepted: int) -> None:
+        if not self.num_drafted:
+            return
+        if num_accepted:
+            self._num_failures = 0
+            are_all_right = num_accepted == self.num_drafted
+            self._most_drafted = min(2 * num_accepted, MAX_DRAFT_TOKENS) if are_all_right else num_accepted + 1
+        else:
+            self._num_steps_alone = min(2**self._num_failures - 1, _MAX_STEPS_ALONE)
+            self._num_failures += 1
+            self._most_drafted = 1

@@ -1,0 +1,369 @@
+"""The host's part of the batch that a worker keeps between steps; `DeviceBatch` is the device's.
+
+Plain numpy; only drafts may come from a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from services.worker.batch.block_tables import BlockTables
+from services.worker.batch.decodes import Decodes
+from services.worker.batch.drafts import NO_DRAFTS, Drafter
+from services.worker.batch.enter_checks import BatchLimits, check_enter, check_token_ids, require
+from services.worker.batch.slot_changes import SlotChanges
+from services.worker.batch.step_input import ScoredChunk, StepInput, StepTokens
+from services.worker.sampling.sampling_rows import SamplingRows
+from services.worker.sampling.sampling_state import GrammarMatcher, SamplingState
+from shared.sampling_params import SamplingOptions
+from shared.step.columns import Int32Column
+from shared.step.step import EnteringSequence, PrefillChunk, Step, StepKind
+
+_NO_SLOTS: Int32Column = np.empty(0, dtype=np.int32)
+
+
+class InputBatch:
+    """The sequences of one epoch by slot: lengths, block tables, sampling parameters. The device has their tokens.
+
+    Everything that came over the wire is checked here, before any tensor is touched. A step that does not fit leaves
+    the batch undefined, which ends its epoch.
+
+    Invariant: `_num_tokens` counts a slot's tokens, including sampled ones. After a step the cache holds the KV
+    of all of them while `_num_later` more prompt tokens are to come, then of all but the last. KV left there by
+    rejected drafts is overwritten before it is read.
+    """
+
+    def __init__(
+        self,
+        limits: BatchLimits,
+        *,
+        make_matcher: Callable[[str], GrammarMatcher] | None = None,
+        eos_token_ids: Sequence[int] = (),
+        drafter: Drafter | None = None,
+    ) -> None:
+        """Grammars need `make_matcher` and the model's `eos_token_ids`, drafts `drafter`."""
+        num_slots = limits.max_num_seqs
+        self.limits = limits
+        self._make_matcher = make_matcher
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._drafter = drafter
+        # Slots in the order in which their sequences entered.
+        self._order = _NO_SLOTS
+        self._is_used = np.zeros(num_slots, dtype=np.bool_)
+        self._num_tokens = np.zeros(num_slots, dtype=np.int32)
+        self._max_num_tokens = np.zeros(num_slots, dtype=np.int32)
+        self._num_later = np.zeros(num_slots, dtype=np.int32)
+        self._temperature = np.zeros(num_slots, dtype=np.float32)
+        self._top_k = np.zeros(num_slots, dtype=np.int32)
+        self._top_p = np.ones(num_slots, dtype=np.float32)
+        self._seed = np.zeros(num_slots, dtype=np.uint64)
+        self._choice = np.zeros(num_slots, dtype=np.uint32)
+        # Only for the few sequences that have options.
+        self._states: dict[int, SamplingState] = {}
+        self._tables = BlockTables(
+            num_slots=num_slots,
+            num_pool_blocks=limits.num_blocks,
+            max_blocks_per_sequence=-(-limits.context_length // limits.block_size),
+        )
+        self._changes = SlotChanges()
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences in the batch."""
+        return len(self._order)
+
+    def apply(self, step: Step) -> StepInput:
+        """Apply the step's changes, and say what it computes.
+
+        Raises:
+            StepMismatchError: the step does not fit; the batch must not be used again.
+        """
+        self._leave(step.leave_slots)
+        if step.is_dummy:
+            return self._dummy(step)
+        decode_slots = self._decode_slots(step)
+        self._enter(step.enters)
+        self._append_blocks(step.append_slots, step.append_block_ids)
+        chunks = (*step.chunks, *(enter.chunk for enter in step.enters))
+        require(bool(chunks) is (step.kind is not StepKind.DECODE), "the step's kind does not fit its prompt chunks")
+        num_tokens = len(decode_slots) + sum(chunk.num_tokens for chunk in chunks)
+        room = self.limits.max_num_batched_tokens - num_tokens
+        require(
+            num_tokens > 0 and room >= 0,
+            "the step's number of tokens is out of range",
+            limit=self.limits.max_num_batched_tokens,
+        )
+        for chunk in chunks:
+            self._extend(chunk)
+        return self._make_input(self._decodes(decode_slots, room), chunks)
+
+    def tokens(self, step_input: StepInput) -> StepTokens:
+        """The tokens of the step that was just applied."""
+        if not len(step_input.slots) and step_input.num_tokens:
+            return StepTokens.dummy()
+        slots, query_lens = step_input.slots, step_input.query_lens
+        starts = step_input.cu_seqlens_q[:-1]
+        # A sequence's tokens in this step are the last ones of its context, so both end at the same position.
+        positions = np.arange(step_input.num_tokens, dtype=np.int64)
+        positions += np.repeat(step_input.context_lens - query_lens - starts, query_lens)
+        block_size = self.limits.block_size
+        block_ids = self._tables.ids_at(np.repeat(slots, query_lens), positions // block_size)
+        return StepTokens(
+            token_ids=self._token_ids(step_input),
+            positions=positions,
+            slot_mapping=block_ids * np.int64(block_size) + positions % block_size,
+            block_tables=self._tables.rows(slots, step_input.num_blocks),
+        )
+
+    def sampling(self, step_input: StepInput) -> SamplingRows:
+        """How the rows of the step that was just applied are drawn, options included."""
+        slots = step_input.row_slots
+        return SamplingRows(
+            temperature=self._temperature[slots],
+            top_k=self._top_k[slots],
+            top_p=self._top_p[slots],
+            seed=self._seed[slots],
+            choice=self._choice[slots],
+            position=step_input.row_positions,
+            states=self._states_of(slots) if self._states else {},
+            draft_token_ids=step_input.draft_token_ids,
+            draft_counts=step_input.draft_counts,
+        )
+
+    def record_drawn(self, slots: Int32Column) -> None:
+        """Append one token to each of these sequences, which only the device knows."""
+        self._num_tokens[slots] += 1
+
+    def record_sampled(self, slots: Int32Column, token_ids: Int32Column, counts: Int32Column | None = None) -> None:
+        """Append sampled tokens.
+
+        Args:
+            slots: [num_rows].
+            token_ids: [sum of counts], row after row.
+            counts: [num_rows], tokens of each row, at least 1; None means one each.
+        """
+        if self._drafter is not None:
+            self._drafter.record(slots, token_ids, counts)
+        self._num_tokens[slots] += 1 if counts is None else counts
+
+    def _leave(self, slots: Int32Column) -> None:
+        if not len(slots):
+            return
+        self._check_used("leave_slots", slots)
+        self._is_used[slots] = False
+        self._tables.clear(slots)
+        self._order = self._order[self._is_used[self._order]]
+        if self._drafter is not None:
+            self._drafter.leave(slots)
+        if self._states:
+            for slot in slots.tolist():
+                self._states.pop(slot, None)
+
+    def _enter(self, enters: Sequence[EnteringSequence]) -> None:
+        if not enters:
+            return
+        for enter in enters:
+            check_enter(enter, self.limits, needs_all_tokens=self._drafter is not None)
+            slot, params = enter.chunk.slot, enter.params
+            require(not self._is_used[slot], "a sequence enters a slot that is in use", slot=slot)
+            self._is_used[slot] = True
+            # Until `_extend` adds the chunk, all its tokens count as later ones.
+            self._num_tokens[slot] = enter.num_cached_tokens
+            self._num_later[slot] = enter.chunk.num_tokens + enter.chunk.num_later_tokens
+            # One token is drawn after a full context, and none after that.
+            self._max_num_tokens[slot] = min(enter.max_num_tokens, self.limits.context_length + 1)
+            self._tables.set(slot, enter.block_ids)
+            self._temperature[slot] = params.temperature
+            self._top_k[slot] = params.top_k
+            self._top_p[slot] = params.top_p
+            self._seed[slot] = params.seed
+            self._choice[slot] = enter.choice
+            if params.options is not None:
+                self._states[slot] = self._make_state(enter, params.options)
+            self._changes.enter(enter, is_edited=self._changes_logits(slot))
+            if self._drafter is not None:
+                self._drafter.enter(slot, enter.cached_token_ids, int(self._max_num_tokens[slot]))
+        self._order = np.concatenate([self._order, np.array([enter.chunk.slot for enter in enters], dtype=np.int32)])
+
+    def _changes_logits(self, slot: int) -> bool:
+        return slot in self._states and self._states[slot].changes_logits
+
+    def _make_state(self, enter: EnteringSequence, options: SamplingOptions) -> SamplingState:
+        slot = enter.chunk.slot
+        require(not options.grammar or self._make_matcher is not None, "grammars are not supported here", slot=slot)
+        state = SamplingState(
+            options,
+            stop_token_ids=np.array(enter.stop_token_ids, np.int32),
+            num_prompt_tokens=enter.num_prompt_tokens,
+            logits_width=self.limits.logits_width,
+            matcher=self._make_matcher(options.grammar) if options.grammar and self._make_matcher else None,
+            eos_token_ids=self._eos_token_ids,
+        )
+        state.extend(enter.cached_token_ids)
+        return state
+
+    def _append_blocks(self, slots: Int32Column, block_ids: Int32Column) -> None:
+        require(len(slots) == len(block_ids), "append_slots and append_block_ids differ in length")
+        if len(slots):
+            self._check_used("append_slots", slots, may_repeat=True)
+            self._changes.append_blocks(slots, self._tables.append(slots, block_ids), block_ids)
+
+    def _decode_slots(self, step: Step) -> Int32Column:
+        """Entering sequences are not decoded: they have no sampled token to start from."""
+        if step.kind is StepKind.PREFILL:
+            require(step.decode_slots is None, "decode_slots in a prefill step")
+            return _NO_SLOTS
+        slots: Int32Column = self._order[self._num_later[self._order] == 0]
+        if step.decode_slots is not None:
+            slots = step.decode_slots
+            self._check_used("decode_slots", slots)
+            require(not self._num_later[slots].any(), "a sequence is decoded before its prompt is complete")
+        require(len(slots) > 0, "no sequence to decode")
+        return slots
+
+    def _extend(self, chunk: PrefillChunk) -> None:
+        slot, num_new = chunk.slot, chunk.num_tokens
+        self._check_used("chunks", np.array([slot]))
+        require(0 < num_new <= self._num_later[slot], "a chunk is empty or exceeds the rest of its prompt", slot=slot)
+        require(num_new + chunk.num_later_tokens == self._num_later[slot], "a prompt's length has changed", slot=slot)
+        token_ids = chunk.token_ids
+        check_token_ids(slot, token_ids, self.limits)
+        self._num_tokens[slot] += num_new
+        self._num_later[slot] = chunk.num_later_tokens
+        if slot in self._states:
+            self._states[slot].extend(token_ids)
+        if self._drafter is not None:
+            self._drafter.extend(slot, token_ids)
+
+    def _dummy(self, step: Step) -> StepInput:
+        require(not step.enters and not step.chunks, "a dummy step must not compute a prompt")
+        require(step.decode_slots is None or not len(step.decode_slots), "a dummy step must not decode a sequence")
+        self._append_blocks(step.append_slots, step.append_block_ids)
+        is_prefill, table_width = step.kind is not StepKind.DECODE, self._tables.width
+        return StepInput.dummy(is_prefill=is_prefill, table_width=table_width, changes=self._changes.take(table_width))
+
+    def _decodes(self, slots: Int32Column, room: int) -> Decodes:
+        if self._drafter is None or not len(slots):
+            return Decodes(len(slots), None, slots, None)
+        num_slots, numbers = len(slots), None
+        is_full = self._num_tokens[slots] >= self._max_num_tokens[slots]
+        if is_full.any():
+            numbers = np.flatnonzero(~is_full)
+            slots = slots[numbers]
+        drafts = self._drafter.propose(slots, self._draft_room(slots), most_together=room, tables=self._tables)
+        return Decodes(num_slots, numbers, slots, drafts if len(drafts.token_ids) else None)
+
+    def _draft_room(self, slots: Int32Column) -> Int32Column:
+        """Drafts each sequence has room for; one more token is drawn after them."""
+        num_places = self._tables.num_blocks(slots) * self.limits.block_size
+        # A sequence's last possible token is drawn but never computed. This also keeps drafts within the context.
+        most = np.minimum(self._max_num_tokens[slots] - 1, num_places)
+        return np.maximum(most - self._num_tokens[slots], 0)
+
+    def _make_input(self, decodes: Decodes, chunks: Sequence[PrefillChunk]) -> StepInput:
+        slots, drafts = decodes.slots, decodes.drafts
+        query_lens = np.ones(len(slots), dtype=np.int32)
+        context_lens = self._num_tokens[slots]
+        if drafts is not None:
+            query_lens += drafts.counts
+            context_lens += drafts.counts
+        row_indexes: npt.NDArray[np.int64] | None = None
+        if chunks:
+            chunk_slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
+            slots = np.concatenate([slots, chunk_slots])
+            require(len(np.unique(slots)) == len(slots), "a slot occurs twice in the step")
+            lengths = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int32)
+            query_lens = np.concatenate([query_lens, lengths])
+            context_lens = np.concatenate([context_lens, self._num_tokens[chunk_slots]])
+            row_indexes = np.flatnonzero(self._num_later[slots] == 0)
+        row_slots = slots if row_indexes is None else slots[row_indexes]
+        num_blocks_needed = self._check_lengths(slots, context_lens)
+        cu_seqlens_q = np.zeros(len(slots) + 1, dtype=np.int32)
+        np.cumsum(query_lens, out=cu_seqlens_q[1:])
+        num_decodes = len(decodes.slots)
+        num_done = decodes.num_slots - num_decodes
+        scored = self._scored_chunks(chunks, cu_seqlens_q[num_decodes:]) if self._states else ()
+        return StepInput(
+            num_decodes=num_decodes,
+            slots=slots,
+            num_result_rows=len(row_slots) + num_done,
+            row_numbers=decodes.row_numbers(len(row_slots)),
+            row_slots=row_slots,
+            row_indexes=row_indexes,
+            row_positions=self._num_tokens[row_slots].astype(np.int64),
+            context_lens=context_lens,
+            query_lens=query_lens,
+            cu_seqlens_q=cu_seqlens_q,
+            num_blocks=int(num_blocks_needed.max(initial=0)),
+            has_options=self._have_options(row_slots),
+            table_width=self._tables.width,
+            changes=self._changes.take(self._tables.width),
+            chunks=tuple(chunks),
+            draft_token_ids=NO_DRAFTS if drafts is None else drafts.token_ids,
+            draft_counts=decodes.draft_counts(len(row_slots)),
+            scored_chunks=scored,
+        )
+
+    def _have_options(self, slots: Int32Column) -> bool:
+        return bool(self._states) and any(state.needs_logits for state in self._states_of(slots).values())
+
+    def _token_ids(self, step_input: StepInput) -> npt.NDArray[np.int64]:
+        decode_slots = step_input.slots[: step_input.num_decodes]
+        if self._drafter is None:
+            token_ids = np.zeros(len(decode_slots), np.int32)
+        else:
+            token_ids = self._drafter.last_tokens(decode_slots)
+            if step_input.draft_counts is not None:
+                counts = step_input.draft_counts[: len(decode_slots)]
+                places = np.repeat(np.arange(1, len(decode_slots) + 1), counts)
+                token_ids = np.insert(token_ids, places, step_input.draft_token_ids)
+        return np.concatenate([token_ids, *(chunk.token_ids for chunk in step_input.chunks)]).astype(np.int64)
+
+    def _check_lengths(self, slots: Int32Column, context_lens: Int32Column) -> Int32Column:
+        """Blocks each context needs; refuse the step if a sequence lacks them."""
+        require(
+            int(context_lens.max(initial=0)) <= self.limits.context_length,
+            "a sequence is longer than the context",
+            limit=self.limits.context_length,
+        )
+        num_blocks_needed: Int32Column = (context_lens + (self.limits.block_size - 1)) // self.limits.block_size
+        require(
+            bool((num_blocks_needed <= self._tables.num_blocks(slots)).all()),
+            "a block table is too short for its sequence",
+        )
+        return num_blocks_needed
+
+    def _states_of(self, slots: Int32Column) -> dict[int, SamplingState]:
+        slot_to_row = np.full(self.limits.max_num_seqs, -1)
+        slot_to_row[slots] = np.arange(len(slots))
+        return {int(slot_to_row[slot]): state for slot, state in self._states.items() if slot_to_row[slot] >= 0}
+
+    def _scored_chunks(self, chunks: Sequence[PrefillChunk], starts: Int32Column) -> tuple[ScoredChunk, ...]:
+        scored = []
+        for chunk, start in zip(chunks, starts.tolist(), strict=False):
+            state = self._states.get(chunk.slot)
+            if state is None or state.options.num_prompt_logprobs is None:
+                continue
+            position = int(self._num_tokens[chunk.slot]) - chunk.num_tokens
+            num_tokens = min(chunk.num_tokens, state.num_prompt_tokens - position)
+            if num_tokens > 0:
+                scored.append(
+                    ScoredChunk(
+                        chunk.slot,
+                        start,
+                        num_tokens,
+                        position,
+                        state.num_prompt_tokens,
+                        state.options.num_prompt_logprobs,
+                    )
+                )
+        return tuple(scored)
+
+    def _check_used(self, column: str, slots: Int32Column, *, may_repeat: bool = False) -> None:
+        in_range = not len(slots) or 0 <= slots.min() <= slots.max() < self.limits.max_num_seqs
+        require(bool(in_range), "a slot is out of range", column=column, limit=self.limits.max_num_seqs)
+        require(bool(self._is_used[slots].all()), "a slot holds no sequence", column=column)
+        require(may_repeat or len(np.unique(slots)) == len(slots), "a slot occurs twice", column=column)

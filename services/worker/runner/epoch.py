@@ -1,0 +1,171 @@
+"""Epochs: what each begins with, the memory of its KV cache, and what is compiled before its first step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.worker.batch.device_batch import DeviceBatch
+from services.worker.batch.drafts import Drafting
+from services.worker.batch.enter_checks import BatchLimits
+from services.worker.batch.input_batch import InputBatch
+from services.worker.forward.forward_context import AttentionMetadata, ForwardContext, forward_context
+from services.worker.forward.kv_cache import KvCache, KvCacheSpec, num_blocks_for
+from services.worker.forward.staging import to_device
+from services.worker.models.loader import LoadedModel
+from services.worker.ops import DecodeRows
+from services.worker.runner.batch_runner import BatchRunner
+from services.worker.runner.cache_memory import KvCacheSize
+from services.worker.runner.graphs.graph_runner import GraphSettings
+from services.worker.runner.graphs.step_graphs import StepGraphs, capture_steps
+from services.worker.runner.matchers import GrammarMatchers
+from services.worker.runner.rank import Rank
+
+# More tokens take the kernels of some of these sizes, or of the most tokens.
+_LARGEST_COMPILED = 1024
+
+
+class Epochs:
+    """Begins a process's epochs, and keeps KV cache and graphs from each for the next if they fit it."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        loaded: LoadedModel,
+        kv_cache_size: KvCacheSize,
+        *,
+        drafting: Drafting | None,
+        graphs: GraphSettings | None,
+    ) -> None:
+        """As in `ModelRunner`; `rank` computes `loaded`."""
+        self._rank = rank
+        self._facts = loaded.facts
+        self._kv_cache_size = kv_cache_size
+        self._drafting = drafting
+        self._graph_settings = graphs
+        self._matchers = GrammarMatchers(loaded.model_dir, loaded.facts.logits_width, loaded.facts.eos_token_ids)
+        self.kv_cache: KvCache | None = None
+        self.graphs: StepGraphs | None = None
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Most tokens drafted for a sequence in a step; 0 without drafting."""
+        return 0 if self._drafting is None else self._drafting.num_draft_tokens
+
+    @property
+    def num_blocks(self) -> int:
+        """The KV blocks of the present epoch, or of the last one; 0 before the first. From any thread."""
+        return 0 if self.kv_cache is None else self.kv_cache.num_blocks
+
+    def begin(self, *, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> BatchRunner | None:
+        """Begin an epoch with an empty batch; None if the memory does not hold one block.
+
+        The device computes nothing, and the last epoch is over.
+        """
+        rank = self._rank
+        limits = BatchLimits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            num_blocks=self.num_blocks,
+            context_length=self._facts.context_length,
+            logits_width=self._facts.logits_width,
+        )
+        cache = self.kv_cache
+        if cache is None or cache.block_size != block_size:
+            # Free the old cache first: there may be no memory for two. Graphs name its addresses.
+            self.graphs = None
+            self.kv_cache = cache = None
+            limits = replace(limits, num_blocks=self._count_blocks(limits))
+            if not limits.num_blocks:
+                return None
+            self.kv_cache = cache = KvCache(rank.model.kv_cache_spec, limits.num_blocks, block_size, rank.device)
+            # A CPU's kernels are compiled ahead, and so are torch's, of which ops that draw on the host are composed.
+            # Of coupled ranks an epoch may reach only some; see `Replays`.
+            if rank.device.type != "cpu" and not rank.ops.draws_on_host and not rank.layout.is_coupled:
+                _compile_prefills(rank, limits, cache)
+        if self._graph_settings is not None and (self.graphs is None or not self.graphs.fits(limits, rank.layout)):
+            # Free the old ones first.
+            self.graphs = None
+            settings, num_drafts = self._graph_settings, self.num_draft_tokens
+            self.graphs = capture_steps(rank, cache, limits, settings, num_draft_tokens=num_drafts)
+            if self.graphs is None:
+                self._graph_settings = None
+        drafter = None if self._drafting is None else self._drafting.begin(limits, cache)
+        batch = InputBatch(
+            limits, make_matcher=self._matchers.make, eos_token_ids=self._facts.eos_token_ids, drafter=drafter
+        )
+        proposer = None if self._drafting is None else self._drafting.proposer
+        return BatchRunner(rank, batch, cache, graphs=self.graphs, proposer=proposer)
+
+    def _count_blocks(self, limits: BatchLimits) -> int:
+        """The configured number of KV blocks, or how many fit into the memory, possibly 0."""
+        size = self._kv_cache_size
+        if size.num_blocks is not None:
+            return size.num_blocks
+        layers = self._rank.model.kv_cache_spec.layers
+        if self._drafting is not None:
+            # The proposer's cache has the same blocks and comes out of the same memory.
+            layers += self._drafting.proposer.kv_cache_spec.layers
+        memory_bytes = size.memory_bytes
+        if size.measure is not None:
+            memory_bytes = size.measure(partial(_run_largest_prefill, self._rank, limits))
+        return num_blocks_for(memory_bytes, KvCacheSpec(layers), limits.block_size)
+
+
+@torch.inference_mode()
+def _run_largest_prefill(rank: Rank, limits: BatchLimits) -> None:
+    """Compute a prefill of as many tokens as a step may have, and the logits of as many rows; stores no KV."""
+    cache = KvCache(rank.model.kv_cache_spec, 1, limits.block_size, rank.device)
+    hidden = _run_prefill(rank, limits.max_num_batched_tokens, limits.context_length, cache)
+    rank.model.compute_logits(hidden[: limits.max_num_seqs])
+
+
+@torch.inference_mode()
+def _compile_prefills(rank: Rank, limits: BatchLimits, cache: KvCache) -> None:
+    """Compute prefills of many sizes, so that none waits for the compiler when there are requests; stores no KV.
+
+    Kernels differ by powers of two up to some size, and by whether a context may be long.
+    """
+    powers = [1 << bits for bits in range(1, _LARGEST_COMPILED.bit_length())]
+    most = limits.max_num_batched_tokens
+    sizes = {min(power + more, most) for power in powers for more in (0, 1)}
+    for size in sorted(sizes | {most}):
+        for longest in (size, limits.context_length):
+            _run_prefill(rank, size, limits.context_length, cache, longest=longest)
+    # The kernel that makes the inputs of decodes is in no graph.
+    DeviceBatch(rank.ops, limits, rank.device).pad(DecodeRows.padding(1, 1, rank.device))
+
+
+def _run_prefill(
+    rank: Rank, num_tokens: int, context_length: int, cache: KvCache, *, longest: int | None = None
+) -> Tensor:
+    """Compute prompts of `num_tokens` together, as long as they may be, without storing their KV; hidden states.
+
+    Args:
+        longest: A bound for every context, as of a step with longer ones; None means what they are.
+    """
+    length = min(num_tokens, context_length)
+    starts = np.append(np.arange(0, num_tokens, length, dtype=np.int32), np.int32(num_tokens))
+    lengths = np.diff(starts)
+    longest = length if longest is None else longest
+    attention = AttentionMetadata(
+        is_prefill=True,
+        slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=rank.device),
+        # All of a context is read from the one block.
+        block_tables=to_device(np.zeros((len(lengths), -(-length // cache.block_size)), np.int32), rank.device),
+        context_lens=to_device(lengths, rank.device),
+        cu_seqlens_q=to_device(starts, rank.device),
+        query_lens=tuple(lengths.tolist()),
+        context_lens_host=(longest,) * len(lengths),
+        max_query_len=length,
+        max_context_len=longest,
+    )
+    positions = to_device(np.arange(num_tokens, dtype=np.int64) % length, rank.device)
+    context = ForwardContext.for_step(rank.ops, attention, cache, progress=rank.progress)
+    with forward_context(context):
+        return rank.model.forward(torch.zeros_like(positions), positions)

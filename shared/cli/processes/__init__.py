@@ -1,1 +1,0 @@
-"""The processes that a launcher starts, watches and restarts."""

@@ -1,0 +1,1 @@
+"""What scheduler and worker mean by a step, and how it travels between them."""

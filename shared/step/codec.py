@@ -1,0 +1,278 @@
+"""Steps and their results as messages: how each is encoded by one side and parsed by the other.
+
+Columns are little-endian int32 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.internal.v1 import sampling_pb2, worker_pb2
+from shared.errors import StepMismatchError
+from shared.ids import Slot
+from shared.limits import TOKEN_DTYPE
+from shared.sampling_codec import decode_options, encode_options
+from shared.sampling_params import SamplingOptions, SamplingParams
+from shared.step.columns import Int32Column
+from shared.step.logprobs_codec import decode_logprobs, encode_logprobs
+from shared.step.step import NO_INTS, EnteringSequence, PrefillChunk, Step, StepKind, StepResult
+
+_KIND_TO_WIRE = {
+    StepKind.PREFILL: worker_pb2.STEP_KIND_PREFILL,
+    StepKind.DECODE: worker_pb2.STEP_KIND_DECODE,
+    StepKind.MIXED: worker_pb2.STEP_KIND_MIXED,
+}
+_WIRE_TO_KIND = {number: kind for kind, number in _KIND_TO_WIRE.items()}
+
+_Ints = Sequence[int] | npt.NDArray[np.integer[Any]]
+
+
+class PlannedBatch(Protocol):
+    """What one rank computes in a step, by its scheduler's plan; `Step` says more about each part."""
+
+    @property
+    def kind(self) -> StepKind:
+        """What the step computes."""
+
+    @property
+    def leave_slots(self) -> Sequence[int]:
+        """Sequences that leave the batch."""
+
+    @property
+    def enters(self) -> Sequence[EnteringSequence]:
+        """Sequences that enter it."""
+
+    @property
+    def append_slots(self) -> _Ints:
+        """Sequences that get a block, parallel to `append_block_ids`."""
+
+    @property
+    def append_block_ids(self) -> Sequence[int]:
+        """The blocks they get."""
+
+    @property
+    def decode_slots(self) -> _Ints:
+        """Sequences to decode, in batch order."""
+
+    @property
+    def skips_rows(self) -> bool:
+        """Whether a worker could not derive `decode_slots`, so that they are sent."""
+
+    @property
+    def chunks(self) -> Sequence[PrefillChunk]:
+        """Next tokens of sequences that entered before."""
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether the step only serves the collectives of coupled ranks."""
+
+
+class PlannedStep(Protocol):
+    """A batch for its rank. A protocol, since the scheduler's class has columns of its own."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the claim."""
+
+    @property
+    def step_id(self) -> int:
+        """The step's number in its epoch, from 1."""
+
+    @property
+    def batch(self) -> PlannedBatch:
+        """What the rank computes."""
+
+    @property
+    def num_tokens_across_dp(self) -> Sequence[int]:
+        """Tokens on each coupled rank; empty if ranks are not coupled."""
+
+    @property
+    def graph_batch_size(self) -> int:
+        """The batch size of the graph that coupled ranks run; 0 means that all run eagerly."""
+
+
+def encode_step(step: PlannedStep) -> worker_pb2.StepRequest:
+    """Encode a step."""
+    batch = step.batch
+    request = worker_pb2.StepRequest(epoch=step.epoch, step_id=step.step_id, kind=_KIND_TO_WIRE[batch.kind])
+    if batch.leave_slots:
+        request.leave_slots = _pack(batch.leave_slots)
+    if batch.append_block_ids:
+        request.append_slots = _pack(batch.append_slots)
+        request.append_block_ids = _pack(batch.append_block_ids)
+    if batch.skips_rows:
+        request.decode_slots = _pack(batch.decode_slots)
+    if batch.enters:
+        request.enters.extend(_encode_enter(enter) for enter in batch.enters)
+    if batch.chunks:
+        request.chunks.extend(_encode_chunk(chunk) for chunk in batch.chunks)
+    if step.num_tokens_across_dp:
+        request.is_dummy = batch.is_dummy
+        request.num_tokens_across_dp.extend(step.num_tokens_across_dp)
+        request.graph_batch_size = step.graph_batch_size
+    return request
+
+
+def parse_step(request: worker_pb2.StepRequest) -> Step:
+    """Parse without copying columns; `InputBatch` checks whether the step fits.
+
+    Raises:
+        StepMismatchError: the kind is unknown, a column's length is not a multiple of 4 bytes, or parallel columns of
+            the sampling options differ in length.
+    """
+    kind = _WIRE_TO_KIND.get(request.kind)
+    if kind is None:
+        raise StepMismatchError("unknown step kind", kind=request.kind)
+    return Step(
+        epoch=request.epoch,
+        step_id=request.step_id,
+        kind=kind,
+        leave_slots=_column("leave_slots", request.leave_slots),
+        enters=tuple(_parse_enter(enter) for enter in request.enters),
+        append_slots=_column("append_slots", request.append_slots),
+        append_block_ids=_column("append_block_ids", request.append_block_ids),
+        decode_slots=_column("decode_slots", request.decode_slots) if request.HasField("decode_slots") else None,
+        chunks=tuple(_parse_chunk("chunks.token_ids", chunk) for chunk in request.chunks),
+        is_dummy=request.is_dummy,
+        num_tokens_across_dp=tuple(request.num_tokens_across_dp),
+        graph_batch_size=request.graph_batch_size,
+    )
+
+
+def encode_result(result: StepResult) -> worker_pb2.StepResult:
+    """Encode a step's result."""
+    return worker_pb2.StepResult(
+        epoch=result.epoch,
+        step_id=result.step_id,
+        token_ids=_pack(result.token_ids),
+        not_finite_rows=_pack(result.not_finite_rows),
+        failed_grammar_rows=_pack(result.failed_grammar_rows),
+        device_time_us=result.device_time_us,
+        counts=None if result.counts is None else _pack(result.counts),
+        num_draft_tokens=result.num_draft_tokens,
+        logprobs=None if result.logprobs is None else encode_logprobs(result.logprobs),
+        prompt_logprobs=[
+            worker_pb2.ChunkLogprobs(slot=slot, logprobs=encode_logprobs(logprobs))
+            for slot, logprobs in result.prompt_logprobs
+        ],
+    )
+
+
+def parse_result(message: worker_pb2.StepResult) -> StepResult:
+    """Parse a result.
+
+    Raises:
+        ValueError: a column's length is not a multiple of 4 bytes.
+    """
+    token_ids = np.frombuffer(message.token_ids, TOKEN_DTYPE)
+    rows = message.not_finite_rows
+    not_finite_rows = np.frombuffer(rows, TOKEN_DTYPE) if rows else NO_INTS
+    # The rest is rare and must not slow down a plain step of 512 rows.
+    if not (
+        message.num_draft_tokens
+        or message.counts
+        or message.failed_grammar_rows
+        or message.prompt_logprobs
+        or message.HasField("logprobs")
+    ):
+        return StepResult(
+            message.epoch,
+            message.step_id,
+            token_ids,
+            not_finite_rows,
+            message.device_time_us,
+            None,
+            0,
+            None,
+            (),
+            NO_INTS,
+        )
+    return StepResult(
+        message.epoch,
+        message.step_id,
+        token_ids,
+        not_finite_rows,
+        message.device_time_us,
+        counts=np.frombuffer(message.counts, TOKEN_DTYPE) if message.HasField("counts") else None,
+        num_draft_tokens=message.num_draft_tokens,
+        logprobs=decode_logprobs(message.logprobs) if message.HasField("logprobs") else None,
+        prompt_logprobs=tuple((chunk.slot, decode_logprobs(chunk.logprobs)) for chunk in message.prompt_logprobs),
+        failed_grammar_rows=np.frombuffer(message.failed_grammar_rows, TOKEN_DTYPE),
+    )
+
+
+def _encode_enter(enter: EnteringSequence) -> worker_pb2.EnterSequence:
+    params = enter.params
+    return worker_pb2.EnterSequence(
+        chunk=_encode_chunk(enter.chunk),
+        num_cached_tokens=enter.num_cached_tokens,
+        num_prompt_tokens=enter.num_prompt_tokens,
+        block_ids=enter.block_bytes,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        seed=params.seed,
+        choice=enter.choice,
+        options=None if params.options is None else encode_options(params.options),
+        stop_token_ids=_pack(enter.stop_token_ids) if enter.stop_token_ids else b"",
+        cached_token_ids=enter.cached_token_bytes,
+        max_num_tokens=enter.max_num_tokens,
+    )
+
+
+def _parse_enter(enter: worker_pb2.EnterSequence) -> EnteringSequence:
+    params = SamplingParams(
+        max_tokens=enter.max_num_tokens - enter.num_prompt_tokens,
+        temperature=enter.temperature,
+        top_k=enter.top_k,
+        top_p=enter.top_p,
+        seed=enter.seed,
+        options=_parse_options(enter.options) if enter.HasField("options") else None,
+    )
+    stop_token_ids = enter.stop_token_ids
+    return EnteringSequence(
+        chunk=_parse_chunk("enters.chunk.token_ids", enter.chunk),
+        num_cached_tokens=enter.num_cached_tokens,
+        num_prompt_tokens=enter.num_prompt_tokens,
+        block_bytes=_whole("enters.block_ids", enter.block_ids),
+        params=params,
+        choice=enter.choice,
+        stop_token_ids=tuple(_column("enters.stop_token_ids", stop_token_ids).tolist()) if stop_token_ids else (),
+        cached_token_bytes=_whole("enters.cached_token_ids", enter.cached_token_ids),
+    )
+
+
+def _parse_options(options: sampling_pb2.SamplingOptions) -> SamplingOptions:
+    try:
+        return decode_options(options)
+    except ValueError as error:
+        raise StepMismatchError(f"enters.options: {error}") from error
+
+
+def _encode_chunk(chunk: PrefillChunk) -> worker_pb2.PrefillChunk:
+    return worker_pb2.PrefillChunk(
+        slot=chunk.slot, token_ids=chunk.token_bytes, num_later_tokens=chunk.num_later_tokens
+    )
+
+
+def _parse_chunk(column: str, chunk: worker_pb2.PrefillChunk) -> PrefillChunk:
+    return PrefillChunk(Slot(chunk.slot), _whole(column, chunk.token_ids), chunk.num_later_tokens)
+
+
+def _pack(values: _Ints) -> bytes:
+    return np.asarray(values, TOKEN_DTYPE).tobytes()
+
+
+def _column(name: str, data: bytes) -> Int32Column:
+    return np.frombuffer(_whole(name, data), dtype=TOKEN_DTYPE)
+
+
+def _whole(name: str, data: bytes) -> bytes:
+    """`data`, whole numbers."""
+    if len(data) % TOKEN_DTYPE.itemsize:
+        raise StepMismatchError("a column's length is not a multiple of 4 bytes", column=name, num_bytes=len(data))
+    return data

@@ -1,0 +1,135 @@
+"""One step and its result, as plain data.
+
+Never changed once made, yet not frozen: creating a frozen object takes three times as long, and every step creates
+several. What a sequence brings is kept in bytes, as it travels, so that neither side converts what it only passes on.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shared.ids import Slot
+from shared.limits import TOKEN_DTYPE
+from shared.sampling_params import SamplingParams
+from shared.step.columns import Int32Column
+from shared.step.logprobs import Logprobs
+
+NO_INTS: Int32Column = np.empty(0, np.int32)
+
+
+class StepKind(enum.Enum):
+    """What a step computes: prompt tokens, one token per row, or both."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+@dataclass(slots=True)
+class PrefillChunk:
+    """A sequence's next tokens, whose KV the step computes: prompt tokens, then completion tokens."""
+
+    slot: Slot
+    token_bytes: bytes
+    num_later_tokens: int
+    """Tokens left for later steps; at 0 a token is sampled."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed."""
+        return len(self.token_bytes) // TOKEN_DTYPE.itemsize
+
+    @property
+    def token_ids(self) -> Int32Column:
+        """[num_tokens], a view."""
+        return np.frombuffer(self.token_bytes, TOKEN_DTYPE)
+
+
+@dataclass(slots=True)
+class EnteringSequence:
+    """A sequence that enters the batch."""
+
+    chunk: PrefillChunk
+    """Its first tokens without cached KV."""
+    num_cached_tokens: int
+    num_prompt_tokens: int
+    block_bytes: bytes
+    """The block table."""
+    params: SamplingParams
+    """The worker gets them without stops and `ignore_eos`: the scheduler ends sequences."""
+    choice: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    """Not drawn before `options.min_tokens`; empty without it."""
+    cached_token_bytes: bytes = b""
+    """The tokens before the chunk, if options or drafts need them."""
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Limit for prompt and completion together."""
+        return self.num_prompt_tokens + self.params.max_tokens
+
+    @property
+    def block_ids(self) -> Int32Column:
+        """[num_blocks], a view."""
+        return np.frombuffer(self.block_bytes, TOKEN_DTYPE)
+
+    @property
+    def cached_token_ids(self) -> Int32Column:
+        """[num_cached_tokens], or empty; a view."""
+        return np.frombuffer(self.cached_token_bytes, TOKEN_DTYPE)
+
+
+@dataclass(slots=True)
+class Step:
+    """Changes to the worker's batch, in the order of the fields, and what is then computed.
+
+    A scheduler's own plan has other columns: lists, and arrays that index its own.
+    """
+
+    epoch: int
+    step_id: int
+    kind: StepKind
+    leave_slots: Int32Column
+    enters: tuple[EnteringSequence, ...]
+    append_slots: Int32Column
+    """Parallel to `append_block_ids`; a slot that gets several blocks occurs several times."""
+    append_block_ids: Int32Column
+    decode_slots: Int32Column | None
+    """None means all complete sequences already in the batch, in the order they entered."""
+    chunks: tuple[PrefillChunk, ...]
+    """Next tokens of incomplete sequences that entered before."""
+    is_dummy: bool = False
+    """Compute only one token without KV, so that other ranks' collectives have a partner."""
+    num_tokens_across_dp: tuple[int, ...] = ()
+    """This step's tokens on each coupled DP rank; empty if ranks are not coupled."""
+    graph_batch_size: int = 0
+    """Coupled ranks only: the batch size of the graph that every rank runs; 0 means that all run eagerly."""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """Each row's tokens, in row order."""
+
+    epoch: int
+    step_id: int
+    token_ids: Int32Column
+    not_finite_rows: Int32Column
+    """Rows (not slots) with logits that were not finite; their tokens are meaningless."""
+    device_time_us: int = 0
+    counts: Int32Column | None = None  # [num_rows], tokens of each row; None means one each
+    num_draft_tokens: int = 0
+    logprobs: Logprobs | None = None
+    """By index into `token_ids`."""
+    prompt_logprobs: tuple[tuple[int, Logprobs], ...] = ()
+    """By slot; `indexes` are positions in the prompt."""
+    failed_grammar_rows: Int32Column = field(default_factory=lambda: NO_INTS)
+    """Rows with a grammar that cannot be followed further; only their last token is meaningless."""
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """The drafted tokens: all but the last of each row."""
+        num_rows = len(self.token_ids) if self.counts is None else int(np.count_nonzero(self.counts))
+        return len(self.token_ids) - num_rows

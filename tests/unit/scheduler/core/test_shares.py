@@ -1,0 +1,163 @@
+"""Slots and blocks are shared among tenants, not the queue alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import count
+
+from services.scheduler.core.batch.sequence import Priority, Sequence
+from services.scheduler.core.policy import SchedulerPolicy
+from services.scheduler.core.queue.waiting_queue import QueuePolicy
+from services.scheduler.core.scheduler import Scheduler
+from shared.tenant import Tenant
+from tests.support.scheduler.core import add, give, make_scheduler, make_sequence
+from tests.support.scheduler.engine_driver import worker_facts
+
+LOUD, QUIET, THIRD = Tenant("loud"), Tenant("quiet"), Tenant("third")
+TOKEN = 9
+_handles = count(1)
+
+
+def seqs_of(
+    tenant: Tenant, num_seqs: int, *, prompt: int = 4, max_tokens: int = 1000, priority: Priority = Priority.NORMAL
+) -> list[Sequence]:
+    """Sequences of a tenant, all different."""
+    seqs = [make_sequence(next(_handles), prompt, max_tokens=max_tokens, priority=priority) for _ in range(num_seqs)]
+    for seq in seqs:
+        seq.tenant = tenant
+    return seqs
+
+
+def run(scheduler: Scheduler, num_steps: int = 1) -> None:
+    """Send steps and give each its tokens before the next one."""
+    for _ in range(num_steps):
+        scheduler.schedule(0.0)
+        record = scheduler.oldest_in_flight
+        assert record is not None
+        give(scheduler, *[TOKEN] * len(record.row_slots))
+
+
+def running(scheduler: Scheduler) -> Counter[str]:
+    """How many sequences of each tenant run."""
+    waiting = set(scheduler.waiting_sequences())
+    return Counter(seq.tenant.name for seq in scheduler.unfinished() if seq not in waiting)
+
+
+def flooded(tenants: tuple[Tenant, ...] = (LOUD,), **policy: object) -> Scheduler:
+    """A rank of 8 slots that tenants have filled, with as many waiting."""
+    scheduler = make_scheduler(SchedulerPolicy(max_num_seqs=8, **policy), facts=worker_facts(num_blocks=1000))  # type: ignore[arg-type]
+    for tenant in tenants:
+        add(scheduler, *seqs_of(tenant, 16))
+    run(scheduler, 2)
+    assert running(scheduler).total() == 8
+    return scheduler
+
+
+def test_a_quiet_tenant_enters_soon_beside_one_that_holds_every_slot() -> None:
+    scheduler = flooded()
+    (quiet,) = seqs_of(QUIET, 1, max_tokens=4)
+    add(scheduler, quiet)
+    run(scheduler, 2)
+    assert running(scheduler) == {"loud": 7, "quiet": 1}
+    assert quiet.first_token_at is not None
+    run(scheduler, 5)
+    assert running(scheduler) == {"loud": 8}
+
+
+def test_tenants_get_slots_by_weight_and_no_more_by_preemption() -> None:
+    scheduler = flooded()
+    add(scheduler, *seqs_of(Tenant("heavy", 3.0), 16))
+    run(scheduler, 12)
+    assert running(scheduler) == {"loud": 2, "heavy": 6}
+    num_preemptions = scheduler.counters.num_preemptions
+    run(scheduler, 20)
+    assert scheduler.counters.num_preemptions == num_preemptions
+
+
+def test_nobody_is_preempted_for_a_tenant_that_would_exceed_its_share() -> None:
+    scheduler = flooded((LOUD, QUIET))
+    run(scheduler, 12)
+    assert running(scheduler) == {"loud": 4, "quiet": 4}
+    num_preemptions = scheduler.counters.num_preemptions
+    add(scheduler, *seqs_of(QUIET, 4))
+    run(scheduler, 5)
+    assert running(scheduler) == {"loud": 4, "quiet": 4}
+    assert scheduler.counters.num_preemptions == num_preemptions
+
+
+def test_blocks_are_shared_too() -> None:
+    scheduler = make_scheduler(SchedulerPolicy(max_num_seqs=64), facts=worker_facts(num_blocks=16))
+    add(scheduler, *seqs_of(LOUD, 8, prompt=24))
+    run(scheduler, 2)
+    assert scheduler.block_counts.free == 0
+    (quiet,) = seqs_of(QUIET, 1, prompt=40, max_tokens=4)
+    add(scheduler, quiet)
+    run(scheduler, 2)
+    assert quiet.first_token_at is not None
+    assert running(scheduler) == {"loud": 6, "quiet": 1}
+
+
+def test_what_cannot_enter_within_its_share_preempts_nobody() -> None:
+    scheduler = make_scheduler(SchedulerPolicy(max_num_seqs=64), facts=worker_facts(num_blocks=16))
+    add(scheduler, *seqs_of(LOUD, 8, prompt=24))
+    run(scheduler, 2)
+    add(scheduler, *seqs_of(QUIET, 1, prompt=16 * 9, max_tokens=4))
+    run(scheduler, 3)
+    assert running(scheduler) == {"loud": 8}
+
+
+def test_a_growing_sequence_takes_blocks_from_the_tenant_furthest_above_its_share() -> None:
+    scheduler = make_scheduler(SchedulerPolicy(max_num_seqs=64), facts=worker_facts(num_blocks=16))
+    add(scheduler, *seqs_of(LOUD, 6, prompt=31))
+    add(scheduler, *seqs_of(QUIET, 2, prompt=31))
+    run(scheduler)
+    assert running(scheduler) == {"loud": 6, "quiet": 2}
+    run(scheduler, 4)
+    assert running(scheduler)["quiet"] == 2
+
+
+def test_a_victim_is_taken_again_only_after_it_has_got_a_token() -> None:
+    scheduler = flooded()
+    victim = next(seq for seq in scheduler.unfinished() if seq.tenant == LOUD and seq.slot is not None)
+    victim.num_tokens_when_made_way = 10**6
+    for seq in scheduler.unfinished():
+        seq.num_tokens_when_made_way = 10**6
+    add(scheduler, *seqs_of(QUIET, 1))
+    run(scheduler, 3)
+    assert running(scheduler) == {"loud": 8}
+
+
+def test_recomputation_is_free_after_making_way_and_paid_after_a_tenants_own_growth() -> None:
+    scheduler = flooded()
+    add(scheduler, *seqs_of(QUIET, 1, max_tokens=2))
+    run(scheduler, 2)
+    victim = next(seq for seq in scheduler.waiting_sequences() if seq.was_admitted)
+    assert not victim.pays_again
+
+    scheduler = make_scheduler(SchedulerPolicy(max_num_seqs=64), facts=worker_facts(num_blocks=8))
+    add(scheduler, *seqs_of(LOUD, 4, prompt=31))
+    run(scheduler, 4)
+    victim = next(seq for seq in scheduler.waiting_sequences() if seq.was_admitted)
+    assert victim.pays_again
+
+
+def test_a_less_urgent_sequence_takes_no_place_from_a_more_urgent_one_of_another_tenant() -> None:
+    scheduler = make_scheduler(
+        SchedulerPolicy(max_num_seqs=8, queue_policy=QueuePolicy.PRIORITY), facts=worker_facts(num_blocks=1000)
+    )
+    add(scheduler, *seqs_of(LOUD, 8, priority=Priority.HIGH))
+    run(scheduler, 2)
+    add(scheduler, *seqs_of(QUIET, 1, priority=Priority.LOW))
+    run(scheduler, 3)
+    assert running(scheduler) == {"loud": 8}
+
+
+def test_tenants_that_have_nothing_here_have_no_share() -> None:
+    scheduler = flooded((LOUD, QUIET, THIRD))
+    run(scheduler, 12)
+    assert sorted(running(scheduler).values()) == [2, 3, 3]
+    for seq in scheduler.unfinished():
+        if seq.tenant == THIRD:
+            scheduler.abort(seq, 0.0)
+    run(scheduler, 12)
+    assert running(scheduler) == {"loud": 4, "quiet": 4}
