@@ -18,7 +18,6 @@ from shared.errors import (
     Violation,
 )
 
-MAX_CACHE_SALT_BYTES = 64
 MAX_CHOICES = 8
 # Maximum draft tokens per sequence and step.
 MAX_DRAFT_TOKENS = 8

@@ -19,7 +19,6 @@ import numpy.typing as npt
 from lockstep.v1 import common_pb2, scheduler_pb2
 from shared.errors import ExactUnavailableError, InvalidRequestError, Violation
 from shared.limits import (
-    MAX_CACHE_SALT_BYTES,
     MAX_CHOICES,
     ModelLimits,
     check_fit,
@@ -44,6 +43,7 @@ from shared.sampling_params import (
     check_min_tokens,
     check_sampling,
 )
+from shared.tenant import MAX_CACHE_SALT_BYTES
 
 # A deadline further away than this is treated as this one.
 MAX_TIME_LEFT_S = 3600.0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from shared.limits import MAX_CACHE_SALT_BYTES
+# The longest salt that a client may send. A tenant's own is longer, so none equals it.
+MAX_CACHE_SALT_BYTES = 64
 
 MIN_WEIGHT = 0.001
 MAX_WEIGHT = 1000.0

@@ -32,6 +32,11 @@ SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")
 PUBLIC = {f"lockstep/v1/{name}{suffix}" for name in ("common", "scheduler", "tokenizer") for suffix in SUFFIXES}
 
 
+def own_environment() -> dict[str, str]:
+    """The variables of this process without those that lead to the checkout, or set the services."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("LOCKSTEP_", "PYTHON"))}
+
+
 @dataclass(frozen=True, slots=True)
 class Environment:
     """An environment with one of the wheels and what it requires."""
@@ -46,12 +51,11 @@ class Environment:
 
     def run(self, program: str, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run one of its programs from its folder, where no checkout is."""
-        own = {name: value for name, value in os.environ.items() if not name.startswith(("LOCKSTEP_", "PYTHON"))}
         command = [str(self.folder / "bin" / program), *args]
         return subprocess.run(
             command,
             cwd=self.folder,
-            env=own | variables,
+            env=own_environment() | variables,
             capture_output=True,
             text=True,
             check=False,
@@ -83,7 +87,7 @@ def install(package: Path, folder: Path) -> Environment:
     """Install a wheel, with what it requires, into an empty environment."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--quiet"]
-    subprocess.run([*pip, "-c", str(CONSTRAINTS), str(package)], check=True)
+    subprocess.run([*pip, "-c", str(CONSTRAINTS), str(package)], env=own_environment(), check=True)
     return Environment(folder)
 
 

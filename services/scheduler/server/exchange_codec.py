@@ -13,13 +13,13 @@ from services.scheduler.core.batch.sequence import FinishReason, Priority
 from services.scheduler.core.batch.step import Outputs, RequestEnd, RequestStart
 from shared.errors import InvalidRequestError
 from shared.ids import RequestHandle
-from shared.limits import MAX_CACHE_SALT_BYTES, MAX_CHOICES, TOKEN_DTYPE
+from shared.limits import MAX_CHOICES, TOKEN_DTYPE
 from shared.network.rpc import to_status
 from shared.sampling_codec import decode_options
 from shared.sampling_params import NO_OPTIONS, SamplingOptions, SamplingParams
 from shared.step.columns import Int32Column
 from shared.step.logprobs_codec import encode_logprobs
-from shared.tenant import DEFAULT_TENANT, MAX_WEIGHT, MIN_WEIGHT, Tenant
+from shared.tenant import DEFAULT_TENANT, MAX_CACHE_SALT_BYTES, MAX_WEIGHT, MIN_WEIGHT, Tenant
 from shared.wire import find_needs
 
 _HANDLE_DTYPE = np.dtype("<u4")
