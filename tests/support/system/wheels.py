@@ -39,7 +39,7 @@ def build(project: Path, folder: Path) -> Path:
 
 
 def first_commit() -> str:
-    """The first commit whose release must work with this checkout, a later one in a shallow clone; "" without history."""
+    """The first commit whose release must work with this checkout; empty outside of a clone, later in a shallow one."""
     command = ["git", "log", "-1", "--format=%H", "--", str(_FIRST_RELEASE)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, check=False, text=True).stdout.strip()
 
