@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,6 +55,7 @@ SCRIPT_TO_FLAGS = {
     "step_rate": ["--quick", "--step-ms=2", "--num-seqs=16"],
     "tls": ["--quick"],
 }
+LONGEST = {"cpu_peers", "gpu", "http", "interference", "quality", "soak"}
 # Its rows need an AMD GPU; tests/unit/worker/ops/aiter_ops runs the rest of it.
 ROCM_SCRIPT = "rocm_smoke"
 NO_GPU = 3
@@ -73,8 +75,15 @@ def test_without_an_amd_gpu_its_script_says_so() -> None:
     assert done.stderr == "nothing was checked: torch sees no AMD GPU\n"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPT_TO_FLAGS)
+def scripts() -> list[Any]:
+    """All of them; those that take longest are left to `make proofs`."""
+    return [
+        pytest.param(script, marks=pytest.mark.proof if script in LONGEST else pytest.mark.slow)
+        for script in SCRIPT_TO_FLAGS
+    ]
+
+
+@pytest.mark.parametrize("script", scripts())
 def test_a_script_runs_and_every_figure_is_a_number(script: str, tmp_path: Path) -> None:
     json_path = tmp_path / "rows.json"
     command = [sys.executable, "-m", f"tests.bench.{script}", *SCRIPT_TO_FLAGS[script], f"--json={json_path}"]

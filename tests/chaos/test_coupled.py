@@ -27,7 +27,13 @@ def moe_peace(moe_dir: Path) -> Peace:
     return asyncio.run(learn(moe_dir, mixed_requests(48)))
 
 
-@pytest.mark.parametrize("is_lost", [False, True], ids=["the step comes late", "the step never comes"])
+@pytest.mark.parametrize(
+    "is_lost",
+    [
+        pytest.param(False, id="the step comes late", marks=pytest.mark.proof),
+        pytest.param(True, id="the step never comes"),
+    ],
+)
 async def test_a_scheduler_dies_between_the_groups_of_a_step(
     moe_dir: Path, moe_peace: Peace, num_kills: int, is_lost: bool, tell_of: TellOf
 ) -> None:

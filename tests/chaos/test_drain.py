@@ -13,7 +13,10 @@ from tests.support.cells.loaded_cell import start_loaded_cell
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("drain_s", [30.0, 0.3], ids=["answers finish", "answers move"])
+@pytest.mark.parametrize(
+    "drain_s",
+    [pytest.param(30.0, id="answers finish", marks=pytest.mark.proof), pytest.param(0.3, id="answers move")],
+)
 async def test_a_rolling_upgrade_of_every_process_is_not_noticed(
     model_dir: Path,
     peace: Peace,

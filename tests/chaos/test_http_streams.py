@@ -23,7 +23,13 @@ def http_peace(model_dir: Path) -> Peace:
     return asyncio.run(learn_over_http(model_dir, mixed_requests(NUM_STREAMS)))
 
 
-@pytest.mark.parametrize("hit", [Killer.hit_a_worker, Killer.hit_the_scheduler], ids=["worker", "scheduler"])
+@pytest.mark.parametrize(
+    "hit",
+    [
+        pytest.param(Killer.hit_a_worker, id="worker"),
+        pytest.param(Killer.hit_the_scheduler, id="scheduler", marks=pytest.mark.proof),
+    ],
+)
 async def test_streams_outlive_services_that_are_killed(
     model_dir: Path, http_peace: Peace, num_kills: int, hit: Callable[[Killer], Awaitable[None]], tell_of: TellOf
 ) -> None:
@@ -41,6 +47,7 @@ async def test_streams_outlive_services_that_are_killed(
     assert load.num_resumes > 0
 
 
+@pytest.mark.proof
 async def test_a_stream_that_becomes_poison_ends_with_an_error(
     model_dir: Path, http_peace: Peace, tell_of: TellOf
 ) -> None:

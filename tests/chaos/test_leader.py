@@ -198,7 +198,14 @@ def check_epochs(cell: RollingCell) -> None:
             assert epochs == sorted(set(epochs))
 
 
-@pytest.mark.parametrize("hit", [kill, stop, start_both], ids=["killed", "stopped", "started with its standby"])
+@pytest.mark.parametrize(
+    "hit",
+    [
+        pytest.param(kill, id="killed"),
+        pytest.param(stop, id="stopped", marks=pytest.mark.proof),
+        pytest.param(start_both, id="started with its standby", marks=pytest.mark.proof),
+    ],
+)
 async def test_requests_outlive_a_leader_that_is(scene: Scene, hit: Callable[[Pair], Awaitable[None]]) -> None:
     with run_rolling_cell(scene.model_dir, scene.directory) as cell:
         async with pair_under_load(cell, scene) as pair:

@@ -30,7 +30,7 @@ DP, EP = ["--dp=2"], ["--dp=2", "--ep"]
 @pytest.mark.parametrize(
     ("flags", "together_with"),
     [
-        pytest.param(DP, "a worker", id="a worker of dp"),
+        pytest.param(DP, "a worker", id="a worker of dp", marks=pytest.mark.proof),
         pytest.param(EP, "all workers", id="all workers of dp x ep"),
         pytest.param(DP, "all workers", id="all workers of dp", marks=pytest.mark.proof),
         pytest.param(EP, "a worker", id="a worker of dp x ep", marks=pytest.mark.proof),

@@ -24,8 +24,11 @@ SHORT_CUTS_S = (1, 3)
 # answer it, it lasts until that offer has timed out and another one was made.
 @pytest.mark.parametrize(
     ("direction", "num_offers"),
-    [({"to_client": False}, 1), ({"to_server": False}, 2), ({}, 1)],
-    ids=["to the worker", "to the scheduler", "in both directions"],
+    [
+        pytest.param({"to_client": False}, 1, id="to the worker", marks=pytest.mark.proof),
+        pytest.param({"to_server": False}, 2, id="to the scheduler"),
+        pytest.param({}, 1, id="in both directions", marks=pytest.mark.proof),
+    ],
 )
 async def test_requests_outlive_a_network_that_drops_everything(
     model_dir: Path, peace: Peace, direction: dict[str, bool], num_offers: int, tell_of: TellOf

@@ -38,7 +38,7 @@ async def swallow(client: Client) -> str | None:
     return reason_of(status_from_rpc_error(error.value))
 
 
-@pytest.mark.parametrize("role", ["worker", "scheduler"])
+@pytest.mark.parametrize("role", ["worker", pytest.param("scheduler", marks=pytest.mark.proof)])
 async def test_a_poisonous_request_fails_and_all_others_do_not(
     model_dir: Path, peace: Peace, role: str, tell_of: TellOf
 ) -> None:

@@ -65,6 +65,7 @@ async def test_requests_to_the_real_model_outlive_workers_that_are_killed(
     assert load.damage == Damage()
 
 
+@pytest.mark.proof
 async def test_without_exact_arithmetic_tokens_may_differ_and_nothing_is_lost(
     model_dir: Path, num_kills: int, num_requests: int, tell_of: TellOf
 ) -> None:

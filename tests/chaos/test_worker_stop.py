@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 FACTOR = 0.6
 
 
+@pytest.mark.proof
 async def test_requests_outlive_workers_that_are_stopped(
     model_dir: Path, peace: Peace, num_kills: int, tell_of: TellOf
 ) -> None:

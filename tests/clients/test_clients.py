@@ -9,7 +9,7 @@ import pytest
 from tests.support.clients.real_clients import Check, ClientProcess, find_checks
 
 # The others are left to `make test-clients`.
-IN_TEST_SLOW = ("openai_python", "openai_node")
+IN_TEST_SLOW = ("openai_python",)
 
 
 def mark(check: Check) -> object:

@@ -147,7 +147,7 @@ def service(images: Build, name: str, *flags: str) -> Iterator[str]:
 
 
 # It installs packages, which takes ten minutes beside busy processes.
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.timeout(1800)
 async def test_the_schedulers_image_starts(images: Build) -> None:
     flags = [f"--{name}=127.0.0.1:{free_port()}" for name in ("workers", "listen", "cell-listen")]

@@ -42,6 +42,6 @@ def test_ranks_that_are_idle_neither_deadlock_nor_leak() -> None:
     serve_one_after_the_other(400)
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_ranks_that_are_idle_for_long_neither_deadlock_nor_leak() -> None:
     serve_one_after_the_other(10_000)

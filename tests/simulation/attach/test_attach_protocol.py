@@ -29,12 +29,9 @@ MIN_STATES = 1000
 
 
 def searches() -> list[Any]:
-    """All but the widest; those of a quarter of a million states are left to `make test-slow`."""
-    slow = (COUPLED, SPLIT)
-    return [
-        pytest.param(search, marks=pytest.mark.slow if search in slow else (), id=name)
-        for name, search in SEARCHES.items()
-    ]
+    """All but the widest; those of a quarter of a million states are left to `make test-slow` and `make proofs`."""
+    marks = {COUPLED: pytest.mark.slow, SPLIT: pytest.mark.proof}
+    return [pytest.param(search, marks=marks.get(search, ()), id=name) for name, search in SEARCHES.items()]
 
 
 @pytest.mark.parametrize("search", searches())
@@ -52,7 +49,13 @@ def test_with_more_faults_nothing_forbidden_happens_either(search: Search) -> No
 
 
 # Their shortest way to a violation is found late.
-LATE_BUGS = ("last_steps_are_not_compared", "refusals_raise_the_epoch")
+LATE_BUGS = (
+    "last_steps_are_not_compared",
+    "no_scheduler_gives_way",
+    "refusals_raise_the_epoch",
+    "streams_are_not_asked_whose_they_are",
+    "the_first_refusal_ends_a_scheduler",
+)
 
 
 def bugs() -> list[Any]:

@@ -65,8 +65,8 @@ def write_large(directory: Path, store: Store) -> int:
     ("store", "backend"),
     [
         (as_bfloat16, "cpu"),
-        pytest.param(as_float32, "cpu", marks=pytest.mark.slow),
-        pytest.param(as_float32, "reference", marks=pytest.mark.slow),
+        pytest.param(as_float32, "cpu", marks=pytest.mark.proof),
+        pytest.param(as_float32, "reference", marks=pytest.mark.proof),
         pytest.param(as_fp8, "cpu", marks=pytest.mark.slow),
     ],
 )
@@ -82,7 +82,7 @@ def test_the_peak_of_loading_exceeds_the_weights_by_at_most_a_fifth(tmp_path: Pa
     ("store", "quantization", "num_bits"),
     [
         (as_bfloat16, "int8", 8),
-        pytest.param(as_float32, "int8", 8, marks=pytest.mark.slow),
+        pytest.param(as_float32, "int8", 8, marks=pytest.mark.proof),
         # A scale and an offset of 32 bits per 32 values make it 6.
         pytest.param(as_float32, "int4", 6, marks=pytest.mark.slow),
     ],
