@@ -22,6 +22,8 @@ from tests.support.system.processes import WITHOUT_COMPILER
 
 # Windows, sinks, biases and experts; the fast test of drafts adds latent attention and shared experts.
 SERVED_FAST = ("GptOssForCausalLM",)
+# Softmax and sigmoid routers; windows by layer. The others are left to `make proofs`.
+SERVED_SLOW = ("MixtralForCausalLM", "Gemma3ForCausalLM")
 # On Triton's kernels.
 SERVED_BY_TRITON = "LlamaForCausalLM"
 PROMPTS = make_prompts((1, 70, 16, 40, 5, 33, 100, 40), seed=9)
@@ -32,12 +34,13 @@ CHUNKS = ("--scheduler.max-num-seqs=8", "--scheduler.max-num-batched-tokens=32",
 
 def serve_cases() -> list[Any]:
     """Each architecture without a test of its own, on one backend, since `tests/parity` covers all."""
+    marks = dict.fromkeys(SERVED_SLOW, pytest.mark.slow) | dict.fromkeys(SERVED_FAST, ())
     rest = [name for name in ARCHITECTURES if name not in (SERVED_BY_TRITON, *MTP_ARCHITECTURES)]
     return [
         pytest.param(
             architecture,
             BACKEND_NAMES[number % len(BACKEND_NAMES)],
-            marks=() if architecture in SERVED_FAST else (pytest.mark.slow,),
+            marks=marks.get(architecture, pytest.mark.proof),
         )
         for number, architecture in enumerate(rest)
     ]
@@ -109,7 +112,7 @@ async def test_a_dense_model_is_served_by_triton_kernels(small_models: SmallMode
 @pytest.mark.parametrize(
     ("architecture", "num_mtp_layers"),
     [
-        pytest.param(architecture, count, marks=(pytest.mark.slow,) if number else ())
+        pytest.param(architecture, count, marks=(pytest.mark.proof,) if number else ())
         for number, (architecture, count) in enumerate(MTP_ARCHITECTURES.items())
     ],
 )

@@ -239,7 +239,7 @@ async def test_a_prompt_alone_has_its_log_probabilities(cell: Cell) -> None:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    "step", [pytest.param(1, marks=pytest.mark.proof), pytest.param(9, marks=pytest.mark.slow)], ids=["all", "some"]
+    "step", [pytest.param(1, marks=pytest.mark.proof), pytest.param(27, marks=pytest.mark.slow)], ids=["all", "some"]
 )
 async def test_answers_of_the_real_model_are_those_of_grpc(real_model: Path, step: int) -> None:
     """On this backend every token reads all weights, so all requests take minutes."""
