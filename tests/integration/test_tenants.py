@@ -1,121 +1,61 @@
-"""Tenants of a real cell get their shares, however many streams one of them has."""
+"""Tenants of a real cell get their shares, however many streams one of them has.
+
+Everything is counted in steps, and in tokens in the order of the steps. For a client of the tokenizer that reads late,
+the tokens of many steps arrive at once, and nothing of its tenant waits meanwhile.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import itertools
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
 
-from lockstep.v1 import tokenizer_pb2_grpc
-from shared.network.rpc import make_channel
-from tests.support.cells.cell import start_cell
-from tests.support.clients.client import token_request
-from tests.support.clients.key_files import key_line, write_keys
+from shared.tenant import Tenant
+from tests.support.cells.cell import Cell, start_cell
+from tests.support.clients.tenant_replica import open_tenant_replica
 
 pytestmark = pytest.mark.slow
 
 NUM_SLOTS = 8
-NUM_STREAMS = 40
-# Whatever the shares are, they have settled after the first and are measured over the second, in tokens.
-WARM_UP, MEASURED = 4000, 20000
+LOUD, QUIET = Tenant("loud"), Tenant("quiet")
 
 
-def key_of(tenant: str) -> str:
-    """The key of a tenant's clients."""
-    return f"sk-{tenant}"
+@pytest.fixture(scope="module")
+def small_cell(tiny_model: Path) -> Iterator[Cell]:
+    """A cell with few slots and a long queue."""
+    flags = (f"--scheduler.max-num-seqs={NUM_SLOTS}", "--scheduler.max-waiting-requests=10000")
+    with start_cell(tiny_model, *flags) as cell:
+        yield cell
 
 
-def start_shared_cell(model: Path, directory: Path, **weights: float) -> Any:
-    """A cell with few slots whose tenants have these weights."""
-    lines = [key_line(key_of(tenant), tenant, weight=weight) for tenant, weight in weights.items()]
-    return start_cell(
-        model, f"--client-keys={write_keys(directory / 'keys', *lines)}", f"--scheduler.max-num-seqs={NUM_SLOTS}"
-    )
+async def count_steps_to_first_token(cell: Cell, num_streams: int) -> int:
+    """The most steps that one of a few quiet requests waits for its first token, beside so many loud streams."""
+    counts: list[int] = []
+    while len(counts) < 10:
+        async with open_tenant_replica(cell.cell_address) as replica:
+            # About as long as the tiny model's context allows.
+            await replica.submit(LOUD, num_requests=num_streams, max_tokens=500)
+            while (await replica.read()).num_tokens[LOUD.name] < min(num_streams, NUM_SLOTS):
+                pass
+            while len(counts) < 10 and (count := await replica.count_steps(QUIET, beside=LOUD)) is not None:
+                counts.append(count)
+    return max(counts)
 
 
-class Tokens:
-    """How many tokens all tenants have got."""
-
-    def __init__(self) -> None:
-        self.num_tokens = 0
-        self._waited: list[tuple[int, asyncio.Event]] = []
-
-    def add(self, num_tokens: int) -> None:
-        """Count tokens."""
-        self.num_tokens += num_tokens
-        for least, event in self._waited:
-            if self.num_tokens >= least:
-                event.set()
-
-    async def wait(self, least: int) -> None:
-        """Wait until there are so many."""
-        event = asyncio.Event()
-        self._waited.append((least, event))
-        await event.wait()
+async def test_tokens_are_shared_by_weight(small_cell: Cell) -> None:
+    heavy, light = Tenant("heavy", 3.0), Tenant("light", 1.0)
+    num_tokens, num_ended = Counter[str](), Counter[str]()
+    async with open_tenant_replica(small_cell.cell_address) as replica:
+        await replica.submit(light, heavy, num_requests=80, max_tokens=100)
+        while num_ended[heavy.name] < 80 - NUM_SLOTS:
+            outputs = await replica.read()
+            num_tokens += outputs.num_tokens
+            num_ended.update(outputs.ended)
+    assert 0.95 * 3 < num_tokens[heavy.name] / num_tokens[light.name] < 1.05 * 3
 
 
-class Tenant:
-    """A client with a key, which counts the tokens that it gets."""
-
-    def __init__(self, channel: grpc.aio.Channel, name: str, total: Tokens) -> None:
-        self.num_tokens = 0
-        self._total = total
-        self._stub: Any = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
-        self._metadata = (("authorization", f"Bearer {key_of(name)}"),)
-        self._seeds = itertools.count()
-
-    async def ask(self, max_tokens: int) -> None:
-        """Read one answer."""
-        request = token_request([1 + next(self._seeds) % 50, 2, 3], max_tokens=max_tokens, ignore_eos=True)
-        async for response in self._stub.Generate(request, metadata=self._metadata):
-            self.num_tokens += len(response.token_ids)
-            self._total.add(len(response.token_ids))
-
-    async def flood(self) -> None:
-        """Keep many streams open, for ever."""
-
-        async def ask_for_ever() -> None:
-            while True:
-                await self.ask(max_tokens=100)
-
-        async with asyncio.TaskGroup() as group:
-            for _ in range(NUM_STREAMS):
-                group.create_task(ask_for_ever())
-
-
-async def test_tokens_are_shared_by_weight(tiny_model: Path, tmp_path: Path) -> None:
-    with start_shared_cell(tiny_model, tmp_path, heavy=3.0, light=1.0) as cell:
-        async with make_channel(cell.address) as channel:
-            total = Tokens()
-            heavy, light = Tenant(channel, "heavy", total), Tenant(channel, "light", total)
-            floods = [asyncio.create_task(tenant.flood()) for tenant in (heavy, light)]
-            await total.wait(WARM_UP)
-            before = heavy.num_tokens, light.num_tokens
-            await total.wait(WARM_UP + MEASURED)
-            ratio = (heavy.num_tokens - before[0]) / (light.num_tokens - before[1])
-            for flood in floods:
-                flood.cancel()
-            await asyncio.gather(*floods, return_exceptions=True)
-    assert 0.95 * 3 < ratio < 1.05 * 3
-
-
-async def test_a_quiet_tenant_waits_no_longer_beside_a_flood_than_beside_one_stream(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    with start_shared_cell(tiny_model, tmp_path, loud=1.0, quiet=1.0) as cell:
-        async with make_channel(cell.address) as channel:
-            total = Tokens()
-            loud, quiet = Tenant(channel, "loud", total), Tenant(channel, "quiet", total)
-            flood = asyncio.create_task(loud.flood())
-            await total.wait(WARM_UP)
-            for _ in range(20):
-                before = loud.num_tokens
-                await quiet.ask(max_tokens=1)
-                # A step gives each of the loud one's slots a token; some are in flight, and some on the wire.
-                assert loud.num_tokens - before < 20 * NUM_SLOTS
-            flood.cancel()
-            await asyncio.gather(flood, return_exceptions=True)
+async def test_a_quiet_tenant_waits_at_most_twice_as_long_beside_a_flood_as_beside_one_stream(small_cell: Cell) -> None:
+    beside_one = await count_steps_to_first_token(small_cell, 1)
+    assert await count_steps_to_first_token(small_cell, 5000) <= 2 * beside_one
