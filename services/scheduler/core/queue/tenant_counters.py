@@ -81,18 +81,20 @@ class TenantCounters:
     """The virtual token counters of a cell's tenants, one table for all its ranks.
 
     A tenant is charged for what is computed: prompt tokens that were not cached when their sequence is admitted, output
-    tokens when they arrive. A tenant that begins to wait is lifted to the lowest counter that waits, so that none saves
-    credit. While a cell has had only one tenant, nothing is charged.
+    tokens when they arrive. A tenant that begins to wait is lifted to the lowest counter that waits; where none waits,
+    to that of the tenant that waited last. So none saves credit, not even while all others run without waiting. While a
+    cell has had only one tenant, nothing is charged.
 
     Source: Sheng et al., "Fairness in serving large language models" (OSDI '24), algorithm 2 and its weights.
 
-    Invariant: `_waiting` has the accounts of the tenants that wait.
+    Invariant: `_waiting` has the accounts of the tenants that wait; `_last_waiting` is the last one that left it.
     """
 
     def __init__(self) -> None:
         self._accounts: list[TenantAccount] = []
         self._name_to_account: dict[str, TenantAccount] = {}
         self._waiting = AccountHeap()
+        self._last_waiting: TenantAccount | None = None
 
     def __len__(self) -> int:
         return len(self._accounts)
@@ -118,7 +120,7 @@ class TenantCounters:
     def begin_to_wait(self, account: TenantAccount) -> None:
         """Count a sequence that waits; lifts the counter of a tenant that had none waiting."""
         if not account.num_waiting:
-            lowest = self._waiting.lowest()
+            lowest = self._waiting.lowest() or self._last_waiting
             if lowest is not None:
                 account.counter = max(account.counter, lowest.counter)
             self._waiting.add(account)
@@ -129,6 +131,7 @@ class TenantCounters:
         account.num_waiting -= 1
         if not account.num_waiting:
             self._waiting.remove(account)
+            self._last_waiting = account
 
     def charge_prompt(self, number: int, num_tokens: int) -> None:
         """Charge prompt tokens that will be computed for the tenant of this number."""

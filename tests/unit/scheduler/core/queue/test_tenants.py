@@ -76,6 +76,19 @@ def test_a_tenant_that_begins_to_wait_has_saved_no_credit() -> None:
     assert [take(queue, cost=10).name for _ in range(4)] == ["a", "b", "a", "b"]
 
 
+def test_a_tenant_saves_no_credit_while_another_runs_and_nobody_waits() -> None:
+    queue = make_queue()
+    add_all(queue, seq_of(A), seq_of(B))
+    for _ in range(2):
+        take(queue, cost=10)
+    for _ in range(100):
+        add_all(queue, seq_of(A))
+        assert take(queue, cost=1000) == A
+    # The first to wait is the one that was given little, then comes the other.
+    add_all(queue, *(seq_of(B) for _ in range(4)), *(seq_of(A) for _ in range(4)))
+    assert sorted(take(queue, cost=10).name for _ in range(4)) == ["a", "a", "b", "b"]
+
+
 def test_the_next_one_stays_while_others_pay_or_come() -> None:
     queue = make_queue()
     add_all(queue, seq_of(A), seq_of(B))
