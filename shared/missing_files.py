@@ -9,10 +9,12 @@ from pathlib import Path
 ADAPTER = "adapter_config.json"
 TEKKEN = "tekken.json"
 """Mistral's own format of vocabularies."""
+TIKTOKEN = "tiktoken.model"
+"""Kimi's vocabulary, which `tiktoken_vocabulary` converts."""
 
 _LFS_START = b"version https://git-lfs.github.com/spec/v1"
 # Vocabularies in formats that transformers converts, as glob patterns.
-_OLDER_VOCABULARIES = ("tokenizer.model", "*.tiktoken", "tiktoken.model", "*.model", "vocab.*")
+_OLDER_VOCABULARIES = ("tokenizer.model", "*.tiktoken", "*.model", "vocab.*")
 _PARAMS = "params.json"
 _MISTRALS = (_PARAMS, "consolidated*.safetensors")
 # A key of params.json, and transformers' script for models that have it. The first one counts.
@@ -39,6 +41,8 @@ def tokenizer_advice(model_dir: Path) -> str | None:
             f"Face's format (tokenizer.json, tokenizer_config.json and the chat template), or {_SAVE_TOKENIZER}, with "
             "mistral_format=False where mistral-common is installed; the chat template is not in it"
         )
+    if (model_dir / TIKTOKEN).exists():
+        return f"the vocabulary is in {TIKTOKEN}: make it of that with `lockstep import {model_dir}`"
     found = _first(model_dir, _OLDER_VOCABULARIES)
     return None if found is None else f"the vocabulary is in {found}, which must be converted: {_SAVE_TOKENIZER}"
 

@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 
 from lockstep.v1 import tokenizer_pb2
-from shared.model_dir import CONFIG, TOKENIZER, WEIGHTS, WEIGHTS_INDEX
+from shared.missing_files import TIKTOKEN
+from shared.model_dir import CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, WEIGHTS_INDEX
+from shared.tiktoken_vocabulary import convert_vocabulary
 from tests.support.cells.cell import start_cell
+from tests.support.models.kimi_vocabulary import write_kimi_vocabulary
 from tests.support.system.model_hub import TOKEN, Hub, Repository, run_model_hub
 from tests.support.system.patience import PATIENCE_S
 from tests.support.system.ports import free_port
@@ -192,6 +195,29 @@ def test_a_hub_that_cannot_be_reached_is_told(puller: Puller) -> None:
         f"error: {url} cannot be reached, and no pull of {NAME} was complete: "
     )
     assert "no pull of" in puller.refusal(HF_HUB_OFFLINE="1")
+
+
+def test_kimis_vocabulary_is_converted_and_kept(hub: Hub, puller: Puller, tmp_path: Path) -> None:
+    write_kimi_vocabulary(tmp_path)
+    vocabulary = {name: (tmp_path / name).read_bytes() for name in (TIKTOKEN, TOKENIZER_CONFIG)}
+    assert convert_vocabulary(tmp_path)
+    files = {name: content for name, content in FILES.items() if name != TOKENIZER} | vocabulary
+    hub.repositories[NAME] = Repository(files | {"tokenization_kimi.py": b"raise SystemExit(9)"})
+    directory = puller.directory()
+    assert contents(directory) == files | {TOKENIZER: (tmp_path / TOKENIZER).read_bytes()}
+    hub.requests.clear()
+    assert puller.directory(HF_HUB_OFFLINE="1") == directory
+    # What was made here is part of what must be there.
+    (directory / TOKENIZER).unlink()
+    assert contents(puller.directory()).keys() == {*files, TOKENIZER}
+    assert hub.requested == []
+
+
+def test_a_vocabulary_that_is_not_kimis_is_refused_before_the_weights(hub: Hub, puller: Puller) -> None:
+    files = {CONFIG: CONFIGURATION, TIKTOKEN: b"YQ== 0\n", TOKENIZER_CONFIG: b"{}", WEIGHTS: b"weights"}
+    hub.repositories[NAME] = Repository(files)
+    assert "tokenizer_class is None: only tiktoken.model of TikTokenTokenizer" in puller.refusal()
+    assert WEIGHTS not in hub.requested
 
 
 def test_a_model_with_mistrals_own_vocabulary_alone_is_refused(hub: Hub, puller: Puller) -> None:

@@ -32,7 +32,7 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.hf_api import RepoSibling
 
 from services.cli.hub.model_name import ModelName
-from shared.missing_files import TEKKEN
+from shared.missing_files import TEKKEN, TIKTOKEN
 from shared.model_dir import (
     ADDED_TOKENS,
     CHAT_TEMPLATE,
@@ -50,6 +50,7 @@ from shared.model_dir import (
     read_config,
     shard_names,
 )
+from shared.tiktoken_vocabulary import convert_vocabulary
 
 _NEEDED = (CONFIG, TOKENIZER)
 _WANTED = frozenset(
@@ -120,15 +121,18 @@ class _Download:
         info = HfApi().model_info(self._name.repository, revision=self._commit, files_metadata=True)
         files = {sibling.rfilename: sibling for sibling in info.siblings or []}
         self._check_names(files)
-        small = [files[name] for name in sorted(files) if name in _WANTED or _is_template(name)]
+        wanted = _WANTED if TOKENIZER in files else _WANTED | {TIKTOKEN}
+        small = [files[name] for name in sorted(files) if name in wanted or _is_template(name)]
         self._fetch(small)
         try:
             architecture_of(read_config(self.directory))
+            convert_vocabulary(self.directory)
             weights = self._weights(files) if with_weights else []
         except ModelDirectoryError as error:
             raise HubError(f"{self._name}: {error}") from None
         self._fetch(weights)
-        _write_mark(self._mark if with_weights else self._mark_without_weights, small + weights)
+        names = {TOKENIZER, *(file.rfilename for file in small + weights)}
+        _write_mark(self._mark if with_weights else self._mark_without_weights, names)
 
     def _has_files_of(self, mark: Path) -> bool:
         try:
@@ -142,7 +146,7 @@ class _Download:
         if WEIGHTS not in top and WEIGHTS_INDEX not in top:
             raise HubError(f"{self._name} has no {WEIGHTS} and no {WEIGHTS_INDEX}{_other_weights(top)}")
         for name in _NEEDED:
-            if name not in top:
+            if name not in top and not (name == TOKENIZER and TIKTOKEN in top):
                 raise HubError(f"{self._name} has no {name}{_OWN_TOKENIZER if TEKKEN in top else ''}")
 
     def _weights(self, files: dict[str, RepoSibling]) -> list[RepoSibling]:
@@ -164,11 +168,11 @@ class _Download:
                 )
 
 
-def _write_mark(mark: Path, files: Iterable[RepoSibling]) -> None:
+def _write_mark(mark: Path, names: Iterable[str]) -> None:
     mark.parent.mkdir(parents=True, exist_ok=True)
     # A name of its own, since a process of another pod, with the same process id, may write the same mark.
     part = mark.with_suffix(f".{secrets.token_hex(8)}.part")
-    part.write_text(json.dumps([file.rfilename for file in files]), encoding="utf-8")
+    part.write_text(json.dumps(sorted(names)), encoding="utf-8")
     part.replace(mark)
 
 

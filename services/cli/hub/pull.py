@@ -17,7 +17,8 @@ def main(argv: Sequence[str]) -> int:
         prog="lockstep pull",
         description="Download a model and print its directory. Files that are there already are kept. "
         "Takes the weights in safetensors, the tokenizer and the chat templates, and checks the hub's "
-        "hashes. The variables of huggingface_hub apply: HF_ENDPOINT, HF_TOKEN, HTTPS_PROXY, HF_HOME, HF_HUB_CACHE.",
+        "hashes; of Kimi's vocabulary it makes a tokenizer.json. The variables of huggingface_hub apply: "
+        "HF_ENDPOINT, HF_TOKEN, HTTPS_PROXY, HF_HOME, HF_HUB_CACHE.",
     )
     parser.add_argument("model", metavar="ORG/NAME[@REVISION]", help="a branch, a tag or a commit of a model")
     part = parser.add_mutually_exclusive_group()

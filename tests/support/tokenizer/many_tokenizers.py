@@ -11,6 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from shared.tiktoken_vocabulary import WORDS as KIMI
 from tests.support.models.tiny_tokenizer import tiny_tokenizer
 
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -126,6 +127,7 @@ def tokenizers() -> dict[str, Tokenizer]:
         "llama-3": byte_level(split(LLAMA_3), plain_bytes()),
         "qwen": with_nfc(byte_level(split(QWEN), plain_bytes())),
         "gpt-oss": byte_level(split(GPT_OSS), plain_bytes()),
+        "kimi": byte_level(split(KIMI), plain_bytes()),
         "mistral": byte_level(split(MISTRAL), plain_bytes()),
         "deepseek-3": byte_level(split(r"\p{N}{1,3}"), split(cjk), split(DEEPSEEK_3), plain_bytes()),
         "llama-2": sentencepiece(is_legacy=True),
@@ -135,7 +137,7 @@ def tokenizers() -> dict[str, Tokenizer]:
     }
 
 
-NAMES = ["tiny", "gpt-2", "smollm", "llama-3", "qwen", "gpt-oss", "mistral", "deepseek-3"]
+NAMES = ["tiny", "gpt-2", "smollm", "llama-3", "qwen", "gpt-oss", "kimi", "mistral", "deepseek-3"]
 MARKING_NAMES = ["llama-2", "metaspace", "metaspace-always", "metaspace-words"]
 ALL_NAMES = [*NAMES, *MARKING_NAMES]
 

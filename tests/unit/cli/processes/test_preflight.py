@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.cli.processes.preflight import RefusedError, check_addresses, check_model_dir
+from tests.support.models.kimi_vocabulary import write_kimi_vocabulary
 from tests.support.system.ports import free_port
 
 
@@ -38,6 +39,21 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(model_dir: Path, name: str) -> None:
     (model_dir / name).unlink()
     with pytest.raises(RefusedError, match=f"model is not a model directory: it has no {name}"):
+        check(model_dir)
+
+
+def test_kimis_vocabulary_is_converted(model_dir: Path) -> None:
+    (model_dir / "tokenizer.json").unlink()
+    write_kimi_vocabulary(model_dir)
+    check(model_dir)
+    assert (model_dir / "tokenizer.json").is_file()
+
+
+def test_a_vocabulary_that_cannot_be_converted_is_named(model_dir: Path) -> None:
+    (model_dir / "tokenizer.json").unlink()
+    write_kimi_vocabulary(model_dir)
+    (model_dir / "tiktoken.model").write_text("!")
+    with pytest.raises(RefusedError, match=r"tiktoken\.model, line 1: no token in base64"):
         check(model_dir)
 
 

@@ -104,7 +104,7 @@ def test_a_shard_that_is_a_git_lfs_pointer_is_told(model_dir: Path) -> None:
     assert refusal(model_dir).startswith(f"{model_dir / 'model-2.safetensors'} is a Git LFS pointer")
 
 
-@pytest.mark.parametrize("name", ["tokenizer.model", "tiktoken.model", "qwen.tiktoken", "vocab.json"])
+@pytest.mark.parametrize("name", ["tokenizer.model", "qwen.tiktoken", "vocab.json"])
 def test_a_vocabulary_in_another_format_is_named_with_how_to_convert_it(model_dir: Path, name: str) -> None:
     (model_dir / "tokenizer.json").rename(model_dir / name)
     message = refusal(model_dir)
@@ -113,6 +113,14 @@ def test_a_vocabulary_in_another_format_is_named_with_how_to_convert_it(model_di
     )
     assert "AutoTokenizer" in message
     assert "save_pretrained" in message
+
+
+def test_kimis_vocabulary_is_named_with_the_command_that_converts_it(model_dir: Path) -> None:
+    (model_dir / "tokenizer.json").rename(model_dir / "tiktoken.model")
+    assert refusal(model_dir) == (
+        f"{model_dir / 'tokenizer.json'}: No such file or directory: the vocabulary is in tiktoken.model: make it of "
+        f"that with `lockstep import {model_dir}`"
+    )
 
 
 def test_mistrals_own_vocabulary_is_named_with_what_to_take_instead(model_dir: Path) -> None:

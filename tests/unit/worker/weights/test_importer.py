@@ -18,10 +18,18 @@ from tokenizers import Tokenizer
 from services.worker.models.loader import load_model
 from services.worker.ops import load_ops
 from services.worker.weights import importer
-from services.worker.weights.importer import ImportFailedError, KnownSource, import_model, is_imported, sha256_of
+from services.worker.weights.importer import (
+    ImportFailedError,
+    KnownSource,
+    import_model,
+    import_vocabulary,
+    is_imported,
+    sha256_of,
+)
 from services.worker.weights.publisher_sampling import shortest_decimal
 from services.worker.weights.sampling_defaults import SamplingDefaults
 from tests.support.models.gguf_files import model_tensors, write_gguf
+from tests.support.models.kimi_vocabulary import write_kimi_vocabulary
 from tests.support.models.tiny_tokenizer import CHATML, tiny_tokenizer
 
 
@@ -105,7 +113,7 @@ def test_the_help_is_about_files_and_not_about_modules(capsys: pytest.CaptureFix
         importer.main(["--help"])
     text = capsys.readouterr().out
     assert caught.value.code == 0
-    assert text.startswith("usage: lockstep import [-h] [--dequantize] SOURCE OUT_DIR\n")
+    assert text.startswith("usage: lockstep import [-h] [--dequantize] SOURCE [OUT_DIR]\n")
     assert "  lockstep import model.gguf models/mine\n  lockstep serve models/mine\n" in text
     assert not [name for name in ("services.worker", "gguf_", "manifest.json", "`WeightFiles") if name in text]
 
@@ -206,6 +214,17 @@ def test_an_unknown_source_and_an_unknown_pre_tokenizer_cause_warnings(
 def test_the_command_reports_failure_in_its_exit_status(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert importer.main([str(tmp_path / "missing.gguf"), str(tmp_path / "model")]) == 1
     assert not (tmp_path / "model").exists()
+
+
+def test_a_vocabulary_is_converted_in_its_directory(tmp_path: Path) -> None:
+    with pytest.raises(ImportFailedError, match=r"has no tiktoken\.model; a GGUF file needs an OUT_DIR"):
+        import_vocabulary(tmp_path)
+    write_kimi_vocabulary(tmp_path)
+    assert importer.main([str(tmp_path)]) == importer.main([str(tmp_path)]) == 0
+    assert (tmp_path / "tokenizer.json").is_file()
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tiktoken.model").write_text("!")
+    assert importer.main([str(tmp_path)]) == 1
 
 
 @pytest.mark.parametrize("value", [1e-5, 1e-6, 100000.0, 0.1])
