@@ -104,6 +104,7 @@ class TokenizerSettings(SchedulerLossSettings, ProcessSettings, HttpPortSettings
         "deepseek_v3",
         "deepseek_v32",
         "harmony",
+        "kimi_k2",
         "glm4",
         "qwen3_coder",
         "mistral",

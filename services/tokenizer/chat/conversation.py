@@ -82,6 +82,11 @@ class Conversation:
         return replace(self, messages=(*self.messages[:-1], last))
 
     @property
+    def call_ids(self) -> tuple[str, ...]:
+        """The ids of all calls in the messages, empty where the client gave none."""
+        return tuple(call.id for message in self.messages for call in message.tool_calls)
+
+    @property
     def offered_tools(self) -> tuple[Tool, ...]:
         """Tools shown to the model, whose calls are parsed."""
         return () if self.tool_mode is ToolMode.NONE else self.tools

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from services.tokenizer.replies import kimi_k2
 from services.tokenizer.replies.deepseek_v3 import CALLS_BEGIN, DeepseekV3Parser
 from services.tokenizer.replies.deepseek_v32 import DSML, DeepseekV32Parser
 from services.tokenizer.replies.glm4 import KEY_BEGIN, Glm4Parser
 from services.tokenizer.replies.harmony import CHANNEL, HarmonyParser
 from services.tokenizer.replies.hermes import HermesParser
+from services.tokenizer.replies.kimi_k2 import KimiK2Parser
 from services.tokenizer.replies.llama3_json import Llama3JsonParser
 from services.tokenizer.replies.mistral import CALLS, MistralParser
 from services.tokenizer.replies.openings import THINK_MARKUP
@@ -34,6 +36,7 @@ REPLY_PARSERS: dict[str, type[ReplyParser]] = {
     "deepseek_v3": DeepseekV3Parser,
     "deepseek_v32": DeepseekV32Parser,
     "harmony": HarmonyParser,
+    "kimi_k2": KimiK2Parser,
     "glm4": Glm4Parser,
     "qwen3_coder": Qwen3CoderParser,
     "mistral": MistralParser,
@@ -44,6 +47,9 @@ _TEMPLATE_MARKS = (
     ((CHANNEL,), "harmony"),
     ((DSML,), "deepseek_v32"),
     ((CALLS_BEGIN,), "deepseek_v3"),
+    # The first in its own templates, the other one in those without tools too.
+    ((kimi_k2.CALLS_BEGIN,), "kimi_k2"),
+    (("<|im_middle|>",), "kimi_k2"),
     ((KEY_BEGIN,), "glm4"),
     ((FUNCTION_BEGIN,), "qwen3_coder"),
     (("<tool_call>",), "hermes"),
@@ -60,6 +66,7 @@ _ARCHITECTURES = {
     "GptOssForCausalLM": "harmony",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "DeepseekV32ForCausalLM": "deepseek_v32",
+    "KimiK25ForConditionalGeneration": "kimi_k2",
     "Glm4MoeForCausalLM": "glm4",
     "Glm4MoeLiteForCausalLM": "glm4",
     "GlmMoeDsaForCausalLM": "glm4",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from services.tokenizer.chat.conversation import Tool
 from services.tokenizer.json.json_values import JsonObject, JsonValue
-from services.tokenizer.replies import deepseek_v3, deepseek_v32, glm4, harmony, mistral, qwen3_coder
+from services.tokenizer.replies import deepseek_v3, deepseek_v32, glm4, harmony, kimi_k2, mistral, qwen3_coder
 from services.tokenizer.replies.lark import LarkGrammar, length_pattern, search_pattern
 from services.tokenizer.replies.openings import Opening
 from services.tokenizer.replies.untyped_values import takes_text
@@ -86,6 +86,17 @@ def _harmony(grammar: LarkGrammar, request: GrammarRequest) -> str:
         for tool in request.tools
     ]
     return f"{channel} ({' | '.join(calls)})"
+
+
+def _kimi_k2(grammar: LarkGrammar, request: GrammarRequest) -> str:
+    index, arguments = grammar.rule("INDEX", "/0|[1-9][0-9]{0,3}/"), grammar.marker(kimi_k2.ARGUMENTS)
+    calls = [
+        f"{grammar.literal(f'{kimi_k2.FUNCTIONS}{tool.name}:')} {index} {arguments} {grammar.json(_arguments(tool))}"
+        for tool in request.tools
+    ]
+    begin, end = grammar.marker(kimi_k2.CALL_BEGIN), grammar.marker(kimi_k2.CALL_END)
+    several = _several(grammar.rule("call", f"{begin} ({' | '.join(calls)}) {end}"), "", request)
+    return f"{grammar.marker(kimi_k2.CALLS_BEGIN)} {several} {grammar.marker(kimi_k2.CALLS_END)}"
 
 
 def _glm4(grammar: LarkGrammar, request: GrammarRequest) -> str:
@@ -243,6 +254,7 @@ CALL_GRAMMARS: dict[str, Callable[[LarkGrammar, GrammarRequest], str]] = {
     "llama3_json": _llama3_json,
     "deepseek_v3": _deepseek_v3,
     "harmony": _harmony,
+    "kimi_k2": _kimi_k2,
     "glm4": _glm4,
     "qwen3_coder": _qwen3_coder,
     "mistral": _mistral,

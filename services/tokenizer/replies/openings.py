@@ -33,6 +33,7 @@ THINK_MARKUP: dict[str, ThinkMarkup] = {
     "hermes": ThinkMarkup("<think>", "</think>", "\n\n"),
     "deepseek_v3": ThinkMarkup("<think>", "</think>"),
     "deepseek_v32": ThinkMarkup("<think>", "</think>"),
+    "kimi_k2": ThinkMarkup("<think>", "</think>"),
     "glm4": ThinkMarkup("<think>", "</think>", "\n"),
     "qwen3_coder": ThinkMarkup("<think>", "</think>", "\n\n"),
     "mistral": ThinkMarkup("[THINK]", "[/THINK]"),

@@ -39,6 +39,8 @@ class ReplySetting:
     """Whether the first call ends the reply."""
     allowed_names: frozenset[str] = frozenset()
     """A call of any other tool is text; empty if all are allowed."""
+    earlier_ids: tuple[str, ...] = ()
+    """The ids of the conversation's calls so far; empty for one without."""
     is_continued: bool = False
     """Whether the reply goes on within a message's text, so that a line break at its beginning is part of that."""
 
@@ -80,6 +82,8 @@ class ReplyParser(abc.ABC):
         self._parts: list[ReplyPart] = []
         self._reasoning: list[str] = []
         self._num_calls = 0
+        # Of the conversation's calls.
+        self._ids = set(setting.earlier_ids)
         # The opening of the markup that is being read; empty once a call in it has been passed on.
         self._opening = ""
         # While arguments are streamed.
@@ -176,13 +180,16 @@ class ReplyParser(abc.ABC):
             if not (yield from reader.wait()):
                 return None
 
-    def _begin_call(self, name: str) -> None:
-        """Pass a call's name on, and accept what has been read."""
+    def _begin_call(self, name: str, call_id: str = "") -> None:
+        """Pass a call's name on, and accept what has been read. It gets an id, unless the model's can come back."""
         allowed = self._setting.allowed_names
         if not is_name(name) or (allowed and name not in allowed):
             raise UnparsableError
         self._end_after_call()
-        self._parts.append(ToolCallPart(self._num_calls, f"call_{secrets.token_hex(12)}", name, ""))
+        if not 0 < len(call_id.encode()) <= MAX_NAME_LENGTH:
+            call_id = f"call_{secrets.token_hex(12)}"
+        self._ids.add(call_id)
+        self._parts.append(ToolCallPart(self._num_calls, call_id, name, ""))
         self._num_calls += 1
         self._opening = ""
         self._reader.accept()
@@ -248,7 +255,7 @@ class ReplyParser(abc.ABC):
     def _only_calls(self, text: str) -> list[ReplyPart]:
         """The calls that a text consists of; empty if there is anything else."""
         inner = type(self)(replace(self._setting, opening=Opening.ANSWER, special_tokens=frozenset(), one_call=False))
-        inner._num_calls = self._num_calls
+        inner._num_calls, inner._ids = self._num_calls, set(self._ids)
         parts = [*inner.feed(text), *inner.finish(is_cut=True)]
         return parts if all(isinstance(part, ToolCallPart) for part in parts) and _are_whole(parts) else []
 

@@ -61,6 +61,7 @@ class ReplyParsers:
             has_form=has_form,
             one_call=conversation.one_call,
             allowed_names=conversation.allowed_names,
+            earlier_ids=conversation.call_ids,
             is_continued=conversation.continues_final,
         )
         return make_reply_parser(self._name, setting)

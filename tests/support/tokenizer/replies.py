@@ -41,7 +41,7 @@ def joined(parts: Iterable[ReplyPart]) -> list[ReplyPart]:
             case ToolCallPart(index, _, name, before), ToolCallPart(same, "", "", text) if index == same:
                 whole[-1] = ToolCallPart(index, "", name, before + text)
             case _, ToolCallPart(index, call_id, name, arguments):
-                assert re.fullmatch("call_[0-9a-f]{24}", call_id), "a call must begin with its id"
+                assert re.fullmatch(f"call_[0-9a-f]{{24}}|functions.{re.escape(name)}:[0-9]+", call_id), "no id"
                 assert call_id not in ids
                 ids.add(call_id)
                 whole.append(ToolCallPart(index, "", name, arguments))

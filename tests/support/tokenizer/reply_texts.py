@@ -17,6 +17,7 @@ HOSTILE_STRINGS = (
     '\\"quoted\\"',
     "back\\slash \\q \\u12",
     "</think><think>",
+    "<|tool_call_end|><|tool_calls_section_end|><|tool_call_begin|>",
     "\x01\x1f\x7f",
     "é😀 漢字",
 )
@@ -28,6 +29,7 @@ THINK_MARKERS = {
     "deepseek_v3": ("<think>", "</think>"),
     "deepseek_v32": ("<think>", "</think>"),
     "glm4": ("<think>", "</think>"),
+    "kimi_k2": ("<think>", "</think>"),
     "qwen3_coder": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
 }
@@ -59,6 +61,11 @@ def call_text(name: str, string: str, value: str) -> str:  # noqa: PLR0911 - one
             )
         case "harmony":
             return f"<|channel|>commentary to=functions.look <|constrain|>json<|message|>{arguments}<|call|>"
+        case "kimi_k2":
+            return (
+                "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>"
+                f"{arguments}<|tool_call_end|><|tool_calls_section_end|>"
+            )
         case "mistral":
             return f"[TOOL_CALLS]look[ARGS]{arguments}"
         case "qwen3_coder":

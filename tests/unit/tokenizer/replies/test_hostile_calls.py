@@ -113,6 +113,7 @@ THINKING = [
     ("deepseek_v3", "<think>", "</think>"),
     ("deepseek_v32", "<think>", "</think>"),
     ("glm4", "<think>", "</think>"),
+    ("kimi_k2", "<think>", "</think>"),
     ("qwen3_coder", "<think>", "</think>"),
     ("mistral", "[THINK]", "[/THINK]"),
     ("harmony", "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),

@@ -1,0 +1,77 @@
+"""Kimi K2: `<think>` first, then calls between dedicated markers, each after an id that has the tool's name.
+
+The id is `functions.NAME:INDEX`, where INDEX counts the calls of the conversation. It comes back as the model wrote it,
+since the template shows nothing else of a call but its arguments. One that is used already gets the next index; models
+also leave out the prefix, or the index.
+
+Source: docs/tool_call_guidance.md and chat_template.jinja of moonshotai/Kimi-K2-Instruct.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+from services.tokenizer.replies.openings import THINK_MARKUP
+from services.tokenizer.replies.parser import MAX_NAME_LENGTH, ReplyParser
+from services.tokenizer.replies.reader import SPACE, Reading, UnparsableError
+from services.tokenizer.text.markers import Markers
+
+CALLS_BEGIN, CALLS_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+CALL_BEGIN, CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
+ARGUMENTS = "<|tool_call_argument_begin|>"
+FUNCTIONS = "functions."
+
+_OPENINGS = Markers(CALLS_BEGIN, "\n" + CALLS_BEGIN, CALL_BEGIN)
+_SEPARATORS = Markers(ARGUMENTS)
+_INDEX = re.compile(":([0-9]+)$")
+
+
+class KimiK2Parser(ReplyParser):
+    """See the module docstring."""
+
+    markup = frozenset({"<think>", "</think>", CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, ARGUMENTS})
+    call_openings = _OPENINGS
+    think_markup = THINK_MARKUP["kimi_k2"]
+
+    def _read(self) -> Reading[None]:
+        yield from self._read_reply(self._read_calls)
+
+    def _read_calls(self, opening: str) -> Reading[None]:
+        reader = self._reader
+        if opening != CALL_BEGIN:
+            yield from reader.skip(SPACE)
+            yield from reader.expect(CALL_BEGIN)
+        while True:
+            yield from self._read_call()
+            if (yield from self._close(CALL_BEGIN, CALLS_END)) != CALL_BEGIN:
+                break
+        yield from self._skip_after_call("\n")
+
+    def _read_call(self) -> Reading[None]:
+        reader = self._reader
+        written, _ = yield from reader.until(_SEPARATORS, max_length=MAX_NAME_LENGTH)
+        yield from reader.skip(SPACE)
+        if (yield from reader.peek()) != "{":
+            raise UnparsableError
+        name, index = self._name_and_index(written.strip())
+        self._begin_call(name, self._free_id(name, index))
+        yield from self._read_arguments()
+        yield from self._close(CALL_END)
+        reader.accept()
+
+    def _name_and_index(self, written: str) -> tuple[str, str]:
+        """The tool's name in an id, and the index, empty if there is none.
+
+        A tool's own name can begin or end like the rest of an id: what is offered decides.
+        """
+        index = _INDEX.search(written)
+        ends = [(written[: index.start()], index[1]), (written, "")] if index else [(written, "")]
+        names = [(text.removeprefix(FUNCTIONS), number) for text, number in ends] + ends
+        return next((each for each in names if each[0] in self._tools), names[0])
+
+    def _free_id(self, name: str, index: str) -> str:
+        """The id with that index, or else with the first one that is free from the number of calls so far."""
+        indices = itertools.count(self._num_calls + len(self._setting.earlier_ids))
+        ids = (f"{FUNCTIONS}{name}:{each}" for each in itertools.chain([index] if index else [], indices))
+        return next(each for each in ids if each not in self._ids)
