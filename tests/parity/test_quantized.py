@@ -18,16 +18,19 @@ from services.worker.ops.matrix_rows import MatrixFormat
 from shared.model_dir import CONFIG
 from tests.support.models.packing_ops import PackingOps
 from tests.support.models.paged_model import PagedModel
-from tests.support.models.quantized_checkpoints import MXFP4, SCHEMES, Scheme, write_quantized
+from tests.support.models.quantized_checkpoints import KIMI_INT4, MXFP4, SCHEMES, Scheme, write_quantized
 from tests.support.models.small_configs import SMALL_CONFIGS
 from tests.support.models.small_models import build_model, write_small_model
 
 PROMPT = [5, 9, 100, 4, 77, 31, 31, 8]
 # The format has groups of 32 input features; the other sizes are not powers of two.
 GPT_OSS_SIZES = {"hidden_size": 96, "intermediate_size": 64}
+# One group of experts, and groups of 32 inputs in each expert.
+KIMI_SIZES = {"hidden_size": 64, "moe_intermediate_size": 96, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}
 
 CASES: dict[str, tuple[str, dict[str, Any], Scheme]] = {
     "gpt-oss, mxfp4": ("GptOssForCausalLM", GPT_OSS_SIZES, MXFP4),
+    "Kimi K2, int4 groups": ("DeepseekV3ForCausalLM", KIMI_SIZES, KIMI_INT4),
     "DeepSeek-V3, fp8 blocks": ("DeepseekV3ForCausalLM", {}, SCHEMES["fp8, blocks"]),
     "Qwen3-MoE, int4 groups": ("Qwen3MoeForCausalLM", {}, SCHEMES["compressed int4, groups"]),
     "Mixtral, W8A8": ("MixtralForCausalLM", {}, SCHEMES["compressed int8, W8A8"]),
@@ -82,9 +85,10 @@ def test_what_is_stored_unquantized_is_read_as_it_is_whatever_the_list_of_such_l
 @pytest.mark.parametrize(
     ("case", "counts"),
     [
-        # The rest are routers and the head, in gpt-oss also the attention.
+        # The rest are routers and the head, in gpt-oss also the attention, in Kimi K2 all but the experts.
         ("gpt-oss, mxfp4", {MatrixFormat.MXFP4: 32, None: 7}),
         ("Qwen3-MoE, int4 groups", {MatrixFormat.INT4: 36, None: 3}),
+        ("Kimi K2, int4 groups", {MatrixFormat.INT4: 16, None: 12}),
         ("Mixtral, W8A8", {MatrixFormat.INT8: 36, None: 3}),
     ],
 )

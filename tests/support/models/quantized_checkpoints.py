@@ -263,6 +263,25 @@ MXFP4 = Scheme(
 )
 
 
+# Kimi K2's routed experts; none of its other layers is quantised.
+KIMI_INT4 = Scheme(
+    {
+        **_compressed({**_INT4, "group_size": 32, "actorder": None, "observer": "minmax"}, "pack-quantized"),
+        "ignore": [
+            "lm_head",
+            "re:.*self_attn.*",
+            "re:.*shared_experts.*",
+            "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+        ],
+    },
+    lambda weight: packed(weight, num_bits=4, group_size=32),
+    plain=(
+        *("lm_head", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+        *(f"{part}.{name}_proj" for part in ("mlp", "shared_experts") for name in ("gate", "up", "down")),
+    ),
+)
+
+
 def write_quantized(model_dir: Path, out_dir: Path, scheme: Scheme) -> tuple[Path, Path]:
     """Write a plain checkpoint quantised by `scheme`, and a plain one with the dequantised values.
 
