@@ -30,7 +30,8 @@ class BlockCounts(NamedTuple):
 class BlockManager:
     """Hands out fixed-size KV blocks and shares full ones between equal prefixes.
 
-    A freed block keeps its content until it is reused: blank blocks first, then the least recently freed one.
+    A freed block keeps its content until it is reused: blank blocks first, then the least recently freed one; between
+    tenants as in `free_blocks`.
 
     Invariant: a block is free exactly when its reference count, the number of tables that hold it, is 0; a free block
     is cached exactly when it holds a content.
@@ -142,13 +143,14 @@ class BlockManager:
 
     def free(self, sequences: Iterable[Sequence]) -> None:
         """Take all blocks from sequences; those in no other table become free, with their contents."""
-        freed = [self._release(seq) for seq in sequences]
-        if not freed:
-            return
-        blocks = np.concatenate(freed)
-        holds = self._prefixes.holds(blocks)
-        self._free.add_cached(blocks[holds])
-        self._free.add_blank(blocks[~holds])
+        by_tenant: dict[int, list[Sequence]] = {}
+        for seq in sequences:
+            by_tenant.setdefault(seq.tenant_number, []).append(seq)
+        for tenant, freed in by_tenant.items():
+            blocks = np.concatenate([self._release(seq) for seq in freed])
+            holds = self._prefixes.holds(blocks)
+            self._free.add_cached(blocks[holds], tenant, freed[-1].tenant.weight)
+            self._free.add_blank(blocks[~holds])
 
     def hide(self, seq: Sequence) -> None:
         """Hide a sequence's blocks from the prefix cache, because their KV cannot be trusted.
@@ -180,7 +182,7 @@ class BlockManager:
         counts = np.bincount(_as_array(held), minlength=self.num_blocks)
         assert np.array_equal(self._ref_counts, counts), "reference counts"
         cached, blank = self._free.cached.tolist(), self._free.blank.tolist()
-        assert len(cached) == self.num_cached_blocks, "the number of cached blocks"
+        self._free.check_integrity()
         assert sorted([*cached, *blank]) == np.flatnonzero(counts == 0).tolist(), "free blocks"
         self._prefixes.check_integrity(cached, blank)
 

@@ -161,3 +161,18 @@ def test_tenants_that_have_nothing_here_have_no_share() -> None:
             scheduler.abort(seq, 0.0)
     run(scheduler, 12)
     assert running(scheduler) == {"loud": 4, "quiet": 4}
+
+
+def test_a_flood_of_prompts_leaves_another_tenants_prefix_cached() -> None:
+    scheduler = make_scheduler(SchedulerPolicy(max_num_seqs=8), facts=worker_facts(num_blocks=64))
+    hot = list(range(160))
+    for tokens in ([*hot, 1], [*hot, 2]):
+        seq = make_sequence(next(_handles), tokens, max_tokens=1)
+        seq.tenant, seq.cache_salt = QUIET, b"quiet"
+        add(scheduler, seq)
+        run(scheduler)
+        # Four times as many blocks as there are.
+        for flood in seqs_of(LOUD, 8, prompt=512, max_tokens=1):
+            add(scheduler, flood)
+            run(scheduler)
+    assert seq.num_first_cached_tokens == 160
