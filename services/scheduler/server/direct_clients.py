@@ -238,7 +238,8 @@ def resolve_request(
     """Check every field, and resolve what the request leaves open.
 
     A request with output from earlier calls is attempt 2, however many there were: when accepted, it replaces what is
-    still in flight of them.
+    still in flight of them. Otherwise it would go before others, and its prompt would be free, on its client's word; so
+    it waits and pays as a new one.
 
     Args:
         handle: That of its first choice.
@@ -276,6 +277,7 @@ def resolve_request(
         priority=PRIORITIES[priority],
         cache_salt=cache_salt,
         attempt=2 if any(so_far != ChoiceSoFar() for so_far in choices_so_far) else 1,
+        waits_as_new=True,
         n=n,
         choices_so_far=choices_so_far,
         time_left_s=time_left_s,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from services.scheduler.core.batch.sequence import RequestKey
 from services.scheduler.core.batch.step import ScheduledBatch, Step
 from services.scheduler.core.queue.waiting_queue import QueuePolicy, max_steps_to_admission
+from services.scheduler.server.direct_clients import DIRECT_CLIENT
 from shared.step.step import PrefillChunk, StepKind
 from tests.simulation.network.step_stream import Answer
 from tests.simulation.workload import CellSettings, Expected, RequestPlan, Salt, number_of
@@ -58,8 +59,9 @@ class Entry:
 
     @property
     def is_new(self) -> bool:
-        """Whether it was never admitted, here or in an earlier attempt."""
-        return self.attempt == 1 and self.num_cached_tokens is None
+        """Whether it was never admitted, here or in an earlier attempt; a direct client's word does not count."""
+        is_first = self.attempt == 1 or self.key[0] == DIRECT_CLIENT
+        return is_first and self.num_cached_tokens is None
 
     @property
     def number(self) -> Number:

@@ -89,7 +89,7 @@ def _make_sequence(
         priority=submission.priority,
         tenant=submission.tenant,
         cache_salt=cache_salt,
-        attempt=submission.attempt,
+        attempt=1 if submission.waits_as_new else submission.attempt,
         choice=choice,
         num_earlier_tokens=len(output) // TOKEN_DTYPE.itemsize,
         is_exact=submission.is_exact,

@@ -33,7 +33,7 @@ class TenantLoads:
     """Counts what each tenant has in the cell, over all clients and ranks.
 
     Invariant: a tenant is here while it has a choice in flight. A choice waits from its start until it is admitted or
-    ends, and has `on_admission` set as long; one of a later attempt was admitted before.
+    ends, and has `on_admission` set as long; one that waits as a later attempt was admitted before.
     """
 
     def __init__(self) -> None:

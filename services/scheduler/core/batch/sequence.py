@@ -113,6 +113,7 @@ class Sequence:
     """Whether its tenant is charged for its next prefill, because it made way for the tenant's own growth."""
     cache_salt: bytes = b""
     attempt: int = 1
+    """The attempt as which it waits; see `Submission.waits_as_new`."""
     choice: int = 0
     is_leader: bool = True
     """Whether its prompt counts towards the queue's token limit: one choice of each request."""

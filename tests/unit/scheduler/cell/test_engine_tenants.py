@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.cell.events import AbortRequest, ClientClosed, ClientMessage, Submission
+from services.scheduler.cell.events import AbortRequest, ChoiceSoFar, ClientClosed, ClientMessage, Submission
 from services.scheduler.core.batch.sequence import Finish, FinishReason, Priority
 from services.scheduler.core.batch.step import RequestEnd
 from services.scheduler.core.policy import CellTopology, SchedulerPolicy
+from services.scheduler.core.queue.tenant_counters import OUTPUT_TOKEN_COST
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
 from shared.errors import ErrorCode, InvalidRequestError, ServiceError
 from shared.ids import RequestHandle
 from shared.sampling_params import SamplingParams
 from shared.tenant import DEFAULT_TENANT, Tenant
 from tests.support.scheduler.cell_model import PoisonedError, expected_completion
-from tests.support.scheduler.engine_driver import EngineDriver, token_bytes
+from tests.support.scheduler.engine_driver import ChoiceOutput, EngineDriver, token_bytes
 
 A, B = Tenant("a"), Tenant("b")
 
@@ -193,6 +194,36 @@ def test_later_attempts_pass_a_tenants_limits() -> None:
     driver.run()
     for handle in (1, 2, 10):
         assert driver.choices[1, handle].tokens == expected_completion(prompt(20), 0, 4)
+
+
+@pytest.mark.parametrize(("waits_as_new", "order"), [(False, [1, 3, 4]), (True, [1, 4, 3])])
+def test_a_client_gains_nothing_by_saying_that_it_continues_an_answer(waits_as_new: bool, order: list[int]) -> None:
+    driver = EngineDriver(policy=SchedulerPolicy(max_num_seqs=2))
+    driver.submit(2, prompt(20), tenant=B, max_tokens=30)
+    driver.submit(1, prompt(60), tenant=A, max_tokens=2)
+    driver.step()
+    output = expected_completion(prompt(50, 500), 0, 4)[:2]
+    driver.choices[1, 3] = ChoiceOutput(list(output), num_cached_tokens=0)
+    continued = Submission(
+        RequestHandle(3),
+        "r3",
+        token_bytes(prompt(50, 500)),
+        SamplingParams(max_tokens=4, ignore_eos=True),
+        attempt=2,
+        waits_as_new=waits_as_new,
+        choices_so_far=(ChoiceSoFar(token_bytes(output)),),
+        tenant=A,
+    )
+    driver.submit(4, prompt(30), tenant=B, max_tokens=4)
+    driver.on_event(ClientMessage(1, [continued]))
+    ended: list[int] = []
+    while len(ended) < 3:
+        driver.step()
+        ended += [handle for handle in order if handle not in ended and end_of(driver, handle) is not None]
+    assert ended == order
+    assert driver.choices[1, 3].tokens == expected_completion(prompt(50, 500), 0, 4)
+    charged = driver.engine._cell.ranks[0].scheduler.queue.tenants[1].counter
+    assert charged == 60 + (52 if waits_as_new else 0) + OUTPUT_TOKEN_COST * (2 + 2)
 
 
 def test_a_lost_domain_changes_no_tenants_load() -> None:

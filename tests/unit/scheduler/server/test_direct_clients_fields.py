@@ -63,8 +63,9 @@ def test_a_request_without_these_fields_has_normal_priority_and_an_empty_salt() 
     assert (submission.priority, submission.cache_salt, submission.time_left_s) == (Priority.NORMAL, b"", None)
 
 
-def test_output_so_far_makes_a_second_attempt() -> None:
+def test_output_so_far_makes_a_second_attempt_that_waits_as_a_new_one() -> None:
     submission = resolve_request(HANDLE, resumed([4, 5]), LIMITS)
+    assert submission.waits_as_new
     assert (submission.attempt, submission.choices_so_far) == (2, (ChoiceSoFar(token_bytes([4, 5])),))
 
 
