@@ -8,6 +8,7 @@ import numpy as np
 
 from services.scheduler.core.batch.sequence import Sequence, SequenceStatus
 from services.scheduler.core.batch.slot_table import Slots
+from services.scheduler.core.kept_room import KeptRoom
 from services.scheduler.core.preemption import Preemption
 from services.scheduler.core.running_batch import RunningBatch
 from shared.step.columns import Int32Column
@@ -38,11 +39,12 @@ class DecodePlanner:
     room for their next drafts.
     """
 
-    def __init__(self, running: RunningBatch, preemption: Preemption) -> None:
+    def __init__(self, running: RunningBatch, preemption: Preemption, kept_room: KeptRoom) -> None:
         self._running = running
         self._slots = running.slots
         self._blocks = running.blocks
         self._preemption = preemption
+        self._kept_room = kept_room
         self._num_draft_tokens = running.slots.num_draft_tokens
         self._blocks_per_visit = max(1, MIN_TOKENS_PER_VISIT // running.blocks.block_size)
         self._opens_single_blocks = self._blocks_per_visit == 1 and not self._num_draft_tokens
@@ -65,7 +67,7 @@ class DecodePlanner:
 
     def _open_blocks(self, rows: Slots, short: Slots) -> Decodes | None:
         """None, with nothing changed, when too few blocks are free."""
-        blocks = self._blocks.try_take(len(short))
+        blocks = self._kept_room.try_take(len(short))
         if blocks is None:
             return None
         sequences = self._slots.sequences
@@ -77,7 +79,7 @@ class DecodePlanner:
     def _open_runs(self, rows: Slots, short: Slots) -> Decodes | None:
         """Like `_open_blocks`, with several blocks per row."""
         counts = self._num_blocks_in_run(short)
-        blocks = self._blocks.try_take(int(counts.sum()))
+        blocks = self._kept_room.try_take(int(counts.sum()))
         if blocks is None:
             return None
         sequences = self._slots.sequences
@@ -129,18 +131,32 @@ class DecodePlanner:
         )
 
     def _take_or_preempt(self, seq: Sequence, num_sitting_out: int, now: float) -> int | None:
-        """Take a block for a row, preempting running sequences while none is free.
+        """Take a block for a row, preempting running sequences while it may take none.
 
         Returns:
             None when steps in flight will free a block (after those for `num_sitting_out` other rows), when the row may
             turn out to need none, or when `seq` itself was preempted.
         """
-        while (blocks := self._blocks.try_take(1)) is None:
-            if self._running.num_coming_blocks() > num_sitting_out or self._may_fit(seq):
+        while not self._may_take(seq, num_sitting_out):
+            if self._num_spare(seq) > num_sitting_out or self._may_fit(seq):
                 return None
             if self._preemption.retract(seq, now) is seq:
                 return None
+        blocks = self._blocks.try_take(1)
+        assert blocks is not None
         return blocks[0]
+
+    def _may_take(self, seq: Sequence, num_sitting_out: int) -> bool:
+        """Whether a block is free that is kept for none but the row; the last row may take any, or no step went on."""
+        if not self._blocks.num_free_blocks:
+            return False
+        has_others = self._kept_room.num_blocks_from(seq) and len(self._running.order) > 1
+        return not has_others or self._num_spare(seq) > num_sitting_out
+
+    def _num_spare(self, seq: Sequence) -> int:
+        """Blocks that are free or will be, without those kept for others than the row."""
+        num_blocks = self._blocks.num_free_blocks + self._running.num_coming_blocks()
+        return num_blocks - self._kept_room.num_blocks_from(seq)
 
     def _may_fit(self, seq: Sequence) -> bool:
         """Whether the row needs no block if its steps in flight return few tokens."""

@@ -75,14 +75,17 @@ class Preemption:
     def preempt_above_share(self, seq: Sequence, num_blocks: int, now: float) -> None:
         """Preempt sequences of tenants above their shares until `seq` may enter and keeps its tenant within its own.
 
-        As `preempt_for`, with the victims of `Shares.victims_for`.
+        As `preempt_for`, with the victims of `Shares.victims_for`. What they free is kept for `seq` until it enters.
         """
         num_missing_blocks, num_missing_slots = self._missing(num_blocks)
         if num_missing_blocks <= 0 and num_missing_slots <= 0:
             return
         victims = self._shares.victims_for(seq, lacks_slot=num_missing_slots > 0, lacks_blocks=num_missing_blocks > 0)
-        for victim in self._make_room(victims, num_missing_blocks, num_missing_slots, now):
+        made_way = self._make_room(victims, num_missing_blocks, num_missing_slots, now)
+        for victim in made_way:
             victim.num_tokens_when_made_way = victim.num_stored_tokens
+        if made_way:
+            self._waiting.hold(seq)
 
     def preempt(self, seq: Sequence, now: float) -> None:
         """Take a sequence's blocks; it later recomputes what is no longer cached.

@@ -85,7 +85,11 @@ class PrefillPlanner:
     def next_waiting(self, now: float) -> tuple[Sequence, int]:
         """The next waiting sequence and how many free blocks it needs; there must be one."""
         seq = self._next(now)
-        return seq, self._blocks.num_blocks_to_take(seq, self._find_prefix(seq))
+        return seq, self.num_blocks_to_take(seq)
+
+    def num_blocks_to_take(self, seq: Sequence) -> int:
+        """How many free blocks a waiting sequence needs."""
+        return self._blocks.num_blocks_to_take(seq, self._find_prefix(seq))
 
     def _next(self, now: float) -> Sequence:
         return self._waiting.next(now, self._blocks.num_cached_tokens, self._shares.keeps_share)
@@ -150,8 +154,12 @@ class PrefillPlanner:
         return tuple(sorted(eos_token_ids.union(params.stop_token_ids)))
 
     def _growth_fits(self, seq: Sequence, prefix: CachedPrefix) -> bool:
-        """Whether the admission policy expects no retraction with `seq` running too."""
-        if self._policy.admission_policy is AdmissionPolicy.PLAIN or not self._running.order.size:
+        """Whether the admission policy expects no retraction with `seq` running too.
+
+        What others have made way for enters in any case, or its room would be kept for nothing.
+        """
+        is_plain = self._policy.admission_policy is AdmissionPolicy.PLAIN
+        if is_plain or seq is self._waiting.held or not self._running.order.size:
             return True
         num_tokens, max_num_tokens = self._running.progress()
         return self._new_token_ratio.fits(

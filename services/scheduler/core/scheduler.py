@@ -22,6 +22,7 @@ from services.scheduler.core.block_manager import BlockCounts, BlockManager
 from services.scheduler.core.cache.kv_feed import KvFeed
 from services.scheduler.core.decode import DecodePlanner, Decodes
 from services.scheduler.core.endings import Endings
+from services.scheduler.core.kept_room import KeptRoom
 from services.scheduler.core.policy import CacheSettings, SchedulerCounters, SchedulerPolicy, StepBudget
 from services.scheduler.core.postprocess import Postprocessor
 from services.scheduler.core.preemption import Preemption
@@ -184,7 +185,8 @@ class Scheduler:
         self._prefill = PrefillPlanner(
             self._policy, self._running, self._shares, self._new_token_ratio, facts, self.counters
         )
-        self._decode = DecodePlanner(self._running, self._preemption)
+        kept_room = KeptRoom(self._waiting, self._running, self._prefill.num_blocks_to_take)
+        self._decode = DecodePlanner(self._running, self._preemption, kept_room)
         self.step_deadline = StepDeadline(self._running.in_flight)
         self._numerics = Numerics(facts.numerics_fingerprint, facts.is_exact)
         self._endings = Endings(self._waiting, self._running, self._preemption, facts, self.counters)

@@ -11,6 +11,7 @@ from services.scheduler.core.batch.step import OutputsByClient, RequestEnd, Sche
 from services.scheduler.core.block_manager import BlockManager
 from services.scheduler.core.decode import DecodePlanner, Decodes
 from services.scheduler.core.endings import Endings
+from services.scheduler.core.kept_room import KeptRoom
 from services.scheduler.core.policy import CacheSettings, SchedulerCounters, SchedulerPolicy
 from services.scheduler.core.postprocess import Postprocessor
 from services.scheduler.core.preemption import Preemption
@@ -156,7 +157,8 @@ class Parts:
         self.shares = Shares(policy.max_num_seqs, self.waiting, self.running)
         self.preemption = Preemption(policy, self.waiting, self.running, self.shares, self.ratio, self.counters)
         self.prefill = PrefillPlanner(policy, self.running, self.shares, self.ratio, facts, self.counters)
-        self.decode = DecodePlanner(self.running, self.preemption)
+        kept_room = KeptRoom(self.waiting, self.running, self.prefill.num_blocks_to_take)
+        self.decode = DecodePlanner(self.running, self.preemption, kept_room)
         self.deadline = StepDeadline(self.running.in_flight)
         self.endings = Endings(self.waiting, self.running, self.preemption, facts, self.counters)
         self.postprocessor = Postprocessor(

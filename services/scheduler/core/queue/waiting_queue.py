@@ -89,7 +89,7 @@ class WaitingQueue:
 
     Invariant: each waiting sequence is in its tenant's queue, and no such queue is empty. `num_new` counts those that
     were never admitted, and `num_new_tokens` the prompt tokens of the leaders among them. `_accounts` are those of
-    the queues.
+    the queues. `held` waits here.
     """
 
     def __init__(
@@ -103,6 +103,8 @@ class WaitingQueue:
         """Make an empty queue; `tenants` are those of the cell."""
         self.num_new = 0
         self.num_new_tokens = 0
+        self.held: Sequence | None = None
+        """The next one, whatever comes, because others made way for it; see `hold`."""
         self.tenants = TenantCounters() if tenants is None else tenants
         self._policy = policy
         self._max_age_s = max_age_s
@@ -198,6 +200,10 @@ class WaitingQueue:
 
         With several tenants it takes O(log tenants), and O(tenants) under the priority policy.
         """
+        if self.held is not None:
+            if keeps_share(self.held) and not self._is_outranked(self.held, now, num_cached_tokens):
+                return self.held
+            self.held = None
         if len(self._by_tenant) == 1:
             (queue,) = self._by_tenant.values()
             return queue.first(now, num_cached_tokens)
@@ -207,6 +213,15 @@ class WaitingQueue:
             self._choice = self._choose(now, num_cached_tokens, keeps_share)
             self._may_change = False
         return self._chosen(self._choice, now, num_cached_tokens)
+
+    def hold(self, seq: Sequence) -> None:
+        """Keep a waiting sequence the next one until it leaves.
+
+        It gives way only to a more urgent class, or when it would exceed its tenant's share, which others may make
+        smaller.
+        """
+        assert seq in self._queues
+        self.held = seq
 
     def take(self, seq: Sequence, now: float) -> None:
         """Take out a sequence that is being admitted.
@@ -235,6 +250,7 @@ class WaitingQueue:
             len(new),
             sum(seq.num_limited_tokens for seq in new),
         ), "the waiting queue's counts"
+        assert self.held is None or self.held in self._queues, "what is held does not wait"
         assert sum(len(queue.arrivals) for queue in self._by_tenant.values()) == len(self), "the waiting queue's places"
         assert all(seq in queue.arrivals for seq, queue in self._queues.items()), "the waiting queue's places"
         for number, queue in self._by_tenant.items():
@@ -276,6 +292,13 @@ class WaitingQueue:
             return queues[lowest.number], None
         return min(queues.values(), key=lambda each: (each.account.counter, each.account.number)), None
 
+    def _is_outranked(self, seq: Sequence, now: float, num_cached_tokens: NumCachedTokens) -> bool:
+        """Whether a more urgent class than that of a waiting sequence waits."""
+        if self._policy is not QueuePolicy.PRIORITY:
+            return False
+        firsts = ((queue, queue.first(now, num_cached_tokens)) for queue in self._by_tenant.values())
+        return min(_class_of(first, queue, now) for queue, first in firsts) < _class_of(seq, self._queues[seq], now)
+
     def _first_returned(self, queue: TenantQueue, now: float, num_cached_tokens: NumCachedTokens) -> Sequence | None:
         """The first of a tenant's sequences that were admitted before, if it is of the most urgent class there."""
         if self._policy is not QueuePolicy.PRIORITY:
@@ -287,12 +310,13 @@ class WaitingQueue:
         """The tenants that have sequences of the most urgent class that waits."""
         priorities: dict[int, Priority] = {}
         for number, queue in self._by_tenant.items():
-            first = queue.first(now, num_cached_tokens)
-            priorities[number] = Priority.HIGH if queue.has_aged(first, now) else first.priority
+            priorities[number] = _class_of(queue.first(now, num_cached_tokens), queue, now)
         most_urgent = min(priorities.values())
         return {number: self._by_tenant[number] for number, each in priorities.items() if each == most_urgent}
 
     def _leave(self, seq: Sequence, now: float) -> None:
+        if seq is self.held:
+            self.held = None
         queue = self._queues.pop(seq)
         queue.remove(seq)
         self.tenants.end_to_wait(queue.account)
@@ -307,3 +331,8 @@ class WaitingQueue:
             self.num_new -= 1
             self.num_new_tokens -= seq.num_limited_tokens
         seq.waited_s += now - seq.queued_at
+
+
+def _class_of(seq: Sequence, queue: TenantQueue, now: float) -> Priority:
+    """The class of a sequence of this queue; one that has aged is most urgent."""
+    return Priority.HIGH if queue.has_aged(seq, now) else seq.priority

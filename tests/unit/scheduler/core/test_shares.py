@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from itertools import count
 
+import pytest
+
 from services.scheduler.core.batch.sequence import Priority, Sequence
 from services.scheduler.core.policy import SchedulerPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
 from services.scheduler.core.scheduler import Scheduler
 from shared.tenant import Tenant
-from tests.support.scheduler.core import add, give, make_scheduler, make_sequence
+from tests.support.scheduler.core import add, give, make_scheduler, make_sequence, send
 from tests.support.scheduler.engine_driver import worker_facts
 
 LOUD, QUIET, THIRD = Tenant("loud"), Tenant("quiet"), Tenant("third")
@@ -176,3 +178,23 @@ def test_a_flood_of_prompts_leaves_another_tenants_prefix_cached() -> None:
             add(scheduler, flood)
             run(scheduler)
     assert seq.num_first_cached_tokens == 160
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_what_is_freed_for_the_next_one_is_left_to_it_by_others_that_grow(mixes: bool) -> None:
+    policy = SchedulerPolicy(max_num_seqs=64, enable_mixed_steps=mixes)
+    scheduler = make_scheduler(policy, facts=worker_facts(num_blocks=17))
+    add(scheduler, *seqs_of(LOUD, 1, prompt=24), *seqs_of(LOUD, 7, prompt=20))
+    run(scheduler, 8)
+    send(scheduler)
+    # One block is free, two come back with the step in flight, and one sequence grows.
+    (quiet,) = seqs_of(QUIET, 1, prompt=40, max_tokens=4)
+    add(scheduler, quiet)
+    scheduler.schedule(0.0)
+    assert quiet.slot is None
+    while any(seq.is_retiring for seq in scheduler.unfinished()):
+        record = scheduler.oldest_in_flight
+        assert record is not None
+        give(scheduler, *[TOKEN] * len(record.row_slots))
+    scheduler.schedule(0.0)
+    assert quiet.slot is not None

@@ -119,6 +119,33 @@ def test_what_a_flood_lost_does_not_take_the_place_of_the_one_it_was_lost_to() -
     assert queue.next(1.0, nothing_cached, lambda seq: seq is chosen) is chosen
 
 
+def test_one_that_others_made_way_for_stays_next_until_it_leaves_or_exceeds_its_share() -> None:
+    queue = make_queue()
+    seqs = [seq_of(A), seq_of(A), seq_of(B)]
+    add_all(queue, *seqs)
+    queue.hold(seqs[1])
+    queue.add(seq_of(C, attempt=2), 0.0)
+    assert queue.next(1.0, nothing_cached) is seqs[1]
+    assert queue.next(1.0, nothing_cached, lambda seq: seq is not seqs[1]) is not seqs[1]
+    for leave in (queue.take, queue.remove):
+        held = queue.next(1.0, nothing_cached)
+        queue.hold(held)
+        leave(held, 1.0)
+        assert queue.held is None
+        queue.check_integrity()
+
+
+def test_one_that_others_made_way_for_lets_a_more_urgent_class_go_first() -> None:
+    queue = make_queue(QueuePolicy.PRIORITY)
+    held = seq_of(A, 0.0)
+    add_all(queue, held, seq_of(B, 0.0, priority=Priority.LOW))
+    queue.hold(held)
+    queue.add(seq_of(B, 1.0), 1.0)
+    assert queue.next(1.0, nothing_cached) is held
+    queue.add(seq_of(A, 2.0, priority=Priority.HIGH), 2.0)
+    assert queue.next(2.0, nothing_cached).priority is Priority.HIGH
+
+
 def test_one_that_would_exceed_its_tenants_share_holds_up_nobody() -> None:
     queue = make_queue()
     add_all(queue, seq_of(A), seq_of(B))
