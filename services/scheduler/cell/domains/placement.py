@@ -19,6 +19,7 @@ class Placement:
 
         newcomers' prompt tokens in its queue + tokens_per_seq * its waiting and running sequences - cached tokens
 
+    What waits of other tenants counts only up to their share, since it does not go first (`WaitingQueue.load_beside`).
     Ties go to the lowest load (the cost without the cached tokens), then to the first rank. Source: the router of
     NVIDIA Dynamo weighs prefill blocks against active blocks in the same way.
     """
@@ -28,7 +29,7 @@ class Placement:
 
     def place(self, sequences: Sequence[TokenSequence], ranks: Sequence[Rank], now: float) -> None:
         """Queue the choices of one request, which must not be in a queue."""
-        rank = ranks[0] if len(ranks) == 1 else self._pick(sequences[0], ranks)
+        rank = ranks[0] if len(ranks) == 1 else self._pick(sequences, ranks)
         for seq in sequences:
             seq.rank = rank.number
             rank.scheduler.add(seq, now)
@@ -48,10 +49,13 @@ class Placement:
                 busiest.scheduler.withdraw(seq, now)
             self.place(sequences, (busiest, idle), now)
 
-    def _pick(self, seq: TokenSequence, ranks: Iterable[Rank]) -> Rank:
+    def _pick(self, sequences: Sequence[TokenSequence], ranks: Iterable[Rank]) -> Rank:
+        seq = sequences[0]
+        num_tokens = seq.num_prompt_tokens + self._tokens_per_seq * len(sequences)
         costs = []
         for rank in ranks:
-            load = self._load(rank)
+            load: float = self._tokens_per_seq * rank.scheduler.num_running
+            load += rank.scheduler.queue.load_beside(seq.tenant, num_tokens, self._tokens_per_seq)
             num_cached_tokens = rank.scheduler.num_cached_tokens(seq)
             costs.append((load - num_cached_tokens, load, rank.number, rank, seq.cached_prefix))
         *_, rank, seq.cached_prefix = min(costs)

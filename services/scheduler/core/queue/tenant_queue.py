@@ -13,12 +13,15 @@ class TenantQueue:
     """A tenant's waiting sequences: the aged ones by arrival, then the others in the order of the queue policy.
 
     Invariant: each of `arrivals` is either in `_aged`, or in both `_order` and `_ages`. `returned` are those that were
-    admitted before, by arrival.
+    admitted before, by arrival. `num_new_tokens` are the prompt tokens of the leaders among the others.
     """
 
     def __init__(self, account: TenantAccount, order: QueueOrder, max_age_s: float) -> None:
         """Make an empty queue; a sequence ages once it has waited for more than `max_age_s` in total."""
         self.account = account
+        self.weight = 0.0
+        """The account's, as the waiting queue has counted it."""
+        self.num_new_tokens = 0
         self.arrivals: dict[Sequence, Key] = {}
         self.returned = SortedQueue()
         self._max_age_s = max_age_s
@@ -35,6 +38,8 @@ class TenantQueue:
         self._ages.push((self._ages_at(seq), arrival[-1]), seq)
         if seq.was_admitted:
             self.returned.push(arrival, seq)
+        else:
+            self.num_new_tokens += seq.num_limited_tokens
 
     def remove(self, seq: Sequence) -> None:
         """Remove a sequence from any place."""
@@ -46,6 +51,8 @@ class TenantQueue:
             self._ages.remove(seq)
         if seq in self.returned:
             self.returned.remove(seq)
+        else:
+            self.num_new_tokens -= seq.num_limited_tokens
 
     def first(self, now: float, num_cached_tokens: NumCachedTokens) -> Sequence:
         """The next sequence; there must be one."""
@@ -65,6 +72,8 @@ class TenantQueue:
         """Assert the class's invariant."""
         assert len(self._order) == len(self._ages) == len(self.arrivals) - len(self._aged), "a tenant's places"
         assert all((seq in self._aged) != (seq in self._ages) for seq in self.arrivals), "a tenant's places"
+        new = (seq for seq in self.arrivals if not seq.was_admitted)
+        assert self.num_new_tokens == sum(seq.num_limited_tokens for seq in new), "a tenant's tokens"
         assert all((seq in self.returned) == seq.was_admitted for seq in self.arrivals), "a tenant's returned sequences"
 
     def _first_aged(self, now: float) -> Sequence:

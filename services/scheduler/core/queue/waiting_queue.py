@@ -17,6 +17,7 @@ from services.scheduler.core.queue.queue_order import (
 from services.scheduler.core.queue.tenant_counters import AccountHeap, TenantCounters
 from services.scheduler.core.queue.tenant_queue import TenantQueue
 from shared.errors import QueueFullError
+from shared.tenant import Tenant
 
 
 class QueuePolicy(enum.Enum):
@@ -89,7 +90,7 @@ class WaitingQueue:
 
     Invariant: each waiting sequence is in its tenant's queue, and no such queue is empty. `num_new` counts those that
     were never admitted, and `num_new_tokens` the prompt tokens of the leaders among them. `_accounts` are those of
-    the queues. `held` waits here.
+    the queues, and `_weight` is the sum of their weights. `held` waits here.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class WaitingQueue:
         # The tenants with sequences that were admitted before.
         self._with_returned: dict[int, TenantQueue] = {}
         self._accounts = AccountHeap()
+        self._weight = 0.0
         # The queue that `next` chose, and the sequence in it if that is not the first there; until it leaves.
         self._choice: tuple[TenantQueue, Sequence | None] | None = None
         # Whether something was added that may go before the choice.
@@ -167,6 +169,25 @@ class WaitingQueue:
         rate = sum(1.0 / delay_s for delay_s in delays_s if delay_s < MAX_DELAY_S)
         return 1.0 / rate if rate else MAX_DELAY_S
 
+    def load_beside(self, tenant: Tenant, num_tokens: int, tokens_per_seq: int) -> float:
+        """What goes before `num_tokens` more tokens of a tenant, or with them: prompt tokens and sequences that wait.
+
+        All that the tenant has waiting counts, and of the others no more than their share meanwhile: what they get by
+        their weights until the tenant has got its tokens. O(1).
+
+        Args:
+            tokens_per_seq: What a sequence counts in addition to its newcomer's prompt.
+        """
+        load = self.num_new_tokens + tokens_per_seq * len(self)
+        account = self.tenants.account_of(tenant)
+        own = self._by_tenant.get(account.number)
+        if own is not None and len(self._by_tenant) == 1:
+            return load
+        own_load = 0 if own is None else own.num_new_tokens + tokens_per_seq * len(own.arrivals)
+        other_weight = self._weight - (0.0 if own is None else own.weight)
+        share = (own_load + num_tokens) * other_weight / account.weight
+        return own_load + min(load - own_load, share)
+
     def add(self, seq: Sequence, now: float) -> None:
         """Add a sequence at its place."""
         seq.queued_at = now
@@ -179,6 +200,8 @@ class WaitingQueue:
         if queue is None:
             queue = self._by_tenant[account.number] = TenantQueue(account, _ORDERS[self._policy](), self._max_age_s)
             self._accounts.add(account)
+        self._weight += account.weight - queue.weight
+        queue.weight = account.weight
         queue.push((seq.arrived_at, is_new, self._num_added), seq)
         self._queues[seq] = queue
         if not is_new:
@@ -258,6 +281,8 @@ class WaitingQueue:
             assert bool(queue.returned) == (number in self._with_returned), "tenants with returned sequences"
             queue.check_integrity()
         self._accounts.check_integrity()
+        weight = sum(queue.weight for queue in self._by_tenant.values())
+        assert abs(self._weight - weight) <= 1e-6 * weight, "the weight of those that wait"
         if self:
             assert self.oldest_arrived_at() == min(seq.arrived_at for seq in self), "the oldest that waits"
 
@@ -325,6 +350,7 @@ class WaitingQueue:
         if not queue.arrivals:
             del self._by_tenant[queue.account.number]
             self._accounts.remove(queue.account)
+            self._weight = self._weight - queue.weight if self._by_tenant else 0.0
         if self._choice is not None and self._choice[0] is queue and (self._choice[1] is seq or not queue.arrivals):
             self._choice = None
         if not seq.was_admitted:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 
+from services.scheduler.cell.domains.domain import Rank
+from services.scheduler.cell.domains.placement import Placement
+from services.scheduler.core.batch.sequence import Sequence
 from services.scheduler.core.policy import CellTopology, SchedulerPolicy
+from shared.ids import DpRank
 from shared.sampling_params import SamplingOptions
+from shared.tenant import Tenant
+from tests.support.scheduler.core import make_scheduler, make_sequence
 from tests.support.scheduler.engine_driver import EngineDriver
 
 LONG = [(11 + 13 * index) % 1000 for index in range(320)]
@@ -126,3 +134,38 @@ def test_requests_that_wait_for_a_rank_keep_their_order() -> None:
     driver.attach(1)
     driver.run()
     assert [handle for _, handle in driver.choices] == [1, 2, 3, 4]
+
+
+_handles = count(1)
+
+
+def seqs_of(name: str, num_seqs: int, num_tokens: int, *, weight: float = 1.0) -> list[Sequence]:
+    seqs = [make_sequence(next(_handles), num_tokens) for _ in range(num_seqs)]
+    for seq in seqs:
+        seq.tenant = Tenant(name, weight)
+    return seqs
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "rank"),
+    [
+        # Its own waiting request delays it, and the flood does not.
+        ("quiet", 1.0, 0),
+        # To the flood's tenant all of its requests count.
+        ("loud", 1.0, 1),
+        # One that goes after most of the others.
+        ("third", 0.001, 1),
+        ("third", 1.0, 0),
+    ],
+)
+def test_what_other_tenants_have_waiting_counts_up_to_their_share(name: str, weight: float, rank: int) -> None:
+    ranks = [Rank(DpRank(number), make_scheduler()) for number in range(2)]
+    waiting = [seqs_of("loud", 100, 400), [*seqs_of("loud", 50, 400), *seqs_of("quiet", 1, 400)]]
+    for one, seqs in zip(ranks, waiting, strict=True):
+        for seq in seqs:
+            one.scheduler.add(seq, 0.0)
+    (seq,) = seqs_of(name, 1, 20, weight=weight)
+    Placement(tokens_per_seq=256).place([seq], ranks, 0.0)
+    assert seq.rank == rank
+    for one in ranks:
+        one.scheduler.check_integrity()
