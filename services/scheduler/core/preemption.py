@@ -96,6 +96,7 @@ class Preemption:
         seq.status, seq.type = SequenceStatus.WAITING, SequenceType.PREFILL
         self._counters.num_preemptions += 1
         self._running.drop(seq)
+        self._shares.note_preemption()
         if seq.is_retiring:
             self.num_parked += 1
         else:

@@ -123,6 +123,7 @@ class PrefillPlanner:
             self._waiting.tenants.charge_prompt(seq.tenant_number, num_new_tokens)
             seq.pays_again = False
         seq.note_admission(prefix.num_tokens)
+        self._shares.note_admission(seq)
         self._counters.num_prefix_queried_tokens += seq.num_stored_tokens
         self._counters.num_prefix_hit_tokens += prefix.num_tokens
         chunk = PrefillChunk(Slot(slot), token_bytes, seq.num_unsent_tokens)

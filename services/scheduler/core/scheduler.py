@@ -113,14 +113,15 @@ class Scheduler:
         Returns:
             None when there is nothing to do; only preemptions may have happened then.
         """
+        self._shares.begin_plan()
         if may_prefill:
             self._preempt_for_next(now)
         if self._budget.mixes:
-            decodes = self._decode.plan(now)
+            decodes = self._plan_decodes(now)
             prefill = self._plan_prefill(self._budget.prompt_tokens_beside(len(decodes.rows)), may_prefill, now)
         else:
             prefill = self._plan_prefill(self._budget.max_prompt_tokens, may_prefill, now)
-            decodes = self._decode.plan(now) if prefill.is_empty else Decodes()
+            decodes = self._plan_decodes(now) if prefill.is_empty else Decodes()
         if not decodes.rows.size and prefill.is_empty:
             return None
         return assemble(self._running.take_leave_slots(), decodes, prefill)
@@ -320,6 +321,11 @@ class Scheduler:
             self._preemption.preempt_for(seq, num_blocks, now)
         if self._shares.are_needed:
             self._preemption.preempt_above_share(seq, num_blocks, now)
+
+    def _plan_decodes(self, now: float) -> Decodes:
+        decodes = self._decode.plan(now)
+        self._shares.note_growth(decodes.append_slots)
+        return decodes
 
     def _plan_prefill(self, budget: int, may_admit: bool, now: float) -> Prefill:
         if not self._waiting and not self._running.begun:

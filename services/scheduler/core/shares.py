@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from shared.ids import Slot
 _Amounts = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Holdings:
     """Slots and blocks of a rank: [num_tenants] each, by the tenant's number. A shared block counts for each holder."""
 
@@ -31,7 +31,9 @@ class Shares:
     """A rank's slots and blocks, divided among its tenants.
 
     A tenant's share is its weight over that of all tenants with sequences on the rank, waiting or running; at least one
-    slot. Nothing here is called while the cell has had only one tenant.
+    slot. Nothing is computed here while the cell has had only one tenant.
+
+    Invariant: from `begin_plan` until the plan is committed, `_held` is None or what the tenants hold.
     """
 
     def __init__(self, max_num_seqs: int, waiting: WaitingQueue, running: RunningBatch) -> None:
@@ -41,33 +43,35 @@ class Shares:
         self._running = running
         self._slots = running.slots
         self._blocks = running.blocks
+        self._held: Holdings | None = None
 
     @property
     def are_needed(self) -> bool:
         """Whether the cell has had several tenants."""
         return self._tenants.are_shared
 
-    def holdings(self) -> Holdings:
-        """What the tenants hold now; O(running sequences + tenants)."""
-        order = self._running.order
-        numbers, num_tenants = self._slots.tenant[order], len(self._tenants)
-        slots: _Amounts = np.bincount(numbers, minlength=num_tenants).astype(np.float64)
-        num_blocks = self._slots.num_blocks[order]
-        blocks: _Amounts = np.bincount(numbers, weights=num_blocks, minlength=num_tenants).astype(np.float64)
-        weights = np.zeros(num_tenants)
-        for number in {*np.flatnonzero(slots).tolist(), *self.waiting.tenant_numbers}:
-            weights[number] = self._tenants[number].weight
-        fractions = weights / max(weights.sum(), 1e-9)
-        return Holdings(
-            slots,
-            blocks,
-            slot_shares=np.maximum(fractions * self._max_num_seqs, 1.0),
-            block_shares=fractions * self._blocks.num_blocks,
-        )
+    def begin_plan(self) -> None:
+        """Forget what the tenants held: it is counted anew, O(running sequences + tenants), once somebody asks."""
+        self._held = None
+
+    def note_admission(self, seq: Sequence) -> None:
+        """A waiting sequence has got its slot and blocks; O(1)."""
+        if self._held is not None:
+            self._held.slots[seq.tenant_number] += 1
+            self._held.blocks[seq.tenant_number] += len(seq.block_table)
+
+    def note_growth(self, slots: Slots) -> None:
+        """Sequences have got a block each time that they are in `slots`."""
+        if self._held is not None:
+            np.add.at(self._held.blocks, self._slots.tenant[slots], 1)
+
+    def note_preemption(self) -> None:
+        """A running sequence has left, and perhaps its tenant with it."""
+        self._held = None
 
     def keeps_share(self, seq: Sequence) -> bool:
         """Whether a waiting sequence, once admitted, leaves its tenant within its share."""
-        return self._fits(seq, self.holdings())
+        return self._fits(seq, self._holdings())
 
     def victims_for(self, seq: Sequence, *, lacks_slot: bool, lacks_blocks: bool) -> Iterator[Sequence]:
         """Running sequences that may make way for a waiting one, the last to enter first.
@@ -80,9 +84,10 @@ class Shares:
             lacks_slot: Whether there is no slot for it.
             lacks_blocks: Whether there are too few blocks for it.
         """
-        held = self.holdings()
+        held = self._holdings()
         if not self._fits(seq, held):
             return
+        held = replace(held, slots=held.slots.copy(), blocks=held.blocks.copy())
         counter = self._tenants[seq.tenant_number].counter
         for slot in self._running.order[::-1].tolist():
             victim, number = self._slots.sequence_at(Slot(slot)), int(self._slots.tenant[slot])
@@ -99,11 +104,41 @@ class Shares:
 
     def of_furthest_above(self, order: Slots) -> Slots:
         """The slots of `order`, which has at least one, whose tenant's blocks are furthest above its share."""
-        held = self.holdings()
+        # Blocks of the step that is being planned are not noted yet.
+        held = self._count()
         numbers = self._slots.tenant[order]
         excess = held.blocks[numbers] / np.maximum(held.block_shares[numbers], 1e-9)
         furthest: Slots = order[numbers == numbers[int(np.argmax(excess))]]
         return furthest
+
+    def check_integrity(self) -> None:
+        """Assert the class's invariant, between plan and commit."""
+        if self._held is not None:
+            counted = self._count()
+            for field in fields(Holdings):
+                assert np.array_equal(getattr(self._held, field.name), getattr(counted, field.name)), field.name
+
+    def _holdings(self) -> Holdings:
+        if self._held is None:
+            self._held = self._count()
+        return self._held
+
+    def _count(self) -> Holdings:
+        order = self._running.order
+        numbers, num_tenants = self._slots.tenant[order], len(self._tenants)
+        slots: _Amounts = np.bincount(numbers, minlength=num_tenants).astype(np.float64)
+        num_blocks = self._slots.num_blocks[order]
+        blocks: _Amounts = np.bincount(numbers, weights=num_blocks, minlength=num_tenants).astype(np.float64)
+        is_here = slots > 0
+        is_here[np.fromiter(self.waiting.tenant_numbers, np.intp, len(self.waiting.tenant_numbers))] = True
+        weights = self._tenants.weights * is_here
+        fractions = weights / max(weights.sum(), 1e-9)
+        return Holdings(
+            slots,
+            blocks,
+            slot_shares=np.maximum(fractions * self._max_num_seqs, 1.0),
+            block_shares=fractions * self._blocks.num_blocks,
+        )
 
     def _fits(self, seq: Sequence, held: Holdings) -> bool:
         number, num_blocks = seq.tenant_number, self._blocks.num_blocks_for(seq.num_stored_tokens)

@@ -6,6 +6,7 @@ import heapq
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from services.scheduler.core.batch.slot_table import Slots
 from shared.step.columns import Int32Column
@@ -87,7 +88,8 @@ class TenantCounters:
 
     Source: Sheng et al., "Fairness in serving large language models" (OSDI '24), algorithm 2 and its weights.
 
-    Invariant: `_waiting` has the accounts of the tenants that wait; `_last_waiting` is the last one that left it.
+    Invariant: `_waiting` has the accounts of the tenants that wait; `_last_waiting` is the last one that left it;
+    `_weights` has the weights of all accounts, by number, in its first `len(self)` entries.
     """
 
     def __init__(self) -> None:
@@ -95,12 +97,18 @@ class TenantCounters:
         self._name_to_account: dict[str, TenantAccount] = {}
         self._waiting = AccountHeap()
         self._last_waiting: TenantAccount | None = None
+        self._weights = np.zeros(1)
 
     def __len__(self) -> int:
         return len(self._accounts)
 
     def __getitem__(self, number: int) -> TenantAccount:
         return self._accounts[number]
+
+    @property
+    def weights(self) -> npt.NDArray[np.float64]:
+        """The weights by number: [num_tenants]; must not be modified."""
+        return self._weights[: len(self)]
 
     @property
     def are_shared(self) -> bool:
@@ -113,8 +121,11 @@ class TenantCounters:
         if account is None:
             account = self._name_to_account[tenant.name] = TenantAccount(len(self._accounts), tenant.weight)
             self._accounts.append(account)
+            if len(self) > len(self._weights):
+                self._weights = np.concatenate([self._weights, np.zeros(len(self))])
+            self._weights[account.number] = account.weight
         elif account.weight != tenant.weight:
-            account.weight = tenant.weight
+            account.weight = self._weights[account.number] = tenant.weight
         return account
 
     def begin_to_wait(self, account: TenantAccount) -> None:

@@ -61,13 +61,19 @@ class Rank:
         queue = self.scheduler.queue
         while True:
             held, waiting = queue.held, set(queue)
-            sent = self.scheduler.schedule(self.now)
+            batch = None
+            if self.scheduler.has_room:
+                batch = self.scheduler.plan(self.now)
+                # What was noted in the course of the plan is what would be counted now.
+                self.scheduler._shares.check_integrity()
+            if batch is not None:
+                self.scheduler.commit(batch, self.now)
             self.scheduler.check_integrity()
             entered = waiting.difference(queue)
             if held is not None and self.may_hold and entered and held in queue:
                 raise AssertionError("another sequence entered into the room of the one that is held")
             self.num_held += queue.held not in (None, held)
-            if sent is None:
+            if batch is None:
                 break
         assert self.scheduler.is_empty or self.scheduler.oldest_in_flight is not None, "nothing will go on"
 
