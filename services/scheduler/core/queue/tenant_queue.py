@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from services.scheduler.core.batch.sequence import Sequence
+from services.scheduler.core.batch.sequence import Priority, Sequence
 from services.scheduler.core.queue.queue_order import Key, NumCachedTokens, QueueOrder, SortedQueue
 from services.scheduler.core.queue.tenant_counters import TenantAccount
 
@@ -59,6 +59,19 @@ class TenantQueue:
         if self._ages and self._ages.top[0][0] < now:
             return self._first_aged(now)
         return self._aged.top[1] if self._aged else self._order.first(now, num_cached_tokens)
+
+    def class_of(self, seq: Sequence, now: float) -> Priority:
+        """The class of a sequence of this queue; an aged one is most urgent."""
+        return Priority.HIGH if self.has_aged(seq, now) else seq.priority
+
+    def first_class(self, now: float, num_cached_tokens: NumCachedTokens) -> Priority:
+        """The class of the next sequence; there must be one."""
+        return self.class_of(self.first(now, num_cached_tokens), now)
+
+    def ages_at(self, now: float) -> float | None:
+        """After which time the first sequence will have aged; None if one has."""
+        has_aged = bool(self._aged) or self._ages.top[0][0] < now
+        return None if has_aged else self._ages.top[0][0]
 
     def oldest(self) -> tuple[Key, Sequence]:
         """The earliest arrival; there must be one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection, Iterator
 
-from services.scheduler.core.batch.sequence import Priority, Sequence
+from services.scheduler.core.batch.sequence import Sequence
 from services.scheduler.core.queue.drain_rate import MAX_DELAY_S, DrainRate
 from services.scheduler.core.queue.queue_order import (
     ArrivalOrder,
@@ -14,6 +14,7 @@ from services.scheduler.core.queue.queue_order import (
     PriorityOrder,
     QueueOrder,
 )
+from services.scheduler.core.queue.tenant_classes import TenantClasses
 from services.scheduler.core.queue.tenant_counters import AccountHeap, TenantCounters
 from services.scheduler.core.queue.tenant_queue import TenantQueue
 from shared.errors import QueueFullError
@@ -108,12 +109,14 @@ class WaitingQueue:
         """The next one, whatever comes, because others made way for it; see `hold`."""
         self.tenants = TenantCounters() if tenants is None else tenants
         self._policy = policy
+        self._has_classes = policy is QueuePolicy.PRIORITY
         self._max_age_s = max_age_s
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         # The queue of each, in the order in which they were added.
         self._queues: dict[Sequence, TenantQueue] = {}
         self._by_tenant: dict[int, TenantQueue] = {}
+        self._classes = TenantClasses(self._by_tenant)
         # The tenants with sequences that were admitted before.
         self._with_returned: dict[int, TenantQueue] = {}
         self._accounts = AccountHeap()
@@ -206,7 +209,9 @@ class WaitingQueue:
         self._queues[seq] = queue
         if not is_new:
             self._with_returned[account.number] = queue
-        self._may_change |= not is_new or self._policy is QueuePolicy.PRIORITY
+        self._may_change |= not is_new or self._has_classes
+        if self._has_classes:
+            self._classes.note_change(account.number)
         if is_new:
             self.num_new += 1
             self.num_new_tokens += seq.num_limited_tokens
@@ -221,7 +226,8 @@ class WaitingQueue:
         LONGEST_PREFIX only, for at most `WINDOW` sequences of a tenant, and not while the one it chose still waits;
         `keeps_share` only with several tenants.
 
-        With several tenants it takes O(log tenants), and O(tenants) under the priority policy.
+        With several tenants it takes O(log tenants), and a choice also O(tenants with sequences that were admitted
+        before), of which there are no more than the rank has slots unless ranks or schedulers were lost.
         """
         if self.held is not None:
             if keeps_share(self.held) and not self._is_outranked(self.held, now, num_cached_tokens):
@@ -297,53 +303,46 @@ class WaitingQueue:
         self, now: float, num_cached_tokens: NumCachedTokens, keeps_share: KeepsShare
     ) -> tuple[TenantQueue, Sequence | None]:
         """The next sequence's queue, and the sequence if it goes before what is first there."""
-        queues = self._by_tenant
-        if self._policy is QueuePolicy.PRIORITY:
-            queues = self._most_urgent(now, num_cached_tokens)
+        priority, lowest = None, self._accounts.lowest()
+        if self._has_classes:
+            priority, lowest = self._classes.most_urgent(now, num_cached_tokens)
+        assert lowest is not None
         returned = []
         for number, queue in self._with_returned.items():
-            if number in queues:
+            if priority is None or self._classes.is_in(number, priority):
                 seq = self._first_returned(queue, now, num_cached_tokens)
                 if seq is not None and keeps_share(seq):
                     returned.append((queue.arrivals[seq], queue, seq))
         if returned:
             _, queue, seq = min(returned)
             return queue, seq
-        if self._choice is not None and self._choice[1] is None and self._choice[0].account.number in queues:
-            return self._choice
-        if queues is self._by_tenant:
-            lowest = self._accounts.lowest()
-            assert lowest is not None
-            return queues[lowest.number], None
-        return min(queues.values(), key=lambda each: (each.account.counter, each.account.number)), None
+        if self._choice is not None and self._choice[1] is None:
+            number = self._choice[0].account.number
+            if priority is None or self._classes.is_in(number, priority):
+                return self._choice
+        return self._by_tenant[lowest.number], None
 
     def _is_outranked(self, seq: Sequence, now: float, num_cached_tokens: NumCachedTokens) -> bool:
         """Whether a more urgent class than that of a waiting sequence waits."""
-        if self._policy is not QueuePolicy.PRIORITY:
+        if not self._has_classes:
             return False
-        firsts = ((queue, queue.first(now, num_cached_tokens)) for queue in self._by_tenant.values())
-        return min(_class_of(first, queue, now) for queue, first in firsts) < _class_of(seq, self._queues[seq], now)
+        most_urgent, _ = self._classes.most_urgent(now, num_cached_tokens)
+        return most_urgent < self._queues[seq].class_of(seq, now)
 
     def _first_returned(self, queue: TenantQueue, now: float, num_cached_tokens: NumCachedTokens) -> Sequence | None:
         """The first of a tenant's sequences that were admitted before, if it is of the most urgent class there."""
-        if self._policy is not QueuePolicy.PRIORITY:
+        if not self._has_classes:
             return queue.returned.top[1]
         first = queue.first(now, num_cached_tokens)
         return first if first in queue.returned else None
-
-    def _most_urgent(self, now: float, num_cached_tokens: NumCachedTokens) -> dict[int, TenantQueue]:
-        """The tenants that have sequences of the most urgent class that waits."""
-        priorities: dict[int, Priority] = {}
-        for number, queue in self._by_tenant.items():
-            priorities[number] = _class_of(queue.first(now, num_cached_tokens), queue, now)
-        most_urgent = min(priorities.values())
-        return {number: self._by_tenant[number] for number, each in priorities.items() if each == most_urgent}
 
     def _leave(self, seq: Sequence, now: float) -> None:
         if seq is self.held:
             self.held = None
         queue = self._queues.pop(seq)
         queue.remove(seq)
+        if self._has_classes:
+            self._classes.note_change(queue.account.number)
         self.tenants.end_to_wait(queue.account)
         if not queue.returned:
             self._with_returned.pop(queue.account.number, None)
@@ -357,8 +356,3 @@ class WaitingQueue:
             self.num_new -= 1
             self.num_new_tokens -= seq.num_limited_tokens
         seq.waited_s += now - seq.queued_at
-
-
-def _class_of(seq: Sequence, queue: TenantQueue, now: float) -> Priority:
-    """The class of a sequence of this queue; one that has aged is most urgent."""
-    return Priority.HIGH if queue.has_aged(seq, now) else seq.priority
