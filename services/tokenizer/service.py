@@ -68,9 +68,7 @@ async def serve(
     )
     live, totals = LiveRequests(), RequestTotals()
     limits, settings_http_limits = _share_limits(settings, totals)
-    servicer = TokenizerServicer(
-        model, scheduler, live, totals=totals, max_unread_s=settings.max_unread_s, client_keys=settings.keys
-    )
+    servicer = TokenizerServicer(model, scheduler, live, totals=totals, max_unread_s=settings.max_unread_s)
     servicers: list[Servicer] = [servicer, health]
     listed = (TOKENIZER_SERVICE,) if settings.reflection else ()
     names = settings.served_model_name or (model.name,)

@@ -7,6 +7,7 @@ and its operators.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 
 import grpc
 
@@ -83,29 +84,52 @@ def check_access(method: str, role: Role | None) -> None:
         raise PermissionDeniedError(f"role {role.value} may not call the method", method=method, role=role.value)
 
 
-def check_key(method: str, identify: Callable[[], Client]) -> None:
-    """Check that a peer may call a method of a client port that needs keys; `identify` finds out by its key who it is.
+def find_client(method: str, identify: Callable[[], Client]) -> Client:
+    """Who calls a method of a client port that needs keys; any client where the method needs none.
+
+    Args:
+        method: The method.
+        identify: Finds out who the peer is, by its key.
 
     Raises:
         UnauthenticatedError: by `identify`.
         PermissionDeniedError: the method is for operators, and the key is none of theirs.
     """
     if method in HEALTH_METHODS:
-        return
-    if not identify().is_operator and method not in CLIENT_METHODS:
+        return ANY_CLIENT
+    client = identify()
+    if not client.is_operator and method not in CLIENT_METHODS:
         raise PermissionDeniedError("the method needs the key of an operator", method=method)
+    return client
 
 
-def client_of(client_keys: ClientKeys | None, context: grpc.aio.ServicerContext) -> Client:
-    """Who makes a call of a client port; any client where no keys are needed, whatever key comes.
+def identify_by_key(client_keys: ClientKeys, context: grpc.aio.ServicerContext) -> Client:
+    """Who makes a call, by the key in its metadata.
 
     Raises:
         UnauthenticatedError: the call has no key that is known, or more than one.
     """
-    if client_keys is None:
-        return ANY_CLIENT
     values: dict[str, list[str]] = {"authorization": [], "x-api-key": []}
     for name, value in context.invocation_metadata() or ():
         if name in values:
             values[name].append(value)
     return client_keys.identify(values["authorization"], values["x-api-key"])
+
+
+# Each call is served by a task, and so in a context, of its own. There is no default: code that runs in no call would
+# otherwise act for a client without limits.
+_CALLER: ContextVar[Client] = ContextVar("caller")
+
+
+def set_caller(client: Client) -> None:
+    """Note who makes the call that this task serves, once that is known."""
+    _CALLER.set(client)
+
+
+def get_caller() -> Client:
+    """Who makes the call that this task serves.
+
+    Raises:
+        LookupError: it serves none.
+    """
+    return _CALLER.get()

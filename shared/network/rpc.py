@@ -18,9 +18,9 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from typing_extensions import override
 
-from shared.client_keys import Client, ClientKeys
+from shared.client_keys import ANY_CLIENT, Client, ClientKeys
 from shared.errors import InternalError, InvalidRequestError, NotSupportedError, QueueFullError, ServiceError
-from shared.network.access import check_access, check_key, client_of, find_served_methods
+from shared.network.access import check_access, find_client, find_served_methods, identify_by_key, set_caller
 from shared.network.addresses import is_local
 from shared.network.listening import check_can_listen, refuse_taken_socket
 from shared.network.reflection import serve_reflection
@@ -75,7 +75,7 @@ _KEEPALIVE_OPTIONS = (
 )
 
 RoleOf = Callable[[grpc.aio.ServicerContext], Role | None]
-ClientOf = Callable[[grpc.aio.ServicerContext], Client]
+Identify = Callable[[grpc.aio.ServicerContext], Client]
 OnRefusal = Callable[[str, str], None]
 """Called, in the event loop, with the method and the reason of a call that ended before its handler saw it."""
 
@@ -167,12 +167,12 @@ def make_server(
         certificates = None
     methods = find_served_methods(on_cell_port=internal, has_tls=certificates is not None)
     role_of = None if certificates is None else certificates.role_of
-    needs_keys = limits.client_keys is not None and not internal
+    identify = None if limits.client_keys is None or internal else partial(identify_by_key, limits.client_keys)
     interceptor = CallInterceptor(
         methods,
         limits.max_open_calls,
         role_of,
-        partial(client_of, limits.client_keys) if needs_keys else None,
+        identify,
         on_refusal=limits.on_refusal,
     )
     server = grpc.aio.server(interceptors=[interceptor], options=options)
@@ -293,7 +293,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     Before that it refuses methods of other ports, calls of peers that may not make them, calls above the limit, and
     messages that cannot be parsed. An interceptor sees no peer, and gRPC parses a message before its handler does: so
-    messages arrive here as bytes, and are parsed after the peer was checked.
+    messages arrive here as bytes, and are parsed after the peer was checked. Handlers then find who calls in
+    `get_caller`.
     """
 
     def __init__(
@@ -301,7 +302,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         methods: Set[str],
         max_open_calls: int,
         role_of: RoleOf | None = None,
-        client_of: ClientOf | None = None,
+        identify: Identify | None = None,
         *,
         on_refusal: OnRefusal,
     ) -> None:
@@ -311,13 +312,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             methods: The port's.
             max_open_calls: See `ServerLimits`.
             role_of: Finds the role of a call's peer; None means that peers have none.
-            client_of: Finds the client that makes a call, by its key; None means that calls need none.
+            identify: Finds the client that makes a call, by its key; None means that calls need none.
             on_refusal: See `OnRefusal`.
         """
         self._methods = methods
         self._max_open_calls = max_open_calls
         self._role_of = role_of
-        self._client_of = client_of
+        self._identify = identify
         self._on_refusal = on_refusal
         self._num_open_calls = 0
         self._parse_log = _ParseLog()
@@ -360,8 +361,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def _check_call(self, method: str, context: grpc.aio.ServicerContext) -> None:
         if self._role_of is not None:
             check_access(method, self._role_of(context))
-        if self._client_of is not None:
-            check_key(method, partial(self._client_of, context))
+        identify = self._identify
+        set_caller(ANY_CLIENT if identify is None else find_client(method, partial(identify, context)))
         if self._num_open_calls >= self._max_open_calls and method not in _NEVER_REFUSED:
             raise QueueFullError(
                 "too many calls are open", retry_delay_s=_RETRY_DELAY_S, max_calls=self._max_open_calls

@@ -30,7 +30,7 @@ def make_servers(settings: SchedulerSettings, cell: CellServer, health: Health) 
     Raises:
         RuntimeError: an address is not usable.
     """
-    scheduler = SchedulerServicer(cell, settings.max_unread_s, settings.keys)
+    scheduler = SchedulerServicer(cell, settings.max_unread_s)
     num_client_connections, num_cell_connections = share_open_files(MAX_CONNECTIONS, MAX_CELL_CONNECTIONS)
     public = make_server(
         settings.bind_address,

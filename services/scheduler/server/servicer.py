@@ -14,9 +14,8 @@ from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler.cell.state import RankState
 from services.scheduler.server.cell_server import LAST_WORDS_S, CellServer, ClientLink
 from services.scheduler.server.exchange_codec import decode_request
-from shared.client_keys import ClientKeys
 from shared.errors import InternalError, InvalidRequestError, ServiceError, Violation
-from shared.network.access import client_of
+from shared.network.access import get_caller
 from shared.network.response_writer import ResponseWriter
 from shared.request_fields import read_time_left
 
@@ -98,11 +97,10 @@ def _closing(client: ClientLink) -> Iterator[None]:
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Serves direct clients on the client port, and the cell's state on the cell port; see scheduler.proto."""
 
-    def __init__(self, cell: CellServer, max_unread_s: float, client_keys: ClientKeys | None = None) -> None:
-        """A client that reads nothing for `max_unread_s` loses its answer; without `client_keys` none has a key."""
+    def __init__(self, cell: CellServer, max_unread_s: float) -> None:
+        """A client that reads nothing for `max_unread_s` loses its answer."""
         self._cell = cell
         self._max_unread_s = max_unread_s
-        self._client_keys = client_keys
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register with `server`."""
@@ -115,14 +113,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         time_left_s = read_time_left(context.time_remaining())
         with ResponseWriter(context, self._max_unread_s) as writer:
             await self._cell.direct_clients.generate(
-                request, writer.write, time_left_s=time_left_s, client=client_of(self._client_keys, context)
+                request, writer.write, time_left_s=time_left_s, client=get_caller()
             )
 
     async def Abort(
         self, request: scheduler_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.AbortResponse:
         """See scheduler.proto."""
-        self._cell.direct_clients.abort(request, client_of(self._client_keys, context))
+        self._cell.direct_clients.abort(request, get_caller())
         return scheduler_pb2.AbortResponse()
 
     async def GetState(

@@ -15,10 +15,9 @@ from services.tokenizer.request.model import ServedModel
 from services.tokenizer.server.generate import CallTerms, GenerateCall, Writer
 from services.tokenizer.server.live_requests import LiveRequests
 from services.tokenizer.text_size import check_text
-from shared.client_keys import ClientKeys
 from shared.errors import InvalidRequestError, Violation
 from shared.limits import check_token_ids
-from shared.network.access import client_of
+from shared.network.access import get_caller
 from shared.network.response_writer import ResponseWriter
 from shared.request_fields import read_time_left
 
@@ -36,7 +35,6 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         *,
         totals: RequestTotals,
         max_unread_s: float,
-        client_keys: ClientKeys | None = None,
     ) -> None:
         """Serve requests.
 
@@ -46,14 +44,12 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             live: The requests in flight over all APIs.
             totals: Where they are counted.
             max_unread_s: A request is aborted once its client has read nothing for this long.
-            client_keys: What tells whose a request is; None means that clients have no keys.
         """
         self._model = model
         self._scheduler = scheduler
         self._live = live
         self._totals = totals
         self._max_unread_s = max_unread_s
-        self._client_keys = client_keys
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register with `server`."""
@@ -123,7 +119,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self, request: tokenizer_pb2.GenerateRequest, writer: Writer, context: grpc.aio.ServicerContext
     ) -> None:
         time_left_s = read_time_left(context.time_remaining())
-        terms = CallTerms(time_left_s, client=client_of(self._client_keys, context))
+        terms = CallTerms(time_left_s, client=get_caller())
         call = GenerateCall(self._model, self._scheduler, self._live, writer, totals=self._totals, terms=terms)
         await call.serve(request)
 

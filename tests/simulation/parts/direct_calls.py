@@ -14,8 +14,10 @@ from lockstep.v1 import common_pb2, scheduler_pb2
 from services.scheduler.core.batch.sequence import Finish
 from services.scheduler.server.exchange_codec import FINISH_REASONS
 from services.scheduler.server.servicer import SchedulerServicer
+from shared.client_keys import ANY_CLIENT
 from shared.errors import ServiceError
 from shared.ids import RequestHandle
+from shared.network.access import set_caller
 from tests.simulation.faults import Fault, FaultMix
 from tests.simulation.network.clock import Clock
 from tests.simulation.network.network import Pipe, Trouble
@@ -115,6 +117,7 @@ class DirectCall:
     def _accept(self, request: scheduler_pb2.SchedulerServiceGenerateRequest) -> None:
         if self._is_broken:
             return
+        set_caller(ANY_CLIENT)
         generate = self._server.servicer.Generate(request, cast(grpc.aio.ServicerContext, self))
         self._task = self._server.loop.create_task(generate)
         self._task.add_done_callback(self._on_done)

@@ -15,6 +15,7 @@ from services.scheduler.cell.events import AbortRequest, Event
 from services.scheduler.core.batch.sequence import Priority
 from services.scheduler.server.direct_clients import DirectClients, resolve_request
 from shared.client_keys import Client
+from shared.file_state import file_state
 from shared.ids import RequestHandle
 from shared.limits import ModelLimits
 from shared.network.rpc import reason_of, status_from_rpc_error
@@ -52,6 +53,21 @@ async def test_direct_calls_need_a_key_and_those_of_the_cell_port_do_not(tmp_pat
         responses = [response async for response in cell.scheduler.Generate(seeded(PROMPT), metadata=KEY)]
         assert responses[-1].HasField("usage")
         assert (await cell.state()).ready
+
+
+async def test_a_call_looks_at_the_file_of_keys_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with keyed_cell(tmp_path) as cell:
+        looked_at: list[Path] = []
+
+        def look(path: Path) -> Any:
+            looked_at.append(path)
+            return file_state(path)
+
+        monkeypatch.setattr("shared.client_keys.file_state", look)
+        [response async for response in cell.scheduler.Generate(seeded(PROMPT), metadata=KEY)]
+        assert len(looked_at) == 1
+        await cell.scheduler.Abort(scheduler_pb2.AbortRequest(request_id="a"), metadata=KEY)
+        assert len(looked_at) == 2
 
 
 async def test_priority_and_choices_are_limited_by_the_key(tmp_path: Path) -> None:

@@ -16,10 +16,12 @@ from shared.network.access import (
     HEALTH_METHODS,
     METHOD_TO_ROLES,
     check_access,
-    check_key,
+    find_client,
     find_served_methods,
+    get_caller,
 )
 from shared.network.tls import Role
+from shared.tenant import Tenant
 
 FILES = (tokenizer_pb2, scheduler_pb2, exchange_pb2, worker_pb2, health_pb2)
 REFLECTION = {method for method in METHOD_TO_ROLES if method.startswith("/grpc.reflection.")}
@@ -70,15 +72,22 @@ def test_with_keys_health_alone_is_open_and_reflection_is_for_operators() -> Non
     def refuse() -> Client:
         raise UnauthenticatedError("no key")
 
+    client = dataclasses.replace(ANY_CLIENT, tenant=Tenant("a"))
+    operator = dataclasses.replace(client, is_operator=True)
     for method in find_served_methods(on_cell_port=False, has_tls=False):
         if method in HEALTH_METHODS:
-            check_key(method, refuse)
+            assert find_client(method, refuse) == ANY_CLIENT
             continue
         with pytest.raises(UnauthenticatedError):
-            check_key(method, refuse)
-        check_key(method, lambda: dataclasses.replace(ANY_CLIENT, is_operator=True))
+            find_client(method, refuse)
+        assert find_client(method, lambda: operator) == operator
         if method in REFLECTION:
             with pytest.raises(PermissionDeniedError):
-                check_key(method, lambda: ANY_CLIENT)
+                find_client(method, lambda: client)
         else:
-            check_key(method, lambda: ANY_CLIENT)
+            assert find_client(method, lambda: client) == client
+
+
+def test_what_serves_no_call_has_no_caller() -> None:
+    with pytest.raises(LookupError):
+        get_caller()
