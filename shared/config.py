@@ -135,10 +135,16 @@ class ServiceSettings(BaseSettings):
         if self.insecure_bind is not None:
             raise ValueError("--insecure-bind cannot be used with TLS: --listen then takes any address")
         try:
-            self._certificates = Certificates(TlsFiles(cert, key, ca, trust_domain), self.role)
+            files = TlsFiles(cert, key, ca, trust_domain, self.client_authority)
+            self._certificates = Certificates(files, self.role)
         except TlsError as error:
             raise ValueError(str(error)) from error
         return self
+
+    @property
+    def client_authority(self) -> Path | None:
+        """The file of the authorities of clients' certificates; None if clients need none."""
+        return None
 
     @property
     def certificates(self) -> Certificates | None:
@@ -176,6 +182,11 @@ class ClientPortSettings(ServiceSettings):
         description="File of the keys that clients need, in JSON lines: a key's SHA-256, its tenant and limits. It is "
         "read again when it changes. Clients need no key if not set.",
     )
+    client_ca: Path | None = Field(
+        default=None,
+        description="Certificates of the authorities that sign those of clients, in PEM: with TLS, gRPC's clients then "
+        "need a certificate, and HTTP's may show one. The file is read again when it changes.",
+    )
 
     _keys: ClientKeys | None = PrivateAttr(default=None)
 
@@ -187,6 +198,21 @@ class ClientPortSettings(ServiceSettings):
             except ClientKeysError as error:
                 raise ValueError(str(error)) from error
         return self
+
+    @model_validator(mode="after")
+    def _check_client_ca(self) -> Self:
+        if self.client_ca is None:
+            return self
+        if self._certificates is None:
+            raise ValueError("--client-ca needs TLS: --tls-cert, --tls-key, --tls-ca and --trust-domain")
+        if self.bind_address.startswith("unix:"):
+            raise ValueError("--client-ca cannot be used with a unix socket as --listen: it has no TLS")
+        return self
+
+    @property
+    def client_authority(self) -> Path | None:
+        """See `ServiceSettings`."""
+        return self.client_ca
 
     @property
     def keys(self) -> ClientKeys | None:

@@ -20,7 +20,7 @@ _OWN_FLAGS = frozenset({*RANK_FLAGS, "cell-listen", "insecure-cell-bind", "sched
 _TOKENIZER_FLAGS = frozenset(
     {
         *("tls-cert", "tls-key", "tls-ca", "trust-domain", "max-connection-age-s"),
-        *("http-listen", "insecure-http-bind", "client-keys"),
+        *("http-listen", "insecure-http-bind", "client-keys", "client-ca"),
     }
 )
 _RESERVED_FLAGS = {
@@ -132,6 +132,7 @@ class ServeSettings(LauncherSettings, HttpPortSettings):
             "tls-key": self.tls_key,
             "tls-ca": self.tls_ca,
             "trust-domain": self.trust_domain,
+            "client-ca": self.client_ca,
             "max-connection-age-s": self.max_connection_age_s,
         }
         return [*render_flags(flags), *self.key_flags()]

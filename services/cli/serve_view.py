@@ -177,4 +177,7 @@ class _ScreenView:
 
     def _trust_flags(self) -> str:
         settings = self._settings
-        return "" if settings.tls_ca is None else f" --tls-ca={settings.tls_ca} --trust-domain={settings.trust_domain}"
+        if settings.tls_ca is None:
+            return ""
+        own = "" if settings.client_ca is None else " --tls-cert=FILE --tls-key=FILE"
+        return f" --tls-ca={settings.tls_ca} --trust-domain={settings.trust_domain}{own}"

@@ -10,7 +10,7 @@ from shared.network.tls import Certificates, Role, TlsError, TlsFiles, TrustedAu
 
 
 def add_trust_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a client without a certificate."""
+    """Add the flags of a client, which has no role."""
     group = parser.add_argument_group("TLS")
     group.add_argument(
         "--tls-ca", type=Path, metavar="FILE", help="use TLS, and trust servers that these certificates have signed"
@@ -20,6 +20,8 @@ def add_trust_flags(parser: argparse.ArgumentParser) -> None:
         metavar="DOMAIN",
         help="expect the server's name for its role in DOMAIN, instead of the target's host name",
     )
+    group.add_argument("--tls-cert", type=Path, metavar="FILE", help="show this certificate, if the server needs one")
+    group.add_argument("--tls-key", type=Path, metavar="FILE", help="its key")
 
 
 def add_certificate_flags(parser: argparse.ArgumentParser) -> None:
@@ -32,13 +34,17 @@ def add_certificate_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def peer_of_client(parser: argparse.ArgumentParser, args: argparse.Namespace, role: Role) -> Peer | None:
-    """The server of a client without a certificate; None without TLS. Ends the process if the flags cannot be used."""
+    """The server of a client; None without TLS. Ends the process if the flags cannot be used."""
+    if (args.tls_cert is None) != (args.tls_key is None):
+        parser.error("--tls-cert and --tls-key must be used together")
     if args.tls_ca is None:
-        if args.trust_domain is not None:
-            parser.error("--trust-domain needs --tls-ca")
+        for flag, value in (("--trust-domain", args.trust_domain), ("--tls-cert", args.tls_cert)):
+            if value is not None:
+                parser.error(f"{flag} needs --tls-ca")
         return None
     try:
-        return Peer(TrustedAuthority(args.tls_ca, args.trust_domain), role)
+        own = TrustedAuthority(args.tls_ca, args.trust_domain, certificate=args.tls_cert, key=args.tls_key)
+        return Peer(own, role)
     except TlsError as error:
         parser.error(str(error))
 

@@ -87,7 +87,7 @@ class Peer:
     """The other end of a channel with TLS."""
 
     certificates: Certificates | TrustedAuthority
-    """This end's own; a client of a client port has only the authority's."""
+    """This end's own, which name its role; a client of a client port has none that does."""
     role: Role
     """What the other end's certificate must name."""
 
@@ -135,8 +135,9 @@ def make_server(
         internal: Whether it is a cell port, whose messages may be large; else it is a client port. Each serves only its
             own methods, whatever the servicers have.
         service_names: What reflection lists besides health; empty turns it off.
-        certificates: For TLS, mutual if `internal`; peers may then call what their role may. None means no TLS. A unix
-            socket has none in any case: its file's permissions say who may connect, and peers have no roles.
+        certificates: For TLS. On a cell port it is mutual, and peers may call what their role may; on a client port it
+            is mutual if they have an authority of clients. None means no TLS. A unix socket has none in any case: its
+            file's permissions say who may connect, and peers have no roles.
         limits: On connections and calls, and who may make these.
 
     Raises:
@@ -180,7 +181,7 @@ def make_server(
         servicer.add_to(server)
     if service_names:
         serve_reflection(server, service_names)
-    credentials = None if certificates is None else certificates.server_credentials(is_mutual=internal)
+    credentials = None if certificates is None else certificates.server_credentials(on_cell_port=internal)
     try:
         _add_port(server, address, credentials)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""TLS between services: certificates that name roles, read again when their files change.
+"""TLS: certificates that name roles, between services; those of clients; all read again when their files change.
 
 A certificate names its role twice: as the DNS name ROLE.DOMAIN, which the side that dials checks instead of the
 address, since addresses change; and as the URI spiffe://DOMAIN/ROLE, which the side that serves reads to decide what
@@ -12,9 +12,11 @@ import logging
 import ssl
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import grpc
 from cryptography import x509
@@ -56,20 +58,40 @@ class TlsFiles:
     """The certificates that sign those of all services, its own included."""
     trust_domain: str
     """The domain in the names of all roles."""
+    client_authority: Path | None = None
+    """The certificates that sign those of clients; None means that clients need none."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """The files' contents, checked."""
+    """What the files of the services' certificates say, checked."""
 
     certificate: bytes
+    own: bytes
+    """`certificate` without intermediate ones."""
     key: bytes
     authority: bytes
     expires_at: datetime
 
 
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """What all files say."""
+
+    pair: _Pair
+    client_authority: bytes | None
+
+    @property
+    def trusted_clients(self) -> bytes | None:
+        """What a client's certificate has to be, or to be signed by; None if clients need none.
+
+        The service's own certificate is: with it the launcher asks whether the service serves.
+        """
+        return None if self.client_authority is None else self.client_authority + self.pair.own
+
+
 class Certificates:
-    """A service's certificate, key and authority: those of the last files that fit together.
+    """A service's certificate, key and authority, and its clients' authority: those of the last files that fit.
 
     Certificates are renewed by replacing the files. The next handshake reads them; open connections stay. Files that do
     not fit, as in the middle of a replacement, are logged once and tried again when they change.
@@ -83,64 +105,78 @@ class Certificates:
                 authority does not cover the certificate.
         """
         self._files = files
-        self._role = role
-        self._state = self._stat()
-        self._pair = _read(files, role)
-        self._num_failed_reads = 0
+        self._pair = _Latest((files.certificate, files.key, files.authority), lambda: _read(files, role))
+        path = files.client_authority
+        self._client_authority = None if path is None else _Latest((path,), lambda: _read_client_authority(path))
         # gRPC's threads read too.
         self._lock = threading.Lock()
 
     @property
     def expires_at(self) -> datetime:
         """When the certificate in use ceases to be valid."""
-        return self._current().expires_at
+        return self._current().pair.expires_at
 
     @property
     def num_failed_reads(self) -> int:
         """How often changed files did not fit."""
         self._current()
-        return self._num_failed_reads
+        clients = self._client_authority
+        return self._pair.num_failed_reads + (0 if clients is None else clients.num_failed_reads)
 
-    def server_credentials(self, *, is_mutual: bool) -> grpc.ServerCredentials:
-        """For a server; `is_mutual` demands a certificate from every client."""
+    def server_credentials(self, *, on_cell_port: bool) -> grpc.ServerCredentials:
+        """For a server of gRPC: all peers of a cell port need a certificate, and clients if they have an authority."""
         used = self._current()
+        is_mutual = on_cell_port or used.trusted_clients is not None
+
+        def configure(contents: _Contents) -> grpc.ServerCertificateConfiguration:
+            trusted = None if on_cell_port else contents.trusted_clients
+            pair = contents.pair
+            return grpc.ssl_server_certificate_configuration([(pair.key, pair.certificate)], trusted or pair.authority)
 
         def renew() -> grpc.ServerCertificateConfiguration | None:
             """Called by gRPC at every handshake, on its threads, one at a time."""
             nonlocal used
-            if (newest := self._current()) is used:
+            if (newest := self._current()) == used:
                 return None
             used = newest
             time.sleep(_RENEWAL_S)
-            return _configuration(newest)
+            return configure(newest)
 
-        return grpc.dynamic_ssl_server_credentials(_configuration(used), renew, require_client_authentication=is_mutual)
+        return grpc.dynamic_ssl_server_credentials(configure(used), renew, require_client_authentication=is_mutual)
 
     def make_http_context(self) -> ssl.SSLContext:
-        """For an HTTP server; a handshake uses the newest files that fit together."""
-        context = self._load_context()
+        """For an HTTP server; a handshake uses the newest files that fit.
+
+        Clients need no certificate. With an authority for those of clients, one that is shown is checked.
+        """
         used = self._current()
+        context = self._load_context(used)
 
         def choose(handshake: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
             nonlocal context, used
-            if (newest := self._current()) is not used:
-                context, used = self._load_context(), newest
+            if (newest := self._current()) != used:
+                context, used = self._load_context(newest), newest
             handshake.context = context
 
         first = context
         first.sni_callback = choose
         return first
 
-    def _load_context(self) -> ssl.SSLContext:
+    def _load_context(self, contents: _Contents) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.load_cert_chain(self._files.certificate, self._files.key)
         context.set_alpn_protocols(["http/1.1"])
+        if contents.trusted_clients is not None:
+            context.verify_mode = ssl.CERT_OPTIONAL
+            # An authority need not be a root, as in gRPC.
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+            context.load_verify_locations(cadata=contents.trusted_clients.decode())
         return context
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """For a new channel, which keeps them."""
-        pair = self._current()
+        pair = self._current().pair
         return grpc.ssl_channel_credentials(pair.authority, pair.key, pair.certificate)
 
     def name_of(self, role: Role) -> str:
@@ -152,52 +188,87 @@ class Certificates:
         uris = {uri.decode(errors="replace") for uri in context.auth_context().get("peer_uri", ())}
         return next((role for role in Role if _uri(role, self._files.trust_domain) in uris), None)
 
-    def _current(self) -> _Pair:
+    def _current(self) -> _Contents:
         with self._lock:
-            state = self._stat()
-            if state != self._state:
-                self._state = state
-                self._read_again()
-            return self._pair
+            if self._pair.refresh():
+                logger.info("TLS files read again", extra={"expires_at": self._pair.value.expires_at.isoformat()})
+            clients = self._client_authority
+            if clients is None:
+                return _Contents(self._pair.value, None)
+            if clients.refresh():
+                logger.info("authority of clients' certificates read again")
+            return _Contents(self._pair.value, clients.value)
 
-    def _read_again(self) -> None:
+
+_ValueT = TypeVar("_ValueT")
+
+
+class _Latest(Generic[_ValueT]):
+    """What files say that are read again when they change: the last that could be used."""
+
+    def __init__(self, paths: Sequence[Path], read: Callable[[], _ValueT]) -> None:
+        """Read them.
+
+        Raises:
+            TlsError: by `read`.
+        """
+        self._paths = paths
+        self._read = read
+        self._state = self._stat()
+        self.value = read()
+        self.num_failed_reads = 0
+
+    def refresh(self) -> bool:
+        """Read the files if they have changed; returns whether `value` is new.
+
+        If they cannot be used, that is logged, and `value` stays.
+        """
+        state = self._stat()
+        if state == self._state:
+            return False
+        self._state = state
         try:
-            self._pair = _read(self._files, self._role)
+            self.value = self._read()
         except TlsError as error:
-            self._num_failed_reads += 1
+            self.num_failed_reads += 1
             logger.warning("changed TLS files are not used", extra={"error": str(error)})
-        else:
-            logger.info("TLS files read again", extra={"expires_at": self._pair.expires_at.isoformat()})
+            return False
+        return True
 
     def _stat(self) -> tuple[FileState, ...]:
-        paths = (self._files.certificate, self._files.key, self._files.authority)
-        return tuple(map(file_state, paths))
-
-
-def _configuration(pair: _Pair) -> grpc.ServerCertificateConfiguration:
-    return grpc.ssl_server_certificate_configuration([(pair.key, pair.certificate)], pair.authority)
+        return tuple(map(file_state, self._paths))
 
 
 class TrustedAuthority:
-    """What a client without a certificate knows: who signs the certificates of servers."""
+    """What a client that has no role knows: who signs the certificates of servers, and its own one, if any."""
 
-    def __init__(self, path: Path, trust_domain: str | None) -> None:
-        """Read the authority's certificates.
+    def __init__(
+        self, path: Path, trust_domain: str | None, *, certificate: Path | None = None, key: Path | None = None
+    ) -> None:
+        """Read the files, all in PEM.
 
         Args:
-            path: In PEM.
+            path: The authority's certificates.
             trust_domain: The domain in the servers' names; None means that a server's certificate names its address.
+            certificate: What it shows to servers that require a certificate, then any intermediate ones.
+            key: The key of `certificate`, if that is given.
 
         Raises:
-            TlsError: the file cannot be read or has no certificate.
+            TlsError: a file cannot be read, has no certificate or key, or the two do not fit together.
         """
         self._pem = _read_file("--tls-ca", path)
         _certificates("--tls-ca", path, self._pem)
         self._trust_domain = trust_domain
+        self._key_and_certificate: tuple[bytes, bytes] | None = None
+        if certificate is not None and key is not None:
+            chain, pem = _read_file("--tls-cert", certificate), _read_file("--tls-key", key)
+            own, *_ = _certificates("--tls-cert", certificate, chain)
+            _check_key(own, certificate, pem, key)
+            self._key_and_certificate = pem, chain
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """For a new channel."""
-        return grpc.ssl_channel_credentials(self._pem)
+        return grpc.ssl_channel_credentials(self._pem, *(self._key_and_certificate or ()))
 
     def name_of(self, role: Role) -> str | None:
         """The DNS name in the certificates of `role`; None if it is the server's address."""
@@ -215,12 +286,7 @@ def _read(files: TlsFiles, role: Role) -> _Pair:
     )
     own, *intermediate = _certificates("--tls-cert", files.certificate, certificate)
     trusted = _certificates("--tls-ca", files.authority, authority)
-    try:
-        private = serialization.load_pem_private_key(key, password=None)
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise TlsError(f"--tls-key {files.key}: not an unencrypted private key in PEM") from error
-    if private.public_key() != own.public_key():
-        raise TlsError(f"--tls-key {files.key} is not the key of --tls-cert {files.certificate}")
+    _check_key(own, files.certificate, key, files.key)
     _check_names(own, files, role)
     if own.not_valid_after_utc <= datetime.now(UTC):
         raise TlsError(f"--tls-cert {files.certificate} expired at {own.not_valid_after_utc.isoformat()}")
@@ -229,7 +295,25 @@ def _read(files: TlsFiles, role: Role) -> _Pair:
             f"--tls-ca {files.authority} does not cover --tls-cert {files.certificate}, "
             f"whose issuer is {own.issuer.rfc4514_string()}"
         )
-    return _Pair(certificate, key, authority, own.not_valid_after_utc)
+    return _Pair(certificate, _pem_of(own), key, authority, own.not_valid_after_utc)
+
+
+def _read_client_authority(path: Path) -> bytes:
+    # Anything else in the file, such as comments, is left out.
+    return b"".join(map(_pem_of, _certificates("--client-ca", path, _read_file("--client-ca", path))))
+
+
+def _pem_of(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _check_key(own: x509.Certificate, certificate_path: Path, key: bytes, key_path: Path) -> None:
+    try:
+        private = serialization.load_pem_private_key(key, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise TlsError(f"--tls-key {key_path}: not an unencrypted private key in PEM") from error
+    if private.public_key() != own.public_key():
+        raise TlsError(f"--tls-key {key_path} is not the key of --tls-cert {certificate_path}")
 
 
 def _read_file(name: str, path: Path) -> bytes:

@@ -134,6 +134,21 @@ def test_with_tls_it_expects_the_cell_s_name_whatever_the_address(certificate: t
     assert (result.returncode, result.stdout) == (0, " Paris.\n")
 
 
+def test_it_shows_the_certificate_that_it_is_given(certificate: tuple[ssl.SSLContext, str], tmp_path: Path) -> None:
+    context, authority = certificate
+    clients = Authority("of clients")
+    own = write_files(tmp_path / "client", clients.issue(), clients)
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(own.authority)
+    shown = (f"--tls-cert={own.certificate}", f"--tls-key={own.key}")
+    with serving([ANSWER], context) as cell:
+        found = [
+            ask(cell, authority, f"--server-name=tokenizer.{DOMAIN}", "--timeout=0", *more).returncode
+            for more in ((), shown)
+        ]
+    assert found == [1, 0]
+
+
 def test_with_tls_it_refuses_another_name(certificate: tuple[ssl.SSLContext, str]) -> None:
     context, authority = certificate
     with serving([ANSWER], context) as cell:

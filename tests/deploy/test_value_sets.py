@@ -113,11 +113,16 @@ def cells(draw: st.DrawFn, name: str) -> Tree:
         ),
         "grpcRoute": st.just({"parentRefs": [{"name": "gateway", "port": 443}], "hostnames": ["a.example.org"]}),
     }
+    tls = draw(certificates())
+    of_clients: st.SearchStrategy[Tree] = st.just({}) | st.fixed_dictionaries(
+        {"secret": NAMES}, optional={"testSecret": NAMES}
+    )
     cell: Tree = {
         "name": name,
         "model": draw(models()),
-        "tls": draw(certificates()),
-        "clientKeys": draw(st.just({}) | st.fixed_dictionaries({"secret": NAMES}, optional={"testSecret": NAMES})),
+        "tls": tls,
+        "clientKeys": draw(of_clients),
+        "clientCa": {} if tls.get("insecure") else draw(of_clients),
         "tokenizer": draw(st.fixed_dictionaries({}, optional=tokenizer)),
         "scheduler": {"discovery": discovery},
         "workers": draw(workers(is_static=discovery == "static")),

@@ -63,6 +63,14 @@ REFUSED: dict[str, tuple[Tree, str]] = {
         values({"clientKeys": {"testSecret": "key"}}),
         "cells[main].clientKeys.testSecret: needs clientKeys.secret",
     ),
+    "a certificate for tests of a cell whose clients need none": (
+        values({"clientCa": {"testSecret": "client"}}),
+        "cells[main].clientCa.testSecret: needs clientCa.secret",
+    ),
+    "clients' certificates without TLS": (
+        values({"tls": {"insecure": True, "trustDomain": "", "issuer": {}}, "clientCa": {"secret": "clients"}}),
+        "cells[main].clientCa.secret: cannot be used with tls.insecure",
+    ),
     "a family that there is not": (values(ipFamilies=["IPv5"]), "ipFamilies"),
     "a Service of another type": (values({"tokenizer": {"service": {"type": "ExternalName"}}}), "type"),
     "an image with a tag": (workers(image={"name": "worker:latest", "digest": DIGEST}), "name"),

@@ -155,17 +155,26 @@ def shake_hands(context: ssl.SSLContext, address: str) -> None:
         context.wrap_socket(connection).close()
 
 
-async def test_client_ports_serve_clients_without_a_certificate_and_nothing_else(cell: TlsCell) -> None:
+async def test_client_ports_serve_clients_and_nothing_else(cell: TlsCell) -> None:
     await serve_one(cell)
-    own = credentials(cell.authority, None)
+    client = credentials(cell.authority, cell.client_authority.issue())
     methods = ("/lockstep.internal.v1.ExchangeService/Exchange", "/lockstep.v1.SchedulerService/GetState")
-    for address, role in ((cell.address, Role.TOKENIZER), (cell.scheduler_address, Role.SCHEDULER)):
+    # A direct client needs a certificate, which no role's is.
+    doors = (
+        (cell.address, Role.TOKENIZER, credentials(cell.authority, None)),
+        (cell.scheduler_address, Role.SCHEDULER, client),
+    )
+    for address, role, own in doors:
         for method in methods:
             assert await refusal(address, role, method, own) == (grpc.StatusCode.UNIMPLEMENTED, None)
-    async with cell.connect() as client:
+    operator = credentials(cell.authority, cell.authority.issue_role(Role.OPERATOR))
+    for own in (credentials(cell.authority, None), operator):
+        assert await refusal(cell.scheduler_address, Role.SCHEDULER, methods[1], own) == UNAVAILABLE
+    assert await refusal(cell.cell_address, Role.SCHEDULER, methods[1], client) == UNAVAILABLE
+    async with cell.connect() as connected:
         request = scheduler_pb2.SchedulerServiceGenerateRequest(prompt_token_ids=PROMPT)
         request.sampling.max_tokens = 2
-        assert [response async for response in client.scheduler.Generate(request)][-1].HasField("finish")
+        assert [response async for response in connected.scheduler.Generate(request)][-1].HasField("finish")
 
 
 async def test_the_commands_take_certificates(cell: TlsCell) -> None:

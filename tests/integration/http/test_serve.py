@@ -1,10 +1,11 @@
-"""`lockstep serve` with the HTTP API: its address, names and TLS, and how it drains."""
+"""`lockstep serve` with the HTTP API: its address, names and TLS, with clients' certificates, and how it drains."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import ssl
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import aiohttp
 import pytest
 
 from shared.network.tls import Role
-from tests.support.cells.cell import REFERENCE, start_cell
+from tests.support.cells.cell import REFERENCE, popen_lockstep, start_cell
 from tests.support.cells.certificates import DOMAIN, Authority, write_files
 from tests.support.cells.tls_cell import tls_flags
 from tests.support.clients.client import connect
@@ -28,11 +29,17 @@ SHORT = {"prompt": [5], "max_tokens": 1}
 
 async def test_names_and_tls_over_the_real_processes(tiny_model: Path, tmp_path: Path) -> None:
     authority = Authority()
+    clients = Authority("of clients")
     files = write_files(tmp_path, authority.issue_role(Role.TOKENIZER), authority)
+    own = write_files(tmp_path / "client", clients.issue(), clients)
     address = f"127.0.0.1:{free_port()}"
-    flags = (f"--http-listen={address}", "--tokenizer.served-model-name=ada,bob", *tls_flags(files))
+    # The launcher needs a certificate too, to ask whether the tokenizer serves.
+    flags = (f"--http-listen={address}", "--tokenizer.served-model-name=ada,bob", f"--client-ca={own.authority}")
     trusting = ssl.create_default_context(cadata=authority.pem.decode())
-    with start_cell(tiny_model, *flags) as cell:
+    with start_cell(tiny_model, *flags, *tls_flags(files)) as cell:
+        trust = (f"--target={cell.address}", f"--tls-ca={files.authority}", f"--trust-domain={DOMAIN}")
+        shown = (f"--tls-cert={own.certificate}", f"--tls-key={own.key}")
+        assert [run_generate(*trust, *more) for more in (shown, ())] == [0, 1]
         assert f", HTTP on {address}, " in cell.ready_line
         async with aiohttp.ClientSession() as session:
             options: dict[str, Any] = {"ssl": trusting, "server_hostname": f"{Role.TOKENIZER.value}.{DOMAIN}"}
@@ -56,6 +63,13 @@ async def test_names_and_tls_over_the_real_processes(tiny_model: Path, tmp_path:
                 await session.get(f"https://{address}/ping")
             with pytest.raises(aiohttp.ClientError):
                 await session.get(f"http://{address}/ping")
+
+
+def run_generate(*flags: str) -> int:
+    """The exit code of `lockstep generate`."""
+    with popen_lockstep("generate", "hello", "--max-tokens=2", *flags, stderr=subprocess.PIPE) as process:
+        process.communicate()
+    return process.returncode
 
 
 async def test_a_cell_that_drains_ends_its_streams_and_refuses_others(tmp_path: Path) -> None:

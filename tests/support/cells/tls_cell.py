@@ -1,4 +1,7 @@
-"""A cell whose services talk over TCP with TLS: two workers of a group, a scheduler and a tokenizer."""
+"""A cell whose services talk over TCP with TLS: two workers of a group, a scheduler and a tokenizer.
+
+Direct clients need certificates, and those of the tokenizer none.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ class TlsCell:
 
     Attributes:
         authority: Signs the certificates in use.
+        client_authority: Signs those of direct clients.
         address: The address of its tokenizer service.
         http_address: Where that serves HTTP.
         scheduler_address: The address of its scheduler service for clients.
@@ -35,6 +39,8 @@ class TlsCell:
         self._stack = stack
         self.authority = Authority()
         self.renew(self.authority)
+        self.client_authority = Authority("of clients")
+        self._client = write_files(folder / "client", self.client_authority.issue(), self.client_authority)
         ports = [f"127.0.0.1:{free_port()}" for _ in range(TP_SIZE + 4)]
         self.address, self.http_address, self.scheduler_address, self.cell_address, *self._workers = ports
         self.leader_address = self._workers[0]
@@ -71,11 +77,13 @@ class TlsCell:
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[Client]:
         """Connect over new connections to the cell, once it serves."""
-        trusted = TrustedAuthority(self.files(Role.OPERATOR).authority, DOMAIN)
+        authority, own = self.files(Role.OPERATOR).authority, self._client
+        trusted = TrustedAuthority(authority, DOMAIN)
+        client = TrustedAuthority(authority, DOMAIN, certificate=own.certificate, key=own.key)
         operator = Certificates(self.files(Role.OPERATOR), Role.OPERATOR)
         async with (
             make_channel(self.address, peer=Peer(trusted, Role.TOKENIZER)) as tokenizer,
-            make_channel(self.scheduler_address, peer=Peer(trusted, Role.SCHEDULER)) as scheduler,
+            make_channel(self.scheduler_address, peer=Peer(client, Role.SCHEDULER)) as scheduler,
             make_channel(self.cell_address, internal=True, peer=Peer(operator, Role.SCHEDULER)) as cell,
         ):
             await wait_until_serving(tokenizer)
@@ -90,7 +98,8 @@ class TlsCell:
 
     def _start_scheduler(self) -> subprocess.Popen[bytes]:
         listen = (f"--listen={self.scheduler_address}", f"--cell-listen={self.cell_address}")
-        return self._start("scheduler", Role.SCHEDULER, *listen, f"--workers={self.leader_address}")
+        links = (*listen, f"--workers={self.leader_address}", f"--client-ca={self._client.authority}")
+        return self._start("scheduler", Role.SCHEDULER, *links)
 
     def _start(self, module: str, role: Role, *flags: str) -> subprocess.Popen[bytes]:
         return self._stack.enter_context(start_service(module, *flags, *tls_flags(self.files(role))))

@@ -34,7 +34,7 @@ _PART_TO_MODEL: dict[str, type[ServiceSettings]] = {
 _GIVEN = frozenset(
     {
         *("listen", "insecure_bind", "manage_listen", "log_format", "drain_s"),
-        *("tls_cert", "tls_key", "tls_ca", "trust_domain", "client_keys"),
+        *("tls_cert", "tls_key", "tls_ca", "trust_domain", "client_keys", "client_ca"),
     }
 )
 # What it gives one of them, or `lockstep ranks` gives each worker.

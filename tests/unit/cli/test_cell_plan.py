@@ -118,9 +118,10 @@ def test_only_the_tokenizer_is_exposed_to_other_machines() -> None:
 def test_tls_is_for_the_tokenizers_port(tmp_path: Path) -> None:
     authority = Authority()
     files = write_files(tmp_path, authority.issue_role(Role.TOKENIZER), authority)
-    commands = plan("--listen=0.0.0.0:7", "--max-connection-age-s=60", *tls_flags(files))
+    flags = ("--listen=0.0.0.0:7", f"--client-ca={files.authority}", *tls_flags(files))
+    commands = plan(*flags, "--max-connection-age-s=60")
 
-    given = {"--listen=0.0.0.0:7", "--max-connection-age-s=60.0", *tls_flags(files)}
+    given = {"--max-connection-age-s=60.0", *flags}
     assert given <= set(commands["tokenizer"].flags)
     assert not given & {*commands["worker"].flags, *commands["scheduler"].flags}
 

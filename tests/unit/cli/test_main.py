@@ -16,8 +16,10 @@ from services.cli.clients.client import describe_failure, describe_finish, descr
 from services.cli.clients.request_flags import add_client_flags, request_from
 from services.cli.commands import COMMANDS, USAGE, run
 from services.cli.serve_settings import split_service_flags
+from services.cli.tls_flags import peer_of_client
 from shared.errors import NotReadyError
 from shared.network.rpc import STATUS_DETAILS_KEY, to_status
+from shared.network.tls import Role
 from tests.support.system.processes import ROOT
 
 
@@ -53,6 +55,7 @@ def test_flags_after_a_service_flag_with_a_value_belong_to_the_launcher() -> Non
         "--worker.dp-rank=1",
         "--tokenizer.model-dir=y",
         "--tokenizer.tls-cert=x",
+        "--tokenizer.client-ca=x",
     ],
 )
 def test_a_flag_that_the_launcher_sets_is_refused_by_name(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,6 +68,25 @@ def test_a_flag_that_the_launcher_sets_is_refused_by_name(flag: str, capsys: pyt
 
 def test_the_scheduler_may_have_a_certificate_of_its_own() -> None:
     assert split_service_flags(["MODEL", "--scheduler.tls-cert=x"])[1]["scheduler"] == ["--tls-cert=x"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tls-cert=x"], "--tls-cert and --tls-key must be used together"),
+        (["--tls-cert=x", "--tls-key=x"], "--tls-cert needs --tls-ca"),
+        (["--trust-domain=x"], "--trust-domain needs --tls-ca"),
+        (["--tls-ca=/none"], "--tls-ca /none: No such file or directory"),
+    ],
+)
+def test_the_tls_flags_of_a_client_that_cannot_be_used_are_refused(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_client_flags(parser)
+    with pytest.raises(SystemExit) as caught:
+        peer_of_client(parser, parser.parse_args(flags), Role.TOKENIZER)
+    assert (caught.value.code, message in capsys.readouterr().err) == (2, True)
 
 
 def test_absent_sampling_flags_stay_absent_and_zeros_are_sent() -> None:

@@ -59,6 +59,21 @@ def test_an_unencrypted_cell_port_is_refused_beside_tls(tmp_path: Path, capsys: 
     assert "--insecure-cell-bind cannot be used with TLS" in capsys.readouterr().err
 
 
+def test_clients_certificates_need_a_port_with_tls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    authority = Authority()
+    files = write_files(tmp_path, authority.issue_role(Role.SCHEDULER), authority)
+    flag = f"--client-ca={files.authority}"
+    assert load_settings(SchedulerSettings, [*tls_flags(files), flag]).client_authority == files.authority
+    for others, message in (
+        ([], "--client-ca needs TLS: --tls-cert, --tls-key, --tls-ca and --trust-domain"),
+        ([*tls_flags(files), "--listen=unix:x"], "--client-ca cannot be used with a unix socket as --listen"),
+        ([*tls_flags(files), "--client-ca=/none"], "--client-ca /none: No such file or directory"),
+    ):
+        with pytest.raises(SystemExit):
+            load_settings(SchedulerSettings, [flag, *others])
+        assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
 def test_a_token_budget_below_a_full_decode_step_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--max-num-seqs", "32", "--max-num-batched-tokens"]
     assert load_settings(SchedulerSettings, [*flags, "32"]).policy.max_num_batched_tokens == 32

@@ -31,6 +31,8 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds until it asks no more")
     parser.add_argument("--tls-ca", help="file of the authority to trust; without it there is no TLS")
     parser.add_argument("--server-name", help="name that the certificate must have, instead of --target's")
+    parser.add_argument("--tls-cert", help="file of the certificate that it shows")
+    parser.add_argument("--tls-key", help="file of its key")
     parser.add_argument("--key-file", type=Path, help="file with the key that it sends")
     args = parser.parse_args()
     deadline = time.monotonic() + args.timeout
@@ -56,6 +58,8 @@ def ask(args: argparse.Namespace) -> tuple[int, str]:
     try:
         if args.tls_ca:
             context = ssl.create_default_context(cafile=args.tls_ca)
+            if args.tls_cert:
+                context.load_cert_chain(args.tls_cert, args.tls_key)
             connection.sock = context.wrap_socket(connection.sock, server_hostname=args.server_name or host)
         body = json.dumps({"prompt": args.prompt, "max_tokens": args.max_tokens})
         headers = {"Content-Type": "application/json", "Host": args.host or args.target}

@@ -10,6 +10,12 @@
 {{- if and $cell.clientKeys.testSecret (not $cell.clientKeys.secret) }}
   {{- fail (printf "%s.clientKeys.testSecret: needs clientKeys.secret" $at) }}
 {{- end }}
+{{- if and $cell.clientCa.testSecret (not $cell.clientCa.secret) }}
+  {{- fail (printf "%s.clientCa.testSecret: needs clientCa.secret" $at) }}
+{{- end }}
+{{- if and $cell.clientCa.secret $cell.tls.insecure }}
+  {{- fail (printf "%s.clientCa.secret: cannot be used with tls.insecure" $at) }}
+{{- end }}
 {{- include "lockstep.checkWorkers" (list $root $at $cell) }}
 {{- include "lockstep.checkTokenizer" (list $at $cell.tokenizer) }}
 {{- end }}

@@ -23,14 +23,14 @@ containers:
       - {name: tmp, mountPath: /tmp}
       - {name: cache, mountPath: /cache}
       {{- include "lockstep.tlsMount" $cell | nindent 6 }}
-      {{- include "lockstep.keysMount" $cell | nindent 6 }}
+      {{- include "lockstep.clientMounts" $cell | nindent 6 }}
 topologySpreadConstraints:
   {{- include "lockstep.spread" (list $root $cell "scheduler") | nindent 2 }}
 volumes:
   - {name: tmp, emptyDir: {sizeLimit: 1Gi}}
   - {name: cache, emptyDir: {sizeLimit: 1Gi}}
   {{- include "lockstep.tlsVolume" (list $cell "scheduler") | nindent 2 }}
-  {{- include "lockstep.keysVolume" $cell | nindent 2 }}
+  {{- include "lockstep.clientVolumes" $cell | nindent 2 }}
 {{- end }}
 
 {{/* A scheduler keeps what the first workers said of their model, so another model is another pod: (list ROOT CELL). */}}
@@ -60,7 +60,7 @@ volumes:
 - --coupled
 {{- end }}
 {{- include "lockstep.listenFlags" (list . 50052) }}
-{{- include "lockstep.keysFlag" . }}
+{{- include "lockstep.clientFlags" . }}
 {{- if .tls.insecure }}
 - --insecure-cell-bind={{ $cell.anyHost }}:50054
 {{- else }}

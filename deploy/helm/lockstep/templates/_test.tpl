@@ -23,6 +23,9 @@ containers:
       {{- if $cell.clientKeys.testSecret }}
       - {name: key, mountPath: /key, readOnly: true}
       {{- end }}
+      {{- if $cell.clientCa.testSecret }}
+      - {name: client, mountPath: /client, readOnly: true}
+      {{- end }}
     {{- end }}
 {{- if or (not $cell.tls.insecure) $cell.clientKeys.testSecret }}
 volumes:
@@ -32,6 +35,13 @@ volumes:
       secretName: {{ $cell.clientKeys.testSecret | quote }}
       defaultMode: 0440
       items: [{key: key, path: key}]
+  {{- end }}
+  {{- if $cell.clientCa.testSecret }}
+  - name: client
+    secret:
+      secretName: {{ $cell.clientCa.testSecret | quote }}
+      defaultMode: 0440
+      items: [{key: tls.crt, path: tls.crt}, {key: tls.key, path: tls.key}]
   {{- end }}
   {{- if not $cell.tls.insecure }}
   - name: tls
@@ -58,6 +68,10 @@ args:
   - --tls-ca=/tls/ca.crt
   - --trust-domain={{ $cell.trustDomain }}
   {{- end }}
+  {{- if $cell.clientCa.testSecret }}
+  - --tls-cert=/client/tls.crt
+  - --tls-key=/client/tls.key
+  {{- end }}
   {{- if $cell.clientKeys.testSecret }}
   - --key-file=/key/key
   {{- end }}
@@ -80,6 +94,10 @@ args:
   {{- if not $cell.tls.insecure }}
   - --tls-ca=/tls/ca.crt
   - --server-name=tokenizer.{{ $cell.trustDomain }}
+  {{- end }}
+  {{- if $cell.clientCa.testSecret }}
+  - --tls-cert=/client/tls.crt
+  - --tls-key=/client/tls.key
   {{- end }}
   {{- if $cell.clientKeys.testSecret }}
   - --key-file=/key/key

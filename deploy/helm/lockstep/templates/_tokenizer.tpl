@@ -22,7 +22,7 @@ containers:
       - {name: tmp, mountPath: /tmp}
       - {name: cache, mountPath: /cache}
       {{- include "lockstep.tlsMount" $cell | nindent 6 }}
-      {{- include "lockstep.keysMount" $cell | nindent 6 }}
+      {{- include "lockstep.clientMounts" $cell | nindent 6 }}
 {{- include "lockstep.modelInit" (list $root $cell "tokenizer") }}
 {{- include "lockstep.modelNode" . }}
 topologySpreadConstraints:
@@ -32,7 +32,7 @@ volumes:
   - {name: tmp, emptyDir: {sizeLimit: 1Gi}}
   - {name: cache, emptyDir: {sizeLimit: 1Gi}}
   {{- include "lockstep.tlsVolume" (list $cell "tokenizer") | nindent 2 }}
-  {{- include "lockstep.keysVolume" $cell | nindent 2 }}
+  {{- include "lockstep.clientVolumes" $cell | nindent 2 }}
 {{- end }}
 
 {{- define "lockstep.tokenizerArgs" -}}
@@ -43,7 +43,7 @@ volumes:
 {{- end }}
 - --scheduler={{ range $i := list 0 1 }}{{ if $i }},{{ end }}{{ $cell.prefix }}-scheduler-{{ $i }}.{{ $cell.prefix }}-scheduler:50054{{ end }}
 {{- include "lockstep.listenFlags" (list $cell 50051) }}
-{{- include "lockstep.keysFlag" . }}
+{{- include "lockstep.clientFlags" . }}
 {{- if .tokenizer.http.enabled }}
 - --{{ ternary "insecure-http-bind" "http-listen" .tls.insecure }}={{ $cell.anyHost }}:8000
 {{- end }}

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import ssl
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from aiohttp import web
 from cryptography import x509
 
 from services.tokenizer.http.connections.limits import HttpLimits
+from services.tokenizer.http.connections.server import serve_http
 from services.tokenizer.http.connections.tls_listener import MAX_HANDSHAKES
-from shared.network.tls import Role
-from tests.support.cells.certificates import DOMAIN, Authority, write_files
+from shared.network.tls import Certificates, Role
+from tests.support.cells.certificates import DOMAIN, Authority, Issued, write_files
 from tests.support.system.ports import free_port
 from tests.support.tokenizer.http_client import run_http_service
 from tests.support.tokenizer.raw_http import connect
@@ -29,14 +32,21 @@ def tls_settings(tmp_path: Path, authority: Authority) -> dict[str, Any]:
     }
 
 
-async def served_certificate(port: int, context: ssl.SSLContext, host: str = "127.0.0.1") -> int:
-    """Asks for /ping; returns the serial number of the server's certificate."""
+async def ask_ping(port: int, context: ssl.SSLContext, host: str = "127.0.0.1") -> tuple[bytes, bytes]:
+    """Ask for /ping; returns the answer, which is empty if the connection is closed, and the server's certificate."""
     name = f"{Role.TOKENIZER.value}.{DOMAIN}"
     reader, writer = await asyncio.open_connection(host, port, ssl=context, server_hostname=name)
     writer.write(b"GET /ping HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-    assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+    answer = await reader.read()
     certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     writer.close()
+    return answer, certificate
+
+
+async def served_certificate(port: int, context: ssl.SSLContext, host: str = "127.0.0.1") -> int:
+    """The serial number of the certificate of a server that answers."""
+    answer, certificate = await ask_ping(port, context, host)
+    assert answer.startswith(b"HTTP/1.1 200 ")
     return x509.load_der_x509_certificate(certificate).serial_number
 
 
@@ -84,3 +94,46 @@ async def test_new_connections_get_the_renewed_certificate(model_dir: Path, tmp_
         assert await served_certificate(port, context) == first
         write_files(tmp_path / "tls", authority.issue_role(Role.TOKENIZER), authority)
         assert await served_certificate(port, context) != first
+
+
+async def test_a_client_may_show_a_certificate_which_its_authority_must_have_signed(tmp_path: Path) -> None:
+    services, clients, successor = Authority(), Authority("of clients"), Authority("the next of clients")
+    path = tmp_path / "clients.crt"
+    path.write_bytes(clients.pem)
+    own = services.issue_role(Role.TOKENIZER)
+    files = dataclasses.replace(write_files(tmp_path / "tls", own, services), client_authority=path)
+    # Those that show none, one of each authority, and the service's own.
+    shown = (None, clients.issue(), successor.issue(), Authority("of clients").issue(), own)
+    contexts = [showing(services, issued, tmp_path) for issued in shown]
+    app = web.Application()
+    app.add_routes([web.get("/ping", answer_ping)])
+    port = free_port()
+    certificates = Certificates(files, Role.TOKENIZER)
+    http = await serve_http(f"127.0.0.1:{port}", app, certificates=certificates, limits=HttpLimits())
+    assert [await is_served(port, context) for context in contexts] == [True, True, False, False, True]
+    path.write_bytes(successor.pem)
+    assert [await is_served(port, context) for context in contexts] == [True, False, True, False, True]
+    assert certificates.num_failed_reads == 0
+    await http.stop()
+
+
+async def answer_ping(_request: web.Request) -> web.Response:
+    return web.Response()
+
+
+def showing(trusted: Authority, issued: Issued | None, folder: Path) -> ssl.SSLContext:
+    """What a client that shows a certificate connects with."""
+    context = ssl.create_default_context(cadata=trusted.pem.decode())
+    if issued is not None:
+        files = write_files(folder / "client", issued, trusted)
+        context.load_cert_chain(files.certificate, files.key)
+    return context
+
+
+async def is_served(port: int, context: ssl.SSLContext) -> bool:
+    """Whether a client's connection lasts until it has an answer."""
+    try:
+        answer, _ = await ask_ping(port, context)
+    except (ssl.SSLError, ConnectionError):
+        return False
+    return answer.startswith(b"HTTP/1.1 200 ")
