@@ -38,6 +38,7 @@ HEALTH_METHODS = frozenset(
 )
 # On cell ports.
 METHOD_TO_ROLES = {
+    # A tokenizer asks for operators of its HTTP port.
     "/lockstep.v1.SchedulerService/GetState": frozenset({Role.OPERATOR, Role.TOKENIZER}),
     # A gateway that routes by prefix is one of the cell's operators. No client may call it: to one that knows a prompt
     # and its salt, the hashes say whether others sent it lately.

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
-from services.tokenizer.http.connections.clients import KEYLESS_ROUTES
+from services.tokenizer.http.connections.clients import KEYLESS_ROUTES, OPERATOR_ROUTES, STATE_ROUTE
 from services.tokenizer.http.openapi import make_openapi
 from services.tokenizer.http.routes import NOT_SUPPORTED
 from shared.network.access import CLIENT_METHODS, HEALTH_METHODS, METHOD_TO_ROLES
@@ -105,7 +105,8 @@ async def test_each_method_takes_the_keys_that_it_should(keyed: Cell, service: s
 
 def routes() -> Iterator[tuple[str, str]]:
     """All routes, with some that there are not."""
-    for path, methods in make_openapi("")["paths"].items():
+    paths = make_openapi("")["paths"] | make_openapi("", needs_keys=True)["paths"]
+    for path, methods in paths.items():
         for method in methods:
             yield method.upper(), path.format(id="tiny")
     yield from (("POST", path) for path in NOT_SUPPORTED)
@@ -124,9 +125,13 @@ async def test_each_route_takes_the_keys_that_it_should(keyed: Cell) -> None:
                     text = await answer.text()
                 place = (method, path, caller, answer.status)
                 assert CANARY not in f"{answer.headers} {text}", place
-                if caller in ("key", "operator's key") or (method == "GET" and path in KEYLESS_ROUTES):
+                if path in OPERATOR_ROUTES and caller == "key":
+                    assert answer.status == 403, place
+                    assert json.loads(text)["error"]["code"] == "permission_denied"
+                elif caller in ("key", "operator's key") or (method == "GET" and path in KEYLESS_ROUTES):
                     assert answer.status not in (401, 403), place
                     assert path != "/metrics" or answer.status == 404
+                    assert path not in OPERATOR_ROUTES or (answer.status == 200 and "numWaiting" in text)
                 else:
                     assert answer.status == 401, place
                     assert json.loads(text)["error"]["code"] == "invalid_api_key"
@@ -155,6 +160,25 @@ async def test_a_withdrawn_key_ends_new_calls_and_no_stream(keyed: Cell, keys_fi
         while (response := await call.read()) is not grpc.aio.EOF:
             tokens += len(response.token_ids)
         assert tokens == 400
+
+
+async def test_the_id_of_another_tenants_request_says_nothing_and_ends_nothing(keyed: Cell) -> None:
+    long = scheduler_pb2.SchedulerServiceGenerateRequest(prompt_token_ids=[5], request_id="same")
+    long.sampling.CopyFrom(greedy(max_tokens=450, ignore_eos=True))
+    short = scheduler_pb2.SchedulerServiceGenerateRequest(prompt_token_ids=[5], request_id="same")
+    short.sampling.CopyFrom(greedy(max_tokens=2))
+    abort = scheduler_pb2.AbortRequest(request_id="same")
+    async with make_channel(keyed.scheduler_address) as channel:
+        stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        call = stub.Generate(long, metadata=metadata_of(KEY))
+        await call.read()
+        await stub.Abort(abort, metadata=metadata_of(OPERATOR))
+        # Served after that abort, and under the same id.
+        answer = [response async for response in stub.Generate(short, metadata=metadata_of(OPERATOR))]
+        assert answer[-1].HasField("usage")
+        while (response := await call.read()) is not grpc.aio.EOF:
+            last = response
+        assert last.usage.num_completion_tokens == 450
 
 
 def test_a_command_sends_the_key_in_its_file(keyed: Cell, tmp_path: Path) -> None:
@@ -197,14 +221,31 @@ async def test_no_key_shows_anywhere(keyed: Cell, keys_file: Path) -> None:
         assert "lockstep_client_keys_stale 1.0" in pages
         assert not any(secret in pages for secret in (CANARY, *HASHES))
     write_keys(keys_file, *LINES)
-    async with make_channel(keyed.cell_address, internal=True) as cell_channel:
-        state = await scheduler_pb2_grpc.SchedulerServiceStub(cell_channel).GetState(scheduler_pb2.GetStateRequest())
+    state = await read_state_during_a_request(keyed)
     processes = [psutil.Process(keyed.launcher.pid), *keyed.find_processes().values()]
-    argv = [process.cmdline() for process in processes]
+    shown = [(process.name(), process.cmdline(), process.environ()) for process in processes]
     log = keyed.log()
     assert log.count("changed client keys are not used") == 6, "each of two services, for each bad file"
-    for text in (log, str(state), str(argv)):
+    for text in (log, state, str(shown)):
         assert not any(secret in text for secret in (CANARY, *HASHES))
+
+
+async def read_state_during_a_request(cell: Cell) -> str:
+    """The state, on the cell's port and over HTTP, while a request is there whose every text is the canary."""
+    body = {"prompt": CANARY, "stream": True, "max_tokens": 400, "ignore_eos": True, "cache_salt": CANARY}
+    headers = dict(metadata_of(KEY))
+    async with (
+        make_channel(cell.cell_address, internal=True) as channel,
+        cell.http_session() as session,
+        session.post("/v1/completions", json=body, headers=headers) as stream,
+    ):
+        await stream.content.readline()
+        stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        told = await stub.GetState(scheduler_pb2.GetStateRequest())
+        assert told.num_running == 1
+        async with session.get(STATE_ROUTE, headers=dict(metadata_of(OPERATOR))) as answer:
+            assert answer.status == 200
+            return f"{told} {await answer.text()}"
 
 
 def management_addresses(cell: Cell) -> list[str]:

@@ -7,6 +7,8 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+import grpc
+
 from lockstep.internal.v1 import exchange_pb2
 from services.tokenizer.exchange.cell_requests import CellRequests
 from services.tokenizer.exchange.linked_cell import LinkedCell, decode_cell_info
@@ -89,6 +91,17 @@ class SchedulerClient:
         if self._cell is None:
             raise NotReadyError("the service is not connected to a scheduler")
         return self._cell
+
+    def channel(self) -> grpc.aio.Channel:
+        """The connection to the linked scheduler, which the end of the link closes.
+
+        Raises:
+            NotReadyError: there is no link.
+        """
+        used = self.requests.stream
+        if used is None or used.channel is None:
+            raise NotReadyError("the service is not connected to a scheduler")
+        return used.channel
 
     @property
     def load(self) -> exchange_pb2.CellLoad | None:

@@ -51,6 +51,8 @@ class SchedulerStream:
         self.cell_info: exchange_pb2.CellInfo | None = None
         self.load: exchange_pb2.CellLoad | None = None
         """How busy the cell is; None before the first heartbeat."""
+        self.channel: grpc.aio.Channel | None = None
+        """The connection that it is on; None before `run`."""
         self.has_answered = False
         """Whether the scheduler has said something, and can be used."""
         self.left: asyncio.Future[StreamEnd] = asyncio.get_running_loop().create_future()
@@ -145,6 +147,7 @@ class SchedulerStream:
         Raises:
             ExchangeError: the scheduler violated the protocol, or one of the two raised it.
         """
+        self.channel = channel
         call = exchange_pb2_grpc.ExchangeServiceStub(channel).Exchange(self.messages())
         reader = asyncio.create_task(self._read(call, on_heard, on_outputs))
         try:

@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from services.tokenizer.http.answers.answer_schemas import ANSWERS, error_statuses
-from services.tokenizer.http.connections.clients import KEYLESS_ROUTES
+from services.tokenizer.http.answers.answer_schemas import ANSWERS, STATE, error_statuses
+from services.tokenizer.http.connections.clients import KEYLESS_ROUTES, STATE_ROUTE
 from services.tokenizer.http.errors import CLIENT_CLOSED_REQUEST
 from services.tokenizer.http.requests.chat_request import ChatFields
 from services.tokenizer.http.requests.completion_request import CompletionFields
@@ -59,6 +59,7 @@ _GETS = {
     "/version": _Operation("The release", "Release"),
     "/metrics": _Operation("Metrics in Prometheus' text format", media_types=("text/plain",)),
 }
+_STATE = _Operation("The cell's state, for operators", "State", errors=(403, 503))
 _REFS = "#/components/schemas/{model}"
 # Either names the client's key.
 _SCHEMES = {
@@ -73,6 +74,8 @@ def make_openapi(release: str, *, needs_keys: bool = False) -> dict[str, Any]:
     description = _describe(release)
     if needs_keys:
         del description["paths"]["/metrics"]
+        description["paths"][STATE_ROUTE] = {"get": _get(STATE_ROUTE, _STATE)}
+        description["components"]["schemas"]["State"] = STATE
         description["components"]["securitySchemes"] = _SCHEMES
         description["security"] = [{name: []} for name in _SCHEMES]
         for path in KEYLESS_ROUTES:

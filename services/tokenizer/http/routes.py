@@ -11,9 +11,11 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 from aiohttp import web
+from google.protobuf.json_format import MessageToJson
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from services.tokenizer.exchange.cell_state import CellState
 from services.tokenizer.http.answers.choice_forms import ChatChoiceForm, CompletionChoiceForm
 from services.tokenizer.http.answers.whole_answers import chat_answer, completion_answer
 from services.tokenizer.http.backend import Backend
@@ -21,7 +23,7 @@ from services.tokenizer.http.calls import JSON, ApiCall, Route
 from services.tokenizer.http.connections.access import Access
 from services.tokenizer.http.connections.bodies import BODY_S, LARGE_BODIES, check_expectation, read_body
 from services.tokenizer.http.connections.boundary import REQUEST_ID, Handler, log_facts, make_boundary, make_signer
-from services.tokenizer.http.connections.clients import find_client
+from services.tokenizer.http.connections.clients import STATE_ROUTE, find_client
 from services.tokenizer.http.errors import HttpError, any_error, invalid_field
 from services.tokenizer.http.openapi import make_openapi
 from services.tokenizer.http.requests.api_request import ApiRequest
@@ -103,7 +105,8 @@ def make_app(backend: Backend, access: Access, registry: CollectorRegistry, *, b
             web.get("/health", routes.health),
             web.get("/ping", routes.ping),
             web.get("/version", routes.version),
-            *([web.get("/metrics", routes.metrics)] if backend.client_keys is None else []),
+            # Without keys everybody would be an operator; with them not everybody may see what is every tenant's.
+            web.get("/metrics", routes.metrics) if backend.client_keys is None else web.get(STATE_ROUTE, routes.state),
             web.get("/openapi.json", routes.openapi),
             *(web.route("*", path, _refuse_route) for path in NOT_SUPPORTED),
         ]
@@ -115,6 +118,7 @@ class _Routes:
     def __init__(self, backend: Backend, registry: CollectorRegistry) -> None:
         self._backend = backend
         self._registry = registry
+        self._cell_state = CellState(backend.scheduler.channel)
         self._created = int(time.time())
 
     def find_client(self, request: web.Request) -> Client:
@@ -214,6 +218,11 @@ class _Routes:
     async def metrics(self, _request: web.Request) -> web.StreamResponse:
         """Show the metrics of the management port."""
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def state(self, _request: web.Request) -> web.StreamResponse:
+        """Tell the cell's state, in protobuf's JSON form, with fields that are 0."""
+        state = await self._cell_state.read()
+        return web.Response(text=MessageToJson(state, always_print_fields_with_no_presence=True), content_type=JSON)
 
     async def openapi(self, _request: web.Request) -> web.StreamResponse:
         """Describe this API."""

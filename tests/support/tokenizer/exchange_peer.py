@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 
 from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc, sampling_pb2
-from lockstep.v1 import common_pb2
+from lockstep.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from shared.errors import NotReadyError, ServiceError
 from shared.limits import TOKEN_DTYPE
 from shared.network.heartbeat import HEARTBEAT_S
@@ -152,8 +152,8 @@ class _Stream:
         self.outbox.put_nowait(how)
 
 
-class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
-    """Plays the scheduler: sends given messages, queues received ones, and sends heartbeats.
+class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
+    """Plays the scheduler: sends given messages, queues received ones, sends heartbeats, and tells a state.
 
     Attributes:
         num_messages: Messages received so far, without pure heartbeats.
@@ -163,6 +163,9 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
         is_silent: Set to True to stop sending heartbeats.
         holds_workers: What heartbeats say after the cell info.
         load: What every heartbeat says.
+        state: What it tells.
+        states_asked: Has one entry per call for the state.
+        may_tell: Set while such calls are answered.
     """
 
     def __init__(self, cell_info: exchange_pb2.CellInfo) -> None:
@@ -175,6 +178,10 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
         self.is_silent = False
         self.holds_workers = True
         self.load = exchange_pb2.CellLoad()
+        self.state = scheduler_pb2.GetStateResponse()
+        self.states_asked: asyncio.Queue[None] = asyncio.Queue()
+        self.may_tell = asyncio.Event()
+        self.may_tell.set()
         self.ended_streams: asyncio.Queue[None] = asyncio.Queue()
         self.num_streams = 0
         self._streams: list[_Stream] = []
@@ -182,6 +189,7 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve on `server`."""
         exchange_pb2_grpc.add_ExchangeServiceServicer_to_server(self, server)
+        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, server)
 
     def attach(self) -> None:
         """Send the cell info, as a scheduler does once it has a worker, on the first stream that does not have it."""
@@ -230,6 +238,13 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
             for task in tasks:
                 task.cancel()
             self.ended_streams.put_nowait(None)
+
+    async def GetState(
+        self, request: scheduler_pb2.GetStateRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.GetStateResponse:
+        self.states_asked.put_nowait(None)
+        await self.may_tell.wait()
+        return self.state
 
     async def _beat(self, stream: _Stream) -> None:
         for progress in itertools.count():

@@ -128,6 +128,13 @@ ANSWERS: dict[str, Schema] = {
 """By the names that the description gives them."""
 
 
+STATE: Schema = {
+    "type": "object",
+    "description": "`lockstep.v1.GetStateResponse` of scheduler.proto, in protobuf's JSON form.",
+}
+"""Among the answers only where clients have keys."""
+
+
 def error_statuses(others: Sequence[int]) -> list[int]:
     """Statuses of the errors that every route has, with others, in order."""
     return sorted({400, 403, 431, 500, *others})

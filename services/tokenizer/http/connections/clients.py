@@ -5,11 +5,15 @@ from __future__ import annotations
 from aiohttp import web
 
 from shared.client_keys import ANY_CLIENT, Client, ClientKeys
+from shared.errors import PermissionDeniedError
 
 CLIENT = web.RequestKey("client", Client)
 """Who sends the request."""
 
 KEYLESS_ROUTES = frozenset({"/health", "/ping", "/version"})
+STATE_ROUTE = "/lockstep/state"
+OPERATOR_ROUTES = frozenset({STATE_ROUTE})
+"""What tells of all tenants: for keys of operators, and not served where clients have none."""
 
 
 def find_client(client_keys: ClientKeys | None, request: web.Request) -> Client:
@@ -19,8 +23,14 @@ def find_client(client_keys: ClientKeys | None, request: web.Request) -> Client:
 
     Raises:
         UnauthenticatedError: the request has no key that is known, or more than one.
+        PermissionDeniedError: the route is for operators, and the key is none of theirs.
     """
     resource = request.match_info.route.resource
-    if client_keys is None or (resource is not None and resource.canonical in KEYLESS_ROUTES):
+    path = None if resource is None else resource.canonical
+    if client_keys is None or path in KEYLESS_ROUTES:
         return ANY_CLIENT
-    return client_keys.identify(request.headers.getall("Authorization", []), request.headers.getall("X-Api-Key", []))
+    headers = request.headers
+    client = client_keys.identify(headers.getall("Authorization", []), headers.getall("X-Api-Key", []))
+    if path in OPERATOR_ROUTES and not client.is_operator:
+        raise PermissionDeniedError("the route needs the key of an operator", route=path)
+    return client

@@ -1,0 +1,76 @@
+"""The cell's state over HTTP, for operators, with the scheduler played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import jsonschema
+import pytest
+from google.protobuf.json_format import Parse
+
+from lockstep.v1 import scheduler_pb2
+from services.tokenizer.http.connections.clients import STATE_ROUTE
+from tests.support.clients.key_files import key_line, write_keys
+from tests.support.tokenizer.http_client import HttpService, run_http_service
+
+OPERATOR = {"Authorization": "Bearer operator"}
+State = scheduler_pb2.GetStateResponse
+
+
+@pytest.fixture
+async def keyed(model_dir: Path, tmp_path: Path) -> AsyncIterator[HttpService]:
+    """A service whose clients need keys, one of which is an operator's."""
+    keys = write_keys(tmp_path / "keys", key_line("one"), key_line("operator", "ops", is_operator=True))
+    async with run_http_service(model_dir, tmp_path, client_keys=keys) as http:
+        yield http
+
+
+async def test_operators_get_what_the_scheduler_tells(keyed: HttpService) -> None:
+    rank = scheduler_pb2.RankSteps(dp_rank=0, num_decode_steps=2**60)
+    keyed.service.peer.state = State(instance_id="a", ready=True, num_running=3, rank_steps=[rank])
+    answer = await keyed.get(STATE_ROUTE, headers=OPERATOR)
+    assert (answer.status, answer.headers["Content-Type"]) == (200, "application/json; charset=utf-8")
+    assert Parse(answer.body, State()) == keyed.service.peer.state
+    value = answer.value
+    assert (value["ready"], value["numWaiting"], value["rankSteps"][0]["numDecodeSteps"]) == (True, 0, str(2**60))
+    description = (await keyed.get("/openapi.json", headers=OPERATOR)).value
+    responses = description["paths"][STATE_ROUTE]["get"]["responses"]
+    schema = responses["200"]["content"]["application/json"]["schema"]
+    jsonschema.validate(value, schema | {"components": description["components"]})
+    assert {"403", "503"} <= responses.keys()
+
+
+async def test_others_get_nothing_and_the_scheduler_is_not_asked(keyed: HttpService) -> None:
+    for headers, expected in (
+        ({}, (401, "invalid_api_key")),
+        ({"x-api-key": "unknown"}, (401, "invalid_api_key")),
+        ({"x-api-key": "one"}, (403, "permission_denied")),
+    ):
+        answer = await keyed.get(STATE_ROUTE, headers=headers)
+        assert (answer.status, answer.error["code"]) == expected
+        assert (await keyed.ask("HEAD", STATE_ROUTE, headers=headers)).status == expected[0]
+    assert keyed.service.peer.states_asked.empty()
+
+
+async def test_without_keys_there_is_no_such_route(model_dir: Path, tmp_path: Path) -> None:
+    async with run_http_service(model_dir, tmp_path) as http:
+        assert (await http.get(STATE_ROUTE, headers=OPERATOR)).status == 404
+        assert STATE_ROUTE not in (await http.get("/openapi.json")).value["paths"]
+        assert http.service.peer.states_asked.empty()
+
+
+async def test_while_no_scheduler_answers_the_state_is_not_ready(keyed: HttpService) -> None:
+    peer = keyed.service.peer
+    peer.may_tell.clear()
+    asking = asyncio.create_task(keyed.get(STATE_ROUTE, headers=OPERATOR))
+    await peer.states_asked.get()
+    peer.end_stream()
+    answers = [await asking]
+    while (await keyed.get("/health")).status == 200:
+        pass
+    answers.append(await keyed.get(STATE_ROUTE, headers=OPERATOR))
+    for answer in answers:
+        assert (answer.status, answer.error["code"]) == (503, "not_ready")
+        assert {"Retry-After", "retry-after-ms"} <= set(answer.headers)
