@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
+from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from lockstep.v1 import common_pb2
+from shared import client_keys
 from shared.client_keys import ANY_CLIENT, Client, ClientKeys, ClientKeysError, read_key_file
 from shared.errors import PermissionDeniedError, UnauthenticatedError, Violation
 from shared.process.metrics import ClientKeysCollector
@@ -169,6 +175,38 @@ def test_a_call_without_exactly_one_known_key_is_refused(
     with pytest.raises(UnauthenticatedError, match=re.escape(message)) as error:
         keys.identify(authorizations, api_keys)
     assert KEY not in str(error.value)
+
+
+def steps_of(identify_guess: Callable[[], object]) -> list[object]:
+    """The lines of the module that run, and the functions that these call."""
+    steps: list[object] = []
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        name = getattr(argument, "__qualname__", None) if event == "c_call" else None
+        if frame.f_code.co_filename == client_keys.__file__:
+            steps.append((event, frame.f_lineno, name))
+        return trace
+
+    before = sys.getprofile(), sys.gettrace()
+    sys.setprofile(trace)
+    sys.settrace(trace)
+    try:
+        identify_guess()
+    finally:
+        sys.setprofile(before[0])
+        sys.settrace(before[1])
+    return steps
+
+
+def test_a_guess_runs_the_same_steps_however_much_of_a_key_it_has(tmp_path: Path) -> None:
+    key = "sk-0123456789abcdef"
+    keys = keys_of(tmp_path, key_line(key), key_line(OTHER))
+    # The same length, since a client knows that of its guess.
+    guesses = [key[:length].ljust(len(key), "~") for length in range(len(key))]
+    assert key not in guesses
+    found = [steps_of(partial(identify, keys, guess)) for guess in guesses]
+    assert len(found[0]) > 20
+    assert all(steps == found[0] for steps in found)
 
 
 HIGH, NORMAL, LOW = common_pb2.PRIORITY_HIGH, common_pb2.PRIORITY_NORMAL, common_pb2.PRIORITY_LOW
