@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
 import ssl
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -104,7 +106,7 @@ class Certificates:
             TlsError: they cannot be read, do not fit together, have expired, or do not name `role`; or the
                 authority does not cover the certificate.
         """
-        self._files = files
+        self._trust_domain = files.trust_domain
         self._pair = _Latest((files.certificate, files.key, files.authority), lambda: _read(files, role))
         path = files.client_authority
         self._client_authority = None if path is None else _Latest((path,), lambda: _read_client_authority(path))
@@ -125,24 +127,27 @@ class Certificates:
 
     def server_credentials(self, *, on_cell_port: bool) -> grpc.ServerCredentials:
         """For a server of gRPC: all peers of a cell port need a certificate, and clients if they have an authority."""
-        used = self._current()
-        is_mutual = on_cell_port or used.trusted_clients is not None
 
-        def configure(contents: _Contents) -> grpc.ServerCertificateConfiguration:
-            trusted = None if on_cell_port else contents.trusted_clients
-            pair = contents.pair
-            return grpc.ssl_server_certificate_configuration([(pair.key, pair.certificate)], trusted or pair.authority)
+        def find() -> tuple[_Pair, bytes | None]:
+            """What there is at present, and what peers need that are clients."""
+            contents = self._current()
+            return contents.pair, None if on_cell_port else contents.trusted_clients
+
+        used = find()
+        is_mutual = on_cell_port or used[1] is not None
 
         def renew() -> grpc.ServerCertificateConfiguration | None:
             """Called by gRPC at every handshake, on its threads, one at a time."""
             nonlocal used
-            if (newest := self._current()) == used:
+            if (newest := find()) == used:
                 return None
             used = newest
             time.sleep(_RENEWAL_S)
-            return configure(newest)
+            return _configuration(*newest)
 
-        return grpc.dynamic_ssl_server_credentials(configure(used), renew, require_client_authentication=is_mutual)
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(*used), renew, require_client_authentication=is_mutual
+        )
 
     def make_http_context(self) -> ssl.SSLContext:
         """For an HTTP server; a handshake uses the newest files that fit.
@@ -150,29 +155,17 @@ class Certificates:
         Clients need no certificate. With an authority for those of clients, one that is shown is checked.
         """
         used = self._current()
-        context = self._load_context(used)
+        context = _load_context(used)
 
         def choose(handshake: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
             nonlocal context, used
             if (newest := self._current()) != used:
-                context, used = self._load_context(newest), newest
+                context, used = _load_context(newest), newest
             handshake.context = context
 
         first = context
         first.sni_callback = choose
         return first
-
-    def _load_context(self, contents: _Contents) -> ssl.SSLContext:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.load_cert_chain(self._files.certificate, self._files.key)
-        context.set_alpn_protocols(["http/1.1"])
-        if contents.trusted_clients is not None:
-            context.verify_mode = ssl.CERT_OPTIONAL
-            # An authority need not be a root, as in gRPC.
-            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-            context.load_verify_locations(cadata=contents.trusted_clients.decode())
-        return context
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """For a new channel, which keeps them."""
@@ -181,12 +174,12 @@ class Certificates:
 
     def name_of(self, role: Role) -> str:
         """The DNS name in the certificates of `role`."""
-        return _dns_name(role, self._files.trust_domain)
+        return _dns_name(role, self._trust_domain)
 
     def role_of(self, context: grpc.ServicerContext) -> Role | None:
         """The role in the peer's certificate; None if it has none of this trust domain."""
         uris = {uri.decode(errors="replace") for uri in context.auth_context().get("peer_uri", ())}
-        return next((role for role in Role if _uri(role, self._files.trust_domain) in uris), None)
+        return next((role for role in Role if _uri(role, self._trust_domain) in uris), None)
 
     def _current(self) -> _Contents:
         with self._lock:
@@ -198,6 +191,34 @@ class Certificates:
             if clients.refresh():
                 logger.info("authority of clients' certificates read again")
             return _Contents(self._pair.value, clients.value)
+
+
+def _configuration(pair: _Pair, trusted_clients: bytes | None) -> grpc.ServerCertificateConfiguration:
+    trusted = pair.authority if trusted_clients is None else trusted_clients
+    return grpc.ssl_server_certificate_configuration([(pair.key, pair.certificate)], trusted)
+
+
+def _load_context(contents: _Contents) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    # It takes files alone, and what the service's have now need not be good.
+    with _file_of(contents.pair.certificate) as certificate, _file_of(contents.pair.key) as key:
+        context.load_cert_chain(certificate, key)
+    context.set_alpn_protocols(["http/1.1"])
+    if contents.trusted_clients is not None:
+        context.verify_mode = ssl.CERT_OPTIONAL
+        # An authority need not be a root, as in gRPC.
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        context.load_verify_locations(cadata=contents.trusted_clients.decode())
+    return context
+
+
+@contextmanager
+def _file_of(data: bytes) -> Iterator[str]:
+    """The path of a file in memory that has `data`."""
+    with os.fdopen(os.memfd_create("pem"), "wb", buffering=0) as file:
+        file.write(data)
+        yield f"/proc/self/fd/{file.fileno()}"
 
 
 _ValueT = TypeVar("_ValueT")

@@ -111,9 +111,11 @@ async def test_a_client_may_show_a_certificate_which_its_authority_must_have_sig
     certificates = Certificates(files, Role.TOKENIZER)
     http = await serve_http(f"127.0.0.1:{port}", app, certificates=certificates, limits=HttpLimits())
     assert [await is_served(port, context) for context in contexts] == [True, True, False, False, True]
+    # The last good files of the service stay in use beside the new one.
+    files.certificate.write_bytes(b"garbage")
     path.write_bytes(successor.pem)
     assert [await is_served(port, context) for context in contexts] == [True, False, True, False, True]
-    assert certificates.num_failed_reads == 0
+    assert certificates.num_failed_reads == 1
     await http.stop()
 
 
