@@ -7,16 +7,15 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.answer.whole_answer import WholeAnswer
 from services.tokenizer.http.answers.answer_facts import AnswerFacts, PromptFacts
-from services.tokenizer.http.answers.event_stream import EventStream
-from services.tokenizer.http.answers.pieces import ChoiceForm, Pieces
+from services.tokenizer.http.answers.event_stream import COMMENT, EventStream
+from services.tokenizer.http.answers.pieces import AnswerEvents
+from services.tokenizer.http.answers.whole_answers import AnswerObject
 from services.tokenizer.http.backend import Backend
 from services.tokenizer.http.connections.clients import CLIENT
 from services.tokenizer.http.errors import any_error
@@ -27,17 +26,17 @@ from shared.errors import ClientTooSlowError, DeadlinePassedError, ServiceError
 from shared.request_fields import read_time_left
 
 JSON = "application/json"
-MakeAnswer = Callable[[tokenizer_pb2.CompleteResponse, AnswerFacts], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What tells chats and completions apart."""
+    """What tells the answers of the routes apart."""
 
     id_prefix: str
-    piece_kind: str
-    make_form: Callable[[AnswerFacts, int], ChoiceForm]
-    make_answer: MakeAnswer
+    make_events: Callable[[AnswerFacts], AnswerEvents]
+    make_answer: Callable[[AnswerFacts], AnswerObject]
+    sign_of_life: bytes = COMMENT
+    """What a stream has after a silence."""
 
 
 class ApiCall:
@@ -90,12 +89,9 @@ class ApiCall:
         return [await self._backend.prompt_facts(prompt, kept) for prompt in api.prompts]
 
     async def _answer_whole(self, facts: AnswerFacts) -> web.Response:
-        answer = WholeAnswer(max_bytes=None)
+        answer = self._route.make_answer(facts)
         await self._generate(answer)
-        message = answer.message()
-        for prompt in message.prompts:
-            facts.accept(prompt.accepted)
-        body = msgspec.json.encode(self._route.make_answer(message, facts))
+        body = msgspec.json.encode(answer.value())
         return web.Response(body=body, content_type=JSON, headers=self._ignored(facts))
 
     async def _stream(self, facts: AnswerFacts) -> web.StreamResponse:
@@ -103,12 +99,12 @@ class ApiCall:
         response.content_type = "text/event-stream"
         response.headers["Cache-Control"] = "no-cache"
         response.headers["X-Accel-Buffering"] = "no"
-        pieces = Pieces(facts, self._route.piece_kind, self._route.make_form)
-        with EventStream(self._http, response, self._backend.max_unread_s) as stream:
-            writer = _StreamWriter(stream, pieces, lambda: response.headers.update(self._ignored(facts)))
+        events = self._route.make_events(facts)
+        with EventStream(self._http, response, self._backend.max_unread_s, self._route.sign_of_life) as stream:
+            writer = _StreamWriter(stream, events, lambda: response.headers.update(self._ignored(facts)))
             try:
                 await self._generate(writer)
-                await stream.write(pieces.end())
+                await stream.write(events.end())
             except ClientTooSlowError:
                 if self._http.transport is not None:
                     self._http.transport.abort()
@@ -117,8 +113,7 @@ class ApiCall:
             except Exception as error:
                 if not stream.has_begun:
                     raise
-                failure = any_error(error, self._api.names)
-                await stream.write(b"data: " + failure.body() + b"\n\n")
+                await stream.write(events.failure(any_error(error, self._api.names)))
         return response
 
     async def _generate(self, writer: Writer) -> None:
@@ -144,19 +139,21 @@ class ApiCall:
 class _StreamWriter:
     """Writes a call's responses as events."""
 
-    def __init__(self, stream: EventStream, pieces: Pieces, on_accepted: Callable[[], None]) -> None:
+    def __init__(self, stream: EventStream, events: AnswerEvents, on_accepted: Callable[[], None]) -> None:
         self._stream = stream
-        self._pieces = pieces
+        self._events = events
         self._on_accepted = on_accepted
 
     async def write(self, response: tokenizer_pb2.GenerateResponse) -> None:
         """Write a response as events; returns when there is room for another."""
-        data = self._pieces.make(response)
+        data = self._events.make(response)
         if data and self._stream.try_write(data):
             return
         if response.HasField("accepted"):
             self._on_accepted()
             self._stream.note_submission()
+            if data:
+                await self._stream.write(data, begins=False)
             return
         has_token = bool(response.token_ids) or response.HasField("finish")
         if not data and not has_token:

@@ -17,7 +17,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from services.tokenizer.exchange.cell_state import CellState
 from services.tokenizer.http.answers.choice_forms import ChatChoiceForm, CompletionChoiceForm
-from services.tokenizer.http.answers.whole_answers import chat_answer, completion_answer
+from services.tokenizer.http.answers.pieces import Pieces
+from services.tokenizer.http.answers.whole_answers import MergedAnswer, chat_answer, completion_answer
 from services.tokenizer.http.backend import Backend
 from services.tokenizer.http.calls import JSON, ApiCall, Route
 from services.tokenizer.http.connections.access import Access
@@ -37,8 +38,16 @@ from shared.errors import UnauthenticatedError
 from shared.limits import check_token_ids
 from shared.release import find_release
 
-CHAT = Route("chatcmpl-", "chat.completion.chunk", ChatChoiceForm, chat_answer)
-COMPLETION = Route("cmpl-", "text_completion", CompletionChoiceForm, completion_answer)
+CHAT = Route(
+    "chatcmpl-",
+    partial(Pieces, kind="chat.completion.chunk", make_form=ChatChoiceForm),
+    partial(MergedAnswer, make=chat_answer),
+)
+COMPLETION = Route(
+    "cmpl-",
+    partial(Pieces, kind="text_completion", make_form=CompletionChoiceForm),
+    partial(MergedAnswer, make=completion_answer),
+)
 
 # Other parts of OpenAI's and vLLM's APIs, which are refused by name.
 NOT_SUPPORTED = (

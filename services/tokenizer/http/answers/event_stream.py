@@ -14,9 +14,9 @@ from shared.network.response_writer import ResponseWriter
 FIRST_TOKEN_S = 1.0
 """The status line waits at most this long for the first token, from the submission on."""
 COMMENT_S = 15.0
-"""A comment follows this much silence, so that nothing between takes the connection for dead."""
-
-_COMMENT = b":\n\n"
+"""A sign of life follows this much silence, so that nothing between takes the connection for dead."""
+COMMENT = b":\n\n"
+"""The sign of life of most routes: clients leave comments out."""
 
 
 class EventStream:
@@ -25,9 +25,12 @@ class EventStream:
     Everything must be written by the task that entered it.
     """
 
-    def __init__(self, request: web.Request, response: web.StreamResponse, max_unread_s: float) -> None:
+    def __init__(
+        self, request: web.Request, response: web.StreamResponse, max_unread_s: float, sign_of_life: bytes = COMMENT
+    ) -> None:
         self._request = request
         self._response = response
+        self._sign_of_life = sign_of_life
         self._writer = ResponseWriter(response, max_unread_s)
         self._loop = asyncio.get_running_loop()
         self._held: list[bytes] = []
@@ -95,7 +98,7 @@ class EventStream:
                 self._is_open = True
             held, self._held = b"".join(self._held), []
         self._written_at = self._loop.time()
-        await write(held or _COMMENT)
+        await write(held or self._sign_of_life)
         self._is_chunked = self._request.version >= HttpVersion11
 
     async def _keep(self) -> None:
@@ -109,7 +112,7 @@ class EventStream:
                     await asyncio.sleep(COMMENT_S - silence_s)
                     continue
                 self._written_at = self._loop.time()
-                await self._response.write(_COMMENT)
+                await self._response.write(self._sign_of_life)
         except ConnectionError:
             # The handler is cancelled when its client goes.
             pass

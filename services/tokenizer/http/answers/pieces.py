@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
+from typing_extensions import override
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.http.answers.answer_facts import AnswerFacts, usage_value
+from services.tokenizer.http.errors import HttpError
 
 DONE = b"data: [DONE]\n\n"
 
@@ -20,6 +22,19 @@ _ENCODED_PLACEHOLDER = _encode(_PLACEHOLDER)
 def event(value: object) -> bytes:
     """A server-sent event with a JSON value."""
     return b"data: " + _encode(value) + b"\n\n"
+
+
+class AnswerEvents(Protocol):
+    """What a route's stream says, as server-sent events."""
+
+    def make(self, response: tokenizer_pb2.GenerateResponse) -> bytes:
+        """The events of a response; empty if it has no news for the client."""
+
+    def end(self) -> bytes:
+        """The events after the last response."""
+
+    def failure(self, error: HttpError) -> bytes:
+        """The event of an error, which is the last one."""
 
 
 class ChoiceForm(Protocol):
@@ -35,7 +50,7 @@ class ChoiceForm(Protocol):
         """The fields of a choice with any news."""
 
 
-class Pieces:
+class Pieces(AnswerEvents):
     """Makes the pieces of one stream."""
 
     def __init__(self, facts: AnswerFacts, kind: str, make_form: Callable[[AnswerFacts, int], ChoiceForm]) -> None:
@@ -58,8 +73,8 @@ class Pieces:
         # A piece with text alone is the prepared beginning, the text and the prepared end.
         self._may_be_prepared = not (options.has_token_ids or options.has_running_usage or options.has_logprobs)
 
+    @override
     def make(self, response: tokenizer_pb2.GenerateResponse) -> bytes:
-        """The events of a response; empty if it has no news for the client."""
         index = self._facts.index(response.prompt, response.choice)
         text = response.text
         if text and index in self._heads and _has_only_text(response):
@@ -83,12 +98,16 @@ class Pieces:
             return opening + self._prepare(index, response.text) if response.text else opening
         return opening + self._any_piece(index, response)
 
+    @override
     def end(self) -> bytes:
-        """The events after the last response."""
         if not self._facts.options.has_usage or self._usage is None:
             return DONE
         usage = self._piece(None) | {"usage": usage_value(self._usage)} | self._facts.closing(self._finishes)
         return event(usage) + DONE
+
+    @override
+    def failure(self, error: HttpError) -> bytes:
+        return b"data: " + error.body() + b"\n\n"
 
     def _prepare(self, index: int, text: str) -> bytes:
         """The first piece of a choice with text alone, as which further ones are made."""

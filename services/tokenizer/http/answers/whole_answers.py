@@ -2,12 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from typing_extensions import override
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
+from services.tokenizer.answer.whole_answer import WholeAnswer
 from services.tokenizer.http.answers.answer_facts import AnswerFacts, finish_reason, stop_reason, usage_value
 from services.tokenizer.http.answers.logprob_values import CompletionLogprobs, chat_logprobs, prompt_logprobs
+
+
+class AnswerObject(Protocol):
+    """A whole answer of a route; it takes the call's responses."""
+
+    async def write(self, response: tokenizer_pb2.GenerateResponse) -> None:
+        """Take the next response."""
+
+    def value(self) -> dict[str, Any]:
+        """The answer; called once, after the last response."""
+
+
+class MergedAnswer(AnswerObject):
+    """An answer that is made of all responses together."""
+
+    def __init__(
+        self, facts: AnswerFacts, make: Callable[[tokenizer_pb2.CompleteResponse, AnswerFacts], dict[str, Any]]
+    ) -> None:
+        self._facts = facts
+        self._make = make
+        self._answer = WholeAnswer(max_bytes=None)
+
+    @override
+    async def write(self, response: tokenizer_pb2.GenerateResponse) -> None:
+        if response.HasField("accepted"):
+            self._facts.accept(response.accepted)
+        await self._answer.write(response)
+
+    @override
+    def value(self) -> dict[str, Any]:
+        return self._make(self._answer.message(), self._facts)
 
 
 def chat_answer(answer: tokenizer_pb2.CompleteResponse, facts: AnswerFacts) -> dict[str, Any]:
