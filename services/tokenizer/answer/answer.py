@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 # For these, the text of the token that ends the answer is left out unless the client asks for it.
 _SILENT_ENDS = frozenset({common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_STOP_TOKEN})
+# The order of the parts in a response.
+_RANKS: dict[type[ReplyPart], int] = {ReasoningPart: 0, TextPart: 1, ToolCallPart: 2}
 
 
 class Generation:
@@ -270,6 +272,7 @@ class Choice:
             self._add_logprobs(response, token_ids, self._extras.logprobs)
         if self._completion.has_parser:
             _add_parts(self._completion.take_parts(), response)
+            self.has_news = self.has_news or self._completion.has_parts
         if token_ids:
             # Every token passes here.
             if self.ttft_s is None:
@@ -415,7 +418,8 @@ class Completion:
         self._matcher = StopMatcher(stop_strings, includes_stop=includes_stop) if stop_strings else None
         self._min_tokens = min_tokens
         self._texts: list[str] = []
-        self._parts: list[ReasoningPart | ToolCallPart] = []
+        # With a parser: certain parts, texts among them.
+        self._parts: list[ReplyPart] = []
         self._late_parts: list[ReasoningPart | ToolCallPart] = []
         self._token_ids: list[int] = []
         self._late_ids: list[int] = []
@@ -455,17 +459,24 @@ class Completion:
         if self._parser is not None and self.stop_string is None:
             self._watch(self._parser.finish(is_cut=is_cut), ())
         if self._matcher is not None and not self._matcher.is_decided:
-            self._texts.append(self._matcher.finish())
+            self._put_text(self._matcher.finish())
 
     def take(self) -> tuple[str, list[int]]:
-        """The certain text and tokens since the last call. Text may lag behind tokens."""
+        """Certain text, unless there is a parser, and tokens since the last call. Text may lag behind tokens."""
         text, token_ids = "".join(self._texts), self._token_ids
         self._texts, self._token_ids = [], []
         return text, token_ids
 
-    def take_parts(self) -> list[ReasoningPart | ToolCallPart]:
-        """Reasoning and tool calls since the last call."""
-        parts, self._parts = self._parts, []
+    @property
+    def has_parts(self) -> bool:
+        """Whether there is more for `take_parts`."""
+        return bool(self._parts)
+
+    def take_parts(self) -> list[ReplyPart]:
+        """The next parts of a reply that is parsed: as many as follow each other as reasoning, text, and calls."""
+        ranks = [_RANKS[type(part)] for part in self._parts]
+        end = next((at for at in range(1, len(ranks)) if ranks[at] < ranks[at - 1]), len(ranks))
+        parts, self._parts = self._parts[:end], self._parts[end:]
         return parts
 
     def put_back(self, token_ids: list[int]) -> None:
@@ -496,22 +507,36 @@ class Completion:
             if not isinstance(part, TextPart):
                 self._late_parts.append(part)
                 continue
-            self._texts.append(part.text if matcher is None else matcher.push(part.text))
+            if matcher is None or matcher.candidate is None:
+                self._accept_late_parts()
+            self._put_text(part.text if matcher is None else matcher.push(part.text))
             if matcher is not None and matcher.is_decided:
                 break
         if matcher is None or matcher.candidate is None or matcher.candidate is not candidate:
             self._accept(self._late_ids)
-            self._parts += self._late_parts
-            self._late_ids, self._late_parts = [], []
+            self._late_ids = []
+            self._accept_late_parts()
+
+    def _put_text(self, text: str) -> None:
+        if self._parser is None:
+            self._texts.append(text)
+        elif text:
+            self._parts.append(TextPart(text))
+
+    def _accept_late_parts(self) -> None:
+        self._parts += self._late_parts
+        self._late_parts = []
 
     def _accept(self, token_ids: Sequence[int]) -> None:
         self._token_ids += token_ids
         self.num_tokens += len(token_ids)
 
 
-def _add_parts(parts: Iterable[ReasoningPart | ToolCallPart], response: tokenizer_pb2.GenerateResponse) -> None:
+def _add_parts(parts: Iterable[ReplyPart], response: tokenizer_pb2.GenerateResponse) -> None:
     for part in parts:
-        if isinstance(part, ReasoningPart):
+        if isinstance(part, TextPart):
+            response.text += part.text
+        elif isinstance(part, ReasoningPart):
             response.reasoning += part.text
         elif part.id or not response.tool_calls:
             response.tool_calls.add(index=part.index, id=part.id, name=part.name, arguments=part.arguments)

@@ -381,6 +381,25 @@ async def test_a_reply_is_parsed_as_it_arrives() -> None:
     assert (call.name, call.arguments) == ("look", '{"a": 1}')
 
 
+@pytest.mark.parametrize("stops", [(), ("nowhere",)])
+@pytest.mark.parametrize("run_length", [1, 3, 1000])
+async def test_a_response_has_reasoning_text_and_calls_in_the_replys_order(
+    stops: tuple[str, ...], run_length: int
+) -> None:
+    call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    reply = f"<think>so</think>Hi{call}<think>hm</think>and{call}end"
+    parser = make_reply_parser("hermes", ReplySetting((Tool("look"),)))
+    generation, choice = make_choice(*stops, parser=parser)
+    for start in range(0, len(reply), run_length):
+        choice.receive(ids(reply[start : start + run_length]), None)
+    choice.receive([], make_end(1, MAX_TOKENS, len(reply)))
+    order: list[str] = []
+    for response in await collect(generation):
+        news = [response.reasoning, response.text, *(delta.name for delta in response.tool_calls)]
+        order += [text for text in news if text]
+    assert "".join(order) == "soHilookhmandlookend"
+
+
 async def test_text_held_back_by_a_parser_is_sent_with_the_finish() -> None:
     generation, choice = make_choice("STOP", parser=make_reply_parser("hermes", ReplySetting((Tool("look"),))))
     responses = generation.responses()
