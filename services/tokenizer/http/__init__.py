@@ -1,1 +1,1 @@
-"""OpenAI's HTTP API: reads its requests, has the service's own calls serve them, and writes its answers."""
+"""OpenAI's HTTP API, and Anthropic's Messages: reads requests, has the service's own calls serve them, and answers."""

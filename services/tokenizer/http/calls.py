@@ -118,12 +118,13 @@ class ApiCall:
 
     async def _generate(self, writer: Writer) -> None:
         backend, timeout_s = self._backend, self._api.timeout_s
-        default = self._api.default_max_tokens
+        default, most = self._api.default_max_tokens, backend.cell().limits.context_length
         terms = CallTerms(
             read_time_left(timeout_s),
-            backend.cell().limits.context_length if default is None else default,
-            self._log_facts,
-            self._http[CLIENT],
+            most if default is None else min(default, most),
+            overrides_model=self._api.options.max_tokens is not None,
+            facts=self._log_facts,
+            client=self._http[CLIENT],
         )
         call = GenerateCall(backend.model, backend.scheduler, backend.live, writer, totals=backend.totals, terms=terms)
         try:

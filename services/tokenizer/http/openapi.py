@@ -12,6 +12,7 @@ from pydantic.json_schema import models_json_schema
 from services.tokenizer.http.answers.answer_schemas import ANSWERS, STATE, error_statuses
 from services.tokenizer.http.connections.clients import KEYLESS_ROUTES, STATE_ROUTE
 from services.tokenizer.http.errors import CLIENT_CLOSED_REQUEST
+from services.tokenizer.http.messages.request import CountTokensFields, MessagesFields
 from services.tokenizer.http.requests.chat_request import ChatFields
 from services.tokenizer.http.requests.completion_request import CompletionFields
 from services.tokenizer.http.requests.fields import Fields
@@ -33,6 +34,8 @@ class _Operation:
     errors: tuple[int, ...] = ()
     media_types: tuple[str, ...] = ()
     """Media types of other answers."""
+    error: str = "Error"
+    """The name of its errors' schema."""
 
 
 _POSTS = {
@@ -41,6 +44,17 @@ _POSTS = {
     ),
     "/v1/completions": _Operation(
         "Continue prompts", "CompletionAnswer", (CompletionFields,), _CELL_ERRORS, media_types=(_STREAM,)
+    ),
+    "/v1/messages": _Operation(
+        "Answer in Anthropic's form",
+        "MessageAnswer",
+        (MessagesFields,),
+        _CELL_ERRORS,
+        media_types=(_STREAM,),
+        error="MessageError",
+    ),
+    "/v1/messages/count_tokens": _Operation(
+        "Count a prompt's tokens", "TokenCount", (CountTokensFields,), _CELL_ERRORS, error="MessageError"
     ),
     "/v1/chat/completions/render": _Operation(
         "Show a chat as the model reads it", "RenderedPrompts", (ChatFields,), _CELL_ERRORS
@@ -120,12 +134,10 @@ def _responses(operation: _Operation, errors: list[int]) -> dict[str, Any]:
     content |= {media_type: {"schema": {"type": "string"}} for media_type in operation.media_types}
     if content:
         answer["content"] = content
-    statuses = {str(status): _error(_PHRASES.get(status) or HTTPStatus(status).phrase) for status in errors}
-    return {"200": answer, **statuses, "default": _error("An error")}
-
-
-def _error(description: str) -> dict[str, Any]:
-    return {"description": description, "content": _json(_reference("Error"))}
+    content = _json(_reference(operation.error))
+    phrases = {str(status): _PHRASES.get(status) or HTTPStatus(status).phrase for status in errors}
+    phrases["default"] = "An error"
+    return {"200": answer, **{name: {"description": text, "content": content} for name, text in phrases.items()}}
 
 
 def _json(schema: dict[str, Any]) -> dict[str, Any]:

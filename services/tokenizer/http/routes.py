@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from services.tokenizer.exchange.cell_state import CellState
 from services.tokenizer.http.answers.choice_forms import ChatChoiceForm, CompletionChoiceForm
 from services.tokenizer.http.answers.pieces import Pieces
 from services.tokenizer.http.answers.whole_answers import MergedAnswer, chat_answer, completion_answer
+from services.tokenizer.http.anthropic_errors import is_anthropics
 from services.tokenizer.http.backend import Backend
 from services.tokenizer.http.calls import JSON, ApiCall, Route
 from services.tokenizer.http.connections.access import Access
@@ -26,6 +28,8 @@ from services.tokenizer.http.connections.bodies import BODY_S, LARGE_BODIES, che
 from services.tokenizer.http.connections.boundary import REQUEST_ID, Handler, log_facts, make_boundary, make_signer
 from services.tokenizer.http.connections.clients import STATE_ROUTE, find_client
 from services.tokenizer.http.errors import HttpError, any_error, invalid_field
+from services.tokenizer.http.messages.events import ID_PREFIX, PING, MessageAnswer, MessageEvents
+from services.tokenizer.http.messages.request import read_count_request, read_messages_request
 from services.tokenizer.http.openapi import make_openapi
 from services.tokenizer.http.requests.api_request import ApiRequest
 from services.tokenizer.http.requests.chat_request import read_chat_request
@@ -48,14 +52,15 @@ COMPLETION = Route(
     partial(Pieces, kind="text_completion", make_form=CompletionChoiceForm),
     partial(MergedAnswer, make=completion_answer),
 )
+MESSAGES = Route(ID_PREFIX, MessageEvents, MessageAnswer, PING)
 
-# Other parts of OpenAI's and vLLM's APIs, which are refused by name.
+# Other parts of OpenAI's, Anthropic's and vLLM's APIs, which are refused by name.
 NOT_SUPPORTED = (
     "/v1/embeddings",
     "/v1/score",
     "/v1/rerank",
     "/v1/responses",
-    "/v1/messages",
+    "/v1/messages/batches",
     "/v1/images/generations",
     "/v1/images/edits",
     "/v1/audio/speech",
@@ -74,7 +79,7 @@ NOT_SUPPORTED = (
 )
 
 
-_CHATS, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_CHATS, _COMPLETIONS, _MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 # Parsed at the same time.
 _MAX_LARGE_BODIES = 2
 
@@ -105,6 +110,8 @@ def make_app(backend: Backend, access: Access, registry: CollectorRegistry, *, b
         [
             post(_CHATS, routes.answer(CHAT, read_chat_request)),
             post(_COMPLETIONS, routes.answer(COMPLETION, read_completion_request)),
+            post(_MESSAGES, routes.answer(MESSAGES, read_messages_request)),
+            post(f"{_MESSAGES}/count_tokens", routes.count_tokens),
             post("/v1/chat/completions/render", routes.render(read_chat_request)),
             post("/v1/completions/render", routes.render(read_completion_request)),
             post("/tokenize", routes.tokenize),
@@ -135,7 +142,7 @@ class _Routes:
         try:
             return find_client(self._backend.client_keys, request)
         except UnauthenticatedError as error:
-            if request.path in (_CHATS, _COMPLETIONS):
+            if request.path in (_CHATS, _COMPLETIONS, _MESSAGES):
                 self._backend.totals.count_failure(error.reason)
             raise
 
@@ -171,6 +178,16 @@ class _Routes:
 
         return handle
 
+    async def count_tokens(self, request: web.Request) -> web.StreamResponse:
+        """Count the tokens of the prompt that a message would have."""
+        api = await read_body(request, partial(read_count_request, request_id=request[REQUEST_ID]))
+        try:
+            self._backend.check_model(api.model)
+            [(_, token_ids)] = [await self._backend.render(prompt) for prompt in api.prompts]
+        except Exception as error:  # noqa: BLE001 - this is the HTTP boundary
+            raise any_error(error, api.names) from None
+        return _json({"input_tokens": len(token_ids)})
+
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """Encode a text or a chat."""
         asked = await read_body(request, read_tokenize_request)
@@ -201,15 +218,19 @@ class _Routes:
         check_token_ids(token_ids, limits.logits_width, field="tokens")
         return _json({"prompt": await self._backend.model.prompts.decode(token_ids)})
 
-    async def models(self, _request: web.Request) -> web.StreamResponse:
+    async def models(self, request: web.Request) -> web.StreamResponse:
         """List the model, once by each of its names."""
+        if is_anthropics(request):
+            names = self._backend.model_names
+            models = [self._anthropic_model(name) for name in names]
+            return _json({"data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]})
         return _json({"object": "list", "data": [self._model(name) for name in self._backend.model_names]})
 
     async def model(self, request: web.Request) -> web.StreamResponse:
         """Describe the model."""
         name = request.match_info["id"]
         self._backend.check_model(name)
-        return _json(self._model(name))
+        return _json(self._anthropic_model(name) if is_anthropics(request) else self._model(name))
 
     async def health(self, _request: web.Request) -> web.StreamResponse:
         """Say whether requests can be served."""
@@ -246,6 +267,18 @@ class _Routes:
             "root": self._backend.model.name,
             "parent": None,
             "max_model_len": self._backend.cell().limits.context_length,
+        }
+
+    def _anthropic_model(self, name: str) -> dict[str, Any]:
+        context_length = self._backend.cell().limits.context_length
+        return {
+            "type": "model",
+            "id": name,
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(self._created, UTC).isoformat().replace("+00:00", "Z"),
+            "lifecycle": "active",
+            "max_input_tokens": context_length,
+            "max_tokens": context_length,
         }
 
 

@@ -52,6 +52,8 @@ class CallTerms:
     """What `max_tokens` is at most if neither the request nor the model sets it; None means what the message's
     definition says.
     """
+    overrides_model: bool = False
+    """Whether `default_max_tokens` counts although the model sets another: it is the client's wish."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """Further fields of the log line; no text."""
     client: Client = ANY_CLIENT
@@ -81,6 +83,7 @@ class GenerateCall:
         # The fields of the log line: ids, counts and durations, never text.
         self._facts: dict[str, str | int | float] = dict(terms.facts)
         self._default_max_tokens = terms.default_max_tokens
+        self._overrides_model = terms.overrides_model
         self._client = terms.client
         if terms.client is not ANY_CLIENT:
             self._facts["tenant"] = self._tenant_name
@@ -122,10 +125,12 @@ class GenerateCall:
             return await self._stream(request, prompts)
 
     def _defaults(self, of_model: common_pb2.SamplingParams) -> common_pb2.SamplingParams:
-        if self._default_max_tokens is None or of_model.HasField("max_tokens"):
+        if self._default_max_tokens is None:
             return of_model
         defaults = common_pb2.SamplingParams(max_tokens=self._default_max_tokens)
         defaults.MergeFrom(of_model)
+        if self._overrides_model:
+            defaults.max_tokens = self._default_max_tokens
         return defaults
 
     def _check_deadline(self) -> None:

@@ -94,6 +94,24 @@ _MODEL = _object(
     {"root": TEXT, "parent": NULL},
 )
 
+_BLOCK: Schema = {
+    "anyOf": [
+        _object({"type": _one_of("text"), "text": TEXT}),
+        _object({"type": _one_of("thinking"), "thinking": TEXT, "signature": TEXT}),
+        _object({"type": _one_of("tool_use"), "id": TEXT, "name": TEXT, "input": {"type": "object"}}),
+    ]
+}
+_MESSAGE_USAGE = _object(
+    {
+        "input_tokens": COUNT,
+        "cache_creation_input_tokens": COUNT,
+        "cache_read_input_tokens": COUNT,
+        "output_tokens": COUNT,
+        "output_tokens_details": _object({"thinking_tokens": COUNT}),
+    },
+    {"service_tier": _one_of("standard")},
+)
+
 ANSWERS: dict[str, Schema] = {
     "ChatAnswer": _answer(
         "chat.completion",
@@ -111,6 +129,21 @@ ANSWERS: dict[str, Schema] = {
         ),
         {},
     ),
+    "MessageAnswer": _object(
+        {
+            "id": TEXT,
+            "type": _one_of("message"),
+            "role": _one_of("assistant"),
+            "model": TEXT,
+            "content": _list(_BLOCK),
+            "stop_reason": _one_of(
+                "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+            ),
+            "stop_sequence": _or_null(TEXT),
+            "usage": _MESSAGE_USAGE,
+        }
+    ),
+    "TokenCount": _object({"input_tokens": COUNT}),
     "RenderedPrompts": _object(
         {"model": TEXT, "prompts": _list(_object({"prompt": TEXT, "prompt_token_ids": _TOKEN_IDS}))}
     ),
@@ -123,6 +156,9 @@ ANSWERS: dict[str, Schema] = {
     "Release": _object({"version": TEXT}),
     "Error": _object(
         {"error": _object({"message": TEXT, "type": TEXT, "param": {"type": ["string", "null"]}, "code": TEXT})}
+    ),
+    "MessageError": _object(
+        {"type": _one_of("error"), "error": _object({"type": TEXT, "message": TEXT}), "request_id": TEXT}
     ),
 }
 """By the names that the description gives them."""

@@ -18,7 +18,7 @@ from shared.network.addresses import LOOPBACK_HOSTS, split_address, strip_bracke
 
 _METHODS = "GET, POST, OPTIONS"
 _HEADER_NAMES = re.compile(r"[\w!#$%&'*+.^`|~, -]{1,1024}", re.ASCII)
-_EXPOSED = "x-request-id, x-lockstep-ignored, x-should-retry, retry-after, retry-after-ms"
+_EXPOSED = "x-request-id, request-id, x-lockstep-ignored, x-should-retry, retry-after, retry-after-ms"
 
 
 class Access:

@@ -8,8 +8,10 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
+from services.tokenizer.http.anthropic_errors import error_value, is_anthropics
 from services.tokenizer.http.connections.access import Access
 from services.tokenizer.http.connections.clients import CLIENT
 from services.tokenizer.http.connections.connection import SERVER, error_response
@@ -51,12 +53,12 @@ def make_boundary(access: Access, find_client: Callable[[web.Request], Client]) 
             request[CLIENT] = find_client(request)
             return await handler(request)
         except web.HTTPException as error:
-            return error_response(_routing_error(error))
+            return _answer(request, _routing_error(error))
         except ConnectionError:
             # The client is gone.
             raise
         except Exception as error:  # noqa: BLE001 - this is the HTTP boundary
-            return error_response(any_error(error, str))
+            return _answer(request, any_error(error, str))
 
     return boundary
 
@@ -68,10 +70,19 @@ def make_signer(access: Access) -> Any:
         own = request.get(REQUEST_ID)
         if (request_id := _client_id(request) or own) is not None:
             response.headers["x-request-id"] = request_id
+        if own is not None and is_anthropics(request):
+            response.headers["request-id"] = own
         response.headers["Server"] = SERVER
         access.permit(request, response.headers)
 
     return sign
+
+
+def _answer(request: web.Request, error: HttpError) -> web.Response:
+    """The answer to a request that failed, in the form of the API that it is of."""
+    if not is_anthropics(request):
+        return error_response(error)
+    return error_response(error, body=msgspec.json.encode(error_value(error, request[REQUEST_ID])))
 
 
 def _routing_error(error: web.HTTPException) -> HttpError:

@@ -277,11 +277,10 @@ class Connection(RequestHandler):
 _RETRY = {"Retry-After": "1", "retry-after-ms": "1000"}
 
 
-def error_response(error: HttpError) -> web.Response:
-    """The answer to a request that failed."""
-    response = web.Response(
-        status=error.status, body=error.body(), content_type="application/json", headers=error.headers
-    )
+def error_response(error: HttpError, *, body: bytes | None = None) -> web.Response:
+    """The answer to a request that failed, with the body that it has in OpenAI's API unless another is given."""
+    body = error.body() if body is None else body
+    response = web.Response(status=error.status, body=body, content_type="application/json", headers=error.headers)
     response.headers["Server"] = SERVER
     if error.headers.get("Connection") == "close":
         response.force_close()

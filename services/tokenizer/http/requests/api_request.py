@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.http.requests.field_names import FieldNames
+from services.tokenizer.http.errors import FieldNaming
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,10 @@ class AnswerOptions:
     has_prompt_logprobs: bool = False
     schema_field: str = ""
     """The field with the JSON schema, of which a part may not be enforced."""
+    hides_reasoning: bool = False
+    """Whether an answer of Messages has its reasoning in the signature alone."""
+    max_tokens: int | None = None
+    """What Messages ask for: an answer has fewer where the context has no room for them."""
 
 
 @dataclass(slots=True)
@@ -35,11 +39,11 @@ class ApiRequest:
 
     message: tokenizer_pb2.GenerateRequest
     options: AnswerOptions
-    names: FieldNames
+    names: FieldNaming
     model: str | None
     """The model's name as the client gave it; None if it did not."""
     default_max_tokens: int | None = None
-    """What `max_tokens` is at most if the client set none; None means all the room that is left."""
+    """What `max_tokens` is at most if the message has none; None means all the room that is left."""
     timeout_s: float | None = None
     ignored: list[str] = field(default_factory=list)
     """Names of fields that have no effect."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
@@ -11,6 +12,7 @@ from pydantic import BeforeValidator
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.errors import invalid_field
 from services.tokenizer.http.requests.fields import Fields, Several
+from services.tokenizer.http.requests.thinking_signatures import hidden_thinking
 
 _ROLES = {
     "system": tokenizer_pb2.ROLE_SYSTEM,
@@ -25,7 +27,8 @@ _CALL, _RESULT, _THOUGHT = "tool_use", "tool_result", "thinking"
 _UNREAD = {"image": "an image", "audio": "sound", "video": "a video", "document": "a document", "file": "a file"}
 
 
-def _as_parts(value: object) -> object:
+def as_parts(value: object) -> object:
+    """Parts, of which a text alone is one; other values are no content."""
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if value is not None and not isinstance(value, list):
@@ -34,8 +37,15 @@ def _as_parts(value: object) -> object:
 
 
 Parts = Annotated[
-    Several["ContentPart"] | None, BeforeValidator(_as_parts, json_schema_input_type=str | list["ContentPart"] | None)
+    Several["ContentPart"] | None, BeforeValidator(as_parts, json_schema_input_type=str | list["ContentPart"] | None)
 ]
+
+
+class PartSource(Fields):
+    """Where the content of a document is; only text can be read."""
+
+    type: str | None = None
+    data: str | None = None
 
 
 class ContentPart(Fields):
@@ -45,11 +55,16 @@ class ContentPart(Fields):
     text: str | None = None
     refusal: str | None = None
     thinking: str | None = None
+    signature: str | None = None
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
+    is_error: bool | None = None
     content: Parts = None
+    title: str | None = None
+    source: PartSource | str | None = None
+    tool_name: str | None = None
 
 
 def _arguments_text(value: object) -> object:
@@ -89,37 +104,71 @@ class ChatMessage(Fields):
     function_call: None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ReadParts:
+    """What the parts of a message are in a chat of the cell."""
+
+    results: list[tokenizer_pb2.ChatMessage]
+    calls: list[tokenizer_pb2.ToolCall]
+    reasoning: str
+    text: str
+    has_results_alone: bool
+
+
+Placed = tuple[ContentPart, str]
+"""A part, and the name of its place in the request."""
+
+
+def place_parts(parts: Sequence[ContentPart] | None, index: int) -> list[Placed]:
+    """The parts of the message with this index."""
+    return [(part, f"messages[{index}].content[{number}]") for number, part in enumerate(parts or ())]
+
+
+def read_parts(parts: Sequence[Placed]) -> ReadParts:
+    """Read parts.
+
+    Raises:
+        HttpError: a part cannot be in a prompt.
+    """
+    results = [_read_result(part, place) for part, place in parts if part.type == _RESULT]
+    thoughts = [_thought_of(part, place) for part, place in parts if part.type == _THOUGHT]
+    others = [(part, place) for part, place in parts if part.type not in (_RESULT, _CALL, _THOUGHT)]
+    return ReadParts(
+        results,
+        [_read_call(part, place) for part, place in parts if part.type == _CALL],
+        _joined(thoughts),
+        _joined(_text_of(part, place) for part, place in others),
+        has_results_alone=bool(results) and len(results) == len(parts),
+    )
+
+
 def read_message(fields: ChatMessage, index: int) -> list[tokenizer_pb2.ChatMessage]:
     """The message, after the results of calls that are among its parts; left out if there is nothing else in it.
 
     Raises:
         HttpError: a part cannot be in a prompt.
     """
-    parts = [(part, f"messages[{index}].content[{number}]") for number, part in enumerate(fields.content or ())]
-    results = [_read_result(part, place) for part, place in parts if part.type == _RESULT]
-    if results and len(results) == len(parts):
-        return results
-    calls = [_read_call(part, place) for part, place in parts if part.type == _CALL]
-    thoughts = [_text_of(part, place) for part, place in parts if part.type == _THOUGHT]
-    others = [(part, place) for part, place in parts if part.type not in (_RESULT, _CALL, _THOUGHT)]
+    read = read_parts(place_parts(fields.content, index))
+    if read.has_results_alone:
+        return read.results
     message = tokenizer_pb2.ChatMessage(
         role=_ROLES[fields.role],
-        content=_joined(_text_of(part, place) for part, place in others) or fields.refusal or "",
+        content=read.text or fields.refusal or "",
         name=fields.name or "",
         tool_call_id=fields.tool_call_id or "",
-        reasoning=fields.reasoning or fields.reasoning_content or _joined(thoughts),
-        tool_calls=calls,
+        reasoning=fields.reasoning or fields.reasoning_content or read.reasoning,
+        tool_calls=read.calls,
     )
     for call in fields.tool_calls or ():
         message.tool_calls.add(id=call.id or "", name=call.function.name, arguments=call.function.arguments or "")
-    return [*results, message]
+    return [*read.results, message]
 
 
 def _read_result(part: ContentPart, place: str) -> tokenizer_pb2.ChatMessage:
-    texts = (_text_of(inner, f"{place}.content[{number}]") for number, inner in enumerate(part.content or ()))
-    return tokenizer_pb2.ChatMessage(
-        role=tokenizer_pb2.ROLE_TOOL, content=_joined(texts), tool_call_id=part.tool_use_id or ""
-    )
+    texts = [_text_of(inner, f"{place}.content[{number}]") for number, inner in enumerate(part.content or ())]
+    # Templates know no other way to say that a call failed.
+    content = _joined(["Error:"] * bool(part.is_error) + texts)
+    return tokenizer_pb2.ChatMessage(role=tokenizer_pb2.ROLE_TOOL, content=content, tool_call_id=part.tool_use_id or "")
 
 
 def _read_call(part: ContentPart, place: str) -> tokenizer_pb2.ToolCall:
@@ -127,12 +176,23 @@ def _read_call(part: ContentPart, place: str) -> tokenizer_pb2.ToolCall:
     return tokenizer_pb2.ToolCall(id=part.id or "", name=_given(part.name, f"{place}.name"), arguments=arguments)
 
 
+def _thought_of(part: ContentPart, place: str) -> str:
+    return _given(part.thinking, f"{place}.{_THOUGHT}") or hidden_thinking(part.signature or "")
+
+
 def _text_of(part: ContentPart, place: str) -> str:
-    texts = {"text": part.text, "refusal": part.refusal, _THOUGHT: part.thinking}
-    if part.type not in texts:
+    match part:
+        case ContentPart(type="document", source=PartSource(type="text", data=str(text))):
+            return _joined([part.title or "", text])
+        case ContentPart(type="search_result"):
+            texts = (_text_of(inner, f"{place}.content[{number}]") for number, inner in enumerate(part.content or ()))
+            return _joined([part.title or "", *texts])
+    texts_by_type = {"text": part.text, "refusal": part.refusal, "tool_reference": part.tool_name}
+    if part.type not in texts_by_type:
         kind = next((name for mark, name in _UNREAD.items() if mark in part.type), "of an unknown type")
         raise invalid_field(place, f"is {kind}, but only text can be read")
-    return _given(texts[part.type], f"{place}.{part.type}")
+    name = "tool_name" if part.type == "tool_reference" else part.type
+    return _given(texts_by_type[part.type], f"{place}.{name}")
 
 
 def _given(text: str | None, place: str) -> str:

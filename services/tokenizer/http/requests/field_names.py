@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 _MESSAGE = re.compile(r"^chat\.messages\[(\d+)\]")
+_PLACED = re.compile(r"^chat\.(messages|tools)\[(\d+)\]")
 # Applied in this order; what follows a name, such as an index, stays.
 _CHAT_RULES = (
     (r"^chat\.(tool_mode|tool_name|allowed_tool_names).*", r"tool_choice"),
@@ -21,6 +22,15 @@ _COMPLETION_RULES = (
     (r"^prompts\.prompts\[(\d+)\]\.(text|prompt|tokens\.token_ids)", r"prompt[\1]"),
     (r"^prompts\.prompts", "prompt"),
     (r"^(text|prompt|tokens\.token_ids)", "prompt"),
+)
+_MESSAGES_RULES = (
+    (r"^(chat|prompt|chat\.continue_final_message)$", "messages"),
+    (r"^chat\.(tool_mode|tool_name)$", "tool_choice"),
+    (r"^chat\.single_tool_call$", "tool_choice.disable_parallel_tool_use"),
+    (r"^chat\.template_variables", "thinking"),
+    (r"^chat\.", ""),
+    (r"^(tools\[.*)\.parameters", r"\1.input_schema"),
+    (r"^stop\b", "stop_sequences"),
 )
 _RULES = (
     (r"^sampling\.num_prompt_logprobs", "prompt_logprobs"),
@@ -71,3 +81,24 @@ class FieldNames:
     def _place(self, match: re.Match[str]) -> str:
         index = int(match[1])
         return f"chat.messages[{self._places[index] if index < len(self._places) else index}]"
+
+
+class MessagesNames:
+    """Names fields for a request of Anthropic's Messages."""
+
+    def __init__(self, message_places: Sequence[str], tool_places: Sequence[str], form: str) -> None:
+        """`form` names the field with the answer's form; the places are those of the cell's messages and tools."""
+        self._places = {"messages": message_places, "tools": tool_places}
+        self._form = form
+
+    def __call__(self, field: str) -> str:
+        """The name in the request's JSON."""
+        if field.startswith("structured_output"):
+            return f"{self._form}.schema" if field.startswith("structured_output.json_schema") else self._form
+        if (found := _PLACED.match(field)) and int(found[2]) < len(self._places[found[1]]):
+            place = self._places[found[1]][int(found[2])]
+            # What became of a message has no fields of the same names there.
+            field = place if found[1] == "messages" else place + field[found.end() :]
+        for pattern, name in (*_MESSAGES_RULES, *_RULES):
+            field = re.sub(pattern, name, field)
+        return field

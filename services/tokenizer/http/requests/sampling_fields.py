@@ -47,6 +47,7 @@ def _check_biased(value: object) -> object:
     return value
 
 
+Seconds = Annotated[float, Field(gt=0, le=_MAX_TIMEOUT_S)]
 Biases = Annotated[dict[str, float], BeforeValidator(_check_biased)]
 
 
@@ -95,7 +96,7 @@ class CommonFields(Fields):
     cache_salt: str | None = None
 
     determinism: Literal["ordinary", "exact"] | None = None
-    timeout_s: Annotated[float, Field(gt=0, le=_MAX_TIMEOUT_S)] | None = None
+    timeout_s: Seconds | None = None
 
     @model_validator(mode="after")
     def _check_stream(self) -> Self:

@@ -8,7 +8,7 @@ from typing import Self
 from pydantic import model_validator
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.http.errors import invalid_field
+from services.tokenizer.http.errors import FieldNaming, invalid_field
 from services.tokenizer.http.requests.chat_request import read_chat_request
 from services.tokenizer.http.requests.field_names import FieldNames
 from services.tokenizer.http.requests.fields import Count, Fields, Several, read_fields
@@ -46,7 +46,7 @@ class EncodingRequest:
     """What to encode."""
 
     prompt: tokenizer_pb2.Prompt
-    names: FieldNames
+    names: FieldNaming
     model: str | None
     """The model's name as the client gave it; None if it did not."""
     has_strings: bool

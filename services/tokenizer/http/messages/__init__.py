@@ -1,0 +1,1 @@
+"""Anthropic's Messages: reads their requests, and writes their answers."""

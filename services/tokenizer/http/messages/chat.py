@@ -1,0 +1,132 @@
+"""The messages of Anthropic's Messages, as a chat of the cell has them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
+
+from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.http.messages.tools import MessagesTool
+from services.tokenizer.http.requests.chat_messages import ContentPart, Placed, as_parts, read_parts
+from services.tokenizer.http.requests.fields import Fields, Several
+
+_ROLES = {
+    "system": tokenizer_pb2.ROLE_SYSTEM,
+    "user": tokenizer_pb2.ROLE_USER,
+    "assistant": tokenizer_pb2.ROLE_ASSISTANT,
+}
+# By this line, the first of the system prompt, Claude Code tells Anthropic's servers its version. It changes from turn
+# to turn: in the prompt, nothing that follows would ever be found in the cache.
+_ATTRIBUTION = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")
+# What another provider's servers did in earlier turns, or hid: there is no text of it.
+_SKIPPED = frozenset(
+    {"redacted_thinking", "server_tool_use", "mcp_tool_use", "container_upload", "fallback", "tool_removal"}
+)
+_ADDITION, _RESULT = "tool_addition", "tool_result"
+
+
+class AddedTool(Fields):
+    """The tool that an addition names or defines."""
+
+    type: str
+    name: str | None = None
+    definition: MessagesTool | None = None
+
+
+class MessagesPart(ContentPart):
+    """A part of a message."""
+
+    tool: AddedTool | None = None
+
+
+MessagesParts = Annotated[
+    Several[MessagesPart] | None, BeforeValidator(as_parts, json_schema_input_type=str | list[MessagesPart] | None)
+]
+
+
+class MessagesTurn(Fields):
+    """One message."""
+
+    role: Literal["user", "assistant", "system"]
+    content: MessagesParts = None
+
+
+class ReadTurns:
+    """The messages of a chat, in turns as templates take them.
+
+    Attributes:
+        messages: Those of the cell. Neighbours of one role are one message, as in Anthropic's API.
+        places: The name of each one's place in the request.
+        named_tools: Names of tools that the messages refer to.
+        added_tools: Tools that the messages define, with the names of their places.
+        ignored: Names of parts that have no effect.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[tokenizer_pb2.ChatMessage] = []
+        self.places: list[str] = []
+        self.named_tools: set[str] = set()
+        self.added_tools: list[tuple[MessagesTool, str]] = []
+        self.ignored: list[str] = []
+
+    def add_system(self, parts: Sequence[ContentPart]) -> None:
+        """Begin with the system prompt, without what Claude Code tells Anthropic's servers in it.
+
+        Raises:
+            HttpError: a part cannot be in a prompt.
+        """
+        placed = [(part, f"system[{number}]") for number, part in enumerate(parts)]
+        if parts and (text := parts[0].text) is not None and (found := _ATTRIBUTION.match(text)):
+            rest = text[found.end() :]
+            placed[:1] = [(parts[0].model_copy(update={"text": rest}), "system[0]")] if rest else []
+        if text := read_parts(placed).text:
+            self._append(tokenizer_pb2.ChatMessage(role=tokenizer_pb2.ROLE_SYSTEM, content=text), "system")
+
+    def add_turn(self, turn: MessagesTurn, index: int) -> None:
+        """Add the message with this index.
+
+        Raises:
+            HttpError: a part cannot be in a prompt.
+        """
+        place = f"messages[{index}]"
+        read = read_parts(list(self._readable(turn.content or (), place)))
+        for result in read.results:
+            self._append(result, place)
+        message = tokenizer_pb2.ChatMessage(
+            role=_ROLES[turn.role], content=read.text, reasoning=read.reasoning, tool_calls=read.calls
+        )
+        if read.text or read.reasoning or read.calls or not turn.content:
+            self._append(message, place)
+
+    def _readable(self, parts: Sequence[MessagesPart], place: str) -> Iterator[Placed]:
+        """The parts that have text; what the others say of tools is noted."""
+        for number, part in enumerate(parts):
+            placed = f"{place}.content[{number}]"
+            if part.type == _ADDITION and part.tool is not None:
+                self._add_tool(part.tool, placed)
+            elif part.type in _SKIPPED or (part.type != _RESULT and part.type.endswith(_RESULT)):
+                self.ignored.append(placed)
+            else:
+                self.named_tools |= {inner.tool_name for inner in part.content or () if inner.tool_name}
+                yield part, placed
+
+    def _add_tool(self, added: AddedTool, place: str) -> None:
+        if added.definition is not None and added.definition.is_own:
+            self.added_tools.append((added.definition, f"{place}.tool.definition"))
+        elif added.name is not None:
+            self.named_tools.add(added.name)
+        else:
+            self.ignored.append(place)
+
+    def _append(self, message: tokenizer_pb2.ChatMessage, place: str) -> None:
+        last = self.messages[-1] if self.messages else None
+        if last is None or last.role != message.role or message.role == tokenizer_pb2.ROLE_TOOL:
+            self.messages.append(message)
+            self.places.append(place)
+            return
+        last.content = "\n".join(text for text in (last.content, message.content) if text)
+        last.reasoning = "\n".join(text for text in (last.reasoning, message.reasoning) if text)
+        last.tool_calls.extend(message.tool_calls)

@@ -1,0 +1,118 @@
+"""The tools of Anthropic's Messages, and which of them the model may or must call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Self
+
+from pydantic import model_validator
+
+from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.http.errors import invalid_field
+from services.tokenizer.http.requests.fields import Fields
+
+_MODES = {
+    "none": tokenizer_pb2.TOOL_MODE_NONE,
+    "auto": tokenizer_pb2.TOOL_MODE_AUTO,
+    "any": tokenizer_pb2.TOOL_MODE_REQUIRED,
+    "tool": tokenizer_pb2.TOOL_MODE_REQUIRED,
+}
+# The type of a tool that the client defines.
+_CUSTOM = (None, "custom")
+
+
+class MessagesTool(Fields):
+    """A tool: the client's own, or one of Anthropic's, which only their servers and models know."""
+
+    type: str | None = None
+    name: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    defer_loading: bool | None = None
+    strict: bool | None = None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the client's own."""
+        return self.type in _CUSTOM
+
+
+class MessagesToolChoice(Fields):
+    """Whether tools are called, and which."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> Self:
+        if self.type == "tool" and not self.name:
+            raise invalid_field("tool_choice.name", "is required")
+        return self
+
+
+class OfferedTools:
+    """The tools that the model is shown: the client's own, and of those deferred the ones that the chat has named."""
+
+    def __init__(self) -> None:
+        self.places: list[str] = []
+        """The name of each tool's place in the request."""
+        self.ignored: list[str] = []
+        """Names of what has no effect."""
+        self._tools: list[MessagesTool] = []
+
+    def add(self, tools: Sequence[MessagesTool], named: frozenset[str]) -> None:
+        """Offer the request's tools; `named` are those that the chat refers to.
+
+        Raises:
+            HttpError: a tool lacks what it needs.
+        """
+        for index, tool in enumerate(tools):
+            place = f"tools[{index}]"
+            if not tool.is_own:
+                self.ignored.append(place)
+            elif not tool.defer_loading or tool.name in named:
+                self.offer(tool, place)
+
+    def offer(self, tool: MessagesTool, place: str) -> None:
+        """Offer a tool of the client's.
+
+        Raises:
+            HttpError: the tool lacks what it needs.
+        """
+        if tool.name is None:
+            raise invalid_field(f"{place}.name", "is required")
+        if tool.input_schema is None:
+            raise invalid_field(f"{place}.input_schema", "is required")
+        self._tools.append(tool)
+        self.places.append(place)
+
+    def add_to(self, chat: tokenizer_pb2.Chat, choice: MessagesToolChoice | None) -> None:
+        """Write the tools and the choice.
+
+        Raises:
+            HttpError: the choice needs a tool that is not offered.
+        """
+        for tool in self._tools:
+            parameters = json.dumps(tool.input_schema, ensure_ascii=False) if tool.input_schema else ""
+            chat.tools.add(name=tool.name, description=tool.description or "", parameters=parameters)
+        if choice is not None:
+            self._choose(chat, choice)
+        # A grammar holds the arguments of calls that must be made.
+        if chat.tool_mode != tokenizer_pb2.TOOL_MODE_REQUIRED:
+            self.ignored += self._not_held()
+
+    def _choose(self, chat: tokenizer_pb2.Chat, choice: MessagesToolChoice) -> None:
+        if choice.type == "tool" and choice.name not in (tool.name for tool in self._tools):
+            raise invalid_field("tool_choice.name", "must be the name of one of the tools that the client defines")
+        if choice.type == "any" and not self._tools:
+            raise invalid_field("tool_choice", "needs a tool that the client defines")
+        chat.tool_mode = _MODES[choice.type]
+        chat.tool_name = choice.name or "" if choice.type == "tool" else ""
+        chat.single_tool_call = bool(choice.disable_parallel_tool_use)
+
+    def _not_held(self) -> Iterator[str]:
+        for tool, place in zip(self._tools, self.places, strict=True):
+            if tool.strict:
+                yield f"{place}.strict"
