@@ -117,13 +117,15 @@ class ApiCall:
         return response
 
     async def _generate(self, writer: Writer) -> None:
+        if self._api.is_probe:
+            return
         backend, timeout_s = self._backend, self._api.timeout_s
         default, most = self._api.default_max_tokens, backend.cell().limits.context_length
         terms = CallTerms(
             read_time_left(timeout_s),
             most if default is None else min(default, most),
             overrides_model=self._api.options.max_tokens is not None,
-            facts=self._log_facts,
+            facts=self._log_facts | self._api.log_facts,
             client=self._http[CLIENT],
         )
         call = GenerateCall(backend.model, backend.scheduler, backend.live, writer, totals=backend.totals, terms=terms)

@@ -17,6 +17,7 @@ from services.tokenizer.http.requests.chat_request import ChatFields
 from services.tokenizer.http.requests.completion_request import CompletionFields
 from services.tokenizer.http.requests.fields import Fields
 from services.tokenizer.http.requests.token_requests import DetokenizeFields, TokenizeFields
+from services.tokenizer.http.responses.request import ResponseFields
 
 _STREAM = "text/event-stream"
 # A status of nginx, which Python does not know.
@@ -55,6 +56,9 @@ _POSTS = {
     ),
     "/v1/messages/count_tokens": _Operation(
         "Count a prompt's tokens", "TokenCount", (CountTokensFields,), _CELL_ERRORS, error="MessageError"
+    ),
+    "/v1/responses": _Operation(
+        "Continue a conversation of items", "ResponseAnswer", (ResponseFields,), _CELL_ERRORS, media_types=(_STREAM,)
     ),
     "/v1/chat/completions/render": _Operation(
         "Show a chat as the model reads it", "RenderedPrompts", (ChatFields,), _CELL_ERRORS

@@ -36,6 +36,8 @@ from services.tokenizer.http.requests.chat_request import read_chat_request
 from services.tokenizer.http.requests.completion_request import read_completion_request
 from services.tokenizer.http.requests.fields import read_fields
 from services.tokenizer.http.requests.token_requests import DetokenizeFields, read_tokenize_request
+from services.tokenizer.http.responses.events import ResponseEvents, ResponseObject
+from services.tokenizer.http.responses.request import read_response_request
 from services.tokenizer.json.json_values import JsonObject
 from shared.client_keys import Client
 from shared.errors import UnauthenticatedError
@@ -53,13 +55,13 @@ COMPLETION = Route(
     partial(MergedAnswer, make=completion_answer),
 )
 MESSAGES = Route(ID_PREFIX, MessageEvents, MessageAnswer, PING)
+RESPONSE = Route("resp_", ResponseEvents, ResponseObject)
 
 # Other parts of OpenAI's, Anthropic's and vLLM's APIs, which are refused by name.
 NOT_SUPPORTED = (
     "/v1/embeddings",
     "/v1/score",
     "/v1/rerank",
-    "/v1/responses",
     "/v1/messages/batches",
     "/v1/images/generations",
     "/v1/images/edits",
@@ -79,7 +81,8 @@ NOT_SUPPORTED = (
 )
 
 
-_CHATS, _COMPLETIONS, _MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+_CHATS, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_MESSAGES, _RESPONSES = "/v1/messages", "/v1/responses"
 # Parsed at the same time.
 _MAX_LARGE_BODIES = 2
 
@@ -112,6 +115,7 @@ def make_app(backend: Backend, access: Access, registry: CollectorRegistry, *, b
             post(_COMPLETIONS, routes.answer(COMPLETION, read_completion_request)),
             post(_MESSAGES, routes.answer(MESSAGES, read_messages_request)),
             post(f"{_MESSAGES}/count_tokens", routes.count_tokens),
+            post(_RESPONSES, routes.answer(RESPONSE, read_response_request)),
             post("/v1/chat/completions/render", routes.render(read_chat_request)),
             post("/v1/completions/render", routes.render(read_completion_request)),
             post("/tokenize", routes.tokenize),
@@ -142,7 +146,7 @@ class _Routes:
         try:
             return find_client(self._backend.client_keys, request)
         except UnauthenticatedError as error:
-            if request.path in (_CHATS, _COMPLETIONS, _MESSAGES):
+            if request.path in (_CHATS, _COMPLETIONS, _MESSAGES, _RESPONSES):
                 self._backend.totals.count_failure(error.reason)
             raise
 

@@ -54,6 +54,17 @@ def events_of(body: bytes) -> list[str]:
     return [block.removeprefix("data: ") for block in blocks[:-1] if not block.startswith(":")]
 
 
+def named_events_of(body: bytes) -> list[Any]:
+    """The JSON of a stream's events, each of which must be named as its `type` says."""
+    blocks = [block for block in body.decode().split("\n\n") if block and not block.startswith(":")]
+    events = []
+    for block in blocks:
+        name, _, data = block.partition("\ndata: ")
+        events.append(json.loads(data))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
 @dataclass
 class HttpService:
     """A service, and a client of its HTTP API."""

@@ -88,6 +88,16 @@ def _answer(kind: str, choice: Schema, optional: dict[str, Schema]) -> Schema:
     )
 
 
+_RESPONSE_USAGE = _object(
+    {
+        "input_tokens": COUNT,
+        "input_tokens_details": _object({"cached_tokens": COUNT, "cache_write_tokens": COUNT}),
+        "output_tokens": COUNT,
+        "output_tokens_details": _object({"reasoning_tokens": COUNT}),
+        "total_tokens": COUNT,
+    }
+)
+_ITEM = _object({"id": TEXT, "type": _one_of("message", "reasoning", "function_call", "custom_tool_call")})
 _END = {"finish_reason": _FINISH_REASON, "stop_reason": _STOP_REASON}
 _MODEL = _object(
     {"id": TEXT, "object": _one_of("model"), "created": COUNT, "owned_by": TEXT, "max_model_len": COUNT},
@@ -144,6 +154,20 @@ ANSWERS: dict[str, Schema] = {
         }
     ),
     "TokenCount": _object({"input_tokens": COUNT}),
+    "ResponseAnswer": _object(
+        {
+            "id": TEXT,
+            "object": _one_of("response"),
+            "created_at": COUNT,
+            "model": TEXT,
+            "status": _one_of("completed", "incomplete"),
+            "output": _list(_ITEM),
+            "usage": _RESPONSE_USAGE,
+            "system_fingerprint": TEXT,
+            "lockstep": _RECOVERY,
+        },
+        {"incomplete_details": _or_null(_object({"reason": _one_of("max_output_tokens")}))},
+    ),
     "RenderedPrompts": _object(
         {"model": TEXT, "prompts": _list(_object({"prompt": TEXT, "prompt_token_ids": _TOKEN_IDS}))}
     ),

@@ -47,6 +47,10 @@ class ApiRequest:
     timeout_s: float | None = None
     ignored: list[str] = field(default_factory=list)
     """Names of fields that have no effect."""
+    is_probe: bool = False
+    """Whether nothing is generated: the client asks only whether it would be."""
+    log_facts: dict[str, str] = field(default_factory=dict)
+    """Further fields of the log line, without a client's text."""
 
     @property
     def prompts(self) -> list[tokenizer_pb2.Prompt]:

@@ -35,6 +35,9 @@ _UNSUPPORTED = {
 }
 _NO_REASONING = "none"
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""How much the model reasons."""
+
 
 class ChatFields(CommonFields):
     """The body."""
@@ -46,7 +49,7 @@ class ChatFields(CommonFields):
     tools: Several[ChatTool] | None = None
     tool_choice: WordOrChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -95,21 +98,20 @@ def _add_chat(chat: tokenizer_pb2.Chat, fields: ChatFields) -> list[str]:
     # Agents send back what some model wrote.
     chat.keep_invalid_arguments = True
     chat.single_tool_call = fields.parallel_tool_calls is False
-    variables = _template_variables(fields)
+    variables = thinking_variables(fields.reasoning_effort) | (fields.chat_template_kwargs or {})
     if variables:
         chat.template_variables = json.dumps(variables, ensure_ascii=False)
     return add_tools(chat, fields.tools or [], fields.tool_choice)
 
 
-def _template_variables(fields: ChatFields) -> JsonObject:
+def thinking_variables(effort: Effort | None) -> JsonObject:
     """Templates turn thinking on and off by one of two names, and some take the effort itself."""
-    effort = fields.reasoning_effort
-    variables: JsonObject = {}
-    if effort is not None:
-        variables = {"enable_thinking": effort != _NO_REASONING, "thinking": effort != _NO_REASONING}
-        if effort != _NO_REASONING:
-            variables["reasoning_effort"] = effort
-    return variables | (fields.chat_template_kwargs or {})
+    if effort is None:
+        return {}
+    variables: JsonObject = {"enable_thinking": effort != _NO_REASONING, "thinking": effort != _NO_REASONING}
+    if effort != _NO_REASONING:
+        variables["reasoning_effort"] = effort
+    return variables
 
 
 def _options(fields: ChatFields) -> AnswerOptions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 _MESSAGE = re.compile(r"^chat\.messages\[(\d+)\]")
 _PLACED = re.compile(r"^chat\.(messages|tools)\[(\d+)\]")
@@ -31,6 +32,15 @@ _MESSAGES_RULES = (
     (r"^chat\.", ""),
     (r"^(tools\[.*)\.parameters", r"\1.input_schema"),
     (r"^stop\b", "stop_sequences"),
+)
+_RESPONSES_RULES = (
+    (r"^(chat|prompt|chat\.messages)$", "input"),
+    (r"^chat\.(tool_mode|tool_name|allowed_tool_names).*", "tool_choice"),
+    (r"^chat\.template_variables", "chat_template_kwargs"),
+    (r"^chat\.single_tool_call", "parallel_tool_calls"),
+    (r"^chat\.", ""),
+    (r"^sampling\.max_tokens", "max_output_tokens"),
+    (r"^sampling\.num_logprobs", "top_logprobs"),
 )
 _RULES = (
     (r"^sampling\.num_prompt_logprobs", "prompt_logprobs"),
@@ -83,8 +93,10 @@ class FieldNames:
         return f"chat.messages[{self._places[index] if index < len(self._places) else index}]"
 
 
-class MessagesNames:
-    """Names fields for a request of Anthropic's Messages."""
+class PlacedNames:
+    """Names fields of a request whose messages and tools are not those of the cell one by one."""
+
+    own_rules: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     def __init__(self, message_places: Sequence[str], tool_places: Sequence[str], form: str) -> None:
         """`form` names the field with the answer's form; the places are those of the cell's messages and tools."""
@@ -99,6 +111,18 @@ class MessagesNames:
             place = self._places[found[1]][int(found[2])]
             # What became of a message has no fields of the same names there.
             field = place if found[1] == "messages" else place + field[found.end() :]
-        for pattern, name in (*_MESSAGES_RULES, *_RULES):
+        for pattern, name in (*self.own_rules, *_RULES):
             field = re.sub(pattern, name, field)
         return field
+
+
+class MessagesNames(PlacedNames):
+    """Names fields for a request of Anthropic's Messages."""
+
+    own_rules = _MESSAGES_RULES
+
+
+class ResponsesNames(PlacedNames):
+    """Names fields for a request of OpenAI's Responses."""
+
+    own_rules = _RESPONSES_RULES

@@ -58,15 +58,11 @@ class StreamOptions(Fields):
     continuous_usage_stats: bool | None = None
 
 
-class CommonFields(Fields):
-    """Fields of both routes: OpenAI's, vLLM's and our own."""
+class ControlFields(Fields):
+    """Fields that every route has: OpenAI's, vLLM's and our own."""
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Count | None = None
-    n: Count | None = None
-    best_of: Count | None = None
     seed: int | None = None
     stop: TextOrTexts | None = None
     temperature: float | None = None
@@ -85,6 +81,21 @@ class CommonFields(Fields):
     skip_special_tokens: bool | None = None
     bad_words: Several[str] | None = None
     allowed_token_ids: Several[Count] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+    determinism: Literal["ordinary", "exact"] | None = None
+    timeout_s: Seconds | None = None
+
+
+class CommonFields(ControlFields):
+    """Fields of chats and completions."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    n: Count | None = None
+    best_of: Count | None = None
+
     logprob_token_ids: Several[Count] | None = None
     prompt_logprobs: Count | None = None
     truncate_prompt_tokens: Count | None = None
@@ -92,11 +103,6 @@ class CommonFields(Fields):
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-
-    determinism: Literal["ordinary", "exact"] | None = None
-    timeout_s: Seconds | None = None
 
     @model_validator(mode="after")
     def _check_stream(self) -> Self:

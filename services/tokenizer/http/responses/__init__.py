@@ -1,0 +1,1 @@
+"""OpenAI's Responses: reads their requests, and writes their answers, which are lists of items."""

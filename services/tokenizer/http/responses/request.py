@@ -1,0 +1,267 @@
+"""Reads the body of `POST /v1/responses`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.http.errors import invalid_field
+from services.tokenizer.http.requests.answer_forms import JsonSchema, ResponseFormat, SchemaText
+from services.tokenizer.http.requests.api_request import AnswerOptions, ApiRequest
+from services.tokenizer.http.requests.chat_request import Effort, thinking_variables
+from services.tokenizer.http.requests.field_names import ResponsesNames
+from services.tokenizer.http.requests.fields import Count, Fields, Several, check_honoured, ignored_names, read_fields
+from services.tokenizer.http.requests.sampling_fields import UNSUPPORTED, CommonFields, ControlFields, make_message
+from services.tokenizer.http.responses.items import InputItem, MessageReader, as_items
+from services.tokenizer.http.responses.tools import (
+    OfferedTools,
+    ResponseTool,
+    ToolKind,
+    WordOrChoice,
+    add_tools,
+    choose_tools,
+)
+from services.tokenizer.json.json_values import JsonObject, JsonValue
+
+_UNSUPPORTED = {
+    **UNSUPPORTED,
+    # Nothing is stored.
+    "previous_response_id": (),
+    "conversation": (),
+    "background": (False,),
+    "prompt": (),
+    "truncation": ("disabled",),
+    "service_tier": ("auto", "default"),
+    "moderation": (),
+    "context_management": ([],),
+}
+_ENCRYPTED, _LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
+_MAX_METADATA = 16
+_FORM = "text.format"
+
+
+class StreamOptions(Fields):
+    """What streams have beside the answer: padding, of which there is none."""
+
+    include_obfuscation: bool | None = None
+
+
+class Reasoning(Fields):
+    """How much the model reasons; no summary is made of it."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: str | None = None
+
+
+class TextFormat(Fields):
+    """The form of the answer's text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    json_schema: SchemaText | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    @property
+    def response_format(self) -> ResponseFormat:
+        """The same as a chat's."""
+        schema = JsonSchema.model_construct(json_schema=self.json_schema, strict=self.strict)
+        return ResponseFormat.model_construct(type=self.type, json_schema=schema)
+
+
+class TextConfig(Fields):
+    """The answer's text."""
+
+    format: TextFormat | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> Self:
+        if self.format is not None and self.format.type == "json_schema" and self.format.json_schema is None:
+            raise invalid_field("text.format.schema", "is required")
+        return self
+
+
+def _check_metadata(value: object) -> object:
+    if isinstance(value, dict) and len(value) > _MAX_METADATA:
+        raise ValueError(f"must have at most {_MAX_METADATA} entries")
+    return value
+
+
+Key = Annotated[str, Field(max_length=64)]
+Metadata = Annotated[dict[Key, Annotated[str, Field(max_length=512)]], BeforeValidator(_check_metadata)]
+
+
+class ResponseFields(ControlFields):
+    """The body."""
+
+    input: Annotated[
+        Several[InputItem] | None, BeforeValidator(as_items, json_schema_input_type=str | list[InputItem] | None)
+    ] = None
+    instructions: str | None = None
+    stream_options: StreamOptions | None = None
+    max_output_tokens: Count | None = None
+    max_tool_calls: Count | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    include: (
+        Several[
+            Literal[
+                "code_interpreter_call.outputs",
+                "computer_call_output.output.image_url",
+                "file_search_call.results",
+                "message.input_image.image_url",
+                "message.output_text.logprobs",
+                "reasoning.encrypted_content",
+                "web_search_call.action.sources",
+                "web_search_call.results",
+            ]
+        ]
+        | None
+    ) = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    tools: Several[ResponseTool] | None = None
+    tool_choice: WordOrChoice | None = None
+    parallel_tool_calls: bool | None = None
+    store: bool | None = None
+    metadata: Metadata | None = None
+    client_metadata: dict[str, Any] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    generate: bool | None = None
+    """False asks only whether the request could be answered, as Codex does before its first one."""
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise invalid_field("stream_options", "needs stream: true")
+        if self.top_logprobs and _LOGPROBS not in (self.include or ()):
+            raise invalid_field("top_logprobs", f"needs {_LOGPROBS} in include")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseOptions(AnswerOptions):
+    """What a response contains beside its items."""
+
+    echoed: JsonObject = field(default_factory=dict)
+    """The request's fields that it repeats."""
+    tools: Mapping[str, ToolKind] = field(default_factory=dict)
+    """The tools by the names of their functions."""
+    has_encrypted_reasoning: bool = False
+
+
+def read_response_request(value: JsonObject, request_id: str) -> ApiRequest:
+    """Read a request.
+
+    Raises:
+        HttpError: names the first field that is wrong or cannot be honoured.
+    """
+    check_honoured(value, _UNSUPPORTED)
+    fields = read_fields(ResponseFields, value)
+    message = make_message(_common_fields(fields), request_id)
+    reader = MessageReader(fields.instructions)
+    for index, item in enumerate(fields.input or ()):
+        reader.read(item, f"input[{index}]")
+    chat = message.chat
+    chat.messages.extend(reader.messages)
+    chat.keep_invalid_arguments = True
+    chat.single_tool_call = fields.parallel_tool_calls is False
+    variables = thinking_variables(None if fields.reasoning is None else fields.reasoning.effort)
+    if variables := variables | (fields.chat_template_kwargs or {}):
+        chat.template_variables = json.dumps(variables, ensure_ascii=False)
+    offered = add_tools(chat, _tool_lists(fields, value))
+    choose_tools(chat, fields.tool_choice)
+    includes = fields.include or ()
+    if _LOGPROBS in includes:
+        message.sampling.num_logprobs = fields.top_logprobs or 0
+    return ApiRequest(
+        message,
+        ResponseOptions(
+            is_streamed=bool(fields.stream),
+            has_logprobs=_LOGPROBS in includes,
+            schema_field=f"{_FORM}.schema",
+            echoed=_echoed(fields, value, offered),
+            tools=offered.kinds,
+            has_encrypted_reasoning=_ENCRYPTED in includes,
+        ),
+        ResponsesNames(reader.places, offered.places, _FORM),
+        fields.model,
+        timeout_s=fields.timeout_s,
+        ignored=[
+            *offered.skipped,
+            *_not_held(chat, offered),
+            *_without_effect(fields, value, offered),
+            *reader.ignored,
+        ],
+        is_probe=fields.generate is False or not fields.input,
+        log_facts={"skipped_tools": ",".join(sorted(offered.skipped_types))} if offered.skipped else {},
+    )
+
+
+def _common_fields(fields: ResponseFields) -> CommonFields:
+    form = None if fields.text is None or fields.text.format is None else fields.text.format.response_format
+    controls = {name: getattr(fields, name) for name in ControlFields.model_fields}
+    return CommonFields.model_construct(**controls, max_tokens=fields.max_output_tokens, response_format=form)
+
+
+def _tool_lists(
+    fields: ResponseFields, value: JsonObject
+) -> list[tuple[str, Sequence[ResponseTool], Sequence[JsonObject]]]:
+    """The lists of tools, those of items too: where each is in the request, its tools, and their JSON."""
+    lists: list[tuple[str, Any, Any]] = [("tools", fields.tools or (), value.get("tools") or ())]
+    for index, item in enumerate(fields.input or ()):
+        if item.tools is not None and item.kind == "additional_tools":
+            given: Any = value["input"]
+            lists.append((f"input[{index}].tools", item.tools, given[index]["tools"]))
+    return lists
+
+
+def _not_held(chat: tokenizer_pb2.Chat, offered: OfferedTools) -> list[str]:
+    """The fields with forms of calls that the model may not keep to: a grammar holds only calls that must be made."""
+    is_required = bool(chat.tool_name) or chat.tool_mode == tokenizer_pb2.TOOL_MODE_REQUIRED
+    return offered.never_held if is_required else [*offered.not_held, *offered.never_held]
+
+
+def _without_effect(fields: ResponseFields, value: JsonObject, offered: OfferedTools) -> list[str]:
+    names = ["store"] if fields.store else []
+    reasoning = fields.reasoning or Reasoning()
+    names += [f"reasoning.{name}" for name in ("summary", "generate_summary", "context") if getattr(reasoning, name)]
+    # What a skipped tool has is skipped with it.
+    skipped = tuple(f"{place}." for place in offered.skipped)
+    return [*names, *(name for name in ignored_names(fields, value, _UNSUPPORTED) if not name.startswith(skipped))]
+
+
+def _echoed(fields: ResponseFields, value: JsonObject, offered: OfferedTools) -> JsonObject:
+    text: JsonValue = value.get("text")
+    form = text.get("format") if isinstance(text, dict) else None
+    described: list[JsonValue] = [*offered.described]
+    return {
+        "background": False,
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_output_tokens,
+        "max_tool_calls": fields.max_tool_calls,
+        "metadata": value.get("metadata") or {},
+        "parallel_tool_calls": fields.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "prompt_cache_key": fields.prompt_cache_key,
+        "reasoning": {"effort": None if fields.reasoning is None else fields.reasoning.effort, "summary": None},
+        "safety_identifier": fields.safety_identifier,
+        "service_tier": "default",
+        "temperature": fields.temperature,
+        "text": {"format": form or {"type": "text"}},
+        "tool_choice": value.get("tool_choice") or "auto",
+        "tools": described,
+        "top_logprobs": fields.top_logprobs or 0,
+        "top_p": fields.top_p,
+        "truncation": "disabled",
+        "user": fields.user,
+    }

@@ -1,0 +1,237 @@
+"""The tools of a request, and which of them the model may or must call."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, model_validator
+
+from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.http.errors import invalid_field
+from services.tokenizer.http.requests.fields import Fields, Several
+from services.tokenizer.http.responses.custom_input import INPUT
+from services.tokenizer.json.json_values import JsonObject
+
+_MODES = {
+    "none": tokenizer_pb2.TOOL_MODE_NONE,
+    "auto": tokenizer_pb2.TOOL_MODE_AUTO,
+    "required": tokenizer_pb2.TOOL_MODE_REQUIRED,
+}
+_FUNCTION, _CUSTOM, _NAMESPACE = "function", "custom", "namespace"
+# The namespace that OpenAI's models have all functions in.
+_PLAIN_NAMESPACE = "functions"
+_MAX_NAME_LENGTH = 64
+_DIGEST_LENGTH = 8
+# Types of tools that OpenAI's service or a client runs without a function; others may be a client's text.
+_HOSTED = (
+    "apply_patch",
+    "code_interpreter",
+    "computer",
+    "file_search",
+    "image_generation",
+    "local_shell",
+    "mcp",
+    "programmatic_tool_calling",
+    "shell",
+    "tool_search",
+    "web_search",
+)
+
+
+class InputFormat(Fields):
+    """The form of a custom tool's input."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+    @model_validator(mode="after")
+    def _check_grammar(self) -> Self:
+        if self.type == "grammar" and (self.syntax is None or self.definition is None):
+            raise ValueError("a grammar needs syntax and definition")
+        return self
+
+
+class ResponseTool(Fields):
+    """A tool: a function, a custom tool, a namespace of both, or one of another type, which is skipped."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: InputFormat | None = None
+    tools: Several[ResponseTool] | None = None
+
+
+class NamedTool(Fields):
+    """A tool that is referred to."""
+
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+
+
+class ResponseToolChoice(NamedTool):
+    """Which tool is called; a choice given as a word has it as its type."""
+
+    mode: Literal["auto", "required"] | None = None
+    tools: Several[NamedTool] | None = None
+
+
+def _read_word(value: object) -> object:
+    return {"type": value} if isinstance(value, str) else value
+
+
+WordOrChoice = Annotated[
+    ResponseToolChoice, BeforeValidator(_read_word, json_schema_input_type=str | ResponseToolChoice)
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolKind:
+    """What the client calls a function that the model is offered."""
+
+    name: str
+    namespace: str | None
+    is_custom: bool
+
+
+@dataclass(slots=True)
+class OfferedTools:
+    """What the model is offered."""
+
+    kinds: dict[str, ToolKind] = field(default_factory=dict)
+    """By the functions' names."""
+    places: list[str] = field(default_factory=list)
+    """Where each function is in the request."""
+    described: list[JsonObject] = field(default_factory=list)
+    """The tools that were not skipped, as the client gave them."""
+    not_held: list[str] = field(default_factory=list)
+    """The fields with a form that only a call that must be made has."""
+    never_held: list[str] = field(default_factory=list)
+    """The fields with a form that no call has."""
+    skipped: list[str] = field(default_factory=list)
+    """Where tools of other types are."""
+    skipped_types: set[str] = field(default_factory=set)
+    """Their types, without a client's text."""
+
+
+def function_name(name: str, namespace: str | None) -> str:
+    """The name that the model knows a tool by."""
+    if namespace in (None, "", _PLAIN_NAMESPACE):
+        return name
+    joined = f"{namespace}{'' if namespace.endswith('__') else '__'}{name}"
+    if len(joined) <= _MAX_NAME_LENGTH:
+        return joined
+    digest = hashlib.sha256(joined.encode()).hexdigest()[:_DIGEST_LENGTH]
+    return f"{joined[: _MAX_NAME_LENGTH - _DIGEST_LENGTH - 1]}_{digest}"
+
+
+def add_tools(
+    chat: tokenizer_pb2.Chat, lists: Sequence[tuple[str, Sequence[ResponseTool], Sequence[JsonObject]]]
+) -> OfferedTools:
+    """Add the tools.
+
+    Args:
+        chat: What they are added to.
+        lists: Lists of tools: where each is in the request, its tools, and what they were read from.
+
+    Raises:
+        HttpError: a tool has no name.
+    """
+    offered = OfferedTools()
+    for place, tools, values in lists:
+        for index, (tool, value) in enumerate(zip(tools, values, strict=True)):
+            at = f"{place}[{index}]"
+            if tool.type not in (_FUNCTION, _CUSTOM, _NAMESPACE):
+                offered.skipped.append(at)
+                offered.skipped_types.add(next((kind for kind in _HOSTED if tool.type.startswith(kind)), "other"))
+                continue
+            offered.described.append(value)
+            for inner, inner_at, namespace in _functions_of(tool, at):
+                _add_function(chat, offered, inner, inner_at, namespace)
+    return offered
+
+
+def _functions_of(tool: ResponseTool, at: str) -> Iterator[tuple[ResponseTool, str, str | None]]:
+    if tool.type != _NAMESPACE:
+        yield tool, at, None
+        return
+    for index, inner in enumerate(tool.tools or ()):
+        inner_at = f"{at}.tools[{index}]"
+        if inner.type not in (_FUNCTION, _CUSTOM):
+            raise invalid_field(f"{inner_at}.type", "must be function or custom")
+        yield inner, inner_at, _given(tool.name, f"{at}.name")
+
+
+def _add_function(
+    chat: tokenizer_pb2.Chat, offered: OfferedTools, tool: ResponseTool, at: str, namespace: str | None
+) -> None:
+    name = _given(tool.name, f"{at}.name")
+    is_custom = tool.type == _CUSTOM
+    known_as = function_name(name, namespace)
+    description, parameters = tool.description or "", tool.parameters or {}
+    if is_custom:
+        description, parameters = _custom_function(tool)
+        if tool.format is not None and tool.format.type == "grammar":
+            (offered.not_held if tool.format.syntax == "regex" else offered.never_held).append(f"{at}.format")
+    elif tool.strict:
+        offered.not_held.append(f"{at}.strict")
+    schema = json.dumps(parameters, ensure_ascii=False) if parameters else ""
+    chat.tools.add(name=known_as, description=description, parameters=schema)
+    offered.kinds[known_as] = ToolKind(name, namespace, is_custom)
+    offered.places.append(at)
+
+
+def _custom_function(tool: ResponseTool) -> tuple[str, JsonObject]:
+    """Its description and parameters."""
+    text: JsonObject = {"type": "string"}
+    description, form = tool.description or "", tool.format
+    if form is not None and form.type == "grammar":
+        description += f"\n\nThe input has the form of this {form.syntax} grammar:\n{form.definition}"
+        if form.syntax == "regex":
+            text["pattern"] = f"^(?:{form.definition})$"
+    return description.strip(), {
+        "type": "object",
+        "properties": {INPUT: text},
+        "required": [INPUT],
+        "additionalProperties": False,
+    }
+
+
+def choose_tools(chat: tokenizer_pb2.Chat, choice: ResponseToolChoice | None) -> None:
+    """Say which tools may or must be called.
+
+    Raises:
+        HttpError: a tool of another type must be called.
+    """
+    if choice is None:
+        return
+    if choice.type in _MODES:
+        chat.tool_mode = _MODES[choice.type]
+    elif choice.type in (_FUNCTION, _CUSTOM):
+        chat.tool_name = function_name(_given(choice.name, "tool_choice.name"), choice.namespace)
+    elif choice.type == "allowed_tools":
+        chat.tool_mode = _MODES[_given(choice.mode, "tool_choice.mode")]
+        chat.allowed_tool_names.extend(_allowed_names(choice.tools or ()))
+        if not chat.allowed_tool_names:
+            raise invalid_field("tool_choice.tools", "must have a function or a custom tool")
+    else:
+        raise invalid_field("tool_choice", "only functions and custom tools can be called")
+
+
+def _allowed_names(tools: Sequence[NamedTool]) -> Iterator[str]:
+    for index, tool in enumerate(tools):
+        if tool.type in (_FUNCTION, _CUSTOM):
+            yield function_name(_given(tool.name, f"tool_choice.tools[{index}].name"), tool.namespace)
+
+
+def _given(text: str | None, place: str) -> str:
+    if not text:
+        raise invalid_field(place, "is required")
+    return text
