@@ -105,6 +105,18 @@ CAPABILITIES = (
             "StepResult.prompt_logprobs",
         ),
     ),
+    Capability(
+        "recurrent_state",
+        1,
+        (
+            "AttachResponse.num_checkpoint_slots",
+            "AttachResponse.state_bytes_per_slot",
+            "MemberAttached.num_checkpoint_slots",
+            "StepRequest.state_restores",
+            "StepRequest.state_saves",
+            "StepResult.not_finite_saves",
+        ),
+    ),
 )
 
 

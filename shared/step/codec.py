@@ -17,9 +17,9 @@ from shared.ids import Slot
 from shared.limits import TOKEN_DTYPE
 from shared.sampling_codec import decode_options, encode_options
 from shared.sampling_params import SamplingOptions, SamplingParams
-from shared.step.columns import Int32Column
+from shared.step.columns import Int32Column, StatePairs
 from shared.step.logprobs_codec import decode_logprobs, encode_logprobs
-from shared.step.step import NO_INTS, EnteringSequence, PrefillChunk, Step, StepKind, StepResult
+from shared.step.step import NO_INTS, NO_PAIRS, EnteringSequence, PrefillChunk, Step, StepKind, StepResult
 
 _KIND_TO_WIRE = {
     StepKind.PREFILL: worker_pb2.STEP_KIND_PREFILL,
@@ -70,6 +70,14 @@ class PlannedBatch(Protocol):
     def is_dummy(self) -> bool:
         """Whether the step only serves the collectives of coupled ranks."""
 
+    @property
+    def state_saves(self) -> StatePairs:
+        """Slots, each with the checkpoint that gets its recurrent state."""
+
+    @property
+    def state_restores(self) -> StatePairs:
+        """Slots of sequences that enter, each with the checkpoint of its recurrent state."""
+
 
 class PlannedStep(Protocol):
     """A batch for its rank. A protocol, since the scheduler's class has columns of its own."""
@@ -110,6 +118,10 @@ def encode_step(step: PlannedStep) -> worker_pb2.StepRequest:
         request.enters.extend(_encode_enter(enter) for enter in batch.enters)
     if batch.chunks:
         request.chunks.extend(_encode_chunk(chunk) for chunk in batch.chunks)
+    if batch.state_saves:
+        request.state_saves = _pack(batch.state_saves)
+    if batch.state_restores:
+        request.state_restores = _pack(batch.state_restores)
     if step.num_tokens_across_dp:
         request.is_dummy = batch.is_dummy
         request.num_tokens_across_dp.extend(step.num_tokens_across_dp)
@@ -121,8 +133,8 @@ def parse_step(request: worker_pb2.StepRequest) -> Step:
     """Parse without copying columns; `InputBatch` checks whether the step fits.
 
     Raises:
-        StepMismatchError: the kind is unknown, a column's length is not a multiple of 4 bytes, or parallel columns of
-            the sampling options differ in length.
+        StepMismatchError: the kind is unknown, a column's length is not a multiple of 4 bytes (8, for pairs), or
+            parallel columns of the sampling options differ in length.
     """
     kind = _WIRE_TO_KIND.get(request.kind)
     if kind is None:
@@ -140,6 +152,8 @@ def parse_step(request: worker_pb2.StepRequest) -> Step:
         is_dummy=request.is_dummy,
         num_tokens_across_dp=tuple(request.num_tokens_across_dp),
         graph_batch_size=request.graph_batch_size,
+        state_saves=_pairs("state_saves", request.state_saves),
+        state_restores=_pairs("state_restores", request.state_restores),
     )
 
 
@@ -151,6 +165,7 @@ def encode_result(result: StepResult) -> worker_pb2.StepResult:
         token_ids=_pack(result.token_ids),
         not_finite_rows=_pack(result.not_finite_rows),
         failed_grammar_rows=_pack(result.failed_grammar_rows),
+        not_finite_saves=_pack(result.not_finite_saves),
         device_time_us=result.device_time_us,
         counts=None if result.counts is None else _pack(result.counts),
         num_draft_tokens=result.num_draft_tokens,
@@ -177,6 +192,7 @@ def parse_result(message: worker_pb2.StepResult) -> StepResult:
         or message.counts
         or message.failed_grammar_rows
         or message.prompt_logprobs
+        or message.not_finite_saves
         or message.HasField("logprobs")
     ):
         return StepResult(
@@ -190,6 +206,7 @@ def parse_result(message: worker_pb2.StepResult) -> StepResult:
             None,
             (),
             NO_INTS,
+            NO_INTS,
         )
     return StepResult(
         message.epoch,
@@ -202,6 +219,7 @@ def parse_result(message: worker_pb2.StepResult) -> StepResult:
         logprobs=decode_logprobs(message.logprobs) if message.HasField("logprobs") else None,
         prompt_logprobs=tuple((chunk.slot, decode_logprobs(chunk.logprobs)) for chunk in message.prompt_logprobs),
         failed_grammar_rows=np.frombuffer(message.failed_grammar_rows, TOKEN_DTYPE),
+        not_finite_saves=np.frombuffer(message.not_finite_saves, TOKEN_DTYPE),
     )
 
 
@@ -263,12 +281,22 @@ def _parse_chunk(column: str, chunk: worker_pb2.PrefillChunk) -> PrefillChunk:
     return PrefillChunk(Slot(chunk.slot), _whole(column, chunk.token_ids), chunk.num_later_tokens)
 
 
-def _pack(values: _Ints) -> bytes:
+def _pack(values: _Ints | StatePairs) -> bytes:
     return np.asarray(values, TOKEN_DTYPE).tobytes()
 
 
 def _column(name: str, data: bytes) -> Int32Column:
     return np.frombuffer(_whole(name, data), dtype=TOKEN_DTYPE)
+
+
+def _pairs(name: str, data: bytes) -> Int32Column:
+    """Returns [num_pairs, 2]."""
+    if not data:
+        return NO_PAIRS
+    column = _column(name, data)
+    if len(column) % 2:
+        raise StepMismatchError("a column of pairs has an odd length", column=name, num_values=len(column))
+    return column.reshape(-1, 2)
 
 
 def _whole(name: str, data: bytes) -> bytes:

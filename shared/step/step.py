@@ -18,6 +18,7 @@ from shared.step.columns import Int32Column
 from shared.step.logprobs import Logprobs
 
 NO_INTS: Int32Column = np.empty(0, np.int32)
+NO_PAIRS: Int32Column = np.empty((0, 2), np.int32)
 
 
 class StepKind(enum.Enum):
@@ -107,6 +108,10 @@ class Step:
     """This step's tokens on each coupled DP rank; empty if ranks are not coupled."""
     graph_batch_size: int = 0
     """Coupled ranks only: the batch size of the graph that every rank runs; 0 means that all run eagerly."""
+    state_saves: Int32Column = field(default_factory=lambda: NO_PAIRS)
+    """[num_saves, 2], a slot and the checkpoint that gets its recurrent state after this step."""
+    state_restores: Int32Column = field(default_factory=lambda: NO_PAIRS)
+    """[num_restores, 2], the slot of an entering sequence and the checkpoint with its recurrent state."""
 
 
 @dataclass(slots=True)
@@ -127,6 +132,8 @@ class StepResult:
     """By slot; `indexes` are positions in the prompt."""
     failed_grammar_rows: Int32Column = field(default_factory=lambda: NO_INTS)
     """Rows with a grammar that cannot be followed further; only their last token is meaningless."""
+    not_finite_saves: Int32Column = field(default_factory=lambda: NO_INTS)
+    """Indexes into `Step.state_saves` whose states were not finite."""
 
     @property
     def num_accepted_tokens(self) -> int:

@@ -26,7 +26,7 @@ class Prefill:
     chunks: list[PrefillChunk] = field(default_factory=list)
     enters: list[EnteringSequence] = field(default_factory=list)
     computed_blocks: set[int] = field(default_factory=set)
-    """Full blocks that the step computes; recorded only without `share_in_step`."""
+    """Full blocks that the step computes; recorded only where steps do not share them."""
 
     @property
     def is_empty(self) -> bool:
@@ -42,7 +42,8 @@ class PrefillPlanner:
     """Plans further chunks of prompts that have begun, then admits waiting sequences.
 
     A block that a step computes can be shared by sequences that enter with the same step, because a layer writes all
-    keys and values before it attends. With `share_in_step` off, they wait for the next step.
+    keys and values before it attends. With `share_in_step` off, they wait for the next step, as they do where the model
+    has recurrent state, which the step has only at its end.
 
     No sequence is admitted while part of a prompt is still to be sent, since that takes the whole budget. So the first
     choice of a request computes the prompt, and the others find its full blocks, even if it is preempted, ends or
@@ -67,6 +68,7 @@ class PrefillPlanner:
         self._blocks = running.blocks
         self._slots = running.slots
         self._facts = facts
+        self._shares_in_step = policy.share_in_step and not facts.state_bytes_per_slot
         self._eos_token_ids = frozenset(facts.eos_token_ids)
         self._counters = counters
 
@@ -184,7 +186,7 @@ class PrefillPlanner:
         seq.num_unsent_tokens -= num_tokens
         prefill.budget -= num_tokens
         self._blocks.publish(seq, end)
-        if not self._policy.share_in_step:
+        if not self._shares_in_step:
             block_size = self._blocks.block_size
             prefill.computed_blocks.update(seq.block_table[start // block_size : end // block_size])
         seq.type = SequenceType.PREFILL if seq.num_unsent_tokens else SequenceType.DECODE

@@ -175,7 +175,8 @@ class Scheduler:
         self._blocks = BlockManager(
             facts.num_blocks,
             self._cache.block_size,
-            enable_prefix_caching=self._cache.enable_prefix_caching,
+            # A prefix cannot be continued without its recurrent state.
+            enable_prefix_caching=self._cache.enable_prefix_caching and not facts.state_bytes_per_slot,
             kv_feed=self._kv_feed,
         )
         self._running = RunningBatch(self._policy.max_num_seqs, self._blocks, facts.num_draft_tokens)

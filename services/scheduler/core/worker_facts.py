@@ -37,3 +37,7 @@ class WorkerFacts:
     """The digest of the weights that answers depend on; empty if the worker does not report it."""
     introduction: Introduction = NOT_INTRODUCED
     """What its release can do."""
+    state_bytes_per_slot: int = 0
+    """Bytes of a sequence's recurrent state; 0 if the model has none."""
+    num_checkpoint_slots: int = 0
+    """Saved states that it holds beside those of running sequences."""

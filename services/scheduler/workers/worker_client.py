@@ -213,6 +213,8 @@ def _read_acceptance(rank: DpRank, epoch: int, response: worker_pb2.AttachRespon
         tuple(response.graph_batch_sizes),
         response.weights_digest,
         read_introduction(response.introduction),
+        response.state_bytes_per_slot,
+        response.num_checkpoint_slots,
     )
     layout = response.layout
     is_coupled = layout.has_expert_parallel and layout.dp_size > 1

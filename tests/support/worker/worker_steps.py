@@ -133,6 +133,8 @@ def to_request(step: Step) -> worker_pb2.StepRequest:
         chunks=[_to_message(chunk) for chunk in step.chunks],
         is_dummy=step.is_dummy,
         num_tokens_across_dp=step.num_tokens_across_dp,
+        state_saves=pack(step.state_saves),
+        state_restores=pack(step.state_restores),
         graph_batch_size=step.graph_batch_size,
     )
 

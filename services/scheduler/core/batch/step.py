@@ -16,7 +16,7 @@ from services.scheduler.core.batch.sequence import Finish, Sequence
 from services.scheduler.core.batch.slot_table import RowConstants, Slots
 from shared.errors import ServiceError
 from shared.ids import RequestHandle, Slot
-from shared.step.columns import Int32Column
+from shared.step.columns import Int32Column, StatePairs
 from shared.step.logprobs import Logprobs
 from shared.step.step import EnteringSequence, PrefillChunk, StepKind
 
@@ -47,6 +47,10 @@ class ScheduledBatch:
     append_block_ids: list[int]
     skips_rows: bool
     """Whether some decodes sit the step out."""
+    state_saves: StatePairs = ()
+    """Slots, each with the checkpoint that gets its recurrent state."""
+    state_restores: StatePairs = ()
+    """Slots of sequences that enter, each with the checkpoint of its recurrent state."""
 
     @property
     def is_dummy(self) -> bool:

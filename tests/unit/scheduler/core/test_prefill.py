@@ -14,7 +14,8 @@ from services.scheduler.core.prefill import Prefill
 from shared.ids import Slot
 from shared.sampling_params import SamplingOptions
 from shared.step.step import EnteringSequence, PrefillChunk
-from tests.support.scheduler.core import Parts, completion_of, make_sequence, prompt_of
+from tests.support.scheduler.core import Parts, add, completion_of, give, make_scheduler, make_sequence, prompt_of
+from tests.support.scheduler.core import send as schedule
 from tests.support.scheduler.engine_driver import EOS, token_bytes, worker_facts
 
 SMALL_STEPS = SchedulerPolicy(max_num_seqs=8, max_num_batched_tokens=8)
@@ -155,6 +156,18 @@ def test_a_prefix_that_the_step_computes_is_shared_in_it_or_with_the_next_step(s
     assert sent(prefill) == [(0, 9, 0), (1, 9, 0), *([(2, 1, 0)] if share_in_step else [])]
     send(parts, prefill)
     assert sent(parts.plan_prefill()) == ([] if share_in_step else [(2, 1, 0)])
+
+
+def test_without_checkpoints_a_model_with_recurrent_state_computes_every_prompt_whole() -> None:
+    scheduler = make_scheduler(facts=replace(worker_facts(), state_bytes_per_slot=8))
+    prompt = list(range(40))
+    add(scheduler, make_sequence(1, prompt), make_sequence(2, prompt))
+    entering = schedule(scheduler).enters
+    give(scheduler, 1, 2)
+    add(scheduler, make_sequence(3, prompt))
+    entering += schedule(scheduler).enters
+    assert [(enter.num_cached_tokens, enter.chunk.num_tokens) for enter in entering] == [(0, 40)] * 3
+    assert scheduler.num_cached_tokens(make_sequence(4, prompt)) == 0
 
 
 def test_a_block_that_a_later_chunk_completes_is_shared_with_the_next_step_too() -> None:

@@ -128,6 +128,25 @@ def test_a_step_carries_the_plan_of_coupled_ranks() -> None:
         assert parsed.graph_batch_size == step.graph_batch_size
 
 
+def test_a_step_carries_the_states_to_save_and_to_restore() -> None:
+    """Each pair is a slot and a checkpoint; a plan without any costs nothing, as the next test measures."""
+    batch = replace(make_dummy(), state_saves=[(3, 9), (1, 4)], state_restores=[(2, 7)])
+    message = encode_step(Step(1, 7, batch)).SerializeToString()
+    parsed = parse_step(worker_pb2.StepRequest.FromString(message))
+    assert parsed.state_saves.tolist() == [[3, 9], [1, 4]]
+    assert parsed.state_restores.tolist() == [[2, 7]]
+    assert parse_step(encode_step(Step(1, 7, make_dummy()))).state_saves.shape == (0, 2)
+
+
+@pytest.mark.parametrize("name", ["state_saves", "state_restores"])
+@pytest.mark.parametrize("data", [b"\0" * 7, b"\0" * 12])
+def test_half_a_pair_is_refused(name: str, data: bytes) -> None:
+    request = to_request(decode_step())
+    setattr(request, name, data)
+    with pytest.raises(StepMismatchError):
+        parse_step(request)
+
+
 def test_a_pure_decode_step_of_32_rows_takes_a_few_bytes() -> None:
     driver = EngineDriver(num_blocks=200)
     for handle in range(32):
@@ -243,6 +262,7 @@ RARE = {
     "logprobs",
     "prompt_logprobs",
     "failed_grammar_rows",
+    "not_finite_saves",
 }
 
 
@@ -262,8 +282,10 @@ def test_a_result_carries_counts_and_log_probabilities() -> None:
             logprobs=LOGPROBS,
             prompt_logprobs=((6, LOGPROBS), (2, replace(LOGPROBS, ranks=column([3, 4])))),
             failed_grammar_rows=column([2]),
+            not_finite_saves=column([1]),
         )
     )
+    assert (unpack(result.not_finite_saves), parse_result(result).not_finite_saves.tolist()) == ([1], [1])
     assert unpack(result.failed_grammar_rows) == [2]
     assert (unpack(result.counts), result.num_draft_tokens) == ([0, 2, 1], 9)
     assert [chunk.slot for chunk in result.prompt_logprobs] == [6, 2]
@@ -290,6 +312,7 @@ def test_counts_of_one_may_be_sent() -> None:
     [
         {"token_ids": b"123"},
         {"counts": b"123"},
+        {"not_finite_saves": b"123"},
         {"logprobs": sampling_pb2.Logprobs(values=b"123")},
         {"prompt_logprobs": [worker_pb2.ChunkLogprobs(logprobs=sampling_pb2.Logprobs(indexes=b"12345"))]},
     ],
