@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from services.worker.forward.kv_cache import KvCache
+from services.worker.forward.state_cache import StateCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,10 @@ class AttentionMetadata:
     context_lens_host: tuple[int, ...]
     max_query_len: int
     max_context_len: int
+    state_slots: Tensor | None = None
+    """[num_seqs] int64: the row of each sequence's recurrent state, without repeats but for padding's; None for a model
+    without states.
+    """
 
 
 class AttentionPlan:
@@ -117,6 +122,8 @@ class ForwardContext:
     dp: DpMetadata = UNCOUPLED
     progress: Progress = field(default_factory=Progress)
     selection: ContextSelection = field(default_factory=ContextSelection)
+    states: StateCache | None = None
+    """None for a model without recurrent states."""
 
     @classmethod
     def for_step(
@@ -127,9 +134,11 @@ class ForwardContext:
         *,
         dp: DpMetadata = UNCOUPLED,
         progress: Progress | None = None,
+        states: StateCache | None = None,
     ) -> ForwardContext:
         """Plan a step's attention; without `progress` nothing is counted."""
-        return cls(attention, kv_cache, ops.plan_attention(attention, kv_cache), dp, progress or Progress())
+        plan = ops.plan_attention(attention, kv_cache)
+        return cls(attention, kv_cache, plan, dp, progress or Progress(), states=states)
 
 
 _current: ContextVar[ForwardContext] = ContextVar("forward context")

@@ -57,22 +57,17 @@ class KvCacheSpec:
     """What one token stores, by layer."""
 
     layers: tuple[LayerCache, ...]
+    """Empty for a layer that stores nothing per token, as one with a recurrent state."""
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of a token in all layers."""
         return sum(tensor.bytes_per_token for layer in self.layers for tensor in layer)
 
-
-def num_blocks_for(memory_bytes: int, spec: KvCacheSpec, block_size: int) -> int:
-    """Blocks that fit into `memory_bytes`, possibly 0.
-
-    Raises:
-        ValueError: `block_size` is below 1.
-    """
-    if block_size < 1:
-        raise ValueError(f"block_size is {block_size}, must be at least 1")
-    return max(memory_bytes, 0) // (spec.bytes_per_token * block_size)
+    @property
+    def first_tensor(self) -> CacheTensor:
+        """That of the first layer that stores anything."""
+        return next(tensor for layer in self.layers for tensor in layer)
 
 
 class KvCache:
@@ -91,12 +86,12 @@ class KvCache:
         self.block_size = block_size
         self.device = torch.device(device)
         self.layers: tuple[tuple[Tensor, ...], ...] = tuple(
-            tuple(_zeros((num_blocks, block_size, *tensor.shape), tensor.dtype, self.device) for tensor in layer)
+            tuple(zeros((num_blocks, block_size, *tensor.shape), tensor.dtype, self.device) for tensor in layer)
             for layer in spec.layers
         )
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of zeros. On the CPU the kernel zeroes pages on first use, so a large cache takes no time at start.
 
     torch would write all of them: a second per GiB, or several if huge pages must be found. Pages are huge where the

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from services.worker.forward.kv_cache import KvCacheSpec
+from services.worker.forward.state_cache import StateSpec
 
 
 class MtpLayers(Protocol):
@@ -39,6 +40,8 @@ class CausalLM(Protocol):
 
     dtype: torch.dtype
     kv_cache_spec: KvCacheSpec
+    state_spec: StateSpec
+    """Empty if no layer has a recurrent state."""
     context_length: int
     """The most tokens in a sequence."""
     logits_width: int

@@ -56,6 +56,16 @@ class AttentionParams:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaGates:
+    """A layer's parameters of the two gates of each value head; see `RecurrentOps.gated_delta_rule`."""
+
+    decay: Tensor
+    """[V] float32, below 0: what the logarithm of a state's decay is a multiple of."""
+    bias: Tensor
+    """[V] float32."""
+
+
+@dataclass(frozen=True, slots=True)
 class DrawRows:
     """How the token of each row is drawn; see `TokenDraw`. On the device of the logits, contiguous."""
 

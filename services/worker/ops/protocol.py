@@ -22,6 +22,7 @@ from services.worker.ops.attention_protocol import AttentionOps
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
 from services.worker.ops.matrices import Matrix
 from services.worker.ops.matrix_rows import MatrixFormat
+from services.worker.ops.recurrent_protocol import RecurrentOps
 from services.worker.ops.routing import RoutingRule
 
 # Maps [T, in_features] to a new [T, out_features] tensor of the same dtype.
@@ -32,7 +33,7 @@ EmbeddingKernel = Callable[[Tensor], Tensor]
 PerHeadKernel = Callable[[Tensor], Tensor]
 
 
-class Ops(AttentionOps, Protocol):
+class Ops(AttentionOps, RecurrentOps, Protocol):
     """One backend. Stateless to its callers; used from the worker's main thread only.
 
     A backend's class is flat: it inherits at most its state, and names the function that computes each op.
@@ -187,6 +188,16 @@ class Ops(AttentionOps, Protocol):
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """Multiply `x`, contiguous, by `factor` in place and return it. The product is rounded from float32."""
+
+    def mul_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Multiply `x` by the sigmoid of `gate` in place and return it. The product is rounded from float32.
+
+        Args:
+            x: [T, D], contiguous.
+            gate: [T, D] or [T, 1], the same dtype; rows may have any stride. Not written.
+
+        Source: arXiv:2505.06708, equation 5 (gated attention).
+        """
 
     # -- Rotary position embedding ------------------------------------------------------------------------
 

@@ -11,16 +11,21 @@ from torch import Tensor
 
 from services.worker.forward.forward_context import AttentionMetadata, ForwardContext, forward_context
 from services.worker.forward.kv_cache import KvCache
+from services.worker.forward.state_cache import StateCache
 from services.worker.models.registry import CausalLM
 from services.worker.ops import Ops
+
+_NUM_STATE_SLOTS = 64
 
 
 @dataclass
 class PagedSequence:
-    """A sequence's tokens and its KV blocks."""
+    """A sequence's tokens, its KV blocks, and the slot of its recurrent state."""
 
     token_ids: list[int]
     block_table: list[int] = field(default_factory=list)
+    state_slot: int | None = None
+    """None before its first step."""
 
 
 def attention_metadata(
@@ -30,6 +35,7 @@ def attention_metadata(
     *,
     block_size: int,
     is_prefill: bool,
+    state_slots: Tensor | None = None,
 ) -> AttentionMetadata:
     """The metadata of a step that computes the last `query_lens[i]` of `context_lens[i]` tokens of each sequence."""
     slots: list[int] = []
@@ -49,16 +55,20 @@ def attention_metadata(
         context_lens_host=tuple(context_lens),
         max_query_len=max(query_lens),
         max_context_len=max(context_lens),
+        state_slots=state_slots,
     )
 
 
 class PagedModel:
-    """A model, a KV cache and its free blocks in shuffled order."""
+    """A model, a KV cache and its free blocks in shuffled order, and the states of recurrent layers."""
 
     def __init__(self, model: CausalLM, ops: Ops, *, num_blocks: int = 512, block_size: int = 16) -> None:
         self.model = model
         self.ops = ops
         self.kv_cache = KvCache(model.kv_cache_spec, num_blocks, block_size)
+        self.states = StateCache(model.state_spec, _NUM_STATE_SLOTS) if model.state_spec.layers else None
+        self._free_slots = list(range(_NUM_STATE_SLOTS))
+        random.Random(5).shuffle(self._free_slots)
         self._free_blocks = list(range(num_blocks))
         random.Random(7).shuffle(self._free_blocks)
 
@@ -71,7 +81,12 @@ class PagedModel:
         return sequence
 
     def num_shared(self, sequence: PagedSequence, other: PagedSequence) -> int:
-        """The number of equal full blocks at the start of both, without the last token of `sequence`."""
+        """The number of equal full blocks at the start of both, without the last token of `sequence`.
+
+        0 for a model with recurrent layers: the state after these blocks is not kept.
+        """
+        if self.states is not None:
+            return 0
         size = self.kv_cache.block_size
         count = 0
         while (count + 1) * size < len(sequence.token_ids) and (
@@ -121,6 +136,7 @@ class PagedModel:
             [len(seq.token_ids) for seq in sequences],
             block_size=self.kv_cache.block_size,
             is_prefill=is_prefill,
+            state_slots=self._state_slots(sequences),
         )
         new_tokens = [seq.token_ids[-count:] for seq, count in zip(sequences, query_lens, strict=True)]
         places = [
@@ -128,7 +144,17 @@ class PagedModel:
         ]
         token_ids = torch.tensor([token for tokens in new_tokens for token in tokens], dtype=torch.int64)
         positions = torch.tensor([place for span in places for place in span], dtype=torch.int64)
-        with forward_context(ForwardContext.for_step(self.ops, metadata, self.kv_cache)):
+        with forward_context(ForwardContext.for_step(self.ops, metadata, self.kv_cache, states=self.states)):
             hidden = self.model.forward(token_ids, positions)
         rows = slice(None) if all_logits else metadata.cu_seqlens_q[1:].long() - 1
         return self.model.compute_logits(hidden[rows])
+
+    def _state_slots(self, sequences: Sequence[PagedSequence]) -> Tensor | None:
+        """The sequences' slots; those of new ones are cleared."""
+        if self.states is None:
+            return None
+        for sequence in sequences:
+            if sequence.state_slot is None:
+                sequence.state_slot = self._free_slots.pop()
+                self.states.clear(torch.tensor([sequence.state_slot]))
+        return torch.tensor([sequence.state_slot for sequence in sequences])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from services.worker.ops import composed
+from services.worker.ops import composed, recurrent
 from services.worker.ops.aiter_ops import asm_attention, asm_latent, attention, elementwise, experts, linear
 from services.worker.ops.aiter_ops.backend import numerics
 from services.worker.ops.matrix_rows import MatrixFormat
@@ -52,6 +52,7 @@ class AiterAsmOps(asm_latent.AsmState):
     layer_norm = staticmethod(norm.layer_norm)
     act_and_mul = staticmethod(elementwise.act_and_mul)
     scale = staticmethod(composed.scale)
+    mul_sigmoid = staticmethod(recurrent.mul_sigmoid)
 
     prepare_rope = staticmethod(elementwise.prepare_rope)
     select_rope = staticmethod(rotary.select_rope)
@@ -68,6 +69,10 @@ class AiterAsmOps(asm_latent.AsmState):
     decode_attention = staticmethod(asm_attention.decode_attention)
     mla_attention = asm_latent.mla_attention
     select_context = staticmethod(triton_attention.select_context)
+
+    causal_conv = staticmethod(recurrent.causal_conv)
+    gated_delta_rule = staticmethod(recurrent.gated_delta_rule)
+    gated_rms_norm = staticmethod(recurrent.gated_rms_norm)
 
     # AITER's kernels choose any of equal scores.
     route = staticmethod(routing.route)

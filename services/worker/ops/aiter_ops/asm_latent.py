@@ -106,7 +106,7 @@ def check_latent_attention(
 
 def plan_attention(metadata: AttentionMetadata, kv_cache: KvCache) -> AttentionPlan:
     """Plan for the kernel that the cache is for."""
-    has_latents = len(kv_cache.spec.layers[0][0].shape) == 1
+    has_latents = len(kv_cache.spec.first_tensor.shape) == 1
     return AsmLatentPlan(metadata, kv_cache) if has_latents else AsmPlan(metadata)
 
 

@@ -11,7 +11,7 @@ from importlib import metadata as packages
 import torch
 import triton
 
-from services.worker.ops import composed
+from services.worker.ops import composed, recurrent
 from services.worker.ops.aiter_ops import attention, elementwise, experts, linear
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.triton import advance_batch as batch
@@ -59,6 +59,7 @@ class AiterOps(TritonState):
     layer_norm = staticmethod(norm.layer_norm)
     act_and_mul = staticmethod(elementwise.act_and_mul)
     scale = staticmethod(composed.scale)
+    mul_sigmoid = staticmethod(recurrent.mul_sigmoid)
 
     prepare_rope = staticmethod(elementwise.prepare_rope)
     select_rope = staticmethod(rotary.select_rope)
@@ -75,6 +76,10 @@ class AiterOps(TritonState):
     decode_attention = staticmethod(attention.decode_attention)
     mla_attention = staticmethod(triton_attention.mla_attention)
     select_context = staticmethod(triton_attention.select_context)
+
+    causal_conv = staticmethod(recurrent.causal_conv)
+    gated_delta_rule = staticmethod(recurrent.gated_delta_rule)
+    gated_rms_norm = staticmethod(recurrent.gated_rms_norm)
 
     # AITER's kernels choose any of equal scores.
     route = staticmethod(routing.route)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from services.worker.ops import composed, routing
+from services.worker.ops import composed, recurrent, routing
 from services.worker.ops.cpu import attention, batch, elementwise, experts, linear, mla, rotary
 from services.worker.ops.matrix_rows import MatrixFormat
 
@@ -46,6 +46,7 @@ class CpuOps(attention.GatherBuffers):
     layer_norm = staticmethod(elementwise.layer_norm)
     act_and_mul = staticmethod(elementwise.act_and_mul)
     scale = staticmethod(composed.scale)
+    mul_sigmoid = staticmethod(recurrent.mul_sigmoid)
 
     prepare_rope = staticmethod(rotary.prepare_rope)
     select_rope = staticmethod(rotary.select_rope)
@@ -62,6 +63,10 @@ class CpuOps(attention.GatherBuffers):
     decode_attention = attention.decode_attention
     mla_attention = mla.mla_attention
     select_context = mla.select_context
+
+    causal_conv = staticmethod(recurrent.causal_conv)
+    gated_delta_rule = staticmethod(recurrent.gated_delta_rule)
+    gated_rms_norm = staticmethod(recurrent.gated_rms_norm)
 
     route = staticmethod(routing.route)
     prepare_experts = experts.prepare_experts

@@ -258,7 +258,7 @@ def _gather_bucket(
         num_queries=len(query_rows) // len(group),
         length=slots.shape[1],
         slots=_as_rows(slots.ravel()),
-        mask=_mask(group, lengths, window, kv_cache.layers[0][0].dtype),
+        mask=_mask(group, lengths, window, kv_cache.spec.first_tensor.dtype),
         num_before=group[0].context_len - group[0].num_queries if is_plain else 0,
     )
 

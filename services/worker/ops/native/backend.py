@@ -11,7 +11,7 @@ import torch
 from services.worker.device import DeviceError
 from services.worker.forward.capture import Capture
 from services.worker.forward.kv_cache import LayerCache
-from services.worker.ops import composed, routing
+from services.worker.ops import composed, recurrent, routing
 from services.worker.ops.cpu import batch, mla
 from services.worker.ops.cpu import experts as cpu_experts
 from services.worker.ops.cpu.backend import CpuOps
@@ -79,6 +79,7 @@ class NativeOps(NativeState):
     layer_norm = elementwise.layer_norm
     act_and_mul = elementwise.act_and_mul
     scale = elementwise.scale
+    mul_sigmoid = staticmethod(recurrent.mul_sigmoid)
 
     prepare_rope = staticmethod(heads.prepare_rope)
     select_rope = staticmethod(heads.select_rope)
@@ -95,6 +96,10 @@ class NativeOps(NativeState):
     decode_attention = attention.decode_attention
     mla_attention = attention.mla_attention
     select_context = mla.select_context
+
+    causal_conv = staticmethod(recurrent.causal_conv)
+    gated_delta_rule = staticmethod(recurrent.gated_delta_rule)
+    gated_rms_norm = staticmethod(recurrent.gated_rms_norm)
 
     route = staticmethod(routing.route)
     prepare_experts = experts.prepare_experts

@@ -13,7 +13,7 @@ import torch
 from services.worker.forward.kv_cache import LayerCache
 from services.worker.ops import composed
 from services.worker.ops.matrix_rows import MatrixFormat
-from services.worker.ops.reference import attention, elementwise, experts, linear, rotary
+from services.worker.ops.reference import attention, elementwise, experts, linear, recurrent, rotary
 
 
 class ReferenceOps:
@@ -52,6 +52,7 @@ class ReferenceOps:
     layer_norm = staticmethod(elementwise.layer_norm)
     act_and_mul = staticmethod(elementwise.act_and_mul)
     scale = staticmethod(composed.scale)
+    mul_sigmoid = staticmethod(recurrent.mul_sigmoid)
 
     prepare_rope = staticmethod(rotary.prepare_rope)
     select_rope = staticmethod(rotary.select_rope)
@@ -68,6 +69,10 @@ class ReferenceOps:
     decode_attention = staticmethod(attention.decode_attention)
     mla_attention = staticmethod(attention.mla_attention)
     select_context = staticmethod(attention.select_context)
+
+    causal_conv = staticmethod(recurrent.causal_conv)
+    gated_delta_rule = staticmethod(recurrent.gated_delta_rule)
+    gated_rms_norm = staticmethod(recurrent.gated_rms_norm)
 
     route = staticmethod(experts.route)
     prepare_experts = experts.prepare_experts

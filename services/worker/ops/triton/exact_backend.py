@@ -20,6 +20,7 @@ import torch
 
 from services.worker.ops import composed
 from services.worker.ops.matrix_rows import MatrixFormat
+from services.worker.ops.reference import recurrent
 from services.worker.ops.triton import activation, norm, prepare, routing, state
 from services.worker.ops.triton import advance_batch as batch
 from services.worker.ops.triton import rope as rotary
@@ -60,6 +61,7 @@ class TritonExactOps(state.TritonState):
     layer_norm = staticmethod(norm.layer_norm)
     act_and_mul = staticmethod(activation.act_and_mul)
     scale = staticmethod(composed.scale)
+    mul_sigmoid = staticmethod(recurrent.mul_sigmoid)
 
     prepare_rope = staticmethod(rotary.prepare_rope)
     select_rope = staticmethod(rotary.select_rope)
@@ -76,6 +78,10 @@ class TritonExactOps(state.TritonState):
     decode_attention = staticmethod(exact_plan.decode_attention)
     mla_attention = staticmethod(exact_plan.mla_attention)
     select_context = staticmethod(exact_plan.select_context)
+
+    causal_conv = staticmethod(recurrent.causal_conv)
+    gated_delta_rule = staticmethod(recurrent.gated_delta_rule)
+    gated_rms_norm = staticmethod(recurrent.gated_rms_norm)
 
     route = staticmethod(routing.route)
     prepare_experts = prepare.prepare_exact_experts

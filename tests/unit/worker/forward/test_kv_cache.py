@@ -10,7 +10,6 @@ from services.worker.forward.kv_cache import (
     KvCache,
     KvCacheSpec,
     attention_cache,
-    num_blocks_for,
     split_scales,
 )
 
@@ -37,7 +36,7 @@ def test_codes_of_int8_come_with_a_scale_for_each_head() -> None:
 
 def test_fp8_holds_twice_the_tokens_of_bfloat16() -> None:
     plain, coded = (KvCacheSpec((attention_cache(2, 8, dtype),) * 3) for dtype in (torch.bfloat16, torch.float8_e4m3fn))
-    assert num_blocks_for(1 << 20, coded, block_size=16) == 2 * num_blocks_for(1 << 20, plain, block_size=16)
+    assert 2 * coded.bytes_per_token == plain.bytes_per_token
     cache = KvCache(coded, num_blocks=5, block_size=4).layers[0]
     assert [(tuple(tensor.shape), tensor.dtype) for tensor in cache] == [((5, 4, 2, 8), torch.float8_e4m3fn)] * 2
 
@@ -50,19 +49,6 @@ def test_a_cache_may_have_scales() -> None:
 
 def test_a_token_needs_the_entries_of_each_layer() -> None:
     assert MIXED.bytes_per_token == 128
-    assert num_blocks_for(128 * 16 * 3, MIXED, block_size=16) == 3
-
-
-@pytest.mark.parametrize(
-    ("memory_bytes", "num_blocks"), [(384 * 16, 1), (384 * 16 - 1, 0), (384 * 160 + 5, 10), (-1, 0)]
-)
-def test_only_whole_blocks_count(memory_bytes: int, num_blocks: int) -> None:
-    assert num_blocks_for(memory_bytes, SPEC, block_size=16) == num_blocks
-
-
-def test_a_block_size_of_zero_is_refused() -> None:
-    with pytest.raises(ValueError, match="block_size is 0"):
-        num_blocks_for(1000, SPEC, block_size=0)
 
 
 @pytest.mark.parametrize("spec", [SPEC, MIXED])

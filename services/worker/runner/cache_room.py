@@ -1,0 +1,55 @@
+"""What the memory of a process holds besides weights. Needs no torch: it is compared where the RPC server answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+# Beside the KV of so many tokens there is room for one saved state. Where states are large, a prompt's are saved about
+# this often; where they are small, it costs next to nothing.
+_TOKENS_PER_CHECKPOINT = 4096
+# Where the number of blocks is set by hand, as in tests, so few tokens may be cached that hardly any would be saved.
+_FEWEST_CHECKPOINTS = 16
+
+
+class CacheRoom(NamedTuple):
+    """The capacity of a process for an epoch."""
+
+    num_blocks: int
+    """KV blocks; 0 if it cannot hold a batch."""
+    num_checkpoints: int = 0
+    """Saved recurrent states beside those of running sequences."""
+
+
+class CacheCosts(NamedTuple):
+    """What a model keeps."""
+
+    bytes_per_block: int
+    tokens_per_block: int
+    bytes_per_state: int
+    """Of one sequence; 0 for a model without recurrent states."""
+
+
+def fewest(rooms: Sequence[CacheRoom]) -> CacheRoom:
+    """What all processes of a group have."""
+    return CacheRoom(*(min(column) for column in zip(*rooms, strict=True)))
+
+
+def divide_memory(memory_bytes: int, costs: CacheCosts, *, num_live: int) -> CacheRoom:
+    """Divide the memory between KV and states: those of `num_live` sequences first, then a checkpoint for every
+    `_TOKENS_PER_CHECKPOINT` tokens of KV.
+    """
+    left = max(memory_bytes - num_live * costs.bytes_per_state, 0)
+    if not costs.bytes_per_state:
+        return CacheRoom(left // costs.bytes_per_block)
+    kv_bytes = _TOKENS_PER_CHECKPOINT * costs.bytes_per_block // costs.tokens_per_block
+    num_checkpoints = left // (costs.bytes_per_state + kv_bytes)
+    return CacheRoom((left - num_checkpoints * costs.bytes_per_state) // costs.bytes_per_block, num_checkpoints)
+
+
+def room_of_blocks(num_blocks: int, costs: CacheCosts) -> CacheRoom:
+    """The room where the number of blocks is set by hand: states come on top of them."""
+    if not costs.bytes_per_state:
+        return CacheRoom(num_blocks)
+    num_tokens = num_blocks * costs.tokens_per_block
+    return CacheRoom(num_blocks, max(num_tokens // _TOKENS_PER_CHECKPOINT, _FEWEST_CHECKPOINTS))
