@@ -45,6 +45,9 @@ ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
     *TEXT_MODELS,
 )
 """What workers serve. Here, so that a launcher can tell before it starts one; they have the code."""

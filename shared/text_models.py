@@ -57,6 +57,8 @@ TEXT_MODELS: Mapping[str, TextModel] = {
     "Qwen2_5_VLForConditionalGeneration": TextModel(("qwen2_5_vl_text", "qwen2_5_vl")),
     "Qwen3VLForConditionalGeneration": TextModel(("qwen3_vl_text",)),
     "Qwen3VLMoeForConditionalGeneration": TextModel(("qwen3_vl_moe_text",)),
+    "Qwen3_5ForConditionalGeneration": TextModel(("qwen3_5_text",)),
+    "Qwen3_5MoeForConditionalGeneration": TextModel(("qwen3_5_moe_text",)),
 }
 """By architecture, as in config.json. Only their text is served."""
 

@@ -277,6 +277,7 @@ def other_value(architecture: str, key: str, value: object) -> object:
         "rope_theta": 77.0,
         "rope_local_base_freq": 77.0,
         "layer_types": types[::-1] if architecture.startswith(("GptOss", "Gemma3")) else types,
+        "full_attention_interval": 1,
         "mlp_layer_types": ["sparse", "dense"] * (small_config(architecture)["num_hidden_layers"] // 2),
         "indexer_types": ["full", "shared", "full", "shared"],
         "index_topk_pattern": "FSFS",
@@ -290,6 +291,9 @@ def other_value(architecture: str, key: str, value: object) -> object:
         "rms_norm_eps": 0.5,
         "swiglu_limit": 0.01,
     }
+    if architecture.startswith(("Qwen3Next", "Qwen3_5")):
+        num_layers = small_config(architecture)["num_hidden_layers"]
+        special |= {"layer_types": ["full_attention"] * num_layers, "partial_rotary_factor": 0.5}
     if key in special:
         return special[key]
     if type(value) is bool:

@@ -59,6 +59,11 @@ class DeviceBatch:
             self._decode_slots = changes["decode_slots"]
             self._has_decode_draws = False
 
+    @property
+    def decode_slots(self) -> Tensor:
+        """[num_rows] int64, those of the last decode."""
+        return self._decode_slots
+
     def advance(self, rows: DecodeRows, num_blocks: int) -> None:
         """Make a decode's inputs; see `Ops.advance_batch`."""
         self._ops.advance_batch(

@@ -23,6 +23,8 @@ class BatchLimits:
     num_blocks: int
     context_length: int
     logits_width: int
+    num_checkpoints: int | None = None
+    """Saved states beside those of the slots; None for a model without recurrent states."""
 
 
 def require(condition: bool, message: str, **values: object) -> None:

@@ -15,6 +15,7 @@ from services.worker.batch.decodes import Decodes
 from services.worker.batch.drafts import NO_DRAFTS, Drafter
 from services.worker.batch.enter_checks import BatchLimits, check_enter, check_token_ids, require
 from services.worker.batch.slot_changes import SlotChanges
+from services.worker.batch.state_changes import state_changes
 from services.worker.batch.step_input import ScoredChunk, StepInput, StepTokens
 from services.worker.sampling.sampling_rows import SamplingRows
 from services.worker.sampling.sampling_state import GrammarMatcher, SamplingState
@@ -98,7 +99,9 @@ class InputBatch:
         )
         for chunk in chunks:
             self._extend(chunk)
-        return self._make_input(self._decodes(decode_slots, room), chunks)
+        step_input = self._make_input(self._decodes(decode_slots, room), chunks)
+        step_input.changes.update(state_changes(step, self.limits, step_input.slots))
+        return step_input
 
     def tokens(self, step_input: StepInput) -> StepTokens:
         """The tokens of the step that was just applied."""
@@ -242,6 +245,7 @@ class InputBatch:
         require(not step.enters and not step.chunks, "a dummy step must not compute a prompt")
         require(step.decode_slots is None or not len(step.decode_slots), "a dummy step must not decode a sequence")
         self._append_blocks(step.append_slots, step.append_block_ids)
+        require(not len(step.state_saves) and not len(step.state_restores), "a dummy step must not copy a state")
         is_prefill, table_width = step.kind is not StepKind.DECODE, self._tables.width
         return StepInput.dummy(is_prefill=is_prefill, table_width=table_width, changes=self._changes.take(table_width))
 

@@ -85,7 +85,7 @@ class StepInput:
     table_width: int
     """Columns that the device's block tables need; never fewer than before."""
     changes: HostArrays
-    """What the step changes by slot; see `DeviceBatch.apply`."""
+    """What the step changes by slot; see `DeviceBatch.apply` and `state_changes`."""
     chunks: tuple[PrefillChunk, ...] = ()
     draft_token_ids: Int32Column = field(default_factory=lambda: _NO_SLOTS)  # [num_drafts], row after row
     draft_counts: Int32Column | None = None  # [num_rows], drafts of each row; None means that no row has any

@@ -26,6 +26,7 @@ from services.worker.group.link import Link, LinkEnd, checksum, parse_layout
 from services.worker.layout import RankLayout
 from services.worker.parallel.rendezvous import Rendezvous
 from services.worker.process.exits import DomainEnd, ExitCode
+from services.worker.runner.cache_room import CacheRoom
 from shared.errors import GroupMismatchError, InternalError
 from shared.release import find_release
 from shared.step.step import StepResult
@@ -66,12 +67,12 @@ class Follower:
                     self._end.leave("a follower is leaving", partner=self.layout)
         return False
 
-    async def num_blocks(self, epoch: int) -> int:
-        """Its number of KV blocks for an epoch, once it holds the empty batch."""
+    async def room(self, epoch: int) -> CacheRoom:
+        """What it has room for in an epoch, once it holds the empty batch."""
         while (attached := await self._attached.get()).epoch < epoch:
             pass
         assert attached.epoch == epoch, "a member is ahead of its leader"
-        return int(attached.num_blocks)
+        return CacheRoom(attached.num_blocks, attached.num_checkpoint_slots)
 
     async def checksum(self, epoch: int, step_id: int) -> int:
         """Checksum of the tokens it drew in a step, once it has run it; skips earlier steps."""
@@ -157,11 +158,11 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
         elif ended is not LinkEnd.CLOSED:
             self._end.fail(ExitCode.LINK_LOST, f"the link to a follower is {ended.value}", partner=follower.layout)
 
-    def relay_attach(self, request: worker_pb2.AttachRequest) -> list[asyncio.Task[int]]:
-        """Begin an epoch on the members; the tasks return their numbers of KV blocks."""
+    def relay_attach(self, request: worker_pb2.AttachRequest) -> list[asyncio.Task[CacheRoom]]:
+        """Begin an epoch on the members; the tasks return what they have room for."""
         for member in self._members:
             member.link.send(worker_pb2.JoinResponse(attach=request))
-        return [asyncio.create_task(member.num_blocks(request.epoch)) for member in self._members]
+        return [asyncio.create_task(member.room(request.epoch)) for member in self._members]
 
     def relay_step(self, request: worker_pb2.StepRequest) -> None:
         """Send members the leader's next step."""

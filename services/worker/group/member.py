@@ -17,6 +17,7 @@ from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.device_steps import DeviceSteps
 from services.worker.process.exits import DomainEnd
 from services.worker.process.rpc_thread import Role
+from services.worker.runner.cache_room import CacheRoom
 from shared.errors import DrainingError
 from shared.network.rpc import Servicer
 from shared.step.codec import parse_step
@@ -71,14 +72,17 @@ class Member(Role, Relay):
     def _take(self, steps: DeviceSteps, message: worker_pb2.JoinResponse) -> None:
         if message.HasField("attach"):
             epoch = message.attach.epoch
-            steps.attach(message.attach).add_done_callback(lambda blocks: self._report_attached(epoch, blocks))
+            steps.attach(message.attach).add_done_callback(lambda room: self._report_attached(epoch, room))
         else:
             step = parse_step(worker_pb2.StepRequest.FromString(message.step))
             steps.submit(step).add_done_callback(self._report_done)
 
-    def _report_attached(self, epoch: int, blocks: asyncio.Future[int]) -> None:
-        if _has_result(blocks):
-            attached = worker_pb2.MemberAttached(epoch=epoch, num_blocks=blocks.result())
+    def _report_attached(self, epoch: int, future: asyncio.Future[CacheRoom]) -> None:
+        if _has_result(future):
+            room = future.result()
+            attached = worker_pb2.MemberAttached(
+                epoch=epoch, num_blocks=room.num_blocks, num_checkpoint_slots=room.num_checkpoints
+            )
             self._link.send(worker_pb2.JoinRequest(attached=attached))
 
     def _report_done(self, step: asyncio.Future[StepResult]) -> None:
@@ -88,6 +92,6 @@ class Member(Role, Relay):
             self._link.send(worker_pb2.JoinRequest(done=done))
 
 
-def _has_result(future: asyncio.Future[int] | asyncio.Future[StepResult]) -> bool:
+def _has_result(future: asyncio.Future[CacheRoom] | asyncio.Future[StepResult]) -> bool:
     # A failure ends the process.
     return not future.cancelled() and future.exception() is None

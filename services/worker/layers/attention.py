@@ -35,6 +35,8 @@ class Attention:
     """Of keys and of values, [1] float32 each, where the cache holds them in float8_e4m3fn; none otherwise."""
     query_scales: Tensor | None = None
     """[context_length], the model's dtype: what queries are multiplied by, by position; None means by nothing."""
+    gate: Linear | None = None
+    """[T, hidden] to [T, num_heads * D], whose sigmoid multiplies the attended values; None means that nothing does."""
 
     def __call__(self, x: Tensor, rope: RopeRows) -> Tensor:
         """[T, hidden] to a new [T, hidden]; writes the cache."""
@@ -51,4 +53,6 @@ class Attention:
         else:
             # A view costs microseconds, so a decode makes only the one that it needs.
             attended = ops.decode_attention(qkv.narrow(1, 0, num_heads), cache, context.plan, self.params)
+        if self.gate is not None:
+            attended = ops.mul_sigmoid(attended, self.gate(x))
         return self.output(attended)

@@ -21,7 +21,9 @@ from services.worker.models.mistral3 import load_mistral3
 from services.worker.models.mixtral import load_mixtral
 from services.worker.models.protocol import CausalLM
 from services.worker.models.qwen3 import load_qwen3
+from services.worker.models.qwen3_5 import load_qwen3_5, load_qwen3_5_moe
 from services.worker.models.qwen3_moe import load_qwen3_moe
+from services.worker.models.qwen3_next import load_qwen3_next
 from services.worker.models.qwen_vl import load_qwen2_5_vl, load_qwen3_vl, load_qwen3_vl_moe
 from shared.model_dir import architecture_of
 
@@ -54,8 +56,13 @@ _ARCHITECTURES: dict[str, ModelLoader] = {
     "Qwen2_5_VLForConditionalGeneration": load_qwen2_5_vl,
     "Qwen3ForCausalLM": load_qwen3,
     "Qwen3MoeForCausalLM": load_qwen3_moe,
+    "Qwen3NextForCausalLM": load_qwen3_next,
     "Qwen3VLForConditionalGeneration": load_qwen3_vl,
     "Qwen3VLMoeForConditionalGeneration": load_qwen3_vl_moe,
+    "Qwen3_5ForCausalLM": load_qwen3_5,
+    "Qwen3_5ForConditionalGeneration": load_qwen3_5,
+    "Qwen3_5MoeForCausalLM": load_qwen3_5_moe,
+    "Qwen3_5MoeForConditionalGeneration": load_qwen3_5_moe,
 }
 # Architectures with layers for multi-token prediction, and the loaders that load those too.
 _WITH_MTP: dict[str, ModelLoader] = {

@@ -13,6 +13,7 @@ from lockstep.internal.v1 import worker_pb2
 from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.exits import DomainEnd, ExitCode, end_process
 from services.worker.process.step_profiler import StepProfiler
+from services.worker.runner.cache_room import CacheRoom
 from shared.errors import DrainingError, InternalError, ServiceError
 from shared.step.columns import Int32Column
 from shared.step.step import Step, StepResult
@@ -49,8 +50,8 @@ class DeviceSteps:
         layout = runner.layout
         self._profiler = StepProfiler(profile_dir, f"worker-{layout.dp_rank}.{layout.tp_rank}")
 
-    def attach(self, request: worker_pb2.AttachRequest) -> asyncio.Future[int]:
-        """Begin an epoch after the submitted steps; the result is its number of KV blocks, possibly 0."""
+    def attach(self, request: worker_pb2.AttachRequest) -> asyncio.Future[CacheRoom]:
+        """Begin an epoch after the submitted steps; the result is its room, possibly without a KV block."""
         future = asyncio.wrap_future(self._device.submit(self._attach, request))
         future.add_done_callback(self._end_if_failed)
         return future
@@ -77,12 +78,13 @@ class DeviceSteps:
                 self._device.submit(self._profiler.abandon, recording)
             raise
 
-    def _attach(self, request: worker_pb2.AttachRequest) -> int:
-        return self.runner.attach(
+    def _attach(self, request: worker_pb2.AttachRequest) -> CacheRoom:
+        num_blocks = self.runner.attach(
             block_size=request.block_size,
             max_num_seqs=request.max_num_seqs,
             max_num_batched_tokens=_max_num_tokens(request, self.runner),
         )
+        return CacheRoom(num_blocks, self.runner.num_checkpoints)
 
     def _launch(self, step: Step) -> PendingStep:
         # On the main thread.
@@ -92,7 +94,7 @@ class DeviceSteps:
         self._profiler.count_launch()
         return pending
 
-    def _end_if_failed(self, future: asyncio.Future[int] | asyncio.Future[StepResult]) -> None:
+    def _end_if_failed(self, future: asyncio.Future[CacheRoom] | asyncio.Future[StepResult]) -> None:
         if future.cancelled() or (error := future.exception()) is None:
             return
         if isinstance(error, DrainingError):

@@ -13,6 +13,7 @@ from services.worker.batch.input_batch import InputBatch
 from services.worker.batch.step_input import StepInput
 from services.worker.forward.forward_context import DpMetadata
 from services.worker.forward.kv_cache import KvCache
+from services.worker.forward.state_cache import StateCache
 from services.worker.layout import RankLayout
 from services.worker.runner.graphs.step_graphs import StepGraphs
 from services.worker.runner.rank import Rank
@@ -46,8 +47,12 @@ class BatchRunner:
         *,
         graphs: StepGraphs | None,
         proposer: DraftProposer | None,
+        states: StateCache | None = None,
     ) -> None:
-        """Begin with an empty `batch`, which has a drafter exactly if there is a `proposer`."""
+        """Begin with an empty `batch`, which has a drafter exactly if there is a `proposer`.
+
+        `states` are those of a model with recurrent layers.
+        """
         self._rank = rank
         self._stream = rank.stream
         self._graphs = graphs
@@ -56,7 +61,7 @@ class BatchRunner:
         columns = DeviceBatch(rank.ops, batch.limits, rank.device, decode_draws=draws)
         self._has_drafts = proposer is not None
         host_end = None if proposer is None else HostEnd(rank, batch, columns, proposer)
-        self._work = StepWork(rank, kv_cache, columns, graphs, host_end)
+        self._work = StepWork(rank, kv_cache, columns, graphs, host_end, states=states)
         # The last step with edited rows, until their states have learned its tokens.
         self._unlearned: PendingStep | None = None
 

@@ -14,12 +14,14 @@ from services.worker.batch.drafts import Drafting
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.batch.input_batch import InputBatch
 from services.worker.forward.forward_context import AttentionMetadata, ForwardContext, forward_context
-from services.worker.forward.kv_cache import KvCache, KvCacheSpec, num_blocks_for
+from services.worker.forward.kv_cache import KvCache, KvCacheSpec
 from services.worker.forward.staging import to_device
+from services.worker.forward.state_cache import StateCache, spare_slots
 from services.worker.models.loader import LoadedModel
 from services.worker.ops import DecodeRows
 from services.worker.runner.batch_runner import BatchRunner
 from services.worker.runner.cache_memory import KvCacheSize
+from services.worker.runner.cache_room import CacheCosts, CacheRoom, divide_memory, room_of_blocks
 from services.worker.runner.graphs.graph_runner import GraphSettings
 from services.worker.runner.graphs.step_graphs import StepGraphs, capture_steps
 from services.worker.runner.matchers import GrammarMatchers
@@ -49,6 +51,10 @@ class Epochs:
         self._graph_settings = graphs
         self._matchers = GrammarMatchers(loaded.model_dir, loaded.facts.logits_width, loaded.facts.eos_token_ids)
         self.kv_cache: KvCache | None = None
+        self.states: StateCache | None = None
+        """None for a model without recurrent states."""
+        self._room = CacheRoom(0)
+        self._num_live = 0
         self.graphs: StepGraphs | None = None
 
     @property
@@ -60,6 +66,11 @@ class Epochs:
     def num_blocks(self) -> int:
         """The KV blocks of the present epoch, or of the last one; 0 before the first. From any thread."""
         return 0 if self.kv_cache is None else self.kv_cache.num_blocks
+
+    @property
+    def num_checkpoints(self) -> int:
+        """The saved states that the present epoch has room for, or the last one had. From any thread."""
+        return self._room.num_checkpoints
 
     def begin(self, *, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> BatchRunner | None:
         """Begin an epoch with an empty batch; None if the memory does not hold one block.
@@ -75,24 +86,30 @@ class Epochs:
             context_length=self._facts.context_length,
             logits_width=self._facts.logits_width,
         )
-        cache = self.kv_cache
-        if cache is None or cache.block_size != block_size:
-            # Free the old cache first: there may be no memory for two. Graphs name its addresses.
+        cache, has_states = self.kv_cache, bool(rank.model.state_spec.layers)
+        if cache is None or cache.block_size != block_size or (has_states and self._num_live != max_num_seqs):
+            # Free the old caches first: there may be no memory for two. Graphs name their addresses.
             self.graphs = None
-            self.kv_cache = cache = None
-            limits = replace(limits, num_blocks=self._count_blocks(limits))
+            self.kv_cache = self.states = cache = None
+            self._room, self._num_live = self._find_room(limits), max_num_seqs
+            limits = replace(limits, num_blocks=self._room.num_blocks)
             if not limits.num_blocks:
                 return None
             self.kv_cache = cache = KvCache(rank.model.kv_cache_spec, limits.num_blocks, block_size, rank.device)
+            if has_states:
+                num_slots = max_num_seqs + self._room.num_checkpoints
+                self.states = StateCache(rank.model.state_spec, num_slots, rank.device)
             # A CPU's kernels are compiled ahead, and so are torch's, of which ops that draw on the host are composed.
             # Of coupled ranks an epoch may reach only some; see `Replays`.
             if rank.device.type != "cpu" and not rank.ops.draws_on_host and not rank.layout.is_coupled:
-                _compile_prefills(rank, limits, cache)
+                _compile_prefills(rank, limits, cache, self.states)
+        if has_states:
+            limits = replace(limits, num_checkpoints=self._room.num_checkpoints)
         if self._graph_settings is not None and (self.graphs is None or not self.graphs.fits(limits, rank.layout)):
             # Free the old ones first.
             self.graphs = None
             settings, num_drafts = self._graph_settings, self.num_draft_tokens
-            self.graphs = capture_steps(rank, cache, limits, settings, num_draft_tokens=num_drafts)
+            self.graphs = capture_steps(rank, cache, limits, settings, num_draft_tokens=num_drafts, states=self.states)
             if self.graphs is None:
                 self._graph_settings = None
         drafter = None if self._drafting is None else self._drafting.begin(limits, cache)
@@ -100,33 +117,38 @@ class Epochs:
             limits, make_matcher=self._matchers.make, eos_token_ids=self._facts.eos_token_ids, drafter=drafter
         )
         proposer = None if self._drafting is None else self._drafting.proposer
-        return BatchRunner(rank, batch, cache, graphs=self.graphs, proposer=proposer)
+        return BatchRunner(rank, batch, cache, graphs=self.graphs, proposer=proposer, states=self.states)
 
-    def _count_blocks(self, limits: BatchLimits) -> int:
-        """The configured number of KV blocks, or how many fit into the memory, possibly 0."""
-        size = self._kv_cache_size
-        if size.num_blocks is not None:
-            return size.num_blocks
-        layers = self._rank.model.kv_cache_spec.layers
+    def _find_room(self, limits: BatchLimits) -> CacheRoom:
+        """The configured number of KV blocks, or what fits into the memory, possibly no block."""
+        size, model = self._kv_cache_size, self._rank.model
+        layers = model.kv_cache_spec.layers
         if self._drafting is not None:
             # The proposer's cache has the same blocks and comes out of the same memory.
             layers += self._drafting.proposer.kv_cache_spec.layers
+        block_size = limits.block_size
+        bytes_per_block = KvCacheSpec(layers).bytes_per_token * block_size
+        costs = CacheCosts(bytes_per_block, block_size, model.state_spec.bytes_per_slot)
+        if size.num_blocks is not None:
+            return room_of_blocks(size.num_blocks, costs)
         memory_bytes = size.memory_bytes
         if size.measure is not None:
             memory_bytes = size.measure(partial(_run_largest_prefill, self._rank, limits))
-        return num_blocks_for(memory_bytes, KvCacheSpec(layers), limits.block_size)
+        # One more state is that of padding.
+        return divide_memory(memory_bytes, costs, num_live=limits.max_num_seqs + 1)
 
 
 @torch.inference_mode()
 def _run_largest_prefill(rank: Rank, limits: BatchLimits) -> None:
     """Compute a prefill of as many tokens as a step may have, and the logits of as many rows; stores no KV."""
     cache = KvCache(rank.model.kv_cache_spec, 1, limits.block_size, rank.device)
-    hidden = _run_prefill(rank, limits.max_num_batched_tokens, limits.context_length, cache)
+    states = StateCache(rank.model.state_spec, 0, rank.device) if rank.model.state_spec.layers else None
+    hidden = _run_prefill(rank, limits.max_num_batched_tokens, limits.context_length, cache, states)
     rank.model.compute_logits(hidden[: limits.max_num_seqs])
 
 
 @torch.inference_mode()
-def _compile_prefills(rank: Rank, limits: BatchLimits, cache: KvCache) -> None:
+def _compile_prefills(rank: Rank, limits: BatchLimits, cache: KvCache, states: StateCache | None) -> None:
     """Compute prefills of many sizes, so that none waits for the compiler when there are requests; stores no KV.
 
     Kernels differ by powers of two up to some size, and by whether a context may be long.
@@ -136,17 +158,24 @@ def _compile_prefills(rank: Rank, limits: BatchLimits, cache: KvCache) -> None:
     sizes = {min(power + more, most) for power in powers for more in (0, 1)}
     for size in sorted(sizes | {most}):
         for longest in (size, limits.context_length):
-            _run_prefill(rank, size, limits.context_length, cache, longest=longest)
+            _run_prefill(rank, size, limits.context_length, cache, states, longest=longest)
     # The kernel that makes the inputs of decodes is in no graph.
     DeviceBatch(rank.ops, limits, rank.device).pad(DecodeRows.padding(1, 1, rank.device))
 
 
 def _run_prefill(
-    rank: Rank, num_tokens: int, context_length: int, cache: KvCache, *, longest: int | None = None
+    rank: Rank,
+    num_tokens: int,
+    context_length: int,
+    cache: KvCache,
+    states: StateCache | None,
+    *,
+    longest: int | None = None,
 ) -> Tensor:
     """Compute prompts of `num_tokens` together, as long as they may be, without storing their KV; hidden states.
 
     Args:
+        states: Only that of padding is written.
         longest: A bound for every context, as of a step with longer ones; None means what they are.
     """
     length = min(num_tokens, context_length)
@@ -164,8 +193,9 @@ def _run_prefill(
         context_lens_host=(longest,) * len(lengths),
         max_query_len=length,
         max_context_len=longest,
+        state_slots=None if states is None else spare_slots(states, len(lengths)),
     )
     positions = to_device(np.arange(num_tokens, dtype=np.int64) % length, rank.device)
-    context = ForwardContext.for_step(rank.ops, attention, cache, progress=rank.progress)
+    context = ForwardContext.for_step(rank.ops, attention, cache, progress=rank.progress, states=states)
     with forward_context(context):
         return rank.model.forward(torch.zeros_like(positions), positions)

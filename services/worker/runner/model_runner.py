@@ -90,6 +90,7 @@ class ModelRunner:
         self._epochs = Epochs(self._rank, loaded, kv_cache_size, drafting=drafting, graphs=execution.graphs)
         self._epoch: BatchRunner | None = None
         self.facts: ModelFacts = loaded.facts
+        self.state_bytes_per_slot: int = loaded.model.state_spec.bytes_per_slot
         self.ops_backend: str = ops.name
         self.is_exact: bool = ops.is_exact
         self.step_proposal = propose_steps(self.device.type)
@@ -109,6 +110,11 @@ class ModelRunner:
     def num_blocks(self) -> int:
         """The KV blocks of the present epoch, or of the last one; 0 before the first. From any thread."""
         return self._epochs.num_blocks
+
+    @property
+    def num_checkpoints(self) -> int:
+        """The saved states that the present epoch has room for, or the last one had. From any thread."""
+        return self._epochs.num_checkpoints
 
     @property
     def kv_cache_bytes(self) -> int:

@@ -22,6 +22,7 @@ from services.worker.group.link import to_layout_message
 from services.worker.layout import RankLayout
 from services.worker.process.device_steps import DeviceSteps
 from services.worker.process.exits import DomainEnd, ExitCode
+from services.worker.runner.cache_room import CacheRoom, fewest
 from services.worker.server.claim import NOTHING_ADMITTED, ClaimLedger
 from services.worker.server.step_stream import Epoch, StepStream, retrieve
 from shared.errors import InvalidRequestError, NotReadyError, StaleEpochError, Violation
@@ -108,7 +109,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         is_stuck = not await self._is_ready(epoch, steps.runner)
         if epoch is not self._epoch:
             raise self._stale("superseded by another Attach")
-        num_blocks = steps.runner.num_blocks if is_stuck else epoch.ready.result()
+        runner = steps.runner
+        room = CacheRoom(runner.num_blocks, runner.num_checkpoints) if is_stuck else epoch.ready.result()
         logger.info(
             "attached",
             extra={
@@ -119,7 +121,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 "wire_version": request.introduction.wire_version,
             },
         )
-        return self._describe(steps.runner, epoch, num_blocks=num_blocks, is_stuck=is_stuck)
+        return self._describe(runner, epoch, room=room, is_stuck=is_stuck)
 
     async def Execute(self, requests: AsyncIterator[worker_pb2.StepRequest], context: grpc.aio.ServicerContext) -> None:
         """See worker.proto."""
@@ -200,7 +202,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if self._epoch is not None:
             self._epoch.supersede()
         members = self._group.relay_attach(request)
-        ready = asyncio.ensure_future(_fewest([steps.attach(request), *members]))
+        ready = asyncio.ensure_future(_common_room([steps.attach(request), *members], request, steps.runner))
         self._epoch = Epoch(request.epoch, ready, last_admitted)
         return self._epoch
 
@@ -259,14 +261,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return self._ledger.stale(message, time.monotonic())
 
     def _describe(
-        self, runner: ModelRunner, epoch: Epoch, *, num_blocks: int, is_stuck: bool
+        self, runner: ModelRunner, epoch: Epoch, *, room: CacheRoom, is_stuck: bool
     ) -> worker_pb2.AttachResponse:
         return worker_pb2.AttachResponse(
             model_digest=runner.facts.model_digest,
             context_length=runner.facts.context_length,
             logits_width=runner.facts.logits_width,
             eos_token_ids=runner.facts.eos_token_ids,
-            num_blocks=num_blocks,
+            num_blocks=room.num_blocks,
+            num_checkpoint_slots=room.num_checkpoints,
+            state_bytes_per_slot=runner.state_bytes_per_slot,
             numerics_fingerprint=self._group.fingerprint(runner.numerics_fingerprint),
             ops_backend=runner.ops_backend,
             last_step_id=epoch.last_admitted.step_id,
@@ -285,16 +289,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         )
 
 
-async def _fewest(blocks: list[asyncio.Future[int]]) -> int:
-    """The fewest KV blocks of any process, which the group can use.
+async def _common_room(
+    rooms: list[asyncio.Future[CacheRoom]], request: worker_pb2.AttachRequest, runner: ModelRunner
+) -> CacheRoom:
+    """What every process of the group has room for.
 
     Raises:
-        InvalidRequestError: a process has none.
+        InvalidRequestError: a process has not one KV block.
     """
-    num_blocks = min(await asyncio.gather(*blocks))
-    if not num_blocks:
-        raise _no_room()
-    return num_blocks
+    room = fewest(await asyncio.gather(*rooms))
+    if not room.num_blocks:
+        raise _no_room(request.max_num_seqs, runner.state_bytes_per_slot)
+    return room
 
 
 def _check_sizes(request: worker_pb2.AttachRequest) -> None:
@@ -310,6 +316,9 @@ def _check_sizes(request: worker_pb2.AttachRequest) -> None:
         raise InvalidRequestError.from_violations(violations)
 
 
-def _no_room() -> InvalidRequestError:
-    text = "the KV cache memory is too small for one block"
-    return InvalidRequestError.from_violations([Violation("block_size", "OUT_OF_RANGE", text)])
+def _no_room(max_num_seqs: int, state_bytes: int) -> InvalidRequestError:
+    name, text = "block_size", "the KV cache memory is too small for one block"
+    if state_bytes:
+        name = "max_num_seqs"
+        text += f" beside the recurrent states of {max_num_seqs} sequences, which have {state_bytes} bytes each"
+    return InvalidRequestError.from_violations([Violation(name, "OUT_OF_RANGE", text)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from services.worker.runner.cache_room import CacheRoom
 from services.worker.server.claim import AdmittedStep
 from shared.step.step import StepResult
 
@@ -12,10 +13,10 @@ from shared.step.step import StepResult
 class Epoch:
     """One epoch, from its Attach until a later one supersedes it.
 
-    `ready` completes with the number of KV blocks when the group holds its empty batch.
+    `ready` completes with the room for KV and states when the group holds its empty batch.
     """
 
-    def __init__(self, number: int, ready: asyncio.Future[int], last_admitted: AdmittedStep) -> None:
+    def __init__(self, number: int, ready: asyncio.Future[CacheRoom], last_admitted: AdmittedStep) -> None:
         """`last_admitted`: the last step of earlier epochs."""
         self.number = number
         self.ready = ready

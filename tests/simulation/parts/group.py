@@ -13,6 +13,7 @@ from services.worker.layout import RankLayout
 from services.worker.parallel.rendezvous import Rendezvous
 from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.exits import DomainEnd, ExitCode
+from services.worker.runner.cache_room import CacheRoom
 from shared.step.step import StepResult
 from tests.simulation.faults import Fault, FaultMix
 from tests.simulation.network.clock import Clock
@@ -211,7 +212,7 @@ class SimulatedGroup:
         opening.result()
         self._is_complete = True
 
-    def _on_attached(self, epoch: int, blocks: asyncio.Future[list[int]]) -> None:
+    def _on_attached(self, epoch: int, blocks: asyncio.Future[list[CacheRoom]]) -> None:
         blocks.result()
         self._held_epoch = epoch
         self._on_held()

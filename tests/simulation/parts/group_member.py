@@ -65,6 +65,7 @@ class PlayedRunner:
     numerics_fingerprint = "bits"
     progress = 0
     layout = RankLayout()
+    num_checkpoints = 0
 
     def __init__(self, num_blocks: int) -> None:
         self.output: StepResult | None = None

@@ -39,7 +39,9 @@ _PRETRAINED: dict[str, tuple[str, object]] = {"pretraining_tp": ("for bit-equali
 _BY_ARCHITECTURE: dict[str, dict[str, tuple[str, object]]] = {
     "LlamaForCausalLM": _PRETRAINED,
     "Qwen3MoeForCausalLM": _BALANCED,
+    "Qwen3NextForCausalLM": _BALANCED,
     "Qwen3VLMoeForConditionalGeneration": _BALANCED,
+    "Qwen3_5MoeForConditionalGeneration": _BALANCED,
     "MixtralForCausalLM": {**_BALANCED, "router_jitter_noise": (_TRAINING, 0.5)},
     "DeepseekV2ForCausalLM": {**_LATENT, **_PRETRAINED},
     "DeepseekV3ForCausalLM": {**_ROUTED, **_PRETRAINED},

@@ -9,14 +9,14 @@ import transformers
 
 from shared.text_models import TEXT_MODELS
 
-_QWEN_3_TOWER = {
+_QWEN_3_5_TOWER = {
     "depth": 1,
     "hidden_size": 16,
     "intermediate_size": 16,
     "num_heads": 2,
     "num_position_embeddings": 16,
-    "deepstack_visual_indexes": [0],
 }
+_QWEN_3_TOWER = {**_QWEN_3_5_TOWER, "deepstack_visual_indexes": [0]}
 _TOWERS: dict[str, dict[str, Any]] = {
     "Gemma3ForConditionalGeneration": {
         "hidden_size": 16,
@@ -50,6 +50,8 @@ _TOWERS: dict[str, dict[str, Any]] = {
     },
     "Qwen3VLForConditionalGeneration": _QWEN_3_TOWER,
     "Qwen3VLMoeForConditionalGeneration": _QWEN_3_TOWER,
+    "Qwen3_5ForConditionalGeneration": _QWEN_3_5_TOWER,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN_3_5_TOWER,
 }
 # What Kimi's projection calls the width of its tower.
 _TOPS: dict[str, dict[str, Any]] = {

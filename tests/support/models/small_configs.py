@@ -366,6 +366,54 @@ _GEMMA3: dict[str, Config] = {
     "full-layers-only-large-eps": {**_LARGE_EPS, "layer_types": ["full_attention", "full_attention"]},
 }
 
+_QWEN3_NEXT: dict[str, Config] = {
+    "plain": {},
+    "wide-heads-dense-layers": {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 24,
+        "linear_value_head_dim": 8,
+        "mlp_only_layers": [0],
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+    },
+    "layer-types-tied-biases": {
+        "layer_types": ["full_attention", "linear_attention"],
+        "num_hidden_layers": 2,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_conv_kernel_dim": 3,
+    },
+    "half-rotary-large-eps": {
+        **_LARGE_EPS,
+        "norm_topk_prob": False,
+        "num_experts": 16,
+        "num_experts_per_tok": 5,
+        "decoder_sparse_step": 2,
+        "rope_parameters": {**_DEFAULT_ROPE, "partial_rotary_factor": 0.5},
+    },
+}
+_QWEN3_5: dict[str, Config] = {
+    "plain": {},
+    "wide-heads-tied": {
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 24,
+        "linear_value_head_dim": 8,
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+    },
+    "layer-types-large-eps": {
+        **_LARGE_EPS,
+        "layer_types": ["full_attention", "linear_attention"],
+        "num_hidden_layers": 2,
+        "attention_bias": True,
+        "num_key_value_heads": 4,
+    },
+}
+
 _EXPERTS: Config = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 _LATENT: Config = {
     "num_key_value_heads": 4,
@@ -393,6 +441,23 @@ _GEMMA3_BASE: Config = {
     "rope_parameters": _GEMMA3_ROPE,
 }
 
+_DELTA: Config = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {**_DEFAULT_ROPE, "partial_rotary_factor": 0.25},
+}
+_SHARED_EXPERT: Config = {
+    **_EXPERTS,
+    "num_experts": 8,
+    "shared_expert_intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "full_attention_interval": 2,
+}
+
 _BASES: dict[str, Config] = {
     "LlamaForCausalLM": {},
     "MistralForCausalLM": {},
@@ -406,6 +471,9 @@ _BASES: dict[str, Config] = {
     "Qwen2ForCausalLM": {},
     "Qwen3ForCausalLM": {},
     "Qwen3MoeForCausalLM": {**_EXPERTS, "num_experts": 8, "head_dim": 16},
+    "Qwen3NextForCausalLM": {**_DELTA, **_SHARED_EXPERT},
+    "Qwen3_5ForConditionalGeneration": _DELTA,
+    "Qwen3_5MoeForConditionalGeneration": {**_DELTA, **_SHARED_EXPERT},
     "MixtralForCausalLM": {"intermediate_size": 48, "num_local_experts": 8, "num_experts_per_tok": 2},
     "DeepseekV2ForCausalLM": {**_EXPERTS, **_LATENT, "q_lora_rank": None, "n_shared_experts": 2},
     "DeepseekV3ForCausalLM": {**_EXPERTS, **_LATENT, **_GROUPS},
@@ -444,6 +512,9 @@ _CHANGES: dict[str, dict[str, Config]] = {
     "Qwen2ForCausalLM": _QWEN2,
     "Qwen3ForCausalLM": _QWEN3,
     "Qwen3MoeForCausalLM": _QWEN3_MOE,
+    "Qwen3NextForCausalLM": _QWEN3_NEXT,
+    "Qwen3_5ForConditionalGeneration": _QWEN3_5,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_5,
     "MixtralForCausalLM": _MIXTRAL,
     "DeepseekV2ForCausalLM": _DEEPSEEK_V2,
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,

@@ -11,6 +11,7 @@ from torch import Tensor
 from services.worker.batch.drafts import Drafting
 from services.worker.forward.forward_context import ForwardContext, forward_context
 from services.worker.forward.kv_cache import KvCache
+from services.worker.forward.state_cache import StateCache
 from services.worker.models.loader import LoadedModel, load_model
 from services.worker.models.registry import CausalLM
 from services.worker.ops import load_ops
@@ -52,6 +53,7 @@ class WrappedModel:
     def __init__(self, model: CausalLM) -> None:
         self.dtype = model.dtype
         self.kv_cache_spec = model.kv_cache_spec
+        self.state_spec = model.state_spec
         self.context_length = model.context_length
         self.logits_width = model.logits_width
         self.mtp = model.mtp
@@ -70,8 +72,16 @@ class WrappedModel:
 @torch.inference_mode()
 def _next_token(loaded: LoadedModel, token_ids: list[int]) -> int:
     num_tokens = len(token_ids)
-    metadata = attention_metadata([[0]], [num_tokens], [num_tokens], block_size=num_tokens, is_prefill=True)
+    states = StateCache(loaded.model.state_spec, 1) if loaded.model.state_spec.layers else None
+    metadata = attention_metadata(
+        [[0]],
+        [num_tokens],
+        [num_tokens],
+        block_size=num_tokens,
+        is_prefill=True,
+        state_slots=None if states is None else torch.zeros(1, dtype=torch.int64),
+    )
     cache = KvCache(loaded.model.kv_cache_spec, num_blocks=1, block_size=num_tokens)
-    with forward_context(ForwardContext.for_step(load_ops("reference"), metadata, cache)):
+    with forward_context(ForwardContext.for_step(load_ops("reference"), metadata, cache, states=states)):
         hidden = loaded.model.forward(torch.tensor(token_ids), torch.arange(num_tokens))
         return int(loaded.model.compute_logits(hidden[-1:]).argmax())

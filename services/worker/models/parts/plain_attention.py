@@ -17,6 +17,7 @@ from services.worker.layers.shard import Part, Shard
 from services.worker.models.config import ConfigValues
 from services.worker.models.parts.decoder import DecoderConfig, DecoderLayer, DecoderModel, FeedForward
 from services.worker.ops import AttentionParams, HeadNorms
+from services.worker.ops.matrix_rows import join_rows, take_rows
 from shared.model_dir import ModelDirectoryError
 
 # What publishers call the scales of an FP8 cache, where {} is k or v. The last name is of both.
@@ -75,6 +76,8 @@ class AttentionConfig:
     """Multiplies the products of queries and keys; None means `head_dim ** -0.5`."""
     query_scales: Tensor | None = None
     """See `Attention`."""
+    has_gate: bool = False
+    """Whether `q_proj` gives each head's query, and then the gate of what it attends to."""
 
     def kv_layers(self, shard: Shard, context_length: int) -> list[LayerCache]:
         """What a token keeps in this rank's cache, by layer; logs what windows leave unread of a whole context."""
@@ -168,8 +171,12 @@ def load_attention(shard: Shard, config: DecoderConfig, layer: int, attention: A
     scale = head_dim**-0.5 if attention.scale is None else attention.scale
     params = AttentionParams(scale, attention.windows[layer], sinks)
     ops.check_attention(len(heads), len(kv_heads), head_dim, params)
-    names = [f"{prefix}.{name}_proj" for name in "qkv"]
-    qkv = Linear.load(shard, names, [query, kv, kv], inputs=hidden, has_bias=attention.has_qkv_bias)
+    gate = None
+    if attention.has_gate:
+        qkv, gate = _load_gated(shard, config, prefix, heads=heads, kv=kv, attention=attention)
+    else:
+        names = [f"{prefix}.{name}_proj" for name in "qkv"]
+        qkv = Linear.load(shard, names, [query, kv, kv], inputs=hidden, has_bias=attention.has_qkv_bias)
     output = Linear.load(shard, [f"{prefix}.o_proj"], [hidden], inputs=query, has_bias=attention.has_output_bias)
     norms = None
     if attention.has_head_norms:
@@ -186,7 +193,28 @@ def load_attention(shard: Shard, config: DecoderConfig, layer: int, attention: A
         norms=norms,
         kv_scales=_load_kv_scales(shard, prefix),
         query_scales=attention.query_scales,
+        gate=gate,
     )
+
+
+def _load_gated(
+    shard: Shard, config: DecoderConfig, prefix: str, *, heads: Part, kv: Part, attention: AttentionConfig
+) -> tuple[Linear, Linear]:
+    """The fused projections of query, key and value, and that of the gates, whose rows lie between the queries'."""
+    weights, dtype, head_dim = shard.weights, shard.weights.dtype, attention.heads.head_dim
+    both = heads.times(2 * head_dim)
+    of_query, of_gate = (
+        rows.flatten().to(weights.device) for rows in torch.arange(len(both)).view(-1, 2, head_dim).unbind(1)
+    )
+    mixed = weights.linear(f"{prefix}.q_proj", (both.total, config.hidden_size), rows=both.run)
+    key, value = (weights.linear(f"{prefix}.{letter}_proj", (kv.total, config.hidden_size), rows=kv.run) for letter in "kv")
+    fused, gate = join_rows([take_rows(mixed, of_query), key, value], dtype), take_rows(mixed, of_gate)
+    if not attention.has_qkv_bias:
+        return Linear(shard.ops, fused, dtype), Linear(shard.ops, gate, dtype)
+    bias = weights.read(f"{prefix}.q_proj.bias", (both.total,), rows=both.run)
+    others = [weights.read(f"{prefix}.{letter}_proj.bias", (kv.total,), rows=kv.run) for letter in "kv"]
+    fused_bias = torch.cat([bias[of_query], *others])
+    return Linear(shard.ops, fused, dtype, fused_bias), Linear(shard.ops, gate, dtype, bias[of_gate])
 
 
 def _load_kv_scales(shard: Shard, prefix: str) -> tuple[Tensor, ...]:

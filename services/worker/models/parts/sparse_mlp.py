@@ -88,11 +88,13 @@ def load_sparse_mlp(
     sparse: SparseConfig,
     names: ExpertNames = _EXPERT_NAMES,
     has_stacks: bool = False,
+    shared: FeedForward | None = None,
 ) -> SparseMlp:
     """Load `{prefix}.gate`, the projections of `.experts.0` and so on, and `.shared_experts`.
 
     Args:
         has_stacks: Whether the experts may be stored as two stacks; see `_stack_reader`.
+        shared: A shared expert that is not `.shared_experts`; `sparse` then has none.
     """
     ops, weights = shard.ops, shard.weights
     rule, dtype = sparse.rule, sparse.router_dtype or weights.dtype
@@ -109,7 +111,7 @@ def load_sparse_mlp(
     )
     experts = load_routed_experts(shard, sparse, read)
     if not sparse.shared_size:
-        return SparseMlp(router, experts)
+        return SparseMlp(router, experts, shared)
     shared_prefix, has_bias = f"{prefix}.shared_experts", sparse.has_shared_bias
     shared = load_mlp(shard, config, shared_prefix, inner_size=sparse.shared_size, has_bias=has_bias)
     return SparseMlp(router, experts, shared)

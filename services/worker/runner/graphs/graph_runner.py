@@ -14,6 +14,7 @@ from torch import Tensor
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.forward.capture import Capture
 from services.worker.forward.forward_context import AttentionMetadata, DpMetadata, ForwardContext, forward_context
+from services.worker.forward.state_cache import StateCache, spare_slots
 from services.worker.layout import RankLayout
 from services.worker.ops import DecodeRows, DrawRows
 
@@ -36,6 +37,8 @@ class StepFunctions:
     """Maps hidden states [n, hidden] and how their rows are drawn to tokens, as `DeviceSampler.draw`."""
     make_context: Callable[[AttentionMetadata, DpMetadata], ForwardContext]
     """Makes the context of a forward pass with this metadata."""
+    states: StateCache | None = None
+    """Those of a model with recurrent layers."""
 
 
 class Replays:
@@ -91,6 +94,7 @@ class DecodeGraphs:
         slot_mapping        slots                          -1: nothing is stored
         context_lens        lengths                        1
         block_tables        blocks                         0: reads whatever block 0 holds
+        state slots         slots                          the spare one
 
     A padded row's results are garbage, and reach no other row. A second graph per batch size draws the tokens; those of
     a step with options are drawn eagerly instead.
@@ -124,6 +128,9 @@ class DecodeGraphs:
         size = self.sizes[-1]
         self._rows = DecodeRows.padding(size, -(-limits.context_length // limits.block_size), device)
         self._cu_seqlens_q = torch.arange(size + 1, dtype=torch.int32, device=device)
+        states = functions.states
+        self._state_slots = None if states is None else spare_slots(states, size)
+        self._spare_slots = None if states is None else spare_slots(states, size)
         self.draw_rows = DrawRows.greedy(max(size, limits.max_num_seqs), device)
         """How the rows of a decode are drawn, but for their positions; the first of them are to be written."""
         self._forwards = Replays(self._capture, self.sizes, self._forward, is_coupled=layout.is_coupled)
@@ -141,6 +148,12 @@ class DecodeGraphs:
     def rows(self, size: int) -> DecodeRows:
         """The inputs of the graph of this size, padding included, to be written before `replay`."""
         return self._rows.first(size)
+
+    def use_slots(self, slots: Tensor) -> None:
+        """Let the first rows have the states of `slots` [num_rows] int64, and the others that of padding."""
+        if self._state_slots is not None and self._spare_slots is not None:
+            self._state_slots.copy_(self._spare_slots)
+            self._state_slots[: len(slots)].copy_(slots)
 
     def replay(self, size: int) -> Tensor:
         """Compute a decode from `rows`: hidden states [size, hidden], which the next call may overwrite."""
@@ -173,7 +186,9 @@ class DecodeGraphs:
     def _metadata(self, size: int) -> AttentionMetadata:
         rows, longest = self._rows.first(size), self._limits.context_length if self._capture.is_recorded else None
         starts = self._cu_seqlens_q[: size + 1]
-        return decode_metadata(rows.slot_mapping, rows.block_tables, rows.context_lens, starts, longest=longest)
+        slots = None if self._state_slots is None else self._state_slots[:size]
+        metadata = decode_metadata(rows.slot_mapping, rows.block_tables, rows.context_lens, starts, longest=longest)
+        return replace(metadata, state_slots=slots)
 
 
 def decode_metadata(

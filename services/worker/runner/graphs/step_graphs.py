@@ -9,6 +9,7 @@ from services.worker.batch.enter_checks import BatchLimits
 from services.worker.forward.capture import NotRepeatableError
 from services.worker.forward.forward_context import AttentionMetadata, DpMetadata, ForwardContext
 from services.worker.forward.kv_cache import KvCache
+from services.worker.forward.state_cache import StateCache
 from services.worker.layout import RankLayout
 from services.worker.runner.graphs.draft_graphs import DraftGraphs
 from services.worker.runner.graphs.graph_runner import DecodeGraphs, GraphSettings, StepFunctions
@@ -37,7 +38,13 @@ class StepGraphs:
 
 
 def capture_steps(
-    rank: Rank, kv_cache: KvCache, limits: BatchLimits, settings: GraphSettings, *, num_draft_tokens: int
+    rank: Rank,
+    kv_cache: KvCache,
+    limits: BatchLimits,
+    settings: GraphSettings,
+    *,
+    num_draft_tokens: int,
+    states: StateCache | None = None,
 ) -> StepGraphs | None:
     """Capture what decodes within `limits` need; None if the model's cannot be captured."""
     if not (rank.layout.is_alone or settings.capture.holds_collectives):
@@ -47,12 +54,13 @@ def capture_steps(
     model, sampler = rank.model, DeviceSampler(rank.ops, rank.device)
 
     def make_context(attention: AttentionMetadata, dp: DpMetadata) -> ForwardContext:
-        return ForwardContext.for_step(rank.ops, attention, kv_cache, dp=dp, progress=rank.progress)
+        return ForwardContext.for_step(rank.ops, attention, kv_cache, dp=dp, progress=rank.progress, states=states)
 
     functions = StepFunctions(
         forward=model.forward,
         draw=lambda hidden, rows: sampler.draw(model.compute_logits(hidden), rows),
         make_context=make_context,
+        states=states,
     )
     try:
         # The largest first: the others then find its memory.

@@ -65,6 +65,7 @@ class PendingStep:
             arrays = iter(self._read())
             sampled = self._sampled(arrays) if results.sampled is None else results.sampled
             prompts = [(each.slot, make_logprobs(_take(arrays, 3), each.indexes)) for each in results.prompts]
+            not_finite = _NO_TOKENS if results.not_finite_saves is None else next(arrays).nonzero()[0].astype(np.int32)
             result = StepResult(
                 epoch=step.epoch,
                 step_id=step.step_id,
@@ -76,6 +77,7 @@ class PendingStep:
                 num_draft_tokens=len(step_input.draft_token_ids),
                 logprobs=sampled.logprobs,
                 prompt_logprobs=tuple(prompts),
+                not_finite_saves=not_finite,
             )
         self.rank.progress.advance_step()
         self.rank.totals.add(step, num_tokens=step_input.num_tokens, device_time_us=self._device_time_us)

@@ -47,13 +47,15 @@ class JobResults:
     scores: ScoreTensors | None = None
     """For rows that want log-probabilities."""
     prompts: tuple[PromptScores, ...] = ()
+    not_finite_saves: Tensor | None = None
+    """[num_saves] int32, 1 for a saved state that is not finite; None without saves."""
     sampled: SampledTokens | None = None
     """What the host drew, if tokens are drafted."""
 
     def tensors(self) -> list[Tensor]:
         """All of them, in the order in which `PendingStep` reads them."""
         prompts = (tensor for prompt in self.prompts for tensor in prompt.scores)
-        optional = (self.drawn, *(self.scores or ()), *prompts)
+        optional = (self.drawn, *(self.scores or ()), *prompts, self.not_finite_saves)
         return [tensor for tensor in optional if tensor is not None]
 
 

@@ -19,6 +19,7 @@ from services.worker.forward.forward_context import (
 )
 from services.worker.forward.kv_cache import KvCache
 from services.worker.forward.staging import HostArrays
+from services.worker.forward.state_cache import StateCache, spare_slots
 from services.worker.ops import DecodeRows
 from services.worker.runner.graphs.step_graphs import StepGraphs
 from services.worker.runner.prompt_logprobs import PromptScorer
@@ -34,15 +35,23 @@ class StepWork:
     """Computes the steps of one epoch, in the order of their launches."""
 
     def __init__(
-        self, rank: Rank, kv_cache: KvCache, columns: DeviceBatch, graphs: StepGraphs | None, host_end: HostEnd | None
+        self,
+        rank: Rank,
+        kv_cache: KvCache,
+        columns: DeviceBatch,
+        graphs: StepGraphs | None,
+        host_end: HostEnd | None,
+        *,
+        states: StateCache | None = None,
     ) -> None:
-        """Steps end on the host exactly if there is a `host_end`."""
+        """Steps end on the host exactly if there is a `host_end`; models with recurrent layers have `states`."""
         self._device = rank.device
         self._ops = rank.ops
         self._model = rank.model
         # Layers that were only launched are no progress.
         self._layer_progress = Progress() if rank.stream.is_async else rank.progress
         self._kv_cache = kv_cache
+        self._states = states
         self._columns = columns
         self._decodes = None if graphs is None else graphs.decodes
         self._drafts = None if graphs is None else graphs.drafts
@@ -77,6 +86,8 @@ class StepWork:
             "context_lens": step_input.context_lens,
             "cu_seqlens_q": step_input.cu_seqlens_q,
         }
+        if self._states is not None and len(step_input.slots):
+            arrays["state_slots"] = step_input.slots.astype(np.int64)
         if step_input.num_decodes and self._host_end is None:
             # Without drafts these are the first tokens.
             arrays["unknown_slots"] = step_input.slots[: step_input.num_decodes].astype(np.int64)
@@ -87,11 +98,15 @@ class StepWork:
         """All of a step's work, except for the second draw of edited rows; see `Stream.enqueue`."""
         arrays = job.staging.upload()
         self._columns.apply(arrays, job.step_input.table_width)
+        if self._states is not None:
+            self._states.begin_sequences(arrays)
         if job.step_input.is_plain_decode:
             hidden, positions = self._decode(job)
         else:
             hidden, positions = self._compute_tokens(job, arrays), arrays["row_positions"]
             self._score(job, hidden)
+        if self._states is not None and "saved_from" in arrays:
+            job.results.not_finite_saves = self._states.save(arrays["saved_from"], arrays["saved_to"])
         if self._host_end is not None:
             self._end_on_host(job, hidden, arrays)
         elif len(job.step_input.row_slots):
@@ -117,6 +132,7 @@ class StepWork:
         if self._decodes is not None and job.decode_graph is not None:
             rows = self._decodes.rows(job.decode_graph)
             self._columns.advance(rows, step_input.num_blocks)
+            self._decodes.use_slots(self._columns.decode_slots)
             return self._decodes.replay(job.decode_graph)[:num_rows], rows.draw_positions[:num_rows]
         rows = DecodeRows.empty(num_rows, step_input.num_blocks, self._device)
         self._columns.advance(rows, step_input.num_blocks)
@@ -126,6 +142,7 @@ class StepWork:
             block_tables=rows.block_tables,
             context_lens=rows.context_lens,
             cu_seqlens_q=self._query_starts[: num_rows + 1],
+            state_slots=None if self._states is None else self._columns.decode_slots,
             **_host_lengths(step_input),
         )
         return self._forward(rows.token_ids, rows.positions, attention, job.dp), rows.draw_positions
@@ -137,6 +154,7 @@ class StepWork:
         if self._decodes is not None and job.decode_graph is not None:
             # A dummy, which is a row of padding.
             self._columns.pad(self._decodes.rows(job.decode_graph))
+            self._decodes.use_slots(self._columns.decode_slots[:0])
             return self._decodes.replay(job.decode_graph)
         if not job.step_input.num_tokens:
             # Every sequence to decode already has all its tokens.
@@ -151,12 +169,19 @@ class StepWork:
             block_tables=arrays["block_tables"],
             context_lens=arrays["context_lens"],
             cu_seqlens_q=arrays["cu_seqlens_q"],
+            state_slots=self._state_slots(arrays),
             **_host_lengths(job.step_input),
         )
         return self._forward(token_ids, arrays["positions"], attention, job.dp)
 
+    def _state_slots(self, arrays: dict[str, Tensor]) -> Tensor | None:
+        """Those of the step's sequences, or of a dummy."""
+        return None if self._states is None else arrays.get("state_slots", spare_slots(self._states, 1))
+
     def _forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionMetadata, dp: DpMetadata) -> Tensor:
-        context = ForwardContext.for_step(self._ops, attention, self._kv_cache, dp=dp, progress=self._layer_progress)
+        context = ForwardContext.for_step(
+            self._ops, attention, self._kv_cache, dp=dp, progress=self._layer_progress, states=self._states
+        )
         with forward_context(context):
             return self._model.forward(token_ids, positions)
 

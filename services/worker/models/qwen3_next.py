@@ -1,0 +1,110 @@
+"""Qwen3-Next: gated delta rules (arXiv:2412.06464) in three of four layers, gated attention, and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from services.worker.layers.linear import Linear
+from services.worker.layers.shard import Shard
+from services.worker.models.config import ConfigValues
+from services.worker.models.gemma3 import read_offset_norm
+from services.worker.models.parts.decoder import DecoderConfig, DecoderModel, FeedForward, load_mlp
+from services.worker.models.parts.plain_attention import AttentionConfig, AttentionHeads
+from services.worker.models.parts.recurrent import ReadProjections, load_hybrid_model, read_mixed
+from services.worker.models.parts.sparse_mlp import SparseConfig, load_sparse_mlp
+from services.worker.models.qwen3_moe import moe_dense_layers
+from services.worker.ops import RouterScore, RoutingRule
+
+# The defaults of transformers' configuration.
+_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts_per_tok": 10,
+    "num_experts": 512,
+}
+_PARTIAL_FACTOR = 0.25
+# Layers for multi-token prediction, which are not served.
+_MTP = "mtp."
+
+
+def load_qwen3_next(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
+    """Load a rank's part of the model; raises as `ModelLoader` says."""
+    values = ConfigValues(config, _DEFAULTS)
+    common = read_common(values)
+    has_experts = values.count("num_experts") > 0
+    dense_layers = moe_dense_layers(values, common.num_layers) if has_experts else range(common.num_layers)
+    renormalizes = values.flag("norm_topk_prob", default=True)
+
+    def load_feed_forward(layer: int) -> FeedForward:
+        prefix = f"model.layers.{layer}.mlp"
+        if layer in dense_layers:
+            return load_mlp(shard, common, prefix, inner_size=values.size("intermediate_size"))
+        return load_gated_sparse_mlp(shard, values, common, prefix, renormalizes=renormalizes)
+
+    return load_gated_model(shard, values, common, read=read_mixed, load_feed_forward=load_feed_forward)
+
+
+def read_common(values: ConfigValues) -> DecoderConfig:
+    """The common values, with norms that are stored without their 1."""
+    common = DecoderConfig.from_json(values, default_partial_factor=_PARTIAL_FACTOR)
+    return replace(common, read_norm=read_offset_norm)
+
+
+def load_gated_model(
+    shard: Shard, values: ConfigValues, config: DecoderConfig, *, read: ReadProjections, load_feed_forward: Any
+) -> DecoderModel:
+    """Load a model whose attention is gated; see `load_hybrid_model`."""
+    shard.weights.ignore(prefixes=[_MTP])
+    has_bias = values.flag("attention_bias", default=False)
+    attention = AttentionConfig(
+        AttentionHeads.from_json(values),
+        [None] * config.num_layers,
+        has_qkv_bias=has_bias,
+        has_output_bias=has_bias,
+        has_head_norms=True,
+        has_gate=True,
+    )
+    return load_hybrid_model(
+        shard, values, config, attention=attention, read=read, load_feed_forward=load_feed_forward
+    )
+
+
+def load_gated_sparse_mlp(
+    shard: Shard,
+    values: ConfigValues,
+    config: DecoderConfig,
+    prefix: str,
+    *,
+    renormalizes: bool = True,
+    has_stacks: bool = False,
+) -> FeedForward:
+    """Load experts, and `{prefix}.shared_expert`, whose result the sigmoid of `.shared_expert_gate` multiplies."""
+    rule = RoutingRule(values.size("num_experts_per_tok"), RouterScore.SOFTMAX, renormalizes=renormalizes)
+    sparse = SparseConfig(values.size("num_experts"), values.size("moe_intermediate_size"), rule)
+    inner_size = values.size("shared_expert_intermediate_size")
+    shared = load_mlp(shard, config, f"{prefix}.shared_expert", inner_size=inner_size)
+    weight = shard.weights.dense(f"{prefix}.shared_expert_gate", (1, config.hidden_size))
+    gate, ops = Linear(shard.ops, weight, shard.weights.dtype), shard.ops
+
+    def share(x: Tensor) -> Tensor:
+        return ops.mul_sigmoid(shared(x), gate(x))
+
+    return load_sparse_mlp(shard, config, prefix, sparse=sparse, has_stacks=has_stacks, shared=share)

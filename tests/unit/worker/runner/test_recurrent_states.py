@@ -1,0 +1,173 @@
+"""A runner's recurrent states: cleared, continued, saved, restored, and kept from other sequences."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+
+from services.worker.config import WorkerSettings
+from services.worker.models.loader import LoadedModel
+from services.worker.ops import load_ops
+from services.worker.runner.cache_memory import KvCacheSize
+from services.worker.runner.model_runner import ModelRunner
+from services.worker.spec_decode.drafting import make_drafting
+from shared.errors import StepMismatchError
+from shared.model_dir import ModelDirectoryError
+from shared.step.step import Step
+from tests.support.models.parity import make_prompts
+from tests.support.models.small_models import build_small_model, write_small_model
+from tests.support.worker.worker_driver import Request, WorkerDriver
+from tests.support.worker.worker_runner import generate_alone, load_exact, make_runner
+from tests.support.worker.worker_steps import column, decode_step, make_chunk, make_enter, mixed_step, prefill_step
+
+PROMPTS = make_prompts((24, 3, 17))
+NUM_TOKENS = 6
+BLOCK_SIZE = 4
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    model = build_small_model("Qwen3NextForCausalLM", "layer-types-tied-biases")
+    return load_exact(write_small_model(model, tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def expected(loaded: LoadedModel) -> list[list[int]]:
+    """What each prompt continues with."""
+    return [generate_alone(loaded, prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+
+@pytest.fixture
+def runner(loaded: LoadedModel) -> ModelRunner:
+    runner = make_runner(loaded)
+    runner.attach(block_size=BLOCK_SIZE, max_num_seqs=8, max_num_batched_tokens=256)
+    return runner
+
+
+def with_pairs(
+    step: Step, *, saves: list[tuple[int, int]] | None = None, restores: list[tuple[int, int]] | None = None
+) -> Step:
+    return replace(
+        step,
+        state_saves=column([each for pair in saves or () for each in pair]).reshape(-1, 2),
+        state_restores=column([each for pair in restores or () for each in pair]).reshape(-1, 2),
+    )
+
+
+def tokens_of(runner: ModelRunner, *steps: Step) -> list[list[int]]:
+    return [runner.run_step(step).token_ids.tolist() for step in steps]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_chunks_batches_and_skipped_rows_change_no_token(
+    loaded: LoadedModel, expected: list[list[int]], seed: int
+) -> None:
+    driver = WorkerDriver(make_runner(loaded), seed=seed, max_chunk=(3, 9, 32)[seed])
+    # Slots are used again by later sequences.
+    answers = driver.generate([Request(prompt, NUM_TOKENS) for prompt in PROMPTS * 3])
+    assert [answer.tokens for answer in answers] == expected * 3
+
+
+def test_a_preempted_sequence_begins_anew_in_its_old_slot(runner: ModelRunner, expected: list[list[int]]) -> None:
+    before = tokens_of(runner, prefill_step(make_enter(3, PROMPTS[0], range(8))), decode_step())
+    again = make_enter(3, [*PROMPTS[0], *before[0], *before[1]], range(8, 16))
+    after = tokens_of(runner, prefill_step(again, leave=[3]), decode_step())
+    assert [token for [token] in before + after] == expected[0][:4]
+
+
+def test_a_saved_state_continues_a_prefix(runner: ModelRunner, expected: list[list[int]]) -> None:
+    prompt, cached = PROMPTS[0], 8
+    first = make_enter(0, prompt[:cached], range(8), num_later_tokens=len(prompt) - cached)
+    assert tokens_of(runner, with_pairs(prefill_step(first), saves=[(0, 5)])) == [[]]
+    # The slot goes on, which changes nothing in what was saved.
+    rest = tokens_of(runner, prefill_step(chunks=[make_chunk(0, prompt[cached:])]), decode_step())
+    second = make_enter(2, prompt[cached:], [0, 1, *range(20, 28)], num_cached_tokens=cached)
+    third = make_enter(4, prompt[cached:], [0, 1, *range(30, 38)], num_cached_tokens=cached)
+    restored = with_pairs(prefill_step(second, third), restores=[(2, 5), (4, 5)])
+    assert tokens_of(runner, restored, decode_step(rows=[2, 4])) == [[token] * 2 for [token] in rest]
+    assert [token for [token] in rest] == expected[0][:2]
+
+
+def test_a_decode_saves_the_state_after_its_token(runner: ModelRunner, expected: list[list[int]]) -> None:
+    prompt = PROMPTS[2]
+    tokens_of(runner, prefill_step(make_enter(1, prompt, range(8))))
+    # The token that the decode computes is the first one drawn: 18 in all, of which blocks hold 16.
+    for number in range(3):
+        tokens_of(runner, with_pairs(decode_step(), saves=[(1, number)]))
+    known = [*prompt, *expected[2][:3]]
+    again = make_enter(6, [expected[2][3]], [*range(5), 9], num_cached_tokens=len(known))
+    restored = with_pairs(prefill_step(again), restores=[(6, 2)])
+    assert tokens_of(runner, restored) == [[expected[2][4]]]
+
+
+def test_nothing_that_a_slot_held_reaches_the_next_sequence(runner: ModelRunner, expected: list[list[int]]) -> None:
+    states = runner._epochs.states
+    assert states is not None
+    for layer in states.layers:
+        for tensor in layer:
+            tensor.fill_(torch.nan)
+    rows = [make_enter(slot, prompt, range(8 * slot, 8 * slot + 8)) for slot, prompt in enumerate(PROMPTS)]
+    steps = tokens_of(runner, prefill_step(*rows), *[decode_step()] * (NUM_TOKENS - 1))
+    assert [list(row) for row in zip(*steps, strict=True)] == expected
+
+
+def test_a_state_that_is_not_finite_ends_its_row_alone_and_is_reported_when_saved(
+    runner: ModelRunner, expected: list[list[int]]
+) -> None:
+    rows = [make_enter(slot, prompt, range(8 * slot, 8 * slot + 8)) for slot, prompt in enumerate(PROMPTS)]
+    tokens_of(runner, prefill_step(*rows))
+    states = runner._epochs.states
+    assert states is not None
+    recurrent = next(layer for layer in states.layers if layer)
+    recurrent[1][1, 0, 0, 0] = torch.inf
+    result = runner.run_step(with_pairs(decode_step(), saves=[(0, 3), (1, 4), (2, 5)]))
+    assert result.not_finite_rows.tolist() == [1]
+    assert result.not_finite_saves.tolist() == [1]
+    assert [result.token_ids[row] for row in (0, 2)] == [expected[row][1] for row in (0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (prefill_step(make_enter(1, [5, 6], [0, 1], num_cached_tokens=4)), "state_restores are not those"),
+        (with_pairs(prefill_step(make_enter(1, [5, 6], [0, 1])), restores=[(1, 0)]), "state_restores are not those"),
+        (with_pairs(prefill_step(make_enter(1, [5, 6], [0, 1])), saves=[(2, 0)]), "a sequence without tokens"),
+        (with_pairs(prefill_step(make_enter(1, [5, 6], [0, 1])), saves=[(1, 16)]), "a checkpoint is out of range"),
+        (with_pairs(prefill_step(make_enter(1, [5, 6], [0, 1])), saves=[(1, -1)]), "a checkpoint is out of range"),
+        (with_pairs(prefill_step(make_enter(1, [5], [0])), saves=[(1, 3), (1, 3)]), "two states are saved in one"),
+    ],
+)
+def test_a_step_whose_states_do_not_fit_is_refused(runner: ModelRunner, step: Step, message: str) -> None:
+    with pytest.raises(StepMismatchError, match=message):
+        runner.run_step(step)
+
+
+def test_states_take_their_memory_before_keys_and_values(loaded: LoadedModel) -> None:
+    spec, kv = loaded.model.state_spec, loaded.model.kv_cache_spec
+    live_bytes = 9 * spec.bytes_per_slot
+    block_bytes = BLOCK_SIZE * kv.bytes_per_token
+    for memory_bytes, num_blocks in ((live_bytes + 3 * block_bytes, 3), (live_bytes + block_bytes - 1, 0)):
+        runner = ModelRunner(loaded, load_ops("reference"), KvCacheSize(memory_bytes))
+        attached = runner.attach(block_size=BLOCK_SIZE, max_num_seqs=8, max_num_batched_tokens=64)
+        assert (attached, runner.num_checkpoints) == (num_blocks, 0)
+    # A scheduler with fewer sequences finds room.
+    assert runner.attach(block_size=BLOCK_SIZE, max_num_seqs=4, max_num_batched_tokens=64) > 0
+    assert len(tokens_of(runner, prefill_step(make_enter(3, [7, 8], [0])))[0]) == 1
+
+
+@pytest.mark.parametrize("proposer", ["ngram", "mtp"])
+def test_drafts_are_refused_by_name(loaded: LoadedModel, proposer: Literal["ngram", "mtp"]) -> None:
+    settings = WorkerSettings(model_dir=Path(loaded.model_dir), draft_proposer=proposer)
+    with pytest.raises(ModelDirectoryError, match=f"--draft-proposer {proposer} is not supported with recurrent"):
+        make_drafting(settings, loaded, load_ops("reference"), lambda: None)
+
+
+def test_prompts_beside_decodes_leave_their_states_alone(runner: ModelRunner, expected: list[list[int]]) -> None:
+    tokens_of(runner, prefill_step(make_enter(7, PROMPTS[0], range(8))))
+    first = make_enter(2, PROMPTS[2][:5], range(8, 16), num_later_tokens=12)
+    steps = [mixed_step(first), mixed_step(chunks=[make_chunk(2, PROMPTS[2][5:])])]
+    assert tokens_of(runner, *steps) == [[expected[0][1]], [expected[0][2], expected[2][0]]]
