@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +13,8 @@ from services.scheduler.core.cache.cached_prefix import BlockIds, CachedPrefix, 
 from services.scheduler.core.cache.free_blocks import FreeBlocks
 from services.scheduler.core.cache.kv_feed import KvFeed
 from services.scheduler.core.cache.prefix_cache import PrefixCache
+from services.scheduler.core.cache.state_checkpoints import CheckpointCounts, StateCheckpoints
+from shared.step.columns import StatePairs
 
 # A few cached blocks more or less do not matter in a large pool, and evicting many at once costs no more than one.
 _EVICTION_BATCH = 512
@@ -38,15 +40,28 @@ class BlockManager:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, kv_feed: KvFeed | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        kv_feed: KvFeed | None = None,
+        num_checkpoints: int | None = None,
     ) -> None:
-        """Make a pool of blank blocks; `kv_feed` is told of the contents that can be found."""
+        """Make a pool of blank blocks.
+
+        Args:
+            enable_prefix_caching: Whether contents can be found.
+            kv_feed: It is told of those that can be.
+            num_checkpoints: How many recurrent states the worker can save; None for models without any.
+        """
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._caches_prefixes = enable_prefix_caching
         self._prefixes = PrefixCache(num_blocks, block_size, kv_feed)
         self._ref_counts = np.zeros(num_blocks, np.int32)
         self._free = FreeBlocks(num_blocks)
+        self._states = None if num_checkpoints is None else StateCheckpoints(num_blocks, num_checkpoints)
 
     @property
     def num_free_blocks(self) -> int:
@@ -63,6 +78,11 @@ class BlockManager:
         """Blocks by use."""
         return BlockCounts(self.num_blocks, self.num_free_blocks, self.num_cached_blocks)
 
+    @property
+    def checkpoint_counts(self) -> CheckpointCounts:
+        """Saved recurrent states by use."""
+        return CheckpointCounts(0, 0) if self._states is None else self._states.counts
+
     def set_kv_feed(self, kv_feed: KvFeed | None) -> None:
         """Tell a feed of all changes from now on; None ends that."""
         self._prefixes.set_feed(kv_feed)
@@ -74,12 +94,16 @@ class BlockManager:
     def find_prefix(self, seq: Sequence) -> CachedPrefix:
         """The longest cached prefix of a waiting sequence that leaves a token to compute, for its logits.
 
+        With recurrent states, it ends where one is saved.
+
         Valid until blocks are taken, hidden or flushed. Looking again is free while nothing has changed.
         """
         prefix = seq.cached_prefix
         if prefix is None or prefix.version is not self._prefixes.version:
             max_blocks = (seq.num_stored_tokens - 1) // self.block_size if self._caches_prefixes else 0
             prefix = self._prefixes.find(seq.cache_salt, seq.token_bytes, max_blocks=max_blocks)
+            if self._states is not None and prefix.num_tokens:
+                prefix = self._up_to_state(seq, prefix, self._states)
             seq.cached_prefix = prefix
         return prefix
 
@@ -136,6 +160,8 @@ class BlockManager:
             return
         table = _as_array(seq.block_table)
         outdated = self._prefixes.publish(seq.prefix_cursor, table, tokens=seq.token_bytes, num_blocks=num_blocks)
+        if self._states is not None:
+            self._states.move(outdated, table[self._prefixes.depths(outdated)])
         outdated = outdated[self._ref_counts[outdated] == 0]
         if outdated.size:
             self._free.revive(outdated)
@@ -158,15 +184,57 @@ class BlockManager:
         Includes shared blocks: what computed them may have ended before the problem was noticed.
         """
         blocks = _as_array(seq.block_table)
-        blocks = blocks[self._prefixes.holds(blocks)]
-        if blocks.size:
-            self._prefixes.forget(blocks)
+        published = blocks[self._prefixes.holds(blocks)]
+        if self._states is not None:
+            # What continues these blocks was computed from their states.
+            self._states.forget(blocks)
+            self._states.forget(self._prefixes.find_behind(published))
+        if published.size:
+            self._prefixes.forget(published)
+
+    def try_save_state(self, seq: Sequence, num_tokens: int, renewed_at: int = 0) -> int | None:
+        """Take a checkpoint for the state after the first `num_tokens` tokens, which the next step saves.
+
+        Args:
+            seq: Has blocks for these tokens.
+            num_tokens: A multiple of the block size, above 0.
+            renewed_at: Likewise, of an earlier checkpoint of `seq` that may be overwritten; 0 for none.
+
+        Returns:
+            The checkpoint, or None if there is no room, or one is there.
+        """
+        if self._states is None or not self._caches_prefixes:
+            return None
+        block = seq.block_table[num_tokens // self.block_size - 1]
+        if renewed_at:
+            old_block = seq.block_table[renewed_at // self.block_size - 1]
+            checkpoint = self._states.try_renew(old_block, block)
+        else:
+            checkpoint = self._states.try_save(block)
+        self._prefixes.void_lookups()
+        return checkpoint
+
+    def restore_state(self, checkpoint: int) -> None:
+        """Note that the next step reads the checkpoint of a prefix that `try_allocate` has just given a sequence."""
+        assert self._states is not None
+        self._states.restore(checkpoint)
+
+    def end_step(self, saves: StatePairs, restores: StatePairs, not_finite_saves: Collection[int]) -> None:
+        """Take in the end of a step that saved and restored states; see `StateCheckpoints.end_step`.
+
+        Blocks of sequences whose states it saved must not have been freed.
+        """
+        if self._states is not None and (saves or restores):
+            self._states.end_step(saves, restores, not_finite_saves)
+            self._prefixes.void_lookups()
 
     def flush(self) -> int:
         """Forget all contents; returns how many blocks lost one.
 
         The sequences of blocks in use publish nothing more until they are admitted again.
         """
+        if self._states is not None:
+            self._states.clear()
         num_flushed = len(self._prefixes.flush())
         self._free.blank_all()
         return num_flushed
@@ -185,6 +253,9 @@ class BlockManager:
         self._free.check_integrity()
         assert sorted([*cached, *blank]) == np.flatnonzero(counts == 0).tolist(), "free blocks"
         self._prefixes.check_integrity(cached, blank)
+        if self._states is not None:
+            self._states.check_integrity()
+            assert not self._states.find(self._free.blank).num_blocks, "a state after a blank block"
 
     def _release(self, seq: Sequence) -> BlockIds:
         """Returns the blocks in no other table, the least valuable one first."""
@@ -194,7 +265,10 @@ class BlockManager:
         self._ref_counts[blocks] = counts
         seq.block_table = array("i")
         seq.prefix_cursor = PrefixCursor()
-        return blocks[counts == 0] if np.count_nonzero(counts) else blocks
+        released = blocks[counts == 0] if np.count_nonzero(counts) else blocks
+        if self._states is not None:
+            self._states.forget(released[~self._prefixes.holds(released)])
+        return released
 
     def _take(self, num_blocks: int) -> BlockIds:
         blocks = self._free.take_blank(min(num_blocks, self._free.num_blank))
@@ -205,9 +279,22 @@ class BlockManager:
 
     def _evict(self, num_blocks: int) -> BlockIds:
         evicted = self._free.take_cached(max(num_blocks, min(self._free.num_cached // 32, _EVICTION_BATCH)))
+        if self._states is not None:
+            self._states.forget(evicted)
+            self._states.demote(self._prefixes.find_behind(evicted))
         self._prefixes.forget(evicted)
         self._free.add_blank(evicted[num_blocks:][::-1])
         return evicted[:num_blocks]
+
+    def _up_to_state(self, seq: Sequence, prefix: CachedPrefix, states: StateCheckpoints) -> CachedPrefix:
+        """The part of a prefix that can be continued."""
+        found = states.find(prefix.block_ids)
+        usable = prefix
+        if found.num_blocks < len(prefix.block_ids):
+            usable = self._prefixes.find(seq.cache_salt, seq.token_bytes, max_blocks=found.num_blocks)
+        usable.checkpoint, usable.awaits_state = found.checkpoint, found.is_coming
+        usable.num_lost_tokens = prefix.num_tokens - usable.num_tokens
+        return usable
 
 
 def _as_array(block_table: array[int]) -> BlockIds:

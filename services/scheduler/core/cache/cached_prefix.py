@@ -64,3 +64,9 @@ class CachedPrefix:
     block_ids: BlockIds
     cursor: PrefixCursor
     num_tokens: int
+    checkpoint: int | None = None
+    """With recurrent states, that of the state after these tokens; None if there are none."""
+    awaits_state: bool = False
+    """Whether a step in flight saves a state with which more could be shared."""
+    num_lost_tokens: int = 0
+    """Cached tokens after these that cannot be shared for want of a state."""

@@ -23,6 +23,7 @@ import numpy as np
 
 from services.scheduler.core.cache.cached_prefix import NO_BLOCKS, BlockIds, CachedPrefix, PrefixCursor, PrefixNode
 from services.scheduler.core.cache.kv_feed import KvFeed
+from shared.step.columns import Int32Column
 
 _NO_BLOCK = -1
 _NO_NODE = -1
@@ -125,6 +126,35 @@ class PrefixCache:
         """Which of these blocks hold a content: [num_blocks]."""
         holds: np.ndarray[tuple[int], np.dtype[np.bool_]] = self._node_ids[blocks] != _NO_NODE
         return holds
+
+    def depths(self, blocks: BlockIds) -> Int32Column:
+        """How many contents are before those that blocks hold, or held last: [num_blocks]."""
+        depths: Int32Column = self._depths[blocks]
+        return depths
+
+    def find_behind(self, blocks: BlockIds) -> BlockIds:
+        """Find the blocks whose contents continue those of `blocks`, which must hold some; they may be among them."""
+        node_ids = self._node_ids[blocks]
+        behind = [NO_BLOCKS]
+        below: dict[int, PrefixNode] = {}
+        for node_id in np.unique(node_ids).tolist():
+            node = self._nodes[node_id]
+            first = int(self._depths[blocks[node_ids == node_id]].min()) - node.start
+            behind.append(node.blocks[first + 1 : node.num_blocks])
+            nodes = list(node.children.values())
+            while nodes:
+                child = nodes.pop()
+                if child.id not in below:
+                    below[child.id] = child
+                    nodes += child.children.values()
+        behind += [node.blocks[: node.num_blocks] for node in below.values()]
+        found = np.concatenate(behind)
+        present: BlockIds = found[found != _NO_BLOCK]
+        return present
+
+    def void_lookups(self) -> None:
+        """Let everything be looked up again, because more or less can be used of what is found."""
+        self.version = object()
 
     def forget(self, blocks: BlockIds) -> None:
         """Remove the contents of blocks."""

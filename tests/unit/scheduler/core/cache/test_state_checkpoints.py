@@ -1,0 +1,305 @@
+"""Recurrent states are restored only where exactly their tokens were saved, by a step that has returned."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from services.scheduler.core.batch.sequence import Sequence
+from services.scheduler.core.block_manager import BlockManager
+from shared.limits import TOKEN_DTYPE
+from tests.support.scheduler.core import make_sequence
+
+BLOCK_SIZE = 2
+PROMPT = list(range(20, 32))
+
+
+def make_blocks(num_checkpoints: int, *, num_blocks: int = 16) -> BlockManager:
+    return BlockManager(num_blocks, BLOCK_SIZE, num_checkpoints=num_checkpoints)
+
+
+def tokens_of(seq: Sequence, num_tokens: int | None = None) -> tuple[int, ...]:
+    return tuple(np.frombuffer(bytes(seq.token_bytes), TOKEN_DTYPE)[:num_tokens].tolist())
+
+
+def admit(blocks: BlockManager, tokens: list[int]) -> Sequence:
+    """Give a sequence its blocks, and send all its tokens."""
+    seq = make_sequence(1, tokens)
+    assert blocks.try_allocate(seq, blocks.find_prefix(seq))
+    blocks.publish(seq, len(tokens))
+    return seq
+
+
+def save(blocks: BlockManager, seq: Sequence, num_tokens: int, *, is_finite: bool = True) -> int:
+    """Save a state with a step that returns."""
+    checkpoint = blocks.try_save_state(seq, num_tokens)
+    assert checkpoint is not None
+    blocks.end_step([(0, checkpoint)], (), () if is_finite else (0,))
+    return checkpoint
+
+
+def found(blocks: BlockManager, tokens: list[int]) -> tuple[int, int | None, bool, int]:
+    prefix = blocks.find_prefix(make_sequence(9, tokens))
+    return prefix.num_tokens, prefix.checkpoint, prefix.awaits_state, prefix.num_lost_tokens
+
+
+def test_a_prefix_ends_at_the_deepest_state_that_a_returned_step_saved() -> None:
+    blocks = make_blocks(2)
+    seq = admit(blocks, PROMPT)
+    # Nothing that is cached can be continued.
+    assert found(blocks, [*PROMPT, 1]) == (0, None, False, 12)
+    first = blocks.try_save_state(seq, 4)
+    assert first is not None
+    assert found(blocks, [*PROMPT, 1]) == (0, None, True, 12)
+    blocks.end_step([(0, first)], (), ())
+    second = blocks.try_save_state(seq, 8)
+    assert second is not None
+    assert found(blocks, [*PROMPT, 1]) == (4, first, True, 8)
+    # What it saves does not concern a prompt that ends before.
+    assert found(blocks, PROMPT[:7]) == (4, first, False, 2)
+    blocks.end_step([(0, second)], (), ())
+    assert found(blocks, [*PROMPT, 1]) == (8, second, False, 4)
+
+
+def test_a_state_that_is_not_finite_is_never_found() -> None:
+    blocks = make_blocks(1)
+    seq = admit(blocks, PROMPT)
+    save(blocks, seq, 4, is_finite=False)
+    assert found(blocks, PROMPT) == (0, None, False, 10)
+    assert blocks.checkpoint_counts == (1, 0)
+
+
+def test_the_least_recently_used_state_is_evicted_but_none_that_a_step_in_flight_reads() -> None:
+    blocks = make_blocks(2)
+    seq = admit(blocks, PROMPT)
+    first, second = save(blocks, seq, 2), save(blocks, seq, 4)
+    blocks.restore_state(first)
+    # The second one is older now; then all are in use.
+    assert blocks.try_save_state(seq, 6) == second
+    assert blocks.try_save_state(seq, 8) is None
+    blocks.end_step([(0, second)], [(0, first)], ())
+    assert found(blocks, PROMPT)[:2] == (6, second)
+    assert found(blocks, PROMPT[:5])[:2] == (2, first)
+
+
+def test_a_newer_block_of_a_content_takes_its_state_over() -> None:
+    blocks = make_blocks(2)
+    older = admit(blocks, PROMPT)
+    checkpoint = save(blocks, older, 4)
+    newer = make_sequence(2, PROMPT)
+    assert blocks.try_allocate(newer, blocks.no_prefix(newer))
+    blocks.publish(newer, 12)
+    blocks.free([older])
+    assert found(blocks, PROMPT)[:2] == (4, checkpoint)
+    blocks.check_integrity([newer])
+
+
+def test_an_older_record_of_the_same_sequence_is_overwritten() -> None:
+    blocks = make_blocks(2)
+    seq = admit(blocks, PROMPT)
+    first = save(blocks, seq, 2)
+    assert blocks.try_save_state(seq, 4, renewed_at=2) == first
+    # Not while a step in flight still writes it.
+    assert blocks.try_save_state(seq, 6, renewed_at=4) not in (None, first)
+
+
+def test_a_state_goes_with_its_block() -> None:
+    blocks = make_blocks(2, num_blocks=6)
+    seq = admit(blocks, PROMPT[:8])
+    first, _ = save(blocks, seq, 4), save(blocks, seq, 8)
+    blocks.free([seq])
+    # Tails are evicted first.
+    assert blocks.try_take(3) is not None
+    assert found(blocks, [*PROMPT[:8], 0]) == (4, first, False, 2)
+    assert blocks.checkpoint_counts.used == 1
+    # A block that was never published keeps none.
+    other = make_sequence(2, [1, 2])
+    assert blocks.try_allocate(other, blocks.find_prefix(other))
+    save(blocks, other, 2)
+    blocks.free([other])
+    assert blocks.checkpoint_counts.used == 1
+
+
+def test_a_state_behind_an_evicted_block_goes_first() -> None:
+    blocks = make_blocks(2, num_blocks=8)
+    other = admit(blocks, [1, 2, 3, 4])
+    save(blocks, other, 2)
+    whole = admit(blocks, PROMPT[:8])
+    save(blocks, whole, 8)
+    # Another sequence computes the head too, so that its blocks hold it.
+    head = make_sequence(3, PROMPT[:4])
+    assert blocks.try_allocate(head, blocks.no_prefix(head))
+    blocks.publish(head, 4)
+    blocks.free([head])
+    blocks.free([whole])
+    assert blocks.try_take(3) is not None
+    assert found(blocks, [*PROMPT[:8], 0])[0] == 0
+    save(blocks, other, 4)
+    # The state of `other` was the least recently used one, but can still be reached.
+    assert found(blocks, [1, 2, 0])[0] == 2
+
+
+@pytest.mark.parametrize("withdraw", ["hide", "flush"])
+def test_what_was_derived_from_a_withdrawn_state_is_withdrawn(withdraw: str) -> None:
+    blocks = make_blocks(4)
+    bad = admit(blocks, PROMPT[:5])
+    save(blocks, bad, 4)
+    derived = admit(blocks, PROMPT)
+    assert derived.block_table[:2] == bad.block_table[:2]
+    save(blocks, derived, 10)
+    coming = blocks.try_save_state(derived, 6)
+    assert coming is not None
+    if withdraw == "hide":
+        blocks.hide(bad)
+    else:
+        blocks.flush()
+    blocks.end_step([(0, coming)], (), ())
+    assert blocks.checkpoint_counts.used == 0
+    # Once the head is computed again, what is behind it can be found again, but no state of it.
+    admit(blocks, PROMPT[:5])
+    assert found(blocks, PROMPT)[:3] == (0, None, False)
+
+
+@dataclass(eq=False)
+class Flight:
+    """A step in flight: what it restores and saves, with the tokens of each state."""
+
+    sequences: list[Sequence]
+    restores: list[tuple[int, int]] = field(default_factory=list)
+    restored: list[tuple[int, ...]] = field(default_factory=list)
+    saves: list[tuple[int, int]] = field(default_factory=list)
+    saved: list[tuple[int, ...]] = field(default_factory=list)
+
+
+class Checkpoints(RuleBasedStateMachine):
+    """A tree, its blocks and checkpoints, beside a worker that runs steps in order and keeps real contents.
+
+    Prompts are of two tokens only, so that most share something.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = make_blocks(3, num_blocks=14)
+        self.running: list[Sequence] = []
+        self.in_flight: deque[Flight] = deque()
+        # What the worker's checkpoints hold, and those saved by steps that have returned finite.
+        self.memory: dict[int, tuple[int, ...]] = {}
+        self.returned: dict[int, tuple[int, ...]] = {}
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), salt=st.sampled_from([b"", b"", b"s"]))
+    def admit(self, tokens: list[int], salt: bytes) -> None:
+        """Admit a sequence, and send it whole; its first save is on demand, as a lookup would have hit further."""
+        seq = make_sequence(1, tokens)
+        seq.cache_salt = salt
+        prefix = self.blocks.find_prefix(seq)
+        if prefix.awaits_state or not self.blocks.try_allocate(seq, prefix):
+            return
+        self.running.append(seq)
+        flight = Flight([seq])
+        if prefix.checkpoint is None:
+            assert not prefix.num_tokens, "a prefix without its state"
+        else:
+            state = tokens_of(seq, prefix.num_tokens)
+            assert self.returned[prefix.checkpoint] == (*salt, *state), "not saved at this token by a returned step"
+            self.blocks.restore_state(prefix.checkpoint)
+            flight.restores.append((0, prefix.checkpoint))
+            flight.restored.append((*salt, *state))
+        self.blocks.publish(seq, len(tokens))
+        if prefix.num_lost_tokens:
+            self.save_at(seq, prefix.num_tokens + prefix.num_lost_tokens, flight)
+        self.in_flight.append(flight)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), renews=st.booleans())
+    def save(self, data: st.DataObject, *, renews: bool) -> None:
+        """Save a running sequence's state somewhere, or renew its record there, as if it had decoded until then."""
+        seq = data.draw(st.sampled_from(self.running))
+        num_blocks = seq.num_stored_tokens // BLOCK_SIZE
+        if num_blocks:
+            at = BLOCK_SIZE * data.draw(st.integers(1, num_blocks))
+            older = BLOCK_SIZE * data.draw(st.integers(1, num_blocks)) if renews else 0
+            flight = Flight([seq])
+            self.save_at(seq, at, flight, older)
+            self.in_flight.append(flight)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), token=st.integers(0, 1))
+    def decode(self, data: st.DataObject, token: int) -> None:
+        """Let a sequence grow by a token; its blocks stay unpublished until it ends."""
+        seq = data.draw(st.sampled_from(self.running))
+        if seq.num_stored_tokens % BLOCK_SIZE == 0:
+            taken = self.blocks.try_take(1)
+            if taken is None:
+                return
+            seq.block_table.extend(taken)
+        seq.token_bytes += np.array([token], TOKEN_DTYPE).tobytes()
+
+    @precondition(lambda self: self.in_flight)
+    @rule(is_finite=st.booleans())
+    def step_returns(self, *, is_finite: bool) -> None:
+        """Run and return the oldest step."""
+        flight = self.in_flight.popleft()
+        for (_, checkpoint), state in zip(flight.restores, flight.restored, strict=True):
+            assert self.memory[checkpoint] == state, "overwritten before it was restored"
+        for (_, checkpoint), state in zip(flight.saves, flight.saved, strict=True):
+            self.memory[checkpoint] = state
+            if is_finite:
+                self.returned[checkpoint] = state
+        self.blocks.end_step(flight.saves, flight.restores, () if is_finite else range(len(flight.saves)))
+
+    @precondition(lambda self: self.idle())
+    @rule(data=st.data(), is_published=st.booleans())
+    def end(self, data: st.DataObject, *, is_published: bool) -> None:
+        """End a sequence that no step in flight names."""
+        seq = data.draw(st.sampled_from(self.idle()))
+        if is_published:
+            self.blocks.publish(seq, seq.num_stored_tokens - 1)
+        self.running.remove(seq)
+        self.blocks.free([seq])
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def numeric_error(self, data: st.DataObject) -> None:
+        """No block of the sequence is found any more; those of others that computed the same may be."""
+        seq = data.draw(st.sampled_from(self.running))
+        self.blocks.hide(seq)
+        again = make_sequence(1, list(tokens_of(seq)))
+        again.cache_salt = seq.cache_salt
+        assert not set(seq.block_table).intersection(self.blocks.find_prefix(again).block_ids.tolist())
+
+    @rule()
+    def flush(self) -> None:
+        """No checkpoint but those of steps in flight stays taken."""
+        self.blocks.flush()
+        in_use = {checkpoint for flight in self.in_flight for _, checkpoint in [*flight.saves, *flight.restores]}
+        assert self.blocks.checkpoint_counts.used == len(in_use)
+
+    @invariant()
+    def all_agrees(self) -> None:
+        """Pools, counts, tree and tables agree."""
+        self.blocks.check_integrity(self.running)
+
+    def idle(self) -> list[Sequence]:
+        """Sequences that no step in flight names."""
+        named = {seq for flight in self.in_flight for seq in flight.sequences}
+        return [seq for seq in self.running if seq not in named]
+
+    def save_at(self, seq: Sequence, num_tokens: int, flight: Flight, renewed_at: int = 0) -> None:
+        """Add a save to a step."""
+        checkpoint = self.blocks.try_save_state(seq, num_tokens, renewed_at)
+        if checkpoint is not None:
+            writes = [each for other in self.in_flight for _, each in other.saves]
+            assert checkpoint not in writes, "two steps in flight save into one checkpoint"
+            self.returned.pop(checkpoint, None)
+            flight.saves.append((0, checkpoint))
+            flight.saved.append((*seq.cache_salt, *tokens_of(seq, num_tokens)))
+
+
+TestCheckpoints = Checkpoints.TestCase
+TestCheckpoints.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
