@@ -230,6 +230,8 @@ class Cell:
             num_used_blocks=sum(rank.num_used_blocks for rank in ranks),
             num_cached_blocks=sum(rank.num_cached_blocks for rank in ranks),
             num_free_blocks=sum(rank.num_free_blocks for rank in ranks),
+            num_checkpoints=sum(rank.num_checkpoints for rank in ranks),
+            num_used_checkpoints=sum(rank.num_used_checkpoints for rank in ranks),
             counters=self._counters,
             ranks=ranks,
             num_suspects=len(self._quarantine.suspects.all()),
@@ -250,6 +252,7 @@ class Cell:
 
     def _rank_state(self, rank: Rank) -> RankState:
         scheduler, blocks = rank.scheduler, rank.scheduler.block_counts
+        checkpoints = scheduler.checkpoint_counts
         return RankState(
             rank=rank.number,
             is_vacant=self.domain_by_rank[rank.number].is_vacant,
@@ -262,6 +265,8 @@ class Cell:
             num_used_blocks=blocks.total - blocks.free,
             num_cached_blocks=blocks.cached,
             num_free_blocks=blocks.free,
+            num_checkpoints=checkpoints.total,
+            num_used_checkpoints=checkpoints.used,
         )
 
     def _schedulers(self) -> list[Scheduler]:

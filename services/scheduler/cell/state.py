@@ -26,6 +26,9 @@ class RankState:
     num_used_blocks: int
     num_cached_blocks: int
     num_free_blocks: int
+    num_checkpoints: int
+    """Recurrent states that its worker can save; 0 for models without any."""
+    num_used_checkpoints: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,8 @@ class CellState:
     num_used_blocks: int
     num_cached_blocks: int
     num_free_blocks: int
+    num_checkpoints: int
+    num_used_checkpoints: int
     counters: SchedulerCounters
     ranks: tuple[RankState, ...]
     num_suspects: int

@@ -33,6 +33,8 @@ def assemble(leave_slots: list[Slot], decodes: Decodes, prefill: Prefill) -> Sch
         enters=prefill.enters,
         append_slots=decodes.append_slots,
         append_block_ids=decodes.append_block_ids,
+        state_saves=prefill.state_saves,
+        state_restores=prefill.state_restores,
         # A step without decodes does not list them.
         skips_rows=decodes.skips_rows and kind is not StepKind.PREFILL,
     )

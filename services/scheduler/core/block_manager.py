@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from services.scheduler.core.cache.free_blocks import FreeBlocks
 from services.scheduler.core.cache.kv_feed import KvFeed
 from services.scheduler.core.cache.prefix_cache import PrefixCache
 from services.scheduler.core.cache.state_checkpoints import CheckpointCounts, StateCheckpoints
-from shared.step.columns import StatePairs
+from shared.step.columns import Int32Column, StatePairs
 
 # A few cached blocks more or less do not matter in a large pool, and evicting many at once costs no more than one.
 _EVICTION_BATCH = 512
@@ -219,13 +219,13 @@ class BlockManager:
         assert self._states is not None
         self._states.restore(checkpoint)
 
-    def end_step(self, saves: StatePairs, restores: StatePairs, not_finite_saves: Collection[int]) -> None:
+    def end_step(self, saves: StatePairs, restores: StatePairs, not_finite_saves: Int32Column) -> None:
         """Take in the end of a step that saved and restored states; see `StateCheckpoints.end_step`.
 
         Blocks of sequences whose states it saved must not have been freed.
         """
         if self._states is not None and (saves or restores):
-            self._states.end_step(saves, restores, not_finite_saves)
+            self._states.end_step(saves, restores, set(not_finite_saves.tolist()))
             self._prefixes.void_lookups()
 
     def flush(self) -> int:

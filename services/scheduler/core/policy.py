@@ -128,6 +128,8 @@ class CacheSettings:
     enable_prefix_caching: bool = True
     shares_between_tenants: bool = False
     """Whether a tenant may find prefixes that another's requests computed."""
+    state_checkpoint_interval: int = 8192
+    """After how many tokens of a prompt its recurrent state is saved, for models that have one; 0 for never."""
 
 
 @dataclass(slots=True)
@@ -137,6 +139,8 @@ class SchedulerCounters:
     num_preemptions: int = 0
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
+    num_prefix_tokens_lost_to_state: int = 0
+    """Cached tokens that were computed again, because no recurrent state was saved after them."""
     num_completion_tokens: int = 0
     num_finished: int = 0
     num_lost_epochs: int = 0

@@ -69,6 +69,8 @@ class Postprocessor:
             if result.failed_grammar_rows.size:
                 rows, failed = self._cut_failed(rows, np.unique(result.failed_grammar_rows), is_usable)
             rows = rows.of_rows(is_usable)
+        # After rows that are not finite have withdrawn their states.
+        self._running.blocks.end_step(record.state_saves, record.state_restores, result.not_finite_saves)
         slots = rows.slots
         positions = self._slots.num_tokens[slots]
         constants = self._slots.constants(slots)

@@ -25,6 +25,8 @@ class Prefill:
     """Tokens that the step can still take."""
     chunks: list[PrefillChunk] = field(default_factory=list)
     enters: list[EnteringSequence] = field(default_factory=list)
+    state_saves: list[tuple[int, int]] = field(default_factory=list)
+    state_restores: list[tuple[int, int]] = field(default_factory=list)
     computed_blocks: set[int] = field(default_factory=set)
     """Full blocks that the step computes; recorded only where steps do not share them."""
 
@@ -48,6 +50,10 @@ class PrefillPlanner:
     No sequence is admitted while part of a prompt is still to be sent, since that takes the whole budget. So the first
     choice of a request computes the prompt, and the others find its full blocks, even if it is preempted, ends or
     fails.
+
+    With recurrent states, a chunk may end before the budget does, and then others enter beside it. A sequence that
+    could share more once a step in flight has saved a state waits until that step has returned, and with it what is
+    behind it in the queue.
     """
 
     def __init__(
@@ -68,9 +74,10 @@ class PrefillPlanner:
         self._blocks = running.blocks
         self._slots = running.slots
         self._facts = facts
-        self._shares_in_step = policy.share_in_step and not facts.state_bytes_per_slot
+        self._shares_in_step = policy.share_in_step and not facts.has_recurrent_state
         self._eos_token_ids = frozenset(facts.eos_token_ids)
         self._counters = counters
+        self._states = running.states
 
     def plan(self, budget: int, now: float, *, may_admit: bool) -> Prefill:
         """Plan chunks, then admit, within `budget` tokens."""
@@ -93,12 +100,20 @@ class PrefillPlanner:
         """How many free blocks a waiting sequence needs."""
         return self._blocks.num_blocks_to_take(seq, self._find_prefix(seq))
 
+    def awaits_state(self, seq: Sequence) -> bool:
+        """Whether a waiting sequence could share more once a step in flight has returned, and so does not enter yet."""
+        return self._find_prefix(seq).awaits_state
+
     def _next(self, now: float) -> Sequence:
         return self._waiting.next(now, self._blocks.num_cached_tokens, self._shares.keeps_share)
 
     def _send_chunk(self, seq: Sequence, prefill: Prefill) -> None:
-        token_bytes = self._take_tokens(seq, min(seq.num_unsent_tokens, prefill.budget), prefill)
+        num_tokens = min(seq.num_unsent_tokens, prefill.budget)
+        if self._states is not None:
+            num_tokens = self._states.cut(seq, seq.num_stored_tokens - seq.num_unsent_tokens, num_tokens)
+        token_bytes = self._take_tokens(seq, num_tokens, prefill)
         assert seq.slot is not None
+        self._save_state(seq, prefill)
         if not seq.num_unsent_tokens:
             self._running.begun.remove(seq)
             self._slots.is_prefilling[seq.slot] = False
@@ -110,10 +125,13 @@ class PrefillPlanner:
         prefix = self._find_prefix(seq)
         num_new_tokens = seq.num_stored_tokens - prefix.num_tokens
         num_tokens = self._num_tokens_to_send(num_new_tokens, prefill.budget)
-        if not num_tokens or prefill.computes_any(prefix.block_ids):
+        if not num_tokens or prefix.awaits_state or prefill.computes_any(prefix.block_ids):
             return False
         if not self._growth_fits(seq, prefix) or not self._blocks.try_allocate(seq, prefix):
             return False
+        if self._states is not None:
+            self._states.begin(seq, prefix)
+            num_tokens = self._states.cut(seq, prefix.num_tokens, num_tokens)
         self._waiting.take(seq, now)
         if seq.has_prompt_logprobs and not seq.wants_prompt_logprobs:
             # Its client already has them, or gets them with choice 0.
@@ -121,6 +139,11 @@ class PrefillPlanner:
         seq.num_unsent_tokens = num_new_tokens
         token_bytes = self._take_tokens(seq, num_tokens, prefill)
         slot = self._running.enter(seq, watched_tokens(seq.params, self._eos_token_ids))
+        if prefix.checkpoint is not None:
+            # Before anything is saved, which may evict others.
+            self._blocks.restore_state(prefix.checkpoint)
+            prefill.state_restores.append((slot, prefix.checkpoint))
+        self._save_state(seq, prefill)
         if seq.pays_again or not seq.was_admitted:
             self._waiting.tenants.charge_prompt(seq.tenant_number, num_new_tokens)
             seq.pays_again = False
@@ -128,9 +151,15 @@ class PrefillPlanner:
         self._shares.note_admission(seq)
         self._counters.num_prefix_queried_tokens += seq.num_stored_tokens
         self._counters.num_prefix_hit_tokens += prefix.num_tokens
+        self._counters.num_prefix_tokens_lost_to_state += prefix.num_lost_tokens
         chunk = PrefillChunk(Slot(slot), token_bytes, seq.num_unsent_tokens)
         prefill.enters.append(self._entering(seq, chunk, prefix.num_tokens))
         return True
+
+    def _save_state(self, seq: Sequence, prefill: Prefill) -> None:
+        """Save the state after the tokens that were just taken, if it is to be."""
+        if self._states is not None:
+            prefill.state_saves += self._states.save_prompt(seq, seq.num_stored_tokens - seq.num_unsent_tokens)
 
     def _find_prefix(self, seq: Sequence) -> CachedPrefix:
         """Empty if the prompt log-probabilities are needed."""

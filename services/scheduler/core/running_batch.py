@@ -10,6 +10,7 @@ from services.scheduler.core.batch.sequence import RequestKey, Sequence, Sequenc
 from services.scheduler.core.batch.slot_table import Slots, SlotTable
 from services.scheduler.core.batch.step import ScheduledBatch, StepPace, StepRecord
 from services.scheduler.core.block_manager import BlockManager
+from services.scheduler.core.state_saves import StateSaves
 from shared.ids import Slot
 from shared.step.columns import Int32Column
 
@@ -22,8 +23,12 @@ class RunningBatch:
     left `order`, and keeps its slot and blocks until no step in flight names it.
     """
 
-    def __init__(self, num_slots: int, blocks: BlockManager, num_draft_tokens: int = 0) -> None:
+    def __init__(
+        self, num_slots: int, blocks: BlockManager, num_draft_tokens: int = 0, states: StateSaves | None = None
+    ) -> None:
+        """Make an empty batch; `states` decides where recurrent states are saved, None where there are none."""
         self.blocks = blocks
+        self.states = states
         self.slots = SlotTable(num_slots, num_draft_tokens)
         self._order: Slots = np.empty(0, np.intp)
         self._has_gaps = False
@@ -107,7 +112,16 @@ class RunningBatch:
         num_planned = self.slots.num_planned[batch.row_slots] + 1
         self.slots.num_planned[batch.row_slots] = num_planned
         self.in_flight.append(
-            StepRecord(self._last_step_id, kind, num_tokens, batch.row_slots, batch.partial_slots, now)
+            StepRecord(
+                self._last_step_id,
+                kind,
+                num_tokens,
+                batch.row_slots,
+                batch.partial_slots,
+                batch.state_saves,
+                batch.state_restores,
+                now,
+            )
         )
         self.retire_complete(batch.row_slots, num_planned)
         return self._last_step_id

@@ -20,6 +20,7 @@ from services.scheduler.core.batch.step import (
 )
 from services.scheduler.core.block_manager import BlockCounts, BlockManager
 from services.scheduler.core.cache.kv_feed import KvFeed
+from services.scheduler.core.cache.state_checkpoints import CheckpointCounts
 from services.scheduler.core.decode import DecodePlanner, Decodes
 from services.scheduler.core.endings import Endings
 from services.scheduler.core.kept_room import KeptRoom
@@ -31,6 +32,7 @@ from services.scheduler.core.queue.tenant_counters import TenantCounters
 from services.scheduler.core.queue.waiting_queue import QueuePolicy, WaitingQueue
 from services.scheduler.core.running_batch import RunningBatch
 from services.scheduler.core.shares import Shares
+from services.scheduler.core.state_saves import StateSaves
 from services.scheduler.core.step_deadline import StepDeadline
 from services.scheduler.core.validate_result import validate_result
 from services.scheduler.core.worker_facts import WorkerFacts
@@ -124,7 +126,10 @@ class Scheduler:
             decodes = self._plan_decodes(now) if prefill.is_empty else Decodes()
         if not decodes.rows.size and prefill.is_empty:
             return None
-        return assemble(self._running.take_leave_slots(), decodes, prefill)
+        batch = assemble(self._running.take_leave_slots(), decodes, prefill)
+        if self._running.states is not None:
+            self._running.states.add_records(batch, self._running.slots)
+        return batch
 
     def commit(self, batch: ScheduledBatch, now: float, pace: StepPace | None = None) -> int:
         """Record a step in flight; returns its id.
@@ -172,14 +177,20 @@ class Scheduler:
     def begin_epoch(self, facts: WorkerFacts) -> None:
         """Start over with a worker's empty block pool; nothing may be running."""
         self._budget = StepBudget.of(self._policy, facts)
+        caches_prefixes = self._cache.enable_prefix_caching and facts.may_share_prefixes
+        saves_states = caches_prefixes and facts.has_recurrent_state
         self._blocks = BlockManager(
             facts.num_blocks,
             self._cache.block_size,
-            # A prefix cannot be continued without its recurrent state.
-            enable_prefix_caching=self._cache.enable_prefix_caching and not facts.state_bytes_per_slot,
+            enable_prefix_caching=caches_prefixes,
             kv_feed=self._kv_feed,
+            num_checkpoints=facts.num_checkpoint_slots if saves_states else None,
         )
-        self._running = RunningBatch(self._policy.max_num_seqs, self._blocks, facts.num_draft_tokens)
+        states = None
+        if saves_states:
+            interval = self._cache.state_checkpoint_interval
+            states = StateSaves(self._blocks, interval=interval, may_cut=self._policy.enable_chunked_prefill)
+        self._running = RunningBatch(self._policy.max_num_seqs, self._blocks, facts.num_draft_tokens, states)
         self._shares = Shares(self._policy.max_num_seqs, self._waiting, self._running)
         self._preemption = Preemption(
             self._policy, self._waiting, self._running, self._shares, self._new_token_ratio, self.counters
@@ -247,6 +258,11 @@ class Scheduler:
     def block_counts(self) -> BlockCounts:
         """KV blocks by use."""
         return self._blocks.counts
+
+    @property
+    def checkpoint_counts(self) -> CheckpointCounts:
+        """Saved recurrent states by use."""
+        return self._blocks.checkpoint_counts
 
     @property
     def num_waiting(self) -> int:
@@ -318,6 +334,8 @@ class Scheduler:
         if not (has_classes or self._shares.are_needed) or not self._waiting or not self._may_admit(now):
             return
         seq, num_blocks = self._prefill.next_waiting(now)
+        if self._prefill.awaits_state(seq):
+            return
         if has_classes:
             self._preemption.preempt_for(seq, num_blocks, now)
         if self._shares.are_needed:

@@ -28,6 +28,9 @@ def validate_result(result: StepResult, record: StepRecord, slots: SlotTable, lo
     for bad_rows in (result.not_finite_rows, result.failed_grammar_rows):
         if bad_rows.size and not 0 <= int(bad_rows.min()) <= int(bad_rows.max()) < num_rows:
             return "a row number is out of range"
+    saves = result.not_finite_saves
+    if saves.size and not 0 <= int(saves.min()) <= int(saves.max()) < len(record.state_saves):
+        return "a saved state's number is out of range"
     if result.num_draft_tokens > num_rows * slots.num_draft_tokens:
         return f"{result.num_draft_tokens} drafts for {num_rows} rows"
     problem = None

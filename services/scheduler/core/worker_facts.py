@@ -41,3 +41,13 @@ class WorkerFacts:
     """Bytes of a sequence's recurrent state; 0 if the model has none."""
     num_checkpoint_slots: int = 0
     """Saved states that it holds beside those of running sequences."""
+
+    @property
+    def has_recurrent_state(self) -> bool:
+        """Whether its model keeps a state per sequence beside the KV blocks."""
+        return self.state_bytes_per_slot > 0
+
+    @property
+    def may_share_prefixes(self) -> bool:
+        """Whether a cached prefix can be continued, which takes the recurrent state after it, if there is one."""
+        return not self.has_recurrent_state or self.num_checkpoint_slots > 0

@@ -33,6 +33,7 @@ from services.worker.spec_decode.ngram_drafts import LookupProposer
 from shared.step.codec import encode_result, encode_step, parse_result, parse_step
 from shared.step.columns import Int32Column
 from shared.step.logprobs import Logprobs
+from shared.step.step import Step as ParsedStep
 from shared.step.step import StepResult
 
 VOCABULARY = 1000
@@ -318,6 +319,7 @@ class WorkerModel:
         proposer: LookupProposer | None = None,
         num_draft_tokens: int = 0,
         poison: Mapping[int, int] | None = None,
+        num_checkpoint_slots: int | None = None,
     ) -> None:
         """Begin an epoch.
 
@@ -327,6 +329,7 @@ class WorkerModel:
             proposer: Drafts tokens if `num_draft_tokens` is positive.
             num_draft_tokens: The most drafts per row.
             poison: The position whose computation raises PoisonedError, by a request's seed; may be changed later.
+            num_checkpoint_slots: How many recurrent states it saves. None: a sequence's past is in its cells alone.
         """
         self.num_computed_tokens = 0
         # Tokens of the last step, including the one token of a dummy.
@@ -342,6 +345,10 @@ class WorkerModel:
         self._batch = InputBatch(limits, make_matcher=HashGrammar, drafter=drafter)
         self._cells = np.zeros((limits.num_blocks, limits.block_size), np.uint64)
         self._last_token = np.zeros(limits.max_num_seqs, np.int64)
+        # The live states by slot, then the checkpoints; like a cell, each stands for all tokens that it has taken in.
+        num_states = limits.max_num_seqs + num_checkpoint_slots if num_checkpoint_slots is not None else 0
+        self._states = np.zeros(num_states, np.uint64)
+        self._num_live = limits.max_num_seqs
         self._num_entered = 0
         self._slot_to_number: dict[int, int] = {}
         self._slot_to_seed: dict[int, int] = {}
@@ -359,12 +366,14 @@ class WorkerModel:
             self._slot_to_number[enter.chunk.slot] = self._num_entered
             self._slot_to_seed[enter.chunk.slot] = enter.params.seed
             self._num_entered += 1
+        self._restore_states(step)
         if step.is_dummy:
             # A dummy belongs to no sequence; if it writes a cell, any sequence that reads the cell goes wrong.
             slot_mapping = self._batch.tokens(inputs).slot_mapping
             self._cells.reshape(-1)[slot_mapping[slot_mapping >= 0]] = chain(0, 0)
         new, rows = self._tokens(inputs), self._batch.sampling(inputs)
         runs, not_finite_rows, failed_grammar_rows = self._forward(inputs, new, rows)
+        not_finite_saves = self._save_states(step)
         tokens = np.array([token_id for run in runs for token_id in run], np.int32)
         self._last_token[inputs.row_slots] = [run[-1] for run in runs]
         self._batch.record_sampled(inputs.row_slots, tokens, np.array([len(run) for run in runs], np.int32))
@@ -386,8 +395,29 @@ class WorkerModel:
                 logprobs=_row_logprobs(rows, runs, not_finite_rows),
                 prompt_logprobs=_prompt_logprobs(inputs, new.token_ids),
                 failed_grammar_rows=np.array([numbers[row] for row in failed_grammar_rows], np.int32),
+                not_finite_saves=np.array(not_finite_saves, np.int32),
             )
         )
+
+    def _restore_states(self, step: ParsedStep) -> None:
+        """Clear or restore the live states of the sequences that enter."""
+        assert self._states.size or not len(step.state_restores), "a checkpoint for a model without state"
+        restores = dict(step.state_restores.tolist())
+        assert len(restores) == len(step.state_restores), "two checkpoints for one slot"
+        for enter in step.enters if self._states.size else ():
+            checkpoint = restores.pop(enter.chunk.slot, None)
+            assert (checkpoint is not None) == (enter.num_cached_tokens > 0), "a prefix without its state"
+            state = 0 if checkpoint is None else self._states[self._num_live + checkpoint]
+            self._states[enter.chunk.slot] = state
+        assert not restores, "a checkpoint for a slot that is not entered"
+
+    def _save_states(self, step: ParsedStep) -> list[int]:
+        """Copy live states into checkpoints; returns the indexes of those that are not finite."""
+        assert self._states.size or not len(step.state_saves), "a checkpoint of a model without state"
+        slots, checkpoints = step.state_saves.T
+        assert len(set(checkpoints.tolist())) == len(checkpoints), "two states for one checkpoint"
+        self._states[self._num_live + checkpoints] = self._states[slots]
+        return np.flatnonzero(self._states[slots] >= _SPOILT).tolist()
 
     def _tokens(self, inputs: StepInput) -> StepTokens:
         """The step's tokens, those included that only a worker's device knows."""
@@ -446,6 +476,10 @@ class WorkerModel:
             raise PoisonedError
         assert states[:num_known].all(), "a step reads a cell that was never written in this epoch"
         state = int(states[num_known - 1]) if num_known else 0
+        if self._states.size:
+            state = int(self._states[slot])
+            if state >= _SPOILT:
+                self._spoilt_numbers.add(number)
         if self._may_spoil() or (num_known and int(states[:num_known].max()) >= _SPOILT):
             self._spoilt_numbers.add(number)
         for position, token_id in enumerate(new_tokens, num_known):
@@ -453,4 +487,6 @@ class WorkerModel:
             states[position] = state
             block, offset = divmod(position, self._block_size)
             self._cells[block_table[block], offset] = state
+        if self._states.size:
+            self._states[slot] = state
         return states

@@ -58,8 +58,12 @@ def worker_facts(
     is_exact: bool = False,
     graph_batch_sizes: tuple[int, ...] = GRAPH_BATCH_SIZES,
     introduction: Introduction | None = None,
+    num_checkpoint_slots: int | None = None,
 ) -> WorkerFacts:
-    """The facts that a worker, by default of this release, reports when attached; a drafting one needs all tokens."""
+    """The facts that a worker, by default of this release, reports when attached; a drafting one needs all tokens.
+
+    With `num_checkpoint_slots`, its model has recurrent states.
+    """
     return WorkerFacts(
         epoch,
         "digest",
@@ -73,6 +77,8 @@ def worker_facts(
         is_exact=is_exact,
         graph_batch_sizes=graph_batch_sizes,
         introduction=introduction or introduce_self(),
+        state_bytes_per_slot=0 if num_checkpoint_slots is None else 8,
+        num_checkpoint_slots=num_checkpoint_slots or 0,
     )
 
 
@@ -166,6 +172,8 @@ class EngineDriver:
         oracle: Oracle | None = None,
         topology: CellTopology | None = None,
         poison: Mapping[int, int] | None = None,
+        num_checkpoint_slots: int | None = None,
+        state_checkpoint_interval: int = 0,
     ) -> None:
         self.now = 0.0
         self.oracle = oracle or Oracle()
@@ -174,12 +182,21 @@ class EngineDriver:
         self.progress: dict[int, int] = {}
         self._num_draft_tokens = num_draft_tokens
         self._poison = poison
+        self._num_checkpoint_slots = num_checkpoint_slots
         policy = replace(policy or SchedulerPolicy(), max_steps_in_flight=depth)
         self.topology = topology or CellTopology()
-        cache = CacheSettings(block_size, enable_prefix_caching, shares_between_tenants)
+        cache = CacheSettings(
+            block_size,
+            enable_prefix_caching,
+            shares_between_tenants,
+            state_checkpoint_interval=state_checkpoint_interval,
+        )
         self.engine = Engine(policy, cache, self.topology)
         self._facts = worker_facts(
-            num_blocks=num_blocks, context_length=context_length, num_draft_tokens=num_draft_tokens
+            num_blocks=num_blocks,
+            context_length=context_length,
+            num_draft_tokens=num_draft_tokens,
+            num_checkpoint_slots=num_checkpoint_slots,
         )
         self.limits = BatchLimits(
             policy.max_num_seqs,
@@ -356,7 +373,11 @@ class EngineDriver:
 
     def _make_worker(self) -> WorkerModel:
         return WorkerModel(
-            self.limits, proposer=self.oracle, num_draft_tokens=self._num_draft_tokens, poison=self._poison
+            self.limits,
+            proposer=self.oracle,
+            num_draft_tokens=self._num_draft_tokens,
+            poison=self._poison,
+            num_checkpoint_slots=self._num_checkpoint_slots,
         )
 
     def _take(self, action: Deliver) -> None:

@@ -182,7 +182,7 @@ class RequestManager:
 
     def _queue(self, request: Request, now: float) -> None:
         for number, seq in enumerate(request.choices):
-            seq.is_leader = not number
+            seq.is_leader, seq.num_choices = not number, len(request.choices)
         self._requests.add(request)
         self._cell.add(request.choices, now)
 

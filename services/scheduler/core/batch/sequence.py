@@ -115,6 +115,8 @@ class Sequence:
     attempt: int = 1
     """The attempt as which it waits; see `Submission.waits_as_new`."""
     choice: int = 0
+    num_choices: int = 1
+    """Those of its request that wait with it at first."""
     is_leader: bool = True
     """Whether its prompt counts towards the queue's token limit: one choice of each request."""
     queued_at: float = 0.0
@@ -132,6 +134,10 @@ class Sequence:
     """From the last lookup while it waits."""
     num_unsent_tokens: int = 0
     """While it is prefilled in chunks: tokens neither cached nor sent."""
+    save_points: tuple[int, ...] = ()
+    """While it is prefilled: after how many tokens its recurrent state is yet to be saved, ascending."""
+    last_record_at: int = 0
+    """The number of tokens after which its state was last saved while it decodes; 0 for none."""
     num_first_cached_tokens: int | None = None
     """Tokens that were cached when it was first admitted."""
     on_admission: Callable[[Sequence], None] | None = None

@@ -115,6 +115,8 @@ class StepRecord:
     """The most of any coupled rank."""
     row_slots: Slots
     partial_slots: list[Slot]
+    state_saves: StatePairs
+    state_restores: StatePairs
     sent_at: float
     retiring: list[Sequence] = field(default_factory=list)
 

@@ -159,7 +159,7 @@ def test_a_prefix_that_the_step_computes_is_shared_in_it_or_with_the_next_step(s
 
 
 def test_without_checkpoints_a_model_with_recurrent_state_computes_every_prompt_whole() -> None:
-    scheduler = make_scheduler(facts=replace(worker_facts(), state_bytes_per_slot=8))
+    scheduler = make_scheduler(facts=worker_facts(num_checkpoint_slots=0))
     prompt = list(range(40))
     add(scheduler, make_sequence(1, prompt), make_sequence(2, prompt))
     entering = schedule(scheduler).enters

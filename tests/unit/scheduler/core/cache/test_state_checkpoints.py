@@ -18,6 +18,7 @@ from tests.support.scheduler.core import make_sequence
 
 BLOCK_SIZE = 2
 PROMPT = list(range(20, 32))
+FINITE = np.empty(0, np.int32)
 
 
 def make_blocks(num_checkpoints: int, *, num_blocks: int = 16) -> BlockManager:
@@ -40,7 +41,7 @@ def save(blocks: BlockManager, seq: Sequence, num_tokens: int, *, is_finite: boo
     """Save a state with a step that returns."""
     checkpoint = blocks.try_save_state(seq, num_tokens)
     assert checkpoint is not None
-    blocks.end_step([(0, checkpoint)], (), () if is_finite else (0,))
+    blocks.end_step([(0, checkpoint)], (), FINITE if is_finite else np.array([0], np.int32))
     return checkpoint
 
 
@@ -57,13 +58,13 @@ def test_a_prefix_ends_at_the_deepest_state_that_a_returned_step_saved() -> None
     first = blocks.try_save_state(seq, 4)
     assert first is not None
     assert found(blocks, [*PROMPT, 1]) == (0, None, True, 12)
-    blocks.end_step([(0, first)], (), ())
+    blocks.end_step([(0, first)], (), FINITE)
     second = blocks.try_save_state(seq, 8)
     assert second is not None
     assert found(blocks, [*PROMPT, 1]) == (4, first, True, 8)
     # What it saves does not concern a prompt that ends before.
     assert found(blocks, PROMPT[:7]) == (4, first, False, 2)
-    blocks.end_step([(0, second)], (), ())
+    blocks.end_step([(0, second)], (), FINITE)
     assert found(blocks, [*PROMPT, 1]) == (8, second, False, 4)
 
 
@@ -83,7 +84,7 @@ def test_the_least_recently_used_state_is_evicted_but_none_that_a_step_in_flight
     # The second one is older now; then all are in use.
     assert blocks.try_save_state(seq, 6) == second
     assert blocks.try_save_state(seq, 8) is None
-    blocks.end_step([(0, second)], [(0, first)], ())
+    blocks.end_step([(0, second)], [(0, first)], FINITE)
     assert found(blocks, PROMPT)[:2] == (6, second)
     assert found(blocks, PROMPT[:5])[:2] == (2, first)
 
@@ -159,7 +160,7 @@ def test_what_was_derived_from_a_withdrawn_state_is_withdrawn(withdraw: str) -> 
         blocks.hide(bad)
     else:
         blocks.flush()
-    blocks.end_step([(0, coming)], (), ())
+    blocks.end_step([(0, coming)], (), FINITE)
     assert blocks.checkpoint_counts.used == 0
     # Once the head is computed again, what is behind it can be found again, but no state of it.
     admit(blocks, PROMPT[:5])
@@ -185,14 +186,14 @@ class Checkpoints(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = make_blocks(3, num_blocks=14)
+        self.blocks = make_blocks(3, num_blocks=9)
         self.running: list[Sequence] = []
         self.in_flight: deque[Flight] = deque()
         # What the worker's checkpoints hold, and those saved by steps that have returned finite.
         self.memory: dict[int, tuple[int, ...]] = {}
         self.returned: dict[int, tuple[int, ...]] = {}
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), salt=st.sampled_from([b"", b"", b"s"]))
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=8), salt=st.sampled_from([b"", b"", b"s"]))
     def admit(self, tokens: list[int], salt: bytes) -> None:
         """Admit a sequence, and send it whole; its first save is on demand, as a lookup would have hit further."""
         seq = make_sequence(1, tokens)
@@ -251,7 +252,9 @@ class Checkpoints(RuleBasedStateMachine):
             self.memory[checkpoint] = state
             if is_finite:
                 self.returned[checkpoint] = state
-        self.blocks.end_step(flight.saves, flight.restores, () if is_finite else range(len(flight.saves)))
+        self.blocks.end_step(
+            flight.saves, flight.restores, FINITE if is_finite else np.arange(len(flight.saves), dtype=np.int32)
+        )
 
     @precondition(lambda self: self.idle())
     @rule(data=st.data(), is_published=st.booleans())

@@ -1,0 +1,86 @@
+"""Decides where the recurrent states of running sequences are saved; see `cache.state_checkpoints`."""
+
+from __future__ import annotations
+
+from services.scheduler.core.batch.sequence import Sequence
+from services.scheduler.core.batch.slot_table import SlotTable
+from services.scheduler.core.batch.step import ScheduledBatch
+from services.scheduler.core.block_manager import BlockManager
+from services.scheduler.core.cache.cached_prefix import CachedPrefix
+from shared.ids import Slot
+from shared.step.columns import StatePairs
+
+# Also how often a row is visited for it.
+RENEWAL_TOKENS = 256
+
+
+class StateSaves:
+    """The saves of one rank's sequences.
+
+    A state exists only at a chunk's end, so a chunk ends where one is saved. Of a prompt, states are saved:
+
+    - on demand: a newcomer finds cached blocks behind the last saved state. It computes them again, and saves the state
+      after the last of them, so the next one does not have to. So a prompt shared by many is computed twice.
+    - for the other choices of its request, after the prompt's last whole block. They wait for it.
+    - every `interval` tokens, for prompts that share a part of it, and for its own way back after a preemption.
+
+    Each decoding sequence has one record, renewed every 256 tokens, for a conversation's next turn and for its own way
+    back: it overwrites its older one.
+
+    All are at the ends of blocks. Where no room is left, nothing is saved. If prompts may not be computed in chunks,
+    they are not cut here either.
+    """
+
+    def __init__(self, blocks: BlockManager, *, interval: int, may_cut: bool) -> None:
+        """`interval` is in tokens, rounded up to whole blocks; 0 for none."""
+        self._blocks = blocks
+        self._may_cut = may_cut
+        self._interval = self._whole_blocks(interval)
+        self._renewal = self._whole_blocks(RENEWAL_TOKENS)
+
+    def begin(self, seq: Sequence, prefix: CachedPrefix) -> None:
+        """Choose where to save the prompt of a sequence that is being admitted with a prefix."""
+        block_size = self._blocks.block_size
+        points: set[int] = set()
+        if self._interval:
+            first = prefix.num_tokens // self._interval * self._interval + self._interval
+            points.update(range(first, seq.num_stored_tokens + 1, self._interval))
+        if prefix.num_lost_tokens and not seq.was_admitted:
+            points.add(prefix.num_tokens + prefix.num_lost_tokens)
+        last = (seq.num_prompt_tokens - 1) // block_size * block_size
+        if seq.num_choices > 1 and last > prefix.num_tokens:
+            points.add(last)
+        seq.save_points = tuple(sorted(points))
+        seq.last_record_at = 0
+
+    def cut(self, seq: Sequence, start: int, num_tokens: int) -> int:
+        """How many of the `num_tokens` tokens from `start` on are before the next save."""
+        return min(num_tokens, seq.save_points[0] - start) if seq.save_points and self._may_cut else num_tokens
+
+    def save_prompt(self, seq: Sequence, num_sent_tokens: int) -> StatePairs:
+        """What a step saves that was just given a sequence's tokens up to `num_sent_tokens`: one pair or none."""
+        is_due = num_sent_tokens in seq.save_points
+        seq.save_points = tuple(point for point in seq.save_points if point > num_sent_tokens)
+        checkpoint = self._blocks.try_save_state(seq, num_sent_tokens) if is_due else None
+        assert seq.slot is not None
+        return () if checkpoint is None else ((seq.slot, checkpoint),)
+
+    def add_records(self, batch: ScheduledBatch, slots: SlotTable) -> None:
+        """Renew the records of a plan's decodes that are due."""
+        rows = batch.decode_slots
+        # The step computes the newest of these tokens.
+        due = rows[slots.num_planned[rows] % self._renewal == 0]
+        if not due.size:
+            return
+        saves = list(batch.state_saves)
+        for slot in due.tolist():
+            seq = slots.sequence_at(Slot(slot))
+            at = int(slots.num_planned[slot])
+            checkpoint = self._blocks.try_save_state(seq, at, seq.last_record_at)
+            if checkpoint is not None:
+                seq.last_record_at = at
+                saves.append((slot, checkpoint))
+        batch.state_saves = saves
+
+    def _whole_blocks(self, num_tokens: int) -> int:
+        return self._blocks.num_blocks_for(num_tokens) * self._blocks.block_size
