@@ -87,9 +87,18 @@ class Shares:
         held = self._holdings()
         if not self._fits(seq, held):
             return
+        is_above = np.zeros(len(held.slots), bool)
+        if lacks_slot:
+            is_above |= held.slots - 1 >= held.slot_shares
+        if lacks_blocks:
+            is_above |= held.blocks - 1 >= held.block_shares
+        order = self._running.order[::-1]
+        order = order[is_above[self._slots.tenant[order]]]
+        if not order.size:
+            return
         held = replace(held, slots=held.slots.copy(), blocks=held.blocks.copy())
         counter = self._tenants[seq.tenant_number].counter
-        for slot in self._running.order[::-1].tolist():
+        for slot in order.tolist():
             victim, number = self._slots.sequence_at(Slot(slot)), int(self._slots.tenant[slot])
             if victim.priority < seq.priority or self._tenants[number].counter < counter:
                 continue
