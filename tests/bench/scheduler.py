@@ -16,7 +16,8 @@ token is checked, outside of the measured time. Prefix caching is on everywhere;
     decode     a step of 512 and of 2048 sequences, 1k prompts; with churn; with blocks of one token; bytes per step
     admission  one prompt from submission to first token, when new (cold) and when repeated (cached)
     memory     memory per sequence with an 8k prompt; full garbage collections during a step
-    curves     our own cost by sequences, cached blocks and waiting requests; the largest against the smallest
+    curves     our own cost by sequences, cached blocks, waiting requests, and tenants of the longest queue; the largest
+               against the smallest
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ MEMORY_TARGET = 0.4
 MEMORY_PROMPT_TOKENS = 8192
 # The service's default limit.
 DEFAULT_WAITING = 1024
+# With the most tenants.
+WAITING_PER_TENANT = 100
 
 MODULES = {"ours": "lockstep", "nano": "nano_vllm", "vllm": "vllm_scheduler"}
 NAMES = {"nano": "nano-vLLM", "vllm": "vLLM V1"}
@@ -249,6 +252,8 @@ def _curves(bench: Bench) -> Iterator[Row]:
             yield from _curve(f"admission of 1k, {kind}, {{}} cached blocks", figures, f"{kind}_us")
         for policy in QueuePolicy:
             yield from _waiting_rows(bench, ours, policy)
+        for policy in (QueuePolicy.FCFS, QueuePolicy.PRIORITY):
+            yield from _tenant_rows(bench, ours, policy)
 
 
 def _waiting_rows(bench: Bench, ours: Process, policy: QueuePolicy) -> Iterator[Row]:
@@ -258,6 +263,16 @@ def _waiting_rows(bench: Bench, ours: Process, policy: QueuePolicy) -> Iterator[
     }
     for name in ("step", "abort", "submit", "turn"):
         yield from _curve(f"{name}, {{}} waiting, {policy.value}", figures, f"{name}_us")
+
+
+def _tenant_rows(bench: Bench, ours: Process, policy: QueuePolicy) -> Iterator[Row]:
+    """The longest queue, divided among tenants."""
+    num_waiting = bench.effort.max_waiting
+    arguments = {"num_waiting": num_waiting, "queue_policy": policy.value}
+    counts = _powers(1, num_waiting // WAITING_PER_TENANT, 10)
+    figures = {count: bench.measure_one(ours, "waiting", num_tenants=count, **arguments) for count in counts}
+    for name in ("step", "abort", "submit", "turn"):
+        yield from _curve(f"{name}, {num_waiting} waiting of {{}} tenants, {policy.value}", figures, f"{name}_us")
 
 
 def _sequence_figures(bench: Bench, ours: Process, num_seqs: int) -> dict[str, float]:

@@ -106,9 +106,9 @@ class Waiting:
     num_actions = 16
     num_steps = 64
 
-    def __init__(self, *, num_waiting: int, queue_policy: str) -> None:
+    def __init__(self, *, num_waiting: int, queue_policy: str, num_tenants: int = 1) -> None:
         sizes = Sizes(self.num_running, BLOCK_SIZE, self.num_running * 1024)
-        self._scheduler = LockstepScheduler(sizes, queue_policy=QueuePolicy(queue_policy))
+        self._scheduler = LockstepScheduler(sizes, queue_policy=QueuePolicy(queue_policy), num_tenants=num_tenants)
         self._load = Load(self._scheduler)
         self._scheduler.settle()
         fill(self._load, self.num_running, BLOCK_SIZE, max_tokens=8192)
@@ -154,7 +154,8 @@ class Waiting:
         self._scheduler.abort([next(iter(running))])
         while not (entered := set(self._load.step().keys.tolist()) - running):
             pass
-        self._waiting.remove(entered.pop())
+        # With several tenants, it may be one that made way for another and is back.
+        self._waiting = [key for key in self._waiting if key not in entered]
 
 
 if __name__ == "__main__":

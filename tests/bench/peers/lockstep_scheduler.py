@@ -18,6 +18,7 @@ from shared.ids import DpRank
 from shared.limits import TOKEN_DTYPE
 from shared.process.lifecycle import freeze_garbage, hold_full_collections
 from shared.step.codec import encode_step, parse_result
+from shared.wire import introduce_self
 from tests.bench.parts.stand_in_worker import StandInBatch
 from tests.bench.parts.tokens import VOCABULARY
 from tests.bench.peers.contestant import MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, Request, Sizes, StepTokens, Stopwatch
@@ -30,12 +31,13 @@ MAX_WAITING = 1_000_000
 
 
 class LockstepScheduler:
-    """One engine with one worker and one replica; all messages are bytes."""
+    """One engine with one worker and one replica; all messages are bytes. With several tenants, they take turns."""
 
-    def __init__(self, sizes: Sizes, *, queue_policy: QueuePolicy = QueuePolicy.FCFS) -> None:
+    def __init__(self, sizes: Sizes, *, queue_policy: QueuePolicy = QueuePolicy.FCFS, num_tenants: int = 1) -> None:
         self.stopwatch = Stopwatch()
         self.step_bytes = 0
         self.result_bytes = 0
+        self._num_tenants = num_tenants
         self._now = 0.0
         self._sent: deque[bytes] = deque()
         self._delivered: list[bytes] = []
@@ -49,7 +51,7 @@ class LockstepScheduler:
             max_waiting_tokens=MAX_WAITING * MAX_MODEL_LEN,
         )
         self._engine = Engine(policy, CacheSettings(sizes.block_size))
-        facts = WorkerFacts(EPOCH, "", MAX_MODEL_LEN, VOCABULARY, (2,), sizes.num_blocks)
+        facts = WorkerFacts(EPOCH, "", MAX_MODEL_LEN, VOCABULARY, (2,), sizes.num_blocks, introduction=introduce_self())
         self._handle(lambda: DomainAttached(0, (facts,)))
 
     def settle(self) -> None:
@@ -59,8 +61,11 @@ class LockstepScheduler:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """See `Contestant`."""
-        message = exchange_pb2.ExchangeRequest(submits=[_submit_of(request) for request in requests])
-        self._send(message)
+        submits = [_submit_of(request) for request in requests]
+        if self._num_tenants > 1:
+            for submit in submits:
+                submit.tenant.name = f"tenant-{submit.handle % self._num_tenants}"
+        self._send(exchange_pb2.ExchangeRequest(submits=submits))
 
     def abort(self, keys: Sequence[int]) -> None:
         """Abort requests."""
