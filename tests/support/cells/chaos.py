@@ -144,15 +144,19 @@ class Asker(Protocol):
 class GrpcAsker:
     """Sends requests to the tokenizer service by gRPC; see `Asker`."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, keys: Sequence[str] = ()) -> None:
+        """Send a request with the key that its seed picks, if there are any."""
         self._client = client
+        self._keys = keys
 
     async def ask(self, request: tokenizer_pb2.GenerateRequest, note_response: Callable[[], None]) -> Told:
         """See `Asker`."""
+        key = self._keys[request.sampling.seed % len(self._keys)] if self._keys else None
+        metadata = None if key is None else (("authorization", f"Bearer {key}"),)
         while True:
             answer = Answer()
             try:
-                async for response in self._client.tokenizer.Generate(request):
+                async for response in self._client.tokenizer.Generate(request, metadata=metadata):
                     note_response()
                     answer.add(response)
             except grpc.aio.AioRpcError as error:
