@@ -6,20 +6,28 @@ the tokens of many steps arrive at once, and nothing of its tenant waits meanwhi
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
+from lockstep.v1 import tokenizer_pb2_grpc
 from shared.tenant import Tenant
 from tests.support.cells.cell import Cell, start_cell
+from tests.support.clients.client import connect, token_request
+from tests.support.clients.flood import open_channels
+from tests.support.clients.key_files import key_line, write_keys
 from tests.support.clients.tenant_replica import open_tenant_replica
 
-pytestmark = pytest.mark.slow
-
 NUM_SLOTS = 8
-LOUD, QUIET = Tenant("loud"), Tenant("quiet")
+KEY = "sk-loud"
+LOUD, QUIET, WITNESS = Tenant("loud"), Tenant("quiet"), Tenant("witness")
+# About as long as the tiny model's context allows.
+LONG = 500
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +43,7 @@ async def count_steps_to_first_token(cell: Cell, num_streams: int) -> int:
     counts: list[int] = []
     while len(counts) < 10:
         async with open_tenant_replica(cell.cell_address) as replica:
-            # About as long as the tiny model's context allows.
-            await replica.submit(LOUD, num_requests=num_streams, max_tokens=500)
+            await replica.submit(LOUD, num_requests=num_streams, max_tokens=LONG)
             while (await replica.read()).num_tokens[LOUD.name] < min(num_streams, NUM_SLOTS):
                 pass
             while len(counts) < 10 and (count := await replica.count_steps(QUIET, beside=LOUD)) is not None:
@@ -44,6 +51,7 @@ async def count_steps_to_first_token(cell: Cell, num_streams: int) -> int:
     return max(counts)
 
 
+@pytest.mark.slow
 async def test_tokens_are_shared_by_weight(small_cell: Cell) -> None:
     heavy, light = Tenant("heavy", 3.0), Tenant("light", 1.0)
     num_tokens, num_ended = Counter[str](), Counter[str]()
@@ -56,6 +64,48 @@ async def test_tokens_are_shared_by_weight(small_cell: Cell) -> None:
     assert 0.95 * 3 < num_tokens[heavy.name] / num_tokens[light.name] < 1.05 * 3
 
 
+@pytest.mark.slow
 async def test_a_quiet_tenant_waits_at_most_twice_as_long_beside_a_flood_as_beside_one_stream(small_cell: Cell) -> None:
     beside_one = await count_steps_to_first_token(small_cell, 1)
     assert await count_steps_to_first_token(small_cell, 5000) <= 2 * beside_one
+
+
+@pytest.mark.proof
+async def test_a_quiet_tenant_waits_at_most_twice_as_long_beside_5000_clients_as_beside_one(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    keys = write_keys(tmp_path / "keys", key_line(KEY, LOUD.name))
+    flags = (f"--client-keys={keys}", f"--scheduler.max-num-seqs={NUM_SLOTS}", "--scheduler.max-waiting-requests=10000")
+    with start_cell(tiny_model, *flags) as cell:
+        beside_one = await count_steps_beside_clients(cell, 1)
+        assert await count_steps_beside_clients(cell, 5000) <= 2 * beside_one
+
+
+async def count_steps_beside_clients(cell: Cell, num_clients: int) -> int:
+    """As `count_steps_to_first_token`, with loud streams through the tokenizer; a third tenant shows the steps."""
+    counts: list[int] = []
+    async with connect(cell) as client, open_channels(cell.address) as channels:
+        clients = [
+            asyncio.create_task(ask_for_ever(channels[number % len(channels)], number)) for number in range(num_clients)
+        ]
+        await client.wait_until(lambda state: state.num_running + state.num_waiting >= num_clients)
+        async with open_tenant_replica(cell.cell_address) as replica:
+            while len(counts) < 10:
+                await replica.submit(WITNESS, num_requests=1, max_tokens=LONG)
+                while not (await replica.read()).num_tokens[WITNESS.name]:
+                    pass
+                while len(counts) < 10 and (count := await replica.count_steps(QUIET, beside=WITNESS)) is not None:
+                    counts.append(count)
+        for task in clients:
+            task.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+    return max(counts)
+
+
+async def ask_for_ever(channel: grpc.aio.Channel, number: int) -> None:
+    """Read one long answer after the other."""
+    stub: Any = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+    request = token_request([1 + number % 50, 2, 3], max_tokens=LONG, ignore_eos=True)
+    while True:
+        async for _ in stub.Generate(request, metadata=(("authorization", f"Bearer {KEY}"),)):
+            pass
