@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import grpc
 import pytest
 
-from shared.network.tls import Role
+from shared.network.rpc import Peer, make_channel
+from shared.network.tls import Role, TrustedAuthority
 from tests.support.cells.cell import REFERENCE, popen_lockstep, start_cell
 from tests.support.cells.certificates import DOMAIN, Authority, write_files
 from tests.support.cells.tls_cell import tls_flags
@@ -21,6 +23,7 @@ from tests.support.clients.http_answers import CHAT, COMPLETION, HttpAnswer, Ref
 from tests.support.models.tool_caller import write_tool_caller
 from tests.support.system.ports import free_port
 
+HEALTH = "/grpc.health.v1.Health/Check"
 NUM_STREAMS = 4
 NUM_TOKENS = 300
 LONG = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
@@ -38,8 +41,10 @@ async def test_names_and_tls_over_the_real_processes(tiny_model: Path, tmp_path:
     trusting = ssl.create_default_context(cadata=authority.pem.decode())
     with start_cell(tiny_model, *flags, *tls_flags(files)) as cell:
         trust = (f"--target={cell.address}", f"--tls-ca={files.authority}", f"--trust-domain={DOMAIN}")
-        shown = (f"--tls-cert={own.certificate}", f"--tls-key={own.key}")
-        assert [run_generate(*trust, *more) for more in (shown, ())] == [0, 1]
+        assert run_generate(*trust, f"--tls-cert={own.certificate}", f"--tls-key={own.key}") == 0
+        stranger = Peer(TrustedAuthority(files.authority, DOMAIN), Role.TOKENIZER)
+        async with make_channel(cell.address, peer=stranger) as channel:
+            assert await channel.unary_unary(HEALTH)(b"").code() is grpc.StatusCode.UNAVAILABLE
         assert f", HTTP on {address}, " in cell.ready_line
         async with aiohttp.ClientSession() as session:
             options: dict[str, Any] = {"ssl": trusting, "server_hostname": f"{Role.TOKENIZER.value}.{DOMAIN}"}
