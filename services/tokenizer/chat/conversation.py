@@ -7,6 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from services.tokenizer.json.json_values import JsonObject
 
+FUNCTIONS = "functions."
+"""How the id of a call begins for Kimi K2, which goes on with the tool's name, a colon, and an index that counts the
+conversation's calls."""
+
 
 class ToolMode(enum.Enum):
     """Whether the model calls tools: as it chooses, never, or at least once."""

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from services.tokenizer.chat.conversation import Message, ToolCall
+from services.tokenizer.chat.conversation import FUNCTIONS, Message, ToolCall
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 
 # Applied to everything that the client wrote.
@@ -40,6 +40,8 @@ class TemplateFeatures:
     """Whether a message with calls may have reasoning or content, but not both."""
     arguments_have_names: bool = False
     """Whether arguments that are no object are left out or refused: they need a name."""
+    ids_have_names: bool = False
+    """Whether a call is shown by its id and arguments alone, so that the id must have the tool's name."""
     system_needs_user: bool = False
     """Whether a system message is left out unless a user's message comes after it."""
 
@@ -53,6 +55,8 @@ def message_fields(messages: Sequence[Message], features: TemplateFeatures, guar
     """
     if features.ids_are_short:
         messages = list(_with_short_ids(messages))
+    if features.ids_have_names:
+        messages = list(_with_named_ids(messages))
     if features.one_call_per_message:
         messages = list(_with_single_calls(messages))
     if features.content_is_apart:
@@ -155,6 +159,22 @@ def _with_short_ids(messages: Sequence[Message]) -> Iterator[Message]:
             answered.append(_answered_call(result, message.tool_calls, answered))
             given = result.tool_call_id
             yield replace(result, tool_call_id=_short_id(given) if given else calls[answered[-1]].id)
+
+
+def _with_named_ids(messages: Sequence[Message]) -> Iterator[Message]:
+    """Ids of other forms are replaced, as the documentation of Kimi K2's tool calls asks for."""
+    num_calls = 0
+    for message, results in _with_results(messages):
+        calls = []
+        for call in message.tool_calls:
+            has_name = re.fullmatch(rf"{re.escape(f'{FUNCTIONS}{call.name}')}:[0-9]+", call.id)
+            calls.append(call if has_name else replace(call, id=f"{FUNCTIONS}{call.name}:{num_calls}"))
+            num_calls += 1
+        yield replace(message, tool_calls=tuple(calls))
+        answered: list[int] = []
+        for result in results:
+            answered.append(_answered_call(result, message.tool_calls, answered))
+            yield replace(result, tool_call_id=calls[answered[-1]].id)
 
 
 def _short_id(text: str) -> str:

@@ -141,7 +141,13 @@ class _Trial:
             needy = replace(features, **{name: True})
             if not self.writes(message, features) and self.writes(message, needy):
                 features = needy
-        return features
+        return replace(features, ids_have_names=self._shows_ids_alone(features))
+
+    def _shows_ids_alone(self, features: TemplateFeatures) -> bool:
+        """Whether a call's text depends on its id, and not on its name."""
+        calls = (_CALL, replace(_CALL, name="find"), replace(_CALL, id="call_1"))
+        text, renamed, other = (self.rendered((Message("assistant", "", (call,)),), features) for call in calls)
+        return text == renamed != other
 
     def writes(self, message: Message, features: TemplateFeatures) -> bool:
         """Whether all calls of a message are rendered."""

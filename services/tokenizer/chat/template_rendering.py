@@ -8,6 +8,7 @@ from jinja2 import Environment
 from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from services.tokenizer.chat.typescript_tools import VARIABLE, declared_tools, sorted_tools
 from services.tokenizer.json.json_values import JsonObject
 
 _PARAMETERS = ("messages", "tools")
@@ -32,8 +33,9 @@ def render_template(source: str, special_tokens: dict[str, str], fields: JsonObj
     """Render a template, with the assistant's turn opened at the end if `opens_turn`.
 
     Its exceptions pass through, its time and memory are unlimited. `fields` are `messages`, `tools` (None for none) and
-    variables, none named like a special token.
+    variables, none named like a special token. A template that asks for the tools' declaration gets it.
     """
+    fields = _with_declaration(source, fields)
     variables: dict[str, Any] = {name: value for name, value in fields.items() if name not in _PARAMETERS}
     # Despite its annotation `str`, it returns the texts of all conversations and the spans that it tracked in them.
     rendered: Any = render_jinja_template(
@@ -45,6 +47,15 @@ def render_template(source: str, special_tokens: dict[str, str], fields: JsonObj
         **variables,
     )
     return str(rendered[0][0])
+
+
+def _with_declaration(source: str, fields: JsonObject) -> JsonObject:
+    tools = fields["tools"]
+    if not isinstance(tools, list) or VARIABLE not in source:
+        return fields
+    tools = sorted_tools(tools)
+    declaration = declared_tools(tools)
+    return {**fields, "tools": tools, **({} if declaration is None else {VARIABLE: declaration})}
 
 
 def explain_failure(error: Exception, source: str) -> RenderError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from services.tokenizer.chat.conversation import Tool
+from services.tokenizer.chat.conversation import FUNCTIONS, Tool
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 from services.tokenizer.replies import deepseek_v3, deepseek_v32, glm4, harmony, kimi_k2, mistral, qwen3_coder
 from services.tokenizer.replies.lark import LarkGrammar, length_pattern, search_pattern
@@ -91,7 +91,7 @@ def _harmony(grammar: LarkGrammar, request: GrammarRequest) -> str:
 def _kimi_k2(grammar: LarkGrammar, request: GrammarRequest) -> str:
     index, arguments = grammar.rule("INDEX", "/0|[1-9][0-9]{0,3}/"), grammar.marker(kimi_k2.ARGUMENTS)
     calls = [
-        f"{grammar.literal(f'{kimi_k2.FUNCTIONS}{tool.name}:')} {index} {arguments} {grammar.json(_arguments(tool))}"
+        f"{grammar.literal(f'{FUNCTIONS}{tool.name}:')} {index} {arguments} {grammar.json(_arguments(tool))}"
         for tool in request.tools
     ]
     begin, end = grammar.marker(kimi_k2.CALL_BEGIN), grammar.marker(kimi_k2.CALL_END)

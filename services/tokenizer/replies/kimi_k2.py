@@ -1,8 +1,8 @@
 """Kimi K2: `<think>` first, then calls between dedicated markers, each after an id that has the tool's name.
 
 The id is `functions.NAME:INDEX`, where INDEX counts the calls of the conversation. It comes back as the model wrote it,
-since the template shows nothing else of a call but its arguments. One that is used already gets the next index; models
-also leave out the prefix, or the index.
+since the template shows nothing else of a call but its arguments. One that is used already gets the next index that is
+free; models also leave out the prefix, or the index.
 
 Source: docs/tool_call_guidance.md and chat_template.jinja of moonshotai/Kimi-K2-Instruct.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import re
 
+from services.tokenizer.chat.conversation import FUNCTIONS
 from services.tokenizer.replies.openings import THINK_MARKUP
 from services.tokenizer.replies.parser import MAX_NAME_LENGTH, ReplyParser
 from services.tokenizer.replies.reader import SPACE, Reading, UnparsableError
@@ -20,9 +21,11 @@ from services.tokenizer.text.markers import Markers
 CALLS_BEGIN, CALLS_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL_BEGIN, CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
 ARGUMENTS = "<|tool_call_argument_begin|>"
-FUNCTIONS = "functions."
 
-_OPENINGS = Markers(CALLS_BEGIN, "\n" + CALLS_BEGIN, CALL_BEGIN)
+# As models also write them: these are no tokens.
+_OTHER_BEGIN, _OTHER_END = "<|tool_call_section_begin|>", "<|tool_call_section_end|>"
+
+_OPENINGS = Markers(CALLS_BEGIN, "\n" + CALLS_BEGIN, _OTHER_BEGIN, "\n" + _OTHER_BEGIN, CALL_BEGIN)
 _SEPARATORS = Markers(ARGUMENTS)
 _INDEX = re.compile(":([0-9]+)$")
 
@@ -44,7 +47,7 @@ class KimiK2Parser(ReplyParser):
             yield from reader.expect(CALL_BEGIN)
         while True:
             yield from self._read_call()
-            if (yield from self._close(CALL_BEGIN, CALLS_END)) != CALL_BEGIN:
+            if (yield from self._close(CALL_BEGIN, CALLS_END, _OTHER_END)) != CALL_BEGIN:
                 break
         yield from self._skip_after_call("\n")
 

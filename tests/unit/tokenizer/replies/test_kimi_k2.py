@@ -38,6 +38,11 @@ WEATHER = call("functions.get_weather:0", TOKYO)
             f"<|tool_call_end|>\n{END_CALLS}\nDone.",
             [call_part("get_weather", TOKYO), TextPart("Done.")],
         ),
+        # In the singular.
+        (
+            f"Hm.\n<|tool_call_section_begin|>{WEATHER}<|tool_call_section_end|>",
+            [TextPart("Hm."), call_part("get_weather", TOKYO)],
+        ),
         # Without the markers around all calls, and without what ends the last one.
         (f"{WEATHER}", [call_part("get_weather", TOKYO)]),
         (

@@ -19,6 +19,7 @@ from services.tokenizer.json.json_values import read_json_object
 from services.tokenizer.replies import REPLY_PARSERS, ReasoningPart, TextPart
 from tests.support.tokenizer.call_templates import CALLS_AS_OBJECTS, CALLS_AS_TEXT, ONE_CALL, SHORT_IDS, SINGLE_CALLS
 from tests.support.tokenizer.chat_templates import local_template
+from tests.support.tokenizer.kimi_templates import KIMI_K25
 from tests.support.tokenizer.replies import parse
 from tests.support.tokenizer.reply_texts import HOSTILE_STRINGS, HOSTILE_VALUES, LOOK, call_text, reply_text
 
@@ -28,6 +29,7 @@ TEMPLATES = {
     "deepseek_v3": CALLS_AS_TEXT,
     "deepseek_v32": DEEPSEEK_V32_TEMPLATE,
     "harmony": ONE_CALL,
+    "kimi_k2": KIMI_K25,
     "llama3_json": SINGLE_CALLS,
     "mistral": SHORT_IDS,
 }
