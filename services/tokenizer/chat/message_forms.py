@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from services.tokenizer.chat.conversation import FUNCTIONS, Message, ToolCall
@@ -163,18 +164,27 @@ def _with_short_ids(messages: Sequence[Message]) -> Iterator[Message]:
 
 def _with_named_ids(messages: Sequence[Message]) -> Iterator[Message]:
     """Ids of other forms are replaced, as the documentation of Kimi K2's tool calls asks for."""
+    taken = {call.id for message in messages for call in message.tool_calls}
     num_calls = 0
     for message, results in _with_results(messages):
         calls = []
         for call in message.tool_calls:
-            has_name = re.fullmatch(rf"{re.escape(f'{FUNCTIONS}{call.name}')}:[0-9]+", call.id)
-            calls.append(call if has_name else replace(call, id=f"{FUNCTIONS}{call.name}:{num_calls}"))
+            calls.append(replace(call, id=_named_id(call, num_calls, taken)))
+            taken.add(calls[-1].id)
             num_calls += 1
         yield replace(message, tool_calls=tuple(calls))
         answered: list[int] = []
         for result in results:
             answered.append(_answered_call(result, message.tool_calls, answered))
             yield replace(result, tool_call_id=calls[answered[-1]].id)
+
+
+def _named_id(call: ToolCall, num_calls: int, taken: Container[str]) -> str:
+    """The call's own id if it has the name, or else one that is not taken."""
+    if re.fullmatch(rf"{re.escape(FUNCTIONS + call.name)}:[0-9]+", call.id):
+        return call.id
+    ids = (f"{FUNCTIONS}{call.name}:{index}" for index in itertools.count(num_calls))
+    return next(each for each in ids if each not in taken)
 
 
 def _short_id(text: str) -> str:

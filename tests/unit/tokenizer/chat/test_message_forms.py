@@ -67,6 +67,17 @@ def test_content_may_be_joined_to_the_reasoning_of_calls_or_come_before_them() -
     assert shown(apart, BOTH) == [("a", "So:", "", ""), ("a", None, "Hm.", calls)]
 
 
+def test_ids_become_named_ones_that_no_other_call_has() -> None:
+    own = Message("assistant", "", (ToolCall("functions.now:1", "now", {}), ToolCall("functions.now:0", "look_up", {})))
+    fields = shown(
+        TemplateFeatures(ids_have_names=True), BOTH, result("c2"), result(""), own, result("functions.now:1")
+    )
+    assert fields[0][3] == ["functions.look_up:0", "functions.now:2"]
+    assert [each[3] for each in fields[1:3]] == ["functions.now:2", "functions.look_up:0"]
+    assert fields[3][3] == ["functions.now:1", "functions.look_up:3"]
+    assert fields[4][3] == "functions.now:1"
+
+
 def test_ids_become_short_ones_that_still_belong_together() -> None:
     unnamed = Message("assistant", "", (ToolCall("", "now", {}), ToolCall("abcdefgh9", "now", {})))
     fields = shown(
