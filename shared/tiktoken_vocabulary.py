@@ -5,7 +5,7 @@ whose bytes together are the token of the lowest rank; tokenizer.json has pairs 
 first. The pair that becomes a token is what joining by lower ranks leaves of its bytes. Where that leaves more than two
 parts, all pairs are listed that have the token's bytes: ranks that training has given never need it.
 
-The 256 ids after the tokens are special: tokenizer_config.json names them, and all others are `<|reserved_token_ID|>`.
+The 256 ids after these are of added tokens: those that tokenizer_config.json names, and `<|reserved_token_ID|>`.
 
 One thing differs from Kimi's own code on purpose: that cuts a text every 400 000 characters, and every 25 000 within a
 run of characters that are all whitespace or all something else, since tiktoken once could not take longer ones. A token
@@ -234,16 +234,21 @@ def _added_tokens(path: Path, config: Mapping[str, Any], ranks: Mapping[bytes, i
                 f"{path}: added_tokens_decoder has {name!r}: special tokens are {ids[0]} to {ids[-1]}, after the "
                 f"{len(ranks)} of {TIKTOKEN}"
             )
-        if not isinstance(token, dict) or not isinstance(token.get("content"), str) or not token["content"]:
-            raise ModelDirectoryError(f"{path}: added_tokens_decoder: {name} has no content")
+        if not isinstance(token, dict) or not _is_text(token.get("content")):
+            raise ModelDirectoryError(f"{path}: added_tokens_decoder: {name} has no text as its content")
         tokens[names[name]] = token
     id_of: dict[str, int] = {}
     for token_id, token in tokens.items():
         content = token["content"]
-        first = ranks.get(content.encode(errors="surrogatepass"), id_of.setdefault(content, token_id))
+        first = ranks.get(content.encode(), id_of.setdefault(content, token_id))
         if first != token_id:
             raise ModelDirectoryError(f"{path}: added_tokens_decoder: {token_id} is {content!r}, as {first} is")
     return [
         {"id": token_id, "content": token["content"], **{flag: bool(token.get(flag, False)) for flag in _FLAGS}}
         for token_id, token in tokens.items()
     ]
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is a text that is not empty and that UTF-8 can encode."""
+    return isinstance(value, str) and value != "" and value.encode(errors="ignore").decode() == value

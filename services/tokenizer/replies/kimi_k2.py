@@ -28,6 +28,7 @@ _OTHER_BEGIN, _OTHER_END = "<|tool_call_section_begin|>", "<|tool_call_section_e
 _OPENINGS = Markers(CALLS_BEGIN, "\n" + CALLS_BEGIN, _OTHER_BEGIN, "\n" + _OTHER_BEGIN, CALL_BEGIN)
 _SEPARATORS = Markers(ARGUMENTS)
 _INDEX = re.compile(":([0-9]+)$")
+_MAX_ID_LENGTH = len(FUNCTIONS) + MAX_NAME_LENGTH + 8
 
 
 class KimiK2Parser(ReplyParser):
@@ -53,7 +54,7 @@ class KimiK2Parser(ReplyParser):
 
     def _read_call(self) -> Reading[None]:
         reader = self._reader
-        written, _ = yield from reader.until(_SEPARATORS, max_length=MAX_NAME_LENGTH)
+        written, _ = yield from reader.until(_SEPARATORS, max_length=_MAX_ID_LENGTH)
         yield from reader.skip(SPACE)
         if (yield from reader.peek()) != "{":
             raise UnparsableError

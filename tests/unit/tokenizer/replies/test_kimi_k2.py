@@ -127,9 +127,10 @@ def test_a_name_may_look_like_the_rest_of_an_id(written: str, names: list[str], 
 
 
 def test_an_id_that_could_not_come_back_is_another_one() -> None:
-    name = "漢" * 83
-    ((_, call_id),) = ids(f"{name}:0", tools=(tool(name),))
-    assert call_id.startswith("call_")
+    for name in ("漢" * 83, "x" * 256):
+        ((called, call_id),) = ids(f"functions.{name}:0", tools=(tool(name),))
+        assert called == name
+        assert call_id.startswith("call_")
 
 
 def test_the_template_may_have_opened_or_closed_the_reasoning() -> None:
