@@ -73,6 +73,8 @@ class Fault(enum.Enum):
     ENDPOINT_GONE = "endpoint_gone"
     # A replica, the scheduler and the workers are asked to end together, once in a run.
     PLANNED_STOP = "planned_stop"
+    # A model with recurrent state.
+    RECURRENT_STATE = "recurrent_state"
 
 
 # The probability of each at each of its opportunities; the rates of a run are drawn around it.
@@ -146,6 +148,8 @@ _LIKELIHOOD = {
     # At each arrival.
     Fault.ENDPOINT_GONE: 0.05,
     Fault.PLANNED_STOP: 0.05,
+    # At each cell.
+    Fault.RECURRENT_STATE: 0.9,
 }
 # Faults after which a domain drains.
 DRAINS = frozenset({Fault.WORKER_LEAVE, Fault.MEMBER_LEAVE, Fault.RANK_DRAIN, Fault.ENDPOINT_GONE})

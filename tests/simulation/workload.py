@@ -84,6 +84,8 @@ class CellSettings:
     """The launcher ends a process that does not answer for this long."""
     tp_size: int
     """Processes of each DP rank."""
+    num_checkpoint_slots: int | None = None
+    """Recurrent states that each rank's worker can save; None for a model without state."""
     model: ModelOnDisk = field(default_factory=ModelOnDisk)
     poison: dict[int, int] = field(default_factory=dict)
     """The position whose computation kills the worker, by the seed of the poison request."""
@@ -105,6 +107,8 @@ class CellSettings:
             proposes_mixed_steps=self.proposals[rank].mixes,
             graph_batch_sizes=self.graph_batch_sizes(rank),
             introduction=introduce_self(),
+            state_bytes_per_slot=0 if self.num_checkpoint_slots is None else 8,
+            num_checkpoint_slots=self.num_checkpoint_slots or 0,
         )
 
     def graph_batch_sizes(self, rank: int) -> tuple[int, ...]:
@@ -190,7 +194,7 @@ class CellSettings:
         num_blocks = [num_pool_tokens // block_size] * dp_size
         if mix.strikes(Fault.UNEQUAL_POOLS, rng):
             num_blocks = [number + rng.choice([0, 1, number]) for number in num_blocks]
-        return cls(
+        settings = cls(
             topology,
             policy,
             CacheSettings(block_size, rng.random() < 0.8),
@@ -208,6 +212,16 @@ class CellSettings:
             # Groups of three only in small cells: every process adds to the cost of a run.
             tp_size=(2 if dp_size > 2 else rng.choice([2, 2, 3])) if rng.random() < _SHARE_OF_GROUPS else 1,
         )
+        return settings._with_state(rng) if mix.strikes(Fault.RECURRENT_STATE, rng) else settings
+
+    def _with_state(self, rng: Random) -> CellSettings:
+        """The same cell with a model that has recurrent state, and so does not draft."""
+        cache = replace(
+            self.cache,
+            state_checkpoint_interval=rng.choice([0, 1, 20, 8192]),
+            state_record_interval=rng.choice([1, 20, 256]),
+        )
+        return replace(self, cache=cache, num_draft_tokens=0, num_checkpoint_slots=rng.choice([0, 1, 3, 10, 50]))
 
 
 @dataclass(frozen=True, slots=True)

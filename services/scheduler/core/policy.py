@@ -130,6 +130,8 @@ class CacheSettings:
     """Whether a tenant may find prefixes that another's requests computed."""
     state_checkpoint_interval: int = 8192
     """After how many tokens of a prompt its recurrent state is saved, for models that have one; 0 for never."""
+    state_record_interval: int = 256
+    """Likewise, of tokens that are decoded; also how often a row is visited for it."""
 
 
 @dataclass(slots=True)

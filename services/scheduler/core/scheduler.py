@@ -188,8 +188,7 @@ class Scheduler:
         )
         states = None
         if saves_states:
-            interval = self._cache.state_checkpoint_interval
-            states = StateSaves(self._blocks, interval=interval, may_cut=self._policy.enable_chunked_prefill)
+            states = StateSaves(self._blocks, self._cache, may_cut=self._policy.enable_chunked_prefill)
         self._running = RunningBatch(self._policy.max_num_seqs, self._blocks, facts.num_draft_tokens, states)
         self._shares = Shares(self._policy.max_num_seqs, self._waiting, self._running)
         self._preemption = Preemption(

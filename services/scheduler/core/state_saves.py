@@ -7,11 +7,9 @@ from services.scheduler.core.batch.slot_table import SlotTable
 from services.scheduler.core.batch.step import ScheduledBatch
 from services.scheduler.core.block_manager import BlockManager
 from services.scheduler.core.cache.cached_prefix import CachedPrefix
+from services.scheduler.core.policy import CacheSettings
 from shared.ids import Slot
 from shared.step.columns import StatePairs
-
-# Also how often a row is visited for it.
-RENEWAL_TOKENS = 256
 
 
 class StateSaves:
@@ -22,21 +20,21 @@ class StateSaves:
     - on demand: a newcomer finds cached blocks behind the last saved state. It computes them again, and saves the state
       after the last of them, so the next one does not have to. So a prompt shared by many is computed twice.
     - for the other choices of its request, after the prompt's last whole block. They wait for it.
-    - every `interval` tokens, for prompts that share a part of it, and for its own way back after a preemption.
+    - at intervals, for prompts that share a part of it, and for its own way back after a preemption.
 
-    Each decoding sequence has one record, renewed every 256 tokens, for a conversation's next turn and for its own way
+    Each decoding sequence has one record, renewed at intervals, for a conversation's next turn and for its own way
     back: it overwrites its older one.
 
-    All are at the ends of blocks. Where no room is left, nothing is saved. If prompts may not be computed in chunks,
-    they are not cut here either.
+    All are at the ends of blocks, so intervals are rounded up to blocks. Where no room is left, nothing is saved. If
+    prompts may not be computed in chunks, they are not cut here either.
     """
 
-    def __init__(self, blocks: BlockManager, *, interval: int, may_cut: bool) -> None:
-        """`interval` is in tokens, rounded up to whole blocks; 0 for none."""
+    def __init__(self, blocks: BlockManager, settings: CacheSettings, *, may_cut: bool) -> None:
+        """Make it for one epoch; `may_cut` says whether prompts may be computed in chunks."""
         self._blocks = blocks
         self._may_cut = may_cut
-        self._interval = self._whole_blocks(interval)
-        self._renewal = self._whole_blocks(RENEWAL_TOKENS)
+        self._interval = self._whole_blocks(settings.state_checkpoint_interval)
+        self._renewal = self._whole_blocks(settings.state_record_interval)
 
     def begin(self, seq: Sequence, prefix: CachedPrefix) -> None:
         """Choose where to save the prompt of a sequence that is being admitted with a prefix."""

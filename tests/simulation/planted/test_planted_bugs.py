@@ -12,6 +12,7 @@ from tests.simulation.planted.planting import PlantedBug
 from tests.simulation.planted.ranks import RANK_BUGS
 from tests.simulation.planted.requests import REQUEST_BUGS
 from tests.simulation.planted.server import SERVER_BUGS
+from tests.simulation.planted.states import STATE_BUGS
 from tests.simulation.planted.steps import CELL_BUGS
 from tests.simulation.planted.tenants import TENANT_BUGS
 from tests.simulation.simulation import SimulationError, simulate
@@ -25,6 +26,7 @@ BUGS = [
     *RANK_BUGS,
     *REQUEST_BUGS,
     *SERVER_BUGS,
+    *STATE_BUGS,
     *TENANT_BUGS,
 ]
 MAX_SEEDS = 50

@@ -13,8 +13,9 @@ from services.scheduler.core.batch.sequence import RequestKey
 from services.scheduler.core.batch.step import ScheduledBatch, Step
 from services.scheduler.core.queue.waiting_queue import QueuePolicy, max_steps_to_admission
 from services.scheduler.server.direct_clients import DIRECT_CLIENT
-from shared.step.step import PrefillChunk, StepKind
+from shared.step.step import PrefillChunk, StepKind, StepResult
 from tests.simulation.network.step_stream import Answer
+from tests.simulation.watches.state_watch import StateWatch, Text
 from tests.simulation.workload import CellSettings, Expected, RequestPlan, Salt, number_of
 
 # A step that makes no progress for this long ends its epoch.
@@ -67,6 +68,11 @@ class Entry:
     def number(self) -> Number:
         """Its identity, the same for all attempts."""
         return self.plan.number, self.choice
+
+    @property
+    def text(self) -> Text:
+        """All that the cell must compute, with the prompt."""
+        return self.plan.salt, [*self.plan.prompt, *self.expected.tokens]
 
     @property
     def expected(self) -> Expected:
@@ -164,6 +170,7 @@ class EpochWatch:
         # The step that first reported a sequence as not finite, by the sequence's number.
         self._reported_not_finite: dict[int, int] = {}
         self._block_to_salt: dict[int, Salt] = {}
+        self._states = None if settings.num_checkpoint_slots is None else StateWatch()
         # For each aged request: the requests that were ever ahead of it, and the steps sent since it aged.
         self._ahead_of: dict[Entry, set[Entry]] = {}
         self._num_steps_waited: Counter[Entry] = Counter()
@@ -193,6 +200,8 @@ class EpochWatch:
             self._num_later.pop(slot, None)
         self._enter(batch, now)
         self._check_sharing(batch)
+        if self._states is not None:
+            self._states.check_step(batch, lambda slot: self._batch[slot].entry.text)
         assert len(self._batch) <= policy.max_num_seqs, "too many sequences"
         chunks = [*batch.chunks, *(enter.chunk for enter in batch.enters)]
         num_prompt_tokens = sum(chunk.num_tokens for chunk in chunks)
@@ -239,12 +248,14 @@ class EpochWatch:
             entry.num_in_flight = 0
         return iter(in_flight)
 
-    def take_answer(self, answer: Answer, not_finite_rows: list[int]) -> SentStep:
+    def take_answer(self, answer: Answer, result: StepResult) -> SentStep:
         """Remove and return the oldest step in flight, which has returned."""
         step = self.in_flight.popleft()
+        if self._states is not None:
+            self._states.take_answer(result.not_finite_saves.tolist())
         for entry in step.entries:
             entry.num_in_flight -= 1
-        for row, spoiler in zip(not_finite_rows, answer.spoilers, strict=True):
+        for row, spoiler in zip(result.not_finite_rows.tolist(), answer.spoilers, strict=True):
             reader = step.rows[row]
             reported_at = self._reported_not_finite.get(spoiler)
             is_spread = spoiler != reader.number and reported_at is not None and reported_at <= reader.after_step
@@ -294,7 +305,9 @@ class EpochWatch:
             assert self._settings.cache.enable_prefix_caching or not shared, (
                 "a prefix is shared although caching is off"
             )
-            is_computed_before = self._settings.policy.share_in_step or computed.isdisjoint(shared)
+            has_state = self._settings.num_checkpoint_slots is not None
+            may_share = self._settings.policy.share_in_step and not has_state
+            is_computed_before = may_share or computed.isdisjoint(shared)
             assert is_computed_before, "a prefix is shared in the step that computes it"
 
     def _take_chunks(self, chunks: list[PrefillChunk]) -> list[tuple[Entered, int]]:
@@ -305,7 +318,8 @@ class EpochWatch:
             self._num_later[chunk.slot] = chunk.num_later_tokens
             # Tokens after the prompt were computed before the sequence was preempted.
             taken.append((entered, len(entered.entry.plan.prompt) - chunk.num_later_tokens))
-        assert sum(num_later > 0 for num_later in self._num_later.values()) <= 1, (
+        # A chunk that ends where a state is saved may leave room for other prompts.
+        assert self._settings.num_checkpoint_slots or sum(map(bool, self._num_later.values())) <= 1, (
             "two prompts are partly computed at a time"
         )
         return taken
@@ -363,6 +377,9 @@ class EpochWatch:
             bound = max_steps_to_admission(
                 len(ahead), settings.max_request_tokens, settings.max_prompt_tokens(self.rank)
             )
+            if settings.num_checkpoint_slots:
+                # A chunk for each state that is saved, and a wait for it.
+                bound *= 2 * settings.max_request_tokens * policy.max_steps_in_flight
             # Coupled ranks delay their prompts for each other.
             bound *= 1 + policy.max_prefill_wait_steps
             assert self._num_steps_waited[entry] <= bound, "a request waits longer than it may"

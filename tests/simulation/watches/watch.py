@@ -400,7 +400,7 @@ class EngineWatch:
             return
         epoch.signs.heard_at = epoch.signs.got_on_at = now
         not_finite_rows, failed_grammar_rows = result.not_finite_rows.tolist(), result.failed_grammar_rows.tolist()
-        step = epoch.take_answer(answer, not_finite_rows)
+        step = epoch.take_answer(answer, result)
         if step.is_decode and self.suspects:
             self._clear_suspects(step)
         for entered, end in step.chunks:
