@@ -79,6 +79,13 @@ class SchedulerSettings(ProcessSettings, ClientPortSettings, MembershipSettings)
         description="Share them between tenants too. Otherwise each has prefixes of its own, so that none can find out "
         "by the time or the count of cached tokens what another has asked.",
     )
+    state_checkpoint_interval: int = Field(
+        default=_CACHE.state_checkpoint_interval,
+        ge=0,
+        description="For models with recurrent state: save it after every so many tokens of a prompt, rounded up to "
+        "blocks, so that a prompt with the same beginning continues from there; 0 for never. It is also saved where a "
+        "request finds cached blocks without it, and while answers are generated.",
+    )
     scheduler_delay_factor: float = Field(
         default=_POLICY.delay_factor,
         ge=0.0,
@@ -219,7 +226,12 @@ class SchedulerSettings(ProcessSettings, ClientPortSettings, MembershipSettings)
     @property
     def cache(self) -> CacheSettings:
         """The KV cache's settings."""
-        return CacheSettings(self.kv_cache_block_size, self.enable_prefix_caching, self.share_prefixes_between_tenants)
+        return CacheSettings(
+            self.kv_cache_block_size,
+            self.enable_prefix_caching,
+            self.share_prefixes_between_tenants,
+            state_checkpoint_interval=self.state_checkpoint_interval,
+        )
 
 
 if __name__ == "__main__":

@@ -179,8 +179,17 @@ def _kv_cache_metrics(state: CellState) -> Iterator[Metric]:
         blocks.add_metric([name, "used"], rank.num_used_blocks)
         blocks.add_metric([name, "cached"], rank.num_cached_blocks)
         blocks.add_metric([name, "blank"], rank.num_free_blocks - rank.num_cached_blocks)
+    states = GaugeMetricFamily(
+        "lockstep_state_checkpoints",
+        "Recurrent states that the rank can save: used, or free; none for models without them.",
+        labels=["rank", "state"],
+    )
+    for rank in _ranks(state):
+        states.add_metric([str(rank.rank), "used"], rank.num_used_checkpoints)
+        states.add_metric([str(rank.rank), "free"], rank.num_checkpoints - rank.num_used_checkpoints)
     yield usage
     yield blocks
+    yield states
     yield GaugeMetricFamily("lockstep_kv_cache_block_size_tokens", "Tokens per KV block.", state.block_size)
     yield CounterMetricFamily(
         "lockstep_prefix_cache_queries",
@@ -189,6 +198,11 @@ def _kv_cache_metrics(state: CellState) -> Iterator[Metric]:
     )
     yield CounterMetricFamily(
         "lockstep_prefix_cache_hits", "Tokens found in the prefix cache.", state.counters.num_prefix_hit_tokens
+    )
+    yield CounterMetricFamily(
+        "lockstep_prefix_tokens_lost_to_state",
+        "Tokens found in the prefix cache, but computed again because no recurrent state was saved after them.",
+        state.counters.num_prefix_tokens_lost_to_state,
     )
 
 

@@ -24,7 +24,7 @@ NUM_SETTINGS = {
     "`lockstep serve`": 20,
     "`lockstep ranks`": 17,
     "Tokenizer": 23,
-    "Scheduler": 39,
+    "Scheduler": 40,
     "Worker": 33,
     "Every service": 8,
 }

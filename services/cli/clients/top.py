@@ -114,6 +114,7 @@ def _body(
         _line("KV blocks used", state.num_used_blocks, f"{usage:.1%} of {state.num_blocks}"),
         _line("KV blocks cached", state.num_cached_blocks),
         _line("KV blocks free", state.num_free_blocks, "including cached ones"),
+        *_state_lines(state),
         "",
         _line("", "since start", "" if before is None else f"last {elapsed_s:.1f} s"),
         *(_counter_line(label, name, state, before, elapsed_s) for label, name in _COUNTERS),
@@ -124,6 +125,14 @@ def _body(
     if state.rank_steps:
         lines += ["", *_rank_lines(state, before, elapsed_s)]
     return lines
+
+
+def _state_lines(state: scheduler_pb2.GetStateResponse) -> list[str]:
+    """Only where the model has recurrent states that can be saved."""
+    if not state.num_checkpoints:
+        return []
+    usage = state.num_used_checkpoints / state.num_checkpoints
+    return [_line("states saved", state.num_used_checkpoints, f"{usage:.1%} of {state.num_checkpoints}")]
 
 
 class _Scheduler:

@@ -139,6 +139,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             num_used_blocks=state.num_used_blocks,
             num_cached_blocks=state.num_cached_blocks,
             num_free_blocks=state.num_free_blocks,
+            num_checkpoints=state.num_checkpoints,
+            num_used_checkpoints=state.num_used_checkpoints,
+            num_prefix_tokens_lost_to_state=counters.num_prefix_tokens_lost_to_state,
             num_prefill_steps=sum(rank.num_steps.prefill + rank.num_steps.mixed for rank in state.ranks),
             num_decode_steps=sum(rank.num_steps.decode for rank in state.ranks),
             num_preemptions=counters.num_preemptions,
@@ -178,6 +181,8 @@ def _describe_rank(rank: RankState) -> scheduler_pb2.RankSteps:
         num_used_blocks=rank.num_used_blocks,
         num_cached_blocks=rank.num_cached_blocks,
         num_free_blocks=rank.num_free_blocks,
+        num_checkpoints=rank.num_checkpoints,
+        num_used_checkpoints=rank.num_used_checkpoints,
     )
 
 

@@ -72,6 +72,9 @@ async def test_values_match_the_state(tmp_path: Path) -> None:
         "lockstep_kv_cache_block_size_tokens": state.block_size,
         "lockstep_prefix_cache_queries_total": state.counters.num_prefix_queried_tokens,
         "lockstep_prefix_cache_hits_total": state.counters.num_prefix_hit_tokens,
+        "lockstep_prefix_tokens_lost_to_state_total": 0,
+        "lockstep_state_checkpoints 0 used": 0,
+        "lockstep_state_checkpoints 0 free": 0,
         "lockstep_steps_total prefill 0": state.ranks[0].num_steps.prefill,
         "lockstep_steps_total decode 0": state.ranks[0].num_steps.decode,
         "lockstep_steps_total mixed 0": 0,
@@ -89,6 +92,17 @@ async def test_values_match_the_state(tmp_path: Path) -> None:
         "lockstep_integrity_checks_total": 0,
         "lockstep_integrity_failures_total": 0,
     }
+
+
+async def test_saved_states_and_what_was_lost_without_them_are_counted(tmp_path: Path) -> None:
+    driver = EngineDriver(num_checkpoint_slots=5)
+    for handle in (1, 2):
+        driver.submit(handle, list(range(40)))
+        driver.run()
+    scraped = values(await scrape_cell(tmp_path / "metrics", driver.engine))
+    assert scraped["lockstep_state_checkpoints 0 used"] == 1
+    assert scraped["lockstep_state_checkpoints 0 free"] == 4
+    assert scraped["lockstep_prefix_tokens_lost_to_state_total"] == 32
 
 
 async def test_what_a_load_balancer_reads_is_one_series_for_the_whole_cell(tmp_path: Path) -> None:

@@ -61,6 +61,14 @@ def test_a_first_snapshot_has_totals_only() -> None:
     )
 
 
+def test_saved_states_are_shown_where_there_are_any() -> None:
+    lines = top.render("x:1", changed(num_checkpoints=40, num_used_checkpoints=10)).splitlines()
+    assert lines[6:8] == [
+        "KV blocks free             750   including cached ones",
+        "states saved                10   25.0% of 40",
+    ]
+
+
 def test_the_model_is_named_if_it_is_known() -> None:
     assert top.render("x:1", STATE, model="tiny").startswith("scheduler x:1: ready\nmodel     tiny\n\nrequests waiting")
 
