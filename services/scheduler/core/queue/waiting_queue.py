@@ -44,7 +44,10 @@ def _keeps_any_share(_: Sequence) -> bool:
 
 
 def max_steps_to_admission(num_ahead: int, context_length: int, token_budget: int) -> int:
-    """An upper bound on the steps sent between a request turning aged and the step that admits it, with one tenant.
+    """An upper bound on the steps sent between a request turning aged and the step that admits it.
+
+    It is that for one tenant and models without recurrent state: where states are saved, chunks end before the budget
+    does, and a request may wait for a step in flight.
 
     Let A be the sequences ahead of it, L the context length, and c = ceil(L / B) the steps it takes to compute the
     longest prompt with the token budget B. The bound is |A| * L * (2c - 1):
