@@ -150,6 +150,7 @@ class CellSettings:
             self.num_blocks[rank],
             self.context_length,
             VOCABULARY,
+            self.num_checkpoint_slots,
         )
 
     @classmethod

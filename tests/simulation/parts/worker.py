@@ -359,7 +359,6 @@ class SimulatedWorker:
                 proposer=self._oracle,
                 num_draft_tokens=self._settings.num_draft_tokens,
                 poison=self._settings.poison,
-                num_checkpoint_slots=self._settings.num_checkpoint_slots,
             )
         topology = self._settings.topology
         place = GroupPlace(self._rank, topology.dp_size, self._settings.tp_size, topology.is_coupled)

@@ -319,7 +319,6 @@ class WorkerModel:
         proposer: LookupProposer | None = None,
         num_draft_tokens: int = 0,
         poison: Mapping[int, int] | None = None,
-        num_checkpoint_slots: int | None = None,
     ) -> None:
         """Begin an epoch.
 
@@ -329,7 +328,6 @@ class WorkerModel:
             proposer: Drafts tokens if `num_draft_tokens` is positive.
             num_draft_tokens: The most drafts per row.
             poison: The position whose computation raises PoisonedError, by a request's seed; may be changed later.
-            num_checkpoint_slots: How many recurrent states it saves. None: a sequence's past is in its cells alone.
         """
         self.num_computed_tokens = 0
         # Tokens of the last step, including the one token of a dummy.
@@ -346,7 +344,7 @@ class WorkerModel:
         self._cells = np.zeros((limits.num_blocks, limits.block_size), np.uint64)
         self._last_token = np.zeros(limits.max_num_seqs, np.int64)
         # The live states by slot, then the checkpoints; like a cell, each stands for all tokens that it has taken in.
-        num_states = limits.max_num_seqs + num_checkpoint_slots if num_checkpoint_slots is not None else 0
+        num_states = 0 if limits.num_checkpoints is None else limits.max_num_seqs + limits.num_checkpoints
         self._states = np.zeros(num_states, np.uint64)
         self._num_live = limits.max_num_seqs
         self._num_entered = 0

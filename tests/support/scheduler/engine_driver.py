@@ -182,7 +182,6 @@ class EngineDriver:
         self.progress: dict[int, int] = {}
         self._num_draft_tokens = num_draft_tokens
         self._poison = poison
-        self._num_checkpoint_slots = num_checkpoint_slots
         policy = replace(policy or SchedulerPolicy(), max_steps_in_flight=depth)
         self.topology = topology or CellTopology()
         cache = CacheSettings(
@@ -205,6 +204,7 @@ class EngineDriver:
             num_blocks,
             context_length,
             VOCABULARY,
+            num_checkpoint_slots,
         )
         ranks = range(self.topology.dp_size)
         self.workers = {rank: self._make_worker() for rank in ranks}
@@ -377,7 +377,6 @@ class EngineDriver:
             proposer=self.oracle,
             num_draft_tokens=self._num_draft_tokens,
             poison=self._poison,
-            num_checkpoint_slots=self._num_checkpoint_slots,
         )
 
     def _take(self, action: Deliver) -> None:
