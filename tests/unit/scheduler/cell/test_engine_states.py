@@ -27,12 +27,14 @@ def make_driver(
     num_checkpoint_slots: int = 8,
     interval: int = 0,
     num_blocks: int = 256,
+    block_size: int = 16,
     depth: int = 2,
     policy: SchedulerPolicy | None = None,
     topology: CellTopology | None = None,
 ) -> EngineDriver:
     return EngineDriver(
         num_blocks=num_blocks,
+        block_size=block_size,
         context_length=2048,
         policy=policy or SchedulerPolicy(max_num_seqs=64),
         depth=depth,
@@ -71,6 +73,17 @@ def test_the_second_request_finds_the_gap_and_saves_the_third_one_hits() -> None
     assert (ask(driver, 3, [*PROMPT, 3]), lost_tokens(driver)) == (96, 96)
     # What is computed behind the state is not lost, it was never cached.
     assert driver.engine.state().counters.num_prefix_hit_tokens == 96
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 48])
+def test_all_round_to_blocks_alike(block_size: int) -> None:
+    """Elsewhere, boundaries that were rounded in several ways have kept the hit rate at 0."""
+    for num_shared in (block_size, 2 * block_size - 1, 2 * block_size, 2 * block_size + 1):
+        driver = make_driver(block_size=block_size, interval=block_size + 1)
+        for handle in range(2):
+            ask(driver, handle, [*PROMPT[:num_shared], 1 + handle], max_tokens=1)
+        expected = num_shared // block_size * block_size
+        assert ask(driver, 2, [*PROMPT[:num_shared], 3], max_tokens=1) == expected
 
 
 def test_a_prompt_of_many_requests_at_once_is_computed_twice() -> None:
