@@ -28,6 +28,8 @@ _ROUTING: dict[str, dict[str, str]] = {
 # What is published under another name.
 _NAMES = {"Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration"}
 _TYPES = {"deepseek_v3": "kimi_k2"}
+# What layers' types are derived from.
+_PERIODS = ("sliding_window_pattern", "full_attention_interval")
 
 
 def as_published(config: dict[str, Any], architecture: str, chosen: dict[str, Any]) -> dict[str, Any]:
@@ -41,8 +43,7 @@ def as_published(config: dict[str, Any], architecture: str, chosen: dict[str, An
     published = {name: value for name, value in config.items() if name not in _DERIVED or name in chosen}
     published = {name: value for name, value in published.items() if value is not None}
     del published["rope_parameters"]
-    if "sliding_window_pattern" in chosen:
-        published["sliding_window_pattern"] = chosen["sliding_window_pattern"]
+    published |= {name: chosen[name] for name in _PERIODS if name in chosen}
     if architecture.startswith("Gemma3"):
         published["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = dict(rope["full_attention"])

@@ -369,8 +369,8 @@ _GEMMA3: dict[str, Config] = {
 _QWEN3_NEXT: dict[str, Config] = {
     "plain": {},
     "wide-heads-dense-layers": {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 8,
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 6,
         "linear_key_head_dim": 24,
         "linear_value_head_dim": 8,
         "mlp_only_layers": [0],
@@ -398,7 +398,8 @@ _QWEN3_NEXT: dict[str, Config] = {
 _QWEN3_5: dict[str, Config] = {
     "plain": {},
     "wide-heads-tied": {
-        "linear_num_key_heads": 2,
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 6,
         "linear_key_head_dim": 24,
         "linear_value_head_dim": 8,
         "tie_word_embeddings": True,

@@ -11,13 +11,13 @@ import torch
 from services.worker.device import DeviceError
 from services.worker.forward.capture import Capture
 from services.worker.forward.kv_cache import LayerCache
-from services.worker.ops import composed, recurrent, routing
+from services.worker.ops import composed, routing
 from services.worker.ops.cpu import batch, mla
 from services.worker.ops.cpu import experts as cpu_experts
 from services.worker.ops.cpu.backend import CpuOps
 from services.worker.ops.cpu.backend import numerics as cpu_numerics
 from services.worker.ops.matrix_rows import MatrixFormat
-from services.worker.ops.native import attention, elementwise, experts, heads, products
+from services.worker.ops.native import attention, elementwise, experts, heads, products, recurrent
 from services.worker.ops.native import draw as drawing
 from services.worker.ops.native.build import BuildError
 from services.worker.ops.native.capture import NativeCapture
@@ -79,7 +79,7 @@ class NativeOps(NativeState):
     layer_norm = elementwise.layer_norm
     act_and_mul = elementwise.act_and_mul
     scale = elementwise.scale
-    mul_sigmoid = staticmethod(recurrent.mul_sigmoid)
+    mul_sigmoid = recurrent.mul_sigmoid
 
     prepare_rope = staticmethod(heads.prepare_rope)
     select_rope = staticmethod(heads.select_rope)
@@ -97,9 +97,9 @@ class NativeOps(NativeState):
     mla_attention = attention.mla_attention
     select_context = mla.select_context
 
-    causal_conv = staticmethod(recurrent.causal_conv)
-    gated_delta_rule = staticmethod(recurrent.gated_delta_rule)
-    gated_rms_norm = staticmethod(recurrent.gated_rms_norm)
+    causal_conv = recurrent.causal_conv
+    gated_delta_rule = recurrent.gated_delta_rule
+    gated_rms_norm = recurrent.gated_rms_norm
 
     route = staticmethod(routing.route)
     prepare_experts = experts.prepare_experts

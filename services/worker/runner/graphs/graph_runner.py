@@ -149,20 +149,27 @@ class DecodeGraphs:
         """The inputs of the graph of this size, padding included, to be written before `replay`."""
         return self._rows.first(size)
 
-    def use_slots(self, slots: Tensor) -> None:
-        """Let the first rows have the states of `slots` [num_rows] int64, and the others that of padding."""
+    def replay(self, size: int, slots: Tensor) -> Tensor:
+        """Compute a decode from `rows`: hidden states [size, hidden], which the next call may overwrite.
+
+        Args:
+            slots: [num_rows] int64, whose recurrent states the first rows continue, if the model has any.
+        """
+        if size not in self._forwards:
+            # A capture computes, and a state must not take its token in twice.
+            self._use_states(slots[:0])
+            # No step has run from a graph before, so the rows that this size has not are still padding.
+            for each in reversed(self.sizes) if self._capture.is_ahead else (size,):
+                self._forwards.capture(each)
+        self._use_states(slots)
+        self._hidden = self._forwards(size)
+        return self._hidden
+
+    def _use_states(self, slots: Tensor) -> None:
+        """Let the first rows have the states of these slots, and the others that of padding."""
         if self._state_slots is not None and self._spare_slots is not None:
             self._state_slots.copy_(self._spare_slots)
             self._state_slots[: len(slots)].copy_(slots)
-
-    def replay(self, size: int) -> Tensor:
-        """Compute a decode from `rows`: hidden states [size, hidden], which the next call may overwrite."""
-        if size not in self._forwards and self._capture.is_ahead:
-            # No step has run from a graph before, so the rows that this size has not are still padding.
-            for each in reversed(self.sizes):
-                self._forwards.capture(each)
-        self._hidden = self._forwards(size)
-        return self._hidden
 
     @property
     def draws_tokens(self) -> bool:

@@ -132,8 +132,8 @@ class StepWork:
         if self._decodes is not None and job.decode_graph is not None:
             rows = self._decodes.rows(job.decode_graph)
             self._columns.advance(rows, step_input.num_blocks)
-            self._decodes.use_slots(self._columns.decode_slots)
-            return self._decodes.replay(job.decode_graph)[:num_rows], rows.draw_positions[:num_rows]
+            hidden = self._decodes.replay(job.decode_graph, self._columns.decode_slots)
+            return hidden[:num_rows], rows.draw_positions[:num_rows]
         rows = DecodeRows.empty(num_rows, step_input.num_blocks, self._device)
         self._columns.advance(rows, step_input.num_blocks)
         attention = AttentionMetadata(
@@ -154,8 +154,7 @@ class StepWork:
         if self._decodes is not None and job.decode_graph is not None:
             # A dummy, which is a row of padding.
             self._columns.pad(self._decodes.rows(job.decode_graph))
-            self._decodes.use_slots(self._columns.decode_slots[:0])
-            return self._decodes.replay(job.decode_graph)
+            return self._decodes.replay(job.decode_graph, self._columns.decode_slots[:0])
         if not job.step_input.num_tokens:
             # Every sequence to decode already has all its tokens.
             return torch.empty(0)

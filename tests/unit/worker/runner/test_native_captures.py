@@ -76,6 +76,7 @@ def write_model(tmp_path: Path, architecture: str, variant: str) -> Path:
         ("Qwen2ForCausalLM", "layer-types"),
         ("Qwen3ForCausalLM", "windows-in-later-layers"),
         ("Gemma3ForCausalLM", "published-pattern"),
+        ("Qwen3_5ForConditionalGeneration", "plain"),
     ],
 )
 @pytest.mark.parametrize(

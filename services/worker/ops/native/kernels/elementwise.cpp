@@ -132,9 +132,6 @@ void layer_norm(const LayerNormArgs& args) {
     });
 }
 
-// x * sigmoid(x)
-inline Vec silu(Vec x) { return div(x, add(broadcast(1.0f), exp(sub(zeros(), x)))); }
-
 // x * sigmoid(2 u) with u = sqrt(2 / pi) * (x + 0.044715 x^3), which is x / 2 * (1 + tanh(u)).
 inline Vec gelu_tanh(Vec x) {
     const Vec cubic = fma(mul(x, x), broadcast(0.044715f), broadcast(1.0f));

@@ -246,6 +246,9 @@ inline float exp2(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }
 
 inline Vec exp(Vec x) { return exp2(mul(x, broadcast(kLog2E))); }
 
+// x * sigmoid(x)
+inline Vec silu(Vec x) { return div(x, add(broadcast(1.0f), exp(sub(zeros(), x)))); }
+
 template <typename T>
 Vec load_up_to(const T* from, int64_t count) {
     return count >= kWidth ? load(from) : load_part(from, count);
