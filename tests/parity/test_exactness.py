@@ -27,7 +27,10 @@ THREADED = [
 # In the interpreter a product takes milliseconds for every tile; the kernels have fast tests of their own.
 INTERPRETED = [
     pytest.param("Qwen3ForCausalLM", marks=pytest.mark.slow),
-    *(pytest.param(f"{name}ForCausalLM", marks=pytest.mark.proof) for name in ("DeepseekV32", "GptOss", "Qwen3Moe")),
+    *(
+        pytest.param(f"{name}ForCausalLM", marks=pytest.mark.proof)
+        for name in ("DeepseekV32", "GptOss", "Qwen3Moe", "Qwen3Next")
+    ),
 ]
 
 

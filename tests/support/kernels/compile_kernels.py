@@ -49,6 +49,7 @@ from tests.support.kernels.product_launches import (
     launch_fp8_products,
     launch_products,
 )
+from tests.support.kernels.recurrent_launches import launch_recurrent_layers
 from tests.support.kernels.sampling_launches import launch_sampling
 
 exact_attention = partial(prefill_attention, is_exact=True)
@@ -312,6 +313,7 @@ def compile_all(target: str) -> list[CompiledKernel]:
             launch_experts(num_tokens)
             launch_fp8_experts(num_tokens, FP8_ENCODINGS[target])
         launch_latent_attention()
+        launch_recurrent_layers((1,))
         # A row is always computed by the same kernel: a single decode needs the one that all other steps take.
         launch_exact_products(1)
         launch_exact_latents((1,))
@@ -333,6 +335,7 @@ def compile_all(target: str) -> list[CompiledKernel]:
         for num_tokens in (64, 2048, 777):
             launch_exact_products(num_tokens, offset=1)
         launch_exact_latents((1, 5, 700), offset=1)
+        launch_recurrent_layers((1, 5, 700), offset=1)
         for num_seqs, query_len in ((256, 1), (3, 259)):
             for kv_dtype in (BF16, FP8):
                 attend(MODELS["Qwen3-8B"], exact_attention, num_seqs, query_len=query_len, kv_dtype=kv_dtype, offset=1)

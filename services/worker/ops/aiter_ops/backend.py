@@ -11,11 +11,11 @@ from importlib import metadata as packages
 import torch
 import triton
 
-from services.worker.ops import composed, recurrent
+from services.worker.ops import composed
 from services.worker.ops.aiter_ops import attention, elementwise, experts, linear
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.triton import advance_batch as batch
-from services.worker.ops.triton import norm, prepare, routing
+from services.worker.ops.triton import norm, prepare, recurrent, routing
 from services.worker.ops.triton import rope as rotary
 from services.worker.ops.triton.attention import plan as triton_attention
 from services.worker.ops.triton.products import expert_sums

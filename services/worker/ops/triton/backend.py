@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from services.worker.ops import composed, recurrent
+from services.worker.ops import composed
 from services.worker.ops.matrix_rows import MatrixFormat
-from services.worker.ops.triton import activation, norm, prepare, routing, state
+from services.worker.ops.triton import activation, norm, prepare, recurrent, routing, state
 from services.worker.ops.triton import advance_batch as batch
 from services.worker.ops.triton import rope as rotary
 from services.worker.ops.triton.attention import plan

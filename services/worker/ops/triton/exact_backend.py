@@ -20,8 +20,7 @@ import torch
 
 from services.worker.ops import composed
 from services.worker.ops.matrix_rows import MatrixFormat
-from services.worker.ops.reference import recurrent
-from services.worker.ops.triton import activation, norm, prepare, routing, state
+from services.worker.ops.triton import activation, norm, prepare, recurrent, routing, state
 from services.worker.ops.triton import advance_batch as batch
 from services.worker.ops.triton import rope as rotary
 from services.worker.ops.triton.attention import exact_plan, plan
@@ -79,8 +78,8 @@ class TritonExactOps(state.TritonState):
     mla_attention = staticmethod(exact_plan.mla_attention)
     select_context = staticmethod(exact_plan.select_context)
 
-    causal_conv = staticmethod(recurrent.causal_conv)
-    gated_delta_rule = staticmethod(recurrent.gated_delta_rule)
+    causal_conv = staticmethod(recurrent.exact_causal_conv)
+    gated_delta_rule = staticmethod(recurrent.exact_delta_rule)
     gated_rms_norm = staticmethod(recurrent.gated_rms_norm)
 
     route = staticmethod(routing.route)
