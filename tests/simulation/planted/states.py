@@ -25,7 +25,7 @@ def _a_save_is_visible_too_early(patch: Patch) -> None:
         checkpoint = try_save(self, block)
         if checkpoint is not None:
             self._is_visible[checkpoint] = True
-            self._order[checkpoint] = None
+            self._once[checkpoint] = None
         return checkpoint
 
     patch.setattr(StateCheckpoints, "try_save", show)

@@ -11,14 +11,19 @@ looked up, a newer block of the content takes the checkpoint over, and with the 
 
 A checkpoint that a step in flight writes or reads is in use. One that has lost its block is free once it is not in use.
 
-Source: the rules follow ATOM's state checkpoints: save by copying, show a save once its step has returned, pin what is
-restored, evict whole records by least recent use.
+The least recently used one is evicted, of those that were never restored first: running sequences save far more states
+than are ever used again, and must not crowd out those of prompts that are shared. At most three quarters are kept so.
+
+Sources: ATOM's state checkpoints for the rules (save by copying, show a save once its step has returned, pin what is
+restored, evict whole records); segmented LRU, Karedla et al., "Caching strategies to improve disk system performance",
+IEEE Computer 27(3), 1994, for the order of eviction.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -66,8 +71,10 @@ class StateCheckpoints:
         self._num_uses = [0] * num_checkpoints
         self._is_visible = np.zeros(num_checkpoints, bool)
         self._free = list(range(num_checkpoints - 1, -1, -1))
-        # The visible ones, the next to be evicted first.
-        self._order: OrderedDict[int, None] = OrderedDict()
+        # The visible ones that are to be evicted first, and the others; each with the next to be evicted first.
+        self._once: OrderedDict[int, None] = OrderedDict()
+        self._reused: OrderedDict[int, None] = OrderedDict()
+        self._max_reused = 3 * num_checkpoints // 4
 
     @property
     def counts(self) -> CheckpointCounts:
@@ -89,7 +96,7 @@ class StateCheckpoints:
     def try_save(self, block: int) -> int | None:
         """Take a checkpoint for the state after a block, which the next step saves; `end_step` must follow.
 
-        The least recently used one is evicted if none is free.
+        If none is free, one is evicted.
 
         Returns:
             None, with nothing changed, if the block has a checkpoint, or if all are in use.
@@ -111,7 +118,12 @@ class StateCheckpoints:
     def restore(self, checkpoint: int) -> None:
         """Note that the next step reads a visible checkpoint; `end_step` must follow."""
         self._num_uses[checkpoint] += 1
-        self._order.move_to_end(checkpoint)
+        self._once.pop(checkpoint, None)
+        self._reused.pop(checkpoint, None)
+        self._reused[checkpoint] = None
+        if len(self._reused) > self._max_reused:
+            oldest, _ = self._reused.popitem(last=False)
+            self._once[oldest] = None
 
     def end_step(self, saves: StatePairs, restores: StatePairs, not_finite_saves: Collection[int]) -> None:
         """Take in the end of a step that wrote and read these checkpoints.
@@ -132,7 +144,7 @@ class StateCheckpoints:
                 self._detach(checkpoint)
             else:
                 self._is_visible[checkpoint] = True
-                self._order[checkpoint] = None
+                self._once[checkpoint] = None
 
     def forget(self, blocks: BlockIds) -> None:
         """Take the checkpoints from blocks that lose their contents, or whose states cannot be trusted."""
@@ -155,8 +167,10 @@ class StateCheckpoints:
         """Let the checkpoints of blocks that cannot be reached any more be the next to be evicted."""
         checkpoints = self._of_block[blocks]
         for checkpoint in checkpoints[checkpoints != _NONE].tolist():
-            if checkpoint in self._order:
-                self._order.move_to_end(checkpoint, last=False)
+            if self._is_visible[checkpoint]:
+                self._reused.pop(checkpoint, None)
+                self._once[checkpoint] = None
+                self._once.move_to_end(checkpoint, last=False)
 
     def clear(self) -> None:
         """Take the checkpoints from all blocks."""
@@ -171,13 +185,15 @@ class StateCheckpoints:
         in_use = {checkpoint for checkpoint, num_uses in enumerate(self._num_uses) if num_uses}
         assert min(self._num_uses, default=0) >= 0, "uses"
         assert sorted([*self._free, *(held.keys() | in_use)]) == list(range(len(self._block_of))), "free checkpoints"
-        assert self._order.keys() == set(self._is_visible.nonzero()[0].tolist()), "visible checkpoints"
-        assert self._order.keys() <= held.keys(), "a visible checkpoint without a block"
-        assert held.keys() - self._order.keys() <= in_use, "a checkpoint that no step saves"
+        assert self._once.keys().isdisjoint(self._reused), "a checkpoint to be evicted twice"
+        visible = self._once.keys() | self._reused.keys()
+        assert visible == set(self._is_visible.nonzero()[0].tolist()), "visible checkpoints"
+        assert visible <= held.keys(), "a visible checkpoint without a block"
+        assert held.keys() - visible <= in_use, "a checkpoint that no step saves"
 
     def _evict(self) -> bool:
         """Detach the first that is not in use; returns whether there was one."""
-        for checkpoint in self._order:
+        for checkpoint in chain(self._once, self._reused):
             if not self._num_uses[checkpoint]:
                 self._detach(checkpoint)
                 return True
@@ -187,7 +203,8 @@ class StateCheckpoints:
         self._of_block[self._block_of[checkpoint]] = _NONE
         self._block_of[checkpoint] = _NONE
         self._is_visible[checkpoint] = False
-        self._order.pop(checkpoint, None)
+        self._once.pop(checkpoint, None)
+        self._reused.pop(checkpoint, None)
         self._free_if_idle(checkpoint)
 
     def _free_if_idle(self, checkpoint: int) -> None:

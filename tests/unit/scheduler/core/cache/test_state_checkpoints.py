@@ -89,6 +89,19 @@ def test_the_least_recently_used_state_is_evicted_but_none_that_a_step_in_flight
     assert found(blocks, PROMPT[:5])[:2] == (2, first)
 
 
+def test_states_that_were_restored_outlive_those_that_were_only_saved() -> None:
+    blocks = make_blocks(4)
+    seq = admit(blocks, PROMPT)
+    shared = save(blocks, seq, 2)
+    blocks.restore_state(shared)
+    blocks.end_step((), [(0, shared)], FINITE)
+    for num_tokens in (4, 6, 8, 10, 12):
+        save(blocks, seq, num_tokens)
+    assert found(blocks, PROMPT[:5])[:2] == (2, shared)
+    assert found(blocks, PROMPT[:7])[:2] == (2, shared)
+    assert found(blocks, PROMPT)[0] == 10
+
+
 def test_a_newer_block_of_a_content_takes_its_state_over() -> None:
     blocks = make_blocks(2)
     older = admit(blocks, PROMPT)
