@@ -5,6 +5,7 @@ A check names what it needs by its arguments: each is a fixture here.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -14,14 +15,20 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.http.messages.events import MessageAnswer, MessageEvents
 from shared.model_dir import CHAT_TEMPLATE
 from tests.support.cells.cell import FLOAT32, REFERENCE, Cell, start_cell
 from tests.support.clients.gateway import start_gateway
 from tests.support.clients.real_clients import ClientProcess, start_client
 from tests.support.models.log_likelihoods import LogLikelihoods
+from tests.support.models.tool_caller import write_tool_caller
 from tests.support.system.ports import free_port
 from tests.support.system.processes import ROOT, module_environment
+from tests.support.tokenizer.messages import any_responses, make_facts
 
 MODEL, OTHER_NAME = "smollm2", "gpt-4o"
 
@@ -36,6 +43,21 @@ _TEMPLATE = """\
 {{ '\n</tools>\nFor a call, write\n<tool_call>\n{"name": NAME, "arguments": ARGUMENTS}\n</tool_call>' }}{% endif -%}
 {{ '<|im_end|>\n' -}}
 {%- for message in others -%}
+{{ '<|im_start|>' ~ message.role ~ '\n' ~ message.content -}}
+{%- for call in message.tool_calls or [] -%}
+{{ '<tool_call>\n{"name": "' ~ call.function.name ~ '", "arguments": ' ~ call.function.arguments | tojson -}}
+{{ '}\n</tool_call>' -}}
+{%- endfor %}{{ '<|im_end|>\n' }}{% endfor -%}
+{{ '<|im_start|>assistant\n' if add_generation_prompt }}"""
+
+
+# The names of tools alone: Claude Code describes its own in 32 KB.
+_NAMES_TEMPLATE = """\
+{{ '<|im_start|>system\n' -}}
+{%- if messages[0].role == 'system' %}{{ messages[0].content }}{% set messages = messages[1:] %}{% endif -%}
+{%- for tool in tools or [] %}{{ '\n' ~ tool.function.name }}{% endfor -%}
+{{ '<|im_end|>\n' -}}
+{%- for message in messages -%}
 {{ '<|im_start|>' ~ message.role ~ '\n' ~ message.content -}}
 {%- for call in message.tool_calls or [] -%}
 {{ '<tool_call>\n{"name": "' ~ call.function.name ~ '", "arguments": ' ~ call.function.arguments | tojson -}}
@@ -72,6 +94,34 @@ def reference(tools_model: Path) -> Iterator[dict[str, Any]]:
     """The same on `reference`."""
     with _start_http_cell(tools_model, REFERENCE, *FLOAT32) as (_, facts):
         yield facts | {"model_dir": str(tools_model)}
+
+
+@pytest.fixture(scope="session")
+def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A cell of a random model for agents, whose prompts are long: its template shows the names of tools alone."""
+    directory = write_tool_caller(tmp_path_factory.mktemp("agents"), num_layers=1, context_length=65_536)
+    (directory / CHAT_TEMPLATE).write_text(_NAMES_TEMPLATE, encoding="utf-8")
+    with _start_http_cell(directory) as (_, facts):
+        yield facts
+
+
+@pytest.fixture(scope="session")
+def message_streams() -> list[tuple[str, Any]]:
+    """Streams of Anthropic's Messages with any blocks, each with the whole message."""
+    streams = []
+
+    @settings(database=None, derandomize=True)
+    @given(any_responses(), st.booleans())
+    def collect(responses: list[tokenizer_pb2.GenerateResponse], hides_reasoning: bool) -> None:
+        events = MessageEvents(make_facts(hides_reasoning=hides_reasoning))
+        whole = MessageAnswer(make_facts(hides_reasoning=hides_reasoning))
+        stream = b"".join(map(events.make, responses)) + events.end()
+        for response in responses:
+            asyncio.run(whole.write(response))
+        streams.append((stream.decode(), whole.value()))
+
+    collect()
+    return streams
 
 
 @pytest.fixture(scope="session")

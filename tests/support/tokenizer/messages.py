@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pydantic_core
 from hypothesis import strategies as st
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
@@ -76,7 +77,7 @@ def _add(block: Event, delta: Event, pieces: list[str]) -> None:
 
 def _complete(block: Event, text: str) -> None:
     if block["type"] == "tool_use":
-        block["input"] = json.loads(text) if text else {}
+        block["input"] = pydantic_core.from_json(text or "{}", allow_partial=True)
     else:
         block[block["type"]] = text
 
@@ -88,7 +89,7 @@ def make_facts(**options: Any) -> AnswerFacts:
 
 @st.composite
 def any_responses(draw: st.DrawFn) -> list[tokenizer_pb2.GenerateResponse]:
-    """The responses of one choice: reasoning, texts and whole calls in any order, cut anywhere."""
+    """One choice's responses: reasoning, texts and calls in any order, cut anywhere; the last call may be cut off."""
     responses = [tokenizer_pb2.GenerateResponse(accepted={"num_prompt_tokens": 7, "max_tokens": 9})]
     num_calls = 0
     for kind in draw(st.lists(st.sampled_from(_KINDS), max_size=6)):
@@ -97,12 +98,16 @@ def any_responses(draw: st.DrawFn) -> list[tokenizer_pb2.GenerateResponse]:
             call = {"index": num_calls, "id": f"call_{num_calls}", "name": "look"}
             num_calls += 1
             responses.append(tokenizer_pb2.GenerateResponse(tool_calls=[{**call, "arguments": _INPUT[:cut]}]))
-            responses.append(tokenizer_pb2.GenerateResponse(tool_calls=[{**call, "id": "", "arguments": _INPUT[cut:]}]))
+            rest = {**call, "id": "", "arguments": _INPUT[cut:]}
+            responses.append(tokenizer_pb2.GenerateResponse(tool_calls=[rest]))
         else:
             pieces = draw(st.lists(_TEXTS, min_size=1, max_size=3))
             for piece in pieces:
                 responses.append(tokenizer_pb2.GenerateResponse())
                 setattr(responses[-1], kind, piece)
+    is_cut = draw(st.booleans())
+    if is_cut and responses[-1].tool_calls:
+        del responses[-1]
     usage = common_pb2.Usage(num_prompt_tokens=7, num_cached_tokens=4, num_completion_tokens=9, num_reasoning_tokens=2)
     end = tokenizer_pb2.GenerateResponse(finish={"reason": _END, "usage": usage}, usage=usage)
     responses.append(end)
