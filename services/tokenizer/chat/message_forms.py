@@ -45,15 +45,19 @@ class TemplateFeatures:
     """Whether a call is shown by its id and arguments alone, so that the id must have the tool's name."""
     system_needs_user: bool = False
     """Whether a system message is left out unless a user's message comes after it."""
+    system_comes_first: bool = False
+    """Whether a system message after others is left out or refused: its text needs a user's message."""
 
 
 def message_fields(messages: Sequence[Message], features: TemplateFeatures, guard: Guard) -> list[JsonValue]:
     """The template's variable `messages`.
 
     Where the template needs that, messages with several calls are split, each with the results of its call after it,
-    content gets a message before its calls, or is joined to their reasoning, and ids are replaced by others, equal for
-    equal ones.
+    content gets a message before its calls, or is joined to their reasoning, ids are replaced by others, equal for
+    equal ones, and what a later system message says is at the end of the user's message before it.
     """
+    if features.system_comes_first:
+        messages = _with_system_first(messages)
     if features.ids_are_short:
         messages = list(_with_short_ids(messages))
     if features.ids_have_names:
@@ -146,6 +150,22 @@ def _with_one_text(message: Message) -> Message:
     if not (message.tool_calls and message.reasoning and message.content):
         return message
     return replace(message, content="", reasoning=f"{message.reasoning}\n\n{message.content}")
+
+
+def _with_system_first(messages: Sequence[Message]) -> list[Message]:
+    """Templates that want the system first may want turns to alternate, too."""
+    kept: list[Message] = []
+    # Whether a system message is in the last one, so that a user's message that follows belongs to it.
+    is_joined = False
+    for message in messages:
+        is_late = message.role == "system" and any(before.role != "system" for before in kept)
+        role = "user" if is_late else message.role
+        is_joined = is_late or (is_joined and role == "user")
+        if is_joined and kept[-1].role == role:
+            kept[-1] = replace(kept[-1], content=f"{kept[-1].content}\n\n{message.content}")
+        else:
+            kept.append(replace(message, role=role))
+    return kept
 
 
 def _with_short_ids(messages: Sequence[Message]) -> Iterator[Message]:

@@ -16,6 +16,7 @@ from services.tokenizer.json.json_values import JsonObject, JsonValue
 from services.tokenizer.text_size import MAX_TEXT_BYTES
 
 _SYSTEM, _USER = Message("system", "Answer briefly."), Message("user", "Hello")
+_LATE_SYSTEM = Message("system", "Answer at once.")
 # How a conversation begins: some templates need a system message.
 _OPENINGS = ((_USER,), (_SYSTEM, _USER))
 _TOOL: JsonObject = {
@@ -54,7 +55,11 @@ def find_features(render: Callable[[JsonObject], str], tools: list[JsonValue] | 
     with _no_hidden_memory_error():
         opening = find_opening(render, tools)
     trial = _Trial(render, opening)
-    return replace(_tool_features(trial), system_needs_user=_leaves_system_out(render, tools))
+    return replace(
+        _tool_features(trial),
+        system_needs_user=_leaves_system_out(render, tools),
+        system_comes_first=_wants_system_first(render, opening, tools),
+    )
 
 
 def _tool_features(trial: _Trial) -> TemplateFeatures:
@@ -79,6 +84,23 @@ def _leaves_system_out(render: Callable[[JsonObject], str], tools: list[JsonValu
     except Exception:  # noqa: BLE001 - a template can raise anything, and then says so itself
         return False
     return _SYSTEM.content in opening and _SYSTEM.content not in alone
+
+
+def _wants_system_first(
+    render: Callable[[JsonObject], str], opening: tuple[Message, ...], tools: list[JsonValue] | None
+) -> bool:
+    """Whether the template only has the text of a later system message if that is in a user's message."""
+    messages = (*opening, _LATE_SYSTEM, Message("assistant", "Hi."), _USER)
+
+    def shows(features: TemplateFeatures) -> bool:
+        try:
+            return _LATE_SYSTEM.content in render({"messages": _fields(messages, features), "tools": tools})
+        except MemoryError:
+            raise
+        except Exception:  # noqa: BLE001 - a template can raise anything, and then says so itself
+            return False
+
+    return not shows(TemplateFeatures()) and shows(TemplateFeatures(system_comes_first=True))
 
 
 def find_opening(render: Callable[[JsonObject], str], tools: list[JsonValue] | None) -> tuple[Message, ...]:

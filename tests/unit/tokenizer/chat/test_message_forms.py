@@ -89,3 +89,20 @@ def test_ids_become_short_ones_that_still_belong_together() -> None:
     assert [each[3] for each in fields[4:]] == [third, fourth] == [third, "abcdefgh9"]
     assert {len(each) for each in (first, second, third)} == {9}
     assert len({first, second, third}) == 3
+
+
+def test_a_later_systems_text_is_at_the_end_of_the_users() -> None:
+    system, reply = Message("system", "Be brief."), Message("assistant", "Yes.")
+    late = Message("system", "Now.")
+    features = TemplateFeatures(system_comes_first=True)
+    messages = (system, USER, late, USER, reply, USER, USER, reply, late, USER)
+    assert [each[:2] for each in shown(features, *messages)] == [
+        ("s", "Be brief."),
+        ("u", "Hi\n\nNow.\n\nHi"),
+        ("a", "Yes."),
+        ("u", "Hi"),
+        ("u", "Hi"),
+        ("a", "Yes."),
+        ("u", "Now.\n\nHi"),
+    ]
+    assert shown(features, system, USER, reply) == shown(TemplateFeatures(), system, USER, reply)

@@ -67,7 +67,22 @@ def test_a_trial_finds_out_how_a_template_takes_tools(source: str, features: Tem
 def test_a_template_may_need_a_system_message() -> None:
     needy = "{{ raise_exception('who am I?') if messages[0].role != 'system' }}"
     assert features_of(needy + CALLS_AS_TEXT) == features_of(CALLS_AS_TEXT)
-    assert features_of("{{ messages[1].content }}") == TemplateFeatures()
+    assert features_of("{{ messages[1].content }}") == TemplateFeatures(system_comes_first=True)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        # As gpt-oss' leaves it out, Qwen3.5's refuses it, and Gemma's wants turns to alternate.
+        "{% for m in messages %}{% if loop.first or m.role != 'system' %}{{ m.content }}{% endif %}{% endfor %}",
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
+        "{{ m.content }}{% endfor %}",
+        "{% for m in messages[messages[0].role == 'system':] %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('turns must alternate') }}{% endif %}{{ m.content }}{% endfor %}",
+    ],
+)
+def test_a_template_may_want_the_system_first(source: str) -> None:
+    assert features_of(source) == TemplateFeatures(system_comes_first=True)
 
 
 def test_a_process_finds_the_same() -> None:
