@@ -138,7 +138,9 @@ def _responses(operation: _Operation, errors: list[int]) -> dict[str, Any]:
     content |= {media_type: {"schema": {"type": "string"}} for media_type in operation.media_types}
     if content:
         answer["content"] = content
-    content = _json(_reference(operation.error))
+    # A head that cannot be read is of no route, and its error has OpenAI's form.
+    schemas = [_reference(name) for name in dict.fromkeys((operation.error, "Error"))]
+    content = _json(schemas[0] if len(schemas) == 1 else {"anyOf": schemas})
     phrases = {str(status): _PHRASES.get(status) or HTTPStatus(status).phrase for status in errors}
     phrases["default"] = "An error"
     return {"200": answer, **{name: {"description": text, "content": content} for name, text in phrases.items()}}

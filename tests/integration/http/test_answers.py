@@ -33,6 +33,7 @@ from tests.support.clients.http_requests import (
 )
 from tests.support.models.tool_caller import write_tool_caller
 from tests.support.system.ports import free_port
+from tests.support.tokenizer.messages import added_up, messages_events
 
 NUM_REQUESTS = 100
 BATCH = 8
@@ -235,6 +236,33 @@ async def test_a_prompt_alone_has_its_log_probabilities(cell: Cell) -> None:
             assert choice.token_ids == []
             assert choice.logprobs
             assert len(choice.logprobs) == len(choice.prompt_ids or ()) - 1
+
+
+@pytest.mark.slow
+async def test_a_message_goes_on_after_the_death_of_worker_and_scheduler(cell: Cell) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}, "required": ["a"]}
+    body = {
+        "messages": [{"role": "user", "content": "Count."}],
+        "max_tokens": 300,
+        "seed": 1,
+        "stream": True,
+        "tools": [{"name": "count", "input_schema": schema}],
+        "tool_choice": {"type": "any"},
+    }
+
+    async def ask(*doomed: str) -> Any:
+        async with cell.http_session() as session, session.post("/v1/messages", json=body) as response:
+            data = b""
+            for name in doomed:
+                data += await response.content.readany()
+                cell.kill(name)
+            data += await response.read()
+        message = added_up(messages_events(data))
+        return [block | {"id": ""} for block in message["content"]], message["stop_reason"]
+
+    expected = await ask()
+    assert await ask("worker", "scheduler") == expected
+    assert "num_resumes=" in cell.log()
 
 
 @pytest.mark.timeout(3600)

@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from services.tokenizer.http.errors import HttpError, http_error
+from services.tokenizer.http.messages.request import MessagesFields
 from services.tokenizer.http.requests.chat_request import ChatFields, read_chat_request
 from services.tokenizer.http.requests.completion_request import CompletionFields, read_completion_request
 from services.tokenizer.http.requests.fields import Fields
@@ -71,6 +72,12 @@ def check(read: Any, body: dict[str, Any], name: str) -> None:
         *(
             (CompletionFields, {"prompt": "x", name: WRONG})
             for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logprob_token_ids")
+        ),
+        (MessagesFields, {"messages": WRONG, "max_tokens": 9}),
+        (MessagesFields, {"messages": [{"role": "user", "content": WRONG}], "max_tokens": 9}),
+        *(
+            (MessagesFields, {"messages": [], "max_tokens": 9, name: WRONG})
+            for name in ("system", "tools", "stop_sequences")
         ),
         (DetokenizeFields, {"tokens": WRONG}),
     ],
