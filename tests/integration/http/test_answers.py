@@ -262,7 +262,7 @@ async def test_a_message_goes_on_after_the_death_of_worker_and_scheduler(cell: C
 
     expected = await ask()
     assert await ask("worker", "scheduler") == expected
-    assert "num_resumes=" in cell.log()
+    cell.wait_for_log("num_resumes=")
 
 
 @pytest.mark.timeout(3600)
