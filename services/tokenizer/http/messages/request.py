@@ -129,7 +129,7 @@ def _make_request(
         turns.add_turn(turn, index)
     tools.add(fields.tools or (), frozenset(turns.named_tools))
     for tool, place in turns.added_tools:
-        tools.offer(tool, place)
+        tools.define(tool, place)
     chat = message.chat
     chat.messages.extend(turns.messages)
     # Agents send back what some model wrote.

@@ -73,20 +73,19 @@ class OfferedTools:
             if not tool.is_own:
                 self.ignored.append(place)
             elif not tool.defer_loading or tool.name in named:
-                self.offer(tool, place)
+                self._offer(tool, place)
 
-    def offer(self, tool: MessagesTool, place: str) -> None:
-        """Offer a tool of the client's.
+    def define(self, tool: MessagesTool, place: str) -> None:
+        """Offer a tool of the client's that a message defines, instead of one of the same name.
 
         Raises:
             HttpError: the tool lacks what it needs.
         """
-        if tool.name is None:
-            raise invalid_field(f"{place}.name", "is required")
-        if tool.input_schema is None:
-            raise invalid_field(f"{place}.input_schema", "is required")
-        self._tools.append(tool)
-        self.places.append(place)
+        for index, known in enumerate(self._tools):
+            if known.name == tool.name:
+                del self._tools[index], self.places[index]
+                break
+        self._offer(tool, place)
 
     def add_to(self, chat: tokenizer_pb2.Chat, choice: MessagesToolChoice | None) -> None:
         """Write the tools and the choice.
@@ -102,6 +101,14 @@ class OfferedTools:
         # A grammar holds the arguments of calls that must be made.
         if chat.tool_mode != tokenizer_pb2.TOOL_MODE_REQUIRED:
             self.ignored += self._not_held()
+
+    def _offer(self, tool: MessagesTool, place: str) -> None:
+        if tool.name is None:
+            raise invalid_field(f"{place}.name", "is required")
+        if tool.input_schema is None:
+            raise invalid_field(f"{place}.input_schema", "is required")
+        self._tools.append(tool)
+        self.places.append(place)
 
     def _choose(self, chat: tokenizer_pb2.Chat, choice: MessagesToolChoice) -> None:
         if choice.type == "tool" and choice.name not in (tool.name for tool in self._tools):

@@ -160,8 +160,9 @@ def test_a_deferred_tool_is_offered_once_the_chat_names_it() -> None:
         api = read(tools=[deferred], messages=[*MESSAGES, {"role": role, "content": [part]}])
         assert [tool.name for tool in api.message.chat.tools] == ["look"]
     defined = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": OTHER}}
-    api = read(tools=[TOOL], messages=[*MESSAGES, {"role": "system", "content": [defined]}])
-    assert [tool.name for tool in api.message.chat.tools] == ["look", "find"]
+    for tools, names in (([TOOL], ["look", "find"]), ([OTHER, TOOL], ["look", "find"])):
+        api = read(tools=tools, messages=[*MESSAGES, {"role": "system", "content": [defined, defined]}])
+        assert [tool.name for tool in api.message.chat.tools] == names
 
 
 @pytest.mark.parametrize(
