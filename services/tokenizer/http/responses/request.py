@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.errors import invalid_field
 from services.tokenizer.http.requests.answer_forms import JsonSchema, ResponseFormat, SchemaText
 from services.tokenizer.http.requests.api_request import AnswerOptions, ApiRequest
@@ -178,8 +177,8 @@ def read_response_request(value: JsonObject, request_id: str) -> ApiRequest:
     variables = thinking_variables(None if fields.reasoning is None else fields.reasoning.effort)
     if variables := variables | (fields.chat_template_kwargs or {}):
         chat.template_variables = json.dumps(variables, ensure_ascii=False)
-    offered = add_tools(chat, _tool_lists(fields, value))
     choose_tools(chat, fields.tool_choice)
+    offered = add_tools(chat, _tool_lists(fields, value))
     includes = fields.include or ()
     if _LOGPROBS in includes:
         message.sampling.num_logprobs = fields.top_logprobs or 0
@@ -198,7 +197,7 @@ def read_response_request(value: JsonObject, request_id: str) -> ApiRequest:
         timeout_s=fields.timeout_s,
         ignored=[
             *offered.skipped,
-            *_not_held(chat, offered),
+            *offered.not_held,
             *_without_effect(fields, value, offered),
             *reader.ignored,
         ],
@@ -223,12 +222,6 @@ def _tool_lists(
             given: Any = value["input"]
             lists.append((f"input[{index}].tools", item.tools, given[index]["tools"]))
     return lists
-
-
-def _not_held(chat: tokenizer_pb2.Chat, offered: OfferedTools) -> list[str]:
-    """The fields with forms of calls that the model may not keep to: a grammar holds only calls that must be made."""
-    is_required = bool(chat.tool_name) or chat.tool_mode == tokenizer_pb2.TOOL_MODE_REQUIRED
-    return offered.never_held if is_required else [*offered.not_held, *offered.never_held]
 
 
 def _without_effect(fields: ResponseFields, value: JsonObject, offered: OfferedTools) -> list[str]:

@@ -11,10 +11,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, model_validator
 
 from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.grammar.lark_regex import lark_regex
 from services.tokenizer.http.errors import invalid_field
 from services.tokenizer.http.requests.fields import Fields, Several
 from services.tokenizer.http.responses.custom_input import INPUT
+from services.tokenizer.json.ecma_regex import full_match_regex
 from services.tokenizer.json.json_values import JsonObject
+from shared.grammar import GrammarError
 
 _MODES = {
     "none": tokenizer_pb2.TOOL_MODE_NONE,
@@ -112,9 +115,7 @@ class OfferedTools:
     described: list[JsonObject] = field(default_factory=list)
     """The tools that were not skipped, as the client gave them."""
     not_held: list[str] = field(default_factory=list)
-    """The fields with a form that only a call that must be made has."""
-    never_held: list[str] = field(default_factory=list)
-    """The fields with a form that no call has."""
+    """The fields with a form that the model may not keep to."""
     skipped: list[str] = field(default_factory=list)
     """Where tools of other types are."""
     skipped_types: set[str] = field(default_factory=set)
@@ -135,10 +136,10 @@ def function_name(name: str, namespace: str | None) -> str:
 def add_tools(
     chat: tokenizer_pb2.Chat, lists: Sequence[tuple[str, Sequence[ResponseTool], Sequence[JsonObject]]]
 ) -> OfferedTools:
-    """Add the tools.
+    """Add the tools. A grammar holds the forms of calls that must be made, as far as it can.
 
     Args:
-        chat: What they are added to.
+        chat: What they are added to; it says which of them must be called.
         lists: Lists of tools: where each is in the request, its tools, and what they were read from.
 
     Raises:
@@ -173,14 +174,18 @@ def _add_function(
     chat: tokenizer_pb2.Chat, offered: OfferedTools, tool: ResponseTool, at: str, namespace: str | None
 ) -> None:
     name = _given(tool.name, f"{at}.name")
-    is_custom = tool.type == _CUSTOM
+    is_custom, is_held = (
+        tool.type == _CUSTOM,
+        chat.tool_mode == tokenizer_pb2.TOOL_MODE_REQUIRED or bool(chat.tool_name),
+    )
     known_as = function_name(name, namespace)
     description, parameters = tool.description or "", tool.parameters or {}
     if is_custom:
-        description, parameters = _custom_function(tool)
-        if tool.format is not None and tool.format.type == "grammar":
-            (offered.not_held if tool.format.syntax == "regex" else offered.never_held).append(f"{at}.format")
-    elif tool.strict:
+        pattern = _pattern(tool.format, is_held=is_held)
+        description, parameters = _custom_function(tool, pattern)
+        if tool.format is not None and tool.format.type == "grammar" and not (is_held and pattern):
+            offered.not_held.append(f"{at}.format")
+    elif tool.strict and not is_held:
         offered.not_held.append(f"{at}.strict")
     schema = json.dumps(parameters, ensure_ascii=False) if parameters else ""
     chat.tools.add(name=known_as, description=description, parameters=schema)
@@ -188,14 +193,28 @@ def _add_function(
     offered.places.append(at)
 
 
-def _custom_function(tool: ResponseTool) -> tuple[str, JsonObject]:
-    """Its description and parameters."""
-    text: JsonObject = {"type": "string"}
+def _pattern(form: InputFormat | None, *, is_held: bool) -> str:
+    """The regular expression of an input, as that of a JSON schema; empty if there is none."""
+    if form is None or form.definition is None:
+        return ""
+    if form.syntax == "regex":
+        return f"^(?:{form.definition})$"
+    if not is_held:
+        return ""
+    try:
+        pattern = f"^(?:{lark_regex(form.definition)})$"
+        full_match_regex(pattern)
+    except GrammarError:
+        return ""
+    return pattern
+
+
+def _custom_function(tool: ResponseTool, pattern: str) -> tuple[str, JsonObject]:
+    """Its description and parameters; `pattern` is empty if no regular expression holds for the input."""
+    text: JsonObject = {"type": "string", "pattern": pattern} if pattern else {"type": "string"}
     description, form = tool.description or "", tool.format
     if form is not None and form.type == "grammar":
         description += f"\n\nThe input has the form of this {form.syntax} grammar:\n{form.definition}"
-        if form.syntax == "regex":
-            text["pattern"] = f"^(?:{form.definition})$"
     return description.strip(), {
         "type": "object",
         "properties": {INPUT: text},

@@ -170,13 +170,24 @@ async def test_a_tool_of_a_namespace_comes_back_with_it(http: HttpService, token
     assert (await http.answer(RESPONSES, returned, [70])).status == 200
 
 
-async def test_a_custom_tool_that_must_be_called_has_its_regular_expression(http: HttpService) -> None:
-    form = {"type": "grammar", "syntax": "regex", "definition": "[ab]+c"}
+@pytest.mark.parametrize(
+    ("syntax", "definition", "is_held"),
+    [
+        ("regex", "[ab]+c", True),
+        ("lark", 'start: /[ab]+/ "c"', True),
+        ("lark", 'start: "a" start?', False),
+        ("lark", "start: /(?=a)/", False),
+    ],
+)
+async def test_a_custom_tool_that_must_be_called_has_its_form_if_it_is_a_regular_expression(
+    http: HttpService, syntax: str, definition: str, is_held: bool
+) -> None:
+    form = {"type": "grammar", "syntax": syntax, "definition": definition}
     body = {"input": "hi", "tools": [{**CUSTOM, "format": form}], "tool_choice": {"type": "custom", "name": "sh"}}
     task, [sent] = await http.begin(RESPONSES, body)
     http.send(sent, [70])
-    assert "x-lockstep-ignored" not in (await task).headers
-    assert '"pattern": "^(?:(?:[ab])' in sent.options.grammar
+    assert (await task).headers.get("x-lockstep-ignored") == (None if is_held else "tools[0].format")
+    assert ("[ab]" in sent.options.grammar) == is_held
 
 
 @pytest.mark.parametrize("body", [{"input": []}, {"input": ""}, {}, {"input": "hi", "generate": False}])
