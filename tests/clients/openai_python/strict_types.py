@@ -14,6 +14,7 @@ from openai.types.chat import (
     chat_completion,
     chat_completion_chunk,
 )
+from openai.types.responses import Response
 from pydantic import BaseModel, ValidationError
 
 _EXTRA: dict[type[BaseModel], set[str]] = {
@@ -25,6 +26,7 @@ _EXTRA: dict[type[BaseModel], set[str]] = {
     chat_completion_chunk.ChoiceDelta: {"reasoning", "reasoning_content"},
     Completion: {"lockstep"},
     CompletionChoice: {"stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs"},
+    Response: {"lockstep", "system_fingerprint"},
     Model: {"root", "parent", "max_model_len"},
 }
 """Fields that OpenAI's types do not have: vLLM's, and `lockstep`. There are no others."""

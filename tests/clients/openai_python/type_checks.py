@@ -199,6 +199,15 @@ def read_stream(cell: Any, path: str, body: Any) -> list[str]:
     return [block.removeprefix("data: ") for block in blocks if not block.startswith(":")]
 
 
+def read_blocks(cell: Any, path: str, body: Any) -> list[tuple[str, str]]:
+    """The names and the data of a stream's events."""
+    with urllib.request.urlopen(_request(cell, path, body)) as answer:
+        *blocks, end = answer.read().decode().split("\n\n")
+    assert end == ""
+    named = [block.partition("\ndata: ") for block in blocks if not block.startswith(":")]
+    return [(name.removeprefix("event: "), data) for name, _, data in named]
+
+
 def _request(cell: Any, path: str, body: Any) -> urllib.request.Request:
     data = None if body is None else json.dumps(body).encode()
     return urllib.request.Request(f"{cell.base_url}/{path}", data, {"Content-Type": "application/json"})
