@@ -13,6 +13,7 @@ from services.tokenizer.http.requests.chat_request import ChatFields, read_chat_
 from services.tokenizer.http.requests.completion_request import CompletionFields, read_completion_request
 from services.tokenizer.http.requests.fields import Fields
 from services.tokenizer.http.requests.token_requests import DetokenizeFields
+from services.tokenizer.http.responses.request import ResponseFields, read_response_request
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 from services.tokenizer.request.checks import check_request
 from shared.errors import ServiceError
@@ -41,6 +42,13 @@ def test_a_completions_field(name: str) -> None:
         check(read_completion_request, {"prompt": "x", name: value}, name)
 
 
+@pytest.mark.parametrize("name", [*ResponseFields.model_fields, "background", "service_tier"])
+def test_a_responses_field(name: str) -> None:
+    for value in VALUES:
+        body = {"input": "hi", "stream": True, "include": ["message.output_text.logprobs"], name: value}
+        check(read_response_request, body, name)
+
+
 def check(read: Any, body: dict[str, Any], name: str) -> None:
     try:
         api = read(body, "r")
@@ -54,7 +62,13 @@ def check(read: Any, body: dict[str, Any], name: str) -> None:
     assert (refused.status, refused.code) in ((400, "invalid_request"), (404, "model_not_found"))
     assert refused.param is not None
     # Some fields make another one wrong.
-    related = {"stream": "stream_options", "logprobs": "top_logprobs", "n": "best_of", "tool_choice": "tools"}
+    related = {
+        "stream": "stream_options",
+        "logprobs": "top_logprobs",
+        "include": "top_logprobs",
+        "n": "best_of",
+        "tool_choice": "tools",
+    }
     assert refused.param.startswith(name) or related.get(name) == refused.param or "messages" in refused.param
 
 
@@ -79,6 +93,12 @@ def check(read: Any, body: dict[str, Any], name: str) -> None:
             (MessagesFields, {"messages": [], "max_tokens": 9, name: WRONG})
             for name in ("system", "tools", "stop_sequences")
         ),
+        (ResponseFields, {"input": WRONG}),
+        (ResponseFields, {"input": [{"role": "user", "content": WRONG}]}),
+        (ResponseFields, {"input": [{"type": "function_call_output", "output": WRONG}]}),
+        (ResponseFields, {"tools": [{"type": "namespace", "tools": WRONG}]}),
+        *((ResponseFields, {name: WRONG}) for name in ("tools", "include", "stop", "bad_words")),
+        (ResponseFields, {"metadata": {str(key): 1 for key in range(2000)}}),
         (DetokenizeFields, {"tokens": WRONG}),
     ],
 )
