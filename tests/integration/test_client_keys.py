@@ -134,7 +134,7 @@ async def test_each_route_takes_the_keys_that_it_should(keyed: Cell) -> None:
                     assert path not in OPERATOR_ROUTES or (answer.status == 200 and "numWaiting" in text)
                 else:
                     assert answer.status == 401, place
-                    assert json.loads(text)["error"]["code"] == "invalid_api_key"
+                    assert json.loads(text)["error"]["type"] == "authentication_error"
                     assert answer.headers["WWW-Authenticate"] == "Bearer"
 
 

@@ -81,7 +81,9 @@ class InputItem(Fields):
 
 def as_items(value: object) -> object:
     """A text as the user's message."""
-    return [{"type": _MESSAGE, "role": "user", "content": value}] if isinstance(value, str) and value else value or []
+    if value is None or value == "":
+        return []
+    return [{"type": _MESSAGE, "role": "user", "content": value}] if isinstance(value, str) else value
 
 
 class MessageReader:
