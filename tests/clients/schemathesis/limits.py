@@ -14,7 +14,7 @@ def before_call(_context: Any, case: Any, **_options: Any) -> None:
     if not isinstance(case.body, dict):
         return
     changes: dict[str, Any] = {}
-    for name in ("max_tokens", "max_completion_tokens"):
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         given = case.body.get(name)
         if given is None or (type(given) is int and given > _MAX_TOKENS):
             changes[name] = _MAX_TOKENS
