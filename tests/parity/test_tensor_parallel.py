@@ -209,6 +209,7 @@ def test_no_bit_depends_on_where_experts_are(small_models: SmallModels, ranks: R
 QUANTIZED: dict[str, tuple[str, dict[str, Any], Scheme]] = {
     "gpt-oss, mxfp4": ("GptOssForCausalLM", {"intermediate_size": 64}, MXFP4),
     "DeepSeek-V3, fp8 blocks": ("DeepseekV3ForCausalLM", {}, SCHEMES["fp8, blocks"]),
+    "Qwen3-Next, fp8 blocks": ("Qwen3NextForCausalLM", {}, SCHEMES["fp8, blocks"]),
     "Llama, int4 groups": ("LlamaForCausalLM", {"mlp_bias": True}, SCHEMES["compressed int4, groups"]),
 }
 

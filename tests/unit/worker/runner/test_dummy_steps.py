@@ -26,8 +26,14 @@ from tests.support.worker.worker_runner import WrappedModel, generate_alone, loa
 from tests.support.worker.worker_steps import decode_step, make_chunk, make_enter, mixed_step, pack, prefill_step
 
 PROMPT = [5, 9, 2, 44, 17]
-# Plain attention with windows and sinks, experts, latent attention, and an indexer's cache.
-ARCHITECTURES = ("LlamaForCausalLM", "GptOssForCausalLM", "MixtralForCausalLM", "DeepseekV32ForCausalLM")
+# Plain attention with windows and sinks, experts, latent attention, an indexer's cache, and recurrent states.
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "GptOssForCausalLM",
+    "MixtralForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "Qwen3NextForCausalLM",
+)
 COUPLED = RankLayout(dp_rank=1, dp_size=3, has_expert_parallel=True)
 
 every_kind = pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.DECODE])
@@ -76,7 +82,10 @@ def dummy_step(kind: StepKind = StepKind.DECODE, *, step_id: int = 1) -> Step:
 
 def contents(runner: ModelRunner) -> list[Tensor]:
     assert runner._epochs.kv_cache is not None
-    return [tensor.clone() for layer in runner._epochs.kv_cache.layers for tensor in layer]
+    kept = [tensor.clone() for layer in runner._epochs.kv_cache.layers for tensor in layer]
+    states = runner._epochs.states
+    # The last state is that of dummies.
+    return kept if states is None else [*kept, *(tensor[:-1].clone() for layer in states.layers for tensor in layer)]
 
 
 @every_kind
