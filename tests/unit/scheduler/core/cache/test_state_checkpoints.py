@@ -19,6 +19,7 @@ from tests.support.scheduler.core import make_sequence
 BLOCK_SIZE = 2
 PROMPT = list(range(20, 32))
 FINITE = np.empty(0, np.int32)
+TEXTS = [[1] * 9, [1, 1, 1, 1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 1, 1, 0, 0, 1]]
 
 
 def make_blocks(num_checkpoints: int, *, num_blocks: int = 16) -> BlockManager:
@@ -194,7 +195,7 @@ class Flight:
 class Checkpoints(RuleBasedStateMachine):
     """A tree, its blocks and checkpoints, beside a worker that runs steps in order and keeps real contents.
 
-    Prompts are of two tokens only, so that most share something.
+    Prompts are the beginnings of three texts that share theirs.
     """
 
     def __init__(self) -> None:
@@ -206,9 +207,10 @@ class Checkpoints(RuleBasedStateMachine):
         self.memory: dict[int, tuple[int, ...]] = {}
         self.returned: dict[int, tuple[int, ...]] = {}
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=8), salt=st.sampled_from([b"", b"", b"s"]))
-    def admit(self, tokens: list[int], salt: bytes) -> None:
+    @rule(text=st.sampled_from(TEXTS), length=st.integers(2, 9), salt=st.sampled_from([b"", b"", b"", b"s"]))
+    def admit(self, text: list[int], length: int, salt: bytes) -> None:
         """Admit a sequence, and send it whole; its first save is on demand, as a lookup would have hit further."""
+        tokens = text[:length]
         seq = make_sequence(1, tokens)
         seq.cache_salt = salt
         prefix = self.blocks.find_prefix(seq)
@@ -280,21 +282,20 @@ class Checkpoints(RuleBasedStateMachine):
         self.blocks.free([seq])
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def numeric_error(self, data: st.DataObject) -> None:
-        """No block of the sequence is found any more; those of others that computed the same may be."""
+    @rule(data=st.data(), is_flushed=st.booleans())
+    def withdraw(self, data: st.DataObject, *, is_flushed: bool) -> None:
+        """Withdraw everything, or what was derived from one sequence's blocks."""
         seq = data.draw(st.sampled_from(self.running))
+        if is_flushed:
+            self.blocks.flush()
+            in_use = {checkpoint for flight in self.in_flight for _, checkpoint in [*flight.saves, *flight.restores]}
+            assert self.blocks.checkpoint_counts.used == len(in_use), "more than steps in flight use"
+            return
         self.blocks.hide(seq)
         again = make_sequence(1, list(tokens_of(seq)))
         again.cache_salt = seq.cache_salt
+        # Those of others that computed the same may still be found.
         assert not set(seq.block_table).intersection(self.blocks.find_prefix(again).block_ids.tolist())
-
-    @rule()
-    def flush(self) -> None:
-        """No checkpoint but those of steps in flight stays taken."""
-        self.blocks.flush()
-        in_use = {checkpoint for flight in self.in_flight for _, checkpoint in [*flight.saves, *flight.restores]}
-        assert self.blocks.checkpoint_counts.used == len(in_use)
 
     @invariant()
     def all_agrees(self) -> None:
@@ -318,4 +319,4 @@ class Checkpoints(RuleBasedStateMachine):
 
 
 TestCheckpoints = Checkpoints.TestCase
-TestCheckpoints.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestCheckpoints.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
