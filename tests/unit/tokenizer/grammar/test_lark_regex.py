@@ -1,14 +1,18 @@
-"""Lark grammars as regular expressions: they match what llguidance accepts of the grammar itself."""
+"""Lark grammars as regular expressions: they match what the grammar library accepts of the grammars themselves."""
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 
+from services.tokenizer.grammar.grammar_source import grammar_source
 from services.tokenizer.grammar.lark_regex import lark_regex
-from services.tokenizer.json.ecma_regex import full_match_regex
 from shared.grammar import GrammarError
+from tests.support.models.tiny_tokenizer import VOCABULARY_SIZE
+from tests.support.tokenizer.grammar_texts import TextWriter
 
 # Codex's own.
 PATCH = r"""start: begin_patch hunk+ end_patch
@@ -49,6 +53,11 @@ DIGITS: DIGIT+
 """
 
 
+@pytest.fixture(scope="module")
+def writer(model_dir: Path) -> TextWriter:
+    return TextWriter(model_dir, VOCABULARY_SIZE)
+
+
 @pytest.mark.parametrize(
     ("grammar", "text", "is_matched"),
     [
@@ -66,11 +75,16 @@ DIGITS: DIGIT+
         (OTHER, "q4", False),
     ],
 )
-def test_the_expression_matches_what_the_grammar_describes(grammar: str, text: str, is_matched: bool) -> None:
-    found = re.fullmatch(lark_regex(grammar), text)
-    assert (found is not None) == is_matched
-    # It is one that a JSON schema can have.
-    assert full_match_regex(f"^(?:{lark_regex(grammar)})$")
+def test_the_expression_matches_what_the_grammar_describes(
+    writer: TextWriter, grammar: str, text: str, *, is_matched: bool
+) -> None:
+    expression = lark_regex(grammar)
+    assert (re.fullmatch(expression, text) is not None) == is_matched
+    # The library reads less of Lark.
+    assert grammar is OTHER or writer.fits(grammar_source("grammar", grammar).text, text) == is_matched
+    # As a schema's pattern it holds a string's text.
+    schema = json.dumps({"type": "string", "pattern": f"^(?:{expression})$"})
+    assert writer.fits(grammar_source("json_schema", schema).text, json.dumps(text)) == is_matched
 
 
 @pytest.mark.parametrize(
