@@ -138,6 +138,8 @@ def add_tools(
 ) -> OfferedTools:
     """Add the tools. A grammar holds the forms of calls that must be made, as far as it can.
 
+    A tool takes the place of one of the same name in an earlier list.
+
     Args:
         chat: What they are added to; it says which of them must be called.
         lists: Lists of tools: where each is in the request, its tools, and what they were read from.
@@ -147,27 +149,36 @@ def add_tools(
     """
     offered = OfferedTools()
     for place, tools, values in lists:
+        earlier = set(offered.kinds)
         for index, (tool, value) in enumerate(zip(tools, values, strict=True)):
             at = f"{place}[{index}]"
-            if tool.type not in (_FUNCTION, _CUSTOM, _NAMESPACE):
-                offered.skipped.append(at)
-                offered.skipped_types.add(next((kind for kind in _HOSTED if tool.type.startswith(kind)), "other"))
-                continue
-            offered.described.append(value)
-            for inner, inner_at, namespace in _functions_of(tool, at):
-                _add_function(chat, offered, inner, inner_at, namespace)
+            if tool.type in (_FUNCTION, _CUSTOM, _NAMESPACE):
+                offered.described.append(value)
+            for inner, inner_at, namespace in _tools_of(tool, at):
+                if inner.type in (_FUNCTION, _CUSTOM):
+                    _withdraw(chat, offered, earlier, function_name(inner.name or "", namespace))
+                    _add_function(chat, offered, inner, inner_at, namespace)
+                else:
+                    offered.skipped.append(inner_at)
+                    offered.skipped_types.add(next((kind for kind in _HOSTED if inner.type.startswith(kind)), "other"))
     return offered
 
 
-def _functions_of(tool: ResponseTool, at: str) -> Iterator[tuple[ResponseTool, str, str | None]]:
+def _tools_of(tool: ResponseTool, at: str) -> Iterator[tuple[ResponseTool, str, str | None]]:
+    """The tools in a namespace, or the tool alone: each, where it is in the request, and its namespace."""
     if tool.type != _NAMESPACE:
         yield tool, at, None
         return
     for index, inner in enumerate(tool.tools or ()):
-        inner_at = f"{at}.tools[{index}]"
-        if inner.type not in (_FUNCTION, _CUSTOM):
-            raise invalid_field(f"{inner_at}.type", "must be function or custom")
-        yield inner, inner_at, _given(tool.name, f"{at}.name")
+        yield inner, f"{at}.tools[{index}]", _given(tool.name, f"{at}.name")
+
+
+def _withdraw(chat: tokenizer_pb2.Chat, offered: OfferedTools, earlier: set[str], name: str) -> None:
+    """Take a function of an earlier list back, if there is one of this name."""
+    if name in earlier:
+        earlier.remove(name)
+        index = [tool.name for tool in chat.tools].index(name)
+        del chat.tools[index], offered.places[index]
 
 
 def _add_function(

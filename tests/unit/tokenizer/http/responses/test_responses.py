@@ -131,7 +131,7 @@ async def test_what_agents_send_is_taken_and_what_has_no_effect_is_told(
             {**LOOK, "strict": True},
             {"type": "web_search", "external_web_access": True},
             {"type": "SECRET"},
-            {"type": "namespace", "name": "maps", "description": "Maps", "tools": [LOOK]},
+            {"type": "namespace", "name": "maps", "description": "Maps", "tools": [LOOK, {"type": "mcp"}]},
             {"type": "custom", "name": "re", "format": {"type": "grammar", "syntax": "regex", "definition": "a+"}},
         ],
         "include": ["reasoning.encrypted_content"],
@@ -150,10 +150,18 @@ async def test_what_agents_send_is_taken_and_what_has_no_effect_is_told(
     http.send(sent, [70])
     answer = await task
     ignored = answer.headers["x-lockstep-ignored"].split(", ")
-    told = ["tools[1]", "tools[2]", "tools[0].strict", "tools[4].format", "reasoning.summary", "text.verbosity"]
+    told = [
+        "tools[1]",
+        "tools[2]",
+        "tools[3].tools[1]",
+        "tools[0].strict",
+        "tools[4].format",
+        "reasoning.summary",
+        "text.verbosity",
+    ]
     assert ignored == told
     [record] = [record for record in caplog.records if record.getMessage() == "request ended"]
-    assert vars(record)["skipped_tools"] == "other,web_search"
+    assert vars(record)["skipped_tools"] == "mcp,other,web_search"
     assert all("SECRET" not in str(vars(record)) for record in caplog.records if record.name.startswith("services"))
     value = answer.value
     assert [tool["type"] for tool in value["tools"]] == ["function", "namespace", "custom", "namespace"]
@@ -168,6 +176,20 @@ async def test_a_tool_of_a_namespace_comes_back_with_it(http: HttpService, token
     assert (call["namespace"], call["name"]) == ("maps", "look")
     returned = {"input": [*answer.value["output"], {"role": "user", "content": "hi"}], "tools": body["tools"]}
     assert (await http.answer(RESPONSES, returned, [70])).status == 200
+
+
+async def test_a_tool_of_an_item_takes_the_place_of_another(http: HttpService) -> None:
+    items = [
+        {"type": "additional_tools", "role": "developer", "tools": [LOOK]},
+        {"role": "user", "content": "hi"},
+        {"type": "additional_tools", "role": "developer", "tools": [{**LOOK, "strict": True}]},
+    ]
+    task, [sent] = await http.begin(RESPONSES, {"input": items, "tools": [LOOK, CUSTOM]})
+    http.send(sent, [70])
+    answer = await task
+    assert (answer.status, answer.headers["x-lockstep-ignored"]) == (200, "input[2].tools[0].strict")
+    twice = await http.post(RESPONSES, {"input": "hi", "tools": [LOOK, LOOK]})
+    assert (twice.status, twice.error["param"]) == (400, "tools[1].name")
 
 
 @pytest.mark.parametrize(
