@@ -13,19 +13,25 @@ _KINDS = frozenset({Fault.SAME_ID, Fault.QUEUE_FULL})
 
 
 class TenantDraw:
-    """Draws the tenant of one request after the other: of two or three, or always the default one."""
+    """Draws the tenant of one request after the other: of two or three, or always the default one.
+
+    In some runs most requests are those of one tenant, beside which the others ask for less than their shares.
+    """
 
     def __init__(self, seed: int, kinds: Collection[Fault]) -> None:
         self._rng = rng = Random(f"the tenants of {seed}")
         self._tenants = [DEFAULT_TENANT]
+        self._chances = [1]
         if _KINDS.intersection(kinds) and rng.random() < 0.6:
             has_limits = Fault.QUEUE_FULL in kinds
             named = [_draw_tenant(name, rng, has_limits=has_limits) for name in ("a", "b")]
             self._tenants = [*named, *rng.choice([[], [DEFAULT_TENANT]])]
+            self._chances = [rng.choice([1, 8]), *[1] * (len(self._tenants) - 1)]
 
     def draw(self) -> Tenant:
         """Draw the tenant of the next request."""
-        return self._rng.choice(self._tenants)
+        (tenant,) = self._rng.choices(self._tenants, self._chances)
+        return tenant
 
 
 def _draw_tenant(name: str, rng: Random, *, has_limits: bool) -> Tenant:

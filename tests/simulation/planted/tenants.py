@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from services.scheduler.cell.events import Submission
 from services.scheduler.cell.requests.request_manager import RequestManager
 from services.scheduler.cell.requests.requests import Request
 from services.scheduler.cell.requests.tenant_loads import TenantLimit, TenantLoads
-from services.scheduler.core.batch.sequence import RequestKey
+from services.scheduler.core.batch.sequence import RequestKey, Sequence
+from services.scheduler.core.queue.tenant_counters import TenantAccount, TenantCounters
+from services.scheduler.core.shares import Shares
 from shared.tenant import DEFAULT_TENANT, Tenant
 from tests.simulation.faults import Fault
 from tests.simulation.planted.planting import Patch, PlantedBug, planter
@@ -15,7 +19,7 @@ TENANT_BUGS: list[PlantedBug] = []
 _planted = planter(TENANT_BUGS)
 
 
-@_planted(Fault.SAME_ID, seed=3)
+@_planted(Fault.SAME_ID, seed=24)
 def _ids_are_those_of_all_tenants(patch: Patch) -> None:
     """A request is refused as a duplicate of another tenant's."""
     patch.setattr(Submission, "key", property(lambda self: RequestKey(DEFAULT_TENANT.name, self.request_id)))
@@ -25,6 +29,41 @@ def _ids_are_those_of_all_tenants(patch: Patch) -> None:
 def _tenants_share_prefixes(patch: Patch) -> None:
     """A tenant finds the prefixes of another's requests."""
     patch.setattr("services.scheduler.cell.requests.intake.salt_of", lambda _, client_salt: client_salt)
+
+
+@_planted(Fault.SAME_ID, seed=32)
+def _credit_is_saved(patch: Patch) -> None:
+    """A tenant that begins to wait keeps the counter that it had."""
+    begin_to_wait = TenantCounters.begin_to_wait
+
+    def begin(self: TenantCounters, account: TenantAccount) -> None:
+        counter = account.counter
+        begin_to_wait(self, account)
+        account.counter = counter
+
+    patch.setattr(TenantCounters, "begin_to_wait", begin)
+
+
+@_planted(Fault.SAME_ID, seed=46)
+def _nobody_makes_way(patch: Patch) -> None:
+    """A tenant within its share waits until the sequences of others end."""
+    patch.setattr(Shares, "victims_for", lambda *_, **__: iter(()))
+
+
+@_planted(Fault.SAME_ID, seed=3)
+def _victims_are_below_their_share(patch: Patch) -> None:
+    """Whoever entered last makes way, whatever its tenant holds."""
+
+    def victims_for(self: Shares, seq: Sequence, **_: bool) -> Iterator[Sequence]:
+        return (victim for victim in reversed(self._running.sequences()) if victim.tenant_number != seq.tenant_number)
+
+    patch.setattr(Shares, "victims_for", victims_for)
+
+
+@_planted(Fault.SAME_ID, seed=45)
+def _room_is_given_back(patch: Patch) -> None:
+    """What made way goes before what it made way for, although its tenant is above its share."""
+    patch.setattr(Shares, "keeps_share", lambda *_: True)
 
 
 @_planted(Fault.QUEUE_FULL)

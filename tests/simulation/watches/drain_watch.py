@@ -88,11 +88,15 @@ class DrainWatch:
         """A domain's epoch has ended."""
         self._drains.pop(domain, None)
 
-    def check_step(self, rank: DpRank, entering: set[RequestKey], now: float) -> None:
-        """Check a step with which these requests, without suspects, enter a rank's batch."""
+    def check_step(self, rank: DpRank, entering: set[RequestKey], suspects: set[RequestKey], now: float) -> None:
+        """Check a step with which requests enter a rank's batch.
+
+        Suspects are tried there all the same. One that is cleared stays with those of its choices that still wait.
+        """
         drain = self._drains.get(self._topology.domain_of(rank))
         if drain is not None:
             assert now < drain.ends_at, "a step is sent to a domain after its drain time"
+            drain.requests |= entering & suspects
             assert entering <= drain.requests, "a domain gets a new sequence although it drains"
 
     def check_release(self, domain: int, now: float) -> bool:

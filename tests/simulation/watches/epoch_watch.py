@@ -5,9 +5,11 @@ Steps refer to slots. The request in a slot is identified by the sampling seed o
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from services.scheduler.core.batch.sequence import RequestKey
 from services.scheduler.core.batch.step import ScheduledBatch, Step
@@ -15,6 +17,7 @@ from services.scheduler.core.queue.waiting_queue import QueuePolicy, max_steps_t
 from services.scheduler.server.direct_clients import DIRECT_CLIENT
 from shared.step.step import PrefillChunk, StepKind, StepResult
 from tests.simulation.network.step_stream import Answer
+from tests.simulation.watches.share_watch import Claim, RankView, ShareWatch
 from tests.simulation.watches.state_watch import StateWatch, Text
 from tests.simulation.workload import CellSettings, Expected, RequestPlan, Salt, number_of
 
@@ -64,6 +67,11 @@ class Entry:
         is_first = self.attempt == 1 or self.key[0] == DIRECT_CLIENT
         return is_first and self.num_cached_tokens is None
 
+    def claim(self, block_size: int) -> Claim:
+        """What it needs while it waits."""
+        num_blocks = -(-(len(self.plan.prompt) + self.num_tokens) // block_size)
+        return Claim(self.plan.tenant, self.plan.priority, num_blocks, is_new=self.is_new)
+
     @property
     def number(self) -> Number:
         """Its identity, the same for all attempts."""
@@ -91,6 +99,17 @@ class Entered:
     """The last step that had returned when it was sent."""
     is_scored: bool
     """Whether it returns the log-probabilities of its prompt."""
+    blocks: list[int]
+    """Its blocks."""
+    num_tokens_before: int
+    """Completion tokens that it had when it entered."""
+
+    @property
+    def claim(self) -> Claim:
+        """What it holds."""
+        plan = self.entry.plan
+        has_token = self.entry.num_tokens > self.num_tokens_before
+        return Claim(plan.tenant, plan.priority, len(self.blocks), frozenset(self.blocks), has_token=has_token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +130,14 @@ class SentStep:
         return self.step.batch.kind is StepKind.DECODE and not is_eager
 
     @property
+    def sequences(self) -> set[Entered]:
+        """The sequences for which it computes tokens."""
+        return {*self.rows, *(entered for entered, _ in self.chunks)}
+
+    @property
     def entries(self) -> set[Entry]:
         """The choices for which it computes tokens."""
-        return {entered.entry for entered in (*self.rows, *(entered for entered, _ in self.chunks))}
+        return {entered.entry for entered in self.sequences}
 
 
 @dataclass(slots=True)
@@ -132,6 +156,16 @@ class Signs:
         self.progress = progress
 
 
+class Turns(Protocol):
+    """The turns that tenants take."""
+
+    def note_return(self, entry: Entry) -> None:
+        """Note that a choice that was admitted before enters a batch again."""
+
+    def most_tokens_of_others(self, entry: Entry) -> float:
+        """The most output tokens that other tenants can have got since the first call for a choice that waits."""
+
+
 class EpochWatch:
     """Follows the steps of one rank and one epoch, and raises AssertionError when one is wrong."""
 
@@ -144,6 +178,8 @@ class EpochWatch:
         *,
         now: float,
         waits_here: Callable[[Entry], bool],
+        shares: ShareWatch | None = None,
+        turns: Turns | None = None,
     ) -> None:
         """Begin with an empty batch.
 
@@ -151,11 +187,15 @@ class EpochWatch:
             number: The epoch.
             live: The choices that have not ended; the caller changes it.
             waits_here: Whether a choice outside the batch is queued for this rank, in queue order.
+            shares: Where tenants' shares are checked.
+            turns: What is known of the turns that tenants take; without it, several of them may wait for any time.
         """
         self.rank = rank
         self.number = number
         self.signs = Signs(now)
         self.in_flight: deque[SentStep] = deque()
+        self.shares = shares
+        self._turns = turns
         self._waits_here = waits_here
         self._settings = settings
         self._live = live
@@ -195,6 +235,7 @@ class EpochWatch:
         self._num_steps += 1
         assert (step.epoch, step.step_id) == (self.number, self._num_steps), "a step out of order"
         assert len(self.in_flight) < policy.max_steps_in_flight, "too many steps in flight"
+        victims = self._check_victims(batch)
         for slot in batch.leave_slots:
             del self._batch[slot]
             self._num_later.pop(slot, None)
@@ -220,10 +261,14 @@ class EpochWatch:
             assert entry.deadline is None or now < entry.deadline, "a step computes a request after its deadline"
         for slot, block in zip(batch.append_slots, batch.append_block_ids, strict=True):
             self._block_to_salt[block] = self._batch[slot].entry.plan.salt
+            self._batch[slot].blocks.append(block)
         rows = [self._batch[slot] for slot in batch.row_slots.tolist()]
         self._check_rows(rows)
         self._check_waiting(now)
         self._send(SentStep(step, now, rows, self._take_chunks(chunks)))
+        if self.shares is not None:
+            entered = [self._batch[enter.chunk.slot].claim for enter in batch.enters]
+            self.shares.check_wait(self._view(), entered, victims)
 
     @property
     def requests(self) -> set[RequestKey]:
@@ -276,6 +321,8 @@ class EpochWatch:
             held = {entered.entry for entered in self._batch.values()}
             assert entry not in held, "a request enters twice"
             self._check_order(entry, held, now)
+            if self._turns is not None and not entry.is_new:
+                self._turns.note_return(entry)
             if entry.num_cached_tokens is None:
                 entry.num_cached_tokens = enter.num_cached_tokens
             asks = enter.params.options is not None and enter.params.options.num_prompt_logprobs is not None
@@ -287,10 +334,43 @@ class EpochWatch:
             assert is_own, "a shared prefix was not computed under this salt in this epoch"
             self._block_to_salt.update(dict.fromkeys(enter.block_ids, salt))
             after_step = self._num_steps - 1 - len(self.in_flight)
-            self._batch[enter.chunk.slot] = Entered(entry, self._num_entered, after_step, is_scored)
+            self._batch[enter.chunk.slot] = Entered(
+                entry, self._num_entered, after_step, is_scored, enter.block_ids.tolist(), entry.num_tokens
+            )
             self._num_entered += 1
             self._prompt_blocks[enter.chunk.slot] = enter.block_ids.tolist()
             self._num_sent_tokens[enter.chunk.slot] = enter.num_cached_tokens
+
+    def _check_victims(self, batch: ScheduledBatch) -> int:
+        """Check which tenants' sequences make way with a step; returns how many do."""
+        if self.shares is None:
+            return 0
+        left = {self._batch[slot] for slot in batch.leave_slots}
+        victims = [entered.claim for entered in left if self._runs(entered)]
+        if victims:
+            self.shares.check_victims(self._view(), victims)
+        return len(victims)
+
+    def _view(self) -> RankView:
+        """The rank before a step that is about to be sent, or after the last one that was sent."""
+        batch = sorted(self._batch.values(), key=lambda entered: entered.number)
+        running = [entered for entered in batch if self._runs(entered)]
+        in_flight = set[Entered]().union(*(sent.sequences for sent in self.in_flight))
+        others = in_flight.union(batch).difference(running)
+        busy = {entered.entry for entered in (*running, *others)}
+        waiting = [entry for entry in self._live.values() if entry not in busy and self._waits_here(entry)]
+        return RankView(
+            [entered.claim for entered in running],
+            [entered.claim for entered in others],
+            [entry.claim(self._settings.cache.block_size) for entry in waiting],
+            sum(self._num_later.values()),
+        )
+
+    def _runs(self, entered: Entered) -> bool:
+        """Whether it is to get more tokens than those in flight."""
+        entry = entered.entry
+        num_coming = sum(entered in sent.rows for sent in self.in_flight)
+        return entry.is_live and entry.num_tokens + num_coming < entry.plan.params.max_tokens
 
     def _check_sharing(self, batch: ScheduledBatch) -> None:
         """Check that no prefix is shared if caching is off, and none that the same step computes if that is off."""
@@ -363,8 +443,8 @@ class EpochWatch:
         if policy.delay_factor:
             # The bound does not hold when admission is delayed.
             return
-        if len({entry.plan.tenant for entry in self._live.values()}) > 1:
-            # It is that of one tenant: what arrives later of another one may go first.
+        has_several_tenants = len({entry.plan.tenant for entry in self._live.values()}) > 1
+        if has_several_tenants and self._turns is None:
             return
         for entry in self._live.values():
             if not self._has_aged(entry, now) or not self._waits_here(entry):
@@ -372,11 +452,18 @@ class EpochWatch:
             ahead = self._ahead_of.setdefault(entry, {entered.entry for entered in self._batch.values()})
             # Choices of a request arrive together.
             ahead.update(other for other in self._live.values() if other.arrived_at <= entry.arrived_at)
+            num_others_tokens = 0.0
+            if self._turns is not None:
+                ahead = {other for other in ahead if other.plan.tenant == entry.plan.tenant}
+                num_others_tokens = self._turns.most_tokens_of_others(entry)
             self._num_steps_waited[entry] += 1
             settings = self._settings
             bound = max_steps_to_admission(
                 len(ahead), settings.max_request_tokens, settings.max_prompt_tokens(self.rank)
             )
+            # A token of another tenant is a step with a row, which counts as one of a request that is ahead.
+            num_chunks = -(-settings.max_request_tokens // settings.max_prompt_tokens(self.rank))
+            bound += math.ceil(num_others_tokens) * (2 * num_chunks - 1)
             if settings.num_checkpoint_slots:
                 # A chunk for each state that is saved, and a wait for it.
                 bound *= 2 * settings.max_request_tokens * policy.max_steps_in_flight

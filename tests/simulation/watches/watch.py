@@ -37,15 +37,19 @@ from services.scheduler.cell.events import (
 from services.scheduler.cell.model_change import CHANGE_S
 from services.scheduler.core.batch.sequence import Finish, FinishReason, RequestKey
 from services.scheduler.core.batch.step import Outputs, Step
+from services.scheduler.core.queue.tenant_counters import TenantAccount
 from services.scheduler.server.direct_clients import DIRECT_CLIENT
 from shared.ids import DpRank
 from shared.limits import TOKEN_DTYPE
 from shared.step.step import StepResult
+from shared.tenant import Tenant
 from tests.simulation.network.responses import Responses
 from tests.simulation.network.step_stream import Answer
+from tests.simulation.watches.counter_watch import CounterWatch
 from tests.simulation.watches.drain_watch import DrainWatch
 from tests.simulation.watches.epoch_watch import Entry, EpochWatch, Key, Number, SentStep
 from tests.simulation.watches.lockstep_watch import check_lockstep
+from tests.simulation.watches.share_watch import ShareWatch
 from tests.simulation.watches.suspect_watch import SuspectWatch
 from tests.simulation.watches.tenant_watch import check_tenants, find_tenant_refusal
 from tests.simulation.workload import CellSettings, RequestPlan, number_of
@@ -73,6 +77,7 @@ class EngineWatch:
         # By rank; only ranks whose domain is attached.
         self._epochs: dict[int, EpochWatch] = {}
         self.suspects = SuspectWatch()
+        self._counters = CounterWatch() if CounterWatch.is_for(settings) else None
         self._drains = DrainWatch(settings, self._epochs)
         # By rank: the endpoint that it is linked to; of cells that discover their workers.
         self._places: dict[DpRank, str] = {}
@@ -133,6 +138,9 @@ class EngineWatch:
             self._check_domains()
         self._drains.check(now)
         check_tenants(self._live.values())
+        if self._counters is not None:
+            is_disturbed = bool(self.suspects) or bool(self._drains) or not self._epochs
+            self._counters.check(counters_of(engine), self._live.values(), is_disturbed=is_disturbed)
         assert engine.state().counters.num_lost_epochs == self._num_lost_epochs, "losses are counted wrong"
         if not self._has_ended:
             self._check_rest(engine, now)
@@ -166,7 +174,7 @@ class EngineWatch:
                 case SendStep(rank, step):
                     assert rank in self._epochs, "a step for a rank that is not attached"
                     if self._drains:
-                        self._drains.check_step(rank, self._entering(step) - self.suspects.all(), now)
+                        self._drains.check_step(rank, self._entering(step), self.suspects.all(), now)
                     self._epochs[rank].check_step(step, now)
                     self.num_steps += 1
                     self.num_dummy_steps += step.batch.is_dummy
@@ -226,6 +234,10 @@ class EngineWatch:
         is_after_drop = any(isinstance(action, DropDomain) for action in actions)
         # The steps that follow a drop were sent before the event was handled.
         steps = [action.step for action in actions if isinstance(action, SendStep) and is_after_drop]
+        if not isinstance(event, RankHeartbeat) or event.is_leaving:
+            # Whatever runs may be queued again without making way for anybody.
+            for epoch in self._epochs.values():
+                epoch.shares = None
         entering = set[RequestKey]().union(*map(self._entering, steps))
         if isinstance(event, DrainRank):
             self._drains.drain(event.rank, entering, now)
@@ -235,6 +247,10 @@ class EngineWatch:
             self._epochs[event.rank].signs.take(event.progress, now)
             if event.is_leaving:
                 self._drains.leave(event.rank, entering, now)
+
+    def _counter_of(self, tenant: Tenant) -> float:
+        assert self._engine is not None
+        return counters_of(self._engine)[tenant.name].counter
 
     def _take_endpoints(self, event: EndpointsFound, entering: set[RequestKey], now: float) -> None:
         found = {endpoint.address for endpoint in event.endpoints if not endpoint.is_terminating}
@@ -330,7 +346,17 @@ class EngineWatch:
             assert rank not in self._epochs, "a domain is attached twice"
             self._drains.attach(rank)
             waits_here = partial(self._waits_at, rank)
-            self._epochs[rank] = EpochWatch(rank, number, self._settings, self._live, now=now, waits_here=waits_here)
+            shares = ShareWatch(self._settings, rank, self._counter_of) if ShareWatch.is_for(self._settings) else None
+            self._epochs[rank] = EpochWatch(
+                rank,
+                number,
+                self._settings,
+                self._live,
+                now=now,
+                waits_here=waits_here,
+                shares=shares,
+                turns=self._counters,
+            )
 
     def _refuse(self, domain: int, due: Responses, now: float) -> None:
         """A domain serves another model; once only that was offered for long enough, the scheduler ends."""
@@ -519,6 +545,11 @@ def _num_tokens_so_far(submission: Submission, choice: int) -> int:
     if not submission.choices_so_far:
         return 0
     return len(submission.choices_so_far[choice].output) // TOKEN_DTYPE.itemsize
+
+
+def counters_of(engine: Engine) -> dict[str, TenantAccount]:
+    """What an engine's tenants were given, by name."""
+    return engine._cell._unplaced.queue.tenants._name_to_account
 
 
 def rank_of(engine: Engine, key: Key) -> int | None:
