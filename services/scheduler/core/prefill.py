@@ -188,10 +188,13 @@ class PrefillPlanner:
     def _growth_fits(self, seq: Sequence, prefix: CachedPrefix) -> bool:
         """Whether the admission policy expects no retraction with `seq` running too.
 
-        What others have made way for enters in any case, or its room would be kept for nothing.
+        What others have made way for enters in any case, or its room would be kept for nothing. What a tenant above
+        its share may grow into keeps no other one from its own share.
         """
         is_plain = self._policy.admission_policy is AdmissionPolicy.PLAIN
         if is_plain or seq is self._waiting.held or not self._running.order.size:
+            return True
+        if self._shares.are_needed and self._shares.is_due(seq):
             return True
         num_tokens, max_num_tokens = self._running.progress()
         return self._new_token_ratio.fits(

@@ -73,6 +73,11 @@ class Shares:
         """Whether a waiting sequence, once admitted, leaves its tenant within its share."""
         return self._fits(seq, self._holdings())
 
+    def is_due(self, seq: Sequence) -> bool:
+        """Whether a waiting sequence keeps its tenant within its share, and another is above its share of blocks."""
+        held = self.holdings()
+        return self._fits(seq, held) and bool(np.any(held.blocks > held.block_shares))
+
     def victims_for(self, seq: Sequence, *, lacks_slot: bool, lacks_blocks: bool) -> Iterator[Sequence]:
         """Running sequences that may make way for a waiting one, the last to enter first.
 

@@ -7,6 +7,7 @@ from itertools import count
 
 import pytest
 
+from services.scheduler.core.admission import AdmissionPolicy
 from services.scheduler.core.batch.sequence import Priority, Sequence
 from services.scheduler.core.policy import SchedulerPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
@@ -97,6 +98,17 @@ def test_blocks_are_shared_too() -> None:
     run(scheduler, 2)
     assert quiet.first_token_at is not None
     assert running(scheduler) == {"loud": 6, "quiet": 1}
+
+
+def test_what_a_tenant_above_its_share_may_grow_into_keeps_no_other_one_out() -> None:
+    policy = SchedulerPolicy(max_num_seqs=64, admission_policy=AdmissionPolicy.LOOK_AHEAD)
+    scheduler = make_scheduler(policy, facts=worker_facts(num_blocks=16))
+    add(scheduler, *seqs_of(LOUD, 1, prompt=9 * 16))
+    run(scheduler)
+    (quiet,) = seqs_of(QUIET, 1, prompt=16, max_tokens=4)
+    add(scheduler, quiet)
+    run(scheduler)
+    assert quiet.first_token_at is not None
 
 
 def test_what_cannot_enter_within_its_share_preempts_nobody() -> None:
