@@ -29,7 +29,7 @@ from shared.errors import InvalidRequestError, NotReadyError, StaleEpochError, V
 from shared.network.heartbeat import next_beat_at
 from shared.process.stay import Stay
 from shared.step.codec import encode_result, parse_step
-from shared.wire import introduce_self
+from shared.wire import introduce_self, read_introduction
 
 if TYPE_CHECKING:
     # The RPC server answers before torch is imported.
@@ -105,6 +105,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if steps is None:
             raise NotReadyError("weights are loading, or members have not joined")
         _check_sizes(request)
+        if steps.runner.state_bytes_per_slot:
+            # A scheduler that knows nothing of states would continue prefixes without them.
+            read_introduction(request.introduction).check(frozenset({"recurrent_state"}))
         epoch = self._begin(request, steps)
         is_stuck = not await self._is_ready(epoch, steps.runner)
         if epoch is not self._epoch:

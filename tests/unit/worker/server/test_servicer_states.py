@@ -1,0 +1,49 @@
+"""Attaching to a worker whose model has recurrent states."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from lockstep.internal.v1 import worker_pb2
+from services.worker.models.loader import LoadedModel
+from services.worker.ops import load_ops
+from services.worker.runner.cache_memory import KvCacheSize
+from services.worker.runner.model_runner import ModelRunner
+from shared.wire import introduce_self
+from tests.support.models.small_models import build_small_model, write_small_model
+from tests.support.worker.worker_runner import load_exact
+from tests.support.worker.worker_service import Worker, attach_request
+
+
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    model = build_small_model("Qwen3NextForCausalLM", "layer-types-tied-biases")
+    return load_exact(write_small_model(model, tmp_path_factory.mktemp("model")))
+
+
+def introduced(epoch: int, **sizes: int) -> worker_pb2.AttachRequest:
+    request = attach_request(epoch, **sizes)
+    request.MergeFrom(worker_pb2.AttachRequest(introduction=introduce_self().encode()))
+    return request
+
+
+async def test_attach_reports_states_and_refuses_more_sequences_than_have_room(
+    loading_worker: Worker, recurrent: LoadedModel
+) -> None:
+    state_bytes = recurrent.model.state_spec.bytes_per_slot
+    loading_worker.open(ModelRunner(recurrent, load_ops("reference"), KvCacheSize(40 * state_bytes)))
+    response = await loading_worker.stub.Attach(introduced(1, max_num_seqs=8))
+    assert response.state_bytes_per_slot == state_bytes
+    assert response.num_blocks > 0
+    with pytest.raises(grpc.aio.AioRpcError, match="beside the recurrent states of 64 sequences") as error:
+        await loading_worker.stub.Attach(introduced(2, max_num_seqs=64))
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (await loading_worker.stub.Attach(introduced(3, max_num_seqs=8))).num_blocks == response.num_blocks
+
+
+async def test_a_scheduler_that_knows_no_states_is_refused(loading_worker: Worker, recurrent: LoadedModel) -> None:
+    loading_worker.open(ModelRunner(recurrent, load_ops("reference"), KvCacheSize(0, 64)))
+    with pytest.raises(grpc.aio.AioRpcError, match="does not know this: recurrent_state"):
+        await loading_worker.attach(1)
+    assert (await loading_worker.stub.Attach(introduced(1))).num_checkpoint_slots == 16
