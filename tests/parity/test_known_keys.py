@@ -51,7 +51,11 @@ _REFUSED_BY_GEMMA: dict[str, object] = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
+_REFUSED_BY_QWEN3_NEXT: dict[str, object] = {"attn_output_gate": False}
 REFUSED_BY: dict[str, dict[str, object]] = {
+    "Qwen3NextForCausalLM": _REFUSED_BY_QWEN3_NEXT,
+    "Qwen3_5ForConditionalGeneration": _REFUSED_BY_QWEN3_NEXT,
+    "Qwen3_5MoeForConditionalGeneration": {**_REFUSED_BY_QWEN3_NEXT, "norm_topk_prob": False},
     "Gemma3ForCausalLM": _REFUSED_BY_GEMMA,
     "Gemma3ForConditionalGeneration": _REFUSED_BY_GEMMA,
     "DeepseekV2ForCausalLM": {"norm_topk_prob": True, "num_key_value_heads": 2},

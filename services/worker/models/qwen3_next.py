@@ -73,6 +73,8 @@ def load_gated_model(
 ) -> DecoderModel:
     """Load a model whose attention is gated; see `load_hybrid_model`."""
     shard.weights.ignore(prefixes=[_MTP])
+    # transformers does not read it: another value would be another model.
+    values.only("attn_output_gate", True)
     has_bias = values.flag("attention_bias", default=False)
     attention = AttentionConfig(
         AttentionHeads.from_json(values),

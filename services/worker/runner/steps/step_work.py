@@ -175,7 +175,9 @@ class StepWork:
 
     def _state_slots(self, arrays: dict[str, Tensor]) -> Tensor | None:
         """Those of the step's sequences, or of a dummy."""
-        return None if self._states is None else arrays.get("state_slots", spare_slots(self._states, 1))
+        if self._states is None:
+            return None
+        return arrays["state_slots"] if "state_slots" in arrays else spare_slots(self._states, 1)
 
     def _forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionMetadata, dp: DpMetadata) -> Tensor:
         context = ForwardContext.for_step(

@@ -22,8 +22,8 @@ def recurrent(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_exact(write_small_model(model, tmp_path_factory.mktemp("model")))
 
 
-def introduced(epoch: int, **sizes: int) -> worker_pb2.AttachRequest:
-    request = attach_request(epoch, **sizes)
+def introduced(epoch: int, max_num_seqs: int = 8) -> worker_pb2.AttachRequest:
+    request = attach_request(epoch, max_num_seqs=max_num_seqs)
     request.MergeFrom(worker_pb2.AttachRequest(introduction=introduce_self().encode()))
     return request
 

@@ -15,7 +15,7 @@ from tests.support.kernels.sanitized_kernels import sanitizer_environment
 _HERE = Path(__file__).parent
 # Those that read weights, and all others.
 _PRODUCTS = ("test_products.py", "test_experts.py", "test_draw.py")
-_OTHERS = ("test_attention.py", "test_heads.py", "test_elementwise.py", "test_capture.py")
+_OTHERS = ("test_attention.py", "test_heads.py", "test_elementwise.py", "test_recurrent.py", "test_capture.py")
 _HOSTILE = ("test_hostile_weights.py",)
 
 

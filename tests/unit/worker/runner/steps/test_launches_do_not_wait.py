@@ -49,6 +49,7 @@ GLM = {
     "architectures": ["GlmMoeDsaForCausalLM"],
     "index_topk": 4,
 }
+QWEN3_NEXT = {**SMALL_CONFIGS["Qwen3NextForCausalLM"]["plain"], "architectures": ["Qwen3NextForCausalLM"]}
 
 
 class UnreadStaging(PinnedStaging):
@@ -140,7 +141,7 @@ def steps() -> list[Step]:
     ]
 
 
-@pytest.mark.parametrize("config", [LLAMA, DEEPSEEK, GLM], ids=["llama", "deepseek", "glm"])
+@pytest.mark.parametrize("config", [LLAMA, DEEPSEEK, GLM, QWEN3_NEXT], ids=["llama", "deepseek", "glm", "qwen3-next"])
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_a_launch_reads_nothing_from_the_device(
     make_runner: Callable[[CountingCapture | None], ModelRunner], has_graphs: bool
