@@ -247,14 +247,12 @@ class Checkpoints(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), token=st.integers(0, 1))
     def decode(self, data: st.DataObject, token: int) -> None:
-        """Let a sequence grow by a token; its blocks stay unpublished until it ends."""
+        """Let a sequence grow by a block's tokens; its blocks stay unpublished until it ends."""
         seq = data.draw(st.sampled_from(self.running))
-        if seq.num_stored_tokens % BLOCK_SIZE == 0:
-            taken = self.blocks.try_take(1)
-            if taken is None:
-                return
+        taken = self.blocks.try_take(1)
+        if taken is not None:
             seq.block_table.extend(taken)
-        seq.token_bytes += np.array([token], TOKEN_DTYPE).tobytes()
+            seq.token_bytes += np.array([token] * BLOCK_SIZE, TOKEN_DTYPE).tobytes()
 
     @precondition(lambda self: self.in_flight)
     @rule(is_finite=st.booleans())
@@ -311,8 +309,8 @@ class Checkpoints(RuleBasedStateMachine):
         """Add a save to a step."""
         checkpoint = self.blocks.try_save_state(seq, num_tokens, renewed_at)
         if checkpoint is not None:
-            writes = [each for other in self.in_flight for _, each in other.saves]
-            assert checkpoint not in writes, "two steps in flight save into one checkpoint"
+            in_use = [each for other in (*self.in_flight, flight) for _, each in (*other.saves, *other.restores)]
+            assert checkpoint not in in_use, "a step in flight saves or restores it"
             self.returned.pop(checkpoint, None)
             flight.saves.append((0, checkpoint))
             flight.saved.append((*seq.cache_salt, *tokens_of(seq, num_tokens)))
