@@ -135,7 +135,9 @@ def _get(path: str, operation: _Operation) -> dict[str, Any]:
 def _responses(operation: _Operation, errors: list[int]) -> dict[str, Any]:
     answer: dict[str, Any] = {"description": "The answer"}
     content = {} if operation.answer is None else _json(_reference(operation.answer))
-    content |= {media_type: {"schema": {"type": "string"}} for media_type in operation.media_types}
+    for media_type in operation.media_types:
+        # OpenAPI 3.1 cannot describe a stream: its schema would be that of each event.
+        content[media_type] = {} if media_type == _STREAM else {"schema": {"type": "string"}}
     if content:
         answer["content"] = content
     # A head that cannot be read is of no route, and its error has OpenAI's form.
