@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from shared.grammar import GrammarError
 
-_MAX_LENGTH = 20_000
+_MAX_LENGTH = 8_000
+# Of brackets and rules inside each other.
 _MAX_DEPTH = 64
 _COMMON = {
     "CR": r"\r",
@@ -59,7 +60,7 @@ def lark_regex(grammar: str) -> str:
     if len(grammar) > _MAX_LENGTH:
         raise GrammarError("it is too long")
     rules, imported = _read_statements(_tokens(grammar))
-    return _Writer(rules, imported).written("start", ())
+    return _Writer(rules, imported).written("start", 0)
 
 
 def _tokens(grammar: str) -> Iterator[_Token]:
@@ -115,29 +116,32 @@ class _Writer:
     def __init__(self, rules: Mapping[str, list[_Token]], imported: Mapping[str, str]) -> None:
         self._rules = rules
         self._written = dict(imported)
+        self._inside: set[str] = set()
 
-    def written(self, name: str, inside: tuple[str, ...]) -> str:
-        """A rule's expression; `inside` are the rules that it is a part of."""
+    def written(self, name: str, depth: int) -> str:
+        """A rule's expression; `depth` is that of its name."""
         if name not in self._written:
-            if name in inside or len(inside) > _MAX_DEPTH:
+            if name in self._inside:
                 raise GrammarError("it is recursive")
             if name not in self._rules:
                 raise GrammarError("a rule is missing")
-            reader = _Reader(self._rules[name], lambda other: self.written(other, (*inside, name)))
-            self._written[name] = reader.read()
+            self._inside.add(name)
+            self._written[name] = _Reader(self._rules[name], self.written, depth).read()
+            self._inside.remove(name)
         return self._written[name]
 
 
 class _Reader:
     """Reads the right side of a rule."""
 
-    def __init__(self, tokens: list[_Token], written: Callable[[str], str]) -> None:
+    def __init__(self, tokens: list[_Token], written: Callable[[str, int], str], depth: int) -> None:
         self._tokens = [*tokens, _Token("end", "")]
         self._position = 0
         self._written = written
+        self._depth = depth
 
     def read(self) -> str:
-        text = self._alternatives()
+        text = self._nested()
         if self._next.kind != "end":
             raise GrammarError("a rule cannot be read")
         return text
@@ -152,23 +156,30 @@ class _Reader:
             return True
         return False
 
-    def _alternatives(self) -> str:
-        alternatives = [self._sequence()]
-        while self._take("|"):
-            alternatives.append(self._sequence())
-        text = alternatives[0] if len(alternatives) == 1 else f"(?:{'|'.join(alternatives)})"
-        if len(text) > _MAX_LENGTH:
-            raise GrammarError("it is too long")
+    def _nested(self) -> str:
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise GrammarError("it is too deep")
+        text = self._alternatives()
+        self._depth -= 1
         return text
 
+    def _alternatives(self) -> str:
+        text = self._sequence()
+        if self._next.text != "|":
+            return text
+        while self._take("|"):
+            text = _checked(f"{text}|{self._sequence()}")
+        return f"(?:{text})"
+
     def _sequence(self) -> str:
-        parts = []
+        text = ""
         while self._next.kind != "end" and self._next.text not in ("|", ")", "]"):
             if self._take("->"):
                 self._position += 1
                 break
-            parts.append(self._repeated(self._atom()))
-        return "".join(parts)
+            text = _checked(text + self._repeated(self._atom()))
+        return text
 
     def _repeated(self, atom: str) -> str:
         sign = self._next.text
@@ -197,7 +208,7 @@ class _Reader:
             case "regex", text:
                 return _expression(text)
             case "name", text:
-                return self._written(text)
+                return self._written(text, self._depth)
             case "sign", "(":
                 return self._enclosed(")")
             case "sign", "[":
@@ -205,7 +216,7 @@ class _Reader:
         raise GrammarError("a rule cannot be read")
 
     def _enclosed(self, end: str) -> str:
-        text = self._alternatives()
+        text = self._nested()
         if not self._take(end):
             raise GrammarError("a bracket is not closed")
         return text
@@ -216,6 +227,12 @@ class _Reader:
         first, last = (_literal(each) for each in (text, self._tokens[self._position].text))
         self._position += 1
         return f"[{first}-{last}]"
+
+
+def _checked(text: str) -> str:
+    if len(text) > _MAX_LENGTH:
+        raise GrammarError("it is too long")
+    return text
 
 
 def _literal(token: str) -> str:

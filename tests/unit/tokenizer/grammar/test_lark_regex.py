@@ -101,6 +101,9 @@ def test_the_expression_matches_what_the_grammar_describes(
         "start: %json {}",
         'start: "a\n',
         "\0",
+        f"start: {'(' * 3000}'a'{')' * 3000}".replace("'", '"'),
+        f"start: {'a ' * 3000}\na: /{'x' * 3000}/",
+        "start: r0\n" + "".join(f"r{index}: r{index + 1}\n" for index in range(500)) + 'r500: "x"',
         "start: a a\n"
         + "".join(f"{chr(97 + index)}: {chr(98 + index)} {chr(98 + index)}\n" for index in range(24))
         + 'y: "x"',
