@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from shared.grammar import GrammarError
 
 _MAX_LENGTH = 8_000
+_MAX_DIGITS = 9
 # Of brackets and rules inside each other.
 _MAX_DEPTH = 64
 _COMMON = {
@@ -176,10 +177,15 @@ class _Reader:
         text = ""
         while self._next.kind != "end" and self._next.text not in ("|", ")", "]"):
             if self._take("->"):
-                self._position += 1
+                self._read_alias()
                 break
             text = _checked(text + self._repeated(self._atom()))
         return text
+
+    def _read_alias(self) -> None:
+        if self._next.kind != "name":
+            raise GrammarError("an alias is missing")
+        self._position += 1
 
     def _repeated(self, atom: str) -> str:
         sign = self._next.text
@@ -195,7 +201,7 @@ class _Reader:
     def _number(self) -> int:
         token = self._tokens[self._position]
         self._position += 1
-        if token.kind != "number":
+        if token.kind != "number" or len(token.text) > _MAX_DIGITS:
             raise GrammarError("a number is missing")
         return int(token.text)
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.tokenizer.grammar.grammar_source import grammar_source
 from services.tokenizer.grammar.lark_regex import lark_regex
+from services.tokenizer.json.ecma_regex import full_match_regex
 from shared.grammar import GrammarError
 from tests.support.models.tiny_tokenizer import VOCABULARY_SIZE
 from tests.support.tokenizer.grammar_texts import TextWriter
@@ -112,3 +116,9 @@ def test_the_expression_matches_what_the_grammar_describes(
 def test_what_is_no_regular_expression_is_refused(grammar: str) -> None:
     with pytest.raises(GrammarError):
         lark_regex(grammar)
+
+
+@given(st.lists(st.sampled_from([*PATCH.split(), *OTHER.split(), *'()[]|?*+~"/:\n', "->", "..", "9" * 5000, "\n"])))
+def test_any_text_is_an_expression_or_refused(words: list[str]) -> None:
+    with suppress(GrammarError):
+        full_match_regex(lark_regex(" ".join(["start:", *words])))
