@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, model_validator
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.grammar.lark_regex import lark_regex
 from services.tokenizer.http.errors import invalid_field
 from services.tokenizer.http.requests.fields import Fields, Several
 from services.tokenizer.http.responses.custom_input import INPUT
 from services.tokenizer.json.ecma_regex import full_match_regex
 from services.tokenizer.json.json_values import JsonObject
+from services.tokenizer.json.lark_regex import lark_regex
 from shared.grammar import GrammarError
 
 _MODES = {
