@@ -75,7 +75,7 @@ class Shares:
 
     def is_due(self, seq: Sequence) -> bool:
         """Whether a waiting sequence keeps its tenant within its share, and another is above its share of blocks."""
-        held = self.holdings()
+        held = self._holdings()
         return self._fits(seq, held) and bool(np.any(held.blocks > held.block_shares))
 
     def victims_for(self, seq: Sequence, *, lacks_slot: bool, lacks_blocks: bool) -> Iterator[Sequence]:
