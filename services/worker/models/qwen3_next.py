@@ -84,9 +84,7 @@ def load_gated_model(
         has_head_norms=True,
         has_gate=True,
     )
-    return load_hybrid_model(
-        shard, values, config, attention=attention, read=read, load_feed_forward=load_feed_forward
-    )
+    return load_hybrid_model(shard, values, config, attention=attention, read=read, load_feed_forward=load_feed_forward)
 
 
 def load_gated_sparse_mlp(
@@ -100,7 +98,8 @@ def load_gated_sparse_mlp(
 ) -> FeedForward:
     """Load experts, and `{prefix}.shared_expert`, whose result the sigmoid of `.shared_expert_gate` multiplies."""
     rule = RoutingRule(values.size("num_experts_per_tok"), RouterScore.SOFTMAX, renormalizes=renormalizes)
-    sparse = SparseConfig(values.size("num_experts"), values.size("moe_intermediate_size"), rule)
+    num_experts, expert_size = values.size("num_experts"), values.size("moe_intermediate_size")
+    sparse = SparseConfig(num_experts, expert_size, rule, has_stacks=has_stacks)
     inner_size = values.size("shared_expert_intermediate_size")
     shared = load_mlp(shard, config, f"{prefix}.shared_expert", inner_size=inner_size)
     weight = shard.weights.dense(f"{prefix}.shared_expert_gate", (1, config.hidden_size))
@@ -109,4 +108,4 @@ def load_gated_sparse_mlp(
     def share(x: Tensor) -> Tensor:
         return ops.mul_sigmoid(shared(x), gate(x))
 
-    return load_sparse_mlp(shard, config, prefix, sparse=sparse, has_stacks=has_stacks, shared=share)
+    return load_sparse_mlp(shard, config, prefix, sparse=sparse, shared=share)

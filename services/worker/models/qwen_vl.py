@@ -47,8 +47,7 @@ def load_qwen3_vl_moe(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
     feed_forward = FeedForwardConfig.from_json(
         values,
         moe_dense_layers(values, common.num_layers),
-        SparseConfig(num_experts, inner_size, rule),
-        has_stacks=True,
+        SparseConfig(num_experts, inner_size, rule, has_stacks=True),
     )
 
     def load_feed_forward(layer: int) -> FeedForward:

@@ -207,7 +207,8 @@ def _load_gated(
         rows.flatten().to(weights.device) for rows in torch.arange(len(both)).view(-1, 2, head_dim).unbind(1)
     )
     mixed = weights.linear(f"{prefix}.q_proj", (both.total, config.hidden_size), rows=both.run)
-    key, value = (weights.linear(f"{prefix}.{letter}_proj", (kv.total, config.hidden_size), rows=kv.run) for letter in "kv")
+    kv_shape = kv.total, config.hidden_size
+    key, value = (weights.linear(f"{prefix}.{letter}_proj", kv_shape, rows=kv.run) for letter in "kv")
     fused, gate = join_rows([take_rows(mixed, of_query), key, value], dtype), take_rows(mixed, of_gate)
     if not attention.has_qkv_bias:
         return Linear(shard.ops, fused, dtype), Linear(shard.ops, gate, dtype)

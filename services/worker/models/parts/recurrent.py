@@ -61,7 +61,7 @@ class DeltaConfig:
         return shard.part("linear_num_key_heads", self.num_key_heads)
 
     def layer_state(self, shard: Shard) -> LayerState:
-        """What a sequence keeps of this rank's heads: the convolution's last inputs, and a matrix for each value head."""
+        """What a sequence keeps of this rank's heads: the convolution's last inputs, and a matrix per value head."""
         num_keys = len(self.key_heads(shard))
         num_values = num_keys * self.num_shared
         width = 2 * num_keys * self.key_dim + num_values * self.value_dim

@@ -37,6 +37,8 @@ class SparseConfig:
     shared_size: int = 0
     """Inner size of the shared expert; 0 if there is none."""
     has_shared_bias: bool = False
+    has_stacks: bool = False
+    """Whether the experts may be stored as two stacks; see `_stack_reader`."""
 
     def __post_init__(self) -> None:
         """Raise `ModelDirectoryError` if there are too few experts, or they cannot be grouped."""
@@ -87,13 +89,11 @@ def load_sparse_mlp(
     *,
     sparse: SparseConfig,
     names: ExpertNames = _EXPERT_NAMES,
-    has_stacks: bool = False,
     shared: FeedForward | None = None,
 ) -> SparseMlp:
     """Load `{prefix}.gate`, the projections of `.experts.0` and so on, and `.shared_experts`.
 
     Args:
-        has_stacks: Whether the experts may be stored as two stacks; see `_stack_reader`.
         shared: A shared expert that is not `.shared_experts`; `sparse` then has none.
     """
     ops, weights = shard.ops, shard.weights
@@ -103,7 +103,7 @@ def load_sparse_mlp(
         rule = replace(rule, correction=weights.read(name, (sparse.num_experts,), dtype=torch.float32))
     gate = weights.dense(f"{prefix}.gate", (sparse.num_experts, config.hidden_size))
     router = Router(ops, Linear(ops, gate.to(dtype), dtype), rule, dtype=dtype)
-    is_stacked = has_stacks and f"{prefix}.experts.{_GATE_UP}" in weights
+    is_stacked = sparse.has_stacks and f"{prefix}.experts.{_GATE_UP}" in weights
     read = (
         _stack_reader(weights, f"{prefix}.experts", sparse, config)
         if is_stacked
@@ -139,8 +139,6 @@ class FeedForwardConfig:
     """A dense layer's inner size; 0 if there is none."""
     sparse: SparseConfig
     has_dense_bias: bool = False
-    has_stacks: bool = False
-    """Whether experts may be stored as stacks."""
 
     @classmethod
     def from_json(
@@ -150,17 +148,16 @@ class FeedForwardConfig:
         sparse: SparseConfig,
         *,
         has_dense_bias: bool = False,
-        has_stacks: bool = False,
     ) -> FeedForwardConfig:
         """Read the size of the dense layers."""
         dense_size = values.size("intermediate_size") if dense_layers else 0
-        return cls(dense_layers, dense_size, sparse, has_dense_bias, has_stacks)
+        return cls(dense_layers, dense_size, sparse, has_dense_bias)
 
     def load(self, shard: Shard, config: DecoderConfig, layer: int) -> FeedForward:
         """Load a layer's network."""
         prefix = f"model.layers.{layer}.mlp"
         if layer not in self.dense_layers:
-            return load_sparse_mlp(shard, config, prefix, sparse=self.sparse, has_stacks=self.has_stacks)
+            return load_sparse_mlp(shard, config, prefix, sparse=self.sparse)
         return load_mlp(shard, config, prefix, inner_size=self.dense_size, has_bias=self.has_dense_bias)
 
 
