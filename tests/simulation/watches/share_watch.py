@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.scheduler.core.admission import AdmissionPolicy
 from services.scheduler.core.batch.sequence import Priority
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
 from shared.tenant import Tenant
@@ -67,8 +66,7 @@ class ShareWatch:
        their prompts besides, but no longer.
 
     One that enters and leaves its tenant within its share went first rightly, and the counts start again. Where prompts
-    are delayed, for others or for other ranks, or wait for the room that others may grow into, only the first rule is
-    checked.
+    are delayed, for others or for other ranks, only the first rule is checked.
     """
 
     def __init__(self, settings: CellSettings, rank: int, counter_of: CounterOf) -> None:
@@ -77,8 +75,7 @@ class ShareWatch:
         self._counter_of = counter_of
         self._num_blocks = settings.num_blocks[rank]
         self._num_budget_tokens = settings.max_prompt_tokens(rank)
-        looks_ahead = policy.admission_policy is AdmissionPolicy.LOOK_AHEAD
-        self._is_delayed = bool(policy.delay_factor) or settings.topology.is_coupled or looks_ahead
+        self._is_delayed = bool(policy.delay_factor) or settings.topology.is_coupled
         self._wait, self._long_wait = _Wait(), _Wait()
 
     @staticmethod
