@@ -201,6 +201,8 @@ def test_a_client_gains_nothing_by_saying_that_it_continues_an_answer(waits_as_n
     driver = EngineDriver(policy=SchedulerPolicy(max_num_seqs=2))
     driver.submit(2, prompt(20), tenant=B, max_tokens=30)
     driver.submit(1, prompt(60), tenant=A, max_tokens=2)
+    # It waits from now on, so that B's counter, the lower one, is not lifted.
+    driver.submit(4, prompt(30), tenant=B, max_tokens=4)
     driver.step()
     output = expected_completion(prompt(50, 500), 0, 4)[:2]
     driver.choices[1, 3] = ChoiceOutput(list(output), num_cached_tokens=0)
@@ -214,7 +216,6 @@ def test_a_client_gains_nothing_by_saying_that_it_continues_an_answer(waits_as_n
         choices_so_far=(ChoiceSoFar(token_bytes(output)),),
         tenant=A,
     )
-    driver.submit(4, prompt(30), tenant=B, max_tokens=4)
     driver.on_event(ClientMessage(1, [continued]))
     ended: list[int] = []
     while len(ended) < 3:
