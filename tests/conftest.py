@@ -26,7 +26,7 @@ if not has_gpu_node():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The duration of an example depends on the machine's load, so it has no deadline.
-settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("lockstep", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("lockstep")
 
 REAL_MODEL = ROOT / "models" / "smollm2-135m-instruct"

@@ -19,7 +19,7 @@ def run_undisturbed(seed: int) -> Report:
     return simulate(seed, [])
 
 
-@pytest.mark.parametrize("first", range(0, 100, 25))
+@pytest.mark.parametrize("first", range(0, 75, 25))
 def test_seeds_end_well(first: int) -> None:
     for seed in range(first, first + 25):
         report = simulate(seed)
@@ -30,7 +30,7 @@ def test_seeds_end_well(first: int) -> None:
 # For any number of seeds: `make simulate`.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "first", [100, pytest.param(125, marks=pytest.mark.proof), pytest.param(150, marks=pytest.mark.proof)]
+    "first", [75, *(pytest.param(first, marks=pytest.mark.proof) for first in range(100, 175, 25))]
 )
 def test_more_seeds_end_well(first: int) -> None:
     for seed in range(first, first + 25):
