@@ -28,7 +28,7 @@ from tests.support.system.ports import free_port
 from tests.support.system.processes import start_module
 
 MAX_PROCESSES = 8
-MAX_SLOW_PROCESSES = 4
+MAX_SLOW_PROCESSES = 3
 NUM_TOKENS = 24
 LIMITS = ("--scheduler.max-num-seqs=16", "--scheduler.max-num-batched-tokens=64")
 PROMPTS = make_prompts((1, 40, 16, 70, 5, 33, 40, 9), seed=4)
@@ -61,7 +61,7 @@ Tokens = list[list[int]]
 def cases() -> Iterator[Any]:
     """Layouts of ranks: one for each pair of sizes, and for `make proofs` also for each pair with a family.
 
-    What takes more than four processes is left to `make proofs` too.
+    What takes more than three processes is left to `make proofs` too.
     """
     sizes: dict[str, list[Any]] = {"tp": [1, 2, 3], "dp": [1, 2, 4], "ep": [False, True]}
     layouts = pairwise_rows(sizes, seed=1)
@@ -195,7 +195,7 @@ async def test_a_coupled_cell_runs_decode_steps_from_graphs(models: Models, tmp_
     assert [completion.token_ids for completion in completions] == await models.ask(family, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 async def test_a_rank_that_is_idle_for_long_keeps_in_step(models: Models) -> None:
     model_dir = models.directory_of("Qwen3MoeForCausalLM")
     requests = [
@@ -215,7 +215,7 @@ async def test_a_rank_that_is_idle_for_long_keeps_in_step(models: Models) -> Non
     assert state.num_free_blocks == state.num_blocks
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 async def test_the_real_models_heads_are_shared_by_three(real_model: Path) -> None:
     requests = [
         token_request(prompt, max_tokens=NUM_REAL_TOKENS, num_logprobs=2)

@@ -65,7 +65,7 @@ def only_launcher(launcher_pid: int) -> list[psutil.Process]:
     return [psutil.Process(launcher_pid)]
 
 
-@pytest.mark.parametrize("asked", [only_launcher, pytest.param(launcher_first, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("asked", [only_launcher, pytest.param(launcher_first, marks=pytest.mark.proof)])
 @pytest.mark.parametrize("role", ["worker", "scheduler"])
 async def test_a_cell_that_drains_starts_what_dies_and_finishes_its_answers(
     tiny_model: Path, role: str, asked: Callable[[int], list[psutil.Process]]
@@ -108,7 +108,7 @@ async def test_a_drain_that_is_too_short_for_a_start_of_the_worker_ends_at_once_
     assert "serve: the drain ends at once: no worker can be ready in time" in log
 
 
-@pytest.mark.parametrize("order", [launcher_first, launcher_last])
+@pytest.mark.parametrize("order", [launcher_first, pytest.param(launcher_last, marks=pytest.mark.proof)])
 async def test_a_cell_whose_processes_are_all_asked_to_end_at_once_finishes_its_answers(
     tiny_model: Path, order: Callable[[int], list[psutil.Process]]
 ) -> None:

@@ -87,7 +87,7 @@ def cell(moe_model: Path, nodes: list[RankNode]) -> Iterator[Cell]:
 @pytest.mark.parametrize(
     "damage",
     [
-        pytest.param(RankNode.kill_rank, marks=pytest.mark.slow),
+        pytest.param(RankNode.kill_rank, marks=pytest.mark.proof),
         pytest.param(restart_launcher, marks=pytest.mark.proof),
         pytest.param(restart_all, marks=pytest.mark.slow),
     ],

@@ -107,7 +107,7 @@ async def test_streams_go_on_when_the_scheduler_is_killed_and_started_again(cell
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.proof), 2])
 async def test_streams_go_on_when_the_worker_is_killed_and_started_again(tiny_model: Path, depth: int) -> None:
     requests = make_requests(6)
     with run_split_cell(tiny_model, REFERENCE, f"--scheduler.max-steps-in-flight={depth}") as cell:
@@ -141,7 +141,7 @@ def replace_model(model_dir: Path, part: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("part", [pytest.param("config.json", marks=pytest.mark.proof), "model.safetensors"])
 async def test_requests_end_when_the_model_is_replaced_and_the_new_one_is_served(
     tiny_model: Path, tmp_path: Path, part: str
 ) -> None:
