@@ -244,11 +244,12 @@ class _EitherTokenizer:
         request: tokenizer_pb2.GenerateRequest,
         *,
         timeout: float | None = None,  # noqa: ASYNC109 - a stub's
+        metadata: tuple[tuple[str, str], ...] | None = None,
     ) -> AsyncIterator[tokenizer_pb2.GenerateResponse]:
         while True:
             is_begun = False
             try:
-                async for response in self._stubs[0].Generate(request, timeout=timeout):
+                async for response in self._stubs[0].Generate(request, timeout=timeout, metadata=metadata):
                     is_begun = True
                     yield response
             except grpc.aio.AioRpcError as error:
