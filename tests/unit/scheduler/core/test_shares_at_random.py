@@ -71,7 +71,8 @@ class Rank:
                 self.scheduler.commit(batch, self.now)
             self.scheduler.check_integrity()
             entered = waiting.difference(queue)
-            if held is not None and self.may_hold and entered and held in queue:
+            # It is let go when others have made its tenant's share smaller.
+            if held is not None and self.may_hold and entered and queue.held is held:
                 raise AssertionError("another sequence entered into the room of the one that is held")
             self.num_held += queue.held not in (None, held)
             if batch is None:
