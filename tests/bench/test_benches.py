@@ -55,7 +55,7 @@ SCRIPT_TO_FLAGS = {
     "step_rate": ["--quick", "--step-ms=2", "--num-seqs=16"],
     "tls": ["--quick"],
 }
-LONGEST = {"cpu_peers", "gpu", "http", "interference", "quality", "soak"}
+LONGEST = {"cpu_peers", "drafts", "gpu", "http", "interference", "overload", "quality", "soak"}
 # Its rows need an AMD GPU; tests/unit/worker/ops/aiter_ops runs the rest of it.
 ROCM_SCRIPT = "rocm_smoke"
 NO_GPU = 3

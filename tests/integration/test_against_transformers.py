@@ -134,7 +134,7 @@ async def count_differences(client: Client, reference: Reference, prompt: list[i
 
 
 # `generate` takes seconds per prompt, so it runs for the first; for all others one pass checks the result.
-@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.proof)])
 async def test_greedy_tokens_equal_those_of_generate(real_cell: Cell, reference: Reference, every: int) -> None:
     async with connect(real_cell) as client:
         prompts = [reference.tokenizer(text)["input_ids"] for text in TEXTS]

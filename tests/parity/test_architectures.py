@@ -80,14 +80,18 @@ def test_logits_on_triton_are_those_of_transformers(small_models: SmallModels, a
 
 
 def greedy_cases() -> list[Any]:
-    """Pairs of the ways, each with the next configuration; with the configuration as one more factor a proof."""
+    """Pairs of the ways, each with the next configuration; with the configuration as one more factor a proof.
+
+    `make test` has the first few, `make test-slow` every third of the others.
+    """
     cases = []
     for architecture in ARCHITECTURES:
         variants = tuple(SMALL_CONFIGS[architecture])
         ways = pairwise_rows(WAY_FACTORS, seed=1)
         assert len(ways) >= len(variants)
         rows = [{"variant": variants[number % len(variants)], **way} for number, way in enumerate(ways)]
-        marks = [()] * NUM_FAST_ROWS + [pytest.mark.slow] * (len(rows) - NUM_FAST_ROWS)
+        later = (pytest.mark.slow, pytest.mark.proof, pytest.mark.proof)
+        marks = [()] * NUM_FAST_ROWS + [later[number % 3] for number in range(len(rows) - NUM_FAST_ROWS)]
         cases += [greedy_case(architecture, *each) for each in zip(rows, marks, strict=True)]
         rows = pairwise_rows({"variant": variants, **WAY_FACTORS}, seed=1)
         cases += [greedy_case(architecture, row, pytest.mark.proof, prefix="proof-") for row in rows]

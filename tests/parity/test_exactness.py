@@ -35,22 +35,21 @@ INTERPRETED = [
 
 
 BLOCK_SIZES = (1, 16, 32)
-DELAYS: tuple[tuple[pytest.MarkDecorator, ...], ...] = ((), (pytest.mark.slow,), (pytest.mark.proof,))
 
 
 def exact_cases() -> list[object]:
-    """Every configuration with every block size, each of which is in `make test` for some architectures.
+    """Every configuration with every block size.
 
-    `make test-slow` has the common configuration of each architecture with all sizes, and the others with one each.
+    `make test` has the common configuration of each architecture with one size, `make test-slow` another configuration.
     """
     cases: list[object] = []
     for turn, architecture in enumerate(ARCHITECTURES):
         for number, variant in enumerate(SMALL_CONFIGS[architecture]):
             for block_size in BLOCK_SIZES:
                 is_its_turn = block_size == BLOCK_SIZES[(turn + number) % len(BLOCK_SIZES)]
-                # One kind later for a configuration that is not the common one, and for a size that is not its turn.
-                delay = (number > 0) + (not is_its_turn)
-                cases.append(pytest.param(architecture, variant, block_size, marks=DELAYS[delay]))
+                marks = {0: (), 1: (pytest.mark.slow,)}.get(number, (pytest.mark.proof,))
+                marks = marks if is_its_turn else (pytest.mark.proof,)
+                cases.append(pytest.param(architecture, variant, block_size, marks=marks))
     return cases
 
 

@@ -138,11 +138,11 @@ def check_ep_changes_no_byte(pool: StepPool, model_dir: Path, dp_size: int, tp_s
 
 
 def cases() -> list[Any]:
-    """All cases; `make test` runs each family once and each cell layout once."""
+    """All cases; `make test` runs each family once and each cell layout once, `make proofs` the others."""
     shapes = [(2, 1), (1, 2), (2, 2)]
     return [
         pytest.param(
-            family, dp_size, tp_size, marks=() if shapes[number % 3] == (dp_size, tp_size) else pytest.mark.slow
+            family, dp_size, tp_size, marks=() if shapes[number % 3] == (dp_size, tp_size) else pytest.mark.proof
         )
         for number, family in enumerate(FAMILIES)
         for dp_size, tp_size in shapes

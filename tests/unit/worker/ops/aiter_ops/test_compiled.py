@@ -13,7 +13,7 @@ import pytest
 from tests.support.aiter.process import aiter_environment
 from tests.support.system.processes import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.proof, pytest.mark.process, pytest.mark.timeout(1800)]
 
 SHARED_BYTES = {"gfx942": 64 * 1024, "gfx950": 160 * 1024}
 # Bytes per thread that the compiler keeps in memory for AITER's own choice of tiles, by kernel and padded width of a

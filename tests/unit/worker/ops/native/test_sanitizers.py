@@ -24,7 +24,7 @@ _HOSTILE = ("test_hostile_weights.py",)
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(_PRODUCTS, marks=pytest.mark.slow),
+        pytest.param(_PRODUCTS, marks=pytest.mark.proof),
         pytest.param(_OTHERS, marks=pytest.mark.proof),
         # Thousands of files for each set of instructions.
         pytest.param(_HOSTILE, marks=(pytest.mark.proof, pytest.mark.timeout(3600))),
