@@ -110,7 +110,7 @@ def message_streams() -> list[tuple[str, Any]]:
     """Streams of Anthropic's Messages with any blocks, each with the whole message."""
     streams = []
 
-    @settings(database=None, derandomize=True)
+    @settings(max_examples=100, database=None, derandomize=True)
     @given(any_responses(), st.booleans())
     def collect(responses: list[tokenizer_pb2.GenerateResponse], hides_reasoning: bool) -> None:
         events = MessageEvents(make_facts(hides_reasoning=hides_reasoning))
