@@ -249,7 +249,7 @@ async def read_state_during_a_request(cell: Cell) -> str:
 
 
 def management_addresses(cell: Cell) -> list[str]:
-    """Those of the tokenizer and the scheduler."""
+    """The addresses of the tokenizer and the scheduler."""
     ports = re.findall(r"serving metrics and probes .*'127.0.0.1', (\d+)", cell.log())
     assert len(ports) == 2
     return [f"127.0.0.1:{port}" for port in ports]

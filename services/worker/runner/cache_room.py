@@ -27,7 +27,7 @@ class CacheCosts(NamedTuple):
     bytes_per_block: int
     tokens_per_block: int
     bytes_per_state: int
-    """Of one sequence; 0 for a model without recurrent states."""
+    """Bytes of one sequence's states; 0 for a model without recurrent states."""
 
 
 def fewest(rooms: Sequence[CacheRoom]) -> CacheRoom:

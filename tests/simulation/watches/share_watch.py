@@ -36,9 +36,9 @@ class RankView:
     """A rank at one step."""
 
     running: Sequence[Claim]
-    """In order of entry, without those that have ended or for whose last token steps are in flight."""
+    """Sequences in order of entry, without those that have ended or for whose last token steps are in flight."""
     others: Sequence[Claim]
-    """Those that hold slots too, until steps in flight have returned."""
+    """Sequences that hold slots too, until steps in flight have returned."""
     waiting: Sequence[Claim]
     num_later_tokens: int
     """Prompt tokens that are still to be sent of those that have entered."""

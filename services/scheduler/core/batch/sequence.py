@@ -116,7 +116,7 @@ class Sequence:
     """The attempt as which it waits; see `Submission.waits_as_new`."""
     choice: int = 0
     num_choices: int = 1
-    """Those of its request that wait with it at first."""
+    """Choices of its request that wait with it at first."""
     is_leader: bool = True
     """Whether its prompt counts towards the queue's token limit: one choice of each request."""
     queued_at: float = 0.0

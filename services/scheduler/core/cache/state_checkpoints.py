@@ -50,7 +50,7 @@ class CheckpointCounts(NamedTuple):
 
     total: int
     used: int
-    """Those that hold a state, or are about to."""
+    """Checkpoints that hold a state, or are about to."""
 
 
 NOTHING_FOUND = FoundState(0, None, is_coming=False)

@@ -38,7 +38,7 @@ class StepFunctions:
     make_context: Callable[[AttentionMetadata, DpMetadata], ForwardContext]
     """Makes the context of a forward pass with this metadata."""
     states: StateCache | None = None
-    """Those of a model with recurrent layers."""
+    """The states of a model with recurrent layers."""
 
 
 class Replays:

@@ -174,7 +174,7 @@ class StepWork:
         return self._forward(token_ids, arrays["positions"], attention, job.dp)
 
     def _state_slots(self, arrays: dict[str, Tensor]) -> Tensor | None:
-        """Those of the step's sequences, or of a dummy."""
+        """The slots of the step's sequences, or of a dummy."""
         if self._states is None:
             return None
         return arrays["state_slots"] if "state_slots" in arrays else spare_slots(self._states, 1)
