@@ -12,27 +12,24 @@ O(log tenants).
 
 from __future__ import annotations
 
-import heapq
-
 import numpy as np
 
 from services.scheduler.core.cache.cached_prefix import BlockIds
 from services.scheduler.core.cache.cached_queue import NOT_CACHED, CachedQueue
+from services.scheduler.core.lazy_heap import MIN_STALE, LazyHeap
 
 # A tenant that has freed no block keeps its cached ones until the pool has been filled this many times.
 MAX_TURNOVERS = 8
 # The part of a tenant's cached blocks that is taken at once, so it may fall this far below the others.
 _PART = 16
-# The heap is built again once it has this many entries more than twice as many as there are queues.
-_MIN_STALE = 64
 
 
 class FreeBlocks:
     """Blank blocks, and cached ones, which are taken as the module says.
 
     Invariant: each cached block is in the queue of its tenant, in `_tenants`; `num_cached` counts them. `_queues` are
-    in the order in which their tenants last freed blocks. With several of them, none is empty, and `_heap` has an entry
-    for each, with its fullness or more (negated).
+    in the order in which their tenants last freed blocks. With several of them, none is empty, and each is in `_heap`,
+    the fullest first.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -44,7 +41,7 @@ class FreeBlocks:
         self._stamps = np.full(num_blocks, NOT_CACHED, np.int64)
         self._next_stamp = 0
         self._queues: dict[int, CachedQueue] = {}
-        self._heap: list[tuple[float, int]] = []
+        self._heap = LazyHeap(self._queues, lambda queue: -queue.fullness)
 
     def __len__(self) -> int:
         return self.num_blank + self.num_cached
@@ -77,7 +74,7 @@ class FreeBlocks:
         self._tenants[blocks] = tenant
         self.num_cached += len(blocks)
         if len(self._queues) > 1:
-            self._push(tenant, queue)
+            self._heap.add(tenant)
 
     def revive(self, blocks: BlockIds) -> None:
         """Take out cached blocks, with their contents."""
@@ -116,7 +113,8 @@ class FreeBlocks:
         self.add_blank(cached[::-1])
         self._stamps[cached] = NOT_CACHED
         self.num_cached = 0
-        self._queues, self._heap = {}, []
+        self._queues.clear()
+        self._heap.clear()
 
     def check_integrity(self) -> None:
         """Assert the class's invariant."""
@@ -127,10 +125,9 @@ class FreeBlocks:
         assert len(self.cached) == self.num_cached, "the number of cached blocks"
         assert self._next_stamp > max((queue.newest_stamp for queue in self._queues.values()), default=-1), "stamps"
         if len(self._queues) > 1:
-            most = {tenant: -key for key, tenant in sorted(self._heap, reverse=True)}
-            assert len(self._heap) <= 2 * len(self._queues) + _MIN_STALE + 1, "stale entries"
+            assert len(self._heap) <= 2 * len(self._queues) + MIN_STALE + 1, "stale entries"
             assert all(queue.num_blocks for queue in self._queues.values()), "an empty queue"
-            assert all(most[tenant] >= queue.fullness for tenant, queue in self._queues.items()), "fullness"
+            self._heap.check_integrity()
 
     def _move_to_end(self, tenant: int) -> CachedQueue:
         queue = self._queues.pop(tenant, None)
@@ -138,8 +135,8 @@ class FreeBlocks:
             queue = CachedQueue(self._stamps)
             if len(self._queues) == 1:
                 # While it was alone, the other one could be empty, and had no use for the heap.
-                ((other, others),) = self._queues.items()
-                self._push(other, others)
+                (other,) = self._queues
+                self._heap.add(other)
                 self._drop_if_empty(other)
         self._queues[tenant] = queue
         return queue
@@ -159,25 +156,9 @@ class FreeBlocks:
         oldest, queue = next(iter(self._queues.items()))
         if self._next_stamp - queue.newest_stamp > MAX_TURNOVERS * len(self._stamps):
             return oldest
-        return self._fullest()
-
-    def _fullest(self) -> int:
-        """There must be a queue."""
-        while True:
-            key, tenant = self._heap[0]
-            queue = self._queues.get(tenant)
-            if queue is None:
-                heapq.heappop(self._heap)
-            elif -queue.fullness > key:
-                heapq.heapreplace(self._heap, (-queue.fullness, tenant))
-            else:
-                return tenant
-
-    def _push(self, tenant: int, queue: CachedQueue) -> None:
-        heapq.heappush(self._heap, (-queue.fullness, tenant))
-        if len(self._heap) > 2 * len(self._queues) + _MIN_STALE:
-            self._heap = [(-each.fullness, number) for number, each in self._queues.items()]
-            heapq.heapify(self._heap)
+        fullest = self._heap.lowest()
+        assert fullest is not None
+        return fullest
 
     def _drop_if_empty(self, tenant: int) -> None:
         if not self._queues[tenant].num_blocks:

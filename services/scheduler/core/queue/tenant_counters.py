@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
 
 from services.scheduler.core.batch.slot_table import Slots
+from services.scheduler.core.lazy_heap import LazyHeap
 from shared.step.columns import Int32Column
 from shared.tenant import Tenant
 
 # What a token costs, as in the paper's evaluation.
 PROMPT_TOKEN_COST = 1.0
 OUTPUT_TOKEN_COST = 2.0
-
-# The heap is built again once it has this many entries more than twice as many as there are tenants.
-_MIN_STALE = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -34,23 +32,16 @@ class TenantAccount:
 
 
 class AccountHeap:
-    """Accounts by their counters, which only rise.
-
-    Invariant: `_heap` has an entry for each account, whose first item is at most the counter, and few more than twice
-    as many in all.
-    """
+    """Accounts by their counters, which only rise."""
 
     def __init__(self) -> None:
         self._accounts: dict[int, TenantAccount] = {}
-        self._heap: list[tuple[float, int]] = []
+        self._heap = LazyHeap(self._accounts, attrgetter("counter"))
 
     def add(self, account: TenantAccount) -> None:
         """Add an account that is not here."""
         self._accounts[account.number] = account
-        heapq.heappush(self._heap, (account.counter, account.number))
-        if len(self._heap) > 2 * len(self._accounts) + _MIN_STALE:
-            self._heap = [(each.counter, each.number) for each in self._accounts.values()]
-            heapq.heapify(self._heap)
+        self._heap.add(account.number)
 
     def remove(self, account: TenantAccount) -> None:
         """Take an account out."""
@@ -61,21 +52,12 @@ class AccountHeap:
 
         Amortised O(log accounts) for each that was charged or added.
         """
-        while self._heap:
-            counter, number = self._heap[0]
-            account = self._accounts.get(number)
-            if account is None:
-                heapq.heappop(self._heap)
-            elif account.counter > counter:
-                heapq.heapreplace(self._heap, (account.counter, number))
-            else:
-                return account
-        return None
+        number = self._heap.lowest()
+        return None if number is None else self._accounts[number]
 
     def check_integrity(self) -> None:
-        """Assert the class's invariant."""
-        for number, account in self._accounts.items():
-            assert any(number == each and counter <= account.counter for counter, each in self._heap), "a counter"
+        """Assert that none is lost."""
+        self._heap.check_integrity()
 
 
 class TenantCounters:
