@@ -1,12 +1,6 @@
-// Stands between Claude Code and a cell, and directs what the model does: a random model takes no decisions.
-//
-// For each step of a script, a tool must be called, and the tool's schema has room for one input only; after the last
-// step an answer is asked for. Neither is in the prompt, whose template lists the names of tools alone. All else is
-// passed on as it is.
+// Directs what the model does for Claude Code; see `directing.mjs`. A tool's input is held by its schema.
 
-import { createServer } from 'node:http';
-
-export const LAST_WORDS = 'All done.';
+import { LAST_WORDS, eventsOf, only, passOn } from '../directing.mjs';
 
 /**
  * Starts a director.
@@ -16,24 +10,13 @@ export const LAST_WORDS = 'All done.';
  */
 export async function direct(cell, script) {
   const turns = [];
-  const server = createServer(async (request, response) => {
-    const chunks = await Array.fromAsync(request);
-    const body = chunks.length ? directed(JSON.parse(Buffer.concat(chunks)), script) : undefined;
-    const headers = { 'content-type': 'application/json', 'anthropic-version': request.headers['anthropic-version'] };
-    const answer = await fetch(cell.url + request.url, {
-      method: request.method,
-      headers,
-      body: body && JSON.stringify(body),
-    });
-    const text = await answer.text();
-    if (request.url.startsWith('/v1/messages?') && answer.ok) {
+  const note = ({ url, body, answer, text }) => {
+    if (url.startsWith('/v1/messages?') && answer.ok) {
       turns.push(turnOf(body, text));
     }
-    response.writeHead(answer.status, { 'content-type': answer.headers.get('content-type') ?? 'text/plain' });
-    response.end(text);
-  });
-  await new Promise((resolve) => server.listen(0, '127.0.0.1', resolve));
-  return { url: `http://127.0.0.1:${server.address().port}`, turns, close: () => server.close() };
+  };
+  const headers = ['anthropic-version'];
+  return { turns, ...(await passOn(cell, { directed: (body) => directed(body, script), note, headers })) };
 }
 
 function directed(body, script) {
@@ -59,16 +42,8 @@ function resultsOf(message) {
   return Array.isArray(message.content) ? message.content.filter((part) => part.type === 'tool_result') : [];
 }
 
-function only(input) {
-  const properties = Object.fromEntries(Object.entries(input).map(([name, value]) => [name, { const: value }]));
-  return { type: 'object', properties, required: Object.keys(input), additionalProperties: false };
-}
-
 function turnOf(body, text) {
-  const events = text
-    .split('\n\n')
-    .filter((block) => block.startsWith('event: '))
-    .map((block) => JSON.parse(block.slice(block.indexOf('data: ') + 'data: '.length)));
+  const events = eventsOf(text);
   const end = events.find((event) => event.type === 'message_delta');
   return {
     offersTools: Boolean(body.tools?.length) && body.tool_choice.type !== 'none',

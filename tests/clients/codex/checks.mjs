@@ -7,7 +7,8 @@ import { createRequire } from 'node:module';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 
-import { LAST_WORDS, direct } from './director.mjs';
+import { LAST_WORDS } from '../directing.mjs';
+import { direct } from './director.mjs';
 
 const LEAST_SHARE = 0.95;
 // Codex knows its tools by the model: this one gets `apply_patch`, a custom tool. The director asks for the cell's.
