@@ -7,22 +7,19 @@ provider keeps the reasoning that it shows.
 
 from __future__ import annotations
 
-import base64
-import binascii
+from services.tokenizer.http.requests.carried_text import CarriedText
 
-_MARK = "lockstep1."
+_SIGNATURES = CarriedText("lockstep1.", b"-_")
 
 
 def make_signature(hidden: str) -> str:
     """The signature of a block; `hidden` is the reasoning that it does not show."""
-    return _MARK + base64.urlsafe_b64encode(hidden.encode()).decode()
+    return _SIGNATURES.encode(hidden)
 
 
 def hidden_thinking(signature: str) -> str:
     """What is in a signature; empty if it is not one of ours."""
-    if not signature.startswith(_MARK):
-        return ""
     try:
-        return base64.b64decode(signature.removeprefix(_MARK), altchars=b"-_", validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError):
+        return _SIGNATURES.decode(signature) or ""
+    except ValueError:
         return ""

@@ -11,7 +11,7 @@ from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.errors import invalid_field
 from services.tokenizer.http.requests.fields import Fields, Several
 from services.tokenizer.http.responses.custom_input import input_arguments
-from services.tokenizer.http.responses.reasoning_content import decode_reasoning
+from services.tokenizer.http.responses.reasoning_content import REASONING_CONTENT
 from services.tokenizer.http.responses.tools import ResponseTool, function_name
 
 _ROLES = {
@@ -167,7 +167,7 @@ class MessageReader:
             return "".join(_texts(item.content, f"{place}.content"))
         if item.encrypted_content:
             try:
-                text = decode_reasoning(item.encrypted_content)
+                text = REASONING_CONTENT.decode(item.encrypted_content)
             except ValueError as error:
                 raise invalid_field(f"{place}.encrypted_content", str(error)) from None
             if text is not None:

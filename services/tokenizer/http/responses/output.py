@@ -11,7 +11,7 @@ from typing_extensions import override
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.http.answers.logprob_values import chat_logprobs
 from services.tokenizer.http.responses.custom_input import CustomInput
-from services.tokenizer.http.responses.reasoning_content import encode_reasoning
+from services.tokenizer.http.responses.reasoning_content import REASONING_CONTENT
 from services.tokenizer.http.responses.request import ResponseOptions
 from services.tokenizer.http.responses.tools import ToolKind
 
@@ -119,7 +119,7 @@ class ReasoningItem(OutputItem):
             "status": status,
             "summary": [],
             "content": [self._part()] if text else [],
-            "encrypted_content": encode_reasoning(text) if self._is_encrypted and text else None,
+            "encrypted_content": REASONING_CONTENT.encode(text) if self._is_encrypted and text else None,
         }
 
     @override
