@@ -14,6 +14,7 @@ import grpc
 
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.cli.clients.client import run_client
+from services.cli.clients.event_lines import event_lines
 from services.cli.clients.running_cells import Target, explain_no_cell, find_target
 from services.cli.clients.wrong_service import ADMIN, explain_wrong_service
 from services.cli.tls_flags import add_certificate_flags, peer_of_operator
@@ -124,7 +125,7 @@ def _body(
     ]
     if state.rank_steps:
         lines += ["", *_rank_lines(state, before, elapsed_s)]
-    return lines
+    return [*lines, *event_lines(state)]
 
 
 def _state_lines(state: scheduler_pb2.GetStateResponse) -> list[str]:

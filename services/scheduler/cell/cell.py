@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from services.scheduler.cell.domains.domain import Domain, Rank
 from services.scheduler.cell.domains.drains import Drains
+from services.scheduler.cell.domains.history import EventKind, History
 from services.scheduler.cell.domains.placement import Placement, by_request
 from services.scheduler.cell.domains.recoveries import Recoveries
 from services.scheduler.cell.events import Action
@@ -64,7 +65,8 @@ class Cell:
         self._block_size = cache.block_size
         self._counters = counters
         self._placement = Placement(policy.placement_tokens_per_seq)
-        self._recoveries = Recoveries(counters)
+        self._history = History()
+        self._recoveries = Recoveries(counters, self._history)
         self._quarantine = Quarantine(self.domains, policy, counters, is_alive)
         self.drains = Drains(policy.drain_s)
         self.is_disturbed = False
@@ -127,22 +129,33 @@ class Cell:
     def attach(self, domain: Domain, facts: tuple[WorkerFacts, ...], now: float) -> None:
         """Attach an unattached domain."""
         domain.begin_epoch(facts, now)
+        self._history.record_attached(domain, now)
         self._quarantine.on_attached(domain)
 
-    def lose(self, domain: Domain, now: float, *, accuses_rows: bool) -> tuple[list[Sequence], RequestKey | None]:
+    def lose(
+        self, domain: Domain, now: float, *, accuses_rows: bool, reason: str
+    ) -> tuple[list[Sequence], RequestKey | None]:
         """End an attached domain's epoch; its sequences wait elsewhere, with their tokens.
 
         Args:
             accuses_rows: Whether requests in flight may have caused the loss.
+            reason: For people.
 
         Returns:
             The sequences, and the request found to be poison, if any.
         """
         self._counters.num_lost_epochs += 1
+        self._history.record_end(EventKind.LOST, domain, now, reason)
         recovered = self._end_epoch(domain, now)
         self._recoveries.begin([seq for lost in recovered for seq in lost.computed], now)
         in_flight = [request for lost in recovered for request in lost.in_flight]
-        poison = self._quarantine.on_lost(domain, in_flight if accuses_rows else [], now)
+        if not accuses_rows:
+            in_flight = []
+        poison = self._quarantine.on_lost(domain, in_flight, now)
+        if poison is not None:
+            self._history.record(EventKind.POISONED, now, domain)
+        elif in_flight:
+            self._history.record(EventKind.SUSPECTED, now, domain, num_requests=len(set(in_flight)))
         return self._requeue(recovered, now), poison
 
     def release(self, domain: Domain, now: float) -> list[Sequence]:
@@ -151,6 +164,7 @@ class Cell:
         Returns:
             The sequences.
         """
+        self._history.record_end(EventKind.RELEASED, domain, now)
         recovered = self._end_epoch(domain, now)
         self._quarantine.on_lost(domain, [], now)
         return self._requeue(recovered, now)
@@ -158,29 +172,34 @@ class Cell:
     def on_leaving(self, domain: Domain, now: float) -> None:
         """An attached domain's workers were asked to end: drain it."""
         domain.is_leaving = True
+        self._history.record(EventKind.DRAINING, now, domain, reason="its workers were asked to end")
         self._begin_drain(domain, now)
 
     def drain(self, domain: Domain, now: float) -> None:
         """Drain a domain, and keep it empty whenever it is attached; a second call changes nothing."""
+        if not domain.is_drained_by_operator:
+            self._history.record(EventKind.DRAINING, now, domain, reason="an operator asked for it")
         domain.is_drained_by_operator = True
         if domain.epoch is not None and not domain.is_empty:
             self._begin_drain(domain, now)
 
-    def undrain(self, domain: Domain) -> None:
+    def undrain(self, domain: Domain, now: float) -> None:
         """Take `drain` back."""
-        domain.is_drained_by_operator = False
-        self._reopen(domain)
+        was_draining, domain.is_drained_by_operator = domain.is_draining, False
+        self._reopen(domain, now, was_draining=was_draining)
 
     def withdraw(self, domain: Domain, now: float) -> None:
         """A domain's endpoint is terminating or gone: drain it; a second call changes nothing."""
+        if not domain.is_withdrawn:
+            self._history.record(EventKind.DRAINING, now, domain, reason="its endpoint is terminating or gone")
         domain.is_withdrawn = True
         if domain.epoch is not None:
             self._begin_drain(domain, now)
 
-    def restore(self, domain: Domain) -> None:
+    def restore(self, domain: Domain, now: float) -> None:
         """Take `withdraw` back."""
-        domain.is_withdrawn = False
-        self._reopen(domain)
+        was_draining, domain.is_withdrawn = domain.is_draining, False
+        self._reopen(domain, now, was_draining=was_draining)
 
     def postprocess(self, rank: Rank, result: StepResult, now: float) -> OutputsByClient:
         """Take in a valid result of a rank; it clears suspects and ends recoveries."""
@@ -202,8 +221,11 @@ class Cell:
         """Advance trials, and place what may be placed."""
         if self._quarantine:
             for domain, requests in self._quarantine.advance(now):
+                self._history.record(EventKind.TRIED, now, domain, num_requests=len(requests))
                 self._empty(domain, now)
                 self._place_unplaced(frozenset(requests), now)
+            if not self._quarantine.suspects:
+                self._history.record(EventKind.CLEARED, now)
         if self._quarantine.take_has_opened():
             self._place_unplaced(None, now)
         self.is_disturbed = bool(self._quarantine) or bool(self._recoveries) or bool(self.drains)
@@ -235,6 +257,7 @@ class Cell:
             counters=self._counters,
             ranks=ranks,
             num_suspects=len(self._quarantine.suspects.all()),
+            events=self._history.all(),
         )
 
     def check_integrity(self) -> None:
@@ -297,8 +320,10 @@ class Cell:
             for rank in domain.ranks:
                 self._move_waiting(rank, now)
 
-    def _reopen(self, domain: Domain) -> None:
+    def _reopen(self, domain: Domain, now: float, *, was_draining: bool) -> None:
         if not domain.is_draining:
+            if was_draining:
+                self._history.record(EventKind.UNDRAINED, now, domain)
             self.drains.end(domain)
             self._quarantine.on_opened()
 

@@ -185,7 +185,7 @@ class Engine:
         actions: list[Action] = []
         if domain.epoch is not None:
             # It was attached again on purpose, which says nothing about what was in its steps.
-            actions += self._lose(domain, now, accuses_rows=False)
+            actions += self._lose(domain, now, accuses_rows=False, reason="it was attached again")
         fault = self.facts.find_fault(facts)
         if fault is not None:
             self._counters.num_unfit_workers += 1
@@ -224,17 +224,19 @@ class Engine:
         if isinstance(event, DrainRank):
             self._cell.drain(domain, now)
         else:
-            self._cell.undrain(domain)
+            self._cell.undrain(domain, now)
 
     def _on_domain_lost(self, event: DomainLost, now: float) -> list[Action]:
         domain = self._cell.domains[event.domain]
         if domain.epoch != event.epoch:
             return []
-        return self._release(domain, now) if domain.is_departing else self._lose(domain, now, accuses_rows=True)
+        if domain.is_departing:
+            return self._release(domain, now)
+        return self._lose(domain, now, accuses_rows=True, reason="a link broke")
 
-    def _lose(self, domain: Domain, now: float, *, accuses_rows: bool) -> list[Action]:
+    def _lose(self, domain: Domain, now: float, *, accuses_rows: bool, reason: str) -> list[Action]:
         """Give up a lost domain: its sequences wait elsewhere, and a request that kills workers ends."""
-        sequences, poison = self._cell.lose(domain, now, accuses_rows=accuses_rows)
+        sequences, poison = self._cell.lose(domain, now, accuses_rows=accuses_rows, reason=reason)
         self.facts.update(self._cell.domains)
         actions = _deliver_resumes(sequences)
         if poison is not None:
@@ -255,7 +257,7 @@ class Engine:
     def _drop(self, domain: Domain, reason: str, now: float, *, accuses_rows: bool) -> list[Action]:
         assert domain.epoch is not None
         drop = DropDomain(domain.number, domain.epoch, reason)
-        return [drop, *self._lose(domain, now, accuses_rows=accuses_rows)]
+        return [drop, *self._lose(domain, now, accuses_rows=accuses_rows, reason=reason)]
 
     def _on_step_returned(self, rank_number: int, result: StepResult, now: float) -> list[Action]:
         rank = self._cell.ranks[rank_number]

@@ -62,7 +62,7 @@ class Places:
             if endpoint is None or endpoint.is_terminating:
                 self._cell.withdraw(place.domain, now)
             elif place.domain.is_withdrawn:
-                self._cell.restore(place.domain)
+                self._cell.restore(place.domain, now)
                 actions += self._link(place)
         return [*actions, *self._close_ended(), *self._fill()]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.scheduler.cell.domains.history import CellEvent
 from services.scheduler.core.batch.step import StepCounts
 from services.scheduler.core.policy import SchedulerCounters
 from shared.ids import DpRank
@@ -51,3 +52,5 @@ class CellState:
     counters: SchedulerCounters
     ranks: tuple[RankState, ...]
     num_suspects: int
+    events: tuple[CellEvent, ...]
+    """The last ones, oldest first."""

@@ -36,6 +36,7 @@ from services.scheduler.cell.events import (
 )
 from services.scheduler.server.acceptance_log import AcceptanceLog
 from services.scheduler.server.direct_clients import DIRECT_CLIENT, DirectClients
+from services.scheduler.server.event_codec import EventClock
 from services.scheduler.server.exchange_codec import encode_heartbeat, encode_outputs
 from services.scheduler.server.failpoint import SubmitFailpoint
 from services.scheduler.server.idle_check import IdleCheck
@@ -164,6 +165,7 @@ class CellServer:
         self._clients: dict[int, ClientLink] = {}
         self._client_numbers = itertools.count(1)
         self._loop = asyncio.get_running_loop()
+        self.clock = EventClock(self._loop.time)
         self.idle_check = IdleCheck(self.engine, self._loop)
         self._acceptance_log = AcceptanceLog(self.engine.state().counters)
         self._health_updates: set[asyncio.Task[None]] = set()

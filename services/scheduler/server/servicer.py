@@ -11,8 +11,10 @@ import grpc
 
 from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
+from services.scheduler.cell.requests.tenant_totals import TenantState
 from services.scheduler.cell.state import RankState
 from services.scheduler.server.cell_server import LAST_WORDS_S, CellServer, ClientLink
+from services.scheduler.server.event_codec import describe_event
 from services.scheduler.server.exchange_codec import decode_request
 from shared.errors import InternalError, InvalidRequestError, ServiceError, Violation
 from shared.network.access import get_caller
@@ -127,7 +129,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.GetStateRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetStateResponse:
         """See scheduler.proto."""
-        state = self._cell.engine.state()
+        state, clock = self._cell.engine.state(), self._cell.clock
         counters = state.counters
         return scheduler_pb2.GetStateResponse(
             instance_id=self._cell.instance_id,
@@ -157,6 +159,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             num_poison_requests=counters.num_poison_requests,
             num_late_results=counters.num_late_results,
             rank_steps=[_describe_rank(rank) for rank in state.ranks if not rank.is_vacant],
+            events=[describe_event(event, clock) for event in state.events],
+            tenants=[_describe_tenant(tenant) for tenant in self._cell.engine.tenants()],
+            time=clock.now(),
         )
 
     async def SubscribeKvEvents(
@@ -164,6 +169,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> None:
         """See scheduler.proto."""
         await self._cell.kv_events.stream(context.write)
+
+
+def _describe_tenant(tenant: TenantState) -> scheduler_pb2.TenantState:
+    return scheduler_pb2.TenantState(
+        name=tenant.name, num_waiting=tenant.num_waiting, num_in_flight=tenant.num_in_flight
+    )
 
 
 def _describe_rank(rank: RankState) -> scheduler_pb2.RankSteps:

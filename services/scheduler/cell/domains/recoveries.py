@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from services.scheduler.cell.domains.history import EventKind, History
 from services.scheduler.core.batch.sequence import Sequence
 from services.scheduler.core.policy import RECOVERY_BUCKETS_S, SchedulerCounters
 
@@ -22,8 +23,9 @@ class Recoveries:
     A sequence lost again before that counts only for the first loss.
     """
 
-    def __init__(self, counters: SchedulerCounters) -> None:
+    def __init__(self, counters: SchedulerCounters, history: History) -> None:
         self._counters = counters
+        self._history = history
         self._recoveries: dict[Sequence, _Recovery] = {}
 
     def __bool__(self) -> bool:
@@ -41,9 +43,10 @@ class Recoveries:
             if recovery is not None:
                 recovery.num_left -= 1
                 if not recovery.num_left:
-                    self._count(now - recovery.lost_at)
+                    self._count(now - recovery.lost_at, now)
 
-    def _count(self, duration_s: float) -> None:
+    def _count(self, duration_s: float, now: float) -> None:
         self._counters.num_recoveries += 1
         self._counters.recovery_s += duration_s
         self._counters.recoveries_by_s[bisect_left(RECOVERY_BUCKETS_S, duration_s)] += 1
+        self._history.record(EventKind.RESUMED, now, duration_s=duration_s)

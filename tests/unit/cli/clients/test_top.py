@@ -144,3 +144,26 @@ def test_ranks_come_and_go_between_two_snapshots() -> None:
     now = changed(rank_steps=[{"dp_rank": 1, "num_decode_steps": 3}, {"dp_rank": 2, "num_decode_steps": 30}])
     lines = [line.split() for line in top.render("x:1", now, before, elapsed_s=2.0).splitlines()[-2:]]
     assert [(line[0], line[5:]) for line in lines] == [("1", ["3", "0.0%"]), ("2", ["30", "0.0%", "10.0"])]
+
+
+def test_the_last_events_are_told_in_words() -> None:
+    names = scheduler_pb2.CellEvent.Kind.keys()[1:]
+    events = [scheduler_pb2.CellEvent(kind=name) for name in names]
+    for event in events:
+        event.time.FromSeconds(3661)
+    lost, attached, tried = events[1], events[0], events[7]
+    lost.MergeFrom(scheduler_pb2.CellEvent(dp_ranks=[1], reason="a link broke"))
+    attached.dp_ranks.extend([0, 1])
+    attached.duration.FromMilliseconds(1250)
+    tried.num_requests = 3
+    state = changed(events=[*events, lost, attached, tried])
+    assert top.render("a", state).splitlines()[-6:] == [
+        "last events (UTC)",
+        "01:01:01  no request is suspected",
+        "01:01:01  a request that crashes its workers ended",
+        "01:01:01  rank 1: lost: a link broke",
+        "01:01:01  ranks 0, 1: attached after 1250 ms",
+        "01:01:01  3 suspected requests tried",
+    ]
+    for event in events:
+        assert "another kind" not in top.render("a", changed(events=[event]))

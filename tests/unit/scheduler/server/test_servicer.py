@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 from lockstep.internal.v1 import worker_pb2
@@ -100,3 +101,22 @@ async def test_lost_epochs_are_counted(tmp_path: Path) -> None:
         cell.worker.lose_link_at = 2
         await generate_tokens(cell.scheduler, seeded([1], max_tokens=9))
         assert (await cell.state()).num_lost_epochs == 1
+
+
+async def test_the_state_tells_what_happened_and_when_and_what_each_tenant_has(tmp_path: Path) -> None:
+    async with running_cell(tmp_path) as cell:
+        before = time.time()
+        await cell.wait_until_ready()
+        await cell.admin.Drain(scheduler_pb2.DrainRequest(dp_rank=0))
+        waiting = cell.scheduler.Generate(seeded([1], max_tokens=2))
+        await cell.wait_until(lambda state: state.num_waiting)
+        state = await cell.state()
+        waiting.cancel()
+    attached, draining = state.events
+    assert (attached.number, attached.kind, [*attached.dp_ranks]) == (1, scheduler_pb2.CellEvent.KIND_ATTACHED, [0])
+    assert not attached.HasField("duration")
+    assert (draining.number, draining.kind) == (2, scheduler_pb2.CellEvent.KIND_DRAINING)
+    assert draining.reason == "an operator asked for it"
+    times = [event.time.ToMilliseconds() / 1000 for event in (attached, draining, state)]
+    assert before - 0.1 < times[0] <= times[1] <= times[2] < time.time() + 0.1
+    assert [(tenant.name, tenant.num_waiting, tenant.num_in_flight) for tenant in state.tenants] == [("default", 1, 1)]
