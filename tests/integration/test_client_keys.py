@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
-from services.tokenizer.http.connections.clients import KEYLESS_ROUTES, OPERATOR_ROUTES, STATE_ROUTE
+from services.tokenizer.http.connections.clients import KEYLESS_ROUTES, OPERATOR_ROUTES, PAGE_ROUTES, STATE_ROUTE
 from services.tokenizer.http.openapi import make_openapi
 from services.tokenizer.http.routes import NOT_SUPPORTED
 from shared.network.access import CLIENT_METHODS, HEALTH_METHODS, METHOD_TO_ROLES
@@ -105,12 +105,13 @@ async def test_each_method_takes_the_keys_that_it_should(keyed: Cell, service: s
 
 def routes() -> Iterator[tuple[str, str]]:
     """All routes, with some that there are not."""
-    paths = make_openapi("")["paths"] | make_openapi("", needs_keys=True)["paths"]
+    paths = make_openapi("")["paths"] | make_openapi("", needs_keys=True, has_state=True)["paths"]
     for path, methods in paths.items():
         for method in methods:
             yield method.upper(), path.format(id="tiny")
     yield from (("POST", path) for path in NOT_SUPPORTED)
-    yield from (("GET", "/openapi.json"), ("GET", "/"), ("GET", "/v2"), ("GET", "/v1/chat/completions"))
+    yield from (("GET", path) for path in PAGE_ROUTES)
+    yield from (("GET", "/openapi.json"), ("GET", "/v2"), ("GET", "/v1/chat/completions"))
     yield from (("POST", "/health"), ("GET", "/health/x"), ("OPTIONS", "/v1/models"))
 
 

@@ -28,6 +28,7 @@ from tests.support.system.wheels import build, copy_source
 pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.timeout(1800)]
 
 CONSTRAINTS = ROOT / "deploy" / "constraints-cpu.txt"
+SOURCES = {".py", ".cpp", ".h", ".html", ".css", ".js"}
 SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")
 PUBLIC = {f"lockstep/v1/{name}{suffix}" for name in ("common", "scheduler", "tokenizer") for suffix in SUFFIXES}
 
@@ -119,7 +120,7 @@ def test_source_archives_have_what_their_builds_need(source: Path, tmp_path: Pat
     code = [path for name in ("services", "shared") for path in (source / name).rglob("*")]
     protos = source / "protos"
     expected = {
-        source: [path for path in code if path.suffix in {".py", ".cpp", ".h"}]
+        source: [path for path in code if path.suffix in SOURCES]
         + [protos / "build_stubs.py", *(protos / "lockstep").rglob("*.proto")],
         protos: [protos / "build_stubs.py", *(protos / "lockstep" / "v1").glob("*.proto")],
     }
@@ -132,11 +133,11 @@ def test_source_archives_have_what_their_builds_need(source: Path, tmp_path: Pat
         assert {path.relative_to(project).as_posix() for path in files} <= names, project
 
 
-def test_the_wheel_has_all_modules_stubs_and_kernels(source: Path, wheel: Path) -> None:
+def test_the_wheel_has_all_modules_stubs_kernels_and_the_page(source: Path, wheel: Path) -> None:
     files = {
         path.relative_to(source).as_posix() for name in ("services", "shared") for path in (source / name).rglob("*")
     }
-    expected = {name for name in files if Path(name).suffix in {".py", ".cpp", ".h"}}
+    expected = {name for name in files if Path(name).suffix in SOURCES}
     internal = [f"lockstep/internal/v1/{name}" for name in ("exchange", "introduction", "sampling", "worker")]
     expected |= PUBLIC | {f"{name}{suffix}" for name in internal for suffix in SUFFIXES}
     assert expected == {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}

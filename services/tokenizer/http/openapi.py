@@ -10,7 +10,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from services.tokenizer.http.answers.answer_schemas import ANSWERS, STATE, error_statuses
-from services.tokenizer.http.connections.clients import KEYLESS_ROUTES, STATE_ROUTE
+from services.tokenizer.http.connections.clients import PROBE_ROUTES, STATE_ROUTE
 from services.tokenizer.http.errors import CLIENT_CLOSED_REQUEST
 from services.tokenizer.http.messages.request import CountTokensFields, MessagesFields
 from services.tokenizer.http.requests.chat_request import ChatFields
@@ -77,7 +77,7 @@ _GETS = {
     "/version": _Operation("The release", "Release"),
     "/metrics": _Operation("Metrics in Prometheus' text format", media_types=("text/plain",)),
 }
-_STATE = _Operation("The cell's state, for operators", "State", errors=(403, 503))
+_STATE = _Operation("The cell's state, for operators", "State", errors=(403, 404, 503))
 _REFS = "#/components/schemas/{model}"
 # Either names the client's key.
 _SCHEMES = {
@@ -87,16 +87,22 @@ _SCHEMES = {
 
 
 @cache
-def make_openapi(release: str, *, needs_keys: bool = False) -> dict[str, Any]:
-    """The description; not to be changed."""
+def make_openapi(release: str, *, needs_keys: bool = False, has_state: bool = False) -> dict[str, Any]:
+    """The description; not to be changed.
+
+    Args:
+        needs_keys: Whether clients need keys.
+        has_state: Whether the cell's state is served.
+    """
     description = _describe(release)
-    if needs_keys:
-        del description["paths"]["/metrics"]
+    if has_state:
         description["paths"][STATE_ROUTE] = {"get": _get(STATE_ROUTE, _STATE)}
         description["components"]["schemas"]["State"] = STATE
+    if needs_keys:
+        del description["paths"]["/metrics"]
         description["components"]["securitySchemes"] = _SCHEMES
         description["security"] = [{name: []} for name in _SCHEMES]
-        for path in KEYLESS_ROUTES:
+        for path in PROBE_ROUTES:
             description["paths"][path]["get"]["security"] = []
     return description
 

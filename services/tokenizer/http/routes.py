@@ -16,6 +16,7 @@ from google.protobuf.json_format import MessageToJson
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from lockstep.v1 import scheduler_pb2
 from services.tokenizer.exchange.cell_state import CellState
 from services.tokenizer.http.answers.choice_forms import ChatChoiceForm, CompletionChoiceForm
 from services.tokenizer.http.answers.pieces import Pieces
@@ -31,6 +32,7 @@ from services.tokenizer.http.errors import HttpError, any_error, invalid_field
 from services.tokenizer.http.messages.events import ID_PREFIX, PING, MessageAnswer, MessageEvents
 from services.tokenizer.http.messages.request import read_count_request, read_messages_request
 from services.tokenizer.http.openapi import make_openapi
+from services.tokenizer.http.page.files import Page
 from services.tokenizer.http.requests.api_request import ApiRequest
 from services.tokenizer.http.requests.chat_request import read_chat_request
 from services.tokenizer.http.requests.completion_request import read_completion_request
@@ -103,7 +105,7 @@ def make_app(backend: Backend, access: Access, registry: CollectorRegistry, *, b
         registry: What `/metrics` shows; with clients' keys there is no such route, as it tells of all tenants.
         body_s: How long a body may take to arrive.
     """
-    routes = _Routes(backend, registry)
+    routes = _Routes(backend, access, registry)
     app = web.Application(middlewares=[make_boundary(access, routes.find_client)])
     app[BODY_S] = body_s
     app[LARGE_BODIES] = asyncio.Semaphore(_MAX_LARGE_BODIES)
@@ -125,9 +127,11 @@ def make_app(backend: Backend, access: Access, registry: CollectorRegistry, *, b
             web.get("/health", routes.health),
             web.get("/ping", routes.ping),
             web.get("/version", routes.version),
-            # Without keys everybody would be an operator; with them not everybody may see what is every tenant's.
-            web.get("/metrics", routes.metrics) if backend.client_keys is None else web.get(STATE_ROUTE, routes.state),
+            # With keys not everybody may see what is every tenant's.
+            *([web.get("/metrics", routes.metrics)] if backend.client_keys is None else []),
+            web.get(STATE_ROUTE, routes.state),
             web.get("/openapi.json", routes.openapi),
+            *Page(needs_key=backend.client_keys is not None, has_state=routes.has_state).routes(),
             *(web.route("*", path, _refuse_route) for path in NOT_SUPPORTED),
         ]
     )
@@ -135,8 +139,9 @@ def make_app(backend: Backend, access: Access, registry: CollectorRegistry, *, b
 
 
 class _Routes:
-    def __init__(self, backend: Backend, registry: CollectorRegistry) -> None:
+    def __init__(self, backend: Backend, access: Access, registry: CollectorRegistry) -> None:
         self._backend = backend
+        self._access = access
         self._registry = registry
         self._cell_state = CellState(backend.scheduler.channel)
         self._created = int(time.time())
@@ -253,14 +258,29 @@ class _Routes:
         """Show the metrics of the management port."""
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    async def state(self, _request: web.Request) -> web.StreamResponse:
-        """Tell the cell's state, in protobuf's JSON form, with fields that are 0."""
+    def has_state(self, request: web.Request) -> bool:
+        """Whether the state is served: by keys to operators, else to this machine alone."""
+        return self._backend.client_keys is not None or self._access.is_local(request)
+
+    async def state(self, request: web.Request) -> web.StreamResponse:
+        """Tell the cell's state, in protobuf's JSON form, with fields that are 0.
+
+        Without keys it names no tenants: those of a scheduler that has keys are not everybody's to know.
+        """
+        if not self.has_state(request):
+            raise web.HTTPNotFound
         state = await self._cell_state.read()
+        if self._backend.client_keys is None:
+            public = scheduler_pb2.GetStateResponse()
+            public.CopyFrom(state)
+            public.ClearField("tenants")
+            state = public
         return web.Response(text=MessageToJson(state, always_print_fields_with_no_presence=True), content_type=JSON)
 
-    async def openapi(self, _request: web.Request) -> web.StreamResponse:
+    async def openapi(self, request: web.Request) -> web.StreamResponse:
         """Describe this API."""
-        return _json(make_openapi(find_release(), needs_keys=self._backend.client_keys is not None))
+        needs_keys, has_state = self._backend.client_keys is not None, self.has_state(request)
+        return _json(make_openapi(find_release(), needs_keys=needs_keys, has_state=has_state))
 
     def _model(self, name: str) -> dict[str, Any]:
         return {

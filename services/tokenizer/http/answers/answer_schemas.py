@@ -192,7 +192,7 @@ STATE: Schema = {
     "type": "object",
     "description": "`lockstep.v1.GetStateResponse` of scheduler.proto, in protobuf's JSON form.",
 }
-"""Among the answers only where clients have keys."""
+"""Among the answers only where it is served."""
 
 
 def error_statuses(others: Sequence[int]) -> list[int]:

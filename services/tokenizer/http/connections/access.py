@@ -18,6 +18,7 @@ from shared.network.addresses import LOOPBACK_HOSTS, split_address, strip_bracke
 
 _METHODS = "GET, POST, OPTIONS"
 _HEADER_NAMES = re.compile(r"[\w!#$%&'*+.^`|~, -]{1,1024}", re.ASCII)
+_OF_PROXIES = ("Forwarded", "Via", "X-Forwarded-For", "X-Real-IP")
 _EXPOSED = "x-request-id, request-id, x-lockstep-ignored, x-should-retry, retry-after, retry-after-ms"
 
 
@@ -26,9 +27,10 @@ class Access:
 
     def __init__(self, address: str, allowed_hosts: Sequence[str], origins: Sequence[str]) -> None:
         """`address` is the listener's."""
-        own = LOOPBACK_HOSTS if not address.startswith("unix:") and split_address(address)[0] in LOOPBACK_HOSTS else ()
+        is_loopback = not address.startswith("unix:") and split_address(address)[0] in LOOPBACK_HOSTS
+        self._own_hosts = LOOPBACK_HOSTS if is_loopback else frozenset[str]()
         # Empty means any.
-        self._hosts = frozenset(strip_brackets(host).lower() for host in (*own, *allowed_hosts))
+        self._hosts = self._own_hosts | {strip_brackets(host).lower() for host in allowed_hosts}
         self._origins = frozenset(origins)
 
     def check_host(self, request: web.Request) -> None:
@@ -39,6 +41,13 @@ class Access:
         """
         if self._hosts and _host_of(request) not in self._hosts:
             raise HttpError(HTTPStatus.FORBIDDEN, "host_not_allowed", "the host in the request is not this server's")
+
+    def is_local(self, request: web.Request) -> bool:
+        """Whether the request comes from this machine, by all that can be seen.
+
+        The listener is on a loopback address, the host is one of its own names, and no proxy says that it is in front.
+        """
+        return _host_of(request) in self._own_hosts and not any(name in request.headers for name in _OF_PROXIES)
 
     def preflight(self, request: web.Request) -> web.Response | None:
         """The answer to a browser that asks whether a page may send a request; None if it may not."""

@@ -10,14 +10,17 @@ from shared.errors import PermissionDeniedError
 CLIENT = web.RequestKey("client", Client)
 """Who sends the request."""
 
-KEYLESS_ROUTES = frozenset({"/health", "/ping", "/version"})
+PROBE_ROUTES = frozenset({"/health", "/ping", "/version"})
+PAGE_ROUTES = frozenset({"/", "/lockstep/page.css", "/lockstep/page.js"})
+"""The page that shows the cell, which is the same for everybody: a browser cannot send a key for it."""
+KEYLESS_ROUTES = PROBE_ROUTES | PAGE_ROUTES
 STATE_ROUTE = "/lockstep/state"
 OPERATOR_ROUTES = frozenset({STATE_ROUTE})
-"""What tells of all tenants: for keys of operators, and not served where clients have none."""
+"""What tells of all tenants: for keys of operators; where clients have none, only for this machine."""
 
 
 def find_client(client_keys: ClientKeys | None, request: web.Request) -> Client:
-    """The client of a request: any for the routes of probes, and for all if there are no keys.
+    """The client of a request: any for the routes of probes and of the page, and for all if there are no keys.
 
     Paths that are no routes need a key too, so that only clients can tell which are.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -36,7 +37,7 @@ async def connected(tmp_path: Path) -> AsyncIterator[tuple[ExchangePeer, grpc.ai
 async def test_all_who_ask_at_the_same_moment_share_a_call_and_may_leave(tmp_path: Path) -> None:
     async with connected(tmp_path) as (peer, channel):
         peer.state.num_running = 3
-        state = CellState(lambda: channel)
+        state = CellState(lambda: channel, max_age_s=0.0)
         first, *others = [asyncio.create_task(state.read()) for _ in range(NUM_READERS)]
         await peer.states_asked.get()
         first.cancel()
@@ -46,6 +47,20 @@ async def test_all_who_ask_at_the_same_moment_share_a_call_and_may_leave(tmp_pat
         peer.state.num_running = 4
         assert (await state.read()).num_running == 4
         assert peer.states_asked.qsize() == 1
+
+
+async def test_what_was_told_lately_is_told_again_but_not_by_another_link(tmp_path: Path) -> None:
+    async with connected(tmp_path) as (peer, channel):
+        peer.may_tell.set()
+        links = [channel]
+        state = CellState(lambda: links[-1], max_age_s=math.inf)
+        for _ in range(NUM_READERS):
+            assert await state.read() == scheduler_pb2.GetStateResponse()
+            peer.state.num_running = 3
+        assert peer.states_asked.qsize() == 1
+        async with make_channel(f"unix:{tmp_path}/cell", internal=True) as next_channel:
+            links.append(next_channel)
+            assert (await state.read()).num_running == 3
 
 
 async def test_a_failure_is_everybodys_who_waits_and_the_next_asks_again(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import aiohttp
 import jsonschema
 import pytest
 from google.protobuf.json_format import Parse
@@ -13,6 +14,7 @@ from google.protobuf.json_format import Parse
 from lockstep.v1 import scheduler_pb2
 from services.tokenizer.http.connections.clients import STATE_ROUTE
 from tests.support.clients.key_files import key_line, write_keys
+from tests.support.system.ports import free_port
 from tests.support.tokenizer.http_client import HttpService, run_http_service
 
 OPERATOR = {"Authorization": "Bearer operator"}
@@ -54,11 +56,33 @@ async def test_others_get_nothing_and_the_scheduler_is_not_asked(keyed: HttpServ
     assert keyed.service.peer.states_asked.empty()
 
 
-async def test_without_keys_there_is_no_such_route(model_dir: Path, tmp_path: Path) -> None:
-    async with run_http_service(model_dir, tmp_path) as http:
-        assert (await http.get(STATE_ROUTE, headers=OPERATOR)).status == 404
-        assert STATE_ROUTE not in (await http.get("/openapi.json")).value["paths"]
-        assert http.service.peer.states_asked.empty()
+async def test_without_keys_this_machine_alone_gets_it_and_no_tenants_names(model_dir: Path, tmp_path: Path) -> None:
+    port = free_port()
+    settings = {"http_listen": f"127.0.0.1:{port}", "http_allowed_hosts": ("chat.test",)}
+    root = f"http://127.0.0.1:{port}"
+    async with run_http_service(model_dir, tmp_path, **settings) as http, aiohttp.ClientSession(root) as session:
+        http.service.peer.state = State(num_running=3, tenants=[scheduler_pb2.TenantState(name="someone")])
+        for headers, is_local in (
+            ({}, True),
+            ({"Host": "localhost"}, True),
+            ({"Host": "chat.test"}, False),
+            ({"X-Forwarded-For": "10.0.0.1"}, False),
+        ):
+            async with session.get(STATE_ROUTE, headers=headers) as answer:
+                assert answer.status == (200 if is_local else 404), headers
+                value = await answer.json()
+            if is_local:
+                assert (value["numRunning"], value["tenants"]) == (3, [])
+            async with session.get("/openapi.json", headers=headers) as answer:
+                assert (STATE_ROUTE in (await answer.json())["paths"]) is is_local
+            async with session.get("/", headers=headers) as answer:
+                assert f'data-needs-key="false" data-has-state="{str(is_local).lower()}"' in await answer.text()
+
+
+async def test_without_keys_a_socket_whose_clients_may_be_anywhere_has_no_state(http: HttpService) -> None:
+    assert (await http.get(STATE_ROUTE, headers=OPERATOR)).status == 404
+    assert STATE_ROUTE not in (await http.get("/openapi.json")).value["paths"]
+    assert http.service.peer.states_asked.empty()
 
 
 async def test_while_no_scheduler_answers_the_state_is_not_ready(keyed: HttpService) -> None:
