@@ -37,8 +37,6 @@ class CellFacts:
         for rank_facts in facts:
             if rank_facts.num_draft_tokens > MAX_DRAFT_TOKENS:
                 return f"it drafts more than {MAX_DRAFT_TOKENS} tokens"
-            if rank_facts.num_draft_tokens and rank_facts.has_recurrent_state:
-                return "it drafts for a model with recurrent state"
             if not rank_facts.proposed_prompt_tokens:
                 return "it proposes no prompt tokens for a step"
         return None

@@ -188,7 +188,8 @@ class Scheduler:
         )
         states = None
         if saves_states:
-            states = StateSaves(self._blocks, self._cache, may_cut=self._policy.enable_chunked_prefill)
+            may_cut, has_drafts = self._policy.enable_chunked_prefill, facts.num_draft_tokens > 0
+            states = StateSaves(self._blocks, self._cache, may_cut=may_cut, has_drafts=has_drafts)
         self._running = RunningBatch(self._policy.max_num_seqs, self._blocks, facts.num_draft_tokens, states)
         self._shares = Shares(self._policy.max_num_seqs, self._waiting, self._running)
         self._preemption = Preemption(

@@ -23,16 +23,22 @@ class StateSaves:
     - at intervals, for prompts that share a part of it, and for its own way back after a preemption.
 
     Each decoding sequence has one record, renewed at intervals, for a conversation's next turn and for its own way
-    back: it overwrites its older one.
+    back: it overwrites its older one. With drafts there is none: which step ends at a block's end is not known before.
 
     All are at the ends of blocks, so intervals are rounded up to blocks. Where no room is left, nothing is saved. If
     prompts may not be computed in chunks, they are not cut here either.
     """
 
-    def __init__(self, blocks: BlockManager, settings: CacheSettings, *, may_cut: bool) -> None:
-        """Make it for one epoch; `may_cut` says whether prompts may be computed in chunks."""
+    def __init__(self, blocks: BlockManager, settings: CacheSettings, *, may_cut: bool, has_drafts: bool) -> None:
+        """Make it for one epoch.
+
+        Args:
+            may_cut: Whether prompts may be computed in chunks.
+            has_drafts: Whether a step may compute several tokens of a decoding sequence.
+        """
         self._blocks = blocks
         self._may_cut = may_cut
+        self._has_drafts = has_drafts
         self._interval = self._whole_blocks(settings.state_checkpoint_interval)
         self._renewal = self._whole_blocks(settings.state_record_interval)
 
@@ -65,6 +71,8 @@ class StateSaves:
 
     def add_records(self, batch: ScheduledBatch, slots: SlotTable) -> None:
         """Renew the records of a plan's decodes that are due."""
+        if self._has_drafts:
+            return
         rows = batch.decode_slots
         # The step computes the newest of these tokens.
         due = rows[slots.num_planned[rows] % self._renewal == 0]

@@ -5,7 +5,7 @@ Not an argument by design: a captured graph takes none. Every thread has its own
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -39,6 +39,18 @@ class AttentionMetadata:
     """[num_seqs] int64: the row of each sequence's recurrent state, without repeats but for padding's; None for a model
     without states.
     """
+
+
+# Lets the states of a recurrent layer take tokens in: what it takes in of each, [T, …], its states by slot, and which
+# tokens are whose. Returns what it reads, [T, …].
+TakeIn = Callable[[tuple[Tensor, ...], tuple[Tensor, ...], AttentionMetadata], Tensor]
+
+
+class StateInputs(Protocol):
+    """Decides what becomes of a pass's recurrent states."""
+
+    def take_in(self, layer: int, inputs: tuple[Tensor, ...], function: TakeIn) -> Tensor:
+        """Compute a layer with `function`; returns what it reads, of all of the pass's tokens."""
 
 
 class AttentionPlan:
@@ -124,6 +136,8 @@ class ForwardContext:
     selection: ContextSelection = field(default_factory=ContextSelection)
     states: StateCache | None = None
     """None for a model without recurrent states."""
+    drafted: StateInputs | None = None
+    """What keeps drafts from the states; None if the states take in all tokens."""
 
     @classmethod
     def for_step(
@@ -139,6 +153,13 @@ class ForwardContext:
         """Plan a step's attention; without `progress` nothing is counted."""
         plan = ops.plan_attention(attention, kv_cache)
         return cls(attention, kv_cache, plan, dp, progress or Progress(), states=states)
+
+    def take_in(self, layer: int, inputs: tuple[Tensor, ...], function: TakeIn) -> Tensor:
+        """Compute a recurrent layer with `function`; see `TakeIn`."""
+        if self.drafted is not None:
+            return self.drafted.take_in(layer, inputs, function)
+        assert self.states is not None, "the model has states"
+        return function(inputs, self.states.layers[layer], self.attention)
 
 
 _current: ContextVar[ForwardContext] = ContextVar("forward context")

@@ -20,14 +20,14 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """What one sequence keeps in one tensor of a layer."""
+    """One tensor of a layer: what a sequence keeps in it, or a token brings."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a sequence in this tensor, with what aligns the next one."""
+        """Its bytes, with what aligns the next one."""
         return -(-math.prod(self.shape) * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -40,11 +40,22 @@ class StateSpec:
 
     layers: tuple[LayerState, ...] = ()
     """Empty for a layer without a state; no layers at all for a model without."""
+    inputs: tuple[LayerState, ...] = ()
+    """What each layer takes in of a token, for models whose tokens may be drafts."""
 
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of a sequence in all layers; 0 for a model without states."""
         return sum(tensor.num_bytes for layer in self.layers for tensor in layer)
+
+    @property
+    def input_bytes_per_token(self) -> int:
+        """Bytes of what all layers take in of a token."""
+        return sum(tensor.num_bytes for layer in self.inputs for tensor in layer)
+
+
+NO_STATES = StateSpec()
+"""That of a model without recurrent layers."""
 
 
 class StateCache:

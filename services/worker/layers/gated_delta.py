@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
 
-from services.worker.forward.forward_context import get_forward_context
+from services.worker.forward.forward_context import AttentionMetadata, get_forward_context
 from services.worker.layers.linear import Linear
 from services.worker.ops import DeltaGates, Ops, RopeRows
 
@@ -35,12 +35,14 @@ class GatedDelta:
 
     def __call__(self, x: Tensor, _: RopeRows) -> Tensor:
         """[T, hidden] to a new [T, hidden]; writes the states. Positions have no effect."""
-        ops, context = self.ops, get_forward_context()
-        assert context.states is not None, "the model has states"
-        conv_state, state = context.states.layers[self.layer]
         qkvz = self.qkvz(x)
         mixed, z = qkvz.tensor_split((self.conv.shape[1],), dim=1)
-        mixed = ops.causal_conv(mixed, self.conv, conv_state, context.attention)
-        read = ops.gated_delta_rule(mixed, self.gates(x), self.params, state, context.attention)
-        normed = ops.gated_rms_norm(read, z.view(read.shape), self.norm, self.eps)
+        read = get_forward_context().take_in(self.layer, (mixed, self.gates(x)), self._take_in)
+        normed = self.ops.gated_rms_norm(read, z.view(read.shape), self.norm, self.eps)
         return self.output(normed.view(len(x), -1))
+
+    def _take_in(self, inputs: tuple[Tensor, ...], states: tuple[Tensor, ...], metadata: AttentionMetadata) -> Tensor:
+        """See `TakeIn`: queries, keys and values [T, C] and gates [T, 2 V] to [T, V, E]."""
+        (qkv, gates), (conv_state, state) = inputs, states
+        mixed = self.ops.causal_conv(qkv, self.conv, conv_state, metadata)
+        return self.ops.gated_delta_rule(mixed, gates, self.params, state, metadata)

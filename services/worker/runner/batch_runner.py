@@ -11,9 +11,9 @@ from services.worker.batch.drafts import DraftProposer
 from services.worker.batch.enter_checks import require
 from services.worker.batch.input_batch import InputBatch
 from services.worker.batch.step_input import StepInput
+from services.worker.forward.drafted_states import ModelStates
 from services.worker.forward.forward_context import DpMetadata
 from services.worker.forward.kv_cache import KvCache
-from services.worker.forward.state_cache import StateCache
 from services.worker.layout import RankLayout
 from services.worker.runner.graphs.step_graphs import StepGraphs
 from services.worker.runner.rank import Rank
@@ -47,7 +47,7 @@ class BatchRunner:
         *,
         graphs: StepGraphs | None,
         proposer: DraftProposer | None,
-        states: StateCache | None = None,
+        states: ModelStates | None = None,
     ) -> None:
         """Begin with an empty `batch`, which has a drafter exactly if there is a `proposer`.
 

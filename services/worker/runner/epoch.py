@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from services.worker.batch.device_batch import DeviceBatch
 from services.worker.batch.drafts import Drafting
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.batch.input_batch import InputBatch
+from services.worker.forward.drafted_states import DraftedStates, ModelStates, drafted_bytes
 from services.worker.forward.forward_context import AttentionMetadata, ForwardContext, forward_context
 from services.worker.forward.kv_cache import KvCache, KvCacheSpec
 from services.worker.forward.staging import to_device
@@ -22,13 +24,18 @@ from services.worker.ops import DecodeRows
 from services.worker.runner.batch_runner import BatchRunner
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.cache_room import CacheCosts, CacheRoom, divide_memory, room_of_blocks
-from services.worker.runner.graphs.graph_runner import GraphSettings
+from services.worker.runner.graphs.graph_runner import GraphSettings, needed_sizes
 from services.worker.runner.graphs.step_graphs import StepGraphs, capture_steps
 from services.worker.runner.matchers import GrammarMatchers
 from services.worker.runner.rank import Rank
 
 # More tokens take the kernels of some of these sizes, or of the most tokens.
 _LARGEST_COMPILED = 1024
+
+
+class _DraftedSizes(NamedTuple):
+    num_rows: int
+    num_tokens: int
 
 
 class Epochs:
@@ -53,6 +60,8 @@ class Epochs:
         self.kv_cache: KvCache | None = None
         self.states: StateCache | None = None
         """None for a model without recurrent states."""
+        self._drafted: DraftedStates | None = None
+        self._drafted_sizes = _DraftedSizes(0, 0)
         self._room = CacheRoom(0)
         self._num_live = 0
         self.graphs: StepGraphs | None = None
@@ -90,7 +99,7 @@ class Epochs:
         if cache is None or cache.block_size != block_size or (has_states and self._num_live != max_num_seqs):
             # Free the old caches first: there may be no memory for two. Graphs name their addresses.
             self.graphs = None
-            self.kv_cache = self.states = cache = None
+            self.kv_cache = self.states = self._drafted = cache = None
             self._room, self._num_live = self._find_room(limits), max_num_seqs
             limits = replace(limits, num_blocks=self._room.num_blocks)
             if not limits.num_blocks:
@@ -103,13 +112,15 @@ class Epochs:
             # Of coupled ranks an epoch may reach only some; see `Replays`.
             if rank.device.type != "cpu" and not rank.ops.draws_on_host and not rank.layout.is_coupled:
                 _compile_prefills(rank, limits, cache, self.states)
-        if has_states:
+        states = None
+        if self.states is not None:
             limits = replace(limits, num_checkpoints=self._room.num_checkpoints)
+            states = ModelStates(self.states, self._find_drafted(limits, self.states))
         if self._graph_settings is not None and (self.graphs is None or not self.graphs.fits(limits, rank.layout)):
             # Free the old ones first.
             self.graphs = None
             settings, num_drafts = self._graph_settings, self.num_draft_tokens
-            self.graphs = capture_steps(rank, cache, limits, settings, num_draft_tokens=num_drafts, states=self.states)
+            self.graphs = capture_steps(rank, cache, limits, settings, num_draft_tokens=num_drafts, states=states)
             if self.graphs is None:
                 self._graph_settings = None
         drafter = None if self._drafting is None else self._drafting.begin(limits, cache)
@@ -117,7 +128,22 @@ class Epochs:
             limits, make_matcher=self._matchers.make, eos_token_ids=self._facts.eos_token_ids, drafter=drafter
         )
         proposer = None if self._drafting is None else self._drafting.proposer
-        return BatchRunner(rank, batch, cache, graphs=self.graphs, proposer=proposer, states=self.states)
+        return BatchRunner(rank, batch, cache, graphs=self.graphs, proposer=proposer, states=states)
+
+    def _find_drafted(self, limits: BatchLimits, states: StateCache) -> DraftedStates | None:
+        """What keeps drafts from the states, from the last epoch if it fits; graphs that fit too name its addresses."""
+        sizes = self._sizes_of_drafts(limits)
+        if self._drafting is not None and (self._drafted is None or self._drafted_sizes != sizes):
+            self._drafted = None
+            self._drafted, self._drafted_sizes = DraftedStates(states, **sizes._asdict()), sizes
+        return self._drafted
+
+    def _sizes_of_drafts(self, limits: BatchLimits) -> _DraftedSizes:
+        """The most decodes and tokens of a step with drafts, or of a graph that computes it."""
+        settings = self._graph_settings
+        sizes = () if settings is None else needed_sizes(settings.batch_sizes, limits.max_num_seqs)
+        num_rows = max((*sizes, limits.max_num_seqs))
+        return _DraftedSizes(num_rows, min(num_rows * (1 + self.num_draft_tokens), limits.max_num_batched_tokens))
 
     def _find_room(self, limits: BatchLimits) -> CacheRoom:
         """The configured number of KV blocks, or what fits into the memory, possibly no block."""
@@ -134,6 +160,8 @@ class Epochs:
         memory_bytes = size.memory_bytes
         if size.measure is not None:
             memory_bytes = size.measure(partial(_run_largest_prefill, self._rank, limits))
+        if self._drafting is not None:
+            memory_bytes -= drafted_bytes(model.state_spec, **self._sizes_of_drafts(limits)._asdict())
         # One more state is that of padding.
         return divide_memory(memory_bytes, costs, num_live=limits.max_num_seqs + 1)
 

@@ -31,12 +31,11 @@ def make_drafting(
         parallel: The ranks that the model is split over, which must draft alike.
 
     Raises:
-        ModelDirectoryError: the model or the draft model has recurrent layers; the model has no MTP layers to draft
-            with; or the draft model cannot be loaded, has another vocabulary, or is another one on another rank.
+        ModelDirectoryError: the model has no MTP layers to draft with; or the draft model cannot be loaded, has
+            recurrent layers or another vocabulary, or is another one on another rank.
     """
     if settings.draft_proposer == "none":
         return None
-    _refuse_states(settings, loaded)
     proposer = _make_proposer(settings, loaded, ops, on_progress, parallel)
     return Drafting(proposer, settings.num_draft_tokens)
 
@@ -61,17 +60,11 @@ def _make_proposer(
     )
     # Whole on every rank: splitting a small model costs more than it saves.
     draft = load_model(settings.draft_model, ops, loaded.model.dtype, lambda _: on_progress(), options=options)
-    _refuse_states(settings, draft)
+    if draft.model.state_spec.layers:
+        # Unlike keys and values, its states could not be computed again from where a draft was rejected.
+        raise ModelDirectoryError(f"{draft.model_dir}: a draft model with recurrent layers is not supported")
     _check_fit(loaded, draft, has_texts=seed is None)
     return DraftModelProposer(draft.model, ops)
-
-
-def _refuse_states(settings: WorkerSettings, loaded: LoadedModel) -> None:
-    if loaded.model.state_spec.layers:
-        raise ModelDirectoryError(
-            f"{loaded.model_dir}: --draft-proposer {settings.draft_proposer} is not supported with recurrent layers, "
-            "whose state cannot go back to before a draft that is rejected"
-        )
 
 
 def _check_fit(loaded: LoadedModel, draft: LoadedModel, *, has_texts: bool) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import torch
@@ -24,10 +25,11 @@ from services.worker.models.loader import LoadedModel
 from services.worker.models.parts.decoder import DecoderModel
 from services.worker.models.registry import CausalLM
 from services.worker.ops import AttentionParams, load_ops
+from services.worker.spec_decode.ngram_drafts import LookupProposer
 from shared.sampling_params import SamplingOptions
 from shared.step.columns import Int32Column
 from tests.support.models.paged_model import attention_metadata
-from tests.support.worker.worker_driver import Request, WorkerDriver
+from tests.support.worker.worker_driver import Answer, Request, WorkerDriver
 from tests.support.worker.worker_runner import WrappedModel
 
 CYCLE = [5, 9, 2, 44, 17, 60]
@@ -49,6 +51,30 @@ REQUESTS = [
 NUM_HEADS = 4
 # Returns the expected drafts after some tokens, given their number.
 Oracle = Callable[[list[int], int], list[int]]
+
+
+class KnowingProposer(LookupProposer):
+    """Knows how `requests` continue, and is wrong now and then."""
+
+    def __init__(
+        self,
+        answers: Sequence[Answer],
+        *,
+        share_right: float,
+        seed: int = 0,
+        requests: Sequence[Request] = tuple(REQUESTS),
+    ) -> None:
+        self._texts = [request.prompt + answer.tokens for request, answer in zip(requests, answers, strict=True)]
+        self._share_right = share_right
+        self._rng = Random(seed)
+
+    @override
+    def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
+        known = token_ids.tolist()
+        text = next((text for text in self._texts if text[: len(known)] == known), [])
+        right = text[len(known) : len(known) + max_tokens]
+        guess = [token if self._rng.random() < self._share_right else self._rng.randrange(512) for token in right]
+        return np.array(guess, np.int32)
 
 
 def few_tokens(logits: Tensor, num_tokens: int = 2) -> Tensor:

@@ -456,6 +456,7 @@ class WorkerModel:
             if worst < _SPOILT:
                 run, is_followed = _draw_run(states[index], seeds[row], its_drafts, sampling.states.get(row))
                 runs.append(run)
+                self._take_in(int(inputs.slots[index]), states[index], len(its_drafts), len(run) - 1)
                 failed_grammar_rows += [] if is_followed else [row]
                 continue
             # A placeholder: a row always returns at least one token.
@@ -463,6 +464,11 @@ class WorkerModel:
             not_finite_rows.append(row)
             self.last_spoilers.append(int(states[index][states[index] >= _SPOILT][0]) - _SPOILT)
         return runs, not_finite_rows, failed_grammar_rows
+
+    def _take_in(self, slot: int, cells: _States, num_drafts: int, num_accepted: int) -> None:
+        """Let the live state of a row take in the drafts that were accepted, of those that its last cells are of."""
+        if self._states.size:
+            self._states[slot] = cells[len(cells) - num_drafts + num_accepted - 1]
 
     def _compute(self, slot: int, block_table: Int32Column, length: int, new_tokens: list[int]) -> _States:
         """Write the cells of a sequence's newest tokens; returns a copy of the states of all its `length` cells."""

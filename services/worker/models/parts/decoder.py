@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from services.worker.forward.forward_context import get_forward_context
 from services.worker.forward.kv_cache import KvCacheSpec, LayerCache
-from services.worker.forward.state_cache import LayerState, StateSpec
+from services.worker.forward.state_cache import NO_STATES, StateSpec
 from services.worker.layers.activation import GatedMlp
 from services.worker.layers.embedding import Embedding, Head
 from services.worker.layers.linear import Linear, sum_over_ranks
@@ -165,14 +165,14 @@ class DecoderModel(CausalLM):
         layers: Sequence[DecoderLayer],
         rotaries: Sequence[Rotary],
         kv_layers: Sequence[LayerCache],
-        state_layers: Sequence[LayerState] = (),
+        states: StateSpec = NO_STATES,
     ) -> None:
         """Load embedding, final norm and head around the layers.
 
         Args:
             rotaries: Each layer's rotation; `mtp`'s layers have the last one.
             kv_layers: What a token keeps in the cache, by layer, `mtp`'s last.
-            state_layers: What a sequence keeps beside that, by layer; none without recurrent layers.
+            states: What a sequence keeps beside that.
 
         Raises:
             ModelDirectoryError: see `ModelWeights`, or the vocabulary cannot be split over the ranks.
@@ -181,7 +181,7 @@ class DecoderModel(CausalLM):
         self.context_length = config.context_length
         self.logits_width = config.vocab_size
         self.kv_cache_spec = KvCacheSpec(tuple(kv_layers))
-        self.state_spec = StateSpec(tuple(state_layers))
+        self.state_spec = states
         parts = shard.parts("vocab_size", config.vocab_size)
         part = parts[shard.tp.rank]
         embedding, head = _load_ends(shard, config, part)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.worker.forward.state_cache import LayerState, StateTensor
+from services.worker.forward.state_cache import NO_STATES, LayerState, StateSpec, StateTensor
 from services.worker.layers.gated_delta import GatedDelta
 from services.worker.layers.linear import Linear, sum_over_ranks
 from services.worker.layers.shard import Part, Shard
@@ -62,13 +62,20 @@ class DeltaConfig:
 
     def layer_state(self, shard: Shard) -> LayerState:
         """What a sequence keeps of this rank's heads: the convolution's last inputs, and a matrix per value head."""
-        num_keys = len(self.key_heads(shard))
-        num_values = num_keys * self.num_shared
-        width = 2 * num_keys * self.key_dim + num_values * self.value_dim
+        (width,), num_values = self.layer_inputs(shard)[0].shape, self._num_values(shard)
         return (
             StateTensor((self.conv_size - 1, width), shard.weights.dtype),
             StateTensor((num_values, self.key_dim, self.value_dim), torch.float32),
         )
+
+    def layer_inputs(self, shard: Shard) -> LayerState:
+        """What this rank's heads take in of a token: the convolution's input, and both gates of each value head."""
+        num_values, dtype = self._num_values(shard), shard.weights.dtype
+        width = 2 * len(self.key_heads(shard)) * self.key_dim + num_values * self.value_dim
+        return StateTensor((width,), dtype), StateTensor((2 * num_values,), dtype)
+
+    def _num_values(self, shard: Shard) -> int:
+        return len(self.key_heads(shard)) * self.num_shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,15 +184,19 @@ def load_hybrid_model(
         layers.append(DecoderLayer.load(shard, config, layer, attention=attends, mlp=load_feed_forward(layer)))
     rotary = load_rotary(shard, config, attention.heads)
     kv_layers = attention.kv_layers(shard, config.context_length)
-    state = delta.layer_state(shard)
     return DecoderModel(
         shard,
         config,
         layers=layers,
         rotaries=[rotary] * len(layers),
         kv_layers=[kept if kind == FULL else () for kept, kind in zip(kv_layers, types, strict=True)],
-        state_layers=[state if kind == LINEAR else () for kind in types] if LINEAR in types else (),
+        states=_spec(shard, delta, types) if LINEAR in types else NO_STATES,
     )
+
+
+def _spec(shard: Shard, delta: DeltaConfig, types: tuple[str, ...]) -> StateSpec:
+    state, inputs = delta.layer_state(shard), delta.layer_inputs(shard)
+    return StateSpec(*(tuple(each if kind == LINEAR else () for kind in types) for each in (state, inputs)))
 
 
 def _blocks(delta: DeltaConfig, key_heads: Part) -> tuple[Part, Part, Part]:

@@ -150,17 +150,15 @@ def _mul_sigmoid_kernel(x, gate, gate_stride, WIDTH: tl.constexpr, IS_SHARED: tl
 
 
 def causal_conv(x: Tensor, weight: Tensor, state: Tensor, metadata: AttentionMetadata) -> Tensor:
-    """Walk decodes; the chunks of prompts are computed by torch. See `RecurrentOps`."""
-    walks = metadata.max_query_len == 1
-    return (exact_causal_conv if walks else recurrent.causal_conv)(x, weight, state, metadata)
+    """Walk decodes and their drafts; the chunks of prompts are computed by torch. See `RecurrentOps`."""
+    return (exact_causal_conv if _walks(metadata) else recurrent.causal_conv)(x, weight, state, metadata)
 
 
 def gated_delta_rule(
     qkv: Tensor, gates: Tensor, params: DeltaGates, state: Tensor, metadata: AttentionMetadata
 ) -> Tensor:
-    """Walk decodes; the chunks of prompts are computed by torch, in tiles. See `RecurrentOps`."""
-    walks = metadata.max_query_len == 1
-    return (exact_delta_rule if walks else recurrent.gated_delta_rule)(qkv, gates, params, state, metadata)
+    """Walk decodes and their drafts; the chunks of prompts are computed by torch, in tiles. See `RecurrentOps`."""
+    return (exact_delta_rule if _walks(metadata) else recurrent.gated_delta_rule)(qkv, gates, params, state, metadata)
 
 
 def exact_causal_conv(x: Tensor, weight: Tensor, state: Tensor, metadata: AttentionMetadata) -> Tensor:
@@ -237,3 +235,7 @@ def mul_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
         x, gate, gate.stride(0), WIDTH=width, IS_SHARED=gate.shape[1] == 1, COLUMNS=columns
     )
     return x
+
+
+def _walks(metadata: AttentionMetadata) -> bool:
+    return metadata.max_query_len == 1 or not metadata.is_prefill

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.forward.capture import Capture
+from services.worker.forward.drafted_states import ModelStates
 from services.worker.forward.forward_context import AttentionMetadata, DpMetadata, ForwardContext, forward_context
-from services.worker.forward.state_cache import StateCache, spare_slots
+from services.worker.forward.state_cache import spare_slots
 from services.worker.layout import RankLayout
 from services.worker.ops import DecodeRows, DrawRows
 
@@ -37,8 +38,8 @@ class StepFunctions:
     """Maps hidden states [n, hidden] and how their rows are drawn to tokens, as `DeviceSampler.draw`."""
     make_context: Callable[[AttentionMetadata, DpMetadata], ForwardContext]
     """Makes the context of a forward pass with this metadata."""
-    states: StateCache | None = None
-    """The states of a model with recurrent layers."""
+    states: ModelStates | None = None
+    """Those of a model with recurrent layers."""
 
 
 class Replays:
@@ -128,7 +129,7 @@ class DecodeGraphs:
         size = self.sizes[-1]
         self._rows = DecodeRows.padding(size, -(-limits.context_length // limits.block_size), device)
         self._cu_seqlens_q = torch.arange(size + 1, dtype=torch.int32, device=device)
-        states = functions.states
+        states = None if functions.states is None else functions.states.cache
         self._state_slots = None if states is None else spare_slots(states, size)
         self._spare_slots = None if states is None else spare_slots(states, size)
         self.draw_rows = DrawRows.greedy(max(size, limits.max_num_seqs), device)

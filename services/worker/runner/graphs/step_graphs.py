@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.forward.capture import NotRepeatableError
+from services.worker.forward.drafted_states import ModelStates
 from services.worker.forward.forward_context import AttentionMetadata, DpMetadata, ForwardContext
 from services.worker.forward.kv_cache import KvCache
-from services.worker.forward.state_cache import StateCache
 from services.worker.layout import RankLayout
 from services.worker.runner.graphs.draft_graphs import DraftGraphs
 from services.worker.runner.graphs.graph_runner import DecodeGraphs, GraphSettings, StepFunctions
@@ -44,7 +44,7 @@ def capture_steps(
     settings: GraphSettings,
     *,
     num_draft_tokens: int,
-    states: StateCache | None = None,
+    states: ModelStates | None = None,
 ) -> StepGraphs | None:
     """Capture what decodes within `limits` need; None if the model's cannot be captured."""
     if not (rank.layout.is_alone or settings.capture.holds_collectives):
@@ -53,8 +53,10 @@ def capture_steps(
     settings.capture.begin()
     model, sampler = rank.model, DeviceSampler(rank.ops, rank.device)
 
+    cache = None if states is None else states.cache
+
     def make_context(attention: AttentionMetadata, dp: DpMetadata) -> ForwardContext:
-        return ForwardContext.for_step(rank.ops, attention, kv_cache, dp=dp, progress=rank.progress, states=states)
+        return ForwardContext.for_step(rank.ops, attention, kv_cache, dp=dp, progress=rank.progress, states=cache)
 
     functions = StepFunctions(
         forward=model.forward,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from services.worker.batch.device_batch import DeviceBatch
 from services.worker.batch.step_input import StepInput
+from services.worker.forward.drafted_states import DraftedRows, ModelStates
 from services.worker.forward.forward_context import (
     AttentionMetadata,
     DpMetadata,
@@ -19,7 +21,7 @@ from services.worker.forward.forward_context import (
 )
 from services.worker.forward.kv_cache import KvCache
 from services.worker.forward.staging import HostArrays
-from services.worker.forward.state_cache import StateCache, spare_slots
+from services.worker.forward.state_cache import spare_slots
 from services.worker.ops import DecodeRows
 from services.worker.runner.graphs.step_graphs import StepGraphs
 from services.worker.runner.prompt_logprobs import PromptScorer
@@ -27,6 +29,7 @@ from services.worker.runner.rank import Rank
 from services.worker.runner.steps.host_end import HostEnd
 from services.worker.runner.steps.step_job import Draw, DrawnRows, StepJob
 from services.worker.sampling.device_sampler import DeviceSampler
+from services.worker.sampling.sampler import SampledTokens
 from services.worker.sampling.sampling_rows import EditedRows
 from shared.step.columns import Int32Column
 
@@ -42,7 +45,7 @@ class StepWork:
         graphs: StepGraphs | None,
         host_end: HostEnd | None,
         *,
-        states: StateCache | None = None,
+        states: ModelStates | None = None,
     ) -> None:
         """Steps end on the host exactly if there is a `host_end`; models with recurrent layers have `states`."""
         self._device = rank.device
@@ -51,7 +54,8 @@ class StepWork:
         # Layers that were only launched are no progress.
         self._layer_progress = Progress() if rank.stream.is_async else rank.progress
         self._kv_cache = kv_cache
-        self._states = states
+        self._states = None if states is None else states.cache
+        self._drafted = None if states is None else states.drafted
         self._columns = columns
         self._decodes = None if graphs is None else graphs.decodes
         self._drafts = None if graphs is None else graphs.drafts
@@ -105,12 +109,12 @@ class StepWork:
         else:
             hidden, positions = self._compute_tokens(job, arrays), arrays["row_positions"]
             self._score(job, hidden)
-        if self._states is not None and "saved_from" in arrays:
-            job.results.not_finite_saves = self._states.save(arrays["saved_from"], arrays["saved_to"])
         if self._host_end is not None:
             self._end_on_host(job, hidden, arrays)
         elif len(job.step_input.row_slots):
             self._draw(job, hidden, DrawnRows(arrays.get("row_slots"), positions, arrays.get("logit_tokens")))
+        if self._states is not None and "saved_from" in arrays:
+            job.results.not_finite_saves = self._states.save(arrays["saved_from"], arrays["saved_to"])
         if not job.is_edited:
             job.staging.download(job.results.tensors())
 
@@ -171,7 +175,7 @@ class StepWork:
             state_slots=self._state_slots(arrays),
             **_host_lengths(job.step_input),
         )
-        return self._forward(token_ids, arrays["positions"], attention, job.dp)
+        return self._forward(token_ids, arrays["positions"], attention, job.dp, num_drafted=_num_drafted(job))
 
     def _state_slots(self, arrays: dict[str, Tensor]) -> Tensor | None:
         """The slots of the step's sequences, or of a dummy."""
@@ -179,10 +183,21 @@ class StepWork:
             return None
         return arrays["state_slots"] if "state_slots" in arrays else spare_slots(self._states, 1)
 
-    def _forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionMetadata, dp: DpMetadata) -> Tensor:
+    def _forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionMetadata,
+        dp: DpMetadata,
+        *,
+        num_drafted: int = 0,
+    ) -> Tensor:
+        """Compute a pass whose first `num_drafted` sequences are decodes, some of them with drafts."""
         context = ForwardContext.for_step(
             self._ops, attention, self._kv_cache, dp=dp, progress=self._layer_progress, states=self._states
         )
+        if self._drafted is not None and num_drafted:
+            context = replace(context, drafted=self._drafted.of_pass(DraftedRows.split(attention, num_drafted)))
         with forward_context(context):
             return self._model.forward(token_ids, positions)
 
@@ -239,6 +254,24 @@ class StepWork:
             hidden=hidden,
             logits=self._logits(hidden, arrays.get("logit_tokens")) if len(job.step_input.row_slots) else None,
         )
+        self._replay(job, job.results.sampled)
+
+    def _replay(self, job: StepJob, sampled: SampledTokens) -> None:
+        """Let the recurrent states of decodes take in the tokens that the judged drafts leave."""
+        step_input, num_decodes = job.step_input, _num_drafted(job)
+        if self._drafted is None or not num_decodes:
+            return
+        assert sampled.counts is not None, "rows with drafts are counted"
+        firsts = step_input.cu_seqlens_q[:num_decodes].astype(np.int64)
+        if self._drafts is not None and job.draft_graph is not None:
+            firsts = self._drafts.first_tokens(num_decodes)
+        # Decodes are the first rows; all of them were computed.
+        self._drafted.replay(step_input.slots[:num_decodes], firsts=firsts, counts=sampled.counts[:num_decodes])
+
+
+def _num_drafted(job: StepJob) -> int:
+    """The decodes of a step with drafts, which are its first sequences; 0 if none has any."""
+    return 0 if job.step_input.draft_counts is None else job.step_input.num_decodes
 
 
 def _host_lengths(step_input: StepInput) -> dict[str, Any]:

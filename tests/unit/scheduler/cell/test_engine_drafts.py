@@ -12,7 +12,6 @@ from services.scheduler.cell.events import Deliver, DropDomain
 from services.scheduler.core.batch.sequence import FinishReason
 from services.scheduler.core.batch.step import RequestEnd
 from services.scheduler.core.policy import SchedulerPolicy
-from services.scheduler.core.worker_facts import WorkerFacts
 from shared.limits import MAX_DRAFT_TOKENS
 from shared.sampling_params import SamplingOptions
 from tests.support.scheduler.cell_model import VOCABULARY, FallibleOracle, HashGrammar, expected_completion
@@ -153,18 +152,9 @@ def test_drafts_use_what_prompts_leave_of_a_steps_budget() -> None:
     assert driver.choices[1, 2].tokens == expected_completion(PROMPT, 0, 2)
 
 
-@pytest.mark.parametrize(
-    "facts",
-    [
-        worker_facts(num_draft_tokens=MAX_DRAFT_TOKENS + 1),
-        # A recurrent state cannot be rolled back to the last accepted token.
-        replace(worker_facts(num_draft_tokens=1), state_bytes_per_slot=8),
-    ],
-    ids=["too many", "with recurrent state"],
-)
-def test_a_worker_whose_drafts_cannot_be_used_is_refused(facts: WorkerFacts) -> None:
+def test_a_worker_that_drafts_too_many_tokens_is_refused() -> None:
     driver = EngineDriver(attach=False)
-    actions = driver.on_event(attached(facts))
+    actions = driver.on_event(attached(worker_facts(num_draft_tokens=MAX_DRAFT_TOKENS + 1)))
     assert [type(action) for action in actions] == [DropDomain]
     assert not driver.engine.is_ready
     assert driver.engine.state().counters.num_unfit_workers == 1

@@ -6,6 +6,7 @@ The worker's model computes each token from the live state, so a wrong restore g
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from services.scheduler.core.policy import CellTopology, SchedulerPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
 from shared.errors import NumericError
 from shared.ids import RequestHandle
-from tests.support.scheduler.cell_model import expected_completion
+from tests.support.scheduler.cell_model import FallibleOracle, expected_completion
 from tests.support.scheduler.engine_driver import EngineDriver
 
 # Six full blocks of 16 and part of a seventh.
@@ -31,8 +32,11 @@ def make_driver(
     depth: int = 2,
     policy: SchedulerPolicy | None = None,
     topology: CellTopology | None = None,
+    num_draft_tokens: int = 0,
 ) -> EngineDriver:
     return EngineDriver(
+        num_draft_tokens=num_draft_tokens,
+        oracle=FallibleOracle(Random(5), share_right=0.7),
         num_blocks=num_blocks,
         block_size=block_size,
         context_length=2048,
@@ -84,6 +88,13 @@ def test_all_round_to_blocks_alike(block_size: int) -> None:
             ask(driver, handle, [*PROMPT[:num_shared], 1 + handle], max_tokens=1)
         expected = num_shared // block_size * block_size
         assert ask(driver, 2, [*PROMPT[:num_shared], 3], max_tokens=1) == expected
+
+
+def test_drafts_change_neither_what_is_saved_of_prompts_nor_what_follows_them() -> None:
+    driver = make_driver(num_draft_tokens=3)
+    assert [ask(driver, handle, [*PROMPT, handle], max_tokens=40) for handle in range(3)] == [0, 0, 96]
+    counters = driver.engine.state().counters
+    assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens
 
 
 def test_a_prompt_of_many_requests_at_once_is_computed_twice() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from random import Random
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,9 +13,8 @@ from services.worker.batch.drafts import Drafting
 from services.worker.models.loader import LoadedModel
 from services.worker.runner.graphs.graph_runner import GraphSettings
 from services.worker.runner.model_runner import Execution
-from services.worker.spec_decode.ngram_drafts import LookupProposer, NgramProposer
-from shared.step.columns import Int32Column
-from tests.support.models.drafting import CYCLE, REQUESTS
+from services.worker.spec_decode.ngram_drafts import NgramProposer
+from tests.support.models.drafting import CYCLE, REQUESTS, KnowingProposer
 from tests.support.models.tiny_llama import write_tiny_llama
 from tests.support.worker.graphs import CountingCapture
 from tests.support.worker.worker_driver import Answer, Request, WorkerDriver
@@ -30,23 +27,6 @@ PROMPT = [5, 9, 2, 44, 17]
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_exact(write_tiny_llama(tmp_path_factory.mktemp("model"), changes={"num_hidden_layers": 2}))
-
-
-class KnowingProposer(LookupProposer):
-    """Knows how the sequences continue, and is wrong now and then."""
-
-    def __init__(self, answers: list[Answer], *, share_right: float, seed: int = 0) -> None:
-        self._texts = [request.prompt + answer.tokens for request, answer in zip(REQUESTS, answers, strict=True)]
-        self._share_right = share_right
-        self._rng = Random(seed)
-
-    @override
-    def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
-        known = token_ids.tolist()
-        text = next((text for text in self._texts if text[: len(known)] == known), [])
-        right = text[len(known) : len(known) + max_tokens]
-        guess = [token if self._rng.random() < self._share_right else self._rng.randrange(512) for token in right]
-        return np.array(guess, np.int32)
 
 
 @pytest.fixture(scope="module")

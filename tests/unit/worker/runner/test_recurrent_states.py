@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
 
-from services.worker.config import WorkerSettings
 from services.worker.models.loader import LoadedModel
 from services.worker.ops import load_ops
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.model_runner import ModelRunner
-from services.worker.spec_decode.drafting import make_drafting
 from shared.errors import StepMismatchError
-from shared.model_dir import ModelDirectoryError
 from shared.step.step import Step
 from tests.support.models.parity import make_prompts
 from tests.support.models.small_models import build_small_model, write_small_model
@@ -157,13 +152,6 @@ def test_states_take_their_memory_before_keys_and_values(loaded: LoadedModel) ->
     # A scheduler with fewer sequences finds room.
     assert runner.attach(block_size=BLOCK_SIZE, max_num_seqs=4, max_num_batched_tokens=64) > 0
     assert len(tokens_of(runner, prefill_step(make_enter(3, [7, 8], [0])))[0]) == 1
-
-
-@pytest.mark.parametrize("proposer", ["ngram", "mtp"])
-def test_drafts_are_refused_by_name(loaded: LoadedModel, proposer: Literal["ngram", "mtp"]) -> None:
-    settings = WorkerSettings(model_dir=Path(loaded.model_dir), draft_proposer=proposer)
-    with pytest.raises(ModelDirectoryError, match=f"--draft-proposer {proposer} is not supported with recurrent"):
-        make_drafting(settings, loaded, load_ops("reference"), lambda: None)
 
 
 def test_prompts_beside_decodes_leave_their_states_alone(runner: ModelRunner, expected: list[list[int]]) -> None:

@@ -26,10 +26,12 @@ PARAMS = DeltaGates(-random(NUM_HEADS, seed=3).exp(), random(NUM_HEADS, seed=4))
 WIDTH = 2 * NUM_KEY_HEADS * KEY_DIM + NUM_HEADS * VALUE_DIM
 
 
-def metadata_of(query_lens: tuple[int, ...], slots: tuple[int, ...] = SLOTS) -> AttentionMetadata:
-    tables, longest = [[0]] * len(query_lens), max(query_lens)
+def metadata_of(
+    query_lens: tuple[int, ...], slots: tuple[int, ...] = SLOTS, *, is_prefill: bool = True
+) -> AttentionMetadata:
+    tables, state_slots = [[0]] * len(query_lens), torch.tensor(slots)
     return attention_metadata(
-        tables, query_lens, query_lens, block_size=64, is_prefill=longest > 1, state_slots=torch.tensor(slots)
+        tables, query_lens, query_lens, block_size=64, is_prefill=is_prefill, state_slots=state_slots
     )
 
 
@@ -70,13 +72,15 @@ def test_a_division_into_steps_changes_no_bit() -> None:
     assert all(map(torch.equal, *parts))
 
 
-def test_a_step_with_a_prompt_is_computed_in_tiles_and_a_decode_walked() -> None:
-    for query_lens, (conv, rule) in zip(
-        BATCHES,
-        ((exact_causal_conv, exact_delta_rule), (recurrent.causal_conv, recurrent.gated_delta_rule)),
-        strict=True,
+def test_a_step_with_a_prompt_is_computed_in_tiles_and_decodes_with_their_drafts_walked() -> None:
+    walked, tiled = (exact_causal_conv, exact_delta_rule), (recurrent.causal_conv, recurrent.gated_delta_rule)
+    single, several = BATCHES
+    for query_lens, is_prefill, (conv, rule) in (
+        (single, False, walked),
+        (several, False, walked),
+        (several, True, tiled),
     ):
-        num_tokens, metadata = sum(query_lens), metadata_of(query_lens)
+        num_tokens, metadata = sum(query_lens), metadata_of(query_lens, is_prefill=is_prefill)
         x, weight = random(num_tokens, 24), random(4, 24, seed=1)
         qkv, gates = random(num_tokens, WIDTH, seed=2), random(num_tokens, 8, seed=3)
         states = [(torch.ones(5, 3, 24), torch.ones(5, NUM_HEADS, KEY_DIM, VALUE_DIM)) for _ in range(2)]

@@ -1,0 +1,145 @@
+"""A runner's recurrent states with drafts: each is that after exactly the accepted tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.worker.batch.drafts import Drafting
+from services.worker.config import WorkerSettings
+from services.worker.forward.drafted_states import drafted_bytes
+from services.worker.models.loader import LoadedModel, load_model
+from services.worker.ops import load_ops
+from services.worker.runner.cache_memory import KvCacheSize
+from services.worker.runner.graphs.graph_runner import GraphSettings
+from services.worker.runner.model_runner import Execution, ModelRunner
+from services.worker.spec_decode.drafting import make_drafting
+from services.worker.spec_decode.ngram_drafts import NgramProposer
+from shared.model_dir import ModelDirectoryError
+from tests.support.models.drafting import REQUESTS, KnowingProposer
+from tests.support.models.parity import make_prompts
+from tests.support.models.small_models import build_small_model, write_small_model
+from tests.support.worker.graphs import CountingCapture
+from tests.support.worker.worker_driver import Answer, Request, WorkerDriver
+from tests.support.worker.worker_runner import load_exact, make_runner
+from tests.support.worker.worker_steps import decode_step, make_enter, mixed_step, prefill_step
+
+PROMPTS = make_prompts((19, 11))
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    model = build_small_model("Qwen3NextForCausalLM", "layer-types-tied-biases")
+    return load_exact(write_small_model(model, tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def undrafted(loaded: LoadedModel) -> list[Answer]:
+    return WorkerDriver(make_runner(loaded, num_blocks=200)).generate(REQUESTS)
+
+
+@pytest.mark.parametrize(("num_draft_tokens", "share_right"), [(1, 0.7), (4, 1.0), (8, 0.8)])
+def test_right_and_wrong_drafts_change_no_answer(
+    loaded: LoadedModel, undrafted: list[Answer], num_draft_tokens: int, share_right: float
+) -> None:
+    proposer = KnowingProposer(undrafted, share_right=share_right)
+    driver = WorkerDriver(
+        make_runner(loaded, num_blocks=200, drafting=Drafting(proposer, num_draft_tokens)), seed=num_draft_tokens
+    )
+    assert driver.generate(REQUESTS) == undrafted
+    assert sum(output.num_draft_tokens for output in driver.outputs) > 30
+
+
+def test_drafts_looked_up_in_the_prompt_change_no_answer(loaded: LoadedModel, undrafted: list[Answer]) -> None:
+    runner = make_runner(loaded, num_blocks=200, drafting=Drafting(NgramProposer(), 4))
+    assert WorkerDriver(runner, seed=3).generate(REQUESTS) == undrafted
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 4, 16), (16,)])
+def test_drafts_computed_by_graphs_change_no_answer(
+    loaded: LoadedModel, undrafted: list[Answer], sizes: tuple[int, ...]
+) -> None:
+    proposer, capture = KnowingProposer(undrafted, share_right=0.7), CountingCapture()
+    execution = Execution(GraphSettings(capture, sizes))
+    runner = make_runner(loaded, num_blocks=200, drafting=Drafting(proposer, 4), execution=execution)
+    assert WorkerDriver(runner, seed=1).generate(REQUESTS) == undrafted
+    # The graphs of steps with drafts were captured first.
+    assert sum(capture.replays[: len(sizes)]) > 5
+
+
+def states_of(runner: ModelRunner, slot: int) -> list[Tensor]:
+    states = runner._epochs.states
+    assert states is not None
+    return [tensor[slot].clone() for layer in states.layers for tensor in layer]
+
+
+def undrafted_states(runner: ModelRunner, prompt: list[int]) -> tuple[Answer, dict[int, list[Tensor]]]:
+    """What follows a prompt without drafts, and the states by how many tokens they have taken in."""
+    runner.attach(block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
+    tokens = runner.run_step(prefill_step(make_enter(1, prompt, range(16)))).token_ids.tolist()
+    states = {len(prompt): states_of(runner, 1)}
+    for number in range(1, NUM_TOKENS):
+        tokens += runner.run_step(decode_step()).token_ids.tolist()
+        states[len(prompt) + number] = states_of(runner, 1)
+    return Answer(tokens), states
+
+
+@pytest.mark.parametrize("backend", ["reference", "native", "cpu"])
+def test_speculation_keeps_no_state_of_rejected_drafts(loaded: LoadedModel, backend: str) -> None:
+    """Found elsewhere: tokens were drawn from a state that had taken in drafts which were rejected."""
+    ops = load_ops(backend)
+    ours = loaded if backend == "reference" else load_model(loaded.model_dir, ops, torch.float32, lambda _: None)
+
+    def make(drafting: Drafting | None = None) -> ModelRunner:
+        return ModelRunner(ours, ops, KvCacheSize(0, 64), drafting=drafting)
+
+    expected = [undrafted_states(make(), prompt) for prompt in PROMPTS]
+    requests = [Request(prompt, NUM_TOKENS) for prompt in PROMPTS]
+    proposer = KnowingProposer([answer for answer, _ in expected], share_right=0.6, requests=requests, seed=4)
+    runner = make(Drafting(proposer, 4))
+    runner.attach(block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
+    slots, num_drafts, num_accepted = (2, 0), 0, 0
+    enters = [
+        make_enter(slot, prompt, range(16 * slot, 16 * slot + 16)) for slot, prompt in zip(slots, PROMPTS, strict=True)
+    ]
+    # The second prompt is computed beside a decode with drafts.
+    steps = [prefill_step(enters[0]), decode_step(), mixed_step(enters[1]), *[decode_step()] * NUM_TOKENS]
+    got: list[list[int]] = [[], []]
+    for number, step in enumerate(steps):
+        result = runner.run_step(step)
+        token_ids, num_rows = result.token_ids.tolist(), 1 if number < 2 else 2
+        counts = [1] * num_rows if result.counts is None else result.counts.tolist()
+        num_drafts, num_accepted = num_drafts + result.num_draft_tokens, num_accepted + result.num_accepted_tokens
+        for row, count in enumerate(counts):
+            got[row], token_ids = got[row] + token_ids[:count], token_ids[count:]
+            num_taken_in = len(PROMPTS[row]) + len(got[row]) - 1
+            if num_taken_in in expected[row][1]:
+                for ours_now, theirs in zip(states_of(runner, slots[row]), expected[row][1][num_taken_in], strict=True):
+                    if backend == "reference":
+                        assert torch.equal(ours_now, theirs)
+                    else:
+                        torch.testing.assert_close(ours_now, theirs, atol=1e-4, rtol=1e-3)
+    assert 3 < num_accepted < num_drafts - 3
+    assert [each[:NUM_TOKENS] for each in got] == [answer.tokens for answer, _ in expected]
+
+
+def test_what_keeps_drafts_from_the_states_takes_its_memory_before_keys_and_values(loaded: LoadedModel) -> None:
+    spec, block_bytes = loaded.model.state_spec, 4 * loaded.model.kv_cache_spec.bytes_per_token
+    # Eight sequences and padding; of eight rows of five tokens a step has at most 32.
+    live_bytes = 9 * spec.bytes_per_slot + drafted_bytes(spec, num_rows=8, num_tokens=32)
+    assert live_bytes > 9 * spec.bytes_per_slot + 8 * max(each.num_bytes for layer in spec.layers for each in layer)
+    for memory_bytes, num_blocks in ((live_bytes + 3 * block_bytes, 3), (live_bytes + block_bytes - 1, 0)):
+        size = KvCacheSize(memory_bytes)
+        runner = ModelRunner(loaded, load_ops("reference"), size, drafting=Drafting(NgramProposer(), 4))
+        assert runner.attach(block_size=4, max_num_seqs=8, max_num_batched_tokens=32) == num_blocks
+
+
+def test_a_draft_model_with_recurrent_layers_is_refused(loaded: LoadedModel) -> None:
+    directory = Path(loaded.model_dir)
+    settings = WorkerSettings(model_dir=directory, draft_proposer="model", draft_model=directory)
+    with pytest.raises(ModelDirectoryError, match="a draft model with recurrent layers is not supported"):
+        make_drafting(settings, loaded, load_ops("reference"), lambda: None)
