@@ -28,6 +28,9 @@ FAMILIES = (
     ("Glm4MoeForCausalLM", "query-key-norms"),
     ("Glm4MoeLiteForCausalLM", "plain"),
     ("GlmMoeDsaForCausalLM", "no-shared-indexer"),
+    ("Qwen3NextForCausalLM", "plain"),
+    ("Qwen3_5ForCausalLM", "wide-heads-tied"),
+    ("Qwen3_5MoeForCausalLM", "plain"),
 )
 PROMPT = make_prompts([70])[0]
 
@@ -35,7 +38,8 @@ PROMPT = make_prompts([70])[0]
 @pytest.fixture(scope="module", params=FAMILIES, ids="-".join)
 def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SmallMtpModel:
     architecture, variant = request.param
-    return make(architecture, variant, tmp_path_factory.mktemp("mtp"), num_mtp_layers=2)
+    num_layers = 1 if architecture.startswith("Qwen") else 2
+    return make(architecture, variant, tmp_path_factory.mktemp("mtp"), num_mtp_layers=num_layers)
 
 
 def test_the_layers_are_left_out_of_the_digest_that_a_cell_compares(small: SmallMtpModel) -> None:
@@ -137,6 +141,21 @@ def test_a_layer_that_config_json_does_not_name_has_no_place(tmp_path: Path) -> 
     change_config(tmp_path, num_nextn_predict_layers=0)
     with pytest.raises(ModelDirectoryError, match=r"model\.layers\.2\."):
         load(tmp_path, "cpu")
+
+
+def test_the_layer_of_qwen_is_refused_if_it_is_not_the_one_published(tmp_path: Path) -> None:
+    make("Qwen3_5ForCausalLM", "plain", tmp_path, num_mtp_layers=1)
+    for name, value in (("mtp_num_hidden_layers", 2), ("mtp_use_dedicated_embeddings", True)):
+        change_config(tmp_path, **{name: value})
+        assert load(tmp_path, "cpu", with_mtp=False).mtp is None
+        with pytest.raises(ModelDirectoryError, match=r"2 prediction layers|mtp_use_dedicated_embeddings is True"):
+            load(tmp_path, "cpu")
+        change_config(tmp_path, **{name: None})
+    remove_tensors(tmp_path, "mtp.layers.0.self_attn.q_norm")
+    with pytest.raises(ModelDirectoryError, match=r"mtp\.layers\.0\.self_attn\.q_norm\.weight"):
+        load(tmp_path, "cpu")
+    remove_tensors(tmp_path, "mtp.")
+    assert load(tmp_path, "cpu").mtp is None
 
 
 @pytest.mark.parametrize("name", ["enorm", "shared_head.norm", "self_attn.kv_b_proj"])

@@ -228,12 +228,17 @@ def test_a_rank_reads_its_part_of_what_is_quantised(ranks: RankPool, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("architecture", "variant"), [("DeepseekV3ForCausalLM", "yarn-rope"), ("Glm4MoeForCausalLM", "query-key-norms")]
+    ("architecture", "variant", "num_layers"),
+    [
+        ("DeepseekV3ForCausalLM", "yarn-rope", 2),
+        ("Glm4MoeForCausalLM", "query-key-norms", 2),
+        ("Qwen3_5MoeForCausalLM", "plain", 1),
+    ],
 )
 def test_layers_for_multi_token_prediction_are_split_too(
-    ranks: RankPool, tmp_path: Path, architecture: str, variant: str
+    ranks: RankPool, tmp_path: Path, architecture: str, variant: str, num_layers: int
 ) -> None:
-    small = make_small_mtp_model(architecture, variant, tmp_path, num_mtp_layers=2)
+    small = make_small_mtp_model(architecture, variant, tmp_path, num_mtp_layers=num_layers)
     results = ranks.generate(small.directory, PROMPTS[1:], 1, tp_size=2, has_mtp=True)
     ops = load_ops("reference")
     options = LoadOptions(with_mtp=True)

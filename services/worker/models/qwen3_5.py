@@ -46,24 +46,28 @@ _SPARSE: Mapping[str, Any] = {
 }
 
 
-def load_qwen3_5(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """Load a rank's part of the dense model; raises as `ModelLoader` says."""
+def load_qwen3_5(config: Mapping[str, Any], shard: Shard, *, with_mtp: bool = False) -> DecoderModel:
+    """Load a rank's part of the dense model; raises as `ModelLoader` says. `with_mtp` adds the layer that drafts."""
     values = ConfigValues(config, _DENSE)
     common = read_common(values)
 
-    def load_feed_forward(layer: int) -> FeedForward:
-        return load_mlp(shard, common, f"model.layers.{layer}.mlp", inner_size=values.size("intermediate_size"))
+    def load_feed_forward(_: int | None, prefix: str) -> FeedForward:
+        return load_mlp(shard, common, prefix, inner_size=values.size("intermediate_size"))
 
-    return load_gated_model(shard, values, common, read=read_plain, load_feed_forward=load_feed_forward)
+    return load_gated_model(
+        shard, values, common, read=read_plain, load_feed_forward=load_feed_forward, with_mtp=with_mtp
+    )
 
 
-def load_qwen3_5_moe(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """Load a rank's part of the model with experts in every layer; raises as `ModelLoader` says."""
+def load_qwen3_5_moe(config: Mapping[str, Any], shard: Shard, *, with_mtp: bool = False) -> DecoderModel:
+    """Load a rank's part of the model with experts in every layer; otherwise as `load_qwen3_5`."""
     values = ConfigValues(config, _SPARSE)
     common = read_common(values)
     values.only("norm_topk_prob", True)
 
-    def load_feed_forward(layer: int) -> FeedForward:
-        return load_gated_sparse_mlp(shard, values, common, f"model.layers.{layer}.mlp", has_stacks=True)
+    def load_feed_forward(_: int | None, prefix: str) -> FeedForward:
+        return load_gated_sparse_mlp(shard, values, common, prefix, has_stacks=True)
 
-    return load_gated_model(shard, values, common, read=read_plain, load_feed_forward=load_feed_forward)
+    return load_gated_model(
+        shard, values, common, read=read_plain, load_feed_forward=load_feed_forward, with_mtp=with_mtp
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,16 @@ from services.worker.layers.linear import Linear
 from services.worker.layers.shard import Shard
 from services.worker.models.config import ConfigValues
 from services.worker.models.gemma3 import read_offset_norm
-from services.worker.models.parts.decoder import DecoderConfig, DecoderModel, FeedForward, load_mlp
-from services.worker.models.parts.plain_attention import AttentionConfig, AttentionHeads
+from services.worker.models.parts.decoder import (
+    DecoderConfig,
+    DecoderLayer,
+    DecoderModel,
+    FeedForward,
+    layer_name,
+    load_mlp,
+)
+from services.worker.models.parts.mtp import has_own_mtp, load_own_mtp
+from services.worker.models.parts.plain_attention import AttentionConfig, AttentionHeads, load_attention
 from services.worker.models.parts.recurrent import ReadProjections, load_hybrid_model, read_mixed
 from services.worker.models.parts.sparse_mlp import SparseConfig, load_sparse_mlp
 from services.worker.models.qwen3_moe import moe_dense_layers
@@ -41,25 +49,25 @@ _DEFAULTS: Mapping[str, Any] = {
     "num_experts": 512,
 }
 _PARTIAL_FACTOR = 0.25
-# Layers for multi-token prediction, which are not served.
-_MTP = "mtp."
 
 
-def load_qwen3_next(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """Load a rank's part of the model; raises as `ModelLoader` says."""
+def load_qwen3_next(config: Mapping[str, Any], shard: Shard, *, with_mtp: bool = False) -> DecoderModel:
+    """Load a rank's part of the model; raises as `ModelLoader` says. `with_mtp` adds the layer that drafts."""
     values = ConfigValues(config, _DEFAULTS)
     common = read_common(values)
     has_experts = values.count("num_experts") > 0
     dense_layers = moe_dense_layers(values, common.num_layers) if has_experts else range(common.num_layers)
     renormalizes = values.flag("norm_topk_prob", default=True)
 
-    def load_feed_forward(layer: int) -> FeedForward:
-        prefix = f"model.layers.{layer}.mlp"
-        if layer in dense_layers:
+    def load_feed_forward(layer: int | None, prefix: str) -> FeedForward:
+        is_dense = not has_experts if layer is None else layer in dense_layers
+        if is_dense:
             return load_mlp(shard, common, prefix, inner_size=values.size("intermediate_size"))
         return load_gated_sparse_mlp(shard, values, common, prefix, renormalizes=renormalizes)
 
-    return load_gated_model(shard, values, common, read=read_mixed, load_feed_forward=load_feed_forward)
+    return load_gated_model(
+        shard, values, common, read=read_mixed, load_feed_forward=load_feed_forward, with_mtp=with_mtp
+    )
 
 
 def read_common(values: ConfigValues) -> DecoderConfig:
@@ -69,22 +77,47 @@ def read_common(values: ConfigValues) -> DecoderConfig:
 
 
 def load_gated_model(
-    shard: Shard, values: ConfigValues, config: DecoderConfig, *, read: ReadProjections, load_feed_forward: Any
+    shard: Shard,
+    values: ConfigValues,
+    config: DecoderConfig,
+    *,
+    read: ReadProjections,
+    load_feed_forward: Callable[[int | None, str], FeedForward],
+    with_mtp: bool,
 ) -> DecoderModel:
-    """Load a model whose attention is gated; see `load_hybrid_model`."""
-    shard.weights.ignore(prefixes=[_MTP])
+    """Load a model whose attention is gated; see `load_hybrid_model`.
+
+    Args:
+        load_feed_forward: Gets a layer's number, None for the one that drafts, and the name of its network.
+        with_mtp: Whether to load the layer that drafts, if it is stored. It has attention.
+    """
+    has_mtp = has_own_mtp(values, shard.weights, with_mtp=with_mtp)
     # transformers does not read it: another value would be another model.
     values.only("attn_output_gate", True)
     has_bias = values.flag("attention_bias", default=False)
     attention = AttentionConfig(
         AttentionHeads.from_json(values),
-        [None] * config.num_layers,
+        [None] * (config.num_layers + has_mtp),
         has_qkv_bias=has_bias,
         has_output_bias=has_bias,
         has_head_norms=True,
         has_gate=True,
     )
-    return load_hybrid_model(shard, values, config, attention=attention, read=read, load_feed_forward=load_feed_forward)
+    model = load_hybrid_model(
+        *(shard, values, config),
+        attention=attention,
+        read=read,
+        load_feed_forward=lambda layer: load_feed_forward(layer, f"{layer_name(layer)}.mlp"),
+    )
+
+    def load_block(name: str) -> DecoderLayer:
+        layer, mlp = config.num_layers, load_feed_forward(None, f"{name}.mlp")
+        attends = load_attention(shard, config, layer, attention, prefix=name)
+        return DecoderLayer.load(shard, config, layer, attention=attends, mlp=mlp, prefix=name)
+
+    if has_mtp:
+        model.mtp = load_own_mtp(shard, config, model, load_block)
+    return model
 
 
 def load_gated_sparse_mlp(

@@ -73,6 +73,11 @@ _WITH_MTP: dict[str, ModelLoader] = {
     "GlmMoeDsaForCausalLM": partial(load_glm_moe_dsa, with_mtp=True),
     "KimiK25ForConditionalGeneration": partial(load_deepseek_v3, with_mtp=True),
     "Kimi_K25ForConditionalGeneration": partial(load_deepseek_v3, with_mtp=True),
+    "Qwen3NextForCausalLM": partial(load_qwen3_next, with_mtp=True),
+    "Qwen3_5ForCausalLM": partial(load_qwen3_5, with_mtp=True),
+    "Qwen3_5ForConditionalGeneration": partial(load_qwen3_5, with_mtp=True),
+    "Qwen3_5MoeForCausalLM": partial(load_qwen3_5_moe, with_mtp=True),
+    "Qwen3_5MoeForConditionalGeneration": partial(load_qwen3_5_moe, with_mtp=True),
 }
 
 

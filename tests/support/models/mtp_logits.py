@@ -24,7 +24,8 @@ def mtp_of(model: CausalLM) -> MtpLayers:
 @torch.inference_mode()
 def our_mtp_logits(paged: PagedModel, token_ids: Sequence[int], chunk_size: int) -> list[Tensor]:
     """The logits after each token, per layer; everything is computed in chunks of `chunk_size` tokens."""
-    model, mtp, table = paged.model, mtp_of(paged.model), paged.add(token_ids).block_table
+    model, mtp, sequence = paged.model, mtp_of(paged.model), paged.add(token_ids)
+    table, state_slots = sequence.block_table, paged.state_slots([sequence])
     tokens = torch.tensor(token_ids)
 
     def in_chunks(num_tokens: int, compute: Compute) -> Tensor:
@@ -32,9 +33,13 @@ def our_mtp_logits(paged: PagedModel, token_ids: Sequence[int], chunk_size: int)
         for start in range(0, num_tokens, chunk_size):
             end, is_prefill = min(start + chunk_size, num_tokens), chunk_size > 1
             metadata = attention_metadata(
-                [table], [end - start], [end], block_size=paged.kv_cache.block_size, is_prefill=is_prefill
+                *([table], [end - start], [end]),
+                block_size=paged.kv_cache.block_size,
+                is_prefill=is_prefill,
+                state_slots=state_slots,
             )
-            with forward_context(ForwardContext.for_step(paged.ops, metadata, paged.kv_cache)):
+            context = ForwardContext.for_step(paged.ops, metadata, paged.kv_cache, states=paged.states)
+            with forward_context(context):
                 parts.append(compute(slice(start, end), torch.arange(start, end)))
         return torch.cat(parts)
 

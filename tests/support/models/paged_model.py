@@ -123,6 +123,16 @@ class PagedModel:
             self._fill_table(sequence)
         return self._step(sequences, list(query_lens), is_prefill=is_prefill)
 
+    def state_slots(self, sequences: Sequence[PagedSequence]) -> Tensor | None:
+        """The sequences' slots; those of new ones are cleared."""
+        if self.states is None:
+            return None
+        for sequence in sequences:
+            if sequence.state_slot is None:
+                sequence.state_slot = self._free_slots.pop()
+                self.states.clear(torch.tensor([sequence.state_slot]))
+        return torch.tensor([sequence.state_slot for sequence in sequences])
+
     def _fill_table(self, sequence: PagedSequence) -> None:
         while len(sequence.block_table) * self.kv_cache.block_size < len(sequence.token_ids):
             sequence.block_table.append(self._free_blocks.pop())
@@ -136,7 +146,7 @@ class PagedModel:
             [len(seq.token_ids) for seq in sequences],
             block_size=self.kv_cache.block_size,
             is_prefill=is_prefill,
-            state_slots=self._state_slots(sequences),
+            state_slots=self.state_slots(sequences),
         )
         new_tokens = [seq.token_ids[-count:] for seq, count in zip(sequences, query_lens, strict=True)]
         places = [
@@ -148,13 +158,3 @@ class PagedModel:
             hidden = self.model.forward(token_ids, positions)
         rows = slice(None) if all_logits else metadata.cu_seqlens_q[1:].long() - 1
         return self.model.compute_logits(hidden[rows])
-
-    def _state_slots(self, sequences: Sequence[PagedSequence]) -> Tensor | None:
-        """The sequences' slots; those of new ones are cleared."""
-        if self.states is None:
-            return None
-        for sequence in sequences:
-            if sequence.state_slot is None:
-                sequence.state_slot = self._free_slots.pop()
-                self.states.clear(torch.tensor([sequence.state_slot]))
-        return torch.tensor([sequence.state_slot for sequence in sequences])

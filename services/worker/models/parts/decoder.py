@@ -110,6 +110,11 @@ def read_num_layers(values: ConfigValues) -> int:
     return values.size("num_hidden_layers", highest=_MAX_LAYERS)
 
 
+def layer_name(layer: int) -> str:
+    """How the names of a layer's tensors begin."""
+    return f"model.layers.{layer}"
+
+
 class DecoderLayer:
     """Pre-norm attention and feed-forward network on a residual stream."""
 
@@ -128,10 +133,17 @@ class DecoderLayer:
 
     @classmethod
     def load(
-        cls, shard: Shard, config: DecoderConfig, layer: int, *, attention: SelfAttention, mlp: FeedForward
+        cls,
+        shard: Shard,
+        config: DecoderConfig,
+        layer: int,
+        *,
+        attention: SelfAttention,
+        mlp: FeedForward,
+        prefix: str | None = None,
     ) -> DecoderLayer:
-        """Load the norms around `attention` and `mlp`."""
-        prefix = f"model.layers.{layer}"
+        """Load the norms around `attention` and `mlp`; `prefix` is the layer's name if it is not `layer_name(layer)`."""
+        prefix = prefix or layer_name(layer)
         return cls(
             attention_norm=load_norm(shard, config, f"{prefix}.input_layernorm"),
             attention=attention,

@@ -1,14 +1,15 @@
 """Multi-token prediction: layers after a checkpoint's last one that draft the token after the next.
 
 Source: arXiv:2412.19437 (DeepSeek-V3), section 2.2, equations 21 to 23; GLM-4.5 has the same layout. Embedding and head
-are the model's, as in the paper; the copies in checkpoints are not read.
+are the model's, as in the paper; the copies in checkpoints are not read. Qwen3-Next and Qwen3.5 store one such layer
+under names of its own, `mtp.…`; source: vLLM, `Qwen3NextMultiTokenPredictor` and `Qwen3_5MultiTokenPredictor`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +19,35 @@ from services.worker.layers.linear import Linear
 from services.worker.layers.norm import RmsNorm
 from services.worker.layers.shard import Part, Shard
 from services.worker.models.config import ConfigValues
-from services.worker.models.parts.decoder import DecoderConfig, DecoderLayer, DecoderModel, load_norm
+from services.worker.models.parts.decoder import DecoderConfig, DecoderLayer, DecoderModel, layer_name, load_norm
 from services.worker.models.protocol import MtpLayers
 from services.worker.weights.model_weights import ModelWeights
+from shared.model_dir import ModelDirectoryError
 
 _NUM_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 _SHARED = ("embed_tokens.", "shared_head.head.")
+_OWN_NAME = "mtp."
+# Where Qwen3.5 counts its layers; Qwen3-Next does not, and has one.
+_NUM_OWN = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+
+
+class _MtpNames(NamedTuple):
+    """What a checkpoint calls the parts of an `MtpLayer` around its block."""
+
+    embedding_norm: str
+    hidden_norm: str
+    join: str
+    last_norm: str
+
+    @classmethod
+    def of_layer(cls, layer: int) -> _MtpNames:
+        """Those of a layer after the model's own."""
+        return cls(*(f"{layer_name(layer)}.{part}" for part in ("enorm", "hnorm", "eh_proj", "shared_head.norm")))
+
+
+_OWN_NAMES = _MtpNames(
+    *(f"{_OWN_NAME}{part}" for part in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"))
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +62,15 @@ class MtpLayer:
     last_norm: RmsNorm
 
     @classmethod
-    def load(cls, shard: Shard, config: DecoderConfig, layer: int, *, block: DecoderLayer) -> MtpLayer:
+    def load(cls, shard: Shard, config: DecoderConfig, names: _MtpNames, *, block: DecoderLayer) -> MtpLayer:
         """Load a layer of the checkpoint around its decoder layer."""
-        prefix, size = f"model.layers.{layer}", config.hidden_size
+        size = config.hidden_size
         return cls(
-            embedding_norm=load_norm(shard, config, f"{prefix}.enorm"),
-            hidden_norm=load_norm(shard, config, f"{prefix}.hnorm"),
-            join=Linear.load(shard, [f"{prefix}.eh_proj"], [Part.whole(size)], inputs=Part.whole(2 * size)),
+            embedding_norm=load_norm(shard, config, names.embedding_norm),
+            hidden_norm=load_norm(shard, config, names.hidden_norm),
+            join=Linear.load(shard, [names.join], [Part.whole(size)], inputs=Part.whole(2 * size)),
             block=block,
-            last_norm=load_norm(shard, config, f"{prefix}.shared_head.norm"),
+            last_norm=load_norm(shard, config, names.last_norm),
         )
 
 
@@ -96,7 +120,9 @@ def num_mtp_layers(values: ConfigValues) -> int:
 def mtp_prefixes(config: Mapping[str, Any]) -> tuple[str, ...]:
     """How the names of the layers' tensors begin, whether or not a checkpoint has them; none if there are no layers."""
     values = ConfigValues(config)
-    return _prefixes(_layer_numbers(values.count("num_hidden_layers"), values)) if num_mtp_layers(values) else ()
+    if not num_mtp_layers(values):
+        return (_OWN_NAME,)
+    return (*_prefixes(_layer_numbers(values.count("num_hidden_layers"), values)), _OWN_NAME)
 
 
 def _layer_numbers(num_layers: int, values: ConfigValues) -> range:
@@ -117,7 +143,32 @@ def load_mtp(
 ) -> DecoderMtpLayers | None:
     """Load the layers around `blocks`, which follow the model's own; None if there are none."""
     layers = [
-        MtpLayer.load(shard, config, number, block=block)
+        MtpLayer.load(shard, config, _MtpNames.of_layer(number), block=block)
         for number, block in enumerate(blocks, start=config.num_layers)
     ]
     return DecoderMtpLayers(model, layers, num_shared_positions=num_shared_positions) if layers else None
+
+
+def has_own_mtp(values: ConfigValues, weights: ModelWeights, *, with_mtp: bool) -> bool:
+    """Whether to load the layer that has names of its own: it is requested, and stored.
+
+    Tensors that will not be read are marked as ignored in `weights`.
+
+    Raises:
+        ModelDirectoryError: it is not the one layer that there is in published checkpoints.
+    """
+    if not with_mtp or f"{_OWN_NAMES.last_norm}.weight" not in weights:
+        weights.ignore(prefixes=[_OWN_NAME])
+        return False
+    values.only("mtp_use_dedicated_embeddings", False)
+    if (count := values.count(*_NUM_OWN, default=1)) != 1:
+        raise ModelDirectoryError(f"config.json: {count} prediction layers are not supported, only one is")
+    return True
+
+
+def load_own_mtp(
+    shard: Shard, config: DecoderConfig, model: DecoderModel, load_block: Callable[[str], DecoderLayer]
+) -> DecoderMtpLayers:
+    """Load the layer that has names of its own; `load_block` gets that of its decoder layer."""
+    layer = MtpLayer.load(shard, config, _OWN_NAMES, block=load_block(f"{_OWN_NAME}layers.0"))
+    return DecoderMtpLayers(model, [layer])

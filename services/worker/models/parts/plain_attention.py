@@ -15,7 +15,7 @@ from services.worker.layers.linear import Linear, sum_over_ranks
 from services.worker.layers.rotary import Rotary
 from services.worker.layers.shard import Part, Shard
 from services.worker.models.config import ConfigValues
-from services.worker.models.parts.decoder import DecoderConfig, DecoderLayer, DecoderModel, FeedForward
+from services.worker.models.parts.decoder import DecoderConfig, DecoderLayer, DecoderModel, FeedForward, layer_name
 from services.worker.ops import AttentionParams, HeadNorms
 from services.worker.ops.matrix_rows import join_rows, take_rows
 from shared.model_dir import ModelDirectoryError
@@ -155,14 +155,17 @@ def load_rotary(shard: Shard, config: DecoderConfig, heads: AttentionHeads) -> R
     return Rotary(shard.ops, config.rope, rotary_dim, config.context_length, device=shard.weights.device)
 
 
-def load_attention(shard: Shard, config: DecoderConfig, layer: int, attention: AttentionConfig) -> Attention:
-    """This rank's heads; the output projection is summed over the ranks."""
-    ops, weights, prefix, head_dim = (
-        shard.ops,
-        shard.weights,
-        f"model.layers.{layer}.self_attn",
-        attention.heads.head_dim,
-    )
+def load_attention(
+    shard: Shard, config: DecoderConfig, layer: int, attention: AttentionConfig, *, prefix: str | None = None
+) -> Attention:
+    """This rank's heads; the output projection is summed over the ranks.
+
+    Args:
+        layer: The layer's number, in the KV cache too.
+        prefix: The layer's name if it is not `layer_name(layer)`.
+    """
+    ops, weights, head_dim = shard.ops, shard.weights, attention.heads.head_dim
+    prefix = f"{prefix or layer_name(layer)}.self_attn"
     heads, kv_heads = shard.heads(attention.heads.num_heads), shard.kv_heads(attention.heads.num_kv_heads)
     hidden, query, kv = Part.whole(config.hidden_size), heads.times(head_dim), kv_heads.times(head_dim)
     sinks = None

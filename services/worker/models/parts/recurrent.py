@@ -171,7 +171,10 @@ def load_hybrid_model(
     read: ReadProjections,
     load_feed_forward: Callable[[int], FeedForward],
 ) -> DecoderModel:
-    """Load a model of layers with attention and layers with the gated delta rule."""
+    """Load a model of layers with attention and layers with the gated delta rule.
+
+    What `attention` has beyond the model's own layers are those that draft, whose KV comes last.
+    """
     types = read_layer_types(values, config.num_layers)
     delta = DeltaConfig.from_json(values)
     layers = []
@@ -189,7 +192,7 @@ def load_hybrid_model(
         config,
         layers=layers,
         rotaries=[rotary] * len(layers),
-        kv_layers=[kept if kind == FULL else () for kept, kind in zip(kv_layers, types, strict=True)],
+        kv_layers=[() if layer < len(types) and types[layer] == LINEAR else kv for layer, kv in enumerate(kv_layers)],
         states=_spec(shard, delta, types) if LINEAR in types else NO_STATES,
     )
 

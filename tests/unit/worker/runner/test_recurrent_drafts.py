@@ -11,7 +11,7 @@ from torch import Tensor
 from services.worker.batch.drafts import Drafting
 from services.worker.config import WorkerSettings
 from services.worker.forward.drafted_states import drafted_bytes
-from services.worker.models.loader import LoadedModel, load_model
+from services.worker.models.loader import LoadedModel, LoadOptions, load_model
 from services.worker.ops import load_ops
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.graphs.graph_runner import GraphSettings
@@ -19,9 +19,10 @@ from services.worker.runner.model_runner import Execution, ModelRunner
 from services.worker.spec_decode.drafting import make_drafting
 from services.worker.spec_decode.ngram_drafts import NgramProposer
 from shared.model_dir import ModelDirectoryError
-from tests.support.models.drafting import REQUESTS, KnowingProposer
+from tests.support.models.drafting import REQUESTS, KnowingProposer, num_accepted
 from tests.support.models.parity import make_prompts
 from tests.support.models.small_models import build_small_model, write_small_model
+from tests.support.models.small_mtp import make_small_mtp_model
 from tests.support.worker.graphs import CountingCapture
 from tests.support.worker.worker_driver import Answer, Request, WorkerDriver
 from tests.support.worker.worker_runner import load_exact, make_runner
@@ -69,6 +70,18 @@ def test_drafts_computed_by_graphs_change_no_answer(
     assert WorkerDriver(runner, seed=1).generate(REQUESTS) == undrafted
     # The graphs of steps with drafts were captured first.
     assert sum(capture.replays[: len(sizes)]) > 5
+
+
+def test_drafts_by_multi_token_prediction_change_no_answer(tmp_path: Path) -> None:
+    make_small_mtp_model("Qwen3NextForCausalLM", "plain", tmp_path, has_sure_drafts=True)
+    ops, options = load_ops("reference"), LoadOptions(with_mtp=True)
+    loaded = load_model(tmp_path, ops, torch.float32, lambda _: None, options=options)
+    expected = WorkerDriver(make_runner(loaded, num_blocks=200)).generate(REQUESTS)
+    settings = WorkerSettings(model_dir=tmp_path, draft_proposer="mtp", num_draft_tokens=3)
+    runner = make_runner(loaded, num_blocks=200, drafting=make_drafting(settings, loaded, ops, lambda: None))
+    driver = WorkerDriver(runner, seed=2)
+    assert driver.generate(REQUESTS) == expected
+    assert 10 < num_accepted(driver) < sum(output.num_draft_tokens for output in driver.outputs)
 
 
 def states_of(runner: ModelRunner, slot: int) -> list[Tensor]:
