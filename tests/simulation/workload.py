@@ -131,6 +131,15 @@ class CellSettings:
         return self.policy.enable_chunked_prefill and (self.proposals[rank].mixes if mixes is None else mixes)
 
     @property
+    def max_save_points(self) -> int:
+        """The most chunks of a prompt that end because its state is saved."""
+        if not self.num_checkpoint_slots or not self.policy.enable_chunked_prefill:
+            return 0
+        interval = self.cache.state_checkpoint_interval
+        # After the cached blocks that could not be shared, and for other choices, after the last whole block.
+        return 2 + (self.max_request_tokens // interval if interval else 0)
+
+    @property
     def has_long_answers(self) -> bool:
         """Whether a few completions may be long."""
         return self.context_length == _LONG_CONTEXT_LENGTH

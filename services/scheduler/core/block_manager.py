@@ -62,6 +62,8 @@ class BlockManager:
         self._ref_counts = np.zeros(num_blocks, np.int32)
         self._free = FreeBlocks(num_blocks)
         self._states = None if num_checkpoints is None else StateCheckpoints(num_blocks, num_checkpoints)
+        self.num_times_saves_ended = 0
+        """How often states that were being saved became visible or were withdrawn."""
 
     @property
     def num_free_blocks(self) -> int:
@@ -186,6 +188,7 @@ class BlockManager:
         blocks = _as_array(seq.block_table)
         published = blocks[self._prefixes.holds(blocks)]
         if self._states is not None:
+            self.num_times_saves_ended += 1
             # What continues these blocks was computed from their states.
             self._states.forget(blocks)
             self._states.forget(self._prefixes.find_behind(published))
@@ -227,6 +230,7 @@ class BlockManager:
         if self._states is not None and (saves or restores):
             self._states.end_step(saves, restores, set(not_finite_saves.tolist()))
             self._prefixes.void_lookups()
+            self.num_times_saves_ended += bool(saves)
 
     def flush(self) -> int:
         """Forget all contents; returns how many blocks lost one.
@@ -235,6 +239,7 @@ class BlockManager:
         """
         if self._states is not None:
             self._states.clear()
+            self.num_times_saves_ended += 1
         num_flushed = len(self._prefixes.flush())
         self._free.blank_all()
         return num_flushed

@@ -52,8 +52,8 @@ class PrefillPlanner:
     fails.
 
     With recurrent states, a chunk may end before the budget does, and then others enter beside it. A sequence that
-    could share more once a step in flight has saved a state waits until that step has returned, and with it what is
-    behind it in the queue.
+    could share more once a step in flight has saved a state waits until that step has returned, the save is withdrawn,
+    or the rank is lost. Others pass it meanwhile, unless it has aged or was admitted before.
     """
 
     def __init__(
@@ -78,6 +78,14 @@ class PrefillPlanner:
         self._eos_token_ids = frozenset(facts.eos_token_ids)
         self._counters = counters
         self._states = running.states
+        self._num_times_saves_ended = 0
+
+    def begin_plan(self, now: float) -> None:
+        """Let those that others may pass have another look, if what they wait for has come, or if they have aged."""
+        if self._blocks.num_times_saves_ended != self._num_times_saves_ended:
+            self._num_times_saves_ended = self._blocks.num_times_saves_ended
+            self._waiting.bring_back()
+        self._waiting.bring_back_aged(now)
 
     def plan(self, budget: int, now: float, *, may_admit: bool) -> Prefill:
         """Plan chunks, then admit, within `budget` tokens."""
@@ -86,26 +94,31 @@ class PrefillPlanner:
             if prefill.budget:
                 self._send_chunk(seq, prefill)
         # Slots that a step in flight still names are not free.
-        while may_admit and self._waiting and self._slots.num_free_slots:
+        while may_admit and prefill.budget and self._slots.num_free_slots:
             if not self._try_admit(prefill, now):
                 break
         return prefill
 
-    def next_waiting(self, now: float) -> tuple[Sequence, int]:
-        """The next waiting sequence and how many free blocks it needs; there must be one."""
+    def next_waiting(self, now: float) -> tuple[Sequence, int] | None:
+        """The next waiting sequence and how many free blocks it needs.
+
+        None if there is none, or if it waits for a step in flight and may not be passed.
+        """
         seq = self._next(now)
-        return seq, self.num_blocks_to_take(seq)
+        return None if seq is None else (seq, self.num_blocks_to_take(seq))
 
     def num_blocks_to_take(self, seq: Sequence) -> int:
         """How many free blocks a waiting sequence needs."""
         return self._blocks.num_blocks_to_take(seq, self._find_prefix(seq))
 
-    def awaits_state(self, seq: Sequence) -> bool:
-        """Whether a waiting sequence could share more once a step in flight has returned, and so does not enter yet."""
-        return self._find_prefix(seq).awaits_state
-
-    def _next(self, now: float) -> Sequence:
-        return self._waiting.next(now, self._blocks.num_cached_tokens, self._shares.keeps_share)
+    def _next(self, now: float) -> Sequence | None:
+        while self._waiting.has_next:
+            seq = self._waiting.next(now, self._blocks.num_cached_tokens, self._shares.keeps_share)
+            if self._states is None or not self._find_prefix(seq).awaits_state:
+                return seq
+            if not self._waiting.try_set_aside(seq, now):
+                break
+        return None
 
     def _send_chunk(self, seq: Sequence, prefill: Prefill) -> None:
         num_tokens = min(seq.num_unsent_tokens, prefill.budget)
@@ -122,10 +135,12 @@ class PrefillPlanner:
     def _try_admit(self, prefill: Prefill, now: float) -> bool:
         """Returns False if nothing has changed."""
         seq = self._next(now)
+        if seq is None:
+            return False
         prefix = self._find_prefix(seq)
         num_new_tokens = seq.num_stored_tokens - prefix.num_tokens
         num_tokens = self._num_tokens_to_send(num_new_tokens, prefill.budget)
-        if not num_tokens or prefix.awaits_state or prefill.computes_any(prefix.block_ids):
+        if not num_tokens or prefill.computes_any(prefix.block_ids):
             return False
         if not self._growth_fits(seq, prefix) or not self._blocks.try_allocate(seq, prefix):
             return False

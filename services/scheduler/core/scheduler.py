@@ -116,6 +116,7 @@ class Scheduler:
             None when there is nothing to do; only preemptions may have happened then.
         """
         self._shares.begin_plan()
+        self._prefill.begin_plan(now)
         if may_prefill:
             self._preempt_for_next(now)
         if self._budget.mixes:
@@ -331,11 +332,12 @@ class Scheduler:
 
     def _preempt_for_next(self, now: float) -> None:
         has_classes = self._policy.queue_policy is QueuePolicy.PRIORITY
-        if not (has_classes or self._shares.are_needed) or not self._waiting or not self._may_admit(now):
+        if not (has_classes or self._shares.are_needed) or not self._waiting.has_next or not self._may_admit(now):
             return
-        seq, num_blocks = self._prefill.next_waiting(now)
-        if self._prefill.awaits_state(seq):
+        waiting = self._prefill.next_waiting(now)
+        if waiting is None:
             return
+        seq, num_blocks = waiting
         if has_classes:
             self._preemption.preempt_for(seq, num_blocks, now)
         if self._shares.are_needed:
@@ -347,7 +349,7 @@ class Scheduler:
         return decodes
 
     def _plan_prefill(self, budget: int, may_admit: bool, now: float) -> Prefill:
-        if not self._waiting and not self._running.begun:
+        if not self._waiting.has_next and not self._running.begun:
             return _NO_PREFILL
         return self._prefill.plan(budget, now, may_admit=may_admit and self._may_admit(now))
 

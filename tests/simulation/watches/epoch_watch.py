@@ -211,6 +211,7 @@ class EpochWatch:
         self._reported_not_finite: dict[int, int] = {}
         self._block_to_salt: dict[int, Salt] = {}
         self._states = None if settings.num_checkpoint_slots is None else StateWatch()
+        self._overtaken: list[Entry] = []
         # For each aged request: the requests that were ever ahead of it, and the steps sent since it aged.
         self._ahead_of: dict[Entry, set[Entry]] = {}
         self._num_steps_waited: Counter[Entry] = Counter()
@@ -243,6 +244,9 @@ class EpochWatch:
         self._check_sharing(batch)
         if self._states is not None:
             self._states.check_step(batch, lambda slot: self._batch[slot].entry.text)
+            waits = all(other.is_new and self._states.is_coming(other.plan) for other in self._overtaken)
+            assert waits, "an older or more urgent request is overtaken that waits for no state"
+            self._overtaken.clear()
         assert len(self._batch) <= policy.max_num_seqs, "too many sequences"
         chunks = [*batch.chunks, *(enter.chunk for enter in batch.enters)]
         num_prompt_tokens = sum(chunk.num_tokens for chunk in chunks)
@@ -431,12 +435,15 @@ class EpochWatch:
                 continue
             match policy.queue_policy:
                 case QueuePolicy.FCFS:
-                    assert other.arrived_at >= entry.arrived_at, "an older request is overtaken"
+                    is_later = other.arrived_at >= entry.arrived_at
                 case QueuePolicy.PRIORITY:
                     is_later = (other.plan.priority, other.arrived_at) >= (entry.plan.priority, entry.arrived_at)
-                    assert is_later, "an older or more urgent request is overtaken"
                 case QueuePolicy.LONGEST_PREFIX:
-                    pass
+                    is_later = True
+            assert is_later or self._states is not None, "an older or more urgent request is overtaken"
+            if not is_later:
+                # It may wait for a state that this step saves.
+                self._overtaken.append(other)
 
     def _check_waiting(self, now: float) -> None:
         policy = self._settings.policy
@@ -458,18 +465,23 @@ class EpochWatch:
                 num_others_tokens = self._turns.most_tokens_of_others(entry)
             self._num_steps_waited[entry] += 1
             settings = self._settings
-            bound = max_steps_to_admission(
-                len(ahead), settings.max_request_tokens, settings.max_prompt_tokens(self.rank)
-            )
             # A token of another tenant is a step with a row, which counts as one of a request that is ahead.
-            num_chunks = -(-settings.max_request_tokens // settings.max_prompt_tokens(self.rank))
-            bound += math.ceil(num_others_tokens) * (2 * num_chunks - 1)
-            if settings.num_checkpoint_slots:
-                # A chunk for each state that is saved, and a wait for it.
-                bound *= 2 * settings.max_request_tokens * policy.max_steps_in_flight
+            bound = math.ceil(num_others_tokens) * self._max_steps_per_token + max_steps_to_admission(
+                len(ahead),
+                settings.max_request_tokens,
+                settings.max_prompt_tokens(self.rank),
+                settings.max_save_points,
+            )
             # Coupled ranks delay their prompts for each other.
             bound *= 1 + policy.max_prefill_wait_steps
             assert self._num_steps_waited[entry] <= bound, "a request waits longer than it may"
+
+    @property
+    def _max_steps_per_token(self) -> int:
+        """How many steps there are at most for one with a row."""
+        settings = self._settings
+        num_chunks = -(-settings.max_request_tokens // settings.max_prompt_tokens(self.rank))
+        return 2 * (num_chunks + settings.max_save_points) - 1
 
     def _has_aged(self, entry: Entry, now: float) -> bool:
         """Whether a request has certainly aged: it never entered a batch, and was accepted long enough ago."""

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 
 from services.scheduler.core.batch.step import ScheduledBatch
-from tests.simulation.workload import Salt
+from tests.simulation.workload import RequestPlan, Salt
 
 Text = tuple[Salt, list[int]]
 """A sequence's salt, and all tokens that it will have."""
@@ -48,6 +48,13 @@ class StateWatch:
         for checkpoint in saves:
             self._saved.pop(checkpoint, None)
         self._in_flight.append((saves, read))
+
+    def is_coming(self, plan: RequestPlan) -> bool:
+        """Whether a step in flight saves a state that a newcomer can continue."""
+        saved = [content for saves, _ in self._in_flight for content in saves.values()]
+        # At least one token is left to compute.
+        text = plan.salt, plan.prompt[:-1]
+        return any(content is not None and content == _content(text, len(content[1])) for content in saved)
 
     def take_answer(self, not_finite_saves: Collection[int]) -> None:
         """Take in the answer to the oldest step in flight."""

@@ -15,7 +15,7 @@ _MIN_STALE = 64
 
 
 class TenantClasses:
-    """Finds the most urgent class that waits, and the tenant with the lowest counter in it.
+    """Finds the most urgent class that waits and is not set aside, and the tenant with the lowest counter in it.
 
     The class of a tenant is that of its next sequence, an aged one being most urgent. It changes with the tenant's
     queue, which the waiting queue notes, and once, as time passes, when the tenant's first sequence turns aged. What
@@ -26,7 +26,7 @@ class TenantClasses:
     """
 
     def __init__(self, queues: Mapping[int, TenantQueue]) -> None:
-        """`queues` are those that wait, by their tenants' numbers; none is empty."""
+        """`queues` are those that wait, by their tenants' numbers; those without a next sequence are left out."""
         self._queues = queues
         self._changed: set[int] = set()
         self._heaps = {priority: AccountHeap() for priority in sorted(Priority)}
@@ -58,6 +58,8 @@ class TenantClasses:
 
     def _update(self, number: int, now: float, num_cached_tokens: NumCachedTokens) -> None:
         queue, before = self._queues.get(number), self._classes.pop(number, None)
+        if queue is not None and not queue.has_next:
+            queue = None
         priority = None if queue is None else queue.first_class(now, num_cached_tokens)
         if before is not None and before[0] is not priority:
             self._heaps[before[0]].remove(before[1])

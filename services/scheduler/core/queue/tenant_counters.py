@@ -38,6 +38,9 @@ class AccountHeap:
         self._accounts: dict[int, TenantAccount] = {}
         self._heap = LazyHeap(self._accounts, attrgetter("counter"))
 
+    def __contains__(self, account: TenantAccount) -> bool:
+        return account.number in self._accounts
+
     def add(self, account: TenantAccount) -> None:
         """Add an account that is not here."""
         self._accounts[account.number] = account

@@ -12,8 +12,10 @@ from services.scheduler.core.queue.tenant_counters import TenantAccount
 class TenantQueue:
     """A tenant's waiting sequences: the aged ones by arrival, then the others in the order of the queue policy.
 
-    Invariant: each of `arrivals` is either in `_aged`, or in both `_order` and `_ages`. `returned` are those that were
-    admitted before, by arrival. `num_new_tokens` are the prompt tokens of the leaders among the others.
+    Those that were set aside keep their places, but are not next.
+
+    Invariant: each of `arrivals` is either in `_aged`, in both `_order` and `_ages`, or in `aside`. `returned` are
+    those that were admitted before, by arrival. `num_new_tokens` are the prompt tokens of the leaders among the others.
     """
 
     def __init__(self, account: TenantAccount, order: QueueOrder, max_age_s: float) -> None:
@@ -24,6 +26,8 @@ class TenantQueue:
         self.num_new_tokens = 0
         self.arrivals: dict[Sequence, Key] = {}
         self.returned = SortedQueue()
+        self.aside: dict[Sequence, None] = {}
+        """Those that others may pass; see `WaitingQueue.try_set_aside`."""
         self._max_age_s = max_age_s
         self._order = order
         # The sequences in `_order`, by the time at which they turn aged.
@@ -31,11 +35,15 @@ class TenantQueue:
         # By arrival.
         self._aged = SortedQueue()
 
+    @property
+    def has_next(self) -> bool:
+        """Whether any sequence is not set aside."""
+        return len(self.arrivals) > len(self.aside)
+
     def push(self, arrival: Key, seq: Sequence) -> None:
         """Add a sequence; `arrival` ends with a number that no other one has."""
         self.arrivals[seq] = arrival
-        self._order.push(arrival, seq)
-        self._ages.push((self._ages_at(seq), arrival[-1]), seq)
+        self._line_up(seq)
         if seq.was_admitted:
             self.returned.push(arrival, seq)
         else:
@@ -44,7 +52,9 @@ class TenantQueue:
     def remove(self, seq: Sequence) -> None:
         """Remove a sequence from any place."""
         del self.arrivals[seq]
-        if seq in self._aged:
+        if seq in self.aside:
+            del self.aside[seq]
+        elif seq in self._aged:
             self._aged.remove(seq)
         else:
             self._order.remove(seq)
@@ -54,8 +64,21 @@ class TenantQueue:
         else:
             self.num_new_tokens -= seq.num_limited_tokens
 
+    def set_aside(self, seq: Sequence) -> float:
+        """Set a sequence aside that has not aged; returns when it turns aged."""
+        self._order.remove(seq)
+        self._ages.remove(seq)
+        self.aside[seq] = None
+        return self._ages_at(seq)
+
+    def bring_back(self) -> None:
+        """Let those that were set aside go on at their places."""
+        aside, self.aside = self.aside, {}
+        for seq in aside:
+            self._line_up(seq)
+
     def first(self, now: float, num_cached_tokens: NumCachedTokens) -> Sequence:
-        """The next sequence; there must be one."""
+        """The next sequence that is not set aside; there must be one."""
         if self._ages and self._ages.top[0][0] < now:
             return self._first_aged(now)
         return self._aged.top[1] if self._aged else self._order.first(now, num_cached_tokens)
@@ -73,9 +96,9 @@ class TenantQueue:
         has_aged = bool(self._aged) or self._ages.top[0][0] < now
         return None if has_aged else self._ages.top[0][0]
 
-    def oldest(self) -> tuple[Key, Sequence]:
-        """The earliest arrival; there must be one."""
-        return min(self._fronts())
+    def oldest_arrived_at(self) -> float:
+        """The earliest arrive time; there must be one."""
+        return min(key[0] for key in (*(key for key, _ in self._fronts()), *map(self.arrivals.__getitem__, self.aside)))
 
     def has_aged(self, seq: Sequence, now: float) -> bool:
         """Whether a sequence of this queue has aged."""
@@ -83,11 +106,19 @@ class TenantQueue:
 
     def check_integrity(self) -> None:
         """Assert the class's invariant."""
-        assert len(self._order) == len(self._ages) == len(self.arrivals) - len(self._aged), "a tenant's places"
-        assert all((seq in self._aged) != (seq in self._ages) for seq in self.arrivals), "a tenant's places"
+        num_in_order = len(self.arrivals) - len(self._aged) - len(self.aside)
+        assert len(self._order) == len(self._ages) == num_in_order, "a tenant's places"
+        assert all((seq in self._aged) + (seq in self._ages) + (seq in self.aside) == 1 for seq in self.arrivals), (
+            "a tenant's places"
+        )
         new = (seq for seq in self.arrivals if not seq.was_admitted)
         assert self.num_new_tokens == sum(seq.num_limited_tokens for seq in new), "a tenant's tokens"
         assert all((seq in self.returned) == seq.was_admitted for seq in self.arrivals), "a tenant's returned sequences"
+
+    def _line_up(self, seq: Sequence) -> None:
+        arrival = self.arrivals[seq]
+        self._order.push(arrival, seq)
+        self._ages.push((self._ages_at(seq), arrival[-1]), seq)
 
     def _first_aged(self, now: float) -> Sequence:
         """At least one aged sequence must be in the policy's order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Collection, Iterator
 
 from services.scheduler.core.batch.sequence import Sequence
@@ -39,21 +40,24 @@ KeepsShare = Callable[[Sequence], bool]
 """Whether a waiting sequence, once admitted, leaves its tenant within its share of the rank."""
 
 
+# Each one that is set aside is looked up when it is, and again after the step that it waits for.
+MAX_ASIDE = 128
+
+
 def _keeps_any_share(_: Sequence) -> bool:
     return True
 
 
-def max_steps_to_admission(num_ahead: int, context_length: int, token_budget: int) -> int:
-    """An upper bound on the steps sent between a request turning aged and the step that admits it.
+def max_steps_to_admission(num_ahead: int, context_length: int, token_budget: int, num_save_points: int = 0) -> int:
+    """An upper bound on the steps sent between a request turning aged and the step that admits it, for one tenant.
 
-    It is that for one tenant and models without recurrent state: where states are saved, chunks end before the budget
-    does, and a request may wait for a step in flight.
-
-    Let A be the sequences ahead of it, L the context length, and c = ceil(L / B) the steps it takes to compute the
-    longest prompt with the token budget B. The bound is |A| * L * (2c - 1):
+    Let A be the sequences ahead of it, L the context length, and c = ceil(L / B) + s the steps it takes to compute the
+    longest prompt with the token budget B if chunks end at s points where states are saved. The bound is
+    |A| * L * (2c - 1):
 
     - While an aged request waits, only aged ones that arrived before it are admitted; others that are preempted are
-      queued after it. So every step works for A only.
+      queued after it. So every step works for A only. That holds while it waits for a state that a step in flight
+      saves, too: nothing passes what has aged, and only a step that works for A saves one.
     - A row is a token that is kept (or several, with drafts), or one wasted by overlap; both count against max_tokens.
       So at most |A| * L steps have a row.
     - A step without a row gives its whole budget to the prompt that began first, which takes at most c - 1 such steps
@@ -70,8 +74,10 @@ def max_steps_to_admission(num_ahead: int, context_length: int, token_budget: in
         num_ahead: Sequences that held a slot when the request turned aged, plus unfinished ones that arrived before it,
             including those resubmitted later.
         token_budget: `StepBudget.max_prompt_tokens`.
+        num_save_points: The most states that are saved while one prompt is computed: one each interval, and two more
+            (see `StateSaves`).
     """
-    num_chunks = -(-context_length // token_budget)
+    num_chunks = -(-context_length // token_budget) + num_save_points
     return num_ahead * context_length * (2 * num_chunks - 1)
 
 
@@ -90,11 +96,15 @@ class WaitingQueue:
     before, then to the first added. Limits apply to newcomers only. Each choice of a request counts as one waiting
     sequence; their prompt counts once.
 
+    A newcomer that waits for a step in flight is set aside until that step has returned or it turns aged. It keeps its
+    place and counts as waiting, but others may pass it.
+
     The clock never goes back. While a sequence waits, its priority and its times do not change.
 
     Invariant: each waiting sequence is in its tenant's queue, and no such queue is empty. `num_new` counts those that
     were never admitted, and `num_new_tokens` the prompt tokens of the leaders among them. `_accounts` are those of
-    the queues, and `_weight` is the sum of their weights. `held` waits here.
+    the queues in which not all is set aside, and `_weight` is the sum of the weights of all. `held` waits here, and is
+    not set aside. `_num_aside` counts what is.
     """
 
     def __init__(
@@ -129,6 +139,9 @@ class WaitingQueue:
         # Whether something was added that may go before the choice.
         self._may_change = False
         self._num_added = 0
+        self._num_aside = 0
+        # When the first of those that are set aside turns aged, or earlier.
+        self._aside_ages_at = math.inf
         self._drain_rate = DrainRate()
 
     def __len__(self) -> int:
@@ -139,13 +152,18 @@ class WaitingQueue:
         return iter(self._queues)
 
     @property
+    def has_next(self) -> bool:
+        """Whether any sequence is not set aside."""
+        return len(self._queues) > self._num_aside
+
+    @property
     def tenant_numbers(self) -> Collection[int]:
         """The accounts' numbers of the tenants that wait here."""
         return self._by_tenant.keys()
 
     def oldest_arrived_at(self) -> float:
         """The earliest arrive time; the queue must not be empty."""
-        return min(queue.oldest()[0][0] for queue in self._by_tenant.values())
+        return min(queue.oldest_arrived_at() for queue in self._by_tenant.values())
 
     def check_room(
         self, num_prompt_tokens: int, now: float, *, num_choices: int = 1, others: Collection[WaitingQueue] = ()
@@ -205,6 +223,7 @@ class WaitingQueue:
         queue = self._by_tenant.get(account.number)
         if queue is None:
             queue = self._by_tenant[account.number] = TenantQueue(account, _ORDERS[self._policy](), self._max_age_s)
+        if not queue.has_next:
             self._accounts.add(account)
         self._weight += account.weight - queue.weight
         queue.weight = account.weight
@@ -222,7 +241,7 @@ class WaitingQueue:
     def next(
         self, now: float, num_cached_tokens: NumCachedTokens, keeps_share: KeepsShare = _keeps_any_share
     ) -> Sequence:
-        """The next sequence; the queue must not be empty.
+        """The next sequence of those that are not set aside; there must be one.
 
         It stays the same until it leaves or one that goes before it is added; with several tenants only while its own
         stays within its share with it, or others would wait for what it may not take. `num_cached_tokens` is called for
@@ -255,6 +274,40 @@ class WaitingQueue:
         assert seq in self._queues
         self.held = seq
 
+    def try_set_aside(self, seq: Sequence, now: float) -> bool:
+        """Let others pass the next sequence until `bring_back`, because it waits for a step in flight.
+
+        Returns:
+            False, with nothing changed, if it has aged, was admitted before or is held, or `MAX_ASIDE` are set aside.
+        """
+        queue = self._queues[seq]
+        if self._num_aside == MAX_ASIDE or seq is self.held or seq.was_admitted or queue.has_aged(seq, now):
+            return False
+        self._aside_ages_at = min(self._aside_ages_at, queue.set_aside(seq))
+        self._num_aside += 1
+        self._note_less(queue)
+        return True
+
+    def bring_back(self) -> None:
+        """Let all that was set aside go on at its place."""
+        if not self._num_aside:
+            return
+        for number, queue in self._by_tenant.items():
+            if not queue.aside:
+                continue
+            if not queue.has_next:
+                self._accounts.add(queue.account)
+            queue.bring_back()
+            if self._has_classes:
+                self._classes.note_change(number)
+        self._num_aside, self._aside_ages_at = 0, math.inf
+        self._may_change |= self._has_classes
+
+    def bring_back_aged(self, now: float) -> None:
+        """As `bring_back`, once any of what was set aside has aged."""
+        if self._aside_ages_at < now:
+            self.bring_back()
+
     def take(self, seq: Sequence, now: float) -> None:
         """Take out a sequence that is being admitted.
 
@@ -285,8 +338,11 @@ class WaitingQueue:
         assert self.held is None or self.held in self._queues, "what is held does not wait"
         assert sum(len(queue.arrivals) for queue in self._by_tenant.values()) == len(self), "the waiting queue's places"
         assert all(seq in queue.arrivals for seq, queue in self._queues.items()), "the waiting queue's places"
+        assert self._num_aside == sum(len(queue.aside) for queue in self._by_tenant.values()), "what is set aside"
         for number, queue in self._by_tenant.items():
             assert queue.arrivals, "a tenant's queue is empty"
+            assert queue.has_next == (queue.account in self._accounts), "tenants with a next sequence"
+            assert self.held not in queue.aside, "what is held is set aside"
             assert bool(queue.returned) == (number in self._with_returned), "tenants with returned sequences"
             queue.check_integrity()
         self._accounts.check_integrity()
@@ -343,19 +399,30 @@ class WaitingQueue:
         if seq is self.held:
             self.held = None
         queue = self._queues.pop(seq)
+        self._num_aside -= seq in queue.aside
+        had_next = queue.has_next
         queue.remove(seq)
-        if self._has_classes:
-            self._classes.note_change(queue.account.number)
         self.tenants.end_to_wait(queue.account)
         if not queue.returned:
             self._with_returned.pop(queue.account.number, None)
         if not queue.arrivals:
             del self._by_tenant[queue.account.number]
-            self._accounts.remove(queue.account)
             self._weight = self._weight - queue.weight if self._by_tenant else 0.0
-        if self._choice is not None and self._choice[0] is queue and (self._choice[1] is seq or not queue.arrivals):
+        if had_next:
+            self._note_less(queue)
+        if self._choice is not None and self._choice[1] is seq:
             self._choice = None
         if not seq.was_admitted:
             self.num_new -= 1
             self.num_new_tokens -= seq.num_limited_tokens
         seq.waited_s += now - seq.queued_at
+
+    def _note_less(self, queue: TenantQueue) -> None:
+        """One that could be next has left a queue or was set aside."""
+        if self._has_classes:
+            self._classes.note_change(queue.account.number)
+        if queue.has_next:
+            return
+        self._accounts.remove(queue.account)
+        if self._choice is not None and self._choice[0] is queue:
+            self._choice = None

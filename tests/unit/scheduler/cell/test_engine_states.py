@@ -179,6 +179,39 @@ def test_a_request_waits_for_a_state_of_a_step_in_flight_and_no_longer() -> None
     assert driver.choices[1, 3].num_cached_tokens == 96
 
 
+def test_others_pass_one_that_waits_for_a_state() -> None:
+    driver = make_driver(depth=2)
+    ask(driver, 1, PROMPT)
+    driver.submit(5, [5, 6], max_tokens=3)
+    driver.submit(2, [*PROMPT, 2], n=3, max_tokens=3)
+    for handle in range(10, 20):
+        driver.submit(handle, [*PROMPT, handle], max_tokens=3)
+        driver.submit(handle + 10, [handle], max_tokens=1)
+    driver.step()
+    # The other two choices and ten requests wait; all that share nothing pass them.
+    entered = [enter.chunk.num_tokens for enter in driver.sent[-1].batch.enters]
+    assert (entered, driver.engine.state().num_waiting) == ([96, *[1] * 10], 12)
+    driver.step()
+    driver.step()
+    # The state has come.
+    assert driver.engine.state().num_waiting == 0
+    driver.run()
+    assert [driver.choices[1, handle].num_cached_tokens for handle in (2, 3, 4, *range(10, 20))] == [0, *[96] * 12]
+
+
+def test_nothing_passes_an_aged_request_that_waits_for_a_state() -> None:
+    driver = make_driver(depth=2, policy=SchedulerPolicy(max_num_seqs=8, max_age_s=1.0))
+    ask(driver, 1, PROMPT)
+    driver.submit(5, [5, 6], max_tokens=3)
+    for handle, prompt in ((2, [*PROMPT, 2]), (3, [*PROMPT, 3]), (4, [1, 2, 3])):
+        driver.submit(handle, prompt, max_tokens=3)
+    driver.now += 1.5
+    driver.step()
+    assert (len(driver.sent[-1].batch.enters), driver.engine.state().num_waiting) == (1, 2)
+    driver.run()
+    assert driver.choices[1, 3].num_cached_tokens == 96
+
+
 @pytest.mark.parametrize("how", ["abort", "not finite", "lost"])
 def test_a_save_that_comes_to_nothing_keeps_nobody_waiting(how: str) -> None:
     driver = make_driver(depth=2)

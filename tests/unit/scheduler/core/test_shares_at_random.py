@@ -38,18 +38,23 @@ class Rank:
             max_age_s=rng.choice([5.0, 1e9]),
         )
         self.may_hold = policy.queue_policy is not QueuePolicy.PRIORITY
-        self.scheduler: Scheduler = make_scheduler(policy, facts=worker_facts(num_blocks=NUM_BLOCKS))
+        facts = worker_facts(num_blocks=NUM_BLOCKS, num_checkpoint_slots=rng.choice([None, 2, NUM_BLOCKS]))
+        self.scheduler: Scheduler = make_scheduler(policy, facts=facts)
         self.now = 0.0
+        self.share_alike = rng.choice([0.0, 0.7])
+        """The share of prompts that begin alike."""
         self.num_held = 0
+        self.num_aside = 0
         self._handles = count(1)
 
     def arrive(self) -> None:
         """Queue a few sequences of one tenant."""
         tenant = self.rng.choice(TENANTS)
         for _ in range(self.rng.choice([1, 2, 10])):
+            length = self.rng.choice([3, 15, 17, 40, 100])
             seq = make_sequence(
                 next(self._handles),
-                self.rng.choice([3, 15, 17, 40, 100]),
+                list(range(length)) if self.rng.random() < self.share_alike else length,
                 max_tokens=self.rng.choice([1, 5, 40]),
                 arrived_at=self.now,
                 priority=self.rng.choice(list(Priority)),
@@ -69,6 +74,7 @@ class Rank:
                 self.scheduler._shares.check_integrity()
             if batch is not None:
                 self.scheduler.commit(batch, self.now)
+                self.check_aside()
             self.scheduler.check_integrity()
             entered = waiting.difference(queue)
             # It is let go when others have made its tenant's share smaller.
@@ -78,6 +84,15 @@ class Rank:
             if batch is None:
                 break
         assert self.scheduler.is_empty or self.scheduler.oldest_in_flight is not None, "nothing will go on"
+
+    def check_aside(self) -> None:
+        """Check that others may pass only what waits for the save of a step in flight, and has not aged."""
+        queue = self.scheduler.queue
+        for seq in queue:
+            if seq in queue._queues[seq].aside:
+                self.num_aside += 1
+                assert self.scheduler._blocks.find_prefix(seq).awaits_state, "passed without a state that comes"
+                assert not queue.is_aged(seq, self.now), "an aged sequence is passed"
 
     def take_result(self) -> None:
         """Return the oldest step in flight."""
@@ -118,3 +133,4 @@ def test_all_is_served_in_many_runs_in_which_others_make_way() -> None:
     for rank in ranks:
         rank.run()
     assert sum(rank.num_held for rank in ranks) > 10
+    assert sum(rank.num_aside for rank in ranks) > 10

@@ -18,10 +18,17 @@ def class_of(seq: Sequence, now: float) -> Priority:
     return Priority.HIGH if seq.queued_at + MAX_AGE_S - seq.waited_s < now else seq.priority
 
 
+def is_aside(queue: WaitingQueue, seq: Sequence) -> bool:
+    """Whether others may pass it."""
+    return seq in queue._queues[seq].aside
+
+
 def most_urgent(queue: WaitingQueue, now: float) -> tuple[Priority, int]:
     """The most urgent class that waits, and the tenant with the lowest counter in it, from all that waits."""
     classes: dict[int, Priority] = {}
     for seq in queue:
+        if is_aside(queue, seq):
+            continue
         classes[seq.tenant_number] = min(class_of(seq, now), classes.get(seq.tenant_number, Priority.LOW))
     best = min(classes.values())
     return best, min((queue.tenants[each].counter, each) for each, one in classes.items() if one == best)[1]
@@ -31,6 +38,8 @@ actions = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(0, 3), st.sampled_from(Priority)),
         st.tuples(st.just("leave"), st.integers(0, 20)),
+        st.tuples(st.just("set aside"), st.integers(0, 20)),
+        st.tuples(st.just("bring back")),
         st.tuples(st.just("charge"), st.integers(0, 3), st.integers(1, 9)),
         st.tuples(st.just("wait"), st.sampled_from([0.0, 1.0, MAX_AGE_S / 2, 2 * MAX_AGE_S])),
         st.tuples(st.just("look")),
@@ -57,10 +66,18 @@ def test_the_lowest_counter_of_the_most_urgent_class_is_found(actions: list[tupl
             queue.tenants.charge_prompt(*arguments)
         elif name == "wait":
             now += arguments[0]
-        elif waiting:
+        elif name == "set aside" and arguments[0] < len(waiting):
+            seq = waiting[arguments[0]]
+            if not is_aside(queue, seq):
+                has_aged = queue.is_aged(seq, now)
+                assert queue.try_set_aside(seq, now) is not has_aged
+        elif name == "bring back":
+            queue.bring_back()
+        elif name == "look" and queue.has_next:
             priority, account = queue._classes.most_urgent(now, nothing_cached)
             assert (priority, account.number) == most_urgent(queue, now)
-    queue.check_integrity()
+            assert not is_aside(queue, queue.next(now, nothing_cached))
+        queue.check_integrity()
 
 
 def test_times_of_those_that_come_and_go_leave_nothing_behind() -> None:

@@ -8,7 +8,7 @@ from services.scheduler.core.batch.sequence import Priority, Sequence
 from services.scheduler.core.policy import SchedulerPolicy
 from services.scheduler.core.queue.drain_rate import MAX_DELAY_S, MIN_DELAY_S, DrainRate
 from services.scheduler.core.queue.queue_order import WINDOW
-from services.scheduler.core.queue.waiting_queue import QueuePolicy, max_steps_to_admission
+from services.scheduler.core.queue.waiting_queue import MAX_ASIDE, QueuePolicy, max_steps_to_admission
 from shared.errors import QueueFullError
 from tests.support.scheduler.engine_driver import EngineDriver
 from tests.support.scheduler.waiting import (
@@ -182,6 +182,39 @@ def test_the_waiting_time_is_bounded_by_the_requests_ahead() -> None:
     # A prompt takes one step: each step returns one token of a request ahead.
     assert max_steps_to_admission(3, 4096, 4096) == 3 * 4096
     assert max_steps_to_admission(3, 4096, 1024) == 3 * 4096 * 7
+    # Chunks that end where two states are saved.
+    assert max_steps_to_admission(3, 4096, 1024, 2) == 3 * 4096 * 11
+
+
+def test_what_is_set_aside_keeps_its_place_and_is_passed_until_it_is_brought_back_or_ages() -> None:
+    queue = make_queue()
+    seqs = [make_seq(number / 10) for number in range(4)]
+    add_all(queue, *seqs)
+    first, second = seqs[:2]
+    for seq in (first, second):
+        assert queue.next(1.0, nothing_cached) is seq
+        assert queue.try_set_aside(seq, 1.0)
+    assert take_next(queue, 1.0) is seqs[2]
+    # It still counts as waiting, and is the oldest.
+    assert (len(queue), queue.num_new, queue.oldest_arrived_at()) == (3, 3, 0.0)
+    assert take_next(queue, 1.0) is seqs[3]
+    assert not queue.has_next
+    queue.bring_back_aged(MAX_AGE_S)
+    assert not queue.has_next
+    queue.bring_back_aged(MAX_AGE_S + 0.05)
+    assert queue.next(MAX_AGE_S + 0.05, nothing_cached) is first
+    assert not queue.try_set_aside(first, MAX_AGE_S + 0.05), "an aged one is passed"
+    assert drain(queue, MAX_AGE_S + 0.05) == [first, second]
+
+
+def test_no_more_are_set_aside_than_are_looked_up_at_little_cost() -> None:
+    queue = make_queue()
+    add_all(queue, *(make_seq(number / 1000) for number in range(MAX_ASIDE + 1)))
+    for _ in range(MAX_ASIDE):
+        assert queue.try_set_aside(queue.next(1.0, nothing_cached), 1.0)
+    assert not queue.try_set_aside(queue.next(1.0, nothing_cached), 1.0)
+    queue.bring_back()
+    assert queue.next(1.0, nothing_cached).arrived_at == 0.0
 
 
 # Bounds
