@@ -109,8 +109,10 @@ CAPABILITIES = (
         "recurrent_state",
         1,
         (
+            "AttachResponse.max_num_seqs",
             "AttachResponse.num_checkpoint_slots",
             "AttachResponse.state_bytes_per_slot",
+            "MemberAttached.max_num_seqs",
             "MemberAttached.num_checkpoint_slots",
             "StepRequest.state_restores",
             "StepRequest.state_saves",

@@ -86,6 +86,8 @@ class CellSettings:
     """Processes of each DP rank."""
     num_checkpoint_slots: int | None = None
     """Recurrent states that each rank's worker can save; None for a model without state."""
+    max_live_states: int | None = None
+    """Sequences for whose recurrent states each rank's worker has room; None for as many as may run."""
     model: ModelOnDisk = field(default_factory=ModelOnDisk)
     poison: dict[int, int] = field(default_factory=dict)
     """The position whose computation kills the worker, by the seed of the poison request."""
@@ -109,11 +111,18 @@ class CellSettings:
             introduction=introduce_self(),
             state_bytes_per_slot=0 if self.num_checkpoint_slots is None else 8,
             num_checkpoint_slots=self.num_checkpoint_slots or 0,
+            max_num_seqs=self.max_num_seqs,
         )
 
     def graph_batch_sizes(self, rank: int) -> tuple[int, ...]:
         """The batch sizes of a rank's graphs: some that all ranks have, and some of its own."""
         return tuple(sorted({1, 4, 16, 2 + 3 * rank, 5 + 3 * rank}))
+
+    @property
+    def max_num_seqs(self) -> int:
+        """The most sequences that may run on a rank."""
+        most = self.policy.max_num_seqs
+        return most if self.max_live_states is None else min(most, self.max_live_states)
 
     def max_step_tokens(self, rank: int) -> int:
         """The most tokens of one step of a rank."""
@@ -160,6 +169,7 @@ class CellSettings:
             self.context_length,
             VOCABULARY,
             self.num_checkpoint_slots,
+            self.max_live_states,
         )
 
     @classmethod
@@ -231,7 +241,13 @@ class CellSettings:
             state_checkpoint_interval=rng.choice([0, 1, 20, 8192]),
             state_record_interval=rng.choice([1, 20, 256]),
         )
-        return replace(self, cache=cache, num_draft_tokens=0, num_checkpoint_slots=rng.choice([0, 1, 3, 10, 50]))
+        return replace(
+            self,
+            cache=cache,
+            num_draft_tokens=0,
+            num_checkpoint_slots=rng.choice([0, 1, 3, 10, 50]),
+            max_live_states=rng.choice([None, 2, 7]),
+        )
 
 
 @dataclass(frozen=True, slots=True)

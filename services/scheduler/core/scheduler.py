@@ -191,8 +191,11 @@ class Scheduler:
         if saves_states:
             may_cut, has_drafts = self._policy.enable_chunked_prefill, facts.num_draft_tokens > 0
             states = StateSaves(self._blocks, self._cache, may_cut=may_cut, has_drafts=has_drafts)
-        self._running = RunningBatch(self._policy.max_num_seqs, self._blocks, facts.num_draft_tokens, states)
-        self._shares = Shares(self._policy.max_num_seqs, self._waiting, self._running)
+        num_slots = self._policy.max_num_seqs
+        if facts.max_num_seqs is not None:
+            num_slots = min(num_slots, facts.max_num_seqs)
+        self._running = RunningBatch(num_slots, self._blocks, facts.num_draft_tokens, states)
+        self._shares = Shares(num_slots, self._waiting, self._running)
         self._preemption = Preemption(
             self._policy, self._waiting, self._running, self._shares, self._new_token_ratio, self.counters
         )

@@ -41,6 +41,8 @@ class WorkerFacts:
     """Bytes of a sequence's recurrent state; 0 if the model has none."""
     num_checkpoint_slots: int = 0
     """Saved states that it holds beside those of running sequences."""
+    max_num_seqs: int | None = None
+    """Sequences that it has room for, which may be fewer than were asked for; None if it does not say."""
 
     @property
     def has_recurrent_state(self) -> bool:

@@ -135,6 +135,7 @@ class DomainClient:
                         "ranks": list(self._links),
                         "epoch": facts[0].epoch,
                         "num_blocks": [rank_facts.num_blocks for rank_facts in facts],
+                        "max_num_seqs": [rank_facts.max_num_seqs for rank_facts in facts],
                         "context_length": facts[0].context_length,
                         "numerics_fingerprint": facts[0].numerics_fingerprint,
                         "is_exact": facts[0].is_exact,

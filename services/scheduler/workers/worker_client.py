@@ -215,6 +215,7 @@ def _read_acceptance(rank: DpRank, epoch: int, response: worker_pb2.AttachRespon
         read_introduction(response.introduction),
         response.state_bytes_per_slot,
         response.num_checkpoint_slots,
+        response.max_num_seqs or None,
     )
     layout = response.layout
     is_coupled = layout.has_expert_parallel and layout.dp_size > 1

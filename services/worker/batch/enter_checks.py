@@ -25,6 +25,13 @@ class BatchLimits:
     logits_width: int
     num_checkpoints: int | None = None
     """Saved states beside those of the slots; None for a model without recurrent states."""
+    max_live_states: int | None = None
+    """States of slots that the process's memory holds; None if that is one for each slot."""
+
+    @property
+    def num_live_states(self) -> int:
+        """The slots that have a recurrent state, if the model has any: the first ones."""
+        return self.max_num_seqs if self.max_live_states is None else min(self.max_num_seqs, self.max_live_states)
 
 
 def require(condition: bool, message: str, **values: object) -> None:

@@ -28,6 +28,8 @@ def state_changes(step: Step, limits: BatchLimits, computed_slots: Int32Column) 
         has_pairs = len(step.state_saves) or len(step.state_restores)
         require(not has_pairs, "states are saved or restored of a model that has none")
         return {}
+    has_room = not len(computed_slots) or computed_slots.max() < limits.num_live_states
+    require(bool(has_room), "a slot has no state", limit=limits.num_live_states)
     arrays: HostArrays = {}
     continued = {enter.chunk.slot for enter in step.enters if enter.num_cached_tokens}
     if cleared := [enter.chunk.slot for enter in step.enters if enter.chunk.slot not in continued]:
@@ -51,4 +53,4 @@ def _split(column: str, pairs: Int32Column, limits: BatchLimits) -> tuple[np.nda
     limit = limits.num_checkpoints or 0
     is_known = not len(checkpoints) or 0 <= checkpoints.min() <= checkpoints.max() < limit
     require(bool(is_known), "a checkpoint is out of range", column=column, limit=limit)
-    return slots, checkpoints + limits.max_num_seqs
+    return slots, checkpoints + limits.num_live_states

@@ -72,7 +72,7 @@ class Follower:
         while (attached := await self._attached.get()).epoch < epoch:
             pass
         assert attached.epoch == epoch, "a member is ahead of its leader"
-        return CacheRoom(attached.num_blocks, attached.num_checkpoint_slots)
+        return CacheRoom(attached.num_blocks, attached.max_num_seqs, attached.num_checkpoint_slots)
 
     async def checksum(self, epoch: int, step_id: int) -> int:
         """Checksum of the tokens it drew in a step, once it has run it; skips earlier steps."""

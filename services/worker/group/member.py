@@ -81,7 +81,10 @@ class Member(Role, Relay):
         if _has_result(future):
             room = future.result()
             attached = worker_pb2.MemberAttached(
-                epoch=epoch, num_blocks=room.num_blocks, num_checkpoint_slots=room.num_checkpoints
+                epoch=epoch,
+                num_blocks=room.num_blocks,
+                max_num_seqs=room.num_seqs,
+                num_checkpoint_slots=room.num_checkpoints,
             )
             self._link.send(worker_pb2.JoinRequest(attached=attached))
 

@@ -79,12 +79,12 @@ class DeviceSteps:
             raise
 
     def _attach(self, request: worker_pb2.AttachRequest) -> CacheRoom:
-        num_blocks = self.runner.attach(
+        self.runner.attach(
             block_size=request.block_size,
             max_num_seqs=request.max_num_seqs,
             max_num_batched_tokens=_max_num_tokens(request, self.runner),
         )
-        return CacheRoom(num_blocks, self.runner.num_checkpoints)
+        return self.runner.room
 
     def _launch(self, step: Step) -> PendingStep:
         # On the main thread.

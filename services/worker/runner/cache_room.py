@@ -17,6 +17,8 @@ class CacheRoom(NamedTuple):
 
     num_blocks: int
     """KV blocks; 0 if it cannot hold a batch."""
+    num_seqs: int = 0
+    """Sequences that it can hold at once."""
     num_checkpoints: int = 0
     """Saved recurrent states beside those of running sequences."""
 
@@ -35,21 +37,29 @@ def fewest(rooms: Sequence[CacheRoom]) -> CacheRoom:
     return CacheRoom(*(min(column) for column in zip(*rooms, strict=True)))
 
 
-def divide_memory(memory_bytes: int, costs: CacheCosts, *, num_live: int) -> CacheRoom:
-    """Divide the memory between KV and states: those of `num_live` sequences first, then a checkpoint for every
-    `_TOKENS_PER_CHECKPOINT` tokens of KV.
+def divide_memory(memory_bytes: int, costs: CacheCosts, max_num_seqs: int) -> CacheRoom:
+    """Divide the memory between KV and states.
+
+    The states of `max_num_seqs` sequences come first, but of as many as take half of the memory at most, since they
+    need KV beside them. Of the rest, there is a checkpoint for every `_TOKENS_PER_CHECKPOINT` tokens of KV.
+
+    Returns:
+        No block if the memory does not hold one beside the state of a sequence.
     """
-    left = max(memory_bytes - num_live * costs.bytes_per_state, 0)
     if not costs.bytes_per_state:
-        return CacheRoom(left // costs.bytes_per_block)
+        return CacheRoom(max(memory_bytes, 0) // costs.bytes_per_block, max_num_seqs)
+    # One more state is that of padding.
+    num_states = min(max_num_seqs + 1, max(memory_bytes // 2 // costs.bytes_per_state, 2))
+    left = max(memory_bytes - num_states * costs.bytes_per_state, 0)
     kv_bytes = _TOKENS_PER_CHECKPOINT * costs.bytes_per_block // costs.tokens_per_block
     num_checkpoints = left // (costs.bytes_per_state + kv_bytes)
-    return CacheRoom((left - num_checkpoints * costs.bytes_per_state) // costs.bytes_per_block, num_checkpoints)
+    num_blocks = (left - num_checkpoints * costs.bytes_per_state) // costs.bytes_per_block
+    return CacheRoom(num_blocks, num_states - 1, num_checkpoints)
 
 
-def room_of_blocks(num_blocks: int, costs: CacheCosts) -> CacheRoom:
+def room_of_blocks(num_blocks: int, costs: CacheCosts, max_num_seqs: int) -> CacheRoom:
     """The room where the number of blocks is set by hand: states come on top of them."""
     if not costs.bytes_per_state:
-        return CacheRoom(num_blocks)
+        return CacheRoom(num_blocks, max_num_seqs)
     num_tokens = num_blocks * costs.tokens_per_block
-    return CacheRoom(num_blocks, max(num_tokens // _TOKENS_PER_CHECKPOINT, _FEWEST_CHECKPOINTS))
+    return CacheRoom(num_blocks, max_num_seqs, max(num_tokens // _TOKENS_PER_CHECKPOINT, _FEWEST_CHECKPOINTS))

@@ -63,7 +63,8 @@ class Epochs:
         self._drafted: DraftedStates | None = None
         self._drafted_sizes = _DraftedSizes(0, 0)
         self._room = CacheRoom(0)
-        self._num_live = 0
+        # The limit with which the room was divided.
+        self._max_num_seqs = 0
         self.graphs: StepGraphs | None = None
 
     @property
@@ -77,9 +78,9 @@ class Epochs:
         return 0 if self.kv_cache is None else self.kv_cache.num_blocks
 
     @property
-    def num_checkpoints(self) -> int:
-        """The saved states that the present epoch has room for, or the last one had. From any thread."""
-        return self._room.num_checkpoints
+    def room(self) -> CacheRoom:
+        """What the present epoch has room for, or the last one had; nothing before the first. From any thread."""
+        return CacheRoom(0) if self.kv_cache is None else self._room
 
     def begin(self, *, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> BatchRunner | None:
         """Begin an epoch with an empty batch; None if the memory does not hold one block.
@@ -96,17 +97,17 @@ class Epochs:
             logits_width=self._facts.logits_width,
         )
         cache, has_states = self.kv_cache, bool(rank.model.state_spec.layers)
-        if cache is None or cache.block_size != block_size or (has_states and self._num_live != max_num_seqs):
+        if cache is None or cache.block_size != block_size or (has_states and self._max_num_seqs != max_num_seqs):
             # Free the old caches first: there may be no memory for two. Graphs name their addresses.
             self.graphs = None
             self.kv_cache = self.states = self._drafted = cache = None
-            self._room, self._num_live = self._find_room(limits), max_num_seqs
+            self._room, self._max_num_seqs = self._find_room(limits), max_num_seqs
             limits = replace(limits, num_blocks=self._room.num_blocks)
             if not limits.num_blocks:
                 return None
             self.kv_cache = cache = KvCache(rank.model.kv_cache_spec, limits.num_blocks, block_size, rank.device)
             if has_states:
-                num_slots = max_num_seqs + self._room.num_checkpoints
+                num_slots = self._room.num_seqs + self._room.num_checkpoints
                 self.states = StateCache(rank.model.state_spec, num_slots, rank.device)
             # A CPU's kernels are compiled ahead, and so are torch's, of which ops that draw on the host are composed.
             # Of coupled ranks an epoch may reach only some; see `Replays`.
@@ -114,7 +115,7 @@ class Epochs:
                 _compile_prefills(rank, limits, cache, self.states)
         states = None
         if self.states is not None:
-            limits = replace(limits, num_checkpoints=self._room.num_checkpoints)
+            limits = replace(limits, max_live_states=self._room.num_seqs, num_checkpoints=self._room.num_checkpoints)
             states = ModelStates(self.states, self._find_drafted(limits, self.states))
         if self._graph_settings is not None and (self.graphs is None or not self.graphs.fits(limits, rank.layout)):
             # Free the old ones first.
@@ -156,14 +157,13 @@ class Epochs:
         bytes_per_block = KvCacheSpec(layers).bytes_per_token * block_size
         costs = CacheCosts(bytes_per_block, block_size, model.state_spec.bytes_per_slot)
         if size.num_blocks is not None:
-            return room_of_blocks(size.num_blocks, costs)
+            return room_of_blocks(size.num_blocks, costs, limits.max_num_seqs)
         memory_bytes = size.memory_bytes
         if size.measure is not None:
             memory_bytes = size.measure(partial(_run_largest_prefill, self._rank, limits))
         if self._drafting is not None:
             memory_bytes -= drafted_bytes(model.state_spec, **self._sizes_of_drafts(limits)._asdict())
-        # One more state is that of padding.
-        return divide_memory(memory_bytes, costs, num_live=limits.max_num_seqs + 1)
+        return divide_memory(memory_bytes, costs, limits.max_num_seqs)
 
 
 @torch.inference_mode()

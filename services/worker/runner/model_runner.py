@@ -23,6 +23,7 @@ from services.worker.parallel.distributed import make_parallel
 from services.worker.parallel.rendezvous import Rendezvous
 from services.worker.runner.batch_runner import BatchRunner
 from services.worker.runner.cache_memory import DeviceMemory, GpuMemory, KvCacheSize, device_memory
+from services.worker.runner.cache_room import CacheRoom
 from services.worker.runner.epoch import Epochs
 from services.worker.runner.faster_kernels import describe_faster, look_at_machine
 from services.worker.runner.graphs.graph_runner import GraphSettings
@@ -112,9 +113,9 @@ class ModelRunner:
         return self._epochs.num_blocks
 
     @property
-    def num_checkpoints(self) -> int:
-        """The saved states that the present epoch has room for, or the last one had. From any thread."""
-        return self._epochs.num_checkpoints
+    def room(self) -> CacheRoom:
+        """What the present epoch has room for, or the last one had; nothing before the first. From any thread."""
+        return self._epochs.room
 
     @property
     def kv_cache_bytes(self) -> int:

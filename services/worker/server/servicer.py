@@ -113,7 +113,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if epoch is not self._epoch:
             raise self._stale("superseded by another Attach")
         runner = steps.runner
-        room = CacheRoom(runner.num_blocks, runner.num_checkpoints) if is_stuck else epoch.ready.result()
+        room = runner.room if is_stuck else epoch.ready.result()
         logger.info(
             "attached",
             extra={
@@ -124,6 +124,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 "wire_version": request.introduction.wire_version,
             },
         )
+        if room.num_seqs < request.max_num_seqs and not is_stuck:
+            logger.warning(
+                "there is room for fewer sequences than the scheduler would run",
+                extra={
+                    "num_seqs": room.num_seqs,
+                    "max_num_seqs": request.max_num_seqs,
+                    "state_bytes_per_slot": runner.state_bytes_per_slot,
+                },
+            )
         return self._describe(runner, epoch, room=room, is_stuck=is_stuck)
 
     async def Execute(self, requests: AsyncIterator[worker_pb2.StepRequest], context: grpc.aio.ServicerContext) -> None:
@@ -205,7 +214,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if self._epoch is not None:
             self._epoch.supersede()
         members = self._group.relay_attach(request)
-        ready = asyncio.ensure_future(_common_room([steps.attach(request), *members], request, steps.runner))
+        ready = asyncio.ensure_future(_common_room([steps.attach(request), *members], steps.runner))
         self._epoch = Epoch(request.epoch, ready, last_admitted)
         return self._epoch
 
@@ -272,6 +281,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             logits_width=runner.facts.logits_width,
             eos_token_ids=runner.facts.eos_token_ids,
             num_blocks=room.num_blocks,
+            max_num_seqs=room.num_seqs,
             num_checkpoint_slots=room.num_checkpoints,
             state_bytes_per_slot=runner.state_bytes_per_slot,
             numerics_fingerprint=self._group.fingerprint(runner.numerics_fingerprint),
@@ -292,9 +302,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         )
 
 
-async def _common_room(
-    rooms: list[asyncio.Future[CacheRoom]], request: worker_pb2.AttachRequest, runner: ModelRunner
-) -> CacheRoom:
+async def _common_room(rooms: list[asyncio.Future[CacheRoom]], runner: ModelRunner) -> CacheRoom:
     """What every process of the group has room for.
 
     Raises:
@@ -302,7 +310,7 @@ async def _common_room(
     """
     room = fewest(await asyncio.gather(*rooms))
     if not room.num_blocks:
-        raise _no_room(request.max_num_seqs, runner.state_bytes_per_slot)
+        raise _no_room(runner.state_bytes_per_slot)
     return room
 
 
@@ -319,9 +327,8 @@ def _check_sizes(request: worker_pb2.AttachRequest) -> None:
         raise InvalidRequestError.from_violations(violations)
 
 
-def _no_room(max_num_seqs: int, state_bytes: int) -> InvalidRequestError:
-    name, text = "block_size", "the KV cache memory is too small for one block"
+def _no_room(state_bytes: int) -> InvalidRequestError:
+    text = "the KV cache memory is too small for one block"
     if state_bytes:
-        name = "max_num_seqs"
-        text += f" beside the recurrent states of {max_num_seqs} sequences, which have {state_bytes} bytes each"
-    return InvalidRequestError.from_violations([Violation(name, "OUT_OF_RANGE", text)])
+        text += f" beside the recurrent states of one sequence and of padding, which have {state_bytes} bytes each"
+    return InvalidRequestError.from_violations([Violation("block_size", "OUT_OF_RANGE", text)])

@@ -21,6 +21,7 @@ from services.worker.group.member import Member
 from services.worker.layout import RankLayout
 from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.exits import DomainEnd, ExitCode
+from services.worker.runner.cache_room import CacheRoom
 from shared.step.step import Step, StepResult
 from tests.simulation.faults import Fault, FaultMix
 from tests.simulation.network.clock import Clock
@@ -65,11 +66,15 @@ class PlayedRunner:
     numerics_fingerprint = "bits"
     progress = 0
     layout = RankLayout()
-    num_checkpoints = 0
 
     def __init__(self, num_blocks: int) -> None:
         self.output: StepResult | None = None
         self.num_blocks = num_blocks
+
+    @property
+    def room(self) -> CacheRoom:
+        """See `ModelRunner`."""
+        return CacheRoom(self.num_blocks)
 
     def attach(self, **_: int) -> int:
         """See `ModelRunner`."""

@@ -247,7 +247,7 @@ class EpochWatch:
             waits = all(other.is_new and self._states.is_coming(other.plan) for other in self._overtaken)
             assert waits, "an older or more urgent request is overtaken that waits for no state"
             self._overtaken.clear()
-        assert len(self._batch) <= policy.max_num_seqs, "too many sequences"
+        assert len(self._batch) <= settings.max_num_seqs, "too many sequences"
         chunks = [*batch.chunks, *(enter.chunk for enter in batch.enters)]
         num_prompt_tokens = sum(chunk.num_tokens for chunk in chunks)
         num_tokens = len(batch.decode_slots) + num_prompt_tokens

@@ -151,7 +151,7 @@ class ShareWatch:
             return None
         need = max(claim.num_blocks for claim in own)
         held = [*view.running, *view.others]
-        num_slots = 1 + len(held) - self._settings.policy.max_num_seqs
+        num_slots = 1 + len(held) - self._settings.max_num_seqs
         num_blocks = need + len(frozenset[int]().union(*(one.blocks for one in held))) - self._num_blocks
         lacks_slot, lacks_blocks = num_slots > 0, num_blocks > 0
         if not (lacks_slot or lacks_blocks):
@@ -179,7 +179,7 @@ class ShareWatch:
         """The slots and blocks that belong to each tenant."""
         tenants = {claim.tenant for claim in (*view.running, *view.waiting)}
         total = sum(tenant.weight for tenant in tenants)
-        num_slots, num_blocks = self._settings.policy.max_num_seqs, self._num_blocks
+        num_slots, num_blocks = self._settings.max_num_seqs, self._num_blocks
         return {one: (max(1.0, num_slots * one.weight / total), num_blocks * one.weight / total) for one in tenants}
 
 

@@ -344,9 +344,9 @@ class WorkerModel:
         self._cells = np.zeros((limits.num_blocks, limits.block_size), np.uint64)
         self._last_token = np.zeros(limits.max_num_seqs, np.int64)
         # The live states by slot, then the checkpoints; like a cell, each stands for all tokens that it has taken in.
-        num_states = 0 if limits.num_checkpoints is None else limits.max_num_seqs + limits.num_checkpoints
+        num_states = 0 if limits.num_checkpoints is None else limits.num_live_states + limits.num_checkpoints
         self._states = np.zeros(num_states, np.uint64)
-        self._num_live = limits.max_num_seqs
+        self._num_live = limits.num_live_states
         self._num_entered = 0
         self._slot_to_number: dict[int, int] = {}
         self._slot_to_seed: dict[int, int] = {}

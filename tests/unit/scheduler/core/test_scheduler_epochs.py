@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from services.scheduler.core.batch.sequence import Numerics
 from services.scheduler.core.batch.step import StepCounts
 from services.scheduler.core.policy import SchedulerPolicy
@@ -29,6 +31,16 @@ def test_a_lost_worker_leaves_all_sequences_with_their_tokens_in_the_order_in_wh
     assert [completion_of(seq) for seq in lost.sequences] == [[503], [504], [502], []]
     assert [seq.num_resumes for seq in lost.sequences] == [1, 1, 1, 0]
     assert (scheduler.is_empty, scheduler.block_counts.total, scheduler.schedule(1.0)) == (True, 0, None)
+
+
+def test_no_more_sequences_run_than_the_worker_has_room_for() -> None:
+    scheduler = make_scheduler(SchedulerPolicy(max_num_seqs=4), facts=replace(worker_facts(), max_num_seqs=2))
+    add(scheduler, *(make_sequence(handle, 5) for handle in range(1, 5)))
+    assert len(send(scheduler).enters) == 2
+    scheduler.end_epoch(1.0)
+    scheduler.begin_epoch(worker_facts(epoch=2))
+    add(scheduler, *(make_sequence(handle, 5) for handle in range(1, 5)))
+    assert len(send(scheduler).enters) == 4
 
 
 def test_a_sequence_continues_with_its_tokens_on_the_next_worker() -> None:

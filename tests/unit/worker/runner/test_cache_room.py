@@ -15,27 +15,33 @@ HYBRID = CacheCosts(bytes_per_block=24576 * 16, tokens_per_block=16, bytes_per_s
     ("memory_bytes", "num_blocks"), [(384 * 16, 1), (384 * 16 - 1, 0), (384 * 160 + 5, 10), (-1, 0)]
 )
 def test_without_states_only_whole_blocks_count(memory_bytes: int, num_blocks: int) -> None:
-    assert divide_memory(memory_bytes, PLAIN, num_live=512) == CacheRoom(num_blocks)
+    assert divide_memory(memory_bytes, PLAIN, 512) == CacheRoom(num_blocks, 512)
 
 
-def test_live_states_come_first_and_the_rest_is_divided_by_tokens() -> None:
-    memory_bytes, num_live = 60 << 30, 65
-    room = divide_memory(memory_bytes, HYBRID, num_live=num_live)
-    used = room.num_blocks * HYBRID.bytes_per_block + (num_live + room.num_checkpoints) * HYBRID.bytes_per_state
+@pytest.mark.parametrize("memory_gib", [60, 20, 2, 0.3])
+def test_live_states_come_first_with_at_most_half_and_the_rest_is_divided_by_tokens(memory_gib: float) -> None:
+    memory_bytes = int(memory_gib * (1 << 30))
+    room = divide_memory(memory_bytes, HYBRID, 64)
+    # One more state is that of padding.
+    states_bytes = (1 + room.num_seqs) * HYBRID.bytes_per_state
+    assert room.num_seqs == min(64, memory_bytes // 2 // HYBRID.bytes_per_state - 1)
+    used = room.num_blocks * HYBRID.bytes_per_block + states_bytes + room.num_checkpoints * HYBRID.bytes_per_state
     assert memory_bytes - HYBRID.bytes_per_block < used <= memory_bytes
-    assert room.num_checkpoints == pytest.approx(room.num_blocks * 16 / 4096, rel=0.02)
+    assert room.num_checkpoints == pytest.approx(room.num_blocks * 16 / 4096, rel=0.02, abs=2)
 
 
-def test_live_states_that_fill_the_memory_leave_no_block() -> None:
-    assert divide_memory(64 * HYBRID.bytes_per_state, HYBRID, num_live=65) == CacheRoom(0, 0)
-    assert divide_memory(65 * HYBRID.bytes_per_state, HYBRID, num_live=65) == CacheRoom(0, 0)
+def test_one_sequence_fits_as_long_as_there_is_a_block_beside_its_state() -> None:
+    memory_bytes = 2 * HYBRID.bytes_per_state + HYBRID.bytes_per_block
+    assert divide_memory(memory_bytes, HYBRID, 64) == CacheRoom(1, 1, 0)
+    for too_few in (memory_bytes - 1, HYBRID.bytes_per_state, -1):
+        assert not divide_memory(too_few, HYBRID, 64).num_blocks
 
 
 def test_blocks_that_are_set_by_hand_stay_as_they_are() -> None:
-    assert room_of_blocks(5, PLAIN) == CacheRoom(5)
-    assert room_of_blocks(5, HYBRID) == CacheRoom(5, 16)
-    assert room_of_blocks(51200, HYBRID) == CacheRoom(51200, 200)
+    assert room_of_blocks(5, PLAIN, 8) == CacheRoom(5, 8)
+    assert room_of_blocks(5, HYBRID, 8) == CacheRoom(5, 8, 16)
+    assert room_of_blocks(51200, HYBRID, 8) == CacheRoom(51200, 8, 200)
 
 
 def test_a_group_has_what_each_of_its_processes_has() -> None:
-    assert fewest([CacheRoom(7, 3), CacheRoom(5, 9)]) == CacheRoom(5, 3)
+    assert fewest([CacheRoom(7, 8, 3), CacheRoom(5, 9, 9)]) == CacheRoom(5, 8, 3)

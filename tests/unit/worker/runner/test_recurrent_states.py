@@ -142,16 +142,20 @@ def test_a_step_whose_states_do_not_fit_is_refused(runner: ModelRunner, step: St
 
 
 def test_states_take_their_memory_before_keys_and_values(loaded: LoadedModel) -> None:
-    spec, kv = loaded.model.state_spec, loaded.model.kv_cache_spec
-    live_bytes = 9 * spec.bytes_per_slot
-    block_bytes = BLOCK_SIZE * kv.bytes_per_token
-    for memory_bytes, num_blocks in ((live_bytes + 3 * block_bytes, 3), (live_bytes + block_bytes - 1, 0)):
+    state_bytes = loaded.model.state_spec.bytes_per_slot
+    block_bytes = BLOCK_SIZE * loaded.model.kv_cache_spec.bytes_per_token
+    for memory_bytes, room in (
+        (2 * state_bytes + block_bytes - 1, (0, 0, 0)),
+        (2 * state_bytes + 3 * block_bytes, (3, 1, 0)),
+        (10 * state_bytes, (5 * state_bytes // block_bytes, 4, 0)),
+    ):
         runner = ModelRunner(loaded, load_ops("reference"), KvCacheSize(memory_bytes))
         attached = runner.attach(block_size=BLOCK_SIZE, max_num_seqs=8, max_num_batched_tokens=64)
-        assert (attached, runner.num_checkpoints) == (num_blocks, 0)
-    # A scheduler with fewer sequences finds room.
-    assert runner.attach(block_size=BLOCK_SIZE, max_num_seqs=4, max_num_batched_tokens=64) > 0
+        assert (attached, runner.room) == (room[0], room)
+    # The first slots have states.
     assert len(tokens_of(runner, prefill_step(make_enter(3, [7, 8], [0])))[0]) == 1
+    with pytest.raises(StepMismatchError, match="a slot has no state"):
+        runner.run_step(prefill_step(make_enter(4, [7, 8], [1])))
 
 
 def test_prompts_beside_decodes_leave_their_states_alone(runner: ModelRunner, expected: list[list[int]]) -> None:

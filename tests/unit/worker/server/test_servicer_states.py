@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import grpc
 import pytest
 
@@ -28,18 +30,33 @@ def introduced(epoch: int, max_num_seqs: int = 8) -> worker_pb2.AttachRequest:
     return request
 
 
-async def test_attach_reports_states_and_refuses_more_sequences_than_have_room(
-    loading_worker: Worker, recurrent: LoadedModel
+async def test_attach_reports_states_and_for_how_many_sequences_there_is_room(
+    loading_worker: Worker, recurrent: LoadedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     state_bytes = recurrent.model.state_spec.bytes_per_slot
     loading_worker.open(ModelRunner(recurrent, load_ops("reference"), KvCacheSize(40 * state_bytes)))
     response = await loading_worker.stub.Attach(introduced(1, max_num_seqs=8))
-    assert response.state_bytes_per_slot == state_bytes
+    assert (response.state_bytes_per_slot, response.max_num_seqs) == (state_bytes, 8)
     assert response.num_blocks > 0
-    with pytest.raises(grpc.aio.AioRpcError, match="beside the recurrent states of 64 sequences") as error:
-        await loading_worker.stub.Attach(introduced(2, max_num_seqs=64))
+    assert "room for fewer sequences" not in caplog.text
+    with caplog.at_level(logging.WARNING):
+        capped = await loading_worker.stub.Attach(introduced(2, max_num_seqs=64))
+    # Half of the memory, without the state of padding.
+    assert capped.max_num_seqs == 19
+    assert 0 < capped.num_blocks < response.num_blocks
+    assert "room for fewer sequences" in caplog.text
+    again = await loading_worker.stub.Attach(introduced(3, max_num_seqs=8))
+    assert (again.num_blocks, again.max_num_seqs) == (response.num_blocks, 8)
+
+
+async def test_attach_is_refused_where_not_one_sequence_has_room(
+    loading_worker: Worker, recurrent: LoadedModel
+) -> None:
+    state_bytes = recurrent.model.state_spec.bytes_per_slot
+    loading_worker.open(ModelRunner(recurrent, load_ops("reference"), KvCacheSize(2 * state_bytes)))
+    with pytest.raises(grpc.aio.AioRpcError, match="beside the recurrent states of one sequence") as error:
+        await loading_worker.stub.Attach(introduced(1, max_num_seqs=64))
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert (await loading_worker.stub.Attach(introduced(3, max_num_seqs=8))).num_blocks == response.num_blocks
 
 
 async def test_a_scheduler_that_knows_no_states_is_refused(loading_worker: Worker, recurrent: LoadedModel) -> None:
