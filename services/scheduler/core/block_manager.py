@@ -211,9 +211,9 @@ class BlockManager:
         block = seq.block_table[num_tokens // self.block_size - 1]
         if renewed_at:
             old_block = seq.block_table[renewed_at // self.block_size - 1]
-            checkpoint = self._states.try_renew(old_block, block)
+            checkpoint = self._states.try_renew(old_block, block, seq.tenant_number, seq.tenant.weight)
         else:
-            checkpoint = self._states.try_save(block)
+            checkpoint = self._states.try_save(block, seq.tenant_number, seq.tenant.weight)
         self._prefixes.void_lookups()
         return checkpoint
 

@@ -21,11 +21,11 @@ def _a_save_is_visible_too_early(patch: Patch) -> None:
     """A state can be restored once the step that saves it has been sent."""
     try_save = StateCheckpoints.try_save
 
-    def show(self: StateCheckpoints, block: int) -> int | None:
-        checkpoint = try_save(self, block)
+    def show(self: StateCheckpoints, block: int, tenant: int, weight: float) -> int | None:
+        checkpoint = try_save(self, block, tenant, weight)
         if checkpoint is not None:
             self._is_visible[checkpoint] = True
-            self._once[checkpoint] = None
+            self._eviction_order.show(checkpoint)
         return checkpoint
 
     patch.setattr(StateCheckpoints, "try_save", show)

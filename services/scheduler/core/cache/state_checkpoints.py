@@ -10,25 +10,21 @@ looked up, a newer block of the content takes the checkpoint over, and with the 
                                    └── not finite, or its content has gone ──► free
 
 A checkpoint that a step in flight writes or reads is in use. One that has lost its block is free once it is not in use.
+Which is evicted is the subject of `eviction_order`.
 
-The least recently used one is evicted, of those that were never restored first: running sequences save far more states
-than are ever used again, and must not crowd out those of prompts that are shared. At most three quarters are kept so.
-
-Sources: ATOM's state checkpoints for the rules (save by copying, show a save once its step has returned, pin what is
-restored, evict whole records); segmented LRU, Karedla et al., "Caching strategies to improve disk system performance",
-IEEE Computer 27(3), 1994, for the order of eviction.
+Source: ATOM's state checkpoints for the rules (save by copying, show a save once its step has returned, pin what is
+restored, evict whole records).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from services.scheduler.core.cache.cached_prefix import BlockIds
+from services.scheduler.core.cache.eviction_order import EvictionOrder
 from shared.step.columns import Int32Column, StatePairs
 
 _NONE = -1
@@ -71,10 +67,7 @@ class StateCheckpoints:
         self._num_uses = [0] * num_checkpoints
         self._is_visible = np.zeros(num_checkpoints, bool)
         self._free = list(range(num_checkpoints - 1, -1, -1))
-        # The visible ones that are to be evicted first, and the others; each with the next to be evicted first.
-        self._once: OrderedDict[int, None] = OrderedDict()
-        self._reused: OrderedDict[int, None] = OrderedDict()
-        self._max_reused = 3 * num_checkpoints // 4
+        self._eviction_order = EvictionOrder(self._num_uses)
 
     @property
     def counts(self) -> CheckpointCounts:
@@ -93,10 +86,15 @@ class StateCheckpoints:
         last = int(visible[-1])
         return FoundState(last + 1, int(checkpoints[last]), is_coming=last < int(indexes[-1]))
 
-    def try_save(self, block: int) -> int | None:
+    def try_save(self, block: int, tenant: int = 0, weight: float = 1.0) -> int | None:
         """Take a checkpoint for the state after a block, which the next step saves; `end_step` must follow.
 
         If none is free, one is evicted.
+
+        Args:
+            block: The block.
+            tenant: The number of the tenant for which it is saved.
+            weight: The tenant's.
 
         Returns:
             None, with nothing changed, if the block has a checkpoint, or if all are in use.
@@ -106,24 +104,20 @@ class StateCheckpoints:
         checkpoint = self._free.pop()
         self._of_block[block], self._block_of[checkpoint] = checkpoint, block
         self._num_uses[checkpoint] = 1
+        self._eviction_order.add(checkpoint, tenant, weight)
         return checkpoint
 
-    def try_renew(self, old_block: int, block: int) -> int | None:
+    def try_renew(self, old_block: int, block: int, tenant: int = 0, weight: float = 1.0) -> int | None:
         """As `try_save`, with the checkpoint of an older block, which loses it, if that may be overwritten."""
         checkpoint = int(self._of_block[old_block])
         if checkpoint != _NONE and not self._num_uses[checkpoint] and self._of_block[block] == _NONE:
             self._detach(checkpoint)
-        return self.try_save(block)
+        return self.try_save(block, tenant, weight)
 
     def restore(self, checkpoint: int) -> None:
         """Note that the next step reads a visible checkpoint; `end_step` must follow."""
         self._num_uses[checkpoint] += 1
-        self._once.pop(checkpoint, None)
-        self._reused.pop(checkpoint, None)
-        self._reused[checkpoint] = None
-        if len(self._reused) > self._max_reused:
-            oldest, _ = self._reused.popitem(last=False)
-            self._once[oldest] = None
+        self._eviction_order.use(checkpoint)
 
     def end_step(self, saves: StatePairs, restores: StatePairs, not_finite_saves: Collection[int]) -> None:
         """Take in the end of a step that wrote and read these checkpoints.
@@ -144,7 +138,7 @@ class StateCheckpoints:
                 self._detach(checkpoint)
             else:
                 self._is_visible[checkpoint] = True
-                self._once[checkpoint] = None
+                self._eviction_order.show(checkpoint)
 
     def forget(self, blocks: BlockIds) -> None:
         """Take the checkpoints from blocks that lose their contents, or whose states cannot be trusted."""
@@ -168,9 +162,7 @@ class StateCheckpoints:
         checkpoints = self._of_block[blocks]
         for checkpoint in checkpoints[checkpoints != _NONE].tolist():
             if self._is_visible[checkpoint]:
-                self._reused.pop(checkpoint, None)
-                self._once[checkpoint] = None
-                self._once.move_to_end(checkpoint, last=False)
+                self._eviction_order.demote(checkpoint)
 
     def clear(self) -> None:
         """Take the checkpoints from all blocks."""
@@ -185,26 +177,24 @@ class StateCheckpoints:
         in_use = {checkpoint for checkpoint, num_uses in enumerate(self._num_uses) if num_uses}
         assert min(self._num_uses, default=0) >= 0, "uses"
         assert sorted([*self._free, *(held.keys() | in_use)]) == list(range(len(self._block_of))), "free checkpoints"
-        assert self._once.keys().isdisjoint(self._reused), "a checkpoint to be evicted twice"
-        visible = self._once.keys() | self._reused.keys()
+        self._eviction_order.check_integrity()
+        visible = self._eviction_order.visible
         assert visible == set(self._is_visible.nonzero()[0].tolist()), "visible checkpoints"
         assert visible <= held.keys(), "a visible checkpoint without a block"
         assert held.keys() - visible <= in_use, "a checkpoint that no step saves"
 
     def _evict(self) -> bool:
-        """Detach the first that is not in use; returns whether there was one."""
-        for checkpoint in chain(self._once, self._reused):
-            if not self._num_uses[checkpoint]:
-                self._detach(checkpoint)
-                return True
-        return False
+        """Detach the next that is not in use; returns whether there was one."""
+        checkpoint = self._eviction_order.find_next()
+        if checkpoint is not None:
+            self._detach(checkpoint)
+        return checkpoint is not None
 
     def _detach(self, checkpoint: int) -> None:
         self._of_block[self._block_of[checkpoint]] = _NONE
         self._block_of[checkpoint] = _NONE
         self._is_visible[checkpoint] = False
-        self._once.pop(checkpoint, None)
-        self._reused.pop(checkpoint, None)
+        self._eviction_order.remove(checkpoint)
         self._free_if_idle(checkpoint)
 
     def _free_if_idle(self, checkpoint: int) -> None:

@@ -7,13 +7,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.scheduler.core.batch.sequence import Sequence
 from services.scheduler.core.block_manager import BlockManager
+from services.scheduler.core.cache.eviction_order import EvictionOrder
+from services.scheduler.core.cache.free_blocks import MAX_TURNOVERS
 from shared.limits import TOKEN_DTYPE
+from shared.tenant import DEFAULT_TENANT, Tenant
 from tests.support.scheduler.core import make_sequence
 
 BLOCK_SIZE = 2
@@ -30,9 +33,10 @@ def tokens_of(seq: Sequence, num_tokens: int | None = None) -> tuple[int, ...]:
     return tuple(np.frombuffer(bytes(seq.token_bytes), TOKEN_DTYPE)[:num_tokens].tolist())
 
 
-def admit(blocks: BlockManager, tokens: list[int]) -> Sequence:
-    """Give a sequence its blocks, and send all its tokens."""
+def admit(blocks: BlockManager, tokens: list[int], *, tenant: Tenant = DEFAULT_TENANT, number: int = 0) -> Sequence:
+    """Give a sequence its blocks, and send all its tokens; `number` is its tenant's."""
     seq = make_sequence(1, tokens)
+    seq.tenant, seq.tenant_number = tenant, number
     assert blocks.try_allocate(seq, blocks.find_prefix(seq))
     blocks.publish(seq, len(tokens))
     return seq
@@ -101,6 +105,60 @@ def test_states_that_were_restored_outlive_those_that_were_only_saved() -> None:
     assert found(blocks, PROMPT[:5])[:2] == (2, shared)
     assert found(blocks, PROMPT[:7])[:2] == (2, shared)
     assert found(blocks, PROMPT)[0] == 10
+
+
+@pytest.mark.parametrize("weight", [0.5, 1.0, 2.0])
+def test_a_tenant_that_saves_many_states_leaves_others_theirs_by_weight(weight: float) -> None:
+    blocks = make_blocks(12, num_blocks=200)
+    quiet = admit(blocks, PROMPT, tenant=Tenant("quiet", weight), number=1)
+    share = round(12 * weight / (1 + weight))
+    for num_tokens in range(2, 2 * share + 1, 2)[:5]:
+        save(blocks, quiet, num_tokens)
+    kept = min(share, 5)
+    flood = admit(blocks, list(range(100, 300)), number=2)
+    for num_tokens in range(2, 2 * (12 * MAX_TURNOVERS - 1), 2):
+        save(blocks, flood, num_tokens)
+        assert found(blocks, [*PROMPT, 0])[0] == 2 * kept, "another's state was evicted"
+    assert blocks.checkpoint_counts.used == 12
+    # One that leaves its states alone for long does not keep them for ever.
+    other = admit(blocks, list(range(300, 320)), number=2)
+    for num_tokens in range(2, 18, 2):
+        save(blocks, other, num_tokens)
+    assert found(blocks, [*PROMPT, 0])[0] < 2 * kept
+
+
+@settings(max_examples=60)
+@given(
+    weights=st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=3, max_size=3),
+    actions=st.lists(st.tuples(st.sampled_from(["save", "save", "use", "remove"]), st.integers(0, 2)), max_size=60),
+    num_checkpoints=st.integers(1, 6),
+)
+def test_the_tenant_with_most_states_by_weight_loses_the_next_one(
+    weights: list[float], actions: list[tuple[str, int]], num_checkpoints: int
+) -> None:
+    order, held = EvictionOrder([0] * num_checkpoints), [list[int]() for _ in weights]
+    for name, tenant in actions:
+        free = set(range(num_checkpoints)).difference(*held)
+        if name == "save":
+            if not free:
+                evicted = order.find_next()
+                assert evicted is not None
+                [victim] = [each for each, own in enumerate(held) if evicted in own]
+                fullness = [len(own) / weight for own, weight in zip(held, weights, strict=True)]
+                assert fullness[victim] == max(fullness)
+                order.remove(evicted)
+                held[victim].remove(evicted)
+                free = {evicted}
+            checkpoint = free.pop()
+            order.add(checkpoint, tenant, weights[tenant])
+            order.show(checkpoint)
+            held[tenant].append(checkpoint)
+        elif held[tenant] and name == "use":
+            order.use(held[tenant][0])
+        elif held[tenant]:
+            order.remove(held[tenant].pop())
+        order.check_integrity()
+        assert order.visible == set[int]().union(*held)
 
 
 def test_a_newer_block_of_a_content_takes_its_state_over() -> None:
@@ -212,7 +270,7 @@ class Checkpoints(RuleBasedStateMachine):
         """Admit a sequence, and send it whole; its first save is on demand, as a lookup would have hit further."""
         tokens = text[:length]
         seq = make_sequence(1, tokens)
-        seq.cache_salt = salt
+        seq.cache_salt, seq.tenant_number = salt, len(salt)
         prefix = self.blocks.find_prefix(seq)
         if prefix.awaits_state or not self.blocks.try_allocate(seq, prefix):
             return
