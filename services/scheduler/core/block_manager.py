@@ -61,7 +61,11 @@ class BlockManager:
         self._prefixes = PrefixCache(num_blocks, block_size, kv_feed)
         self._ref_counts = np.zeros(num_blocks, np.int32)
         self._free = FreeBlocks(num_blocks)
-        self._states = None if num_checkpoints is None else StateCheckpoints(num_blocks, num_checkpoints)
+        self._states: StateCheckpoints | None = None
+        if num_checkpoints is not None:
+            self._states = StateCheckpoints(num_blocks, num_checkpoints, self._prefixes.note_state)
+        if kv_feed is not None:
+            kv_feed.states = self._states
         self.num_times_saves_ended = 0
         """How often states that were being saved became visible or were withdrawn."""
 
@@ -87,6 +91,8 @@ class BlockManager:
 
     def set_kv_feed(self, kv_feed: KvFeed | None) -> None:
         """Tell a feed of all changes from now on; None ends that."""
+        if kv_feed is not None:
+            kv_feed.states = self._states
         self._prefixes.set_feed(kv_feed)
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -161,9 +167,14 @@ class BlockManager:
         if num_blocks <= seq.prefix_cursor.num_blocks or not self._caches_prefixes:
             return
         table = _as_array(seq.block_table)
+        num_before = seq.prefix_cursor.num_blocks
         outdated = self._prefixes.publish(seq.prefix_cursor, table, tokens=seq.token_bytes, num_blocks=num_blocks)
         if self._states is not None:
             self._states.move(outdated, table[self._prefixes.depths(outdated)])
+            published = table[num_before:num_blocks]
+            for block in published[self._states.are_saved(published)].tolist():
+                # It was saved before it was published.
+                self._prefixes.note_state(block, is_saved=True)
         outdated = outdated[self._ref_counts[outdated] == 0]
         if outdated.size:
             self._free.revive(outdated)

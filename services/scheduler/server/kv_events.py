@@ -241,4 +241,7 @@ class KvEvents:
             run_lengths=changes.stored.num_blocks,
             run_parent_hashes=changes.stored.parents,
             run_starts=changes.stored.starts,
+            removed_state_hashes=changes.removed_states,
+            stored_state_hashes=changes.stored.states,
+            has_recurrent_state=rank_feed.feed.states is not None,
         )

@@ -67,12 +67,13 @@ class KvSubscriber:
         self.num_responses += 1
         index = self.indexes[rank]
         if response.all_cleared:
-            index.blocks.clear()
-            index.num_cleared += 1
+            index.clear()
         index.remove(response.removed_hashes)
+        index.states.difference_update(response.removed_state_hashes)
         index.store_columns(
             response.stored_hashes, response.run_lengths, response.run_parent_hashes, response.run_starts
         )
+        index.states.update(response.stored_state_hashes)
         if response.snapshot_complete:
             assert rank not in self.complete, "a snapshot is complete twice"
             self.complete.add(rank)

@@ -7,12 +7,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from services.scheduler.core.block_manager import BlockManager
+from services.scheduler.core.cache.block_hashes import hash_blocks, hash_salt
 from services.scheduler.core.cache.kv_feed import KvFeed
 from services.scheduler.core.cache.prefix_cache import PrefixCache
 from services.scheduler.core.policy import CellTopology, SchedulerPolicy
 from shared.sampling_params import SamplingOptions
-from tests.support.clients.kv_index import Listener, held_blocks
-from tests.support.scheduler.engine_driver import EngineDriver
+from shared.tenant import DEFAULT_TENANT, salt_of
+from tests.support.clients.kv_index import Listener, held_blocks, held_states
+from tests.support.scheduler.core import make_sequence
+from tests.support.scheduler.engine_driver import EngineDriver, token_bytes
 
 BLOCK_SIZE = 4
 _NUM_BLOCKS = 48
@@ -31,6 +35,10 @@ class Seen:
     num_late_checks: int = 0
     """Comparisons of a late listener's whole index while the cache held blocks."""
     max_blocks: int = 0
+    num_states: int = 0
+    """Saved states that listeners knew, at each comparison."""
+    num_usable: int = 0
+    """Blocks of prompts that listeners knew to be usable, at each comparison."""
 
 
 class KvRun:
@@ -39,8 +47,13 @@ class KvRun:
     Prompts continue earlier ones, or fork from them, under a few salts, in a pool that is too small for them.
     """
 
-    def __init__(self, seed: int, *, num_ranks: int = 2, slices: bool = True) -> None:
-        """With `slices`, only a few blocks are hashed or scanned after each action, instead of all."""
+    def __init__(
+        self, seed: int, *, num_ranks: int = 2, slices: bool = True, num_checkpoint_slots: int | None = None
+    ) -> None:
+        """With `slices`, only a few blocks are hashed or scanned after each action, instead of all.
+
+        With `num_checkpoint_slots`, the model has recurrent states.
+        """
         self._random = random.Random(seed)
         self._slices = slices
         self._driver = EngineDriver(
@@ -50,7 +63,10 @@ class KvRun:
             depth=2,
             policy=SchedulerPolicy(max_num_seqs=6, max_num_batched_tokens=40),
             topology=CellTopology(num_ranks),
+            num_checkpoint_slots=num_checkpoint_slots,
+            state_checkpoint_interval=8,
         )
+        self._has_state = num_checkpoint_slots is not None
         self._prompts: list[tuple[bytes, list[int]]] = [(b"", [1])]
         self._next_handle = 1
         self._is_lost: set[int] = set()
@@ -146,13 +162,18 @@ class KvRun:
         for rank, (feed, listeners) in enumerate(zip(self._feeds, self._listeners, strict=True)):
             self._advance(feed, listeners)
             held = held_blocks(self._cache(rank), BLOCK_SIZE)
+            saved = held_states(self._cache(rank), self._blocks(rank)._states, BLOCK_SIZE)
             self.seen.max_blocks = max(self.seen.max_blocks, len(held))
             for number, listener in enumerate(listeners):
                 blocks = listener.index.blocks
                 assert blocks.items() <= held.items(), "a block that is not held"
+                assert listener.index.states <= saved, "a state that is not saved"
                 if listener.scan.is_done and not feed.is_hashing:
                     assert blocks == held, "a block that was not reported"
+                    assert listener.index.states == saved, "a state that was not reported"
                     self.seen.num_late_checks += bool(number and held)
+                    self.seen.num_states += len(saved)
+                    self._compare_usable(rank, listener)
 
     def _advance(self, feed: KvFeed, listeners: list[Listener]) -> None:
         """As the server does: changes are delivered before a scan goes on."""
@@ -165,8 +186,23 @@ class KvRun:
     def _budget(self) -> int:
         return self._random.randrange(6) if self._slices else 10**9
 
+    def _compare_usable(self, rank: int, listener: Listener) -> None:
+        """Compare how much of a prompt an outsider takes to be usable with what the scheduler uses."""
+        salt, prompt = self._random.choice(self._prompts[-30:])
+        num_whole_tokens = len(prompt) // BLOCK_SIZE * BLOCK_SIZE
+        salt = salt_of(DEFAULT_TENANT, salt)
+        hashes = hash_blocks(hash_salt(salt), token_bytes(prompt[:num_whole_tokens]), 4 * BLOCK_SIZE)
+        num_usable = listener.index.num_usable(hashes, has_recurrent_state=self._has_state)
+        seq = make_sequence(1, [*prompt, 1])
+        seq.cache_salt = salt
+        assert self._blocks(rank).num_cached_tokens(seq) == BLOCK_SIZE * num_usable, "what can be used of a prompt"
+        self.seen.num_usable += num_usable
+
+    def _blocks(self, rank: int) -> BlockManager:
+        return self._driver.engine._cell.ranks[rank].scheduler._blocks
+
     def _cache(self, rank: int) -> PrefixCache:
-        return self._driver.engine._cell.ranks[rank].scheduler._blocks._prefixes
+        return self._blocks(rank)._prefixes
 
 
 def _deliver(feed: KvFeed, listeners: list[Listener]) -> None:

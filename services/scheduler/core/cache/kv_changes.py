@@ -24,6 +24,8 @@ class StoredRuns:
     """The hash before the first block: that of a block or of the salt, and 0 when there is neither."""
     starts: list[int] = field(default_factory=list)
     """The number of blocks before the first one."""
+    states: list[int] = field(default_factory=list)
+    """The hashes of blocks, of these runs or stored before, after which a recurrent state is saved."""
 
     def add_present(self, node: PrefixNode, first: int, last: int) -> None:
         """Add those of a node's contents `first` to `last - 1` that a block holds; all must be hashed."""
@@ -45,17 +47,27 @@ class StoredRuns:
 
 @dataclass(slots=True)
 class KvChanges:
-    """Changes that apply in this order: everything is cleared, blocks are removed, blocks are stored."""
+    """Changes that apply in this order: everything is cleared, blocks and states are removed, both are stored.
+
+    With a block its state is removed.
+    """
 
     is_cleared: bool = False
     removed: list[Hashes] = field(default_factory=list)
     num_removed: int = 0
+    removed_states: list[int] = field(default_factory=list)
+    """The hashes of blocks after which no recurrent state is saved any more."""
     stored: StoredRuns = field(default_factory=StoredRuns)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks removed and stored."""
-        return self.num_removed + len(self.stored.hashes)
+        """Blocks and states that are removed and stored."""
+        return self.num_removed + len(self.removed_states) + len(self.stored.hashes) + len(self.stored.states)
+
+    @property
+    def stores(self) -> bool:
+        """Whether anything is stored."""
+        return bool(self.stored.hashes or self.stored.states)
 
 
 def parent_hash(node: PrefixNode, index: int) -> int | None:

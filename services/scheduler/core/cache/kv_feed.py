@@ -8,7 +8,8 @@ Hashing is put off, and done in slices of a few blocks between the events of the
 
 The hashes are kept in the nodes of the tree, next to the contents, so the tree may change between two slices: a split
 divides them, a cut drops them, and a node that goes takes them along. A content that is removed before it was hashed
-was never reported, and its removal is not either. So a listener knows the contents that a block holds and that have a
+was never reported, and its removal is not either. A recurrent state after a content is reported with it, or as a change
+once the content has a hash. So a listener knows the contents that a block holds and that have a
 hash, all of them once nothing is due. Hashes depend only on the contents, so those of earlier feeds remain valid.
 
 **A snapshot** for a late listener is a scan (`KvScan`) over the nodes by their numbers, in slices too. The listener
@@ -32,6 +33,7 @@ import numpy.typing as npt
 from services.scheduler.core.cache.block_hashes import hash_blocks
 from services.scheduler.core.cache.cached_prefix import PrefixNode
 from services.scheduler.core.cache.kv_changes import Hashes, Indexes, KvChanges, StoredRuns, parent_hash
+from services.scheduler.core.cache.state_checkpoints import StateCheckpoints
 
 # The most blocks in one `KvChanges`, give or take a slice: what is made of it must be a small message.
 MAX_BLOCKS = 2048
@@ -47,6 +49,8 @@ class KvFeed:
     def __init__(self, block_bytes: int) -> None:
         """`block_bytes` is the size of the tokens of a block."""
         self._block_bytes = block_bytes
+        self.states: StateCheckpoints | None = None
+        """Those of the cache that is watched; None for a model without recurrent states."""
         self._log: deque[KvChanges] = deque()
         self._scans: list[KvScan] = []
         self.watch([])
@@ -100,6 +104,24 @@ class KvFeed:
         for start in range(0, len(hashes), MAX_BLOCKS):
             self._add_removed(hashes[start : start + MAX_BLOCKS])
 
+    def on_state(self, node: PrefixNode, index: int, *, is_saved: bool) -> None:
+        """A recurrent state after a node's content can be restored from now on, or no longer."""
+        if index >= len(node.hashes):
+            return
+        if is_saved:
+            self._open_for_stored().states.append(node.hashes[index])
+        else:
+            self._open_for_removed().removed_states.append(node.hashes[index])
+
+    def report(self, stored: StoredRuns, node: PrefixNode, first: int, last: int) -> None:
+        """Add those of a node's contents `first` to `last - 1` that a block holds, with states; all must be hashed."""
+        stored.add_present(node, first, last)
+        if self.states is not None:
+            blocks = node.blocks[first:last]
+            indexes = (blocks >= 0).nonzero()[0]
+            indexes = indexes[self.states.are_saved(blocks[indexes])]
+            stored.states += [node.hashes[first + index] for index in indexes.tolist()]
+
     def advance(self, max_blocks: int) -> None:
         """Hash up to `max_blocks` contents that are due."""
         while self._due and max_blocks > 0:
@@ -124,7 +146,7 @@ class KvFeed:
         tokens = node.tokens[first * self._block_bytes : last * self._block_bytes]
         hashes = hash_blocks(parent_hash(node, first), tokens, self._block_bytes)
         node.hashes.extend(hashes)
-        self._open_for_stored().add_present(node, first, last)
+        self.report(self._open_for_stored(), node, first, last)
         return last - first
 
     def take(self) -> KvChanges:
@@ -147,11 +169,15 @@ class KvFeed:
         return self._log[-1].stored
 
     def _add_removed(self, hashes: Hashes) -> None:
-        """Removals apply first, so they cannot join changes that store blocks."""
-        if not self._log or self._log[-1].stored.hashes or self._log[-1].num_blocks >= MAX_BLOCKS:
+        changes = self._open_for_removed()
+        changes.removed.append(hashes)
+        changes.num_removed += len(hashes)
+
+    def _open_for_removed(self) -> KvChanges:
+        """Removals apply first, so they cannot join changes that store something."""
+        if not self._log or self._log[-1].stores or self._log[-1].num_blocks >= MAX_BLOCKS:
             self._log.append(KvChanges())
-        self._log[-1].removed.append(hashes)
-        self._log[-1].num_removed += len(hashes)
+        return self._log[-1]
 
 
 class KvScan:
@@ -206,7 +232,7 @@ class KvScan:
         first = max(self._depth - node.start, 0)
         last = min(first + max_blocks, self._end - node.start, len(node.hashes))
         if first < last and not is_gone(node):
-            stored.add_present(node, first, last)
+            self._feed.report(stored, node, first, last)
             self._depth = node.start + last
             return last - first
         if len(node.hashes) < node.num_blocks and not is_gone(node):

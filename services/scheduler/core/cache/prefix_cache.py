@@ -152,6 +152,13 @@ class PrefixCache:
         present: BlockIds = found[found != _NO_BLOCK]
         return present
 
+    def note_state(self, block: int, *, is_saved: bool) -> None:
+        """Tell the feed that the recurrent state after a block's content can be restored from now on, or no longer."""
+        node_id = int(self._node_ids[block])
+        if self._feed is not None and node_id != _NO_NODE:
+            node = self._nodes[node_id]
+            self._feed.on_state(node, int(self._depths[block]) - node.start, is_saved=is_saved)
+
     def void_lookups(self) -> None:
         """Let everything be looked up again, because more or less can be used of what is found."""
         self.version = object()

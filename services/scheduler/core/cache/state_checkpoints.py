@@ -19,9 +19,10 @@ restored, evict whole records).
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from services.scheduler.core.cache.cached_prefix import BlockIds
 from services.scheduler.core.cache.eviction_order import EvictionOrder
@@ -52,6 +53,17 @@ class CheckpointCounts(NamedTuple):
 NOTHING_FOUND = FoundState(0, None, is_coming=False)
 
 
+class NoteChange(Protocol):
+    """Whoever wants to know after which blocks states can be restored."""
+
+    def __call__(self, block: int, *, is_saved: bool) -> None:
+        """Take note that the state after a block can be restored from now on, or no longer."""
+
+
+def _note_nothing(block: int, *, is_saved: bool) -> None:
+    pass
+
+
 class StateCheckpoints:
     """The checkpoints of one rank's worker.
 
@@ -59,8 +71,12 @@ class StateCheckpoints:
     holds the state after exactly the tokens up to the end of that block, saved by a step that has returned.
     """
 
-    def __init__(self, num_blocks: int, num_checkpoints: int) -> None:
-        """Make free checkpoints for a pool of blocks; there is no use for more of them than blocks."""
+    def __init__(self, num_blocks: int, num_checkpoints: int, note_change: NoteChange = _note_nothing) -> None:
+        """Make free checkpoints for a pool of blocks; there is no use for more of them than blocks.
+
+        `note_change` is told of blocks that get a visible checkpoint or lose it.
+        """
+        self._note_change = note_change
         num_checkpoints = min(num_checkpoints, num_blocks)
         self._of_block: Int32Column = np.full(num_blocks, _NONE, np.int32)
         self._block_of = [_NONE] * num_checkpoints
@@ -85,6 +101,13 @@ class StateCheckpoints:
             return FoundState(0, None, is_coming=True)
         last = int(visible[-1])
         return FoundState(last + 1, int(checkpoints[last]), is_coming=last < int(indexes[-1]))
+
+    def are_saved(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
+        """Which of these blocks have a visible checkpoint: [num_blocks]."""
+        checkpoints = self._of_block[blocks]
+        are_saved: npt.NDArray[np.bool_] = checkpoints != _NONE
+        are_saved[are_saved] = self._is_visible[checkpoints[are_saved]]
+        return are_saved
 
     def try_save(self, block: int, tenant: int = 0, weight: float = 1.0) -> int | None:
         """Take a checkpoint for the state after a block, which the next step saves; `end_step` must follow.
@@ -139,6 +162,7 @@ class StateCheckpoints:
             else:
                 self._is_visible[checkpoint] = True
                 self._eviction_order.show(checkpoint)
+                self._note_change(self._block_of[checkpoint], is_saved=True)
 
     def forget(self, blocks: BlockIds) -> None:
         """Take the checkpoints from blocks that lose their contents, or whose states cannot be trusted."""
@@ -151,7 +175,10 @@ class StateCheckpoints:
         checkpoints = self._of_block[old_blocks]
         for index in (checkpoints != _NONE).nonzero()[0].tolist():
             checkpoint, block = int(checkpoints[index]), int(blocks[index])
-            if self._of_block[block] != _NONE:
+            own = int(self._of_block[block])
+            if own != _NONE:
+                if self._is_visible[checkpoint] and not self._is_visible[own]:
+                    self._note_change(block, is_saved=False)
                 self._detach(checkpoint)
                 continue
             self._of_block[old_blocks[index]] = _NONE
@@ -191,6 +218,8 @@ class StateCheckpoints:
         return checkpoint is not None
 
     def _detach(self, checkpoint: int) -> None:
+        if self._is_visible[checkpoint]:
+            self._note_change(self._block_of[checkpoint], is_saved=False)
         self._of_block[self._block_of[checkpoint]] = _NONE
         self._block_of[checkpoint] = _NONE
         self._is_visible[checkpoint] = False
