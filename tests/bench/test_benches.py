@@ -42,6 +42,10 @@ SCRIPT_TO_FLAGS = {
     ],
     "overload": [MODEL, "--calls=50", "--resets=200", "--watches=50"],
     "quality": [FLOAT32_MODEL, "--quick", "--without-peers", "--formats", "fp32", "bf16"],
+    "recurrent": [
+        *("--quick", "--without-peers", "--rows", "1", "3", "--prompt-tokens=20", "--prefill=70"),
+        *("--steps=2", "--repeats=1"),
+    ],
     "revisions": ["HEAD", "HEAD", "--pairs=1"],
     # The other sections need peers.
     "scheduler": ["--quick", "--only=curves"],

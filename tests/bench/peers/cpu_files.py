@@ -66,7 +66,7 @@ def f16_gguf() -> Path:
     """
     target = DIRECTORY / "smollm2.gguf"
     if not target.exists():
-        with _source_gguf() as source, _made(target) as made:
+        with _source_gguf() as source, made_file(target) as made:
             reader = gguf.GGUFReader(source)
             writer = copy_metadata(reader, made)
             writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
@@ -81,7 +81,7 @@ def large_model(model_dir: Path) -> Path:
     """The directory of a Llama of 1.1 B parameters without weights, with the tokenizer of another model."""
     target = DIRECTORY / "llama-1.1b"
     if not target.exists():
-        with _made(target) as made:
+        with made_file(target) as made:
             shutil.copytree(model_dir, made, ignore=shutil.ignore_patterns("*.safetensors", "manifest.json"))
             config: dict[str, Any] = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
             (made / "config.json").write_text(json.dumps(config | _LARGE_SIZES, indent=2), encoding="utf-8")
@@ -99,12 +99,12 @@ def large_gguf(model_dir: Path) -> Path:
     """
     target = DIRECTORY / f"{model_dir.name}.q8_0.gguf"
     if not target.exists():
-        with _made(target) as made:
+        with made_file(target) as made:
             config: dict[str, Any] = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
             writer = copy_metadata(gguf.GGUFReader(f16_gguf()), made, _llama_fields(config))
             writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
             for name, shape in _llama_shapes(config):
-                _add_random(writer, name, shape)
+                add_random(writer, name, shape)
             write_all(writer)
     return DIRECTORY / f"{model_dir.name}.gguf"
 
@@ -141,7 +141,8 @@ def _llama_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
             yield f"blk.{layer}.{name}.weight", shape
 
 
-def _add_random(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...]) -> None:
+def add_random(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...]) -> None:
+    """Add a matrix of random weights in Q8_0, or a vector of ones."""
     if len(shape) == 1:
         writer.add_tensor(name, np.ones(shape, np.float32))
         return
@@ -177,7 +178,7 @@ def w8a8_checkpoint(model_dir: Path) -> Path:
     """A checkpoint in the format of compressed-tensors: int8 linears, rounded to nearest, all else in bfloat16."""
     target = DIRECTORY / f"{model_dir.name}-w8a8"
     if not target.exists():
-        with _made(target) as made:
+        with made_file(target) as made:
             shutil.copytree(model_dir, made, ignore=shutil.ignore_patterns("*.safetensors", "manifest.json"))
             config: dict[str, Any] = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
             config |= {"dtype": "bfloat16", "quantization_config": _W8A8}
@@ -208,7 +209,7 @@ def _source_gguf() -> Iterator[Path]:
 
 
 @contextmanager
-def _made(target: Path) -> Iterator[Path]:
+def made_file(target: Path) -> Iterator[Path]:
     """A path that gets the name `target` when the body has succeeded."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=target.parent) as directory:

@@ -79,6 +79,7 @@ _VLLM_VARIABLES = {
     "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
 }
 
+LLAMA_CPP_Q8_0 = _llama_cpp("q8_0")
 PEERS: dict[str, Peer] = {
     "transformers": Peer("transformers fp32", "cpu_transformers", None, _with_model_dir),
     "vllm-bf16": Peer("vLLM bf16", "cpu_vllm", VLLM, _with_model_dir, _VLLM_VARIABLES),
@@ -90,6 +91,6 @@ PEERS: dict[str, Peer] = {
         _VLLM_VARIABLES,
     ),
     "openvino-int8": Peer("OpenVINO int8", "cpu_openvino", OPENVINO, lambda _: {"gguf_path": str(f16_gguf())}),
-    "llama-cpp-q8_0": _llama_cpp("q8_0"),
+    "llama-cpp-q8_0": LLAMA_CPP_Q8_0,
     "llama-cpp-q4_0": _llama_cpp("q4_0"),
 }
