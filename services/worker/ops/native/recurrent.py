@@ -1,4 +1,4 @@
-"""Recurrent layers: kernels/recurrent.cpp. Each op is one call, whose arguments are its C++ structure's fields."""
+"""Recurrent layers: kernels/recurrent.cpp and delta_rule.cpp. Each op is one call, whose arguments are its C++ structure's fields."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _delta_rule = Struct("8P5q3qq").pack
 _gated_norm = Struct("4P3qqdq").pack
 _mul_sigmoid = Struct("2P2q2qq").pack
 # kernels/recurrent.cpp's limit.
-_MAX_TAPS = 8
+_MAX_TAPS = 4
 
 
 def causal_conv(native: NativeState, x: Tensor, weight: Tensor, state: Tensor, metadata: AttentionMetadata) -> Tensor:

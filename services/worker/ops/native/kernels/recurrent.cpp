@@ -1,7 +1,4 @@
-// Recurrent layers: a causal convolution, the gated delta rule, and gates. All is computed in float32.
-//
-// A sequence's tokens are walked one after the other, so a prompt costs a token what a decode does, but for its state,
-// which stays in a processor's cache.
+// What is around the gated delta rule of a recurrent layer: a causal convolution, and gates. All is computed in float32.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -15,14 +12,14 @@ namespace {
 
 // Elements from which a second thread saves more than it costs to wake it.
 constexpr int64_t kWorthThreads = 64 * 1024;
-// Channels that a piece of a convolution has, and the most values that one adds up.
+// Channels that a piece of a convolution has.
 constexpr int64_t kChannels = 256;
-constexpr int64_t kMaxTaps = 8;
-// Tokens whose keys, queries and gates are computed before any of them is written into a state.
-constexpr int64_t kTile = 32;
-// Vectors of a state's row that stay in the fastest cache, for all of its rows, while a tile is walked.
-constexpr int kColumns = 4;
-constexpr float kNormEps = 1e-6f;
+#if defined(__AVX512F__)
+// Vectors of channels that are convolved together: their windows stay in registers.
+constexpr int kConvVectors = 4;
+#else
+constexpr int kConvVectors = 2;
+#endif
 
 struct ConvArgs {
     const void* x;
@@ -31,22 +28,8 @@ struct ConvArgs {
     void* output;        // [tokens, num_channels]
     const int64_t* slots;
     const int32_t* starts;  // [num_seqs + 1]
-    int64_t num_seqs, num_channels, num_taps;
+    int64_t num_seqs, num_channels, num_taps;  // 2 to 4 taps
     int64_t token_stride, slot_stride;
-    int64_t format;
-};
-
-struct DeltaArgs {
-    const void* qkv;
-    const void* gates;   // [tokens, 2 * num_heads]: b, then a
-    const float* decay;  // [num_heads]
-    const float* bias;   // [num_heads]
-    float* state;        // [slots, num_heads, key_dim, value_dim]
-    void* output;        // [tokens, num_heads, value_dim]
-    const int64_t* slots;
-    const int32_t* starts;  // [num_seqs + 1]
-    int64_t num_seqs, num_key_heads, num_heads, key_dim, value_dim;
-    int64_t token_stride, gates_stride, slot_stride;
     int64_t format;
 };
 
@@ -73,144 +56,57 @@ struct MulSigmoidArgs {
 Vec sigmoid(Vec x) { return div(broadcast(1.0f), add(broadcast(1.0f), exp(sub(zeros(), x)))); }
 float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
-// As torch's, which is linear above 20.
-float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
-
-template <typename T>
+// `kVectors` vectors of channels of a sequence, or one of `count` channels: the window moves on from token to token.
+template <int kTaps, int kVectors, typename T>
 void convolve(const ConvArgs& args, int64_t seq, int64_t channel, int64_t count) {
-    const int64_t kept = args.num_taps - 1;
     const T* weight = static_cast<const T*>(args.weight) + channel;
     T* state = static_cast<T*>(args.state) + args.slots[seq] * args.slot_stride + channel;
-    std::array<Vec, kMaxTaps> taps, window;
-    for (int64_t tap = 0; tap <= kept; ++tap) taps[tap] = load_up_to(weight + tap * args.num_channels, count);
-    for (int64_t tap = 0; tap < kept; ++tap) window[tap] = load_up_to(state + tap * args.num_channels, count);
+    using Vectors = std::array<Vec, kVectors>;
+    std::array<Vectors, kTaps> taps, window;
+    for (int tap = 0; tap < kTaps; ++tap) {
+        for (int i = 0; i < kVectors; ++i) taps[tap][i] = load_up_to(weight + tap * args.num_channels + i * kWidth, count);
+    }
+    for (int tap = 0; tap + 1 < kTaps; ++tap) {
+        for (int i = 0; i < kVectors; ++i) window[tap][i] = load_up_to(state + tap * args.num_channels + i * kWidth, count);
+    }
     for (int64_t token = args.starts[seq]; token < args.starts[seq + 1]; ++token) {
         const T* x = static_cast<const T*>(args.x) + token * args.token_stride + channel;
-        window[kept] = load_up_to(x, count);
-        Vec total = mul(window[0], taps[0]);
-        for (int64_t tap = 1; tap <= kept; ++tap) total = fma(window[tap], taps[tap], total);
         T* output = static_cast<T*>(args.output) + token * args.num_channels + channel;
-        store_up_to(output, silu(total), count);
-        for (int64_t tap = 0; tap < kept; ++tap) window[tap] = window[tap + 1];
+        for (int i = 0; i < kVectors; ++i) {
+            window[kTaps - 1][i] = load_up_to(x + i * kWidth, count);
+            Vec total = mul(window[0][i], taps[0][i]);
+            for (int tap = 1; tap < kTaps; ++tap) total = fma(window[tap][i], taps[tap][i], total);
+            store_up_to(output + i * kWidth, silu(total), count);
+            for (int tap = 0; tap + 1 < kTaps; ++tap) window[tap][i] = window[tap + 1][i];
+        }
     }
-    for (int64_t tap = 0; tap < kept; ++tap) store_up_to(state + tap * args.num_channels, window[tap], count);
+    for (int tap = 0; tap + 1 < kTaps; ++tap) {
+        for (int i = 0; i < kVectors; ++i) store_up_to(state + tap * args.num_channels + i * kWidth, window[tap][i], count);
+    }
 }
 
-template <typename T>
+template <int kTaps, typename T>
 void causal_conv(const ConvArgs& args) {
     const int64_t blocks = (args.num_channels + kChannels - 1) / kChannels;
     const int64_t cost = 4 * args.starts[args.num_seqs] * std::min(kChannels, args.num_channels) / args.num_seqs;
     for_rows(args.num_seqs * blocks, cost, kWorthThreads, [&](int64_t piece) {
-        const int64_t seq = piece / blocks, first = piece % blocks * kChannels;
-        for_vectors(std::min(kChannels, args.num_channels - first),
-                    [&](int64_t i, int64_t count) { convolve<T>(args, seq, first + i, count); });
+        const int64_t seq = piece / blocks;
+        int64_t channel = piece % blocks * kChannels;
+        const int64_t end = std::min(channel + kChannels, args.num_channels);
+        for (; channel + kConvVectors * kWidth <= end; channel += kConvVectors * kWidth) {
+            convolve<kTaps, kConvVectors, T>(args, seq, channel, kWidth);
+        }
+        for (; channel < end; channel += kWidth) convolve<kTaps, 1, T>(args, seq, channel, std::min(kWidth, end - channel));
     });
 }
 
-// What the delta rule reads of a token for one head.
-struct TokenGates {
-    float decay, beta;
-};
-
-// Writes a head's vector times `scale` divided by its length.
 template <typename T>
-void write_unit(const T* from, float* to, int64_t dim, float scale) {
-    Vec squares = zeros();
-    for_vectors(dim, [&](int64_t i, int64_t count) {
-        const Vec values = load_up_to(from + i, count);
-        squares = fma(values, values, squares);
-    });
-    const Vec factor = broadcast(scale / std::sqrt(sum(squares) + kNormEps));
-    for_vectors(dim, [&](int64_t i, int64_t count) { store_up_to(to + i, mul(load_up_to(from + i, count), factor), count); });
-}
-
-// One token's part of some columns of a state, `kVectors` whole vectors, or one of `count` columns.
-template <int kVectors, typename T>
-void walk(float* state, int64_t key_dim, int64_t stride, const float* query, const float* key, TokenGates gates,
-          const T* value, T* output, int64_t count) {
-    // Two sums for each vector: one alone would wait for itself.
-    std::array<Vec, kVectors> known, more, read;
-    known.fill(zeros());
-    more.fill(zeros());
-    read.fill(zeros());
-    int64_t row = 0;
-    for (; row + 2 <= key_dim; row += 2) {
-        const Vec first = broadcast(key[row]), second = broadcast(key[row + 1]);
-        const float* values = state + row * stride;
-        for (int i = 0; i < kVectors; ++i) {
-            known[i] = fma(first, load_up_to(values + i * kWidth, count), known[i]);
-            more[i] = fma(second, load_up_to(values + stride + i * kWidth, count), more[i]);
-        }
+void causal_conv_by_taps(const ConvArgs& args) {
+    switch (args.num_taps) {
+        case 2: return causal_conv<2, T>(args);
+        case 3: return causal_conv<3, T>(args);
+        default: return causal_conv<4, T>(args);
     }
-    if (row < key_dim) {
-        const Vec first = broadcast(key[row]);
-        for (int i = 0; i < kVectors; ++i) {
-            known[i] = fma(first, load_up_to(state + row * stride + i * kWidth, count), known[i]);
-        }
-    }
-    const Vec decay = broadcast(gates.decay), beta = broadcast(gates.beta);
-    std::array<Vec, kVectors> update;
-    for (int i = 0; i < kVectors; ++i) {
-        const Vec decayed = mul(decay, add(known[i], more[i]));
-        update[i] = mul(beta, sub(load_up_to(value + i * kWidth, count), decayed));
-    }
-    for (row = 0; row < key_dim; ++row) {
-        const Vec of_key = broadcast(key[row]), of_query = broadcast(query[row]);
-        float* values = state + row * stride;
-        for (int i = 0; i < kVectors; ++i) {
-            const Vec next = fma(of_key, update[i], mul(decay, load_up_to(values + i * kWidth, count)));
-            store_up_to(values + i * kWidth, next, count);
-            read[i] = fma(of_query, next, read[i]);
-        }
-    }
-    for (int i = 0; i < kVectors; ++i) store_up_to(output + i * kWidth, read[i], count);
-}
-
-template <typename T>
-void walk_head(const DeltaArgs& args, int64_t seq, int64_t head) {
-    thread_local Buffer buffer;
-    const int64_t key_dim = args.key_dim, value_dim = args.value_dim;
-    const int64_t key_head = head * args.num_key_heads / args.num_heads, keys = args.num_key_heads * key_dim;
-    float* state = args.state + args.slots[seq] * args.slot_stride + head * key_dim * value_dim;
-    auto* queries = reinterpret_cast<float*>(buffer.reserve(2 * kTile * key_dim * static_cast<int64_t>(sizeof(float))));
-    float* units = queries + kTile * key_dim;
-    std::array<TokenGates, kTile> gates;
-    const int64_t end = args.starts[seq + 1];
-    for (int64_t first = args.starts[seq]; first < end; first += kTile) {
-        const int64_t count = std::min(kTile, end - first);
-        for (int64_t i = 0; i < count; ++i) {
-            const T* token = static_cast<const T*>(args.qkv) + (first + i) * args.token_stride;
-            const T* gate = static_cast<const T*>(args.gates) + (first + i) * args.gates_stride + head;
-            write_unit(token + key_head * key_dim, queries + i * key_dim, key_dim,
-                       1.0f / std::sqrt(static_cast<float>(key_dim)));
-            write_unit(token + keys + key_head * key_dim, units + i * key_dim, key_dim, 1.0f);
-            const float a = to_float(gate[args.num_heads]) + args.bias[head];
-            gates[i] = {std::exp(args.decay[head] * softplus(a)), sigmoid(to_float(gate[0]))};
-        }
-        const auto walk_columns = [&]<int kVectors>(int64_t column, int64_t width) {
-            for (int64_t i = 0; i < count; ++i) {
-                const T* value = static_cast<const T*>(args.qkv) + (first + i) * args.token_stride + 2 * keys +
-                                 head * value_dim + column;
-                T* output = static_cast<T*>(args.output) + ((first + i) * args.num_heads + head) * value_dim + column;
-                walk<kVectors>(state + column, key_dim, value_dim, queries + i * key_dim, units + i * key_dim, gates[i],
-                               value, output, width);
-            }
-        };
-        int64_t column = 0;
-        for (; column + kColumns * kWidth <= value_dim; column += kColumns * kWidth) {
-            walk_columns.template operator()<kColumns>(column, kWidth);
-        }
-        for (; column < value_dim; column += kWidth) {
-            walk_columns.template operator()<1>(column, std::min(kWidth, value_dim - column));
-        }
-    }
-}
-
-template <typename T>
-void delta_rule(const DeltaArgs& args) {
-    const int64_t cost = 2 * args.key_dim * args.value_dim * args.starts[args.num_seqs] / args.num_seqs;
-    for_rows(args.num_seqs * args.num_heads, cost, kWorthThreads,
-             [&](int64_t piece) { walk_head<T>(args, piece / args.num_heads, piece % args.num_heads); });
 }
 
 template <typename T>
@@ -260,11 +156,7 @@ void by_format(const Args& args) {
 using namespace lockstep;
 
 LS_EXPORT void ls_causal_conv(const ConvArgs* args) {
-    run_kernel<by_format<causal_conv<bf16>, causal_conv<float>, ConvArgs>>(args);
-}
-
-LS_EXPORT void ls_delta_rule(const DeltaArgs* args) {
-    run_kernel<by_format<delta_rule<bf16>, delta_rule<float>, DeltaArgs>>(args);
+    run_kernel<by_format<causal_conv_by_taps<bf16>, causal_conv_by_taps<float>, ConvArgs>>(args);
 }
 
 LS_EXPORT void ls_gated_norm(const GatedNormArgs* args) {

@@ -9,7 +9,8 @@ from torch import Tensor
 from services.worker.ops import DeltaGates, Ops, recurrent
 from tests.support.models.paged_model import attention_metadata
 
-QUERY_LENS = (1, 40, 3)
+# One token, blocks in tiles of 32 and less, and a block with a token left over.
+QUERY_LENS = (1, 40, 5)
 SLOTS = (4, 0, 2)
 # Key heads, value heads, widths: whole blocks of columns, vectors after them, parts of vectors, and an odd key.
 SHAPES = ((1, 2, 32, 128), (2, 4, 16, 80), (2, 2, 9, 13))
@@ -66,7 +67,7 @@ def test_gates_are_those_of_torch(ops: Ops, dtype: torch.dtype) -> None:
 
 
 def test_what_is_not_finite_stays_with_its_sequence(ops: Ops) -> None:
-    qkv, gates = random(44, 2 * 16 + 2 * 16, seed=1), random(44, 4, seed=2)
+    qkv, gates = random(46, 2 * 16 + 2 * 16, seed=1), random(46, 4, seed=2)
     params = DeltaGates(-torch.ones(2), torch.zeros(2))
     state = random(5, 2, 16, 16, seed=3)
     state[0] = torch.nan
