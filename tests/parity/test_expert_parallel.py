@@ -37,6 +37,8 @@ FAMILIES = (
     "Glm4MoeLiteForCausalLM",
     "GlmMoeDsaForCausalLM",
     "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
 )
 PROMPTS = make_prompts((23, 5, 40, 33), seed=8)
 # The log-probabilities cover most of a row's logits, so they show differences in single bits.

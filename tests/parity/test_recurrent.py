@@ -45,6 +45,7 @@ def test_a_prompt_in_chunks_says_what_transformers_says(small: SmallModel, backe
 
 @pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
 def test_chunks_change_no_bit_of_the_reference(small: SmallModel, exact: list[Generated], chunk_size: int) -> None:
+    """Elsewhere, each chunk of a prompt began with an empty state."""
     way = Way(chunk_size=chunk_size, is_mixed=chunk_size > 7)
     for each, whole in zip(generate(small.load("reference"), PROMPTS, NUM_TOKENS, way), exact, strict=True):
         assert each.completion == whole.completion

@@ -1,4 +1,7 @@
-"""Recurrent layers: kernels/recurrent.cpp and delta_rule.cpp. Each op is one call, whose arguments are its C++ structure's fields."""
+"""Recurrent layers: kernels/recurrent.cpp and delta_rule.cpp.
+
+Each op is one call, whose arguments are its C++ structure's fields.
+"""
 
 from __future__ import annotations
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from services.worker.models.loader import LoadedModel
+from services.worker.models.loader import LoadedModel, load_model
 from services.worker.ops import load_ops
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.model_runner import ModelRunner
@@ -100,6 +101,7 @@ def test_a_decode_saves_the_state_after_its_token(runner: ModelRunner, expected:
 
 
 def test_nothing_that_a_slot_held_reaches_the_next_sequence(runner: ModelRunner, expected: list[list[int]]) -> None:
+    """Elsewhere, the NaN of an ended sequence stayed in its slot, and spoilt all later ones of the slot."""
     states = runner._epochs.states
     assert states is not None
     for layer in states.layers:
@@ -108,6 +110,26 @@ def test_nothing_that_a_slot_held_reaches_the_next_sequence(runner: ModelRunner,
     rows = [make_enter(slot, prompt, range(8 * slot, 8 * slot + 8)) for slot, prompt in enumerate(PROMPTS)]
     steps = tokens_of(runner, prefill_step(*rows), *[decode_step()] * (NUM_TOKENS - 1))
     assert [list(row) for row in zip(*steps, strict=True)] == expected
+
+
+def test_states_of_a_bfloat16_model_are_never_rounded_to_it(loaded: LoadedModel) -> None:
+    """Elsewhere, they were, so that two forms of the recurrence agreed."""
+    ops = load_ops("reference")
+    half = load_model(Path(loaded.model_dir), ops, torch.bfloat16, lambda _: None)
+    runner = ModelRunner(half, ops, KvCacheSize(1 << 30, 64))
+    runner.attach(block_size=BLOCK_SIZE, max_num_seqs=8, max_num_batched_tokens=256)
+    states = runner._epochs.states
+    assert states is not None
+    deltas = [layer[1] for layer in states.layers if layer]
+    prompt, cached = PROMPTS[0], 8
+    first = make_enter(0, prompt[:cached], range(8), num_later_tokens=len(prompt) - cached)
+    runner.run_step(with_pairs(prefill_step(first), saves=[(0, 5)]))
+    second = make_enter(2, prompt[cached:], [0, 1, *range(20, 28)], num_cached_tokens=cached)
+    rest = prefill_step(second, chunks=[make_chunk(0, prompt[cached:])])
+    runner.run_step(with_pairs(rest, restores=[(2, 5)]))
+    for delta in deltas:
+        assert torch.equal(delta[0], delta[2])
+        assert not torch.equal(delta[0], delta[0].bfloat16().float())
 
 
 def test_a_state_that_is_not_finite_ends_its_row_alone_and_is_reported_when_saved(
