@@ -8,9 +8,10 @@ few steps, so that they meet the same machine. The figures with targets are by p
 other processes hardly change; the wall-clock time is beside them. A figure is that of the best turn, since other work
 on the machine only slows.
 
-    decode   tokens, and what a step moves: weights, keys and values, and each row's state twice, since it is written
-    prefill  one long prompt
-    peer     the Qwen3.5 in int8 beside llama.cpp's Q8_0: output tokens per second of wall-clock time, with prefill
+    decode       tokens, and what a step moves: weights, keys and values, and each row's state twice: it is written too
+    prefill      one long prompt
+    checkpoints  requests that share nothing, planned by the scheduler's engine, with states saved and without
+    peer         the Qwen3.5 in int8 beside llama.cpp's Q8_0: output tokens per second of wall-clock time, with prefill
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from services.scheduler.core.policy import CacheSettings, SchedulerPolicy
 from services.worker.config import WorkerSettings
 from services.worker.runner.model_runner import ModelRunner, build_model_runner
 from shared.step.step import EnteringSequence
@@ -36,17 +38,22 @@ from tests.bench.peers.cpu_generation import Generate, Loads
 from tests.bench.peers.cpu_peers import LLAMA_CPP_Q8_0
 from tests.bench.peers.environments import LeftOutError
 from tests.bench.peers.hybrid_files import hybrid_gguf
+from tests.support.scheduler.runner_cell import RunnerDriver
 from tests.support.worker.worker_steps import decode_step, make_enter, prefill_step
 
 # The least tokens of one row, moved bytes of several, and prefilled tokens, relative to the dense model.
 ONE_ROW_TARGET = 1.0
 MOVED_TARGET = 1.0
 PREFILL_TARGET = 0.7
+# The least tokens where states are saved, relative to where none is.
+CHECKPOINTS_TARGET = 0.97
 # The least tokens/s relative to llama.cpp, by the number of requests.
 PEER_TARGETS = {1: 1.1, 8: 1.5}
 
 BLOCK_SIZE = 16
+NUM_CHECKPOINTS = 32
 MAX_STEP_TOKENS = 2048
+CONTEXT_LENGTH = 2048
 KV_CACHE_GIB = 2.0
 FORMAT_TO_SETTINGS: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": "float32", "quantization": "none"},
@@ -65,7 +72,7 @@ class Cost:
 
 
 class Model:
-    """One of the two models in one format of weights."""
+    """One of the two models in one format of weights, on its `runner`."""
 
     def __init__(self, config: dict[str, Any], form: str, num_threads: int | None) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -77,25 +84,25 @@ class Model:
                 num_threads=num_threads,
                 **FORMAT_TO_SETTINGS[form],
             )
-            self._runner: ModelRunner = build_model_runner(settings, lambda _: None)
+            self.runner: ModelRunner = build_model_runner(settings, lambda _: None)
         self._config = config
         self._form = form
 
     def begin(self, prompts: Sequence[Sequence[int]], num_output_tokens: int) -> None:
         """Begin an epoch with nothing but these prompts, not yet computed."""
-        self._runner.attach(block_size=BLOCK_SIZE, max_num_seqs=len(prompts), max_num_batched_tokens=MAX_STEP_TOKENS)
+        self.runner.attach(block_size=BLOCK_SIZE, max_num_seqs=len(prompts), max_num_batched_tokens=MAX_STEP_TOKENS)
         self._entering = list(_enters(prompts, num_output_tokens))
 
     def prefill(self, *, leave: Sequence[int] = ()) -> None:
         """Compute the prompts, as many in a step as may be; sequences of the slots in `leave` leave before."""
         per_step = max(1, MAX_STEP_TOKENS // self._entering[0].num_prompt_tokens)
         for first in range(0, len(self._entering), per_step):
-            self._runner.run_step(prefill_step(*self._entering[first : first + per_step], leave=leave))
+            self.runner.run_step(prefill_step(*self._entering[first : first + per_step], leave=leave))
 
     def decode(self, num_steps: int) -> None:
         """Compute the next tokens of all sequences."""
         for _ in range(num_steps):
-            self._runner.run_step(decode_step())
+            self.runner.run_step(decode_step())
 
     def generate(self, prompts: Sequence[Sequence[int]], num_output_tokens: int) -> float:
         """See `Engine`; beginning an epoch is not included."""
@@ -107,7 +114,7 @@ class Model:
 
     def moved_gb(self, num_rows: int, num_tokens: float) -> float:
         """What a step of rows with this many tokens each reads and writes; an epoch has begun."""
-        runner = self._runner
+        runner = self.runner
         per_token = runner.kv_cache_bytes / (runner.num_blocks * BLOCK_SIZE)
         sizes = ModelReads.of(self._config, kv_bytes_per_token=per_token, state_bytes=runner.state_bytes_per_slot)
         return sizes.step_bytes(self._form, num_rows=num_rows, num_tokens=num_tokens) / 1e9
@@ -139,6 +146,35 @@ class Bench:
             hybrid, dense = self._take_turns([partial(model.prefill, leave=[0]) for model in models])
             title = f"{form}, prefill of {count}"
             yield from _token_rows(title, count, hybrid, dense, at_least=PREFILL_TARGET)
+
+    def measure_checkpoints(self) -> Iterator[Row]:
+        """The scheduler over the hybrid model, with states saved and without."""
+        args = self._args
+        runner = Model(self._hybrid, "int8", args.num_threads).runner
+        source = PromptSource(args.prompt_tokens)
+
+        def serve(*, has_checkpoints: bool) -> None:
+            driver = RunnerDriver(
+                runner,
+                num_blocks=args.requests * -(-(args.prompt_tokens + args.answer_tokens) // BLOCK_SIZE),
+                block_size=BLOCK_SIZE,
+                context_length=CONTEXT_LENGTH,
+                policy=SchedulerPolicy(max_num_seqs=args.requests),
+                depth=2,
+                enable_prefix_caching=has_checkpoints,
+                num_checkpoint_slots=NUM_CHECKPOINTS if has_checkpoints else 0,
+                state_checkpoint_interval=CacheSettings().state_checkpoint_interval,
+            )
+            for handle, prompt in enumerate(source.take(args.requests)):
+                driver.submit(handle, prompt, max_tokens=args.answer_tokens)
+            driver.run()
+
+        # Kernels are captured.
+        serve(has_checkpoints=True)
+        with_states, without = self._take_turns([partial(serve, has_checkpoints=each) for each in (True, False)])
+        title = f"int8, {args.requests} answers of {args.answer_tokens}, states saved"
+        num_tokens = args.requests * args.answer_tokens
+        yield from _token_rows(title, num_tokens, with_states, without, at_least=CHECKPOINTS_TARGET)
 
     def measure_peer(self) -> Iterator[Row]:
         """The hybrid model beside llama.cpp."""
@@ -208,6 +244,8 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="miniatures of both models: only a check that all runs")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=64, help="of each request beside llama.cpp")
+    parser.add_argument("--requests", type=int, default=4, help="of the scheduler")
+    parser.add_argument("--answer-tokens", type=int, default=264, help="of each: states are saved every 256")
     parser.add_argument("--prefill", type=int, default=1024, help="tokens of the long prompt")
     parser.add_argument("--steps", type=int, default=8, help="decode steps of a turn")
     parser.add_argument("--repeats", type=int, default=7, help="turns of each model")
@@ -230,20 +268,21 @@ def _cost(work: Callable[[], None]) -> Cost:
     return Cost(time.process_time() - cpu_before, time.perf_counter() - wall_before)
 
 
-def _token_rows(title: str, num_tokens: int, hybrid: Cost, dense: Cost, *, at_least: float | None) -> Iterator[Row]:
+def _token_rows(title: str, num_tokens: int, ours: Cost, other: Cost, *, at_least: float | None) -> Iterator[Row]:
     yield compare(
         f"{title}, by processor time",
-        num_tokens / hybrid.cpu_s,
+        num_tokens / ours.cpu_s,
         "tokens/s",
-        reference=num_tokens / dense.cpu_s,
+        reference=num_tokens / other.cpu_s,
         at_least=at_least,
     )
-    yield compare(f"{title}, by the clock", num_tokens / hybrid.wall_s, "tokens/s", reference=num_tokens / dense.wall_s)
+    yield compare(f"{title}, by the clock", num_tokens / ours.wall_s, "tokens/s", reference=num_tokens / other.wall_s)
 
 
 SECTIONS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "decode": Bench.measure_decode,
     "prefill": Bench.measure_prefill,
+    "checkpoints": Bench.measure_checkpoints,
     "peer": Bench.measure_peer,
 }
 

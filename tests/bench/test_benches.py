@@ -44,7 +44,7 @@ SCRIPT_TO_FLAGS = {
     "quality": [FLOAT32_MODEL, "--quick", "--without-peers", "--formats", "fp32", "bf16"],
     "recurrent": [
         *("--quick", "--without-peers", "--rows", "1", "3", "--prompt-tokens=20", "--prefill=70"),
-        *("--steps=2", "--repeats=1"),
+        *("--steps=2", "--repeats=1", "--requests=2", "--answer-tokens=9"),
     ],
     "revisions": ["HEAD", "HEAD", "--pairs=1"],
     # The other sections need peers.

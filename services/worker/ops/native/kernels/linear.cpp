@@ -70,7 +70,9 @@ void run(const Product<T, U>& product) {
         product.multiply(rows, first, count, first_tile, end_tile, next_tile);
     }};
     const bool is_large = num_rows * m.num_rows * m.num_columns >= kSerialElements;
-    run_phases(is_large ? num_threads() : 1, prepare, multiply);
+    // A single piece needs no other thread.
+    const bool is_shared = is_large && std::max(prepare.count, multiply.count) > 1;
+    run_phases(is_shared ? num_threads() : 1, prepare, multiply);
 }
 
 template <class T, class U>
