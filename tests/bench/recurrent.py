@@ -168,6 +168,7 @@ class Bench:
             for handle, prompt in enumerate(source.take(args.requests)):
                 driver.submit(handle, prompt, max_tokens=args.answer_tokens)
             driver.run()
+            assert all(len(choice.tokens) == args.answer_tokens for choice in driver.choices.values())
 
         # Kernels are captured.
         serve(has_checkpoints=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from services.scheduler.cell.events import Action
 from services.scheduler.core.batch.step import Step
 from services.worker.runner.model_runner import ModelRunner
 from shared.step.codec import encode_result, encode_step, parse_result, parse_step
@@ -35,6 +36,10 @@ class RunnerDriver(EngineDriver):
         """`settings` as in `EngineDriver`; the runner has at least as many blocks and checkpoints."""
         self._runner = runner
         super().__init__(**settings)
+
+    @override
+    def attach(self, domain: int = 0, **changes: object) -> list[Action]:
+        return super().attach(domain, **{"logits_width": self._runner.facts.logits_width, **changes})
 
     @override
     def _make_worker(self) -> RunnerWorker:  # type: ignore[override]
