@@ -12,6 +12,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from services.worker.ops.block_types import BlockType
+
 
 @dataclass(frozen=True, slots=True)
 class IntMatrix:
@@ -102,15 +104,77 @@ class Fp8Matrix:
         return values.mul_(_by_column(self.scales, self.group_size, self.shape[1])).to(dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class BlockMatrix:
+    """GGUF's blocks as they are stored; see `block_types`."""
+
+    block_type: BlockType
+    blocks: Tensor
+    """[N, K / values of a block, bytes of a block] uint8, contiguous."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.blocks.shape[0], self.blocks.shape[1] * self.block_type.num_values
+
+    def to_dense(self, dtype: torch.dtype) -> Tensor:
+        """A new [N, K] in `dtype`; computed in float32."""
+        return self.block_type.dequantize(self.blocks).to(dtype)
+
+    def to_integers(self) -> IntMatrix:
+        """A new matrix of integers with float32 scales: the same values, but for the rounding of offsets."""
+        block_type = self.block_type
+        parts = block_type.split(self.blocks)
+        scales = parts.scales.floats()
+        offsets = None if parts.offsets is None else parts.offsets.floats()
+        if block_type.num_bits > 4 or block_type.table is not None:
+            codes = block_type.values(parts.codes).to(torch.int8)
+            return IntMatrix(8, codes, scales, block_type.group_size, offsets)
+        codes, missing = parts.codes, 8 - block_type.zero
+        if (1 << block_type.num_bits) + missing <= 16:
+            codes = codes + missing
+        elif offsets is not None:
+            offsets.add_(scales, alpha=missing)
+        return IntMatrix(4, in_pairs(codes), scales, block_type.group_size, offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedMatrix:
+    """Matrices of equally many columns in different formats, one after the other."""
+
+    parts: tuple[Matrix, ...]
+    """At least two, none of them joined itself."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    def to_dense(self, dtype: torch.dtype) -> Tensor:
+        """A new [N, K] in `dtype`; computed in float32."""
+        return torch.cat([dense(part, dtype) for part in self.parts])
+
+
 MXFP4_GROUP_SIZE = 32
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
-Matrix: TypeAlias = Tensor | IntMatrix | Mxfp4Matrix | Fp8Matrix
+Matrix: TypeAlias = Tensor | IntMatrix | Mxfp4Matrix | Fp8Matrix | BlockMatrix | JoinedMatrix
 
 
 def dense(matrix: Matrix, dtype: torch.dtype) -> Tensor:
     """The matrix as a tensor in `dtype`: itself, or a new one."""
     return matrix if isinstance(matrix, Tensor) else matrix.to_dense(dtype)
+
+
+def in_one_format(matrix: Matrix, dtype: torch.dtype) -> Matrix:
+    """The matrix itself, or as a new tensor in `dtype` if its parts have several formats."""
+    return matrix.to_dense(dtype) if isinstance(matrix, JoinedMatrix) else matrix
+
+
+def in_pairs(codes: Tensor) -> Tensor:
+    """Codes below 16 [N, K] uint8 as a new [N, K / 2], that of the even column in the low half; K is even."""
+    pairs = codes.view(len(codes), codes.shape[1] // 2, 2)
+    return pairs[..., 0] | pairs[..., 1] << 4
 
 
 def _by_column(values: Tensor, group_size: int, num_columns: int) -> Tensor:

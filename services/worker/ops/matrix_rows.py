@@ -8,12 +8,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from services.worker.ops.matrices import Fp8Matrix, IntMatrix, Matrix, dense
+from services.worker.ops.matrices import BlockMatrix, Fp8Matrix, IntMatrix, JoinedMatrix, Matrix, dense
 
 
 class MatrixFormat(enum.Enum):
@@ -23,6 +24,7 @@ class MatrixFormat(enum.Enum):
     INT4 = "int4"
     MXFP4 = "mxfp4"
     FP8 = "fp8"
+    GGUF = "gguf"
 
 
 def format_of(matrix: Matrix) -> MatrixFormat | None:
@@ -31,20 +33,25 @@ def format_of(matrix: Matrix) -> MatrixFormat | None:
         return None
     if isinstance(matrix, IntMatrix):
         return MatrixFormat.INT8 if matrix.num_bits == 8 else MatrixFormat.INT4
+    if isinstance(matrix, BlockMatrix | JoinedMatrix):
+        return MatrixFormat.GGUF
     return MatrixFormat.FP8 if isinstance(matrix, Fp8Matrix) else MatrixFormat.MXFP4
 
 
 def join_rows(matrices: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
     """The rows of matrices with equally many columns, one matrix after the other.
 
-    Packed if all have the same format, with groups of the same size; otherwise dense, in `dtype`. A single matrix is
-    returned as it is.
+    Packed if all have the same format, with groups of the same size. Otherwise a `JoinedMatrix` if one is GGUF's, whose
+    files mix formats in most layers, or else dense, in `dtype`. A single matrix is returned as it is.
     """
     if len(matrices) == 1:
         return matrices[0]
-    if len({_layout(matrix) for matrix in matrices}) > 1:
-        matrices = [dense(matrix, dtype) for matrix in matrices]
-    return _by_tensor(matrices, torch.cat)
+    runs = [list(run) for _, run in groupby(matrices, _layout)]
+    if len(runs) == 1:
+        return _by_tensor(matrices, torch.cat)
+    if any(isinstance(matrix, BlockMatrix) for matrix in matrices):
+        return JoinedMatrix(tuple(join_rows(run, dtype) for run in runs))
+    return torch.cat([dense(matrix, dtype) for matrix in matrices])
 
 
 def take_rows(matrix: Matrix, rows: Tensor) -> Matrix:
@@ -73,6 +80,7 @@ def _layout(matrix: Matrix) -> object:
 def _by_tensor(matrices: Sequence[Matrix], make: Callable[[list[Tensor]], Tensor]) -> Matrix:
     """The matrix of which every tensor is made of the matrices' corresponding ones."""
     first = matrices[0]
+    assert not isinstance(first, JoinedMatrix), "only what is about to be multiplied has several formats"
     if isinstance(first, Tensor):
         return make([matrix for matrix in matrices if isinstance(matrix, Tensor)])
     names = [field.name for field in fields(first) if isinstance(getattr(first, field.name), Tensor)]

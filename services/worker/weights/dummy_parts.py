@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from math import prod
 
 import torch
 from torch import Tensor
 
+from services.worker.ops.block_types import BlockType
 from services.worker.ops.matrices import MXFP4_VALUES
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.weights.quantization.gguf_blocks import GgufFormat
@@ -25,6 +27,7 @@ _DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8, 
 # Clears the highest bit of E4M3's exponent: numbers stay below 2.
 _LOW_E4M3 = 0xBF
 _E8M0_BIAS = 127
+_LARGE_BLOCK = 256
 # A byte of zeros.
 _PACKED_ZEROS = {MatrixFormat.INT4: 0x88, MatrixFormat.INT8: 0x80}
 
@@ -39,8 +42,13 @@ def dummy_parts(layer_format: LayerFormat, shape: Sequence[int], spread: float, 
     """
     assert layer_format.packed_as is not None, "a plain layer has no packed parts"
     packed_as = layer_format.packed_as
-    scale = spread / _code_spread(packed_as)
     parts: dict[str, Tensor] = {}
+    if isinstance(layer_format, GgufFormat):
+        (stored,) = layer_format.stored_tensors(tuple(shape))
+        blocks = _part(stored, 1.0, draw)
+        write_block_scales(blocks, layer_format.block_type, spread / _block_spread(layer_format.block_type))
+        return {stored.role: blocks}
+    scale = spread / _code_spread(packed_as)
     for stored in layer_format.stored_tensors(tuple(shape)):
         if stored.role == "shape":
             parts[stored.role] = torch.tensor(shape)
@@ -48,9 +56,16 @@ def dummy_parts(layer_format: LayerFormat, shape: Sequence[int], spread: float, 
             parts[stored.role] = _zero_points(stored, packed_as)
         elif not stored.is_optional:
             parts[stored.role] = _part(stored, scale, draw)
-    if isinstance(layer_format, GgufFormat):
-        _write_headers(parts["blocks"], layer_format, scale)
     return parts
+
+
+def write_block_scales(blocks: Tensor, block_type: BlockType, scale: float) -> None:
+    """Write the scale, and an offset that centres the values, into random blocks [..., bytes] uint8, in place."""
+    middle = ((1 << block_type.num_bits) - 1) / 2
+    # Types of 256 values subtract it.
+    offset = scale * (middle if block_type.num_values == _LARGE_BLOCK else -middle)
+    for at, value in zip(block_type.float16_at, (scale, offset), strict=False):
+        blocks[..., at : at + 2] = torch.tensor([value], dtype=torch.float16).view(torch.uint8).to(blocks.device)
 
 
 def _part(stored: StoredTensor, scale: float, draw: DrawBytes) -> Tensor:
@@ -74,12 +89,13 @@ def _zero_points(stored: StoredTensor, packed_as: MatrixFormat) -> Tensor:
     return torch.full((num_bytes,), zero, dtype=torch.uint8).view(dtype).view(stored.shapes[0])
 
 
-def _write_headers(blocks: Tensor, layer_format: GgufFormat, scale: float) -> None:
-    """Write the scale, and an offset that centres the values, in front of each block's codes."""
-    block_type = layer_format.block_type
-    # Codes of blocks with an offset are not signed.
-    header = torch.tensor([scale, -7.5 * scale][: block_type.num_header_values], dtype=torch.float16)
-    blocks[..., : 2 * block_type.num_header_values] = header.view(torch.uint8).to(blocks.device)
+@cache
+def _block_spread(block_type: BlockType) -> float:
+    """The standard deviation of values in blocks with a scale of 1."""
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (64, 4, block_type.num_bytes), generator=generator, dtype=torch.uint8)
+    write_block_scales(blocks, block_type, 1.0)
+    return float(block_type.dequantize(blocks).std())
 
 
 def _code_spread(matrix_format: MatrixFormat) -> float:

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from services.worker.weights.gguf_tensors import UnexpectedTensorsError, convert_tensors
 from services.worker.weights.publisher_sampling import publisher_sampling, shortest_decimal
-from services.worker.weights.quantization.gguf_blocks import block_types, gguf_config
+from services.worker.weights.quantization.gguf_blocks import gguf_config
 from services.worker.weights.tensor_digests import Hashing
 from services.worker.weights.weight_files import WeightFiles
 from shared.model_dir import CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZER, WEIGHTS, read_json
@@ -62,7 +62,7 @@ def convert(gguf_path: Path, result_dir: Path, *, keeps_blocks: bool = True) -> 
     """Convert into the new directory `result_dir`; returns its `WeightFiles.digest()`.
 
     Args:
-        keeps_blocks: Whether matrices of Q8_0, Q4_0 and Q4_1 stay as they are; everything else becomes float32.
+        keeps_blocks: Whether matrices in a type of `BLOCK_TYPES` stay as they are; everything else becomes float32.
 
     Raises:
         UnsupportedGgufError: the file cannot be read, is not supported, or would lose some of its contents.
@@ -140,10 +140,10 @@ def _convert_weights(source: _Source, result_dir: Path, *, keeps_blocks: bool) -
     config = AutoConfig.from_pretrained(source.path.parent, gguf_file=source.path.name)
     _correct(config, source)
     try:
-        tensors = convert_tensors(source.tensors, source.architecture, config, keeps_blocks=keeps_blocks)
+        tensors, layer_to_type = convert_tensors(source.tensors, source.architecture, config, keeps_blocks=keeps_blocks)
     except UnexpectedTensorsError as error:
         raise UnsupportedGgufError(f"{source.path.name} {error}") from error
-    if layer_to_type := block_types(tensors):
+    if layer_to_type:
         config.quantization_config = gguf_config(layer_to_type)
     config.save_pretrained(result_dir)
     save_file(tensors, result_dir / WEIGHTS, metadata={"format": "pt"})

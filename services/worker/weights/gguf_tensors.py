@@ -15,7 +15,7 @@ import torch
 from gguf import GGMLQuantizationType, ReaderTensor, dequantize
 from torch import Tensor
 
-from services.worker.weights.quantization.gguf_blocks import BLOCK_TYPES, SUFFIX
+from services.worker.weights.quantization.gguf_blocks import BLOCK_TYPES, SUFFIX, BlockType
 
 
 class UnexpectedTensorsError(Exception):
@@ -35,8 +35,8 @@ class _Place:
 
 def convert_tensors(
     tensors: list[ReaderTensor], architecture: str, config: Any, *, keeps_blocks: bool
-) -> dict[str, Tensor]:
-    """All tensors, in Hugging Face's names and order of rows.
+) -> tuple[dict[str, Tensor], dict[str, BlockType]]:
+    """All tensors, in Hugging Face's names and order of rows, and the types of those that are blocks, by layer.
 
     Args:
         architecture: GGUF's name.
@@ -48,11 +48,15 @@ def convert_tensors(
     """
     places = _places(architecture, config)
     _check(tensors, places)
-    return {
-        name: value
-        for tensor in tensors
-        for name, value in _convert(tensor, places[tensor.name], keeps_blocks=keeps_blocks)
-    }
+    values: dict[str, Tensor] = {}
+    layer_to_type: dict[str, BlockType] = {}
+    for tensor in tensors:
+        block_type = BLOCK_TYPES.get(tensor.tensor_type.name) if keeps_blocks else None
+        for name, value in _convert(tensor, places[tensor.name], block_type):
+            values[name] = value
+            if block_type is not None and name.endswith(SUFFIX):
+                layer_to_type[name.removesuffix(SUFFIX)] = block_type
+    return values, layer_to_type
 
 
 def _places(architecture: str, config: Any) -> Mapping[str, _Place]:
@@ -127,13 +131,13 @@ def _check(tensors: list[ReaderTensor], places: Mapping[str, _Place]) -> None:
             raise UnexpectedTensorsError(f"has {tensor.name} of shape {list(shape)}, not {list(expected)}")
 
 
-def _convert(tensor: ReaderTensor, place: _Place, *, keeps_blocks: bool) -> Iterator[tuple[str, Tensor]]:
+def _convert(tensor: ReaderTensor, place: _Place, block_type: BlockType | None) -> Iterator[tuple[str, Tensor]]:
     if len(place.shape) == 3:
         for number, matrix in enumerate(tensor.data):
-            yield _stored(place.name.format(number), matrix, tensor.tensor_type, keeps_blocks=keeps_blocks)
+            yield _stored(place.name.format(number), matrix, tensor.tensor_type, block_type)
     elif len(place.shape) == 2:
         rows = _in_order(tensor.data, place.num_rotated_heads)
-        yield _stored(place.name, rows, tensor.tensor_type, keeps_blocks=keeps_blocks)
+        yield _stored(place.name, rows, tensor.tensor_type, block_type)
     else:
         values = dequantize(tensor.data, tensor.tensor_type)
         yield f"{place.name}.{tensor.name.rsplit('.', 1)[1]}", torch.from_numpy(values.copy())
@@ -148,9 +152,8 @@ def _in_order(rows: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
 
 
 def _stored(
-    name: str, matrix: npt.NDArray[Any], kind: GGMLQuantizationType, *, keeps_blocks: bool
+    name: str, matrix: npt.NDArray[Any], kind: GGMLQuantizationType, block_type: BlockType | None
 ) -> tuple[str, Tensor]:
-    block_type = BLOCK_TYPES.get(kind.name) if keeps_blocks else None
     if block_type is None:
         return f"{name}.weight", torch.from_numpy(np.array(dequantize(matrix, kind), np.float32))
     blocks = matrix.reshape(len(matrix), -1, block_type.num_bytes)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.worker.ops.matrices import Fp8Matrix, IntMatrix, Matrix, Mxfp4Matrix
+from services.worker.ops.matrices import BlockMatrix, Fp8Matrix, IntMatrix, JoinedMatrix, Matrix, Mxfp4Matrix
 from services.worker.weights.quantization.layer_format import LayerFormat
 
 # Values converted at once, few enough for intermediate results to stay in the processor's caches.
@@ -75,6 +75,13 @@ def has_finite_values(matrix: Matrix) -> bool:
         largest_exponent = int(matrix.exponents.max()) if matrix.exponents.numel() else 0
         is_safe = largest_exponent <= _LARGEST_SAFE_EXPONENT
         return is_safe or (largest_exponent != _NAN_EXPONENT and is_finite(matrix.to_dense(torch.float32)))
+    if isinstance(matrix, BlockMatrix):
+        # Factors and codes are too small to make float16 overflow.
+        places = matrix.block_type.float16_at
+        halves = [matrix.blocks[..., at : at + 2].contiguous().view(torch.float16) for at in places]
+        return all(map(is_finite, halves))
+    if isinstance(matrix, JoinedMatrix):
+        return all(map(has_finite_values, matrix.parts))
     return is_finite(matrix)
 
 

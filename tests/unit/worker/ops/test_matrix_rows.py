@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.worker.ops.matrices import Fp8Matrix, IntMatrix, Matrix, Mxfp4Matrix, dense
+from services.worker.ops.block_types import Q4_K, Q6_K, BlockType
+from services.worker.ops.matrices import BlockMatrix, Fp8Matrix, IntMatrix, JoinedMatrix, Matrix, Mxfp4Matrix, dense
 from services.worker.ops.matrix_rows import MatrixFormat, format_of, join_rows, take_rows
+from services.worker.weights.dummy_parts import write_block_scales
 
 
 def int8(num_rows: int, group_size: int = 64, *, has_offsets: bool = False) -> IntMatrix:
@@ -31,6 +33,13 @@ def mxfp4(num_rows: int) -> Mxfp4Matrix:
 def fp8(num_rows: int, group_size: int = 64) -> Fp8Matrix:
     codes = torch.randint(0, 127, (num_rows, 64), dtype=torch.uint8)
     return Fp8Matrix(codes, torch.rand(num_rows, -(-64 // group_size)), group_size)
+
+
+def blocks(block_type: BlockType, num_rows: int, num_columns: int = 256) -> BlockMatrix:
+    shape = num_rows, num_columns // block_type.num_values, block_type.num_bytes
+    stored = torch.randint(0, 256, shape, dtype=torch.uint8)
+    write_block_scales(stored, block_type, 0.01)
+    return BlockMatrix(block_type, stored)
 
 
 def values(matrix: Matrix) -> Tensor:
@@ -60,6 +69,18 @@ def test_joined_rows_keep_their_values_and_a_common_format(
     joined = join_rows(matrices, torch.float32)
     assert format_of(joined) is expected
     assert torch.equal(values(joined), torch.cat([values(matrix) for matrix in matrices]))
+
+
+def test_blocks_are_joined_without_dequantising_them_and_like_ones_together() -> None:
+    matrices: list[Matrix] = [blocks(Q4_K, 3), blocks(Q4_K, 2), blocks(Q6_K, 5), torch.rand(1, 256)]
+    joined = join_rows(matrices, torch.float32)
+    assert isinstance(joined, JoinedMatrix)
+    assert [part.shape[0] for part in joined.parts] == [5, 5, 1]
+    assert (joined.shape, format_of(joined)) == ((11, 256), MatrixFormat.GGUF)
+    assert torch.equal(values(joined), torch.cat([values(matrix) for matrix in matrices]))
+    alike = join_rows(matrices[:2], torch.float32)
+    assert isinstance(alike, BlockMatrix)
+    assert torch.equal(values(take_rows(alike, torch.tensor([4, 0]))), values(alike)[[4, 0]])
 
 
 def test_a_mixture_is_dense_in_the_requested_dtype() -> None:

@@ -18,6 +18,7 @@ from services.worker.ops.matrix_rows import MatrixFormat, format_of
 from services.worker.weights.dummy_weights import DummyWeights
 from services.worker.weights.model_weights import WeightFormats
 from services.worker.weights.quantization.config import QuantizationConfig
+from services.worker.weights.quantization.gguf_blocks import BLOCK_TYPES, gguf_config
 from shared.model_dir import ModelDirectoryError
 from tests.support.models.paged_model import PagedModel
 from tests.support.models.tiny_llama import TINY_CONFIG, write_tiny_llama
@@ -112,6 +113,7 @@ def quantization(weights: Config, name: str, **changes: Any) -> Config:
 
 
 INT4_GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}
+GGUF_INTEGERS = {"Q8_0": MatrixFormat.INT8, "Q4_0": MatrixFormat.INT4, "Q4_1": MatrixFormat.INT4}
 FORMATS: dict[str, tuple[MatrixFormat, Config]] = {
     "fp8": (MatrixFormat.FP8, {"quant_method": "fp8"}),
     "fp8-blocks": (MatrixFormat.FP8, {"quant_method": "fp8", "weight_block_size": [16, 32]}),
@@ -125,8 +127,8 @@ FORMATS: dict[str, tuple[MatrixFormat, Config]] = {
     ),
     "int8-tensor-offsets": (MatrixFormat.INT8, quantization({"num_bits": 8, "symmetric": False}, "int-quantized")),
     **{
-        f"gguf-{name}": (packed_as, {"quant_method": "gguf", "layers": {name: ["layer", "lm_head"]}})
-        for name, packed_as in (("Q8_0", MatrixFormat.INT8), ("Q4_0", MatrixFormat.INT4), ("Q4_1", MatrixFormat.INT4))
+        f"gguf-{name}": (GGUF_INTEGERS.get(name, MatrixFormat.GGUF), gguf_config({"layer": kind, "lm_head": kind}))
+        for name, kind in BLOCK_TYPES.items()
     },
 }
 

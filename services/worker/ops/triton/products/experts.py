@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from services.worker.ops.experts import ExpertWeights, SwigluClamp
-from services.worker.ops.matrices import Matrix
+from services.worker.ops.matrices import Matrix, in_one_format
 from services.worker.ops.matrix_rows import copy_matrix, join_rows
 from services.worker.ops.triton.products.expert_runs import ExpertRuns, arrange_pairs
 from services.worker.ops.triton.products.expert_sums import sum_experts
@@ -221,13 +221,13 @@ class _Stack:
 
     def append(self, matrix: Matrix, bias: Tensor | None) -> None:
         """Copy a matrix, which may be overwritten when the next one is read."""
-        self._matrices.append(copy_matrix(matrix))
+        self._matrices.append(copy_matrix(in_one_format(matrix, self._dtype)))
         if bias is not None:
             self._biases.append(bias.clone())
 
     def join(self, encoding: Fp8Encoding | None) -> tuple[DeviceMatrix, Tensor | None]:
         """The rows of all matrices, one after the other, and of the biases; the stack is empty afterwards."""
-        joined = join_rows(self._matrices, self._dtype)
+        joined = in_one_format(join_rows(self._matrices, self._dtype), self._dtype)
         bias = torch.cat(self._biases) if self._biases else None
         # Before the codes may be copied once more.
         self._matrices.clear()

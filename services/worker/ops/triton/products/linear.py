@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.worker.ops.matrices import Matrix
+from services.worker.ops.matrices import Matrix, in_one_format
 from services.worker.ops.triton.products.fp8_rows import Fp8Encoding, Rows
 from services.worker.ops.triton.products.row_products import multiply_rows
 from services.worker.ops.triton.products.split_sums import sum_splits
@@ -99,7 +99,7 @@ class PackedLinear:
                 are.
             encoding: What rows are quantised to if `weight` is in FP8; None means that they are not.
         """
-        self._matrix = DeviceMatrix.of(weight, encoding)
+        self._matrix = DeviceMatrix.of(in_one_format(weight, dtype), encoding)
         self._bias = bias
         self._dtype = dtype
         self._is_exact = is_exact

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.worker.ops.matrices import MXFP4_GROUP_SIZE, Fp8Matrix, IntMatrix, Matrix
+from services.worker.ops.matrices import MXFP4_GROUP_SIZE, BlockMatrix, Fp8Matrix, IntMatrix, JoinedMatrix, Matrix
 from services.worker.ops.triton.e4m3 import finite_from_e4m3
 from services.worker.ops.triton.products.fp8_rows import Fp8Encoding, RowFormat, Rows
 
@@ -55,8 +55,16 @@ class DeviceMatrix:
 
     @classmethod
     def of(cls, matrix: Matrix, encoding: Fp8Encoding | None = None) -> DeviceMatrix:
-        """Without a copy, unless `encoding` needs one: what rows are quantised to if the matrix is in FP8."""
+        """Without a copy, unless `encoding` needs one, or the matrix is GGUF's blocks, whose values become integers.
+
+        Args:
+            matrix: All of it in one format.
+            encoding: What rows are quantised to if the matrix is in FP8.
+        """
+        assert not isinstance(matrix, JoinedMatrix), "a kernel reads one format"
         num_rows, num_columns = matrix.shape
+        if isinstance(matrix, BlockMatrix):
+            matrix = matrix.to_integers()
         if isinstance(matrix, Tensor):
             return cls(_FLOAT.value, matrix.contiguous(), None, None, max(num_columns, 1), num_rows, num_columns)
         if isinstance(matrix, IntMatrix):
