@@ -35,7 +35,7 @@ class NativeOps(NativeState):
 
     name = "native"
     is_exact = False
-    formats = frozenset({MatrixFormat.INT8, MatrixFormat.INT4, MatrixFormat.MXFP4})
+    formats = frozenset({MatrixFormat.INT8, MatrixFormat.INT4, MatrixFormat.MXFP4, MatrixFormat.GGUF})
     automatic_quantization: MatrixFormat | None = MatrixFormat.INT8
     kv_dtypes = tuple(FORMATS)
     draws_on_host = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from struct import Struct
 
@@ -10,23 +11,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.worker.ops.matrices import MXFP4_GROUP_SIZE, IntMatrix, Matrix, Mxfp4Matrix, dense
+from services.worker.ops.block_types import Levels
+from services.worker.ops.matrices import (
+    MXFP4_GROUP_SIZE,
+    BlockMatrix,
+    IntMatrix,
+    Matrix,
+    Mxfp4Matrix,
+    dense,
+    in_pairs,
+)
 from services.worker.ops.native.formats import FORMATS
 
 # The numbers of the enumerations in kernels/matrix.h.
 _FLOAT_KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _INT_KINDS = {8: 2, 4: 3}
-_MXFP4_KIND = 4
-_ROW_SCALES, _FLOAT32_SCALES, _FLOAT16_SCALES, _POWER_SCALES = range(4)
+_MXFP4_KIND, _IQ4_KIND = 4, 5
+# Codes of fewer bits become those of four.
+_BLOCK_KINDS = {2: 3, 3: 3, 4: 3, 5: 6, 6: 7}
+_ROW_SCALES, _FLOAT32_SCALES, _FLOAT16_SCALES, _POWER_SCALES, _FACTORS, _FACTORS_OF_16 = range(6)
+_FLOAT32_OFFSETS, _FLOAT16_OFFSETS, _FACTOR_OFFSETS = range(3)
 
 _TILE_ROWS = 32
 # Columns that share a scale of the activations; scales of weights change only between such groups.
 _GROUP = 32
 # The same where a row of weights has one scale.
 _ROW_GROUP = 64
+# Rows of blocks that are taken apart at once, which bounds the memory for them: a whole number of tiles.
+_ROWS_AT_ONCE = 2048
 
 # `Matrix` in kernels/matrix.h.
-_matrix = Struct("6q4P").pack
+_matrix = Struct("8q4P").pack
 
 
 class PackedMatrix:
@@ -37,18 +52,21 @@ class PackedMatrix:
         form = _form(weight, dtype)
         self.num_rows, self.num_columns = weight.shape
         self.dtype = dtype
-        offsets = None if form.offsets is None else _by_tile(form.offsets)
-        row_scales = _padded(form.scales.flatten()) if form.scales_kind == _ROW_SCALES else None
-        memory = [row_scales, offsets, None if bias is None else _padded(bias.float())]
-        head = (form.kind, form.scales_kind, FORMATS[dtype], self.num_rows, self.num_columns, form.group_size)
+        memory = [form.row_scales, form.offsets, None if bias is None else _padded(bias.float())]
+        kinds = form.kind, form.scales_kind, form.offsets_kind, FORMATS[dtype]
+        head = (*kinds, self.num_rows, self.num_columns, form.group_size, form.zero)
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in memory]
         tiles = torch.empty(library.ls_tiles_bytes(_matrix(*head, 0, *addresses)), dtype=torch.uint8)
         # The kernels are given the address of this structure, which has those of the tensors.
         self._fields = ctypes.create_string_buffer(_matrix(*head, tiles.data_ptr(), *addresses))
         self._memory = (tiles, *memory)
         self.address = ctypes.addressof(self._fields)
-        values, scales = form.values.contiguous(), form.scales.contiguous()
-        library.ls_pack(*map(ctypes.c_void_p, (self.address, values.data_ptr(), scales.data_ptr())))
+        pack = library.ls_pack
+        first_tile = 0
+        for values, scales in form.parts:
+            addresses = [part.data_ptr() for part in (values, scales)]
+            pack(*map(ctypes.c_void_p, (self.address, *addresses)), *map(ctypes.c_int64, (first_tile, len(values))))
+            first_tile += len(values) // _TILE_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +74,78 @@ class _Form:
     """A matrix as `ls_pack` takes it."""
 
     kind: int
-    values: Tensor
-    scales: Tensor
+    parts: Iterable[tuple[Tensor, Tensor]]
+    """Values and scales of runs of rows, contiguous; all runs but the last have whole tiles."""
     scales_kind: int = _ROW_SCALES
     group_size: int = _GROUP
+    zero: int = 0
+    row_scales: Tensor | None = None
     offsets: Tensor | None = None
+    """By tile."""
+    offsets_kind: int = _FLOAT32_OFFSETS
 
 
 def _form(weight: Matrix, dtype: torch.dtype) -> _Form:
+    if isinstance(weight, BlockMatrix):
+        if weight.block_type.num_bits < 8:
+            return _block_form(weight)
+        weight = weight.to_integers()
     if isinstance(weight, Mxfp4Matrix):
         # The kernels multiply by twice the values, which are integers.
-        return _Form(_MXFP4_KIND, weight.codes, weight.exponents, _POWER_SCALES, MXFP4_GROUP_SIZE)
+        parts = weight.codes.contiguous(), weight.exponents.contiguous()
+        return _Form(_MXFP4_KIND, [parts], _POWER_SCALES, MXFP4_GROUP_SIZE)
     if isinstance(weight, IntMatrix):
         has_row_scales = weight.group_size >= weight.shape[1]
         if has_row_scales or weight.group_size % _GROUP == 0:
-            group_size = -(-weight.shape[1] // _ROW_GROUP) * _ROW_GROUP if has_row_scales else weight.group_size
-            kind = _ROW_SCALES if has_row_scales else _narrowest(weight.scales)
-            return _Form(_INT_KINDS[weight.num_bits], weight.codes, weight.scales, kind, group_size, weight.offsets)
-    values = dense(weight, dtype)
-    return _Form(_FLOAT_KINDS[dtype], values, torch.empty(0))
+            return _int_form(weight, has_row_scales=has_row_scales)
+    return _Form(_FLOAT_KINDS[dtype], [(dense(weight, dtype).contiguous(), torch.empty(0))])
+
+
+def _int_form(weight: IntMatrix, *, has_row_scales: bool) -> _Form:
+    scales = weight.scales.contiguous()
+    return _Form(
+        _INT_KINDS[weight.num_bits],
+        [(weight.codes.contiguous(), scales)],
+        _ROW_SCALES if has_row_scales else _narrowest(scales),
+        -(-weight.shape[1] // _ROW_GROUP) * _ROW_GROUP if has_row_scales else weight.group_size,
+        zero=8,
+        row_scales=_padded(scales.flatten()) if has_row_scales else None,
+        offsets=None if weight.offsets is None else _by_tile(weight.offsets),
+    )
+
+
+def _block_form(weight: BlockMatrix) -> _Form:
+    block_type, num_tiles = weight.block_type, -(-weight.shape[0] // _TILE_ROWS)
+    # What a row has shows the sizes of all.
+    row = block_type.split(weight.blocks[:1])
+    has_factors = row.scales.units is not None
+    offsets = None
+    if row.offsets is not None:
+        tile = _levels_by_tile(row.offsets)
+        offsets = torch.empty(num_tiles, *tile.shape[1:], dtype=tile.dtype)
+    scales_kind = _FLOAT16_SCALES
+    if has_factors:
+        scales_kind = _FACTORS if block_type.group_size == _GROUP else _FACTORS_OF_16
+    return _Form(
+        _BLOCK_KINDS[block_type.num_bits] if block_type.table is None else _IQ4_KIND,
+        _block_parts(weight, offsets),
+        scales_kind,
+        block_type.group_size,
+        zero=block_type.zero,
+        offsets=offsets,
+        offsets_kind=_FACTOR_OFFSETS if has_factors else _FLOAT16_OFFSETS,
+    )
+
+
+def _block_parts(weight: BlockMatrix, offsets: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Values and scales, see `_Form`; writes `offsets` on the way."""
+    for first in range(0, len(weight.blocks), _ROWS_AT_ONCE):
+        parts = weight.block_type.split(weight.blocks[first : first + _ROWS_AT_ONCE])
+        if offsets is not None and parts.offsets is not None:
+            by_tile = _levels_by_tile(parts.offsets)
+            offsets[first // _TILE_ROWS :][: len(by_tile)] = by_tile
+        scales = parts.scales.values.float() if parts.scales.units is None else _levels_by_tile(parts.scales)
+        yield in_pairs(parts.codes) if weight.block_type.num_bits <= 4 else parts.codes, scales
 
 
 def _narrowest(scales: Tensor) -> int:
@@ -88,6 +159,16 @@ def _padded(values: Tensor) -> Tensor:
     return F.pad(values, (*[0, 0] * (values.dim() - 1), 0, rows)).clone(memory_format=torch.contiguous_format)
 
 
-def _by_tile(offsets: Tensor) -> Tensor:
+def _by_tile(levels: Tensor) -> Tensor:
     """[N, groups] to [tiles, groups, 32]."""
-    return _padded(offsets).view(-1, _TILE_ROWS, offsets.shape[1]).transpose(1, 2).contiguous()
+    return _padded(levels).view(-1, _TILE_ROWS, levels.shape[1]).transpose(1, 2).contiguous()
+
+
+def _levels_by_tile(levels: Levels) -> Tensor:
+    """[tiles, groups, 32] float16; or, for factors, [tiles, blocks, bytes] uint8: the units' and then the factors'."""
+    if levels.units is None:
+        return _by_tile(levels.values)
+    units = _by_tile(levels.units)
+    num_tiles, num_blocks = units.shape[:2]
+    factors = _by_tile(levels.values).view(num_tiles, num_blocks, -1)
+    return torch.cat((units.view(torch.uint8), factors.view(torch.uint8)), dim=2)

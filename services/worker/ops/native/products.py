@@ -3,37 +3,46 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+from collections.abc import Sequence
 from struct import Struct
 
 import torch
 from torch import Tensor
 
-from services.worker.ops.matrices import Matrix, dense
+from services.worker.ops.matrices import BlockMatrix, JoinedMatrix, Matrix, dense
 from services.worker.ops.native.formats import FORMATS
 from services.worker.ops.native.packed import PackedMatrix
 from services.worker.ops.native.results import Results
 from services.worker.ops.native.state import NativeState
 from services.worker.ops.protocol import EmbeddingKernel, LinearKernel
 
-_linear = Struct("PPqP2q").pack
+_linear = Struct("PPqP3q").pack
 _rows = Struct("PPqP").pack
 _take = Struct("P2qPqP").pack
 
 
 def prepare_linear(native: NativeState, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> LinearKernel:
     """Pack the matrix."""
-    packed = PackedMatrix(native.library, weight, bias, dtype)
+    if isinstance(weight, JoinedMatrix):
+        biases = itertools.repeat(None) if bias is None else torch.split(bias, [part.shape[0] for part in weight.parts])
+        pairs = zip(weight.parts, biases, strict=False)
+        packed = [PackedMatrix(native.library, part, part_bias, dtype) for part, part_bias in pairs]
+    else:
+        packed = [PackedMatrix(native.library, weight, bias, dtype)]
     return NativeLinear(native.library, packed, dtype, native.results)
 
 
 def prepare_head(native: NativeState, weight: Matrix, dtype: torch.dtype) -> LinearKernel:
     """Pack the matrix, whose products are in float32."""
     packed = PackedMatrix(native.library, weight, None, dtype)
-    return NativeLinear(native.library, packed, torch.float32, native.results)
+    return NativeLinear(native.library, [packed], torch.float32, native.results)
 
 
 def prepare_embedding(native: NativeState, weight: Matrix, dtype: torch.dtype) -> EmbeddingKernel:
-    """Keep the dense matrix."""
+    """Keep the matrix: GGUF's blocks packed, in which most files have it, others dense."""
+    if isinstance(weight, BlockMatrix):
+        return NativeEmbedding(native.library, PackedMatrix(native.library, weight, None, dtype), native.results)
     return NativeTable(native.library, dense(weight, dtype), native.results)
 
 
@@ -41,14 +50,14 @@ def prepare_tied(native: NativeState, weight: Matrix, dtype: torch.dtype) -> tup
     """Pack the matrix once, for both."""
     packed = PackedMatrix(native.library, weight, None, dtype)
     embedding = NativeEmbedding(native.library, packed, native.results)
-    return embedding, NativeLinear(native.library, packed, torch.float32, native.results)
+    return embedding, NativeLinear(native.library, [packed], torch.float32, native.results)
 
 
 class NativeLinear:
-    """A product with a packed matrix."""
+    """A product with packed matrices, whose results are side by side."""
 
     __slots__ = (
-        "_address",
+        "_addresses",
         "_dtype",
         "_function",
         "_num_inputs",
@@ -59,13 +68,18 @@ class NativeLinear:
         "_results",
     )
 
-    def __init__(self, library: ctypes.CDLL, packed: PackedMatrix, output_dtype: torch.dtype, results: Results) -> None:
-        """`output_dtype` is the matrix's dtype or float32."""
+    def __init__(
+        self, library: ctypes.CDLL, packed: Sequence[PackedMatrix], output_dtype: torch.dtype, results: Results
+    ) -> None:
+        """Multiply with `packed`, at least one; `output_dtype` is the dtype of all of them, or float32."""
         self._function = library.ls_linear
         self._output_dtype, self._output_format = output_dtype, FORMATS[output_dtype]
         self._packed, self._results = packed, results
-        self._address, self._dtype = packed.address, packed.dtype
-        self._num_outputs, self._num_inputs = packed.num_rows, packed.num_columns
+        self._dtype, self._num_inputs = packed[0].dtype, packed[0].num_columns
+        # Each with the place of its results in a row, in bytes.
+        places = itertools.accumulate((part.num_rows * output_dtype.itemsize for part in packed), initial=0)
+        self._addresses = [(part.address, place) for part, place in zip(packed, places, strict=False)]
+        self._num_outputs = sum(part.num_rows for part in packed)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in_features] to a new [T, out_features].
@@ -81,8 +95,9 @@ class NativeLinear:
             x = x.contiguous()
             row_stride = width
         output = self._results.empty(num_rows, self._num_outputs, dtype=self._output_dtype)
-        call = _linear(self._address, x.data_ptr(), row_stride, output.data_ptr(), num_rows, self._output_format)
-        self._function(call)
+        source, target, sizes = x.data_ptr(), output.data_ptr(), (self._num_outputs, num_rows, self._output_format)
+        for address, place in self._addresses:
+            self._function(_linear(address, source, row_stride, target + place, *sizes))
         return output
 
 

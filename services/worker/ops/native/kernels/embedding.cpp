@@ -12,27 +12,65 @@ namespace {
 
 constexpr float kMxfp4Values[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
 
+float read_half(const uint8_t* source) {
+    uint16_t half = 0;
+    std::memcpy(&half, source, 2);
+    return _cvtsh_ss(half);
+}
+
+// The scale, or offset, of group `group` out of factors of a float16 for each 256 columns.
+float read_factored(const Matrix& m, int64_t place, int64_t group, const uint8_t* run) {
+    const int64_t factor = group % (kFactoredColumns / m.group_size);
+    return read_half(run + place * 2) * static_cast<float>(static_cast<int8_t>(run[kTileRows * (2 + factor) + place]));
+}
+
+float read_offset(const Matrix& m, int64_t row, int64_t group) {
+    const int64_t place = row % kTileRows, index = group * kTileRows + place;
+    const uint8_t* offsets = m.offsets + row / kTileRows * offset_bytes(m);
+    if (m.offsets_kind == Offsets::kFloat32) return reinterpret_cast<const float*>(offsets)[index];
+    if (m.offsets_kind == Offsets::kFloat16) return read_half(offsets + index * 2);
+    const int64_t groups = kFactoredColumns / m.group_size;
+    return read_factored(m, place, group, offsets + group / groups * factored_bytes(groups));
+}
+
 float read_scale(const Matrix& m, int64_t row, const uint8_t* scales) {
     const int64_t place = row % kTileRows;
     float value = 0.0f;
-    uint16_t half = 0;
     switch (m.scales) {
         case Scales::kRow: return m.row_scales[row];
         case Scales::kPower: return std::ldexp(1.0f, scales[place] - 127);
         case Scales::kFloat32: std::memcpy(&value, scales + place * 4, 4); return value;
-        case Scales::kFloat16: std::memcpy(&half, scales + place * 2, 2); return _cvtsh_ss(half);
+        case Scales::kFloat16: return read_half(scales + place * 2);
+        default: break;
     }
     return value;
 }
 
+int read_upper_bits(const Matrix& m, const uint8_t* codes, int64_t place, int64_t column) {
+    const int64_t bits = m.kind == Kind::kInt5 ? 1 : 2, run = 2 / bits, step = column / kStep;
+    const int64_t step_bytes = kStep * kTileRows / 2, run_bytes = run * step_bytes + 2 * kTileRows;
+    const int64_t part = step % run * 4 + column / 4 % 2 * 2 + place / kLanes;
+    const uint8_t* upper = codes + step / run * run_bytes + run * step_bytes;
+    return upper[place % kLanes * 4 + column % 4] >> (part * bits) & ((1 << bits) - 1);
+}
+
 float read_value(const Matrix& m, const uint8_t* codes, int64_t place, int64_t column) {
-    const int64_t step = column / kStep, half = column / 4 % 2;
+    const int64_t step = column / kStep, half = column / 4 % 2, byte = place * 4 + column % 4;
     if (m.kind == Kind::kInt8) {
-        const uint8_t code = codes[((2 * step + half) * kTileRows + place) * 4 + column % 4];
+        const uint8_t code = codes[(2 * step + half) * kTileRows * 4 + byte];
         return static_cast<float>(static_cast<int8_t>(code - kInt8Zero));
     }
-    const int code = codes[(step * kTileRows + place) * 4 + column % 4] >> (4 * half) & 15;
-    return m.kind == Kind::kInt4 ? static_cast<float>(code - 8) : kMxfp4Values[code];
+    const bool has_upper = m.kind == Kind::kInt5 || m.kind == Kind::kInt6;
+    // A run of steps is followed by their upper bits.
+    const int64_t skipped = !has_upper ? 0 : (m.kind == Kind::kInt5 ? step / 2 : step) * 2 * kTileRows;
+    const int low = codes[skipped + step * kTileRows * 4 + byte] >> (4 * half) & 15;
+    switch (m.kind) {
+        case Kind::kMxfp4: return kMxfp4Values[low];
+        case Kind::kIq4: return kIq4Values[low];
+        default: break;
+    }
+    const int upper = has_upper ? read_upper_bits(m, codes, place, column) : 0;
+    return static_cast<float>((low | upper << 4) - static_cast<int>(m.zero));
 }
 
 // Dequantise the columns of group `group`, at `codes`, which share `scale` and `offset`.
@@ -45,18 +83,25 @@ void read_group(
 }
 
 void read_integers(const Matrix& m, int64_t row, float* out) {
-    const int64_t tile = row / kTileRows, bytes = code_bytes(m) / num_groups(m);
-    const uint8_t* source = m.tiles + tile * tile_bytes(m);
+    const int64_t tile = row / kTileRows, columns = group_columns(m.scales);
+    const int64_t groups_per_run = kFactoredColumns / columns;
+    const uint8_t *source = m.tiles + tile * tile_bytes(m), *run = nullptr;
     float scale = 0.0f, offset = 0.0f;
     for (int64_t group = 0; group < num_groups(m); ++group) {
-        const int64_t column = group * group_columns(m.scales), number = column / m.group_size;
-        if (column % m.group_size == 0) {
+        const int64_t column = group * columns, number = column / m.group_size;
+        if (has_factors(m.scales)) {
+            if (column % kFactoredColumns == 0) {
+                run = source;
+                source += factored_bytes(groups_per_run);
+            }
+            scale = read_factored(m, row % kTileRows, group, run);
+        } else if (column % m.group_size == 0) {
             scale = read_scale(m, row, source);
             source += scale_bytes(m.scales);
-            if (m.offsets) offset = m.offsets[(tile * num_scales(m) + number) * kTileRows + row % kTileRows];
         }
+        if (m.offsets && column % m.group_size == 0) offset = read_offset(m, row, number);
         read_group(m, row, group, source, scale, offset, out);
-        source += bytes;
+        source += packed_bytes(m.kind, columns);
     }
 }
 

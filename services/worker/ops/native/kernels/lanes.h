@@ -74,6 +74,17 @@ inline Bytes high_nibbles(Bytes a) { return low_nibbles({_mm512_srli_epi16(a.v, 
 // table[a], for bytes a below 16.
 inline Bytes look_up(__m128i table, Bytes a) { return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), a.v)}; }
 
+inline Bytes shift_left(Bytes a, int count) { return {_mm512_slli_epi16(a.v, static_cast<unsigned>(count))}; }
+inline Bytes shift_right(Bytes a, int count) { return {_mm512_srli_epi16(a.v, static_cast<unsigned>(count))}; }
+// (a & mask) | b
+inline Bytes masked_or(Bytes a, int mask, Bytes b) {
+    return {_mm512_ternarylogic_epi32(a.v, _mm512_set1_epi8(static_cast<char>(mask)), b.v, 0xEA)};
+}
+
+inline Floats load_int8(const uint8_t* source) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))};
+}
 inline Floats load_halves(const uint8_t* source) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)))};
 }
@@ -212,7 +223,22 @@ inline Bytes look_up(__m128i table, Bytes a) {
     return {_mm256_shuffle_epi8(both, a.low), _mm256_shuffle_epi8(both, a.high)};
 }
 
+inline Bytes shift_left(Bytes a, int count) { return {_mm256_slli_epi16(a.low, count), _mm256_slli_epi16(a.high, count)}; }
+inline Bytes shift_right(Bytes a, int count) {
+    return {_mm256_srli_epi16(a.low, count), _mm256_srli_epi16(a.high, count)};
+}
+// (a & mask) | b
+inline Bytes masked_or(Bytes a, int mask, Bytes b) {
+    const __m256i wide = _mm256_set1_epi8(static_cast<char>(mask));
+    return {_mm256_or_si256(_mm256_and_si256(a.low, wide), b.low), _mm256_or_si256(_mm256_and_si256(a.high, wide), b.high)};
+}
+
 inline __m128i load_16_bytes(const void* source) { return _mm_loadu_si128(static_cast<const __m128i*>(source)); }
+inline Floats load_int8(const uint8_t* source) {
+    const __m128i bytes = load_16_bytes(source);
+    const __m256i low = _mm256_cvtepi8_epi32(bytes), high = _mm256_cvtepi8_epi32(_mm_unpackhi_epi64(bytes, bytes));
+    return {_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)};
+}
 inline Floats load_halves(const uint8_t* source) {
     return {_mm256_cvtph_ps(load_16_bytes(source)), _mm256_cvtph_ps(load_16_bytes(source + 16))};
 }

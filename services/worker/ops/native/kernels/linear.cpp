@@ -28,6 +28,7 @@ struct Product {
     const T* x;
     int64_t x_stride;
     U* out;
+    int64_t out_stride;
     int64_t num_rows;
     int64_t row_bytes;
 
@@ -38,8 +39,8 @@ struct Product {
         const uint8_t* rows, int64_t first, int64_t count, int64_t first_tile, int64_t end_tile, int64_t next_tile) const {
         for (int64_t tile = first_tile; tile < end_tile; ++tile) {
             const int64_t next = tile + 1 < end_tile ? tile + 1 : next_tile;
-            U* target = out + first * m.num_rows;
-            multiply_tile(m, tile, next, rows + first * row_bytes, row_bytes, count, target, m.num_rows);
+            U* target = out + first * out_stride;
+            multiply_tile(m, tile, next, rows + first * row_bytes, row_bytes, count, target, out_stride);
         }
     }
 };
@@ -76,11 +77,11 @@ void run(const Product<T, U>& product) {
 }
 
 template <class T, class U>
-void multiply(const Matrix& m, const T* x, int64_t x_stride, U* out, int64_t num_rows) {
+void multiply(const Matrix& m, const T* x, int64_t x_stride, U* out, int64_t out_stride, int64_t num_rows) {
     const int64_t row_bytes = reads_in_place(m) ? x_stride * static_cast<int64_t>(sizeof(T)) : prepared_row_bytes(m);
     for (int64_t first = 0; first < num_rows; first += kRowsAtOnce) {
         const int64_t count = first + kRowsAtOnce < num_rows ? kRowsAtOnce : num_rows - first;
-        run<T, U>({m, x + first * x_stride, x_stride, out + first * m.num_rows, count, row_bytes});
+        run<T, U>({m, x + first * x_stride, x_stride, out + first * out_stride, out_stride, count, row_bytes});
     }
 }
 
@@ -90,7 +91,8 @@ struct LinearCall {
     const Matrix* m;
     const void* x;      // [num_rows, m.num_columns] in m.dtype
     int64_t x_stride;   // elements from row to row
-    void* out;          // [num_rows, m.num_rows] in out_format, contiguous; written
+    void* out;          // [num_rows, m.num_rows] in out_format; written
+    int64_t out_stride; // elements from row to row
     int64_t num_rows;
     Format out_format;  // m.dtype or kFloat32
 };
@@ -99,7 +101,8 @@ namespace {
 
 template <class T, class U>
 void linear_as(const LinearCall& call) {
-    multiply(*call.m, static_cast<const T*>(call.x), call.x_stride, static_cast<U*>(call.out), call.num_rows);
+    const auto* x = static_cast<const T*>(call.x);
+    multiply(*call.m, x, call.x_stride, static_cast<U*>(call.out), call.out_stride, call.num_rows);
 }
 
 void linear(const LinearCall& call) {

@@ -16,22 +16,42 @@ enum class Kind : int64_t {
     kFloat32,   // [K][32] float32
     kBfloat16,  // [K / 2][32][2] bfloat16
     kInt8,      // [K / 8][2][32][4] bytes: codes plus kInt8Zero
-    kInt4,      // [K / 8][32][4] bytes: codes plus 8 of 4 columns in the low halves, of the next 4 in the high ones
+    kInt4,      // [K / 8][32][4] bytes: codes of 4 columns in the low halves, of the next 4 in the high ones
     kMxfp4,     // likewise; codes are indices of MXFP4's values
+    kIq4,       // likewise; codes are indices of kIq4Values
+    kInt5,      // two steps of kInt4, then a byte for each place in a half of one: the upper bits of 8 codes
+    kInt6,      // a step of kInt4, then a byte for each place in a half of it: the upper two bits of 4 codes
 };
 
 // How the scales of integers are stored: in front of the codes of their columns, except those of whole rows.
 enum class Scales : int64_t {
-    kRow,      // one for each row, in `row_scales`
-    kFloat32,  // [32] float32
-    kFloat16,  // [32] float16
-    kPower,    // [32] exponents of 2, plus 127
+    kRow,        // one for each row, in `row_scales`
+    kFloat32,    // [32] float32
+    kFloat16,    // [32] float16
+    kPower,      // [32] exponents of 2, plus 127
+    kFactors,    // for each 256 columns [32] float16, then for each 32 of them [32] int8 that it is multiplied by
+    kFactors16,  // likewise, but for each 16 of them
+};
+
+// How the offsets of a tile are stored.
+enum class Offsets : int64_t {
+    kFloat32,  // [groups][32] float32
+    kFloat16,  // [groups][32] float16
+    kFactors,  // as scales: in runs of 256 columns
 };
 
 // Integer products: activations are quantised to 8 bits with a scale for each run of this many columns. Larger runs cost
 // less time and more precision; a run never has two scales of weights.
-constexpr int group_columns(Scales scales) { return scales == Scales::kRow ? 64 : 32; }
+constexpr int group_columns(Scales scales) {
+    return scales == Scales::kRow ? 64 : scales == Scales::kFactors16 ? 16 : 32;
+}
 constexpr int kMaxGroup = 64;
+
+// Columns that share a float16 where groups have factors of it.
+constexpr int kFactoredColumns = 256;
+constexpr bool has_factors(Scales scales) { return scales == Scales::kFactors || scales == Scales::kFactors16; }
+// The bytes of a float16 for each row of a tile, and of the factors for so many groups.
+constexpr int64_t factored_bytes(int64_t groups) { return kTileRows * (2 + groups); }
 
 // What added to an int8 code makes it what the processor multiplies: AVX-512's products take unsigned weights.
 #ifdef __AVX512VNNI__
@@ -40,18 +60,23 @@ constexpr int kInt8Zero = 128;
 constexpr int kInt8Zero = 0;
 #endif
 
+// GGUF's table for IQ4_NL and IQ4_XS. Source: ggml, src/ggml-common.h, kvalues_iq4nl.
+constexpr int8_t kIq4Values[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
 // Shared with Python (`packed.py`), which owns the memory.
 struct Matrix {
     Kind kind;
     Scales scales;
+    Offsets offsets_kind;
     Format dtype;  // of activations and results: kFloat32 or kBfloat16
     int64_t num_rows;
     int64_t num_columns;
     int64_t group_size;  // columns that share a scale and an offset: a multiple of a group of activations, or all of them
+    int64_t zero;        // kInt4, kInt5 and kInt6: the code of zero
     uint8_t* tiles;
-    float* row_scales;  // [tiles * 32], or null
-    float* offsets;     // [tiles, groups, 32], or null for zeros: added to each element of a group
-    float* bias;        // [tiles * 32], or null
+    float* row_scales;   // [tiles * 32], or null
+    uint8_t* offsets;    // by tile, see `offsets_kind`, or null for zeros: added to each element of a group
+    float* bias;         // [tiles * 32], or null
 };
 
 constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -68,33 +93,50 @@ inline int64_t scale_bytes(Scales scales) {
         case Scales::kRow: return 0;
         case Scales::kFloat32: return kTileRows * 4;
         case Scales::kFloat16: return kTileRows * 2;
-        case Scales::kPower: return kTileRows;
+        case Scales::kPower:
+        case Scales::kFactors:
+        case Scales::kFactors16: return kTileRows;
     }
     return 0;
+}
+
+// The bytes of the scales of a tile, or of its offsets.
+inline int64_t all_scale_bytes(const Matrix& m) {
+    const int64_t units = has_factors(m.scales) ? m.num_columns / kFactoredColumns * kTileRows * 2 : 0;
+    return num_scales(m) * scale_bytes(m.scales) + units;
+}
+inline int64_t offset_bytes(const Matrix& m) {
+    switch (m.offsets_kind) {
+        case Offsets::kFloat32: return num_scales(m) * kTileRows * 4;
+        case Offsets::kFloat16: return num_scales(m) * kTileRows * 2;
+        case Offsets::kFactors: return all_scale_bytes(m);
+    }
+    return 0;
+}
+
+// The bytes of the codes of so many columns, a multiple of 16.
+constexpr int64_t packed_bytes(Kind kind, int64_t columns) {
+    const int64_t bits = kind == Kind::kInt8 ? 8 : kind == Kind::kInt6 ? 6 : kind == Kind::kInt5 ? 5 : 4;
+    return columns * kTileRows * bits / 8;
 }
 
 inline int64_t code_bytes(const Matrix& m) {
     switch (m.kind) {
         case Kind::kFloat32: return m.num_columns * kTileRows * 4;
         case Kind::kBfloat16: return round_up(m.num_columns, 2) * kTileRows * 2;
-        case Kind::kInt8: return num_groups(m) * group_columns(m.scales) * kTileRows;
-        case Kind::kInt4:
-        case Kind::kMxfp4: return num_groups(m) * group_columns(m.scales) * kTileRows / 2;
+        default: return num_groups(m) * packed_bytes(m.kind, group_columns(m.scales));
     }
-    return 0;
 }
 
-inline int64_t tile_bytes(const Matrix& m) {
-    return code_bytes(m) + (is_float(m) ? 0 : num_scales(m) * scale_bytes(m.scales));
-}
+inline int64_t tile_bytes(const Matrix& m) { return code_bytes(m) + (is_float(m) ? 0 : all_scale_bytes(m)); }
 
-// What is added to codes so that they are unsigned; activations' sums times this are subtracted again.
-inline int zero_point(Kind kind) {
-    switch (kind) {
-        case Kind::kInt8: return kInt8Zero;
-        case Kind::kInt4: return 8;
+// What is added to the multiplied values so that they are unsigned; activations' sums times this are subtracted again.
+inline int zero_point(const Matrix& m) {
+    switch (m.kind) {
+        case Kind::kInt8:
+        case Kind::kIq4: return kInt8Zero;
         case Kind::kMxfp4: return 12;
-        default: return 0;
+        default: return static_cast<int>(m.zero);
     }
 }
 

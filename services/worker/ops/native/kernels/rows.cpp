@@ -21,9 +21,10 @@ Floats load_up_to(const T* source, int64_t count) {
     return count > 0 ? load_first(source, static_cast<int>(count)) : zeros();
 }
 
-// Quantise to the nearest of 255 levels. `count` values are loaded, the rest of the group is zeros.
+// Quantise to the nearest of 255 levels; returns the sum of the codes. `count` values are loaded, the rest of the group is
+// zeros.
 template <int kColumns, class T>
-void quantize_group(const T* x, int64_t count, Kind kind, int8_t* codes, float* scale, int32_t* start) {
+int32_t quantize_group(const T* x, int64_t count, Kind kind, int8_t* codes, float* scale) {
     constexpr int kParts = kColumns / kLanes;
     Floats values[kParts];
     Floats largest = zeros(), poison = zeros();
@@ -44,29 +45,27 @@ void quantize_group(const T* x, int64_t count, Kind kind, int8_t* codes, float* 
     }
     // The poison is zero, but NaN if a value is not finite.
     *scale = bound / 127.0f * weight_unit(kind) + sum_lanes(poison);
-    *start = static_cast<int32_t>(static_cast<uint32_t>(-zero_point(kind)) * static_cast<uint32_t>(sum_lanes(sum)));
+    return sum_lanes(sum);
 }
 
 template <int kColumns, class T>
 void quantize_row(const Matrix& m, const T* x, uint8_t* target) {
     const QuantizedRow row = quantized_row(m, target);
     const int64_t groups = num_groups(m);
+    const int64_t groups_per_scale = divide_up(m.group_size, kColumns);
+    const auto zero = static_cast<uint32_t>(-zero_point(m));
+    float total = 0.0f;
     for (int64_t group = 0; group < groups; ++group) {
         const int64_t first = group * kColumns;
-        quantize_group<kColumns>(
-            x + first, m.num_columns - first, m.kind, row.codes + first, row.scales + group, row.starts + group);
-    }
-    if (!m.offsets) return;
-    const int64_t groups_per_scale = divide_up(m.group_size, kColumns);
-    for (int64_t scale = 0; scale < num_scales(m); ++scale) {
-        const int64_t stop = std::min(groups, (scale + 1) * groups_per_scale);
-        float total = 0.0f;
-        for (int64_t group = scale * groups_per_scale; group < stop; ++group) {
-            int32_t sum = 0;
-            for (int column = 0; column < kColumns; ++column) sum += row.codes[group * kColumns + column];
-            total += row.scales[group] * static_cast<float>(sum);
+        float* scale = row.scales + group;
+        const int32_t sum =
+            quantize_group<kColumns>(x + first, m.num_columns - first, m.kind, row.codes + first, scale);
+        row.starts[group] = static_cast<int32_t>(zero * static_cast<uint32_t>(sum));
+        total += *scale * static_cast<float>(sum);
+        if (group + 1 == groups || (group + 1) % groups_per_scale == 0) {
+            if (m.offsets) row.sums[group / groups_per_scale] = total;
+            total = 0.0f;
         }
-        row.sums[scale] = total;
     }
 }
 
@@ -85,6 +84,8 @@ void prepare(const Matrix& m, const T* x, uint8_t* row) {
         widen_row(m, x, reinterpret_cast<float*>(row));
     } else if (m.scales == Scales::kRow) {
         quantize_row<group_columns(Scales::kRow)>(m, x, row);
+    } else if (m.scales == Scales::kFactors16) {
+        quantize_row<group_columns(Scales::kFactors16)>(m, x, row);
     } else {
         quantize_row<group_columns(Scales::kFloat32)>(m, x, row);
     }

@@ -36,12 +36,18 @@ struct TileKernels {
 TileKernels float_kernels(Kind kind);
 TileKernels int8_kernels(Scales scales);
 TileKernels int4_kernels(Scales scales);
+TileKernels int5_kernels(Scales scales);
+TileKernels int6_kernels();
+TileKernels iq4_kernels(Scales scales);
 TileKernels mxfp4_kernels();
 
 inline TileKernels tile_kernels(const Matrix& m) {
     switch (m.kind) {
         case Kind::kInt8: return int8_kernels(m.scales);
         case Kind::kInt4: return int4_kernels(m.scales);
+        case Kind::kInt5: return int5_kernels(m.scales);
+        case Kind::kInt6: return int6_kernels();
+        case Kind::kIq4: return iq4_kernels(m.scales);
         case Kind::kMxfp4: return mxfp4_kernels();
         default: return float_kernels(m.kind);
     }

@@ -26,7 +26,7 @@ inline Ints dot_int8(Ints sum, Bytes first, Bytes x_first, Bytes second, Bytes x
 
 #else
 
-// Weights of at most 32, so that four products fit in 16 bits: 4 * 32 * 127.
+// Weights below 64, so that four products fit in 16 bits: 4 * 63 * 127.
 inline __m256i dot_unsigned(__m256i sum, __m256i first, __m256i x_first, __m256i second, __m256i x_second) {
     const __m256i some = _mm256_maddubs_epi16(first, x_first), others = _mm256_maddubs_epi16(second, x_second);
     const __m256i pairs = _mm256_add_epi16(some, others);
@@ -52,9 +52,11 @@ inline Ints dot_int8(Ints sum, Bytes first, Bytes x_first, Bytes second, Bytes x
 
 #endif
 
+// Each of these loads a step out of a group's codes.
 struct Int8Codes {
-    static constexpr int kStepBytes = kStep * kTileRows;
-    static StepWeights load(const uint8_t* codes) {
+    static constexpr Kind kKind = Kind::kInt8;
+    static StepWeights load(const uint8_t* codes, int step) {
+        codes += step * kStep * kTileRows;
         return {{{load_bytes(codes), load_bytes(codes + 64)}, {load_bytes(codes + 128), load_bytes(codes + 192)}}};
     }
     static Ints dot(Ints sum, Bytes first, Bytes x_first, Bytes second, Bytes x_second) {
@@ -63,8 +65,10 @@ struct Int8Codes {
 };
 
 struct Int4Codes {
+    static constexpr Kind kKind = Kind::kInt4;
     static constexpr int kStepBytes = kStep * kTileRows / 2;
-    static StepWeights load(const uint8_t* codes) {
+    static StepWeights load(const uint8_t* codes, int step) {
+        codes += step * kStepBytes;
         const Bytes upper = load_bytes(codes), lower = load_bytes(codes + 64);
         return {{{low_nibbles(upper), low_nibbles(lower)}, {high_nibbles(upper), high_nibbles(lower)}}};
     }
@@ -73,16 +77,23 @@ struct Int4Codes {
     }
 };
 
-struct Mxfp4Codes {
-    static constexpr int kStepBytes = Int4Codes::kStepBytes;
-    // Twice MXFP4's values, which are integers then, plus 12.
-    static __m128i table() {
-        return _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
-    }
-    static StepWeights load(const uint8_t* codes) {
-        StepWeights weights = Int4Codes::load(codes);
-        for (auto& half : weights.parts) {
-            for (Bytes& part : half) part = look_up(table(), part);
+// Codes with upper bits: `kBits` of them, in a byte for 8 / kBits places.
+template <Kind kCodes, int kBits>
+struct WideCodes {
+    static constexpr Kind kKind = kCodes;
+    // Steps that share the bytes of upper bits.
+    static constexpr int kRun = 8 / kBits / 4;
+    static StepWeights load(const uint8_t* codes, int step) {
+        const uint8_t* run = codes + step / kRun * (kRun * Int4Codes::kStepBytes + 2 * kTileRows);
+        StepWeights weights = Int4Codes::load(run, step % kRun);
+        const Bytes upper = load_bytes(run + kRun * Int4Codes::kStepBytes);
+#pragma GCC unroll 4
+        for (int part = 0; part < 4; ++part) {
+            // Where the bits are, and where they belong.
+            const int place = (step % kRun * 4 + part) * kBits;
+            const Bytes moved = place <= 4 ? shift_left(upper, 4 - place) : shift_right(upper, place - 4);
+            Bytes& codes_of_part = weights.parts[part / 2][part % 2];
+            codes_of_part = masked_or(moved, ((1 << kBits) - 1) << 4, codes_of_part);
         }
         return weights;
     }
@@ -90,9 +101,43 @@ struct Mxfp4Codes {
         return dot_unsigned(sum, first, x_first, second, x_second);
     }
 };
+using Int5Codes = WideCodes<Kind::kInt5, 1>;
+using Int6Codes = WideCodes<Kind::kInt6, 2>;
 
+inline StepWeights look_up(__m128i table, StepWeights codes) {
+    for (auto& half : codes.parts) {
+        for (Bytes& part : half) part = look_up(table, part);
+    }
+    return codes;
+}
+
+struct Iq4Codes {
+    static constexpr Kind kKind = Kind::kIq4;
+    static StepWeights load(const uint8_t* codes, int step) {
+        const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kIq4Values));
+        return look_up(_mm_add_epi8(values, _mm_set1_epi8(static_cast<char>(kInt8Zero))), Int4Codes::load(codes, step));
+    }
+    static Ints dot(Ints sum, Bytes first, Bytes x_first, Bytes second, Bytes x_second) {
+        return dot_int8(sum, first, x_first, second, x_second);
+    }
+};
+
+struct Mxfp4Codes {
+    static constexpr Kind kKind = Kind::kMxfp4;
+    // Twice MXFP4's values, which are integers then, plus 12.
+    static __m128i table() {
+        return _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+    }
+    static StepWeights load(const uint8_t* codes, int step) { return look_up(table(), Int4Codes::load(codes, step)); }
+    static Ints dot(Ints sum, Bytes first, Bytes x_first, Bytes second, Bytes x_second) {
+        return dot_unsigned(sum, first, x_first, second, x_second);
+    }
+};
+
+// The scales of a group, which are at `source`, for a half of the tile. Factors are those of the float16 at `units`.
 template <Scales kScales>
-Floats load_scales(const uint8_t* source, int half) {
+Floats load_scales(const uint8_t* source, [[maybe_unused]] const uint8_t* units, int half) {
+    if constexpr (has_factors(kScales)) return mul(load_halves(units + half * 2 * kLanes), load_int8(source + half * kLanes));
     if constexpr (kScales == Scales::kFloat32) return load(reinterpret_cast<const float*>(source) + half * kLanes);
     if constexpr (kScales == Scales::kFloat16) return load_halves(source + half * 2 * kLanes);
     if constexpr (kScales == Scales::kPower) return load_powers(source + half * kLanes);
@@ -102,12 +147,14 @@ Floats load_scales(const uint8_t* source, int half) {
 template <class Codes, Scales kScales, int kRows>
 void multiply_int_tile(const TileCall& call, float* sums) {
     // It asks for memory once for each part of a group.
-    constexpr int kGroup = group_columns(kScales), kParts = kGroup / 32, kSteps = kGroup / kParts / kStep;
+    constexpr int kGroup = group_columns(kScales), kParts = kGroup == 64 ? 2 : 1, kSteps = kGroup / kParts / kStep;
+    constexpr int kFactors = kFactoredColumns / kGroup;
     const Matrix& m = call.matrix;
     const int64_t groups = num_groups(m);
     // Groups before the next scale of weights.
     [[maybe_unused]] int64_t left = 0;
     [[maybe_unused]] const int64_t groups_per_scale = divide_up(m.group_size, kGroup);
+    [[maybe_unused]] const uint8_t* units = nullptr;
     const int64_t next_bytes = divide_up(call.next_bytes, groups * kParts);
     const QuantizedRow row = quantized_row(m, const_cast<uint8_t*>(call.rows));
     const int64_t row_words = call.row_bytes / 4;
@@ -116,7 +163,16 @@ void multiply_int_tile(const TileCall& call, float* sums) {
     Floats totals[kRows][2];
     for (auto& total : totals) total[0] = total[1] = zeros();
     for (int64_t group = 0; group < groups; ++group) {
-        if constexpr (kScales != Scales::kRow) {
+        if constexpr (has_factors(kScales)) {
+            if (left-- == 0) {
+                units = codes;
+                scales = codes + 2 * kTileRows;
+                codes += factored_bytes(kFactors);
+                left = kFactors - 1;
+            } else {
+                scales += kTileRows;
+            }
+        } else if constexpr (kScales != Scales::kRow) {
             if (left-- == 0) {
                 scales = codes;
                 codes += scale_bytes(kScales);
@@ -131,8 +187,7 @@ void multiply_int_tile(const TileCall& call, float* sums) {
             next += next_bytes;
 #pragma GCC unroll 4
             for (int step = part * kSteps; step < (part + 1) * kSteps; ++step) {
-                const StepWeights weights = Codes::load(codes);
-                codes += Codes::kStepBytes;
+                const StepWeights weights = Codes::load(codes, step);
                 for (int r = 0; r < kRows; ++r) {
                     const uint8_t* x_row = x + step * kStep + r * call.row_bytes;
                     const Bytes x_first = repeat_word(x_row), x_second = repeat_word(x_row + 4);
@@ -143,12 +198,13 @@ void multiply_int_tile(const TileCall& call, float* sums) {
                 }
             }
         }
+        codes += packed_bytes(Codes::kKind, kGroup);
         x += kGroup;
         for (int r = 0; r < kRows; ++r) {
             const Floats x_scale = fill(row.scales[r * row_words + group]);
             for (int half = 0; half < 2; ++half) {
                 const Floats scale =
-                    kScales == Scales::kRow ? x_scale : mul(x_scale, load_scales<kScales>(scales, half));
+                    kScales == Scales::kRow ? x_scale : mul(x_scale, load_scales<kScales>(scales, units, half));
                 totals[r][half] = fma(to_floats(dots[r][half]), scale, totals[r][half]);
             }
         }

@@ -20,6 +20,7 @@ from services.worker.ops.experts import ExpertWeights
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.native.backend import NativeOps
 from services.worker.weights.checkpoint import CheckpointWeights
+from services.worker.weights.dummy_parts import write_block_scales
 from services.worker.weights.model_weights import WeightFormats
 from services.worker.weights.quantization.config import QuantizationConfig
 from services.worker.weights.quantization.gguf_blocks import BLOCK_TYPES, BlockType, gguf_config
@@ -50,10 +51,9 @@ def matrix(shape: tuple[int, ...]) -> Tensor:
 
 
 def blocks(block_type: BlockType) -> dict[str, Tensor]:
-    """Blocks of GGUF with small scales."""
-    stored = torch.randint(256, (SHAPE[0], -(-SHAPE[1] // 32), block_type.num_bytes), dtype=torch.uint8)
-    header = torch.full((*stored.shape[:2], block_type.num_header_values), 0.01, dtype=torch.float16)
-    stored[..., : 2 * block_type.num_header_values] = header.view(torch.uint8)
+    """Two whole blocks of GGUF in a row, with small scales."""
+    stored = torch.randint(256, (SHAPE[0], 2, block_type.num_bytes), dtype=torch.uint8)
+    write_block_scales(stored, block_type, 0.01)
     return {f"{LAYER}.blocks": stored}
 
 
@@ -108,15 +108,17 @@ def check_all(
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_damaged_layer_is_refused_or_computed_within_its_bounds(tmp_path: Path, ops: NativeOps, name: str) -> None:
-    x, token_ids = matrix((3, SHAPE[1])), torch.tensor([0, SHAPE[0] - 1])
+    num_rows, width = shape = SHAPE[0], 2 * BLOCK_TYPES[name].num_values if name in BLOCK_TYPES else SHAPE[1]
+    x, token_ids = matrix((3, width)), torch.tensor([0, num_rows - 1])
+    run = slice(width // 2, width) if name in BLOCK_TYPES else slice(16, 72)
 
     def use(weights: CheckpointWeights) -> None:
-        layer, cut = weights.linear(LAYER, SHAPE), weights.linear(LAYER, SHAPE, columns=slice(16, 72))
+        layer, cut = weights.linear(LAYER, shape), weights.linear(LAYER, shape, columns=run)
         weights.check_complete()
         embed, head = ops.prepare_tied(layer, torch.float32)
-        assert head(x).shape == (3, SHAPE[0])
-        assert embed(token_ids).shape == (2, SHAPE[1])
-        assert ops.prepare_linear(cut, None, torch.float32)(x[:, 16:72]).shape == (3, SHAPE[0])
+        assert head(x).shape == (3, num_rows)
+        assert embed(token_ids).shape == (2, width)
+        assert ops.prepare_linear(cut, None, torch.float32)(x[:, run]).shape == (3, num_rows)
 
     config, tensors = LAYERS[name]
     check_all(tmp_path, tensors, config, use)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from services.worker.ops import Ops
-from services.worker.ops.matrices import IntMatrix, Matrix, Mxfp4Matrix, dense
+from services.worker.ops.block_types import BLOCK_TYPES
+from services.worker.ops.matrices import BlockMatrix, IntMatrix, JoinedMatrix, Matrix, Mxfp4Matrix, dense
+from services.worker.ops.matrix_rows import join_rows
 from services.worker.ops.native.backend import NativeOps
 from services.worker.ops.native.isa import Isa, available_isas
 
 every_isa = pytest.mark.parametrize("isa", available_isas(), ids=lambda isa: isa.value)
 
 FLOAT, INT8, INT4, MXFP4 = "float", "int8", "int4", "mxfp4"
+KINDS = [FLOAT, INT8, INT4, MXFP4]
+# GGUF's blocks: every layout of codes, scales and offsets.
+BLOCKS = ["Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"]
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +54,8 @@ class Case:
     @property
     def activation_group(self) -> int:
         """How many columns of the quantised activations share a scale."""
+        if self.kind in BLOCK_TYPES:
+            return BLOCK_TYPES[self.kind].group_size
         return 64 if self.group_size >= self.num_inputs else 32
 
     def random(self, *shape: int, part: int) -> Tensor:
@@ -60,6 +68,14 @@ class Case:
         outputs, inputs = self.num_outputs, self.num_inputs
         if self.kind == FLOAT:
             return self.random(outputs, inputs, part=1).to(self.dtype)
+        if self.kind in BLOCK_TYPES:
+            block_type = BLOCK_TYPES[self.kind]
+            blocks = self.integers(0, 256, outputs, inputs // block_type.num_values, block_type.num_bytes)
+            # Scales of any sign, and of other sizes than offsets.
+            for part, at in enumerate(block_type.float16_at):
+                halves = self.random(outputs, inputs // block_type.num_values, 1, part=6 + part).half() / 64
+                blocks[..., at : at + 2] = halves.view(torch.uint8)
+            return BlockMatrix(block_type, blocks.to(torch.uint8))
         if self.kind == MXFP4:
             exponents = self.integers(120, 131, outputs, inputs // 32).to(torch.uint8)
             return Mxfp4Matrix(self.integers(0, 256, outputs, inputs // 2).to(torch.uint8), exponents)
@@ -82,18 +98,30 @@ class Case:
         return self.random(self.num_outputs, part=5).to(self.dtype) if self.has_bias else None
 
 
+def column_multiple(kind: str) -> int:
+    """What the number of a matrix's columns is a multiple of."""
+    return BLOCK_TYPES[kind].num_values if kind in BLOCK_TYPES else {INT4: 2, MXFP4: 32}.get(kind, 1)
+
+
+def case_of(kind: str, num_columns: int, **values: Any) -> Case:
+    """A case of about as many columns."""
+    multiple = column_multiple(kind)
+    return Case(kind, num_inputs=-(-num_columns // multiple) * multiple, **values)
+
+
 def cases() -> st.SearchStrategy[Case]:
     """Sizes around those of tiles and blocks of rows."""
     sizes = st.sampled_from([1, 2, 15, 31, 32, 33, 64, 70, 100, 129])
 
     def of_kind(kind: str) -> st.SearchStrategy[Case]:
-        inputs = {FLOAT: sizes, INT8: sizes, INT4: sizes.map(lambda size: 2 * size), MXFP4: sizes.map(lambda n: 32 * n)}
+        multiple = column_multiple(kind)
+        inputs = sizes.map(lambda size: multiple * size)
         return st.builds(
             Case,
             kind=st.just(kind),
             dtype=st.sampled_from([torch.float32, torch.bfloat16]),
             num_rows=st.integers(0, 14) | st.just(37),
-            num_inputs=inputs[kind],
+            num_inputs=st.sampled_from([1, 2, 3, 9]).map(lambda n: n * multiple) if multiple > 2 else inputs,
             num_outputs=sizes,
             group_size=st.sampled_from([8, 32, 64, 96, 4096]),
             has_offsets=st.booleans(),
@@ -103,7 +131,7 @@ def cases() -> st.SearchStrategy[Case]:
             seed=st.integers(0, 1000),
         )
 
-    return st.sampled_from([FLOAT, INT8, INT4, MXFP4]).flatmap(of_kind)
+    return st.sampled_from([*KINDS, *BLOCK_TYPES]).flatmap(of_kind)
 
 
 def error_bound(case: Case, x: Tensor, weight: Tensor, expected: Tensor) -> Tensor:
@@ -127,7 +155,7 @@ def error_bound(case: Case, x: Tensor, weight: Tensor, expected: Tensor) -> Tens
 
 @every_isa
 @given(case=cases())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_product_is_within_its_rounding_of_the_exact_one(isa: Isa, case: Case) -> None:
     ops, x, weight, bias = NativeOps(isa), case.x(), case.weight(), case.bias()
     ops.use_threads(case.num_threads)
@@ -140,9 +168,9 @@ def test_a_product_is_within_its_rounding_of_the_exact_one(isa: Isa, case: Case)
 
 @every_isa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [FLOAT, INT8, INT4, MXFP4])
+@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])
 def test_a_rows_bits_depend_on_neither_its_batch_nor_the_threads(isa: Isa, kind: str, dtype: torch.dtype) -> None:
-    case = Case(kind, dtype, num_rows=50, num_inputs=320, num_outputs=200, has_offsets=True)
+    case = case_of(kind, 320, dtype=dtype, num_rows=50, num_outputs=200, has_offsets=True)
     ops, x = NativeOps(isa), case.x()
     kernel = ops.prepare_linear(case.weight(), case.bias(), dtype)
     expected = torch.cat([kernel(row.clone().unsqueeze(0)) for row in x])
@@ -173,10 +201,10 @@ def test_the_most_negative_codes_are_multiplied_exactly(isa: Isa) -> None:
 
 
 @every_isa
-@pytest.mark.parametrize("kind", [FLOAT, INT8, INT4, MXFP4])
+@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_a_value_that_is_not_finite_reaches_its_rows_results_only(isa: Isa, kind: str, value: float) -> None:
-    case = Case(kind, torch.float32, num_rows=9, num_inputs=96, num_outputs=40)
+    case = case_of(kind, 96, dtype=torch.float32, num_rows=9, num_outputs=40)
     kernel, x = NativeOps(isa).prepare_linear(case.weight(), None, case.dtype), case.x().clone()
     expected = kernel(x)
     x[4, 70] = value
@@ -189,12 +217,12 @@ def test_a_value_that_is_not_finite_reaches_its_rows_results_only(isa: Isa, kind
 
 @every_isa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [FLOAT, INT8, INT4, MXFP4])
+@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])
 @pytest.mark.parametrize("group_size", [64, 4096])
 def test_a_tied_embedding_has_the_rows_of_the_heads_weight(
     isa: Isa, kind: str, dtype: torch.dtype, group_size: int
 ) -> None:
-    case = Case(kind, dtype, 1, num_inputs=160, num_outputs=75, group_size=group_size, has_offsets=True)
+    case = case_of(kind, 160, dtype=dtype, num_rows=1, num_outputs=75, group_size=group_size, has_offsets=True)
     weight, token_ids = case.weight(), torch.tensor([74, 0, 31, 32, 33, 74, 40])
     embedding, head = NativeOps(isa).prepare_tied(weight, dtype)
     expected = dense(weight, dtype)[token_ids]
@@ -202,14 +230,14 @@ def test_a_tied_embedding_has_the_rows_of_the_heads_weight(
     torch.testing.assert_close(
         embedding(token_ids), expected, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
     )
-    assert embedding(token_ids[:0]).shape == (0, 160)
+    assert embedding(token_ids[:0]).shape == (0, case.num_inputs)
     assert torch.equal(head(case.x()), NativeOps(isa).prepare_head(weight, dtype)(case.x()))
 
 
 @every_isa
-@pytest.mark.parametrize("kind", [FLOAT, INT8, INT4, MXFP4])
+@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])
 def test_logits_are_products_that_were_not_rounded(isa: Isa, kind: str) -> None:
-    case = Case(kind, torch.bfloat16, num_rows=9, num_inputs=160, num_outputs=75)
+    case = case_of(kind, 160, dtype=torch.bfloat16, num_rows=9, num_outputs=75)
     weight, x = case.weight(), case.x()
     logits = NativeOps(isa).prepare_head(weight, torch.bfloat16)(x)
     assert logits.dtype == torch.float32
@@ -217,17 +245,36 @@ def test_logits_are_products_that_were_not_rounded(isa: Isa, kind: str) -> None:
     assert torch.equal(logits.bfloat16(), NativeOps(isa).prepare_linear(weight, None, torch.bfloat16)(x))
 
 
+@every_isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_in_several_formats_are_joined_in_their_own(isa: Isa, dtype: torch.dtype) -> None:
+    ops = NativeOps(isa)
+    cases = [Case(kind, dtype, 5, 512, size) for kind, size in (("Q4_K", 70), ("Q6_K", 1), (FLOAT, 33), (INT8, 32))]
+    weights, x, bias = [case.weight() for case in cases], cases[0].x(), torch.rand(136)
+    joined = join_rows(weights, dtype)
+    assert isinstance(joined, JoinedMatrix)
+    biases = torch.split(bias, [70, 1, 33, 32])
+    parts = [ops.prepare_linear(*part, dtype)(x) for part in zip(weights, biases, strict=True)]
+    assert torch.equal(ops.prepare_linear(joined, bias, dtype)(x), torch.cat(parts, dim=1))
+
+
+def test_many_rows_of_blocks_are_packed_in_parts() -> None:
+    weight, token_ids = Case("Q5_1", torch.float32, 1, 32, 4133).weight(), torch.tensor([0, 2047, 2048, 4096, 4132])
+    embedding = native().prepare_embedding(weight, torch.float32)
+    assert torch.equal(embedding(token_ids), dense(weight, torch.float32)[token_ids])
+
+
 def native() -> Ops:
     return NativeOps(available_isas()[-1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [FLOAT, INT8])
+@pytest.mark.parametrize("kind", [FLOAT, INT8, *BLOCKS])
 def test_an_embedding_has_the_rows_of_its_weight(kind: str, dtype: torch.dtype) -> None:
-    weight = Case(kind, dtype, 1, num_inputs=160, num_outputs=75).weight()
+    weight = case_of(kind, 160, dtype=dtype, num_rows=1, num_outputs=75).weight()
     embedding, token_ids = native().prepare_embedding(weight, dtype), torch.tensor([74, 0, 31, 74])
     assert torch.equal(embedding(token_ids), dense(weight, dtype)[token_ids])
-    assert embedding(token_ids[:0]).shape == (0, 160)
+    assert embedding(token_ids[:0]).shape == (0, weight.shape[1])
 
 
 @pytest.mark.parametrize("token_id", [-1, 75])
