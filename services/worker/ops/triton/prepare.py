@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
-from services.worker.ops.matrices import Matrix
+from services.worker.ops.matrices import BlockMatrix, Matrix
 from services.worker.ops.protocol import EmbeddingKernel, LinearKernel, Ops
 from services.worker.ops.triton.products.experts import TritonExperts
 from services.worker.ops.triton.products.linear import PackedEmbedding, PackedLinear
@@ -37,6 +37,9 @@ def prepare_embedding(weight: Matrix, dtype: torch.dtype) -> EmbeddingKernel:
 
 def prepare_tied(ops: Ops, weight: Matrix, dtype: torch.dtype) -> tuple[EmbeddingKernel, LinearKernel]:
     """Keep the matrix once."""
+    if isinstance(weight, BlockMatrix):
+        # Otherwise each would make its own copy.
+        weight = weight.to_integers()
     return ops.prepare_embedding(weight, dtype), ops.prepare_head(weight, dtype)
 
 

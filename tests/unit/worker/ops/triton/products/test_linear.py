@@ -11,10 +11,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.ops.matrices import Fp8Matrix, IntMatrix, Mxfp4Matrix, dense
+from services.worker.ops.block_types import IQ4_XS, Q4_K, Q5_0, Q6_K, BlockType
+from services.worker.ops.matrices import BlockMatrix, Fp8Matrix, IntMatrix, Mxfp4Matrix, dense
+from services.worker.ops.matrix_rows import join_rows
 from services.worker.ops.triton.backend import TritonOps
 from services.worker.ops.triton.products.linear import PackedLinear
 from services.worker.ops.triton.products.tile_sizes import TileSizes, choose_sizes
+from services.worker.weights.dummy_parts import write_block_scales
 from tests.support.kernels.attention_batches import random
 from tests.support.kernels.packed_matrices import KINDS, MatrixKind, matrix_kinds
 from tests.support.pairwise import every_pair, some_of
@@ -64,6 +67,21 @@ def test_the_size_of_a_tile_and_the_number_of_splits_change_no_result(
     output = PackedLinear(weight, None, torch.float32)(x, sizes=sizes, num_splits=num_splits)
     expected = F.linear(x.double(), dense(weight, torch.float32).double())
     torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("block_type", [Q4_K, Q5_0, Q6_K, IQ4_XS], ids=lambda block_type: block_type.name)
+def test_ggufs_blocks_are_multiplied_as_integers(block_type: BlockType) -> None:
+    blocks = torch.randint(0, 256, (33, 512 // block_type.num_values, block_type.num_bytes), dtype=torch.uint8)
+    write_block_scales(blocks, block_type, 1e-4)
+    weight, x = BlockMatrix(block_type, blocks), random(3, 512, seed=1)
+    expected = F.linear(x.double(), weight.to_dense(torch.float32).double())
+    embedding, head = TritonOps().prepare_tied(weight, torch.float32)
+    torch.testing.assert_close(head(x).double(), expected, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(embedding(torch.tensor([32, 0])), weight.to_dense(torch.float32)[[32, 0]])
+    other = random(2, 512, seed=2)
+    joined = PackedLinear(join_rows([weight, other], torch.float32), None, torch.float32)
+    expected = torch.cat((expected, F.linear(x.double(), other.double())), dim=1)
+    torch.testing.assert_close(joined(x).double(), expected, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in multiply")
