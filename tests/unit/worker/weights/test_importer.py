@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 import shutil
 import zipfile
 from pathlib import Path
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer
 from services.worker.models.loader import load_model
 from services.worker.ops import load_ops
 from services.worker.weights import importer
+from services.worker.weights.gguf_import.publisher_sampling import shortest_decimal
 from services.worker.weights.importer import (
     ImportFailedError,
     KnownSource,
@@ -26,7 +28,6 @@ from services.worker.weights.importer import (
     is_imported,
     sha256_of,
 )
-from services.worker.weights.publisher_sampling import shortest_decimal
 from services.worker.weights.sampling_defaults import SamplingDefaults
 from tests.support.models.gguf_files import model_tensors, write_gguf
 from tests.support.models.kimi_vocabulary import write_kimi_vocabulary
@@ -185,6 +186,25 @@ def test_another_architecture_is_refused_and_leaves_no_files(tmp_path: Path) -> 
     assert contents(tmp_path / "out") == []
 
 
+def test_a_truncated_file_is_refused_and_leaves_no_files(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "cut.gguf").write_bytes(source.read_bytes()[:-1])
+    with pytest.raises(ImportFailedError, match=r"cut\.gguf .* truncated: tensor .* ends at byte \d+, the file at \d+"):
+        import_model(tmp_path / "cut.gguf", tmp_path / "out" / "model")
+    assert contents(tmp_path / "out") == []
+
+
+def test_a_full_disk_leaves_the_previous_import(model_dir: Path, source: Path, tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((model_dir / "model.safetensors").stat().st_size - 1, limits[1]))
+    try:
+        with pytest.raises(ImportFailedError, match="model cannot be written: File too large"):
+            import_model(source, model_dir, dequantizes=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert contents(tmp_path) == ["model"]
+    assert is_imported(model_dir, sha256_of(source))
+
+
 @pytest.mark.parametrize("name", ["broken.gguf", "broken.whl"])
 def test_an_invalid_file_is_refused_and_leaves_no_files(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(np.random.default_rng(0).bytes(1000))
@@ -205,7 +225,7 @@ def test_a_known_source_with_unexpected_weights_is_refused(
 def test_an_unknown_source_and_an_unknown_pre_tokenizer_cause_warnings(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_llama(tmp_path / "tiny.gguf", pre_tokenizer="llama-bpe")
+    write_llama(tmp_path / "tiny.gguf", pre_tokenizer="martian")
     with caplog.at_level(logging.WARNING, "services.worker"):
         import_model(tmp_path / "tiny.gguf", tmp_path / "model")
     assert ["unknown source" in caplog.text, "unknown pre-tokenizer" in caplog.text] == [True, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from services.worker.ops import load_ops
 from services.worker.ops.matrices import IntMatrix
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.weights.checkpoint import CheckpointWeights
-from services.worker.weights.gguf_conversion import ARCHITECTURES, UnsupportedGgufError, convert
+from services.worker.weights.gguf_import.architectures import ARCHITECTURES
+from services.worker.weights.gguf_import.conversion import UnimportableError, convert
 from services.worker.weights.model_weights import WeightFormats
 from services.worker.weights.quantization.config import QuantizationConfig
 from services.worker.weights.weight_files import WeightFiles
@@ -36,7 +38,7 @@ by_kind = pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, *BLOCKS], ids=lam
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_weights_are_the_values_in_the_file(tmp_path: Path, architecture: str, kind: Kind) -> None:
     expected = write_gguf(tmp_path / "tiny.gguf", architecture, kind=kind)
-    convert(tmp_path / "tiny.gguf", tmp_path / "model", keeps_blocks=False)
+    convert(tmp_path / "tiny.gguf", tmp_path / "model", keeps_formats=False)
     actual = load_file(tmp_path / "model" / "model.safetensors")
     assert actual.keys() == expected.keys()
     different = [name for name in expected if not torch.equal(actual[name], expected[name])]
@@ -69,9 +71,9 @@ def test_blocks_that_are_kept_have_the_same_bits(tmp_path: Path, architecture: s
 def test_an_imported_model_computes_the_same_as_transformers(tmp_path: Path, architecture: str) -> None:
     write_gguf(tmp_path / "tiny.gguf", architecture, kind=Kind.Q8_0)
     convert(tmp_path / "tiny.gguf", tmp_path / "model")
-    convert(tmp_path / "tiny.gguf", tmp_path / "dequantized", keeps_blocks=False)
+    convert(tmp_path / "tiny.gguf", tmp_path / "dequantized", keeps_formats=False)
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert config["architectures"] == [ARCHITECTURES[architecture]]
+    assert config["architectures"] == [ARCHITECTURES[architecture].name]
     assert (config["head_dim"], config["rms_norm_eps"]) == (CONFIG["head_dim"], 1e-5)
     assert config["rope_parameters"]["rope_theta"] == 100000.0
     ops = load_ops("cpu")
@@ -81,6 +83,20 @@ def test_an_imported_model_computes_the_same_as_transformers(tmp_path: Path, arc
     with torch.no_grad():
         expected = theirs(torch.tensor([prompt])).logits[0]
     torch.testing.assert_close(paged.prefill_all(paged.add(prompt)), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("keeps_formats", [True, False])
+def test_no_tensor_is_in_memory_as_a_whole(tmp_path: Path, keeps_formats: bool) -> None:
+    config = {**CONFIG, "intermediate_size": 1 << 16, "num_hidden_layers": 1}
+    write_gguf(tmp_path / "wide.gguf", "llama", config=config, kind=Kind.F16)
+    tensor_bytes = 2 * config["intermediate_size"] * config["hidden_size"]
+    tracemalloc.start()
+    try:
+        convert(tmp_path / "wide.gguf", tmp_path / "model", keeps_formats=keeps_formats)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < tensor_bytes / 2
 
 
 def test_qwens_tokenizer_splits_digits_words_and_marks(tmp_path: Path) -> None:
@@ -95,10 +111,12 @@ def test_qwens_tokenizer_splits_digits_words_and_marks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "more", "message"),
     [
-        ("llama", {"rope.scaling.type": "yarn"}, r"cannot be imported: rope\.scaling\.type$"),
-        ("llama", {"rope_freqs.weight": torch.ones(16)}, r"cannot be imported: rope_freqs\.weight$"),
+        ("llama", {"rope.scaling.type": "longrope"}, r"rope\.scaling\.type 'longrope', .*; supported: linear, yarn$"),
+        ("llama", {"rope.scaling.type": "yarn"}, r"lacks rope\.scaling\.factor$"),
+        ("llama", {"rope_freqs.weight": torch.full((16,), 2.5)}, "rope_freqs.weight that are not Llama 3's"),
         ("llama", {"attention.sliding_window": 4096}, r"cannot be imported: attention\.sliding_window$"),
         ("llama", {"expert_count": 8}, "cannot be imported: expert_count$"),
+        ("llama", {"final_logit_softcapping": 30.0}, "cannot be imported: final_logit_softcapping$"),
         ("qwen3", {"rope.dimension_count": 16}, r"cannot be imported: rope\.dimension_count$"),
         ("llama", {"blk.0.attn_q.bias": torch.ones(128)}, r"unexpected tensors: blk\.0\.attn_q\.bias$"),
         ("qwen3moe", {"blk.0.ffn_up_shexp.weight": torch.ones(32, 64)}, "unexpected tensors: blk.0.ffn_up_shexp"),
@@ -108,13 +126,13 @@ def test_unsupported_metadata_and_tensors_are_refused_by_name(
     tmp_path: Path, architecture: str, more: dict[str, Any], message: str
 ) -> None:
     write_gguf(tmp_path / "tiny.gguf", architecture, more=more)
-    with pytest.raises(UnsupportedGgufError, match=message):
+    with pytest.raises(UnimportableError, match=message):
         convert(tmp_path / "tiny.gguf", tmp_path / "model")
 
 
 def test_an_unknown_architecture_is_refused_with_a_list_of_the_supported_ones(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", "mamba")
-    with pytest.raises(UnsupportedGgufError, match=r"'mamba', which .*; supported: llama, qwen2, qwen3, qwen3moe$"):
+    with pytest.raises(UnimportableError, match=r"'mamba', which .*; supported: llama, qwen2, qwen3, qwen3moe$"):
         convert(tmp_path / "tiny.gguf", tmp_path / "model")
 
 
@@ -124,13 +142,13 @@ def test_a_file_without_a_required_size_is_refused(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(UnsupportedGgufError, match="lacks context_length, embedding_length"):
+    with pytest.raises(UnimportableError, match="lacks context_length, embedding_length"):
         convert(tmp_path / "tiny.gguf", tmp_path / "model")
 
 
 def test_tensors_that_do_not_have_the_configured_sizes_are_refused(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", "qwen3", more={"output.weight": torch.ones(7, 64)})
-    with pytest.raises(UnsupportedGgufError, match=r"has output.weight of shape \[7, 64\], not \[420, 64\]"):
+    with pytest.raises(UnimportableError, match=r"has output.weight of shape \[7, 64\], not \[420, 64\]"):
         convert(tmp_path / "tiny.gguf", tmp_path / "model")
 
 

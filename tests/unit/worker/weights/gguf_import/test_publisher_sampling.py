@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.weights.publisher_sampling import publisher_sampling
+from services.worker.weights.gguf_import.publisher_sampling import publisher_sampling
 
 SMOLLM2 = {"general.organization": "HuggingFaceTB", "general.basename": "smollm2", "tokenizer.chat_template": "x"}
 

@@ -1,0 +1,1 @@
+"""GGUF files, and what `lockstep import` makes of them."""

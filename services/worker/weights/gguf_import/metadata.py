@@ -1,0 +1,109 @@
+"""A GGUF file's metadata: values are checked when they are read, and those that nothing reads are known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from services.worker.weights.gguf_import.publisher_sampling import shortest_decimal
+
+# Above any real model's sizes; tensor sizes are bounded too.
+_HIGHEST = 2**48
+# Keys of every architecture that say nothing about what it computes.
+_UNIMPORTANT = frozenset({"rope.scaling.finetuned", "tensor_data_layout", "vocab_size"})
+
+
+class UnsupportedGgufError(Exception):
+    """The file is not GGUF, or its model cannot be converted; the message does not name the file."""
+
+
+class Metadata:
+    """The values of one file, by key; those of the architecture are meant unless a key is given in full.
+
+    Raises:
+        UnsupportedGgufError: by every method that reads, if a required value is missing, or one is malformed.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+        self.architecture = self._text("general.architecture")
+        self._read: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        return f"{self.architecture}.{key}" in self.values
+
+    def size(self, key: str, *, default: int | None = None) -> int:
+        """A whole number, at least 1. A list of equal numbers, one for each layer, counts as that number."""
+        value = self._value(key, default)
+        if isinstance(value, list) and value:
+            if len(set(map(str, value))) > 1:
+                raise UnsupportedGgufError(f"has {key} that differs between layers, which is not supported")
+            value = value[0]
+        if type(value) is not int or not 1 <= value <= _HIGHEST:
+            raise UnsupportedGgufError(f"has {key} {value!r}, not a whole number of at least 1")
+        return value
+
+    def count(self, key: str, *, default: int | None = None) -> int:
+        """A whole number, at least 0."""
+        return 0 if self._value(key, default) == 0 else self.size(key)
+
+    def number(self, key: str, *, default: float | None = None) -> float:
+        """A finite number: the shortest decimal of a float32."""
+        value = self._value(key, default)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise UnsupportedGgufError(f"has {key} {value!r}, not a number")
+        return shortest_decimal(value) if isinstance(value, float) else float(value)
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        """A boolean."""
+        value = self._value(key, default)
+        if type(value) is not bool:
+            raise UnsupportedGgufError(f"has {key} {value!r}, neither true nor false")
+        return value
+
+    def flags(self, key: str, length: int) -> list[bool] | None:
+        """A list of `length` booleans; None if absent."""
+        if key not in self:
+            return None
+        value = self._value(key, None)
+        if not isinstance(value, list) or len(value) != length or not all(type(each) is bool for each in value):
+            raise UnsupportedGgufError(f"has {key} that is not a list of {length} booleans")
+        return value
+
+    def text(self, key: str, *, default: str) -> str:
+        """A string."""
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise UnsupportedGgufError(f"has {key} {value!r}, not a string")
+        return value
+
+    def token_id(self, name: str) -> int | None:
+        """The id of a special token, as `bos`; None if there is none."""
+        value = self.values.get(f"tokenizer.ggml.{name}_token_id")
+        if value is not None and (type(value) is not int or value < 0):
+            raise UnsupportedGgufError(f"has tokenizer.ggml.{name}_token_id {value!r}, not the id of a token")
+        return value
+
+    def unread(self) -> list[str]:
+        """The architecture's keys that nothing has read, and that say something: a 0, false or "none" does not."""
+        prefix = f"{self.architecture}."
+        keys = (key.removeprefix(prefix) for key in self.values if key.startswith(prefix))
+        return sorted(key for key in keys if key not in self._read | _UNIMPORTANT and self._is_set(key))
+
+    def _is_set(self, key: str) -> bool:
+        value = self.values[f"{self.architecture}.{key}"]
+        return bool(value) and value != "none"
+
+    def _value(self, key: str, default: Any) -> Any:
+        self._read.add(key)
+        value = self.values.get(f"{self.architecture}.{key}", default)
+        if value is None:
+            raise UnsupportedGgufError(f"lacks {key}")
+        return value
+
+    def _text(self, key: str) -> str:
+        value = self.values.get(key)
+        if not isinstance(value, str):
+            raise UnsupportedGgufError(f"has {key} {value!r}, not a string" if key in self.values else f"lacks {key}")
+        return value

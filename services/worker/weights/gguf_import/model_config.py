@@ -1,0 +1,64 @@
+"""Makes a config.json of a GGUF file's metadata and of the names of its tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from services.worker.weights.gguf_import.architecture import Architecture
+from services.worker.weights.gguf_import.architectures import ARCHITECTURES
+from services.worker.weights.gguf_import.metadata import Metadata, UnsupportedGgufError
+from services.worker.weights.gguf_import.rope import rope_parameters
+
+
+def architecture_of(metadata: Metadata) -> Architecture:
+    """How the file's architecture is read.
+
+    Raises:
+        UnsupportedGgufError: it is not supported; the message says which are.
+    """
+    name = metadata.architecture
+    if name not in ARCHITECTURES:
+        supported = ", ".join(sorted(ARCHITECTURES))
+        raise UnsupportedGgufError(f"has architecture {name!r}, which is not supported; supported: {supported}")
+    return ARCHITECTURES[name]
+
+
+def model_config(
+    metadata: Metadata,
+    architecture: Architecture,
+    *,
+    vocab_size: int,
+    is_tied: bool,
+    factors: npt.NDArray[np.float32] | None,
+) -> dict[str, Any]:
+    """Make config.json, but for what depends on the formats of the weights.
+
+    Args:
+        is_tied: Whether the head is the embedding.
+        factors: The values of `rope.FACTORS`, if there are any.
+
+    Raises:
+        UnsupportedGgufError: a value is missing or malformed, or the file has one that would be ignored.
+    """
+    keys = architecture.keys
+    if missing := [key.name for key in keys.values() if key.default is None and key.name not in metadata]:
+        raise UnsupportedGgufError(f"lacks {', '.join(missing)}")
+    config: dict[str, Any] = {
+        "architectures": [architecture.name],
+        "model_type": architecture.model_type,
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": is_tied,
+        **architecture.values,
+        **{name: key.read(metadata) for name, key in keys.items()},
+    }
+    heads = config["num_attention_heads"]
+    config["num_key_value_heads"] = metadata.size("attention.head_count_kv", default=heads)
+    rotary_dim = architecture.widths(metadata, config)
+    config["rope_parameters"] = rope_parameters(metadata, rotary_dim, factors)
+    architecture.extend(metadata, config)
+    if unread := metadata.unread():
+        raise UnsupportedGgufError(f"uses features that cannot be imported: {', '.join(unread)}")
+    return config
