@@ -37,10 +37,11 @@ MANIFEST_VERSION = 4
 _DESCRIPTION = """\
 Make a model directory, which `lockstep serve` can serve, from a GGUF file.
 
-Weights keep their format where it can be served: Q8_0, Q4_0, Q4_1, float16 and bfloat16. All others
-become float32, and a line says what that costs. A model of an architecture that is not supported is refused, and the
-message names those that are. Run it again to verify that the files are unchanged. Nothing is downloaded. The model
-never is in memory as a whole. If the import fails or is interrupted, OUT_DIR stays as it was.
+Weights keep their format where it can be served: Q4_0 to Q8_0, K-quants (Q2_K to Q6_K, as in Q4_K_M), IQ4_NL, IQ4_XS,
+float16 and bfloat16. All others become float32, and a line says what that costs. A model of an architecture that is not
+supported is refused, and the message names those that are. Run it again to verify that the files are unchanged.
+Nothing is downloaded, and a little memory is enough for any model. If the import fails or is interrupted, OUT_DIR stays
+as it was.
 
   lockstep import model.gguf models/mine
   lockstep serve models/mine

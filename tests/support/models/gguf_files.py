@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.worker.ops.block_types import BLOCK_TYPES, BlockType
+from services.worker.weights.dummy_parts import write_block_scales
 from tests.support.models.tiny_llama import TINY_CONFIG
 from tests.support.models.tiny_tokenizer import CHATML, tiny_tokenizer
 
@@ -83,8 +85,7 @@ def write_gguf(
             layer, _, part = name.removeprefix("model.layers.").split(".", 2)
             stacks.setdefault(f"blk.{layer}.{_EXPERT_NAMES[part.split('.')[-2]]}.weight", []).append(stored)
         else:
-            rows = _gguf_rows(architecture, name, tensor, config)
-            _add_tensor(writer, _gguf_name(name), _store(rows, kind)[0], kind)
+            _add_tensor(writer, _gguf_name(name), _gguf_rows(architecture, name, stored, config), kind)
     for name, experts in stacks.items():
         _add_tensor(writer, name, np.stack(experts), kind)
     for key, value in (more or {}).items():
@@ -133,20 +134,35 @@ def _gguf_name(name: str) -> str:
     return {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}[name]
 
 
-def _gguf_rows(architecture: str, name: str, tensor: Tensor, config: Mapping[str, Any]) -> Tensor:
+def _gguf_rows(
+    architecture: str, name: str, stored: np.ndarray[Any, Any], config: Mapping[str, Any]
+) -> np.ndarray[Any, Any]:
     """Reorder rows: a llama's rotated pairs are adjacent in GGUF, but half a head apart in Hugging Face's layout."""
     if architecture != "llama" or not name.endswith(("q_proj.weight", "k_proj.weight")):
-        return tensor
-    heads = tensor.view(-1, 2, config["head_dim"] // 2, tensor.shape[1])
-    return heads.transpose(1, 2).reshape(tensor.shape)
+        return stored
+    heads = stored.reshape(-1, 2, config["head_dim"] // 2, stored.shape[1])
+    return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(stored.shape)
 
 
 def _store(tensor: Tensor, kind: gguf.GGMLQuantizationType) -> tuple[np.ndarray[Any, Any], Tensor]:
     """The stored array, and the values that it encodes."""
     if tensor.dim() < 2 or kind == gguf.GGMLQuantizationType.F32:
         return tensor.contiguous().numpy(), tensor
-    stored = gguf.quants.quantize(tensor.contiguous().numpy(), kind)
+    try:
+        stored = gguf.quants.quantize(tensor.contiguous().numpy(), kind)
+    except NotImplementedError:
+        # The library only reads it.
+        stored = _random_blocks(tensor, BLOCK_TYPES[kind.name])
     return stored, torch.from_numpy(gguf.quants.dequantize(stored, kind).copy())
+
+
+def _random_blocks(tensor: Tensor, block_type: BlockType) -> np.ndarray[Any, Any]:
+    """Any codes and small scales, the same for the same values."""
+    generator = torch.Generator().manual_seed(int(tensor.abs().sum() * 1000))
+    blocks = tensor.shape[0], tensor.shape[1] // block_type.num_values, block_type.num_bytes
+    stored = torch.randint(0, 256, blocks, generator=generator, dtype=torch.uint8)
+    write_block_scales(stored, block_type, 0.01)
+    return stored.flatten(1).numpy()
 
 
 def _add_tensor(

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from services.worker.models.loader import load_model
 from services.worker.ops import load_ops
+from services.worker.ops.block_types import BLOCK_TYPES
 from services.worker.ops.matrices import IntMatrix
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.weights.checkpoint import CheckpointWeights
@@ -30,14 +31,21 @@ from shared.model_dir import ModelDirectoryError
 from tests.support.models.gguf_files import CONFIG, write_gguf
 from tests.support.models.paged_model import PagedModel
 
-BLOCKS = [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1]
-by_kind = pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, *BLOCKS], ids=lambda kind: kind.name)
+INTEGERS = [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1]
+BLOCKS = [Kind[name] for name in BLOCK_TYPES]
+# Rows of whole blocks of 256.
+WIDE = {**CONFIG, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+by_architecture = pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [("llama", kind) for kind in (Kind.F32, Kind.F16, Kind.BF16, *BLOCKS)]
+    + [(architecture, Kind.Q8_0) for architecture in ARCHITECTURES if architecture != "llama"],
+    ids=lambda value: getattr(value, "name", value),
+)
 
 
-@by_kind
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@by_architecture
 def test_weights_are_the_values_in_the_file(tmp_path: Path, architecture: str, kind: Kind) -> None:
-    expected = write_gguf(tmp_path / "tiny.gguf", architecture, kind=kind)
+    expected = write_gguf(tmp_path / "tiny.gguf", architecture, config=WIDE, kind=kind)
     convert(tmp_path / "tiny.gguf", tmp_path / "model", keeps_formats=False)
     actual = load_file(tmp_path / "model" / "model.safetensors")
     assert actual.keys() == expected.keys()
@@ -46,14 +54,16 @@ def test_weights_are_the_values_in_the_file(tmp_path: Path, architecture: str, k
     assert not different
 
 
-@by_kind
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@by_architecture
 def test_blocks_that_are_kept_have_the_same_bits(tmp_path: Path, architecture: str, kind: Kind) -> None:
-    expected = write_gguf(tmp_path / "tiny.gguf", architecture, kind=kind)
+    expected = write_gguf(tmp_path / "tiny.gguf", architecture, config=WIDE, kind=kind)
     convert(tmp_path / "tiny.gguf", tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     with WeightFiles(tmp_path / "model") as files:
-        assert any(name.endswith(".blocks") for name in files.names) is (kind in BLOCKS)
+        matrices = [name.removesuffix(".weight") for name, values in expected.items() if values.dim() == 2]
+        stored = {files.header(f"{name}{'.blocks' if kind in BLOCKS else '.weight'}") for name in matrices}
+        dtype = "U8" if kind in BLOCKS else kind.name
+        assert {header and header.dtype for header in stored} == {dtype}
         weights = CheckpointWeights(files, torch.float32, QuantizationConfig.from_json(config))
         for name, values in expected.items():
             if values.dim() == 2:
@@ -171,7 +181,7 @@ def test_malformed_blocks_are_refused(tmp_path: Path, blocks: Tensor, problem: s
             weights.check_complete()
 
 
-@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", INTEGERS, ids=lambda kind: kind.name)
 def test_a_backend_with_kernels_gets_the_codes_of_whole_blocks(tmp_path: Path, kind: Kind) -> None:
     expected = write_gguf(tmp_path / "tiny.gguf", "llama", kind=kind)
     convert(tmp_path / "tiny.gguf", tmp_path / "model")
