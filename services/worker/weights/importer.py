@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from shared.gguf_names import part_paths
 from shared.missing_files import TIKTOKEN
 from shared.model_dir import TOKENIZER, ModelDirectoryError, read_json
 from shared.process.logging import configure_logging
@@ -37,11 +38,12 @@ MANIFEST_VERSION = 4
 _DESCRIPTION = """\
 Make a model directory, which `lockstep serve` can serve, from a GGUF file.
 
-Weights keep their format where it can be served: Q4_0 to Q8_0, K-quants (Q2_K to Q6_K, as in Q4_K_M), IQ4_NL, IQ4_XS,
-float16 and bfloat16. All others become float32, and a line says what that costs. A model of an architecture that is not
-supported is refused, and the message names those that are. Run it again to verify that the files are unchanged.
-Nothing is downloaded, and a little memory is enough for any model. If the import fails or is interrupted, OUT_DIR stays
-as it was.
+A model that is split into files, NAME-00001-of-00003.gguf and so on, is given by its first one, with the others beside
+it. Weights keep their format where it can be served: Q4_0 to Q8_0, K-quants (Q2_K to Q6_K, as in Q4_K_M), IQ4_NL,
+IQ4_XS, float16 and bfloat16. All others become float32, and a line says what that costs. A model of an architecture
+that is not supported is refused, and the message names those that are. Run it again to verify that the files are
+unchanged. Nothing is downloaded, and a little memory is enough for any model. If the import fails or is interrupted,
+OUT_DIR stays as it was.
 
   lockstep import model.gguf models/mine
   lockstep serve models/mine
@@ -95,7 +97,7 @@ def import_model(source: Path, out_dir: Path, *, dequantizes: bool = False) -> N
     """
     if not source.is_file():
         raise ImportFailedError(f"{source} is not a file")
-    source_sha256 = sha256_of(source)
+    source_sha256 = source_digest(source)
     if is_imported(out_dir, source_sha256, dequantizes=dequantizes):
         logger.info("the model is already imported", extra={"directory": str(out_dir)})
         return
@@ -144,6 +146,19 @@ def is_imported(out_dir: Path, source_sha256: str, *, dequantizes: bool = False)
         return all(sha256_of(out_dir / name) == sha256 for name, sha256 in manifest["files"].items())
     except (ModelDirectoryError, OSError, KeyError, TypeError, AttributeError):
         return False
+
+
+def source_digest(source: Path) -> str:
+    """SHA-256 in hex of a file, or if the model is split, of the digests of its parts.
+
+    Raises:
+        ImportFailedError: a part is missing or cannot be read.
+    """
+    try:
+        digests = [sha256_of(path) for path in part_paths(source)]
+    except OSError as error:
+        raise ImportFailedError(f"{error.filename} cannot be read: {error.strerror or error}") from error
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def sha256_of(path: Path) -> str:

@@ -61,6 +61,7 @@ def write_gguf(
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     pre_tokenizer: str = "qwen2",
     more: Mapping[str, Any] | None = None,
+    tensors_per_file: int = 0,
 ) -> dict[str, Tensor]:
     """Write a model of `model_tensors`.
 
@@ -70,11 +71,12 @@ def write_gguf(
         kind: The type of matrices; all other tensors are float32.
         pre_tokenizer: The pre-tokenizer's name in the file.
         more: Further metadata (prefixed with the architecture unless it is general) and tensors, under GGUF names.
+        tensors_per_file: The model is split into files of so many, `NAME-00001-of-0000N.gguf`; 0 means that it is not.
 
     Returns:
         The values stored in the file, under Hugging Face's names.
     """
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_per_file)
     _add_sizes(writer, architecture, config)
     _add_tokenizer(writer, pre_tokenizer)
     values = {}

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from services.worker.weights.gguf_import.architecture import Architecture
-from services.worker.weights.gguf_import.gguf_file import GgufFile, GgufTensor, MalformedGgufError
+from services.worker.weights.gguf_import.gguf_file import GgufTensor, MalformedGgufError
+from services.worker.weights.gguf_import.gguf_model import GgufModel
 from services.worker.weights.gguf_import.metadata import Metadata, UnsupportedGgufError
 from services.worker.weights.gguf_import.model_config import architecture_of, model_config
 from services.worker.weights.gguf_import.publisher_sampling import publisher_sampling
@@ -47,6 +48,8 @@ def convert(
 ) -> str:
     """Convert into the new directory `result_dir`; returns its `WeightFiles.digest()`.
 
+    A model that is split into files is given by its first one.
+
     Memory is needed for the vocabulary and for parts of tensors, never for a whole one.
 
     Args:
@@ -60,23 +63,23 @@ def convert(
     """
     with ExitStack() as stack:
         try:
-            file = stack.enter_context(GgufFile(gguf_path))
+            model = stack.enter_context(GgufModel(gguf_path))
         except MalformedGgufError as error:
             raise UnimportableError(f"{gguf_path.name} cannot be read as a GGUF file: {error}") from error
         except OSError as error:
             raise UnimportableError(f"{gguf_path.name} cannot be read: {error.strerror or error}") from error
         try:
-            return _convert(file, result_dir, keeps_formats=keeps_formats, on_progress=on_progress)
+            return _convert(model, result_dir, keeps_formats=keeps_formats, on_progress=on_progress)
         except (UnsupportedGgufError, UnexpectedTensorsError) as error:
             raise UnimportableError(f"{gguf_path.name} {error}") from error
         except MalformedGgufError as error:
             raise UnimportableError(f"{gguf_path.name} cannot be read as a GGUF file: {error}") from error
 
 
-def _convert(file: GgufFile, result_dir: Path, *, keeps_formats: bool, on_progress: Callable[[float], None]) -> str:
-    metadata = Metadata(file.metadata)
+def _convert(model: GgufModel, result_dir: Path, *, keeps_formats: bool, on_progress: Callable[[float], None]) -> str:
+    metadata = Metadata(model.metadata)
     architecture = architecture_of(metadata)
-    tensors = {tensor.name: tensor for tensor in file.tensors}
+    tensors = {tensor.name: tensor for tensor in model.tensors}
     factors = tensors.pop(FACTORS, None)
     embedding = tensors.get(_EMBEDDING)
     config = model_config(
@@ -98,7 +101,7 @@ def _convert(file: GgufFile, result_dir: Path, *, keeps_formats: bool, on_progre
     result_dir.mkdir()
     write_tokenizer(metadata, config["vocab_size"], result_dir)
     _write_json(result_dir / CONFIG, config)
-    generation = {**_token_ids(metadata, stop_ids), **publisher_sampling(file.metadata)}
+    generation = {**_token_ids(metadata, stop_ids), **publisher_sampling(model.metadata)}
     _write_json(result_dir / GENERATION_CONFIG, generation)
     return write_safetensors(result_dir / WEIGHTS, results.tensors, on_progress)
 

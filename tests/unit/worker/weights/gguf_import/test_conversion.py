@@ -140,6 +140,26 @@ def test_unsupported_metadata_and_tensors_are_refused_by_name(
         convert(tmp_path / "tiny.gguf", tmp_path / "model")
 
 
+def test_a_model_in_parts_is_that_of_one_file(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", "qwen3")
+    write_gguf(tmp_path / "tiny.gguf", "qwen3", tensors_per_file=8)
+    parts = sorted(path.name for path in tmp_path.glob("tiny-*.gguf"))
+    assert parts == ["tiny-00001-of-00003.gguf", "tiny-00002-of-00003.gguf", "tiny-00003-of-00003.gguf"]
+    assert convert(tmp_path / parts[0], tmp_path / "parts") == convert(tmp_path / "tiny.gguf", tmp_path / "one")
+    with pytest.raises(UnimportableError, match=r"it is part 2 of 3: give the first, tiny-00001-of-00003\.gguf$"):
+        convert(tmp_path / parts[1], tmp_path / "model")
+    (tmp_path / parts[0]).rename(tmp_path / "other.gguf")
+    with pytest.raises(UnimportableError, match=r"first of 3 parts, .* called like other-00001-of-00003\.gguf$"):
+        convert(tmp_path / "other.gguf", tmp_path / "model")
+    (tmp_path / "other.gguf").rename(tmp_path / parts[0])
+    (tmp_path / parts[1]).rename(tmp_path / parts[2])
+    with pytest.raises(UnimportableError, match=r"parts are missing beside it: tiny-00002-of-00003\.gguf$"):
+        convert(tmp_path / parts[0], tmp_path / "model")
+    (tmp_path / parts[1]).write_bytes((tmp_path / parts[2]).read_bytes())
+    with pytest.raises(UnimportableError, match=r"tiny-00003-of-00003\.gguf has split\.no 1 .*, as no such part$"):
+        convert(tmp_path / parts[0], tmp_path / "model")
+
+
 def test_an_unknown_architecture_is_refused_with_a_list_of_the_supported_ones(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", "mamba")
     with pytest.raises(UnimportableError, match=r"'mamba', which .*; supported: llama, qwen2, qwen3, qwen3moe$"):
