@@ -97,7 +97,7 @@ def _other_model_advice(model_dir: Path) -> str | None:
             "merge_and_unload, and save the result"
         )
     if gguf := _all(model_dir, ["*.gguf"]):
-        return f"there is {_listed(gguf)}: make a model directory of it with `lockstep import {gguf[0]} OUT_DIR`"
+        return f"there is {_listed(gguf)}: serve that file itself, with `lockstep serve {model_dir / gguf[0]}`"
     return None
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from typing import NoReturn
 
 from services.cli.extras import missing_packages
+from services.cli.importing import become_importer
 from services.cli.interrupts import raise_on_interrupt
 from shared.release import CLIENT_DISTRIBUTION, DISTRIBUTION, find_release, has_client_stubs
 
 USAGE = """usage: lockstep COMMAND ...
 
-  serve MODEL               start the services of one cell on this machine
+  serve MODEL               start the services of one cell on this machine; MODEL may be a GGUF file
   ranks MODEL_DIR           start one node's ranks of a cell that spans machines
   chat                      chat with the model of a running cell
   generate PROMPT           continue one prompt
@@ -75,16 +73,7 @@ def _import(argv: Sequence[str]) -> int:
     if not asks_for_help and (problem := missing_packages("import", ["import"])):
         print(f"error: {problem}", file=sys.stderr)
         return 2
-    return _become_importer(argv)
-
-
-def _become_importer(argv: Sequence[str]) -> NoReturn:
-    # The importer needs torch, which this process must not load, so the importer replaces this process: whatever ends
-    # it leaves no child running. Progress bars are off because they do not end in a newline. An interrupt waits until
-    # the importer handles it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    command = [sys.executable, "-m", "services.worker.weights.importer", *argv]
-    os.execve(sys.executable, command, {"TQDM_DISABLE": "1", **os.environ})  # noqa: S606 - no shell is wanted
+    return become_importer(argv)
 
 
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {

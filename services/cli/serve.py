@@ -20,6 +20,7 @@ from services.cli.cell_plan import plan_services
 from services.cli.clients.client import abandon_stdout, answer_once, describe_failure
 from services.cli.clients.running_cells import DIRECTORY_PREFIX, RunningCell, publish_cell
 from services.cli.hub.model_name import parse_model
+from services.cli.importing import imported_directory, is_gguf
 from services.cli.processes.cell_processes import CellProcesses
 from services.cli.processes.display import ProcessesOutput
 from services.cli.processes.preflight import RefusedError, check_commands, check_length_of_sockets, check_packages
@@ -48,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     try:
         check_packages("serve", [role for role in ROLES if role != "worker" or not settings.workers])
-        settings = _with_local_model(settings)
+        settings = _with_local_model(settings, argv)
     except RefusedError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -57,12 +58,17 @@ def main(argv: Sequence[str]) -> int:
     return run_service(lambda stop: _serve(settings, service_flags, output, stop))
 
 
-def _with_local_model(settings: ServeSettings) -> ServeSettings:
-    """The settings with a directory in place of a model's name, whose files are downloaded unless they are there.
+def _with_local_model(settings: ServeSettings, argv: Sequence[str]) -> ServeSettings:
+    """The settings with a directory in place of a GGUF file, or of a model's name.
+
+    A file is imported unless it was: then the process is another program's for a while. The files of a model of a hub
+    are downloaded unless they are there.
 
     Raises:
         RefusedError: the model cannot be had, or what downloads it is not installed.
     """
+    if is_gguf(settings.model_dir):
+        return settings.model_copy(update={"model_dir": imported_directory(settings.model_dir, ["serve", *argv])})
     name = parse_model(settings.model_dir)
     if name is None:
         return settings

@@ -43,8 +43,8 @@ class ServeSettings(LauncherSettings, HttpPortSettings):
     role = Role.TOKENIZER
 
     model_dir: CliPositionalArg[Path] = Field(
-        description="Model directory, in Hugging Face's layout, or the name of a model to download: ORG/NAME or "
-        "ORG/NAME@REVISION, as for `lockstep pull`.",
+        description="Model directory, in Hugging Face's layout; a GGUF file, which is imported once, into the cache of "
+        "`lockstep pull`; or the name of a model to download: ORG/NAME or ORG/NAME@REVISION, as for `lockstep pull`.",
     )
     workers: Addresses = Field(
         default=(),

@@ -231,7 +231,7 @@ def test_a_model_with_mistrals_own_vocabulary_alone_is_refused(hub: Hub, puller:
     ("file", "advice"),
     [
         ("pytorch_model.bin", "; its weights are in a format that can run code and is not read"),
-        ("tiny.Q8_0.gguf", "; it has GGUF files: download one and make a model directory of it with `lockstep import`"),
+        ("tiny.Q8_0.gguf", "; it has GGUF files: download one, and serve it with `lockstep serve FILE.gguf`"),
         (
             "consolidated.safetensors",
             "; its weights are in Mistral's own format (consolidated*.safetensors), which is not read",

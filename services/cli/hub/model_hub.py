@@ -230,7 +230,7 @@ def _other_weights(names: list[str]) -> str:
     if any(name.startswith("consolidated") and name.endswith(".safetensors") for name in names):
         return "; its weights are in Mistral's own format (consolidated*.safetensors), which is not read"
     if any(name.endswith(".gguf") for name in names):
-        return "; it has GGUF files: download one and make a model directory of it with `lockstep import`"
+        return "; it has GGUF files: download one, and serve it with `lockstep serve FILE.gguf`"
     if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in names):
         return "; its weights are in a format that can run code and is not read"
     return ""

@@ -12,28 +12,31 @@ written into a temporary directory next to OUT_DIR and then renamed, so a failed
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import hashlib
 import json
 import logging
+import os
 import shutil
 import signal
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
-from shared.gguf_names import part_paths
+from shared.gguf_names import model_name, part_paths
+from shared.imported_models import IMPORT_VERSION, MANIFEST, find_import, identify, import_directory, record_import
 from shared.missing_files import TIKTOKEN
 from shared.model_dir import TOKENIZER, ModelDirectoryError, read_json
+from shared.process.line_writer import LineWriter
 from shared.process.logging import configure_logging
 from shared.process.owned_directory import owned_directory
 from shared.tiktoken_vocabulary import convert_vocabulary
-
-MANIFEST = "manifest.json"
-MANIFEST_VERSION = 4
 
 _DESCRIPTION = """\
 Make a model directory, which `lockstep serve` can serve, from a GGUF file.
@@ -52,6 +55,9 @@ Without OUT_DIR, SOURCE is a directory of Kimi, in which tokenizer.json is made 
 
   lockstep import models/kimi
 """
+
+# How long the next program waits for what was written to stderr before it.
+_LINES_BEFORE_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +91,17 @@ KNOWN_SOURCES = {
 }
 
 
-def import_model(source: Path, out_dir: Path, *, dequantizes: bool = False) -> None:
+OnProgress = Callable[[float], None]
+
+
+def _ignore(_fraction: float) -> None: ...
+
+
+def import_model(source: Path, out_dir: Path, *, dequantizes: bool = False, on_progress: OnProgress = _ignore) -> None:
     """Import `source`, or verify that it has been imported.
 
     Args:
+        on_progress: Called with the fraction of the weights written, 0 to 1.
         dequantizes: Whether all weights become float32. Otherwise they keep their format where it can be served.
 
     Raises:
@@ -97,7 +110,49 @@ def import_model(source: Path, out_dir: Path, *, dequantizes: bool = False) -> N
     """
     if not source.is_file():
         raise ImportFailedError(f"{source} is not a file")
-    source_sha256 = source_digest(source)
+    _import(source, source_digest(source), out_dir, dequantizes=dequantizes, on_progress=on_progress)
+
+
+def import_into_cache(source: Path, cache: Path, on_progress: OnProgress = _ignore) -> Path:
+    """Import a GGUF file into a directory of the cache, unless it is there; see `imported_models`.
+
+    Processes that import the same file take turns. Returns the directory.
+
+    Raises:
+        ImportFailedError: as `import_model`, or the file has changed meanwhile.
+    """
+    try:
+        before = identify(source)
+    except OSError as error:
+        raise ImportFailedError(f"{error.filename}: {error.strerror}") from error
+    logger.info("reading the file, to find out whether it was imported before", extra={"file": str(source)})
+    sha256 = source_digest(source)
+    directory = import_directory(cache, sha256, model_name(source))
+    try:
+        with _taking_turns(source):
+            _import(source, sha256, directory, dequantizes=False, on_progress=on_progress)
+        record_import(cache, source, before, directory)
+        if find_import(cache, source) != directory:
+            raise ImportFailedError(f"{source} has changed while it was imported: try again")
+    except OSError as error:
+        raise ImportFailedError(f"{cache} cannot be written: {error.strerror or error}") from error
+    finally:
+        # Empty after a failure.
+        with contextlib.suppress(OSError):
+            directory.parent.rmdir()
+    return directory
+
+
+@contextlib.contextmanager
+def _taking_turns(source: Path) -> Iterator[None]:
+    """Hold a lock on the file, where files can be locked."""
+    with source.open("rb") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _import(source: Path, source_sha256: str, out_dir: Path, *, dequantizes: bool, on_progress: OnProgress) -> None:
     if is_imported(out_dir, source_sha256, dequantizes=dequantizes):
         logger.info("the model is already imported", extra={"directory": str(out_dir)})
         return
@@ -110,7 +165,8 @@ def import_model(source: Path, out_dir: Path, *, dequantizes: bool = False) -> N
         out_dir.parent.mkdir(parents=True, exist_ok=True)
         with _temporary_directory(out_dir) as work_dir:
             result_dir = work_dir / "result"
-            digest = _convert(_unpack(source, work_dir), result_dir, dequantizes=dequantizes)
+            unpacked = _unpack(source, work_dir)
+            digest = _convert(unpacked, result_dir, dequantizes=dequantizes, on_progress=on_progress)
             if known is not None and digest != known.digest(dequantizes=dequantizes):
                 raise ImportFailedError(f"the converted weights of {known.name} have an unexpected digest: {digest}")
             _write_manifest(result_dir, source.name, source_sha256, dequantizes=dequantizes)
@@ -139,7 +195,7 @@ def is_imported(out_dir: Path, source_sha256: str, *, dequantizes: bool = False)
     """Whether `out_dir` holds a complete, unchanged import of this kind. Reads every file."""
     try:
         manifest = read_json(out_dir, MANIFEST)
-        if manifest["version"] != MANIFEST_VERSION or manifest["source"]["sha256"] != source_sha256:
+        if manifest["version"] != IMPORT_VERSION or manifest["source"]["sha256"] != source_sha256:
             return False
         if manifest["dequantized"] is not dequantizes:
             return False
@@ -187,17 +243,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="write all weights in float32, for programs that do not read GGUF's blocks; takes up to seven times the "
         "space",
     )
+    # `lockstep serve FILE.gguf` imports with these, and goes on when that is done.
+    parser.add_argument("--cache", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--then", nargs=argparse.REMAINDER, metavar="COMMAND", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
-    configure_logging(service="import", level="INFO", log_format="text")
+    writer = configure_logging(service="import", level="INFO", log_format="text")
+    on_progress = _show_progress(writer, args.source.name) if sys.stderr.isatty() else _ignore
     try:
-        if args.out_dir is None:
+        if args.cache is not None:
+            import_into_cache(args.source, args.cache, on_progress)
+        elif args.out_dir is None:
             import_vocabulary(args.source)
         else:
-            import_model(args.source, args.out_dir, dequantizes=args.dequantize)
+            import_model(args.source, args.out_dir, dequantizes=args.dequantize, on_progress=on_progress)
     except (ImportFailedError, ModelDirectoryError) as error:
-        logger.error("%s", error)
-        return 1
+        writer.show("")
+        if args.then is None:
+            logger.error("%s", error)
+            return 1
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    writer.show("")
+    if args.then is not None:
+        writer.drain(_LINES_BEFORE_S)
+        _become_command(args.then)
     return 0
+
+
+def _show_progress(writer: LineWriter, name: str) -> OnProgress:
+    """Shows whole percents below the log."""
+    shown = -1
+
+    def show(fraction: float) -> None:
+        nonlocal shown
+        if (percent := int(100 * fraction)) != shown:
+            shown = percent
+            writer.show(f"importing {name}: {percent} %")
+
+    return show
+
+
+def _become_command(command: Sequence[str]) -> NoReturn:
+    # An interrupt waits until the command handles it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    os.execv(sys.executable, [sys.executable, "-m", "services.cli", *command])  # noqa: S606 - no shell is wanted
 
 
 def _exit_on_signal(signum: int, _frame: FrameType | None) -> None:
@@ -226,13 +315,13 @@ def _unpack(source: Path, work_dir: Path) -> Path:
     return gguf_path
 
 
-def _convert(gguf_path: Path, result_dir: Path, *, dequantizes: bool) -> str:
+def _convert(gguf_path: Path, result_dir: Path, *, dequantizes: bool, on_progress: OnProgress) -> str:
     # Imported here, so that a run that only verifies does not wait seconds for torch.
     from services.worker.weights.gguf_import.conversion import UnimportableError, convert  # noqa: PLC0415
 
     logger.info("converting the model")
     try:
-        return convert(gguf_path, result_dir, keeps_formats=not dequantizes)
+        return convert(gguf_path, result_dir, keeps_formats=not dequantizes, on_progress=on_progress)
     except UnimportableError as error:
         raise ImportFailedError(str(error)) from error
 
@@ -240,7 +329,7 @@ def _convert(gguf_path: Path, result_dir: Path, *, dequantizes: bool) -> str:
 def _write_manifest(result_dir: Path, source_name: str, source_sha256: str, *, dequantizes: bool) -> None:
     files = {path.name: sha256_of(path) for path in sorted(result_dir.iterdir())}
     manifest = {
-        "version": MANIFEST_VERSION,
+        "version": IMPORT_VERSION,
         "source": {"name": source_name, "sha256": source_sha256},
         "dequantized": dequantizes,
         "files": files,

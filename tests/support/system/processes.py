@@ -149,3 +149,10 @@ class LineProcesses:
                 text=True,
             )
         )
+
+
+def is_signal_blocked(pid: int, number: int) -> bool:
+    """Whether a process's main thread blocks a signal. Source: proc(5), /proc/pid/status, SigBlk."""
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    mask = next(int(line.split()[1], 16) for line in lines if line.startswith("SigBlk:"))
+    return bool(mask >> (number - 1) & 1)

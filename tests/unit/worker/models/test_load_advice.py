@@ -65,7 +65,7 @@ def move_weights(model_dir: Path, *names: str) -> None:
         ),
         (["model.fp16.safetensors"], "there is model.fp16.safetensors: a model in one file must be called model.safe"),
         (["adapter_model.safetensors", "adapter_config.json"], "adapter_config.json.*merge the two"),
-        (["tiny-q8_0.gguf"], "lockstep import tiny-q8_0.gguf OUT_DIR"),
+        (["tiny-q8_0.gguf"], "lockstep serve .*/tiny-q8_0.gguf`"),
         ([], "the directory has no weights"),
     ],
 )
@@ -80,7 +80,7 @@ def test_weights_in_another_format_are_named(model_dir: Path, names: list[str], 
     [
         ("params.json", r"Mistral's own format \(params.json\)"),
         ("adapter_config.json", "merge the two"),
-        ("a.gguf", "lockstep import a.gguf"),
+        ("a.gguf", "lockstep serve .*/a.gguf`"),
     ],
 )
 def test_a_missing_configuration_is_explained(model_dir: Path, name: str, advice: str) -> None:

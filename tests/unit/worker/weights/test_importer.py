@@ -23,12 +23,14 @@ from services.worker.weights.gguf_import.publisher_sampling import shortest_deci
 from services.worker.weights.importer import (
     ImportFailedError,
     KnownSource,
+    import_into_cache,
     import_model,
     import_vocabulary,
     is_imported,
     sha256_of,
 )
 from services.worker.weights.sampling_defaults import SamplingDefaults
+from shared.imported_models import find_import
 from tests.support.models.gguf_files import model_tensors, write_gguf
 from tests.support.models.kimi_vocabulary import write_kimi_vocabulary
 from tests.support.models.tiny_tokenizer import CHATML, tiny_tokenizer
@@ -161,6 +163,25 @@ def test_an_import_with_other_weights_is_replaced(model_dir: Path, source: Path)
     import_model(source, model_dir, dequantizes=True)
     assert is_imported(model_dir, sha256_of(source), dequantizes=True)
     assert not is_imported(model_dir, sha256_of(source))
+
+
+def test_an_import_into_the_cache_is_made_once_for_each_content(source: Path, tmp_path: Path) -> None:
+    cache, copy = tmp_path / "cache", Path(shutil.copy(source, tmp_path / "tiny.gguf"))
+    progress: list[float] = []
+    directory = import_into_cache(copy, cache, progress.append)
+    assert (directory.name, progress[-1], find_import(cache, copy)) == ("tiny", 1, directory)
+    copy.touch()
+    assert find_import(cache, copy) is None
+    progress.clear()
+    assert (import_into_cache(copy, cache, progress.append), progress) == (directory, [])
+    assert find_import(cache, copy) == directory
+
+
+def test_a_failed_import_into_the_cache_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ImportFailedError, match="truncated"):
+        import_into_cache(tmp_path / "broken.gguf", tmp_path / "cache")
+    assert contents(tmp_path / "cache") == []
 
 
 def test_a_directory_not_made_by_an_import_is_left_alone(source: Path, tmp_path: Path) -> None:
