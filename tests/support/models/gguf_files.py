@@ -78,7 +78,7 @@ def write_gguf(
     """
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_per_file)
     _add_sizes(writer, architecture, config)
-    _add_tokenizer(writer, pre_tokenizer)
+    add_tokenizer(writer, pre_tokenizer)
     values = {}
     stacks: dict[str, list[np.ndarray[Any, Any]]] = {}
     for name, tensor in model_tensors(architecture, config).items():
@@ -206,7 +206,8 @@ def _add_sizes(writer: gguf.GGUFWriter, architecture: str, config: Mapping[str, 
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, pre_tokenizer: str) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, pre_tokenizer: str) -> None:
+    """Add the tiny tokenizer, under a name of a pre-tokenizer."""
     model = json.loads(tiny_tokenizer().to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     writer.add_tokenizer_model("gpt2")

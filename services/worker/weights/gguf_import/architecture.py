@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from services.worker.weights.gguf_import.metadata import Metadata, UnsupportedGgufError
@@ -92,6 +92,9 @@ class Architecture:
     extend: Callable[[Metadata, Config], None] = lambda _metadata, _config: None
     """Completes the configuration where that takes more than a key."""
     sizes: Callable[[Config], Sizes] = plain_sizes
+    """The sizes that rules name."""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """Names in config.json of what a model has if its layers have a tensor."""
     norm: Rule = OUTPUT_NORM
 
 

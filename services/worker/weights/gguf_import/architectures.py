@@ -1,24 +1,52 @@
 """What GGUF calls the parts of each architecture, and what config.json and Hugging Face's layout call them.
 
-Sources: gguf-py, constants.py (`Keys`, `MODEL_TENSORS`); llama.cpp, convert_hf_to_gguf.py (what it changes in tensors),
-and src/models (what it computes where a file says nothing).
+Sources: gguf-py, constants.py (`Keys`, `MODEL_TENSORS`); llama.cpp, conversion/base.py and its neighbours (what the
+converter writes, and changes in tensors) and src/models (what is computed where a file says nothing).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from services.worker.weights.gguf_import.architecture import Architecture, Config, Key, Rules, alike, plain_sizes
+from services.worker.weights.gguf_import.architecture import Architecture, Config, Key, alike, plain_sizes
+from services.worker.weights.gguf_import.experts import Stack
+from services.worker.weights.gguf_import.layer_rules import (
+    EXPERTS,
+    HEAD_NORMS,
+    KEYS,
+    MLP,
+    NORMS,
+    QKV_BIASES,
+    QUERY_KEY,
+    REORDERED_QUERY_KEY,
+    VALUE_OUTPUT,
+)
+from services.worker.weights.gguf_import.metadata import Metadata, UnsupportedGgufError
+from services.worker.weights.gguf_import.routed_architectures import DEEPSEEK2, DEEPSEEK3, GLM4_MOE
 from services.worker.weights.gguf_import.tensors import Sizes, Tensor
 
-_KEYS: Mapping[str, Key] = {
-    "max_position_embeddings": Key("context_length"),
-    "num_hidden_layers": Key("block_count"),
-    "hidden_size": Key("embedding_length"),
-    "intermediate_size": Key("feed_forward_length"),
-    "num_attention_heads": Key("attention.head_count"),
-    "rms_norm_eps": Key("attention.layer_norm_rms_epsilon", "number"),
-}
+# Mistral's files have this architecture too.
+_LLAMA = Architecture(
+    "LlamaForCausalLM",
+    "llama",
+    alike(*NORMS, *REORDERED_QUERY_KEY, *VALUE_OUTPUT, *MLP),
+    KEYS,
+    {"attention_bias": False, "hidden_act": "silu", "mlp_bias": False},
+)
+_QWEN2 = Architecture(
+    "Qwen2ForCausalLM",
+    "qwen2",
+    alike(*NORMS, *QUERY_KEY, *VALUE_OUTPUT, *QKV_BIASES, *MLP),
+    KEYS,
+    {"hidden_act": "silu", "use_sliding_window": False},
+)
+_QWEN3 = Architecture(
+    "Qwen3ForCausalLM",
+    "qwen3",
+    alike(*NORMS, *QUERY_KEY, *VALUE_OUTPUT, *HEAD_NORMS, *MLP),
+    KEYS,
+    {"attention_bias": False, "hidden_act": "silu", "use_sliding_window": False},
+)
 _EXPERT_KEYS: Mapping[str, Key] = {
     "moe_intermediate_size": Key("expert_feed_forward_length"),
     "num_experts": Key("expert_count"),
@@ -34,70 +62,11 @@ def _expert_sizes(config: Config) -> Sizes:
     }
 
 
-_NORMS: Rules = (
-    Tensor("attn_norm.weight", "input_layernorm.weight", "hidden"),
-    Tensor("ffn_norm.weight", "post_attention_layernorm.weight", "hidden"),
-)
-_QUERY_KEY: Rules = (
-    Tensor("attn_q.weight", "self_attn.q_proj.weight", "query hidden"),
-    Tensor("attn_k.weight", "self_attn.k_proj.weight", "key_value hidden"),
-)
-_REORDERED_QUERY_KEY: Rules = (
-    Tensor("attn_q.weight", "self_attn.q_proj.weight", "query hidden", heads="heads"),
-    Tensor("attn_k.weight", "self_attn.k_proj.weight", "key_value hidden", heads="key_value_heads"),
-)
-_VALUE_OUTPUT: Rules = (
-    Tensor("attn_v.weight", "self_attn.v_proj.weight", "key_value hidden"),
-    Tensor("attn_output.weight", "self_attn.o_proj.weight", "hidden query"),
-)
-_QKV_BIASES: Rules = (
-    Tensor("attn_q.bias", "self_attn.q_proj.bias", "query"),
-    Tensor("attn_k.bias", "self_attn.k_proj.bias", "key_value"),
-    Tensor("attn_v.bias", "self_attn.v_proj.bias", "key_value"),
-)
-_HEAD_NORMS: Rules = (
-    Tensor("attn_q_norm.weight", "self_attn.q_norm.weight", "head"),
-    Tensor("attn_k_norm.weight", "self_attn.k_norm.weight", "head"),
-)
-_MLP: Rules = (
-    Tensor("ffn_gate.weight", "mlp.gate_proj.weight", "inner hidden"),
-    Tensor("ffn_up.weight", "mlp.up_proj.weight", "inner hidden"),
-    Tensor("ffn_down.weight", "mlp.down_proj.weight", "hidden inner"),
-)
-_EXPERTS: Rules = (
-    Tensor("ffn_gate_inp.weight", "mlp.gate.weight", "experts hidden"),
-    Tensor("ffn_gate_exps.weight", "mlp.experts.{}.gate_proj.weight", "experts expert_inner hidden"),
-    Tensor("ffn_up_exps.weight", "mlp.experts.{}.up_proj.weight", "experts expert_inner hidden"),
-    Tensor("ffn_down_exps.weight", "mlp.experts.{}.down_proj.weight", "experts hidden expert_inner"),
-)
-
-# Mistral's files have this architecture too.
-_LLAMA = Architecture(
-    "LlamaForCausalLM",
-    "llama",
-    alike(*_NORMS, *_REORDERED_QUERY_KEY, *_VALUE_OUTPUT, *_MLP),
-    _KEYS,
-    {"attention_bias": False, "hidden_act": "silu", "mlp_bias": False},
-)
-_QWEN2 = Architecture(
-    "Qwen2ForCausalLM",
-    "qwen2",
-    alike(*_NORMS, *_QUERY_KEY, *_VALUE_OUTPUT, *_QKV_BIASES, *_MLP),
-    _KEYS,
-    {"hidden_act": "silu", "use_sliding_window": False},
-)
-_QWEN3 = Architecture(
-    "Qwen3ForCausalLM",
-    "qwen3",
-    alike(*_NORMS, *_QUERY_KEY, *_VALUE_OUTPUT, *_HEAD_NORMS, *_MLP),
-    _KEYS,
-    {"attention_bias": False, "hidden_act": "silu", "use_sliding_window": False},
-)
 _QWEN3_MOE = Architecture(
     "Qwen3MoeForCausalLM",
     "qwen3_moe",
-    alike(*_NORMS, *_QUERY_KEY, *_VALUE_OUTPUT, *_HEAD_NORMS, *_EXPERTS),
-    {**_KEYS, **_EXPERT_KEYS},
+    alike(*NORMS, *QUERY_KEY, *VALUE_OUTPUT, *HEAD_NORMS, *EXPERTS),
+    {**KEYS, **_EXPERT_KEYS},
     {
         "attention_bias": False,
         "decoder_sparse_step": 1,
@@ -110,10 +79,146 @@ _QWEN3_MOE = Architecture(
     sizes=_expert_sizes,
 )
 
+_MIXTRAL = Architecture(
+    "MixtralForCausalLM",
+    "mixtral",
+    alike(
+        *NORMS,
+        *REORDERED_QUERY_KEY,
+        *VALUE_OUTPUT,
+        Tensor("ffn_gate_inp.weight", "block_sparse_moe.gate.weight", "experts hidden"),
+        Tensor("ffn_gate_exps.weight", "block_sparse_moe.experts.{}.w1.weight", "experts inner hidden"),
+        Tensor("ffn_up_exps.weight", "block_sparse_moe.experts.{}.w3.weight", "experts inner hidden"),
+        Tensor("ffn_down_exps.weight", "block_sparse_moe.experts.{}.w2.weight", "experts hidden inner"),
+    ),
+    {**KEYS, "num_local_experts": Key("expert_count"), "num_experts_per_tok": Key("expert_used_count")},
+    {"hidden_act": "silu", "sliding_window": None},
+    sizes=lambda config: {**plain_sizes(config), "experts": config["num_local_experts"]},
+)
+
+
+def _gpt_oss_sizes(config: Config) -> Sizes:
+    return {**plain_sizes(config), "experts": config["num_local_experts"]}
+
+
+def _complete_gpt_oss(metadata: Metadata, config: Config) -> None:
+    # Written twice.
+    metadata.size("feed_forward_length", default=1)
+    if config["rope_parameters"]["rope_type"] == "yarn":
+        # Not in the file: every model has it.
+        config["rope_parameters"]["truncate"] = False
+    config["layer_types"] = _layer_types(metadata, config, pattern=2)
+
+
+_GPT_OSS = Architecture(
+    "GptOssForCausalLM",
+    "gpt_oss",
+    alike(
+        Tensor("attn_norm.weight", "input_layernorm.weight", "hidden"),
+        Tensor("post_attention_norm.weight", "post_attention_layernorm.weight", "hidden"),
+        *QUERY_KEY,
+        *VALUE_OUTPUT,
+        *QKV_BIASES,
+        Tensor("attn_output.bias", "self_attn.o_proj.bias", "hidden"),
+        Tensor("attn_sinks.weight", "self_attn.sinks", "heads"),
+        Tensor("ffn_gate_inp.weight", "mlp.router.weight", "experts hidden"),
+        Tensor("ffn_gate_inp.bias", "mlp.router.bias", "experts"),
+        Stack(("ffn_gate_exps", "ffn_up_exps"), "mlp.experts.gate_up_proj", "experts inner hidden"),
+        Stack(("ffn_down_exps",), "mlp.experts.down_proj", "experts hidden inner"),
+    ),
+    {
+        **KEYS,
+        "intermediate_size": Key("expert_feed_forward_length"),
+        "num_local_experts": Key("expert_count"),
+        "num_experts_per_tok": Key("expert_used_count"),
+        "sliding_window": Key("attention.sliding_window"),
+    },
+    {"attention_bias": True, "hidden_act": "silu"},
+    extend=_complete_gpt_oss,
+    sizes=_gpt_oss_sizes,
+)
+
+
+def _norm(source: str, name: str, size: str = "hidden") -> Tensor:
+    """A weight without the 1 that Gemma's norms add, which GGUF has added."""
+    return Tensor(source, name, size, offset=1.0)
+
+
+def _layer_types(metadata: Metadata, config: Config, *, pattern: int) -> list[str]:
+    """The types of layers, by number: every `pattern`-th has no window."""
+    key = "attention.sliding_window_pattern"
+    num_layers = config["num_hidden_layers"]
+    flags = metadata.flags(key, num_layers) if metadata.is_list(key) else None
+    if flags is None:
+        pattern = metadata.size(key, default=pattern)
+        flags = [(layer + 1) % pattern != 0 for layer in range(num_layers)]
+    return ["sliding_attention" if is_sliding else "full_attention" for is_sliding in flags]
+
+
+def _complete_gemma3(metadata: Metadata, config: Config) -> None:
+    config["layer_types"] = _layer_types(metadata, config, pattern=6)
+    theta = metadata.number("rope.freq_base_swa", default=10000.0)
+    local = {"rope_type": "default", "rope_theta": theta}
+    config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
+    # llama.cpp tells the largest model, whose queries are scaled otherwise, by its number of layers.
+    is_largest = config["num_hidden_layers"] == 62
+    width = config["hidden_size"] // config["num_attention_heads"] if is_largest else config["head_dim"]
+    scale = metadata.number("attention.scale", default=width**-0.5)
+    config["query_pre_attn_scalar"] = round(scale**-2)
+
+
+_GEMMA3 = Architecture(
+    "Gemma3ForCausalLM",
+    "gemma3_text",
+    alike(
+        _norm("attn_norm.weight", "input_layernorm.weight"),
+        _norm("post_attention_norm.weight", "post_attention_layernorm.weight"),
+        _norm("ffn_norm.weight", "pre_feedforward_layernorm.weight"),
+        _norm("post_ffw_norm.weight", "post_feedforward_layernorm.weight"),
+        _norm("attn_q_norm.weight", "self_attn.q_norm.weight", "head"),
+        _norm("attn_k_norm.weight", "self_attn.k_norm.weight", "head"),
+        *QUERY_KEY,
+        *VALUE_OUTPUT,
+        *MLP,
+    ),
+    {**KEYS, "sliding_window": Key("attention.sliding_window")},
+    {"attention_bias": False, "hidden_activation": "gelu_pytorch_tanh"},
+    extend=_complete_gemma3,
+    norm=_norm("output_norm.weight", "model.norm.weight"),
+)
+
 ARCHITECTURES: Mapping[str, Architecture] = {
+    "deepseek2": DEEPSEEK2,
+    "gemma3": _GEMMA3,
+    "glm4moe": GLM4_MOE,
+    "gpt-oss": _GPT_OSS,
     "llama": _LLAMA,
     "qwen2": _QWEN2,
     "qwen3": _QWEN3,
     "qwen3moe": _QWEN3_MOE,
 }
-"""By GGUF's name."""
+"""By GGUF's name; see `architecture_of`."""
+
+# What `expert_gating_func` says. Source: gguf-py, constants.py, `ExpertGatingFuncType`.
+_SOFTMAX, _SIGMOID = 1, 2
+
+
+def architecture_of(metadata: Metadata) -> Architecture:
+    """How the file's architecture is read.
+
+    Raises:
+        UnsupportedGgufError: it is not supported; the message says which are.
+    """
+    name = metadata.architecture
+    if name not in ARCHITECTURES:
+        supported = ", ".join(sorted(ARCHITECTURES))
+        raise UnsupportedGgufError(f"has architecture {name!r}, which is not supported; supported: {supported}")
+    if name == "llama" and metadata.count("expert_count", default=0):
+        return _MIXTRAL
+    if name in ("deepseek2", "glm4moe"):
+        score = metadata.size("expert_gating_func", default=_SIGMOID if name == "glm4moe" else _SOFTMAX)
+        if name == "deepseek2" and score == _SIGMOID:
+            return DEEPSEEK3
+        if score != (_SIGMOID if name == "glm4moe" else _SOFTMAX):
+            raise UnsupportedGgufError(f"has expert_gating_func {score}, which is not supported")
+    return ARCHITECTURES[name]

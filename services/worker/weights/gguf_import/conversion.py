@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from services.worker.weights.gguf_import.architecture import Architecture
+from services.worker.weights.gguf_import.architectures import architecture_of
 from services.worker.weights.gguf_import.gguf_file import GgufTensor, MalformedGgufError
 from services.worker.weights.gguf_import.gguf_model import GgufModel
 from services.worker.weights.gguf_import.metadata import Metadata, UnsupportedGgufError
-from services.worker.weights.gguf_import.model_config import architecture_of, model_config
+from services.worker.weights.gguf_import.model_config import model_config
 from services.worker.weights.gguf_import.publisher_sampling import publisher_sampling
 from services.worker.weights.gguf_import.rope import FACTORS
 from services.worker.weights.gguf_import.tensors import (
@@ -25,6 +26,7 @@ from services.worker.weights.gguf_import.tensors import (
     read_values,
 )
 from services.worker.weights.gguf_import.tokenizer import end_token_ids, write_tokenizer
+from services.worker.weights.quantization.config import MXFP4, STACKS
 from services.worker.weights.quantization.gguf_blocks import gguf_config
 from services.worker.weights.safetensors_writer import write_safetensors
 from shared.model_dir import CONFIG, GENERATION_CONFIG, WEIGHTS
@@ -86,7 +88,7 @@ def _convert(model: GgufModel, result_dir: Path, *, keeps_formats: bool, on_prog
         metadata,
         architecture,
         vocab_size=0 if embedding is None else embedding.shape[0],
-        is_tied=_HEAD not in tensors,
+        names=tensors.keys(),
         factors=None if factors is None else read_values(factors, 0, factors.num_rows)[0],
     )
     results = ResultTensors(keeps_formats)
@@ -94,8 +96,8 @@ def _convert(model: GgufModel, result_dir: Path, *, keeps_formats: bool, on_prog
     if keeps_formats:
         _log_costs(results)
     config["dtype"] = results.float_dtype()
-    if results.layer_to_type:
-        config["quantization_config"] = gguf_config(results.layer_to_type)
+    if quantization := _quantization(results):
+        config["quantization_config"] = quantization
     stop_ids = end_token_ids(metadata)
     config |= _token_ids(metadata, stop_ids)
     result_dir.mkdir()
@@ -127,6 +129,13 @@ def _rules(
         of_layer = architecture.rules(config, layer, frozenset(names))
         rules += [(prefix, f"model.layers.{layer}.", rule) for rule in of_layer]
     return rules
+
+
+def _quantization(results: ResultTensors) -> dict[str, Any]:
+    """The `quantization_config`; empty if nothing is quantised."""
+    if not results.layer_to_type:
+        return {"quant_method": MXFP4} if results.has_mxfp4 else {}
+    return gguf_config(results.layer_to_type) | ({STACKS: MXFP4} if results.has_mxfp4 else {})
 
 
 def _log_costs(results: ResultTensors) -> None:

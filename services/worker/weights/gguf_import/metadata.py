@@ -33,6 +33,10 @@ class Metadata:
     def __contains__(self, key: str) -> bool:
         return f"{self.architecture}.{key}" in self.values
 
+    def is_list(self, key: str) -> bool:
+        """Whether there is a list of values."""
+        return isinstance(self.values.get(f"{self.architecture}.{key}"), list)
+
     def size(self, key: str, *, default: int | None = None) -> int:
         """A whole number, at least 1. A list of equal numbers, one for each layer, counts as that number."""
         value = self._value(key, default)
@@ -62,14 +66,12 @@ class Metadata:
             raise UnsupportedGgufError(f"has {key} {value!r}, neither true nor false")
         return value
 
-    def flags(self, key: str, length: int) -> list[bool] | None:
-        """A list of `length` booleans; None if absent."""
-        if key not in self:
-            return None
+    def flags(self, key: str, length: int) -> list[bool]:
+        """A list of at least `length` booleans; the rest is left out."""
         value = self._value(key, None)
-        if not isinstance(value, list) or len(value) != length or not all(type(each) is bool for each in value):
+        if not isinstance(value, list) or len(value) < length or not all(type(each) is bool for each in value):
             raise UnsupportedGgufError(f"has {key} that is not a list of {length} booleans")
-        return value
+        return value[:length]
 
     def text(self, key: str, *, default: str) -> str:
         """A string."""

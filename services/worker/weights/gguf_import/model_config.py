@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from services.worker.weights.gguf_import.architecture import Architecture
-from services.worker.weights.gguf_import.architectures import ARCHITECTURES
 from services.worker.weights.gguf_import.metadata import Metadata, UnsupportedGgufError
 from services.worker.weights.gguf_import.rope import rope_parameters
-
-
-def architecture_of(metadata: Metadata) -> Architecture:
-    """How the file's architecture is read.
-
-    Raises:
-        UnsupportedGgufError: it is not supported; the message says which are.
-    """
-    name = metadata.architecture
-    if name not in ARCHITECTURES:
-        supported = ", ".join(sorted(ARCHITECTURES))
-        raise UnsupportedGgufError(f"has architecture {name!r}, which is not supported; supported: {supported}")
-    return ARCHITECTURES[name]
 
 
 def model_config(
@@ -31,13 +18,13 @@ def model_config(
     architecture: Architecture,
     *,
     vocab_size: int,
-    is_tied: bool,
+    names: Collection[str],
     factors: npt.NDArray[np.float32] | None,
 ) -> dict[str, Any]:
     """Make config.json, but for what depends on the formats of the weights.
 
     Args:
-        is_tied: Whether the head is the embedding.
+        names: Of the file's tensors.
         factors: The values of `rope.FACTORS`, if there are any.
 
     Raises:
@@ -50,9 +37,10 @@ def model_config(
         "architectures": [architecture.name],
         "model_type": architecture.model_type,
         "vocab_size": vocab_size,
-        "tie_word_embeddings": is_tied,
+        "tie_word_embeddings": "output.weight" not in names,
         **architecture.values,
         **{name: key.read(metadata) for name, key in keys.items()},
+        **{name: f"blk.0.{part}" in names for name, part in architecture.flags.items()},
     }
     heads = config["num_attention_heads"]
     config["num_key_value_heads"] = metadata.size("attention.head_count_kv", default=heads)

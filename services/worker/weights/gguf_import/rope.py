@@ -58,23 +58,20 @@ def _scaling(metadata: Metadata, kind: str) -> dict[str, Any]:
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": original,
-        **_yarn(metadata, factor),
+        **_yarn(metadata),
     }
 
 
-def _yarn(metadata: Metadata, factor: float) -> dict[str, Any]:
-    """The parameters that differ from the defaults. Those of llama.cpp are the paper's: arXiv:2309.00071."""
-    if metadata.number("rope.scaling.yarn_ext_factor", default=1.0) not in (1.0, -1.0):
-        raise UnsupportedGgufError("has rope.scaling.yarn_ext_factor other than 1, which is not supported")
+def _yarn(metadata: Metadata) -> dict[str, Any]:
+    """The other parameters. llama.cpp's defaults are the paper's: arXiv:2309.00071."""
+    for name in ("yarn_ext_factor", "yarn_attn_factor"):
+        # llama.cpp multiplies the paper's factor by the second one, but its converter writes what replaces that factor.
+        if (value := metadata.number(f"rope.scaling.{name}", default=1.0)) not in (1.0, -1.0):
+            raise UnsupportedGgufError(f"has rope.scaling.{name} {value}; only 1 is supported")
     found: dict[str, Any] = {
         "beta_fast": metadata.number("rope.scaling.yarn_beta_fast", default=32.0),
         "beta_slow": metadata.number("rope.scaling.yarn_beta_slow", default=1.0),
     }
-    # Multiplies the paper's factor, in llama.cpp; config.json has the product.
-    scale = metadata.number("rope.scaling.yarn_attn_factor", default=1.0)
-    scale *= metadata.number("rope.scaling.attn_factor", default=1.0)
-    if scale != 1:
-        found["attention_factor"] = scale * (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
     # A tenth of DeepSeek's temperature, which its files have in place of the paper's.
     if temperature := metadata.number("rope.scaling.yarn_log_multiplier", default=0.0):
         found["mscale"] = found["mscale_all_dim"] = round(temperature * 10, 6)

@@ -56,6 +56,7 @@ class ResultTensors:
     """Whether blocks and 16-bit floats stay as they are (see `gguf_blocks`); otherwise all becomes float32."""
     tensors: list[StreamedTensor] = field(default_factory=list)
     layer_to_type: dict[str, BlockType] = field(default_factory=dict)
+    has_mxfp4: bool = False
     kind_to_bytes: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
     """Bytes stored and bytes written of what is dequantised, by GGUF's name of its type."""
 
@@ -95,6 +96,18 @@ class ResultTensors:
             cost = self.kind_to_bytes[source.kind.name]
             cost[0] += share * source.num_bytes // (4 * prod(source.shape))
             cost[1] += share
+
+    def add_mxfp4(
+        self,
+        name: str,
+        groups: tuple[int, int, int],
+        codes: Callable[[], Parts],
+        exponents: Callable[[], Parts],
+    ) -> None:
+        """Add a stack of matrices in MXFP4, of experts, rows and groups of columns; see `Mxfp4StackFormat`."""
+        self.has_mxfp4 = True
+        self._add(f"{name}_blocks", "U8", (*groups, 16), codes)
+        self._add(f"{name}_scales", "U8", groups, exponents)
 
     def float_dtype(self) -> str:
         """The dtype in which most values are stored that are no blocks, by torch's name."""

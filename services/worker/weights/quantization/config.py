@@ -16,13 +16,17 @@ from services.worker.weights.quantization.rules import FormatRules, UnsupportedF
 from shared.model_dir import ModelDirectoryError, is_multimodal
 from shared.text_models import spellings
 
+MXFP4 = "mxfp4"
+STACKS = "stacks"
+"""The key of the method of stacks of experts, where it is another than that of all other layers."""
+
 _METHODS: dict[str, Callable[[Mapping[str, Any]], FormatRules]] = {
     "compressed-tensors": compressed_tensors_rules,
     "fbgemm_fp8": fbgemm_fp8_rules,
     "fp8": fp8_rules,
     GGUF_METHOD: gguf_rules,
     # Only stacks of experts are packed, and their tensor names show it. The modules listed are all others.
-    "mxfp4": lambda _: FormatRules(),
+    MXFP4: lambda _: FormatRules(),
 }
 
 PLAIN = PlainFormat()
@@ -74,7 +78,8 @@ class QuantizationConfig:
             text = str(error) if isinstance(error, UnsupportedFormatError) else repr(error)
             raise ModelDirectoryError(f"config.json: quantization_config of method {method!r}: {text}") from error
         is_text = is_multimodal(config)
-        return cls(rules, has_mxfp4=method == "mxfp4", **({"spellings": spellings} if is_text else {}))
+        has_mxfp4 = MXFP4 in (method, values.get(STACKS) if method == GGUF_METHOD else None)
+        return cls(rules, has_mxfp4=has_mxfp4, **({"spellings": spellings} if is_text else {}))
 
     def linear_format(self, layer: str) -> LayerFormat:
         """The format of a linear layer."""
