@@ -38,8 +38,11 @@ from shared.model_dir import (
     CHAT_TEMPLATE,
     CONFIG,
     GENERATION_CONFIG,
+    HF_QUANT_CONFIG,
     MORE_TEMPLATES,
     PROCESSOR_TEMPLATE,
+    QUANT_CONFIG,
+    QUANTIZE_CONFIG,
     SPECIAL_TOKENS_MAP,
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -55,7 +58,7 @@ from shared.tiktoken_vocabulary import convert_vocabulary
 _NEEDED = (CONFIG, TOKENIZER)
 _WANTED = frozenset(
     {*_NEEDED, GENERATION_CONFIG, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS, CHAT_TEMPLATE}
-    | {PROCESSOR_TEMPLATE, WEIGHTS_INDEX}
+    | {PROCESSOR_TEMPLATE, WEIGHTS_INDEX, HF_QUANT_CONFIG, QUANTIZE_CONFIG, QUANT_CONFIG}
 )
 _OWN_TOKENIZER = (
     f"; its vocabulary is in Mistral's own format ({TEKKEN}), which is not read: convert it with transformers' "

@@ -170,16 +170,18 @@ class CheckpointWeights(ModelWeights):
         """See `ModelWeights`. Logs what each format costs."""
         for name in self._files.names:
             is_ignored = name.startswith(self._ignored_prefixes) or name.endswith(self._ignored_suffixes)
-            if name not in self._known and not is_ignored and not self._is_empty(name):
+            if name not in self._known and not is_ignored and not self._adds_nothing(name):
                 self._problems.add(_UNEXPECTED, name)
         if self._problems:
             raise self._error()
         self._costs.log()
 
-    def _is_empty(self, name: str) -> bool:
-        """transformers writes empty tensors for parts that a model does not have."""
+    def _adds_nothing(self, name: str) -> bool:
+        """For parts that a model does not have transformers writes empty tensors, and AutoGPTQ biases of zeros."""
         header = self._files.header(name)
-        return header is not None and 0 in header.shape
+        assert header is not None
+        is_bias = name.endswith(".bias") and len(header.shape) == 1 and header.dtype in FLOAT_DTYPES
+        return 0 in header.shape or (is_bias and not self._problems and not self._files.read(name).any())
 
     def _linear_part(self, name: str, shape: tuple[int, int], rows: slice, columns: slice) -> tuple[_Layer, Region]:
         layer_format = self._linear_format(name)

@@ -1,7 +1,7 @@
 """Random contents for the tensors of a packed layer, as a checkpoint would store them.
 
-Every code is equally likely, except E4M3's upper half, which contains NaN. Zero points are 0. Scales are equal, and
-make the values of the matrix as large as those of a dense one.
+Every code is equally likely, except E4M3's upper half, which contains NaN. Zero points are 0, and groups are of
+consecutive columns. Scales are equal, and make the values of the matrix as large as those of a dense one.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ _DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8, 
 _LOW_E4M3 = 0xBF
 _E8M0_BIAS = 127
 _LARGE_BLOCK = 256
-# A byte of zeros.
-_PACKED_ZEROS = {MatrixFormat.INT4: 0x88, MatrixFormat.INT8: 0x80}
 
 
 def dummy_parts(layer_format: LayerFormat, shape: Sequence[int], spread: float, draw: DrawBytes) -> dict[str, Tensor]:
@@ -53,8 +51,8 @@ def dummy_parts(layer_format: LayerFormat, shape: Sequence[int], spread: float, 
         if stored.role == "shape":
             parts[stored.role] = torch.tensor(shape)
         elif stored.role == "zero_point":
-            parts[stored.role] = _zero_points(stored, packed_as)
-        elif not stored.is_optional:
+            parts[stored.role] = _zero_points(stored)
+        elif not stored.is_optional and stored.role != "groups":
             parts[stored.role] = _part(stored, scale, draw)
     return parts
 
@@ -81,12 +79,10 @@ def _part(stored: StoredTensor, scale: float, draw: DrawBytes) -> Tensor:
     return codes.view(dtype).view(shape)
 
 
-def _zero_points(stored: StoredTensor, packed_as: MatrixFormat) -> Tensor:
-    """In words they have half of their range added."""
+def _zero_points(stored: StoredTensor) -> Tensor:
     dtype = _DTYPES[stored.dtypes[0]]
-    zero = 0 if dtype is torch.int8 else _PACKED_ZEROS[packed_as]
     num_bytes = prod(stored.shapes[0]) * dtype.itemsize
-    return torch.full((num_bytes,), zero, dtype=torch.uint8).view(dtype).view(stored.shapes[0])
+    return torch.full((num_bytes,), stored.zero_byte, dtype=torch.uint8).view(dtype).view(stored.shapes[0])
 
 
 @cache

@@ -12,7 +12,7 @@ _LAYER = re.compile(r"(.*?)layers\.\d+\.")
 # What quantised checkpoints store beside codes, or in place of weights.
 _QUANTIZED_SUFFIXES = (
     *(".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".input_scale", ".activation_scale"),
-    *(".weight_packed", ".qweight", ".qzeros", ".absmax", "_blocks", "_scales"),
+    *(".weight_packed", ".qweight", ".qzeros", ".g_idx", ".absmax", "_blocks", "_scales"),
 )
 
 

@@ -1,11 +1,13 @@
-"""The format of each layer, from config.json's `quantization_config`."""
+"""The format of each layer, from config.json's `quantization_config` or a quantiser's own file."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from services.worker.weights.quantization.awq_gptq import awq_rules, gptq_rules
 from services.worker.weights.quantization.compressed_tensors import compressed_tensors_rules
 from services.worker.weights.quantization.fp8 import fbgemm_fp8_rules, fp8_rules
 from services.worker.weights.quantization.gguf_blocks import METHOD as GGUF_METHOD
@@ -13,7 +15,15 @@ from services.worker.weights.quantization.gguf_blocks import gguf_rules
 from services.worker.weights.quantization.layer_format import LayerFormat, PlainFormat
 from services.worker.weights.quantization.mxfp4 import Mxfp4StackFormat
 from services.worker.weights.quantization.rules import FormatRules, UnsupportedFormatError
-from shared.model_dir import ModelDirectoryError, is_multimodal
+from shared.model_dir import (
+    CONFIG,
+    HF_QUANT_CONFIG,
+    QUANT_CONFIG,
+    QUANTIZE_CONFIG,
+    ModelDirectoryError,
+    is_multimodal,
+    read_json,
+)
 from shared.text_models import spellings
 
 MXFP4 = "mxfp4"
@@ -21,13 +31,19 @@ STACKS = "stacks"
 """The key of the method of stacks of experts, where it is another than that of all other layers."""
 
 _METHODS: dict[str, Callable[[Mapping[str, Any]], FormatRules]] = {
+    "awq": awq_rules,
     "compressed-tensors": compressed_tensors_rules,
     "fbgemm_fp8": fbgemm_fp8_rules,
     "fp8": fp8_rules,
     GGUF_METHOD: gguf_rules,
+    "gptq": gptq_rules,
     # Only stacks of experts are packed, and their tensor names show it. The modules listed are all others.
     MXFP4: lambda _: FormatRules(),
 }
+
+# Where quantisers write the configuration if not into config.json, and which method's it is.
+_FILES = {HF_QUANT_CONFIG: "modelopt", QUANTIZE_CONFIG: "gptq", QUANT_CONFIG: "awq"}
+_KEYS = ("quantization_config", "compression_config")
 
 PLAIN = PlainFormat()
 _PLAIN_STACKS = {is_transposed: PlainFormat(suffix="", is_transposed=is_transposed) for is_transposed in (False, True)}
@@ -59,24 +75,36 @@ class QuantizationConfig:
         self.unused_suffixes = self._rules.unused_suffixes
 
     @classmethod
-    def from_json(cls, config: Mapping[str, Any]) -> QuantizationConfig:
-        """Read config.json.
+    def read(cls, model_dir: Path, config: Mapping[str, Any]) -> QuantizationConfig:
+        """Read `config`, or else a quantiser's own file beside it.
+
+        Raises:
+            ModelDirectoryError: as `from_json`, or the file is malformed.
+        """
+        name = next((name for name in _FILES if (model_dir / name).exists()), None)
+        if name is None or any(config.get(key) for key in _KEYS):
+            return cls.from_json(config)
+        return cls.from_json({**config, _KEYS[0]: {"quant_method": _FILES[name], **read_json(model_dir, name)}}, name)
+
+    @classmethod
+    def from_json(cls, config: Mapping[str, Any], file: str = CONFIG) -> QuantizationConfig:
+        """Read config.json; `file` has the configuration of the quantisation, for errors.
 
         Raises:
             ModelDirectoryError: a method, format or scheme is malformed or not supported; the message says which are.
         """
-        values = config.get("quantization_config") or config.get("compression_config")
+        values = next((config[key] for key in _KEYS if config.get(key)), None)
         if not values:
             return cls()
         method = values.get("quant_method") if isinstance(values, Mapping) else None
         if not isinstance(method, str) or method not in _METHODS:
             supported = ", ".join(sorted(_METHODS))
-            raise ModelDirectoryError(f"config.json: quant_method {method!r} is not supported; supported: {supported}")
+            raise ModelDirectoryError(f"{file}: quant_method {method!r} is not supported; supported: {supported}")
         try:
             rules = _METHODS[method](values)
         except (re.error, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             text = str(error) if isinstance(error, UnsupportedFormatError) else repr(error)
-            raise ModelDirectoryError(f"config.json: quantization_config of method {method!r}: {text}") from error
+            raise ModelDirectoryError(f"{file}: quantization_config of method {method!r}: {text}") from error
         is_text = is_multimodal(config)
         has_mxfp4 = MXFP4 in (method, values.get(STACKS) if method == GGUF_METHOD else None)
         return cls(rules, has_mxfp4=has_mxfp4, **({"spellings": spellings} if is_text else {}))

@@ -33,6 +33,8 @@ class StoredTensor:
     dtypes: tuple[str, ...]
     """Allowed ones, by safetensors' names."""
     is_optional: bool = False
+    zero_byte: int = 0
+    """What zero points consist of where they subtract nothing."""
 
 
 class LayerFormat(Protocol):

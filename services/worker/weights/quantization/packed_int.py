@@ -7,7 +7,7 @@ words, lowest first, with 2^(n - 1) added to make it unsigned. Zero points are p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from services.worker.weights.quantization.layer_format import (
 from services.worker.weights.quantization.scaled import Granularity
 
 _WORD_BITS = 32
+ZERO_BYTES = {4: 0x88, 8: 0x80}
+"""A byte of zeros in words whose values are not signed, by bits."""
 # Both four-bit values of each byte as float32, viewed as one int64: one lookup is faster than two.
 _PAIRS = (
     torch.tensor([(float(byte & 0xF) - 8, float(byte >> 4) - 8) for byte in range(256)]).view(torch.int64).flatten()
@@ -63,7 +65,8 @@ class PackedIntFormat(LayerFormat):
         ]
         if not self.is_symmetric:
             packed_shape = (self._num_words(shape[0]), *scale_shapes[0][1:])
-            stored.append(StoredTensor("zero_point", (".weight_zero_point",), (packed_shape,), ("I32",)))
+            zero_point = StoredTensor("zero_point", (".weight_zero_point",), (packed_shape,), ("I32",))
+            stored.append(replace(zero_point, zero_byte=ZERO_BYTES[self.num_bits]))
         if self.granularity.columns is not None:
             group_index = StoredTensor("groups", (".weight_g_idx",), ((shape[1],),), ("I32", "I64"), is_optional=True)
             stored.append(group_index)
@@ -82,7 +85,7 @@ class PackedIntFormat(LayerFormat):
         words, group_size = self._words(parts), self.granularity.group_size(columns)
         per_byte = 8 // self.num_bits
         is_cut = columns.start % per_byte or columns.stop % per_byte
-        if group_size is None or is_cut or self._is_shuffled(parts.get("groups")):
+        if group_size is None or is_cut or is_shuffled(parts.get("groups"), self.granularity.columns):
             return None
         codes = words[rows.start : rows.stop].contiguous().view(torch.uint8)
         codes = codes[:, columns.start // per_byte : columns.stop // per_byte]
@@ -105,20 +108,36 @@ class PackedIntFormat(LayerFormat):
         """[len(rows), all groups], float32."""
         return _unpack(parts["zero_point"].T, self.num_bits, rows).T
 
-    def _is_shuffled(self, groups: Tensor | None) -> bool:
-        size = self.granularity.columns
-        return groups is not None and size is not None and not torch.equal(groups, _consecutive(groups, size))
-
     def _num_words(self, num_values: int) -> int:
         return -(-num_values * self.num_bits // _WORD_BITS)
 
     def _spread(self, scales: Tensor, groups: Tensor | None, rows: range, columns: range) -> Tensor:
         if groups is None:
             return self.granularity.expand(scales, rows, columns)
-        group_of = groups[columns.start : columns.stop].long()
-        if len(group_of) and not 0 <= int(group_of.min()) <= int(group_of.max()) < scales.shape[1]:
-            raise MalformedLayerError(f"weight_g_idx names a group outside the {scales.shape[1]} that exist")
-        return scales[rows.start : rows.stop].float()[:, group_of]
+        return spread_by_index(scales[rows.start : rows.stop], groups[columns.start : columns.stop], "weight_g_idx")
+
+
+def is_shuffled(groups: Tensor | None, group_size: int | None) -> bool:
+    """Whether the group of each column, as stored, differs from those of consecutive columns."""
+    if groups is None or group_size is None:
+        return False
+    return not torch.equal(groups, _consecutive(groups, group_size))
+
+
+def spread_by_index(scales: Tensor, groups: Tensor, name: str) -> Tensor:
+    """Each column's values of `scales` [n, groups], as [n, columns] float32.
+
+    Args:
+        groups: [columns], each column's group.
+        name: What the tensor of groups is called.
+
+    Raises:
+        MalformedLayerError: there is no such group.
+    """
+    group_of = groups.long()
+    if len(group_of) and not 0 <= int(group_of.min()) <= int(group_of.max()) < scales.shape[1]:
+        raise MalformedLayerError(f"{name} names a group outside the {scales.shape[1]} that exist")
+    return scales.float()[:, group_of]
 
 
 def _consecutive(groups: Tensor, group_size: int) -> Tensor:

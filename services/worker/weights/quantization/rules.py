@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ _CACHE_SCALES = (
 )
 
 
+Rule = tuple[Callable[[str], bool], LayerFormat | None]
+"""Whether a layer of this name has the format; None means plain floats."""
+
+
 class UnsupportedFormatError(ValueError):
     """A checkpoint uses an unsupported format; the message says which ones are supported."""
 
@@ -31,13 +36,35 @@ class FormatRules:
     A format of None means plain floats, as for a name that no rule accepts.
     """
 
-    rules: tuple[tuple[Callable[[str], bool], LayerFormat | None], ...] = ()
+    rules: tuple[Rule, ...] = ()
     unused_suffixes: tuple[str, ...] = _CACHE_SCALES
     """Suffixes of tensors that no layer loaded here needs."""
 
     def format_of(self, *names: str) -> LayerFormat | None:
         """The format of the layer with these names; None means plain floats."""
         return next((layer_format for applies, layer_format in self.rules if any(map(applies, names))), None)
+
+
+def matches_expression(pattern: str) -> Callable[[str], bool]:
+    """Whether a layer's name starts with a match of a regular expression."""
+    expression = re.compile(pattern)
+    return lambda layer: expression.match(layer) is not None
+
+
+def is_in_globs(patterns: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a layer's whole name is one of `patterns`, in which `*`, `?` and `[…]` are as in a shell.
+
+    A pattern that starts with `re:` is a regular expression, for the start of the name.
+
+    Raises:
+        ValueError: a pattern is not a string.
+    """
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f"{patterns!r} are not names of layers")
+    expressions = [pattern.removeprefix("re:") for pattern in patterns if pattern.startswith("re:")]
+    expressions += [fnmatch.translate(pattern) for pattern in patterns if not pattern.startswith("re:")]
+    matches = [matches_expression(expression) for expression in expressions]
+    return lambda layer: any(each(layer) for each in matches)
 
 
 def is_listed(patterns: Sequence[str]) -> Callable[[str], bool]:

@@ -196,8 +196,8 @@ def test_stacks_of_experts_are_in_mxfp4() -> None:
 
 
 def test_a_dummy_of_a_checkpoint_in_an_unknown_format_is_refused(tmp_path: Path) -> None:
-    quantized = write_config(tmp_path, quantization_config={"quant_method": "gptq"})
-    with pytest.raises(ModelDirectoryError, match="'gptq' is not supported"):
+    quantized = write_config(tmp_path, quantization_config={"quant_method": "hqq"})
+    with pytest.raises(ModelDirectoryError, match="'hqq' is not supported"):
         load_dummy(quantized)
 
 

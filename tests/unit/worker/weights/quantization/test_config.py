@@ -94,8 +94,8 @@ def test_an_older_name_of_the_configuration_is_read() -> None:
     ("config", "message"),
     [
         (
-            {"quant_method": "awq"},
-            "'awq' is not supported; supported: compressed-tensors, fbgemm_fp8, fp8, gguf, mxfp4",
+            {"quant_method": "hqq"},
+            "'hqq' is not supported; supported: awq, compressed-tensors, fbgemm_fp8, fp8, gguf, gptq, ",
         ),
         ({"bits": 4}, "quant_method None is not supported"),
         ("fp8", "quant_method None is not supported"),
