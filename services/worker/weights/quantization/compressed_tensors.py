@@ -6,13 +6,14 @@ utils/match.py (which group a layer belongs to).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from services.worker.weights.quantization.layer_format import LayerFormat
+from services.worker.weights.quantization.mxfp4 import Mxfp4Format
+from services.worker.weights.quantization.nvfp4 import NVFP4_GROUP_SIZE, Nvfp4Format
 from services.worker.weights.quantization.packed_int import PackedIntFormat
-from services.worker.weights.quantization.rules import FormatRules, UnsupportedFormatError
+from services.worker.weights.quantization.rules import FormatRules, UnsupportedFormatError, matches_expression
 from services.worker.weights.quantization.scaled import (
     CHANNEL,
     FP8_DTYPES,
@@ -26,8 +27,14 @@ from services.worker.weights.quantization.scaled import (
 _CLASS = "Linear"
 _SUPPORTED = (
     "float-quantized, int-quantized and naive-quantized with 8 bits, pack-quantized with 4 or 8, "
-    "strategies tensor, channel, group and block"
+    "strategies tensor, channel, group and block; mxfp4-pack-quantized and nvfp4-pack-quantized"
 )
+_PACKED_FP4 = ".weight_packed"
+# The formats of 4-bit floats, each with its columns that share a scale.
+_FP4_FORMATS: dict[str, tuple[LayerFormat, int]] = {
+    "mxfp4-pack-quantized": (Mxfp4Format(_PACKED_FP4), 32),
+    "nvfp4-pack-quantized": (Nvfp4Format(_PACKED_FP4, ".weight_global_scale", is_divisor=True), NVFP4_GROUP_SIZE),
+}
 
 
 def compressed_tensors_rules(values: Mapping[str, Any]) -> FormatRules:
@@ -62,8 +69,7 @@ def _refuse_extras(values: Mapping[str, Any]) -> None:
 
 def _matches(target: str) -> Callable[[str], bool]:
     if target.startswith("re:"):
-        expression = re.compile(target.removeprefix("re:"))
-        return lambda layer: expression.match(layer) is not None
+        return matches_expression(target.removeprefix("re:"))
     return lambda layer: target in (layer, _CLASS)
 
 
@@ -74,9 +80,14 @@ def _layer_format(group: Mapping[str, Any], default_format: str | None) -> Layer
     name = group.get("format") or default_format
     kind, num_bits = str(weights.get("type", "int")).lower(), int(weights.get("num_bits", 8))
     is_symmetric = bool(weights.get("symmetric", True))
-    granularity = _granularity(weights)
     if name == "dense":
         return None
+    if name in _FP4_FORMATS and kind == "float" and num_bits == 4 and is_symmetric:
+        layer_format, group_size = _FP4_FORMATS[name]
+        if weights.get("group_size", group_size) == group_size:
+            return layer_format
+        raise UnsupportedFormatError(f"group_size {weights['group_size']!r} of format {name!r}: must be {group_size}")
+    granularity = _granularity(weights)
     if name == "pack-quantized" and kind == "int" and num_bits in (4, 8) and (is_symmetric or granularity != TENSOR):
         return PackedIntFormat(num_bits, granularity, is_symmetric)
     if name in ("float-quantized", "int-quantized", "naive-quantized") and num_bits == 8:
