@@ -14,6 +14,7 @@ from services.worker.weights.quantization.gguf_blocks import METHOD as GGUF_METH
 from services.worker.weights.quantization.gguf_blocks import gguf_rules
 from services.worker.weights.quantization.layer_format import LayerFormat, PlainFormat
 from services.worker.weights.quantization.mxfp4 import Mxfp4StackFormat
+from services.worker.weights.quantization.quark import quark_rules
 from services.worker.weights.quantization.rules import FormatRules, UnsupportedFormatError
 from shared.model_dir import (
     CONFIG,
@@ -39,6 +40,7 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], FormatRules]] = {
     "gptq": gptq_rules,
     # Only stacks of experts are packed, and their tensor names show it. The modules listed are all others.
     MXFP4: lambda _: FormatRules(),
+    "quark": quark_rules,
 }
 
 # Where quantisers write the configuration if not into config.json, and which method's it is.

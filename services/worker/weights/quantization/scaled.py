@@ -76,6 +76,8 @@ class ScaledFormat(LayerFormat):
     """Allowed ones: plain "fp8" may have a scale per tensor or per channel."""
     scale_suffixes: tuple[str, ...] = (".weight_scale",)
     has_zero_point: bool = False
+    may_lack_zero_point: bool = False
+    """Whether zero points, which are then zeros, need not be stored."""
     unused: tuple[str, ...] = field(
         default=(".input_scale", ".activation_scale", ".input_zero_point", ".output_scale", ".output_zero_point"),
         init=False,
@@ -97,13 +99,17 @@ class ScaledFormat(LayerFormat):
         )
         if not self.has_zero_point:
             return stored
-        return (*stored, StoredTensor("zero_point", (".weight_zero_point",), scale_shapes, (*INT8_DTYPES, *FP8_DTYPES)))
+        dtypes = (*INT8_DTYPES, *FP8_DTYPES)
+        zero_point = StoredTensor(
+            "zero_point", (".weight_zero_point",), scale_shapes, dtypes, is_optional=self.may_lack_zero_point
+        )
+        return (*stored, zero_point)
 
     @override
     def dequantize(self, parts: Mapping[str, Tensor], rows: range, columns: range) -> Tensor:
         granularity = self._granularity_of(parts)
         values = _to_float32(parts["weight"][rows.start : rows.stop, columns.start : columns.stop])
-        if self.has_zero_point:
+        if "zero_point" in parts:
             values -= granularity.expand(parts["zero_point"], rows, columns)
         return values.mul_(granularity.expand(parts["scale"], rows, columns))
 
@@ -118,7 +124,7 @@ class ScaledFormat(LayerFormat):
         scales, offsets = granularity.by_group(parts["scale"], rows, columns), None
         if self.packed_as is MatrixFormat.FP8:
             return Fp8Matrix(codes.view(torch.uint8), scales, group_size)
-        if self.has_zero_point:
+        if "zero_point" in parts and not (self.may_lack_zero_point and not parts["zero_point"].float().any()):
             offsets = granularity.by_group(parts["zero_point"], rows, columns).mul_(scales).neg_()
         return IntMatrix(8, codes, scales, group_size, offsets)
 
