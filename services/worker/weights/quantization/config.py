@@ -13,6 +13,7 @@ from services.worker.weights.quantization.fp8 import fbgemm_fp8_rules, fp8_rules
 from services.worker.weights.quantization.gguf_blocks import METHOD as GGUF_METHOD
 from services.worker.weights.quantization.gguf_blocks import gguf_rules
 from services.worker.weights.quantization.layer_format import LayerFormat, PlainFormat
+from services.worker.weights.quantization.modelopt import modelopt_rules
 from services.worker.weights.quantization.mxfp4 import Mxfp4StackFormat
 from services.worker.weights.quantization.quark import quark_rules
 from services.worker.weights.quantization.rules import FormatRules, UnsupportedFormatError
@@ -38,6 +39,8 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], FormatRules]] = {
     "fp8": fp8_rules,
     GGUF_METHOD: gguf_rules,
     "gptq": gptq_rules,
+    "modelopt": modelopt_rules,
+    "modelopt_fp4": modelopt_rules,
     # Only stacks of experts are packed, and their tensor names show it. The modules listed are all others.
     MXFP4: lambda _: FormatRules(),
     "quark": quark_rules,

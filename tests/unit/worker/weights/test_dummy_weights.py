@@ -21,6 +21,7 @@ from services.worker.weights.quantization.config import QuantizationConfig
 from services.worker.weights.quantization.gguf_blocks import BLOCK_TYPES, gguf_config
 from shared.model_dir import ModelDirectoryError
 from tests.support.models.paged_model import PagedModel
+from tests.support.models.published_formats import PUBLISHED
 from tests.support.models.tiny_llama import TINY_CONFIG, write_tiny_llama
 
 Config = dict[str, Any]
@@ -129,6 +130,15 @@ FORMATS: dict[str, tuple[MatrixFormat, Config]] = {
     **{
         f"gguf-{name}": (GGUF_INTEGERS.get(name, MatrixFormat.GGUF), gguf_config({"layer": kind, "lm_head": kind}))
         for name, kind in BLOCK_TYPES.items()
+    },
+    **{
+        name: (packed_as, PUBLISHED[name].config)
+        for packed_as, names in (
+            (MatrixFormat.INT4, ("awq", "gptq", "gptq, activation order", "quark int4, in order")),
+            (MatrixFormat.INT8, ("gptq, 8 bits", "quark int8")),
+            (MatrixFormat.MXFP4, ("quark mxfp4",)),
+        )
+        for name in names
     },
 }
 

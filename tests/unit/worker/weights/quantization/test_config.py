@@ -11,6 +11,7 @@ import pytest
 
 from services.worker.weights.quantization.config import QuantizationConfig
 from shared.model_dir import ModelDirectoryError
+from tests.support.models.published_formats import PUBLISHED
 from tests.support.models.quantized_checkpoints import SCHEMES
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
@@ -95,7 +96,7 @@ def test_an_older_name_of_the_configuration_is_read() -> None:
     [
         (
             {"quant_method": "hqq"},
-            "'hqq' is not supported; supported: awq, compressed-tensors, fbgemm_fp8, fp8, gguf, gptq, ",
+            "'hqq' is not supported; supported: awq, compressed-tensors, fbgemm_fp8, fp8, gguf, gptq, modelopt, ",
         ),
         ({"bits": 4}, "quant_method None is not supported"),
         ("fp8", "quant_method None is not supported"),
@@ -116,10 +117,17 @@ def test_an_older_name_of_the_configuration_is_read() -> None:
         ),
         (
             compressed(
-                config_groups={"g": {"targets": ["Linear"], "weights": {**FP8, "num_bits": 4}}},
+                config_groups={"g": {"targets": ["Linear"], "weights": {**FP8, "num_bits": 4, "symmetric": False}}},
                 format="nvfp4-pack-quantized",
             ),
-            "'nvfp4-pack-quantized' with symmetric float weights of 4 bits",
+            "'nvfp4-pack-quantized' with asymmetric float weights of 4 bits",
+        ),
+        (
+            compressed(
+                config_groups={"g": {"targets": ["Linear"], "weights": {**FP8, "num_bits": 4, "group_size": 64}}},
+                format="mxfp4-pack-quantized",
+            ),
+            "group_size 64 of format 'mxfp4-pack-quantized': must be 32",
         ),
         (
             compressed(config_groups={"g": {"targets": ["Linear"], "weights": {**INT4, "strategy": "tensor_group"}}}),
@@ -144,9 +152,9 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 @pytest.mark.filterwarnings("ignore:Possible nested set")
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", [*SCHEMES, *PUBLISHED])
 def test_a_configuration_with_any_value_is_read_or_refused(name: str) -> None:
-    config = json.loads(json.dumps(SCHEMES[name].config))
+    config = json.loads(json.dumps({**SCHEMES, **PUBLISHED}[name].config))
     values: tuple[Any, ...] = (
         None,
         True,
