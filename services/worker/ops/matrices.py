@@ -6,7 +6,7 @@ without kernels for a format calls `dense`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -33,6 +33,9 @@ class IntMatrix:
     """Columns that share a scale; K or more for one scale per row."""
     offsets: Tensor | None = None
     """Like `scales`; None means zeros."""
+    column_order: Tensor | None = None
+    """[K] int64, a permutation: the matrix's column `column_order[k]` is stored, and grouped, as column k. None means
+    that columns are in order."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -49,6 +52,8 @@ class IntMatrix:
         values = codes.float().mul_(_by_column(self.scales, self.group_size, num_columns))
         if self.offsets is not None:
             values += _by_column(self.offsets, self.group_size, num_columns)
+        if self.column_order is not None:
+            values = torch.empty_like(values).index_copy_(1, self.column_order, values)
         return values.to(dtype)
 
 
@@ -175,6 +180,13 @@ def in_pairs(codes: Tensor) -> Tensor:
     """Codes below 16 [N, K] uint8 as a new [N, K / 2], that of the even column in the low half; K is even."""
     pairs = codes.view(len(codes), codes.shape[1] // 2, 2)
     return pairs[..., 0] | pairs[..., 1] << 4
+
+
+def split_order(matrix: Matrix) -> tuple[Matrix, Tensor | None]:
+    """The matrix as it is stored, and the order of its columns, in which rows must be for a product with it."""
+    if isinstance(matrix, IntMatrix) and matrix.column_order is not None:
+        return replace(matrix, column_order=None), matrix.column_order
+    return matrix, None
 
 
 def _by_column(values: Tensor, group_size: int, num_columns: int) -> Tensor:

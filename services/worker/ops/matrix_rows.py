@@ -1,6 +1,6 @@
 """Matrices made of others' rows, in the format that those have.
 
-Every tensor of a packed matrix has one row for each row of the matrix.
+Every tensor of a packed matrix has one row for each row of the matrix, but for the order of its columns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.worker.ops.matrices import BlockMatrix, Fp8Matrix, IntMatrix, JoinedMatrix, Matrix, dense
+from services.worker.ops.matrices import (
+    BlockMatrix,
+    Fp8Matrix,
+    IntMatrix,
+    JoinedMatrix,
+    Matrix,
+    Mxfp4Matrix,
+    dense,
+    split_order,
+)
+
+_IS_JOINED = "only what is about to be multiplied has several formats"
 
 
 class MatrixFormat(enum.Enum):
@@ -41,14 +52,14 @@ def format_of(matrix: Matrix) -> MatrixFormat | None:
 def join_rows(matrices: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
     """The rows of matrices with equally many columns, one matrix after the other.
 
-    Packed if all have the same format, with groups of the same size. Otherwise a `JoinedMatrix` if one is GGUF's, whose
-    files mix formats in most layers, or else dense, in `dtype`. A single matrix is returned as it is.
+    Packed if all have the same format, with groups of the same size and columns. Otherwise a `JoinedMatrix` if one is
+    GGUF's, whose files mix formats in most layers, or else dense, in `dtype`. A single matrix is returned as it is.
     """
     if len(matrices) == 1:
         return matrices[0]
     runs = [list(run) for _, run in groupby(matrices, _layout)]
-    if len(runs) == 1:
-        return _by_tensor(matrices, torch.cat)
+    if len(runs) == 1 and _have_equal_orders(matrices):
+        return _by_row(matrices, torch.cat)
     if any(isinstance(matrix, BlockMatrix) for matrix in matrices):
         return JoinedMatrix(tuple(join_rows(run, dtype) for run in runs))
     return torch.cat([dense(matrix, dtype) for matrix in matrices])
@@ -56,17 +67,17 @@ def join_rows(matrices: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
 
 def take_rows(matrix: Matrix, rows: Tensor) -> Matrix:
     """A new matrix of the rows with the numbers `rows`, int64."""
-    return _by_tensor([matrix], lambda tensors: tensors[0].index_select(0, rows))
+    return _by_row([matrix], lambda tensors: tensors[0].index_select(0, rows))
 
 
 def copy_matrix(matrix: Matrix) -> Matrix:
     """A new matrix with the same values, in the same format."""
-    return _by_tensor([matrix], lambda tensors: tensors[0].clone())
+    return _by_tensor(matrix, Tensor.clone)
 
 
 def to_device(matrix: Matrix, device: torch.device) -> Matrix:
     """The matrix on `device`."""
-    return _by_tensor([matrix], lambda tensors: tensors[0].to(device))
+    return _by_tensor(matrix, lambda tensor: tensor.to(device))
 
 
 def _layout(matrix: Matrix) -> object:
@@ -77,12 +88,34 @@ def _layout(matrix: Matrix) -> object:
     return type(matrix), *(isinstance(value, Tensor) or value for value in values)
 
 
-def _by_tensor(matrices: Sequence[Matrix], make: Callable[[list[Tensor]], Tensor]) -> Matrix:
-    """The matrix of which every tensor is made of the matrices' corresponding ones."""
+def _have_equal_orders(matrices: Sequence[Matrix]) -> bool:
+    """Whether all have their columns in the same order; their layouts are equal."""
+    first, *others = (split_order(matrix)[1] for matrix in matrices)
+    return first is None or all(other is not None and torch.equal(first, other) for other in others)
+
+
+def _by_row(matrices: Sequence[Matrix], make: Callable[[list[Tensor]], Tensor]) -> Matrix:
+    """The matrix of which every tensor with rows is made of the matrices' corresponding ones."""
     first = matrices[0]
-    assert not isinstance(first, JoinedMatrix), "only what is about to be multiplied has several formats"
+    assert not isinstance(first, JoinedMatrix), _IS_JOINED
     if isinstance(first, Tensor):
         return make([matrix for matrix in matrices if isinstance(matrix, Tensor)])
-    names = [field.name for field in fields(first) if isinstance(getattr(first, field.name), Tensor)]
-    changes: dict[str, Any] = {name: make([getattr(matrix, name) for matrix in matrices]) for name in names}
+    changes: dict[str, Any] = {
+        name: make([getattr(matrix, name) for matrix in matrices])
+        for name in _tensor_names(first)
+        if name != "column_order"
+    }
     return replace(first, **changes)
+
+
+def _by_tensor(matrix: Matrix, make: Callable[[Tensor], Tensor]) -> Matrix:
+    """The matrix of which every tensor is made of this one's."""
+    assert not isinstance(matrix, JoinedMatrix), _IS_JOINED
+    if isinstance(matrix, Tensor):
+        return make(matrix)
+    changes: dict[str, Any] = {name: make(getattr(matrix, name)) for name in _tensor_names(matrix)}
+    return replace(matrix, **changes)
+
+
+def _tensor_names(matrix: IntMatrix | Fp8Matrix | Mxfp4Matrix | BlockMatrix) -> list[str]:
+    return [field.name for field in fields(matrix) if isinstance(getattr(matrix, field.name), Tensor)]

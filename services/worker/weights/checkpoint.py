@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from services.worker.ops.matrices import Matrix
+from services.worker.ops.matrices import Matrix, split_order
 from services.worker.ops.matrix_rows import MatrixFormat, format_of, to_device
 from services.worker.weights.format_costs import FormatCosts
 from services.worker.weights.model_weights import ALL, DENSE, ModelWeights, WeightFormats
@@ -110,6 +110,10 @@ class CheckpointWeights(ModelWeights):
     @override
     def linear(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Matrix:
         return self._read_matrix(*self._linear_part(name, shape, rows, columns), self._formats)
+
+    @override
+    def expert(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Matrix:
+        return self._read_matrix(*self._linear_part(name, shape, rows, columns), self._formats.of_experts)
 
     @override
     def embedding(self, name: str, shape: tuple[int, int], *, rows: slice = ALL) -> Matrix:
@@ -274,7 +278,9 @@ class CheckpointWeights(ModelWeights):
     ) -> Matrix | None:
         layer_format = layer.layer_format
         if layer_format.packed_as in formats.kept:
-            return layer_format.packed(parts, region.rows, region.columns)
+            packed = layer_format.packed(parts, region.rows, region.columns)
+            is_in_order = packed is None or split_order(packed)[1] is None
+            return packed if is_in_order or formats.has_orders else None
         if formats.quantized is None or not isinstance(layer_format, PlainFormat):
             return None
         blocks = (layer_format.dequantize(parts, rows, region.columns) for rows in region.row_blocks())

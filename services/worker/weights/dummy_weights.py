@@ -89,6 +89,10 @@ class DummyWeights(ModelWeights):
         return self._draw_matrix(name, region, shape, self._config.linear_format(name), self._formats)
 
     @override
+    def expert(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Matrix:
+        return self.linear(name, shape, rows=rows, columns=columns)
+
+    @override
     def embedding(self, name: str, shape: tuple[int, int], *, rows: slice = ALL) -> Matrix:
         region = Region(selected_run(rows, shape[0]), range(shape[1]))
         return self._draw_matrix(name, region, shape, self._table_format(name), self._formats.of_embedding)

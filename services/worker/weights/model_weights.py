@@ -24,6 +24,8 @@ class WeightFormats:
     """What is stored in one of these is not dequantised."""
     quantized: MatrixFormat | None = None
     """What is stored in a float dtype is quantised to this one; None means that it stays as it is."""
+    has_orders: bool = True
+    """Whether a packed matrix may have its columns in another order; otherwise it is dequantised."""
 
     @property
     def of_embedding(self) -> WeightFormats:
@@ -34,6 +36,11 @@ class WeightFormats:
     def of_head(self) -> WeightFormats:
         """The formats in which a head is read: if matrices are quantised, 8 bits."""
         return self if self.quantized is None else replace(self, quantized=MatrixFormat.INT8)
+
+    @property
+    def of_experts(self) -> WeightFormats:
+        """The formats in which an expert's matrices are read: kernels take rows that all experts share."""
+        return replace(self, has_orders=False)
 
 
 DENSE = WeightFormats()
@@ -98,6 +105,9 @@ class ModelWeights(Protocol):
         Raises:
             ModelDirectoryError: as in `read`.
         """
+
+    def expert(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Matrix:
+        """Read a matrix of one of many experts as `linear` does; if it stays packed, its columns are in order."""
 
     def dense(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         """Read as `linear` does, but dequantised: what must be precise, or is not used in a product as it is."""

@@ -168,8 +168,8 @@ def _expert_reader(
     inner_shape, down_shape = (sparse.inner_size, config.hidden_size), (config.hidden_size, sparse.inner_size)
 
     def read(expert: int, inner: Part) -> ExpertWeights:
-        gate_up = [weights.linear(f"{prefix}.{expert}.{name}", inner_shape, rows=inner.run) for name in (gate, up)]
-        down_part = weights.linear(f"{prefix}.{expert}.{down}", down_shape, columns=inner.run)
+        gate_up = [weights.expert(f"{prefix}.{expert}.{name}", inner_shape, rows=inner.run) for name in (gate, up)]
+        down_part = weights.expert(f"{prefix}.{expert}.{down}", down_shape, columns=inner.run)
         return ExpertWeights(join_rows(gate_up, weights.dtype), down_part)
 
     return read

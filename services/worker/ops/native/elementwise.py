@@ -1,4 +1,4 @@
-"""Norms, activations, a factor and the choice of the largest logit: kernels/elementwise.cpp.
+"""Norms, activations, a factor, a choice of columns and that of the largest logit: kernels/elementwise.cpp.
 
 Each op is one call, whose arguments are the fields of the C++ structure of its name.
 """
@@ -19,6 +19,7 @@ _add_rms_norm = Struct("PPP2qd2q").pack
 _layer_norm = Struct("PPPP3qdq").pack
 _act_and_mul = Struct("PP4q").pack
 _scale = Struct("P2qdq").pack
+_take_columns = Struct("PPP4q").pack
 _greedy_sample = Struct("PPP3q").pack
 
 # kernels/elementwise.cpp's numbers.
@@ -87,6 +88,20 @@ def scale(native: NativeState, x: Tensor, factor: float) -> Tensor:
     """Multiply in place."""
     native.library.ls_scale(_scale(x.data_ptr(), *x.shape, factor, FORMATS[x.dtype]))
     return x
+
+
+def take_columns(native: NativeState, x: Tensor, columns: Tensor) -> Tensor:
+    """`x[:, columns]` in a new tensor.
+
+    Args:
+        x: [T, N], of any strides.
+        columns: [M] int64, contiguous, each in [0, N).
+    """
+    x = x if x.stride(1) == 1 else x.contiguous()
+    output = native.results.empty(len(x), len(columns), dtype=x.dtype)
+    addresses = x.data_ptr(), columns.data_ptr(), output.data_ptr()
+    native.library.ls_take_columns(_take_columns(*addresses, *output.shape, x.stride(0), FORMATS[x.dtype]))
+    return output
 
 
 def greedy_sample(native: NativeState, logits: Tensor) -> tuple[Tensor, Tensor]:

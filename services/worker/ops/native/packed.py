@@ -48,7 +48,7 @@ class PackedMatrix:
     """A matrix in tiles, the only copy of it, and the bias of its product."""
 
     def __init__(self, library: ctypes.CDLL, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> None:
-        """Pack `weight`, dense if there are no kernels for its groups; `dtype` is float32 or bfloat16."""
+        """Pack `weight`, dense if no kernel takes its groups or their order; `dtype` is float32 or bfloat16."""
         form = _form(weight, dtype)
         self.num_rows, self.num_columns = weight.shape
         self.dtype = dtype
@@ -94,7 +94,7 @@ def _form(weight: Matrix, dtype: torch.dtype) -> _Form:
         # The kernels multiply by twice the values, which are integers.
         parts = weight.codes.contiguous(), weight.exponents.contiguous()
         return _Form(_MXFP4_KIND, [parts], _POWER_SCALES, MXFP4_GROUP_SIZE)
-    if isinstance(weight, IntMatrix):
+    if isinstance(weight, IntMatrix) and weight.column_order is None:
         has_row_scales = weight.group_size >= weight.shape[1]
         if has_row_scales or weight.group_size % _GROUP == 0:
             return _int_form(weight, has_row_scales=has_row_scales)

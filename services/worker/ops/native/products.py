@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from struct import Struct
 
 import torch
 from torch import Tensor
 
-from services.worker.ops.matrices import BlockMatrix, JoinedMatrix, Matrix, dense
+from services.worker.ops.matrices import BlockMatrix, JoinedMatrix, Matrix, dense, split_order
+from services.worker.ops.native.elementwise import take_columns
 from services.worker.ops.native.formats import FORMATS
 from services.worker.ops.native.packed import PackedMatrix
 from services.worker.ops.native.results import Results
@@ -28,15 +30,13 @@ def prepare_linear(native: NativeState, weight: Matrix, bias: Tensor | None, dty
         biases = itertools.repeat(None) if bias is None else torch.split(bias, [part.shape[0] for part in weight.parts])
         pairs = zip(weight.parts, biases, strict=False)
         packed = [PackedMatrix(native.library, part, part_bias, dtype) for part, part_bias in pairs]
-    else:
-        packed = [PackedMatrix(native.library, weight, bias, dtype)]
-    return NativeLinear(native.library, packed, dtype, native.results)
+        return NativeLinear(native.library, packed, dtype, native.results)
+    return _prepare_product(native, weight, bias, dtype, dtype)
 
 
 def prepare_head(native: NativeState, weight: Matrix, dtype: torch.dtype) -> LinearKernel:
     """Pack the matrix, whose products are in float32."""
-    packed = PackedMatrix(native.library, weight, None, dtype)
-    return NativeLinear(native.library, [packed], torch.float32, native.results)
+    return _prepare_product(native, weight, None, dtype, torch.float32)
 
 
 def prepare_embedding(native: NativeState, weight: Matrix, dtype: torch.dtype) -> EmbeddingKernel:
@@ -53,6 +53,15 @@ def prepare_tied(native: NativeState, weight: Matrix, dtype: torch.dtype) -> tup
     return embedding, NativeLinear(native.library, [packed], torch.float32, native.results)
 
 
+def _prepare_product(
+    native: NativeState, weight: Matrix, bias: Tensor | None, dtype: torch.dtype, output_dtype: torch.dtype
+) -> LinearKernel:
+    stored, order = split_order(weight)
+    packed = PackedMatrix(native.library, stored, bias, dtype)
+    reorder = None if order is None else partial(take_columns, native, columns=order)
+    return NativeLinear(native.library, [packed], output_dtype, native.results, reorder)
+
+
 class NativeLinear:
     """A product with packed matrices, whose results are side by side."""
 
@@ -65,16 +74,27 @@ class NativeLinear:
         "_output_dtype",
         "_output_format",
         "_packed",
+        "_reorder",
         "_results",
     )
 
     def __init__(
-        self, library: ctypes.CDLL, packed: Sequence[PackedMatrix], output_dtype: torch.dtype, results: Results
+        self,
+        library: ctypes.CDLL,
+        packed: Sequence[PackedMatrix],
+        output_dtype: torch.dtype,
+        results: Results,
+        reorder: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Multiply with `packed`, at least one; `output_dtype` is the dtype of all of them, or float32."""
+        """Multiply with `packed`, at least one.
+
+        Args:
+            output_dtype: The dtype of all of them, or float32.
+            reorder: Puts the columns of rows in the order of the matrices'; None means that they are in it.
+        """
         self._function = library.ls_linear
         self._output_dtype, self._output_format = output_dtype, FORMATS[output_dtype]
-        self._packed, self._results = packed, results
+        self._packed, self._results, self._reorder = packed, results, reorder
         self._dtype, self._num_inputs = packed[0].dtype, packed[0].num_columns
         # Each with the place of its results in a row, in bytes.
         places = itertools.accumulate((part.num_rows * output_dtype.itemsize for part in packed), initial=0)
@@ -90,6 +110,8 @@ class NativeLinear:
         num_rows, width = x.shape
         if width != self._num_inputs or x.dtype is not self._dtype:
             raise ValueError(f"expected [T, {self._num_inputs}] {self._dtype}, got {list(x.shape)} {x.dtype}")
+        if self._reorder is not None:
+            x = self._reorder(x)
         row_stride, column_stride = x.stride()
         if column_stride != 1:
             x = x.contiguous()

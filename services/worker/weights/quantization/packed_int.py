@@ -81,11 +81,12 @@ class PackedIntFormat(LayerFormat):
 
     @override
     def packed(self, parts: Mapping[str, Tensor], rows: range, columns: range) -> Matrix | None:
-        # Groups that are not consecutive columns cannot be expressed.
         words, group_size = self._words(parts), self.granularity.group_size(columns)
         per_byte = 8 // self.num_bits
         is_cut = columns.start % per_byte or columns.stop % per_byte
-        if group_size is None or is_cut or is_shuffled(parts.get("groups"), self.granularity.columns):
+        groups = parts.get("groups")
+        order = try_column_order(groups, self.granularity.columns, columns)
+        if group_size is None or is_cut or (groups is not None and order is None):
             return None
         codes = words[rows.start : rows.stop].contiguous().view(torch.uint8)
         codes = codes[:, columns.start // per_byte : columns.stop // per_byte]
@@ -96,7 +97,7 @@ class PackedIntFormat(LayerFormat):
             zero_points = self._zero_points(parts, rows)
             offsets = self.granularity.by_group(zero_points, range(len(rows)), columns).mul_(scales).neg_()
         codes = codes.clone(memory_format=torch.contiguous_format)
-        return IntMatrix(self.num_bits, codes, scales, group_size, offsets)
+        return ordered(IntMatrix(self.num_bits, codes, scales, group_size, offsets), order)
 
     def _words(self, parts: Mapping[str, Tensor]) -> Tensor:
         words, shape = parts["packed"], parts["shape"].tolist()
@@ -117,11 +118,33 @@ class PackedIntFormat(LayerFormat):
         return spread_by_index(scales[rows.start : rows.stop], groups[columns.start : columns.stop], "weight_g_idx")
 
 
-def is_shuffled(groups: Tensor | None, group_size: int | None) -> bool:
-    """Whether the group of each column, as stored, differs from those of consecutive columns."""
-    if groups is None or group_size is None:
-        return False
-    return not torch.equal(groups, _consecutive(groups, group_size))
+def try_column_order(groups: Tensor | None, group_size: int | None, columns: range) -> Tensor | None:
+    """The columns of a part in the order of their groups, [len(columns)] int64, those of a group in their own order.
+
+    None if no groups are stored, or if groups of a part have other sizes than those of consecutive columns.
+
+    Args:
+        groups: [all columns], each column's group, in any order: GPTQ's `desc_act`.
+        group_size: Columns in a group; None means all.
+    """
+    if groups is None:
+        return None
+    part = groups[columns.start : columns.stop]
+    order = part.argsort(stable=True)
+    consecutive = torch.arange(columns.start, columns.stop, dtype=groups.dtype)
+    consecutive = torch.zeros_like(part) if group_size is None else consecutive.floor_divide_(group_size)
+    return order if torch.equal(part[order], consecutive) else None
+
+
+def ordered(matrix: IntMatrix, order: Tensor | None) -> IntMatrix:
+    """A matrix whose scales are of columns in this `order`, and whose codes are not in it yet."""
+    if order is None or torch.equal(order, torch.arange(len(order))):
+        return matrix
+    codes = matrix.codes
+    if matrix.num_bits == 8:
+        return replace(matrix, codes=codes.index_select(1, order), column_order=order)
+    codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(1).index_select(1, order)
+    return replace(matrix, codes=codes[:, 0::2] | codes[:, 1::2] << 4, column_order=order)
 
 
 def spread_by_index(scales: Tensor, groups: Tensor, name: str) -> Tensor:
@@ -138,11 +161,6 @@ def spread_by_index(scales: Tensor, groups: Tensor, name: str) -> Tensor:
     if len(group_of) and not 0 <= int(group_of.min()) <= int(group_of.max()) < scales.shape[1]:
         raise MalformedLayerError(f"{name} names a group outside the {scales.shape[1]} that exist")
     return scales.float()[:, group_of]
-
-
-def _consecutive(groups: Tensor, group_size: int) -> Tensor:
-    """The groups of as many columns, if each has consecutive ones."""
-    return torch.arange(len(groups), dtype=groups.dtype).floor_divide_(group_size)
 
 
 def _unpack(words: Tensor, num_bits: int, columns: range) -> Tensor:

@@ -24,7 +24,7 @@ from typing_extensions import override
 from services.worker.ops.matrices import IntMatrix, Matrix
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.weights.quantization.layer_format import FLOAT_DTYPES, LayerFormat, StoredTensor
-from services.worker.weights.quantization.packed_int import ZERO_BYTES, is_shuffled, spread_by_index
+from services.worker.weights.quantization.packed_int import ZERO_BYTES, ordered, spread_by_index, try_column_order
 from services.worker.weights.quantization.scaled import Granularity
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -117,10 +117,11 @@ class TransposedIntFormat(LayerFormat):
 
     @override
     def packed(self, parts: Mapping[str, Tensor], rows: range, columns: range) -> Matrix | None:
-        # Groups that are not consecutive columns cannot be expressed.
         group_size, per_byte = self._granularity.group_size(columns), 8 // self.num_bits
         is_cut = columns.start % per_byte or columns.stop % per_byte
-        if group_size is None or is_cut or is_shuffled(parts.get("groups"), self.group_size):
+        groups = parts.get("groups")
+        order = try_column_order(groups, self.group_size, columns)
+        if group_size is None or is_cut or (groups is not None and order is None):
             return None
         codes = self._code_bytes(parts, rows, columns).contiguous()
         # Eight bits have 128 added; IntMatrix has four bits with 8 added, as here.
@@ -131,7 +132,7 @@ class TransposedIntFormat(LayerFormat):
         if zeros is not None:
             below_middle = (self._middle - self._granularity.by_group(zeros, places, columns)).mul_(scales)
             offsets = None if self.is_symmetric and not below_middle.any() else below_middle
-        return IntMatrix(self.num_bits, codes, scales, group_size, offsets)
+        return ordered(IntMatrix(self.num_bits, codes, scales, group_size, offsets), order)
 
     @property
     def _shift_byte(self) -> int:

@@ -20,9 +20,11 @@ def int8(num_rows: int, group_size: int = 64, *, has_offsets: bool = False) -> I
     return IntMatrix(8, codes, torch.rand(shape), group_size, torch.rand(shape) if has_offsets else None)
 
 
-def int4(num_rows: int) -> IntMatrix:
+def int4(num_rows: int, order: int | None = None) -> IntMatrix:
+    """The columns of one with an `order` are shuffled by it."""
     codes = torch.randint(0, 256, (num_rows, 32), dtype=torch.uint8)
-    return IntMatrix(4, codes, torch.rand(num_rows, 2), 32, torch.rand(num_rows, 2))
+    columns = None if order is None else torch.randperm(64, generator=torch.Generator().manual_seed(order))
+    return IntMatrix(4, codes, torch.rand(num_rows, 2), 32, torch.rand(num_rows, 2), columns)
 
 
 def mxfp4(num_rows: int) -> Mxfp4Matrix:
@@ -52,6 +54,9 @@ def values(matrix: Matrix) -> Tensor:
         ([int8(3), int8(1), int8(5)], MatrixFormat.INT8),
         ([int8(3, 16, has_offsets=True), int8(1, 16, has_offsets=True)], MatrixFormat.INT8),
         ([int4(2), int4(7)], MatrixFormat.INT4),
+        ([int4(2, 1), int4(7, 1)], MatrixFormat.INT4),
+        ([int4(2, 1), int4(7, 2)], None),
+        ([int4(2, 1), int4(7)], None),
         ([mxfp4(2), mxfp4(7)], MatrixFormat.MXFP4),
         ([fp8(2, 16), fp8(7, 16)], MatrixFormat.FP8),
         ([fp8(2), fp8(7, 16)], None),

@@ -132,7 +132,7 @@ FORMATS: dict[str, tuple[MatrixFormat, Config]] = {
         for name, kind in BLOCK_TYPES.items()
     },
     **{
-        name: (packed_as, PUBLISHED[name].config)
+        name: (packed_as, dict(PUBLISHED[name].config))
         for packed_as, names in (
             (MatrixFormat.INT4, ("awq", "gptq", "gptq, activation order", "quark int4, in order")),
             (MatrixFormat.INT8, ("gptq, 8 bits", "quark int8")),

@@ -1,4 +1,4 @@
-// Norms, activations, a factor and the choice of the largest logit: row by row, in float32.
+// Norms, activations, a factor, a choice of columns and that of the largest logit: row by row, in float32.
 #include <cmath>
 
 #include "pool.h"
@@ -54,6 +54,14 @@ struct ScaleArgs {
     void* x;
     int64_t num_tokens, dim;
     double factor;
+    int64_t format;
+};
+
+struct TakeColumnsArgs {
+    const void* x;
+    const int64_t* columns;
+    void* output;
+    int64_t num_rows, num_columns, row_stride;
     int64_t format;
 };
 
@@ -210,6 +218,15 @@ void greedy_sample(const GreedySampleArgs& args) {
     });
 }
 
+template <class T>
+void take_columns(const TakeColumnsArgs& args) {
+    for_rows(args.num_rows, args.num_columns, kWorthThreads, [&](int64_t index) {
+        const T* row = static_cast<const T*>(args.x) + index * args.row_stride;
+        T* output = static_cast<T*>(args.output) + index * args.num_columns;
+        for (int64_t i = 0; i < args.num_columns; ++i) output[i] = row[args.columns[i]];
+    });
+}
+
 // The kernel for the call's format.
 template <auto kBfloat16Kernel, auto kFloat32Kernel, class Args>
 void by_format(const Args& args) {
@@ -250,6 +267,10 @@ LS_EXPORT void ls_act_and_mul(const ActAndMulArgs* args) {
 
 LS_EXPORT void ls_scale(const ScaleArgs* args) {
     run_kernel<by_format<scale<bf16>, scale<float>, ScaleArgs>>(args);
+}
+
+LS_EXPORT void ls_take_columns(const TakeColumnsArgs* args) {
+    run_kernel<by_format<take_columns<bf16>, take_columns<float>, TakeColumnsArgs>>(args);
 }
 
 LS_EXPORT void ls_greedy_sample(const GreedySampleArgs* args) { run_kernel<greedy_sample>(args); }

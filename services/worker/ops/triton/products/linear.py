@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.worker.ops.matrices import Matrix, in_one_format
+from services.worker.ops.matrices import Matrix, dense, in_one_format, split_order
 from services.worker.ops.triton.products.fp8_rows import Fp8Encoding, Rows
 from services.worker.ops.triton.products.row_products import multiply_rows
 from services.worker.ops.triton.products.split_sums import sum_splits
@@ -168,8 +168,9 @@ class PackedEmbedding:
     """See `EmbeddingKernel`: rows of a packed matrix."""
 
     def __init__(self, weight: Matrix, dtype: torch.dtype) -> None:
-        """Keep `weight`, without a copy."""
-        self._matrix = DeviceMatrix.of(weight)
+        """Keep `weight`, without a copy unless its columns are not in order."""
+        is_in_order = split_order(weight)[1] is None
+        self._matrix = DeviceMatrix.of(weight if is_in_order else dense(weight, dtype))
         self._dtype = dtype
 
     def __call__(self, token_ids: Tensor) -> Tensor:

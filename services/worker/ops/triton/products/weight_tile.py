@@ -52,6 +52,8 @@ class DeviceMatrix:
     num_columns: int
     row_format: RowFormat | None = None
     """What rows are quantised to before they are multiplied with it; None if they are not."""
+    column_order: Tensor | None = None
+    """See `IntMatrix`."""
 
     @classmethod
     def of(cls, matrix: Matrix, encoding: Fp8Encoding | None = None) -> DeviceMatrix:
@@ -70,7 +72,10 @@ class DeviceMatrix:
         if isinstance(matrix, IntMatrix):
             kind = _INT8 if matrix.num_bits == 8 else _INT4
             group_size = min(matrix.group_size, max(num_columns, 1))
-            return cls(kind.value, matrix.codes, matrix.scales, matrix.offsets, group_size, num_rows, num_columns)
+            sizes = group_size, num_rows, num_columns
+            return cls(
+                kind.value, matrix.codes, matrix.scales, matrix.offsets, *sizes, column_order=matrix.column_order
+            )
         if isinstance(matrix, Fp8Matrix):
             group_size = min(matrix.group_size, max(num_columns, 1))
             row_format = None if encoding is None else RowFormat.of(matrix, encoding)
@@ -80,6 +85,8 @@ class DeviceMatrix:
 
     def take_rows(self, x: Tensor) -> Rows:
         """`x` [T, K] as products with the matrix take it."""
+        if self.column_order is not None:
+            x = x.index_select(1, self.column_order)
         x = x if x.stride(1) == 1 else x.contiguous()
         return Rows(x, None) if self.row_format is None else self.row_format.quantize(x)
 

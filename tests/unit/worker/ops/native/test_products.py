@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -297,3 +297,29 @@ def test_a_wrong_shape_or_dtype_is_refused(x: Tensor) -> None:
 def test_columns_may_be_apart() -> None:
     kernel, x = native().prepare_linear(torch.eye(8), None, torch.float32), torch.arange(24.0).view(8, 3)
     assert torch.equal(kernel(x.T), x.T)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_bits", [8, 4])
+def test_columns_in_another_order_are_those_of_the_rows(num_bits: int, dtype: torch.dtype) -> None:
+    ops, order = native(), torch.randperm(96, generator=torch.Generator().manual_seed(1))
+    case = Case(INT8 if num_bits == 8 else INT4, dtype, 300, 96, 70, has_offsets=True, has_bias=False)
+    in_order, x = case.weight(), case.x()
+    assert isinstance(in_order, IntMatrix)
+    weight = replace(in_order, column_order=order)
+    kernel = ops.prepare_linear(weight, None, dtype)
+    expected = ops.prepare_linear(in_order, None, dtype)(x[:, order])
+    for rows in (x, x[:2], x.T.contiguous().T):
+        assert torch.equal(kernel(rows), expected[: len(rows)])
+    assert torch.equal(ops.prepare_head(weight, dtype)(x), ops.prepare_head(in_order, dtype)(x[:, order]))
+    row = x[:1].contiguous()
+    capture = ops.make_capture(torch.device("cpu"), [])
+    assert capture is not None
+    assert torch.equal(capture(lambda: kernel(row))(), expected[:1])
+    # An embedding's rows have their columns in the matrix's own order.
+    embedding, head = ops.prepare_tied(weight, dtype)
+    torch.testing.assert_close(embedding(torch.tensor([3])), dense(weight, dtype)[3:4])
+    bound = error_bound(case, x.float(), dense(weight, torch.float32), torch.zeros(()))
+    assert ((head(x) - x.float() @ dense(weight, torch.float32).T).abs() <= bound).all()
+    with pytest.raises(ValueError, match=r"expected \[T, 96\]"):
+        kernel(x[:, :95])

@@ -106,17 +106,25 @@ def test_a_part_that_cuts_a_group_or_a_byte_is_dense(
         assert isinstance(weights.dense(LAYER, SHAPE), Tensor)
 
 
-def test_groups_that_are_consecutive_although_listed_are_packed_and_shuffled_ones_are_not(tmp_path: Path) -> None:
+def test_whole_groups_are_packed_in_any_order_of_columns_and_parts_of_them_are_not(tmp_path: Path) -> None:
     shuffled = SCHEMES["compressed int4, activation order"]
     quantized = SCHEMES["compressed int4, groups"].quantize(matrix((8, 64)))
     listed = {**tensors_of(quantized), f"{LAYER}.weight_g_idx": (torch.arange(64) // 16).int()}
     with weights_of(tmp_path, listed, shuffled.config) as weights:
-        assert isinstance(weights.linear(LAYER, (8, 64)), IntMatrix)
+        packed = weights.linear(LAYER, (8, 64))
+        assert isinstance(packed, IntMatrix)
+        assert packed.column_order is None
     quantized = shuffled.quantize(matrix((8, 64)))
     with weights_of(tmp_path, tensors_of(quantized), shuffled.config) as weights:
-        part = weights.linear(LAYER, (8, 64))
-        assert isinstance(part, Tensor)
-        assert_equal_values(part, quantized.values)
+        packed = weights.linear(LAYER, (8, 64), rows=slice(2, 7))
+        assert isinstance(packed, IntMatrix)
+        assert packed.column_order is not None
+        assert_equal_values(packed, quantized.values[2:7])
+        # A rank's part of the inputs has parts of groups, and experts share their rows.
+        for dense_part in (weights.linear(LAYER, (8, 64), columns=slice(16, 48)), weights.expert(LAYER, (8, 64))):
+            assert isinstance(dense_part, Tensor)
+        assert_equal_values(weights.linear(LAYER, (8, 64), columns=slice(16, 48)), quantized.values[:, 16:48])
+        weights.check_complete()
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEMES if "fp8" in name and name != "fp8, e5m2"])

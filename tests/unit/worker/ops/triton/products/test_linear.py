@@ -5,6 +5,8 @@ Each kind of matrix meets each way in which tiles differ; the other combinations
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,9 +15,9 @@ from hypothesis import strategies as st
 
 from services.worker.ops.block_types import IQ4_XS, Q4_K, Q5_0, Q6_K, BlockType
 from services.worker.ops.matrices import BlockMatrix, Fp8Matrix, IntMatrix, Mxfp4Matrix, dense
-from services.worker.ops.matrix_rows import join_rows
+from services.worker.ops.matrix_rows import MatrixFormat, join_rows
 from services.worker.ops.triton.backend import TritonOps
-from services.worker.ops.triton.products.linear import PackedLinear
+from services.worker.ops.triton.products.linear import PackedEmbedding, PackedLinear
 from services.worker.ops.triton.products.tile_sizes import TileSizes, choose_sizes
 from services.worker.weights.dummy_parts import write_block_scales
 from tests.support.kernels.attention_batches import random
@@ -172,3 +174,16 @@ def test_tiles_grow_with_the_rows_in_a_few_steps(dtype: torch.dtype) -> None:
     sizes = [choose_sizes(num_rows, 4096, 4096, dtype).rows for num_rows in range(1, 1000)]
     assert sizes == sorted(sizes)
     assert set(sizes) <= {16, 64, 128}
+
+
+def test_columns_in_another_order_are_those_of_the_rows() -> None:
+    order, x = torch.randperm(96, generator=torch.Generator().manual_seed(1)), random(5, 96)
+    in_order = MatrixKind(MatrixFormat.INT4, 32, has_offsets=True).make(40, 96)
+    assert isinstance(in_order, IntMatrix)
+    weight = replace(in_order, column_order=order)
+    expected = PackedLinear(in_order, None, torch.float32)(x[:, order])
+    assert torch.equal(PackedLinear(weight, None, torch.float32)(x), expected)
+    rows = PackedEmbedding(weight, torch.float32)(torch.tensor([3, 0]))
+    assert torch.equal(rows, dense(weight, torch.float32)[[3, 0]])
+    with pytest.raises(ValueError, match=r"expected \[T, 96\]"):
+        PackedLinear(weight, None, torch.float32)(x[:, :95])
