@@ -18,6 +18,7 @@ from services.worker.ops.matrix_rows import MatrixFormat
 from shared.model_dir import CONFIG
 from tests.support.models.packing_ops import PackingOps
 from tests.support.models.paged_model import PagedModel
+from tests.support.models.published_formats import PUBLISHED
 from tests.support.models.quantized_checkpoints import KIMI_INT4, MXFP4, SCHEMES, Scheme, write_quantized
 from tests.support.models.small_configs import SMALL_CONFIGS
 from tests.support.models.small_models import build_model, write_small_model
@@ -34,6 +35,8 @@ CASES: dict[str, tuple[str, dict[str, Any], Scheme]] = {
     "DeepSeek-V3, fp8 blocks": ("DeepseekV3ForCausalLM", {}, SCHEMES["fp8, blocks"]),
     "Qwen3-MoE, int4 groups": ("Qwen3MoeForCausalLM", {}, SCHEMES["compressed int4, groups"]),
     "Mixtral, W8A8": ("MixtralForCausalLM", {}, SCHEMES["compressed int8, W8A8"]),
+    "Qwen3-MoE, Quark MXFP4": ("Qwen3MoeForCausalLM", {"moe_intermediate_size": 32}, PUBLISHED["quark mxfp4"]),
+    "Mixtral, GPTQ in activation order": ("MixtralForCausalLM", {}, PUBLISHED["gptq, activation order"]),
 }
 
 
@@ -90,6 +93,9 @@ def test_what_is_stored_unquantized_is_read_as_it_is_whatever_the_list_of_such_l
         ("Qwen3-MoE, int4 groups", {MatrixFormat.INT4: 36, None: 3}),
         ("Kimi K2, int4 groups", {MatrixFormat.INT4: 16, None: 12}),
         ("Mixtral, W8A8", {MatrixFormat.INT8: 36, None: 3}),
+        ("Qwen3-MoE, Quark MXFP4", {MatrixFormat.MXFP4: 36, None: 3}),
+        # Kernels of experts share rows between matrices, so only the attention is packed.
+        ("Mixtral, GPTQ in activation order", {MatrixFormat.INT4: 4, None: 35}),
     ],
 )
 def test_a_backend_with_kernels_for_a_format_is_given_experts_in_it(

@@ -19,6 +19,7 @@ from tests.support.models.generation import Generated, Way, generate
 from tests.support.models.mtp_logits import our_mtp_logits
 from tests.support.models.paged_model import PagedModel
 from tests.support.models.parity import SmallModels, load_paged, make_prompts
+from tests.support.models.published_formats import PUBLISHED
 from tests.support.models.quantized_checkpoints import MXFP4, SCHEMES, Scheme, write_quantized
 from tests.support.models.small_configs import ARCHITECTURES, SMALL_CONFIGS
 from tests.support.models.small_models import build_model, write_small_model
@@ -211,6 +212,7 @@ QUANTIZED: dict[str, tuple[str, dict[str, Any], Scheme]] = {
     "gpt-oss, mxfp4": ("GptOssForCausalLM", {"intermediate_size": 64}, MXFP4),
     "DeepSeek-V3, fp8 blocks": ("DeepseekV3ForCausalLM", {}, SCHEMES["fp8, blocks"]),
     "Qwen3-Next, fp8 blocks": ("Qwen3NextForCausalLM", {}, SCHEMES["fp8, blocks"]),
+    "Llama, GPTQ in activation order": ("LlamaForCausalLM", {}, PUBLISHED["gptq, activation order"]),
     "Llama, int4 groups": ("LlamaForCausalLM", {"mlp_bias": True}, SCHEMES["compressed int4, groups"]),
 }
 

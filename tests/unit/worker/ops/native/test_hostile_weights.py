@@ -28,6 +28,7 @@ from services.worker.weights.weight_files import WeightFiles
 from shared.model_dir import ModelDirectoryError
 from tests.support.models.hostile_tensors import CONTENTS, FLOAT_CONTENTS, contents, damages
 from tests.support.models.paged_model import PagedModel
+from tests.support.models.published_formats import PUBLISHED
 from tests.support.models.quantized_checkpoints import SCHEMES, WEIGHTS, Scheme, mxfp4_stack, write_quantized
 from tests.support.models.small_configs import SMALL_CONFIGS
 from tests.support.models.small_models import build_model, write_small_model
@@ -39,6 +40,7 @@ SHAPE = (40, 80)
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
 EXPERT_SHAPES = {GATE_UP: (2, 32, 64), DOWN: (2, 32, 32)}
 MXFP4 = {"quant_method": "mxfp4"}
+TRANSPOSED = ("awq", "gptq, activation order")
 # The scale of activations that are not quantised here.
 UNUSED = ".input_scale"
 CHANGES = {"num_hidden_layers": 1, "tie_word_embeddings": False}
@@ -60,7 +62,7 @@ def blocks(block_type: BlockType) -> dict[str, Tensor]:
 def layers() -> Iterator[tuple[str, Mapping[str, Any], dict[str, Tensor]]]:
     """The name, configuration and tensors of a layer in every format but those of stacks."""
     yield "plain", {}, {f"{LAYER}.weight": matrix(SHAPE)}
-    for name, scheme in SCHEMES.items():
+    for name, scheme in {**SCHEMES, **{name: PUBLISHED[name] for name in TRANSPOSED}}.items():
         if not scheme.others:
             quantized = scheme.quantize(matrix(SHAPE))
             yield name, scheme.config, {LAYER + suffix: tensor for suffix, tensor in quantized.tensors.items()}

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from services.worker.models.loader import load_model
+from services.worker.ops import load_ops
 from services.worker.ops.matrices import dense
 from services.worker.ops.matrix_rows import MatrixFormat, format_of
 from services.worker.weights.checkpoint import CheckpointWeights
@@ -130,6 +131,17 @@ def change_of(name: str, **values: Any) -> dict[str, Any]:
 
 def label_of(config: Mapping[str, Any], layer: str, **whole: Any) -> str:
     return QuantizationConfig.from_json({"quantization_config": config, **whole}).linear_format(layer).label
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq, activation order", "gptq, 8 bits", "quark mxfp4"])
+def test_native_kernels_compute_what_the_values_do(plain_dir: Path, tmp_path: Path, name: str) -> None:
+    quantized, values = write_quantized(plain_dir, tmp_path, PUBLISHED[name])
+    ops, expected = load_ops("native"), logits_of(values)[0]
+    loaded = load_model(quantized, ops, torch.float32, lambda _: None)
+    assert loaded.packed_formats == {KEPT[name]}
+    paged = PagedModel(loaded.model, ops, num_blocks=8)
+    # They quantise activations to 8 bits, whose rounding is about a hundredth of a typical value.
+    assert (paged.prefill_all(paged.add(PROMPT)) - expected).std() < 0.05 * expected.std()
 
 
 @pytest.mark.parametrize(
