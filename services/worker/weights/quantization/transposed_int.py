@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
@@ -41,7 +42,7 @@ class WordLayout:
     order: tuple[int, ...] | None = None
     """Which output features a word has, as in `AWQ_ORDER`; None means in order."""
     has_input_words: bool = False
-    """Whether words of codes have input features."""
+    """Whether words of codes have input features; otherwise they have eight output features."""
     is_signed: bool = False
     """Whether codes and zero points are in two's complement."""
     zero_shift: int = 0
@@ -151,13 +152,7 @@ class TransposedIntFormat(LayerFormat):
             words = words.T.clone(memory_format=torch.contiguous_format)
             codes = words.view(torch.uint8)[:, first % 4 : first % 4 + last - first]
         else:
-            inputs = parts["packed"][first * per_byte : last * per_byte]
-            codes = self._outputs(inputs, rows).T
-            if per_byte == 2:
-                # An odd number of input features leaves the last one alone.
-                missing = codes.shape[1] % 2
-                codes = torch.nn.functional.pad(codes, (0, missing)) if missing else codes
-                codes = codes[:, 0::2] | codes[:, 1::2] << 4
+            codes = self._pairs(parts["packed"][2 * first : 2 * last], rows)
         return codes ^ ZERO_BYTES[self.num_bits] if self.layout.is_signed else codes
 
     def _unpacked(self, codes: Tensor, columns: range) -> Tensor:
@@ -166,6 +161,26 @@ class TransposedIntFormat(LayerFormat):
             return codes
         skipped = columns.start % 2
         return _nibbles(codes).flatten(1)[:, skipped : skipped + len(columns)]
+
+    def _pairs(self, words: Tensor, rows: range) -> Tensor:
+        """The values of output features `rows` in `words` [n, words], two of an `IntMatrix` in a byte.
+
+        Returns:
+            [len(rows), n / 2] uint8; the last value of an odd number is alone.
+        """
+        first, last = rows.start // 8, -(-rows.stop // 8)
+        words = F.pad(words[:, first:last], (0, 0, 0, len(words) % 2)).contiguous()
+        even, odd = words.view(torch.uint8).view(len(words) // 2, 2, -1).unbind(1)
+        # Pairs are turned, which is several times as fast as turning their halves.
+        low, high = (even & 0xF) | (odd << 4), (even >> 4) | (odd & 0xF0)
+        values = torch.empty((last - first, 8, len(even)), dtype=torch.uint8)
+        order = self.layout.order or range(8)
+        for offset, pairs in enumerate((low, high)):
+            of_word = pairs.T.contiguous().view(last - first, 4, len(even))
+            for byte in range(4):
+                values[:, order[2 * byte + offset]] = of_word[:, byte]
+        skipped = rows.start - 8 * first
+        return values.flatten(0, 1)[skipped : skipped + len(rows)]
 
     def _outputs(self, words: Tensor, rows: range) -> Tensor:
         """The values of output features `rows` in `words` [n, words], as [n, len(rows)] uint8."""
