@@ -1,7 +1,7 @@
 """Loads a model and reports the memory it took.
 
-`python -m tests.support.models.load_memory MODEL_DIR BACKEND [QUANTIZATION]`. The backend `packing` keeps weights
-packed and has no kernels for them.
+`python -m tests.support.models.load_memory [--dtype DTYPE] MODEL_DIR BACKEND [QUANTIZATION]`. The backend `packing`
+keeps weights packed and has no kernels for them.
 
 It runs as a separate process, since memory freed earlier would hide what loading takes. Pages of mapped files are not
 counted: the kernel can reclaim them at any time.
@@ -9,8 +9,8 @@ counted: the kernel can reclaim them at any time.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import threading
 from pathlib import Path
 
@@ -55,14 +55,19 @@ def anonymous_bytes() -> int:
 def main() -> None:
     """Print as JSON the peak and the remaining memory of loading, in bytes."""
     torch.set_num_threads(1)
-    model_dir, backend, *quantization = sys.argv[1:]
-    ops = PackingOps() if backend == "packing" else load_ops(backend)
-    options = LoadOptions(quantization=MatrixFormat(quantization[0]) if quantization else None)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model_dir", type=Path)
+    parser.add_argument("backend")
+    parser.add_argument("quantization", type=MatrixFormat, nargs="?")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    arguments = parser.parse_args()
+    ops = PackingOps() if arguments.backend == "packing" else load_ops(arguments.backend)
+    options, dtype = LoadOptions(quantization=arguments.quantization), getattr(torch, arguments.dtype)
     # Warm up, so that what libraries allocate at first use is not counted.
     ops.prepare_linear(torch.ones(8, 8), None, torch.float32)(torch.ones(1, 8))
     before = anonymous_bytes()
     with PeakMemory() as memory:
-        loaded = load_model(Path(model_dir), ops, torch.float32, lambda _: None, options=options)
+        loaded = load_model(arguments.model_dir, ops, dtype, lambda _: None, options=options)
         after = anonymous_bytes()
     assert loaded.model
     print(json.dumps({"peak": memory.peak - before, "kept": after - before}))  # noqa: T201 - what it is for

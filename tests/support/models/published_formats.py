@@ -96,9 +96,11 @@ def gptq(
     return Quantized(tensors, values)
 
 
-def quark_int4(weight: Tensor, *, order: tuple[int, ...] = ORDER, is_signed: bool = False) -> Quantized:
+def quark_int4(
+    weight: Tensor, *, order: tuple[int, ...] = ORDER, is_signed: bool = False, group_size: int = GROUP
+) -> Quantized:
     """As `Pack_4_bits` packs a weight per group, which it transposes; signed codes are in two's complement."""
-    groups = consecutive(weight.shape[1], GROUP)
+    groups = consecutive(weight.shape[1], group_size)
     codes, zeros, scales, values = quantize_groups(weight, 4, groups, is_symmetric=is_signed)
     if is_signed:
         codes, zeros = (codes - 8).int() & 0xF, (zeros - 8).int() & 0xF
@@ -134,7 +136,7 @@ def e2m1_codes(values: Tensor) -> Tensor:
 
 def of_codes(packed: Tensor) -> Tensor:
     """The numbers of codes, one by one."""
-    return torch.tensor([[E2M1[code] for byte in row for code in (byte & 15, byte >> 4)] for row in packed.tolist()])
+    return torch.tensor(E2M1)[torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1).int()]
 
 
 def mxfp4(weight: Tensor, suffix: str = ".weight") -> Quantized:
