@@ -26,6 +26,9 @@ _PACKAGE = "lockstep.internal.v1."
 WIRE_VERSION = 1
 """The highest wire version whose fields this release knows."""
 
+TIMINGS = "timings"
+"""The capability of a replica that is told how long requests waited and were prefilled."""
+
 
 @dataclass(frozen=True, slots=True)
 class Capability:
@@ -119,6 +122,7 @@ CAPABILITIES = (
             "StepResult.not_finite_saves",
         ),
     ),
+    Capability(TIMINGS, 1, ("RequestEnd.queue_time_us", "RequestStart.prefill_time_us")),
 )
 
 

@@ -151,7 +151,7 @@ def test_a_seed_that_fails_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPa
 def test_a_bug_that_the_scheduler_would_end_by_fails_the_seed_and_says_where_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise KeyError("planted")
 
     monkeypatch.setattr("services.scheduler.server.cell_server.encode_outputs", fail)

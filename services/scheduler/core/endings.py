@@ -54,6 +54,7 @@ class Endings:
             finish,
             num_resumes=seq.num_resumes,
             is_resume_exact=seq.numerics is None or seq.numerics.is_continued_by(self._numerics or seq.numerics),
+            queue_s=seq.waited_s,
         )
 
     def abort(self, seq: Sequence, now: float) -> None:

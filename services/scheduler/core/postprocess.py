@@ -130,7 +130,10 @@ class Postprocessor:
             seq = self._slots.sequence_at(Slot(slot))
             seq.first_token_at = now
             assert seq.num_first_cached_tokens is not None
-            outputs.add_start(seq.client, RequestStart(seq.handle, seq.num_first_cached_tokens, seq.waited_s))
+            prefill_s = now - seq.dequeued_at
+            outputs.add_start(
+                seq.client, RequestStart(seq.handle, seq.num_first_cached_tokens, seq.waited_s, prefill_s)
+            )
 
     def _cut_failed(
         self, rows: RowTokens, failed_rows: Int32Column, is_usable: _Mask

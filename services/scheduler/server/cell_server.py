@@ -72,6 +72,8 @@ class ClientLink:
         """The error that the stream ends with, or None for OK."""
         self.cell_info: exchange_pb2.CellInfo | None = None
         """The cell's facts as they were last sent."""
+        self.has_timings = False
+        """Whether the replica has the capability `TIMINGS`."""
         self._on_close = on_close
         self._silence = Silence(silence_s)
         self._sends_heartbeats = False
@@ -315,9 +317,9 @@ class CellServer:
             case Deliver(client, outputs) if client == DIRECT_CLIENT:
                 self.direct_clients.deliver(outputs)
             case Deliver(client, outputs):
-                if client in self._clients:
-                    response = exchange_pb2.ExchangeResponse(outputs=encode_outputs(outputs))
-                    self._clients[client].send(response, self._loop.time())
+                if (link := self._clients.get(client)) is not None:
+                    message = encode_outputs(outputs, has_timings=link.has_timings)
+                    link.send(exchange_pb2.ExchangeResponse(outputs=message), self._loop.time())
             case CloseClient(client, error):
                 if client in self._clients:
                     self._clients[client].close(error)

@@ -71,15 +71,15 @@ def encode_heartbeat(progress: int, state: CellState) -> exchange_pb2.SchedulerH
     return exchange_pb2.SchedulerHeartbeat(progress=progress, holds_workers=state.ready, load=load)
 
 
-def encode_outputs(outputs: Outputs) -> exchange_pb2.Outputs:
-    """Encode one step's outputs to one replica."""
+def encode_outputs(outputs: Outputs, *, has_timings: bool = False) -> exchange_pb2.Outputs:
+    """Encode one step's outputs to one replica; `has_timings` if it has the capability `shared.wire.TIMINGS`."""
     message = exchange_pb2.Outputs(
         handles=outputs.handles.astype(_HANDLE_DTYPE, copy=False).tobytes(),
         first_indexes=outputs.first_indexes.astype(TOKEN_DTYPE, copy=False).tobytes(),
         counts=_ONE * len(outputs.handles) if outputs.counts is None else _int_column(outputs.counts),
         token_ids=outputs.token_ids.astype(TOKEN_DTYPE, copy=False).tobytes(),
-        starts=[_encode_start(start) for start in outputs.starts],
-        ends=[_encode_end(end) for end in outputs.ends],
+        starts=[_encode_start(start, has_timings=has_timings) for start in outputs.starts],
+        ends=[_encode_end(end, has_timings=has_timings) for end in outputs.ends],
     )
     if outputs.logprobs is not None:
         message.logprobs.CopyFrom(encode_logprobs(outputs.logprobs))
@@ -177,17 +177,24 @@ def _int_column(values: Int32Column) -> bytes:
     return values.astype(TOKEN_DTYPE, copy=False).tobytes()
 
 
-def _encode_start(start: RequestStart) -> exchange_pb2.RequestStart:
+def _encode_start(start: RequestStart, *, has_timings: bool) -> exchange_pb2.RequestStart:
     return exchange_pb2.RequestStart(
         handle=start.handle,
         num_cached_tokens=start.num_cached_tokens,
-        queue_time_us=round(1e6 * start.queue_s),
+        queue_time_us=_microseconds(start.queue_s),
+        prefill_time_us=_microseconds(start.prefill_s) if has_timings else None,
     )
 
 
-def _encode_end(end: RequestEnd) -> exchange_pb2.RequestEnd:
+def _encode_end(end: RequestEnd, *, has_timings: bool) -> exchange_pb2.RequestEnd:
+    queue_time_us = _microseconds(end.queue_s) if has_timings else None
     if end.error is not None:
-        return exchange_pb2.RequestEnd(handle=end.handle, error=to_status(end.error), num_resumes=end.num_resumes)
+        return exchange_pb2.RequestEnd(
+            handle=end.handle,
+            error=to_status(end.error),
+            num_resumes=end.num_resumes,
+            queue_time_us=queue_time_us,
+        )
     assert end.finish is not None
     return exchange_pb2.RequestEnd(
         handle=end.handle,
@@ -195,4 +202,9 @@ def _encode_end(end: RequestEnd) -> exchange_pb2.RequestEnd:
         stop_token_id=end.finish.stop_token_id,
         num_completion_tokens=end.num_completion_tokens,
         num_resumes=end.num_resumes,
+        queue_time_us=queue_time_us,
     )
+
+
+def _microseconds(duration_s: float) -> int:
+    return round(1e6 * duration_s)

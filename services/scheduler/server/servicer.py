@@ -20,6 +20,7 @@ from shared.errors import InternalError, InvalidRequestError, ServiceError, Viol
 from shared.network.access import get_caller
 from shared.network.response_writer import ResponseWriter
 from shared.request_fields import read_time_left
+from shared.wire import TIMINGS, introduce_self, lower_of, read_introduction
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
                     # The engine knows, or will soon, that the replica is gone; nothing would end a new request.
                     return
                 if message.HasField("introduction"):
+                    introduction = lower_of(introduce_self(), read_introduction(message.introduction))
+                    client.has_timings = TIMINGS in introduction.capabilities
                     facts = {"release": message.introduction.release, "wire_version": message.introduction.wire_version}
                     logger.info("a replica is linked", extra={"client": client.number, **facts})
                 if message.is_heartbeat:

@@ -123,6 +123,8 @@ class Sequence:
     """When it last entered the waiting queue."""
     waited_s: float = 0.0
     """Time in the waiting queue before `queued_at`."""
+    dequeued_at: float = 0.0
+    """When it last left the waiting queue."""
     status: SequenceStatus = SequenceStatus.WAITING
     type: SequenceType = SequenceType.PREFILL
     slot: Slot | None = None

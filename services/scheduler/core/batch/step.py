@@ -129,6 +129,8 @@ class RequestStart:
     num_cached_tokens: int
     queue_s: float
     """Time in this scheduler's queues."""
+    prefill_s: float = 0.0
+    """Time since it last left them."""
 
 
 @dataclass(slots=True)
@@ -143,11 +145,13 @@ class RequestEnd:
     """As in `Sequence`."""
     is_resume_exact: bool = True
     """Whether the tokens are the same as without a loss, as far as this scheduler knows."""
+    queue_s: float = 0.0
+    """Time in this scheduler's queues."""
 
     @classmethod
     def failure(cls, seq: Sequence, error: ServiceError) -> RequestEnd:
-        """The end of a failed choice."""
-        return cls(seq.handle, error=error, num_resumes=seq.num_resumes)
+        """The end of a failed choice, which has left the queue."""
+        return cls(seq.handle, error=error, num_resumes=seq.num_resumes, queue_s=seq.waited_s)
 
 
 @dataclass(slots=True)

@@ -416,6 +416,7 @@ class WaitingQueue:
             self.num_new -= 1
             self.num_new_tokens -= seq.num_limited_tokens
         seq.waited_s += now - seq.queued_at
+        seq.dequeued_at = now
 
     def _note_less(self, queue: TenantQueue) -> None:
         """One that could be next has left a queue or was set aside."""

@@ -71,7 +71,7 @@ def test_a_waiting_sequence_ends_in_the_queue() -> None:
     parts.add(seq, other)
     parts.endings.abort(seq, 2.0)
     assert (list(parts.waiting), seq.status, seq.left_at) == ([other], SequenceStatus.EXIT_ENGINE, 2.0)
-    assert parts.endings.stop_at(other, 3, now=2.0) == RequestEnd(RequestHandle(2), 0, STOP_STRING)
+    assert parts.endings.stop_at(other, 3, now=2.0) == RequestEnd(RequestHandle(2), 0, STOP_STRING, queue_s=2.0)
     assert (list(parts.waiting), parts.counters.num_finished) == ([], 2)
 
 

@@ -153,6 +153,20 @@ async def test_a_worker_that_does_not_introduce_itself_gets_no_options(tmp_path:
         assert tokens == {1: expected_completion([1, 2, 3], 0, 5)}
 
 
+async def test_only_a_replica_that_knows_timings_is_told_them(tmp_path: Path) -> None:
+    async with running_cell(tmp_path) as cell:
+        for introduction in (None, exchange_pb2.ExchangeRequest(introduction=introduce_self().encode()).introduction):
+            call = cell.exchange()
+            await call.read()
+            await call.write(exchange_pb2.ExchangeRequest(introduction=introduction))
+            await call.write(submit(1, [1, 2, 3], 1))
+            outputs = (await call.read()).outputs
+            [start], [end] = outputs.starts, outputs.ends
+            knows = introduction is not None
+            assert (start.HasField("prefill_time_us"), end.HasField("queue_time_us")) == (knows, knows)
+            assert not knows or end.queue_time_us == start.queue_time_us
+
+
 async def test_a_broken_stream_aborts_its_requests(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         broken, other = cell.exchange(), cell.exchange()

@@ -192,19 +192,25 @@ def test_outputs_carry_requested_tokens() -> None:
     assert (message.counts, message.token_ids) == (token_bytes([1, 2]), token_bytes([11, 12, 9]))
 
 
-def test_a_start_says_how_long_its_choice_waited() -> None:
+def test_a_start_says_how_long_its_choice_waited_and_was_prefilled() -> None:
     outputs = Outputs(np.array([4], np.uint32), column(0), column(11))
-    outputs.starts.append(RequestStart(RequestHandle(4), num_cached_tokens=32, queue_s=0.25))
-    [start] = encode_outputs(outputs).starts
-    assert start == exchange_pb2.RequestStart(handle=4, num_cached_tokens=32, queue_time_us=250_000)
+    outputs.starts.append(RequestStart(RequestHandle(4), num_cached_tokens=32, queue_s=0.25, prefill_s=0.5))
+    [start] = encode_outputs(outputs, has_timings=True).starts
+    expected = exchange_pb2.RequestStart(handle=4, num_cached_tokens=32, queue_time_us=250_000, prefill_time_us=500_000)
+    assert start == expected
+    # A replica of an older release knows only the first.
+    expected.ClearField("prefill_time_us")
+    assert list(encode_outputs(outputs).starts) == [expected]
 
 
-def test_an_end_reports_how_often_its_choice_was_resumed() -> None:
+def test_an_end_reports_how_often_its_choice_was_resumed_and_how_long_it_waited() -> None:
     first, second, third = choice_handles(RequestHandle(1), 3)
     ends = [
-        RequestEnd(first, 5, Finish(FinishReason.MAX_TOKENS), num_resumes=2),
-        RequestEnd(second, error=NumericError(""), num_resumes=1),
+        RequestEnd(first, 5, Finish(FinishReason.MAX_TOKENS), num_resumes=2, queue_s=0.5),
+        RequestEnd(second, error=NumericError(""), num_resumes=1, queue_s=2.0),
         RequestEnd(third, 5, Finish(FinishReason.MAX_TOKENS)),
     ]
-    message = encode_outputs(Outputs.only_ends(ends))
+    message = encode_outputs(Outputs.only_ends(ends), has_timings=True)
     assert [end.num_resumes for end in message.ends] == [2, 1, 0]
+    assert [end.queue_time_us for end in message.ends] == [500_000, 2_000_000, 0]
+    assert not any(end.HasField("queue_time_us") for end in encode_outputs(Outputs.only_ends(ends)).ends)
