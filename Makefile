@@ -205,7 +205,7 @@ chart: $(INSTALLED) $(STUBS) ## write the chart's table of values, and the names
 	@$(BIN)/python -m tests.support.deploy.chart_tables
 
 locks: $(UV) ## write deploy/locks: what images and releases install, with hashes
-	@$(LOCK) -o deploy/locks/tokenizer.txt pyproject.toml --extra tokenizer -c $(CONSTRAINTS)
+	@$(LOCK) -o deploy/locks/tokenizer.txt pyproject.toml --extra tokenizer --extra tracing -c $(CONSTRAINTS)
 	@$(LOCK) -o deploy/locks/scheduler.txt pyproject.toml --extra scheduler -c $(CONSTRAINTS)
 	@$(LOCK) -o deploy/locks/worker-cpu.txt pyproject.toml --extra worker-cpu $(WITH_TORCH_FOR_CPU) -c $(CONSTRAINTS)
 	@$(LOCK) -o deploy/locks/worker-cuda.txt pyproject.toml --extra worker-cuda -c deploy/constraints-cuda.txt

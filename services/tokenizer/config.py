@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic_settings import SettingsConfigDict
 
 from shared.config import (
@@ -19,6 +21,33 @@ from shared.config import (
 )
 from shared.model_dir import display_name
 from shared.network.tls import Role
+from shared.release import DISTRIBUTION
+
+
+def check_otlp_endpoint(endpoint: str) -> str:
+    """Return a collector's URL unchanged.
+
+    Raises:
+        ValueError: it is none, or the packages that export spans are missing.
+    """
+    parts = urlsplit(endpoint)
+    is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port
+    if not is_url or endpoint.rstrip("/") != f"{parts.scheme}://{parts.netloc}" or "@" in parts.netloc:
+        raise ValueError("must be http://HOST:PORT or https://HOST:PORT")
+    if not all(map(_is_installed, ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc"))):
+        raise ValueError(f"needs OpenTelemetry: pip install '{DISTRIBUTION}[tracing]'")
+    return endpoint
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:
+        # A package that it is in.
+        return False
+
+
+OtlpEndpoint = Annotated[str, AfterValidator(check_otlp_endpoint)]
 
 
 class TokenizerSettings(SchedulerLossSettings, ProcessSettings, HttpPortSettings):
@@ -88,6 +117,11 @@ class TokenizerSettings(SchedulerLossSettings, ProcessSettings, HttpPortSettings
         le=64,
         description="Threads that encode and decode short texts, and processes that render short chats; long ones get "
         "one more of each.",
+    )
+    otlp_endpoint: OtlpEndpoint | None = Field(
+        default=None,
+        description="OpenTelemetry collector that gets the spans of requests, by OTLP over gRPC: http://HOST:PORT, or "
+        "https://HOST:PORT with TLS. Needs the extra `tracing`.",
     )
 
     template_timeout_s: float = Field(

@@ -12,6 +12,7 @@ from lockstep.internal.v1 import exchange_pb2
 from services.tokenizer.answer.request_totals import RequestTotals, finish_label
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
 from services.tokenizer.request.prompts import PromptEncoder
+from services.tokenizer.tracing.request_trace import SpanTotals
 from shared.client_keys import ClientKeys
 from shared.histogram import Histogram
 from shared.network.tls import Certificates
@@ -42,6 +43,7 @@ class ReplicaCollector(Collector):
         yield from _time_metrics(self._totals)
         yield from _token_metrics(self._totals)
         yield from _outcome_metrics(self._totals)
+        yield from _span_metrics(self._totals.spans)
         yield from _template_metrics(self._prompts)
         yield from self._link_metrics()
         yield from _load_metrics(self._scheduler.load)
@@ -180,6 +182,17 @@ def _outcome_metrics(totals: RequestTotals) -> Iterator[Metric]:
     for name, count in totals.num_by_failure.items():
         failure.add_metric([name], count)
     yield failure
+
+
+def _span_metrics(spans: SpanTotals) -> Iterator[Metric]:
+    exported = CounterMetricFamily(
+        "lockstep_spans",
+        "Spans of traced requests: exported, or lost because the collector did not take them in time.",
+        labels=["outcome"],
+    )
+    exported.add_metric(["exported"], spans.num_exported)
+    exported.add_metric(["lost"], spans.num_lost)
+    yield exported
 
 
 def _histogram(name: str, documentation: str, histogram: Histogram) -> HistogramMetricFamily:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from typing import TYPE_CHECKING
 
+import grpc
 from prometheus_client import CollectorRegistry
 
 from services.tokenizer.answer.request_totals import RequestTotals
@@ -32,6 +34,9 @@ from shared.process.lifecycle import StopRequest, freeze_garbage, run_service
 from shared.process.logging import configure_logging
 from shared.process.open_files import share_open_files
 
+if TYPE_CHECKING:
+    from services.tokenizer.tracing.exporter import OtlpTracer
+
 logger = logging.getLogger(__name__)
 
 # An encoding thread yields the interpreter lock to the event loop after this long; Python's default of 5 ms would be
@@ -39,6 +44,8 @@ logger = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 200e-6
 
 _CLOSE_S = 0.5
+# How long the last spans may take to leave.
+_FLUSH_S = 1.0
 
 _UNLINKED = "not linked to a scheduler"
 
@@ -68,21 +75,23 @@ async def serve(
     )
     live, totals = LiveRequests(), RequestTotals()
     limits, settings_http_limits = _share_limits(settings, totals)
-    servicer = TokenizerServicer(model, scheduler, live, totals=totals, max_unread_s=settings.max_unread_s)
-    servicers: list[Servicer] = [servicer, health]
-    listed = (TOKENIZER_SERVICE,) if settings.reflection else ()
     names = settings.served_model_name or (model.name,)
+    tracer = None if settings.otlp_endpoint is None else _make_tracer(settings.otlp_endpoint, names[0], totals)
+    servicer = TokenizerServicer(
+        model, scheduler, live, totals=totals, max_unread_s=settings.max_unread_s, tracer=tracer
+    )
+    servicers: list[Servicer] = [servicer, health]
     try:
         server = make_server(
             settings.bind_address,
             servicers,
-            service_names=listed,
+            service_names=(TOKENIZER_SERVICE,) if settings.reflection else (),
             certificates=settings.certificates,
             limits=limits,
         )
         registry = make_registry(scheduler, totals, model.prompts, settings.certificates, settings.keys)
         management = await serve_management(settings.manage_listen, registry, probes)
-        backend = Backend(model, scheduler, live, totals, settings.max_unread_s, names, settings.keys)
+        backend = Backend(model, scheduler, live, totals, settings.max_unread_s, names, settings.keys, tracer)
         http = await _serve_http(settings, backend, registry, http_limits or settings_http_limits)
     except RuntimeError as error:
         logger.error("cannot serve", extra={"error": str(error)})
@@ -96,9 +105,7 @@ async def serve(
     probes.is_leaving = True
     await health.set_serving(False)
     await _drain(settings.drain_s, scheduler, live, stop)
-    await server.stop(_CLOSE_S)
-    if http is not None:
-        await http.stop()
+    await _stop(server, http, tracer)
     if management is not None:
         management.close()
     model.close()
@@ -109,6 +116,13 @@ async def serve(
         if isinstance(result, Exception):
             raise result
     return 0
+
+
+def _make_tracer(endpoint: str, model_name: str, totals: RequestTotals) -> OtlpTracer:
+    # OpenTelemetry is an extra, and is not loaded where nothing is traced.
+    from services.tokenizer.tracing.exporter import OtlpTracer  # noqa: PLC0415
+
+    return OtlpTracer(endpoint, model_name, totals.spans)
 
 
 def _share_limits(settings: TokenizerSettings, totals: RequestTotals) -> tuple[ServerLimits, HttpLimits]:
@@ -129,6 +143,15 @@ async def _drain(drain_s: float, scheduler: SchedulerClient, live: LiveRequests,
     if stop.is_set():
         scheduler.announce_drain()
     await live.drain(drain_s if stop.is_set() else 0.0, stop.is_urgent)
+
+
+async def _stop(server: grpc.aio.Server, http: HttpServer | None, tracer: OtlpTracer | None) -> None:
+    """Answer nothing more, and export the spans of what was answered."""
+    await server.stop(_CLOSE_S)
+    if http is not None:
+        await http.stop()
+    if tracer is not None:
+        await tracer.close(_FLUSH_S)
 
 
 async def _serve_http(

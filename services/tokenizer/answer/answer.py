@@ -29,6 +29,7 @@ from services.tokenizer.replies.parser import ReplyParser
 from services.tokenizer.replies.parts import ReasoningPart, ReplyPart, TextPart, ToolCallPart
 from services.tokenizer.text.detokenizer import Detokenizer
 from services.tokenizer.text.stop_strings import StopMatcher
+from services.tokenizer.tracing.choice_times import ChoiceTimes
 from shared.errors import InternalError, ServiceError
 from shared.network.rpc import StatusError
 
@@ -150,6 +151,8 @@ class Extras:
     """None unless requested."""
     prompt_logprobs: LogprobQueue | None = None
     """None unless requested."""
+    times: ChoiceTimes | None = None
+    """None unless the request is traced."""
 
 
 PLAIN = Extras()
@@ -190,6 +193,7 @@ class Choice:
         self.is_first = place[1] == 0
         self._prompt, self._number = place
         self._extras = extras
+        self._times = extras.times
         self._finish: tokenizer_pb2.Finish | None = None
 
     @property
@@ -205,16 +209,28 @@ class Choice:
     def submitted(self, num_resumes: int, *, is_exact: bool) -> None:
         """Submitted, or resubmitted; `is_exact` if resumes in this cell change no byte of the output."""
         self.num_resumes, self.resumes_exactly = num_resumes, is_exact
+        if self._times is not None:
+            self._times.note_submission(time.monotonic())
 
     def resumed(self, num_resumes: int) -> None:
         """Resumed inside the cell, now `num_resumes` times in total; counts if a stop string ends the choice."""
         self.num_resumes = num_resumes
+        if self._times is not None:
+            self._times.note_resume(time.monotonic())
 
-    def begin(self, num_cached_tokens: int, queue_s: float | None) -> None:
-        """Called once, before the first tokens; `queue_s` is the time in the cell's queues, if it is known."""
+    def begin(self, num_cached_tokens: int, queue_s: float | None, prefill_s: float | None = None) -> None:
+        """Called once, before the first tokens.
+
+        Args:
+            num_cached_tokens: Tokens of the prompt that were cached.
+            queue_s: The time in the cell's queues; None if it is not known.
+            prefill_s: The time since; None if it is not known.
+        """
         self.usage.num_cached_tokens = num_cached_tokens
         if queue_s is not None:
             self._totals.queue_s.observe(queue_s)
+        if self._times is not None:
+            self._times.note_start(queue_s, prefill_s)
 
     def receive(self, token_ids: Sequence[int], end: exchange_pb2.RequestEnd | None) -> int | None:
         """Take the next tokens and, with the last ones, the end; ignored once the choice is over.
@@ -281,9 +297,13 @@ class Choice:
                 self._totals.itl_s.observe(now - self._taken_at)
             self._taken_at = now
             self._totals.num_generation_tokens += len(token_ids)
+            if self._times is not None:
+                self._times.note_tokens(now)
         if self._finish is not None and not self.has_news:
             if self._extras.is_empty:
                 self._count_first(now)
+                if self._times is not None:
+                    self._times.note_tokens(now)
             total_s = now - self._generation.arrived_at
             self._set_timings(self._finish, total_s)
             self._totals.count_finish(self._finish.reason, total_s, self.usage)
@@ -341,6 +361,8 @@ class Choice:
         else:
             self._completion.push(token_ids)
         self.is_over = True
+        if self._times is not None and end.HasField("queue_time_us"):
+            self._times.note_end(1e-6 * end.queue_time_us)
         # A stop string or a last call in the tokens before the error takes precedence.
         if end.HasField("error") and self._completion.stop_string is None and not self._completion.is_over:
             self._generation.fail(StatusError(end.error))

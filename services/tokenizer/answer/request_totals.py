@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lockstep.v1 import common_pb2
+from services.tokenizer.tracing.request_trace import SpanTotals
 from shared.errors import ServiceError
 from shared.histogram import Histogram
 
@@ -46,6 +47,7 @@ class RequestTotals:
         self.completion_lengths = Histogram(_TOKEN_BOUNDS)
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
+        self.spans = SpanTotals()
         self.num_by_finish = dict.fromkeys(_finish_reasons(), 0)
         self.num_by_failure = dict.fromkeys(sorted({*_failure_reasons(ServiceError), CANCELLED, OTHER}), 0)
 

@@ -233,7 +233,8 @@ class CellRequests:
             handle = RequestHandle(start.handle)
             if self._ledger.begin(self._stream_number, handle):
                 queue_s = 1e-6 * start.queue_time_us if start.HasField("queue_time_us") else None
-                self._choices[handle].begin(start.num_cached_tokens, queue_s)
+                prefill_s = 1e-6 * start.prefill_time_us if start.HasField("prefill_time_us") else None
+                self._choices[handle].begin(start.num_cached_tokens, queue_s, prefill_s)
 
     def _receive_prompt_logprobs(self, messages: Iterable[exchange_pb2.PromptLogprobs]) -> None:
         for message in messages:

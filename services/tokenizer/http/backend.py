@@ -13,6 +13,7 @@ from services.tokenizer.exchange.scheduler_client import SchedulerClient
 from services.tokenizer.http.answers.answer_facts import PromptFacts
 from services.tokenizer.request.model import ServedModel
 from services.tokenizer.server.live_requests import LiveRequests
+from services.tokenizer.tracing.request_trace import Tracer
 from shared.client_keys import ClientKeys
 from shared.errors import ModelNotFoundError
 
@@ -30,6 +31,8 @@ class Backend:
     """Names that clients may give; the first one is in answers. At least one."""
     client_keys: ClientKeys | None = None
     """None means that clients need no key."""
+    tracer: Tracer | None = None
+    """What makes the spans of requests; None makes none."""
 
     def cell(self) -> LinkedCell:
         """The linked cell.

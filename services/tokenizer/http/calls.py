@@ -22,6 +22,7 @@ from services.tokenizer.http.errors import any_error
 from services.tokenizer.http.requests.api_request import ApiRequest
 from services.tokenizer.http.requests.fields import ignored_header
 from services.tokenizer.server.generate import CallTerms, GenerateCall, Writer
+from services.tokenizer.tracing.request_trace import CHAT, RequestTrace
 from shared.errors import ClientTooSlowError, DeadlinePassedError, ServiceError
 from shared.request_fields import read_time_left
 
@@ -37,20 +38,30 @@ class Route:
     make_answer: Callable[[AnswerFacts], AnswerObject]
     sign_of_life: bytes = COMMENT
     """What a stream has after a silence."""
+    operation: str = CHAT
+    """What traces call it."""
 
 
 class ApiCall:
     """Serves one request."""
 
     def __init__(
-        self, backend: Backend, route: Route, http: web.Request, api: ApiRequest, facts: dict[str, str]
+        self,
+        backend: Backend,
+        route: Route,
+        http: web.Request,
+        api: ApiRequest,
+        *,
+        facts: dict[str, str],
+        trace: RequestTrace | None,
     ) -> None:
-        """`facts` are further fields of the log line."""
+        """`facts` are further fields of the log line; `trace` is None unless the request is traced."""
         self._backend = backend
         self._route = route
         self._http = http
         self._api = api
         self._log_facts = facts
+        self._trace = trace
 
     async def serve(self) -> web.StreamResponse:
         """Answer.
@@ -62,6 +73,8 @@ class ApiCall:
             facts = await self._make_facts()
         except ServiceError as error:
             self._backend.totals.count_failure(error.reason)
+            if self._trace is not None:
+                self._trace.failure = error.reason
             raise
         return await (self._stream(facts) if self._api.options.is_streamed else self._answer_whole(facts))
 
@@ -69,6 +82,8 @@ class ApiCall:
         api, backend = self._api, self._backend
         cell = backend.cell()
         backend.check_model(api.model)
+        if self._trace is not None:
+            self._trace.attributes["gen_ai.request.model"] = api.model or backend.model_names[0]
         sampling = api.message.sampling
         return AnswerFacts(
             f"{self._route.id_prefix}{api.message.request_id}",
@@ -127,6 +142,7 @@ class ApiCall:
             overrides_model=self._api.options.max_tokens is not None,
             facts=self._log_facts | self._api.log_facts,
             client=self._http[CLIENT],
+            trace=self._trace,
         )
         call = GenerateCall(backend.model, backend.scheduler, backend.live, writer, totals=backend.totals, terms=terms)
         try:

@@ -41,6 +41,7 @@ from services.tokenizer.http.requests.token_requests import DetokenizeFields, re
 from services.tokenizer.http.responses.events import ResponseEvents, ResponseObject
 from services.tokenizer.http.responses.request import read_response_request
 from services.tokenizer.json.json_values import JsonObject
+from services.tokenizer.tracing.request_trace import TEXT_COMPLETION, RequestTrace, traced
 from shared.client_keys import Client
 from shared.errors import UnauthenticatedError
 from shared.limits import check_token_ids
@@ -55,6 +56,7 @@ COMPLETION = Route(
     "cmpl-",
     partial(Pieces, kind="text_completion", make_form=CompletionChoiceForm),
     partial(MergedAnswer, make=completion_answer),
+    operation=TEXT_COMPLETION,
 )
 MESSAGES = Route(ID_PREFIX, MessageEvents, MessageAnswer, PING)
 RESPONSE = Route("resp_", ResponseEvents, ResponseObject)
@@ -158,17 +160,24 @@ class _Routes:
     def answer(self, route: Route, read: Reader) -> Handler:
         """Continue the prompts of a request."""
 
-        async def handle(request: web.Request) -> web.StreamResponse:
+        async def serve(request: web.Request, trace: RequestTrace | None) -> web.StreamResponse:
             try:
                 api = await read_body(request, partial(read, request_id=request[REQUEST_ID]))
             except HttpError as error:
                 self._backend.totals.count_failure(error.code.upper())
+                if trace is not None:
+                    trace.failure = error.code.upper()
                 raise
             try:
-                return await ApiCall(self._backend, route, request, api, log_facts(request)).serve()
+                call = ApiCall(self._backend, route, request, api, facts=log_facts(request), trace=trace)
+                return await call.serve()
             except Exception as error:  # noqa: BLE001 - this is the HTTP boundary
                 # Here the fields have the names of this API.
                 raise any_error(error, api.names) from None
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            with traced(self._backend.tracer, route.operation, partial(_values_of, request)) as trace:
+                return await serve(request, trace)
 
         return handle
 
@@ -304,6 +313,10 @@ class _Routes:
             "max_input_tokens": context_length,
             "max_tokens": context_length,
         }
+
+
+def _values_of(request: web.Request, header: str) -> list[str]:
+    return request.headers.getall(header, [])
 
 
 def _json(value: object) -> web.Response:

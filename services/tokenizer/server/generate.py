@@ -18,6 +18,7 @@ from services.tokenizer.request.checks import CheckedRequest, check_request
 from services.tokenizer.request.model import ServedModel
 from services.tokenizer.request.prepare import PreparedPrompt, RequestPreparer
 from services.tokenizer.server.live_requests import LiveRequests
+from services.tokenizer.tracing.request_trace import RequestTrace
 from shared.client_keys import ANY_CLIENT, Client
 from shared.errors import DeadlinePassedError, InternalError, ServiceError
 from shared.ids import RequestHandle
@@ -57,6 +58,8 @@ class CallTerms:
     facts: Mapping[str, str] = field(default_factory=dict)
     """Further fields of the log line; no text."""
     client: Client = ANY_CLIENT
+    trace: RequestTrace | None = None
+    """None unless the call is traced."""
 
 
 class GenerateCall:
@@ -85,6 +88,9 @@ class GenerateCall:
         self._default_max_tokens = terms.default_max_tokens
         self._overrides_model = terms.overrides_model
         self._client = terms.client
+        self._trace = terms.trace
+        if self._trace is not None:
+            self._facts["trace_id"] = self._trace.trace_id
         if terms.client is not ANY_CLIENT:
             self._facts["tenant"] = self._tenant_name
 
@@ -104,6 +110,8 @@ class GenerateCall:
         except BaseException as error:
             failure = self._failure_reason(error)
             self._totals.count_failure(failure)
+            if self._trace is not None:
+                self._trace.failure = failure or InternalError.reason
             raise
         finally:
             outcome = finish or failure
@@ -120,9 +128,19 @@ class GenerateCall:
         self._facts["request_id"] = request.request_id
         check_exactness(cell.exact_fingerprint, is_exact=request.is_exact)
         with self._live.admit(self._tenant_name, request.all_ids):
-            prompts = await self._preparer.prepare(request)
+            prompts = await self._prepare(request)
             self._check_deadline()
             return await self._stream(request, prompts)
+
+    async def _prepare(self, request: CheckedRequest) -> list[PreparedPrompt]:
+        trace = self._trace
+        if trace is not None:
+            tenant = None if self._client is ANY_CLIENT else self._tenant_name
+            trace.begin_render(request.request_id, self._model.name, tenant)
+        prompts = await self._preparer.prepare(request)
+        if trace is not None:
+            trace.end_render(prompts[0].request.sampling, request.n)
+        return prompts
 
     def _defaults(self, of_model: common_pb2.SamplingParams) -> common_pb2.SamplingParams:
         if self._default_max_tokens is None:
@@ -184,6 +202,7 @@ class GenerateCall:
             form.is_empty,
             None if form.is_empty else self._logprob_queue(options.num_top, len(options.logprob_token_ids)),
             self._logprob_queue(options.num_prompt_logprobs),
+            None if self._trace is None else self._trace.add_choice(*place),
         )
         return Choice(
             generation, completion, place=place, num_prompt_tokens=prompt.request.num_prompt_tokens, extras=extras
@@ -212,6 +231,8 @@ class GenerateCall:
 
     def _note(self, generation: Generation) -> None:
         usage = generation.usage()
+        if self._trace is not None:
+            self._trace.end_answer(usage, generation)
         self._facts["num_prompt_tokens"] = usage.num_prompt_tokens
         self._facts["num_cached_tokens"] = usage.num_cached_tokens
         self._facts["num_completion_tokens"] = generation.num_tokens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import grpc
 import numpy as np
 
@@ -15,6 +17,7 @@ from services.tokenizer.request.model import ServedModel
 from services.tokenizer.server.generate import CallTerms, GenerateCall, Writer
 from services.tokenizer.server.live_requests import LiveRequests
 from services.tokenizer.text_size import check_text
+from services.tokenizer.tracing.request_trace import CHAT, TEXT_COMPLETION, Tracer, traced
 from shared.errors import InvalidRequestError, Violation
 from shared.limits import check_token_ids
 from shared.network.access import get_caller
@@ -35,6 +38,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         *,
         totals: RequestTotals,
         max_unread_s: float,
+        tracer: Tracer | None = None,
     ) -> None:
         """Serve requests.
 
@@ -44,12 +48,14 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             live: The requests in flight over all APIs.
             totals: Where they are counted.
             max_unread_s: A request is aborted once its client has read nothing for this long.
+            tracer: What makes the spans of requests; None makes none.
         """
         self._model = model
         self._scheduler = scheduler
         self._live = live
         self._totals = totals
         self._max_unread_s = max_unread_s
+        self._tracer = tracer
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register with `server`."""
@@ -119,13 +125,24 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self, request: tokenizer_pb2.GenerateRequest, writer: Writer, context: grpc.aio.ServicerContext
     ) -> None:
         time_left_s = read_time_left(context.time_remaining())
-        terms = CallTerms(time_left_s, client=get_caller())
-        call = GenerateCall(self._model, self._scheduler, self._live, writer, totals=self._totals, terms=terms)
-        await call.serve(request)
+        with traced(self._tracer, _operation_of(request), partial(_metadata_of, context)) as trace:
+            terms = CallTerms(time_left_s, client=get_caller(), trace=trace)
+            call = GenerateCall(self._model, self._scheduler, self._live, writer, totals=self._totals, terms=terms)
+            await call.serve(request)
 
     def _cell(self) -> LinkedCell:
         self._live.check_open()
         return self._scheduler.cell()
+
+
+def _operation_of(request: tokenizer_pb2.GenerateRequest) -> str:
+    is_list = request.WhichOneof("prompt") == "prompts"
+    prompts = request.prompts.prompts if is_list else [request]
+    return CHAT if any(prompt.HasField("chat") for prompt in prompts) else TEXT_COMPLETION
+
+
+def _metadata_of(context: grpc.aio.ServicerContext, name: str) -> list[str]:
+    return [value for key, value in context.invocation_metadata() or () if key == name]
 
 
 def _check_num_ids(num_ids: int, context_length: int) -> None:

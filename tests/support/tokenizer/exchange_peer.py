@@ -57,6 +57,8 @@ class Row:
     """Sent only with the first tokens."""
     queue_time_us: int | None = None
     """The same; not sent if None."""
+    prefill_time_us: int | None = None
+    """The same."""
     logprobs: Sequence[Position] = ()
     """One position per token, or none."""
 
@@ -107,7 +109,10 @@ def make_outputs(
         token_ids=column(token_id for row in rows for token_id in row.token_ids),
         starts=[
             exchange_pb2.RequestStart(
-                handle=row.handle, num_cached_tokens=row.num_cached_tokens, queue_time_us=row.queue_time_us
+                handle=row.handle,
+                num_cached_tokens=row.num_cached_tokens,
+                queue_time_us=row.queue_time_us,
+                prefill_time_us=row.prefill_time_us,
             )
             for row in rows
             if row.first_index == 0

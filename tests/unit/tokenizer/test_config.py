@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,42 @@ def test_the_model_directory_is_required(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         load()
     assert "--model-dir" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:4317", "https://otel.example.org:443/", "http://[::1]:4317"])
+def test_a_collector_is_a_url_with_a_port(endpoint: str) -> None:
+    assert load("--model-dir=/models/a", f"--otlp-endpoint={endpoint}").otlp_endpoint == endpoint
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "",
+        "127.0.0.1:4317",
+        "grpc://127.0.0.1:4317",
+        "http://collector",
+        "http://:4317",
+        "http://collector:0",
+        "http://collector:70000",
+        "http://collector:4317/v1/traces",
+        "http://collector:4317?key=1",
+        "http://user:password@collector:4317",
+    ],
+)
+def test_what_is_no_url_of_a_collector_is_refused(endpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load("--model-dir=/models/a", f"--otlp-endpoint={endpoint}")
+    assert "--otlp-endpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["opentelemetry", "opentelemetry.exporter.otlp"])
+def test_a_collector_needs_the_extra(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # As if it was not installed.
+    for name in [name for name in sys.modules if name.startswith(missing)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SystemExit):
+        load("--model-dir=/models/a", "--otlp-endpoint=http://127.0.0.1:4317")
+    assert "pip install 'lockstep-llm[tracing]'" in capsys.readouterr().err

@@ -47,6 +47,14 @@ def test_the_process_does_not_import_torch(model_dir: Path, tmp_path: Path) -> N
     assert ("tokenizers" in mapped, "torch" in mapped) == (True, False)
 
 
+def test_opentelemetry_is_not_imported_without_an_endpoint() -> None:
+    code = "import sys; sys.modules['torch'] = None; import services.tokenizer.service; print(*sys.modules)"
+    command = [*module_command("services.tokenizer")[:1], "-c", code]
+    run = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    names = {name.partition(".")[0] for name in run.stdout.split()}
+    assert ("services" in names, "opentelemetry" in names) == (True, False)
+
+
 def test_a_failing_template_prevents_the_start(tmp_path: Path) -> None:
     write_tiny_tokenizer(tmp_path, chat_template="{{ messages[5].content }}")
     result = run_service(f"--model-dir={tmp_path}", f"--listen=unix:{tmp_path}/sock")

@@ -14,6 +14,8 @@ from grpc_health.v1 import health_pb2
 
 from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2, tokenizer_pb2
+from services.tokenizer.answer.request_totals import RequestTotals
+from services.tokenizer.tracing.request_trace import SpanTotals
 from shared.errors import PoisonRequestError
 from tests.support.system.patience import PATIENCE_S
 from tests.support.system.scraping import probes, scrape, values
@@ -156,6 +158,19 @@ async def test_a_scheduler_that_says_no_queue_time_leaves_it_out(model_dir: Path
         page = await scraped(address)
         assert "lockstep_request_queue_time_seconds_count" not in page
         assert page["lockstep_time_to_first_token_seconds_count"] == 1
+
+
+async def test_spans_are_counted_by_what_became_of_them(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    totals = RequestTotals()
+    totals.spans = SpanTotals(num_exported=3, num_refused=2, num_overflowed=2)
+    monkeypatch.setattr("services.tokenizer.service.RequestTotals", lambda: totals)
+    async with watched(model_dir, tmp_path) as (service, address):
+        await service.link()
+        page = await scraped(address)
+        spans = {name.split()[1]: value for name, value in page.items() if "spans" in name}
+        assert spans == {"exported": 3, "lost": 4}
 
 
 async def test_failures_are_counted_by_a_reason_that_no_client_chooses(model_dir: Path, tmp_path: Path) -> None:
