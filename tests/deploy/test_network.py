@@ -214,6 +214,25 @@ def test_only_what_downloads_reaches_the_hub_and_only_on_its_port(
                 assert network.allows(source, target, each) is expected, (source.name, target.name, each)
 
 
+@pytest.mark.parametrize("endpoint", ["", "http://collector.monitoring:4317", "https://[2001:db8::1]:4318"])
+def test_only_tokenizers_reach_the_collector_and_only_on_its_port(endpoint: str) -> None:
+    objects = render(values=values({"tokenizer": {"otlpEndpoint": endpoint}}))
+    network, port = Network(objects), urlsplit(endpoint).port
+    for source in endpoints(objects):
+        for each in (4317, 4318):
+            expected = component(source) == "tokenizer" and each == port
+            assert network.allows(source, PROMETHEUS, each) is expected, (source.name, each)
+            assert not network.allows(source, STRANGER, each)
+    flags = {
+        arg
+        for _, template in pod_templates(objects)
+        for container in containers(template["spec"])
+        for arg in container.get("args", [])
+        if "otlp" in arg
+    }
+    assert flags == ({f"--otlp-endpoint={endpoint}"} if endpoint else set())
+
+
 def test_every_pod_may_resolve_names() -> None:
     for each in render(EXAMPLES[0]):
         if each["kind"] == "NetworkPolicy" and each["metadata"]["name"] == "rel-dns":

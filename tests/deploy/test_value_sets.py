@@ -107,6 +107,7 @@ def cells(draw: st.DrawFn, name: str) -> Tree:
         "resources": RESOURCES,
         "http": st.fixed_dictionaries({"enabled": st.booleans()}),
         "settings": st.fixed_dictionaries({}, optional={"http-allowed-hosts": TEXT, "cors-origin": TEXT}),
+        "otlpEndpoint": st.sampled_from(["", "http://collector.monitoring:4317", "https://otel.example.org:443"]),
         "service": st.builds(
             lambda kind: {"type": kind, "annotations": {"a": "1e3"}},
             st.sampled_from(["", "ClusterIP", "NodePort", "LoadBalancer"]),

@@ -41,7 +41,7 @@ _GIVEN = frozenset(
 _GIVEN_TO = {
     "tokenizer": {
         *("model_dir", "model_name", "scheduler", "max_connection_age_s"),
-        *("http_listen", "insecure_http_bind"),
+        *("http_listen", "insecure_http_bind", "otlp_endpoint"),
     },
     "scheduler": {
         *("cell_listen", "insecure_cell_bind", "workers", "coupled"),

@@ -54,7 +54,7 @@ class Sink(Choice):
         self.resumes.append((num_resumes, self.resumes[-1][1]))
 
     @override
-    def begin(self, num_cached_tokens: int, queue_s: float | None) -> None:
+    def begin(self, num_cached_tokens: int, queue_s: float | None, prefill_s: float | None = None) -> None:
         self.num_cached_tokens.append(num_cached_tokens)
 
     @override

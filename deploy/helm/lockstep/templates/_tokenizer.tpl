@@ -51,6 +51,9 @@ volumes:
 - --max-connection-age-s={{ int .tokenizer.maxConnectionAgeSeconds }}
 - --drain-s={{ int .shutdown.drainSeconds }}
 - --log-format=json
+{{- with .tokenizer.otlpEndpoint }}
+- --otlp-endpoint={{ . }}
+{{- end }}
 {{- include "lockstep.settings" (list "" .tokenizer.settings) }}
 {{- end }}
 
