@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,13 +23,24 @@ from tests.support.cells.split_cell import SplitCell, run_split_cell
 from tests.support.clients.client import Client, Completion, connect, token_request
 from tests.support.clients.token_client import Request, generate_tokens, prompt_request, read_to_end
 from tests.support.system.processes import start_service
+from tests.support.tokenizer.trace_collector import TraceCollector, run_collector
 
 
 @pytest.fixture(scope="module")
-def cell(tiny_model: Path) -> Iterator[SplitCell]:
-    """A cell whose scheduler the tests kill and replace."""
-    with run_split_cell(tiny_model, REFERENCE) as cell:
-        yield cell
+def collector() -> Iterator[TraceCollector]:
+    """What gets the spans of the cell's requests."""
+    with run_collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def cell(tiny_model: Path, collector: TraceCollector) -> Iterator[SplitCell]:
+    """A cell whose scheduler the tests kill and replace; it exports spans at once."""
+    endpoint = f"--tokenizer.otlp-endpoint={collector.endpoint}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
+        with run_split_cell(tiny_model, REFERENCE, endpoint) as cell:
+            yield cell
 
 
 @asynccontextmanager
@@ -104,6 +117,33 @@ async def test_streams_go_on_when_the_scheduler_is_killed_and_started_again(cell
         assert completion.finish.usage.num_completion_tokens == len(completion.token_ids)
     # The last scheduler only knows the resubmitted requests.
     assert after.num_finished == len(requests)
+
+
+@pytest.mark.slow
+async def test_a_trace_shows_the_deaths_of_a_worker_and_of_a_scheduler(
+    cell: SplitCell, collector: TraceCollector
+) -> None:
+    request = make_requests(1)[0]
+    request.request_id, trace_id = "traced", "4bf92f3577b34da6a3ce929d0e0e4736"
+    async with connect_to(cell) as client:
+        began_at = time.monotonic()
+        metadata = (("traceparent", f"00-{trace_id}-00f067aa0ba902b7-01"),)
+        call = client.tokenizer.Generate(request, metadata=metadata)
+        responses = [await call.read(), await call.read()]
+        cell.kill("worker")
+        num_tokens = (await client.wait_until(lambda state: not state.ready)).num_completion_tokens
+        cell.start("worker")
+        await client.wait_until(lambda state: state.num_completion_tokens > num_tokens + 20)
+        await replace_scheduler(cell)
+        completion = await read_on(call, responses)
+        took_s = time.monotonic() - began_at
+    trace = await asyncio.to_thread(collector.trace_of, "traced")
+    trace.check()
+    assert (trace.root.span.trace_id.hex(), trace.names[:3]) == (trace_id, ["render", "queue", "prefill"])
+    assert [name for name in trace.names[3:] if name != "decode"] == ["resume", "resume"]
+    assert 0.8 * trace.root.duration_s <= sum(each.duration_s for each in trace.children)
+    assert trace.root.duration_s <= took_s
+    assert trace.root.attributes["gen_ai.usage.output_tokens"] == len(completion.token_ids)
 
 
 @pytest.mark.slow
