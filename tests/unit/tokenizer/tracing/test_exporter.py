@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from services.tokenizer.tracing import exporter
 from services.tokenizer.tracing.exporter import OtlpTracer
@@ -14,6 +16,17 @@ from tests.support.tokenizer.trace_collector import TraceCollector, run_collecto
 
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED = f"00-{TRACE_ID}-{SPAN_ID}-01"
+
+
+class FlakyExporter(SpanExporter):
+    """Fails while it is told to."""
+
+    succeeds = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        if not self.succeeds:
+            raise RuntimeError("broken")
+        return SpanExportResult.SUCCESS
 
 
 @pytest.fixture
@@ -128,27 +141,18 @@ async def test_a_collector_that_does_not_answer_holds_up_neither_requests_nor_th
 
 
 async def test_a_collector_that_returns_gets_the_next_spans(caplog: pytest.LogCaptureFixture) -> None:
-    totals, span = SpanTotals(), object()
-    inner = _FlakyExporter()
+    totals = SpanTotals()
+    inner = FlakyExporter()
     counting = exporter._CountingExporter(inner, totals)
     with caplog.at_level(logging.INFO):
         for outcome in (False, False, True, True):
             inner.succeeds = outcome
-            counting.export([span, span])  # type: ignore[list-item]
+            counting.export([ReadableSpan("a"), ReadableSpan("b")])
     assert totals == SpanTotals(num_exported=4, num_refused=4)
     assert [record.message for record in caplog.records] == [
         "spans are lost: the collector does not take them",
         "the collector takes spans again",
     ]
-
-
-class _FlakyExporter(exporter.SpanExporter):
-    succeeds = False
-
-    def export(self, spans: Sequence[exporter.ReadableSpan]) -> exporter.SpanExportResult:
-        if not self.succeeds:
-            raise RuntimeError("broken")
-        return exporter.SpanExportResult.SUCCESS
 
 
 async def test_a_block_that_ends_by_a_bug_is_an_error(collector: TraceCollector) -> None:
