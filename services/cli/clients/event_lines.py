@@ -34,8 +34,8 @@ def event_lines(state: scheduler_pb2.GetStateResponse) -> Iterator[str]:
 def _describe(event: scheduler_pb2.CellEvent) -> str:
     ranks = ", ".join(map(str, event.dp_ranks))
     place = f"rank {ranks}: " if len(event.dp_ranks) == 1 else f"ranks {ranks}: " if ranks else ""
-    count = f"{event.num_requests} " if event.num_requests else ""
+    count = f" ({event.num_requests})" if event.num_requests else ""
     # A newer scheduler may tell of what this release does not know.
     words = _KIND_TO_WORDS.get(event.kind, "an event of another kind")
     delay = f" after {event.duration.ToMilliseconds()} ms" if event.HasField("duration") else ""
-    return f"{place}{count}{words}{delay}{f': {event.reason}' if event.reason else ''}"
+    return f"{place}{words}{count}{delay}{f': {event.reason}' if event.reason else ''}"

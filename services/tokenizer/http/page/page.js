@@ -496,9 +496,9 @@ class CellView {
 
 function describeEvent({ kind, dpRanks, duration, numRequests, reason }) {
   const place = dpRanks.length ? `${dpRanks.length > 1 ? "ranks" : "rank"} ${dpRanks.join(", ")}: ` : "";
-  const count = numRequests ? `${numRequests} ` : "";
+  const count = numRequests ? ` (${numRequests})` : "";
   const delay = duration ? ` after ${Math.round(1000 * Number.parseFloat(duration))} ms` : "";
-  return `${place}${count}${EVENT_WORDS[kind] ?? "an event of another kind"}${delay}${reason ? `: ${reason}` : ""}`;
+  return `${place}${EVENT_WORDS[kind] ?? "an event of another kind"}${count}${delay}${reason ? `: ${reason}` : ""}`;
 }
 
 /** Change a live region only if its text changes: it would be read out again. */

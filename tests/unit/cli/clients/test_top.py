@@ -163,7 +163,7 @@ def test_the_last_events_are_told_in_words() -> None:
         "01:01:01  a request that crashes its workers ended",
         "01:01:01  rank 1: lost: a link broke",
         "01:01:01  ranks 0, 1: attached after 1250 ms",
-        "01:01:01  3 suspected requests tried",
+        "01:01:01  suspected requests tried (3)",
     ]
     for event in events:
         assert "another kind" not in top.render("a", changed(events=[event]))
