@@ -235,7 +235,7 @@ class CellSettings:
         return settings._with_state(rng) if mix.strikes(Fault.RECURRENT_STATE, rng) else settings
 
     def _with_state(self, rng: Random) -> CellSettings:
-        """The same cell with a model that has recurrent state, and so does not draft."""
+        """The same cell with a model that has recurrent state."""
         cache = replace(
             self.cache,
             state_checkpoint_interval=rng.choice([0, 1, 20, 8192]),
@@ -244,7 +244,6 @@ class CellSettings:
         return replace(
             self,
             cache=cache,
-            num_draft_tokens=0,
             num_checkpoint_slots=rng.choice([0, 1, 3, 10, 50]),
             max_live_states=rng.choice([None, 2, 7]),
         )

@@ -228,6 +228,30 @@ class BlockManager:
         self._prefixes.void_lookups()
         return checkpoint
 
+    def try_reserve_state(self) -> int | None:
+        """Take a checkpoint for a state that the next step may save; `attach_state` says after which tokens it did.
+
+        None if there is no room.
+        """
+        if self._states is None or not self._caches_prefixes:
+            return None
+        checkpoint = self._states.try_reserve()
+        # One that a lookup has found may be evicted.
+        self._prefixes.void_lookups()
+        return checkpoint
+
+    def attach_state(self, seq: Sequence, checkpoint: int, num_tokens: int, renewed_at: int) -> None:
+        """Note after which tokens of a sequence a reserved checkpoint was saved; as in `try_save_state`.
+
+        Call it before `end_step`.
+        """
+        assert self._states is not None
+        size = self.block_size
+        old_block = seq.block_table[renewed_at // size - 1] if renewed_at else None
+        block = seq.block_table[num_tokens // size - 1]
+        self._states.attach(checkpoint, old_block, block, seq.tenant_number, seq.tenant.weight)
+        self._prefixes.void_lookups()
+
     def restore_state(self, checkpoint: int) -> None:
         """Note that the next step reads the checkpoint of a prefix that `try_allocate` has just given a sequence."""
         assert self._states is not None

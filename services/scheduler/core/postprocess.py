@@ -70,7 +70,7 @@ class Postprocessor:
                 rows, failed = self._cut_failed(rows, np.unique(result.failed_grammar_rows), is_usable)
             rows = rows.of_rows(is_usable)
         # After rows that are not finite have withdrawn their states.
-        self._running.blocks.end_step(record.state_saves, record.state_restores, result.not_finite_saves)
+        self._running.end_states(record, result)
         slots = rows.slots
         positions = self._slots.num_tokens[slots]
         constants = self._slots.constants(slots)

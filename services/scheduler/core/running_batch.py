@@ -13,6 +13,7 @@ from services.scheduler.core.block_manager import BlockManager
 from services.scheduler.core.state_saves import StateSaves
 from shared.ids import Slot
 from shared.step.columns import Int32Column
+from shared.step.step import StepResult
 
 
 class RunningBatch:
@@ -142,6 +143,12 @@ class RunningBatch:
         record = self.in_flight.popleft()
         self.last_returned_step_id = record.step_id
         return record
+
+    def end_states(self, record: StepRecord, result: StepResult) -> None:
+        """Take in which states a step saved and restored, before its tokens."""
+        if self.states is not None:
+            self.states.end_records(record, result.counts, self.slots)
+        self.blocks.end_step(record.state_saves, record.state_restores, result.not_finite_saves)
 
     def take_leave_slots(self) -> list[Slot]:
         """Take the slots that leave the worker's batch with the next step."""

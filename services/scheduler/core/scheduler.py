@@ -187,13 +187,17 @@ class Scheduler:
             kv_feed=self._kv_feed,
             num_checkpoints=facts.num_checkpoint_slots if saves_states else None,
         )
-        states = None
-        if saves_states:
-            may_cut, has_drafts = self._policy.enable_chunked_prefill, facts.num_draft_tokens > 0
-            states = StateSaves(self._blocks, self._cache, may_cut=may_cut, has_drafts=has_drafts)
         num_slots = self._policy.max_num_seqs
         if facts.max_num_seqs is not None:
             num_slots = min(num_slots, facts.max_num_seqs)
+        states = None
+        if saves_states:
+            states = StateSaves(
+                *(self._blocks, self._cache),
+                num_slots=num_slots,
+                may_cut=self._policy.enable_chunked_prefill,
+                has_drafts=facts.num_draft_tokens > 0,
+            )
         self._running = RunningBatch(num_slots, self._blocks, facts.num_draft_tokens, states)
         self._shares = Shares(num_slots, self._waiting, self._running)
         self._preemption = Preemption(

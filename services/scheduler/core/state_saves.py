@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from services.scheduler.core.batch.sequence import Sequence
 from services.scheduler.core.batch.slot_table import SlotTable
-from services.scheduler.core.batch.step import ScheduledBatch
+from services.scheduler.core.batch.step import ScheduledBatch, StepRecord
 from services.scheduler.core.block_manager import BlockManager
 from services.scheduler.core.cache.cached_prefix import CachedPrefix
 from services.scheduler.core.policy import CacheSettings
 from shared.ids import Slot
-from shared.step.columns import StatePairs
+from shared.step.columns import Int32Column, StatePairs
+
+# No sequence has so many tokens.
+_IN_FLIGHT = np.iinfo(np.int32).max
 
 
 class StateSaves:
@@ -23,22 +28,30 @@ class StateSaves:
     - at intervals, for prompts that share a part of it, and for its own way back after a preemption.
 
     Each decoding sequence has one record, renewed at intervals, for a conversation's next turn and for its own way
-    back: it overwrites its older one. With drafts there is none: which step ends at a block's end is not known before.
+    back: it overwrites its older one. With drafts, it is not known before which step passes a block's end, nor which
+    one it passes. Then a sequence that is due has a checkpoint reserved in a step, again and again until one has passed
+    an end. The last that it passed follows from the result, and with it the older record goes.
 
     All are at the ends of blocks, so intervals are rounded up to blocks. Where no room is left, nothing is saved. If
     prompts may not be computed in chunks, they are not cut here either.
     """
 
-    def __init__(self, blocks: BlockManager, settings: CacheSettings, *, may_cut: bool, has_drafts: bool) -> None:
+    def __init__(
+        self, blocks: BlockManager, settings: CacheSettings, *, num_slots: int, may_cut: bool, has_drafts: bool
+    ) -> None:
         """Make it for one epoch.
 
         Args:
+            num_slots: Of running sequences.
             may_cut: Whether prompts may be computed in chunks.
             has_drafts: Whether a step may compute several tokens of a decoding sequence.
         """
         self._blocks = blocks
         self._may_cut = may_cut
         self._has_drafts = has_drafts
+        # With drafts: the number of tokens from which on each slot's sequence is due, and the reserved checkpoints.
+        self._due_at = np.zeros(num_slots, np.int32)
+        self._reserved: set[int] = set()
         self._interval = self._whole_blocks(settings.state_checkpoint_interval)
         self._renewal = self._whole_blocks(settings.state_record_interval)
 
@@ -67,11 +80,13 @@ class StateSaves:
         seq.save_points = tuple(point for point in seq.save_points if point > num_sent_tokens)
         checkpoint = self._blocks.try_save_state(seq, num_sent_tokens) if is_due else None
         assert seq.slot is not None
+        self._due_at[seq.slot] = self._next_renewal(num_sent_tokens)
         return () if checkpoint is None else ((seq.slot, checkpoint),)
 
     def add_records(self, batch: ScheduledBatch, slots: SlotTable) -> None:
         """Renew the records of a plan's decodes that are due."""
         if self._has_drafts:
+            self._reserve_records(batch, slots)
             return
         rows = batch.decode_slots
         # The step computes the newest of these tokens.
@@ -87,6 +102,50 @@ class StateSaves:
                 seq.last_record_at = at
                 saves.append((slot, checkpoint))
         batch.state_saves = saves
+
+    def end_records(self, record: StepRecord, counts: Int32Column | None, slots: SlotTable) -> None:
+        """Note which records a step with drafts has renewed; `slots` is the state before its result.
+
+        Args:
+            counts: [num_rows], tokens of each row; None means one each.
+        """
+        for slot, checkpoint in record.state_saves:
+            if checkpoint not in self._reserved:
+                continue
+            self._reserved.remove(checkpoint)
+            self._due_at[slot] = 0
+            if not slots.live[slot]:
+                continue
+            row = int((record.row_slots == slot).nonzero()[0][0])
+            # The newest token is not computed yet.
+            before = int(slots.num_tokens[slot]) - 1
+            now = before + (1 if counts is None else int(counts[row]))
+            passed = now // self._blocks.block_size * self._blocks.block_size
+            if passed > before:
+                seq = slots.sequence_at(Slot(slot))
+                self._blocks.attach_state(seq, checkpoint, passed, seq.last_record_at)
+                seq.last_record_at = passed
+                self._due_at[slot] = self._next_renewal(passed)
+
+    def _reserve_records(self, batch: ScheduledBatch, slots: SlotTable) -> None:
+        rows = batch.decode_slots
+        due = rows[slots.num_planned[rows] >= self._due_at[rows]]
+        if not due.size:
+            return
+        saves = list(batch.state_saves)
+        for slot in due.tolist():
+            checkpoint = self._blocks.try_reserve_state()
+            if checkpoint is None:
+                # Later: a row costs much more than all rows that are not due.
+                self._due_at[slot] = self._next_renewal(int(slots.num_planned[slot]))
+                continue
+            self._due_at[slot] = _IN_FLIGHT
+            self._reserved.add(checkpoint)
+            saves.append((slot, checkpoint))
+        batch.state_saves = saves
+
+    def _next_renewal(self, num_tokens: int) -> int:
+        return num_tokens // self._renewal * self._renewal + self._renewal
 
     def _whole_blocks(self, num_tokens: int) -> int:
         return self._blocks.num_blocks_for(num_tokens) * self._blocks.block_size

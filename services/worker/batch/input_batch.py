@@ -100,7 +100,9 @@ class InputBatch:
         for chunk in chunks:
             self._extend(chunk)
         step_input = self._make_input(self._decodes(decode_slots, room), chunks)
-        step_input.changes.update(state_changes(step, self.limits, step_input.slots))
+        # Of the sequences to decode, those that already have all their tokens are not computed.
+        slots = np.concatenate([decode_slots, step_input.slots])
+        step_input.changes.update(state_changes(step, self.limits, slots))
         return step_input
 
     def tokens(self, step_input: StepInput) -> StepTokens:

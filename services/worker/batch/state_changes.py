@@ -10,13 +10,13 @@ from shared.step.columns import Int32Column
 from shared.step.step import Step
 
 
-def state_changes(step: Step, limits: BatchLimits, computed_slots: Int32Column) -> HostArrays:
+def state_changes(step: Step, limits: BatchLimits, slots_in_step: Int32Column) -> HostArrays:
     """The changes as rows of the states, without those of which there are none.
 
     A slot's state has the slot's number, a checkpoint's comes after those of all slots.
 
     Args:
-        computed_slots: Those of the sequences that have tokens in the step.
+        slots_in_step: Those of the sequences that the step computes or decodes; repeats change nothing.
 
     Returns:
         `cleared_states` [n] int64; `restored_from` and `restored_to` [m] int64; `saved_from` and `saved_to` [k] int64.
@@ -40,7 +40,7 @@ def state_changes(step: Step, limits: BatchLimits, computed_slots: Int32Column) 
     if len(slots):
         arrays |= {"restored_from": checkpoints, "restored_to": slots}
     slots, checkpoints = _split("state_saves", step.state_saves, limits)
-    require(bool(np.isin(slots, computed_slots).all()), "a state is saved of a sequence without tokens in the step")
+    require(bool(np.isin(slots, slots_in_step).all()), "a state is saved of a sequence that is not in the step")
     require(len(np.unique(checkpoints)) == len(checkpoints), "two states are saved in one checkpoint")
     if len(slots):
         arrays |= {"saved_from": slots, "saved_to": checkpoints}

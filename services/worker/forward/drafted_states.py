@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -115,7 +114,7 @@ class DraftedStates:
             return read
         return torch.cat((read, function(tuple(each[num_tokens:] for each in inputs), states, rows.others)))
 
-    def replay(self, slots: Int32Column, *, firsts: npt.NDArray[np.int64], counts: Int32Column) -> None:
+    def replay(self, slots: Int32Column, *, firsts: Int32Column, counts: Int32Column) -> None:
         """Let states take in tokens of the last pass. The host does not wait for it.
 
         Args:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
 from services.scheduler.core.batch.sequence import Sequence
 from services.scheduler.core.cache.cached_prefix import BlockIds
 from services.scheduler.core.cache.state_checkpoints import StateCheckpoints
@@ -81,3 +86,25 @@ def _chunks_run_over_save_points(patch: Patch) -> None:
         return save_prompt(self, seq, passed[-1]) if passed else ()
 
     patch.setattr(StateSaves, "save_prompt", save)
+
+
+@_planted(Fault.RECURRENT_STATE, seed=6)
+def _a_rejected_draft_is_kept(patch: Patch) -> None:
+    """The worker's states take in all drafts, whether or not they are accepted."""
+
+    def keep_all(self: WorkerModel, slot: int, cells: npt.NDArray[np.uint64], *_: int) -> None:
+        if self._states.size:
+            self._states[slot] = cells[-1]
+
+    patch.setattr(WorkerModel, "_take_in", keep_all)
+
+
+@_planted(Fault.RECURRENT_STATE, seed=6)
+def _records_ignore_drafts(patch: Patch) -> None:
+    """The scheduler takes a decode's state to be saved after as many tokens as it would be without drafts."""
+    make = StateSaves.__init__
+
+    def ignore(self: StateSaves, *args: Any, **others: Any) -> None:
+        make(self, *args, **{**others, "has_drafts": False})
+
+    patch.setattr(StateSaves, "__init__", ignore)

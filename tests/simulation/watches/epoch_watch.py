@@ -210,7 +210,7 @@ class EpochWatch:
         # The step that first reported a sequence as not finite, by the sequence's number.
         self._reported_not_finite: dict[int, int] = {}
         self._block_to_salt: dict[int, Salt] = {}
-        self._states = None if settings.num_checkpoint_slots is None else StateWatch()
+        self._states = None if settings.num_checkpoint_slots is None else StateWatch(settings.cache.block_size)
         self._overtaken: list[Entry] = []
         # For each aged request: the requests that were ever ahead of it, and the steps sent since it aged.
         self._ahead_of: dict[Entry, set[Entry]] = {}
@@ -301,7 +301,7 @@ class EpochWatch:
         """Remove and return the oldest step in flight, which has returned."""
         step = self.in_flight.popleft()
         if self._states is not None:
-            self._states.take_answer(result.not_finite_saves.tolist())
+            self._states.take_answer(result)
         for entry in step.entries:
             entry.num_in_flight -= 1
         for row, spoiler in zip(result.not_finite_rows.tolist(), answer.spoilers, strict=True):

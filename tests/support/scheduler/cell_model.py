@@ -340,6 +340,7 @@ class WorkerModel:
         self._may_spoil = may_spoil
         self._poison = {} if poison is None else poison
         drafter = EagerDrafter(proposer, num_draft_tokens) if proposer and num_draft_tokens else None
+        self._drafts = drafter is not None
         self._batch = InputBatch(limits, make_matcher=HashGrammar, drafter=drafter)
         self._cells = np.zeros((limits.num_blocks, limits.block_size), np.uint64)
         self._last_token = np.zeros(limits.max_num_seqs, np.int64)
@@ -347,6 +348,8 @@ class WorkerModel:
         num_states = 0 if limits.num_checkpoints is None else limits.num_live_states + limits.num_checkpoints
         self._states = np.zeros(num_states, np.uint64)
         self._num_live = limits.num_live_states
+        # By slot, for the rows of the last step that passed a block's end: the state there.
+        self._passed_states: dict[int, int] = {}
         self._num_entered = 0
         self._slot_to_number: dict[int, int] = {}
         self._slot_to_seed: dict[int, int] = {}
@@ -371,7 +374,7 @@ class WorkerModel:
             self._cells.reshape(-1)[slot_mapping[slot_mapping >= 0]] = chain(0, 0)
         new, rows = self._tokens(inputs), self._batch.sampling(inputs)
         runs, not_finite_rows, failed_grammar_rows = self._forward(inputs, new, rows)
-        not_finite_saves = self._save_states(step)
+        not_finite_saves = self._save_states(step, inputs)
         tokens = np.array([token_id for run in runs for token_id in run], np.int32)
         self._last_token[inputs.row_slots] = [run[-1] for run in runs]
         self._batch.record_sampled(inputs.row_slots, tokens, np.array([len(run) for run in runs], np.int32))
@@ -409,13 +412,24 @@ class WorkerModel:
             self._states[enter.chunk.slot] = state
         assert not restores, "a checkpoint for a slot that is not entered"
 
-    def _save_states(self, step: ParsedStep) -> list[int]:
-        """Copy live states into checkpoints; returns the indexes of those that are not finite."""
+    def _save_states(self, step: ParsedStep, inputs: StepInput) -> list[int]:
+        """Copy live states into checkpoints; returns the indexes of those that are not finite.
+
+        With drafts, that of a decode is the one where the last block ended in this step, if one did.
+        """
         assert self._states.size or not len(step.state_saves), "a checkpoint of a model without state"
-        slots, checkpoints = step.state_saves.T
-        assert len(set(checkpoints.tolist())) == len(checkpoints), "two states for one checkpoint"
-        self._states[self._num_live + checkpoints] = self._states[slots]
-        return np.flatnonzero(self._states[slots] >= _SPOILT).tolist()
+        checkpoints = step.state_saves[:, 1].tolist()
+        assert len(set(checkpoints)) == len(checkpoints), "two states for one checkpoint"
+        chunks = set(inputs.slots[inputs.num_decodes :].tolist())
+        not_finite = []
+        for index, (slot, checkpoint) in enumerate(step.state_saves.tolist()):
+            state: int | None = int(self._states[slot])
+            if self._drafts and slot not in chunks:
+                state = self._passed_states.get(slot)
+            if state is not None:
+                self._states[self._num_live + checkpoint] = state
+                not_finite += [index] if state >= _SPOILT else []
+        return not_finite
 
     def _tokens(self, inputs: StepInput) -> StepTokens:
         """The step's tokens, those included that only a worker's device knows."""
@@ -448,6 +462,7 @@ class WorkerModel:
         not_finite_rows: list[int] = []
         failed_grammar_rows: list[int] = []
         self.last_spoilers = []
+        self._passed_states = {}
         drafts = iter(inputs.draft_token_ids.tolist())
         counts = inputs.draft_counts
         for row, index in enumerate(rows):
@@ -467,8 +482,14 @@ class WorkerModel:
 
     def _take_in(self, slot: int, cells: _States, num_drafts: int, num_accepted: int) -> None:
         """Let the live state of a row take in the drafts that were accepted, of those that its last cells are of."""
-        if self._states.size:
-            self._states[slot] = cells[len(cells) - num_drafts + num_accepted - 1]
+        if not self._states.size:
+            return
+        before = len(cells) - num_drafts - 1
+        now = before + 1 + num_accepted
+        self._states[slot] = cells[now - 1]
+        passed = now // self._block_size * self._block_size
+        if passed > before:
+            self._passed_states[slot] = int(cells[passed - 1])
 
     def _compute(self, slot: int, block_table: Int32Column, length: int, new_tokens: list[int]) -> _States:
         """Write the cells of a sequence's newest tokens; returns a copy of the states of all its `length` cells."""

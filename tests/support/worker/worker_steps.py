@@ -102,6 +102,17 @@ def decode_step(
     return _make_step(StepKind.DECODE, (), (), leave, append, step_id, rows)
 
 
+def with_pairs(
+    step: Step, *, saves: list[tuple[int, int]] | None = None, restores: list[tuple[int, int]] | None = None
+) -> Step:
+    """`step` with pairs of a slot and a checkpoint."""
+    return replace(
+        step,
+        state_saves=column([each for pair in saves or () for each in pair]).reshape(-1, 2),
+        state_restores=column([each for pair in restores or () for each in pair]).reshape(-1, 2),
+    )
+
+
 def to_request(step: Step) -> worker_pb2.StepRequest:
     """Encode `step`."""
     return worker_pb2.StepRequest(

@@ -9,6 +9,9 @@ looked up, a newer block of the content takes the checkpoint over, and with the 
     free ── a step saves ──► coming ── it has returned ──► visible ── evicted, or its content goes ──► free
                                    └── not finite, or its content has gone ──► free
 
+With drafts, a decode's state is saved where a block ends, if one does. Which block that is, is known when the step has
+returned, and until then the checkpoint is reserved: it is in use and belongs to none.
+
 A checkpoint that a step in flight writes or reads is in use. One that has lost its block is free once it is not in use.
 Which is evicted is the subject of `eviction_order`.
 
@@ -136,6 +139,30 @@ class StateCheckpoints:
         if checkpoint != _NONE and not self._num_uses[checkpoint] and self._of_block[block] == _NONE:
             self._detach(checkpoint)
         return self.try_save(block, tenant, weight)
+
+    def try_reserve(self) -> int | None:
+        """Take a checkpoint for a state that the next step may save, after a block that is not known yet.
+
+        `end_step` must follow, after `attach` if it was saved. None, with nothing changed, if all are in use.
+        """
+        if not (self._free or self._evict()):
+            return None
+        checkpoint = self._free.pop()
+        self._num_uses[checkpoint] = 1
+        return checkpoint
+
+    def attach(self, checkpoint: int, old_block: int | None, block: int, tenant: int = 0, weight: float = 1.0) -> None:
+        """Give a reserved checkpoint to the block after which its state was saved, unless that has one.
+
+        That of `old_block` is taken from it if it may be. `tenant` and `weight` are as in `try_save`.
+        """
+        if old_block is not None:
+            old = int(self._of_block[old_block])
+            if old != _NONE and not self._num_uses[old]:
+                self._detach(old)
+        if self._of_block[block] == _NONE:
+            self._of_block[block], self._block_of[checkpoint] = checkpoint, block
+            self._eviction_order.add(checkpoint, tenant, weight)
 
     def restore(self, checkpoint: int) -> None:
         """Note that the next step reads a visible checkpoint; `end_step` must follow."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from services.worker.runner.graphs.graph_runner import (
     needed_sizes,
     size_for,
 )
+from shared.step.columns import Int32Column
 
 
 class DraftGraphs:
@@ -106,9 +106,9 @@ class DraftGraphs:
             arrays["padded_state_slots"] = state_slots
         return arrays
 
-    def first_tokens(self, num_seqs: int) -> npt.NDArray[np.int64]:
+    def first_tokens(self, num_seqs: int) -> Int32Column:
         """[num_seqs], the first token of each sequence among those of a graph."""
-        return np.arange(num_seqs) * self._num_tokens
+        return np.arange(num_seqs, dtype=np.int32) * np.int32(self._num_tokens)
 
     def replay(self, size: int, arrays: dict[str, Tensor]) -> Tensor:
         """Compute the decode of `pad`: hidden states [num_tokens, hidden] of its own tokens."""

@@ -27,9 +27,9 @@ from services.worker.runner.graphs.step_graphs import StepGraphs
 from services.worker.runner.prompt_logprobs import PromptScorer
 from services.worker.runner.rank import Rank
 from services.worker.runner.steps.host_end import HostEnd
+from services.worker.runner.steps.state_end import StateEnd
 from services.worker.runner.steps.step_job import Draw, DrawnRows, StepJob
 from services.worker.sampling.device_sampler import DeviceSampler
-from services.worker.sampling.sampler import SampledTokens
 from services.worker.sampling.sampling_rows import EditedRows
 from shared.step.columns import Int32Column
 
@@ -56,6 +56,9 @@ class StepWork:
         self._kv_cache = kv_cache
         self._states = None if states is None else states.cache
         self._drafted = None if states is None else states.drafted
+        self._state_end = None
+        if states is not None and states.drafted is not None:
+            self._state_end = StateEnd(states.cache, states.drafted, kv_cache.block_size)
         self._columns = columns
         self._decodes = None if graphs is None else graphs.decodes
         self._drafts = None if graphs is None else graphs.drafts
@@ -113,7 +116,7 @@ class StepWork:
             self._end_on_host(job, hidden, arrays)
         elif len(job.step_input.row_slots):
             self._draw(job, hidden, DrawnRows(arrays.get("row_slots"), positions, arrays.get("logit_tokens")))
-        if self._states is not None and "saved_from" in arrays:
+        if self._states is not None and self._state_end is None and "saved_from" in arrays:
             job.results.not_finite_saves = self._states.save(arrays["saved_from"], arrays["saved_to"])
         if not job.is_edited:
             job.staging.download(job.results.tensors())
@@ -254,19 +257,12 @@ class StepWork:
             hidden=hidden,
             logits=self._logits(hidden, arrays.get("logit_tokens")) if len(job.step_input.row_slots) else None,
         )
-        self._replay(job, job.results.sampled)
-
-    def _replay(self, job: StepJob, sampled: SampledTokens) -> None:
-        """Let the recurrent states of decodes take in the tokens that the judged drafts leave."""
-        step_input, num_decodes = job.step_input, _num_drafted(job)
-        if self._drafted is None or not num_decodes:
-            return
-        assert sampled.counts is not None, "rows with drafts are counted"
-        firsts = step_input.cu_seqlens_q[:num_decodes].astype(np.int64)
-        if self._drafts is not None and job.draft_graph is not None:
-            firsts = self._drafts.first_tokens(num_decodes)
-        # Decodes are the first rows; all of them were computed.
-        self._drafted.replay(step_input.slots[:num_decodes], firsts=firsts, counts=sampled.counts[:num_decodes])
+        if self._state_end is not None:
+            firsts = job.step_input.cu_seqlens_q[: job.step_input.num_decodes]
+            if self._drafts is not None and job.draft_graph is not None:
+                firsts = self._drafts.first_tokens(len(firsts))
+            counts = job.results.sampled.counts
+            job.results.not_finite_saves = self._state_end.finish(job.step_input, counts, firsts)
 
 
 def _num_drafted(job: StepJob) -> int:

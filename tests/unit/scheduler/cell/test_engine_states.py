@@ -97,6 +97,18 @@ def test_drafts_change_neither_what_is_saved_of_prompts_nor_what_follows_them() 
     assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens
 
 
+@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_with_drafts_the_next_turn_goes_on_where_the_last_answer_was_saved(depth: int, block_size: int) -> None:
+    driver = make_driver(num_draft_tokens=3, depth=depth, block_size=block_size, num_blocks=4096 // block_size)
+    prompt = [*PROMPT, 1]
+    assert ask(driver, 1, prompt, max_tokens=800) == 0
+    # Its newest record has taken the place of the older ones.
+    assert driver.engine.state().num_used_checkpoints == 1
+    # Renewed every 256 tokens, or later by a few steps that do not pass a block's end: the last time after 768.
+    assert 512 <= ask(driver, 2, [*prompt, *driver.choices[1, 1].tokens, 3]) < 900
+
+
 def test_a_prompt_of_many_requests_at_once_is_computed_twice() -> None:
     driver = make_driver()
     for handle in range(50):

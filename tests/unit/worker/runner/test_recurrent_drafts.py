@@ -26,7 +26,7 @@ from tests.support.models.small_mtp import make_small_mtp_model
 from tests.support.worker.graphs import CountingCapture
 from tests.support.worker.worker_driver import Answer, Request, WorkerDriver
 from tests.support.worker.worker_runner import load_exact, make_runner
-from tests.support.worker.worker_steps import decode_step, make_enter, mixed_step, prefill_step
+from tests.support.worker.worker_steps import decode_step, make_enter, mixed_step, prefill_step, with_pairs
 
 PROMPTS = make_prompts((19, 11))
 NUM_TOKENS = 24
@@ -101,6 +101,14 @@ def undrafted_states(runner: ModelRunner, prompt: list[int]) -> tuple[Answer, di
     return Answer(tokens), states
 
 
+def assert_same(states: list[Tensor], expected: list[Tensor], *, is_exact: bool) -> None:
+    for ours, theirs in zip(states, expected, strict=True):
+        if is_exact:
+            assert torch.equal(ours, theirs)
+        else:
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+
+
 @pytest.mark.parametrize("backend", ["reference", "native", "cpu"])
 def test_speculation_keeps_no_state_of_rejected_drafts(loaded: LoadedModel, backend: str) -> None:
     """Found elsewhere: tokens were drawn from a state that had taken in drafts which were rejected."""
@@ -117,27 +125,36 @@ def test_speculation_keeps_no_state_of_rejected_drafts(loaded: LoadedModel, back
     runner.attach(block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
     slots, num_drafts, num_accepted = (2, 0), 0, 0
     enters = [
-        make_enter(slot, prompt, range(16 * slot, 16 * slot + 16)) for slot, prompt in zip(slots, PROMPTS, strict=True)
+        make_enter(slot, prompt, range(16 * slot, 16 * slot + 16), max_num_tokens=len(prompt) + NUM_TOKENS)
+        for slot, prompt in zip(slots, PROMPTS, strict=True)
     ]
     # The second prompt is computed beside a decode with drafts.
     steps = [prefill_step(enters[0]), decode_step(), mixed_step(enters[1]), *[decode_step()] * NUM_TOKENS]
     got: list[list[int]] = [[], []]
+    num_saved = num_unsaved = 0
     for number, step in enumerate(steps):
-        result = runner.run_step(step)
-        token_ids, num_rows = result.token_ids.tolist(), 1 if number < 2 else 2
-        counts = [1] * num_rows if result.counts is None else result.counts.tolist()
+        rows, decodes = ([0], [0, 1])[number > 1], ([], [0], [0], [0, 1])[min(number, 3)]
+        checkpoints = [2 * (number % 8) + row for row in range(2)]
+        held = [states_of(runner, 4 + checkpoint) for checkpoint in checkpoints]
+        saves = [(slots[row], checkpoints[row]) for row in decodes]
+        result = runner.run_step(with_pairs(step, saves=saves))
+        token_ids = result.token_ids.tolist()
+        counts = [1] * len(rows) if result.counts is None else result.counts.tolist()
         num_drafts, num_accepted = num_drafts + result.num_draft_tokens, num_accepted + result.num_accepted_tokens
-        for row, count in enumerate(counts):
+        for row, count in zip(rows, counts, strict=True):
+            by_length, before = expected[row][1], len(PROMPTS[row]) + len(got[row]) - 1
             got[row], token_ids = got[row] + token_ids[:count], token_ids[count:]
-            num_taken_in = len(PROMPTS[row]) + len(got[row]) - 1
-            if num_taken_in in expected[row][1]:
-                for ours_now, theirs in zip(states_of(runner, slots[row]), expected[row][1][num_taken_in], strict=True):
-                    if backend == "reference":
-                        assert torch.equal(ours_now, theirs)
-                    else:
-                        torch.testing.assert_close(ours_now, theirs, atol=1e-4, rtol=1e-3)
+            now = len(PROMPTS[row]) + len(got[row]) - 1
+            assert_same(states_of(runner, slots[row]), by_length[now], is_exact=ops.is_exact)
+            # The state at a block's end, if one ends in this step. A row that had all its tokens is not computed.
+            passed = now // 4 * 4
+            is_saved = row in decodes and passed > before
+            saved = states_of(runner, 4 + checkpoints[row])
+            assert_same(saved, by_length[passed] if is_saved else held[row], is_exact=ops.is_exact)
+            num_saved, num_unsaved = num_saved + is_saved, num_unsaved + (not is_saved)
+    assert num_saved > 6 < num_unsaved
     assert 3 < num_accepted < num_drafts - 3
-    assert [each[:NUM_TOKENS] for each in got] == [answer.tokens for answer, _ in expected]
+    assert got == [answer.tokens for answer, _ in expected]
 
 
 def test_what_keeps_drafts_from_the_states_takes_its_memory_before_keys_and_values(loaded: LoadedModel) -> None:

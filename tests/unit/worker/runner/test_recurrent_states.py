@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from tests.support.models.parity import make_prompts
 from tests.support.models.small_models import build_small_model, write_small_model
 from tests.support.worker.worker_driver import Request, WorkerDriver
 from tests.support.worker.worker_runner import generate_alone, load_exact, make_runner
-from tests.support.worker.worker_steps import column, decode_step, make_chunk, make_enter, mixed_step, prefill_step
+from tests.support.worker.worker_steps import decode_step, make_chunk, make_enter, mixed_step, prefill_step, with_pairs
 
 PROMPTS = make_prompts((24, 3, 17))
 NUM_TOKENS = 6
@@ -42,16 +41,6 @@ def runner(loaded: LoadedModel) -> ModelRunner:
     runner = make_runner(loaded)
     runner.attach(block_size=BLOCK_SIZE, max_num_seqs=8, max_num_batched_tokens=256)
     return runner
-
-
-def with_pairs(
-    step: Step, *, saves: list[tuple[int, int]] | None = None, restores: list[tuple[int, int]] | None = None
-) -> Step:
-    return replace(
-        step,
-        state_saves=column([each for pair in saves or () for each in pair]).reshape(-1, 2),
-        state_restores=column([each for pair in restores or () for each in pair]).reshape(-1, 2),
-    )
 
 
 def tokens_of(runner: ModelRunner, *steps: Step) -> list[list[int]]:
@@ -152,7 +141,7 @@ def test_a_state_that_is_not_finite_ends_its_row_alone_and_is_reported_when_save
     [
         (prefill_step(make_enter(1, [5, 6], [0, 1], num_cached_tokens=4)), "state_restores are not those"),
         (with_pairs(prefill_step(make_enter(1, [5, 6], [0, 1])), restores=[(1, 0)]), "state_restores are not those"),
-        (with_pairs(prefill_step(make_enter(1, [5, 6], [0, 1])), saves=[(2, 0)]), "a sequence without tokens"),
+        (with_pairs(prefill_step(make_enter(1, [5, 6], [0, 1])), saves=[(2, 0)]), "a sequence that is not in the step"),
         (with_pairs(prefill_step(make_enter(1, [5, 6], [0, 1])), saves=[(1, 16)]), "a checkpoint is out of range"),
         (with_pairs(prefill_step(make_enter(1, [5, 6], [0, 1])), saves=[(1, -1)]), "a checkpoint is out of range"),
         (with_pairs(prefill_step(make_enter(1, [5], [0])), saves=[(1, 3), (1, 3)]), "two states are saved in one"),

@@ -247,7 +247,10 @@ class Flight:
     restores: list[tuple[int, int]] = field(default_factory=list)
     restored: list[tuple[int, ...]] = field(default_factory=list)
     saves: list[tuple[int, int]] = field(default_factory=list)
-    saved: list[tuple[int, ...]] = field(default_factory=list)
+    saved: list[tuple[int, ...] | None] = field(default_factory=list)
+    """None for a reserved checkpoint that the step leaves as it is."""
+    attached: list[tuple[Sequence, int, int, int]] = field(default_factory=list)
+    """What `attach_state` is told of reserved ones that it saves."""
 
 
 class Checkpoints(RuleBasedStateMachine):
@@ -303,6 +306,22 @@ class Checkpoints(RuleBasedStateMachine):
             self.in_flight.append(flight)
 
     @precondition(lambda self: self.running)
+    @rule(data=st.data(), renews=st.booleans())
+    def reserve(self, data: st.DataObject, *, renews: bool) -> None:
+        """Reserve a checkpoint for a step with drafts, which passes the end of some block, or of none."""
+        seq, checkpoint = data.draw(st.sampled_from(self.running)), self.blocks.try_reserve_state()
+        if checkpoint is None:
+            return
+        num_blocks = seq.num_stored_tokens // BLOCK_SIZE
+        at = BLOCK_SIZE * data.draw(st.integers(0, num_blocks))
+        flight = Flight([seq])
+        self.take(checkpoint, flight, (*seq.cache_salt, *tokens_of(seq, at)) if at else None)
+        if at:
+            older = BLOCK_SIZE * data.draw(st.integers(1, num_blocks)) if renews else 0
+            flight.attached.append((seq, checkpoint, at, older))
+        self.in_flight.append(flight)
+
+    @precondition(lambda self: self.running)
     @rule(data=st.data(), token=st.integers(0, 1))
     def decode(self, data: st.DataObject, token: int) -> None:
         """Let a sequence grow by a block's tokens; its blocks stay unpublished until it ends."""
@@ -319,10 +338,13 @@ class Checkpoints(RuleBasedStateMachine):
         flight = self.in_flight.popleft()
         for (_, checkpoint), state in zip(flight.restores, flight.restored, strict=True):
             assert self.memory[checkpoint] == state, "overwritten before it was restored"
-        for (_, checkpoint), state in zip(flight.saves, flight.saved, strict=True):
-            self.memory[checkpoint] = state
-            if is_finite:
-                self.returned[checkpoint] = state
+        for (_, checkpoint), saved in zip(flight.saves, flight.saved, strict=True):
+            if saved is not None:
+                self.memory[checkpoint] = saved
+            if saved is not None and is_finite:
+                self.returned[checkpoint] = saved
+        for attached in flight.attached:
+            self.blocks.attach_state(*attached)
         self.blocks.end_step(
             flight.saves, flight.restores, FINITE if is_finite else np.arange(len(flight.saves), dtype=np.int32)
         )
@@ -367,11 +389,15 @@ class Checkpoints(RuleBasedStateMachine):
         """Add a save to a step."""
         checkpoint = self.blocks.try_save_state(seq, num_tokens, renewed_at)
         if checkpoint is not None:
-            in_use = [each for other in (*self.in_flight, flight) for _, each in (*other.saves, *other.restores)]
-            assert checkpoint not in in_use, "a step in flight saves or restores it"
-            self.returned.pop(checkpoint, None)
-            flight.saves.append((0, checkpoint))
-            flight.saved.append((*seq.cache_salt, *tokens_of(seq, num_tokens)))
+            self.take(checkpoint, flight, (*seq.cache_salt, *tokens_of(seq, num_tokens)))
+
+    def take(self, checkpoint: int, flight: Flight, saved: tuple[int, ...] | None) -> None:
+        """Add a save of a checkpoint that was just taken to a step."""
+        in_use = [each for other in (*self.in_flight, flight) for _, each in (*other.saves, *other.restores)]
+        assert checkpoint not in in_use, "a step in flight saves or restores it"
+        self.returned.pop(checkpoint, None)
+        flight.saves.append((0, checkpoint))
+        flight.saved.append(saved)
 
 
 TestCheckpoints = Checkpoints.TestCase
