@@ -105,7 +105,7 @@ class DraftedStates:
         copies = self._copies[self._states.spec.layers[layer]]
         ours = self._rows[: len(slots)]
         for copy, state in zip(copies, states, strict=True):
-            copy.index_copy_(0, ours, state.index_select(0, slots))
+            torch.index_select(state, 0, slots, out=copy[: len(slots)])
         for kept, each in zip(self._inputs[layer], inputs, strict=True):
             kept[:num_tokens].copy_(each[:num_tokens])
         self._functions[layer] = function
