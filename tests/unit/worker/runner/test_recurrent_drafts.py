@@ -167,6 +167,25 @@ def test_speculation_keeps_no_state_of_rejected_drafts(loaded: LoadedModel, back
     assert got == [answer.tokens for answer, _ in expected]
 
 
+def test_a_state_that_is_not_finite_is_reported_when_it_is_saved_beside_drafts(
+    loaded: LoadedModel, undrafted: list[Answer]
+) -> None:
+    proposer = KnowingProposer(undrafted, share_right=1.0)
+    runner = make_runner(loaded, drafting=Drafting(proposer, 3))
+    runner.attach(block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
+    prompts = [REQUESTS[0].prompt[:23], REQUESTS[0].prompt]
+    blocks = range(16), range(16, 32)
+    runner.run_step(prefill_step(*(make_enter(*each) for each in zip((3, 1), prompts, blocks, strict=True))))
+    states = runner._epochs.states
+    assert states is not None
+    states.layers[1][1][3, 0, 0, 0] = torch.inf
+    result = runner.run_step(with_pairs(decode_step(), saves=[(1, 5), (3, 2)]))
+    assert (result.num_draft_tokens > 0, result.not_finite_rows.tolist()) == (True, [0])
+    # The first one passes the end of no block, or is finite; the second takes in the 24th token.
+    assert result.not_finite_saves.tolist() == [1]
+    assert all(each.isfinite().all() for each in states_of(runner, 1))
+
+
 def test_what_keeps_drafts_from_the_states_takes_its_memory_before_keys_and_values(loaded: LoadedModel) -> None:
     spec, block_bytes = loaded.model.state_spec, 4 * loaded.model.kv_cache_spec.bytes_per_token
     # Eight sequences and padding; of eight rows of five tokens a step has at most 32.
