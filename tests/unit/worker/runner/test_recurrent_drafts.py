@@ -11,8 +11,10 @@ from torch import Tensor
 from services.worker.batch.drafts import Drafting
 from services.worker.config import WorkerSettings
 from services.worker.forward.drafted_states import drafted_bytes
+from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadedModel, LoadOptions, load_model
 from services.worker.ops import load_ops
+from services.worker.parallel.communicator import Parallel
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.graphs.graph_runner import GraphSettings
 from services.worker.runner.model_runner import Execution, ModelRunner
@@ -24,6 +26,7 @@ from tests.support.models.parity import make_prompts
 from tests.support.models.small_models import build_small_model, write_small_model
 from tests.support.models.small_mtp import make_small_mtp_model
 from tests.support.models.tiny_llama import write_tiny_llama
+from tests.support.ranks.thread_ranks import run_ranks
 from tests.support.worker.graphs import CountingCapture
 from tests.support.worker.worker_driver import Answer, Request, WorkerDriver
 from tests.support.worker.worker_runner import load_exact, make_runner
@@ -202,3 +205,20 @@ def test_a_draft_model_with_recurrent_layers_is_refused(loaded: LoadedModel) -> 
     settings = WorkerSettings(model_dir=directory, draft_proposer="model", draft_model=directory)
     with pytest.raises(ModelDirectoryError, match="a draft model with recurrent layers is not supported"):
         make_drafting(settings, loaded, load_ops("reference"), lambda: None)
+
+
+def test_ranks_that_share_the_heads_accept_the_same_drafts(loaded: LoadedModel) -> None:
+    ops = load_ops("reference")
+
+    def generate(parallel: Parallel) -> tuple[list[Answer], list[Answer], int]:
+        ours = load_model(loaded.model_dir, ops, torch.float32, lambda _: None, parallel=parallel)
+        plain = WorkerDriver(make_runner(ours, num_blocks=200)).generate(REQUESTS[:3])
+        proposer = KnowingProposer([*plain, *[Answer([])] * (len(REQUESTS) - 3)], share_right=0.7)
+        driver = WorkerDriver(make_runner(ours, num_blocks=200, drafting=Drafting(proposer, 4)), seed=6)
+        return plain, driver.generate(REQUESTS[:3]), num_accepted(driver)
+
+    first, second = run_ranks([RankLayout(tp_rank=rank, tp_size=2) for rank in range(2)], generate)
+    assert first == second
+    plain, drafted, num_right = first
+    assert plain == drafted
+    assert num_right > 5
