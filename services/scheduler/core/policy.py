@@ -131,7 +131,7 @@ class CacheSettings:
     state_checkpoint_interval: int = 8192
     """After how many tokens of a prompt its recurrent state is saved, for models that have one; 0 for never."""
     state_record_interval: int = 256
-    """Likewise, of tokens that are decoded; also how often a row is visited for it."""
+    """Likewise, of tokens that are decoded; also how often a row is visited for it. See `StateSaves`."""
 
 
 @dataclass(slots=True)

@@ -164,6 +164,23 @@ def test_the_next_turn_of_a_conversation_finds_the_record_of_the_last_one() -> N
     assert driver.engine.state().counters.num_prefix_tokens_lost_to_state == 16
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_with_blocks_of_one_token_the_next_turn_loses_little(depth: int) -> None:
+    driver = make_driver(block_size=1, num_blocks=2048, depth=depth)
+    # The end at `max_tokens` is known when the last step is planned: all that was computed is found.
+    assert ask(driver, 1, PROMPT, max_tokens=75) == 0
+    turn = [*PROMPT, *driver.choices[1, 1].tokens, 5, 6, 7]
+    assert (ask(driver, 2, turn), lost_tokens(driver)) == (174, 0)
+    # Any other end is known when steps behind it are in flight.
+    answer = expected_completion(turn, 0, 80)
+    end = next(number for number in range(60, 80) if answer[number] not in answer[:number])
+    driver.submit(3, turn, max_tokens=200, stop_token_ids=(answer[end],))
+    driver.run()
+    assert driver.choices[1, 3].tokens == answer[: end + 1]
+    num_computed = len(turn) + end
+    assert ask(driver, 4, [*turn, *answer[: end + 1], 8]) == num_computed // 64 * 64
+
+
 def test_a_preempted_sequence_goes_back_to_its_record() -> None:
     driver = make_driver(num_blocks=36, policy=SchedulerPolicy(max_num_seqs=4))
     driver.submit(1, PROMPT[:20], max_tokens=300)
