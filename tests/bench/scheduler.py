@@ -13,7 +13,8 @@ Ours is the whole path: parse results from bytes, `Engine.on_event` at its defau
 serialise the steps and the outputs for one tokenizer replica. The peers exchange no messages at all. Every delivered
 token is checked, outside of the measured time. Prefix caching is on everywhere; blocks have 16 tokens.
 
-    decode     a step of 512 and of 2048 sequences, 1k prompts; with churn; with blocks of one token; bytes per step
+    decode     a step of 512 and of 2048 sequences, 1k prompts; with churn; with blocks of one token; with recurrent
+               state; bytes per step
     admission  one prompt from submission to first token, when new (cold) and when repeated (cached)
     memory     memory per sequence with an 8k prompt; full garbage collections during a step
     curves     our own cost by sequences, cached blocks, waiting requests, and tenants of the longest queue; the largest
@@ -28,6 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.scheduler.core.policy import CacheSettings
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
 from tests.bench.parts.report import Row, compare, limit, report, run_sections
 from tests.bench.peers.protocol import Process
@@ -41,6 +43,7 @@ DECODE_TARGETS = {512: {"vllm": 60.0, "nano": 4.0}, 2048: {"vllm": 80.0, "nano":
 # The same with churn. Measured 13.5 and 2.2 when the targets were set, less a margin for noise.
 CHURN_TARGETS = {"vllm": 12.0, "nano": 2.0}
 BLOCK_SIZE_1_STEP_TARGET = 2.0
+HYBRID_STEP_TARGET = 1.3
 BLOCK_SIZE_1_ADMISSION_TARGET = 2.0
 STEP_BYTES_TARGET = 1024
 RESULT_BYTES_TARGET = 2560
@@ -114,6 +117,7 @@ def _decode(bench: Bench) -> Iterator[Row]:
         yield from _async_rows(bench, ours, vllm)
         yield from _churn_rows(bench, ours, (nano, vllm))
         yield from _single_token_block_rows(bench, ours)
+        yield from _hybrid_rows(bench, ours)
         yield from _message_rows(ours)
 
 
@@ -158,6 +162,16 @@ def _single_token_block_rows(bench: Bench, ours: Process) -> Iterator[Row]:
         plain, own = (figures["step_us"] for figures in bench.measure(ours, single))
     metric = "decode step, 512, block size 1"
     yield compare(metric, own, "us", reference=plain, at_most=BLOCK_SIZE_1_STEP_TARGET)
+
+
+def _hybrid_rows(bench: Bench, ours: Process) -> Iterator[Row]:
+    """A model with recurrent state against one without, in turns, over as many steps as a record's tokens."""
+    with bench.start("ours") as (hybrid,):
+        arguments = {**_decode_arguments(bench, 512), "num_steps": CacheSettings().state_record_interval}
+        ours.start("decode", **arguments)
+        hybrid.start("decode_hybrid", **arguments)
+        plain, own = (figures["step_us"] for figures in bench.measure(ours, hybrid))
+    yield compare("decode step, 512, recurrent state", own, "us", reference=plain, at_most=HYBRID_STEP_TARGET)
 
 
 def _message_rows(ours: Process) -> Iterator[Row]:

@@ -161,6 +161,7 @@ class Waiting:
 if __name__ == "__main__":
     serve({
         "decode": partial(Decode, LockstepScheduler),
+        "decode_hybrid": partial(Decode, partial(LockstepScheduler, has_recurrent_state=True)),
         "churn": partial(Churn, LockstepScheduler),
         "admission": partial(Admission, LockstepScheduler),
         "memory": partial(Memory, LockstepScheduler),

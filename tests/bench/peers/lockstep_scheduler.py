@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -33,7 +34,14 @@ MAX_WAITING = 1_000_000
 class LockstepScheduler:
     """One engine with one worker and one replica; all messages are bytes. With several tenants, they take turns."""
 
-    def __init__(self, sizes: Sizes, *, queue_policy: QueuePolicy = QueuePolicy.FCFS, num_tenants: int = 1) -> None:
+    def __init__(
+        self,
+        sizes: Sizes,
+        *,
+        queue_policy: QueuePolicy = QueuePolicy.FCFS,
+        num_tenants: int = 1,
+        has_recurrent_state: bool = False,
+    ) -> None:
         self.stopwatch = Stopwatch()
         self.step_bytes = 0
         self.result_bytes = 0
@@ -52,6 +60,10 @@ class LockstepScheduler:
         )
         self._engine = Engine(policy, CacheSettings(sizes.block_size))
         facts = WorkerFacts(EPOCH, "", MAX_MODEL_LEN, VOCABULARY, (2,), sizes.num_blocks, introduction=introduce_self())
+        if has_recurrent_state:
+            # As a worker divides its memory.
+            num_checkpoints = sizes.num_blocks * sizes.block_size // 4096
+            facts = replace(facts, state_bytes_per_slot=1, num_checkpoint_slots=num_checkpoints)
         self._handle(lambda: DomainAttached(0, (facts,)))
 
     def settle(self) -> None:
