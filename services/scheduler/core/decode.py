@@ -137,8 +137,8 @@ class DecodePlanner:
             None when steps in flight will free a block (after those for `num_sitting_out` other rows), when the row may
             turn out to need none, or when `seq` itself was preempted.
         """
-        while not self._may_take(seq, num_sitting_out):
-            if self._num_spare(seq) > num_sitting_out or self._may_fit(seq):
+        while not self._may_take(num_kept := self._kept_room.num_blocks_from(seq), num_sitting_out):
+            if self._num_spare(num_kept) > num_sitting_out or self._may_fit(seq):
                 return None
             if self._preemption.retract(seq, now) is seq:
                 return None
@@ -146,17 +146,19 @@ class DecodePlanner:
         assert blocks is not None
         return blocks[0]
 
-    def _may_take(self, seq: Sequence, num_sitting_out: int) -> bool:
-        """Whether a block is free that is kept for none but the row; the last row may take any, or no step went on."""
+    def _may_take(self, num_kept: int, num_sitting_out: int) -> bool:
+        """Whether a block is free that is kept for none but the row; the last row may take any, or no step went on.
+
+        `num_kept` blocks are kept for others.
+        """
         if not self._blocks.num_free_blocks:
             return False
-        has_others = self._kept_room.num_blocks_from(seq) and len(self._running.order) > 1
-        return not has_others or self._num_spare(seq) > num_sitting_out
+        has_others = num_kept and len(self._running.order) > 1
+        return not has_others or self._num_spare(num_kept) > num_sitting_out
 
-    def _num_spare(self, seq: Sequence) -> int:
+    def _num_spare(self, num_kept: int) -> int:
         """Blocks that are free or will be, without those kept for others than the row."""
-        num_blocks = self._blocks.num_free_blocks + self._running.num_coming_blocks()
-        return num_blocks - self._kept_room.num_blocks_from(seq)
+        return self._blocks.num_free_blocks + self._running.num_coming_blocks() - num_kept
 
     def _may_fit(self, seq: Sequence) -> bool:
         """Whether the row needs no block if its steps in flight return few tokens."""
