@@ -62,6 +62,15 @@ def _step_metrics(totals: StepTotals) -> Iterator[Metric]:
 
 def _memory_metrics(runner: ModelRunner) -> Iterator[Metric]:
     yield GaugeMetricFamily("lockstep_kv_cache_bytes", "Memory of the KV cache's tensors.", runner.kv_cache_bytes)
+    states = GaugeMetricFamily(
+        "lockstep_state_cache_bytes",
+        "Memory of recurrent states: live ones, with that of padding, or checkpoints; none for models without them.",
+        labels=["kind"],
+    )
+    if runner.state_bytes_per_slot:
+        states.add_metric(["live"], (runner.room.num_seqs + 1) * runner.state_bytes_per_slot)
+        states.add_metric(["checkpoint"], runner.room.num_checkpoints * runner.state_bytes_per_slot)
+    yield states
     memory = runner.device_memory()
     if memory is not None:
         yield GaugeMetricFamily(

@@ -27,6 +27,7 @@ from services.tokenizer.request.prompts import PromptEncoder
 from services.tokenizer.text.encoder import Encoder
 from services.worker.layout import RankLayout
 from services.worker.metrics import WorkerCollector
+from services.worker.runner.cache_room import CacheRoom
 from services.worker.runner.step_totals import StepTotals
 from shared.process.metrics import make_process_registry
 from tests.support.models.tiny_tokenizer import tiny_tokenizer
@@ -112,6 +113,8 @@ def _worker() -> CollectorRegistry:
         layout=RankLayout(),
         ops_backend="triton",
         progress=0,
+        room=CacheRoom(1, 1, 1),
+        state_bytes_per_slot=1,
         step_totals=StepTotals(),
     )
     collector.runner = cast("ModelRunner", runner)

@@ -52,5 +52,6 @@ async def test_steps_are_counted_by_kind_with_their_tokens_and_device_time(
     assert page["lockstep_step_device_time_seconds_sum decode"] == pytest.approx(1e-6 * sum(times_us[1:]))
     assert page["lockstep_progress_total"] == runner.progress > 0
     assert page["lockstep_kv_cache_bytes"] == runner.kv_cache_bytes > 0
+    assert [name for name in page if "state_cache" in name] == []
     # A CPU's memory is that of the process.
     assert [name for name in page if "device_memory" in name] == []

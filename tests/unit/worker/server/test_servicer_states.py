@@ -8,10 +8,12 @@ import grpc
 import pytest
 
 from lockstep.internal.v1 import worker_pb2
+from services.worker.metrics import WorkerCollector
 from services.worker.models.loader import LoadedModel
 from services.worker.ops import load_ops
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.model_runner import ModelRunner
+from shared.process.metrics import make_process_registry
 from shared.wire import introduce_self
 from tests.support.models.small_models import build_small_model, write_small_model
 from tests.support.worker.worker_runner import load_exact
@@ -34,7 +36,8 @@ async def test_attach_reports_states_and_for_how_many_sequences_there_is_room(
     loading_worker: Worker, recurrent: LoadedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     state_bytes = recurrent.model.state_spec.bytes_per_slot
-    loading_worker.open(ModelRunner(recurrent, load_ops("reference"), KvCacheSize(40 * state_bytes)))
+    runner = ModelRunner(recurrent, load_ops("reference"), KvCacheSize(40 * state_bytes))
+    loading_worker.open(runner)
     response = await loading_worker.stub.Attach(introduced(1, max_num_seqs=8))
     assert (response.state_bytes_per_slot, response.max_num_seqs) == (state_bytes, 8)
     assert response.num_blocks > 0
@@ -45,6 +48,12 @@ async def test_attach_reports_states_and_for_how_many_sequences_there_is_room(
     assert capped.max_num_seqs == 19
     assert 0 < capped.num_blocks < response.num_blocks
     assert "room for fewer sequences" in caplog.text
+    collector = WorkerCollector()
+    collector.runner = runner
+    registry = make_process_registry(collector, None)
+    for kind, num_states in (("live", 20), ("checkpoint", capped.num_checkpoint_slots)):
+        num_bytes = registry.get_sample_value("lockstep_state_cache_bytes", {"kind": kind})
+        assert num_bytes == num_states * state_bytes, kind
     again = await loading_worker.stub.Attach(introduced(3, max_num_seqs=8))
     assert (again.num_blocks, again.max_num_seqs) == (response.num_blocks, 8)
 
