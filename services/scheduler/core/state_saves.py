@@ -40,9 +40,9 @@ class StateSaves:
     count; and where nothing else runs, as between two turns of the only conversation, no step comes that could copy it.
     So the live slot is not handed over, and the next turn computes what came since the last record.
 
-    With drafts, it is not known before which step passes a block's end, nor which one it passes. Then a sequence that is
-    due has a checkpoint reserved in a step, again and again until one has passed an end. The last that it passed follows
-    from the result, and with it the older record goes.
+    With drafts, it is not known before which step passes a block's end, nor which one it passes. Then a sequence that
+    is due has a checkpoint reserved in a step, again and again until one has passed an end. The last that it passed
+    follows from the result, and with it the older record goes.
 
     All are at the ends of blocks, so intervals are rounded up to blocks. Where no room is left, nothing is saved. If
     prompts may not be computed in chunks, they are not cut here either.

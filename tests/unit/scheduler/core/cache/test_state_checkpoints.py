@@ -1,4 +1,7 @@
-"""Recurrent states are restored only where exactly their tokens were saved, by a step that has returned."""
+"""Recurrent states are restored only where exactly their tokens were saved, by a step that has returned.
+
+Elsewhere there were prefix hits whose state was never saved.
+"""
 
 from __future__ import annotations
 
