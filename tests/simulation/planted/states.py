@@ -10,6 +10,7 @@ import numpy.typing as npt
 from services.scheduler.core.batch.sequence import Sequence
 from services.scheduler.core.cache.cached_prefix import BlockIds
 from services.scheduler.core.cache.state_checkpoints import StateCheckpoints
+from services.scheduler.core.prefill import PrefillPlanner
 from services.scheduler.core.state_saves import StateSaves
 from shared.step.columns import StatePairs
 from shared.step.step import Step
@@ -108,3 +109,9 @@ def _records_ignore_drafts(patch: Patch) -> None:
         make(self, *args, **{**others, "has_drafts": False})
 
     patch.setattr(StateSaves, "__init__", ignore)
+
+
+@_planted(Fault.RECURRENT_STATE, seed=6)
+def _nothing_is_brought_back(patch: Patch) -> None:
+    """What was set aside is not looked at again once the state that it waits for has come, or once it has aged."""
+    patch.setattr(PrefillPlanner, "begin_plan", lambda *_: None)
