@@ -104,8 +104,11 @@ class StateCache:
 
     def save(self, sources: Tensor, targets: Tensor) -> Tensor:
         """Copy as `copy` does: [n] int32, 1 where a state is not finite."""
-        self.copy(sources, targets)
-        return self._slots.index_select(0, targets).isfinite().all(1).logical_not().to(torch.int32)
+        states = self._slots.index_select(0, sources)
+        self._slots.index_copy_(0, targets, states)
+        # NaN is both the largest and the smallest value. `isfinite` of all would take three times as long as the copy.
+        is_finite = states.amax(1).isfinite() & states.amin(1).isfinite()
+        return is_finite.logical_not().to(torch.int32)
 
     def _view(self, start: int, tensor: StateTensor) -> Tensor:
         size = tensor.dtype.itemsize

@@ -121,15 +121,16 @@ def test_states_of_a_bfloat16_model_are_never_rounded_to_it(loaded: LoadedModel)
         assert not torch.equal(delta[0], delta[0].bfloat16().float())
 
 
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_a_state_that_is_not_finite_ends_its_row_alone_and_is_reported_when_saved(
-    runner: ModelRunner, expected: list[list[int]]
+    runner: ModelRunner, expected: list[list[int]], value: float
 ) -> None:
     rows = [make_enter(slot, prompt, range(8 * slot, 8 * slot + 8)) for slot, prompt in enumerate(PROMPTS)]
     tokens_of(runner, prefill_step(*rows))
     states = runner._epochs.states
     assert states is not None
     recurrent = next(layer for layer in states.layers if layer)
-    recurrent[1][1, 0, 0, 0] = torch.inf
+    recurrent[1][1, 0, 0, 0] = value
     result = runner.run_step(with_pairs(decode_step(), saves=[(0, 3), (1, 4), (2, 5)]))
     assert result.not_finite_rows.tolist() == [1]
     assert result.not_finite_saves.tolist() == [1]
