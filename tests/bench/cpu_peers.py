@@ -15,7 +15,7 @@ peer's.
 
     formats  each format beside its peers; what its steps read and multiply, beside what the machine can; memory
     long     one request with almost 8k tokens of context
-    large    a random Llama of 1.1 B parameters in int8, beside llama.cpp
+    large    a random Llama of 1.1 B parameters in int8 and in Q4_K_M, beside llama.cpp
 
 What a step reads is weights and KV cache, without scales; its time is that between two tokens. Memory is private memory
 that the worker has written to, above what importing it takes: at most packed weights, the KV cache touched and 200 MiB.
@@ -35,10 +35,11 @@ from pathlib import Path
 from tests.bench.parts.cpu_formats import (
     FORMATS,
     INT8_FORMATS,
+    LARGE_FORMATS,
     Figures,
     ModelSize,
     best,
-    load_rows,
+    format_rows,
     products_row,
     read_row,
     throughput_rows,
@@ -47,7 +48,7 @@ from tests.bench.parts.machine_rates import MachineRates, NoCompilerError
 from tests.bench.parts.report import Row, limit, report, run_sections
 from tests.bench.parts.worker_memory import MemoryWatch, importing_bytes, private_bytes
 from tests.bench.peers.cpu_cell import CellEngine, start_cell_engine
-from tests.bench.peers.cpu_files import large_model
+from tests.bench.peers.cpu_files import large_model, large_q4_k_m_model
 from tests.bench.peers.cpu_generation import Generate, Loads
 from tests.bench.peers.cpu_peers import PEERS, PeerArguments, large_arguments
 from tests.bench.peers.environments import LeftOutError
@@ -56,9 +57,8 @@ Run = Callable[[], Figures]
 
 MACHINE = "the machine"
 LONG_PROMPT_TOKENS = 7936
-# The least tokens/s relative to llama.cpp, by the number of requests.
-LARGE_TARGETS = {1: 1.0, 8: 1.1}
-LARGE_PEER = "llama-cpp-q8_0"
+# Those of SmolLM2 have the same names and sizes.
+ALL_FORMATS = {**LARGE_FORMATS, **FORMATS}
 PRODUCTS_REQUESTS = 32
 MEMORY_MARGIN_MIB = 200
 # What a worker on a CPU has by default.
@@ -153,18 +153,25 @@ class Bench:
             yield from self._machine_rows(name, size, loads, own, figures)
 
     def measure_large(self) -> Iterator[Row]:
-        """A random Llama of 1.1 B parameters in int8, beside llama.cpp."""
-        loads = Loads(tuple(LARGE_TARGETS), self._args.prompt_tokens, self._args.output_tokens)
+        """A random Llama of 1.1 B parameters in int8 and in Q4_K_M, beside llama.cpp."""
+        model_dir = large_model(self._args.model_dir)
+        yield from self._measure_large("int8", model_dir, "q8_0")
+        yield from self._measure_large("q4_k_m", large_q4_k_m_model(self._args.model_dir), "q4_k_m")
+
+    def _measure_large(self, name: str, model_dir: Path, kind: str) -> Iterator[Row]:
+        """A format of ours beside a kind of llama.cpp's."""
+        form, args = LARGE_FORMATS[name], self._args
+        loads = Loads(tuple(form.throughput_targets), args.prompt_tokens, args.output_tokens, args.prefill)
         with contextlib.ExitStack() as stack:
-            model_dir = large_model(self._args.model_dir)
-            own = stack.enter_context(self._start_cell("int8", model_dir, loads, "--worker.load-format=dummy"))
-            runs: dict[str, Run] = {"int8": own.generate.run, **self._machine("int8", ModelSize.of(model_dir))}
-            self._add_peer(stack, LARGE_PEER, lambda: large_arguments(model_dir), loads, runs)
-            figures = take_turns(runs, self._args.repeats)
-        for count, target in LARGE_TARGETS.items():
-            title = f"1.1 B parameters, int8, {count} requests"
-            yield from load_rows(title, str(count), "int8", figures, at_least=target)
-        yield from self._machine_rows("int8", ModelSize.of(model_dir), loads, own, figures)
+            own = stack.enter_context(self._start_cell(name, model_dir, loads, "--worker.load-format=dummy"))
+            size = ModelSize.of(model_dir)
+            runs: dict[str, Run] = {name: own.generate.run, **self._machine(name, size)}
+            for key in form.peers:
+                self._add_peer(stack, key, lambda: large_arguments(large_model(args.model_dir), kind), loads, runs)
+            figures = take_turns(runs, args.repeats)
+            yield from format_rows(f"1.1 B parameters, {name}", name, form, loads, figures)
+            yield from self._machine_rows(name, size, loads, own, figures)
+            yield from self._memory_rows(name, size, own)
 
     def _measure_format(self, name: str) -> Iterator[Row]:
         form, size, model_dir = FORMATS[name], ModelSize.of(self._args.model_dir), self._args.model_dir
@@ -185,7 +192,7 @@ class Bench:
     @contextlib.contextmanager
     def _start_cell(self, name: str, model_dir: Path, loads: Loads, *flags: str) -> Iterator[OwnCell]:
         print(f"{name} …", file=sys.stderr)
-        all_flags = (*FORMATS[name].flags, *self._args.serve_flag, *flags)
+        all_flags = (*ALL_FORMATS[name].flags, *self._args.serve_flag, *flags)
         with contextlib.ExitStack() as stack:
             with MemoryWatch() as watch:
                 engine = stack.enter_context(start_cell_engine(model_dir, *all_flags))
@@ -218,19 +225,19 @@ class Bench:
         rates = self._rates
         if rates is None:
             return {}
-        return {MACHINE: lambda: rates.measure(size.weight_bytes(FORMATS[name]))}
+        return {MACHINE: lambda: rates.measure(size.weight_bytes(ALL_FORMATS[name]))}
 
     def _machine_rows(
         self, name: str, size: ModelSize, loads: Loads, own: OwnCell, figures: Mapping[str, Figures]
     ) -> Iterator[Row]:
         rates = figures.get(MACHINE)
         if rates is not None and 1 in loads.requests:
-            yield read_row(name, size, loads, own.engine.step_s(1), rates)
+            yield read_row(name, ALL_FORMATS[name], size, loads, own.engine.step_s(1), rates)
         if rates is not None and PRODUCTS_REQUESTS in loads.requests and name in INT8_FORMATS:
             yield products_row(name, size, PRODUCTS_REQUESTS, own.engine.step_s(PRODUCTS_REQUESTS), rates)
 
     def _memory_rows(self, name: str, size: ModelSize, own: OwnCell) -> Iterator[Row]:
-        form = FORMATS[name]
+        form = ALL_FORMATS[name]
         weights, importing = size.weight_bytes(form), importing_bytes()
         # Blocks that were never used come before those that a later prompt may share.
         kv_cache = min(size.kv_bytes(form, own.generate.num_tokens), KV_CACHE_BYTES)

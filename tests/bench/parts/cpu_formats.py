@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.bench.parts.report import Row, compare
@@ -80,6 +80,23 @@ FORMATS: dict[str, Format] = {
         other_target=0.85,
     ),
 }
+LARGE_FORMATS: dict[str, Format] = {
+    "int8": replace(
+        FORMATS["int8"], peers=("llama-cpp-q8_0",), throughput_targets={1: 1.0, 8: 1.1}, prefill_target=1.0
+    ),
+    # As the file has it: two thirds of the layers' weights in Q4_K, the others and the head in Q6_K.
+    "q4_k_m": Format(
+        flags=("--worker.kv-cache-dtype=bfloat16",),
+        peers=("llama-cpp-q4_k_m",),
+        throughput_targets={1: 1.1, 8: 1.5},
+        prefill_target=1.0,
+        weight_bytes=0.53,
+        head_bytes=0.75,
+        kv_bytes=2,
+    ),
+}
+"""Of the random Llama of 1.1 B parameters."""
+_OURS = FORMATS.keys() | LARGE_FORMATS.keys()
 _COMPARED_REQUESTS = 32
 
 
@@ -126,12 +143,7 @@ class ModelSize:
 def throughput_rows(name: str, loads: Loads, side_to_figures: Mapping[str, Figures]) -> Iterator[Row]:
     """Every load in a format beside the peers, from the best figures of each side."""
     form = FORMATS[name]
-    for count in loads.requests:
-        title = f"{name}, {count} requests"
-        yield from load_rows(title, str(count), name, side_to_figures, at_least=form.throughput_targets.get(count))
-    if loads.num_prefill_tokens:
-        title = f"{name}, prefill of {loads.num_prefill_tokens}"
-        yield from load_rows(title, "prefill_ms", name, side_to_figures, at_most=form.prefill_target)
+    yield from format_rows(name, name, form, loads, side_to_figures)
     other = side_to_figures.get(form.other_format or "")
     if other is not None and _COMPARED_REQUESTS in loads.requests:
         value, reference = (its[str(_COMPARED_REQUESTS)] for its in (side_to_figures[name], other))
@@ -139,10 +151,22 @@ def throughput_rows(name: str, loads: Loads, side_to_figures: Mapping[str, Figur
         yield compare(title, value, "tokens/s", reference=reference, at_least=form.other_target)
 
 
-def read_row(name: str, size: ModelSize, loads: Loads, step_s: float, rates: Figures) -> Row:
+def format_rows(
+    title: str, name: str, form: Format, loads: Loads, side_to_figures: Mapping[str, Figures]
+) -> Iterator[Row]:
+    """Every load of our side `name` beside the peers."""
+    for count in loads.requests:
+        least = form.throughput_targets.get(count)
+        yield from load_rows(f"{title}, {count} requests", str(count), name, side_to_figures, at_least=least)
+    if loads.num_prefill_tokens:
+        prefill = f"{title}, prefill of {loads.num_prefill_tokens}"
+        yield from load_rows(prefill, "prefill_ms", name, side_to_figures, at_most=form.prefill_target)
+
+
+def read_row(name: str, form: Format, size: ModelSize, loads: Loads, step_s: float, rates: Figures) -> Row:
     """The rate at which one request's steps read weights and KV cache, beside the machine's."""
     mean_context = loads.num_prompt_tokens + loads.num_output_tokens / 2
-    num_bytes = size.weight_bytes(FORMATS[name]) + size.kv_bytes(FORMATS[name], mean_context)
+    num_bytes = size.weight_bytes(form) + size.kv_bytes(form, mean_context)
     title = f"{name}, 1 request at {mean_context:.0f} tokens, reading"
     machine = rates["read_bytes_per_s"] / 1e9
     return compare(title, num_bytes / step_s / 1e9, "GB/s", reference=machine, at_least=READ_TARGET)
@@ -161,9 +185,7 @@ def load_rows(
 ) -> Iterator[Row]:
     """Our figure beside that of the best peer, and then each peer's."""
     unit = "ms" if metric.endswith("_ms") else "tokens/s"
-    peer_to_value = {
-        side: its[metric] for side, its in side_to_figures.items() if side not in FORMATS and metric in its
-    }
+    peer_to_value = {side: its[metric] for side, its in side_to_figures.items() if side not in _OURS and metric in its}
     if own in side_to_figures:
         value = side_to_figures[own][metric]
         if peer_to_value:

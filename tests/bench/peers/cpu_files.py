@@ -20,6 +20,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from services.worker.ops.block_types import Q4_K, Q6_K, BlockType
+from services.worker.weights.quantization.gguf_blocks import gguf_config
 from tests.bench.peers.environments import LeftOutError
 from tests.bench.peers.protocol import ROOT
 
@@ -77,6 +79,11 @@ def f16_gguf() -> Path:
     return target
 
 
+def quantised_path(kind: str) -> Path:
+    """Where llama.cpp's driver writes SmolLM2 in this kind, once it has run."""
+    return f16_gguf().with_suffix(f".{kind}.gguf")
+
+
 def large_model(model_dir: Path) -> Path:
     """The directory of a Llama of 1.1 B parameters without weights, with the tokenizer of another model."""
     target = DIRECTORY / "llama-1.1b"
@@ -88,11 +95,36 @@ def large_model(model_dir: Path) -> Path:
     return target
 
 
-def large_gguf(model_dir: Path) -> Path:
-    """A GGUF file of the model of `large_model`, with random weights in Q8_0 beside it.
+def large_q4_k_m_model(model_dir: Path) -> Path:
+    """As `large_model`, with the types of blocks that llama.cpp chooses for Q4_K_M."""
+    target = DIRECTORY / "llama-1.1b-q4_k_m"
+    if not target.exists():
+        with _made(target) as made:
+            shutil.copytree(large_model(model_dir), made)
+            config: dict[str, Any] = json.loads((made / "config.json").read_text(encoding="utf-8"))
+            config["quantization_config"] = gguf_config(dict(_q4_k_m_types(config)))
+            (made / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    return target
 
-    Returns:
-        The path without `.q8_0`, as of the file that llama.cpp would quantise.
+
+def _q4_k_m_types(config: dict[str, Any]) -> Iterator[tuple[str, BlockType]]:
+    """By layer, for a Llama with a tied head.
+
+    Source: llama.cpp, src/llama-quant.cpp, `use_more_bits` and what calls it.
+    """
+    yield "model.embed_tokens", Q6_K
+    num_layers = config["num_hidden_layers"]
+    eighth = num_layers // 8
+    for layer in range(num_layers):
+        has_more_bits = layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
+        for part in ("q", "k", "v", "o"):
+            yield f"model.layers.{layer}.self_attn.{part}_proj", Q6_K if part == "v" and has_more_bits else Q4_K
+        for part in ("gate", "up", "down"):
+            yield f"model.layers.{layer}.mlp.{part}_proj", Q6_K if part == "down" and has_more_bits else Q4_K
+
+
+def large_gguf(model_dir: Path) -> Path:
+    """A GGUF file of the model of `large_model`, with random weights in Q8_0.
 
     Raises:
         LeftOutError: The package with the tokenizer is missing.
@@ -106,7 +138,7 @@ def large_gguf(model_dir: Path) -> Path:
             for name, shape in _llama_shapes(config):
                 add_random(writer, name, shape)
             write_all(writer)
-    return DIRECTORY / f"{model_dir.name}.gguf"
+    return target
 
 
 def _llama_fields(config: dict[str, Any]) -> dict[str, int]:

@@ -17,7 +17,11 @@ from tests.bench.peers.protocol import serve
 # llama.cpp's defaults.
 _BATCH_TOKENS = 2048
 _PHYSICAL_BATCH_TOKENS = 512
-_FILE_TYPES = {"q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0}
+_FILE_TYPES = {
+    "q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
+    "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
+    "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +138,7 @@ class Perplexity:
 
 
 def quantised_file(source: Path, kind: str) -> Path:
-    """A GGUF file as `llama-quantize` makes it of `source`; created once, beside it. `kind` is q8_0 or q4_0."""
+    """A GGUF file as `llama-quantize` makes it of `source`; created once, beside it. `kind` is of `_FILE_TYPES`."""
     target = source.with_suffix(f".{kind}.gguf")
     if not target.exists():
         params = llama_cpp.llama_model_quantize_default_params()

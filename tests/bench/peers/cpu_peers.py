@@ -52,9 +52,11 @@ class Peer:
             yield process
 
 
-def large_arguments(model_dir: Path) -> PeerArguments:
-    """What llama.cpp's driver needs for the model of `large_model`; may raise LeftOutError."""
-    return {"gguf_path": str(large_gguf(model_dir)), "kind": "q8_0"}
+def large_arguments(model_dir: Path, kind: str) -> PeerArguments:
+    """What llama.cpp's driver needs for the model of `large_model` in q8_0 or another kind; may raise LeftOutError."""
+    source = large_gguf(model_dir)
+    # A driver finds the file of a kind beside the source; that of q8_0 is the source here.
+    return {"gguf_path": str(source.with_suffix("").with_suffix(".gguf") if kind == "q8_0" else source), "kind": kind}
 
 
 def _with_model_dir(model_dir: Path) -> PeerArguments:
@@ -93,4 +95,5 @@ PEERS: dict[str, Peer] = {
     "openvino-int8": Peer("OpenVINO int8", "cpu_openvino", OPENVINO, lambda _: {"gguf_path": str(f16_gguf())}),
     "llama-cpp-q8_0": LLAMA_CPP_Q8_0,
     "llama-cpp-q4_0": _llama_cpp("q4_0"),
+    "llama-cpp-q4_k_m": _llama_cpp("q4_k_m"),
 }
