@@ -82,10 +82,36 @@ class Metadata:
 
     def token_id(self, name: str) -> int | None:
         """The id of a special token, as `bos`; None if there is none."""
-        value = self.values.get(f"tokenizer.ggml.{name}_token_id")
+        key = f"tokenizer.ggml.{name}_token_id"
+        value = self.values.get(key)
         if value is not None and (type(value) is not int or value < 0):
-            raise UnsupportedGgufError(f"has tokenizer.ggml.{name}_token_id {value!r}, not the id of a token")
+            raise UnsupportedGgufError(f"has {key} {value!r}, not the id of a token")
         return value
+
+    def token_flag(self, name: str, *, default: bool) -> bool:
+        """A boolean about tokens, as `add_bos_token`."""
+        value = self.values.get(f"tokenizer.ggml.{name}", default)
+        if type(value) is not bool:
+            raise UnsupportedGgufError(f"has tokenizer.ggml.{name} {value!r}, neither true nor false")
+        return value
+
+    def token_text(self, name: str, *, default: str = "") -> str:
+        """A string about tokens, as `pre`."""
+        value = self.values.get(f"tokenizer.{name}", default)
+        if not isinstance(value, str):
+            raise UnsupportedGgufError(f"has tokenizer.{name} that is not a string")
+        return value
+
+    def token_texts(self, name: str) -> list[str]:
+        """A list of strings about tokens, as `merges`; empty if absent."""
+        return self._list(f"tokenizer.ggml.{name}", (str,), "strings")
+
+    def token_numbers(self, name: str) -> list[float]:
+        """A list of finite numbers, one for each token, as `scores`; empty if absent."""
+        values: list[float] = self._list(f"tokenizer.ggml.{name}", (int, float), "numbers")
+        if not all(map(math.isfinite, values)):
+            raise UnsupportedGgufError(f"has tokenizer.ggml.{name} with numbers that are not finite")
+        return values
 
     def unread(self) -> list[str]:
         """The architecture's keys that nothing has read, and that say something: a 0, false or "none" does not."""
@@ -96,6 +122,13 @@ class Metadata:
     def _is_set(self, key: str) -> bool:
         value = self.values[f"{self.architecture}.{key}"]
         return bool(value) and value != "none"
+
+    def _list(self, key: str, kinds: tuple[type, ...], what: str) -> list[Any]:
+        values = self.values.get(key, [])
+        # A header's lists have values of one type.
+        if not isinstance(values, list) or (values and type(values[0]) not in kinds):
+            raise UnsupportedGgufError(f"has {key} that is not a list of {what}")
+        return values
 
     def _value(self, key: str, default: Any) -> Any:
         self._read.add(key)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shared.tiktoken_vocabulary import WORDS
+
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _END = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -57,6 +59,7 @@ PRE_TOKENIZERS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("gpt-4o", "llama4"), _split(_GPT4O)),
     "tekken": _split(_TEKKEN),
     **dict.fromkeys(("deepseek-v3", "deepseek-r1"), _split(*_DEEPSEEK3)),
+    "kimi-k2": _split(WORDS),
 }
 """By GGUF's name."""
 

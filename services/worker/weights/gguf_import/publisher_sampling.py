@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
+from services.worker.weights.gguf_import.gguf_file import MalformedGgufError
 
 # GGUF's key -> the name in generation_config.json. Source: gguf-py, constants.py, Keys.General.SAMPLING_*.
 _KEYS = {
@@ -28,9 +31,12 @@ def publisher_sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Read a file's own recommendation, or else look up its model's card, which is about chats; empty if there is none.
 
     Args:
-        metadata: GGUF's single values, by key.
+        metadata: GGUF's values, by key.
+
+    Raises:
+        MalformedGgufError: a value is no number.
     """
-    found = {name: _exact(metadata[key]) for key, name in _KEYS.items() if key in metadata}
+    found = {name: _exact(key, metadata[key]) for key, name in _KEYS.items() if key in metadata}
     if not found and "tokenizer.chat_template" in metadata:
         model = (metadata.get(f"general.{key}", "") for key in ("organization", "basename"))
         organization, basename = (str(each).lower() for each in model)
@@ -46,5 +52,7 @@ def shortest_decimal(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _exact(value: float) -> float:
-    return value if isinstance(value, int) else shortest_decimal(value)
+def _exact(key: str, value: object) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
+        raise MalformedGgufError(f"{key} is {value!r}, not a number")
+    return value if isinstance(value, int) else shortest_decimal(value)  # type: ignore[arg-type]

@@ -59,41 +59,36 @@ def write_tokenizer(metadata: Metadata, vocab_size: int, result_dir: Path) -> No
         **special,
     }
     _write_json(result_dir / TOKENIZER_CONFIG, config)
-    template = metadata.values.get("tokenizer.chat_template")
-    if isinstance(template, str) and template:
+    if template := metadata.token_text("chat_template"):
         (result_dir / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
 
 
 def end_token_ids(metadata: Metadata) -> list[int]:
     """The tokens that end a generated text: of the end of a text, of a turn and of a message, without repeats."""
-    named = [metadata.token_id(name) for name in ("eos", "eot", "eom")]
-    tokens, types = metadata.values.get("tokenizer.ggml.tokens"), _types(metadata)
-    listed: list[int] = []
-    if isinstance(tokens, list) and len(types) == len(tokens):
-        control = {token: number for number, token in enumerate(tokens) if types[number] == _CONTROL}
-        listed = [control[text] for text in _TURN_ENDS if text in control]
+    tokens = metadata.token_texts("tokens")
+    named = [_id(metadata, name, tokens) for name in ("eos", "eot", "eom")]
+    types = metadata.token_numbers("token_type")
+    control = {
+        token: number for number, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == _CONTROL
+    }
+    listed = [control[text] for text in _TURN_ENDS if text in control]
     return list(dict.fromkeys(token_id for token_id in (*named, *listed) if token_id is not None))
 
 
 def _tokens(metadata: Metadata, vocab_size: int) -> list[str]:
-    tokens = metadata.values.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
+    tokens, types = metadata.token_texts("tokens"), metadata.token_numbers("token_type")
+    if not tokens:
         raise UnsupportedGgufError("lacks tokenizer.ggml.tokens, a list of tokens")
     if len(tokens) > vocab_size:
         raise UnsupportedGgufError(f"has {len(tokens)} tokens, but embeddings of {vocab_size}")
-    if _types(metadata) and len(_types(metadata)) != len(tokens):
-        raise UnsupportedGgufError(f"has {len(tokens)} tokens, but {len(_types(metadata))} types of tokens")
+    if types and len(types) != len(tokens):
+        raise UnsupportedGgufError(f"has {len(tokens)} tokens, but {len(types)} types of tokens")
     return tokens
-
-
-def _types(metadata: Metadata) -> Sequence[int]:
-    types = metadata.values.get("tokenizer.ggml.token_type")
-    return types if isinstance(types, list) else ()
 
 
 def _tokenizer(metadata: Metadata, tokens: list[str]) -> dict[str, Any]:
     """The content of tokenizer.json."""
-    kind = metadata.values.get("tokenizer.ggml.model")
+    kind = metadata.token_text("ggml.model")
     if kind == _BYTE_LEVEL:
         parts, adds_bos = _byte_level(metadata, tokens)
     elif kind == _SENTENCEPIECE:
@@ -114,14 +109,13 @@ def _tokenizer(metadata: Metadata, tokens: list[str]) -> dict[str, Any]:
 
 
 def _byte_level(metadata: Metadata, tokens: list[str]) -> tuple[dict[str, Any], bool]:
-    name = metadata.values.get("tokenizer.ggml.pre", "default")
+    name = metadata.token_text("ggml.pre", default="default")
     if name not in PRE_TOKENIZERS:
         logger.warning("unknown pre-tokenizer: texts may be split differently than in training", extra={"kind": name})
-    merges = metadata.values.get("tokenizer.ggml.merges")
-    if not isinstance(merges, list):
-        raise UnsupportedGgufError("lacks tokenizer.ggml.merges, a list of pairs of tokens")
     # A token never has a space: byte-level vocabularies spell it otherwise.
-    pairs = [merge.split(" ") if isinstance(merge, str) else [] for merge in merges]
+    pairs = [merge.split(" ") for merge in metadata.token_texts("merges")]
+    if not pairs:
+        raise UnsupportedGgufError("lacks tokenizer.ggml.merges, a list of pairs of tokens")
     vocabulary = _vocabulary(tokens)
     if wrong := next((pair for pair in pairs if len(pair) != 2 or "".join(pair) not in vocabulary), None):
         raise UnsupportedGgufError(f"has a merge that makes no token: {wrong!r}")
@@ -134,10 +128,10 @@ def _byte_level(metadata: Metadata, tokens: list[str]) -> tuple[dict[str, Any], 
 
 def _sentencepiece(metadata: Metadata, tokens: list[str]) -> dict[str, Any]:
     """As Llama 2's and Gemma's tokenizer.json: they differ in the space before a text, and in what orders merges."""
-    scores = metadata.values.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
+    scores = metadata.token_numbers("scores")
+    if len(scores) != len(tokens):
         raise UnsupportedGgufError("lacks tokenizer.ggml.scores, a number for each token")
-    has_prefix = metadata.values.get("tokenizer.ggml.add_space_prefix", True) is True
+    has_prefix = metadata.token_flag("add_space_prefix", default=True)
     replaced = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     restored = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
     prepend, strip = {"type": "Prepend", "prepend": _SPACE}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}
@@ -202,7 +196,7 @@ def _bpe(
 
 def _added_tokens(metadata: Metadata, tokens: Sequence[str], vocabulary: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     """Tokens that are found in a text before it is split: special ones, and those that the publisher added."""
-    for number, kind in enumerate(_types(metadata)):
+    for number, kind in enumerate(metadata.token_numbers("token_type")):
         if kind in (_CONTROL, _USER_DEFINED) and vocabulary.get(tokens[number]) == number:
             yield {
                 "id": number,
@@ -220,7 +214,7 @@ def _post_processor(metadata: Metadata, tokens: Sequence[str], *, adds_bos: bool
     ends = []
     for name, default in (("bos", adds_bos), ("eos", False)):
         token_id = _id(metadata, name, tokens)
-        adds = metadata.values.get(f"tokenizer.ggml.add_{name}_token", default) is True
+        adds = metadata.token_flag(f"add_{name}_token", default=default)
         ends.append(tokens[token_id] if adds and token_id is not None else None)
 
     def template(*numbers: int) -> list[dict[str, Any]]:
