@@ -69,3 +69,16 @@ def test_an_import_leaves_nothing(tmp_path: Path, module: str) -> None:
     assert "Traceback" not in result.stderr
     assert "Exception" not in result.stderr
     assert list(tmp_path.glob("out/**/*")) == []
+
+
+def test_an_import_for_a_cell_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+
+    result = run_interrupted(
+        tmp_path, "services.worker.weights.gguf_import.conversion", "serve", str(tmp_path / "model.gguf")
+    )
+
+    assert result.returncode == 128 + signal.SIGINT
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.glob("cache/**/model*")) == []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -100,6 +102,7 @@ def _convert(model: GgufModel, result_dir: Path, *, keeps_formats: bool, on_prog
         config["quantization_config"] = quantization
     stop_ids = end_token_ids(metadata)
     config |= _token_ids(metadata, stop_ids)
+    _check_space(results, result_dir.parent)
     result_dir.mkdir()
     write_tokenizer(metadata, config["vocab_size"], result_dir)
     _write_json(result_dir / CONFIG, config)
@@ -144,6 +147,13 @@ def _log_costs(results: ResultTensors) -> None:
             "no kernel computes with this format: weights become float32",
             extra={"format": kind, "stored_bytes": stored_bytes, "result_bytes": result_bytes},
         )
+
+
+def _check_space(results: ResultTensors, directory: Path) -> None:
+    """Raise before hours of work rather than after them. What others write meanwhile may still fill the disk."""
+    needed = sum(tensor.header.num_bytes for tensor in results.tensors)
+    if needed > (free := shutil.disk_usage(directory).free):
+        raise OSError(errno.ENOSPC, f"the weights take {needed} bytes, and {free} are free")
 
 
 def _token_ids(metadata: Metadata, stop_ids: list[int]) -> dict[str, Any]:

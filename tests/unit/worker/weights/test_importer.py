@@ -8,6 +8,7 @@ import resource
 import shutil
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -224,6 +225,15 @@ def test_a_full_disk_leaves_the_previous_import(model_dir: Path, source: Path, t
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert contents(tmp_path) == ["model"]
     assert is_imported(model_dir, sha256_of(source))
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(ImportFailedError, match=r"cannot be written: the weights take \d+ bytes, and 1000 are free$"):
+        import_model(source, tmp_path / "out" / "model")
+    assert contents(tmp_path / "out") == []
 
 
 @pytest.mark.parametrize("name", ["broken.gguf", "broken.whl"])
