@@ -19,7 +19,7 @@ import grpc
 from services.cli.cell_plan import plan_services
 from services.cli.clients.client import abandon_stdout, answer_once, describe_failure
 from services.cli.clients.running_cells import DIRECTORY_PREFIX, RunningCell, publish_cell
-from services.cli.hub.model_name import parse_model
+from services.cli.hub.model_name import parse_gguf, parse_model
 from services.cli.importing import imported_directory, is_gguf
 from services.cli.processes.cell_processes import CellProcesses
 from services.cli.processes.display import ProcessesOutput
@@ -67,19 +67,29 @@ def _with_local_model(settings: ServeSettings, argv: Sequence[str]) -> ServeSett
     Raises:
         RefusedError: the model cannot be had, or what downloads it is not installed.
     """
-    if is_gguf(settings.model_dir):
-        return settings.model_copy(update={"model_dir": imported_directory(settings.model_dir, ["serve", *argv])})
-    name = parse_model(settings.model_dir)
-    if name is None:
-        return settings
+    directory = _local_model(settings.model_dir, ["serve", *argv])
+    return settings.model_copy(update={"model_dir": directory})
+
+
+def _local_model(model: Path, command: Sequence[str]) -> Path:
+    """The directory of a model, which `command` names."""
+    gguf = parse_gguf(model)
+    if gguf is None and is_gguf(model):
+        return imported_directory(model, command)
+    name = parse_model(model)
+    if gguf is None and name is None:
+        return model
     check_packages("serve", [], "pull")
     # Imported here because only a name needs it, and importing it is slow.
-    from services.cli.hub.model_hub import HubError, fetch_model  # noqa: PLC0415
+    from services.cli.hub.model_hub import HubError, fetch_gguf, fetch_model  # noqa: PLC0415
 
     try:
-        return settings.model_copy(update={"model_dir": fetch_model(name)})
+        if gguf is not None:
+            return imported_directory(fetch_gguf(gguf), command)
+        assert name is not None
+        return fetch_model(name)
     except HubError as error:
-        raise RefusedError(f"{settings.model_dir} is not a directory, and as the name of a model: {error}") from None
+        raise RefusedError(f"{model} is not a directory, and as the name of a model: {error}") from None
 
 
 async def _serve(

@@ -44,7 +44,8 @@ class ServeSettings(LauncherSettings, HttpPortSettings):
 
     model_dir: CliPositionalArg[Path] = Field(
         description="Model directory, in Hugging Face's layout; a GGUF file, which is imported once, into the cache of "
-        "`lockstep pull`; or the name of a model to download: ORG/NAME or ORG/NAME@REVISION, as for `lockstep pull`.",
+        "`lockstep pull`; or the name of a model to download: ORG/NAME or ORG/NAME@REVISION, as for `lockstep pull`, "
+        "or of a GGUF file of it: ORG/NAME/FILE.gguf, or ORG/NAME:KIND as in ORG/NAME:Q4_K_M.",
     )
     workers: Addresses = Field(
         default=(),

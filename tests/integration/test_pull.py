@@ -17,6 +17,7 @@ from shared.missing_files import TIKTOKEN
 from shared.model_dir import CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, WEIGHTS_INDEX
 from shared.tiktoken_vocabulary import convert_vocabulary
 from tests.support.cells.cell import start_cell
+from tests.support.models.gguf_files import write_gguf
 from tests.support.models.kimi_vocabulary import write_kimi_vocabulary
 from tests.support.system.model_hub import TOKEN, Hub, Repository, run_model_hub
 from tests.support.system.patience import PATIENCE_S
@@ -231,7 +232,7 @@ def test_a_model_with_mistrals_own_vocabulary_alone_is_refused(hub: Hub, puller:
     ("file", "advice"),
     [
         ("pytorch_model.bin", "; its weights are in a format that can run code and is not read"),
-        ("tiny.Q8_0.gguf", "; it has GGUF files: download one, and serve it with `lockstep serve FILE.gguf`"),
+        ("tiny.Q8_0.gguf", "; it has GGUF files, which `lockstep serve ORG/NAME/FILE.gguf` takes"),
         (
             "consolidated.safetensors",
             "; its weights are in Mistral's own format (consolidated*.safetensors), which is not read",
@@ -307,3 +308,28 @@ def test_serve_says_why_a_name_cannot_be_had(hub: Hub, puller: Puller) -> None:
     )
     assert result.returncode == 2
     assert f"error: models/none is not a directory, and as the name of a model: there is no {hub.url}" in result.stderr
+
+
+def serve(puller: Puller, name: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run `lockstep serve` with an unknown flag, so that it ends once it has the model."""
+    command = module_command("services.cli", "serve", name, f"--listen=127.0.0.1:{free_port()}", "--worker.none=1")
+    environment = puller.environment(**variables)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_a_gguf_file_is_downloaded_and_imported_by_its_kind(hub: Hub, puller: Puller, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", "llama")
+    content = (tmp_path / "tiny.gguf").read_bytes()
+    names = ["tiny-Q4_K_M.gguf", "tiny-Q4_K_S.gguf", "old/tiny-Q8_0.gguf", "tiny-Q8_0.gguf", "mmproj-Q4_K_M.gguf"]
+    hub.repositories[NAME] = Repository(dict.fromkeys(names, content) | {"README.md": b"#"})
+    first = serve(puller, f"{NAME}:q4_k_m")
+    assert f"{NAME}: tiny-Q4_K_M.gguf (" in first.stderr
+    assert "import: the model is imported" in first.stderr
+    assert hub.requested == ["tiny-Q4_K_M.gguf"]
+    again = serve(puller, f"{NAME}:q4_k_m", HF_HUB_OFFLINE="1")
+    assert (first.returncode, again.returncode) == (2, 2)
+    assert "import:" not in again.stderr
+    assert again.stderr.splitlines()[-1] == first.stderr.splitlines()[-1]
+    assert "has 2 such files as acme/tiny-llama:Q8_0" in serve(puller, f"{NAME}:Q8_0").stderr
+    assert "has no such file as acme/tiny-llama/none.gguf" in serve(puller, f"{NAME}/none.gguf").stderr

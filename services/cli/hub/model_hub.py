@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,7 +32,8 @@ from huggingface_hub.errors import (
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.hf_api import RepoSibling
 
-from services.cli.hub.model_name import ModelName
+from services.cli.hub.model_name import GgufName, ModelName
+from shared.gguf_names import SUFFIX, part_paths
 from shared.missing_files import TEKKEN, TIKTOKEN
 from shared.model_dir import (
     ADDED_TOKENS,
@@ -96,6 +98,17 @@ def fetch_model(name: ModelName, *, with_weights: bool = True) -> Path:
         return download.directory
 
 
+def fetch_gguf(name: GgufName) -> Path:
+    """Make a GGUF file local, and all other files that it is split into, unless they are; returns it, or the first.
+
+    Raises:
+        HubError: it cannot be had, or the name means none or several files.
+    """
+    with _explained(name.model):
+        revision = HfApi().resolve_revision(name.model.repository, revision=name.model.revision)
+        return _Download(name.model, revision.resolved).gguf(name)
+
+
 def wait_for_model(name: ModelName) -> Path:
     """Wait until another process with the same cache has fetched a commit of a model, which is its revision."""
     assert name.revision is not None
@@ -137,9 +150,21 @@ class _Download:
         names = {TOKENIZER, *(file.rfilename for file in small + weights)}
         _write_mark(self._mark if with_weights else self._mark_without_weights, names)
 
+    def gguf(self, name: GgufName) -> Path:
+        """Fetch and verify a file and what belongs to it, unless that was done; returns the first."""
+        key = hashlib.sha256(str(name).encode()).hexdigest()
+        mark = self._mark.with_name(f"{self._commit}-{key[:16]}.json")
+        if not self._has_files_of(mark):
+            info = HfApi().model_info(self._name.repository, revision=self._commit, files_metadata=True)
+            files = {sibling.rfilename: sibling for sibling in info.siblings or []}
+            wanted = _choose_gguf(files, name)
+            self._fetch([files[each] for each in wanted])
+            _write_mark(mark, wanted)
+        return self.directory / min(_read_mark(mark))
+
     def _has_files_of(self, mark: Path) -> bool:
         try:
-            names = json.loads(mark.read_text(encoding="utf-8"))
+            names = _read_mark(mark)
         except FileNotFoundError:
             return False
         return all((self.directory / name).is_file() for name in names)
@@ -169,6 +194,31 @@ class _Download:
                     f"{self._name}: {file.rfilename} is not what the hub says it is: its hash differs. It was deleted; "
                     "another run downloads it again"
                 )
+
+
+def _choose_gguf(files: Collection[str], name: GgufName) -> list[str]:
+    """The names of the file that `name` means, and of all others that it is split into."""
+    # Projectors of images are no models.
+    firsts = [each for each in sorted(files) if each.endswith(SUFFIX) and not Path(each).name.startswith("mmproj")]
+    firsts = [each for each in firsts if str(part_paths(Path(each))[0]) == each]
+    if name.kind is None:
+        found = [each for each in files if each == name.file]
+    else:
+        pattern = re.compile(rf"(?:^|[-._/]){re.escape(name.kind)}(?=[-._/]|$)", re.IGNORECASE)
+        found = [each for each in firsts if pattern.search(each.removesuffix(SUFFIX))]
+    if len(found) != 1:
+        problem = "has no such file" if not found else f"has {len(found)} such files"
+        listed = ", ".join(found or firsts) or "none"
+        raise HubError(f"{name.model} {problem} as {name}; GGUF files: {listed}")
+    parts = [str(part) for part in part_paths(Path(found[0]))]
+    if missing := [part for part in parts if part not in files]:
+        raise HubError(f"{name.model} lacks {', '.join(missing)}")
+    return parts
+
+
+def _read_mark(mark: Path) -> list[str]:
+    names: list[str] = json.loads(mark.read_text(encoding="utf-8"))
+    return names
 
 
 def _write_mark(mark: Path, names: Iterable[str]) -> None:
@@ -233,7 +283,7 @@ def _other_weights(names: list[str]) -> str:
     if any(name.startswith("consolidated") and name.endswith(".safetensors") for name in names):
         return "; its weights are in Mistral's own format (consolidated*.safetensors), which is not read"
     if any(name.endswith(".gguf") for name in names):
-        return "; it has GGUF files: download one, and serve it with `lockstep serve FILE.gguf`"
+        return "; it has GGUF files, which `lockstep serve ORG/NAME/FILE.gguf` takes"
     if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in names):
         return "; its weights are in a format that can run code and is not read"
     return ""
