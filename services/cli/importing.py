@@ -42,8 +42,7 @@ def imported_directory(source: Path, command: Sequence[str]) -> Path:
     Raises:
         RefusedError: the file, or another part of the model, is missing; or what an import needs is not installed.
     """
-    check_packages(command[0], [], "import")
-    # Imported here because only this needs it. It says where the library keeps models.
+    # Imported here because only this needs it: it says where models are kept. The tokenizer's packages include it.
     from huggingface_hub import constants  # noqa: PLC0415
 
     cache = Path(constants.HF_HUB_CACHE) / _FOLDER
@@ -52,5 +51,6 @@ def imported_directory(source: Path, command: Sequence[str]) -> Path:
     except OSError as error:
         raise RefusedError(f"{error.filename}: {error.strerror}") from None
     if directory is None:
+        check_packages(command[0], [], "import")
         become_importer([f"--cache={cache}", str(source), "--then", *command])
     return directory
