@@ -85,15 +85,18 @@ def test_a_projection_from_latents_that_is_not_divided_is_the_same(tmp_path: Pat
     assert convert(tmp_path / "old.gguf", tmp_path / "old") == convert(tmp_path / "new.gguf", tmp_path / "new")
 
 
-def test_mxfp4_stays_packed_in_the_order_of_hugging_face(tmp_path: Path) -> None:
+@pytest.mark.parametrize("attention_kind", [Kind.F32, Kind.Q8_0], ids=lambda kind: kind.name)
+def test_mxfp4_stays_packed_in_the_order_of_hugging_face(tmp_path: Path, attention_kind: Kind) -> None:
     build("GptOssForCausalLM", "plain", tmp_path / "small", hidden_size=64, intermediate_size=32)
-    export_gguf(tmp_path / "small", tmp_path / "small.gguf", kind=Kind.MXFP4)
+    export_gguf(tmp_path / "small", tmp_path / "small.gguf", kind=Kind.MXFP4, attention_kind=attention_kind)
     convert(tmp_path / "small.gguf", tmp_path / "packed")
     convert(tmp_path / "small.gguf", tmp_path / "plain", keeps_formats=False)
-    assert json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"] == {
-        "quant_method": "mxfp4"
-    }
+    quantization = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
+    if attention_kind is Kind.F32:
+        assert quantization == {"quant_method": "mxfp4"}
+    else:
+        assert (quantization["quant_method"], quantization["stacks"]) == ("gguf", "mxfp4")
+        assert "model.layers.1.self_attn.o_proj" in quantization["layers"]["Q8_0"]
     stored = load_file(tmp_path / "packed" / "model.safetensors")
     assert stored["model.layers.0.mlp.experts.gate_up_proj_blocks"].shape[1:] == (64, 2, 16)
-    theirs = TransformersModel(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"))
-    check(tmp_path / "packed", theirs)
+    check(tmp_path / "packed", TransformersModel(AutoModelForCausalLM.from_pretrained(tmp_path / "plain")))

@@ -29,6 +29,7 @@ _CONTROL, _USER_DEFINED = 3, 4
 _NAMES = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token", "unknown": "unk_token"}
 # Tokens that end a turn, which older files name nowhere. Source: llama.cpp, src/llama-vocab.cpp, `special_eog_ids`.
 _TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|return|>", "<|call|>")
+_HARMONY = ("<|return|>", "<|call|>")
 # Merges of a piece take time with the square of its length. Published vocabularies have none of more than 128.
 _MAX_PIECE_LENGTH = 1024
 _SPACE = "\u2581"
@@ -72,6 +73,9 @@ def end_token_ids(metadata: Metadata) -> list[int]:
         token: number for number, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == _CONTROL
     }
     listed = [control[text] for text in _TURN_ENDS if text in control]
+    if all(text in control for text in _HARMONY):
+        # A message's end, after which gpt-oss goes on.
+        named = [token_id for token_id in named if token_id != control.get("<|end|>")]
     return list(dict.fromkeys(token_id for token_id in (*named, *listed) if token_id is not None))
 
 

@@ -145,6 +145,14 @@ def test_all_tokens_that_end_a_turn_end_a_text() -> None:
     assert end_token_ids(metadata("gpt2", **byte_level_values(eos_token_id=0))) == [0, 2]
 
 
+def test_gpt_oss_goes_on_after_the_end_of_a_message() -> None:
+    values = byte_level_values(eos_token_id=0, eot_token_id=2)
+    values["tokens"][:4] = ["<|return|>", "<|call|>", "<|end|>", "x"]
+    assert end_token_ids(metadata("gpt2", **values)) == [0, 1]
+    values["tokens"][1] = "<|start|>"
+    assert end_token_ids(metadata("gpt2", **values)) == [0, 2]
+
+
 def test_a_control_token_of_any_characters_is_one_token() -> None:
     values = byte_level_values()
     values["tokens"][0] = "<｜begin▁of▁sentence｜>"
