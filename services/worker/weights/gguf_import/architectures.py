@@ -33,6 +33,20 @@ _LLAMA = Architecture(
     KEYS,
     {"attention_bias": False, "hidden_act": "silu", "mlp_bias": False},
 )
+
+
+def _complete_ministral3(metadata: Metadata, config: Config) -> None:
+    config["rope_parameters"]["llama_4_scaling_beta"] = metadata.number("attention.temperature_scale")
+
+
+_MINISTRAL3 = Architecture(
+    "Ministral3ForCausalLM",
+    "ministral3",
+    _LLAMA.rules,
+    KEYS,
+    {"hidden_act": "silu", "sliding_window": None},
+    extend=_complete_ministral3,
+)
 _QWEN2 = Architecture(
     "Qwen2ForCausalLM",
     "qwen2",
@@ -193,6 +207,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "glm4moe": GLM4_MOE,
     "gpt-oss": _GPT_OSS,
     "llama": _LLAMA,
+    "mistral3": _MINISTRAL3,
     "qwen2": _QWEN2,
     "qwen3": _QWEN3,
     "qwen3moe": _QWEN3_MOE,
@@ -215,6 +230,9 @@ def architecture_of(metadata: Metadata) -> Architecture:
         raise UnsupportedGgufError(f"has architecture {name!r}, which is not supported; supported: {supported}")
     if name == "llama" and metadata.count("expert_count", default=0):
         return _MIXTRAL
+    if name == "mistral3" and "attention.temperature_scale" not in metadata:
+        # Mistral Small 3.
+        return _LLAMA
     if name in ("deepseek2", "glm4moe"):
         score = metadata.size("expert_gating_func", default=_SIGMOID if name == "glm4moe" else _SOFTMAX)
         if name == "deepseek2" and score == _SIGMOID:

@@ -72,9 +72,10 @@ def _yarn(metadata: Metadata) -> dict[str, Any]:
         "beta_fast": metadata.number("rope.scaling.yarn_beta_fast", default=32.0),
         "beta_slow": metadata.number("rope.scaling.yarn_beta_slow", default=1.0),
     }
-    # A tenth of DeepSeek's temperature, which its files have in place of the paper's.
+    # DeepSeek's temperature in place of the paper's; files of its own models have a tenth of it.
     if temperature := metadata.number("rope.scaling.yarn_log_multiplier", default=0.0):
-        found["mscale"] = found["mscale_all_dim"] = round(temperature * 10, 6)
+        is_tenth = metadata.architecture == "deepseek2"
+        found["mscale"] = found["mscale_all_dim"] = round(temperature * 10, 6) if is_tenth else temperature
     return found
 
 

@@ -169,7 +169,8 @@ def test_a_model_in_parts_is_that_of_one_file(tmp_path: Path) -> None:
 def test_an_unknown_architecture_is_refused_with_a_list_of_the_supported_ones(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", "mamba")
     with pytest.raises(
-        UnimportableError, match=r"'mamba', which .*; supported: deepseek2, .*, llama, qwen2, qwen3, qwen3moe$"
+        UnimportableError,
+        match=r"'mamba', which .*; supported: deepseek2, .*, llama, mistral3, qwen2, qwen3, qwen3moe$",
     ):
         convert(tmp_path / "tiny.gguf", tmp_path / "model")
 
