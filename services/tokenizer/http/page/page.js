@@ -534,13 +534,16 @@ async function watchCell() {
   }
 }
 
+/** Show the models as soon as the server has them and the key, if one is needed, is known. */
 async function watchModels() {
   for (;;) {
     if (access.needsKey === "true" && !byId("key").value) await next(byId("key"), "change");
     try {
-      return await showModels();
+      await showModels();
+      byId("failure").textContent = "";
+      return;
     } catch (error) {
-      byId("failure").textContent = error.message;
+      setText(byId("failure"), error.message);
       if (error.status === 401) await next(byId("key"), "change");
     }
     await new Promise((resolve) => setTimeout(resolve, POLL_MS));
