@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -23,6 +24,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from typing_extensions import override
 
 from services.tokenizer.tracing.request_trace import CANCELLED, GetHeader, RequestTrace, SpanTotals
+from shared.network.addresses import LOOPBACK_HOSTS
 from shared.release import find_release
 
 logger = logging.getLogger(__name__)
@@ -49,7 +51,9 @@ class OtlpTracer:
         # We count and log what is lost ourselves: the SDK would log every try.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         self._model_name = model_name
-        self._exporter = _CountingExporter(OTLPSpanExporter(endpoint), totals)
+        # No proxy of the environment leads to loopback. The exporter's type of options has no numbers.
+        options: Any = (("grpc.enable_http_proxy", 0),) if urlsplit(endpoint).hostname in LOOPBACK_HOSTS else None
+        self._exporter = _CountingExporter(OTLPSpanExporter(endpoint, channel_options=options), totals)
         own = Resource({"service.name": SERVICE_NAME, "service.version": find_release()})
         self._provider = TracerProvider(resource=own.merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
         self._provider.add_span_processor(_BoundedProcessor(self._exporter, totals))

@@ -59,6 +59,19 @@ async def test_a_span_is_the_child_of_its_traceparent_and_keeps_its_tracestate(c
     assert (totals.num_exported, totals.num_lost) == (1, 0)
 
 
+async def test_no_proxy_leads_to_a_collector_on_loopback(
+    collector: TraceCollector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "grpc_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_proxy", "no_grpc_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    tracer = OtlpTracer(collector.endpoint, "tiny", SpanTotals())
+    tracer.end(begin(tracer))
+    await tracer.close(60.0)
+    assert len(collector.spans) == 1
+
+
 async def test_what_a_parent_does_not_sample_is_not_exported(collector: TraceCollector) -> None:
     totals = SpanTotals()
     tracer = OtlpTracer(collector.endpoint, "tiny", totals)
