@@ -28,7 +28,7 @@ def state_changes(step: Step, limits: BatchLimits, slots_in_step: Int32Column) -
         has_pairs = len(step.state_saves) or len(step.state_restores)
         require(not has_pairs, "states are saved or restored of a model that has none")
         return {}
-    has_room = not len(computed_slots) or computed_slots.max() < limits.num_live_states
+    has_room = not len(slots_in_step) or slots_in_step.max() < limits.num_live_states
     require(bool(has_room), "a slot has no state", limit=limits.num_live_states)
     arrays: HostArrays = {}
     continued = {enter.chunk.slot for enter in step.enters if enter.num_cached_tokens}

@@ -99,7 +99,7 @@ def large_q4_k_m_model(model_dir: Path) -> Path:
     """As `large_model`, with the types of blocks that llama.cpp chooses for Q4_K_M."""
     target = DIRECTORY / "llama-1.1b-q4_k_m"
     if not target.exists():
-        with _made(target) as made:
+        with made_file(target) as made:
             shutil.copytree(large_model(model_dir), made)
             config: dict[str, Any] = json.loads((made / "config.json").read_text(encoding="utf-8"))
             config["quantization_config"] = gguf_config(dict(_q4_k_m_types(config)))

@@ -147,6 +147,5 @@ def _named(layer: MtpLayer, prefix: str, names: tuple[str, str, str, str]) -> di
     """What a layer has around its block, under these names."""
     modules = layer.enorm, layer.hnorm, layer.eh_proj, layer.post_norm
     return {
-        f"{prefix}{name}.weight": module.weight.detach().clone()
-        for name, module in zip(names, modules, strict=True)
+        f"{prefix}{name}.weight": module.weight.detach().clone() for name, module in zip(names, modules, strict=True)
     }

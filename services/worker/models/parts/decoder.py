@@ -142,7 +142,7 @@ class DecoderLayer:
         mlp: FeedForward,
         prefix: str | None = None,
     ) -> DecoderLayer:
-        """Load the norms around `attention` and `mlp`; `prefix` is the layer's name if it is not `layer_name(layer)`."""
+        """Load the norms around `attention` and `mlp`; `prefix` is the layer's name if not `layer_name(layer)`."""
         prefix = prefix or layer_name(layer)
         return cls(
             attention_norm=load_norm(shard, config, f"{prefix}.input_layernorm"),
