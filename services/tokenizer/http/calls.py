@@ -83,7 +83,7 @@ class ApiCall:
         cell = backend.cell()
         backend.check_model(api.model)
         if self._trace is not None:
-            self._trace.attributes["gen_ai.request.model"] = api.model or backend.model_names[0]
+            self._trace.note_model(api.model or backend.model_names[0], backend.model_names[0])
         sampling = api.message.sampling
         return AnswerFacts(
             f"{self._route.id_prefix}{api.message.request_id}",

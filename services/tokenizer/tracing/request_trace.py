@@ -91,12 +91,16 @@ class RequestTrace:
         self._render_ended_at: float | None = None
         self._ttft_s: float | None = None
 
+    def note_model(self, asked: str, answering: str) -> None:
+        """The model's names in the request, which must be one that is served, and in the answer."""
+        self.attributes |= {"gen_ai.request.model": asked, "gen_ai.response.model": answering}
+
     def begin_render(self, request_id: str, model_name: str, tenant: str | None) -> None:
         """The request is accepted, and its prompts are about to be rendered and encoded."""
         self._render_began_at = time.monotonic()
         self.attributes["gen_ai.request.id"] = request_id
-        self.attributes.setdefault("gen_ai.request.model", model_name)
-        self.attributes["gen_ai.response.model"] = self.attributes["gen_ai.request.model"]
+        if "gen_ai.request.model" not in self.attributes:
+            self.note_model(model_name, model_name)
         if tenant is not None:
             self.attributes["lockstep.tenant"] = tenant
 

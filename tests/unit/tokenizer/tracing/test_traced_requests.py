@@ -191,6 +191,17 @@ async def test_the_death_of_a_worker_and_of_a_scheduler_are_resumes(
     assert trace.root.attributes["lockstep.num_resumes"] == 2
 
 
+async def test_a_model_has_the_names_of_the_request_and_of_the_answer(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with run_traced(model_dir, tmp_path, monkeypatch, served_model_name=("first", "second")) as (http, collector):
+        await http.answer("/v1/completions", {"prompt": "The fox", "model": "second"}, [5])
+        [trace] = await until_traced(collector, 1)
+        assert trace.root.name == "text_completion first"
+        attributes = trace.root.attributes
+        assert (attributes["gen_ai.request.model"], attributes["gen_ai.response.model"]) == ("second", "first")
+
+
 async def test_spans_leave_before_the_service_does(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
