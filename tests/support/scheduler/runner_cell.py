@@ -50,5 +50,5 @@ class RunnerDriver(EngineDriver):
             max_num_batched_tokens=limits.max_num_batched_tokens,
         )
         assert num_blocks >= limits.num_blocks
-        assert self._runner.num_checkpoints >= (limits.num_checkpoints or 0)
+        assert self._runner.room.num_checkpoints >= (limits.num_checkpoints or 0)
         return RunnerWorker(self._runner)
