@@ -105,8 +105,9 @@ def test_with_drafts_the_next_turn_goes_on_where_the_last_answer_was_saved(depth
     assert ask(driver, 1, prompt, max_tokens=800) == 0
     # Its newest record has taken the place of the older ones.
     assert driver.engine.state().num_used_checkpoints == 1
-    # Renewed every 256 tokens, or later by a few steps that do not pass a block's end: the last time after 768.
-    assert 512 <= ask(driver, 2, [*prompt, *driver.choices[1, 1].tokens, 3]) < 900
+    # Renewed every 256 tokens, or later by a few steps that do not pass a block's end: the last time after 768. With
+    # blocks of one token it is renewed four times as often.
+    assert 512 <= ask(driver, 2, [*prompt, *driver.choices[1, 1].tokens, 3]) <= 900
 
 
 @pytest.mark.parametrize(("interval", "num_times"), [(0, 2), (64, 2), (48, 1)])

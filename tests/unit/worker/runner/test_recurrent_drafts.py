@@ -190,14 +190,16 @@ def test_a_state_that_is_not_finite_is_reported_when_it_is_saved_beside_drafts(
 
 
 def test_what_keeps_drafts_from_the_states_takes_its_memory_before_keys_and_values(loaded: LoadedModel) -> None:
-    spec, block_bytes = loaded.model.state_spec, 4 * loaded.model.kv_cache_spec.bytes_per_token
-    # Eight sequences and padding; of eight rows of five tokens a step has at most 32.
-    live_bytes = 9 * spec.bytes_per_slot + drafted_bytes(spec, num_rows=8, num_tokens=32)
-    assert live_bytes > 9 * spec.bytes_per_slot + 8 * max(each.num_bytes for layer in spec.layers for each in layer)
-    for memory_bytes, num_blocks in ((live_bytes + 3 * block_bytes, 3), (live_bytes + block_bytes - 1, 0)):
-        size = KvCacheSize(memory_bytes)
-        runner = ModelRunner(loaded, load_ops("reference"), size, drafting=Drafting(NgramProposer(), 4))
+    spec, ops = loaded.model.state_spec, load_ops("reference")
+    # Of eight rows of five tokens a step has at most 32.
+    drafted = drafted_bytes(spec, num_rows=8, num_tokens=32)
+    assert drafted > 8 * max(each.num_bytes for layer in spec.layers for each in layer)
+    for left in (5 * spec.bytes_per_slot, 40 * spec.bytes_per_slot, 1):
+        plain = ModelRunner(loaded, ops, KvCacheSize(left))
+        runner = ModelRunner(loaded, ops, KvCacheSize(left + drafted), drafting=Drafting(NgramProposer(), 4))
+        num_blocks = plain.attach(block_size=4, max_num_seqs=8, max_num_batched_tokens=32)
         assert runner.attach(block_size=4, max_num_seqs=8, max_num_batched_tokens=32) == num_blocks
+        assert (runner.room == plain.room, num_blocks > 0) == (True, left > 1)
 
 
 def test_a_draft_model_with_recurrent_layers_is_refused(loaded: LoadedModel) -> None:
