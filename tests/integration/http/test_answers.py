@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,8 +33,6 @@ from tests.support.clients.http_requests import (
 )
 from tests.support.models.tool_caller import write_tool_caller
 from tests.support.system.ports import free_port
-from tests.support.tokenizer.http_client import named_events_of
-from tests.support.tokenizer.messages import added_up, messages_events
 
 NUM_REQUESTS = 100
 BATCH = 8
@@ -237,61 +235,6 @@ async def test_a_prompt_alone_has_its_log_probabilities(cell: Cell) -> None:
             assert choice.token_ids == []
             assert choice.logprobs
             assert len(choice.logprobs) == len(choice.prompt_ids or ()) - 1
-
-
-def told_by_message(data: bytes) -> Any:
-    message = added_up(messages_events(data))
-    return [block | {"id": ""} for block in message["content"]], message["stop_reason"]
-
-
-def told_by_response(data: bytes) -> Any:
-    response = named_events_of(data)[-1]["response"]
-    return [item | {"id": "", "call_id": ""} for item in response["output"]], response["status"]
-
-
-COUNTS = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}, "required": ["a"]}
-OPTIONS = {"seed": 1, "stream": True}
-LONG_CALLS = [
-    (
-        "/v1/messages",
-        {
-            "messages": [{"role": "user", "content": "Count."}],
-            "max_tokens": 300,
-            "tools": [{"name": "count", "input_schema": COUNTS}],
-            "tool_choice": {"type": "any"},
-        },
-        told_by_message,
-    ),
-    (
-        "/v1/responses",
-        {
-            "input": "Count.",
-            "max_output_tokens": 300,
-            "tools": [{"type": "function", "name": "count", "parameters": COUNTS}],
-            "tool_choice": "required",
-        },
-        told_by_response,
-    ),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("path", "body", "told_by"), LONG_CALLS, ids=[path for path, *_ in LONG_CALLS])
-async def test_an_answer_of_items_goes_on_after_the_death_of_worker_and_scheduler(
-    cell: Cell, path: str, body: dict[str, Any], told_by: Callable[[bytes], Any]
-) -> None:
-    async def ask(*doomed: str) -> Any:
-        async with cell.http_session() as session, session.post(path, json=body | OPTIONS) as response:
-            data = b""
-            for name in doomed:
-                data += await response.content.readany()
-                cell.kill(name)
-            data += await response.read()
-        return told_by(data)
-
-    expected = await ask()
-    assert await ask("worker", "scheduler") == expected
-    cell.wait_for_log("num_resumes=")
 
 
 @pytest.mark.timeout(3600)
