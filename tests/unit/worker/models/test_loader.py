@@ -202,7 +202,10 @@ def test_a_configuration_of_a_much_larger_model_is_refused_without_allocating_it
         ({"num_attention_heads": 0}, "config.json"),
         ({"num_key_value_heads": 3}, "not a multiple"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "'gptq' is not supported; supported: compressed-tensors"),
+        (
+            {"quantization_config": {"quant_method": "hqq"}},
+            "'hqq' is not supported; supported: awq, compressed-tensors",
+        ),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "'longrope'"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
     ],
