@@ -244,9 +244,10 @@ class WaitingQueue:
         """The next sequence of those that are not set aside; there must be one.
 
         It stays the same until it leaves or one that goes before it is added; with several tenants only while its own
-        stays within its share with it, or others would wait for what it may not take. `num_cached_tokens` is called for
-        LONGEST_PREFIX only, for at most `WINDOW` sequences of a tenant, and not while the one it chose still waits;
-        `keeps_share` only with several tenants.
+        stays within its share with it, or others would wait for what it may not take. One that was admitted before also
+        gives way to one of its tenant that has aged. `num_cached_tokens` is called for LONGEST_PREFIX only, for at most
+        `WINDOW` sequences of a tenant, and not while the one it chose still waits; `keeps_share` only with several
+        tenants.
 
         With several tenants it takes O(log tenants), and a choice also O(tenants with sequences that were admitted
         before), of which there are no more than the rank has slots unless ranks or schedulers were lost.
@@ -258,7 +259,7 @@ class WaitingQueue:
         if len(self._by_tenant) == 1:
             (queue,) = self._by_tenant.values()
             return queue.first(now, num_cached_tokens)
-        if self._choice is not None and not keeps_share(self._chosen(self._choice, now, num_cached_tokens)):
+        if self._choice is not None and not self._stays(self._choice, now, num_cached_tokens, keeps_share):
             self._choice = None
         if self._choice is None or self._may_change:
             self._choice = self._choose(now, num_cached_tokens, keeps_share)
@@ -380,6 +381,19 @@ class WaitingQueue:
             if priority is None or self._classes.is_in(number, priority):
                 return self._choice
         return self._by_tenant[lowest.number], None
+
+    def _stays(
+        self,
+        choice: tuple[TenantQueue, Sequence | None],
+        now: float,
+        num_cached_tokens: NumCachedTokens,
+        keeps_share: KeepsShare,
+    ) -> bool:
+        """Whether what was chosen may still be next: one of a class only until another of its tenant has aged."""
+        queue, seq = choice
+        if self._has_classes and seq is not None and queue.first(now, num_cached_tokens) is not seq:
+            return False
+        return keeps_share(self._chosen(choice, now, num_cached_tokens))
 
     def _is_outranked(self, seq: Sequence, now: float, num_cached_tokens: NumCachedTokens) -> bool:
         """Whether a more urgent class than that of a waiting sequence waits."""

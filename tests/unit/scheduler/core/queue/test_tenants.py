@@ -173,6 +173,15 @@ def test_what_was_admitted_before_goes_first_only_within_its_class() -> None:
     assert queue.next(2.0, nothing_cached).priority is Priority.HIGH
 
 
+def test_what_was_admitted_before_gives_way_to_one_of_its_tenant_that_has_aged() -> None:
+    queue = make_queue(QueuePolicy.PRIORITY)
+    urgent, oldest = seq_of(A, 1.0, priority=Priority.HIGH, attempt=2), seq_of(A, 0.0, attempt=2)
+    add_all(queue, seq_of(B, 2.0, priority=Priority.LOW), urgent, oldest)
+    assert queue.next(3.0, nothing_cached) is urgent
+    # All have aged.
+    assert queue.next(20.0, nothing_cached) is oldest
+
+
 def test_age_orders_within_a_tenant_alone() -> None:
     queue = make_queue()
     add_all(queue, *(seq_of(A, number / 100) for number in range(20)))
