@@ -173,7 +173,7 @@ class TransposedIntFormat(LayerFormat):
         even, odd = words.view(torch.uint8).view(len(words) // 2, 2, -1).unbind(1)
         # Pairs are turned, which is several times as fast as turning their halves.
         low, high = (even & 0xF) | (odd << 4), (even >> 4) | (odd & 0xF0)
-        values = torch.empty((last - first, 8, len(even)), dtype=torch.uint8)
+        values = torch.empty((last - first, 8, len(even)), dtype=torch.uint8, device=words.device)
         order = self.layout.order or range(8)
         for offset, pairs in enumerate((low, high)):
             of_word = pairs.T.contiguous().view(last - first, 4, len(even))
