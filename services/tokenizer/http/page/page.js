@@ -6,6 +6,8 @@
 
 const POLL_MS = 1000;
 const WINDOW_MS = 120_000;
+// How often an answer is laid out while it streams.
+const SHOW_MS = 100;
 const MAX_SHOWN_EVENTS = 20;
 const NUM_ALTERNATIVES = 3;
 // Probabilities below which a token is marked.
@@ -211,15 +213,21 @@ class Chat {
       body: JSON.stringify(makeBody(messages)),
       signal,
     });
+    const log = byId("conversation");
+    const isNearEnd = () => log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+    let [follows, shownAt] = [isNearEnd(), startedAt];
     for await (const data of readEvents(response)) {
-      if (data === "[DONE]") return;
-      const piece = JSON.parse(data);
+      const isLast = data === "[DONE]";
+      const piece = isLast ? { choices: [] } : JSON.parse(data);
       if (piece.error) throw new ApiError(piece.error.message);
-      const log = byId("conversation");
-      const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
       for (const choice of piece.choices) view.add(choice);
       if (piece.usage) view.note.textContent = describeUsage(piece.usage, performance.now() - startedAt);
-      if (isAtEnd) log.scrollTop = log.scrollHeight;
+      if (!isLast && performance.now() - shownAt < SHOW_MS) continue;
+      if (follows) log.scrollTop = log.scrollHeight;
+      if (isLast) return;
+      // Events may come faster than a long answer is laid out; the person at the page has a turn between them.
+      await new Promise((resolve) => setTimeout(resolve));
+      [follows, shownAt] = [isNearEnd(), performance.now()];
     }
     throw new ApiError("The connection ended before the answer.");
   }
