@@ -55,7 +55,7 @@ class StateSpec:
 
 
 NO_STATES = StateSpec()
-"""That of a model without recurrent layers."""
+"""What a model without recurrent layers keeps."""
 
 
 class StateCache:

@@ -34,7 +34,7 @@ class _Held:
     num_checkpoints: int = 0
     """With those that a step is about to save."""
     once: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    """Those to be evicted first, the next one first; `reused` likewise."""
+    """Checkpoints to be evicted first, the next one first; `reused` likewise."""
     reused: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
     @property

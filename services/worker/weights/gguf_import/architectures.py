@@ -16,6 +16,7 @@ from services.worker.weights.gguf_import.layer_rules import (
     KEYS,
     MLP,
     NORMS,
+    POST_ATTENTION_NORMS,
     QKV_BIASES,
     QUERY_KEY,
     REORDERED_QUERY_KEY,
@@ -93,6 +94,11 @@ _QWEN3_MOE = Architecture(
     sizes=_expert_sizes,
 )
 
+
+def _local_expert_sizes(config: Config) -> Sizes:
+    return {**plain_sizes(config), "experts": config["num_local_experts"]}
+
+
 _MIXTRAL = Architecture(
     "MixtralForCausalLM",
     "mixtral",
@@ -107,12 +113,8 @@ _MIXTRAL = Architecture(
     ),
     {**KEYS, "num_local_experts": Key("expert_count"), "num_experts_per_tok": Key("expert_used_count")},
     {"hidden_act": "silu", "sliding_window": None},
-    sizes=lambda config: {**plain_sizes(config), "experts": config["num_local_experts"]},
+    sizes=_local_expert_sizes,
 )
-
-
-def _gpt_oss_sizes(config: Config) -> Sizes:
-    return {**plain_sizes(config), "experts": config["num_local_experts"]}
 
 
 def _complete_gpt_oss(metadata: Metadata, config: Config) -> None:
@@ -128,8 +130,7 @@ _GPT_OSS = Architecture(
     "GptOssForCausalLM",
     "gpt_oss",
     alike(
-        Tensor("attn_norm.weight", "input_layernorm.weight", "hidden"),
-        Tensor("post_attention_norm.weight", "post_attention_layernorm.weight", "hidden"),
+        *POST_ATTENTION_NORMS,
         *QUERY_KEY,
         *VALUE_OUTPUT,
         *QKV_BIASES,
@@ -149,7 +150,7 @@ _GPT_OSS = Architecture(
     },
     {"attention_bias": True, "hidden_act": "silu"},
     extend=_complete_gpt_oss,
-    sizes=_gpt_oss_sizes,
+    sizes=_local_expert_sizes,
 )
 
 

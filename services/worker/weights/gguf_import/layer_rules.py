@@ -20,6 +20,10 @@ NORMS: Rules = (
     Tensor("attn_norm.weight", "input_layernorm.weight", "hidden"),
     Tensor("ffn_norm.weight", "post_attention_layernorm.weight", "hidden"),
 )
+POST_ATTENTION_NORMS: Rules = (
+    Tensor("attn_norm.weight", "input_layernorm.weight", "hidden"),
+    Tensor("post_attention_norm.weight", "post_attention_layernorm.weight", "hidden"),
+)
 QUERY_KEY: Rules = (
     Tensor("attn_q.weight", "self_attn.q_proj.weight", "query hidden"),
     Tensor("attn_k.weight", "self_attn.k_proj.weight", "key_value hidden"),

@@ -22,6 +22,7 @@ from services.worker.weights.gguf_import.layer_rules import (
     KEYS,
     MLP,
     NORMS,
+    POST_ATTENTION_NORMS,
     QKV_BIASES,
     QUERY_KEY,
     VALUE_OUTPUT,
@@ -158,8 +159,7 @@ def _partly_rotated(metadata: Metadata, config: Config) -> int:
 
 def _glm4_moe_rules(config: Config, layer: int, names: frozenset[str]) -> Rules:
     return (
-        Tensor("attn_norm.weight", "input_layernorm.weight", "hidden"),
-        Tensor("post_attention_norm.weight", "post_attention_layernorm.weight", "hidden"),
+        *POST_ATTENTION_NORMS,
         *QUERY_KEY,
         *VALUE_OUTPUT,
         *(QKV_BIASES if config["attention_bias"] else ()),

@@ -58,7 +58,7 @@ class Mxfp4Format(LayerFormat):
     """A matrix: two values in each byte [out, in / 2] uint8, and `weight_scale` [out, in / 32] uint8."""
 
     suffix: str
-    """Of the values."""
+    """The suffix of the values' name."""
     label: str = field(default="mxfp4", init=False)
     unused: tuple[str, ...] = field(default=(".input_scale", ".input_global_scale", ".output_scale"), init=False)
     packed_as: MatrixFormat | None = field(default=MatrixFormat.MXFP4, init=False)

@@ -30,7 +30,7 @@ class Nvfp4Format(LayerFormat):
     """
 
     suffix: str
-    """Of the values."""
+    """The suffix of the values' name."""
     matrix_scale_suffix: str
     is_divisor: bool
     """Whether scales are divided by the matrix's; otherwise they are multiplied by it."""
