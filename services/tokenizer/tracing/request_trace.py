@@ -47,7 +47,7 @@ class TracedAnswer(Protocol):
 
     @property
     def finish_reasons(self) -> list[common_pb2.FinishReason]:
-        """Those of its choices."""
+        """The reasons for which its choices ended."""
 
     @property
     def num_tokens(self) -> int:

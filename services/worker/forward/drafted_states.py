@@ -43,7 +43,7 @@ class DraftedRows:
     """The sequences of a pass that computes drafts, as its recurrent layers see them."""
 
     num_tokens: int
-    """Those of decodes and of their drafts, which come first."""
+    """Tokens of decodes and of their drafts, which come first."""
     decodes: AttentionMetadata
     others: AttentionMetadata | None
     """The chunks of prompts after them, whose tokens all count; None if there are none."""

@@ -49,11 +49,11 @@ class BlockType:
     """One type of block."""
 
     name: str
-    """GGUF's."""
+    """GGUF's name of the type."""
     num_values: int
     num_bytes: int
     num_bits: int
-    """Of a code."""
+    """Bits of a code."""
     group_size: int
     """Columns that share a scale, and an offset."""
     split: Callable[[Tensor], BlockParts]

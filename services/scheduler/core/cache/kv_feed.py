@@ -50,7 +50,7 @@ class KvFeed:
         """`block_bytes` is the size of the tokens of a block."""
         self._block_bytes = block_bytes
         self.states: StateCheckpoints | None = None
-        """Those of the cache that is watched; None for a model without recurrent states."""
+        """The checkpoints of the cache that is watched; None for a model without recurrent states."""
         self._log: deque[KvChanges] = deque()
         self._scans: list[KvScan] = []
         self.watch([])

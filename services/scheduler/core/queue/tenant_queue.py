@@ -27,7 +27,7 @@ class TenantQueue:
         self.arrivals: dict[Sequence, Key] = {}
         self.returned = SortedQueue()
         self.aside: dict[Sequence, None] = {}
-        """Those that others may pass; see `WaitingQueue.try_set_aside`."""
+        """Sequences that others may pass; see `WaitingQueue.try_set_aside`."""
         self._max_age_s = max_age_s
         self._order = order
         # The sequences in `_order`, by the time at which they turn aged.

@@ -41,7 +41,7 @@ class _MtpNames(NamedTuple):
 
     @classmethod
     def of_layer(cls, layer: int) -> _MtpNames:
-        """Those of a layer after the model's own."""
+        """The names in a layer after the model's own."""
         return cls(*(f"{layer_name(layer)}.{part}" for part in ("enorm", "hnorm", "eh_proj", "shared_head.norm")))
 
 

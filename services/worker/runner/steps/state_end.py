@@ -54,8 +54,8 @@ class StateEnd:
         self._drafted.replay(slots, firsts=firsts, counts=first_part)
         not_finite = self._save(step_input, is_saved)
         rest = lengths[:num_decodes] - first_part
-        if len(behind := rest.nonzero()[0]):
-            self._drafted.replay(slots[behind], firsts=(firsts + first_part)[behind], counts=rest[behind])
+        if len(later := rest.nonzero()[0]):
+            self._drafted.replay(slots[later], firsts=(firsts + first_part)[later], counts=rest[later])
         return not_finite
 
     def _find_saves(self, step_input: StepInput, lengths: Int32Column) -> tuple[Int32Column, npt.NDArray[np.bool_]]:

@@ -24,7 +24,7 @@ def model_config(
     """Make config.json, but for what depends on the formats of the weights.
 
     Args:
-        names: Of the file's tensors.
+        names: The names of the file's tensors.
         factors: The values of `rope.FACTORS`, if there are any.
 
     Raises:
