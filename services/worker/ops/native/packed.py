@@ -30,7 +30,7 @@ _MXFP4_KIND, _IQ4_KIND = 4, 5
 # Codes of fewer bits become those of four.
 _BLOCK_KINDS = {2: 3, 3: 3, 4: 3, 5: 6, 6: 7}
 _ROW_SCALES, _FLOAT32_SCALES, _FLOAT16_SCALES, _POWER_SCALES, _FACTORS, _FACTORS_OF_16 = range(6)
-_FLOAT32_OFFSETS, _FLOAT16_OFFSETS, _FACTOR_OFFSETS = range(3)
+_NO_OFFSETS, _ROW_OFFSETS, _FLOAT32_OFFSETS, _FLOAT16_OFFSETS, _FACTOR_OFFSETS = range(5)
 
 _TILE_ROWS = 32
 # Columns that share a scale of the activations; scales of weights change only between such groups.
@@ -52,7 +52,7 @@ class PackedMatrix:
         form = _form(weight, dtype)
         self.num_rows, self.num_columns = weight.shape
         self.dtype = dtype
-        memory = [form.row_scales, form.offsets, None if bias is None else _padded(bias.float())]
+        memory = [form.row_scales, form.row_offsets, None if bias is None else _padded(bias.float())]
         kinds = form.kind, form.scales_kind, form.offsets_kind, FORMATS[dtype]
         head = (*kinds, self.num_rows, self.num_columns, form.group_size, form.zero)
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in memory]
@@ -63,10 +63,23 @@ class PackedMatrix:
         self.address = ctypes.addressof(self._fields)
         pack = library.ls_pack
         first_tile = 0
-        for values, scales in form.parts:
-            addresses = [part.data_ptr() for part in (values, scales)]
-            pack(*map(ctypes.c_void_p, (self.address, *addresses)), *map(ctypes.c_int64, (first_tile, len(values))))
-            first_tile += len(values) // _TILE_ROWS
+        for part in form.parts:
+            addresses = [
+                0 if tensor is None else tensor.data_ptr() for tensor in (part.values, part.scales, part.offsets)
+            ]
+            counts = first_tile, len(part.values)
+            pack(*map(ctypes.c_void_p, (self.address, *addresses)), *map(ctypes.c_int64, counts))
+            first_tile += len(part.values) // _TILE_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A run of rows, contiguous: `Source` in kernels/pack.cpp."""
+
+    values: Tensor
+    scales: Tensor | None = None
+    offsets: Tensor | None = None
+    """float32; None where there are none, where rows have one each, and where `scales` has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +87,14 @@ class _Form:
     """A matrix as `ls_pack` takes it."""
 
     kind: int
-    parts: Iterable[tuple[Tensor, Tensor]]
-    """Values and scales of runs of rows, contiguous; all runs but the last have whole tiles."""
+    parts: Iterable[_Part]
+    """All but the last have whole tiles."""
     scales_kind: int = _ROW_SCALES
     group_size: int = _GROUP
     zero: int = 0
+    offsets_kind: int = _NO_OFFSETS
     row_scales: Tensor | None = None
-    offsets: Tensor | None = None
-    """By tile."""
-    offsets_kind: int = _FLOAT32_OFFSETS
+    row_offsets: Tensor | None = None
 
 
 def _form(weight: Matrix, dtype: torch.dtype) -> _Form:
@@ -92,60 +104,68 @@ def _form(weight: Matrix, dtype: torch.dtype) -> _Form:
         weight = weight.to_integers()
     if isinstance(weight, Mxfp4Matrix):
         # The kernels multiply by twice the values, which are integers.
-        parts = weight.codes.contiguous(), weight.exponents.contiguous()
-        return _Form(_MXFP4_KIND, [parts], _POWER_SCALES, MXFP4_GROUP_SIZE)
+        part = _Part(weight.codes.contiguous(), weight.exponents.contiguous())
+        return _Form(_MXFP4_KIND, [part], _POWER_SCALES, MXFP4_GROUP_SIZE)
     if isinstance(weight, IntMatrix) and weight.column_order is None:
         has_row_scales = weight.group_size >= weight.shape[1]
         if has_row_scales or weight.group_size % _GROUP == 0:
-            return _int_form(weight, has_row_scales=has_row_scales)
-    return _Form(_FLOAT_KINDS[dtype], [(dense(weight, dtype).contiguous(), torch.empty(0))])
+            return _row_form(weight) if has_row_scales else _group_form(weight)
+    return _Form(_FLOAT_KINDS[dtype], [_Part(dense(weight, dtype).contiguous())])
 
 
-def _int_form(weight: IntMatrix, *, has_row_scales: bool) -> _Form:
-    scales = weight.scales.contiguous()
+def _row_form(weight: IntMatrix) -> _Form:
     return _Form(
         _INT_KINDS[weight.num_bits],
-        [(weight.codes.contiguous(), scales)],
-        _ROW_SCALES if has_row_scales else _narrowest(scales),
-        -(-weight.shape[1] // _ROW_GROUP) * _ROW_GROUP if has_row_scales else weight.group_size,
+        [_Part(weight.codes.contiguous())],
+        _ROW_SCALES,
+        -(-weight.shape[1] // _ROW_GROUP) * _ROW_GROUP,
         zero=8,
-        row_scales=_padded(scales.flatten()) if has_row_scales else None,
-        offsets=None if weight.offsets is None else _by_tile(weight.offsets),
+        offsets_kind=_NO_OFFSETS if weight.offsets is None else _ROW_OFFSETS,
+        row_scales=_padded(weight.scales.flatten()),
+        row_offsets=None if weight.offsets is None else _padded(weight.offsets.flatten()),
+    )
+
+
+def _group_form(weight: IntMatrix) -> _Form:
+    scales = weight.scales.contiguous()
+    offsets = None if weight.offsets is None else weight.offsets.contiguous()
+    return _Form(
+        _INT_KINDS[weight.num_bits],
+        [_Part(weight.codes.contiguous(), scales, offsets)],
+        _narrowest(scales),
+        weight.group_size,
+        zero=8,
+        offsets_kind=_NO_OFFSETS if offsets is None else _FLOAT32_OFFSETS,
     )
 
 
 def _block_form(weight: BlockMatrix) -> _Form:
-    block_type, num_tiles = weight.block_type, -(-weight.shape[0] // _TILE_ROWS)
-    # What a row has shows the sizes of all.
+    block_type = weight.block_type
+    # What a row has shows the forms of all.
     row = block_type.split(weight.blocks[:1])
-    has_factors = row.scales.units is not None
-    offsets = None
-    if row.offsets is not None:
-        tile = _levels_by_tile(row.offsets)
-        offsets = torch.empty(num_tiles, *tile.shape[1:], dtype=tile.dtype)
-    scales_kind = _FLOAT16_SCALES
-    if has_factors:
+    scales_kind, offsets_kind = _FLOAT16_SCALES, _FLOAT16_OFFSETS
+    if row.scales.units is not None:
         scales_kind = _FACTORS if block_type.group_size == _GROUP else _FACTORS_OF_16
+        offsets_kind = _FACTOR_OFFSETS
     return _Form(
         _BLOCK_KINDS[block_type.num_bits] if block_type.table is None else _IQ4_KIND,
-        _block_parts(weight, offsets),
+        _block_parts(weight),
         scales_kind,
         block_type.group_size,
         zero=block_type.zero,
-        offsets=offsets,
-        offsets_kind=_FACTOR_OFFSETS if has_factors else _FLOAT16_OFFSETS,
+        offsets_kind=_NO_OFFSETS if row.offsets is None else offsets_kind,
     )
 
 
-def _block_parts(weight: BlockMatrix, offsets: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Values and scales, see `_Form`; writes `offsets` on the way."""
+def _block_parts(weight: BlockMatrix) -> Iterator[_Part]:
     for first in range(0, len(weight.blocks), _ROWS_AT_ONCE):
         parts = weight.block_type.split(weight.blocks[first : first + _ROWS_AT_ONCE])
-        if offsets is not None and parts.offsets is not None:
-            by_tile = _levels_by_tile(parts.offsets)
-            offsets[first // _TILE_ROWS :][: len(by_tile)] = by_tile
-        scales = parts.scales.values.float() if parts.scales.units is None else _levels_by_tile(parts.scales)
-        yield in_pairs(parts.codes) if weight.block_type.num_bits <= 4 else parts.codes, scales
+        values = in_pairs(parts.codes) if weight.block_type.num_bits <= 4 else parts.codes
+        levels = [parts.scales] if parts.offsets is None else [parts.scales, parts.offsets]
+        if parts.scales.units is None:
+            yield _Part(values, *(each.values.float() for each in levels))
+        else:
+            yield _Part(values, torch.cat([_factors_by_tile(each) for each in levels], dim=2))
 
 
 def _narrowest(scales: Tensor) -> int:
@@ -164,11 +184,8 @@ def _by_tile(levels: Tensor) -> Tensor:
     return _padded(levels).view(-1, _TILE_ROWS, levels.shape[1]).transpose(1, 2).contiguous()
 
 
-def _levels_by_tile(levels: Levels) -> Tensor:
-    """[tiles, groups, 32] float16; or, for factors, [tiles, blocks, bytes] uint8: the units' and then the factors'."""
-    if levels.units is None:
-        return _by_tile(levels.values)
-    units = _by_tile(levels.units)
-    num_tiles, num_blocks = units.shape[:2]
-    factors = _by_tile(levels.values).view(num_tiles, num_blocks, -1)
-    return torch.cat((units.view(torch.uint8), factors.view(torch.uint8)), dim=2)
+def _factors_by_tile(levels: Levels) -> Tensor:
+    """[tiles, blocks, bytes] uint8: the units' bytes, and then the factors'."""
+    assert levels.units is not None
+    units, factors = _by_tile(levels.units), _by_tile(levels.values)
+    return torch.cat([part.view(torch.uint8).view(*units.shape[:2], -1) for part in (units, factors)], dim=2)

@@ -18,32 +18,42 @@ float read_half(const uint8_t* source) {
     return _cvtsh_ss(half);
 }
 
-// The scale, or offset, of group `group` out of factors of a float16 for each 256 columns.
+// The scale, or offset, of group `group` out of factors at `run`, of a float16 for each 256 columns.
 float read_factored(const Matrix& m, int64_t place, int64_t group, const uint8_t* run) {
     const int64_t factor = group % (kFactoredColumns / m.group_size);
     return read_half(run + place * 2) * static_cast<float>(static_cast<int8_t>(run[kTileRows * (2 + factor) + place]));
 }
 
-float read_offset(const Matrix& m, int64_t row, int64_t group) {
-    const int64_t place = row % kTileRows, index = group * kTileRows + place;
-    const uint8_t* offsets = m.offsets + row / kTileRows * offset_bytes(m);
-    if (m.offsets_kind == Offsets::kFloat32) return reinterpret_cast<const float*>(offsets)[index];
-    if (m.offsets_kind == Offsets::kFloat16) return read_half(offsets + index * 2);
-    const int64_t groups = kFactoredColumns / m.group_size;
-    return read_factored(m, place, group, offsets + group / groups * factored_bytes(groups));
+float read_float(const uint8_t* source) {
+    float value = 0.0f;
+    std::memcpy(&value, source, 4);
+    return value;
 }
 
-float read_scale(const Matrix& m, int64_t row, const uint8_t* scales) {
+// The scale and the offset of a row in group `group`, whose header this is.
+float read_scale(const Matrix& m, int64_t row, int64_t group, const uint8_t* header) {
     const int64_t place = row % kTileRows;
-    float value = 0.0f;
     switch (m.scales) {
         case Scales::kRow: return m.row_scales[row];
-        case Scales::kPower: return std::ldexp(1.0f, scales[place] - 127);
-        case Scales::kFloat32: std::memcpy(&value, scales + place * 4, 4); return value;
-        case Scales::kFloat16: return read_half(scales + place * 2);
-        default: break;
+        case Scales::kPower: return std::ldexp(1.0f, header[place] - 127);
+        case Scales::kFloat32: return read_float(header + place * 4);
+        case Scales::kFloat16: return read_half(header + place * 2);
+        case Scales::kFactors:
+        case Scales::kFactors16: return read_factored(m, place, group, header);
     }
-    return value;
+    return 0.0f;
+}
+float read_offset(const Matrix& m, int64_t row, int64_t group, const uint8_t* header) {
+    const int64_t place = row % kTileRows;
+    const uint8_t* offsets = header + scale_bytes(m.scales);
+    switch (m.offsets) {
+        case Offsets::kNone: return 0.0f;
+        case Offsets::kRow: return m.row_offsets[row];
+        case Offsets::kFloat32: return read_float(offsets + place * 4);
+        case Offsets::kFloat16: return read_half(offsets + place * 2);
+        case Offsets::kFactors: return read_factored(m, place, group, offsets);
+    }
+    return 0.0f;
 }
 
 int read_upper_bits(const Matrix& m, const uint8_t* codes, int64_t place, int64_t column) {
@@ -84,22 +94,13 @@ void read_group(
 
 void read_integers(const Matrix& m, int64_t row, float* out) {
     const int64_t tile = row / kTileRows, columns = group_columns(m.scales);
-    const int64_t groups_per_run = kFactoredColumns / columns;
-    const uint8_t *source = m.tiles + tile * tile_bytes(m), *run = nullptr;
-    float scale = 0.0f, offset = 0.0f;
+    const uint8_t *source = m.tiles + tile * tile_bytes(m), *header = nullptr;
     for (int64_t group = 0; group < num_groups(m); ++group) {
-        const int64_t column = group * columns, number = column / m.group_size;
-        if (has_factors(m.scales)) {
-            if (column % kFactoredColumns == 0) {
-                run = source;
-                source += factored_bytes(groups_per_run);
-            }
-            scale = read_factored(m, row % kTileRows, group, run);
-        } else if (column % m.group_size == 0) {
-            scale = read_scale(m, row, source);
-            source += scale_bytes(m.scales);
+        if (group * columns % header_columns(m) == 0) {
+            header = source;
+            source += header_bytes(m);
         }
-        if (m.offsets && column % m.group_size == 0) offset = read_offset(m, row, number);
+        const float scale = read_scale(m, row, group, header), offset = read_offset(m, row, group, header);
         read_group(m, row, group, source, scale, offset, out);
         source += packed_bytes(m.kind, columns);
     }

@@ -23,7 +23,7 @@ enum class Kind : int64_t {
     kInt6,      // a step of kInt4, then a byte for each place in a half of it: the upper two bits of 4 codes
 };
 
-// How the scales of integers are stored: in front of the codes of their columns, except those of whole rows.
+// How the scales of integers are stored: in a header in front of the codes of their columns, except those of whole rows.
 enum class Scales : int64_t {
     kRow,        // one for each row, in `row_scales`
     kFloat32,    // [32] float32
@@ -33,11 +33,14 @@ enum class Scales : int64_t {
     kFactors16,  // likewise, but for each 16 of them
 };
 
-// How the offsets of a tile are stored.
+// How offsets are stored, which are added to each element of their columns: in the header after the scales, except those
+// of whole rows.
 enum class Offsets : int64_t {
-    kFloat32,  // [groups][32] float32
-    kFloat16,  // [groups][32] float16
-    kFactors,  // as scales: in runs of 256 columns
+    kNone,
+    kRow,      // one for each row, in `row_offsets`
+    kFloat32,  // [32] float32
+    kFloat16,  // [32] float16
+    kFactors,  // as the scales are
 };
 
 // Integer products: activations are quantised to 8 bits with a scale for each run of this many columns. Larger runs cost
@@ -67,7 +70,7 @@ constexpr int8_t kIq4Values[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13
 struct Matrix {
     Kind kind;
     Scales scales;
-    Offsets offsets_kind;
+    Offsets offsets;
     Format dtype;  // of activations and results: kFloat32 or kBfloat16
     int64_t num_rows;
     int64_t num_columns;
@@ -75,7 +78,7 @@ struct Matrix {
     int64_t zero;        // kInt4, kInt5 and kInt6: the code of zero
     uint8_t* tiles;
     float* row_scales;   // [tiles * 32], or null
-    uint8_t* offsets;    // by tile, see `offsets_kind`, or null for zeros: added to each element of a group
+    float* row_offsets;  // [tiles * 32], or null
     float* bias;         // [tiles * 32], or null
 };
 
@@ -88,31 +91,31 @@ inline int64_t num_tiles(const Matrix& m) { return divide_up(m.num_rows, kTileRo
 inline int64_t num_groups(const Matrix& m) { return divide_up(m.num_columns, group_columns(m.scales)); }
 inline int64_t num_scales(const Matrix& m) { return divide_up(m.num_columns, m.group_size); }
 
+// The bytes of a header's scales, and of its offsets.
 inline int64_t scale_bytes(Scales scales) {
     switch (scales) {
         case Scales::kRow: return 0;
         case Scales::kFloat32: return kTileRows * 4;
         case Scales::kFloat16: return kTileRows * 2;
-        case Scales::kPower:
+        case Scales::kPower: return kTileRows;
         case Scales::kFactors:
-        case Scales::kFactors16: return kTileRows;
+        case Scales::kFactors16: return factored_bytes(kFactoredColumns / group_columns(scales));
     }
     return 0;
-}
-
-// The bytes of the scales of a tile, or of its offsets.
-inline int64_t all_scale_bytes(const Matrix& m) {
-    const int64_t units = has_factors(m.scales) ? m.num_columns / kFactoredColumns * kTileRows * 2 : 0;
-    return num_scales(m) * scale_bytes(m.scales) + units;
 }
 inline int64_t offset_bytes(const Matrix& m) {
-    switch (m.offsets_kind) {
-        case Offsets::kFloat32: return num_scales(m) * kTileRows * 4;
-        case Offsets::kFloat16: return num_scales(m) * kTileRows * 2;
-        case Offsets::kFactors: return all_scale_bytes(m);
+    switch (m.offsets) {
+        case Offsets::kNone:
+        case Offsets::kRow: return 0;
+        case Offsets::kFloat32: return kTileRows * 4;
+        case Offsets::kFloat16: return kTileRows * 2;
+        case Offsets::kFactors: return scale_bytes(m.scales);
     }
     return 0;
 }
+inline int64_t header_bytes(const Matrix& m) { return scale_bytes(m.scales) + offset_bytes(m); }
+// The columns whose codes follow a header.
+inline int64_t header_columns(const Matrix& m) { return has_factors(m.scales) ? kFactoredColumns : m.group_size; }
 
 // The bytes of the codes of so many columns, a multiple of 16.
 constexpr int64_t packed_bytes(Kind kind, int64_t columns) {
@@ -128,7 +131,9 @@ inline int64_t code_bytes(const Matrix& m) {
     }
 }
 
-inline int64_t tile_bytes(const Matrix& m) { return code_bytes(m) + (is_float(m) ? 0 : all_scale_bytes(m)); }
+inline int64_t tile_bytes(const Matrix& m) {
+    return code_bytes(m) + (is_float(m) ? 0 : divide_up(m.num_columns, header_columns(m)) * header_bytes(m));
+}
 
 // What is added to the multiplied values so that they are unsigned; activations' sums times this are subtracted again.
 inline int zero_point(const Matrix& m) {

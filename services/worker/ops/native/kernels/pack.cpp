@@ -12,7 +12,8 @@ namespace {
 struct Source {
     const Matrix& m;
     const uint8_t* values;  // codes of more than 4 bits are one in a byte, others two
-    const void* scales;     // [num_rows, num_scales]: float32, or bytes for Scales::kPower; factors as in tiles
+    const void* scales;     // [num_rows, num_scales]: float32, or bytes for Scales::kPower; factors as in tiles' headers
+    const float* offsets;   // [num_rows, num_scales], or null: for factors these are among the scales
     int64_t num_rows;
 };
 
@@ -80,30 +81,38 @@ void pack_codes(const Source& source, int64_t first_row, int64_t first_column, u
     }
 }
 
-// Write the scales from `column` on, and return their size in bytes.
-int64_t pack_scales(const Source& source, int64_t first_row, int64_t column, uint8_t* target) {
+// Write a row's number as float16 or float32.
+void write_number(float value, bool is_half, int64_t row, uint8_t* target) {
+    const uint16_t half = _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT);
+    if (is_half) {
+        std::memcpy(target + row * 2, &half, 2);
+    } else {
+        std::memcpy(target + row * 4, &value, 4);
+    }
+}
+
+// Write the header of the columns from `column` on.
+void pack_header(const Source& source, int64_t first_row, int64_t column, uint8_t* target) {
     const Matrix& m = source.m;
+    const int64_t bytes = header_bytes(m);
     if (has_factors(m.scales)) {
-        if (column % kFactoredColumns != 0) return 0;
-        const int64_t bytes = factored_bytes(kFactoredColumns / group_columns(m.scales));
         const int64_t place = first_row / kTileRows * (m.num_columns / kFactoredColumns) + column / kFactoredColumns;
         std::memcpy(target, static_cast<const uint8_t*>(source.scales) + place * bytes, static_cast<size_t>(bytes));
-        return bytes;
+        return;
     }
-    if (column % m.group_size != 0) return 0;
-    std::memset(target, 0, static_cast<size_t>(scale_bytes(m.scales)));
-    for (int64_t row = 0; row < kTileRows && first_row + row < source.num_rows; ++row) {
+    std::memset(target, 0, static_cast<size_t>(bytes));
+    for (int64_t row = 0; bytes > 0 && row < kTileRows && first_row + row < source.num_rows; ++row) {
         const int64_t index = (first_row + row) * num_scales(m) + column / m.group_size;
         if (m.scales == Scales::kPower) {
             target[row] = static_cast<const uint8_t*>(source.scales)[index];
-            continue;
+        } else {
+            write_number(static_cast<const float*>(source.scales)[index], m.scales == Scales::kFloat16, row, target);
         }
-        const float value = static_cast<const float*>(source.scales)[index];
-        const uint16_t half = _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT);
-        if (m.scales == Scales::kFloat32) std::memcpy(target + row * 4, &value, 4);
-        if (m.scales == Scales::kFloat16) std::memcpy(target + row * 2, &half, 2);
+        if (source.offsets) {
+            uint8_t* offsets = target + scale_bytes(m.scales);
+            write_number(source.offsets[index], m.offsets == Offsets::kFloat16, row, offsets);
+        }
     }
-    return scale_bytes(m.scales);
 }
 
 template <class T>
@@ -127,7 +136,10 @@ void pack_tile(const Source& source, int64_t first_row, uint8_t* target) {
     if (m.kind == Kind::kBfloat16) return pack_floats<bf16>(source, first_row, target);
     for (int64_t group = 0; group < num_groups(m); ++group) {
         const int64_t column = group * group_columns(m.scales);
-        target += pack_scales(source, first_row, column, target);
+        if (column % header_columns(m) == 0) {
+            pack_header(source, first_row, column, target);
+            target += header_bytes(m);
+        }
         pack_codes(source, first_row, column, target);
         target += packed_bytes(m.kind, group_columns(m.scales));
     }
@@ -138,10 +150,11 @@ void pack_tile(const Source& source, int64_t first_row, uint8_t* target) {
 // The size of `m.tiles` in bytes; `m` may have no memory yet.
 LS_EXPORT int64_t ls_tiles_bytes(const Matrix* m) { return num_tiles(*m) * tile_bytes(*m); }
 
-// Write the tiles from `first_tile` on that the `num_rows` rows of values and scales make, in the formats of `Source`.
+// Write the tiles from `first_tile` on that the `num_rows` rows of values, scales and offsets make, in the formats of
+// `Source`.
 LS_EXPORT void ls_pack(
-    const Matrix* m, const void* values, const void* scales, int64_t first_tile, int64_t num_rows) {
-    const Source source{*m, static_cast<const uint8_t*>(values), scales, num_rows};
+    const Matrix* m, const void* values, const void* scales, const float* offsets, int64_t first_tile, int64_t num_rows) {
+    const Source source{*m, static_cast<const uint8_t*>(values), scales, offsets, num_rows};
     for_pieces(divide_up(num_rows, kTileRows), num_threads(), [&](int64_t tile) {
         pack_tile(source, tile * kTileRows, m->tiles + (first_tile + tile) * tile_bytes(*m));
     });

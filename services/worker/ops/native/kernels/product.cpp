@@ -14,46 +14,6 @@ constexpr int64_t kAhead = 8192;
 // Rows whose products are stored together: they share the loads of the tile's offsets.
 constexpr int64_t kStoredRows = 4;
 
-const uint8_t* tile_offsets(const Matrix& m, int64_t tile) { return m.offsets + tile * offset_bytes(m); }
-
-// Adds the offsets of each group of weights times the sums of its activations, for a tile and some rows. `load_offsets`
-// returns those of a group, for a half of the tile.
-template <int kRows, class Load>
-void add_offsets(
-    const Matrix& m, const uint8_t* rows, int64_t row_bytes, Load load_offsets, Floats (&values)[kRows][2]) {
-    const float* x_sums = quantized_row(m, const_cast<uint8_t*>(rows)).sums;
-    const int64_t row_words = row_bytes / 4, end = num_scales(m);
-    for (int64_t group = 0; group < end; ++group) {
-        const Floats upper = load_offsets(group, 0), lower = load_offsets(group, 1);
-        for (int r = 0; r < kRows; ++r) {
-            const Floats x_sum = fill(x_sums[r * row_words + group]);
-            values[r][0] = fma(x_sum, upper, values[r][0]);
-            values[r][1] = fma(x_sum, lower, values[r][1]);
-        }
-    }
-}
-
-template <int kRows>
-void add_offsets(const Matrix& m, int64_t tile, const uint8_t* rows, int64_t row_bytes, Floats (&values)[kRows][2]) {
-    const uint8_t* offsets = tile_offsets(m, tile);
-    const auto add = [&](auto load_offsets) { add_offsets<kRows>(m, rows, row_bytes, load_offsets, values); };
-    switch (m.offsets_kind) {
-        case Offsets::kFloat32: return add([=](int64_t group, int half) {
-            return load(reinterpret_cast<const float*>(offsets) + group * kTileRows + half * kLanes);
-        });
-        case Offsets::kFloat16: return add([=](int64_t group, int half) {
-            return load_halves(offsets + (group * kTileRows + half * kLanes) * 2);
-        });
-        case Offsets::kFactors: break;
-    }
-    const int64_t groups = kFactoredColumns / m.group_size, shift = groups == 8 ? 3 : 4;
-    add([=](int64_t group, int half) {
-        const uint8_t* units = offsets + (group >> shift) * factored_bytes(groups);
-        const uint8_t* factors = units + kTileRows * (2 + (group & (groups - 1)));
-        return mul(load_halves(units + half * kLanes * 2), load_int8(factors + half * kLanes));
-    });
-}
-
 // Stores a tile's products with some rows: their sums, and what those lack.
 template <int kRows, class T>
 void store_rows(
@@ -64,17 +24,21 @@ void store_rows(
     const float* sums,
     T* out,
     int64_t out_stride) {
-    const int64_t first = tile * kTileRows;
+    const int64_t first = tile * kTileRows, row_words = row_bytes / 4;
+    const float* x_sums = quantized_row(m, const_cast<uint8_t*>(rows)).sums;
     Floats values[kRows][2];
     for (int half = 0; half < 2; ++half) {
         const Floats scales = m.row_scales ? load(m.row_scales + first + half * kLanes) : fill(1.0f);
         for (int r = 0; r < kRows; ++r) values[r][half] = mul(load(sums + r * kTileRows + half * kLanes), scales);
     }
-    if (m.offsets) add_offsets(m, tile, rows, row_bytes, values);
     for (int half = 0; half < 2; ++half) {
         const int64_t left = m.num_rows - first - half * kLanes;
         if (left <= 0) return;
         const int count = static_cast<int>(std::min<int64_t>(left, kLanes));
+        if (m.row_offsets) {
+            const Floats offsets = load(m.row_offsets + first + half * kLanes);
+            for (int r = 0; r < kRows; ++r) values[r][half] = fma(fill(x_sums[r * row_words]), offsets, values[r][half]);
+        }
         const Floats bias = m.bias ? load(m.bias + first + half * kLanes) : zeros();
         T* target = out + half * kLanes;
         for (int r = 0; r < kRows; ++r) store_first(target + r * out_stride, add(values[r][half], bias), count);
@@ -99,7 +63,6 @@ void multiply_tile(
     int64_t num_blocks = divide_up(num_rows, kernels.max_rows);
     // Asking for half a tile during each of two blocks is slower than for a third during each of three: measured.
     if (num_blocks == 2 && num_rows > 8) num_blocks = 3;
-    if (m.offsets) prefetch(tile_offsets(m, next_tile), offset_bytes(m));
     alignas(64) float sums[kMaxRows * kTileRows];
     for (int64_t block = 0; block < num_blocks; ++block) {
         // Blocks of nearly equal sizes: a block of one row would take as long as one of two.

@@ -63,7 +63,7 @@ void quantize_row(const Matrix& m, const T* x, uint8_t* target) {
         row.starts[group] = static_cast<int32_t>(zero * static_cast<uint32_t>(sum));
         total += *scale * static_cast<float>(sum);
         if (group + 1 == groups || (group + 1) % groups_per_scale == 0) {
-            if (m.offsets) row.sums[group / groups_per_scale] = total;
+            if (m.offsets != Offsets::kNone) row.sums[group / groups_per_scale] = total;
             total = 0.0f;
         }
     }

@@ -24,7 +24,7 @@ struct TileCall {
     int64_t next_bytes;
 };
 
-// Computes sums [rows, 32]: without `row_scales`, `offsets` and `bias`.
+// Computes sums [rows, 32]: without `row_scales`, `row_offsets` and `bias`.
 using TileKernel = void (*)(const TileCall& call, float* sums);
 
 // A matrix's kernels for 1, 2, ... rows.

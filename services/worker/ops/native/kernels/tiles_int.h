@@ -134,49 +134,73 @@ struct Mxfp4Codes {
     }
 };
 
-// The scales of a group, which are at `source`, for a half of the tile. Factors are those of the float16 at `units`.
+// The scales of a group, which are at `source`, for a half of the tile. Factors are those of the float16 in `units`.
 template <Scales kScales>
-Floats load_scales(const uint8_t* source, [[maybe_unused]] const uint8_t* units, int half) {
-    if constexpr (has_factors(kScales)) return mul(load_halves(units + half * 2 * kLanes), load_int8(source + half * kLanes));
+Floats load_scales(const uint8_t* source, [[maybe_unused]] const Floats (&units)[2], int half) {
+    if constexpr (has_factors(kScales)) return mul(units[half], load_int8(source + half * kLanes));
     if constexpr (kScales == Scales::kFloat32) return load(reinterpret_cast<const float*>(source) + half * kLanes);
     if constexpr (kScales == Scales::kFloat16) return load_halves(source + half * 2 * kLanes);
     if constexpr (kScales == Scales::kPower) return load_powers(source + half * kLanes);
     return zeros();
 }
 
+// Add the offsets at `source`, in a header, times the sums of the activations of their columns: `x_sums`, which are
+// `row_words` from row to row.
+template <Scales kScales, int kRows>
+void add_offsets(Offsets kind, const uint8_t* source, const float* x_sums, int64_t row_words, Floats (&totals)[kRows][2]) {
+    for (int half = 0; half < 2; ++half) {
+        if constexpr (has_factors(kScales)) {
+            Floats sums[kRows];
+            for (Floats& sum : sums) sum = zeros();
+            for (int factor = 0; factor < kFactoredColumns / group_columns(kScales); ++factor) {
+                const Floats factors = load_int8(source + kTileRows * (2 + factor) + half * kLanes);
+                for (int r = 0; r < kRows; ++r) sums[r] = fma(fill(x_sums[r * row_words + factor]), factors, sums[r]);
+            }
+            const Floats units = load_halves(source + half * 2 * kLanes);
+            for (int r = 0; r < kRows; ++r) totals[r][half] = fma(sums[r], units, totals[r][half]);
+        } else {
+            const bool is_half = kind == Offsets::kFloat16;
+            const Floats offsets = is_half ? load_halves(source + half * 2 * kLanes)
+                                           : load(reinterpret_cast<const float*>(source) + half * kLanes);
+            for (int r = 0; r < kRows; ++r) totals[r][half] = fma(fill(x_sums[r * row_words]), offsets, totals[r][half]);
+        }
+    }
+}
+
 template <class Codes, Scales kScales, int kRows>
 void multiply_int_tile(const TileCall& call, float* sums) {
     // It asks for memory once for each part of a group.
     constexpr int kGroup = group_columns(kScales), kParts = kGroup == 64 ? 2 : 1, kSteps = kGroup / kParts / kStep;
-    constexpr int kFactors = kFactoredColumns / kGroup;
     const Matrix& m = call.matrix;
     const int64_t groups = num_groups(m);
-    // Groups before the next scale of weights.
+    // Groups before the next header.
     [[maybe_unused]] int64_t left = 0;
-    [[maybe_unused]] const int64_t groups_per_scale = divide_up(m.group_size, kGroup);
-    [[maybe_unused]] const uint8_t* units = nullptr;
+    [[maybe_unused]] const int64_t groups_per_header = divide_up(header_columns(m), kGroup);
+    Floats units[2] = {zeros(), zeros()};
     const int64_t next_bytes = divide_up(call.next_bytes, groups * kParts);
     const QuantizedRow row = quantized_row(m, const_cast<uint8_t*>(call.rows));
     const int64_t row_words = call.row_bytes / 4;
     const uint8_t *codes = call.tile, *next = call.next, *scales = nullptr;
     const uint8_t* x = call.rows;
+    [[maybe_unused]] const float* x_sums = row.sums;
     Floats totals[kRows][2];
     for (auto& total : totals) total[0] = total[1] = zeros();
     for (int64_t group = 0; group < groups; ++group) {
-        if constexpr (has_factors(kScales)) {
-            if (left-- == 0) {
-                units = codes;
-                scales = codes + 2 * kTileRows;
-                codes += factored_bytes(kFactors);
-                left = kFactors - 1;
-            } else {
-                scales += kTileRows;
-            }
-        } else if constexpr (kScales != Scales::kRow) {
+        if constexpr (kScales != Scales::kRow) {
             if (left-- == 0) {
                 scales = codes;
-                codes += scale_bytes(kScales);
-                left = groups_per_scale - 1;
+                if constexpr (has_factors(kScales)) {
+                    for (int half = 0; half < 2; ++half) units[half] = load_halves(codes + half * 2 * kLanes);
+                    scales += 2 * kTileRows;
+                }
+                if (m.offsets != Offsets::kNone) {
+                    add_offsets<kScales>(m.offsets, codes + scale_bytes(kScales), x_sums, row_words, totals);
+                    x_sums += has_factors(kScales) ? groups_per_header : 1;
+                }
+                codes += header_bytes(m);
+                left = groups_per_header - 1;
+            } else if constexpr (has_factors(kScales)) {
+                scales += kTileRows;
             }
         }
         Ints dots[kRows][2];
