@@ -5,7 +5,8 @@
 
 Perplexity is that of a fixed public-domain text in chunks of 1024 tokens, each given the true tokens before it in its
 chunk. Ours is computed by the worker's own model, as `--formats` says; llama.cpp's by files that it has quantised, and
-ours of its Q4_K_M is beside it. The reference of a format is fp32, or the same format with an ordinary KV cache.
+ours of its Q4_K_M is beside it: of SmolLM2, and of a random Llama whose rows are multiples of 256, as K-quants want.
+The reference of a format is fp32, or the same format with an ordinary KV cache.
 
 SmolLM2's published file is 4-bit already, which flatters int4. So the mean Kullback-Leibler divergence from fp32, in
 thousandths of a nat per token, is measured on a random Llama of 4 layers and hidden size 1024. Its weights follow
@@ -33,7 +34,7 @@ from services.worker.weights.importer import import_model
 from shared.config import load_settings
 from tests.bench.parts.public_text import public_text
 from tests.bench.parts.report import Row, compare, limit, report
-from tests.bench.peers.cpu_files import f16_gguf, quantised_path
+from tests.bench.peers.cpu_files import f16_gguf, small_gguf
 from tests.bench.peers.environments import LLAMA_CPP, LeftOutError
 from tests.bench.peers.protocol import start_process
 from tests.support.models.outlier_llama import write_outlier_llama
@@ -46,8 +47,8 @@ QUICK_CHUNK_TOKENS = 128
 NUM_CHUNKS = 64
 BLOCK_SIZE = 16
 PEER_KINDS = ("q8_0", "q4_0", "q4_k_m")
-# The files of llama.cpp's that we compute too; its rows of 576 columns are in Q5_0 and Q8_0.
-COMMON_KINDS = ("q4_k_m",)
+# What we compute too, of llama.cpp's files; SmolLM2's rows of 576 columns are in Q5_0 and Q8_0 there.
+COMMON_KIND = "q4_k_m"
 # How much higher our perplexity may be: llama.cpp's activations have 8 bits too.
 MOST_EXCESS_OF_A_FILE = 1.005
 NUM_RANDOM_CHUNKS = 4
@@ -88,7 +89,7 @@ def main() -> None:
         chunks = [chunk[:QUICK_CHUNK_TOKENS] for chunk in chunks]
     rows = list(_perplexity_rows(args, chunks))
     if not args.without_peers:
-        rows += _peer_rows(chunks, rows[0].value)
+        rows += _peer_rows(args.model_dir, chunks, rows[0].value)
     rows += _divergence_rows(args)
     print(f"{len(chunks)} chunks of {len(chunks[0])} tokens")
     report(rows, args.json)
@@ -166,24 +167,45 @@ def _mean_loss(logits: Tensor, token_ids: Sequence[int]) -> float:
     return float(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(token_ids[1:])))
 
 
-def _peer_rows(chunks: Sequence[Sequence[int]], fp32_perplexity: float) -> Iterator[Row]:
+def _peer_rows(model_dir: Path, chunks: Sequence[Sequence[int]], fp32_perplexity: float) -> Iterator[Row]:
     """llama.cpp's files; says on stdout why they are left out if they are."""
     for kind in PEER_KINDS:
         name = f"llama.cpp {kind.upper()}"
-        print(f"perplexity, {name} …", file=sys.stderr)
         try:
-            arguments = {"gguf_path": str(f16_gguf()), "kind": kind, "chunks": chunks}
-            with start_process(name, LLAMA_CPP.python(), "tests.bench.peers.cpu_llama_cpp") as process:
-                process.start("perplexity", **arguments)
-                value = process.run()[0]["perplexity"]
+            path = f16_gguf()
+            value = _peer_perplexity(path, kind, chunks)
         except (LeftOutError, RuntimeError) as error:
             print(f"left out: {name}: {str(error).splitlines()[-1]}")
         else:
             yield compare(f"perplexity, {name}, beside our fp32", value, "", reference=fp32_perplexity)
-            if kind in COMMON_KINDS:
-                ours = _perplexity_of_file(quantised_path(kind), chunks)
-                title = f"perplexity, ours, beside {name} of the same file"
-                yield compare(title, ours, "", reference=value, at_most=MOST_EXCESS_OF_A_FILE)
+            if kind == COMMON_KIND:
+                yield _same_file_row(path, chunks, value)
+    try:
+        path = small_gguf(model_dir)
+        value = _peer_perplexity(path, COMMON_KIND, chunks)
+    except (LeftOutError, RuntimeError) as error:
+        print(f"left out: a random Llama: {str(error).splitlines()[-1]}")
+    else:
+        yield _same_file_row(path, chunks, value, of=" of a random Llama")
+
+
+def _peer_perplexity(source: Path, kind: str, chunks: Sequence[Sequence[int]]) -> float:
+    """llama.cpp's, of a file that it has quantised.
+
+    Raises:
+        LeftOutError: It cannot be installed.
+        RuntimeError: It does not run here.
+    """
+    print(f"perplexity, llama.cpp {kind.upper()} of {source.name} …", file=sys.stderr)
+    with start_process(f"llama.cpp {kind.upper()}", LLAMA_CPP.python(), "tests.bench.peers.cpu_llama_cpp") as process:
+        process.start("perplexity", gguf_path=str(source), kind=kind, chunks=chunks)
+        return float(process.run()[0]["perplexity"])
+
+
+def _same_file_row(source: Path, chunks: Sequence[Sequence[int]], reference: float, of: str = "") -> Row:
+    ours = _perplexity_of_file(source.with_suffix(f".{COMMON_KIND}.gguf"), chunks)
+    title = f"perplexity, ours, beside llama.cpp {COMMON_KIND.upper()}{of}, the same file"
+    return compare(title, ours, "", reference=reference, at_most=MOST_EXCESS_OF_A_FILE)
 
 
 def _perplexity_of_file(gguf_path: Path, chunks: Sequence[Sequence[int]]) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,6 +33,15 @@ _LARGE_SIZES = {
     "intermediate_size": 5632,
     "num_hidden_layers": 22,
     "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+# Rows of 256 and more are what llama.cpp has K-quants for; those of SmolLM2 are no multiple of it.
+_SMALL_SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1280,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 64,
 }
@@ -77,11 +86,6 @@ def f16_gguf() -> Path:
                 writer.add_tensor(tensor.name, values.astype(np.float16) if values.ndim > 1 else values)
             write_all(writer)
     return target
-
-
-def quantised_path(kind: str) -> Path:
-    """Where llama.cpp's driver writes SmolLM2 in this kind, once it has run."""
-    return f16_gguf().with_suffix(f".{kind}.gguf")
 
 
 def large_model(model_dir: Path) -> Path:
@@ -133,12 +137,32 @@ def large_gguf(model_dir: Path) -> Path:
     if not target.exists():
         with made_file(target) as made:
             config: dict[str, Any] = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-            writer = copy_metadata(gguf.GGUFReader(f16_gguf()), made, _llama_fields(config))
-            writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
-            for name, shape in _llama_shapes(config):
-                add_random(writer, name, shape)
-            write_all(writer)
+            _write_llama(made, config, gguf.LlamaFileType.MOSTLY_Q8_0, add_random)
     return target
+
+
+def small_gguf(model_dir: Path) -> Path:
+    """A GGUF file of a random Llama with matrices in F16, whose rows are multiples of 256; the tokenizer is SmolLM2's.
+
+    Raises:
+        LeftOutError: The package with the tokenizer is missing.
+    """
+    target = DIRECTORY / "small.gguf"
+    if not target.exists():
+        with made_file(target) as made:
+            config: dict[str, Any] = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+            _write_llama(made, config | _SMALL_SIZES, gguf.LlamaFileType.MOSTLY_F16, _add_normal)
+    return target
+
+
+def _write_llama(
+    path: Path, config: dict[str, Any], file_type: int, add: Callable[[gguf.GGUFWriter, str, tuple[int, ...]], None]
+) -> None:
+    writer = copy_metadata(gguf.GGUFReader(f16_gguf()), path, _llama_fields(config))
+    writer.add_file_type(file_type)
+    for name, shape in _llama_shapes(config):
+        add(writer, name, shape)
+    write_all(writer)
 
 
 def _llama_fields(config: dict[str, Any]) -> dict[str, int]:
@@ -183,6 +207,17 @@ def add_random(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...]) -> No
     blocks[..., 2:] = np.random.default_rng(1).integers(0, 256, (*blocks.shape[:2], 32), np.uint8)
     blocks[..., :2] = np.frombuffer(np.float16(_RANDOM_SCALE).tobytes(), np.uint8)
     writer.add_tensor(name, blocks.reshape(shape[0], -1), raw_dtype=kind)
+
+
+def _add_normal(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...]) -> None:
+    """Add a matrix of random weights in F16, or a vector of ones; logits have a deviation of about 2."""
+    if len(shape) == 1:
+        writer.add_tensor(name, np.ones(shape, np.float32))
+        return
+    scale = 0.1 if name == "token_embd.weight" else shape[1] ** -0.5
+    # A matrix's values do not depend on those before it.
+    values = np.random.default_rng(list(name.encode())).standard_normal(shape, np.float32)
+    writer.add_tensor(name, (values * scale).astype(np.float16))
 
 
 def copy_metadata(reader: gguf.GGUFReader, path: Path, changes: Mapping[str, Any] | None = None) -> gguf.GGUFWriter:
