@@ -28,6 +28,7 @@ VARIANTS = {
     "GptOssForCausalLM": ["plain", "default-rope-tied"],
     "LlamaForCausalLM": ["tied", "wide-heads-linear-rope", "llama3-rope", "yarn-rope"],
     "Qwen3MoeForCausalLM": ["renormalised"],
+    "Qwen3_5ForConditionalGeneration": ["plain", "wide-heads-tied"],
 }
 # What GGUF has no key for: the number by which llama.cpp scales queries, and two temperatures that differ.
 SILENT: dict[tuple[str, str], dict[str, Any]] = {

@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from shared.model_dir import WEIGHTS
-from tests.support.models.gguf_files import add_tokenizer
+from tests.support.models.gguf_files import add_tokenizer, store
+from tests.support.models.multimodal import text_of
 
 Config = Mapping[str, Any]
 Tensors = Iterator[tuple[str, Tensor]]
@@ -38,6 +39,9 @@ ARCHS = {
     "Qwen2ForCausalLM": ARCH.QWEN2,
     "Qwen3ForCausalLM": ARCH.QWEN3,
     "Qwen3MoeForCausalLM": ARCH.QWEN3MOE,
+    "Qwen3NextForCausalLM": ARCH.QWEN3NEXT,
+    "Qwen3_5ForConditionalGeneration": ARCH.QWEN35,
+    "Qwen3_5MoeForConditionalGeneration": ARCH.QWEN35MOE,
 }
 _SCORES = {
     "DeepseekV2ForCausalLM": gguf.ExpertGatingFuncType.SOFTMAX,
@@ -60,12 +64,13 @@ def export_gguf(
     Args:
         divides_latents: Whether the projection from latents is divided, as in files of 2025 and later.
         kind: The type of experts.
-        attention_kind: The type of attention's matrices. All else is in float32.
+        attention_kind: The type of the matrices of attention, and of layers with the gated delta rule. All else is in
+            float32.
     """
-    config = json.loads((model_dir / "config.json").read_text())
-    name = config["architectures"][0]
+    whole_config = json.loads((model_dir / "config.json").read_text())
+    name, config = whole_config["architectures"][0], text_of(whole_config)
     arch = ARCHS[name]
-    tensors = load_file(model_dir / WEIGHTS)
+    tensors = _text_tensors(load_file(model_dir / WEIGHTS), config["num_hidden_layers"])
     if config.get("tie_word_embeddings"):
         tensors.pop("lm_head.weight", None)
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
@@ -77,10 +82,10 @@ def export_gguf(
         new_name = names.get_name(each, try_suffixes=(".weight", ".bias"))
         assert new_name is not None, each
         values = tensor.contiguous().float().numpy()
-        is_projection = re.search(r"attn_(q|k|v|output)\.weight", new_name)
+        is_projection = re.search(r"(attn_(q|k|v|output|qkv|gate)|ssm_(out|in))\.weight", new_name)
         its_kind = kind if "_exps.weight" in new_name else attention_kind if is_projection else Kind.F32
         if its_kind is not Kind.F32:
-            writer.add_tensor(new_name, gguf.quants.quantize(values, its_kind), raw_dtype=its_kind)
+            writer.add_tensor(new_name, store(values, its_kind), raw_dtype=its_kind)
         else:
             writer.add_tensor(new_name, values)
     if config["rope_parameters"].get("rope_type") == "llama3":
@@ -116,7 +121,9 @@ def _add_parameters(
         writer.add_attn_temperature_scale(config["rope_parameters"]["llama_4_scaling_beta"])
     if name in ("LlamaForCausalLM", "Ministral3ForCausalLM", "MixtralForCausalLM"):
         writer.add_rope_dimension_count(head_dim)
-    if name == "Glm4MoeForCausalLM":
+    if "linear_num_key_heads" in config:
+        _add_recurrent(writer, config, num_blocks)
+    if "partial_rotary_factor" in config["rope_parameters"]:
         writer.add_rope_dimension_count(int(head_dim * config["rope_parameters"]["partial_rotary_factor"]))
     if name in ("Gemma3ForCausalLM", "GptOssForCausalLM"):
         writer.add_sliding_window(config["sliding_window"])
@@ -127,6 +134,8 @@ def _add_parameters(
         writer.add_expert_used_count(config["num_experts_per_tok"])
     if "moe_intermediate_size" in config:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if "shared_expert_intermediate_size" in config:
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if name in _SCORES:
         _add_routing(writer, name, config, num_blocks)
 
@@ -142,6 +151,19 @@ def _add_routing(writer: gguf.GGUFWriter, name: str, config: Config, num_blocks:
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])
     # transformers does not save these layers, even though its configuration counts them.
+    if num_drafts := num_blocks - config["num_hidden_layers"]:
+        writer.add_nextn_predict_layers(num_drafts)
+
+
+def _add_recurrent(writer: gguf.GGUFWriter, config: Config, num_blocks: int) -> None:
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
+    writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
+    if config["model_type"] != "qwen3_next":
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
     if num_drafts := num_blocks - config["num_hidden_layers"]:
         writer.add_nextn_predict_layers(num_drafts)
 
@@ -195,6 +217,26 @@ def _llama3_factors(config: Config) -> np.ndarray[Any, Any]:
         is_short, is_long = wavelength < original / high, wavelength > original / low
         factors.append(1 if is_short else factor if is_long else 1 / ((1 - smooth) / factor + smooth))
     return np.array(factors, np.float32)
+
+
+def _text_tensors(tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
+    """The language model's, with layers that draft after the others."""
+    names = {
+        "mtp.fc.": "eh_proj.",
+        "mtp.pre_fc_norm_embedding.": "enorm.",
+        "mtp.pre_fc_norm_hidden.": "hnorm.",
+        "mtp.norm.": "shared_head.norm.",
+        "mtp.layers.0.": "",
+    }
+    found = {}
+    for name, tensor in tensors.items():
+        new_name = name.replace("language_model.", "")
+        for start, part in names.items():
+            if name.startswith(start):
+                new_name = f"model.layers.{num_layers}.{part}{name.removeprefix(start)}"
+        if ".visual." not in name:
+            found[new_name] = tensor
+    return found
 
 
 def _stacked(tensors: Mapping[str, Tensor]) -> Tensors:
@@ -261,10 +303,51 @@ def _gpt_oss(name: str, tensor: Tensor, _config: Config) -> Tensors:
         yield name, tensor
 
 
+def _recurrent(name: str, tensor: Tensor, config: Config) -> Tensors:
+    if name.endswith("A_log"):
+        yield name, -torch.exp(tensor)
+    elif name.endswith("dt_bias"):
+        yield name.replace("dt_bias", "dt_proj.bias"), tensor
+    elif "conv1d" in name:
+        yield name, tensor.squeeze()
+    elif "in_proj_qkvz" in name:
+        by_head = tensor.view(config["linear_num_key_heads"], -1, tensor.shape[-1])
+        values = config["linear_num_value_heads"] // len(by_head) * config["linear_value_head_dim"]
+        keys = config["linear_key_head_dim"]
+        queries, keys, values, gates = torch.split(by_head, [keys, keys, values, values], dim=1)
+        joined = torch.cat([part.flatten(0, 1) for part in (queries, keys, values)])
+        yield name.replace("in_proj_qkvz", "in_proj_qkv"), joined
+        yield name.replace("in_proj_qkvz", "in_proj_z"), gates.flatten(0, 1)
+    elif name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        yield name, tensor + 1
+    else:
+        yield name, tensor
+
+
+def _tiled(name: str, tensor: Tensor, config: Config) -> Tensors:
+    keys = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
+
+    def tile(values: Tensor, dim: int) -> Tensor:
+        shape = list(values.shape)
+        heads = config["linear_num_key_heads"], config["linear_num_value_heads"] // config["linear_num_key_heads"], -1
+        return values.reshape(*shape[:dim], *heads, *shape[dim + 1 :]).transpose(dim, dim + 1).reshape(shape)
+
+    if re.search(r"linear_attn\.(in_proj_qkv|conv1d)\.", name):
+        tensor = torch.cat([tensor[:keys], tile(tensor[keys:], 0)])
+    elif re.search(r"linear_attn\.(in_proj_[zab]\.|A_log|dt_bias)", name):
+        tensor = tile(tensor, 0)
+    elif "linear_attn.out_proj" in name:
+        tensor = tile(tensor, 1)
+    yield from _recurrent(name, tensor, config)
+
+
 _MODIFIERS: Mapping[str, Callable[[str, Tensor, Config], Tensors]] = {
     "LlamaForCausalLM": _permuted,
     "Ministral3ForCausalLM": _permuted,
     "MixtralForCausalLM": _permuted,
     "Gemma3ForCausalLM": _shifted,
     "GptOssForCausalLM": _gpt_oss,
+    "Qwen3NextForCausalLM": _recurrent,
+    "Qwen3_5ForConditionalGeneration": _tiled,
+    "Qwen3_5MoeForConditionalGeneration": _tiled,
 }

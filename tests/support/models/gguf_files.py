@@ -82,7 +82,9 @@ def write_gguf(
     values = {}
     stacks: dict[str, list[np.ndarray[Any, Any]]] = {}
     for name, tensor in model_tensors(architecture, config).items():
-        stored, values[name] = _store(tensor, kind)
+        is_float = tensor.dim() < 2 or kind is gguf.GGMLQuantizationType.F32
+        stored = tensor.numpy() if is_float else store(tensor.numpy(), kind)
+        values[name] = tensor if is_float else torch.from_numpy(gguf.quants.dequantize(stored, kind).copy())
         if ".experts." in name:
             layer, _, part = name.removeprefix("model.layers.").split(".", 2)
             stacks.setdefault(f"blk.{layer}.{_EXPERT_NAMES[part.split('.')[-2]]}.weight", []).append(stored)
@@ -146,22 +148,18 @@ def _gguf_rows(
     return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(stored.shape)
 
 
-def _store(tensor: Tensor, kind: gguf.GGMLQuantizationType) -> tuple[np.ndarray[Any, Any], Tensor]:
-    """The stored array, and the values that it encodes."""
-    if tensor.dim() < 2 or kind == gguf.GGMLQuantizationType.F32:
-        return tensor.contiguous().numpy(), tensor
+def store(values: np.ndarray[Any, Any], kind: gguf.GGMLQuantizationType) -> np.ndarray[Any, Any]:
+    """The blocks of a matrix of float32; those of a type that the library only reads have other values."""
     try:
-        stored = gguf.quants.quantize(tensor.contiguous().numpy(), kind)
+        return gguf.quants.quantize(values, kind)
     except NotImplementedError:
-        # The library only reads it.
-        stored = _random_blocks(tensor, BLOCK_TYPES[kind.name])
-    return stored, torch.from_numpy(gguf.quants.dequantize(stored, kind).copy())
+        return _random_blocks(values, BLOCK_TYPES[kind.name])
 
 
-def _random_blocks(tensor: Tensor, block_type: BlockType) -> np.ndarray[Any, Any]:
+def _random_blocks(values: np.ndarray[Any, Any], block_type: BlockType) -> np.ndarray[Any, Any]:
     """Any codes and small scales, the same for the same values."""
-    generator = torch.Generator().manual_seed(int(tensor.abs().sum() * 1000))
-    blocks = tensor.shape[0], tensor.shape[1] // block_type.num_values, block_type.num_bytes
+    generator = torch.Generator().manual_seed(int(np.abs(values).sum() * 1000))
+    blocks = values.shape[0], values.shape[1] // block_type.num_values, block_type.num_bytes
     stored = torch.randint(0, 256, blocks, generator=generator, dtype=torch.uint8)
     write_block_scales(stored, block_type, 0.01)
     return stored.flatten(1).numpy()

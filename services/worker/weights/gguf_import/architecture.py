@@ -57,6 +57,18 @@ def head_width(metadata: Metadata, config: Config) -> int:
     return head_dim
 
 
+def partly_rotated(metadata: Metadata, config: Config) -> int:
+    """Heads of which the first columns are rotated, and which are as wide for values as for keys.
+
+    Raises:
+        UnsupportedGgufError: they are others.
+    """
+    config["head_dim"] = head_dim = head_width(metadata, config)
+    rotary_dim = metadata.size("rope.dimension_count", default=head_dim)
+    config["partial_rotary_factor"] = rotary_dim / head_dim
+    return rotary_dim
+
+
 def plain_sizes(config: Config) -> Sizes:
     """The sizes that rules name."""
     heads, key_value_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -96,6 +108,8 @@ class Architecture:
     flags: Mapping[str, str] = field(default_factory=dict)
     """Names in config.json of what a model has if its layers have a tensor."""
     norm: Rule = OUTPUT_NORM
+    draft_prefix: str = ""
+    """How names of the tensors of a layer that drafts begin, if not as those of other layers do."""
 
 
 def alike(*rules: Rule) -> Callable[[Config, int, frozenset[str]], Rules]:

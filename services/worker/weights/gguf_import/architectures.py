@@ -21,8 +21,10 @@ from services.worker.weights.gguf_import.layer_rules import (
     QUERY_KEY,
     REORDERED_QUERY_KEY,
     VALUE_OUTPUT,
+    offset_norm,
 )
 from services.worker.weights.gguf_import.metadata import Metadata, UnsupportedGgufError
+from services.worker.weights.gguf_import.recurrent_architectures import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from services.worker.weights.gguf_import.routed_architectures import DEEPSEEK2, DEEPSEEK3, GLM4_MOE
 from services.worker.weights.gguf_import.tensors import Sizes, Tensor
 
@@ -154,11 +156,6 @@ _GPT_OSS = Architecture(
 )
 
 
-def _norm(source: str, name: str, size: str = "hidden") -> Tensor:
-    """A weight without the 1 that Gemma's norms add, which GGUF has added."""
-    return Tensor(source, name, size, offset=1.0)
-
-
 def _layer_types(metadata: Metadata, config: Config, *, pattern: int) -> list[str]:
     """The types of layers, by number: every `pattern`-th has no window."""
     key = "attention.sliding_window_pattern"
@@ -186,12 +183,12 @@ _GEMMA3 = Architecture(
     "Gemma3ForCausalLM",
     "gemma3_text",
     alike(
-        _norm("attn_norm.weight", "input_layernorm.weight"),
-        _norm("post_attention_norm.weight", "post_attention_layernorm.weight"),
-        _norm("ffn_norm.weight", "pre_feedforward_layernorm.weight"),
-        _norm("post_ffw_norm.weight", "post_feedforward_layernorm.weight"),
-        _norm("attn_q_norm.weight", "self_attn.q_norm.weight", "head"),
-        _norm("attn_k_norm.weight", "self_attn.k_norm.weight", "head"),
+        offset_norm("attn_norm.weight", "input_layernorm.weight"),
+        offset_norm("post_attention_norm.weight", "post_attention_layernorm.weight"),
+        offset_norm("ffn_norm.weight", "pre_feedforward_layernorm.weight"),
+        offset_norm("post_ffw_norm.weight", "post_feedforward_layernorm.weight"),
+        offset_norm("attn_q_norm.weight", "self_attn.q_norm.weight", "head"),
+        offset_norm("attn_k_norm.weight", "self_attn.k_norm.weight", "head"),
         *QUERY_KEY,
         *VALUE_OUTPUT,
         *MLP,
@@ -199,7 +196,7 @@ _GEMMA3 = Architecture(
     {**KEYS, "sliding_window": Key("attention.sliding_window")},
     {"attention_bias": False, "hidden_activation": "gelu_pytorch_tanh"},
     extend=_complete_gemma3,
-    norm=_norm("output_norm.weight", "model.norm.weight"),
+    norm=offset_norm("output_norm.weight", "model.norm.weight"),
 )
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -211,7 +208,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "mistral3": _MINISTRAL3,
     "qwen2": _QWEN2,
     "qwen3": _QWEN3,
+    "qwen35": QWEN3_5,
+    "qwen35moe": QWEN3_5_MOE,
     "qwen3moe": _QWEN3_MOE,
+    "qwen3next": QWEN3_NEXT,
 }
 """By GGUF's name; see `architecture_of`."""
 

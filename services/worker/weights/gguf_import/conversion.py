@@ -116,8 +116,6 @@ def _rules(
 ) -> list[tuple[str, str, Rule]]:
     """All rules, with the prefixes of names in the file and in the result."""
     num_layers = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
-    if num_layers > len(tensors):
-        raise UnsupportedGgufError(f"has block_count {num_layers}, but only {len(tensors)} tensors")
     parts: dict[str, set[str]] = {f"blk.{layer}.": set() for layer in range(num_layers)}
     for name in tensors:
         kind, _, rest = name.partition(".")
@@ -130,7 +128,9 @@ def _rules(
         rules.append(("", "", Tensor(_HEAD, "lm_head.weight", "vocab hidden")))
     for layer, (prefix, names) in enumerate(parts.items()):
         of_layer = architecture.rules(config, layer, frozenset(names))
-        rules += [(prefix, f"model.layers.{layer}.", rule) for rule in of_layer]
+        drafts = layer >= config["num_hidden_layers"]
+        name = architecture.draft_prefix if drafts and architecture.draft_prefix else f"model.layers.{layer}."
+        rules += [(prefix, name, rule) for rule in of_layer]
     return rules
 
 
@@ -142,9 +142,9 @@ def _quantization(results: ResultTensors) -> dict[str, Any]:
 
 
 def _log_costs(results: ResultTensors) -> None:
-    for kind, (stored_bytes, result_bytes) in sorted(results.kind_to_bytes.items()):
+    for (reason, kind), (stored_bytes, result_bytes) in sorted(results.costs.items()):
         logger.warning(
-            "no kernel computes with this format: weights become float32",
+            reason,
             extra={"format": kind, "stored_bytes": stored_bytes, "result_bytes": result_bytes},
         )
 

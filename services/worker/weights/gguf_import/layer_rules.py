@@ -16,6 +16,12 @@ KEYS: Mapping[str, Key] = {
     "rms_norm_eps": Key("attention.layer_norm_rms_epsilon", "number"),
 }
 
+
+def offset_norm(source: str, name: str, size: str = "hidden") -> Tensor:
+    """A weight without the 1 that the model's norm adds, which GGUF has added."""
+    return Tensor(source, name, size, offset=1.0)
+
+
 NORMS: Rules = (
     Tensor("attn_norm.weight", "input_layernorm.weight", "hidden"),
     Tensor("ffn_norm.weight", "post_attention_layernorm.weight", "hidden"),
@@ -45,12 +51,12 @@ HEAD_NORMS: Rules = (
     Tensor("attn_q_norm.weight", "self_attn.q_norm.weight", "head"),
     Tensor("attn_k_norm.weight", "self_attn.k_norm.weight", "head"),
 )
-MLP: Rules = (
+MLP: tuple[Tensor, ...] = (
     Tensor("ffn_gate.weight", "mlp.gate_proj.weight", "inner hidden"),
     Tensor("ffn_up.weight", "mlp.up_proj.weight", "inner hidden"),
     Tensor("ffn_down.weight", "mlp.down_proj.weight", "hidden inner"),
 )
-EXPERTS: Rules = (
+EXPERTS: tuple[Tensor, ...] = (
     Tensor("ffn_gate_inp.weight", "mlp.gate.weight", "experts hidden"),
     Tensor("ffn_gate_exps.weight", "mlp.experts.{}.gate_proj.weight", "experts expert_inner hidden"),
     Tensor("ffn_up_exps.weight", "mlp.experts.{}.up_proj.weight", "experts expert_inner hidden"),

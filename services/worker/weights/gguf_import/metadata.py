@@ -11,7 +11,10 @@ from services.worker.weights.gguf_import.publisher_sampling import shortest_deci
 # Above any real model's sizes; tensor sizes are bounded too.
 _HIGHEST = 2**48
 # Keys of every architecture that say nothing about what it computes.
-_UNIMPORTANT = frozenset({"rope.scaling.finetuned", "tensor_data_layout", "vocab_size"})
+_UNIMPORTANT = frozenset(
+    # A token of text has one position, whatever sections of a head are rotated by.
+    {"rope.dimension_sections", "rope.scaling.finetuned", "tensor_data_layout", "vocab_size"}
+)
 
 
 class UnsupportedGgufError(Exception):

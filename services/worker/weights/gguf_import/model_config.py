@@ -42,6 +42,9 @@ def model_config(
         **{name: key.read(metadata) for name, key in keys.items()},
         **{name: f"blk.0.{part}" in names for name, part in architecture.flags.items()},
     }
+    # Before anything is made for each of them.
+    if (num_layers := config["num_hidden_layers"]) > len(names):
+        raise UnsupportedGgufError(f"has block_count {num_layers}, but only {len(names)} tensors")
     heads = config["num_attention_heads"]
     config["num_key_value_heads"] = metadata.size("attention.head_count_kv", default=heads)
     rotary_dim = architecture.widths(metadata, config)

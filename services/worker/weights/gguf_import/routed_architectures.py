@@ -12,7 +12,7 @@ from services.worker.weights.gguf_import.architecture import (
     Config,
     Key,
     Rules,
-    head_width,
+    partly_rotated,
     plain_sizes,
 )
 from services.worker.weights.gguf_import.latent import DividedProjection, latent_sizes, latent_widths
@@ -113,15 +113,15 @@ def _deepseek_rules(config: Config, layer: int, names: frozenset[str]) -> Rules:
     )
 
 
-def _complete_routed(_metadata: Metadata, config: Config) -> None:
-    # The last blocks draft.
+def set_drafts_apart(_metadata: Metadata, config: Config) -> None:
+    """Count the last blocks, which draft, apart from the model's layers. See `Architecture.extend`."""
     config["num_hidden_layers"] -= config["num_nextn_predict_layers"]
     if config["num_hidden_layers"] < 1:
         raise UnsupportedGgufError(f"has nextn_predict_layers {config['num_nextn_predict_layers']}, as many as layers")
 
 
 def _complete_deepseek2(metadata: Metadata, config: Config) -> None:
-    _complete_routed(metadata, config)
+    set_drafts_apart(metadata, config)
     config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
     # transformers has no such step, and no published model of this version has it.
     if config["norm_topk_prob"]:
@@ -135,7 +135,7 @@ DEEPSEEK3 = Architecture(
     {**KEYS, **_ROUTED_KEYS},
     {"attention_bias": False, "hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     widths=latent_widths,
-    extend=_complete_routed,
+    extend=set_drafts_apart,
     sizes=lambda config: _routed_sizes(latent_sizes(config), config),
 )
 DEEPSEEK2 = Architecture(
@@ -148,13 +148,6 @@ DEEPSEEK2 = Architecture(
     extend=_complete_deepseek2,
     sizes=lambda config: _routed_sizes(latent_sizes(config), config),
 )
-
-
-def _partly_rotated(metadata: Metadata, config: Config) -> int:
-    config["head_dim"] = head_dim = head_width(metadata, config)
-    rotary_dim = metadata.size("rope.dimension_count", default=head_dim)
-    config["partial_rotary_factor"] = rotary_dim / head_dim
-    return rotary_dim
 
 
 def _glm4_moe_rules(config: Config, layer: int, names: frozenset[str]) -> Rules:
@@ -174,8 +167,8 @@ GLM4_MOE = Architecture(
     _glm4_moe_rules,
     {**KEYS, **_ROUTED_KEYS},
     {"hidden_act": "silu"},
-    widths=_partly_rotated,
-    extend=_complete_routed,
+    widths=partly_rotated,
+    extend=set_drafts_apart,
     sizes=lambda config: _routed_sizes(plain_sizes(config), config),
     flags={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
 )

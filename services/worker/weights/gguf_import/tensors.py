@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any, Protocol
@@ -29,6 +29,9 @@ _FLOATS = {
     GGMLQuantizationType.BF16: "BF16",
 }
 _WEIGHT = ".weight"
+# Why blocks become float32.
+_NO_KERNEL = "no kernel computes with this format: weights become float32"
+_CUTS_BLOCKS = "heads of columns change places, and are narrower than this format's blocks: weights become float32"
 
 Sizes = Mapping[str, int]
 Parts = Iterator[npt.NDArray[Any]]
@@ -57,26 +60,46 @@ class ResultTensors:
     tensors: list[StreamedTensor] = field(default_factory=list)
     layer_to_type: dict[str, BlockType] = field(default_factory=dict)
     has_mxfp4: bool = False
-    kind_to_bytes: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
-    """Bytes stored and bytes written of what is dequantised, by GGUF's name of its type."""
+    costs: defaultdict[tuple[str, str], list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
+    """Bytes stored and bytes written of what is dequantised, by the reason and GGUF's name of its type."""
 
     def add_rows(
-        self, name: str, tensor: GgufTensor, rows: range, *, shape: tuple[int, ...] = (), num_rotated_heads: int = 0
+        self,
+        name: str,
+        tensor: GgufTensor,
+        rows: Sequence[range],
+        *,
+        shape: tuple[int, ...] = (),
+        num_rotated_heads: int = 0,
+        columns: Sequence[range] = (),
     ) -> None:
         """Add rows of a tensor as the weight or bias `name`.
 
         Args:
+            rows: The numbers of the rows in the tensor, in the order of the result's.
             shape: The result's; by default the matrix of these rows.
             num_rotated_heads: Heads whose rows GGUF reorders: a llama's rotated pairs are adjacent there, but half a
                 head apart here.
+            columns: Likewise the numbers of all columns, if their order changes.
         """
-        head_rows = len(rows) // num_rotated_heads if num_rotated_heads else 1
+        num_rows = sum(map(len, rows))
+        head_rows = num_rows // num_rotated_heads if num_rotated_heads else 1
         read = partial(_read_parts, tensor, rows, head_rows=head_rows)
-        shape = shape or (len(rows), tensor.shape[-1])
+        shape = shape or (num_rows, tensor.shape[-1])
+        block_size, _ = GGML_QUANT_SIZES[tensor.kind]
+        if any(each.start % block_size or each.stop % block_size for each in columns):
+            indexes = np.concatenate(columns)
+            self.add_values(
+                *(name, [tensor], shape, lambda: (dequantize(part, tensor.kind)[:, indexes] for part in read())),
+                reason=_CUTS_BLOCKS,
+            )
+            return
+        if columns:
+            read = partial(_with_columns, tensor.kind, columns, read)
         block_type = BLOCK_TYPES.get(tensor.kind.name) if self.keeps_formats and len(shape) == 2 else None
         if block_type is not None and name.endswith(_WEIGHT):
             layer = name.removesuffix(_WEIGHT)
-            blocks = (len(rows), tensor.row_bytes // block_type.num_bytes, block_type.num_bytes)
+            blocks = (num_rows, tensor.row_bytes // block_type.num_bytes, block_type.num_bytes)
             self.layer_to_type[layer] = block_type
             self._add(layer + SUFFIX, "U8", blocks, read)
         elif self.keeps_formats and tensor.kind in _FLOATS:
@@ -85,15 +108,21 @@ class ResultTensors:
             self.add_values(name, [tensor], shape, lambda: (dequantize(part, tensor.kind) for part in read()))
 
     def add_values(
-        self, name: str, sources: Sequence[GgufTensor], shape: tuple[int, ...], parts: Callable[[], Parts]
+        self,
+        name: str,
+        sources: Sequence[GgufTensor],
+        shape: tuple[int, ...],
+        parts: Callable[[], Parts],
+        *,
+        reason: str = _NO_KERNEL,
     ) -> None:
-        """Add float32 values, computed from `sources`."""
+        """Add float32 values, computed from `sources`; `reason` says why blocks among these are not kept."""
         self._add(name, "F32", shape, lambda: (np.ascontiguousarray(part, np.float32) for part in parts()))
         quantized = [source for source in sources if source.kind not in _FLOATS]
         for source in quantized:
             # A stack's share is as large as the result.
             share = 4 * prod(shape) // len(sources)
-            cost = self.kind_to_bytes[source.kind.name]
+            cost = self.costs[reason, source.kind.name]
             cost[0] += share * source.num_bytes // (4 * prod(source.shape))
             cost[1] += share
 
@@ -147,13 +176,13 @@ class Tensor(Rule):
             num_rows = tensor.shape[1]
             for expert in range(tensor.shape[0]):
                 rows = range(expert * num_rows, (expert + 1) * num_rows)
-                results.add_rows(name.replace("{}", str(expert)), tensor, rows)
+                results.add_rows(name.replace("{}", str(expert)), tensor, [rows])
         elif self.offset:
             results.add_values(name, [tensor], tensor.shape, partial(_shifted, tensor, -self.offset))
         else:
             num_heads = sizes[self.heads] if self.heads else 0
             rows = range(tensor.num_rows)
-            results.add_rows(name, tensor, rows, shape=tensor.shape, num_rotated_heads=num_heads)
+            results.add_rows(name, tensor, [rows], shape=tensor.shape, num_rotated_heads=num_heads)
 
 
 def convert_tensors(
@@ -171,7 +200,7 @@ def convert_tensors(
     expected = {prefix + name: shape for prefix, _, rule in rules for name, shape in rule.shapes(sizes).items()}
     _check(found, expected)
     for prefix, name_prefix, rule in rules:
-        sources = {name: found[prefix + name] for name in rule.shapes(sizes)}
+        sources = {name: replace(found[prefix + name], shape=shape) for name, shape in rule.shapes(sizes).items()}
         rule.convert(sources, name_prefix, sizes, results)
 
 
@@ -187,7 +216,7 @@ def _check(found: Mapping[str, GgufTensor], expected: Mapping[str, tuple[int, ..
     if unexpected := found.keys() - expected.keys():
         raise UnexpectedTensorsError(f"has unexpected tensors: {_listed(unexpected)}")
     for name, tensor in found.items():
-        if tensor.shape != expected[name]:
+        if _significant(tensor.shape) != _significant(expected[name]):
             raise UnexpectedTensorsError(f"has {name} of shape {list(tensor.shape)}, not {list(expected[name])}")
     for kind in {tensor.kind for tensor in found.values()} - _FLOATS.keys():
         try:
@@ -197,6 +226,12 @@ def _check(found: Mapping[str, GgufTensor], expected: Mapping[str, tuple[int, ..
             raise UnexpectedTensorsError(f"has {next(names)} in {kind.name}, which cannot be read") from None
 
 
+def _significant(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape without slowest dimensions of 1, which files may leave out."""
+    first = next((index for index, size in enumerate(shape) if size != 1), len(shape))
+    return shape[first:]
+
+
 def _listed(names: Sequence[str] | set[str]) -> str:
     """Sorted, and only some if they are many."""
     ordered, most = sorted(names), 8
@@ -204,16 +239,25 @@ def _listed(names: Sequence[str] | set[str]) -> str:
     return ", ".join(ordered[:most]) + more
 
 
-def _read_parts(tensor: GgufTensor, rows: range, *, head_rows: int) -> Parts:
+def _read_parts(tensor: GgufTensor, rows: Sequence[range], *, head_rows: int) -> Parts:
     """Whole heads of `head_rows` rows at a time, their rotated pairs set apart."""
     num_rows = max(_PART_BYTES // (4 * tensor.shape[-1] * head_rows), 1) * head_rows
-    for first in range(rows.start, rows.stop, num_rows):
-        stored = tensor.read(first, min(first + num_rows, rows.stop))
+    for first, stop in ((first, run.stop) for run in rows for first in range(run.start, run.stop, num_rows)):
+        stored = tensor.read(first, min(first + num_rows, stop))
         if head_rows > 1:
             # [heads, pairs, 2, ...] to [heads, 2, pairs, ...]; nothing changes within a row.
             heads = stored.reshape(-1, head_rows // 2, 2, tensor.row_bytes)
             stored = np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(stored.shape)
         yield _typed(stored, tensor.kind)
+
+
+def _with_columns(kind: GGMLQuantizationType, columns: Sequence[range], read: Callable[[], Parts]) -> Parts:
+    """The parts with columns in this order; no block is cut."""
+    num_values, _ = GGML_QUANT_SIZES[kind]
+    blocks = np.concatenate([np.arange(each.start // num_values, each.stop // num_values) for each in columns])
+    for part in read():
+        stored = part.reshape(len(part), len(blocks), -1)
+        yield np.ascontiguousarray(stored[:, blocks]).reshape(part.shape)
 
 
 def _typed(stored: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> npt.NDArray[Any]:
