@@ -48,6 +48,13 @@ _SCORES = {
     "DeepseekV3ForCausalLM": gguf.ExpertGatingFuncType.SIGMOID,
     "Glm4MoeForCausalLM": gguf.ExpertGatingFuncType.SIGMOID,
 }
+# The library's own map lacks these for some architectures.
+_DRAFTS = {
+    "eh_proj": gguf.MODEL_TENSOR.NEXTN_EH_PROJ,
+    "enorm": gguf.MODEL_TENSOR.NEXTN_ENORM,
+    "hnorm": gguf.MODEL_TENSOR.NEXTN_HNORM,
+    "shared_head.norm": gguf.MODEL_TENSOR.NEXTN_SHARED_HEAD_NORM,
+}
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(\w+\.weight)")
 
 
@@ -56,6 +63,7 @@ def export_gguf(
     path: Path,
     *,
     divides_latents: bool = True,
+    mixes_heads: bool = False,
     kind: Kind = Kind.F32,
     attention_kind: Kind = Kind.F32,
 ) -> None:
@@ -63,6 +71,7 @@ def export_gguf(
 
     Args:
         divides_latents: Whether the projection from latents is divided, as in files of 2025 and later.
+        mixes_heads: Whether projections of Qwen3-Next are in one matrix, as in the first files of 2025.
         kind: The type of experts.
         attention_kind: The type of the matrices of attention, and of layers with the gated delta rule. All else is in
             float32.
@@ -78,8 +87,10 @@ def export_gguf(
     _add_parameters(writer, name, config, num_blocks, divides_latents=divides_latents)
     add_tokenizer(writer, "qwen2")
     names = gguf.get_tensor_name_map(arch, num_blocks)
-    for each, tensor in _modified(name, config, _stacked(tensors), divides_latents=divides_latents):
-        new_name = names.get_name(each, try_suffixes=(".weight", ".bias"))
+    for each, tensor in _modified(
+        *(name, config, _stacked(tensors)), divides_latents=divides_latents, mixes_heads=mixes_heads
+    ):
+        new_name = _draft_name(each) or names.get_name(each, try_suffixes=(".weight", ".bias"))
         assert new_name is not None, each
         values = tensor.contiguous().float().numpy()
         is_projection = re.search(r"(attn_(q|k|v|output|qkv|gate)|ssm_(out|in))\.weight", new_name)
@@ -219,6 +230,12 @@ def _llama3_factors(config: Config) -> np.ndarray[Any, Any]:
     return np.array(factors, np.float32)
 
 
+def _draft_name(name: str) -> str | None:
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
+    tensor = _DRAFTS.get(match[2]) if match else None
+    return f"{gguf.TENSOR_NAMES[tensor].format(bid=match[1])}.weight" if match and tensor is not None else None
+
+
 def _text_tensors(tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
     """The language model's, with layers that draft after the others."""
     names = {
@@ -251,11 +268,13 @@ def _stacked(tensors: Mapping[str, Tensor]) -> Tensors:
         yield name, torch.stack([experts[number] for number in range(len(experts))])
 
 
-def _modified(name: str, config: Config, tensors: Tensors, *, divides_latents: bool) -> Tensors:
+def _modified(name: str, config: Config, tensors: Tensors, *, divides_latents: bool, mixes_heads: bool) -> Tensors:
     modify = _MODIFIERS.get(name, _unchanged)
     for each, tensor in tensors:
         if each.endswith("kv_b_proj.weight") and divides_latents:
             yield from _divided(each, tensor, config)
+        elif "in_proj_qkvz" in each and mixes_heads:
+            yield each, tensor
         else:
             yield from modify(each, tensor, config)
 
@@ -338,6 +357,9 @@ def _tiled(name: str, tensor: Tensor, config: Config) -> Tensors:
         tensor = tile(tensor, 0)
     elif "linear_attn.out_proj" in name:
         tensor = tile(tensor, 1)
+    elif name.endswith("shared_expert_gate.weight"):
+        # As llama.cpp's quantiser leaves it.
+        tensor = tensor.squeeze(0)
     yield from _recurrent(name, tensor, config)
 
 

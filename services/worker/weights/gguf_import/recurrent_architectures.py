@@ -144,8 +144,8 @@ def _runs(sizes: Sizes, *, first: int, head: int) -> list[range]:
     """What is before the value heads, which begin at `first`, and then each of them, of size `head`."""
     if sizes["tiles"] == 1:
         return [range(first + sizes["value_heads"] * head)]
-    places = (first + place * head for place in _stored_heads(sizes))
-    return [range(first), *(range(place, place + head) for place in places)]
+    runs = [range(first + place * head, first + (place + 1) * head) for place in _stored_heads(sizes)]
+    return [range(first), *runs] if first else runs
 
 
 _DELTA = "linear_attn."

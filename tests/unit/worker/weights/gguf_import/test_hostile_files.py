@@ -17,7 +17,10 @@ from hypothesis import strategies as st
 
 from services.worker.weights.gguf_import.conversion import UnimportableError, convert
 from services.worker.weights.gguf_import.gguf_file import GgufFile, GgufTensor
+from tests.support.models.gguf_export import export_gguf
 from tests.support.models.gguf_files import CONFIG, write_gguf
+from tests.support.models.small_configs import SMALL_CONFIGS
+from tests.support.models.small_models import build_model, write_small_model
 
 U32, STRING, ARRAY = 4, 8, 9
 # Far below what the sizes in these files ask for.
@@ -135,16 +138,29 @@ def packed(value: Any) -> tuple[int, bytes]:
     return (12, struct.pack("<d", value)) if isinstance(value, float) else (11, struct.pack("<q", value))
 
 
+def small_file(name: str, path: Path) -> SmallFile:
+    with GgufFile(path) as file:
+        return SmallFile(name, path.read_bytes(), file.metadata, file.tensors)
+
+
 @pytest.fixture(scope="module")
-def small_files(tmp_path_factory: pytest.TempPathFactory) -> list[SmallFile]:
+def recurrent_file(tmp_path_factory: pytest.TempPathFactory) -> SmallFile:
+    directory = tmp_path_factory.mktemp("recurrent")
+    architecture = "Qwen3_5MoeForConditionalGeneration"
+    write_small_model(build_model(architecture, SMALL_CONFIGS[architecture]["plain"]), directory / "model")
+    export_gguf(directory / "model", directory / "small.gguf")
+    return small_file("qwen35moe", directory / "small.gguf")
+
+
+@pytest.fixture(scope="module")
+def small_files(tmp_path_factory: pytest.TempPathFactory, recurrent_file: SmallFile) -> list[SmallFile]:
     found = []
     more = {"general.sampling.temp": 0.5, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
     for architecture in ("llama", "qwen3moe"):
         path = tmp_path_factory.mktemp("small") / "small.gguf"
         write_gguf(path, architecture, config={**CONFIG, "num_hidden_layers": 1}, more=more)
-        with GgufFile(path) as file:
-            found.append(SmallFile(architecture, path.read_bytes(), file.metadata, file.tensors))
-    return found
+        found.append(small_file(architecture, path))
+    return [*found, recurrent_file]
 
 
 def check_import(content: bytes) -> None:
@@ -161,7 +177,7 @@ def check_import(content: bytes) -> None:
 def test_any_change_of_a_headers_bytes_makes_a_model_or_an_error(
     small_files: list[SmallFile], data: st.DataObject
 ) -> None:
-    small = small_files[data.draw(st.integers(0, 1))]
+    small = data.draw(st.sampled_from(small_files))
     changed = bytearray(small.content)
     numbers = st.sampled_from([0, 1, 2, 7, 1 << 16, (1 << 31) - 1, (1 << 32) - 1])
     for _ in range(data.draw(st.integers(1, 3))):
@@ -186,7 +202,7 @@ SCALARS = st.one_of(
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_value_of_a_key_makes_a_model_or_an_error(small_files: list[SmallFile], data: st.DataObject) -> None:
-    small = small_files[data.draw(st.integers(0, 1))]
+    small = data.draw(st.sampled_from(small_files))
     key = data.draw(st.sampled_from(sorted(small.metadata)))
     value = data.draw(
         st.one_of(SCALARS, st.none(), *[st.lists(st.just(each), max_size=2) for each in (1, 0.5, "a", True)])
@@ -197,3 +213,40 @@ def test_any_value_of_a_key_makes_a_model_or_an_error(small_files: list[SmallFil
         value = value[:1] * len(old)
     rest = {name: each for name, each in small.metadata.items() if name != key}
     check_import(small.with_metadata(rest if value is None else {**rest, key: value}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"ssm.state_size": None, "expert_count": None}, r"lacks ssm\.state_size, expert_count"),
+        ({"ssm.inner_size": None}, r"lacks ssm\.inner_size"),
+        ({"ssm.inner_size": 127}, r"ssm\.inner_size 127, not a multiple of ssm\.time_step_rank 8"),
+        ({"ssm.group_count": 3}, r"ssm\.time_step_rank 8, not a multiple of ssm\.group_count 3"),
+        ({"ssm.group_count": 2}, r"blk\.0\.ssm_conv1d\.weight of shape \[192, 4\], not \[160, 4\]"),
+        ({"full_attention_interval": 3}, "full_attention_interval 3, but only 2 layers"),
+        ({"full_attention_interval": 1}, r"lacks tensors: blk\.0\.attn_k"),
+        ({"nextn_predict_layers": 2}, "nextn_predict_layers 2; only 1 is supported"),
+        ({"nextn_predict_layers": 1, "full_attention_interval": 1}, r"lacks tensors: .*blk\.1\.nextn\.eh_proj"),
+        ({"block_count": 1 << 47}, f"block_count {1 << 47}, but only"),
+        ({"attention.recurrent_layers": [True, False]}, r"cannot be imported: attention\.recurrent_layers"),
+    ],
+)
+def test_a_recurrent_models_sizes_are_checked_by_name(
+    recurrent_file: SmallFile, tmp_path: Path, changes: Mapping[str, Any], problem: str
+) -> None:
+    changed = {**recurrent_file.metadata, **{f"qwen35moe.{key}": value for key, value in changes.items()}}
+    content = recurrent_file.with_metadata({key: value for key, value in changed.items() if value is not None})
+    (tmp_path / "changed.gguf").write_bytes(content)
+    with pytest.raises(UnimportableError, match=problem):
+        convert(tmp_path / "changed.gguf", tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_decay_that_would_grow_is_refused(recurrent_file: SmallFile, tmp_path: Path) -> None:
+    [decay] = [each for each in recurrent_file.tensors if each.name == "blk.0.ssm_a"]
+    content = bytearray(recurrent_file.content)
+    content[decay.offset : decay.offset + 4] = struct.pack("<f", 0.5)
+    (tmp_path / "changed.gguf").write_bytes(content)
+    with pytest.raises(UnimportableError, match=r"blk\.0\.ssm_a with values that are not negative"):
+        convert(tmp_path / "changed.gguf", tmp_path / "model")
+    assert not (tmp_path / "model").exists()
