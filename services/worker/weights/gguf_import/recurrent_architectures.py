@@ -12,7 +12,7 @@ src/models/qwen3next.cpp, qwen35.cpp and qwen35moe.cpp.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -32,6 +32,8 @@ from services.worker.weights.gguf_import.metadata import Metadata, UnsupportedGg
 from services.worker.weights.gguf_import.routed_architectures import set_drafts_apart
 from services.worker.weights.gguf_import.tensors import ResultTensors, Rule, Sizes, Tensor, read_values
 
+# The rules of a layer's projections, by the names of its tensors.
+_Projections = Callable[[frozenset[str]], Rules]
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
 
@@ -180,7 +182,8 @@ _ATTENTION: tuple[Tensor, ...] = (
     offset_norm("attn_q_norm.weight", "self_attn.q_norm.weight", "head"),
     offset_norm("attn_k_norm.weight", "self_attn.k_norm.weight", "head"),
 )
-_SHARED_EXPERT: tuple[Tensor, ...] = (
+_SPARSE: tuple[Tensor, ...] = (
+    *EXPERTS,
     Tensor("ffn_gate_shexp.weight", "mlp.shared_expert.gate_proj.weight", "shared_inner hidden"),
     Tensor("ffn_up_shexp.weight", "mlp.shared_expert.up_proj.weight", "shared_inner hidden"),
     Tensor("ffn_down_shexp.weight", "mlp.shared_expert.down_proj.weight", "hidden shared_inner"),
@@ -208,20 +211,23 @@ _EXPERT_KEYS: Mapping[str, Key] = {
 }
 
 
-def _rules(feed_forward: tuple[Tensor, ...], config: Config, layer: int, names: frozenset[str]) -> Rules:
+def _rules(
+    feed_forward: tuple[Tensor, ...], projections: _Projections, config: Config, layer: int, names: frozenset[str]
+) -> Rules:
     if layer >= config["num_hidden_layers"]:
         block = (*_NORMS, *_ATTENTION, *feed_forward)
         return (*_DRAFTS, *(replace(rule, name=f"layers.0.{rule.name}") for rule in block))
     if config["layer_types"][layer] == _FULL:
         return (*_NORMS, *_ATTENTION, *feed_forward)
-    return (*_NORMS, *_projections(names), *_RECURRENT, *feed_forward)
+    return (*_NORMS, *projections(names), *_RECURRENT, *feed_forward)
 
 
-def _projections(names: frozenset[str]) -> Rules:
-    return (
-        *((_MIXED_QKVZ,) if "ssm_in.weight" in names else _SPLIT_QKVZ),
-        *((_MIXED_GATES,) if "ssm_ba.weight" in names else _SPLIT_GATES),
-    )
+def _split_projections(_names: frozenset[str]) -> Rules:
+    return (*_SPLIT_QKVZ, *_SPLIT_GATES)
+
+
+def _mixed_projections(names: frozenset[str]) -> Rules:
+    return (*((_MIXED_QKVZ,) if "ssm_in.weight" in names else _SPLIT_QKVZ), _MIXED_GATES)
 
 
 def _complete(metadata: Metadata, config: Config) -> None:
@@ -283,7 +289,7 @@ _VALUES: Mapping[str, object] = {"attention_bias": False, "hidden_act": "silu"}
 QWEN3_5 = Architecture(
     "Qwen3_5ForCausalLM",
     "qwen3_5_text",
-    partial(_rules, MLP),
+    partial(_rules, MLP, _split_projections),
     {**KEYS, **_HYBRID_KEYS},
     _VALUES,
     widths=partly_rotated,
@@ -295,7 +301,7 @@ QWEN3_5 = Architecture(
 QWEN3_5_MOE = Architecture(
     "Qwen3_5MoeForCausalLM",
     "qwen3_5_moe_text",
-    partial(_rules, (*EXPERTS, *_SHARED_EXPERT)),
+    partial(_rules, _SPARSE, _split_projections),
     {**{name: key for name, key in KEYS.items() if name != "intermediate_size"}, **_HYBRID_KEYS, **_EXPERT_KEYS},
     _VALUES,
     widths=partly_rotated,
@@ -304,4 +310,6 @@ QWEN3_5_MOE = Architecture(
     norm=_NORM,
     draft_prefix="mtp.",
 )
-QWEN3_NEXT = replace(QWEN3_5_MOE, sizes=partial(_sizes, is_tiled=False))
+QWEN3_NEXT = replace(
+    QWEN3_5_MOE, rules=partial(_rules, _SPARSE, _mixed_projections), sizes=partial(_sizes, is_tiled=False)
+)
