@@ -17,8 +17,9 @@ peer's.
     long     one request with almost 8k tokens of context
     large    a random Llama of 1.1 B parameters in int8 and in Q4_K_M, beside llama.cpp
 
-What a step reads is weights and KV cache, with scales only in Q4_K_M; its time is that between two tokens. Memory is private memory
-that the worker has written to, above what importing it takes: at most packed weights, the KV cache touched and 200 MiB.
+What a step reads is weights and KV cache, with scales only in Q4_K_M; its time is that between two tokens. Memory is
+private memory that the worker has written to, above what importing it takes: at most packed weights, the KV cache
+touched and 200 MiB.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ from services.tokenizer.chat.deepseek_v32_template import DEEPSEEK_V32_TEMPLATE
 from services.tokenizer.chat.message_forms import Guard, TemplateFeatures, message_fields
 from services.tokenizer.chat.template_renderer import Renderer, RendererMaker, TemplateRenderer
 from services.tokenizer.chat.template_rendering import RenderError
-from services.tokenizer.chat.template_trial import try_template
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 from services.tokenizer.text.model_tokenizer import ModelTokenizer
 from shared.errors import InvalidRequestError, Violation
+from shared.model_dir import ModelDirectoryError
 
 logger = logging.getLogger(__name__)
 
@@ -134,18 +134,14 @@ def load_chat_template(
             return None
         logger.info("the directory has no chat template, a built-in one is used", extra={"architecture": architecture})
         sources = {"default": _TEMPLATES[architecture]}
-    names = tuple(tokenizer.special_tokens.items())
-    tried = [
-        try_template(each, names, timeout_s=timeout_s, has_tools=name == "tool_use") for name, each in sources.items()
-    ]
-    return ChatTemplate(
-        sources["default"],
-        make_renderer(
-            {each: name == "tool_use" for name, each in sources.items()}, tokenizer.special_tokens, cpu_s=timeout_s
-        ),
-        tools_source=sources.get("tool_use"),
-        features=tried[-1],
-    )
+    needs_tools = {each: name == "tool_use" for name, each in sources.items()}
+    renderer = make_renderer(needs_tools, tokenizer.special_tokens, cpu_s=timeout_s)
+    try:
+        tried = [renderer.try_template(each) for each in needs_tools]
+    except ModelDirectoryError:
+        renderer.close()
+        raise
+    return ChatTemplate(sources["default"], renderer, tools_source=sources.get("tool_use"), features=tried[-1])
 
 
 def _tool_fields(tool: Tool, guard: Guard) -> JsonObject:

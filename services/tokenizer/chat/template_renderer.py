@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import threading
@@ -9,8 +10,10 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from services.tokenizer.chat.message_forms import TemplateFeatures
 from services.tokenizer.chat.render_server import ChildEndedError, RenderChild, RenderServer
 from services.tokenizer.chat.template_rendering import RenderError
+from services.tokenizer.chat.template_trial import refusal, try_template
 from services.tokenizer.json.json_values import JsonObject
 from services.tokenizer.text_size import check_text_bytes
 from services.tokenizer.trial_limits import cpu_problem, wall_clock_s, was_out_of_cpu
@@ -27,6 +30,13 @@ class Renderer(Protocol):
     @property
     def num_ended(self) -> Mapping[str, int]:
         """How many renders were ended, by their cause."""
+
+    def try_template(self, source: str) -> TemplateFeatures:
+        """Try a template before it is rendered.
+
+        Raises:
+            ModelDirectoryError: it fails; see `template_trial`.
+        """
 
     def render(self, source: str, fields: JsonObject, *, opens_turn: bool) -> str:
         """Render `fields`, with the assistant's turn opened at the end if `opens_turn`. Slow; thread-safe.
@@ -70,7 +80,7 @@ class TemplateRenderer:
         """Keep the templates; nothing is started yet.
 
         Args:
-            sources: The templates that have passed their trials, and whether each is for conversations with tools only.
+            sources: The templates, and whether each is for conversations with tools only.
             special_tokens: Their names, such as `bos_token`, and texts.
             cpu_s: CPU seconds that a render may take.
         """
@@ -89,6 +99,16 @@ class TemplateRenderer:
         """The longest that a render can take, in seconds."""
         # Two children, each of which may be waited for, and another server.
         return 3 * wall_clock_s(self._cpu_s)
+
+    def try_template(self, source: str) -> TemplateFeatures:
+        """See `Renderer`: the server then forks those that render too; it ends with the thread that has started it."""
+        try:
+            child = self._fork()
+        except OSError:
+            raise refusal("the trial process did not start") from None
+        with contextlib.closing(child):
+            place, has_tools = list(self._sources).index(source), self._sources[source]
+            return try_template(child, place, timeout_s=self._cpu_s, has_tools=has_tools)
 
     def warm_up(self, num_renders: int) -> None:
         """See `Renderer`: the server ends with the thread that has started it."""

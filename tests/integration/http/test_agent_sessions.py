@@ -1,7 +1,7 @@
 """Recorded sessions of agents go on after kills of worker and scheduler: their streams are those of a quiet cell.
 
-A session is what a client asked in the turns of one task. That of an agent is as a director of `tests/clients` passed it
-on: instructions are cut, and tools that it does not call are left out. Reasoning that goes back is shortened.
+A session is what a client asked in the turns of one task. That of an agent is as a director of `tests/clients` passed
+it on: instructions are cut, and tools that it does not call are left out. Reasoning that goes back is shortened.
 """
 
 from __future__ import annotations

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 
 from services.tokenizer.chat.chat_template import ChatTemplate
 from services.tokenizer.chat.message_forms import TemplateFeatures
+from services.tokenizer.chat.template_features import find_features, sample_tools
 from services.tokenizer.chat.template_rendering import explain_failure, render_template
+from services.tokenizer.chat.template_trial import refusal
 from services.tokenizer.json.json_values import JsonObject
 
 _PLAIN = TemplateFeatures(takes_tools=True)
@@ -16,9 +18,19 @@ _PLAIN = TemplateFeatures(takes_tools=True)
 class LocalRenderer:
     """Renders at once."""
 
-    def __init__(self, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, special_tokens: Mapping[str, str], sources: Mapping[str, bool] | None = None) -> None:
+        """`sources` says which templates are for conversations with tools only."""
         self._special_tokens = dict(special_tokens)
+        self._sources = sources or {}
         self.num_ended: dict[str, int] = {"cpu": 0}
+
+    def try_template(self, source: str) -> TemplateFeatures:
+        """See `Renderer`."""
+        tools = sample_tools() if self._sources.get(source) else None
+        try:
+            return find_features(lambda fields: render_template(source, self._special_tokens, fields), tools)
+        except Exception as error:  # noqa: BLE001 - a template can raise anything
+            raise refusal(f"{type(error).__name__}: {error}") from None
 
     def render(self, source: str, fields: JsonObject, *, opens_turn: bool) -> str:
         """See `Renderer`."""
@@ -40,14 +52,14 @@ class LocalRenderer:
 
 
 def make_local_renderer(
-    _sources: Mapping[str, bool],
+    sources: Mapping[str, bool],
     special_tokens: Mapping[str, str],
     /,
     *,
     cpu_s: float,
 ) -> LocalRenderer:
     """A `RendererMaker`."""
-    return LocalRenderer(special_tokens)
+    return LocalRenderer(special_tokens, sources)
 
 
 def local_template(

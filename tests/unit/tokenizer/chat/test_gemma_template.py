@@ -7,11 +7,10 @@ import pytest
 from services.tokenizer.chat.chat_encoding import render_chat
 from services.tokenizer.chat.chat_template import ChatTemplate
 from services.tokenizer.chat.conversation import Conversation, Message, Tool, ToolCall
-from services.tokenizer.chat.template_trial import try_template
 from services.tokenizer.replies import choose_reply_parser
 from services.tokenizer.text.control_tokens import ControlTokens
 from shared.errors import InvalidRequestError
-from tests.support.tokenizer.chat_templates import local_template
+from tests.support.tokenizer.chat_templates import LocalRenderer, local_template
 from tests.support.tokenizer.gemma_template import GEMMA_TEMPLATE
 
 SYSTEM, USER = Message("system", "Be brief."), Message("user", " Hi ")
@@ -23,7 +22,7 @@ BOS = {"bos_token": "<bos>"}
 @pytest.fixture(scope="module")
 def template() -> ChatTemplate:
     """The template after its trial."""
-    features = try_template(GEMMA_TEMPLATE, tuple(BOS.items()), timeout_s=60.0)
+    features = LocalRenderer(BOS).try_template(GEMMA_TEMPLATE)
     return local_template(GEMMA_TEMPLATE, BOS, features=features)
 
 

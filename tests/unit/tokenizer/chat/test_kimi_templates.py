@@ -12,12 +12,11 @@ from services.tokenizer.chat.chat_encoding import render_chat
 from services.tokenizer.chat.chat_template import ChatTemplate
 from services.tokenizer.chat.conversation import Conversation, Message, Tool, ToolCall
 from services.tokenizer.chat.message_forms import TemplateFeatures
-from services.tokenizer.chat.template_trial import try_template
 from services.tokenizer.chat.typescript_tools import declared_tools, sorted_tools
 from services.tokenizer.replies import choose_reply_parser
 from services.tokenizer.replies.openings import Opening, opening_of
 from services.tokenizer.text.control_tokens import ControlTokens
-from tests.support.tokenizer.chat_templates import local_template
+from tests.support.tokenizer.chat_templates import LocalRenderer, local_template
 from tests.support.tokenizer.kimi_templates import KIMI_K2, KIMI_K2_THINKING, KIMI_K25
 
 USER = Message("user", "Hi")
@@ -37,7 +36,7 @@ WEATHER = Tool(
 
 
 def template_of(source: str) -> ChatTemplate:
-    return local_template(source, {}, features=try_template(source, (), timeout_s=60.0))
+    return local_template(source, {}, features=LocalRenderer({}).try_template(source))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +51,7 @@ def render(template: ChatTemplate, *messages: Message, tools: tuple[Tool, ...] =
 @pytest.mark.parametrize("source", [KIMI_K2, KIMI_K2_THINKING, KIMI_K25])
 def test_the_template_picks_the_parser_and_needs_names_in_ids(source: str) -> None:
     assert choose_reply_parser("DeepseekV3ForCausalLM", source) == "kimi_k2"
-    features = try_template(source, (), timeout_s=60.0)
+    features = LocalRenderer({}).try_template(source)
     assert features == TemplateFeatures(takes_tools=True, ids_have_names=True)
 
 

@@ -114,6 +114,14 @@ def test_what_costs_too_much_or_is_rejected_fails_alone(
     assert ended(renderer) == causes
 
 
+def test_the_server_of_a_trial_forks_those_that_render_too(renderer: TemplateRenderer) -> None:
+    renderer.render(COSTLY, chat("first"))
+    server = server_of()
+    assert renderer.try_template(COSTLY).takes_tools is False
+    renderer.render(COSTLY, chat("second"))
+    assert server_of() == server
+
+
 def test_a_text_that_is_too_long_stays_where_it_was_made(renderer: TemplateRenderer) -> None:
     with pytest.raises(RequestTooLargeError) as caught:
         renderer.render(COSTLY, chat("long"))

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -13,8 +14,8 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError,
 
 from services.tokenizer.chat.message_forms import TemplateFeatures
 from services.tokenizer.chat.template_features import find_features
+from services.tokenizer.chat.template_renderer import TemplateRenderer
 from services.tokenizer.chat.template_rendering import render_template
-from services.tokenizer.chat.template_trial import try_template
 from services.tokenizer.trial_limits import wall_clock_s
 from shared.model_dir import ModelDirectoryError
 from tests.support.system.processes import ROOT, module_environment
@@ -30,8 +31,9 @@ from tests.support.tokenizer.call_templates import (
 
 # A template that never ends.
 PARENT = """
-from services.tokenizer.chat.template_trial import try_template
-try_template("{% for i in range(10 ** 4) %}{% for j in range(10 ** 5) %}{% endfor %}{% endfor %}", (), timeout_s=600)
+from services.tokenizer.chat.template_renderer import TemplateRenderer
+source = "{% for i in range(10 ** 4) %}{% for j in range(10 ** 5) %}{% endfor %}{% endfor %}"
+TemplateRenderer({source: False}, {}, cpu_s=600).try_template(source)
 """
 
 NO_CALLS = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -43,7 +45,8 @@ def features_of(source: str) -> TemplateFeatures:
 
 
 def attempt(source: str, timeout_s: float = 60.0) -> TemplateFeatures:
-    return try_template(source, (("bos_token", "<s>"),), timeout_s=timeout_s)
+    with closing(TemplateRenderer({source: False}, {"bos_token": "<s>"}, cpu_s=timeout_s)) as renderer:
+        return renderer.try_template(source)
 
 
 @pytest.mark.parametrize(
