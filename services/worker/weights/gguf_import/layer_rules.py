@@ -22,6 +22,15 @@ def offset_norm(source: str, name: str, size: str = "hidden") -> Tensor:
     return Tensor(source, name, size, offset=1.0)
 
 
+def shared_expert(name: str) -> tuple[Tensor, ...]:
+    """The matrices of the expert that every token takes, which are in the module `name`."""
+    return (
+        Tensor("ffn_gate_shexp.weight", f"{name}.gate_proj.weight", "shared_inner hidden"),
+        Tensor("ffn_up_shexp.weight", f"{name}.up_proj.weight", "shared_inner hidden"),
+        Tensor("ffn_down_shexp.weight", f"{name}.down_proj.weight", "hidden shared_inner"),
+    )
+
+
 NORMS: Rules = (
     Tensor("attn_norm.weight", "input_layernorm.weight", "hidden"),
     Tensor("ffn_norm.weight", "post_attention_layernorm.weight", "hidden"),
@@ -38,7 +47,7 @@ REORDERED_QUERY_KEY: Rules = (
     Tensor("attn_q.weight", "self_attn.q_proj.weight", "query hidden", heads="heads"),
     Tensor("attn_k.weight", "self_attn.k_proj.weight", "key_value hidden", heads="key_value_heads"),
 )
-VALUE_OUTPUT: Rules = (
+VALUE_OUTPUT: tuple[Tensor, ...] = (
     Tensor("attn_v.weight", "self_attn.v_proj.weight", "key_value hidden"),
     Tensor("attn_output.weight", "self_attn.o_proj.weight", "hidden query"),
 )

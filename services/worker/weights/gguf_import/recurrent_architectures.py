@@ -27,7 +27,7 @@ from services.worker.weights.gguf_import.architecture import (
     plain_sizes,
 )
 from services.worker.weights.gguf_import.gguf_file import GgufTensor
-from services.worker.weights.gguf_import.layer_rules import EXPERTS, KEYS, MLP, offset_norm
+from services.worker.weights.gguf_import.layer_rules import EXPERTS, KEYS, MLP, VALUE_OUTPUT, offset_norm, shared_expert
 from services.worker.weights.gguf_import.metadata import Metadata, UnsupportedGgufError
 from services.worker.weights.gguf_import.routed_architectures import set_drafts_apart
 from services.worker.weights.gguf_import.tensors import ResultTensors, Rule, Sizes, Tensor, read_values
@@ -177,16 +177,13 @@ _NORMS: tuple[Tensor, ...] = (
 _ATTENTION: tuple[Tensor, ...] = (
     Tensor("attn_q.weight", "self_attn.q_proj.weight", "gated_query hidden"),
     Tensor("attn_k.weight", "self_attn.k_proj.weight", "key_value hidden"),
-    Tensor("attn_v.weight", "self_attn.v_proj.weight", "key_value hidden"),
-    Tensor("attn_output.weight", "self_attn.o_proj.weight", "hidden query"),
+    *VALUE_OUTPUT,
     offset_norm("attn_q_norm.weight", "self_attn.q_norm.weight", "head"),
     offset_norm("attn_k_norm.weight", "self_attn.k_norm.weight", "head"),
 )
 _SPARSE: tuple[Tensor, ...] = (
     *EXPERTS,
-    Tensor("ffn_gate_shexp.weight", "mlp.shared_expert.gate_proj.weight", "shared_inner hidden"),
-    Tensor("ffn_up_shexp.weight", "mlp.shared_expert.up_proj.weight", "shared_inner hidden"),
-    Tensor("ffn_down_shexp.weight", "mlp.shared_expert.down_proj.weight", "hidden shared_inner"),
+    *shared_expert("mlp.shared_expert"),
     Tensor("ffn_gate_inp_shexp.weight", "mlp.shared_expert_gate.weight", "one hidden"),
 )
 _DRAFTS: Rules = (
@@ -283,32 +280,25 @@ def _sizes(config: Config, *, is_tiled: bool) -> Sizes:
     }
 
 
-_NORM = offset_norm("output_norm.weight", "model.norm.weight")
-_VALUES: Mapping[str, object] = {"attention_bias": False, "hidden_act": "silu"}
-
 QWEN3_5 = Architecture(
     "Qwen3_5ForCausalLM",
     "qwen3_5_text",
     partial(_rules, MLP, _split_projections),
     {**KEYS, **_HYBRID_KEYS},
-    _VALUES,
+    {"attention_bias": False, "hidden_act": "silu"},
     widths=partly_rotated,
     extend=_complete,
     sizes=partial(_sizes, is_tiled=True),
-    norm=_NORM,
+    norm=offset_norm("output_norm.weight", "model.norm.weight"),
     draft_prefix="mtp.",
 )
-QWEN3_5_MOE = Architecture(
-    "Qwen3_5MoeForCausalLM",
-    "qwen3_5_moe_text",
-    partial(_rules, _SPARSE, _split_projections),
-    {**{name: key for name, key in KEYS.items() if name != "intermediate_size"}, **_HYBRID_KEYS, **_EXPERT_KEYS},
-    _VALUES,
-    widths=partly_rotated,
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    name="Qwen3_5MoeForCausalLM",
+    model_type="qwen3_5_moe_text",
+    rules=partial(_rules, _SPARSE, _split_projections),
+    keys={**{name: key for name, key in QWEN3_5.keys.items() if name != "intermediate_size"}, **_EXPERT_KEYS},
     extend=_complete_moe,
-    sizes=partial(_sizes, is_tiled=True),
-    norm=_NORM,
-    draft_prefix="mtp.",
 )
 QWEN3_NEXT = replace(
     QWEN3_5_MOE, rules=partial(_rules, _SPARSE, _mixed_projections), sizes=partial(_sizes, is_tiled=False)

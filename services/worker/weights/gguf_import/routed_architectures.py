@@ -26,6 +26,7 @@ from services.worker.weights.gguf_import.layer_rules import (
     QKV_BIASES,
     QUERY_KEY,
     VALUE_OUTPUT,
+    shared_expert,
 )
 from services.worker.weights.gguf_import.metadata import Metadata, UnsupportedGgufError
 from services.worker.weights.gguf_import.tensors import Sizes, Tensor
@@ -43,11 +44,7 @@ _ROUTED_KEYS: Mapping[str, Key] = {
     "routed_scaling_factor": Key("expert_weights_scale", "number", 1.0),
     "topk_group": Key("expert_group_used_count", "size", 1),
 }
-_SHARED_EXPERT: Rules = (
-    Tensor("ffn_gate_shexp.weight", "mlp.shared_experts.gate_proj.weight", "shared_inner hidden"),
-    Tensor("ffn_up_shexp.weight", "mlp.shared_experts.up_proj.weight", "shared_inner hidden"),
-    Tensor("ffn_down_shexp.weight", "mlp.shared_experts.down_proj.weight", "hidden shared_inner"),
-)
+_SHARED_EXPERT: Rules = shared_expert("mlp.shared_experts")
 _CORRECTION = Tensor("exp_probs_b.bias", "mlp.gate.e_score_correction_bias", "experts")
 _DRAFTS: tuple[Tensor, ...] = (
     Tensor("nextn.eh_proj.weight", "eh_proj.weight", "hidden twice_hidden"),
