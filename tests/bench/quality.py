@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -170,36 +170,31 @@ def _mean_loss(logits: Tensor, token_ids: Sequence[int]) -> float:
 def _peer_rows(model_dir: Path, chunks: Sequence[Sequence[int]], fp32_perplexity: float) -> Iterator[Row]:
     """llama.cpp's files; says on stdout why they are left out if they are."""
     for kind in PEER_KINDS:
-        name = f"llama.cpp {kind.upper()}"
-        try:
-            path = f16_gguf()
-            value = _peer_perplexity(path, kind, chunks)
-        except (LeftOutError, RuntimeError) as error:
-            print(f"left out: {name}: {str(error).splitlines()[-1]}")
-        else:
-            yield compare(f"perplexity, {name}, beside our fp32", value, "", reference=fp32_perplexity)
-            if kind == COMMON_KIND:
-                yield _same_file_row(path, chunks, value)
+        if (peer := _peer_perplexity(f16_gguf, kind, chunks)) is None:
+            continue
+        path, value = peer
+        yield compare(f"perplexity, llama.cpp {kind.upper()}, beside our fp32", value, "", reference=fp32_perplexity)
+        if kind == COMMON_KIND:
+            yield _same_file_row(path, chunks, value)
+    if (peer := _peer_perplexity(lambda: small_gguf(model_dir), COMMON_KIND, chunks, " of a random Llama")) is not None:
+        path, value = peer
+        yield _same_file_row(path, chunks, value, " of a random Llama")
+
+
+def _peer_perplexity(
+    make_source: Callable[[], Path], kind: str, chunks: Sequence[Sequence[int]], of: str = ""
+) -> tuple[Path, float] | None:
+    """llama.cpp's of a file that it has quantised, and the file's source; None if it is left out."""
+    name = f"llama.cpp {kind.upper()}"
+    print(f"perplexity, {name}{of} …", file=sys.stderr)
     try:
-        path = small_gguf(model_dir)
-        value = _peer_perplexity(path, COMMON_KIND, chunks)
+        source = make_source()
+        with start_process(name, LLAMA_CPP.python(), "tests.bench.peers.cpu_llama_cpp") as process:
+            process.start("perplexity", gguf_path=str(source), kind=kind, chunks=chunks)
+            return source, float(process.run()[0]["perplexity"])
     except (LeftOutError, RuntimeError) as error:
-        print(f"left out: a random Llama: {str(error).splitlines()[-1]}")
-    else:
-        yield _same_file_row(path, chunks, value, of=" of a random Llama")
-
-
-def _peer_perplexity(source: Path, kind: str, chunks: Sequence[Sequence[int]]) -> float:
-    """llama.cpp's, of a file that it has quantised.
-
-    Raises:
-        LeftOutError: It cannot be installed.
-        RuntimeError: It does not run here.
-    """
-    print(f"perplexity, llama.cpp {kind.upper()} of {source.name} …", file=sys.stderr)
-    with start_process(f"llama.cpp {kind.upper()}", LLAMA_CPP.python(), "tests.bench.peers.cpu_llama_cpp") as process:
-        process.start("perplexity", gguf_path=str(source), kind=kind, chunks=chunks)
-        return float(process.run()[0]["perplexity"])
+        print(f"left out: {name}{of}: {str(error).splitlines()[-1]}")
+        return None
 
 
 def _same_file_row(source: Path, chunks: Sequence[Sequence[int]], reference: float, of: str = "") -> Row:
