@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from services.tokenizer.http.errors import HttpError
+from services.tokenizer.http.refusals import HttpError
 
 _PATH = "/v1/messages"
 _TYPES: dict[int, str] = {

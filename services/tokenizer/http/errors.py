@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 
-import msgspec
 from google.rpc import error_details_pb2
 
+from services.tokenizer.http.refusals import FieldNaming, HttpError
 from shared.errors import ErrorCode, InternalError, ServiceError, Violation
 from shared.network.rpc import StatusError, to_status, without_text
 
@@ -21,9 +21,6 @@ logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
 """What nginx answers where the client's side ended the request."""
-
-FieldNaming = Callable[[str], str]
-"""Turns the name of a message's field into the one that it has in the request's JSON."""
 
 _DEFAULT_RETRY_S = 1.0
 
@@ -56,42 +53,6 @@ _RATE_LIMIT_CODE = "rate_limit_exceeded"
 _NOT_RETRIED_REASONS = frozenset({"POISON_REQUEST", "NUMERIC_ERROR"})
 _NOT_RETRIED_STATUSES = frozenset({HTTPStatus.NOT_IMPLEMENTED, HTTPStatus.GATEWAY_TIMEOUT})
 _RETRIED_STATUSES = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
-_TYPES: dict[int, str] = {
-    HTTPStatus.UNAUTHORIZED: "authentication_error",
-    HTTPStatus.FORBIDDEN: "permission_error",
-    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
-}
-
-
-class HttpError(Exception):
-    """An error as a client of the HTTP API sees it; the message may name fields, but quotes no text of the client."""
-
-    def __init__(
-        self, status: int, code: str, message: str, *, param: str | None = None, headers: dict[str, str] | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status = int(status)
-        self.code = code
-        self.message = message
-        self.param = param
-        self.headers = headers or {}
-
-    def body(self) -> bytes:
-        """The answer's body, in OpenAI's form."""
-        other = "server_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
-        error = {
-            "message": self.message,
-            "type": _TYPES.get(self.status, other),
-            "param": self.param,
-            "code": self.code,
-        }
-        return msgspec.json.encode({"error": error})
-
-
-def invalid_field(param: str | None, description: str) -> HttpError:
-    """A field of the request's JSON that is wrong."""
-    message = description if param is None else f"{param}: {description}"
-    return HttpError(HTTPStatus.BAD_REQUEST, "invalid_request", message, param=param)
 
 
 def http_error(error: ServiceError, naming: FieldNaming) -> HttpError:

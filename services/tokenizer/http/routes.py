@@ -28,11 +28,12 @@ from services.tokenizer.http.connections.access import Access
 from services.tokenizer.http.connections.bodies import BODY_S, LARGE_BODIES, check_expectation, read_body
 from services.tokenizer.http.connections.boundary import REQUEST_ID, Handler, log_facts, make_boundary, make_signer
 from services.tokenizer.http.connections.clients import STATE_ROUTE, find_client
-from services.tokenizer.http.errors import HttpError, any_error, invalid_field
+from services.tokenizer.http.errors import any_error
 from services.tokenizer.http.messages.events import ID_PREFIX, PING, MessageAnswer, MessageEvents
 from services.tokenizer.http.messages.request import read_count_request, read_messages_request
 from services.tokenizer.http.openapi import make_openapi
 from services.tokenizer.http.page.files import Page
+from services.tokenizer.http.refusals import HttpError, invalid_field
 from services.tokenizer.http.requests.api_request import ApiRequest
 from services.tokenizer.http.requests.chat_request import read_chat_request
 from services.tokenizer.http.requests.completion_request import read_completion_request

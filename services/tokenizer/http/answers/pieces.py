@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.http.answers.answer_facts import AnswerFacts, usage_value
-from services.tokenizer.http.errors import HttpError
+from services.tokenizer.http.refusals import HttpError
 
 DONE = b"data: [DONE]\n\n"
 

@@ -13,7 +13,7 @@ from http import HTTPStatus
 from aiohttp import web
 from multidict import CIMultiDict
 
-from services.tokenizer.http.errors import HttpError
+from services.tokenizer.http.refusals import HttpError
 from shared.network.addresses import LOOPBACK_HOSTS, split_address, strip_brackets
 
 _METHODS = "GET, POST, OPTIONS"

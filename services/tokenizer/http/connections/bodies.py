@@ -10,7 +10,7 @@ from typing import TypeVar
 from aiohttp import HttpVersion11, web
 
 from services.tokenizer.http.connections.limits import MAX_BODY_BYTES
-from services.tokenizer.http.errors import HttpError, invalid_field
+from services.tokenizer.http.refusals import HttpError, invalid_field
 from services.tokenizer.json.json_values import MAX_DEPTH, JsonObject, read_json
 from services.tokenizer.refusal_text import without_quotes
 

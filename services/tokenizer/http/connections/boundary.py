@@ -15,7 +15,8 @@ from services.tokenizer.http.anthropic_errors import error_value, is_anthropics
 from services.tokenizer.http.connections.access import Access
 from services.tokenizer.http.connections.clients import CLIENT
 from services.tokenizer.http.connections.connection import SERVER, error_response
-from services.tokenizer.http.errors import HttpError, any_error
+from services.tokenizer.http.errors import any_error
+from services.tokenizer.http.refusals import HttpError
 from shared.client_keys import Client
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from services.tokenizer.http.connections.limits import MAX_HEAD_BYTES, MAX_HEADERS, MAX_LINE_BYTES, HttpLimits
 from services.tokenizer.http.connections.unread import UnreadWatch
-from services.tokenizer.http.errors import HttpError
+from services.tokenizer.http.refusals import HttpError
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from services.tokenizer.http.answers.answer_facts import AnswerFacts
 from services.tokenizer.http.answers.pieces import AnswerEvents
 from services.tokenizer.http.answers.whole_answers import AnswerObject
 from services.tokenizer.http.anthropic_errors import error_value
-from services.tokenizer.http.errors import HttpError
+from services.tokenizer.http.refusals import HttpError
 from services.tokenizer.http.requests.thinking_signatures import make_signature
 
 Event = dict[str, Any]

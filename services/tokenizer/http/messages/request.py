@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.http.errors import invalid_field
 from services.tokenizer.http.messages.chat import MessagesParts, MessagesTurn, ReadTurns
 from services.tokenizer.http.messages.tools import MessagesTool, MessagesToolChoice, OfferedTools
+from services.tokenizer.http.refusals import invalid_field
 from services.tokenizer.http.requests.answer_forms import SchemaText
 from services.tokenizer.http.requests.api_request import AnswerOptions, ApiRequest
 from services.tokenizer.http.requests.field_names import MessagesNames

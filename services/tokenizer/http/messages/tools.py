@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import model_validator
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.http.errors import invalid_field
+from services.tokenizer.http.refusals import invalid_field
 from services.tokenizer.http.requests.fields import Fields
 
 _MODES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.http.errors import FieldNaming
+from services.tokenizer.http.refusals import FieldNaming
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.http.errors import invalid_field
+from services.tokenizer.http.refusals import invalid_field
 from services.tokenizer.http.requests.fields import Fields, Several
 from services.tokenizer.http.requests.thinking_signatures import hidden_thinking
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from pydantic import model_validator
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.http.errors import invalid_field
+from services.tokenizer.http.refusals import invalid_field
 from services.tokenizer.http.requests.api_request import AnswerOptions, ApiRequest
 from services.tokenizer.http.requests.chat_messages import ChatMessage, read_message
 from services.tokenizer.http.requests.chat_tools import ChatTool, WordOrChoice, add_tools

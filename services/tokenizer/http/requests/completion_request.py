@@ -8,7 +8,7 @@ from typing import Annotated, Self
 from pydantic import BeforeValidator, model_validator
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.http.errors import invalid_field
+from services.tokenizer.http.refusals import invalid_field
 from services.tokenizer.http.requests.api_request import AnswerOptions, ApiRequest
 from services.tokenizer.http.requests.field_names import FieldNames
 from services.tokenizer.http.requests.fields import Count, Several, check_honoured, ignored_names, read_fields

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from services.tokenizer.http.errors import HttpError, invalid_field
+from services.tokenizer.http.refusals import HttpError, invalid_field
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 
 _IGNORED_HEADER_BYTES = 1024

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from services.tokenizer.http.errors import invalid_field
+from services.tokenizer.http.refusals import invalid_field
 from services.tokenizer.http.requests.answer_forms import ResponseFormat, StructuredOutputs
 from services.tokenizer.http.requests.api_request import AnswerOptions
 from services.tokenizer.http.requests.field_names import RESPONSE_FORMAT, STRUCTURED_OUTPUTS

@@ -14,7 +14,7 @@ from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.http.answers.answer_facts import AnswerFacts
 from services.tokenizer.http.answers.pieces import AnswerEvents
 from services.tokenizer.http.answers.whole_answers import AnswerObject
-from services.tokenizer.http.errors import HttpError
+from services.tokenizer.http.refusals import HttpError
 from services.tokenizer.http.responses.output import Event, MessageItem, Output
 from services.tokenizer.http.responses.request import ResponseOptions
 

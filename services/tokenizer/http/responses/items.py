@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.http.errors import invalid_field
+from services.tokenizer.http.refusals import invalid_field
 from services.tokenizer.http.requests.fields import Fields, Several
 from services.tokenizer.http.responses.custom_input import input_arguments
 from services.tokenizer.http.responses.reasoning_content import REASONING_CONTENT

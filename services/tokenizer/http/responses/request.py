@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from services.tokenizer.http.errors import invalid_field
+from services.tokenizer.http.refusals import invalid_field
 from services.tokenizer.http.requests.answer_forms import JsonSchema, ResponseFormat, SchemaText
 from services.tokenizer.http.requests.api_request import AnswerOptions, ApiRequest
 from services.tokenizer.http.requests.chat_request import Effort, thinking_variables

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, model_validator
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.http.errors import invalid_field
+from services.tokenizer.http.refusals import invalid_field
 from services.tokenizer.http.requests.fields import Fields, Several
 from services.tokenizer.http.responses.custom_input import INPUT
 from services.tokenizer.json.ecma_regex import full_match_regex
