@@ -12,6 +12,7 @@ from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.messages.tools import MessagesTool
 from services.tokenizer.http.requests.chat_messages import ContentPart, Placed, as_parts, read_parts
 from services.tokenizer.http.requests.fields import Fields, Several
+from services.tokenizer.http.requests.message_drafts import MessageDraft
 
 _ROLES = {
     "system": tokenizer_pb2.ROLE_SYSTEM,
@@ -55,22 +56,29 @@ class MessagesTurn(Fields):
 
 
 class ReadTurns:
-    """The messages of a chat, in turns as templates take them.
+    """The messages of a chat, in turns as templates take them: neighbours of one role are one, as in Anthropic's API.
 
     Attributes:
-        messages: Those of the cell. Neighbours of one role are one message, as in Anthropic's API.
-        places: The name of each one's place in the request.
         named_tools: Names of tools that the messages refer to.
         added_tools: Tools that the messages define, with the names of their places.
         ignored: Names of parts that have no effect.
     """
 
     def __init__(self) -> None:
-        self.messages: list[tokenizer_pb2.ChatMessage] = []
-        self.places: list[str] = []
         self.named_tools: set[str] = set()
         self.added_tools: list[tuple[MessagesTool, str]] = []
         self.ignored: list[str] = []
+        self._drafts: list[MessageDraft] = []
+
+    @property
+    def messages(self) -> Iterator[tokenizer_pb2.ChatMessage]:
+        """The messages, each made when it is taken: a list of them would be the request's text once more."""
+        return (draft.message() for draft in self._drafts)
+
+    @property
+    def places(self) -> list[str]:
+        """Where each message begins in the request."""
+        return [draft.place for draft in self._drafts]
 
     def add_system(self, parts: Sequence[ContentPart]) -> None:
         """Begin with the system prompt, without what Claude Code tells Anthropic's servers in it.
@@ -83,7 +91,7 @@ class ReadTurns:
             rest = text[found.end() :]
             placed[:1] = [(parts[0].model_copy(update={"text": rest}), "system[0]")] if rest else []
         if text := read_parts(placed).text:
-            self._append(tokenizer_pb2.ChatMessage(role=tokenizer_pb2.ROLE_SYSTEM, content=text), "system")
+            self._turn(tokenizer_pb2.ROLE_SYSTEM, "system").contents.append(text)
 
     def add_turn(self, turn: MessagesTurn, index: int) -> None:
         """Add the message with this index.
@@ -94,12 +102,13 @@ class ReadTurns:
         place = f"messages[{index}]"
         read = read_parts(list(self._readable(turn.content or (), place)))
         for result in read.results:
-            self._append(result, place)
-        message = tokenizer_pb2.ChatMessage(
-            role=_ROLES[turn.role], content=read.text, reasoning=read.reasoning, tool_calls=read.calls
-        )
+            contents, call_id = [result.content], result.tool_call_id
+            self._drafts.append(MessageDraft(tokenizer_pb2.ROLE_TOOL, place, contents=contents, tool_call_id=call_id))
         if read.text or read.reasoning or read.calls or not turn.content:
-            self._append(message, place)
+            draft = self._turn(_ROLES[turn.role], place)
+            draft.contents.append(read.text)
+            draft.reasonings.append(read.reasoning)
+            draft.calls += read.calls
 
     def _readable(self, parts: Sequence[MessagesPart], place: str) -> Iterator[Placed]:
         """The parts that have text; what the others say of tools is noted."""
@@ -121,12 +130,8 @@ class ReadTurns:
         else:
             self.ignored.append(place)
 
-    def _append(self, message: tokenizer_pb2.ChatMessage, place: str) -> None:
-        last = self.messages[-1] if self.messages else None
-        if last is None or last.role != message.role or message.role == tokenizer_pb2.ROLE_TOOL:
-            self.messages.append(message)
-            self.places.append(place)
-            return
-        last.content = "\n".join(text for text in (last.content, message.content) if text)
-        last.reasoning = "\n".join(text for text in (last.reasoning, message.reasoning) if text)
-        last.tool_calls.extend(message.tool_calls)
+    def _turn(self, role: tokenizer_pb2.Role, place: str) -> MessageDraft:
+        """The message that a turn is a part of."""
+        if not self._drafts or self._drafts[-1].role != role:
+            self._drafts.append(MessageDraft(role, place))
+        return self._drafts[-1]

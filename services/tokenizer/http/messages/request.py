@@ -15,7 +15,15 @@ from services.tokenizer.http.refusals import invalid_field
 from services.tokenizer.http.requests.answer_forms import SchemaText
 from services.tokenizer.http.requests.api_request import AnswerOptions, ApiRequest
 from services.tokenizer.http.requests.field_names import MessagesNames
-from services.tokenizer.http.requests.fields import Count, Fields, Several, check_honoured, ignored_names, read_fields
+from services.tokenizer.http.requests.fields import (
+    Count,
+    Fields,
+    Several,
+    Stops,
+    check_honoured,
+    ignored_names,
+    read_fields,
+)
 from services.tokenizer.http.requests.sampling_fields import CommonFields, Seconds, make_message
 from services.tokenizer.json.json_values import JsonObject
 
@@ -71,7 +79,7 @@ class MessagesFields(CountTokensFields):
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**32)]
     stream: bool | None = None
-    stop_sequences: Several[str] | None = None
+    stop_sequences: Stops | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -134,7 +142,7 @@ def _make_request(
     chat.messages.extend(turns.messages)
     # Agents send back what some model wrote.
     chat.keep_invalid_arguments = True
-    chat.continue_final_message = _continues(turns.messages)
+    chat.continue_final_message = _continues(chat.messages)
     if variables := _template_variables(fields):
         chat.template_variables = json.dumps(variables)
     tools.add_to(chat, fields.tool_choice)

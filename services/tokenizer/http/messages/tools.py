@@ -56,11 +56,18 @@ class OfferedTools:
     """The tools that the model is shown: the client's own, and of those deferred the ones that the chat has named."""
 
     def __init__(self) -> None:
-        self.places: list[str] = []
-        """The name of each tool's place in the request."""
         self.ignored: list[str] = []
         """Names of what has no effect."""
-        self._tools: list[MessagesTool] = []
+        # In their order, by numbers that are not reused, with the names of their places.
+        self._tools: dict[int, tuple[MessagesTool, str]] = {}
+        # By name; of tools of one name, which the cell refuses, the first.
+        self._numbers: dict[str, int] = {}
+        self._num_offered = 0
+
+    @property
+    def places(self) -> list[str]:
+        """The name of each tool's place in the request."""
+        return [place for _, place in self._tools.values()]
 
     def add(self, tools: Sequence[MessagesTool], named: frozenset[str]) -> None:
         """Offer the request's tools; `named` are those that the chat refers to.
@@ -81,10 +88,8 @@ class OfferedTools:
         Raises:
             HttpError: the tool lacks what it needs.
         """
-        for index, known in enumerate(self._tools):
-            if known.name == tool.name:
-                del self._tools[index], self.places[index]
-                break
+        if tool.name in self._numbers:
+            del self._tools[self._numbers.pop(tool.name)]
         self._offer(tool, place)
 
     def add_to(self, chat: tokenizer_pb2.Chat, choice: MessagesToolChoice | None) -> None:
@@ -93,7 +98,7 @@ class OfferedTools:
         Raises:
             HttpError: the choice needs a tool that is not offered.
         """
-        for tool in self._tools:
+        for tool, _ in self._tools.values():
             parameters = json.dumps(tool.input_schema, ensure_ascii=False) if tool.input_schema else ""
             chat.tools.add(name=tool.name, description=tool.description or "", parameters=parameters)
         if choice is not None:
@@ -107,11 +112,12 @@ class OfferedTools:
             raise invalid_field(f"{place}.name", "is required")
         if tool.input_schema is None:
             raise invalid_field(f"{place}.input_schema", "is required")
-        self._tools.append(tool)
-        self.places.append(place)
+        self._tools[self._num_offered] = (tool, place)
+        self._numbers.setdefault(tool.name, self._num_offered)
+        self._num_offered += 1
 
     def _choose(self, chat: tokenizer_pb2.Chat, choice: MessagesToolChoice) -> None:
-        if choice.type == "tool" and choice.name not in (tool.name for tool in self._tools):
+        if choice.type == "tool" and choice.name not in self._numbers:
             raise invalid_field("tool_choice.name", "must be the name of one of the tools that the client defines")
         if choice.type == "any" and not self._tools:
             raise invalid_field("tool_choice", "needs a tool that the client defines")
@@ -120,6 +126,6 @@ class OfferedTools:
         chat.single_tool_call = bool(choice.disable_parallel_tool_use)
 
     def _not_held(self) -> Iterator[str]:
-        for tool, place in zip(self._tools, self.places, strict=True):
+        for tool, place in self._tools.values():
             if tool.strict:
                 yield f"{place}.strict"

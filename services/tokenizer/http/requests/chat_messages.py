@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.chat.chat_request import MAX_TOOL_CALLS
 from services.tokenizer.http.refusals import invalid_field
 from services.tokenizer.http.requests.fields import Fields, Several
 from services.tokenizer.http.requests.thinking_signatures import hidden_thinking
@@ -95,7 +96,7 @@ class ChatMessage(Fields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Parts = None
     name: str | None = None
-    tool_calls: Several[MessageToolCall] | None = None
+    tool_calls: Annotated[Several[MessageToolCall], Field(max_length=MAX_TOOL_CALLS)] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None

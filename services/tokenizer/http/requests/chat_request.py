@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import chain
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.chat.chat_request import MAX_MESSAGES, MAX_TOOLS
 from services.tokenizer.http.refusals import invalid_field
 from services.tokenizer.http.requests.api_request import AnswerOptions, ApiRequest
 from services.tokenizer.http.requests.chat_messages import ChatMessage, read_message
@@ -42,11 +42,11 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 class ChatFields(CommonFields):
     """The body."""
 
-    messages: Several[ChatMessage]
+    messages: Annotated[Several[ChatMessage], Field(max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
-    tools: Several[ChatTool] | None = None
+    tools: Annotated[Several[ChatTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: WordOrChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
@@ -73,8 +73,11 @@ def read_chat_request(value: JsonObject, request_id: str) -> ApiRequest:
     check_honoured(value, _UNSUPPORTED)
     fields = read_fields(ChatFields, value)
     message = make_message(fields, request_id)
-    messages = [read_message(each, index) for index, each in enumerate(fields.messages)]
-    message.chat.messages.extend(chain.from_iterable(messages))
+    num_messages = []
+    for index, each in enumerate(fields.messages):
+        read = read_message(each, index)
+        message.chat.messages.extend(read)
+        num_messages.append(len(read))
     not_held = _add_chat(message.chat, fields)
     if fields.max_completion_tokens is not None:
         message.sampling.max_tokens = fields.max_completion_tokens
@@ -83,7 +86,7 @@ def read_chat_request(value: JsonObject, request_id: str) -> ApiRequest:
     return ApiRequest(
         message,
         _options(fields),
-        FieldNames(is_chat=True, given=_given_names(fields), num_messages=[len(each) for each in messages]),
+        FieldNames(is_chat=True, given=_given_names(fields), num_messages=num_messages),
         fields.model,
         timeout_s=fields.timeout_s,
         ignored=[*ignored_names(fields, value, _UNSUPPORTED), *not_held],

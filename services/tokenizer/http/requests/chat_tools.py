@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.chat.chat_request import MAX_TOOLS
 from services.tokenizer.http.refusals import invalid_field
 from services.tokenizer.http.requests.fields import Fields, Several
 from services.tokenizer.json.json_values import JsonObject
@@ -66,7 +67,7 @@ class AllowedTools(Fields):
     """Tools that may be called, or of which one must be."""
 
     mode: Literal["auto", "required"]
-    tools: Several[NamedTool]
+    tools: Annotated[Several[NamedTool], Field(max_length=MAX_TOOLS)]
 
 
 class ToolChoice(Fields):

@@ -14,6 +14,7 @@ from services.tokenizer.http.requests.field_names import FieldNames
 from services.tokenizer.http.requests.fields import Count, Several, check_honoured, ignored_names, read_fields
 from services.tokenizer.http.requests.sampling_fields import UNSUPPORTED, CommonFields, make_message
 from services.tokenizer.json.json_values import JsonObject
+from services.tokenizer.request.checks import MAX_PROMPTS
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -27,6 +28,8 @@ def _as_prompts(value: object) -> object:
     """One prompt or several, as a list. By hand, since a prompt may be a long list of ids."""
     if isinstance(value, str) or _is_ids(value):
         return [value]
+    if isinstance(value, list) and len(value) > MAX_PROMPTS and not isinstance(value[0], int):
+        raise ValueError(f"must have at most {MAX_PROMPTS} prompts")
     if isinstance(value, list) and all(isinstance(item, str) or _is_ids(item) for item in value):
         return value
     raise ValueError("must be a text, a list of token ids, or a list of either")

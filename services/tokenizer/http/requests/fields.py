@@ -8,7 +8,9 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from services.tokenizer.http.refusals import HttpError, invalid_field
+from services.tokenizer.http.requests.counts import check_counts
 from services.tokenizer.json.json_values import JsonObject, JsonValue
+from services.tokenizer.request.checks import MAX_STOP_STRINGS
 
 _IGNORED_HEADER_BYTES = 1024
 _MAX_INDEX = 2**32 - 1
@@ -34,7 +36,8 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-TextOrTexts = Annotated[Several[str], BeforeValidator(_as_list, json_schema_input_type=str | list[str])]
+Stops = Annotated[Several[str], Field(max_length=MAX_STOP_STRINGS)]
+TextOrTexts = Annotated[Stops, BeforeValidator(_as_list, json_schema_input_type=str | list[str])]
 
 
 def read_fields(kind: type[FieldsT], value: JsonObject) -> FieldsT:
@@ -43,6 +46,7 @@ def read_fields(kind: type[FieldsT], value: JsonObject) -> FieldsT:
     Raises:
         HttpError: names the first one that is wrong.
     """
+    check_counts(kind, value)
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -107,8 +111,10 @@ def ignored_header(names: Iterable[str]) -> dict[str, str]:
 
 
 def _first_problem(error: ValidationError) -> HttpError:
-    details = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    details = error.errors(include_url=False, include_input=False)[0]
     message = details["msg"].removeprefix("Value error, ")
+    if details["type"] == "too_long":
+        message = f"must have at most {details['ctx']['max_length']} items"
     return invalid_field(_place(details["loc"]) or None, message[:1].lower() + message[1:])
 
 

@@ -15,7 +15,8 @@ from services.tokenizer.http.requests.answer_forms import ResponseFormat, Struct
 from services.tokenizer.http.requests.api_request import AnswerOptions
 from services.tokenizer.http.requests.field_names import RESPONSE_FORMAT, STRUCTURED_OUTPUTS
 from services.tokenizer.http.requests.fields import Count, Fields, Several, TextOrTexts
-from shared.sampling_params import MAX_LOGIT_BIASES
+from services.tokenizer.request.checks import MAX_BAD_STRINGS
+from shared.sampling_params import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 
 # A drawn seed fits what every client's JSON library reads exactly.
 _DRAWN_SEED_BITS = 53
@@ -75,12 +76,12 @@ class ControlFields(Fields):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: Count | None = None
-    stop_token_ids: Several[Count] | None = None
+    stop_token_ids: Annotated[Several[Count], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    bad_words: Several[str] | None = None
-    allowed_token_ids: Several[Count] | None = None
+    bad_words: Annotated[Several[str], Field(max_length=MAX_BAD_STRINGS)] | None = None
+    allowed_token_ids: Annotated[Several[Count], Field(max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
     priority: int | None = None
     cache_salt: str | None = None
 
@@ -96,7 +97,7 @@ class CommonFields(ControlFields):
     n: Count | None = None
     best_of: Count | None = None
 
-    logprob_token_ids: Several[Count] | None = None
+    logprob_token_ids: Annotated[Several[Count], Field(max_length=MAX_LOGPROBS)] | None = None
     prompt_logprobs: Count | None = None
     truncate_prompt_tokens: Count | None = None
     response_format: ResponseFormat | None = None

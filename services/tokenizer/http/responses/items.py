@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
@@ -10,6 +10,7 @@ from pydantic import BeforeValidator
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.refusals import invalid_field
 from services.tokenizer.http.requests.fields import Fields, Several
+from services.tokenizer.http.requests.message_drafts import MessageDraft
 from services.tokenizer.http.responses.custom_input import input_arguments
 from services.tokenizer.http.responses.reasoning_content import REASONING_CONTENT
 from services.tokenizer.http.responses.tools import ResponseTool, function_name
@@ -95,16 +96,24 @@ class MessageReader:
     """
 
     def __init__(self, instructions: str | None) -> None:
-        self.messages: list[tokenizer_pb2.ChatMessage] = []
-        self.places: list[str] = []
-        """Where each message begins in the request."""
         self.ignored: list[str] = []
         """Names of fields that have no effect."""
+        self._drafts: list[MessageDraft] = []
         # What the last item was.
         self._before = ""
         self._call_names: dict[str, str] = {}
         if instructions:
-            self._add("instructions", role=tokenizer_pb2.ROLE_SYSTEM, content=instructions)
+            self._add(tokenizer_pb2.ROLE_SYSTEM, "instructions", instructions)
+
+    @property
+    def messages(self) -> Iterator[tokenizer_pb2.ChatMessage]:
+        """The messages, each made when it is taken: a list of them would be the request's text once more."""
+        return (draft.message() for draft in self._drafts)
+
+    @property
+    def places(self) -> list[str]:
+        """Where each message begins in the request."""
+        return [draft.place for draft in self._drafts]
 
     def read(self, item: InputItem, place: str) -> None:
         """Read the next item.
@@ -116,7 +125,7 @@ class MessageReader:
         if kind == _MESSAGE:
             self._read_message(item, place)
         elif kind == _REASONING:
-            self._reply(place).reasoning += self._reasoning_of(item, place)
+            self._reply(place).reasonings.append(self._reasoning_of(item, place))
         elif kind in _CALLS:
             self._read_call(item, place)
         elif kind in _RESULTS:
@@ -131,11 +140,11 @@ class MessageReader:
         role = _ROLES[_given(item.role, f"{place}.role")]
         text = "\n".join(_texts(item.content, f"{place}.content"))
         if role == tokenizer_pb2.ROLE_ASSISTANT:
-            self._reply(place, is_new=self._before == _MESSAGE).content += text
-        elif role == tokenizer_pb2.ROLE_SYSTEM and [message.role for message in self.messages] == [role]:
-            self.messages[0].content += f"\n\n{text}"
+            self._reply(place, is_new=self._before == _MESSAGE).contents.append(text)
+        elif role == tokenizer_pb2.ROLE_SYSTEM and len(self._drafts) == 1 and self._drafts[0].role == role:
+            self._drafts[0].contents.append(text)
         else:
-            self._add(place, role=role, content=text)
+            self._add(role, place, text)
 
     def _read_call(self, item: InputItem, place: str) -> None:
         name = function_name(_given(item.name, f"{place}.name"), item.namespace)
@@ -144,7 +153,7 @@ class MessageReader:
             arguments = _given(item.arguments, f"{place}.arguments")
         else:
             arguments = input_arguments(_given(item.input, f"{place}.input"))
-        self._reply(place).tool_calls.add(id=call_id, name=name, arguments=arguments)
+        self._reply(place).calls.append(tokenizer_pb2.ToolCall(id=call_id, name=name, arguments=arguments))
         self._call_names[call_id] = name
 
     def _read_result(self, item: InputItem, place: str) -> None:
@@ -152,14 +161,14 @@ class MessageReader:
         if item.output is None:
             raise invalid_field(f"{place}.output", "is required")
         text = "\n".join(_texts(item.output, f"{place}.output"))
-        name = self._call_names.get(call_id, "")
-        self._add(place, role=tokenizer_pb2.ROLE_TOOL, content=text, tool_call_id=call_id, name=name)
+        result = self._add(tokenizer_pb2.ROLE_TOOL, place, text)
+        result.tool_call_id, result.name = call_id, self._call_names.get(call_id, "")
 
-    def _reply(self, place: str, *, is_new: bool = False) -> tokenizer_pb2.ChatMessage:
+    def _reply(self, place: str, *, is_new: bool = False) -> MessageDraft:
         """The message of the answer that the item is a part of."""
-        last = self.messages[-1] if self.messages else None
+        last = self._drafts[-1] if self._drafts else None
         if is_new or last is None or last.role != tokenizer_pb2.ROLE_ASSISTANT:
-            return self._add(place, role=tokenizer_pb2.ROLE_ASSISTANT)
+            return self._add(tokenizer_pb2.ROLE_ASSISTANT, place)
         return last
 
     def _reasoning_of(self, item: InputItem, place: str) -> str:
@@ -175,10 +184,11 @@ class MessageReader:
             self.ignored.append(f"{place}.encrypted_content")
         return "\n".join(_texts(item.summary, f"{place}.summary"))
 
-    def _add(self, place: str, **fields: Any) -> tokenizer_pb2.ChatMessage:
-        self.messages.append(tokenizer_pb2.ChatMessage(**fields))
-        self.places.append(place)
-        return self.messages[-1]
+    def _add(self, role: tokenizer_pb2.Role, place: str, *contents: str) -> MessageDraft:
+        # What a system's message consists of are messages of the request; an answer's texts follow each other.
+        separator = "\n\n" if role == tokenizer_pb2.ROLE_SYSTEM else ""
+        self._drafts.append(MessageDraft(role, place, separator, list(contents)))
+        return self._drafts[-1]
 
 
 def _texts(parts: Sequence[ItemPart] | None, place: str) -> Iterable[str]:

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.chat.chat_request import MAX_TOOLS
 from services.tokenizer.http.refusals import invalid_field
 from services.tokenizer.http.requests.fields import Fields, Several
 from services.tokenizer.http.responses.custom_input import INPUT
@@ -83,7 +84,7 @@ class ResponseToolChoice(NamedTool):
     """Which tool is called; a choice given as a word has it as its type."""
 
     mode: Literal["auto", "required"] | None = None
-    tools: Several[NamedTool] | None = None
+    tools: Annotated[Several[NamedTool], Field(max_length=MAX_TOOLS)] | None = None
 
 
 def _read_word(value: object) -> object:
@@ -104,14 +105,29 @@ class ToolKind:
     is_custom: bool
 
 
+@dataclass(frozen=True, slots=True)
+class OfferedFunction:
+    """A function as the model is told of it."""
+
+    name: str
+    description: str
+    parameters: str
+    place: str
+    """Where it is in the request."""
+    list_number: int
+    """Which list of tools it is in."""
+
+
 @dataclass(slots=True)
 class OfferedTools:
     """What the model is offered."""
 
     kinds: dict[str, ToolKind] = field(default_factory=dict)
     """By the functions' names."""
-    places: list[str] = field(default_factory=list)
-    """Where each function is in the request."""
+    functions: dict[int, OfferedFunction] = field(default_factory=dict)
+    """In their order, by ascending numbers."""
+    first_numbers: dict[str, int] = field(default_factory=dict)
+    """By the functions' names; of those of one name in one list, which the cell refuses, the first."""
     described: list[JsonObject] = field(default_factory=list)
     """The tools that were not skipped, as the client gave them."""
     not_held: list[str] = field(default_factory=list)
@@ -120,6 +136,20 @@ class OfferedTools:
     """Where tools of other types are."""
     skipped_types: set[str] = field(default_factory=set)
     """Their types, without a client's text."""
+
+    @property
+    def places(self) -> list[str]:
+        """Where each function is in the request."""
+        return [function.place for function in self.functions.values()]
+
+    def add(self, function: OfferedFunction) -> None:
+        """Offer a function, instead of one of its name of an earlier list."""
+        first = self.first_numbers.get(function.name)
+        if first is not None and self.functions[first].list_number < function.list_number:
+            del self.functions[first], self.first_numbers[function.name]
+        number = next(reversed(self.functions), -1) + 1
+        self.functions[number] = function
+        self.first_numbers.setdefault(function.name, number)
 
 
 def function_name(name: str, namespace: str | None) -> str:
@@ -148,19 +178,22 @@ def add_tools(
         HttpError: a tool has no name.
     """
     offered = OfferedTools()
-    for place, tools, values in lists:
-        earlier = set(offered.kinds)
+    is_held = chat.tool_mode == tokenizer_pb2.TOOL_MODE_REQUIRED or bool(chat.tool_name)
+    for list_number, (place, tools, values) in enumerate(lists):
         for index, (tool, value) in enumerate(zip(tools, values, strict=True)):
             at = f"{place}[{index}]"
             if tool.type in (_FUNCTION, _CUSTOM, _NAMESPACE):
                 offered.described.append(value)
             for inner, inner_at, namespace in _tools_of(tool, at):
                 if inner.type in (_FUNCTION, _CUSTOM):
-                    _withdraw(chat, offered, earlier, function_name(inner.name or "", namespace))
-                    _add_function(chat, offered, inner, inner_at, namespace)
+                    name = _given(inner.name, f"{inner_at}.name")
+                    kind = ToolKind(name, namespace, is_custom=inner.type == _CUSTOM)
+                    _add_function(offered, inner, kind, (inner_at, list_number), is_held=is_held)
                 else:
                     offered.skipped.append(inner_at)
                     offered.skipped_types.add(next((kind for kind in _HOSTED if inner.type.startswith(kind)), "other"))
+    for function in offered.functions.values():
+        chat.tools.add(name=function.name, description=function.description, parameters=function.parameters)
     return offered
 
 
@@ -173,35 +206,23 @@ def _tools_of(tool: ResponseTool, at: str) -> Iterator[tuple[ResponseTool, str, 
         yield inner, f"{at}.tools[{index}]", _given(tool.name, f"{at}.name")
 
 
-def _withdraw(chat: tokenizer_pb2.Chat, offered: OfferedTools, earlier: set[str], name: str) -> None:
-    """Take a function of an earlier list back, if there is one of this name."""
-    if name in earlier:
-        earlier.remove(name)
-        index = [tool.name for tool in chat.tools].index(name)
-        del chat.tools[index], offered.places[index]
-
-
 def _add_function(
-    chat: tokenizer_pb2.Chat, offered: OfferedTools, tool: ResponseTool, at: str, namespace: str | None
+    offered: OfferedTools, tool: ResponseTool, kind: ToolKind, at: tuple[str, int], *, is_held: bool
 ) -> None:
-    name = _given(tool.name, f"{at}.name")
-    is_custom, is_held = (
-        tool.type == _CUSTOM,
-        chat.tool_mode == tokenizer_pb2.TOOL_MODE_REQUIRED or bool(chat.tool_name),
-    )
-    known_as = function_name(name, namespace)
+    """Offer a tool; `at` is where it is in the request, and the number of its list."""
+    place, list_number = at
+    name = function_name(kind.name, kind.namespace)
     description, parameters = tool.description or "", tool.parameters or {}
-    if is_custom:
+    if kind.is_custom:
         pattern = _pattern(tool.format, is_held=is_held)
         description, parameters = _custom_function(tool, pattern)
         if tool.format is not None and tool.format.type == "grammar" and not (is_held and pattern):
-            offered.not_held.append(f"{at}.format")
+            offered.not_held.append(f"{place}.format")
     elif tool.strict and not is_held:
-        offered.not_held.append(f"{at}.strict")
+        offered.not_held.append(f"{place}.strict")
     schema = json.dumps(parameters, ensure_ascii=False) if parameters else ""
-    chat.tools.add(name=known_as, description=description, parameters=schema)
-    offered.kinds[known_as] = ToolKind(name, namespace, is_custom)
-    offered.places.append(at)
+    offered.kinds[name] = kind
+    offered.add(OfferedFunction(name, description, schema, place, list_number))
 
 
 def _pattern(form: InputFormat | None, *, is_held: bool) -> str:

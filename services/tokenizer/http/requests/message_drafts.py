@@ -1,0 +1,41 @@
+"""Messages of the cell while the parts of a request that they consist of are read, one after another.
+
+A text grows by parts in a list, and is joined once. To join it with every part would copy it as often, and a message of
+protobuf keeps each copy for as long as it lives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lockstep.v1 import tokenizer_pb2
+
+
+@dataclass(slots=True)
+class MessageDraft:
+    """A message, of which more may come."""
+
+    role: tokenizer_pb2.Role
+    place: str
+    """Where it begins in the request."""
+    separator: str = "\n"
+    """What is between its texts."""
+    contents: list[str] = field(default_factory=list)
+    reasonings: list[str] = field(default_factory=list)
+    calls: list[tokenizer_pb2.ToolCall] = field(default_factory=list)
+    tool_call_id: str = ""
+    name: str = ""
+
+    def message(self) -> tokenizer_pb2.ChatMessage:
+        """The message, once all of it is read."""
+        return tokenizer_pb2.ChatMessage(
+            role=self.role,
+            content=self._joined(self.contents),
+            reasoning=self._joined(self.reasonings),
+            tool_calls=self.calls,
+            tool_call_id=self.tool_call_id,
+            name=self.name,
+        )
+
+    def _joined(self, texts: list[str]) -> str:
+        return self.separator.join(filter(None, texts))
