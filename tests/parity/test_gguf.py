@@ -70,6 +70,16 @@ def test_an_imported_model_computes_what_the_exported_one_does(tmp_path: Path, a
     check(tmp_path / "model", theirs)
 
 
+@pytest.mark.parametrize("architecture", ["Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"])
+def test_layers_may_have_their_types_in_any_order(tmp_path: Path, architecture: str) -> None:
+    # Unlike any interval's.
+    kinds = ["full_attention", "linear_attention", "full_attention", "full_attention", "linear_attention"]
+    theirs = build(architecture, "plain", tmp_path / "small", layer_types=kinds, num_hidden_layers=len(kinds))
+    export_gguf(tmp_path / "small", tmp_path / "small.gguf")
+    convert(tmp_path / "small.gguf", tmp_path / "model")
+    check(tmp_path / "model", theirs)
+
+
 def test_one_matrix_of_all_projections_is_divided_to_the_same_ones(tmp_path: Path) -> None:
     build("Qwen3NextForCausalLM", "plain", tmp_path / "small")
     for name, mixes in (("old", True), ("new", False)):

@@ -32,13 +32,16 @@ ARCHS = {
     "DeepseekV3ForCausalLM": ARCH.DEEPSEEK2,
     "Gemma3ForCausalLM": ARCH.GEMMA3,
     "Glm4MoeForCausalLM": ARCH.GLM4_MOE,
+    "GlmMoeDsaForCausalLM": ARCH.GLM_DSA,
     "GptOssForCausalLM": ARCH.GPT_OSS,
     "LlamaForCausalLM": ARCH.LLAMA,
     "Ministral3ForCausalLM": ARCH.MISTRAL3,
     "MixtralForCausalLM": ARCH.LLAMA,
     "Qwen2ForCausalLM": ARCH.QWEN2,
+    "Qwen2_5_VLForConditionalGeneration": ARCH.QWEN2VL,
     "Qwen3ForCausalLM": ARCH.QWEN3,
     "Qwen3MoeForCausalLM": ARCH.QWEN3MOE,
+    "Qwen3VLForConditionalGeneration": ARCH.QWEN3VL,
     "Qwen3NextForCausalLM": ARCH.QWEN3NEXT,
     "Qwen3_5ForConditionalGeneration": ARCH.QWEN35,
     "Qwen3_5MoeForConditionalGeneration": ARCH.QWEN35MOE,
@@ -47,6 +50,7 @@ _SCORES = {
     "DeepseekV2ForCausalLM": gguf.ExpertGatingFuncType.SOFTMAX,
     "DeepseekV3ForCausalLM": gguf.ExpertGatingFuncType.SIGMOID,
     "Glm4MoeForCausalLM": gguf.ExpertGatingFuncType.SIGMOID,
+    "GlmMoeDsaForCausalLM": gguf.ExpertGatingFuncType.SIGMOID,
 }
 # The library's own map lacks these for some architectures.
 _DRAFTS = {
@@ -132,6 +136,8 @@ def _add_parameters(
         writer.add_attn_temperature_scale(config["rope_parameters"]["llama_4_scaling_beta"])
     if name in ("LlamaForCausalLM", "Ministral3ForCausalLM", "MixtralForCausalLM"):
         writer.add_rope_dimension_count(head_dim)
+    if "index_topk" in config:
+        _add_indexers(writer, config)
     if "linear_num_key_heads" in config:
         _add_recurrent(writer, config, num_blocks)
     if "partial_rotary_factor" in config["rope_parameters"]:
@@ -140,6 +146,12 @@ def _add_parameters(
         writer.add_sliding_window(config["sliding_window"])
     if name == "GptOssForCausalLM":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
+    _add_experts(writer, config)
+    if name in _SCORES:
+        _add_routing(writer, name, config, num_blocks)
+
+
+def _add_experts(writer: gguf.GGUFWriter, config: Config) -> None:
     if experts := config.get("n_routed_experts", config.get("num_local_experts", config.get("num_experts"))):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -147,8 +159,6 @@ def _add_parameters(
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if "shared_expert_intermediate_size" in config:
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-    if name in _SCORES:
-        _add_routing(writer, name, config, num_blocks)
 
 
 def _add_routing(writer: gguf.GGUFWriter, name: str, config: Config, num_blocks: int) -> None:
@@ -172,11 +182,23 @@ def _add_recurrent(writer: gguf.GGUFWriter, config: Config, num_blocks: int) -> 
     writer.add_ssm_group_count(config["linear_num_key_heads"])
     writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
     writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
-    writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
+    is_recurrent = [kind == "linear_attention" for kind in config["layer_types"]]
+    is_recurrent += [False] * (num_blocks - len(is_recurrent))
+    writer.add_array(f"{writer.arch}.attention.recurrent_layers", is_recurrent)
+    # Written whatever the types of layers are.
+    writer.add_full_attention_interval(config.get("full_attention_interval", 4))
     if config["model_type"] != "qwen3_next":
         writer.add_rope_dimension_sections([11, 11, 10, 0])
     if num_drafts := num_blocks - config["num_hidden_layers"]:
         writer.add_nextn_predict_layers(num_drafts)
+
+
+def _add_indexers(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_indexer_head_count(config["index_n_heads"])
+    writer.add_indexer_key_length(config["index_head_dim"])
+    writer.add_indexer_top_k(config["index_topk"])
+    has_indexer = [kind == "full" for kind in config["indexer_types"]]
+    writer.add_array(f"{writer.arch}.attention.indexer.types", has_indexer)
 
 
 def _add_latent(writer: gguf.GGUFWriter, config: Config, *, divides_latents: bool) -> None:
@@ -251,7 +273,7 @@ def _text_tensors(tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, T
         for start, part in names.items():
             if name.startswith(start):
                 new_name = f"model.layers.{num_layers}.{part}{name.removeprefix(start)}"
-        if ".visual." not in name:
+        if "visual." not in name:
             found[new_name] = tensor
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,8 +38,10 @@ def plain_widths(metadata: Metadata, config: Config) -> int:
         UnsupportedGgufError: they are others.
     """
     head_dim = head_width(metadata, config)
-    if metadata.size("rope.dimension_count", default=head_dim) != head_dim:
-        raise UnsupportedGgufError("uses features that cannot be imported: rope.dimension_count")
+    if (rotated := metadata.size("rope.dimension_count", default=head_dim)) != head_dim:
+        raise UnsupportedGgufError(
+            f"has rope.dimension_count {rotated}, but only whole heads, of {head_dim}, are supported"
+        )
     config["head_dim"] = head_dim
     return head_dim
 
@@ -52,8 +54,8 @@ def head_width(metadata: Metadata, config: Config) -> int:
     """
     default = max(config["hidden_size"] // config["num_attention_heads"], 1)
     head_dim = metadata.size("attention.key_length", default=default)
-    if metadata.size("attention.value_length", default=head_dim) != head_dim:
-        raise UnsupportedGgufError("uses features that cannot be imported: attention.value_length")
+    if (width := metadata.size("attention.value_length", default=head_dim)) != head_dim:
+        raise UnsupportedGgufError(f"has attention.value_length {width}, not that of keys, {head_dim}")
     return head_dim
 
 
@@ -101,8 +103,8 @@ class Architecture:
     """What config.json says of every such model, because GGUF has no key for it."""
     widths: Callable[[Metadata, Config], int] = plain_widths
     """Adds the sizes of heads to the configuration, and returns how many of a head's columns are rotated."""
-    extend: Callable[[Metadata, Config], None] = lambda _metadata, _config: None
-    """Completes the configuration where that takes more than a key."""
+    extend: Callable[[Metadata, Config, Collection[str]], None] = lambda _metadata, _config, _names: None
+    """Completes the configuration where that takes more than a key; given the names of the file's tensors, too."""
     sizes: Callable[[Config], Sizes] = plain_sizes
     """The sizes that rules name."""
     flags: Mapping[str, str] = field(default_factory=dict)

@@ -6,10 +6,11 @@ converter writes, and changes in tensors) and src/models (what is computed where
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from services.worker.weights.gguf_import.architecture import Architecture, Config, Key, alike, plain_sizes
 from services.worker.weights.gguf_import.experts import Stack
+from services.worker.weights.gguf_import.indexed_architectures import DEEPSEEK32, GLM_DSA
 from services.worker.weights.gguf_import.layer_rules import (
     EXPERTS,
     HEAD_NORMS,
@@ -38,7 +39,7 @@ _LLAMA = Architecture(
 )
 
 
-def _complete_ministral3(metadata: Metadata, config: Config) -> None:
+def _complete_ministral3(metadata: Metadata, config: Config, _names: Collection[str]) -> None:
     config["rope_parameters"]["llama_4_scaling_beta"] = metadata.number("attention.temperature_scale")
 
 
@@ -119,7 +120,7 @@ _MIXTRAL = Architecture(
 )
 
 
-def _complete_gpt_oss(metadata: Metadata, config: Config) -> None:
+def _complete_gpt_oss(metadata: Metadata, config: Config, _names: Collection[str]) -> None:
     # Written twice.
     metadata.size("feed_forward_length", default=1)
     if config["rope_parameters"]["rope_type"] == "yarn":
@@ -167,7 +168,7 @@ def _layer_types(metadata: Metadata, config: Config, *, pattern: int) -> list[st
     return ["sliding_attention" if is_sliding else "full_attention" for is_sliding in flags]
 
 
-def _complete_gemma3(metadata: Metadata, config: Config) -> None:
+def _complete_gemma3(metadata: Metadata, config: Config, _names: Collection[str]) -> None:
     config["layer_types"] = _layer_types(metadata, config, pattern=6)
     theta = metadata.number("rope.freq_base_swa", default=10000.0)
     local = {"rope_type": "default", "rope_theta": theta}
@@ -201,26 +202,41 @@ _GEMMA3 = Architecture(
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "deepseek2": DEEPSEEK2,
+    "deepseek32": DEEPSEEK32,
     "gemma3": _GEMMA3,
+    "glm-dsa": GLM_DSA,
     "glm4moe": GLM4_MOE,
     "gpt-oss": _GPT_OSS,
     "llama": _LLAMA,
     "mistral3": _MINISTRAL3,
     "qwen2": _QWEN2,
+    # Of multimodal models the text is imported, which is that of the model it is made from.
+    "qwen2vl": _QWEN2,
     "qwen3": _QWEN3,
     "qwen35": QWEN3_5,
     "qwen35moe": QWEN3_5_MOE,
     "qwen3moe": _QWEN3_MOE,
     "qwen3next": QWEN3_NEXT,
+    "qwen3vl": _QWEN3,
+    "qwen3vlmoe": _QWEN3_MOE,
 }
 """By GGUF's name; see `architecture_of`."""
 
 # What `expert_gating_func` says. Source: gguf-py, constants.py, `ExpertGatingFuncType`.
 _SOFTMAX, _SIGMOID = 1, 2
+_SCORE = "expert_gating_func"
+# Architectures of which a file without the key has sigmoid.
+_SIGMOID_BY_DEFAULT = frozenset({"deepseek32", "glm-dsa", "glm4moe"})
+# How llama.cpp knows GLM-4.7-Flash, whose files lack the key: numbers of blocks, and of tokens.
+_GLM_4_7_FLASH = ((47, 48), 154_880)
 
 
-def architecture_of(metadata: Metadata) -> Architecture:
+def architecture_of(metadata: Metadata, names: Collection[str], vocab_size: int) -> Architecture:
     """How the file's architecture is read.
+
+    Args:
+        names: The names of the file's tensors.
+        vocab_size: The number of rows of its embedding.
 
     Raises:
         UnsupportedGgufError: it is not supported; the message says which are.
@@ -228,16 +244,39 @@ def architecture_of(metadata: Metadata) -> Architecture:
     name = metadata.architecture
     if name not in ARCHITECTURES:
         supported = ", ".join(sorted(ARCHITECTURES))
-        raise UnsupportedGgufError(f"has architecture {name!r}, which is not supported; supported: {supported}")
+        raise UnsupportedGgufError(
+            f"has architecture {name!r}, which this release does not know, and a newer one may; supported: {supported}"
+        )
     if name == "llama" and metadata.count("expert_count", default=0):
         return _MIXTRAL
     if name == "mistral3" and "attention.temperature_scale" not in metadata:
         # Mistral Small 3.
         return _LLAMA
-    if name in ("deepseek2", "glm4moe"):
-        score = metadata.size("expert_gating_func", default=_SIGMOID if name == "glm4moe" else _SOFTMAX)
-        if name == "deepseek2" and score == _SIGMOID:
-            return DEEPSEEK3
-        if score != (_SIGMOID if name == "glm4moe" else _SOFTMAX):
-            raise UnsupportedGgufError(f"has expert_gating_func {score}, which is not supported")
+    if name == "deepseek2":
+        return DEEPSEEK3 if _deepseek2_score(metadata, names, vocab_size) == _SIGMOID else DEEPSEEK2
+    if name in _SIGMOID_BY_DEFAULT:
+        _check_score(metadata.size(_SCORE, default=_SIGMOID), _SIGMOID)
     return ARCHITECTURES[name]
+
+
+def _deepseek2_score(metadata: Metadata, names: Collection[str], vocab_size: int) -> int:
+    """What turns a router's logits into weights, where the file says it, or its other values leave no doubt."""
+    if _SCORE in metadata:
+        return _check_score(metadata.size(_SCORE), _SOFTMAX, _SIGMOID)
+    num_blocks, num_tokens = _GLM_4_7_FLASH
+    is_flash = metadata.size("block_count") in num_blocks and vocab_size == num_tokens
+    # Only scores by sigmoid are corrected.
+    if is_flash or any(each.endswith(".exp_probs_b.bias") for each in names):
+        return _SIGMOID
+    if metadata.flag("expert_weights_norm", default=False):
+        raise UnsupportedGgufError(
+            f"lacks {_SCORE}: with expert_weights_norm, and without a correction bias (exp_probs_b), its experts may "
+            "be weighed by softmax or by sigmoid"
+        )
+    return _SOFTMAX
+
+
+def _check_score(score: int, *known: int) -> int:
+    if score not in known:
+        raise UnsupportedGgufError(f"has {_SCORE} {score}; supported here: {', '.join(map(str, known))}")
+    return score

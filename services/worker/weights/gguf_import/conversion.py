@@ -82,14 +82,15 @@ def convert(
 
 def _convert(model: GgufModel, result_dir: Path, *, keeps_formats: bool, on_progress: Callable[[float], None]) -> str:
     metadata = Metadata(model.metadata)
-    architecture = architecture_of(metadata)
     tensors = {tensor.name: tensor for tensor in model.tensors}
     factors = tensors.pop(FACTORS, None)
     embedding = tensors.get(_EMBEDDING)
+    vocab_size = 0 if embedding is None else embedding.shape[0]
+    architecture = architecture_of(metadata, tensors.keys(), vocab_size)
     config = model_config(
         metadata,
         architecture,
-        vocab_size=0 if embedding is None else embedding.shape[0],
+        vocab_size=vocab_size,
         names=tensors.keys(),
         factors=None if factors is None else read_values(factors, 0, factors.num_rows)[0],
     )

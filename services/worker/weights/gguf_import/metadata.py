@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -10,11 +11,17 @@ from services.worker.weights.gguf_import.publisher_sampling import shortest_deci
 
 # Above any real model's sizes; tensor sizes are bounded too.
 _HIGHEST = 2**48
-# Keys of every architecture that say nothing about what it computes.
-_UNIMPORTANT = frozenset(
-    # A token of text has one position, whatever sections of a head are rotated by.
-    {"rope.dimension_sections", "rope.scaling.finetuned", "tensor_data_layout", "vocab_size"}
-)
+_MAX_SHOWN = 60
+
+WITHOUT_EFFECT: Mapping[str, str] = {
+    "deepstack_mapping": "about images",
+    "n_deepstack_layers": "about images",
+    "rope.dimension_sections": "a token of text has one position, whatever sections of a head are rotated by",
+    "rope.scaling.finetuned": "how the model was trained",
+    "tensor_data_layout": "the order of rows, which the architecture decides",
+    "vocab_size": "the embedding has as many rows",
+}
+"""Keys of every architecture that do not change what is computed for text, and why."""
 
 
 class UnsupportedGgufError(Exception):
@@ -116,11 +123,18 @@ class Metadata:
             raise UnsupportedGgufError(f"has tokenizer.ggml.{name} with numbers that are not finite")
         return values
 
-    def unread(self) -> list[str]:
-        """The architecture's keys that nothing has read, and that say something: a 0, false or "none" does not."""
+    def refuse_unread(self) -> None:
+        """Refuse the architecture's keys that nothing has read, and that say something: a 0, false or "none" does not.
+
+        Raises:
+            UnsupportedGgufError: there are some; the message has them with their values.
+        """
         prefix = f"{self.architecture}."
         keys = (key.removeprefix(prefix) for key in self.values if key.startswith(prefix))
-        return sorted(key for key in keys if key not in self._read | _UNIMPORTANT and self._is_set(key))
+        unread = sorted(key for key in keys if key not in self._read | WITHOUT_EFFECT.keys() and self._is_set(key))
+        if unread:
+            found = ", ".join(f"{key} = {_shown(self.values[prefix + key])}" for key in unread)
+            raise UnsupportedGgufError(f"uses features that this release does not know, and a newer one may: {found}")
 
     def _is_set(self, key: str) -> bool:
         value = self.values[f"{self.architecture}.{key}"]
@@ -145,3 +159,9 @@ class Metadata:
         if not isinstance(value, str):
             raise UnsupportedGgufError(f"has {key} {value!r}, not a string" if key in self.values else f"lacks {key}")
         return value
+
+
+def _shown(value: Any) -> str:
+    """A value as JSON, cut where it is long."""
+    text = json.dumps(value[:_MAX_SHOWN] if isinstance(value, list | str) else value, ensure_ascii=False)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

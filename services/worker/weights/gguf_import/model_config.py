@@ -45,11 +45,20 @@ def model_config(
     # Before anything is made for each of them.
     if (num_layers := config["num_hidden_layers"]) > len(names):
         raise UnsupportedGgufError(f"has block_count {num_layers}, but only {len(names)} tensors")
+    _without_drafts(config, names)
     heads = config["num_attention_heads"]
     config["num_key_value_heads"] = metadata.size("attention.head_count_kv", default=heads)
     rotary_dim = architecture.widths(metadata, config)
     config["rope_parameters"] = rope_parameters(metadata, rotary_dim, factors)
-    architecture.extend(metadata, config)
-    if unread := metadata.unread():
-        raise UnsupportedGgufError(f"uses features that cannot be imported: {', '.join(unread)}")
+    architecture.extend(metadata, config, names)
+    metadata.refuse_unread()
     return config
+
+
+def _without_drafts(config: dict[str, Any], names: Collection[str]) -> None:
+    """Forget the blocks that draft where another file has their tensors, as llama.cpp's `--no-mtp` writes them."""
+    num_layers, num_drafts = config["num_hidden_layers"], config.get("num_nextn_predict_layers", 0)
+    prefixes = tuple(f"blk.{layer}." for layer in range(max(num_layers - num_drafts, 1), num_layers))
+    if num_drafts and not any(name.startswith(prefixes) for name in names):
+        config["num_hidden_layers"] -= num_drafts
+        config["num_nextn_predict_layers"] = 0

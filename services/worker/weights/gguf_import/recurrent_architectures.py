@@ -12,7 +12,7 @@ src/models/qwen3next.cpp, qwen35.cpp and qwen35moe.cpp.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -35,6 +35,7 @@ from services.worker.weights.gguf_import.tensors import ResultTensors, Rule, Siz
 # The rules of a layer's projections, by the names of its tensors.
 _Projections = Callable[[frozenset[str]], Rules]
 _LINEAR, _FULL = "linear_attention", "full_attention"
+_RECURRENT_LAYERS = "attention.recurrent_layers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,16 +228,13 @@ def _mixed_projections(names: frozenset[str]) -> Rules:
     return (*((_MIXED_QKVZ,) if "ssm_in.weight" in names else _SPLIT_QKVZ), _MIXED_GATES)
 
 
-def _complete(metadata: Metadata, config: Config) -> None:
+def _complete(metadata: Metadata, config: Config, names: Collection[str]) -> None:
     if config["num_nextn_predict_layers"] > 1:
         raise UnsupportedGgufError(
             f"has nextn_predict_layers {config['num_nextn_predict_layers']}; only 1 is supported"
         )
-    set_drafts_apart(metadata, config)
-    interval, num_layers = config.pop("full_attention_interval"), config["num_hidden_layers"]
-    if interval > num_layers:
-        raise UnsupportedGgufError(f"has full_attention_interval {interval}, but only {num_layers} layers")
-    config["layer_types"] = [_LINEAR if (layer + 1) % interval else _FULL for layer in range(num_layers)]
+    set_drafts_apart(metadata, config, names)
+    config["layer_types"] = _layer_types(metadata, config.pop("full_attention_interval"), config["num_hidden_layers"])
     num_keys, num_values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     if num_values % num_keys:
         raise UnsupportedGgufError(f"has ssm.time_step_rank {num_values}, not a multiple of ssm.group_count {num_keys}")
@@ -246,10 +244,26 @@ def _complete(metadata: Metadata, config: Config) -> None:
     config["linear_value_head_dim"] = width // num_values
 
 
-def _complete_moe(metadata: Metadata, config: Config) -> None:
+def _layer_types(metadata: Metadata, interval: int, num_layers: int) -> list[str]:
+    """The types of layers, by number.
+
+    A list of them decides, as in llama.cpp: files with one may be irregular, and have an interval all the same. That
+    each layer has its type's tensors is checked with the tensors.
+
+    Raises:
+        UnsupportedGgufError: there are fewer layers than the interval, and no list.
+    """
+    if _RECURRENT_LAYERS in metadata:
+        return [_LINEAR if is_linear else _FULL for is_linear in metadata.flags(_RECURRENT_LAYERS, num_layers)]
+    if interval > num_layers:
+        raise UnsupportedGgufError(f"has full_attention_interval {interval}, but only {num_layers} layers")
+    return [_LINEAR if (layer + 1) % interval else _FULL for layer in range(num_layers)]
+
+
+def _complete_moe(metadata: Metadata, config: Config, names: Collection[str]) -> None:
     # No layer is dense.
     metadata.size("feed_forward_length", default=1)
-    _complete(metadata, config)
+    _complete(metadata, config, names)
 
 
 def _sizes(config: Config, *, is_tiled: bool) -> Sizes:

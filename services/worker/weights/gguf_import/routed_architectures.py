@@ -5,7 +5,7 @@ Sources: as of `architectures`; llama.cpp, conversion/deepseek.py and glm.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from services.worker.weights.gguf_import.architecture import (
     Architecture,
@@ -110,15 +110,15 @@ def _deepseek_rules(config: Config, layer: int, names: frozenset[str]) -> Rules:
     )
 
 
-def set_drafts_apart(_metadata: Metadata, config: Config) -> None:
+def set_drafts_apart(_metadata: Metadata, config: Config, _names: Collection[str]) -> None:
     """Count the last blocks, which draft, apart from the model's layers. See `Architecture.extend`."""
     config["num_hidden_layers"] -= config["num_nextn_predict_layers"]
     if config["num_hidden_layers"] < 1:
         raise UnsupportedGgufError(f"has nextn_predict_layers {config['num_nextn_predict_layers']}, as many as layers")
 
 
-def _complete_deepseek2(metadata: Metadata, config: Config) -> None:
-    set_drafts_apart(metadata, config)
+def _complete_deepseek2(metadata: Metadata, config: Config, names: Collection[str]) -> None:
+    set_drafts_apart(metadata, config, names)
     config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
     # transformers has no such step, and no published model of this version has it.
     if config["norm_topk_prob"]:

@@ -162,12 +162,17 @@ def test_any_value_of_a_key_makes_a_model_or_an_error(small_files: list[SmallFil
         ({"ssm.inner_size": 127}, r"ssm\.inner_size 127, not a multiple of ssm\.time_step_rank 8"),
         ({"ssm.group_count": 3}, r"ssm\.time_step_rank 8, not a multiple of ssm\.group_count 3"),
         ({"ssm.group_count": 2}, r"blk\.0\.ssm_conv1d\.weight of shape \[192, 4\], not \[160, 4\]"),
-        ({"full_attention_interval": 3}, "full_attention_interval 3, but only 2 layers"),
-        ({"full_attention_interval": 1}, r"lacks tensors: blk\.0\.attn_k"),
+        (
+            {"full_attention_interval": 3, "attention.recurrent_layers": None},
+            "full_attention_interval 3, but only 2 layers",
+        ),
+        ({"full_attention_interval": 1, "attention.recurrent_layers": None}, r"lacks tensors: blk\.0\.attn_k"),
         ({"nextn_predict_layers": 2}, "nextn_predict_layers 2; only 1 is supported"),
         ({"nextn_predict_layers": 1, "full_attention_interval": 1}, r"lacks tensors: .*blk\.1\.nextn\.eh_proj"),
         ({"block_count": 1 << 47}, f"block_count {1 << 47}, but only"),
-        ({"attention.recurrent_layers": [True, False]}, r"cannot be imported: attention\.recurrent_layers"),
+        ({"attention.recurrent_layers": [False, True]}, r"lacks tensors: blk\.0\.attn_k"),
+        ({"attention.recurrent_layers": [True]}, r"attention\.recurrent_layers that is not a list of 2 booleans"),
+        ({"attention.recurrent_layers": [1, 0]}, r"attention\.recurrent_layers that is not a list of 2 booleans"),
     ],
 )
 def test_a_recurrent_models_sizes_are_checked_by_name(
