@@ -6,7 +6,8 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 _PR_SET_PDEATHSIG = 1
 
@@ -28,7 +29,16 @@ def make_end_with_parent(parent_pid: int) -> Callable[[], None]:
     return end_with_parent
 
 
-def leave_end_to_parent() -> None:
-    """Ignore the signals that ask a process to end: the parent gets them too, and may need this child to finish."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+@contextmanager
+def leave_end_to_parent() -> Iterator[None]:
+    """A process that this thread starts in the block never gets the signals that ask a process to end.
+
+    A service manager sends them to all processes at once, and the parent may need this child to finish its answers. A
+    child inherits which signals are blocked, so it is never without this: a handler that it set itself would come after
+    its imports, which take a second. Not for processes that an event loop starts: libuv unblocks all signals in them.
+    """
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from services.cli.extras import ROLE_TO_EXTRA, missing_packages
-from services.cli.processes.child_process import start_child
 from services.cli.processes.last_problem import LastProblem
 from services.cli.processes.manage_flag import find_manage_address
 from services.cli.processes.service_command import ServiceCommand
@@ -23,6 +24,7 @@ from shared.model_dir import (
     refuse_pointer,
 )
 from shared.network.listening import MAX_SOCKET_PATH_BYTES, check_can_listen
+from shared.process.parent import leave_end_to_parent
 from shared.tiktoken_vocabulary import convert_vocabulary
 
 
@@ -132,8 +134,15 @@ async def _check_flags(commands: Sequence[ServiceCommand]) -> None:
 
 async def _find_problem(command: ServiceCommand) -> str | None:
     # Run as a program, the settings module checks the flags and exits. Only a worker on a GPU imports something slow.
-    process = await start_child(f"services.{command.role}.config", command.flags)
-    output, _ = await process.communicate()
+    # Not through the event loop, in whose children no signal is blocked.
+    with leave_end_to_parent():
+        process = subprocess.Popen(  # noqa: ASYNC220
+            [sys.executable, "-m", f"services.{command.role}.config", *command.flags],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+    output, _ = await asyncio.to_thread(process.communicate)
     if process.returncode == 0:
         return None
     last_problem = LastProblem()

@@ -19,6 +19,7 @@ from services.scheduler.discovery.watch_messages import (
     WatchTask,
 )
 from shared.backoff import Backoff
+from shared.process.parent import leave_end_to_parent
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +53,12 @@ class KubernetesDiscovery:
         """Run a watching process to its end; returns why it ended."""
         # Not through the event loop: uvloop forks, and gRPC's fork handlers kill one child in twenty. This blocks for a
         # millisecond. No proxies from the environment.
-        process = subprocess.Popen(  # noqa: ASYNC220
-            [sys.executable, "-m", _MODULE, self._task.model_dump_json()],
-            stdout=subprocess.PIPE,
-            env={"PYTHONPATH": os.pathsep.join(sys.path)},
-        )
+        with leave_end_to_parent():
+            process = subprocess.Popen(  # noqa: ASYNC220
+                [sys.executable, "-m", _MODULE, self._task.model_dump_json()],
+                stdout=subprocess.PIPE,
+                env={"PYTHONPATH": os.pathsep.join(sys.path)},
+            )
         try:
             return await self._read(process, on_found)
         finally:

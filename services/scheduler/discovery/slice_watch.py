@@ -25,7 +25,7 @@ from services.scheduler.discovery.watch_messages import (
     WatchTask,
 )
 from shared.backoff import Backoff
-from shared.process.parent import leave_end_to_parent, make_end_with_parent
+from shared.process.parent import make_end_with_parent
 
 _CONNECT_TIMEOUT_S = 3.0
 # The most that a server may be silent, beyond what it was asked for, before the connection counts as dead.
@@ -187,7 +187,6 @@ def main() -> NoReturn:
     """Entry point of the watching process."""
     task = WatchTask.model_validate_json(sys.argv[1])
     make_end_with_parent(task.parent_pid)()
-    leave_end_to_parent()
     SliceWatch(task, _write).run()
 
 

@@ -8,14 +8,9 @@ from __future__ import annotations
 import importlib
 import sys
 
-from shared.process.parent import leave_end_to_parent
-
 
 def main() -> int:
     """Entry point of the process."""
-    # A stop of the service may reach all its processes at once, this one in its imports. Chats in flight are still to
-    # be rendered.
-    leave_end_to_parent()
     # Rendering needs no torch; transformers would import one that is installed for workers.
     sys.modules["torch"] = None  # type: ignore[assignment]
     return int(importlib.import_module("services.tokenizer.chat.render_forks").main(int(sys.argv[1])))

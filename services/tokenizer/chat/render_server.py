@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from services.tokenizer.chat.render_frames import receive_frame, send_frame
+from shared.process.parent import leave_end_to_parent
 
 # A timeout of 0 would mean not to wait at all, even for what is there.
 _MIN_TIMEOUT_S = 0.01
@@ -95,7 +96,7 @@ class RenderServer:
         """
         self._control, theirs = socket.socketpair()
         self._control.settimeout(_SEND_TIMEOUT_S)
-        with theirs:
+        with theirs, leave_end_to_parent():
             self._process = subprocess.Popen(
                 [sys.executable, "-m", _MODULE, str(os.getpid())],
                 stdin=theirs.fileno(),

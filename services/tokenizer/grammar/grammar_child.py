@@ -15,6 +15,7 @@ from typing import Any
 
 from services.tokenizer.grammar.grammar_source import FormOptions
 from services.tokenizer.trial_limits import cpu_problem, wall_clock_s, was_out_of_cpu
+from shared.process.parent import leave_end_to_parent
 
 _MODULE = "services.tokenizer.grammar.grammar_trial"
 _START_TIMEOUT_S = 60.0
@@ -92,13 +93,14 @@ class GrammarChild:
         ]
         # Not through the event loop: uvloop forks, and gRPC's fork handlers kill one child in twenty. This blocks for
         # a millisecond.
-        process = subprocess.Popen(  # noqa: ASYNC220
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            # BLAS threads would only use up address space.
-            env={"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"},
-        )
+        with leave_end_to_parent():
+            process = subprocess.Popen(  # noqa: ASYNC220
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                # BLAS threads would only use up address space.
+                env={"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"},
+            )
         child = cls(process, limits)
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):

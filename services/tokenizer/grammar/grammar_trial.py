@@ -35,7 +35,7 @@ from services.tokenizer.refusal_text import without_quotes
 from services.tokenizer.trial_limits import limit_cpu
 from shared.grammar import GrammarError, GrammarLibrary, check_matcher
 from shared.model_dir import eos_token_ids, vocabulary_size
-from shared.process.parent import leave_end_to_parent, make_end_with_parent
+from shared.process.parent import make_end_with_parent
 from shared.sampling_params import MAX_GRAMMAR_BYTES
 
 _MAX_MESSAGE_LENGTH = 500
@@ -197,7 +197,6 @@ def main() -> int:
     parser.add_argument("--parent-pid", type=int, required=True)
     args = parser.parse_args()
     make_end_with_parent(args.parent_pid)()
-    leave_end_to_parent()
     resource.setrlimit(resource.RLIMIT_AS, (args.memory_bytes, args.memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     eos_ids, num_tokens = eos_token_ids(args.model_dir), vocabulary_size(args.model_dir)

@@ -16,6 +16,7 @@ from pathlib import Path
 from services.worker.ops.native.isa import Isa, available_isas, every_compiler_flags
 from shared.process.cores import num_usable_cores
 from shared.process.owned_directory import owned_directory
+from shared.process.parent import leave_end_to_parent
 
 _SOURCES = Path(__file__).parent / "kernels"
 # What an image brings. It is a part of the code, and is trusted as such.
@@ -122,9 +123,10 @@ def _run(command: list[str], temp_dir: Path | None = None) -> str:
     """Returns what the compiler writes; its temporary files are in `temp_dir`, or where the environment says."""
     environment = dict(os.environ) if temp_dir is None else {**os.environ, "TMPDIR": str(temp_dir)}
     try:
-        return subprocess.run(
-            command, check=True, capture_output=True, encoding="utf-8", errors="replace", env=environment
-        ).stdout
+        with leave_end_to_parent():
+            return subprocess.run(
+                command, check=True, capture_output=True, encoding="utf-8", errors="replace", env=environment
+            ).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         output = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
         raise BuildError(f"{command[0]} failed: {output[-2000:]}") from error
