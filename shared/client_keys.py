@@ -36,7 +36,7 @@ _PRIORITIES = {
     "NORMAL": common_pb2.PRIORITY_NORMAL,
     "LOW": common_pb2.PRIORITY_LOW,
 }
-_TENANT_FIELDS = ("weight", "max_in_flight", "max_waiting_tokens")
+_TENANT_FIELDS = ("weight", "max_in_flight", "max_waiting_requests", "max_waiting_tokens")
 _MAX_IN_FLIGHT = 2**32 - 1
 _MAX_WAITING_TOKENS = 2**63 - 1
 
@@ -206,6 +206,7 @@ class _Line(BaseModel):
     tenant: Annotated[str, AfterValidator(_check_tenant_name)]
     weight: float = Field(default=1.0, ge=MIN_WEIGHT, le=MAX_WEIGHT, allow_inf_nan=False)
     max_in_flight: int | None = Field(default=None, ge=1, le=_MAX_IN_FLIGHT)
+    max_waiting_requests: int | None = Field(default=None, ge=1, le=_MAX_IN_FLIGHT)
     max_waiting_tokens: int | None = Field(default=None, ge=1, le=_MAX_WAITING_TOKENS)
     max_priority: Literal["HIGH", "NORMAL", "LOW"] = "NORMAL"
     is_operator: bool = False
@@ -220,7 +221,11 @@ class _Line(BaseModel):
     def client(self) -> Client:
         """What the line says of its key."""
         tenant = Tenant(
-            self.tenant, self.weight, max_in_flight=self.max_in_flight, max_waiting_tokens=self.max_waiting_tokens
+            self.tenant,
+            self.weight,
+            max_in_flight=self.max_in_flight,
+            max_waiting_requests=self.max_waiting_requests,
+            max_waiting_tokens=self.max_waiting_tokens,
         )
         return Client(tenant, _PRIORITIES[self.max_priority], self.is_operator)
 

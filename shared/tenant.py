@@ -23,6 +23,8 @@ class Tenant:
     """The most choices that wait or run at once, at least 1."""
     max_waiting_tokens: int | None = None
     """The most prompt tokens of requests that wait to be admitted, at least 1."""
+    max_waiting_requests: int | None = None
+    """The most choices that wait to be admitted, at least 1."""
 
 
 DEFAULT_TENANT = Tenant("default")

@@ -59,7 +59,14 @@ CAPABILITIES = (
     Capability(
         "tenants",
         1,
-        ("Submit.tenant", "Tenant.max_in_flight", "Tenant.max_waiting_tokens", "Tenant.name", "Tenant.weight"),
+        (
+            "Submit.tenant",
+            "Tenant.max_in_flight",
+            "Tenant.max_waiting_requests",
+            "Tenant.max_waiting_tokens",
+            "Tenant.name",
+            "Tenant.weight",
+        ),
     ),
     Capability("min_p", 1, ("SamplingOptions.min_p",)),
     Capability(

@@ -138,18 +138,19 @@ class SchedulerSettings(ProcessSettings, ClientPortSettings, MembershipSettings)
     max_waiting_requests: int = Field(
         default=_POLICY.max_waiting_requests,
         ge=1,
-        description="Most requests waiting for their first step, counting each choice; more are refused at once.",
+        description="Most requests of a tenant waiting for their first step, counting each choice; more are refused at "
+        "once. All tenants together may have eight times as many, of which one that fills its part leaves others room.",
     )
     max_waiting_tokens: int = Field(
         default=_POLICY.max_waiting_tokens,
         ge=1,
-        description="Most prompt tokens waiting for their first step; more are refused at once.",
+        description="Most prompt tokens of a tenant waiting for their first step; otherwise as --max-waiting-requests.",
     )
     max_prompt_logprob_bytes: int = Field(
         default=_POLICY.max_prompt_logprob_bytes,
         ge=1,
-        description="Most bytes of prompt log-probabilities over all requests in flight; requests beyond that are "
-        "refused at once.",
+        description="Most bytes of prompt log-probabilities over a tenant's requests in flight; more are refused at "
+        "once. All tenants together may have twice as many.",
     )
     max_unread_s: float = Field(
         default=30.0,

@@ -37,4 +37,8 @@ class TenantDraw:
 def _draw_tenant(name: str, rng: Random, *, has_limits: bool) -> Tenant:
     max_in_flight, max_waiting_tokens = rng.choice([None, 1, 4, 9]), rng.choice([None, 1, 60, 200])
     weight = rng.choice([0.5, 1.0, 4.0])
-    return Tenant(name, weight, max_in_flight, max_waiting_tokens) if has_limits else Tenant(name, weight)
+    if not has_limits:
+        return Tenant(name, weight)
+    # Drawn last, so that seeds keep the other limits.
+    max_waiting_requests = rng.choice([None, None, 1, 3])
+    return Tenant(name, weight, max_in_flight, max_waiting_tokens, max_waiting_requests)

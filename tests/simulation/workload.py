@@ -195,6 +195,7 @@ class CellSettings:
             enable_chunked_prefill=bool(mixes) or least_prompt_tokens < context_length or rng.random() < 0.5,
             enable_mixed_steps=mixes,
             max_waiting_requests=max_waiting_requests,
+            num_full_tenants=1 if max_waiting_requests % 2 else 8,
             # Room for a few prompts of the longest length at once, or for any number of prompts.
             max_prompt_logprob_bytes=rng.choice([48 * context_length, 2**28])
             if Fault.QUEUE_FULL in mix.rates

@@ -82,19 +82,10 @@ class Cell:
         """Whether any domain is attached."""
         return any(domain.epoch is not None for domain in self.domains)
 
-    def check_room(self, num_prompt_tokens: int, num_choices: int, now: float) -> None:
-        """Refuse a newcomer if the queues of all ranks together are full.
-
-        Raises:
-            QueueFullError: with an estimate of when there will be room.
-        """
+    def retry_delay_s(self, now: float, num_places: int = 1) -> float:
+        """Seconds until so many newcomers will have left the queues."""
         queue, *others = self._queues()
-        queue.check_room(num_prompt_tokens, now, num_choices=num_choices, others=others)
-
-    def retry_delay_s(self, now: float) -> float:
-        """Seconds until one newcomer will have left the queues."""
-        queue, *others = self._queues()
-        return queue.retry_delay_s(1, now, others)
+        return queue.retry_delay_s(num_places, now, others)
 
     def unfinished(self) -> list[Sequence]:
         """The sequences that have not ended."""

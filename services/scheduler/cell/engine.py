@@ -62,7 +62,7 @@ class Engine:
         self.topology = topology
         self._policy = policy
         self._counters = SchedulerCounters()
-        self._requests = RequestTable()
+        self._requests = RequestTable(policy)
         self._cell = Cell(
             policy,
             cache,

@@ -40,8 +40,11 @@ class SchedulerPolicy:
     enable_chunked_prefill: bool = True
     enable_mixed_steps: bool | None = False
     max_waiting_requests: int = 1024
+    """Of one tenant, as `max_waiting_tokens` and `max_prompt_logprob_bytes`."""
     max_waiting_tokens: int = 2_000_000
     max_prompt_logprob_bytes: int = 256 * 1024 * 1024
+    num_full_tenants: int = 8
+    """How many times what one tenant may have waiting all of them together may have; at least 1."""
     queue_policy: QueuePolicy = QueuePolicy.FCFS
     max_age_s: float = 10.0
     admission_policy: AdmissionPolicy = AdmissionPolicy.PLAIN

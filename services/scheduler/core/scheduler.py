@@ -84,9 +84,7 @@ class Scheduler:
         """Make a scheduler without a worker; `tenants` are those of the cell."""
         self.counters = counters
         self.num_steps = StepCounts()
-        self._waiting = WaitingQueue(
-            policy.queue_policy, policy.max_age_s, policy.max_waiting_requests, policy.max_waiting_tokens, tenants
-        )
+        self._waiting = WaitingQueue(policy.queue_policy, policy.max_age_s, tenants)
         self.max_steps_in_flight = policy.max_steps_in_flight
         self._policy = policy
         self._cache = cache

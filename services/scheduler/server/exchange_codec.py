@@ -143,6 +143,7 @@ def _decode_tenant(tenant: exchange_pb2.Tenant) -> Tenant:
         tenant.name,
         weight,
         max_in_flight=tenant.max_in_flight if tenant.HasField("max_in_flight") else None,
+        max_waiting_requests=tenant.max_waiting_requests if tenant.HasField("max_waiting_requests") else None,
         max_waiting_tokens=tenant.max_waiting_tokens if tenant.HasField("max_waiting_tokens") else None,
     )
 

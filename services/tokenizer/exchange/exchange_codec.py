@@ -133,6 +133,7 @@ def _encode_tenant(tenant: Tenant) -> exchange_pb2.Tenant:
         name=tenant.name,
         weight=tenant.weight,
         max_in_flight=tenant.max_in_flight,
+        max_waiting_requests=tenant.max_waiting_requests,
         max_waiting_tokens=tenant.max_waiting_tokens,
     )
 

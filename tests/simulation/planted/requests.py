@@ -15,12 +15,12 @@ from services.scheduler.cell.events import Action, ClientClosed, ClientMessage, 
 from services.scheduler.cell.requests import intake
 from services.scheduler.cell.requests.request_manager import RequestManager
 from services.scheduler.cell.requests.requests import Request, RequestTable
+from services.scheduler.cell.requests.tenant_loads import TenantLoads
 from services.scheduler.core.batch.sequence import Finish, Numerics, Sequence
 from services.scheduler.core.batch.step import OutputsByClient
 from services.scheduler.core.endings import Endings
 from services.scheduler.core.postprocess import Postprocessor
 from services.scheduler.core.prefill import PrefillPlanner
-from services.scheduler.core.queue.waiting_queue import WaitingQueue
 from services.scheduler.core.stops import find_finish
 from services.scheduler.server.cell_server import ClientLink
 from services.scheduler.server.direct_clients import DirectClients
@@ -121,8 +121,8 @@ def _choices_go_on_behind_the_first_ones_output(patch: Patch) -> None:
 @_planted(Fault.QUEUE_FULL)
 def _choices_take_one_place(patch: Patch) -> None:
     """A request counts once against the waiting queue's limit, however many choices it has."""
-    check_room = WaitingQueue.check_room
-    patch.setattr(WaitingQueue, "check_room", lambda self, num_tokens, now, **_: check_room(self, num_tokens, now))
+    count = TenantLoads.count_missing
+    patch.setattr(TenantLoads, "count_missing", lambda self, tenant, _, num_tokens: count(self, tenant, 1, num_tokens))
 
 
 # Log-probabilities.
@@ -175,7 +175,7 @@ def _prompts_are_charged_for_good(patch: Patch) -> None:
 
     def keep(self: RequestTable, request: Request) -> None:
         forget(self, request)
-        self.num_prompt_logprob_bytes += request.num_prompt_logprob_bytes
+        self.loads.add_bytes(request.tenant, request.num_prompt_logprob_bytes)
 
     patch.setattr(RequestTable, "_forget", keep)
 

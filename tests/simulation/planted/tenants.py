@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from services.scheduler.cell.events import Submission
 from services.scheduler.cell.requests.request_manager import RequestManager
 from services.scheduler.cell.requests.requests import Request
-from services.scheduler.cell.requests.tenant_loads import TenantLimit, TenantLoads
+from services.scheduler.cell.requests.tenant_loads import TenantLimit, TenantLoad, TenantLoads
 from services.scheduler.core.batch.sequence import RequestKey, Sequence
 from services.scheduler.core.queue.tenant_counters import TenantAccount, TenantCounters
 from services.scheduler.core.shares import Shares
@@ -84,6 +84,26 @@ def _no_prompt_waits(patch: Patch) -> None:
     patch.setattr(
         TenantLoads, "find_exceeded", lambda self, tenant, num_choices, _: find(self, tenant, num_choices, -(10**9))
     )
+
+
+@_planted(Fault.QUEUE_FULL)
+def _the_queue_is_one_for_all(patch: Patch) -> None:
+    """A tenant is refused for what others have waiting."""
+
+    def load_of_all(self: TenantLoads, _: Tenant) -> TenantLoad:
+        loads = self.all().values()
+        return TenantLoad(
+            num_waiting=sum(load.num_waiting for load in loads),
+            num_waiting_tokens=sum(load.num_waiting_tokens for load in loads),
+        )
+
+    patch.setattr(TenantLoads, "load_of", load_of_all)
+
+
+@_planted(Fault.QUEUE_FULL)
+def _tenants_fill_the_room_of_all(patch: Patch) -> None:
+    """A tenant may have as much waiting as its limit says, whatever that leaves free for others."""
+    patch.setattr("services.scheduler.cell.requests.tenant_loads.limit_of_party", lambda limit, **_: limit)
 
 
 @_planted(Fault.QUEUE_FULL, Fault.STREAM_BREAK)

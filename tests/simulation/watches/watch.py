@@ -51,7 +51,7 @@ from tests.simulation.watches.epoch_watch import Entry, EpochWatch, Key, Number,
 from tests.simulation.watches.lockstep_watch import check_lockstep
 from tests.simulation.watches.share_watch import ShareWatch
 from tests.simulation.watches.suspect_watch import SuspectWatch
-from tests.simulation.watches.tenant_watch import check_tenants, find_tenant_refusal
+from tests.simulation.watches.tenant_watch import check_tenants, find_tenant_refusal, is_queue_full
 from tests.simulation.workload import CellSettings, RequestPlan, number_of
 from tests.support.scheduler.engine_driver import expected_scores
 
@@ -325,16 +325,9 @@ class EngineWatch:
             return "EXACT_UNAVAILABLE"
         if submission.attempt > 1:
             return None
-        return find_tenant_refusal(plan, self._live.values()) or ("QUEUE_FULL" if self._is_full(plan) else None)
-
-    def _is_full(self, plan: RequestPlan) -> bool:
-        policy, live = self._settings.policy, self._live.values()
-        num_new = sum(entry.is_new for entry in live)
-        if num_new and num_new + plan.n > policy.max_waiting_requests:
-            return True
-        num_bytes = sum({entry.request_key: entry.num_prompt_logprob_bytes for entry in live}.values())
-        is_charged = plan.num_prompt_logprob_bytes > 0
-        return is_charged and num_bytes + plan.num_prompt_logprob_bytes > policy.max_prompt_logprob_bytes
+        live = self._live.values()
+        refusal = find_tenant_refusal(plan, live)
+        return refusal or ("QUEUE_FULL" if is_queue_full(self._settings.policy, plan, live) else None)
 
     def _attach(self, domain: int, number: int, due: Responses, now: float) -> None:
         self._had_worker = True

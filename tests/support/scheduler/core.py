@@ -149,9 +149,7 @@ class Parts:
         facts = facts or worker_facts(num_blocks=num_blocks)
         self.counters = SchedulerCounters()
         self.ratio = NewTokenRatio()
-        self.waiting = WaitingQueue(
-            policy.queue_policy, policy.max_age_s, policy.max_waiting_requests, policy.max_waiting_tokens
-        )
+        self.waiting = WaitingQueue(policy.queue_policy, policy.max_age_s)
         self.blocks = BlockManager(facts.num_blocks, block_size)
         self.running = RunningBatch(policy.max_num_seqs, self.blocks, facts.num_draft_tokens)
         self.shares = Shares(policy.max_num_seqs, self.waiting, self.running)

@@ -13,9 +13,9 @@ from tests.support.scheduler.engine_driver import token_bytes
 MAX_AGE_S = 10.0
 
 
-def make_queue(policy: QueuePolicy = QueuePolicy.FCFS, *, max_requests: int = 10**6) -> WaitingQueue:
+def make_queue(policy: QueuePolicy = QueuePolicy.FCFS) -> WaitingQueue:
     """An empty queue in which requests age after `MAX_AGE_S`."""
-    return WaitingQueue(policy, MAX_AGE_S, max_requests, max_tokens=10**9)
+    return WaitingQueue(policy, MAX_AGE_S)
 
 
 def make_seq(

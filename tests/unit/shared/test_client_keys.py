@@ -40,11 +40,11 @@ def identify(keys: ClientKeys, key: str) -> Client | None:
 
 
 def test_a_line_says_whose_its_key_is_and_what_it_may_do(tmp_path: Path) -> None:
-    limits = {"weight": 2, "max_in_flight": 3, "max_waiting_tokens": 4}
+    limits = {"weight": 2, "max_in_flight": 3, "max_waiting_requests": 5, "max_waiting_tokens": 4}
     lines = ("# who", "", key_line(KEY), key_line(OTHER, "b", **limits, max_priority="HIGH", is_operator=True), " \r")
     keys = keys_of(tmp_path, *lines)
     assert identify(keys, KEY) == Client(Tenant("a"), common_pb2.PRIORITY_NORMAL)
-    tenant = Tenant("b", 2.0, max_in_flight=3, max_waiting_tokens=4)
+    tenant = Tenant("b", 2.0, max_in_flight=3, max_waiting_requests=5, max_waiting_tokens=4)
     assert identify(keys, OTHER) == Client(tenant, common_pb2.PRIORITY_HIGH, is_operator=True)
     assert (keys.num_keys, keys.is_stale) == (2, False)
 
@@ -75,6 +75,7 @@ def test_a_line_says_whose_its_key_is_and_what_it_may_do(tmp_path: Path) -> None
         (key_line(KEY, max_in_flight=1.0), "max_in_flight: must be a valid integer"),
         (key_line(KEY, max_in_flight=None), "max_in_flight: must not be null"),
         (key_line(KEY, max_waiting_tokens=2**63), "max_waiting_tokens: must be"),
+        (key_line(KEY, max_waiting_requests=2**32), "max_waiting_requests: must be"),
         (key_line(KEY, max_priority="high"), "max_priority: must be 'HIGH', 'NORMAL' or 'LOW'"),
         (key_line(KEY, is_operator=1), "is_operator: must be a valid boolean"),
         (key_line(OTHER, "b"), "sha256: an earlier line has the same"),

@@ -141,7 +141,7 @@ def test_each_option_needs_one_capability() -> None:
 
 
 def test_a_tenant_with_its_limits_reaches_the_scheduler_and_needs_a_capability() -> None:
-    for tenant in (Tenant("a"), Tenant("b", 0.001, max_in_flight=1, max_waiting_tokens=2**40)):
+    for tenant in (Tenant("a"), Tenant("b", 0.001, max_in_flight=1, max_waiting_requests=5, max_waiting_tokens=2**40)):
         request = make_request()
         request.tenant = tenant
         submit = encode_request(request)

@@ -228,12 +228,21 @@ class RequestManager:
         if request.attempt > 1 or not request.choices:
             return
         self._check_tenant(request, now)
-        self._cell.check_room(request.choices[0].num_prompt_tokens, len(request.choices), now)
-        if num_bytes and self._requests.num_prompt_logprob_bytes + num_bytes > max_bytes:
+        loads, tenant = self._requests.loads, request.tenant
+        num_missing = loads.count_missing(tenant, len(request.choices), request.choices[0].num_prompt_tokens)
+        if num_missing:
+            load = loads.load_of(tenant)
+            raise QueueFullError(
+                "the waiting queue is full",
+                retry_delay_s=self._cell.retry_delay_s(now, num_missing),
+                num_waiting=load.num_waiting,
+                num_waiting_tokens=load.num_waiting_tokens,
+            )
+        if num_bytes and not loads.has_room_for_bytes(tenant, num_bytes):
             raise QueueFullError(
                 "too many prompt log-probabilities are requested",
                 retry_delay_s=self._cell.retry_delay_s(now),
-                num_bytes=self._requests.num_prompt_logprob_bytes,
+                num_bytes=loads.num_bytes_of(tenant),
             )
 
     def _check_tenant(self, request: Request, now: float) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from services.scheduler.cell.requests.deadlines import Deadlines
 from services.scheduler.cell.requests.tenant_loads import TenantLoads
 from services.scheduler.core.batch.sequence import RequestKey, Sequence
+from services.scheduler.core.policy import SchedulerPolicy
 from shared.ids import RequestHandle
 from shared.tenant import Tenant
 
@@ -37,12 +38,11 @@ class RequestTable:
     """Requests by handle, tenant and id, client and deadline.
 
     Invariant: a request is here while any of its choices is, under its own handle even when choice 0 has ended.
-    `num_prompt_logprob_bytes` is the sum over all requests, and `loads` are those of their choices.
+    `loads` are those of their choices, with the bytes of all requests.
     """
 
-    def __init__(self) -> None:
-        self.num_prompt_logprob_bytes = 0
-        self.loads = TenantLoads()
+    def __init__(self, policy: SchedulerPolicy) -> None:
+        self.loads = TenantLoads(policy)
         self._requests: dict[ClientHandle, Request] = {}
         self._key_to_request: dict[RequestKey, Request] = {}
         self._choices: dict[ClientHandle, tuple[Request, Sequence]] = {}
@@ -92,12 +92,12 @@ class RequestTable:
         """Add a request with at least one choice; its `key` and handles must be unused."""
         handle = (request.client, request.handle)
         self._requests[handle] = self._key_to_request[request.key] = request
+        self.loads.add_bytes(request.tenant, request.num_prompt_logprob_bytes)
         for seq in request.choices:
             self._choices[request.client, seq.handle] = (request, seq)
             self.loads.add(seq)
         if request.deadline is not None:
             self._deadlines.add(handle, request.deadline)
-        self.num_prompt_logprob_bytes += request.num_prompt_logprob_bytes
 
     def remove(self, request: Request) -> list[Sequence]:
         """Returns its choices that have not ended."""
@@ -131,13 +131,13 @@ class RequestTable:
         choices = {(request.client, seq.handle): (request, seq) for request in requests for seq in request.choices}
         assert choices == self._choices, "choices"
         assert all(request.choices for request in requests), "a request without a choice"
-        self.loads.check_integrity(self.choices())
+        self.loads.check_integrity(
+            self.choices(), [(request.tenant, request.num_prompt_logprob_bytes) for request in requests]
+        )
         assert len(self._deadlines) == sum(request.deadline is not None for request in requests), "deadlines"
-        num_bytes = sum(request.num_prompt_logprob_bytes for request in requests)
-        assert num_bytes == self.num_prompt_logprob_bytes, "bytes of prompt log-probabilities"
 
     def _forget(self, request: Request) -> None:
         handle = (request.client, request.handle)
         del self._requests[handle], self._key_to_request[request.key]
         self._deadlines.discard(handle)
-        self.num_prompt_logprob_bytes -= request.num_prompt_logprob_bytes
+        self.loads.add_bytes(request.tenant, -request.num_prompt_logprob_bytes)

@@ -18,7 +18,6 @@ from services.scheduler.core.queue.queue_order import (
 from services.scheduler.core.queue.tenant_classes import TenantClasses
 from services.scheduler.core.queue.tenant_counters import AccountHeap, TenantCounters
 from services.scheduler.core.queue.tenant_queue import TenantQueue
-from shared.errors import QueueFullError
 from shared.tenant import Tenant
 
 
@@ -93,30 +92,26 @@ class WaitingQueue:
     3. the tenant with the lowest counter; within it, what is next with one tenant.
 
     Arrival is by `arrived_at`, so a preempted or resubmitted sequence keeps its place; ties go to those admitted
-    before, then to the first added. Limits apply to newcomers only. Each choice of a request counts as one waiting
-    sequence; their prompt counts once.
+    before, then to the first added.
 
     A newcomer that waits for a step in flight is set aside until that step has returned or it turns aged. It keeps its
     place and counts as waiting, but others may pass it.
 
     The clock never goes back. While a sequence waits, its priority and its times do not change.
 
-    Invariant: each waiting sequence is in its tenant's queue, and no such queue is empty. `num_new` counts those that
-    were never admitted, and `num_new_tokens` the prompt tokens of the leaders among them. `_accounts` are those of
-    the queues in which not all is set aside, and `_weight` is the sum of the weights of all. `held` waits here, and is
-    not set aside. `_num_aside` counts what is.
+    Invariant: each waiting sequence is in its tenant's queue, and no such queue is empty. `num_new_tokens` are the
+    prompt tokens of the leaders among those that were never admitted. `_accounts` are those of the queues in which not
+    all is set aside, and `_weight` is the sum of the weights of all. `held` waits here, and is not set aside.
+    `_num_aside` counts what is.
     """
 
     def __init__(
         self,
         policy: QueuePolicy,
         max_age_s: float,
-        max_requests: int,
-        max_tokens: int,
         tenants: TenantCounters | None = None,
     ) -> None:
         """Make an empty queue; `tenants` are those of the cell."""
-        self.num_new = 0
         self.num_new_tokens = 0
         self.held: Sequence | None = None
         """The next one, whatever comes, because others made way for it; see `hold`."""
@@ -124,8 +119,6 @@ class WaitingQueue:
         self._policy = policy
         self._has_classes = policy is QueuePolicy.PRIORITY
         self._max_age_s = max_age_s
-        self._max_requests = max_requests
-        self._max_tokens = max_tokens
         # The queue of each, in the order in which they were added.
         self._queues: dict[Sequence, TenantQueue] = {}
         self._by_tenant: dict[int, TenantQueue] = {}
@@ -164,28 +157,6 @@ class WaitingQueue:
     def oldest_arrived_at(self) -> float:
         """The earliest arrive time; the queue must not be empty."""
         return min(queue.oldest_arrived_at() for queue in self._by_tenant.values())
-
-    def check_room(
-        self, num_prompt_tokens: int, now: float, *, num_choices: int = 1, others: Collection[WaitingQueue] = ()
-    ) -> None:
-        """Refuse a newcomer if this queue and `others` together are full.
-
-        One above a limit by itself is accepted while no newcomer is waiting.
-
-        Raises:
-            QueueFullError: with an estimate of when there will be room.
-        """
-        num_new = self.num_new + sum(queue.num_new for queue in others)
-        num_new_tokens = self.num_new_tokens + sum(queue.num_new_tokens for queue in others)
-        num_missing = num_new + num_choices - self._max_requests
-        is_large = num_new_tokens + num_prompt_tokens > self._max_tokens
-        if num_new and (num_missing > 0 or is_large):
-            raise QueueFullError(
-                "the waiting queue is full",
-                retry_delay_s=self.retry_delay_s(max(1, num_missing), now, others),
-                num_waiting=num_new,
-                num_waiting_tokens=num_new_tokens,
-            )
 
     def retry_delay_s(self, num_places: int, now: float, others: Collection[WaitingQueue] = ()) -> float:
         """Seconds until `num_places` newcomers will have left the queues, which drain in parallel."""
@@ -235,7 +206,6 @@ class WaitingQueue:
         if self._has_classes:
             self._classes.note_change(account.number)
         if is_new:
-            self.num_new += 1
             self.num_new_tokens += seq.num_limited_tokens
 
     def next(
@@ -331,11 +301,8 @@ class WaitingQueue:
 
     def check_integrity(self) -> None:
         """Assert the class's invariant."""
-        new = [seq for seq in self if not seq.was_admitted]
-        assert (self.num_new, self.num_new_tokens) == (
-            len(new),
-            sum(seq.num_limited_tokens for seq in new),
-        ), "the waiting queue's counts"
+        num_new_tokens = sum(seq.num_limited_tokens for seq in self if not seq.was_admitted)
+        assert self.num_new_tokens == num_new_tokens, "the waiting queue's tokens"
         assert self.held is None or self.held in self._queues, "what is held does not wait"
         assert sum(len(queue.arrivals) for queue in self._by_tenant.values()) == len(self), "the waiting queue's places"
         assert all(seq in queue.arrivals for seq, queue in self._queues.items()), "the waiting queue's places"
@@ -427,7 +394,6 @@ class WaitingQueue:
         if self._choice is not None and self._choice[1] is seq:
             self._choice = None
         if not seq.was_admitted:
-            self.num_new -= 1
             self.num_new_tokens -= seq.num_limited_tokens
         seq.waited_s += now - seq.queued_at
         seq.dequeued_at = now

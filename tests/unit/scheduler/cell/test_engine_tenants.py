@@ -168,6 +168,68 @@ def test_prompts_that_wait_are_limited_until_they_are_admitted() -> None:
     assert driver.choices[1, 6].tokens == expected_completion(prompt(30, 500), 0, 3)
 
 
+def test_choices_that_wait_are_limited_until_they_are_admitted() -> None:
+    driver = EngineDriver(policy=SchedulerPolicy(max_num_seqs=1))
+    few = Tenant("few", max_waiting_requests=3)
+    driver.submit(1, prompt(20), tenant=few, max_tokens=3)
+    # One runs; four wait, since none waited before.
+    driver.submit(11, prompt(20), tenant=few, max_tokens=3, n=4, request_id="waits")
+    driver.submit(2, prompt(20), tenant=few)
+    refusal = error_of(driver, 2)
+    assert (refusal.reason, refusal.values) == ("TENANT_LIMIT", {"limit": "max_waiting_requests", "value": "3"})
+    driver.on_event(AbortRequest("waits", "few"))
+    for handle in (3, 4, 5, 6):
+        driver.submit(handle, prompt(20 + handle), tenant=few, max_tokens=3)
+    assert [reason_of(driver, handle) for handle in (3, 4, 5, 6)] == [None, None, None, "TENANT_LIMIT"]
+    driver.run()
+    assert driver.choices[1, 5].tokens == expected_completion(prompt(25), 0, 3)
+
+
+@pytest.mark.parametrize("limits", [SchedulerPolicy(max_waiting_requests=4), SchedulerPolicy(max_waiting_tokens=80)])
+@pytest.mark.parametrize(("num_full_tenants", "expected"), [(8, [5, 4, 4, 4, 4]), (2, [5, 3, 1, 0, 0])])
+def test_a_tenant_that_fills_its_part_of_the_queue_shuts_out_no_other(
+    limits: SchedulerPolicy, num_full_tenants: int, expected: list[int]
+) -> None:
+    driver = EngineDriver(policy=replace(limits, max_num_seqs=1, num_full_tenants=num_full_tenants))
+    loud = [Tenant(f"loud {number}") for number in range(5)]
+    handle = 0
+    num_accepted: list[int] = []
+    for tenant in loud:
+        handles = range(handle + 1, handle + 8)
+        for handle in handles:
+            driver.submit(handle, prompt(20), tenant=tenant, max_tokens=2)
+        num_accepted.append([reason_of(driver, each) for each in handles].count(None))
+    # The first one also has one that runs. Where the room of all is nearly full, each finds a part of the rest.
+    assert num_accepted == expected
+    assert {reason_of(driver, each) for each in range(1, handle + 1)} == {None, "QUEUE_FULL"}
+    driver.run()
+    assert all(end_of(driver, each) is not None for each in range(1, handle + 1))
+
+
+def test_what_a_tenant_has_beyond_its_limits_takes_no_room_from_others() -> None:
+    driver = EngineDriver(policy=SchedulerPolicy(max_num_seqs=1, max_waiting_requests=2, num_full_tenants=2))
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    # What direct clients say that they continue is accepted without limits, on their word.
+    continued = [
+        Submission(
+            RequestHandle(handle),
+            f"r{handle}",
+            token_bytes(prompt(20)),
+            params,
+            attempt=2,
+            waits_as_new=True,
+            tenant=A,
+        )
+        for handle in range(1, 40)
+    ]
+    driver.on_event(ClientMessage(1, continued))
+    driver.submit(50, prompt(20), tenant=A)
+    driver.submit(51, prompt(20), tenant=B, max_tokens=2)
+    assert [reason_of(driver, handle) for handle in (50, 51)] == ["QUEUE_FULL", None]
+    driver.run()
+    assert driver.choices[1, 51].tokens == expected_completion(prompt(20), 0, 2)
+
+
 def test_more_choices_than_may_ever_be_in_flight_are_an_invalid_request() -> None:
     driver = EngineDriver()
     two = Tenant("two", max_in_flight=2)

@@ -1,4 +1,4 @@
-"""Which request is next under each policy, ageing, the bounds of the queue, and the retry delay of a refused client."""
+"""Which request is next under each policy, ageing, what limits what waits, and the retry delay of a refused client."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_what_is_set_aside_keeps_its_place_and_is_passed_until_it_is_brought_bac
         assert queue.try_set_aside(seq, 1.0)
     assert take_next(queue, 1.0) is seqs[2]
     # It still counts as waiting, and is the oldest.
-    assert (len(queue), queue.num_new, queue.oldest_arrived_at()) == (3, 3, 0.0)
+    assert (len(queue), queue.num_new_tokens, queue.oldest_arrived_at()) == (3, 3, 0.0)
     assert take_next(queue, 1.0) is seqs[3]
     assert not queue.has_next
     queue.bring_back_aged(MAX_AGE_S)
@@ -220,39 +220,27 @@ def test_no_more_are_set_aside_than_are_looked_up_at_little_cost() -> None:
 # Bounds
 
 
-def test_a_full_queue_refuses_and_returns_a_retry_delay() -> None:
-    queue = make_queue(max_requests=2)
+def test_the_retry_delay_follows_what_left_the_queue() -> None:
+    queue = make_queue()
     for step in range(120):
         add_all(queue, make_seq(float(step)))
         take_next(queue, step + 0.5)
-    queue.check_room(1, 120.0)
     add_all(queue, make_seq(120.0), make_seq(120.0, num_prompt_tokens=5))
-    with pytest.raises(QueueFullError) as refusal:
-        queue.check_room(1, 120.0)
-    assert refusal.value.values == {"num_waiting": "2", "num_waiting_tokens": "6"}
-    assert refusal.value.retry_delay_s == pytest.approx(1.0, rel=0.05)
+    assert queue.retry_delay_s(1, 120.0) == pytest.approx(1.0, rel=0.05)
 
 
 def test_only_new_requests_count_and_only_they_drain_the_queue() -> None:
     preempted, resubmitted = make_seq(), make_seq(attempt=2)
-    queue = make_queue(max_requests=1)
+    queue = make_queue()
     queue.add(preempted, 0.0)
     take_next(queue, 0.0)
     add_all(queue, preempted, resubmitted)
-    assert (len(queue), queue.num_new, queue.num_new_tokens) == (2, 0, 0)
-    waiting = make_seq(1.0)
-    queue.check_room(1, 1.0)
-    queue.add(waiting, 1.0)
-
-    def retry_delay_s(now: float) -> float | None:
-        with pytest.raises(QueueFullError) as refusal:
-            queue.check_room(1, now)
-        return refusal.value.retry_delay_s
-
-    delay_s = retry_delay_s(2.0)
+    assert (len(queue), queue.num_new_tokens) == (2, 0)
+    queue.add(make_seq(1.0), 1.0)
+    delay_s = queue.retry_delay_s(1, 2.0)
     assert take_next(queue, 2.0) is preempted
     assert take_next(queue, 2.0) is resubmitted
-    assert retry_delay_s(2.0) == delay_s
+    assert queue.retry_delay_s(1, 2.0) == delay_s
 
 
 def refusal(driver: EngineDriver, handle: int) -> QueueFullError:
