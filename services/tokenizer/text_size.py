@@ -1,10 +1,12 @@
-"""The limit on the text of one request."""
+"""The limits on the texts of one request."""
 
 from __future__ import annotations
 
 from shared.errors import RequestTooLargeError
 
 MAX_TEXT_BYTES = 3 * 1024 * 1024
+MAX_CHOICE_TEXTS = 1024
+"""The most texts of which an answer is to be one."""
 
 
 def check_text(text: str) -> None:

@@ -18,11 +18,11 @@ from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.grammar.grammar_child import GrammarChild, GrammarRefusedError, Trial, TrialLimits
 from services.tokenizer.grammar.grammar_source import DEFAULT_OPTIONS, FormOptions
 from services.tokenizer.grammar.shortest_text import MAX_BYTES, too_long
+from services.tokenizer.text_size import MAX_CHOICE_TEXTS
 from services.tokenizer.trial_limits import wall_clock_s
 from shared.errors import InvalidRequestError, NotSupportedError, QueueFullError, Violation
 
 MAX_FORM_BYTES = 512 * 1024
-MAX_CHOICES = 1024
 
 _NUM_CHILDREN = 2
 _MAX_WAITING = 256
@@ -205,8 +205,9 @@ def _read_form(form: tokenizer_pb2.StructuredOutput, field: str) -> tuple[str, s
         return kind, ""
     if kind == "choices":
         texts = form.choices.texts
-        if not 1 <= len(texts) <= MAX_CHOICES or not all(texts):
-            raise _refusal(f"{field}.{kind}", "OUT_OF_RANGE", f"must have 1 to {MAX_CHOICES} texts, none of them empty")
+        if not 1 <= len(texts) <= MAX_CHOICE_TEXTS or not all(texts):
+            problem = f"must have 1 to {MAX_CHOICE_TEXTS} texts, none of them empty"
+            raise _refusal(f"{field}.{kind}", "OUT_OF_RANGE", problem)
         text = json.dumps(list(texts), ensure_ascii=False)
     else:
         text = getattr(form, kind)

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.grammar.structured_output import MAX_CHOICES
 from services.tokenizer.http.refusals import invalid_field
 from services.tokenizer.http.requests.fields import Fields, Several
+from services.tokenizer.text_size import MAX_CHOICE_TEXTS
 
 
 def _schema_text(value: object) -> object:
@@ -25,7 +25,7 @@ class StructuredOutputs(Fields):
 
     json_schema: SchemaText | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: Annotated[Several[str], Field(max_length=MAX_CHOICES)] | None = None
+    choice: Annotated[Several[str], Field(max_length=MAX_CHOICE_TEXTS)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool | None = None

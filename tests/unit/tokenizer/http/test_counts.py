@@ -56,7 +56,7 @@ def test_too_many_are_refused_by_the_fields_name(
 
 
 def test_as_many_as_are_allowed_are_read() -> None:
-    body = {"messages": [{"role": "user", "content": [TEXT] * (MAX_OBJECTS - 1)}]}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": [TEXT] * (MAX_OBJECTS - 1)}]}
     assert read_chat_request(body, "r").message.chat.messages[0].content.count("a") == MAX_OBJECTS - 1
 
 
@@ -81,6 +81,6 @@ def test_neighbours_are_one_message_that_holds_no_older_text(read: Any, body: di
 def test_a_later_tool_takes_the_place_of_one_of_its_name() -> None:
     tools = [{"type": "function", "name": name, "description": "old"} for name in ("a", "b", "c")]
     later = [{"type": "function", "name": "b", "description": "new"}]
-    body = {"input": [{"type": "additional_tools", "tools": later}, *MESSAGES], "tools": tools}
+    body: dict[str, Any] = {"input": [{"type": "additional_tools", "tools": later}, *MESSAGES], "tools": tools}
     chat = read_response_request(body, "r").message.chat
     assert [(tool.name, tool.description) for tool in chat.tools] == [("a", "old"), ("c", "old"), ("b", "new")]
