@@ -290,9 +290,9 @@ $(GO_PACKAGES): tests/support/languages/go_packages.py | $(INSTALLED) $(TOOLS)/g
 	@$(BIN)/python -m tests.support.languages.go_packages || true
 
 # What is made of the same pins is only touched.
-$(CLIENTS): .cache/clients/%/made: $(CLIENT_PINS) tests/support/clients/environments.py | $(INSTALLED)
+$(CLIENTS): .cache/clients/%/made: $(CLIENT_PINS) tests/support/system/environments.py | $(INSTALLED)
 	@echo "preparing the client $*"
-	@$(BIN)/python -m tests.support.clients.environments $*
+	@$(BIN)/python -m tests.support.system.environments $*
 
 # The importer creates the whole directory or nothing, so one file is enough to check for it.
 $(MODEL_READY): | $(INSTALLED) $(STUBS) $(WHEEL)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.clients.environments import environment_of
+from tests.support.system.environments import environment_of
 from tests.support.system.patience import PATIENCE_S
 from tests.support.system.ports import free_port
 from tests.support.system.processes import program_command

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.clients.environments import CLIENTS, NODE_PROGRAMS, environment_of
+from tests.support.system.environments import CLIENTS, NODE_PROGRAMS, environment_of
 from tests.support.system.patience import PATIENCE_S
 from tests.support.system.processes import program_command
 

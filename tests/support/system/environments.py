@@ -1,4 +1,4 @@
-"""Environments of real clients, each apart from ours: `python -m tests.support.clients.environments NAME` makes one.
+"""Environments of real clients, each apart from ours: `python -m tests.support.system.environments NAME` makes one.
 
 A client's folder in `tests/clients` pins what it needs: `requirements.txt` for Python, all of it, or `package.json` and
 `package-lock.json` for Node. The environment is `.cache/clients/NAME`.
