@@ -22,7 +22,7 @@ FIRST_SEED ?= 0
 KILLS ?= 20
 PAIRS ?= 50
 # The tests that `make coverage` runs.
-MARKS ?= not slow and not proof and not clients
+MARKS ?= not slow and not proof and not clients and not writers
 PROMPT ?= Why is the sky blue? Answer in two sentences.
 
 VENV := .venv
@@ -72,6 +72,9 @@ GO_PACKAGES := $(TOOLS)/go-packages
 CLIENT_PINS := $(wildcard tests/clients/*/requirements.txt tests/clients/*/package-lock.json)
 CLIENTS := $(addsuffix made,$(patsubst tests/%,.cache/%,$(dir $(CLIENT_PINS))))
 SLOW_CLIENTS := $(filter .cache/clients/openai_python/%,$(CLIENTS))
+# Likewise of programs that write checkpoints.
+WRITER_PINS := $(wildcard tests/writers/*/requirements.txt tests/writers/*/sources.txt tests/writers/*/package-lock.json)
+WRITERS := $(sort $(addsuffix made,$(patsubst tests/%,.cache/%,$(dir $(WRITER_PINS)))))
 
 # Our protos import messages of google/rpc, which are in site-packages.
 SITE = $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
@@ -90,7 +93,7 @@ BEFORE ?= $(shell git rev-parse --verify --quiet origin/main || git rev-parse --
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run demo test test-unit test-slow test-clients proofs coverage simulate format lint lint-changes protos settings metrics chart locks dist chart-package parity chaos bench bench-peers bench-cpu bench-quality bench-drafts bench-lockstep bench-interference bench-gpu gpu-pack gpu-proofs clean
+.PHONY: help run demo test test-unit test-slow test-clients test-writers proofs coverage simulate format lint lint-changes protos settings metrics chart locks dist chart-package parity chaos bench bench-peers bench-cpu bench-quality bench-drafts bench-lockstep bench-interference bench-gpu gpu-pack gpu-proofs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' Makefile
@@ -104,7 +107,7 @@ demo: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) ## the same, and stop afte
 	@$(ANSWER_ONE_PROMPT) --exit-after-prompt
 
 test: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) $(HELM) ## run all tests except the slow ones
-	@$(PYTEST) $(IN_PARALLEL) -m "not slow and not proof and not clients" --durations=12
+	@$(PYTEST) $(IN_PARALLEL) -m "not slow and not proof and not clients and not writers" --durations=12
 
 test-unit: $(INSTALLED) $(STUBS) $(KERNELS) $(AITER) ## the tests that need no process and no model
 	@$(PYTEST) $(IN_PARALLEL) tests/unit -m "not slow and not proof and not process"
@@ -116,6 +119,9 @@ test-slow: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SC
 
 test-clients: $(INSTALLED) $(STUBS) $(KERNELS) $(FLOAT32_READY) $(CLIENTS) ## run real clients of the HTTP API, each in an environment of its own
 	@$(PYTEST) tests/clients -m clients --durations=12
+
+test-writers: $(INSTALLED) $(STUBS) $(WRITERS) ## import what the programs that write checkpoints write today, each in an environment of its own
+	@$(PYTEST) $(IN_PARALLEL) tests/writers -m writers --durations=12
 
 proofs: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(AITER) $(CHART_TOOLS) $(ENVOY) ## run the tests that are too long for every change
 	@$(PYTEST) -m proof --ignore=tests/chaos --durations=0
@@ -290,8 +296,8 @@ $(GO_PACKAGES): tests/support/languages/go_packages.py | $(INSTALLED) $(TOOLS)/g
 	@$(BIN)/python -m tests.support.languages.go_packages || true
 
 # What is made of the same pins is only touched.
-$(CLIENTS): .cache/clients/%/made: $(CLIENT_PINS) tests/support/system/environments.py | $(INSTALLED)
-	@echo "preparing the client $*"
+$(CLIENTS) $(WRITERS): .cache/%/made: $(CLIENT_PINS) $(WRITER_PINS) tests/support/system/environments.py | $(INSTALLED)
+	@echo "preparing $*"
 	@$(BIN)/python -m tests.support.system.environments $*
 
 # The importer creates the whole directory or nothing, so one file is enough to check for it.

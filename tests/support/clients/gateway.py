@@ -36,7 +36,7 @@ def start_gateway(worker_url: str, log_path: Path) -> Iterator[str]:
     port = free_port()
     flags = ["--host=127.0.0.1", f"--port={port}", "--worker-urls", worker_url]
     metrics = ["--prometheus-host=127.0.0.1", f"--prometheus-port={free_port()}"]
-    program = [str(environment_of("smg") / "bin" / "python"), "-m", "smg", "launch", *flags, *metrics]
+    program = [str(environment_of("clients/smg") / "bin" / "python"), "-m", "smg", "launch", *flags, *metrics]
     url = f"http://127.0.0.1:{port}"
     with log_path.open("w") as log, subprocess.Popen(program_command(*program), stdout=log, stderr=log) as process:
         try:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.system.environments import CLIENTS, NODE_PROGRAMS, environment_of
+from tests.support.system.environments import NODE_PROGRAMS, TESTS, environment_of
 from tests.support.system.patience import PATIENCE_S
 from tests.support.system.processes import program_command
 
@@ -31,6 +31,7 @@ _OFFLINE = {
     "DO_NOT_TRACK": "1",
 }
 
+CLIENTS = TESTS / "clients"
 _CHECK = re.compile(r"^(?:export )?(?:async )?(?:def|function) (check_\w+)\(([^)]*)\)", re.MULTILINE)
 
 
@@ -122,7 +123,7 @@ def start_client(name: str, home: Path) -> Iterator[ClientProcess]:
 
 
 def _command(name: str) -> list[str]:
-    environment = environment_of(name)
+    environment = environment_of(f"clients/{name}")
     python = environment / "bin" / "python"
     if python.exists():
         return program_command(str(python), str(CLIENTS / "run_checks.py"), name)

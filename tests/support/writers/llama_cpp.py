@@ -1,0 +1,53 @@
+"""llama.cpp's converter and its quantiser, each of a package that pins it; see `tests/writers`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.support.system.environments import TESTS, environment_of
+
+_CONVERTER, _LIBRARY = "writers/llama_cpp", "writers/libllama"
+
+
+def run_converter(jobs: Sequence[tuple[Path, Path, Sequence[str]]]) -> list[str | None]:
+    """Convert checkpoints to GGUF files.
+
+    It runs on our interpreter, with our torch and transformers; what else it needs is its environment's.
+
+    Args:
+        jobs: Each checkpoint's directory, the path of its file, and further flags.
+
+    Returns:
+        For each, None if its file was written, or else what the converter said.
+    """
+    environment = environment_of(_CONVERTER)
+    [converter] = environment.glob("sources/*/vendor/llama.cpp")
+    [packages] = environment.glob("lib/python*/site-packages")
+    program = [sys.executable, str(TESTS / _CONVERTER / "convert.py"), str(converter)]
+    request = json.dumps([[str(model), str(path), list(flags)] for model, path, flags in jobs])
+    done = subprocess.run(
+        program,
+        input=request,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1"},
+    )
+    results = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    assert len(results) == len(jobs), done.stderr[-4000:]
+    return [results[str(model)] for model, _, _ in jobs]
+
+
+def call_library(command: str, *arguments: str, text: str = "") -> Any:
+    """Call llama.cpp's own library in a process; see `tests/writers/libllama/library.py`."""
+    [libraries] = environment_of(_LIBRARY).glob("node_modules/@node-llama-cpp/*/bins/*")
+    program = [sys.executable, str(TESTS / _LIBRARY / "library.py"), str(libraries), command, *arguments]
+    done = subprocess.run(program, input=text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)

@@ -1,0 +1,39 @@
+"""Runs llama.cpp's converter, unchanged, on many checkpoints: `convert.py CONVERTER_DIR < jobs`, a JSON list.
+
+A job is `[model_dir, gguf_path, flags]`. A line is written for each: `[model_dir, null or what the converter said]`. It
+knows tokenizers of published models by their digests: that of small models is written as Qwen2's.
+"""
+
+import json
+import sys
+
+converter_dir = sys.argv[1]
+sys.path[:0] = [converter_dir, f"{converter_dir}/gguf-py"]
+
+import convert_hf_to_gguf  # noqa: E402
+from conversion import base, load_all_models  # noqa: E402
+
+load_all_models()
+
+
+def subclasses(kind):
+    for each in kind.__subclasses__():
+        yield each
+        yield from subclasses(each)
+
+
+for kind in subclasses(base.TextModel):
+    kind.set_vocab = base.TextModel._set_vocab_gpt2
+base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "qwen2"
+
+for model_dir, gguf_path, flags in json.load(sys.stdin):
+    sys.argv = ["convert_hf_to_gguf.py", model_dir, "--outfile", gguf_path, "--outtype", "f32", *flags]
+    said = None
+    try:
+        convert_hf_to_gguf.main()
+    except SystemExit as error:
+        said = f"exit {error.code}" if error.code else None
+    except Exception as error:  # noqa: BLE001
+        said = f"{type(error).__name__}: {error}"
+    sys.stdout.write(json.dumps([model_dir, said]) + "\n")
+    sys.stdout.flush()
