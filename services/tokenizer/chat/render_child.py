@@ -13,9 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from services.tokenizer.chat.render_frames import receive_frame, send_frame
 from services.tokenizer.chat.template_features import find_features, find_opening, sample_tools
 from services.tokenizer.chat.template_rendering import explain_failure, render_template
+from services.tokenizer.forks.frames import receive_frame, send_frame
 from services.tokenizer.json.json_values import JsonObject
 from services.tokenizer.text_size import MAX_TEXT_BYTES
 from services.tokenizer.trial_limits import limit_cpu
@@ -49,6 +49,11 @@ def serve_renders(connection: socket.socket) -> None:
         send_frame(connection, {**answer, "is_last": is_last})
         if is_last:
             return
+
+
+def warm_up() -> None:
+    """Import what is only imported when a template is first compiled and rendered."""
+    render_template("{{ messages }}", {}, {"messages": [], "tools": None})
 
 
 class _Templates:

@@ -1,6 +1,6 @@
 """The process that forks those in which chat templates are rendered.
 
-Run as a module, with the service's socket as stdin; `render_forks` is what it does.
+Run as a module, with the service's socket as stdin; `fork_server` is what it does.
 """
 
 from __future__ import annotations
@@ -8,12 +8,15 @@ from __future__ import annotations
 import importlib
 import sys
 
+from services.tokenizer.forks.fork_server import run_fork_server
+
 
 def main() -> int:
     """Entry point of the process."""
     # Rendering needs no torch; transformers would import one that is installed for workers.
     sys.modules["torch"] = None  # type: ignore[assignment]
-    return int(importlib.import_module("services.tokenizer.chat.render_forks").main(int(sys.argv[1])))
+    child = importlib.import_module("services.tokenizer.chat.render_child")
+    return run_fork_server(int(sys.argv[1]), child.serve_renders, child.warm_up)
 
 
 if __name__ == "__main__":

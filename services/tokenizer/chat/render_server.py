@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
-import subprocess
-import sys
 import time
 from typing import Any
 
-from services.tokenizer.chat.render_frames import receive_frame, send_frame
-from shared.process.parent import leave_end_to_parent
+from services.tokenizer.forks.forking_process import ForkingProcess
+from services.tokenizer.forks.frames import receive_frame, send_frame
 
 # A timeout of 0 would mean not to wait at all, even for what is there.
 _MIN_TIMEOUT_S = 0.01
-
-# Only a process that hangs does not read for so long.
-_SEND_TIMEOUT_S = 60.0
 
 _MODULE = "services.tokenizer.chat.render_process"
 
@@ -86,23 +80,13 @@ class RenderChild:
         return answer
 
 
-class RenderServer:
+class RenderServer(ForkingProcess):
     """The process that forks children. It ends with this one, and its children end with it."""
 
     def __init__(self) -> None:
-        """Start it, without waiting until it can fork.
-
-        It is killed when the thread that started it ends.
-        """
-        self._control, theirs = socket.socketpair()
-        self._control.settimeout(_SEND_TIMEOUT_S)
-        with theirs, leave_end_to_parent():
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, str(os.getpid())],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                env=_environment(),
-            )
+        """Start it; see `ForkingProcess`."""
+        # BLAS threads would make a fork unsafe, and transformers' warnings have another format.
+        super().__init__(_MODULE, {"OPENBLAS_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"})
 
     def fork(self, setup: dict[str, Any]) -> RenderChild:
         """Ask for a child, without waiting for it.
@@ -113,39 +97,11 @@ class RenderServer:
         Raises:
             OSError: the server has ended, or hangs.
         """
-        ours, theirs = socket.socketpair()
-        ours.settimeout(_SEND_TIMEOUT_S)
+        connection = self.connect()
         try:
-            with theirs:
-                socket.send_fds(self._control, [b"f"], [theirs.fileno()])
             # Until the child exists, the buffer may be too small for a large template.
-            send_frame(ours, setup)
+            send_frame(connection, setup)
         except OSError:
-            ours.close()
+            connection.close()
             raise
-        return RenderChild(ours)
-
-    def close(self) -> None:
-        """Kill it and its children."""
-        self._control.close()
-        self._process.kill()
-        self._process.wait()
-
-    def __enter__(self) -> RenderServer:
-        """Return it."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close it."""
-        self.close()
-
-
-def _environment() -> dict[str, str]:
-    # Templates write dates. BLAS threads would make a fork unsafe, and transformers' warnings have another format.
-    zone = {"TZ": os.environ["TZ"]} if "TZ" in os.environ else {}
-    return {
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "OPENBLAS_NUM_THREADS": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-        **zone,
-    }
+        return RenderChild(connection)

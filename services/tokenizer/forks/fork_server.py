@@ -1,6 +1,6 @@
 """Forks a process for each connection, and ends it when the connection is closed.
 
-It has one thread and no gRPC, whose handlers kill one forked process in twenty, and what a template needs is already
+It has one thread and no gRPC, whose handlers kill one forked process in twenty, and what a child needs is already
 imported: a fork takes a millisecond. Nothing that a client or a template wrote is read here, only in the children.
 """
 
@@ -12,10 +12,9 @@ import os
 import select
 import signal
 import socket
+from collections.abc import Callable
 
-from services.tokenizer.chat.render_child import serve_renders
-from services.tokenizer.chat.render_frames import send_frame
-from services.tokenizer.chat.template_rendering import render_template
+from services.tokenizer.forks.frames import send_frame
 from shared.process.parent import make_end_with_parent
 
 _CONTROL_FD = 0
@@ -29,8 +28,10 @@ class ForkServer:
     message that the other end receives is `{"ended": CODE}`, the exit code or minus the signal's number.
     """
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+        """`control` brings the sockets; a child serves its own by `serve`, and ends after it."""
         self._control = control
+        self._serve = serve
         self._pid_to_connection: dict[int, socket.socket] = {}
         self._end_with_parent = make_end_with_parent(os.getpid())
         self._woken, wake = os.pipe()
@@ -83,7 +84,7 @@ class ForkServer:
                 other.close()
             os.close(self._woken)
             os.close(self._wake)
-            serve_renders(connection)
+            self._serve(connection)
         finally:
             os._exit(1)
 
@@ -108,14 +109,19 @@ class ForkServer:
             send_frame(connection, {"ended": code})
 
 
-def main(parent_pid: int) -> int:
-    """Entry point of the process, after its imports."""
+def run_fork_server(parent_pid: int, serve: Callable[[socket.socket], None], warm_up: Callable[[], object]) -> int:
+    """Run as the process that the socket at stdin controls, after its imports; returns its exit code.
+
+    Args:
+        parent_pid: The process that it ends with.
+        serve: What a child does with its connection.
+        warm_up: Does once what would otherwise be the first work of every child.
+    """
     make_end_with_parent(parent_pid)()
-    # What a crash prints may quote a chat.
+    # What a crash prints may quote a client.
     os.dup2(os.open(os.devnull, os.O_WRONLY), _STDERR_FD)
-    # What is only imported when a template is first compiled and rendered.
-    render_template("{{ messages }}", {}, {"messages": [], "tools": None})
+    warm_up()
     gc.collect()
     gc.freeze()
-    ForkServer(socket.socket(fileno=_CONTROL_FD)).run()
+    ForkServer(socket.socket(fileno=_CONTROL_FD), serve).run()
     return 0

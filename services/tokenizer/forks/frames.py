@@ -1,4 +1,4 @@
-"""Messages between the service and the processes that render its templates: JSON after its length in bytes."""
+"""Messages between the service and its forked processes: JSON after its length in bytes."""
 
 from __future__ import annotations
 
