@@ -86,6 +86,11 @@ class TokenizerSettings(SchedulerLossSettings, ProcessSettings, HttpPortSettings
         description="HTTP connections that may be open; a further one replaces the one that has waited longest for a "
         "request, and is refused if none waits.",
     )
+    lenient_fields: bool = Field(
+        default=False,
+        description="Whether fields of HTTP requests that nobody knows have no effect and are named in the header "
+        "x-lockstep-ignored; otherwise they are refused, since they may change the answer.",
+    )
     scheduler: Addresses = Field(
         default=("127.0.0.1:50054",),
         min_length=1,

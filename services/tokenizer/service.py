@@ -91,7 +91,9 @@ async def serve(
         )
         registry = make_registry(scheduler, totals, model.prompts, settings.certificates, settings.keys)
         management = await serve_management(settings.manage_listen, registry, probes)
-        backend = Backend(model, scheduler, live, totals, settings.max_unread_s, names, settings.keys, tracer)
+        backend = Backend(
+            model, scheduler, live, totals, settings.max_unread_s, names, settings.keys, tracer, settings.lenient_fields
+        )
         http = await _serve_http(settings, backend, registry, http_limits or settings_http_limits)
     except RuntimeError as error:
         logger.error("cannot serve", extra={"error": str(error)})

@@ -33,6 +33,8 @@ class Backend:
     """None means that clients need no key."""
     tracer: Tracer | None = None
     """What makes the spans of requests; None makes none."""
+    is_lenient: bool = False
+    """Whether fields that nobody knows have no effect, instead of being refused."""
 
     def cell(self) -> LinkedCell:
         """The linked cell.

@@ -37,8 +37,7 @@ from services.tokenizer.http.refusals import HttpError, invalid_field
 from services.tokenizer.http.requests.api_request import ApiRequest
 from services.tokenizer.http.requests.chat_request import read_chat_request
 from services.tokenizer.http.requests.completion_request import read_completion_request
-from services.tokenizer.http.requests.fields import read_fields
-from services.tokenizer.http.requests.token_requests import DetokenizeFields, read_tokenize_request
+from services.tokenizer.http.requests.token_requests import read_detokenize_request, read_tokenize_request
 from services.tokenizer.http.responses.events import ResponseEvents, ResponseObject
 from services.tokenizer.http.responses.request import read_response_request
 from services.tokenizer.json.json_values import JsonObject
@@ -95,8 +94,8 @@ _MAX_LARGE_BODIES = 2
 class Reader(Protocol):
     """Reads a route's requests."""
 
-    def __call__(self, value: JsonObject, request_id: str) -> ApiRequest:
-        """Read a request, which the cell knows by `request_id`; raises `HttpError`."""
+    def __call__(self, value: JsonObject, request_id: str, *, is_lenient: bool) -> ApiRequest:
+        """Read a request, which the cell knows by `request_id`; raises `HttpError`. See `read_request`."""
 
 
 def make_app(backend: Backend, access: Access, registry: CollectorRegistry, *, body_s: float) -> web.Application:
@@ -163,7 +162,7 @@ class _Routes:
 
         async def serve(request: web.Request, trace: RequestTrace | None) -> web.StreamResponse:
             try:
-                api = await read_body(request, partial(read, request_id=request[REQUEST_ID]))
+                api = await self._read(request, read)
             except HttpError as error:
                 self._backend.totals.count_failure(error.code.upper())
                 if trace is not None:
@@ -182,11 +181,16 @@ class _Routes:
 
         return handle
 
+    async def _read(self, request: web.Request, read: Reader) -> ApiRequest:
+        """Read a request's body; raises as `read_body`."""
+        is_lenient = self._backend.is_lenient
+        return await read_body(request, partial(read, request_id=request[REQUEST_ID], is_lenient=is_lenient))
+
     def render(self, read: Reader) -> Handler:
         """Show the prompts as the model reads them."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            api = await read_body(request, partial(read, request_id=request[REQUEST_ID]))
+            api = await self._read(request, read)
             try:
                 self._backend.check_model(api.model)
                 rendered = [await self._backend.render(prompt) for prompt in api.prompts]
@@ -199,7 +203,7 @@ class _Routes:
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         """Count the tokens of the prompt that a message would have."""
-        api = await read_body(request, partial(read_count_request, request_id=request[REQUEST_ID]))
+        api = await self._read(request, read_count_request)
         try:
             self._backend.check_model(api.model)
             [(_, token_ids)] = [await self._backend.render(prompt) for prompt in api.prompts]
@@ -209,7 +213,7 @@ class _Routes:
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """Encode a text or a chat."""
-        asked = await read_body(request, read_tokenize_request)
+        asked = await read_body(request, partial(read_tokenize_request, is_lenient=self._backend.is_lenient))
         cell = self._backend.cell()
         self._backend.check_model(asked.model)
         try:
@@ -228,7 +232,7 @@ class _Routes:
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """Decode token ids."""
-        fields = await read_body(request, partial(read_fields, DetokenizeFields))
+        fields = await read_body(request, partial(read_detokenize_request, is_lenient=self._backend.is_lenient))
         limits = self._backend.cell().limits
         self._backend.check_model(fields.model)
         if len(fields.tokens) > limits.context_length:

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.messages.tools import MessagesTool
 from services.tokenizer.http.requests.chat_messages import ContentPart, Placed, as_parts, read_parts
-from services.tokenizer.http.requests.fields import Fields, Several
+from services.tokenizer.http.requests.fields import EchoedFields, Several
 from services.tokenizer.http.requests.message_drafts import MessageDraft
 
 _ROLES = {
@@ -29,7 +29,7 @@ _SKIPPED = frozenset(
 _ADDITION, _RESULT = "tool_addition", "tool_result"
 
 
-class AddedTool(Fields):
+class AddedTool(EchoedFields):
     """The tool that an addition names or defines."""
 
     type: str
@@ -48,7 +48,7 @@ MessagesParts = Annotated[
 ]
 
 
-class MessagesTurn(Fields):
+class MessagesTurn(EchoedFields):
     """One message."""
 
     role: Literal["user", "assistant", "system"]

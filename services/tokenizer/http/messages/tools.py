@@ -10,7 +10,7 @@ from pydantic import model_validator
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.refusals import invalid_field
-from services.tokenizer.http.requests.fields import Fields
+from services.tokenizer.http.requests.fields import EchoedFields, Fields
 
 _MODES = {
     "none": tokenizer_pb2.TOOL_MODE_NONE,
@@ -22,7 +22,7 @@ _MODES = {
 _CUSTOM = (None, "custom")
 
 
-class MessagesTool(Fields):
+class MessagesTool(EchoedFields):
     """A tool: the client's own, or one of Anthropic's, which only their servers and models know."""
 
     type: str | None = None

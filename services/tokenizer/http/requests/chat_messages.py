@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.chat.chat_request import MAX_TOOL_CALLS
 from services.tokenizer.http.refusals import invalid_field
-from services.tokenizer.http.requests.fields import Fields, Several
+from services.tokenizer.http.requests.fields import EchoedFields, Several
 from services.tokenizer.http.requests.thinking_signatures import hidden_thinking
 
 _ROLES = {
@@ -42,14 +42,14 @@ Parts = Annotated[
 ]
 
 
-class PartSource(Fields):
+class PartSource(EchoedFields):
     """Where the content of a document is; only text can be read."""
 
     type: str | None = None
     data: str | None = None
 
 
-class ContentPart(Fields):
+class ContentPart(EchoedFields):
     """A part of a message: text, or one of Anthropic's for reasoning, for a call, or for a call's result."""
 
     type: str
@@ -73,7 +73,7 @@ def _arguments_text(value: object) -> object:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
 
 
-class CalledFunction(Fields):
+class CalledFunction(EchoedFields):
     """What a call calls."""
 
     name: str
@@ -82,7 +82,7 @@ class CalledFunction(Fields):
     )
 
 
-class MessageToolCall(Fields):
+class MessageToolCall(EchoedFields):
     """A call earlier in the chat."""
 
     id: str | None = None
@@ -90,7 +90,7 @@ class MessageToolCall(Fields):
     function: CalledFunction
 
 
-class ChatMessage(Fields):
+class ChatMessage(EchoedFields):
     """One message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

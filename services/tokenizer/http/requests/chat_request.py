@@ -2,58 +2,39 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.chat.chat_request import MAX_MESSAGES, MAX_TOOLS
 from services.tokenizer.http.refusals import invalid_field
+from services.tokenizer.http.requests.answer_forms import AnswerForm
 from services.tokenizer.http.requests.api_request import AnswerOptions, ApiRequest
 from services.tokenizer.http.requests.chat_messages import ChatMessage, read_message
 from services.tokenizer.http.requests.chat_tools import ChatTool, WordOrChoice, add_tools
 from services.tokenizer.http.requests.field_names import FieldNames
-from services.tokenizer.http.requests.fields import Count, Several, check_honoured, ignored_names, read_fields
-from services.tokenizer.http.requests.sampling_fields import UNSUPPORTED, CommonFields, make_message
+from services.tokenizer.http.requests.fields import Count, Several, read_request
+from services.tokenizer.http.requests.sampling_fields import CommonFields, make_common_message
+from services.tokenizer.http.requests.thinking_fields import ThinkingFields
 from services.tokenizer.json.json_values import JsonObject
 
-_UNSUPPORTED = {
-    **UNSUPPORTED,
-    "audio": (),
-    "modalities": (["text"], []),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "web_search_options": (),
-    "verbosity": ("medium",),
-    "documents": ([],),
-    "chat_template": (),
-    "echo": (False,),
-    "suffix": ("",),
-    "add_special_tokens": (False,),
-}
-_NO_REASONING = "none"
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-"""How much the model reasons."""
-
-
-class ChatFields(CommonFields):
+class ChatFields(CommonFields, ThinkingFields):
     """The body."""
 
     messages: Annotated[Several[ChatMessage], Field(max_length=MAX_MESSAGES)]
-    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     tools: Annotated[Several[ChatTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: WordOrChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    add_special_tokens: Literal[False] | None = None
+    """A template writes those that it wants."""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
@@ -64,32 +45,33 @@ class ChatFields(CommonFields):
         return self
 
 
-def read_chat_request(value: JsonObject, request_id: str) -> ApiRequest:
-    """Read a request.
+def read_chat_request(value: JsonObject, request_id: str, *, is_lenient: bool = False) -> ApiRequest:
+    """Read a request; `is_lenient` as for `read_request`.
 
     Raises:
-        HttpError: names the first field that is wrong or cannot be honoured.
+        HttpError: names the first field that is wrong, unknown, or cannot be honoured.
     """
-    check_honoured(value, _UNSUPPORTED)
-    fields = read_fields(ChatFields, value)
-    message = make_message(fields, request_id)
+    return _make_request(*read_request(ChatFields, value, is_lenient=is_lenient), request_id)
+
+
+def _make_request(fields: ChatFields, ignored: list[str], request_id: str) -> ApiRequest:
+    form = fields.form()
+    message = make_common_message(fields, request_id, form)
     num_messages = []
     for index, each in enumerate(fields.messages):
         read = read_message(each, index)
         message.chat.messages.extend(read)
         num_messages.append(len(read))
     not_held = _add_chat(message.chat, fields)
-    if fields.max_completion_tokens is not None:
-        message.sampling.max_tokens = fields.max_completion_tokens
     if fields.logprobs:
         message.sampling.num_logprobs = fields.top_logprobs or 0
     return ApiRequest(
         message,
-        _options(fields),
-        FieldNames(is_chat=True, given=_given_names(fields), num_messages=num_messages),
+        _options(fields, form),
+        FieldNames(is_chat=True, given=_given_names(fields, form), num_messages=num_messages),
         fields.model,
         timeout_s=fields.timeout_s,
-        ignored=[*ignored_names(fields, value, _UNSUPPORTED), *not_held],
+        ignored=[*ignored, *not_held],
     )
 
 
@@ -101,33 +83,21 @@ def _add_chat(chat: tokenizer_pb2.Chat, fields: ChatFields) -> list[str]:
     # Agents send back what some model wrote.
     chat.keep_invalid_arguments = True
     chat.single_tool_call = fields.parallel_tool_calls is False
-    variables = thinking_variables(fields.reasoning_effort) | (fields.chat_template_kwargs or {})
-    if variables:
-        chat.template_variables = json.dumps(variables, ensure_ascii=False)
+    fields.set_variables(chat)
     return add_tools(chat, fields.tools or [], fields.tool_choice)
 
 
-def thinking_variables(effort: Effort | None) -> JsonObject:
-    """Templates turn thinking on and off by one of two names, and some take the effort itself."""
-    if effort is None:
-        return {}
-    variables: JsonObject = {"enable_thinking": effort != _NO_REASONING, "thinking": effort != _NO_REASONING}
-    if effort != _NO_REASONING:
-        variables["reasoning_effort"] = effort
-    return variables
-
-
-def _options(fields: ChatFields) -> AnswerOptions:
+def _options(fields: ChatFields, form: AnswerForm | None) -> AnswerOptions:
     return replace(
-        fields.answer_options,
-        has_reasoning=fields.include_reasoning is not False,
+        fields.answer_options(form),
+        has_reasoning=fields.include_reasoning is not False and not fields.hides_reasoning,
         has_logprobs=bool(fields.logprobs or fields.logprob_token_ids),
     )
 
 
-def _given_names(fields: ChatFields) -> dict[str, str]:
+def _given_names(fields: ChatFields, form: AnswerForm | None) -> dict[str, str]:
     return {
-        "sampling.max_tokens": "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens",
+        "sampling.max_tokens": fields.length()[0],
         "sampling.num_logprobs": "top_logprobs",
-        **fields.form_names,
+        **({} if form is None else form.names),
     }

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.chat.chat_request import MAX_TOOLS
 from services.tokenizer.http.refusals import invalid_field
-from services.tokenizer.http.requests.fields import Fields, Several
+from services.tokenizer.http.requests.fields import EchoedFields, Fields, Several
 from services.tokenizer.json.json_values import JsonObject
 
 _MODES = {
@@ -22,7 +22,7 @@ _MODES = {
 }
 
 
-class Function(Fields):
+class Function(EchoedFields):
     """A function that may be called."""
 
     name: str
@@ -31,7 +31,7 @@ class Function(Fields):
     strict: bool | None = None
 
 
-class ChatTool(Fields):
+class ChatTool(EchoedFields):
     """A tool: OpenAI's with a `function`, or Anthropic's with an `input_schema`."""
 
     type: str | None = None
@@ -50,13 +50,13 @@ class ChatTool(Fields):
         return None
 
 
-class NamedFunction(Fields):
+class NamedFunction(EchoedFields):
     """A tool's name."""
 
     name: str
 
 
-class NamedTool(Fields):
+class NamedTool(EchoedFields):
     """A tool that is referred to."""
 
     type: Literal["function"] | None = None

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, model_validator
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.refusals import invalid_field
+from services.tokenizer.http.requests.answer_forms import AnswerForm
 from services.tokenizer.http.requests.api_request import AnswerOptions, ApiRequest
 from services.tokenizer.http.requests.field_names import FieldNames
-from services.tokenizer.http.requests.fields import Count, Several, check_honoured, ignored_names, read_fields
-from services.tokenizer.http.requests.sampling_fields import UNSUPPORTED, CommonFields, make_message
+from services.tokenizer.http.requests.fields import Count, Several, read_request
+from services.tokenizer.http.requests.sampling_fields import CommonFields, make_common_message
 from services.tokenizer.json.json_values import JsonObject
 from services.tokenizer.request.checks import MAX_PROMPTS
 
 DEFAULT_MAX_TOKENS = 16
 
-_UNSUPPORTED = {**UNSUPPORTED, "suffix": ("",), "add_special_tokens": (True,)}
 _ID_LIMIT = 2**32
 
 PromptPart = str | Several[int]
@@ -26,6 +26,8 @@ PromptPart = str | Several[int]
 
 def _as_prompts(value: object) -> object:
     """One prompt or several, as a list. By hand, since a prompt may be a long list of ids."""
+    if isinstance(value, list):
+        value = _with_whole_ids([_with_whole_ids(each) if isinstance(each, list) else each for each in value])
     if isinstance(value, str) or _is_ids(value):
         return [value]
     if isinstance(value, list) and len(value) > MAX_PROMPTS and not isinstance(value[0], int):
@@ -33,6 +35,13 @@ def _as_prompts(value: object) -> object:
     if isinstance(value, list) and all(isinstance(item, str) or _is_ids(item) for item in value):
         return value
     raise ValueError("must be a text, a list of token ids, or a list of either")
+
+
+def _with_whole_ids(values: list[object]) -> list[object]:
+    """Numbers such as `5.0` as the integers that they are."""
+    if any(type(each) is float for each in values):
+        return [int(each) if isinstance(each, float) and each.is_integer() else each for each in values]
+    return values
 
 
 def _is_ids(value: object) -> bool:
@@ -49,6 +58,7 @@ class CompletionFields(CommonFields):
     ]
     echo: bool | None = None
     logprobs: Count | None = None
+    add_special_tokens: Literal[True] | None = None
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
@@ -57,15 +67,15 @@ class CompletionFields(CommonFields):
         return self
 
 
-def read_completion_request(value: JsonObject, request_id: str) -> ApiRequest:
-    """Read a request.
+def read_completion_request(value: JsonObject, request_id: str, *, is_lenient: bool = False) -> ApiRequest:
+    """Read a request; `is_lenient` as for `read_request`.
 
     Raises:
-        HttpError: names the first field that is wrong or cannot be honoured.
+        HttpError: names the first field that is wrong, unknown, or cannot be honoured.
     """
-    check_honoured(value, _UNSUPPORTED)
-    fields = read_fields(CompletionFields, value)
-    message = make_message(fields, request_id)
+    fields, ignored = read_request(CompletionFields, value, is_lenient=is_lenient)
+    form = fields.form()
+    message = make_common_message(fields, request_id, form)
     message.echo = bool(fields.echo)
     _set_prompts(message, fields.prompt)
     if fields.logprobs is not None:
@@ -74,12 +84,12 @@ def read_completion_request(value: JsonObject, request_id: str) -> ApiRequest:
             message.sampling.num_prompt_logprobs = max(fields.logprobs, fields.prompt_logprobs or 0)
     return ApiRequest(
         message,
-        _options(fields),
-        FieldNames(is_chat=False, given=_given_names(fields)),
+        _options(fields, form),
+        FieldNames(is_chat=False, given=_given_names(fields, form)),
         fields.model,
         default_max_tokens=DEFAULT_MAX_TOKENS,
         timeout_s=fields.timeout_s,
-        ignored=list(ignored_names(fields, value, _UNSUPPORTED)),
+        ignored=ignored,
     )
 
 
@@ -99,16 +109,16 @@ def _set_prompts(message: tokenizer_pb2.GenerateRequest, prompts: list[PromptPar
             message.prompts.prompts.add(tokens={"token_ids": prompt})
 
 
-def _options(fields: CompletionFields) -> AnswerOptions:
+def _options(fields: CompletionFields, form: AnswerForm | None) -> AnswerOptions:
     return replace(
-        fields.answer_options,
+        fields.answer_options(form),
         has_logprobs=fields.logprobs is not None or bool(fields.logprob_token_ids),
         has_prompt_in_logprobs=bool(fields.echo) and fields.logprobs is not None,
     )
 
 
-def _given_names(fields: CompletionFields) -> dict[str, str]:
-    names = dict(fields.form_names)
+def _given_names(fields: CompletionFields, form: AnswerForm | None) -> dict[str, str]:
+    names = {"sampling.max_tokens": fields.length()[0], **({} if form is None else form.names)}
     if fields.prompt_logprobs is None:
         names["sampling.num_prompt_logprobs"] = "logprobs"
     return names

@@ -39,7 +39,6 @@ _RESPONSES_RULES = (
     (r"^chat\.template_variables", "chat_template_kwargs"),
     (r"^chat\.single_tool_call", "parallel_tool_calls"),
     (r"^chat\.", ""),
-    (r"^sampling\.max_tokens", "max_output_tokens"),
     (r"^sampling\.num_logprobs", "top_logprobs"),
 )
 _RULES = (
@@ -48,19 +47,6 @@ _RULES = (
     (r"^sampling\.", ""),
     (r"^include_stop$", "include_stop_str_in_output"),
 )
-
-RESPONSE_FORMAT = {
-    "structured_output.json_schema": "response_format.json_schema.schema",
-    "structured_output": "response_format",
-}
-"""The names of a form that is OpenAI's."""
-STRUCTURED_OUTPUTS = {
-    "structured_output.json_schema": "structured_outputs.json",
-    "structured_output.choices.texts": "structured_outputs.choice",
-    "structured_output.choices": "structured_outputs.choice",
-    "structured_output": "structured_outputs",
-}
-"""The names of a form that is vLLM's."""
 
 
 class FieldNames:
@@ -80,9 +66,8 @@ class FieldNames:
 
     def __call__(self, field: str) -> str:
         """The name in the request's JSON."""
-        for beginning, name in self._given.items():
-            if field.startswith(beginning):
-                return name + field.removeprefix(beginning)
+        if (given := _given_name(self._given, field)) is not None:
+            return given
         field = _MESSAGE.sub(self._place, field)
         for pattern, name in self._rules:
             field = re.sub(pattern, name, field)
@@ -93,20 +78,28 @@ class FieldNames:
         return f"chat.messages[{self._places[index] if index < len(self._places) else index}]"
 
 
+def _given_name(given: Mapping[str, str], field: str) -> str | None:
+    """The name of a field whose beginning is given; None if none is."""
+    for beginning, name in given.items():
+        if field.startswith(beginning):
+            return name + field.removeprefix(beginning)
+    return None
+
+
 class PlacedNames:
     """Names fields of a request whose messages and tools are not those of the cell one by one."""
 
     own_rules: ClassVar[tuple[tuple[str, str], ...]] = ()
 
-    def __init__(self, message_places: Sequence[str], tool_places: Sequence[str], form: str) -> None:
-        """`form` names the field with the answer's form; the places are those of the cell's messages and tools."""
+    def __init__(self, message_places: Sequence[str], tool_places: Sequence[str], given: Mapping[str, str]) -> None:
+        """`given` is as in `FieldNames`; the places are those of the cell's messages and tools."""
         self._places = {"messages": message_places, "tools": tool_places}
-        self._form = form
+        self._given = given
 
     def __call__(self, field: str) -> str:
         """The name in the request's JSON."""
-        if field.startswith("structured_output"):
-            return f"{self._form}.schema" if field.startswith("structured_output.json_schema") else self._form
+        if (given := _given_name(self._given, field)) is not None:
+            return given
         if (found := _PLACED.match(field)) and int(found[2]) < len(self._places[found[1]]):
             place = self._places[found[1]][int(found[2])]
             # What became of a message has no fields of the same names there.

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from services.tokenizer.http.refusals import HttpError, invalid_field
 from services.tokenizer.http.requests.counts import check_counts
+from services.tokenizer.http.requests.field_rules import DONE_ANYWAY, HARMLESS, REFUSED, WITHOUT_EFFECT
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 from services.tokenizer.request.checks import MAX_STOP_STRINGS
 
 _IGNORED_HEADER_BYTES = 1024
 _MAX_INDEX = 2**32 - 1
+# Of a name in an error.
+_MAX_NAME_LENGTH = 256
 
 
 class Fields(BaseModel):
-    """Fields of the API. Null means absent everywhere; unknown fields are ignored."""
+    """Fields of the API. Null means absent everywhere; names that neither these nor the table know are refused."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, hide_input_in_errors=True)
+
+
+class EchoedFields(Fields):
+    """Fields of what clients send back, perhaps from another provider: names that are not known are only named."""
 
 
 FieldsT = TypeVar("FieldsT", bound=Fields)
@@ -28,8 +37,15 @@ ItemT = TypeVar("ItemT")
 Several = Annotated[list[ItemT], Field(fail_fast=True)]
 """A list that is refused at its first wrong item: a body has room for a million, and each would be an error object."""
 
+
+def _whole(value: object) -> object:
+    """`5.0` and `2e0` are integers in JSON."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole, json_schema_input_type=int)]
 # Numbers that fit the messages' fields.
-Count = Annotated[int, Field(ge=0, le=_MAX_INDEX)]
+Count = Annotated[Whole, Field(ge=0, le=_MAX_INDEX)]
 
 
 def _as_list(value: object) -> object:
@@ -53,51 +69,102 @@ def read_fields(kind: type[FieldsT], value: JsonObject) -> FieldsT:
         raise _first_problem(error) from None
 
 
-def check_honoured(value: JsonObject, only: Mapping[str, Sequence[object]]) -> None:
-    """Refuse fields that would change the answer and cannot be honoured.
+def read_request(kind: type[FieldsT], value: JsonObject, *, is_lenient: bool) -> tuple[FieldsT, list[str]]:
+    """Read a request: its fields, and the names of those that have no effect.
 
     Args:
+        kind: The fields that the route reads.
         value: The request.
-        only: The fields' names, with the values that ask for nothing.
+        is_lenient: Whether names that nobody knows have no effect, instead of being refused.
 
     Raises:
-        HttpError: names the first one.
+        HttpError: names the first field that is wrong, unknown, or cannot be honoured.
     """
-    for name, harmless in only.items():
-        given = value.get(name)
-        if given is not None and given not in harmless:
-            raise invalid_field(name, "is not supported")
+    _check_honoured(value, _names_of(kind))
+    fields = read_fields(kind, value)
+    return fields, list(_ignored(fields, value, _ROOT, is_lenient=is_lenient))
 
 
-def ignored_names(fields: Fields, value: JsonObject, others: Collection[str] = (), *, place: str = "") -> Iterator[str]:
-    """The names of values that have no effect, also inside others: those that `fields` does not know.
+def _check_honoured(value: JsonObject, known: Collection[str]) -> None:
+    """Before all else, since what cannot be honoured says more than what is wrong."""
+    for name in value:
+        if name not in known:
+            _check_value(_ROOT.at(name), value[name])
+
+
+def _check_value(place: _Place, value: JsonValue) -> None:
+    if value is not None and place.path in REFUSED and not _is_among(value, REFUSED[place.path]):
+        raise invalid_field(place.name, "is not supported")
+
+
+def _is_among(value: JsonValue, others: Iterable[JsonValue]) -> bool:
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in others)
+
+
+@cache
+def _names_of(kind: type[Fields]) -> dict[str, str]:
+    """The names in the JSON, and those of the attributes."""
+    return {each.alias or name: name for name, each in kind.model_fields.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a value is in a request."""
+
+    name: str
+    """With the indices of lists."""
+    path: str
+    """Without them, as the table has it."""
+
+    def at(self, name: str) -> _Place:
+        return _Place(f"{self.name}.{name}", f"{self.path}.{name}") if self.name else _Place(name, name)
+
+    def item(self, index: int) -> _Place:
+        return _Place(f"{self.name}[{index}]", self.path)
+
+
+_ROOT = _Place("", "")
+
+
+def _ignored(fields: Fields, value: JsonObject, place: _Place, *, is_lenient: bool) -> Iterator[str]:
+    """The names of values that have no effect, also inside of others.
 
     Args:
         fields: What was read.
         value: What it was read from.
-        others: Further names that are known.
-        place: Where `value` is in the request, as the beginning of a name; empty for the request itself.
+        place: Where `value` is.
+        is_lenient: See `read_request`.
+
+    Raises:
+        HttpError: names a field that is unknown or cannot be honoured.
     """
-    kinds = type(fields).model_fields
-    known = {kind.alias or name: name for name, kind in kinds.items()}
+    known, is_echoed = _names_of(type(fields)), isinstance(fields, EchoedFields)
+    is_lenient = is_lenient or is_echoed
     for name, given in value.items():
-        if given is None or name in others:
+        if given is None or name in DONE_ANYWAY:
             continue
-        if name not in known:
-            yield f"{place}{name}"
-            continue
-        read = getattr(fields, known[name])
-        yield from _ignored_inside(read, given, f"{place}{name}")
+        at = place.at(name)
+        if at.path in WITHOUT_EFFECT:
+            if not _is_among(given, HARMLESS.get(at.path, ())):
+                yield at.name
+        elif name in known:
+            yield from _ignored_inside(getattr(fields, known[name]), given, at, is_lenient=is_lenient)
+        elif at.path in REFUSED and not is_echoed:
+            _check_value(at, given)
+        elif is_lenient:
+            yield at.name
+        else:
+            raise invalid_field(at.name[:_MAX_NAME_LENGTH], "is not known, and may change the answer")
 
 
-def _ignored_inside(read: object, given: JsonValue, place: str) -> Iterator[str]:
+def _ignored_inside(read: object, given: JsonValue, place: _Place, *, is_lenient: bool) -> Iterator[str]:
     if isinstance(read, Fields) and isinstance(given, dict):
-        yield from ignored_names(read, given, place=f"{place}.")
+        yield from _ignored(read, given, place, is_lenient=is_lenient)
     elif isinstance(read, list) and isinstance(given, list):
         for index, (item, given_item) in enumerate(zip(read, given, strict=False)):
             if not isinstance(item, Fields):
                 return
-            yield from _ignored_inside(item, given_item, f"{place}[{index}]")
+            yield from _ignored_inside(item, given_item, place.item(index), is_lenient=is_lenient)
 
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:

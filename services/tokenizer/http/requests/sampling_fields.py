@@ -1,20 +1,18 @@
-"""The fields that chats and completions share."""
+"""The fields that all routes share which answer, and those that chats and completions do."""
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.http.refusals import invalid_field
-from services.tokenizer.http.requests.answer_forms import ResponseFormat, StructuredOutputs
+from services.tokenizer.http.requests.answer_forms import AnswerForm, FormFields
 from services.tokenizer.http.requests.api_request import AnswerOptions
-from services.tokenizer.http.requests.field_names import RESPONSE_FORMAT, STRUCTURED_OUTPUTS
-from services.tokenizer.http.requests.fields import Count, Fields, Several, TextOrTexts
+from services.tokenizer.http.requests.fields import Count, Fields, Several, TextOrTexts, Whole
 from services.tokenizer.request.checks import MAX_BAD_STRINGS
 from shared.sampling_params import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 
@@ -23,19 +21,10 @@ _DRAWN_SEED_BITS = 53
 # Above 0, and below what any token's probability adds to: only the likeliest token is left.
 _SMALLEST_TOP_P = 1e-9
 _MAX_TIMEOUT_S = 1e9
+_DRAWN = -1
+# The first one has the name that errors take where none is given.
+_LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
-
-UNSUPPORTED = {
-    "use_beam_search": (False,),
-    "logits_processors": ([],),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "kv_transfer_params": ({},),
-    "prompt_embeds": (),
-}
-"""vLLM's fields that change the answer and cannot be honoured, with the values that ask for nothing."""
 
 
 def _check_biased(value: object) -> object:
@@ -59,12 +48,12 @@ class StreamOptions(Fields):
     continuous_usage_stats: bool | None = None
 
 
-class ControlFields(Fields):
+class ControlFields(FormFields):
     """Fields that every route has: OpenAI's, vLLM's and our own."""
 
     model: str | None = None
     stream: bool | None = None
-    seed: int | None = None
+    seed: Whole | None = None
     stop: TextOrTexts | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -72,7 +61,11 @@ class ControlFields(Fields):
     presence_penalty: float | None = None
     logit_bias: Biases | None = None
 
-    top_k: int | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    max_output_tokens: Count | None = None
+
+    top_k: Whole | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: Count | None = None
@@ -82,26 +75,29 @@ class ControlFields(Fields):
     skip_special_tokens: bool | None = None
     bad_words: Annotated[Several[str], Field(max_length=MAX_BAD_STRINGS)] | None = None
     allowed_token_ids: Annotated[Several[Count], Field(max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
-    priority: int | None = None
+    priority: Whole | None = None
     cache_salt: str | None = None
 
     determinism: Literal["ordinary", "exact"] | None = None
     timeout_s: Seconds | None = None
+
+    def length(self) -> tuple[str, int | None]:
+        """The name and value of what bounds the answer: the lowest of those that are given."""
+        given = {name: getattr(self, name) for name in _LENGTHS}
+        lengths = [(name, value) for name, value in given.items() if value is not None]
+        return min(lengths, key=lambda each: each[1], default=(_LENGTHS[0], None))
 
 
 class CommonFields(ControlFields):
     """Fields of chats and completions."""
 
     stream_options: StreamOptions | None = None
-    max_tokens: Count | None = None
     n: Count | None = None
     best_of: Count | None = None
 
     logprob_token_ids: Annotated[Several[Count], Field(max_length=MAX_LOGPROBS)] | None = None
     prompt_logprobs: Count | None = None
     truncate_prompt_tokens: Count | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
@@ -114,20 +110,12 @@ class CommonFields(ControlFields):
         return self
 
     @model_validator(mode="after")
-    def _check_form(self) -> Self:
-        if self.response_format is not None and self.structured_outputs is not None:
-            raise invalid_field("structured_outputs", "cannot be combined with response_format")
+    def _check_choices(self) -> Self:
         if self.best_of is not None and self.best_of != (1 if self.n is None else self.n):
             raise invalid_field("best_of", "is not supported")
         return self
 
-    @property
-    def form_names(self) -> Mapping[str, str]:
-        """The names that the fields of the answer's form have here."""
-        return STRUCTURED_OUTPUTS if self.response_format is None else RESPONSE_FORMAT
-
-    @property
-    def answer_options(self) -> AnswerOptions:
+    def answer_options(self, form: AnswerForm | None) -> AnswerOptions:
         """What both routes read alike of how the answer is to look."""
         stream = self.stream_options
         return AnswerOptions(
@@ -137,12 +125,12 @@ class CommonFields(ControlFields):
             has_token_ids=bool(self.return_token_ids),
             names_tokens_by_id=bool(self.return_tokens_as_token_ids),
             has_prompt_logprobs=self.prompt_logprobs is not None,
-            schema_field=self.form_names["structured_output.json_schema"],
+            schema_field="" if form is None else form.schema_field,
         )
 
 
-def make_message(fields: CommonFields, request_id: str) -> tokenizer_pb2.GenerateRequest:
-    """A request with all shared fields set; the seed is drawn if there is none."""
+def make_message(fields: ControlFields, request_id: str, form: AnswerForm | None) -> tokenizer_pb2.GenerateRequest:
+    """A request with the fields set that all routes have; the seed is drawn if there is none."""
     message = tokenizer_pb2.GenerateRequest(
         request_id=request_id,
         sampling=_sampling(fields),
@@ -152,25 +140,37 @@ def make_message(fields: CommonFields, request_id: str) -> tokenizer_pb2.Generat
         bad_words=fields.bad_words,
         include_stop=fields.include_stop_str_in_output,
         skip_special_tokens=fields.skip_special_tokens,
-        truncate_prompt_tokens=fields.truncate_prompt_tokens,
     )
     if fields.determinism == "exact":
         message.determinism = common_pb2.DETERMINISM_EXACT
-    asked = fields.structured_outputs or fields.response_format
-    form = None if asked is None else asked.message()
     if form is not None:
-        message.structured_output.CopyFrom(form)
+        message.structured_output.CopyFrom(form.message)
     return message
 
 
-def _sampling(fields: CommonFields) -> common_pb2.SamplingParams:
+def make_common_message(
+    fields: CommonFields, request_id: str, form: AnswerForm | None
+) -> tokenizer_pb2.GenerateRequest:
+    """`make_message`, with what chats and completions have besides."""
+    message = make_message(fields, request_id, form)
+    if fields.truncate_prompt_tokens is not None:
+        message.truncate_prompt_tokens = fields.truncate_prompt_tokens
+    message.sampling.MergeFrom(
+        common_pb2.SamplingParams(
+            n=fields.n, num_prompt_logprobs=fields.prompt_logprobs, logprob_token_ids=fields.logprob_token_ids
+        )
+    )
+    return message
+
+
+def _sampling(fields: ControlFields) -> common_pb2.SamplingParams:
     top_p, top_k = fields.top_p, fields.top_k
     return common_pb2.SamplingParams(
-        max_tokens=fields.max_tokens,
+        max_tokens=fields.length()[1],
         temperature=fields.temperature,
         top_k=_top_k(top_k),
         top_p=_SMALLEST_TOP_P if top_p == 0 else top_p,
-        seed=secrets.randbits(_DRAWN_SEED_BITS) if fields.seed is None else fields.seed % 2**64,
+        seed=_seed(fields.seed),
         ignore_eos=fields.ignore_eos,
         stop_token_ids=fields.stop_token_ids,
         min_p=fields.min_p,
@@ -179,11 +179,13 @@ def _sampling(fields: CommonFields) -> common_pb2.SamplingParams:
         frequency_penalty=fields.frequency_penalty,
         logit_bias={int(token_id): bias for token_id, bias in (fields.logit_bias or {}).items()},
         min_tokens=fields.min_tokens,
-        num_prompt_logprobs=fields.prompt_logprobs,
-        n=fields.n,
         allowed_token_ids=fields.allowed_token_ids,
-        logprob_token_ids=fields.logprob_token_ids,
     )
+
+
+def _seed(seed: int | None) -> int:
+    """-1 asks for a drawn one, as in vLLM."""
+    return secrets.randbits(_DRAWN_SEED_BITS) if seed in (None, _DRAWN) else seed % 2**64
 
 
 def _top_k(top_k: int | None) -> int | None:

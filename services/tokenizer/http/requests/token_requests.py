@@ -11,7 +11,7 @@ from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.refusals import FieldNaming, invalid_field
 from services.tokenizer.http.requests.chat_request import read_chat_request
 from services.tokenizer.http.requests.field_names import FieldNames
-from services.tokenizer.http.requests.fields import Count, Fields, Several, read_fields
+from services.tokenizer.http.requests.fields import Count, Fields, Several, read_fields, read_request
 from services.tokenizer.json.json_values import JsonObject
 
 
@@ -55,18 +55,25 @@ class EncodingRequest:
     """Whether a text gets the post-processor's tokens."""
 
 
-def read_tokenize_request(value: JsonObject) -> EncodingRequest:
-    """Read a request.
+def read_tokenize_request(value: JsonObject, *, is_lenient: bool = False) -> EncodingRequest:
+    """Read a request; `is_lenient` as for `read_request`.
 
     Raises:
-        HttpError: names the first field that is wrong or cannot be honoured.
+        HttpError: names the first field that is wrong, unknown, or cannot be honoured.
     """
     if value.get("messages") is not None:
         has_strings = bool(read_fields(_StringsField, value).return_token_strs)
-        api = read_chat_request(value, "")
+        chat = {name: given for name, given in value.items() if name not in _StringsField.model_fields}
+        api = read_chat_request(chat, "", is_lenient=is_lenient)
         return EncodingRequest(tokenizer_pb2.Prompt(chat=api.message.chat), api.names, api.model, has_strings)
-    fields = read_fields(TokenizeFields, value)
+    fields, _ = read_request(TokenizeFields, value, is_lenient=is_lenient)
     names = FieldNames(is_chat=False, given={})
     prompt = tokenizer_pb2.Prompt(text=fields.prompt)
     has_special_tokens = fields.add_special_tokens is not False
     return EncodingRequest(prompt, names, fields.model, bool(fields.return_token_strs), has_special_tokens)
+
+
+def read_detokenize_request(value: JsonObject, *, is_lenient: bool = False) -> DetokenizeFields:
+    """Read a request; raises as `read_tokenize_request`."""
+    fields, _ = read_request(DetokenizeFields, value, is_lenient=is_lenient)
+    return fields

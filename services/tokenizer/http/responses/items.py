@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.refusals import invalid_field
-from services.tokenizer.http.requests.fields import Fields, Several
+from services.tokenizer.http.requests.fields import EchoedFields, Several
 from services.tokenizer.http.requests.message_drafts import MessageDraft
 from services.tokenizer.http.responses.custom_input import input_arguments
 from services.tokenizer.http.responses.reasoning_content import REASONING_CONTENT
@@ -38,7 +38,7 @@ def _as_parts(value: object) -> object:
     return value
 
 
-class ItemPart(Fields):
+class ItemPart(EchoedFields):
     """A part of an item."""
 
     type: str
@@ -54,7 +54,7 @@ Parts = Annotated[
 ]
 
 
-class InputItem(Fields):
+class InputItem(EchoedFields):
     """An item: a message, a reasoning, a call, a call's result, or further tools."""
 
     type: str | None = None

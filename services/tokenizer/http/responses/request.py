@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from services.tokenizer.http.refusals import invalid_field
-from services.tokenizer.http.requests.answer_forms import JsonSchema, ResponseFormat, SchemaText
+from services.tokenizer.http.requests.answer_forms import AnswerForm, SchemaText, schema_form
 from services.tokenizer.http.requests.api_request import AnswerOptions, ApiRequest
-from services.tokenizer.http.requests.chat_request import Effort, thinking_variables
 from services.tokenizer.http.requests.field_names import ResponsesNames
-from services.tokenizer.http.requests.fields import Count, Fields, Several, check_honoured, ignored_names, read_fields
-from services.tokenizer.http.requests.sampling_fields import UNSUPPORTED, CommonFields, ControlFields, make_message
+from services.tokenizer.http.requests.fields import Count, Fields, Several, read_request
+from services.tokenizer.http.requests.sampling_fields import ControlFields, make_message
+from services.tokenizer.http.requests.thinking_fields import ThinkingFields
 from services.tokenizer.http.responses.items import InputItem, MessageReader, as_items
 from services.tokenizer.http.responses.tools import (
     OfferedTools,
@@ -27,36 +26,15 @@ from services.tokenizer.http.responses.tools import (
 )
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 
-_UNSUPPORTED = {
-    **UNSUPPORTED,
-    # Nothing is stored.
-    "previous_response_id": (),
-    "conversation": (),
-    "background": (False,),
-    "prompt": (),
-    "truncation": ("disabled",),
-    "service_tier": ("auto", "default"),
-    "moderation": (),
-    "context_management": ([],),
-}
 _ENCRYPTED, _LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
 _MAX_METADATA = 16
 _FORM = "text.format"
 
 
 class StreamOptions(Fields):
-    """What streams have beside the answer: padding, of which there is none."""
+    """What streams have beside the answer: they end with the usage anyway."""
 
-    include_obfuscation: bool | None = None
-
-
-class Reasoning(Fields):
-    """How much the model reasons; no summary is made of it."""
-
-    effort: Effort | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
-    context: str | None = None
+    include_usage: bool | None = None
 
 
 class TextFormat(Fields):
@@ -68,11 +46,11 @@ class TextFormat(Fields):
     json_schema: SchemaText | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
-    @property
-    def response_format(self) -> ResponseFormat:
-        """The same as a chat's."""
-        schema = JsonSchema.model_construct(json_schema=self.json_schema, strict=self.strict)
-        return ResponseFormat.model_construct(type=self.type, json_schema=schema)
+    def form(self) -> AnswerForm | None:
+        """The form; None for any text."""
+        if self.type == "text":
+            return None
+        return AnswerForm(_FORM, schema_form(self.json_schema, is_strict=bool(self.strict)), f"{_FORM}.schema")
 
 
 class TextConfig(Fields):
@@ -82,8 +60,12 @@ class TextConfig(Fields):
 
     @model_validator(mode="after")
     def _check_schema(self) -> Self:
-        if self.format is not None and self.format.type == "json_schema" and self.format.json_schema is None:
-            raise invalid_field("text.format.schema", "is required")
+        if self.format is None:
+            return self
+        if self.format.type == "json_schema" and self.format.json_schema is None:
+            raise invalid_field(f"{_FORM}.schema", "is required")
+        if self.format.type == "text" and self.format.json_schema is not None:
+            raise invalid_field(f"{_FORM}.schema", "cannot be combined with type text")
         return self
 
 
@@ -97,7 +79,7 @@ Key = Annotated[str, Field(max_length=64)]
 Metadata = Annotated[dict[Key, Annotated[str, Field(max_length=512)]], BeforeValidator(_check_metadata)]
 
 
-class ResponseFields(ControlFields):
+class ResponseFields(ControlFields, ThinkingFields):
     """The body."""
 
     input: Annotated[
@@ -105,7 +87,6 @@ class ResponseFields(ControlFields):
     ] = None
     instructions: str | None = None
     stream_options: StreamOptions | None = None
-    max_output_tokens: Count | None = None
     max_tool_calls: Count | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     include: (
@@ -124,17 +105,13 @@ class ResponseFields(ControlFields):
         | None
     ) = None
     text: TextConfig | None = None
-    reasoning: Reasoning | None = None
     tools: Several[ResponseTool] | None = None
     tool_choice: WordOrChoice | None = None
     parallel_tool_calls: bool | None = None
-    store: bool | None = None
     metadata: Metadata | None = None
-    client_metadata: dict[str, Any] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     generate: bool | None = None
     """False asks only whether the request could be answered, as Codex does before its first one."""
 
@@ -144,7 +121,15 @@ class ResponseFields(ControlFields):
             raise invalid_field("stream_options", "needs stream: true")
         if self.top_logprobs and _LOGPROBS not in (self.include or ()):
             raise invalid_field("top_logprobs", f"needs {_LOGPROBS} in include")
+        if self.hides_reasoning:
+            raise invalid_field("thinking.display", "cannot be omitted on this route")
         return self
+
+    def forms(self) -> Iterator[AnswerForm]:
+        """Those that are given."""
+        if self.text is not None and self.text.format is not None and (form := self.text.format.form()) is not None:
+            yield form
+        yield from super().forms()
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,15 +143,15 @@ class ResponseOptions(AnswerOptions):
     has_encrypted_reasoning: bool = False
 
 
-def read_response_request(value: JsonObject, request_id: str) -> ApiRequest:
-    """Read a request.
+def read_response_request(value: JsonObject, request_id: str, *, is_lenient: bool = False) -> ApiRequest:
+    """Read a request; `is_lenient` as for `read_request`.
 
     Raises:
-        HttpError: names the first field that is wrong or cannot be honoured.
+        HttpError: names the first field that is wrong, unknown, or cannot be honoured.
     """
-    check_honoured(value, _UNSUPPORTED)
-    fields = read_fields(ResponseFields, value)
-    message = make_message(_common_fields(fields), request_id)
+    fields, ignored = read_request(ResponseFields, value, is_lenient=is_lenient)
+    form = fields.form()
+    message = make_message(fields, request_id, form)
     reader = MessageReader(fields.instructions)
     for index, item in enumerate(fields.input or ()):
         reader.read(item, f"input[{index}]")
@@ -174,9 +159,7 @@ def read_response_request(value: JsonObject, request_id: str) -> ApiRequest:
     chat.messages.extend(reader.messages)
     chat.keep_invalid_arguments = True
     chat.single_tool_call = fields.parallel_tool_calls is False
-    variables = thinking_variables(None if fields.reasoning is None else fields.reasoning.effort)
-    if variables := variables | (fields.chat_template_kwargs or {}):
-        chat.template_variables = json.dumps(variables, ensure_ascii=False)
+    fields.set_variables(chat)
     choose_tools(chat, fields.tool_choice)
     offered = add_tools(chat, _tool_lists(fields, value))
     includes = fields.include or ()
@@ -187,18 +170,18 @@ def read_response_request(value: JsonObject, request_id: str) -> ApiRequest:
         ResponseOptions(
             is_streamed=bool(fields.stream),
             has_logprobs=_LOGPROBS in includes,
-            schema_field=f"{_FORM}.schema",
+            schema_field="" if form is None else form.schema_field,
             echoed=_echoed(fields, value, offered),
             tools=offered.kinds,
             has_encrypted_reasoning=_ENCRYPTED in includes,
         ),
-        ResponsesNames(reader.places, offered.places, _FORM),
+        ResponsesNames(reader.places, offered.places, _given_names(fields, form)),
         fields.model,
         timeout_s=fields.timeout_s,
         ignored=[
             *offered.skipped,
             *offered.not_held,
-            *_without_effect(fields, value, offered),
+            *_outside(offered, ignored),
             *reader.ignored,
         ],
         is_probe=fields.generate is False or not fields.input,
@@ -206,10 +189,12 @@ def read_response_request(value: JsonObject, request_id: str) -> ApiRequest:
     )
 
 
-def _common_fields(fields: ResponseFields) -> CommonFields:
-    form = None if fields.text is None or fields.text.format is None else fields.text.format.response_format
-    controls = {name: getattr(fields, name) for name in ControlFields.model_fields}
-    return CommonFields.model_construct(**controls, max_tokens=fields.max_output_tokens, response_format=form)
+def _given_names(fields: ResponseFields, form: AnswerForm | None) -> dict[str, str]:
+    name, value = fields.length()
+    return {
+        "sampling.max_tokens": "max_output_tokens" if value is None else name,
+        **({} if form is None else form.names),
+    }
 
 
 def _tool_lists(
@@ -224,13 +209,10 @@ def _tool_lists(
     return lists
 
 
-def _without_effect(fields: ResponseFields, value: JsonObject, offered: OfferedTools) -> list[str]:
-    names = ["store"] if fields.store else []
-    reasoning = fields.reasoning or Reasoning()
-    names += [f"reasoning.{name}" for name in ("summary", "generate_summary", "context") if getattr(reasoning, name)]
-    # What a skipped tool has is skipped with it.
+def _outside(offered: OfferedTools, names: Sequence[str]) -> Iterator[str]:
+    """The names of what is outside of the tools that are skipped: what they have is skipped with them."""
     skipped = tuple(f"{place}." for place in offered.skipped)
-    return [*names, *(name for name in ignored_names(fields, value, _UNSUPPORTED) if not name.startswith(skipped))]
+    return (name for name in names if not name.startswith(skipped))
 
 
 def _echoed(fields: ResponseFields, value: JsonObject, offered: OfferedTools) -> JsonObject:
@@ -240,13 +222,13 @@ def _echoed(fields: ResponseFields, value: JsonObject, offered: OfferedTools) ->
     return {
         "background": False,
         "instructions": fields.instructions,
-        "max_output_tokens": fields.max_output_tokens,
+        "max_output_tokens": fields.length()[1],
         "max_tool_calls": fields.max_tool_calls,
         "metadata": value.get("metadata") or {},
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
         "previous_response_id": None,
         "prompt_cache_key": fields.prompt_cache_key,
-        "reasoning": {"effort": None if fields.reasoning is None else fields.reasoning.effort, "summary": None},
+        "reasoning": {"effort": next((effort for _, effort in fields.efforts()), None), "summary": None},
         "safety_identifier": fields.safety_identifier,
         "service_tier": "default",
         "temperature": fields.temperature,

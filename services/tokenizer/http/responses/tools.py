@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.chat.chat_request import MAX_TOOLS
 from services.tokenizer.http.refusals import invalid_field
-from services.tokenizer.http.requests.fields import Fields, Several
+from services.tokenizer.http.requests.fields import EchoedFields, Fields, Several
 from services.tokenizer.http.responses.custom_input import INPUT
 from services.tokenizer.json.ecma_regex import full_match_regex
 from services.tokenizer.json.json_values import JsonObject
@@ -60,7 +60,7 @@ class InputFormat(Fields):
         return self
 
 
-class ResponseTool(Fields):
+class ResponseTool(EchoedFields):
     """A tool: a function, a custom tool, a namespace of both, or one of another type, which is skipped."""
 
     type: str
@@ -72,7 +72,7 @@ class ResponseTool(Fields):
     tools: Several[ResponseTool] | None = None
 
 
-class NamedTool(Fields):
+class NamedTool(EchoedFields):
     """A tool that is referred to."""
 
     type: str

@@ -158,6 +158,11 @@ async def test_what_agents_send_is_taken_and_what_has_no_effect_is_told(
         "tools[4].format",
         "reasoning.summary",
         "text.verbosity",
+        "prompt_cache_key",
+        "safety_identifier",
+        "metadata",
+        "client_metadata",
+        "service_tier",
     ]
     assert ignored == told
     [record] = [record for record in caplog.records if record.getMessage() == "request ended"]
@@ -230,7 +235,6 @@ async def test_an_empty_probe_is_answered(http: HttpService, body: dict[str, Any
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"truncation": "auto"}, "truncation"),
-        ({"service_tier": "flex"}, "service_tier"),
         ({"include": ["nothing"]}, "include[0]"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"metadata": {"a": "b" * 513}}, "metadata.a"),
