@@ -91,6 +91,9 @@ def logits(library, path):
     for ids in json.load(sys.stdin):
         context = library.llama_init_from_model(model, library.llama_context_default_params())
         assert context, "the library makes no context"
+        library.llama_set_n_threads.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32]
+        # More would wait for each other on cores that have other work.
+        library.llama_set_n_threads(context, 1, 1)
         array = (ctypes.c_int32 * len(ids))(*ids)
         failed = library.llama_decode(context, library.llama_batch_get_one(array, len(ids)))
         assert not failed, f"the library decodes with {failed}"

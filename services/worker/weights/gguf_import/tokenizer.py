@@ -96,6 +96,9 @@ def _tokenizer(metadata: Metadata, tokens: list[str]) -> dict[str, Any]:
     if kind == _BYTE_LEVEL:
         parts, adds_bos = _byte_level(metadata, tokens)
     elif kind == _SENTENCEPIECE:
+        if _is_gemma(metadata):
+            # Runs of spaces are stored as such.
+            tokens = [_SPACE * len(token) if set(token) == {" "} else token for token in tokens]
         parts, adds_bos = _sentencepiece(metadata, tokens), True
     else:
         raise UnsupportedGgufError(
@@ -140,10 +143,10 @@ def _sentencepiece(metadata: Metadata, tokens: list[str]) -> dict[str, Any]:
     restored = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
     prepend, strip = {"type": "Prepend", "prepend": _SPACE}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     decoders = [restored, {"type": "ByteFallback"}, {"type": "Fuse"}, *([strip] if has_prefix else [])]
-    if metadata.architecture.startswith("gemma"):
-        # Runs of spaces are stored as such, and scores do not follow the order of merges, but ids do.
-        tokens = [_SPACE * len(token) if token.isspace() and set(token) == {" "} else token for token in tokens]
+    if _is_gemma(metadata):
+        # Scores do not follow the order of merges, but ids do.
         scores = [-token_id for token_id in range(len(tokens))]
+    scores = _runs_first(metadata, tokens, scores)
     vocabulary = _vocabulary(tokens)
     pairs = [list(pair) for pair in _merges(tokens, scores, vocabulary)]
     unknown = _id(metadata, "unknown", tokens)
@@ -154,6 +157,23 @@ def _sentencepiece(metadata: Metadata, tokens: list[str]) -> dict[str, Any]:
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": model,
     }
+
+
+def _is_gemma(metadata: Metadata) -> bool:
+    return metadata.architecture.startswith("gemma")
+
+
+def _runs_first(metadata: Metadata, tokens: Sequence[str], scores: Sequence[float]) -> list[float]:
+    """The scores, by which runs of spaces that the publisher defined are merged before all else, the longest first.
+
+    A run in a text then grows from its beginning, as in Gemma's own tokenizer.json: 32 spaces are the longest run, of
+    31, and one more. As such they are found nowhere: a text has spaces, and a piece what they are replaced by.
+    """
+    types, best = metadata.token_numbers("token_type"), max(scores)
+    return [
+        best + len(token) if kind == _USER_DEFINED and set(token) == {_SPACE} else score
+        for token, kind, score in zip(tokens, types or [0] * len(tokens), scores, strict=True)
+    ]
 
 
 def _merges(tokens: Sequence[str], scores: Sequence[float], vocabulary: Mapping[str, int]) -> Iterator[tuple[str, str]]:

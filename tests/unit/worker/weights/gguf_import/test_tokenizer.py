@@ -103,6 +103,26 @@ def test_gemmas_runs_of_spaces_are_pieces_and_ids_order_its_merges() -> None:
     assert tokenizer.encode("\n\n").ids == [1, num_tokens - 1]
 
 
+@pytest.mark.parametrize("architecture", ["gemma3", "llama"])
+@pytest.mark.parametrize("has_prefix", [False, True])
+def test_a_longer_run_of_spaces_begins_with_the_longest_that_is_a_piece(architecture: str, has_prefix: bool) -> None:
+    values = sentencepiece_values(add_space_prefix=has_prefix, add_bos_token=False)
+    first = len(values["tokens"])
+    longest = 5
+    space = " " if architecture == "gemma3" else SPACE
+    values["tokens"] += [space * length for length in range(2, longest + 1)]
+    values["token_type"] += [int(TokenType.USER_DEFINED)] * (longest - 1)
+    values["scores"] += [0.0] * (longest - 1)
+    tokenizer, one = written(metadata("llama", architecture, **values)), values["tokens"].index(SPACE)
+    for length in range(1, 3 * longest):
+        num_spaces = length + has_prefix
+        rest = num_spaces % longest
+        ends = [] if rest == 0 else [one] if rest == 1 else [first + rest - 2]
+        expected = [first + longest - 2] * (num_spaces // longest) + ends
+        assert tokenizer.encode(" " * length).ids == expected
+        assert tokenizer.decode(expected) == " " * length
+
+
 def byte_level_values(**more: Any) -> dict[str, Any]:
     model = json.loads(tiny_tokenizer().to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
