@@ -51,7 +51,7 @@ _REFUSED_BY_GEMMA: dict[str, object] = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
-_REFUSED_BY_QWEN3_NEXT: dict[str, object] = {"attn_output_gate": False}
+_REFUSED_BY_QWEN3_NEXT: dict[str, object] = {"attn_output_gate": False, "output_gate_type": "sigmoid"}
 REFUSED_BY: dict[str, dict[str, object]] = {
     "Qwen3NextForCausalLM": _REFUSED_BY_QWEN3_NEXT,
     "Qwen3_5ForConditionalGeneration": _REFUSED_BY_QWEN3_NEXT,

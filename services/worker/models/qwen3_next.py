@@ -94,6 +94,8 @@ def load_gated_model(
     has_mtp = has_own_mtp(values, shard.weights, with_mtp=with_mtp)
     # transformers does not read it: another value would be another model.
     values.only("attn_output_gate", True)
+    # Qwen3.6 names it; transformers does not read it. Two names of one function.
+    values.only("output_gate_type", "swish", "silu")
     has_bias = values.flag("attention_bias", default=False)
     attention = AttentionConfig(
         AttentionHeads.from_json(values),
