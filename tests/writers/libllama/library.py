@@ -12,7 +12,9 @@ import ctypes
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 libraries = Path(sys.argv[1])
 
@@ -25,7 +27,7 @@ class Batch(ctypes.Structure):
     _fields_ = [("num_tokens", ctypes.c_int32), ("arrays", ctypes.c_void_p * 6)]
 
 
-def load_all():
+def load_all() -> Any:
     """Each before those that need it."""
     _, ggml, llama = (
         ctypes.CDLL(str(find(name)), ctypes.RTLD_GLOBAL) for name in ("libggml-base", "libggml", "libllama")
@@ -34,13 +36,13 @@ def load_all():
     return llama
 
 
-def find(name):
+def find(name: str) -> Path:
     """A library's file, whose name may have a version."""
     [path] = libraries.glob(f"{name}.*so*")
     return path
 
 
-def quantize(library, source, result, ftype):
+def quantize(library: Any, source: str, result: str, ftype: str) -> Any:
     library.llama_model_quantize_default_params.restype = Parameters
     parameters = library.llama_model_quantize_default_params()
     # The number of threads, and the mixture.
@@ -49,7 +51,7 @@ def quantize(library, source, result, ftype):
     return {"failed": failed}
 
 
-def open_model(library, path):
+def open_model(library: Any, path: str) -> tuple[Any, Any]:
     library.llama_model_default_params.restype = Parameters
     library.llama_model_load_from_file.argtypes = [ctypes.c_char_p, Parameters]
     library.llama_model_load_from_file.restype = ctypes.c_void_p
@@ -60,7 +62,7 @@ def open_model(library, path):
     return model, library.llama_model_get_vocab(model)
 
 
-def tokens(library, path):
+def tokens(library: Any, path: str) -> Any:
     _, vocabulary = open_model(library, path)
     tokenize = library.llama_tokenize
     arguments = [ctypes.c_char_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_bool, ctypes.c_bool]
@@ -75,7 +77,7 @@ def tokens(library, path):
     return found
 
 
-def logits(library, path):
+def logits(library: Any, path: str) -> Any:
     model, vocabulary = open_model(library, path)
     library.llama_context_default_params.restype = Parameters
     library.llama_init_from_model.argtypes = [ctypes.c_void_p, Parameters]
@@ -106,6 +108,6 @@ def logits(library, path):
     return found
 
 
-COMMANDS = {"quantize": quantize, "tokens": tokens, "logits": logits}
+COMMANDS: dict[str, Callable[..., Any]] = {"quantize": quantize, "tokens": tokens, "logits": logits}
 answer = COMMANDS[sys.argv[2]](load_all(), *sys.argv[3:])
 sys.stdout.write(json.dumps(answer))

@@ -6,6 +6,8 @@ knows tokenizers of published models by their digests: that of small models is w
 
 import json
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 converter_dir = sys.argv[1]
 sys.path[:0] = [converter_dir, f"{converter_dir}/gguf-py"]
@@ -16,7 +18,7 @@ from conversion import base, load_all_models  # noqa: E402
 load_all_models()
 
 
-def subclasses(kind):
+def subclasses(kind: Any) -> Iterator[Any]:
     for each in kind.__subclasses__():
         yield each
         yield from subclasses(each)
