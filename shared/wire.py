@@ -130,6 +130,8 @@ CAPABILITIES = (
         ),
     ),
     Capability(TIMINGS, 1, ("RequestEnd.queue_time_us", "RequestStart.prefill_time_us")),
+    # Whoever does not know them loses nothing but a better guess of how long a restart takes.
+    Capability("worker_start", 1, ("AttachResponse.start_time", "CellInfo.worker_start_time")),
 )
 
 

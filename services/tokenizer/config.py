@@ -103,6 +103,14 @@ class TokenizerSettings(SchedulerLossSettings, ProcessSettings, HttpPortSettings
         allow_inf_nan=False,
         description="Seconds of silence after which a scheduler counts as lost.",
     )
+    bridging_s: float | None = Field(
+        default=None,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Seconds without workers after which /readyz and the health of TokenizerService say no, so that "
+        "balancers send clients elsewhere; until then requests wait here. If not set, twice as long as the cell's "
+        "workers took to start, and at least 10; 60 while that is not known.",
+    )
     max_unread_s: float = Field(
         default=30.0,
         gt=0.0,

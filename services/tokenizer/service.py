@@ -22,6 +22,7 @@ from services.tokenizer.http.routes import make_app
 from services.tokenizer.metrics import make_registry
 from services.tokenizer.request.model import ServedModel, load_model
 from services.tokenizer.server.live_requests import LiveRequests
+from services.tokenizer.server.readiness import Readiness, find_bridging_s
 from services.tokenizer.server.servicer import TOKENIZER_SERVICE, TokenizerServicer
 from shared.config import load_settings, log_settings
 from shared.model_dir import ModelDirectoryError
@@ -47,8 +48,6 @@ _CLOSE_S = 0.5
 # How long the last spans may take to leave.
 _FLUSH_S = 1.0
 
-_UNLINKED = "not linked to a scheduler"
-
 
 async def serve(
     settings: TokenizerSettings, model: ServedModel, stop: StopRequest, *, http_limits: HttpLimits | None = None
@@ -58,18 +57,18 @@ async def serve(
     `http_limits` are those of the settings if None.
     """
     health, probes = Health((TOKENIZER_SERVICE,)), Probes("starting", stuck=lambda: model.prompts.stuck)
-    probes.set_obstacle(_UNLINKED)
-
-    async def on_link_change(is_linked: bool) -> None:
-        probes.set_obstacle(None if is_linked else _UNLINKED)
-        await health.set_serving(is_linked and not stop.is_set())
-
+    readiness = Readiness(
+        health,
+        probes,
+        why_not_computed=lambda: scheduler.why_not_computed,
+        bridging_s=lambda: find_bridging_s(settings.bridging_s, scheduler.worker_start_s),
+    )
     requests = CellRequests(settings.scheduler_lost_s)
     scheduler = SchedulerClient(
         settings.scheduler,
         model.digest,
         requests,
-        on_link_change,
+        readiness.update,
         silence_s=settings.scheduler_silence_s,
         peer=make_peer(settings.certificates, Role.SCHEDULER),
     )
@@ -92,20 +91,29 @@ async def serve(
         registry = make_registry(scheduler, totals, model.prompts, settings.certificates, settings.keys)
         management = await serve_management(settings.manage_listen, registry, probes)
         backend = Backend(
-            model, scheduler, live, totals, settings.max_unread_s, names, settings.keys, tracer, settings.lenient_fields
+            model,
+            scheduler,
+            live,
+            totals,
+            settings.max_unread_s,
+            names,
+            probes,
+            settings.keys,
+            tracer,
+            settings.lenient_fields,
         )
         http = await _serve_http(settings, backend, registry, http_limits or settings_http_limits)
     except RuntimeError as error:
         logger.error("cannot serve", extra={"error": str(error)})
         return 1
+    await readiness.update()
     await server.start()
     probes.set_started()
     logger.info("serving", extra={"address": settings.bind_address, "model": model.name})
     freeze_garbage()
-    ends = [asyncio.create_task(stop.wait()), asyncio.create_task(scheduler.run())]
+    ends = [asyncio.create_task(task) for task in (stop.wait(), scheduler.run(), readiness.run())]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    probes.is_leaving = True
-    await health.set_serving(False)
+    await readiness.leave()
     await _drain(settings.drain_s, scheduler, live, stop)
     await _stop(server, http, tracer)
     if management is not None:
@@ -113,7 +121,7 @@ async def serve(
     model.close()
     for task in ends:
         task.cancel()
-    # The link only ends when it is cancelled; any other exception is a bug.
+    # The others only end when they are cancelled; any other exception is a bug.
     for result in await asyncio.gather(*ends, return_exceptions=True):
         if isinstance(result, Exception):
             raise result

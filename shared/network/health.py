@@ -10,6 +10,7 @@ from grpc_health.v1.health import aio
 
 ALL_SERVICES = ""
 
+_SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 # A process returns this metadata only if it names its own id: if the port was taken, another process answers the call.
 _PROCESS_KEY = "lockstep-process"
 
@@ -17,7 +18,8 @@ _PROCESS_KEY = "lockstep-process"
 class Health:
     """The health of one server: not serving until `set_serving`.
 
-    The empty service name means the whole server.
+    The empty service name means the whole server. A launcher asks by it whether a process answers, and restarts it for
+    no answer, never for NOT_SERVING.
     """
 
     def __init__(self, service_names: tuple[str, ...]) -> None:
@@ -28,7 +30,7 @@ class Health:
 
     @property
     def is_serving(self) -> bool:
-        """The current status."""
+        """The whole server's current status."""
         return self._is_serving
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -41,14 +43,19 @@ class Health:
         self._followers.append(follower)
         return follower
 
-    async def set_serving(self, serving: bool) -> None:
-        """Set the status, and notify watching clients."""
+    async def set_serving(self, serving: bool, *, are_services: bool | None = None) -> None:
+        """Set the statuses, and notify watching clients.
+
+        Args:
+            serving: The whole server's.
+            are_services: That of its services; the server's if None.
+        """
         self._is_serving = serving
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in self._names:
-            await self._servicer.set(name, status)
+            is_serving = serving if name == ALL_SERVICES or are_services is None else are_services
+            await self._servicer.set(name, _SERVING if is_serving else _NOT_SERVING)
         for follower in self._followers:
-            await follower.set_serving(serving)
+            await follower.set_serving(serving, are_services=are_services)
 
 
 class _Servicer(aio.HealthServicer):  # type: ignore[misc]
@@ -56,7 +63,7 @@ class _Servicer(aio.HealthServicer):  # type: ignore[misc]
 
     def __init__(self, names: tuple[str, ...]) -> None:
         super().__init__()
-        self._server_status = dict.fromkeys(names, health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._server_status = dict.fromkeys(names, _NOT_SERVING)
 
     async def Check(  # noqa: N802 - the RPC's name
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
@@ -81,7 +88,7 @@ async def ask_process(channel: grpc.aio.Channel, pid: int, timeout_s: float) -> 
         is_answer = identity in tuple(await call.trailing_metadata())
     except grpc.aio.AioRpcError:
         return None
-    return response.status == health_pb2.HealthCheckResponse.SERVING if is_answer else None
+    return response.status == _SERVING if is_answer else None
 
 
 def _identity(pid: int) -> tuple[str, str]:
@@ -98,7 +105,7 @@ async def wait_until_serving(channel: grpc.aio.Channel) -> None:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
         try:
             async for response in watch:
-                if response.status == health_pb2.HealthCheckResponse.SERVING:
+                if response.status == _SERVING:
                     return
         except grpc.aio.AioRpcError as error:
             if error.code() != grpc.StatusCode.UNAVAILABLE:

@@ -123,7 +123,11 @@ async def test_without_partners_a_scheduler_is_ready_and_a_tokenizer_is_not(tiny
         start_service("tokenizer", *tokenizer, f"--manage-listen=unix:{tmp_path}/t"),
     ):
         await wait_for_probes(f"unix:{tmp_path}/s", READY)
-        unlinked = {"livez": "200 ok", "startupz": "200 ok", "readyz": "503 not linked to a scheduler"}
+        unlinked = {
+            "livez": "200 ok",
+            "startupz": "200 ok",
+            "readyz": "503 not linked to a scheduler that holds workers",
+        }
         await wait_for_probes(f"unix:{tmp_path}/t", unlinked)
 
 

@@ -23,7 +23,7 @@ CHECK_IMPORTS = (
 NUM_SETTINGS = {
     "`lockstep serve`": 20,
     "`lockstep ranks`": 17,
-    "Tokenizer": 25,
+    "Tokenizer": 26,
     "Scheduler": 40,
     "Worker": 33,
     "Every service": 8,

@@ -30,6 +30,8 @@ class CellFacts:
         """The digest of the model's weights; empty while no worker has reported it."""
         self.introduction = introduce_self()
         """This scheduler, with what all ranks can do too."""
+        self.worker_start_s: float | None = None
+        """How long the slowest rank's worker took to start, attached or lost; None if none says."""
         self._block_size = block_size
 
     def find_fault(self, facts: Iterable[WorkerFacts]) -> str | None:
@@ -69,6 +71,7 @@ class CellFacts:
         self.limits = ModelLimits(
             self.model.context_length, self.model.logits_width, num_pool_tokens=num_blocks * self._block_size
         )
+        self.worker_start_s = max((facts.start_s for facts in known if facts.start_s is not None), default=None)
         if attached:
             fingerprints = {facts.numerics_fingerprint if facts.is_exact else "" for facts in attached}
             self.exact_fingerprint = fingerprints.pop() if len(fingerprints) == 1 else ""

@@ -43,6 +43,8 @@ class WorkerFacts:
     """Saved states that it holds beside those of running sequences."""
     max_num_seqs: int | None = None
     """Sequences that it has room for, which may be fewer than were asked for; None if it does not say."""
+    start_s: float | None = None
+    """How long it took from its process's start until it could be attached; None if it does not say."""
 
     @property
     def has_recurrent_state(self) -> bool:

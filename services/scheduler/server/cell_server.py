@@ -392,6 +392,8 @@ class CellServer:
             weights_digest=self.engine.facts.weights_digest,
             introduction=self.engine.facts.introduction.encode(),
         )
+        if self.engine.facts.worker_start_s is not None:
+            cell_info.worker_start_time.FromMilliseconds(round(1e3 * self.engine.facts.worker_start_s))
         if cell_info != client.cell_info:
             client.cell_info = cell_info
             client.send(exchange_pb2.ExchangeResponse(cell_info=cell_info), now)

@@ -20,7 +20,7 @@ from services.tokenizer.exchange.exchange_codec import (
 from services.tokenizer.exchange.request_ledger import RequestLedger
 from services.tokenizer.exchange.scheduler_stream import SchedulerStream
 from services.tokenizer.request.resolved_request import ResolvedRequest
-from shared.errors import NotReadyError, PoisonRequestError, ServiceError
+from shared.errors import PoisonRequestError, ServiceError
 from shared.ids import RequestHandle, choice_handles
 from shared.request_fields import check_exactness
 from shared.wire import Introduction, find_needs, introduce_self, lower_of, read_introduction
@@ -78,25 +78,24 @@ class CellRequests:
         arrived_at: float,
         deadline_at: float | None,
     ) -> RequestHandle:
-        """Submit a request; returns its handle for `abort`.
+        """Submit a request, now or once there is a stream; returns its handle for `abort`.
 
         Args:
             choices: Its choices, which get the tokens; none is called after it has ended.
             arrived_at: In seconds of `time.monotonic`, as `deadline_at`.
 
         Raises:
-            NotReadyError: there is no stream.
+            SchedulerLostError: there is no stream, and has not been for as long as requests wait for one.
             ExactUnavailableError: the request must be exact, and the cell is not.
             NotSupportedError: the cell lacks what the request needs.
         """
-        if self.stream is None:
-            raise NotReadyError("the service is not connected to a scheduler")
+        self._ledger.check_reachable(time.monotonic())
         check_exactness(self._ledger.exact_fingerprint, is_exact=request.is_exact)
         request.needs = find_needs(encode_request(request))
         self._ledger.introduction.check(request.needs)
         handle = self._ledger.add(request, arrived_at=arrived_at, deadline_at=deadline_at)
         self._choices.update(zip(choice_handles(handle, request.n), choices, strict=True))
-        if self._ledger.must_wait(handle):
+        if self.stream is None or self._ledger.must_wait(handle):
             self._arm_timer()
         else:
             self.stream.submit(handle)
@@ -171,6 +170,11 @@ class CellRequests:
         """End all requests with an error."""
         for handle in self._ledger.remove_all():
             self._choices.pop(handle).fail(error)
+
+    def fail_begun(self, error: ServiceError) -> None:
+        """End all requests that were submitted before with an error."""
+        self._fail_each(self._ledger.fail_begun(error))
+        self._submit_released()
 
     def on_outputs(self, stream: SchedulerStream, outputs: exchange_pb2.Outputs) -> None:
         """Pass one message on to the choices, if `stream` is the current one.

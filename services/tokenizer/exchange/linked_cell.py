@@ -12,7 +12,7 @@ from shared.wire import Introduction, read_introduction
 
 @dataclass(frozen=True, slots=True)
 class LinkedCell:
-    """The cell that the replica is linked to, as its scheduler describes it."""
+    """The cell that the replica is linked to, or was last, as its scheduler describes it."""
 
     scheduler_instance_id: str
     eos_token_ids: tuple[int, ...]
@@ -24,6 +24,8 @@ class LinkedCell:
     """Empty if the cell's workers do not report it."""
     introduction: Introduction
     """What all its services can do."""
+    worker_start_s: float | None
+    """How long a restart of its workers takes; None if it does not say."""
 
 
 def decode_cell_info(info: exchange_pb2.CellInfo) -> LinkedCell:
@@ -36,4 +38,5 @@ def decode_cell_info(info: exchange_pb2.CellInfo) -> LinkedCell:
         info.exact_fingerprint,
         info.weights_digest,
         read_introduction(info.introduction),
+        info.worker_start_time.ToMilliseconds() / 1e3 if info.HasField("worker_start_time") else None,
     )

@@ -162,6 +162,15 @@ class RequestLedger:
             self._detach()
             self._has_stream, self._alive_at = False, now
 
+    def check_reachable(self, now: float) -> None:
+        """Check that a request may wait for the next stream, or need not.
+
+        Raises:
+            SchedulerLostError: there is no stream, and has not been for too long.
+        """
+        if not self._has_stream and now - self._alive_at >= self._lost_after_s:
+            raise SchedulerLostError("the cell's scheduler was lost")
+
     def note_heard(self, now: float) -> None:
         """The current stream's scheduler was heard, which may end a control; see `take_released`."""
         if self._has_stream:
@@ -286,6 +295,11 @@ class RequestLedger:
         self._unsent.clear()
         return handles
 
+    def fail_begun(self, error: ServiceError) -> list[tuple[RequestHandle, ServiceError]]:
+        """End all requests that were submitted before; returns their unfinished choices, each with the error."""
+        begun = [handle for handle, request in self._requests.items() if request.num_attempts]
+        return [end for handle in begun for end in self._fail(handle, error)]
+
     def expire(self, now: float) -> list[tuple[RequestHandle, ServiceError]]:
         """End the unsent requests whose time is up, and advance a trial whose time is up.
 
@@ -294,8 +308,10 @@ class RequestLedger:
         Returns:
             The choices that end, each with its error.
         """
-        if not self._has_stream and now - self._alive_at >= self._lost_after_s:
-            return [(handle, SchedulerLostError("the cell's scheduler was lost")) for handle in self.remove_all()]
+        try:
+            self.check_reachable(now)
+        except SchedulerLostError as lost:
+            return [(handle, lost) for handle in self.remove_all()]
         if self._has_stream:
             self._suspects.close_old(now)
         late = [
@@ -334,7 +350,7 @@ class RequestLedger:
         return sorted(handles, key=lambda handle: self._unsent[handle].resubmission_order)
 
     def _fail(self, handle: RequestHandle, error: ServiceError) -> list[tuple[RequestHandle, ServiceError]]:
-        """End an unsent request; returns its unfinished choices, each with the error."""
+        """End a request from this side; returns its unfinished choices, each with the error."""
         choices = self.open_choices(handle)
         for choice in choices:
             self._end(choice)

@@ -20,6 +20,9 @@ from shared.network.rpc import Peer, make_channel
 
 logger = logging.getLogger(__name__)
 
+_UNLINKED = "not linked to a scheduler that holds workers"
+_NO_WORKERS = "the cell's workers are lost, and have not come back yet"
+
 _FIRST_RETRY_S = 0.1
 _LONGEST_RETRY_S = 2.0
 
@@ -41,6 +44,9 @@ class SchedulerClient:
     Two schedulers may each hold a part of a cell, until one of them exits; that alone moves no request. Each move has a
     cause of its own: a stream ended, or a scheduler lost its last worker or was silent for the lease.
 
+    What the cell is stays known from the first link on, so that calls go on being checked, and text being encoded,
+    while there is none; what must be computed waits in `requests` for the next one.
+
     Invariant: linked exactly while there is a used stream, `requests.stream`. Its cell serves our model. No other one
     carries a submit.
     """
@@ -50,7 +56,7 @@ class SchedulerClient:
         addresses: Sequence[str],
         model_digest: str,
         requests: CellRequests,
-        on_change: Callable[[bool], Awaitable[None]],
+        on_change: Callable[[], Awaitable[None]],
         *,
         silence_s: float,
         peer: Peer | None = None,
@@ -60,7 +66,7 @@ class SchedulerClient:
         Args:
             addresses: One for each scheduler.
             model_digest: A cell with a different one is refused.
-            on_change: Called with `is_linked` each time it changes.
+            on_change: Called whenever a scheduler's words or a stream's end have changed `why_not_computed`.
             silence_s: A stream is given up after this silence.
             peer: As in `make_channel`.
         """
@@ -74,22 +80,41 @@ class SchedulerClient:
         self._streams: list[SchedulerStream] = []
         self._cell: LinkedCell | None = None
         self._is_draining = False
+        # What `on_change` was last called for.
+        self._why_not_computed: str | None = _UNLINKED
         # Of the last cell that reported it.
         self._weights_digest = ""
 
     @property
     def is_linked(self) -> bool:
         """Whether there is a link."""
-        return self._cell is not None
+        return self.requests.stream is not None
+
+    @property
+    def why_not_computed(self) -> str | None:
+        """Why a request would wait now before it is computed, other than for its turn; None if it would not.
+
+        A scheduler holds workers while any rank is attached, or where ranks are coupled all of them. One that is silent
+        for longer than the lease holds none.
+        """
+        used = self.requests.stream
+        if used is None:
+            return _UNLINKED
+        return None if used.holds_workers(time.monotonic()) else _NO_WORKERS
+
+    @property
+    def worker_start_s(self) -> float | None:
+        """How long a restart of the cell's workers takes, as far as is known."""
+        return None if self._cell is None else self._cell.worker_start_s
 
     def cell(self) -> LinkedCell:
-        """The linked cell.
+        """The linked cell, or the last one.
 
         Raises:
-            NotReadyError: there is no link.
+            NotReadyError: there has been no link yet.
         """
         if self._cell is None:
-            raise NotReadyError("the service is not connected to a scheduler")
+            raise NotReadyError("the service has not been connected to a scheduler yet")
         return self._cell
 
     def channel(self) -> grpc.aio.Channel:
@@ -197,7 +222,7 @@ class SchedulerClient:
 
     async def _choose(self) -> None:
         """Use another stream if that is due."""
-        was_linked, now = self.is_linked, time.monotonic()
+        now = time.monotonic()
         best = next((stream for stream in self._streams if stream.holds_workers(now)), None)
         used = self.requests.stream
         used_holds = used is not None and used.holds_workers(now)
@@ -206,10 +231,9 @@ class SchedulerClient:
                 used.leave("another scheduler holds the workers")
                 self._give_up(used, is_unexplained=not used.is_alive(now))
             self._use(best)
-        if self.requests.stream is None:
-            self._cell = None
-        if self.is_linked != was_linked:
-            await self._on_change(self.is_linked)
+        if self.why_not_computed != self._why_not_computed:
+            self._why_not_computed = self.why_not_computed
+            await self._on_change()
 
     def _give_up(self, stream: SchedulerStream, *, is_unexplained: bool) -> None:
         """Forget a stream. An end without a reason counts as the scheduler's death, if the stream was used."""
@@ -234,7 +258,7 @@ class SchedulerClient:
         """An answer that began with other weights cannot go on."""
         if weights_digest and self._weights_digest not in ("", weights_digest):
             logger.warning("the cell serves other weights now", extra={"weights_digest": weights_digest})
-            self.requests.fail_all(ModelChangedError("the cell now serves other weights"))
+            self.requests.fail_begun(ModelChangedError("the cell now serves other weights"))
         self._weights_digest = weights_digest or self._weights_digest
 
     def _update_cell(self) -> None:

@@ -15,7 +15,8 @@ from services.tokenizer.request.model import ServedModel
 from services.tokenizer.server.live_requests import LiveRequests
 from services.tokenizer.tracing.request_trace import Tracer
 from shared.client_keys import ClientKeys
-from shared.errors import ModelNotFoundError
+from shared.errors import ModelNotFoundError, NotReadyError
+from shared.network.probes import Probes
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class Backend:
     max_unread_s: float
     model_names: tuple[str, ...]
     """Names that clients may give; the first one is in answers. At least one."""
+    probes: Probes
+    """Those of the process."""
     client_keys: ClientKeys | None = None
     """None means that clients need no key."""
     tracer: Tracer | None = None
@@ -37,13 +40,38 @@ class Backend:
     """Whether fields that nobody knows have no effect, instead of being refused."""
 
     def cell(self) -> LinkedCell:
-        """The linked cell.
+        """The linked cell, or the last one.
 
         Raises:
-            DrainingError, NotReadyError: there is none for new requests.
+            DrainingError: the service is stopping.
+            NotReadyError: there has been no link yet.
         """
         self.live.check_open()
         return self.scheduler.cell()
+
+    def check_health(self) -> None:
+        """Check whether a request would be computed now.
+
+        Raises:
+            DrainingError: the service is stopping.
+            NotReadyError: it would wait.
+        """
+        self.live.check_open()
+        why_not = self.scheduler.why_not_computed
+        if why_not is not None:
+            raise NotReadyError(why_not)
+
+    def check_ready(self) -> None:
+        """Check whether clients should be sent here.
+
+        Raises:
+            DrainingError: the service is stopping.
+            NotReadyError: requests have not been computed for longer than the bridging time.
+        """
+        self.live.check_open()
+        why_not = self.probes.why_not_ready
+        if why_not is not None:
+            raise NotReadyError(why_not)
 
     def check_model(self, name: str | None) -> None:
         """Check the name that a client gave, if it gave one.

@@ -72,7 +72,8 @@ _POSTS = {
 _GETS = {
     "/v1/models": _Operation("List the model's names", "Models", errors=(503,)),
     "/v1/models/{id}": _Operation("Describe the model", "Model", errors=(404, 503)),
-    "/health": _Operation("Whether requests can be served", errors=(503,)),
+    "/health": _Operation("Whether a request would be computed now", errors=(503,)),
+    "/readyz": _Operation("Whether a balancer should send clients here", errors=(503,)),
     "/ping": _Operation("Whether the process is alive"),
     "/version": _Operation("The release", "Release"),
     "/metrics": _Operation("Metrics in Prometheus' text format", media_types=("text/plain",)),

@@ -127,6 +127,7 @@ def make_app(backend: Backend, access: Access, registry: CollectorRegistry, *, b
             web.get("/v1/models", routes.models),
             web.get("/v1/models/{id:.+}", routes.model),
             web.get("/health", routes.health),
+            web.get("/readyz", routes.ready),
             web.get("/ping", routes.ping),
             web.get("/version", routes.version),
             # With keys not everybody may see what is every tenant's.
@@ -256,8 +257,13 @@ class _Routes:
         return _json(self._anthropic_model(name) if is_anthropics(request) else self._model(name))
 
     async def health(self, _request: web.Request) -> web.StreamResponse:
-        """Say whether requests can be served."""
-        self._backend.cell()
+        """Say whether a request would be computed now."""
+        self._backend.check_health()
+        return web.Response()
+
+    async def ready(self, _request: web.Request) -> web.StreamResponse:
+        """Say whether a balancer should send clients here, as on the management port."""
+        self._backend.check_ready()
         return web.Response()
 
     async def ping(self, _request: web.Request) -> web.StreamResponse:

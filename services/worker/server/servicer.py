@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import grpc
+from google.protobuf import duration_pb2
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from lockstep.v1 import common_pb2
@@ -65,6 +66,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._end = end
         self._stuck_s = stuck_s
         self._steps: DeviceSteps | None = None
+        # Hardly later than the process: the RPC server answers before torch is imported.
+        self._started_at = time.monotonic()
+        self._start_time = duration_pb2.Duration()
         self._ledger = ClaimLedger()
         self._epoch: Epoch | None = None
         self._stream_numbers = itertools.count(1)
@@ -82,6 +86,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def open(self, steps: DeviceSteps) -> None:
         """Let schedulers claim the group, once weights are loaded and members have joined."""
         self._steps = steps
+        self._start_time.FromMilliseconds(round(1e3 * (time.monotonic() - self._started_at)))
 
     def leave(self) -> None:
         """The failure domain was asked to end: let the scheduler drain the group, then end the process.
@@ -299,6 +304,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             graph_batch_sizes=runner.graph_batch_sizes,
             weights_digest=runner.facts.weights_digest,
             introduction=introduce_self().encode(),
+            start_time=self._start_time,
         )
 
 

@@ -31,6 +31,7 @@ from services.tokenizer.server.live_requests import LiveRequests
 from services.tokenizer.server.servicer import TokenizerServicer
 from services.tokenizer.service import SWITCH_INTERVAL_S
 from shared.limits import TOKEN_DTYPE
+from shared.network.probes import Probes
 from shared.network.rpc import make_server
 from shared.process.lifecycle import freeze_garbage
 from shared.wire import introduce_self
@@ -79,7 +80,9 @@ class LockstepServer:
         )
         self._grpc = make_server(self._addresses["grpc"], [servicer])
         await self._grpc.start()
-        backend = Backend(self.model, self.scheduler, self.live, self.totals, self._max_unread_s, (MODEL_NAME,))
+        backend = Backend(
+            self.model, self.scheduler, self.live, self.totals, self._max_unread_s, (MODEL_NAME,), Probes("")
+        )
         address = self._addresses["http"]
         limits = HttpLimits()
         app = make_app(backend, Access(address, (), ()), CollectorRegistry(), body_s=limits.body_s)
@@ -207,7 +210,7 @@ class FirstTokenLoad:
         return await clients
 
 
-async def _ignore(_is_linked: bool) -> None:
+async def _ignore() -> None:
     pass
 
 

@@ -24,7 +24,7 @@ from services.tokenizer.exchange.exchange_codec import (
 from services.tokenizer.exchange.request_ledger import ExchangeError, RequestLedger
 from services.tokenizer.exchange.submit_suspects import SubmitSuspects
 from services.tokenizer.request.resolved_request import ResolvedRequest
-from shared.errors import ServiceError
+from shared.errors import ModelChangedError, ServiceError
 from shared.ids import RequestHandle, choice_handles
 from shared.network.heartbeat import HEARTBEAT_S
 from shared.wire import read_introduction
@@ -240,8 +240,7 @@ class Replica:
         if self._weights_digest not in ("", weights_digest):
             handles = sorted({record.request for record in self._records.values()} & self._was_submitted)
             self._send(exchange_pb2.ExchangeRequest(abort_handles=encode_handles(handles)))
-            for handle in self._ledger.remove_all():
-                self._end(handle, error="MODEL_CHANGED")
+            self._fail_each(self._ledger.fail_begun(ModelChangedError("")))
         self._weights_digest = weights_digest
 
     def _hear(self, stream: ExchangeStream) -> None:

@@ -84,7 +84,7 @@ async def collect_metrics() -> dict[str, list[Metric]]:
 
 
 async def _tokenizer() -> CollectorRegistry:
-    async def ignore(_: bool) -> None:
+    async def ignore() -> None:
         """Nothing follows the link."""
 
     client = SchedulerClient(("unix:none",), "", CellRequests(0.0), ignore, silence_s=1.0)

@@ -58,9 +58,9 @@ class Service:
         """The first scheduler."""
         return self.peers[0]
 
-    async def until_health_is(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        """Wait until the service's health is `status`."""
-        request = health_pb2.HealthCheckRequest(service=TOKENIZER_SERVICE)
+    async def until_health_is(self, status: health_pb2.HealthCheckResponse.ServingStatus, *, service: str = "") -> None:
+        """Wait until the health of the whole server, or of a service, is `status`."""
+        request = health_pb2.HealthCheckRequest(service=service)
         call = health_pb2_grpc.HealthStub(self.channel).Watch(request, wait_for_ready=True)
         async for response in call:
             if response.status == status:
@@ -71,6 +71,7 @@ class Service:
         """Let a peer send its cell info, and wait until the service is serving."""
         self.peers[number].attach()
         await self.until_health_is(health_pb2.HealthCheckResponse.SERVING)
+        await self.until_health_is(health_pb2.HealthCheckResponse.SERVING, service=TOKENIZER_SERVICE)
 
     async def begin(self, request: tokenizer_pb2.GenerateRequest) -> tuple[Any, exchange_pb2.Submit]:
         """Start a request; returns the call, after its accepted response, and the submit received by the first peer."""

@@ -198,18 +198,6 @@ async def test_failures_are_counted_by_a_reason_that_no_client_chooses(model_dir
         }
 
 
-async def test_a_replica_is_ready_while_it_is_linked(model_dir: Path, tmp_path: Path) -> None:
-    unlinked = {"livez": "200 ok", "startupz": "200 ok", "readyz": "503 not linked to a scheduler"}
-    async with watched(model_dir, tmp_path) as (service, address):
-        await service.until_health_is(health_pb2.HealthCheckResponse.NOT_SERVING)
-        assert await probes(address) == unlinked
-        await service.link()
-        assert await probes(address) == {"livez": "200 ok", "startupz": "200 ok", "readyz": "200 ok"}
-        service.peer.end_stream()
-        await service.until_health_is(health_pb2.HealthCheckResponse.NOT_SERVING)
-        assert await probes(address) == unlinked
-
-
 async def test_a_replica_that_drains_is_not_ready_but_lives(model_dir: Path, tmp_path: Path) -> None:
     async with watched(model_dir, tmp_path) as (service, address):
         await service.link()

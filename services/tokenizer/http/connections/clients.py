@@ -10,7 +10,7 @@ from shared.errors import PermissionDeniedError
 CLIENT = web.RequestKey("client", Client)
 """Who sends the request."""
 
-PROBE_ROUTES = frozenset({"/health", "/ping", "/version"})
+PROBE_ROUTES = frozenset({"/health", "/readyz", "/ping", "/version"})
 PAGE_ROUTES = frozenset({"/", "/lockstep/page.css", "/lockstep/page.js"})
 """The page that shows the cell, which is the same for everybody: a browser cannot send a key for it."""
 KEYLESS_ROUTES = PROBE_ROUTES | PAGE_ROUTES

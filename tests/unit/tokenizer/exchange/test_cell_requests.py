@@ -14,7 +14,7 @@ from services.tokenizer.request.resolved_request import ResolvedRequest
 from shared.errors import (
     DeadlinePassedError,
     ExactUnavailableError,
-    NotReadyError,
+    ModelChangedError,
     NotSupportedError,
     SchedulerLostError,
 )
@@ -194,11 +194,52 @@ async def test_a_resubmission_meant_for_a_lost_stream_is_sent_only_on_the_next_o
     assert [message async for message in lost.messages()] == []
 
 
-async def test_without_a_stream_no_request_is_accepted() -> None:
+async def test_without_a_stream_a_new_request_waits_for_the_next_one_as_those_in_flight() -> None:
     requests = Requests()
+    old = await requests.begin_request(Sink())
     requests.lose_stream(requests.last_stream)
-    with pytest.raises(NotReadyError):
+    new, gone = requests.add(Sink(), "new"), requests.add(Sink(), "gone")
+    late = Sink()
+    requests.add(late, "late", deadline_at=time.monotonic() + 0.01)
+    await late.failed.wait()
+    assert isinstance(late.error, DeadlinePassedError)
+    requests.abort(gone)
+    requests.open_next()
+    attempts = {}
+    while len(attempts) < 2:
+        attempts |= {submit.handle: submit.attempt for submit in (await requests.next_message()).submits}
+    assert attempts == {old: 2, new: 1}
+
+
+async def test_a_new_request_is_refused_once_requests_no_longer_wait_for_a_scheduler() -> None:
+    requests = Requests(lost_after_s=0.0)
+    requests.lose_stream(requests.last_stream)
+    with pytest.raises(SchedulerLostError):
         requests.add(Sink())
+
+
+async def test_a_request_that_waits_for_its_first_submit_is_checked_against_the_next_cell() -> None:
+    requests = Requests(exact_fingerprint="a")
+    requests.lose_stream(requests.last_stream)
+    exact, other = Sink(), Sink()
+    request = ResolvedRequest("exact", column([1]), SamplingParams(max_tokens=4), is_exact=True)
+    requests.submit(request, [exact], arrived_at=time.monotonic(), deadline_at=None)
+    handle = requests.add(other)
+    requests.open_next()
+    assert isinstance(exact.error, ExactUnavailableError)
+    assert (await requests.next_submit()).handle == handle
+
+
+async def test_other_weights_end_what_has_begun_and_not_what_waits_for_its_first_submit() -> None:
+    requests = Requests()
+    begun, waiting = Sink(), Sink()
+    await requests.begin_request(begun)
+    requests.lose_stream(requests.last_stream)
+    handle = requests.add(waiting, "waiting")
+    requests.fail_begun(ModelChangedError(""))
+    assert (type(begun.error), waiting.error) == (ModelChangedError, None)
+    requests.open_next()
+    assert (await requests.next_submit()).handle == handle
 
 
 async def test_a_scheduler_that_does_not_return_ends_the_waiting_requests() -> None:

@@ -27,7 +27,7 @@ class Schedulers:
         self.client = SchedulerClient([], DIGEST, self.requests, self._on_change, silence_s=1.0)
         self.streams = [self.client.open() for _ in range(NUM_SCHEDULERS)]
         self.holds = [False] * NUM_SCHEDULERS
-        self.is_linked = False
+        self.is_computed = False
 
     @property
     def used(self) -> int | None:
@@ -60,10 +60,10 @@ class Schedulers:
         self.holds[number] = False
         await self.client.on_end(ended, end)
 
-    async def _on_change(self, is_linked: bool) -> None:
-        assert is_linked is not self.is_linked
-        assert is_linked is (self.client.load is not None), "a linked cell's load is known"
-        self.is_linked = is_linked
+    async def _on_change(self) -> None:
+        is_computed = self.client.why_not_computed is None
+        assert not is_computed or self.client.load is not None, "a linked cell's load is known"
+        self.is_computed = is_computed
 
 
 async def play(events: list[Event]) -> None:
@@ -72,7 +72,9 @@ async def play(events: list[Event]) -> None:
         before, held_before, stream_before = schedulers.used, list(schedulers.holds), list(schedulers.streams)
         await schedulers.play(event)
         used, holds = schedulers.used, schedulers.holds
-        assert schedulers.is_linked is schedulers.client.is_linked is (used is not None)
+        assert schedulers.client.is_linked is (used is not None)
+        is_computed = used is not None and holds[used]
+        assert schedulers.is_computed is is_computed, "the change of what is computed was told"
         # A holder is used if there is one.
         assert not any(holds) or (used is not None and holds[used])
         if event[1] is not None and held_before[event[0]] is event[1]:

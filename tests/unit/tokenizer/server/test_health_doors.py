@@ -1,0 +1,175 @@
+"""What every door says of a replica's health, in every state of its cell."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.server.readiness import Readiness, find_bridging_s
+from services.tokenizer.server.servicer import TOKENIZER_SERVICE
+from shared.network.health import Health
+from shared.network.probes import Probes
+from tests.support.system.ports import free_port
+from tests.support.tokenizer.tokenizer_service import Service, run_tokenizer_service
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+HEALTH, READY, PROCESS = "health", "readiness", "process"
+# What each door tells.
+DOORS = {
+    "grpc.health": HEALTH,
+    "GET /health": HEALTH,
+    f"grpc.health {TOKENIZER_SERVICE}": READY,
+    "GET /readyz": READY,
+    "GET /readyz of the management port": READY,
+    "GET /ping": PROCESS,
+    "GET /livez of the management port": PROCESS,
+    "GET /startupz of the management port": PROCESS,
+}
+LONG_S, NONE_S = 300.0, 0.0
+
+
+@asynccontextmanager
+async def doors(model_dir: Path, tmp_path: Path, **settings: Any) -> AsyncIterator[tuple[Service, Any]]:
+    """A service, and a function that asks all doors and returns what they say, by what they tell."""
+    manage, http = f"127.0.0.1:{free_port()}", f"{tmp_path}/http.sock"
+    settings = {"manage_listen": manage, "http_listen": f"unix:{http}", **settings}
+    async with (
+        run_tokenizer_service(model_dir, tmp_path, **settings) as service,
+        aiohttp.ClientSession(connector=aiohttp.UnixConnector(http)) as api,
+        aiohttp.ClientSession() as probe,
+    ):
+        # Its ports are open.
+        await service.until_health_is(NOT_SERVING)
+
+        async def ask(door: str) -> bool:
+            kind, _, rest = door.partition(" ")
+            if kind == "grpc.health":
+                check = health_pb2.HealthCheckRequest(service=rest)
+                answer = await health_pb2_grpc.HealthStub(service.channel).Check(check)
+                return bool(answer.status == SERVING)
+            path, _, of = rest.partition(" ")
+            session, host = (probe, manage) if of else (api, "localhost")
+            async with session.get(f"http://{host}{path}") as response:
+                assert response.status in (200, 503)
+                return response.status == 200
+
+        async def ask_all() -> dict[str, set[bool]]:
+            said: dict[str, set[bool]] = {}
+            for door, told in DOORS.items():
+                said.setdefault(told, set()).add(await ask(door))
+            return said
+
+        yield service, ask_all
+
+
+async def no_scheduler(service: Service) -> None:
+    await service.link()
+    await service.peer_servers[0].stop(grace=0)
+    await service.until_health_is(NOT_SERVING)
+
+
+async def scheduler_without_ranks(service: Service) -> None:
+    await service.link()
+    service.peer.holds_workers = False
+    await service.until_health_is(NOT_SERVING)
+
+
+async def next_scheduler_without_ranks(service: Service) -> None:
+    await no_scheduler(service)
+    while not service.peers[1].num_streams:
+        await service.peers[1].heartbeats.get()
+
+
+async def ranks_are_back(service: Service) -> None:
+    await scheduler_without_ranks(service)
+    service.peer.holds_workers = True
+    await service.until_health_is(SERVING)
+
+
+async def loading(service: Service) -> None:
+    await service.peer.heartbeats.get()
+
+
+async def draining(service: Service) -> object:
+    await service.link()
+    call, _ = await service.begin(tokenizer_pb2.GenerateRequest(text="The fox"))
+    service.stop.set()
+    await service.until_health_is(NOT_SERVING)
+    return call
+
+
+# A state, and whether a request is computed now; whether clients are sent here during the bridging time, and after it.
+STATES = {
+    "linked": (Service.link, True, True, True),
+    "no scheduler": (no_scheduler, False, True, False),
+    "scheduler without ranks": (scheduler_without_ranks, False, True, False),
+    "next scheduler without ranks": (next_scheduler_without_ranks, False, True, False),
+    "ranks are back": (ranks_are_back, True, True, True),
+    "loading": (loading, False, False, False),
+    "draining": (draining, False, False, False),
+}
+
+
+@pytest.mark.parametrize("bridging_s", [LONG_S, NONE_S])
+@pytest.mark.parametrize("state", STATES)
+async def test_health_is_what_would_be_computed_and_readiness_bridges_a_restart(
+    model_dir: Path, tmp_path: Path, state: str, bridging_s: float
+) -> None:
+    reach, is_computed, is_bridged, is_ready_after = STATES[state]
+    is_ready = is_bridged if bridging_s else is_ready_after
+    async with doors(model_dir, tmp_path, num_schedulers=2, bridging_s=bridging_s) as (service, ask_all):
+        # What it returns lives as long as the state.
+        _call = await reach(service)
+        if not is_ready:
+            await service.until_health_is(NOT_SERVING, service=TOKENIZER_SERVICE)
+        assert await ask_all() == {HEALTH: {is_computed}, READY: {is_ready}, PROCESS: {True}}
+
+
+async def test_readiness_ends_with_the_bridging_time_and_comes_back_with_the_workers() -> None:
+    moments = [(1, "lost"), (2, ""), (3, ""), (4, "lost"), (12, "lost"), (13, "lost"), (14, ""), (15, "lost")]
+    moment = moments[0]
+    health, probes = Health(("service",)), Probes("starting")
+    probes.set_started()
+    readiness = Readiness(
+        health, probes, why_not_computed=lambda: moment[1] or None, bridging_s=lambda: 10.0, now=lambda: moment[0]
+    )
+    told = []
+    for moment in moments:  # noqa: B007 - the readiness looks at it
+        await readiness.update()
+        told.append((health.is_serving, probes.why_not_ready))
+    await readiness.leave()
+    assert told == [
+        (False, "lost"),
+        (True, None),
+        (True, None),
+        (False, None),
+        (False, None),
+        (False, "lost"),
+        (True, None),
+        (False, None),
+    ]
+    assert (health.is_serving, probes.why_not_ready) == (False, "leaving")
+
+
+@pytest.mark.parametrize(
+    ("setting_s", "start_s", "expected_s"),
+    [(None, None, 60.0), (None, 2.0, 10.0), (None, 90.0, 180.0), (3.0, 90.0, 3.0), (0.0, None, 0.0)],
+)
+def test_the_bridging_time_is_the_setting_or_follows_the_last_start_of_the_workers(
+    setting_s: float | None, start_s: float | None, expected_s: float
+) -> None:
+    assert find_bridging_s(setting_s, start_s) == expected_s
+
+
+async def test_the_cell_tells_how_long_its_workers_took_to_start(model_dir: Path, tmp_path: Path) -> None:
+    async with doors(model_dir, tmp_path) as (service, ask_all):
+        service.peer.cell_info.worker_start_time.FromSeconds(1000)
+        await scheduler_without_ranks(service)
+        assert (await ask_all())[READY] == {True}
