@@ -172,7 +172,7 @@ async def _serve_http(
     if address is None:
         return None
     access = Access(address, settings.http_allowed_hosts, settings.cors_origin)
-    app = make_app(backend, access, registry, body_s=limits.body_s)
+    app = make_app(backend, access, registry, body_s=limits.body_s, max_requests=limits.max_connections)
     return await serve_http(address, app, certificates=settings.certificates, limits=limits)
 
 

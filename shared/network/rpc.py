@@ -19,12 +19,28 @@ from google.rpc import error_details_pb2, status_pb2
 from typing_extensions import override
 
 from shared.client_keys import ANY_CLIENT, Client, ClientKeys
-from shared.errors import InternalError, InvalidRequestError, NotSupportedError, QueueFullError, ServiceError
-from shared.network.access import check_access, find_client, find_served_methods, identify_by_key, set_caller
+from shared.errors import (
+    InternalError,
+    InvalidRequestError,
+    NotSupportedError,
+    QueueFullError,
+    ServiceError,
+    TenantLimitError,
+)
+from shared.fair_room import FairRoom
+from shared.network.access import (
+    CLIENT_METHODS,
+    check_access,
+    find_client,
+    find_served_methods,
+    identify_by_key,
+    set_caller,
+)
 from shared.network.addresses import is_local
 from shared.network.listening import check_can_listen, refuse_taken_socket
 from shared.network.reflection import serve_reflection
 from shared.network.tls import Certificates, Role, TrustedAuthority
+from shared.network.turns import CallTurns, set_party
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +118,9 @@ class ServerLimits:
     """What a server refuses or ends."""
 
     max_open_calls: int = MAX_OPEN_CALLS
-    """More at once are refused with QUEUE_FULL."""
+    """More at once are refused with QUEUE_FULL; with clients' keys, a tenant's with TENANT_LIMIT beyond four times what
+    they leave to others.
+    """
     max_connections: int = MAX_CELL_CONNECTIONS
     """More at once are closed before they say anything; those that shake hands count, for at most 10 s."""
     max_connection_age_s: float | None = None
@@ -321,7 +339,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._role_of = role_of
         self._identify = identify
         self._on_refusal = on_refusal
+        self._open_calls = FairRoom(max_open_calls, capacity=max_open_calls)
         self._num_open_calls = 0
+        self._turns = CallTurns()
         self._parse_log = _ParseLog()
 
     @override
@@ -341,7 +361,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             if behavior is not None:
                 parse = self._parse_all if handler.request_streaming else self._parse
                 read = partial(parse, method, handler.request_deserializer)
-                guarded = _guard(behavior, method, partial(self._open_call, method), read)
+                take_turn = self._turns.wait if method in CLIENT_METHODS else None
+                guarded = _guard(behavior, method, partial(self._open_call, method), read, take_turn)
                 make_handler = getattr(grpc, f"{kind}_rpc_method_handler")
                 return make_handler(guarded, None, handler.response_serializer)
         return handler
@@ -349,25 +370,40 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     @contextmanager
     def _open_call(self, method: str, context: grpc.aio.ServicerContext) -> Iterator[None]:
         try:
-            self._check_call(method, context)
+            party = self._check_call(method, context)
         except ServiceError as error:
             self._on_refusal(method, error.reason)
             raise
         self._num_open_calls += 1
         try:
-            yield
+            with self._open_calls.enter(party):
+                yield
         finally:
             self._num_open_calls -= 1
 
-    def _check_call(self, method: str, context: grpc.aio.ServicerContext) -> None:
+    def _check_call(self, method: str, context: grpc.aio.ServicerContext) -> str:
+        """Returns whose call it is: the tenant, or without keys the address."""
         if self._role_of is not None:
             check_access(method, self._role_of(context))
         identify = self._identify
-        set_caller(ANY_CLIENT if identify is None else find_client(method, partial(identify, context)))
-        if self._num_open_calls >= self._max_open_calls and method not in _NEVER_REFUSED:
+        client = ANY_CLIENT if identify is None else find_client(method, partial(identify, context))
+        set_caller(client)
+        party = _address_of(context.peer()) if client is ANY_CLIENT else client.tenant.name
+        set_party(party)
+        if method in _NEVER_REFUSED:
+            return party
+        if self._num_open_calls >= self._max_open_calls:
             raise QueueFullError(
                 "too many calls are open", retry_delay_s=_RETRY_DELAY_S, max_calls=self._max_open_calls
             )
+        if client is not ANY_CLIENT and not self._open_calls.has_room(party, 1):
+            raise TenantLimitError(
+                "too many calls of the tenant are open",
+                retry_delay_s=_RETRY_DELAY_S,
+                limit="open_calls",
+                value=self._open_calls.size_of(party),
+            )
+        return party
 
     def _parse(self, method: str, deserializer: Callable[[bytes], Any], data: bytes) -> Any:
         try:
@@ -405,16 +441,20 @@ def _guard(
     method: str,
     open_call: Callable[[grpc.aio.ServicerContext], AbstractContextManager[None]],
     read: Callable[[Any], Any],
+    take_turn: Callable[[], Awaitable[None]] | None,
 ) -> Callable[..., Any]:
     """Turns the errors of a servicer's method into statuses.
 
-    `open_call` refuses or counts a call; `read` parses its messages.
+    `open_call` refuses or counts a call; `take_turn`, if given, waits until it may be taken up; `read` parses its
+    messages.
     """
     if inspect.isasyncgenfunction(behavior):
 
         async def guarded_stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
             try:
                 with open_call(context):
+                    if take_turn is not None:
+                        await take_turn()
                     async for response in behavior(read(request), context):
                         yield response
             except Exception as error:  # noqa: BLE001 - this is the RPC boundary
@@ -425,11 +465,18 @@ def _guard(
     async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
             with open_call(context):
+                if take_turn is not None:
+                    await take_turn()
                 return await behavior(read(request), context)
         except Exception as error:  # noqa: BLE001 - this is the RPC boundary
             await _abort(context, method, error)
 
     return guarded
+
+
+def _address_of(peer: str) -> str:
+    """A peer's address without its port; all that are on a unix socket have the same."""
+    return "unix" if peer.startswith("unix") else peer.rpartition(":")[0]
 
 
 async def _abort(context: grpc.aio.ServicerContext, method: str, error: Exception) -> None:

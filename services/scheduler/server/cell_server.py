@@ -97,10 +97,10 @@ class ClientLink:
             self._oldest_unread_at = now
         self._outbox.put_nowait((now, message))
 
-    def note_alive(self) -> None:
-        """Note a heartbeat from the replica."""
+    def note_alive(self, *, is_heartbeat: bool) -> None:
+        """Note a message from the replica; any is a sign of life, once one of them was a heartbeat."""
         self._silence.note_alive()
-        self._sends_heartbeats = True
+        self._sends_heartbeats |= is_heartbeat
 
     def beat(self, heartbeat: exchange_pb2.SchedulerHeartbeat, now: float) -> None:
         """Send a heartbeat that is due; closes the link if its replica has sent none for too long."""

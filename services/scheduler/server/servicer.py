@@ -70,8 +70,7 @@ class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
                     client.has_timings = TIMINGS in introduction.capabilities
                     facts = {"release": message.introduction.release, "wire_version": message.introduction.wire_version}
                     logger.info("a replica is linked", extra={"client": client.number, **facts})
-                if message.is_heartbeat:
-                    client.note_alive()
+                client.note_alive(is_heartbeat=message.is_heartbeat)
                 self._cell.replica_drains.note(client.number, is_draining=message.is_draining)
                 if message.submits or message.stop_ats or message.abort_handles:
                     self._cell.on_event(decode_request(client.number, message))

@@ -21,8 +21,11 @@ from shared.network.heartbeat import LEASE_S, Silence, next_beat_at
 from shared.network.rpc import reason_of, status_from_rpc_error
 from shared.wire import introduce_self
 
-# Submits beyond this go into the next message, so that each stays far below the limit on message size.
+# What is beyond these goes into the next message: each stays far below the limit on message size, and making and
+# reading it holds no event loop, and so no heartbeat and no step, for more than milliseconds.
 _SUBMIT_BYTES_PER_MESSAGE = 8 * 1024 * 1024
+_SUBMITS_PER_MESSAGE = 64
+_ABORTS_PER_MESSAGE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,17 +218,19 @@ class SchedulerStream:
     def _take_message(self) -> exchange_pb2.ExchangeRequest:
         message = exchange_pb2.ExchangeRequest(
             stop_ats=self._stop_ats,
-            abort_handles=encode_handles(self._aborts),
+            abort_handles=encode_handles(self._aborts[:_ABORTS_PER_MESSAGE]),
             is_heartbeat=self._is_beat_due,
             is_draining=self._is_draining,
         )
-        self._stop_ats, self._aborts, self._is_beat_due = [], [], False
+        self._stop_ats, self._aborts, self._is_beat_due = [], self._aborts[_ABORTS_PER_MESSAGE:], False
         num_bytes = 0
-        while self._submits and num_bytes < _SUBMIT_BYTES_PER_MESSAGE:
+        for _ in range(min(len(self._submits), _SUBMITS_PER_MESSAGE)):
+            if num_bytes >= _SUBMIT_BYTES_PER_MESSAGE:
+                break
             submit = self._make_submit(self._submits.popleft())
             if submit is not None:
                 num_bytes += submit.ByteSize()
                 message.submits.append(submit)
-        if not self._submits:
+        if not self._submits and not self._aborts:
             self._has_news.clear()
         return message

@@ -5,7 +5,6 @@ Every grammar is first tried in another process; a hostile one only costs its ow
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import json
@@ -21,11 +20,15 @@ from services.tokenizer.grammar.shortest_text import MAX_BYTES, too_long
 from services.tokenizer.text_size import MAX_CHOICE_TEXTS
 from services.tokenizer.trial_limits import wall_clock_s
 from shared.errors import InvalidRequestError, NotSupportedError, QueueFullError, Violation
+from shared.fair_room import FairRoom
+from shared.network.turns import Slots, get_party
 
 MAX_FORM_BYTES = 512 * 1024
 
 _NUM_CHILDREN = 2
+# Of one party; all of them may have several times as many.
 _MAX_WAITING = 256
+_MAX_WAITING_OF_ALL = 8 * _MAX_WAITING
 _RETRY_DELAY_S = 1.0
 _MAX_REMEMBERED = 256
 _MAX_REMEMBERED_BYTES = 16 * 1024 * 1024
@@ -53,8 +56,8 @@ class FormCompiler:
         self._can_compile = can_compile
         self._limits = limits
         self._idle: list[GrammarChild] = []
-        self._turns = asyncio.Semaphore(_NUM_CHILDREN)
-        self._num_waiting = 0
+        self._turns = Slots(_NUM_CHILDREN)
+        self._waiting = FairRoom(_MAX_WAITING, capacity=_MAX_WAITING_OF_ALL)
         self._outcomes = _Outcomes()
 
     async def compile(
@@ -118,17 +121,14 @@ class FormCompiler:
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        if self._num_waiting >= _MAX_WAITING:
+        party = get_party()
+        if not self._waiting.has_room(party, 1):
             raise QueueFullError("too many grammars are waiting to be compiled", retry_delay_s=_RETRY_DELAY_S)
-        self._num_waiting += 1
-        try:
-            await self._turns.acquire()
-        finally:
-            self._num_waiting -= 1
-        try:
-            yield
-        finally:
-            self._turns.release()
+        with contextlib.ExitStack() as waiting:
+            waiting.enter_context(self._waiting.enter(party))
+            async with self._turns:
+                waiting.close()
+                yield
 
     async def _try(self, trial: Trial) -> _Outcome:
         child = self._take_idle() or await GrammarChild.start(self._model_dir, self._limits)

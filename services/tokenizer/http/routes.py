@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from datetime import UTC, datetime
 from functools import partial
@@ -25,7 +24,13 @@ from services.tokenizer.http.anthropic_errors import is_anthropics
 from services.tokenizer.http.backend import Backend
 from services.tokenizer.http.calls import JSON, ApiCall, Route
 from services.tokenizer.http.connections.access import Access
-from services.tokenizer.http.connections.bodies import BODY_S, LARGE_BODIES, check_expectation, read_body
+from services.tokenizer.http.connections.bodies import (
+    BODY_S,
+    CALL_TURNS,
+    LARGE_BODIES,
+    check_expectation,
+    read_body,
+)
 from services.tokenizer.http.connections.boundary import REQUEST_ID, Handler, log_facts, make_boundary, make_signer
 from services.tokenizer.http.connections.clients import STATE_ROUTE, find_client
 from services.tokenizer.http.errors import any_error
@@ -45,6 +50,7 @@ from services.tokenizer.tracing.request_trace import TEXT_COMPLETION, RequestTra
 from shared.client_keys import Client
 from shared.errors import UnauthenticatedError
 from shared.limits import check_token_ids
+from shared.network.turns import CallTurns, Slots
 from shared.release import find_release
 
 CHAT = Route(
@@ -98,7 +104,9 @@ class Reader(Protocol):
         """Read a request, which the cell knows by `request_id`; raises `HttpError`. See `read_request`."""
 
 
-def make_app(backend: Backend, access: Access, registry: CollectorRegistry, *, body_s: float) -> web.Application:
+def make_app(
+    backend: Backend, access: Access, registry: CollectorRegistry, *, body_s: float, max_requests: int
+) -> web.Application:
     """The routes.
 
     Args:
@@ -106,11 +114,13 @@ def make_app(backend: Backend, access: Access, registry: CollectorRegistry, *, b
         access: The hosts and web pages that may use it.
         registry: What `/metrics` shows; with clients' keys there is no such route, as it tells of all tenants.
         body_s: How long a body may take to arrive.
+        max_requests: The most at once, one a connection; where clients have keys, no tenant may have all of them.
     """
     routes = _Routes(backend, access, registry)
-    app = web.Application(middlewares=[make_boundary(access, routes.find_client)])
+    app = web.Application(middlewares=[make_boundary(access, routes.find_client, max_requests)])
     app[BODY_S] = body_s
-    app[LARGE_BODIES] = asyncio.Semaphore(_MAX_LARGE_BODIES)
+    app[CALL_TURNS] = CallTurns()
+    app[LARGE_BODIES] = Slots(_MAX_LARGE_BODIES)
     app.on_response_prepare.append(make_signer(access))
     post = partial(web.post, expect_handler=check_expectation)
     app.add_routes(

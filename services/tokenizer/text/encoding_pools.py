@@ -11,13 +11,17 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from shared.errors import QueueFullError
+from shared.fair_room import FairRoom
+from shared.network.turns import Slots, get_party
 
 T = TypeVar("T")
 
 # A text above this size counts as long: work on it takes tens of milliseconds or more.
 MAX_SHORT_BYTES = 16 * 1024
-# Per pool: about five texts of the largest size that a request may have, or ten seconds of work.
+# Per pool and party: about five texts of the largest size that a request may have, or ten seconds of work.
 MAX_WAITING_BYTES = 16 * 1024 * 1024
+# Of all parties, which only memory bounds.
+_MAX_BYTES = 8 * MAX_WAITING_BYTES
 # What is longer in a thread will never end: the longest work takes a second, and a minute on a very busy machine.
 MAX_WORK_S = 60.0
 # Roughly what a thread encodes; used to estimate when a retry will find room.
@@ -25,7 +29,7 @@ _BYTES_PER_S = 2 * 1024 * 1024
 
 
 class EncodingPool:
-    """Threads that take work in order of arrival, with a bound on its text."""
+    """Threads that take work by turns between parties, with a bound on each one's text."""
 
     def __init__(self, num_threads: int, name: str, *, max_work_s: float = MAX_WORK_S) -> None:
         """Work that a thread has had for longer than `max_work_s` is `stuck`."""
@@ -35,30 +39,31 @@ class EncodingPool:
         self._begun_at: dict[object, float] = {}
         self.num_threads = num_threads
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
-        self._num_bytes = 0
+        # One more than there are threads, so that none waits for the event loop.
+        self._slots = Slots(num_threads + 1)
+        self._room = FairRoom(MAX_WAITING_BYTES, capacity=_MAX_BYTES)
 
     @contextmanager
     def admit(self, num_bytes: int) -> Iterator[None]:
-        """Count a text against the bound inside the `with` block; an empty pool admits a text of any size.
+        """Count a text against the party's bound inside the `with` block; see `FairRoom.has_room`.
 
         Raises:
-            QueueFullError: there is too much text in the pool.
+            QueueFullError: the party has too much text in the pool.
         """
-        if self._num_bytes and self._num_bytes + num_bytes > MAX_WAITING_BYTES:
+        party = get_party()
+        if not self._room.has_room(party, num_bytes):
             raise QueueFullError(
                 "too much text is waiting to be encoded",
-                retry_delay_s=self._num_bytes / _BYTES_PER_S,
+                retry_delay_s=max(num_bytes, self._room.size_of(party)) / _BYTES_PER_S,
                 max_waiting_bytes=MAX_WAITING_BYTES,
             )
-        self._num_bytes += num_bytes
-        try:
+        with self._room.enter(party, num_bytes):
             yield
-        finally:
-            self._num_bytes -= num_bytes
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run `work` in a thread; skipped if cancelled before a thread is free."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._timed, work)
+        async with self._slots:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._timed, work)
 
     @property
     def stuck(self) -> str | None:

@@ -85,7 +85,9 @@ class LockstepServer:
         )
         address = self._addresses["http"]
         limits = HttpLimits()
-        app = make_app(backend, Access(address, (), ()), CollectorRegistry(), body_s=limits.body_s)
+        access = Access(address, (), ())
+        max_requests = limits.max_connections
+        app = make_app(backend, access, CollectorRegistry(), body_s=limits.body_s, max_requests=max_requests)
         self._http = await serve_http(address, app, certificates=None, limits=limits)
         freeze_garbage()
 

@@ -13,10 +13,13 @@ from services.tokenizer.http.connections.limits import MAX_BODY_BYTES
 from services.tokenizer.http.refusals import HttpError, invalid_field
 from services.tokenizer.json.json_values import MAX_DEPTH, JsonObject, read_json
 from services.tokenizer.refusal_text import without_quotes
+from shared.network.turns import CallTurns, Slots
 
 BODY_S = web.AppKey("body_s", float)
 """How long a body may take to arrive."""
-LARGE_BODIES = web.AppKey("large_bodies", asyncio.Semaphore)
+CALL_TURNS = web.AppKey("call_turns", CallTurns)
+"""Take up the requests whose bodies have come."""
+LARGE_BODIES = web.AppKey("large_bodies", Slots)
 """Held while a large body is parsed: one of many small values takes 30 times its size."""
 
 # Reading more than this would be noticeable in streams.
@@ -47,6 +50,7 @@ async def read_body(request: web.Request, read: Callable[[JsonObject], ReadT]) -
         raise HttpError(HTTPStatus.REQUEST_TIMEOUT, "request_timeout", message, headers=_CLOSE) from None
     except (web.RequestPayloadError, ConnectionError, ValueError):
         raise HttpError(HTTPStatus.BAD_REQUEST, "invalid_request", "the body is broken", headers=_CLOSE) from None
+    await request.app[CALL_TURNS].wait()
     if len(data) > _MAX_BYTES_ON_LOOP:
         async with request.app[LARGE_BODIES]:
             return await asyncio.to_thread(lambda: read(_parse(data)))

@@ -17,6 +17,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from shared.client_keys import ClientKeys
 from shared.errors import InvalidRequestError, KvCapacityExceededError, Violation
 from shared.network.health import Health
 from shared.network.rpc import (
@@ -27,6 +28,7 @@ from shared.network.rpc import (
     reason_of,
     status_from_rpc_error,
 )
+from tests.support.clients.key_files import key_line, write_keys
 from tests.support.system.ports import free_port
 
 Failure = Callable[[grpc.aio.ServicerContext], Awaitable[None]]
@@ -328,6 +330,30 @@ async def test_calls_above_the_limit_get_a_retry_delay_and_health_still_answers(
         servicer.may_answer.set()
         await asyncio.gather(*open_calls)
         await stub.Tokenize(tokenizer_pb2.TokenizeRequest())
+
+
+async def test_a_tenants_open_calls_leave_room_for_others(tmp_path: Path) -> None:
+    keys = ClientKeys(write_keys(tmp_path / "keys", key_line("loud", "a"), key_line("quiet", "b")))
+
+    def call(channel: grpc.aio.Channel, key: str) -> Any:
+        stub: Any = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+        return stub.Tokenize(tokenizer_pb2.TokenizeRequest(), metadata=(("x-api-key", key),))
+
+    async with echo_channel(tmp_path, ServerLimits(max_open_calls=10, client_keys=keys)) as (servicer, channel):
+        open_calls = [asyncio.ensure_future(call(channel, "loud")) for _ in range(8)]
+        for _ in open_calls:
+            await servicer.calls.get()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(channel, "loud")
+        status = status_from_rpc_error(caught.value)
+        retry_info = error_details_pb2.RetryInfo()
+        assert (caught.value.code(), reason_of(status)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TENANT_LIMIT")
+        assert status.details[1].Unpack(retry_info)
+        open_calls.append(asyncio.ensure_future(call(channel, "quiet")))
+        await servicer.calls.get()
+        servicer.may_answer.set()
+        await asyncio.gather(*open_calls)
+        await call(channel, "loud")
 
 
 async def test_a_taken_port_is_refused() -> None:

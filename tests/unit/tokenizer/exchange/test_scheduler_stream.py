@@ -108,6 +108,26 @@ async def test_submits_with_long_prompts_and_outputs_are_split_over_several_mess
     assert sent == [[1, 2], [3, 4], [5]]
 
 
+async def test_a_flood_of_submits_and_aborts_is_split_over_messages_that_are_soon_made_and_read() -> None:
+    stream = Stream(make_submit)
+    handles = list(range(1, 1001, 2))
+    for handle in handles:
+        stream.submit(handle)
+        stream.abort(handle + 1)
+    messages = stream.messages()
+    stream.beat()
+    submits, aborts, sizes = list[int](), list[int](), list[int]()
+    while len(submits) < len(handles):
+        message = await anext(messages)
+        # A heartbeat waits for none of them.
+        assert message.is_heartbeat == (not sizes)
+        sizes.append(len(message.submits))
+        submits += [submit.handle for submit in message.submits]
+        aborts += read_column(message.abort_handles)
+    assert max(sizes) <= 64
+    assert (submits, aborts) == (handles, [handle + 1 for handle in handles])
+
+
 async def test_a_heartbeat_is_sent_alone_or_with_accumulated_items() -> None:
     stream = Stream(make_submit)
     stream.beat()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2, tokenizer_pb2
+from services.tokenizer.http.connections.limits import HttpLimits
 from shared.network.rpc import reason_of, status_from_rpc_error
 from tests.support.clients.client import read_answer
 from tests.support.clients.key_files import key_line, write_keys
@@ -54,6 +57,31 @@ async def submit_of(http: HttpService, key: str, **fields: Any) -> exchange_pb2.
     http.service.peer.send(Row(sent.handle, 0, [70]), ends=[make_end(sent.handle, common_pb2.FINISH_REASON_EOS, 1)])
     await read_answer(call)
     return sent
+
+
+async def test_a_tenants_open_requests_over_http_leave_room_for_others(model_dir: Path, tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys", *LINES)
+    body = {"model": "tiny", "prompt": "hi"}
+    limits = HttpLimits(max_connections=10)
+    async with run_http_service(model_dir, tmp_path, client_keys=keys, http_limits=limits) as http:
+
+        async def ask(key: str) -> tuple[int, str | None]:
+            async with http.session.post(
+                "http://localhost/v1/completions", json=body, headers={"X-Api-Key": key}
+            ) as answer:
+                is_error = answer.status != HTTPStatus.OK
+                return answer.status, (await answer.json())["error"]["code"] if is_error else None
+
+        loud = [asyncio.create_task(ask("one")) for _ in range(8)]
+        sent = [await http.service.peer.submits.get() for _ in loud]
+        assert await ask("one") == (HTTPStatus.TOO_MANY_REQUESTS, "rate_limit_exceeded")
+        quiet = asyncio.create_task(ask("high"))
+        sent.append(await http.service.peer.submits.get())
+        assert sent[-1].tenant.name == "c"
+        for each in sent:
+            end = make_end(each.handle, common_pb2.FINISH_REASON_EOS, 1)
+            http.service.peer.send(Row(each.handle, 0, [70]), ends=[end])
+        assert {status for status, _ in await asyncio.gather(quiet, *loud)} == {HTTPStatus.OK}
 
 
 async def test_the_scheduler_gets_the_tenant_of_the_key_over_both_apis(keyed: HttpService) -> None:

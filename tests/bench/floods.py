@@ -1,0 +1,145 @@
+"""What a quiet tenant notices of another one's flood.
+
+    python -m tests.bench.floods models/smollm2-135m-instruct --json floods.json
+
+Both have keys, the bounds let the flood in, and the flood is made by a process of its own; this one has only the quiet
+client. For each flood, from its first moment on:
+
+- calls of the quiet client that were refused;
+- how much longer than without the flood it waits for `accepted`, in the middle and at most. Its floor is what gRPC
+  takes to let in the calls that have arrived before, one by one: who calls is known only then;
+- the most steps of the scheduler until a first token;
+- links between tokenizer and scheduler that were lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from lockstep.v1 import tokenizer_pb2_grpc
+from shared.network.rpc import make_channel
+from shared.tenant import Tenant
+from tests.bench.parts.report import Row, limit, report
+from tests.support.cells.cell import Cell, start_cell
+from tests.support.clients.client import token_request
+from tests.support.clients.flood_process import KINDS, LONG, run_flood
+from tests.support.clients.key_files import key_line, write_keys
+from tests.support.clients.tenant_replica import open_tenant_replica
+from tests.support.system.patience import PATIENCE_S
+from tests.support.system.ports import free_port
+
+LOUD_KEY, QUIET_KEY = "sk-loud", "sk-quiet"
+QUIET, WITNESS = Tenant("quiet"), Tenant("witness")
+NUM_CALLS = {"streams": 5000, "choices": 600, "chats": 200, "grammars": 100, "prompts": 64, "http": 3000}
+LOST_LINKS = ("a replica is silent", "no link to the scheduler")
+# The goals.
+MAX_DELAY_S = 0.5
+MAX_STEPS = 6
+_PAUSE_S = 0.1
+
+
+def main() -> None:
+    """Flood a cell in each way, print the table, write the JSON."""
+    args = _parse_args()
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        keys = write_keys(Path(folder) / "keys", key_line(LOUD_KEY, "loud"), key_line(QUIET_KEY, QUIET.name))
+        flags = (
+            f"--client-keys={keys}",
+            f"--http-listen=127.0.0.1:{port}",
+            "--tokenizer.max-http-connections=8192",
+            "--scheduler.max-waiting-requests=10000",
+            f"--scheduler.max-num-seqs={args.slots}",
+        )
+        rows: list[Row] = []
+        for kind in args.floods:
+            # A cell for each, so that none has what another has left behind.
+            with start_cell(args.model_dir, *flags) as cell:
+                num_calls = max(2, round(NUM_CALLS[kind] * args.share))
+                rows += asyncio.run(_measure(cell, kind, num_calls, f"127.0.0.1:{port}", args.calls))
+    report(rows, args.json)
+
+
+async def _measure(cell: Cell, kind: str, num_calls: int, http_address: str, num_quiet: int) -> list[Row]:
+    async with make_channel(cell.address) as channel:
+        alone, refused = await _ask(channel, num_quiet)
+        assert not refused, refused
+        num_lost = _count_lost_links(cell)
+        async with run_flood(kind, num_calls, LOUD_KEY, cell.address, http_address) as outcomes:
+            beside, refused = await _ask(channel, num_quiet)
+            num_steps = await _count_steps(cell, num_quiet)
+    name, before = f"{num_calls} {kind}", statistics.median(alone)
+    worst = max(beside, default=0.0) - before
+    middle = (statistics.median(beside) if beside else 0.0) - before
+    return [
+        limit(f"{name}: quiet calls refused, of {num_quiet}", sum(refused.values()), "calls", at_most=0),
+        Row(f"{name}: accepted later, median", middle, "s"),
+        limit(f"{name}: accepted later, at most", worst, "s", at_most=MAX_DELAY_S),
+        limit(f"{name}: steps to the first token", num_steps, "steps", at_most=MAX_STEPS),
+        limit(f"{name}: links lost", _count_lost_links(cell) - num_lost, "links", at_most=0),
+        *(Row(f"{name}: of the flood, {outcome}", count, "calls") for outcome, count in sorted(outcomes.items())),
+    ]
+
+
+async def _ask(channel: grpc.aio.Channel, num_calls: int) -> tuple[list[float], Mapping[str, int]]:
+    """Ask one call after the other; the seconds until each was accepted, and how many were refused, by status."""
+    stub: Any = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+    times_s, refused = list[float](), dict[str, int]()
+    for number in range(num_calls):
+        request = token_request([7 + number, 8, 9], max_tokens=1, ignore_eos=True)
+        began_at = time.monotonic()
+        call = stub.Generate(request, metadata=(("authorization", f"Bearer {QUIET_KEY}"),), timeout=PATIENCE_S)
+        try:
+            await call.read()
+            accepted_s = time.monotonic() - began_at
+            async for _ in call:
+                pass
+        except grpc.aio.AioRpcError as error:
+            refused[error.code().name] = refused.get(error.code().name, 0) + 1
+        else:
+            times_s.append(accepted_s)
+        await asyncio.sleep(_PAUSE_S)
+    return times_s, refused
+
+
+async def _count_steps(cell: Cell, num_requests: int) -> int:
+    """The most steps until a first token of the quiet tenant; a third tenant's tokens show the steps."""
+    counts = list[int]()
+    async with open_tenant_replica(cell.cell_address) as replica:
+        while len(counts) < num_requests:
+            await replica.submit(WITNESS, num_requests=1, max_tokens=LONG)
+            while not (await replica.read()).num_tokens[WITNESS.name]:
+                pass
+            while (
+                len(counts) < num_requests and (count := await replica.count_steps(QUIET, beside=WITNESS)) is not None
+            ):
+                counts.append(count)
+    return max(counts)
+
+
+def _count_lost_links(cell: Cell) -> int:
+    return sum(cell.log().count(text) for text in LOST_LINKS)
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_dir", type=Path, help="a model directory")
+    parser.add_argument("--floods", nargs="+", choices=KINDS, default=KINDS, help="which floods (default: all)")
+    parser.add_argument("--share", type=float, default=1.0, help="of the calls of each flood (default: %(default)s)")
+    parser.add_argument("--calls", type=int, default=20, help="calls of the quiet client (default: %(default)s)")
+    parser.add_argument("--slots", type=int, default=64, help="sequences that run at once (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
