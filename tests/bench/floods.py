@@ -101,7 +101,7 @@ async def _ask(channel: grpc.aio.Channel, num_calls: int) -> tuple[list[float], 
         try:
             await call.read()
             accepted_s = time.monotonic() - began_at
-            async for _ in call:
+            while await call.read() is not grpc.aio.EOF:
                 pass
         except grpc.aio.AioRpcError as error:
             refused[error.code().name] = refused.get(error.code().name, 0) + 1
