@@ -16,7 +16,6 @@ _NO_JSON: dict[str, bytes] = {
     "nothing": b"",
     "white space": b" \n\t ",
     "a zero byte": b"\0",
-    "a byte order mark": b"\xef\xbb\xbf" + _CHAT.encode(),
     "UTF-16": _CHAT.encode("utf-16"),
     "UTF-32": _CHAT.encode("utf-32"),
     "Latin-1": '{"messages": [{"role": "user", "content": "é"}]}'.encode("latin-1"),

@@ -40,7 +40,11 @@ class Access:
             HttpError: it is not.
         """
         if self._hosts and _host_of(request) not in self._hosts:
-            raise HttpError(HTTPStatus.FORBIDDEN, "host_not_allowed", "the host in the request is not this server's")
+            message = (
+                "the host in the request is not this server's: --http-allowed-hosts "
+                "(of `lockstep serve`: --tokenizer.http-allowed-hosts) adds hosts"
+            )
+            raise HttpError(HTTPStatus.FORBIDDEN, "host_not_allowed", message)
 
     def is_local(self, request: web.Request) -> bool:
         """Whether the request comes from this machine, by all that can be seen.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import TypeVar
 
 from aiohttp import HttpVersion11, web
 
+from services.tokenizer.http.connections.inflation import ACCEPTED, INFLATERS, MAX_PIECE_BYTES
 from services.tokenizer.http.connections.limits import MAX_BODY_BYTES
 from services.tokenizer.http.refusals import HttpError, invalid_field
 from services.tokenizer.json.json_values import MAX_DEPTH, JsonObject, read_json
@@ -75,8 +77,8 @@ def _is_awaiting_approval(request: web.Request) -> bool:
 def _check_form(request: web.Request) -> None:
     if request.content_type != "application/json":
         raise _unsupported("the body must be application/json")
-    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise _unsupported("the body must not be compressed")
+    if _encoding(request) not in INFLATERS:
+        raise _unsupported(f"the body must be plain, or compressed by {ACCEPTED}", {"Accept-Encoding": ACCEPTED})
     if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
         raise _unsupported("the body must be UTF-8")
     if (request.content_length or 0) > MAX_BODY_BYTES:
@@ -84,17 +86,31 @@ def _check_form(request: web.Request) -> None:
 
 
 async def _read(request: web.Request) -> bytes:
-    data = bytearray()
+    """The body, inflated; its limit holds for what came, and for what has been inflated of it so far."""
+    data, num_received, inflater = bytearray(), 0, INFLATERS[_encoding(request)]()
     async for chunk in request.content.iter_any():
-        data += chunk
-        if len(data) > MAX_BODY_BYTES:
+        num_received += len(chunk)
+        for piece in inflater.push(chunk):
+            data += piece
+            if max(num_received, len(data)) > MAX_BODY_BYTES:
+                raise _too_large()
+            if len(piece) == MAX_PIECE_BYTES:
+                # A little can inflate to much, and streams go on meanwhile.
+                await asyncio.sleep(0)
+        if num_received > MAX_BODY_BYTES:
             raise _too_large()
+    inflater.end()
     return bytes(data)
+
+
+def _encoding(request: web.Request) -> str:
+    return request.headers.get("Content-Encoding", "identity").strip().lower()
 
 
 def _parse(data: bytes) -> JsonObject:
     try:
-        text = data.decode()
+        # A mark of the byte order may come first (RFC 8259, section 8.1).
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise invalid_field(None, "the body is not UTF-8") from None
     try:
@@ -106,8 +122,9 @@ def _parse(data: bytes) -> JsonObject:
     return value
 
 
-def _unsupported(message: str) -> HttpError:
-    return HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message, headers=_CLOSE)
+def _unsupported(message: str, headers: Mapping[str, str] = MappingProxyType({})) -> HttpError:
+    status = HTTPStatus.UNSUPPORTED_MEDIA_TYPE
+    return HttpError(status, "unsupported_media_type", message, headers={**_CLOSE, **headers})
 
 
 def _too_large() -> HttpError:

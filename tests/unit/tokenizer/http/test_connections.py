@@ -137,7 +137,7 @@ async def test_a_body_of_chunks_is_refused_when_it_becomes_too_large(http: HttpS
     [
         {"Content-Type": "text/plain"},
         {"Content-Type": "application/x-www-form-urlencoded"},
-        {"Content-Type": "application/json", "Content-Encoding": "gzip"},
+        {"Content-Type": "application/json", "Content-Encoding": "br"},
         {"Content-Type": "application/json; charset=latin-1"},
     ],
 )
@@ -210,6 +210,7 @@ async def test_a_host_that_only_looks_like_ours_is_refused(model_dir: Path, tmp_
     async with run_http_service(model_dir, tmp_path, http_allowed_hosts=("localhost", "::1")) as http:
         answered, body = await exchange(http, f"{head}\r\nConnection: close\r\n\r\n")
         assert (answered.split()[1], '"code":"host_not_allowed"' in body) == ("403", True)
+        assert "--http-allowed-hosts" in body
 
 
 @pytest.mark.parametrize(
