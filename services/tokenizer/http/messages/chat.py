@@ -10,9 +10,9 @@ from pydantic import BeforeValidator
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.messages.tools import MessagesTool
-from services.tokenizer.http.requests.chat_messages import ContentPart, Placed, as_parts, read_parts
+from services.tokenizer.http.requests.chat_messages import ContentPart, Placed, Reply, as_parts, joined, read_parts
 from services.tokenizer.http.requests.fields import EchoedFields, Several
-from services.tokenizer.http.requests.message_drafts import MessageDraft
+from services.tokenizer.http.requests.message_drafts import MessageDraft, begins_another
 
 _ROLES = {
     "system": tokenizer_pb2.ROLE_SYSTEM,
@@ -90,8 +90,9 @@ class ReadTurns:
         if parts and (text := parts[0].text) is not None and (found := _ATTRIBUTION.match(text)):
             rest = text[found.end() :]
             placed[:1] = [(parts[0].model_copy(update={"text": rest}), "system[0]")] if rest else []
-        if text := read_parts(placed).text:
-            self._turn(tokenizer_pb2.ROLE_SYSTEM, "system").contents.append(text)
+        replies = read_parts(placed, self.ignored).replies
+        if text := joined(text for reply in replies for text in reply.texts):
+            self._turn(tokenizer_pb2.ROLE_SYSTEM, "system", Reply()).contents.append(text)
 
     def add_turn(self, turn: MessagesTurn, index: int) -> None:
         """Add the message with this index.
@@ -100,15 +101,16 @@ class ReadTurns:
             HttpError: a part cannot be in a prompt.
         """
         place = f"messages[{index}]"
-        read = read_parts(list(self._readable(turn.content or (), place)))
+        read = read_parts(list(self._readable(turn.content or (), place)), self.ignored)
         for result in read.results:
             contents, call_id = [result.content], result.tool_call_id
             self._drafts.append(MessageDraft(tokenizer_pb2.ROLE_TOOL, place, contents=contents, tool_call_id=call_id))
-        if read.text or read.reasoning or read.calls or not turn.content:
-            draft = self._turn(_ROLES[turn.role], place)
-            draft.contents.append(read.text)
-            draft.reasonings.append(read.reasoning)
-            draft.calls += read.calls
+        for reply in read.replies:
+            if any((*reply.texts, *reply.reasonings, *reply.calls)) or not turn.content:
+                draft = self._turn(_ROLES[turn.role], place, reply)
+                draft.contents.append(joined(reply.texts))
+                draft.reasonings.append(joined(reply.reasonings))
+                draft.calls += reply.calls
 
     def _readable(self, parts: Sequence[MessagesPart], place: str) -> Iterator[Placed]:
         """The parts that have text; what the others say of tools is noted."""
@@ -130,8 +132,11 @@ class ReadTurns:
         else:
             self.ignored.append(place)
 
-    def _turn(self, role: tokenizer_pb2.Role, place: str) -> MessageDraft:
-        """The message that a turn is a part of."""
-        if not self._drafts or self._drafts[-1].role != role:
-            self._drafts.append(MessageDraft(role, place))
+    def _turn(self, role: tokenizer_pb2.Role, place: str, reply: Reply) -> MessageDraft:
+        """The message that a reply of a turn is a part of."""
+        last = self._drafts[-1] if self._drafts else None
+        has_reasoning = any(reply.reasonings)
+        if last is None or last.role != role or (has_reasoning and begins_another(last.contents, last.calls)):
+            separator = "\n\n" if role == tokenizer_pb2.ROLE_SYSTEM else "\n"
+            self._drafts.append(MessageDraft(role, place, separator))
         return self._drafts[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -13,6 +13,7 @@ from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.chat.chat_request import MAX_TOOL_CALLS
 from services.tokenizer.http.refusals import invalid_field
 from services.tokenizer.http.requests.fields import EchoedFields, Several
+from services.tokenizer.http.requests.message_drafts import begins_another
 from services.tokenizer.http.requests.thinking_signatures import hidden_thinking
 
 _ROLES = {
@@ -24,17 +25,29 @@ _ROLES = {
 }
 # Types of Anthropic's parts.
 _CALL, _RESULT, _THOUGHT = "tool_use", "tool_result", "thinking"
+_TEXTS = ("text", "input_text", "output_text")
 # What the types of other parts contain, in OpenAI's, vLLM's and Anthropic's APIs, and what such a part is.
-_UNREAD = {"image": "an image", "audio": "sound", "video": "a video", "document": "a document", "file": "a file"}
+_UNREAD = {
+    "image": "an image",
+    "screenshot": "an image",
+    "audio": "sound",
+    "video": "a video",
+    "document": "a document",
+    "file": "a file",
+}
 
 
 def as_parts(value: object) -> object:
     """Parts, of which a text alone is one; other values are no content."""
     if isinstance(value, str):
-        return [{"type": "text", "text": value}]
+        return [_text_part(value)]
     if value is not None and not isinstance(value, list):
         raise ValueError("must be a text or a list of parts")
-    return value
+    return value and [_text_part(part) if isinstance(part, str) else part for part in value]
+
+
+def _text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 Parts = Annotated[
@@ -47,6 +60,7 @@ class PartSource(EchoedFields):
 
     type: str | None = None
     data: str | None = None
+    content: Parts = None
 
 
 class ContentPart(EchoedFields):
@@ -73,13 +87,14 @@ def _arguments_text(value: object) -> object:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
 
 
+ArgumentsText = Annotated[str, BeforeValidator(_arguments_text, json_schema_input_type=str | dict[str, Any])]
+
+
 class CalledFunction(EchoedFields):
     """What a call calls."""
 
     name: str
-    arguments: Annotated[str, BeforeValidator(_arguments_text, json_schema_input_type=str | dict[str, Any])] | None = (
-        None
-    )
+    arguments: ArgumentsText | None = None
 
 
 class MessageToolCall(EchoedFields):
@@ -105,14 +120,22 @@ class ChatMessage(EchoedFields):
     function_call: None = None
 
 
+@dataclass(slots=True)
+class Reply:
+    """What a model wrote in one go, or a text of anybody else: reasoning first, then text, then calls."""
+
+    reasonings: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    calls: list[tokenizer_pb2.ToolCall] = field(default_factory=list)
+
+
 @dataclass(frozen=True, slots=True)
 class ReadParts:
     """What the parts of a message are in a chat of the cell."""
 
     results: list[tokenizer_pb2.ChatMessage]
-    calls: list[tokenizer_pb2.ToolCall]
-    reasoning: str
-    text: str
+    replies: list[Reply]
+    """At least one, which is empty if there are only results."""
     has_results_alone: bool
 
 
@@ -125,51 +148,92 @@ def place_parts(parts: Sequence[ContentPart] | None, index: int) -> list[Placed]
     return [(part, f"messages[{index}].content[{number}]") for number, part in enumerate(parts or ())]
 
 
-def read_parts(parts: Sequence[Placed]) -> ReadParts:
+def read_parts(parts: Sequence[Placed], ignored: list[str]) -> ReadParts:
     """Read parts.
 
+    Args:
+        parts: Those of a message.
+        ignored: Gets the names of parts that the model is only told of.
+
     Raises:
         HttpError: a part cannot be in a prompt.
     """
-    results = [_read_result(part, place) for part, place in parts if part.type == _RESULT]
-    thoughts = [_thought_of(part, place) for part, place in parts if part.type == _THOUGHT]
-    others = [(part, place) for part, place in parts if part.type not in (_RESULT, _CALL, _THOUGHT)]
-    return ReadParts(
-        results,
-        [_read_call(part, place) for part, place in parts if part.type == _CALL],
-        _joined(thoughts),
-        _joined(_text_of(part, place) for part, place in others),
-        has_results_alone=bool(results) and len(results) == len(parts),
-    )
+    results = []
+    replies = [Reply()]
+    for part, place in parts:
+        if part.type == _RESULT:
+            results.append(_read_result(part, place, ignored))
+        elif part.type == _THOUGHT:
+            if begins_another(replies[-1].texts, replies[-1].calls):
+                replies.append(Reply())
+            replies[-1].reasonings.append(_thought_of(part, place))
+        elif part.type == _CALL:
+            replies[-1].calls.append(_read_call(part, place))
+        else:
+            replies[-1].texts.append(_text_of(part, place))
+    return ReadParts(results, replies, has_results_alone=bool(results) and len(results) == len(parts))
 
 
-def read_message(fields: ChatMessage, index: int) -> list[tokenizer_pb2.ChatMessage]:
+def read_message(fields: ChatMessage, index: int, ignored: list[str]) -> list[tokenizer_pb2.ChatMessage]:
     """The message, after the results of calls that are among its parts; left out if there is nothing else in it.
 
+    Args:
+        fields: The message.
+        index: Its place in the request.
+        ignored: As for `read_parts`.
+
     Raises:
         HttpError: a part cannot be in a prompt.
     """
-    read = read_parts(place_parts(fields.content, index))
+    placed = place_parts(fields.content, index)
+    if fields.role == "tool":
+        placed = [_as_text(part, place, ignored) for part, place in placed]
+    read = read_parts(placed, ignored)
     if read.has_results_alone:
         return read.results
-    message = tokenizer_pb2.ChatMessage(
-        role=_ROLES[fields.role],
-        content=read.text or fields.refusal or "",
-        name=fields.name or "",
-        tool_call_id=fields.tool_call_id or "",
-        reasoning=fields.reasoning or fields.reasoning_content or read.reasoning,
-        tool_calls=read.calls,
-    )
+    messages = [
+        tokenizer_pb2.ChatMessage(
+            role=_ROLES[fields.role],
+            content=joined(reply.texts),
+            name=fields.name or "",
+            reasoning=joined(reply.reasonings),
+            tool_calls=reply.calls,
+        )
+        for reply in read.replies
+    ]
+    first, last = messages[0], messages[-1]
+    first.reasoning = fields.reasoning or fields.reasoning_content or first.reasoning
+    last.content = last.content or fields.refusal or ""
+    last.tool_call_id = fields.tool_call_id or ""
     for call in fields.tool_calls or ():
-        message.tool_calls.add(id=call.id or "", name=call.function.name, arguments=call.function.arguments or "")
-    return [*read.results, message]
+        last.tool_calls.add(id=call.id or "", name=call.function.name, arguments=call.function.arguments or "")
+    return [*read.results, *messages]
 
 
-def _read_result(part: ContentPart, place: str) -> tokenizer_pb2.ChatMessage:
-    texts = [_text_of(inner, f"{place}.content[{number}]") for number, inner in enumerate(part.content or ())]
+def _read_result(part: ContentPart, place: str, ignored: list[str]) -> tokenizer_pb2.ChatMessage:
+    inner = (_as_text(each, f"{place}.content[{number}]", ignored) for number, each in enumerate(part.content or ()))
+    texts = [_text_of(each, at) for each, at in inner]
     # Templates know no other way to say that a call failed.
-    content = _joined(["Error:"] * bool(part.is_error) + texts)
+    content = joined(["Error:"] * bool(part.is_error) + texts)
     return tokenizer_pb2.ChatMessage(role=tokenizer_pb2.ROLE_TOOL, content=content, tool_call_id=part.tool_use_id or "")
+
+
+def _as_text(part: ContentPart, place: str, ignored: list[str]) -> Placed:
+    """A part of a call's result. What is no text is a line that says so: the conversation has to go on."""
+    if (kind := unread_kind(part.type)) is None or _is_text_document(part):
+        return part, place
+    ignored.append(place)
+    return ContentPart(type="text", text=unread_note(kind)), place
+
+
+def unread_kind(kind: str) -> str | None:
+    """What a part of another type than text is; None for unknown types."""
+    return next((name for mark, name in _UNREAD.items() if mark in kind), None)
+
+
+def unread_note(kind: str) -> str:
+    """What the model is told in the place of such a part."""
+    return f"[This is {kind}, which cannot be shown here.]"
 
 
 def _read_call(part: ContentPart, place: str) -> tokenizer_pb2.ToolCall:
@@ -181,19 +245,34 @@ def _thought_of(part: ContentPart, place: str) -> str:
     return _given(part.thinking, f"{place}.{_THOUGHT}") or hidden_thinking(part.signature or "")
 
 
+def _is_text_document(part: ContentPart) -> bool:
+    source = part.source
+    has_text = isinstance(source, PartSource) and (
+        (source.type == "text" and source.data is not None) or source.content is not None
+    )
+    return part.type == "document" and (has_text or part.content is not None)
+
+
+def _document_text(part: ContentPart, place: str) -> str:
+    source = part.source
+    if isinstance(source, PartSource) and source.data is not None and source.type == "text":
+        return joined([part.title or "", source.data])
+    if isinstance(source, PartSource) and source.content is not None:
+        inner, at = source.content, f"{place}.source.content"
+    else:
+        inner, at = part.content or [], f"{place}.content"
+    return joined([part.title or "", *(_text_of(each, f"{at}[{number}]") for number, each in enumerate(inner))])
+
+
 def _text_of(part: ContentPart, place: str) -> str:
-    match part:
-        case ContentPart(type="document", source=PartSource(type="text", data=str(text))):
-            return _joined([part.title or "", text])
-        case ContentPart(type="search_result"):
-            texts = (_text_of(inner, f"{place}.content[{number}]") for number, inner in enumerate(part.content or ()))
-            return _joined([part.title or "", *texts])
-    texts_by_type = {"text": part.text, "refusal": part.refusal, "tool_reference": part.tool_name}
-    if part.type not in texts_by_type:
-        kind = next((name for mark, name in _UNREAD.items() if mark in part.type), "of an unknown type")
-        raise invalid_field(place, f"is {kind}, but only text can be read")
-    name = "tool_name" if part.type == "tool_reference" else part.type
-    return _given(texts_by_type[part.type], f"{place}.{name}")
+    if part.type == "search_result" or _is_text_document(part):
+        return _document_text(part, place)
+    if part.type in _TEXTS:
+        return _given(part.text, f"{place}.text")
+    others = {"refusal": part.refusal, "tool_reference": part.tool_name}
+    if part.type not in others:
+        raise invalid_field(place, f"is {unread_kind(part.type) or 'of an unknown type'}, but only text can be read")
+    return _given(others[part.type], f"{place}.{'tool_name' if part.type == 'tool_reference' else part.type}")
 
 
 def _given(text: str | None, place: str) -> str:
@@ -202,6 +281,6 @@ def _given(text: str | None, place: str) -> str:
     return text
 
 
-def _joined(texts: Iterable[str]) -> str:
+def joined(texts: Iterable[str]) -> str:
     """As vLLM joins the parts for a template that takes one text."""
     return "\n".join(text for text in texts if text)

@@ -59,7 +59,7 @@ def _make_request(fields: ChatFields, ignored: list[str], request_id: str) -> Ap
     message = make_common_message(fields, request_id, form)
     num_messages = []
     for index, each in enumerate(fields.messages):
-        read = read_message(each, index)
+        read = read_message(each, index, ignored)
         message.chat.messages.extend(read)
         num_messages.append(len(read))
     not_held = _add_chat(message.chat, fields)

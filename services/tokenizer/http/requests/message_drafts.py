@@ -6,9 +6,15 @@ protobuf keeps each copy for as long as it lives.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lockstep.v1 import tokenizer_pb2
+
+
+def begins_another(texts: Sequence[str], calls: Sequence[tokenizer_pb2.ToolCall]) -> bool:
+    """Whether reasoning after these is another message's: templates show a message's reasoning before its text."""
+    return any(texts) and not calls
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -9,8 +10,9 @@ from pydantic import BeforeValidator
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.refusals import invalid_field
+from services.tokenizer.http.requests.chat_messages import ArgumentsText, as_parts, unread_kind, unread_note
 from services.tokenizer.http.requests.fields import EchoedFields, Several
-from services.tokenizer.http.requests.message_drafts import MessageDraft
+from services.tokenizer.http.requests.message_drafts import MessageDraft, begins_another
 from services.tokenizer.http.responses.custom_input import input_arguments
 from services.tokenizer.http.responses.reasoning_content import REASONING_CONTENT
 from services.tokenizer.http.responses.tools import ResponseTool, function_name
@@ -26,16 +28,11 @@ _CALLS = ("function_call", "custom_tool_call")
 _RESULTS = ("function_call_output", "custom_tool_call_output")
 _TOOLS = "additional_tools"
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-# What the types of other parts contain, and what such a part is.
-_UNREAD = {"image": "an image", "screenshot": "an image", "audio": "sound", "video": "a video", "file": "a file"}
-
-
-def _as_parts(value: object) -> object:
-    if isinstance(value, str):
-        return [{"type": "input_text", "text": value}]
-    if value is not None and not isinstance(value, list):
-        raise ValueError("must be a text or a list of parts")
-    return value
+# How the types of items end or begin, and what they are, that a provider's own servers and tools leave in a history.
+_FOREIGN = re.compile(
+    r".*_(call|call_output|output|list_tools)|mcp_.*|compaction.*|context_compaction|configuration_update|program"
+)
+_READ = frozenset({_MESSAGE, _REASONING, *_CALLS, *_RESULTS, _TOOLS, "item_reference"})
 
 
 class ItemPart(EchoedFields):
@@ -50,7 +47,7 @@ class ItemPart(EchoedFields):
 
 
 Parts = Annotated[
-    Several[ItemPart] | None, BeforeValidator(_as_parts, json_schema_input_type=str | list[ItemPart] | None)
+    Several[ItemPart] | None, BeforeValidator(as_parts, json_schema_input_type=str | list[ItemPart] | None)
 ]
 
 
@@ -65,7 +62,7 @@ class InputItem(EchoedFields):
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
-    arguments: str | None = None
+    arguments: ArgumentsText | None = None
     input: str | None = None
     output: Parts = None
     tools: Several[ResponseTool] | None = None
@@ -81,10 +78,20 @@ class InputItem(EchoedFields):
 
 
 def as_items(value: object) -> object:
-    """A text as the user's message."""
+    """A text as the user's message; of another provider's items only the types are read."""
     if value is None or value == "":
         return []
-    return [{"type": _MESSAGE, "role": "user", "content": value}] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [{"type": _MESSAGE, "role": "user", "content": value}]
+    if not isinstance(value, list):
+        return value
+    return [{"type": item["type"]} if is_foreign(item) else item for item in value]
+
+
+def is_foreign(item: object) -> bool:
+    """Whether an item is of another provider's servers or tools, which the model has never seen."""
+    kind = item.get("type") if isinstance(item, dict) else None
+    return isinstance(kind, str) and kind not in _READ and _FOREIGN.fullmatch(kind) is not None
 
 
 class MessageReader:
@@ -98,6 +105,8 @@ class MessageReader:
     def __init__(self, instructions: str | None) -> None:
         self.ignored: list[str] = []
         """Names of fields that have no effect."""
+        self.skipped: list[str] = []
+        """Where items of other providers are."""
         self._drafts: list[MessageDraft] = []
         # What the last item was.
         self._before = ""
@@ -122,10 +131,16 @@ class MessageReader:
             HttpError: it cannot be in a prompt.
         """
         kind = item.kind
+        if is_foreign({"type": kind}):
+            self.skipped.append(place)
+            return
         if kind == _MESSAGE:
             self._read_message(item, place)
         elif kind == _REASONING:
-            self._reply(place).reasonings.append(self._reasoning_of(item, place))
+            reasoning = self._reasoning_of(item, place)
+            last = self._drafts[-1] if self._drafts else None
+            is_new = last is not None and bool(reasoning) and begins_another(last.contents, last.calls)
+            self._reply(place, is_new=is_new).reasonings.append(reasoning)
         elif kind in _CALLS:
             self._read_call(item, place)
         elif kind in _RESULTS:
@@ -160,9 +175,19 @@ class MessageReader:
         call_id = _given(item.call_id, f"{place}.call_id")
         if item.output is None:
             raise invalid_field(f"{place}.output", "is required")
-        text = "\n".join(_texts(item.output, f"{place}.output"))
+        text = "\n".join(_texts(self._result_parts(item.output, f"{place}.output"), f"{place}.output"))
         result = self._add(tokenizer_pb2.ROLE_TOOL, place, text)
         result.tool_call_id, result.name = call_id, self._call_names.get(call_id, "")
+
+    def _result_parts(self, parts: Sequence[ItemPart], place: str) -> list[ItemPart]:
+        """The parts of a result. What is no text is a line that says so: the conversation has to go on."""
+        read = []
+        for index, part in enumerate(parts):
+            kind = None if part.type in _TEXTS else unread_kind(part.type)
+            if kind is not None:
+                self.ignored.append(f"{place}[{index}]")
+            read.append(part if kind is None else ItemPart(type="text", text=unread_note(kind)))
+        return read
 
     def _reply(self, place: str, *, is_new: bool = False) -> MessageDraft:
         """The message of the answer that the item is a part of."""
@@ -199,8 +224,7 @@ def _texts(parts: Sequence[ItemPart] | None, place: str) -> Iterable[str]:
         elif part.type == "refusal":
             yield _given(part.refusal, f"{at}.refusal")
         else:
-            kind = next((name for mark, name in _UNREAD.items() if mark in part.type), "of an unknown type")
-            raise invalid_field(at, f"is {kind}, but only text can be read")
+            raise invalid_field(at, f"is {unread_kind(part.type) or 'of an unknown type'}, but only text can be read")
 
 
 def _given(text: str | None, place: str) -> str:

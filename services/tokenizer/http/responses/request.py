@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -181,7 +183,8 @@ def read_response_request(value: JsonObject, request_id: str, *, is_lenient: boo
         ignored=[
             *offered.skipped,
             *offered.not_held,
-            *_outside(offered, ignored),
+            *_outside([*offered.skipped, *reader.skipped], ignored),
+            *reader.skipped,
             *reader.ignored,
         ],
         is_probe=fields.generate is False or not fields.input,
@@ -209,10 +212,15 @@ def _tool_lists(
     return lists
 
 
-def _outside(offered: OfferedTools, names: Sequence[str]) -> Iterator[str]:
-    """The names of what is outside of the tools that are skipped: what they have is skipped with them."""
-    skipped = tuple(f"{place}." for place in offered.skipped)
-    return (name for name in names if not name.startswith(skipped))
+def _outside(skipped: Sequence[str], names: Sequence[str]) -> Iterator[str]:
+    """The names of what is outside of the tools and items that are skipped: what they have is skipped with them."""
+    places = frozenset(skipped)
+    return (name for name in names if not any(outer in places for outer in accumulate(_steps(name)[:-1])))
+
+
+def _steps(name: str) -> list[str]:
+    """The steps to a field, each but the first with the dot before it."""
+    return re.split(r"(?=\.)", name)
 
 
 def _echoed(fields: ResponseFields, value: JsonObject, offered: OfferedTools) -> JsonObject:

@@ -88,7 +88,7 @@ def test_calls_and_results_may_be_parts_of_messages() -> None:
         ({"role": "user", "content": [ANTHROPIC_CALL]}, "messages[1].tool_calls"),
         ({"role": "assistant", "content": [ANTHROPIC_CALL | {"name": None}]}, "messages[1].content[0].name"),
         (
-            {"role": "user", "content": [ANTHROPIC_RESULT | {"content": [{"type": "image"}]}]},
+            {"role": "user", "content": [ANTHROPIC_RESULT | {"content": [{"type": "hologram"}]}]},
             "messages[1].content[0].content[0]",
         ),
         ({"role": "user", "content": [ANTHROPIC_CALL | {"input": "no object"}]}, "messages[1].content[0].input"),

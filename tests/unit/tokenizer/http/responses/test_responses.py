@@ -249,12 +249,12 @@ async def test_an_empty_probe_is_answered(http: HttpService, body: dict[str, Any
         ({"max_output_tokens": CONTEXT_LENGTH}, "input"),
         ({"temperature": -1}, "temperature"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
-        ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input[0].type"),
+        ({"input": [{"type": "hologram", "id": "ws_1"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "function_call", "call_id": "1", "arguments": "{}"}]}, "input[0].name"),
         ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input[0].output"),
         (
-            {"input": [{"type": "function_call_output", "call_id": "1", "output": [{"type": "input_file"}]}]},
+            {"input": [{"type": "function_call_output", "call_id": "1", "output": [{"type": "hologram"}]}]},
             "input[0].output[0]",
         ),
         (
