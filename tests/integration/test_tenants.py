@@ -18,16 +18,16 @@ import pytest
 from lockstep.v1 import tokenizer_pb2_grpc
 from shared.tenant import Tenant
 from tests.support.cells.cell import Cell, start_cell
-from tests.support.clients.client import connect, token_request
+from tests.support.clients.client import connect, read_answer, token_request
 from tests.support.clients.flood import open_channels
+from tests.support.clients.flood_process import HTTP_KIND, LONG, run_flood
 from tests.support.clients.key_files import key_line, write_keys
 from tests.support.clients.tenant_replica import open_tenant_replica
+from tests.support.system.ports import free_port
 
 NUM_SLOTS = 8
 KEY = "sk-loud"
 LOUD, QUIET, WITNESS = Tenant("loud"), Tenant("quiet"), Tenant("witness")
-# About as long as the tiny model's context allows.
-LONG = 500
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,32 @@ async def test_tokens_are_shared_by_weight(small_cell: Cell) -> None:
 async def test_a_quiet_tenant_waits_at_most_twice_as_long_beside_a_flood_as_beside_one_stream(small_cell: Cell) -> None:
     beside_one = await count_steps_to_first_token(small_cell, 1)
     assert await count_steps_to_first_token(small_cell, 5000) <= 2 * beside_one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["streams", "choices", HTTP_KIND])
+async def test_a_flood_that_fills_its_part_of_the_queue_shuts_out_nobody(
+    tiny_model: Path, tmp_path: Path, kind: str
+) -> None:
+    keys = write_keys(tmp_path / "keys", key_line(KEY, LOUD.name), key_line("sk-quiet", QUIET.name))
+    http_address = f"127.0.0.1:{free_port()}"
+    flags = (
+        f"--client-keys={keys}",
+        f"--http-listen={http_address}",
+        f"--scheduler.max-num-seqs={NUM_SLOTS}",
+        "--scheduler.max-waiting-requests=20",
+    )
+    with start_cell(tiny_model, *flags) as cell:
+        async with connect(cell) as client, run_flood(kind, 100, KEY, cell.address, http_address) as outcomes:
+            await client.wait_until(lambda state: state.num_waiting >= 16)
+            for number in range(5):
+                request = token_request([1 + number, 2, 3], max_tokens=3, ignore_eos=True)
+                answer = await read_answer(
+                    client.tokenizer.Generate(request, metadata=(("authorization", "Bearer sk-quiet"),))
+                )
+                assert len(answer.choices[0, 0].token_ids) == 3
+    assert outcomes.keys() <= {"OK", "QUEUE_FULL", "server_overloaded"}
+    assert outcomes["QUEUE_FULL"] + outcomes["server_overloaded"] > 0
 
 
 @pytest.mark.proof

@@ -32,7 +32,7 @@ from services.tokenizer.http.connections.bodies import (
     read_body,
 )
 from services.tokenizer.http.connections.boundary import REQUEST_ID, Handler, log_facts, make_boundary, make_signer
-from services.tokenizer.http.connections.clients import STATE_ROUTE, find_client
+from services.tokenizer.http.connections.clients import STATE_ROUTE, check_room, find_client
 from services.tokenizer.http.errors import any_error
 from services.tokenizer.http.messages.events import ID_PREFIX, PING, MessageAnswer, MessageEvents
 from services.tokenizer.http.messages.request import read_count_request, read_messages_request
@@ -48,7 +48,8 @@ from services.tokenizer.http.responses.request import read_response_request
 from services.tokenizer.json.json_values import JsonObject
 from services.tokenizer.tracing.request_trace import TEXT_COMPLETION, RequestTrace, traced
 from shared.client_keys import Client
-from shared.errors import UnauthenticatedError
+from shared.errors import TenantLimitError, UnauthenticatedError
+from shared.fair_room import FairRoom
 from shared.limits import check_token_ids
 from shared.network.turns import CallTurns, Slots
 from shared.release import find_release
@@ -117,7 +118,7 @@ def make_app(
         max_requests: The most at once, one a connection; where clients have keys, no tenant may have all of them.
     """
     routes = _Routes(backend, access, registry)
-    app = web.Application(middlewares=[make_boundary(access, routes.find_client, max_requests)])
+    app = web.Application(middlewares=[make_boundary(access, routes.admit, max_requests)])
     app[BODY_S] = body_s
     app[CALL_TURNS] = CallTurns()
     app[LARGE_BODIES] = Slots(_MAX_LARGE_BODIES)
@@ -159,11 +160,13 @@ class _Routes:
         self._cell_state = CellState(backend.scheduler.channel)
         self._created = int(time.time())
 
-    def find_client(self, request: web.Request) -> Client:
-        """See `find_client` of the connections; a refused completion is counted."""
+    def admit(self, request: web.Request, open_requests: FairRoom) -> Client:
+        """Who sends a request; see `find_client` and `check_room`. A refused completion is counted."""
         try:
-            return find_client(self._backend.client_keys, request)
-        except UnauthenticatedError as error:
+            client = find_client(self._backend.client_keys, request)
+            check_room(client, open_requests)
+            return client
+        except (UnauthenticatedError, TenantLimitError) as error:
             if request.path in (_CHATS, _COMPLETIONS, _MESSAGES, _RESPONSES):
                 self._backend.totals.count_failure(error.reason)
             raise

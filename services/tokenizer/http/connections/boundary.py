@@ -18,7 +18,6 @@ from services.tokenizer.http.connections.connection import SERVER, error_respons
 from services.tokenizer.http.errors import any_error
 from services.tokenizer.http.refusals import HttpError
 from shared.client_keys import ANY_CLIENT, Client
-from shared.errors import TenantLimitError
 from shared.fair_room import FairRoom
 from shared.network.turns import set_party
 
@@ -27,7 +26,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 REQUEST_ID = web.RequestKey("request_id", str)
 """The id that the cell knows a request by."""
 
-_RETRY_DELAY_S = 1.0
 # What of a client's own id may be echoed and logged.
 _CLIENT_ID = re.compile(r"[!-~]{1,128}")
 
@@ -44,7 +42,7 @@ def _client_id(request: web.BaseRequest) -> str | None:
     return given if _CLIENT_ID.fullmatch(given) else None
 
 
-def make_boundary(access: Access, find_client: Callable[[web.Request], Client], max_requests: int) -> Any:
+def make_boundary(access: Access, admit: Callable[[web.Request, FairRoom], Client], max_requests: int) -> Any:
     """The middleware that checks hosts and clients, and turns every error into an answer.
 
     With clients' keys no tenant has all of `max_requests`, which may be open at once.
@@ -59,16 +57,9 @@ def make_boundary(access: Access, find_client: Callable[[web.Request], Client], 
             # A browser asks without a key.
             if (answer := access.preflight(request)) is not None:
                 return answer
-            client = request[CLIENT] = find_client(request)
+            client = request[CLIENT] = admit(request, open_requests)
             party = (request.remote or "unix") if client is ANY_CLIENT else client.tenant.name
             set_party(party)
-            if client is not ANY_CLIENT and not open_requests.has_room(party, 1):
-                raise TenantLimitError(
-                    "too many requests of the tenant are open",
-                    retry_delay_s=_RETRY_DELAY_S,
-                    limit="open_requests",
-                    value=open_requests.size_of(party),
-                )
             with open_requests.enter(party):
                 return await handler(request)
         except web.HTTPException as error:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from aiohttp import web
 
 from shared.client_keys import ANY_CLIENT, Client, ClientKeys
-from shared.errors import PermissionDeniedError
+from shared.errors import PermissionDeniedError, TenantLimitError
+from shared.fair_room import FairRoom
 
 CLIENT = web.RequestKey("client", Client)
 """Who sends the request."""
@@ -17,6 +18,9 @@ KEYLESS_ROUTES = PROBE_ROUTES | PAGE_ROUTES
 STATE_ROUTE = "/lockstep/state"
 OPERATOR_ROUTES = frozenset({STATE_ROUTE})
 """What tells of all tenants: for keys of operators; where clients have none, only for this machine."""
+
+
+_RETRY_DELAY_S = 1.0
 
 
 def find_client(client_keys: ClientKeys | None, request: web.Request) -> Client:
@@ -37,3 +41,19 @@ def find_client(client_keys: ClientKeys | None, request: web.Request) -> Client:
     if path in OPERATOR_ROUTES and not client.is_operator:
         raise PermissionDeniedError("the route needs the key of an operator", route=path)
     return client
+
+
+def check_room(client: Client, open_requests: FairRoom) -> None:
+    """Check that a client with a key leaves others room for requests.
+
+    Raises:
+        TenantLimitError: it has as many open as it may.
+    """
+    tenant = client.tenant.name
+    if client is not ANY_CLIENT and not open_requests.has_room(tenant, 1):
+        raise TenantLimitError(
+            "too many requests of the tenant are open",
+            retry_delay_s=_RETRY_DELAY_S,
+            limit="open_requests",
+            value=open_requests.size_of(tenant),
+        )
