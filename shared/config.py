@@ -28,6 +28,7 @@ from shared.network.addresses import check_address, is_local
 from shared.network.tls import Certificates, Role, TlsError, TlsFiles
 from shared.process.encoding import describe_locale, is_text
 from shared.settings_help import is_positional, name_values
+from shared.units import parse_count
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,18 @@ def check_trust_domain(name: str) -> str:
     raise ValueError("must be a DNS name in lower case, such as cell.example.org")
 
 
+def read_max_model_len(value: object) -> object:
+    """Read a number of tokens, as a text such as 8k too; return anything else unchanged, and the text `auto`.
+
+    Raises:
+        ValueError: the text is neither, or the number is below 2.
+    """
+    count = parse_count(value) if isinstance(value, str) and value != "auto" else value
+    if type(count) is int and count < 2:
+        raise ValueError(f"{count} is below 2: a prompt and its completion have a token each")
+    return count
+
+
 def split_list(value: object) -> object:
     """Split a comma-separated text; return anything else unchanged."""
     return tuple(value.split(",")) if isinstance(value, str) else value
@@ -83,6 +96,13 @@ LocalAddress = Annotated[str, AfterValidator(check_local_address)]
 # `A,B` on the command line and in the environment.
 Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(split_list)]
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], NoDecode, BeforeValidator(split_list)]
+
+MaxModelLen = Annotated[Literal["auto"] | int, BeforeValidator(read_max_model_len)]
+MAX_MODEL_LEN_DESCRIPTION = (
+    "Most tokens of a prompt and its completion together: 8192, 8k (8000) or 8K (8192). auto is the model's own "
+    "context, of which a request gets what the KV cache holds; a number must fit into both. All workers of a cell have "
+    "the same. LongRoPE takes its long factors if it is above the original context."
+)
 
 # How a worker proposes draft tokens.
 DraftProposerName = Literal["none", "ngram", "mtp", "model"]

@@ -129,6 +129,7 @@ CAPABILITIES = (
             "StepResult.not_finite_saves",
         ),
     ),
+    Capability("first_start", 1, ("AttachRequest.is_first_start",)),
     Capability(TIMINGS, 1, ("RequestEnd.queue_time_us", "RequestStart.prefill_time_us")),
     # Whoever does not know them loses nothing but a better guess of how long a restart takes.
     Capability("worker_start", 1, ("AttachResponse.start_time", "CellInfo.worker_start_time")),

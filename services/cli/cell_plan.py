@@ -45,7 +45,7 @@ def plan_services(
 
 
 def _plan_workers(settings: ServeSettings, more_flags: Sequence[str], runtime_dir: Path) -> Iterator[ServiceCommand]:
-    flags = [f"--model-dir={settings.model_dir}", *settings.draft_flags()]
+    flags = [f"--model-dir={settings.model_dir}", *settings.model_flags()]
     flags += share_cores(more_flags, settings.dp * settings.tp)
     for number in range(1 if settings.is_coupled else settings.dp):
         yield from _plan_domain(settings, number, flags, runtime_dir)

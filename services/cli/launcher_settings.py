@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from pydantic_settings import CliPositionalArg
 
 from services.cli.processes.preflight import check_model_dir
-from shared.config import DraftProposerName, ServiceSettings
+from shared.config import MAX_MODEL_LEN_DESCRIPTION, DraftProposerName, MaxModelLen, ServiceSettings
 from shared.model_dir import CONFIG, display_name
 
 RANK_FLAGS = frozenset(
@@ -35,6 +35,7 @@ class LauncherSettings(ServiceSettings):
         description="Split the experts over all workers (expert parallelism). With several replicas, all workers then "
         "step in lockstep and are one failure domain.",
     )
+    max_model_len: MaxModelLen = Field(default="auto", description=MAX_MODEL_LEN_DESCRIPTION)
     draft_proposer: DraftProposerName | None = Field(
         default=None, description="How draft tokens are proposed; if not set, model with --draft-model, else none."
     )
@@ -78,10 +79,11 @@ class LauncherSettings(ServiceSettings):
         if self.draft_model is not None:
             check_model_dir(self.draft_model, [CONFIG])
 
-    def draft_flags(self) -> list[str]:
-        """The worker's flags about drafting."""
+    def model_flags(self) -> list[str]:
+        """The worker's flags about the context and about drafting."""
         proposer = "model" if self.draft_model is not None else self.draft_proposer
-        flags = {"draft-proposer": proposer, "draft-model": self.draft_model}
+        context = None if self.max_model_len == "auto" else self.max_model_len
+        flags = {"max-model-len": context, "draft-proposer": proposer, "draft-model": self.draft_model}
         return render_flags(flags)
 
 

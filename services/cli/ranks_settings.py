@@ -131,7 +131,7 @@ class RanksSettings(LauncherSettings, ProcessSettings):
             "log-level": self.log_level,
             "log-format": self.log_format,
         }
-        return [*render_flags(flags), *(["--reflection"] if self.reflection else []), *self.draft_flags()]
+        return [*render_flags(flags), *(["--reflection"] if self.reflection else []), *self.model_flags()]
 
 
 def _check_fixed_ports(address: str, num_ports: int) -> None:

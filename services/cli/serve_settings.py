@@ -103,8 +103,9 @@ class ServeSettings(LauncherSettings, HttpPortSettings):
             raise ValueError("--tp cannot be used with --workers, which are started elsewhere")
         if "dp" in self.model_fields_set and self.dp != len(self.workers):
             raise ValueError(f"--dp {self.dp} does not match the {len(self.workers)} --workers")
-        if self.draft_flags():
-            raise ValueError("--draft-proposer and --draft-model cannot be used with --workers, started elsewhere")
+        if self.model_flags():
+            flags = "--max-model-len, --draft-proposer and --draft-model"
+            raise ValueError(f"{flags} cannot be used with --workers, started elsewhere")
         return self
 
     @property

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from services.cli.clients.running_cells import DIRECTORY_PREFIX
 from services.cli.processes.display import Display, LogDisplay
-from services.cli.processes.launch_screen import LaunchScreen, describe_model, describe_place
+from services.cli.processes.launch_screen import LaunchScreen, describe_model, describe_place, describe_room
 from services.cli.processes.service_command import ServiceCommand
 from services.cli.serve_settings import ServeSettings
 from shared.process.line_writer import LineWriter
@@ -151,7 +151,13 @@ class _ScreenView:
     def announce(self) -> None:
         self._terminal.drain(_LINES_BEFORE_S)
         print(
-            "\n".join([*describe_model(self._settings.model_name, self._screen.model_facts), *self._places()]),
+            "\n".join(
+                [
+                    *describe_model(self._settings.model_name, self._screen.model_facts),
+                    *describe_room(self._screen.room_facts),
+                    *self._places(),
+                ]
+            ),
             flush=True,
         )
 

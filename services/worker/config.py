@@ -12,7 +12,16 @@ from pydantic_settings import CliSuppress, NoDecode, SettingsConfigDict
 
 from services.worker.device import DeviceError, DeviceRequest, check_device
 from services.worker.layout import RankLayout
-from shared.config import Address, DraftProposerName, ListenAddress, ProcessSettings, load_settings, split_list
+from shared.config import (
+    MAX_MODEL_LEN_DESCRIPTION,
+    Address,
+    DraftProposerName,
+    ListenAddress,
+    MaxModelLen,
+    ProcessSettings,
+    load_settings,
+    split_list,
+)
 from shared.limits import MAX_DRAFT_TOKENS
 from shared.model_dir import ModelDirectoryError, refuse_pointer, weight_paths
 from shared.network.addresses import is_any_host, split_address
@@ -29,6 +38,7 @@ class WorkerSettings(ProcessSettings):
     role = Role.WORKER
 
     model_dir: Path = Field(description="Model directory in Hugging Face's layout.")
+    max_model_len: MaxModelLen = Field(default="auto", description=MAX_MODEL_LEN_DESCRIPTION)
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
         description="What to compute on: cuda is a GPU, NVIDIA's or AMD's; auto takes one if torch sees any.",
@@ -193,6 +203,11 @@ class WorkerSettings(ProcessSettings):
         description="Address for the scheduler and for other workers: unix:PATH, HOST:PORT on loopback, or with mutual "
         "TLS any HOST:PORT.",
     )
+
+    @property
+    def context_limit(self) -> int | None:
+        """The most tokens of a sequence; None means the model's own context."""
+        return None if self.max_model_len == "auto" else self.max_model_len
 
     @property
     def weights_seed(self) -> int | None:

@@ -116,6 +116,7 @@ def _body(
         _line("KV blocks cached", state.num_cached_blocks),
         _line("KV blocks free", state.num_free_blocks, "including cached ones"),
         *_state_lines(state),
+        *_context_lines(state),
         "",
         _line("", "since start", "" if before is None else f"last {elapsed_s:.1f} s"),
         *(_counter_line(label, name, state, before, elapsed_s) for label, name in _COUNTERS),
@@ -134,6 +135,14 @@ def _state_lines(state: scheduler_pb2.GetStateResponse) -> list[str]:
         return []
     usage = state.num_used_checkpoints / state.num_checkpoints
     return [_line("states saved", state.num_used_checkpoints, f"{usage:.1%} of {state.num_checkpoints}")]
+
+
+def _context_lines(state: scheduler_pb2.GetStateResponse) -> list[str]:
+    """The context, and what the KV pool leaves of it to a request; nothing before a worker has been attached."""
+    if not state.context_length:
+        return []
+    is_less = state.num_pool_tokens < state.context_length
+    return [_line("context", state.context_length, f"{state.num_pool_tokens} fit the KV pool" if is_less else "")]
 
 
 class _Scheduler:

@@ -29,6 +29,8 @@ _WIDTH = 9
 
 # The line about the model that `services/worker/runner/number_formats.py` logs, as text and as JSON.
 _LOADED = b"the model is loaded"
+# The line about the context that `services/worker/server/context_room.py` logs.
+_LESS_ROOM = b"the KV cache holds less than the context"
 _FIELDS = re.compile(r"(\w+)=(.*?)(?= \w+=|$)")
 
 
@@ -64,6 +66,8 @@ class LaunchScreen(Display):
         self._has_ended = False
         self.model_facts: Mapping[str, str] = {}
         """The fields of a worker's line about its model; empty before there is one."""
+        self.room_facts: Mapping[str, str] = {}
+        """The fields of the worker's line with the least room, where the KV cache holds less than the context."""
 
     def say(self, line: str) -> None:
         """Write a line. It covers the ^C that a terminal shows for an interrupt."""
@@ -79,7 +83,13 @@ class LaunchScreen(Display):
         # The log has every line.
         self._bar.take(name, line)
         if _LOADED in line:
-            self.model_facts = _parse_fields(line.decode(errors="replace")) or self.model_facts
+            self.model_facts = _parse_fields(line, _LOADED) or self.model_facts
+        if _LESS_ROOM in line:
+            self.room_facts = min(
+                (facts for facts in (self.room_facts, _parse_fields(line, _LESS_ROOM)) if facts),
+                key=lambda facts: int(facts.get("request_tokens", 0)),
+                default={},
+            )
         return False
 
     @override
@@ -142,6 +152,14 @@ def describe_model(model: str, facts: Mapping[str, str]) -> list[str]:
     return [*lines, describe_place("faster", facts["faster"])] if "faster" in facts else lines
 
 
+def describe_room(facts: Mapping[str, str]) -> list[str]:
+    """A line that says how long a request may be, if `facts` of a worker say that it is less than the context."""
+    if not facts.keys() >= {"request_tokens", "context_length", "whole_context"}:
+        return []
+    room = f"a request gets {facts['request_tokens']} of {facts['context_length']} tokens"
+    return [describe_place("context", f"{room}; all with --worker.{facts['whole_context'].removeprefix('--')}")]
+
+
 def describe_place(name: str, text: str) -> str:
     """A line below the first one: where something is, or what it is."""
     return f"  {name:<{_WIDTH}}  {text}"
@@ -151,11 +169,12 @@ def _role_of(name: str) -> str:
     return name.partition(" ")[0]
 
 
-def _parse_fields(line: str) -> Mapping[str, str]:
-    if not line.startswith("{"):
-        return dict(_FIELDS.findall(line.partition(_LOADED.decode())[2]))
+def _parse_fields(line: bytes, message: bytes) -> Mapping[str, str]:
+    text = line.decode(errors="replace")
+    if not text.startswith("{"):
+        return dict(_FIELDS.findall(text.partition(message.decode())[2]))
     try:
-        record = json.loads(line)
+        record = json.loads(text)
     except ValueError:
         return {}
     return {name: str(value) for name, value in record.items()}

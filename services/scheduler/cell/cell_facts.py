@@ -43,13 +43,22 @@ class CellFacts:
                 return "it proposes no prompt tokens for a step"
         return None
 
-    def is_of_model(self, facts: Iterable[WorkerFacts]) -> bool:
-        """Whether these ranks serve the same model as earlier ones, as far as their releases report it."""
+    def find_other_model(self, facts: Iterable[WorkerFacts]) -> str | None:
+        """Say how these ranks' model differs from that of earlier ones, if it does as far as their releases report."""
         facts = tuple(facts)
         digests = {rank_facts.weights_digest for rank_facts in facts} | {self.weights_digest}
-        return len(digests - {""}) <= 1 and all(
-            _model_of(rank_facts) == _model_of(self.model or rank_facts) for rank_facts in facts
-        )
+        if len(digests - {""}) > 1:
+            return "it serves a different model"
+        for rank_facts in facts:
+            model = self.model or rank_facts
+            if _model_of(rank_facts) != _model_of(model):
+                return "it serves a different model"
+            if rank_facts.context_length != model.context_length:
+                return (
+                    f"it serves a context of {rank_facts.context_length} tokens, the cell one of "
+                    f"{model.context_length}: all need the same --max-model-len"
+                )
+        return None
 
     def update(self, domains: Sequence[Domain]) -> None:
         """Recompute everything after a domain was attached, lost or vacated."""
@@ -80,7 +89,6 @@ class CellFacts:
 def _model_of(facts: WorkerFacts) -> tuple[object, ...]:
     return (
         facts.model_digest,
-        facts.context_length,
         facts.logits_width,
         facts.eos_token_ids,
         facts.default_sampling,

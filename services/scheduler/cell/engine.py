@@ -190,18 +190,19 @@ class Engine:
         if fault is not None:
             self._counters.num_unfit_workers += 1
             return [*actions, DropDomain(domain.number, facts[0].epoch, fault)]
-        if not self.facts.is_of_model(facts):
-            return actions + self._refuse_model(domain, facts[0].epoch, now)
+        difference = self.facts.find_other_model(facts)
+        if difference is not None:
+            return actions + self._refuse_model(domain, facts[0].epoch, difference, now)
         self._model_change.on_attached(domain)
         self._cell.attach(domain, facts, now)
         self.facts.update(self._cell.domains)
         actions += self._request_manager.end_unsupported(now)
         return actions + self._request_manager.end_unservable(self._cell.waiting(), now)
 
-    def _refuse_model(self, domain: Domain, epoch: int, now: float) -> list[Action]:
+    def _refuse_model(self, domain: Domain, epoch: int, difference: str, now: float) -> list[Action]:
         """Too much hangs on the first model: when it has been replaced, the process ends for another to begin anew."""
         self._counters.num_refused_models += 1
-        drop = self._model_change.refuse(domain, epoch, now, is_cell_attached=self._cell.is_attached)
+        drop = self._model_change.refuse(domain, epoch, difference, now, is_cell_attached=self._cell.is_attached)
         if not self._model_change.is_over(now):
             return [drop]
         self._exit = Exit("the workers serve another model now")

@@ -8,7 +8,6 @@ from services.scheduler.cell.events import DropDomain
 CHANGE_S = 30.0
 """How long only another model must have been offered until the cell's model counts as replaced. A worker that crashes
 is back earlier."""
-_REASON = "it serves a different model"
 _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 8.0
 
@@ -29,8 +28,8 @@ class ModelChange:
         self._domain_to_delay_s.pop(domain, None)
         self._offered_since = None
 
-    def refuse(self, domain: Domain, epoch: int, now: float, *, is_cell_attached: bool) -> DropDomain:
-        """Refuse a domain with another model."""
+    def refuse(self, domain: Domain, epoch: int, difference: str, now: float, *, is_cell_attached: bool) -> DropDomain:
+        """Refuse a domain with another model; `difference` says what is another one."""
         if is_cell_attached:
             self._offered_since = None
         elif self._offered_since is None:
@@ -38,7 +37,7 @@ class ModelChange:
         is_repeated = domain in self._domain_to_delay_s
         delay_s = self._domain_to_delay_s.get(domain, _FIRST_DELAY_S)
         self._domain_to_delay_s[domain] = min(2 * delay_s, _LONGEST_DELAY_S)
-        return DropDomain(domain.number, epoch, _REASON, delay_s, is_repeated=is_repeated)
+        return DropDomain(domain.number, epoch, difference, delay_s, is_repeated=is_repeated)
 
     def is_over(self, now: float) -> bool:
         """Whether the model has changed."""

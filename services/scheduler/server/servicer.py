@@ -132,7 +132,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.GetStateResponse:
         """See scheduler.proto."""
         state, clock = self._cell.engine.state(), self._cell.clock
-        counters = state.counters
+        counters, limits = state.counters, self._cell.engine.facts.limits
         return scheduler_pb2.GetStateResponse(
             instance_id=self._cell.instance_id,
             ready=state.ready,
@@ -164,6 +164,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             events=[describe_event(event, clock) for event in state.events],
             tenants=[_describe_tenant(tenant) for tenant in self._cell.engine.tenants()],
             time=clock.now(),
+            context_length=0 if limits is None else limits.context_length,
+            num_pool_tokens=0 if limits is None else limits.num_pool_tokens,
         )
 
     async def SubscribeKvEvents(

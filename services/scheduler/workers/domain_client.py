@@ -115,7 +115,8 @@ class DomainClient:
     def _perform(self, command: Command) -> None:
         match command:
             case Offer(group, epoch):
-                self._tasks.create_task(self._links[DpRank(group)].offer(epoch))
+                offer = self._links[DpRank(group)].offer(epoch, is_first_start=self._attach.is_first_start)
+                self._tasks.create_task(offer)
             case Restart(group, epoch):
                 logger.warning("restarting a group", extra={"rank": group, "epoch": epoch})
                 self._restarts.append(self._tasks.create_task(self._links[DpRank(group)].restart(epoch)))

@@ -79,11 +79,11 @@ class GroupLink:
         if self._outbox is not None:
             self._outbox.put_nowait(worker_pb2.Heartbeat(progress=progress, is_staying=is_staying))
 
-    async def offer(self, epoch: int) -> None:
-        """Offer an epoch, or query the group with `QUESTION`."""
+    async def offer(self, epoch: int, *, is_first_start: bool = False) -> None:
+        """Offer an epoch, or query the group with `QUESTION`; `is_first_start` is as in `AttachRequest`."""
         request = worker_pb2.AttachRequest()
         request.CopyFrom(self._attach_request)
-        request.epoch = epoch
+        request.epoch, request.is_first_start = epoch, is_first_start
         try:
             timeout_s = ANSWER_TIMEOUT_S if epoch == QUESTION else OFFER_TIMEOUT_S
             response = await self._stub().Attach(request, timeout=timeout_s)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from typing_extensions import override
+
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class RopeScaling(Protocol):
@@ -22,6 +24,15 @@ class RopeScaling(Protocol):
     @property
     def attention_factor(self) -> float:
         """Multiplies cosines and sines."""
+
+    @property
+    def num_pairs(self) -> int | None:
+        """The pairs of columns that it has factors for, which must be those that are rotated; None if any."""
+        return None
+
+    def for_context(self, num_tokens: int) -> RopeScaling:  # noqa: ARG002 - for scalings that depend on it
+        """The scaling of all sequences where they have at most `num_tokens`; without this call, that of short ones."""
+        return self
 
     def angles(self, theta: float, rotary_dim: int, positions: Tensor) -> Tensor:
         """[num_positions, rotary_dim / 2], float32, for `positions` [num_positions] float32 and the base `theta`."""
@@ -179,6 +190,50 @@ class YarnScaling(RopeScaling):
         return first, last if last != first else last + 0.001
 
 
+@dataclass(frozen=True, slots=True)
+class LongRopeScaling(RopeScaling):
+    """Divides each pair's frequency by a factor of its own, which is another one for long sequences.
+
+    transformers takes the long factors once a sequence is longer than the original length, which would leave the keys
+    before that with the short ones. Here, as in vLLM, sequences may be that long or not, and all have the same factors.
+
+    Source: arXiv:2402.13753, section 3; transformers, `_compute_longrope_parameters`.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_max_positions: int
+    factor: float
+    """How much longer the model's own context is than the original one."""
+    given_attention_factor: float | None = None
+    """None means that it is computed of `factor`, whatever the context."""
+    is_long: bool = False
+    """Whether the long factors apply."""
+
+    @property
+    def attention_factor(self) -> float:
+        """See `RopeScaling`."""
+        if self.given_attention_factor is not None:
+            return self.given_attention_factor
+        if self.factor <= 1:
+            return 1.0
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_positions))
+
+    @override
+    @property
+    def num_pairs(self) -> int:
+        return len(self.short_factors)
+
+    @override
+    def for_context(self, num_tokens: int) -> LongRopeScaling:
+        return replace(self, is_long=num_tokens > self.original_max_positions)
+
+    @override
+    def angles(self, theta: float, rotary_dim: int, positions: Tensor) -> Tensor:
+        factors = torch.tensor(self.long_factors if self.is_long else self.short_factors, dtype=torch.float32)
+        return torch.outer(positions, 1.0 / (factors * theta ** _exponents(rotary_dim)))
+
+
 def read_scaling(kind: object, values: Mapping[str, Any], max_positions: int | None) -> RopeScaling:
     """Parse the scaling of rope type `kind`; `max_positions` is `max_position_embeddings`.
 
@@ -205,6 +260,8 @@ def read_scaling(kind: object, values: Mapping[str, Any], max_positions: int | N
         )
     if kind == "yarn":
         return _read_yarn(values, max_positions)
+    if kind == "longrope":
+        return _read_longrope(values, max_positions)
     raise ValueError("not supported")
 
 
@@ -245,6 +302,40 @@ def _read_yarn(values: Mapping[str, Any], max_positions: int | None) -> YarnScal
     )
 
 
+def _read_longrope(values: Mapping[str, Any], max_positions: int | None) -> LongRopeScaling:
+    original = _original_max_positions(values, max_positions)
+    for name in _MSCALES:
+        if values.get(name) is not None:
+            raise ValueError(f"{name} is {values[name]!r}, which is not supported; attention_factor is")
+    short, long = _read_factors(values, "short_factor"), _read_factors(values, "long_factor")
+    if len(short) != len(long):
+        raise ValueError(f"short_factor has {len(short)} numbers, long_factor {len(long)}")
+    implied = None if max_positions is None else max_positions / original
+    given = values.get("attention_factor")
+    return LongRopeScaling(
+        short,
+        long,
+        original,
+        factor=read_number(values, "factor", implied),
+        given_attention_factor=None if given is None else read_number(values, "attention_factor"),
+    )
+
+
+# Factors of Phi-3-small's own code, of which transformers reads none.
+_MSCALES = ("short_mscale", "long_mscale")
+
+
+def _read_factors(values: Mapping[str, Any], name: str) -> tuple[float, ...]:
+    factors = values[name]
+    if not isinstance(factors, list) or not factors:
+        raise TypeError(f"{name} is not a list of numbers")
+    for place, factor in enumerate(factors):
+        # Above float32's largest number too, which they become.
+        if type(factor) not in (int, float) or not 0 < factor <= _LARGEST:
+            raise ValueError(f"{name}[{place}] is {factor!r}, not a finite number above 0")
+    return tuple(map(float, factors))
+
+
 # Unsupported parameters of vLLM's YaRN, and the values at which they have no effect.
 _UNCHANGING: Mapping[str, object] = {"extrapolation_factor": 1, "apply_yarn_scaling": True}
 
@@ -253,7 +344,10 @@ def _original_max_positions(values: Mapping[str, Any], max_positions: int | None
     name = "original_max_position_embeddings"
     if name not in values and max_positions is not None:
         return max_positions
-    return int(read_number(values, name))
+    original = int(read_number(values, name))
+    if original < 1:
+        raise ValueError(f"{name} is {original}, must be at least 1")
+    return original
 
 
 def _exponents(rotary_dim: int) -> Tensor:

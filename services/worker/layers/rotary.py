@@ -13,6 +13,7 @@ from torch import Tensor
 
 from services.worker.layers.rope_scaling import (
     DynamicNtkScaling,
+    LongRopeScaling,
     PlainRope,
     RopeScaling,
     YarnScaling,
@@ -80,14 +81,28 @@ class RopeConfig:
         """How many of a head's first columns are rotated.
 
         Raises:
-            ModelDirectoryError: the number is odd or 0.
+            ModelDirectoryError: the number is odd or 0, or the scaling has factors for another number.
         """
         size = int(head_dim * self.partial_rotary_factor)
         if size < 2 or size % 2:
             raise ModelDirectoryError(
                 f"config.json: {size} of a head's {head_dim} columns are rotated, not whole pairs"
             )
+        self.check_pairs(size)
         return size
+
+    def check_pairs(self, rotary_dim: int) -> None:
+        """Check that the scaling has factors for `rotary_dim` columns, if it has any.
+
+        Raises:
+            ModelDirectoryError: it has them for another number.
+        """
+        num_pairs = self.scaling.num_pairs
+        if num_pairs not in (None, rotary_dim // 2):
+            raise ModelDirectoryError(
+                f"config.json: short_factor and long_factor have {num_pairs} numbers, but {rotary_dim // 2} pairs of "
+                "a head's columns are rotated"
+            )
 
     def context_length(self, max_positions: int) -> int:
         """The most tokens in a sequence: `max_positions`, or `factor` times as many with dynamic NTK, which scales
@@ -99,7 +114,8 @@ class RopeConfig:
 
     def _check(self) -> None:
         """Raise ValueError unless angles are finite."""
-        angles = self.scaling.angles(self.theta, 8, torch.arange(4, dtype=torch.float32))
+        rotary_dim = 2 * (self.scaling.num_pairs or 4)
+        angles = self.scaling.angles(self.theta, rotary_dim, torch.arange(4, dtype=torch.float32))
         has_factor = 0 < self.scaling.attention_factor < math.inf
         if not (bool(angles.isfinite().all()) and has_factor and 0 < self.partial_rotary_factor <= 1):
             raise ValueError(
@@ -125,12 +141,19 @@ class Rotary:
 
         Args:
             rotary_dim: Even; a head's other columns are unchanged.
-            max_positions: Rows of the tables.
+            max_positions: Rows of the tables: the context served, by which LongRoPE chooses its factors.
             is_interleaved: See `Ops.prepare_rope`.
             device: Where heads are rotated. The tables are computed on the host, so they are the same everywhere.
+
+        Raises:
+            ModelDirectoryError: see `RopeConfig.check_pairs`.
         """
-        angles = config.scaling.angles(config.theta, rotary_dim, torch.arange(max_positions, dtype=torch.float32))
-        factor = config.scaling.attention_factor
+        config.check_pairs(rotary_dim)
+        scaling = config.scaling.for_context(max_positions)
+        angles = scaling.angles(config.theta, rotary_dim, torch.arange(max_positions, dtype=torch.float32))
+        factor = scaling.attention_factor
+        self.has_long_factors: bool = isinstance(scaling, LongRopeScaling) and scaling.is_long
+        """Whether it has LongRoPE's factors for long contexts."""
         cos, sin = ((values * factor).to(device) for values in (angles.cos(), angles.sin()))
         self._ops = ops
         self._tables = ops.prepare_rope(cos, sin, is_interleaved=is_interleaved)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from services.worker.layers.context_limit import NO_LIMIT, ContextLimit
 from services.worker.layers.expert_parallel import nth_run
 from services.worker.ops import Ops
 from services.worker.parallel.communicator import SINGLE, Communicator, Parallel
@@ -48,6 +49,8 @@ class Shard:
     parallel: Parallel = SINGLE
     requested_kv_dtype: torch.dtype | None = None
     """What keys and values are stored in; None leaves it to the model."""
+    context: ContextLimit = NO_LIMIT
+    """What bounds the context served."""
 
     @property
     def tp(self) -> Communicator:

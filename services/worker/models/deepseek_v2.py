@@ -20,7 +20,7 @@ from shared.model_dir import ModelDirectoryError
 def load_deepseek_v2(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
     """Load a rank's part of the model; raises as `ModelLoader` says."""
     values = ConfigValues(config)
-    common = DecoderConfig.from_json(values)
+    common = DecoderConfig.from_json(values, shard.context)
     has_bias = values.flag("mlp_bias", default=False)
     dense_layers = read_dense_layers(values, common.num_layers, default_count=0)
     sparse = _read_sparse(values, has_shared_bias=has_bias)

@@ -43,7 +43,7 @@ def load_like_deepseek_v3(
     # transformers does not read them: other values would be other models.
     values.only("moe_layer_freq", 1)
     values.only("qk_head_dim", values.size("qk_nope_head_dim") + values.size("qk_rope_head_dim"))
-    common = DecoderConfig.from_json(values)
+    common = DecoderConfig.from_json(values, shard.context)
     dense_layers = read_dense_layers(values, common.num_layers, default_count=_NUM_DENSE_LAYERS)
     feed_forward = FeedForwardConfig.from_json(values, dense_layers, SparseConfig.corrected_sigmoid(values))
     return load_deepseek(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from services.worker.layers.context_limit import ContextLimit
 from services.worker.layers.rotary import RopeConfig
 from services.worker.layers.shard import Shard
 from services.worker.models.config import ConfigValues
@@ -52,7 +53,7 @@ def load_gemma3(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
     """Load a rank's part of the model; raises as `ModelLoader` says."""
     values = ConfigValues(config, _DEFAULTS)
     _refuse_variants(values)
-    common = _read_common(values)
+    common = _read_common(values, shard.context)
     types = _layer_types(values, common.num_layers)
     window = values.optional_size("sliding_window") if "sliding_window" in values.json else _WINDOW
     has_bias = values.flag("attention_bias", default=False)
@@ -132,11 +133,11 @@ def _refuse_variants(values: ConfigValues) -> None:
     values.only("final_logit_softcapping", None)
 
 
-def _read_common(values: ConfigValues) -> DecoderConfig:
+def _read_common(values: ConfigValues, context: ContextLimit) -> DecoderConfig:
     """The common values; `rope` is that of full attention, whose scaling may extend the context."""
     # The activation is another one, and has been read.
     json = _changed(values.json, hidden_act=None, rope_scaling=None, rope_parameters=_rope_parameters(values, FULL))
-    return replace(DecoderConfig.from_json(ConfigValues(json)), read_norm=read_offset_norm)
+    return replace(DecoderConfig.from_json(ConfigValues(json), context), read_norm=read_offset_norm)
 
 
 def _layer_types(values: ConfigValues, num_layers: int) -> list[str]:

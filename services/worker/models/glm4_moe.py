@@ -19,7 +19,7 @@ _PARTIAL_ROTARY_FACTOR = 0.5
 def load_glm4_moe(config: Mapping[str, Any], shard: Shard, *, with_mtp: bool = False) -> DecoderModel:
     """Load a rank's part of the model; `with_mtp` adds the layers that draft."""
     values = ConfigValues(config)
-    common = DecoderConfig.from_json(values, default_partial_factor=_PARTIAL_ROTARY_FACTOR)
+    common = DecoderConfig.from_json(values, shard.context, default_partial_factor=_PARTIAL_ROTARY_FACTOR)
     mtp_numbers = mtp_layers_to_load(values, common, shard.weights, with_mtp=with_mtp)
     attention = AttentionConfig(
         AttentionHeads.from_json(values),

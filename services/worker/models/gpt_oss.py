@@ -44,7 +44,7 @@ _LIMIT = 7.0
 def load_gpt_oss(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
     """Load a rank's part of the model; raises as `ModelLoader` says."""
     values = ConfigValues(config)
-    common = DecoderConfig.from_json(values, default_theta=_ROPE_THETA, default_rope=_ROPE)
+    common = DecoderConfig.from_json(values, shard.context, default_theta=_ROPE_THETA, default_rope=_ROPE)
     has_bias = values.flag("attention_bias", default=True)
     attention = AttentionConfig(
         AttentionHeads.from_json(values, default_head_dim=_HEAD_DIM),

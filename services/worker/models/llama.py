@@ -25,7 +25,7 @@ _MAX_WINDOW_LAYERS = 28
 def load_llama(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
     """Biases are settings. Raises as `ModelLoader` says."""
     values = ConfigValues(config)
-    common = DecoderConfig.from_json(values)
+    common = DecoderConfig.from_json(values, shard.context)
     has_bias = values.flag("attention_bias", default=False)
     attention = AttentionConfig(
         AttentionHeads.from_json(values),
@@ -42,7 +42,7 @@ def load_mistral(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
     transformers reads a Mistral with `layer_types` as its Ministral. See `ModelLoader`.
     """
     values = ConfigValues(config)
-    common = DecoderConfig.from_json(values)
+    common = DecoderConfig.from_json(values, shard.context)
     window = _window(values)
     types = [FULL if window is None else SLIDING] * common.num_layers
     attention = AttentionConfig(AttentionHeads.from_json(values), windows_by_type(values, window, types))
@@ -65,7 +65,7 @@ def load_qwen2(
         default_first: The first layer with a window, likewise.
     """
     values = ConfigValues(config)
-    common = DecoderConfig.from_json(values, default_theta=default_theta)
+    common = DecoderConfig.from_json(values, shard.context, default_theta=default_theta)
     windows = qwen_windows(values, common.num_layers, default_first=default_first)
     attention = AttentionConfig(AttentionHeads.from_json(values), windows, has_qkv_bias=True)
     return load_dense_model(shard, values, common, attention=attention)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from services.worker.layers.context_limit import NO_LIMIT, ContextLimit
 from services.worker.layers.shard import Shard
 from services.worker.models.parts.mtp import mtp_prefixes
 from services.worker.models.registry import CausalLM, ModelLoader, loader_for
@@ -48,7 +50,8 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     model_digest: str
     weights_digest: str
-    """`LoadedModel.weights_digest` without the layers for multi-token prediction, whether or not they are loaded."""
+    """`LoadedModel.weights_digest` without the layers for multi-token prediction, whether or not they are loaded: what
+    tells models apart whose answers differ, though their configuration and tokenizer are equal."""
     sampling_defaults: SamplingDefaults
 
 
@@ -66,6 +69,8 @@ class LoadOptions:
     """What the matrices of a checkpoint that is not quantised are quantised to; None means nothing."""
     kv_dtype: torch.dtype | None = None
     """What keys and values are stored in; None leaves it to the model."""
+    context: ContextLimit = NO_LIMIT
+    """What bounds the context served."""
     readers: Communicator | None = None
     """The ranks that load it together, each of them whole; None means those that it is split over."""
 
@@ -80,7 +85,7 @@ class LoadedModel:
     model: CausalLM
     facts: ModelFacts
     weights_digest: str
-    """`WeightFiles.digest` or `dummy_digest`, the same on all ranks."""
+    """Of `WeightFiles.digest` or `dummy_digest`, and of LongRoPE's factors; the same on all ranks."""
     quantization: MatrixFormat | None
     """`LoadOptions.quantization`."""
     kv_dtype: torch.dtype | None
@@ -110,7 +115,8 @@ def load_model(
             aborts the load.
 
     Raises:
-        ModelDirectoryError: a file is missing, malformed or not supported; configuration and weights do not match; the
+        ModelDirectoryError: a file is missing, malformed or not supported; the model's own context is shorter than
+            `options.context`, which is found before weights are read; configuration and weights do not match; the
             model cannot be split over the ranks; the ranks have different weights; or a sampling default is outside
             the range for requests.
         RuntimeError: another rank was lost.
@@ -128,7 +134,7 @@ def load_model(
         name_of = text_name if is_multimodal(config) else str
         with WeightFiles(model_dir, on_progress, hashing=hashing, name_of=name_of) as files:
             weights: ModelWeights = _checkpoint(files, config, ops, dtype, options)
-            model = _build_complete(build, config, Shard(ops, weights, parallel, options.kv_dtype))
+            model = _build_complete(build, config, Shard(ops, weights, parallel, options.kv_dtype, options.context))
             weights_digest = files.digest()
             served_digest = files.digest(without=mtp_prefixes(config))
     else:
@@ -138,8 +144,10 @@ def load_model(
         stored, formats = _formats(model_dir, config, ops, options)
         seed, device = options.dummy_seed, options.device
         weights = DummyWeights(seed, dtype, on_progress, device, config=stored, formats=formats)
-        model = _build_complete(build, config, Shard(ops, weights, parallel, options.kv_dtype))
+        model = _build_complete(build, config, Shard(ops, weights, parallel, options.kv_dtype, options.context))
     on_progress(1.0)
+    if model.has_long_factors:
+        weights_digest, served_digest = map(_with_long_factors, (weights_digest, served_digest))
     limits = ModelLimits(model.context_length, model.logits_width, num_pool_tokens=model.context_length)
     defaults = sampling_defaults(model_dir, limits)
     facts = ModelFacts(model.context_length, model.logits_width, eos_ids, digest, served_digest, defaults)
@@ -154,6 +162,11 @@ def load_model(
         model_dir,
         options.device,
     )
+
+
+def _with_long_factors(digest: str) -> str:
+    """The digest of a model with these weights whose positions have LongRoPE's long factors."""
+    return hashlib.sha256(f"long factors:{digest}".encode()).hexdigest()
 
 
 def _warn_of_adapter(model_dir: Path) -> None:

@@ -42,7 +42,7 @@ def load_ministral3(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
     if not any(name in values for name in ("rope_scaling", "rope_parameters")):
         # transformers does not read it then.
         values.only("rope_theta", _ROPE["rope_theta"])
-    common = DecoderConfig.from_json(values, default_rope=_ROPE)
+    common = DecoderConfig.from_json(values, shard.context, default_rope=_ROPE)
     attention = AttentionConfig(
         AttentionHeads.from_json(values, default_head_dim=_HEAD_DIM),
         _windows(values, common.num_layers),

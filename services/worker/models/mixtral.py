@@ -21,7 +21,7 @@ _EXPERT_NAMES = ("w1", "w3", "w2")
 def load_mixtral(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
     """Load a rank's part of the model; raises as `ModelLoader` says."""
     values = ConfigValues(config)
-    common = DecoderConfig.from_json(values, default_theta=_ROPE_THETA)
+    common = DecoderConfig.from_json(values, shard.context, default_theta=_ROPE_THETA)
     windows = [values.optional_size("sliding_window")] * common.num_layers
     attention = AttentionConfig(AttentionHeads.from_json(values), windows)
     num_chosen = values.size("num_experts_per_tok", default=2)

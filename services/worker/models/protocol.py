@@ -43,7 +43,9 @@ class CausalLM(Protocol):
     state_spec: StateSpec
     """Empty if no layer has a recurrent state."""
     context_length: int
-    """The most tokens in a sequence."""
+    """The context served: the most tokens in a sequence."""
+    has_long_factors: bool
+    """Whether its positions have LongRoPE's factors for long contexts, which change its answers."""
     logits_width: int
     """Token ids are below it."""
     mtp: MtpLayers | None

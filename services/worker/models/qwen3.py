@@ -18,7 +18,7 @@ _HEAD_DIM = 128
 def load_qwen3(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
     """Load a rank's part of the model; raises as `ModelLoader` says."""
     values = ConfigValues(config)
-    common = DecoderConfig.from_json(values)
+    common = DecoderConfig.from_json(values, shard.context)
     has_bias = values.flag("attention_bias", default=False)
     attention = AttentionConfig(
         AttentionHeads.from_json(values, default_head_dim=_HEAD_DIM),

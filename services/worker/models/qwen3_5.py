@@ -49,7 +49,7 @@ _SPARSE: Mapping[str, Any] = {
 def load_qwen3_5(config: Mapping[str, Any], shard: Shard, *, with_mtp: bool = False) -> DecoderModel:
     """Load a rank's part of the dense model; raises as `ModelLoader` says. `with_mtp` adds the layer that drafts."""
     values = ConfigValues(config, _DENSE)
-    common = read_common(values)
+    common = read_common(values, shard.context)
 
     def load_feed_forward(_: int | None, prefix: str) -> FeedForward:
         return load_mlp(shard, common, prefix, inner_size=values.size("intermediate_size"))
@@ -62,7 +62,7 @@ def load_qwen3_5(config: Mapping[str, Any], shard: Shard, *, with_mtp: bool = Fa
 def load_qwen3_5_moe(config: Mapping[str, Any], shard: Shard, *, with_mtp: bool = False) -> DecoderModel:
     """Load a rank's part of the model with experts in every layer; otherwise as `load_qwen3_5`."""
     values = ConfigValues(config, _SPARSE)
-    common = read_common(values)
+    common = read_common(values, shard.context)
     values.only("norm_topk_prob", True)
 
     def load_feed_forward(_: int | None, prefix: str) -> FeedForward:

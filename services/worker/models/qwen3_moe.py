@@ -17,7 +17,7 @@ from services.worker.ops import RouterScore, RoutingRule
 def load_qwen3_moe(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
     """Load a rank's part of the model; raises as `ModelLoader` says."""
     values = ConfigValues(config)
-    common = DecoderConfig.from_json(values)
+    common = DecoderConfig.from_json(values, shard.context)
     has_bias = values.flag("attention_bias", default=False)
     attention = AttentionConfig(
         AttentionHeads.from_json(values),

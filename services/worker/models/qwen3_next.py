@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from services.worker.layers.context_limit import ContextLimit
 from services.worker.layers.linear import Linear
 from services.worker.layers.shard import Shard
 from services.worker.models.config import ConfigValues
@@ -54,7 +55,7 @@ _PARTIAL_FACTOR = 0.25
 def load_qwen3_next(config: Mapping[str, Any], shard: Shard, *, with_mtp: bool = False) -> DecoderModel:
     """Load a rank's part of the model; raises as `ModelLoader` says. `with_mtp` adds the layer that drafts."""
     values = ConfigValues(config, _DEFAULTS)
-    common = read_common(values)
+    common = read_common(values, shard.context)
     has_experts = values.count("num_experts") > 0
     dense_layers = moe_dense_layers(values, common.num_layers) if has_experts else range(common.num_layers)
     renormalizes = values.flag("norm_topk_prob", default=True)
@@ -70,9 +71,9 @@ def load_qwen3_next(config: Mapping[str, Any], shard: Shard, *, with_mtp: bool =
     )
 
 
-def read_common(values: ConfigValues) -> DecoderConfig:
+def read_common(values: ConfigValues, context: ContextLimit) -> DecoderConfig:
     """The common values, with norms that are stored without their 1."""
-    common = DecoderConfig.from_json(values, default_partial_factor=_PARTIAL_FACTOR)
+    common = DecoderConfig.from_json(values, context, default_partial_factor=_PARTIAL_FACTOR)
     return replace(common, read_norm=read_offset_norm)
 
 

@@ -32,7 +32,7 @@ def load_qwen2_5_vl(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
 def load_qwen3_vl(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
     """A Qwen3 without windows. Raises as `ModelLoader` says."""
     values = ConfigValues(config)
-    common = DecoderConfig.from_json(values, default_theta=_THETA_OF_3)
+    common = DecoderConfig.from_json(values, shard.context, default_theta=_THETA_OF_3)
     attention = _attention(values, common, default_head_dim=_HEAD_DIM)
     return load_dense_model(shard, values, common, attention=attention)
 
@@ -40,7 +40,7 @@ def load_qwen3_vl(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
 def load_qwen3_vl_moe(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
     """A Qwen3-MoE without windows that always renormalises, its experts in stacks. Raises as `ModelLoader` says."""
     values = ConfigValues(config)
-    common = DecoderConfig.from_json(values, default_theta=_THETA_OF_3)
+    common = DecoderConfig.from_json(values, shard.context, default_theta=_THETA_OF_3)
     values.only("norm_topk_prob", True)
     rule = RoutingRule(values.size("num_experts_per_tok"), RouterScore.SOFTMAX, renormalizes=True)
     num_experts, inner_size = values.size("num_experts", "num_local_experts"), values.size("moe_intermediate_size")

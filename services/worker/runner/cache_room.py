@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,6 +31,8 @@ class CacheCosts(NamedTuple):
     tokens_per_block: int
     bytes_per_state: int
     """Bytes of one sequence's states; 0 for a model without recurrent states."""
+    bytes_of_drafts: int = 0
+    """What keeps drafts from the states, whatever the room is."""
 
 
 def fewest(rooms: Sequence[CacheRoom]) -> CacheRoom:
@@ -46,6 +49,7 @@ def divide_memory(memory_bytes: int, costs: CacheCosts, max_num_seqs: int) -> Ca
     Returns:
         No block if the memory does not hold one beside the state of a sequence.
     """
+    memory_bytes -= costs.bytes_of_drafts
     if not costs.bytes_per_state:
         return CacheRoom(max(memory_bytes, 0) // costs.bytes_per_block, max_num_seqs)
     # One more state is that of padding.
@@ -55,6 +59,19 @@ def divide_memory(memory_bytes: int, costs: CacheCosts, max_num_seqs: int) -> Ca
     num_checkpoints = left // (costs.bytes_per_state + kv_bytes)
     num_blocks = (left - num_checkpoints * costs.bytes_per_state) // costs.bytes_per_block
     return CacheRoom(num_blocks, num_states - 1, num_checkpoints)
+
+
+def memory_to_hold(num_tokens: int, costs: CacheCosts, max_num_seqs: int) -> int:
+    """The least memory that `divide_memory` divides so that the KV has room for `num_tokens`, in bytes."""
+    num_blocks = -(-num_tokens // costs.tokens_per_block)
+    most = 1
+    while divide_memory(most, costs, max_num_seqs).num_blocks < num_blocks:
+        most *= 2
+    sizes = range(most // 2, most)
+    return (
+        bisect.bisect_left(sizes, num_blocks, key=lambda size: divide_memory(size, costs, max_num_seqs).num_blocks)
+        + most // 2
+    )
 
 
 def room_of_blocks(num_blocks: int, costs: CacheCosts, max_num_seqs: int) -> CacheRoom:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -23,12 +24,19 @@ from services.worker.models.loader import LoadedModel
 from services.worker.ops import DecodeRows
 from services.worker.runner.batch_runner import BatchRunner
 from services.worker.runner.cache_memory import KvCacheSize
-from services.worker.runner.cache_room import CacheCosts, CacheRoom, divide_memory, room_of_blocks
+from services.worker.runner.cache_room import (
+    CacheCosts,
+    CacheRoom,
+    divide_memory,
+    memory_to_hold,
+    room_of_blocks,
+)
 from services.worker.runner.graphs.graph_runner import GraphSettings, needed_sizes
 from services.worker.runner.graphs.step_graphs import StepGraphs, capture_steps
 from services.worker.runner.matchers import GrammarMatchers
 from services.worker.runner.rank import Rank
 
+_GIB = 1024**3
 # More tokens take the kernels of some of these sizes, or of the most tokens.
 _LARGEST_COMPILED = 1024
 
@@ -63,8 +71,9 @@ class Epochs:
         self._drafted: DraftedStates | None = None
         self._drafted_sizes = _DraftedSizes(0, 0)
         self._room = CacheRoom(0)
-        # The limit with which the room was divided.
+        # The limit with which the room was divided, and what it was divided by.
         self._max_num_seqs = 0
+        self._costs = CacheCosts(1, 1, 0)
         self.graphs: StepGraphs | None = None
 
     @property
@@ -146,6 +155,22 @@ class Epochs:
         num_rows = max((*sizes, limits.max_num_seqs))
         return _DraftedSizes(num_rows, min(num_rows * (1 + self.num_draft_tokens), limits.max_num_batched_tokens))
 
+    def _drafted_bytes(self, limits: BatchLimits) -> int:
+        """What keeps drafts from the states, in bytes."""
+        if self._drafting is None:
+            return 0
+        return drafted_bytes(self._rank.model.state_spec, **self._sizes_of_drafts(limits)._asdict())
+
+    def how_to_hold(self, num_tokens: int) -> str:
+        """See `ModelRunner.how_to_hold`."""
+        size, costs = self._kv_cache_size, self._costs
+        if size.num_blocks is not None:
+            return f"--kv-cache-num-blocks {-(-num_tokens // costs.tokens_per_block)}"
+        gib = math.ceil(memory_to_hold(num_tokens, costs, self._max_num_seqs) / _GIB * 100) / 100
+        if size.measure is not None:
+            return f"--gpu-memory-utilization that leaves {gib:g} GiB for it"
+        return f"--kv-cache-memory-gib {gib:g}"
+
     def _find_room(self, limits: BatchLimits) -> CacheRoom:
         """The configured number of KV blocks, or what fits into the memory, possibly no block."""
         size, model = self._kv_cache_size, self._rank.model
@@ -155,14 +180,14 @@ class Epochs:
             layers += self._drafting.proposer.kv_cache_spec.layers
         block_size = limits.block_size
         bytes_per_block = KvCacheSpec(layers).bytes_per_token * block_size
-        costs = CacheCosts(bytes_per_block, block_size, model.state_spec.bytes_per_slot)
+        costs = self._costs = CacheCosts(
+            bytes_per_block, block_size, model.state_spec.bytes_per_slot, self._drafted_bytes(limits)
+        )
         if size.num_blocks is not None:
             return room_of_blocks(size.num_blocks, costs, limits.max_num_seqs)
         memory_bytes = size.memory_bytes
         if size.measure is not None:
             memory_bytes = size.measure(partial(_run_largest_prefill, self._rank, limits))
-        if self._drafting is not None:
-            memory_bytes -= drafted_bytes(model.state_spec, **self._sizes_of_drafts(limits)._asdict())
         return divide_memory(memory_bytes, costs, limits.max_num_seqs)
 
 

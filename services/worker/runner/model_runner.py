@@ -15,6 +15,7 @@ from services.worker.batch.drafts import Drafting
 from services.worker.config import WorkerSettings
 from services.worker.device import choose_device, propose_steps
 from services.worker.forward.forward_context import Progress
+from services.worker.layers.context_limit import ContextLimit
 from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadedModel, LoadOptions, ModelFacts, load_model
 from services.worker.ops import Ops, load_ops
@@ -133,6 +134,10 @@ class ModelRunner:
         graphs = self._epochs.graphs
         return () if graphs is None else graphs.decodes.sizes
 
+    def how_to_hold(self, num_tokens: int) -> str:
+        """The setting with which the KV cache would hold so many tokens. After the first `attach`; from any thread."""
+        return self._epochs.how_to_hold(num_tokens)
+
     def attach(self, *, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:
         """Start an epoch with an empty batch, once the launched steps have been computed.
 
@@ -203,7 +208,8 @@ def build_model_runner(
     quantization = choose_quantization(settings.quantization, ops)
     dtype = choose_dtype(settings.dtype, ops)
     stored = choose_kv_dtype(settings.kv_cache_dtype, dtype, ops)
-    options = LoadOptions(with_mtp, settings.weights_seed, device, quantization, stored)
+    context = ContextLimit(settings.context_limit)
+    options = LoadOptions(with_mtp, settings.weights_seed, device, quantization, stored, context)
     if device.type == "cuda":
         wait_for_memory(settings.gpu_memory_utilization, lambda: on_progress(0.0), CurrentGpu())
     started_at = time.perf_counter()

@@ -79,6 +79,9 @@ def check_ranks_agree(
     choice += f", --activation-quantization {activations}"
     if not _is_common(choice, ranks, loaded.device):
         raise DeviceError(f"ranks differ in their formats: rank {ranks.rank} computes with {choice}")
+    context = loaded.facts.context_length
+    if not _is_common(str(context), ranks, loaded.device):
+        raise DeviceError(f"ranks differ in --max-model-len: rank {ranks.rank} serves a context of {context} tokens")
     sizes = ",".join(map(str, graph_batch_sizes)) or "none"
     if not _is_common(sizes, ranks, loaded.device):
         raise DeviceError(f"ranks differ in --graph-batch-sizes or --enforce-eager: rank {ranks.rank} captures {sizes}")

@@ -35,7 +35,7 @@ class Leader(Role):
         self._device = device
         self._end = end
         self.group = GroupServicer(settings.layout, end, settings.silence_s)
-        self._servicer = WorkerServicer(settings.layout, self.group, end)
+        self._servicer = WorkerServicer(settings.layout, self.group, end, max_model_len=settings.context_limit)
         self._link = JoinedLink(settings, end) if settings.layout.follows else None
         self.servicers: tuple[Servicer, ...] = (self._servicer, self.group)
 

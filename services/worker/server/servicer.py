@@ -25,6 +25,7 @@ from services.worker.process.device_steps import DeviceSteps
 from services.worker.process.exits import DomainEnd, ExitCode
 from services.worker.runner.cache_room import CacheRoom, fewest
 from services.worker.server.claim import NOTHING_ADMITTED, ClaimLedger
+from services.worker.server.context_room import ContextRoom
 from services.worker.server.step_stream import Epoch, StepStream, retrieve
 from shared.errors import InvalidRequestError, NotReadyError, StaleEpochError, Violation
 from shared.network.heartbeat import next_beat_at
@@ -59,12 +60,26 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     Invariant: only steps that the claim ledger admits are submitted to the device, each epoch's after its empty batch.
     """
 
-    def __init__(self, layout: RankLayout, group: GroupServicer, end: DomainEnd, *, stuck_s: float = STUCK_S) -> None:
-        """A step is stuck if it has not returned within `stuck_s`."""
+    def __init__(
+        self,
+        layout: RankLayout,
+        group: GroupServicer,
+        end: DomainEnd,
+        *,
+        max_model_len: int | None = None,
+        stuck_s: float = STUCK_S,
+    ) -> None:
+        """Nothing is loaded yet.
+
+        Args:
+            max_model_len: See `ContextRoom`.
+            stuck_s: A step is stuck if it has not returned within this time.
+        """
         self._layout = layout
         self._group = group
         self._end = end
         self._stuck_s = stuck_s
+        self.context_room = ContextRoom(max_model_len)
         self._steps: DeviceSteps | None = None
         # Hardly later than the process: the RPC server answers before torch is imported.
         self._started_at = time.monotonic()
@@ -119,6 +134,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise self._stale("superseded by another Attach")
         runner = steps.runner
         room = runner.room if is_stuck else epoch.ready.result()
+        if not is_stuck:
+            self._check_room(request, runner, room)
         logger.info(
             "attached",
             extra={
@@ -276,6 +293,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _stale(self, message: str) -> StaleEpochError:
         return self._ledger.stale(message, time.monotonic())
+
+    def _check_room(self, request: worker_pb2.AttachRequest, runner: ModelRunner, room: CacheRoom) -> None:
+        """End the process if the cell's first start does not hold the context that the settings name.
+
+        Raises:
+            InvalidRequestError: the process is ending.
+        """
+        is_first_start = request.is_first_start
+        fault = self.context_room.find_fault(runner, room, request.block_size, is_first_start=is_first_start)
+        if fault is not None:
+            self._end.fail(ExitCode.REFUSED, fault)
+            raise InvalidRequestError.from_violations([Violation("is_first_start", "OUT_OF_RANGE", fault)])
 
     def _describe(
         self, runner: ModelRunner, epoch: Epoch, *, room: CacheRoom, is_stuck: bool

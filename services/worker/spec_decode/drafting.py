@@ -7,6 +7,7 @@ from pathlib import Path
 
 from services.worker.batch.drafts import Drafting, DraftProposer
 from services.worker.config import WorkerSettings
+from services.worker.layers.context_limit import ContextLimit
 from services.worker.models.loader import LoadedModel, LoadOptions, load_model
 from services.worker.ops import Ops
 from services.worker.parallel.communicator import SINGLE, Parallel
@@ -56,6 +57,8 @@ def _make_proposer(
         device=loaded.device,
         quantization=loaded.quantization,
         kv_dtype=loaded.kv_dtype,
+        # It may draft only for the beginning of a sequence.
+        context=ContextLimit(loaded.facts.context_length, may_exceed_model=True),
         readers=parallel.ep or parallel.tp,
     )
     # Whole on every rank: splitting a small model costs more than it saves.

@@ -53,7 +53,7 @@ def _blames_without_a_control(patch: Patch) -> None:
 @_planted(Fault.MODEL_CHANGE)
 def _weights_are_not_compared(patch: Patch) -> None:
     """A worker with other weights is attached, and answers go on with them."""
-    patch.setattr(CellFacts, "is_of_model", lambda *_: True)
+    patch.setattr(CellFacts, "find_other_model", lambda *_: None)
 
 
 # Choices.

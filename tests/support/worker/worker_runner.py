@@ -58,6 +58,7 @@ class WrappedModel:
         self.logits_width = model.logits_width
         self.mtp = model.mtp
         self.has_experts = model.has_experts
+        self.has_long_factors = model.has_long_factors
         self._model = model
 
     def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:

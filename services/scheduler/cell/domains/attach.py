@@ -306,6 +306,11 @@ class DomainAttach:
                 return [CloseStreams(epoch), self._retry(now, "the epoch was given up", retry_s)]
         return []
 
+    @property
+    def is_first_start(self) -> bool:
+        """Whether this scheduler has not held any group yet."""
+        return not self._claim.has_held
+
     def end(self) -> None:
         """The groups are not there any more; no event may follow."""
         self._phase = _Phase.GONE
@@ -381,9 +386,16 @@ class DomainAttach:
             expected = self._expected_place(answer, accepted[0].place.tp_size)
             if answer.place != expected:
                 return f"group {answer.group} reports {answer.place}, expected {expected}"
-            name = next(_differing_facts(answer.facts, accepted[0].facts), None)
+            first = accepted[0]
+            own, common = answer.facts.context_length, first.facts.context_length
+            if own != common:
+                return (
+                    f"group {answer.group} serves a context of {own} tokens, group {first.group} one of {common}: "
+                    "all need the same --max-model-len"
+                )
+            name = next(_differing_facts(answer.facts, first.facts), None)
             if name is not None:
-                return f"{name} of group {answer.group} differs from that of group {accepted[0].group}"
+                return f"{name} of group {answer.group} differs from that of group {first.group}"
         return None
 
     def _expected_place(self, answer: Accepted, tp_size: int) -> GroupPlace:

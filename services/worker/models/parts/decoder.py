@@ -15,6 +15,7 @@ from services.worker.forward.forward_context import get_forward_context
 from services.worker.forward.kv_cache import KvCacheSpec, LayerCache
 from services.worker.forward.state_cache import NO_STATES, StateSpec
 from services.worker.layers.activation import GatedMlp
+from services.worker.layers.context_limit import ContextLimit
 from services.worker.layers.embedding import Embedding, Head
 from services.worker.layers.linear import Linear, sum_over_ranks
 from services.worker.layers.moe import SparseMlp
@@ -57,6 +58,7 @@ class DecoderConfig:
     hidden_size: int
     num_layers: int
     context_length: int
+    """The context served: the most tokens in a sequence."""
     rms_norm_eps: float
     rope: RopeConfig
     tie_embeddings: bool
@@ -66,6 +68,7 @@ class DecoderConfig:
     def from_json(
         cls,
         values: ConfigValues,
+        context: ContextLimit,
         *,
         default_theta: float = 10000.0,
         default_partial_factor: float | None = None,
@@ -74,6 +77,7 @@ class DecoderConfig:
         """Read the common values; the defaults are the family's.
 
         Args:
+            context: `Shard.context`.
             default_partial_factor: None means that the family rotates whole heads, and refuses anything else.
             default_rope: The scaling for a configuration that says nothing about it.
         """
@@ -98,7 +102,7 @@ class DecoderConfig:
             vocab_size=values.size("vocab_size"),
             hidden_size=values.size("hidden_size"),
             num_layers=read_num_layers(values),
-            context_length=rope.context_length(max_positions),
+            context_length=context.context_of(rope.context_length(max_positions)),
             rms_norm_eps=values.number("rms_norm_eps"),
             rope=rope,
             tie_embeddings=values.flag("tie_word_embeddings", default=False),
@@ -200,6 +204,7 @@ class DecoderModel(CausalLM):
         self.embedding = Embedding(embedding, part, shard.tp)
         self._head = Head(head, parts, shard.tp)
         self.rotary = rotaries[-1]
+        self.has_long_factors = any(rotary.has_long_factors for rotary in rotaries)
         self.has_experts = any(layer.has_experts for layer in layers)
         self._rotaries = list(dict.fromkeys(rotaries))
         places = [self._rotaries.index(rotary) for rotary in rotaries]

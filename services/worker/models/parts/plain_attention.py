@@ -123,11 +123,11 @@ def load_plain_model(
     load_feed_forward: Callable[[int], FeedForward],
 ) -> DecoderModel:
     """Load a model with this attention; `load_feed_forward` gets the layer's number."""
+    rotary = load_rotary(shard, config, attention.heads)
     layers = [
         load_plain_layer(shard, config, layer, attention=attention, feed_forward=load_feed_forward(layer))
         for layer in range(config.num_layers)
     ]
-    rotary = load_rotary(shard, config, attention.heads)
     kv_layers = attention.kv_layers(shard, config.context_length)
     return DecoderModel(shard, config, layers=layers, rotaries=[rotary] * len(layers), kv_layers=kv_layers)
 

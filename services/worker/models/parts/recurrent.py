@@ -177,6 +177,7 @@ def load_hybrid_model(
     """
     types = read_layer_types(values, config.num_layers)
     delta = DeltaConfig.from_json(values)
+    rotary = load_rotary(shard, config, attention.heads)
     layers = []
     for layer, kind in enumerate(types):
         attends = (
@@ -185,7 +186,6 @@ def load_hybrid_model(
             else load_delta(shard, config, layer, delta=delta, read=read)
         )
         layers.append(DecoderLayer.load(shard, config, layer, attention=attends, mlp=load_feed_forward(layer)))
-    rotary = load_rotary(shard, config, attention.heads)
     kv_layers = attention.kv_layers(shard, config.context_length)
     return DecoderModel(
         shard,

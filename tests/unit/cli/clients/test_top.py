@@ -31,6 +31,13 @@ STATE = scheduler_pb2.GetStateResponse(
 )
 
 
+def test_the_context_has_a_line_and_so_has_a_pool_that_holds_less() -> None:
+    assert "context" not in top.render("a", STATE)
+    for num_pool_tokens, line in ((9000, "8192"), (480, "8192   480 fit the KV pool")):
+        state = changed(context_length=8192, num_pool_tokens=num_pool_tokens)
+        assert f"context                   {line}" in top.render("a", state).splitlines()
+
+
 def changed(**fields: Any) -> scheduler_pb2.GetStateResponse:
     state = scheduler_pb2.GetStateResponse()
     state.CopyFrom(STATE)

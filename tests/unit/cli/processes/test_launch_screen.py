@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from services.cli.processes.launch_screen import LaunchScreen, describe_model
+from services.cli.processes.launch_screen import LaunchScreen, describe_model, describe_room
 
 FACTS = "weights=int8 dtype=bfloat16 backend=native instructions=avx512 libraries=torch-2.9.1 threads=8 seconds=0.4"
 
@@ -112,6 +112,26 @@ def test_the_formats_are_those_of_the_workers_line(line: bytes) -> None:
     assert describe_model("tiny", shown.screen.model_facts) == [
         "serving tiny: weights int8, computing in bfloat16, native kernels on avx512, 8 threads"
     ]
+
+
+def less_room(num_tokens: int) -> str:
+    fields = f"request_tokens={num_tokens} context_length=131072 whole_context=--kv-cache-memory-gib 3"
+    return f"12:00:01 INFO worker: the KV cache holds less than the context {fields}"
+
+
+def test_how_much_of_the_context_a_request_gets_has_a_line() -> None:
+    shown = Screen()
+    assert describe_room(shown.screen.room_facts) == []
+    for num_tokens in (43680, 9000, 50000):
+        shown.screen.take("worker 0.0", less_room(num_tokens).encode())
+    assert describe_room(shown.screen.room_facts) == [
+        "  context    a request gets 9000 of 131072 tokens; all with --worker.kv-cache-memory-gib 3"
+    ]
+    shown = Screen()
+    record = {"message": "the KV cache holds less than the context", "request_tokens": 8, "context_length": 9}
+    shown.screen.take("worker", json.dumps({**record, "whole_context": "--kv-cache-num-blocks 1"}).encode())
+    [line] = describe_room(shown.screen.room_facts)
+    assert line.endswith("a request gets 8 of 9 tokens; all with --worker.kv-cache-num-blocks 1")
 
 
 def test_what_would_be_faster_has_a_line() -> None:

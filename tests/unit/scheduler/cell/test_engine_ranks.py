@@ -175,13 +175,22 @@ def test_the_smallest_pool_of_any_rank_bounds_a_request() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"model_digest": "other"}, {"context_length": 8}, {"logits_width": 7}, {"eos_token_ids": (1,)}]
+    ("change", "difference"),
+    [
+        ({"model_digest": "other"}, "it serves a different model"),
+        (
+            {"context_length": 8},
+            "it serves a context of 8 tokens, the cell one of 512: all need the same --max-model-len",
+        ),
+        ({"logits_width": 7}, "it serves a different model"),
+        ({"eos_token_ids": (1,)}, "it serves a different model"),
+    ],
 )
-def test_a_rank_with_another_model_is_dropped(change: dict[str, object]) -> None:
+def test_a_rank_with_another_model_is_dropped(change: dict[str, object], difference: str) -> None:
     driver = EngineDriver(topology=UNCOUPLED, attach=False)
     driver.attach(0)
     [drop] = driver.attach(1, **change)
-    assert drop == DropDomain(1, 2, "it serves a different model", 0.5)
+    assert drop == DropDomain(1, 2, difference, 0.5)
     assert [rank.is_attached for rank in driver.engine.state().ranks] == [True, False, False]
     assert driver.engine.state().counters.num_refused_models == 1
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
+import pytest
+
 from services.scheduler.cell.events import DropDomain, Exit
 from services.scheduler.cell.model_change import CHANGE_S
 from services.scheduler.core.policy import CellTopology
@@ -71,6 +75,58 @@ def test_other_weights_are_another_model_unless_they_are_not_reported() -> None:
     driver.attach(0)
     assert [rank.is_attached for rank in driver.engine.state().ranks] == [True, False, True]
     assert (driver.engine.facts.weights_digest, driver.engine.state().counters.num_refused_models) == ("a", 2)
+
+
+@pytest.mark.parametrize("order", [*permutations(range(3))], ids=str)
+def test_workers_of_unequal_contexts_and_pools_serve_the_context_of_the_first(order: tuple[int, ...]) -> None:
+    contexts, pools = (512, 512, 400), (64, 20, 40)
+    driver = EngineDriver(topology=CellTopology(dp_size=3), attach=False)
+    for _ in range(2):
+        for rank in order:
+            if driver.engine.state().ranks[rank].is_attached:
+                driver.lose(rank)
+            context, first = contexts[rank], contexts[order[0]]
+            actions = driver.attach(rank, context_length=context, num_blocks=pools[rank])
+            drops = [action for action in actions if isinstance(action, DropDomain)]
+            if context == first:
+                assert drops == []
+            else:
+                reason = f"it serves a context of {context} tokens, the cell one of {first}: all need the same"
+                assert drop_of(list(drops)).reason == f"{reason} --max-model-len"
+            limits = driver.engine.facts.limits
+            assert limits is not None
+            assert limits.context_length == first
+    same = [rank for rank in range(3) if contexts[rank] == contexts[order[0]]]
+    assert [rank for rank in range(3) if driver.engine.state().ranks[rank].is_attached] == same
+    assert limits is not None
+    assert limits.num_pool_tokens == 16 * min(pools[rank] for rank in same)
+
+
+def test_a_worker_that_comes_back_with_less_room_is_taken_and_only_what_does_not_fit_ends() -> None:
+    driver = EngineDriver(num_blocks=64)
+    driver.submit(1, [11] * 300, max_tokens=50)
+    driver.submit(2, PROMPT, max_tokens=3)
+    driver.lose()
+    driver.attach(num_blocks=10)
+    driver.run()
+    ends = [driver.choices[1, handle].end for handle in (1, 2)]
+    assert [end and end.error and end.error.reason for end in ends] == ["KV_CAPACITY_EXCEEDED", None]
+    limits = driver.engine.facts.limits
+    assert limits is not None
+    assert (limits.context_length, limits.num_pool_tokens) == (512, 160)
+    # A request may still be within the context, but not in the pool.
+    driver.submit(3, [11] * 300, max_tokens=50)
+    driver.submit(4, [11] * 300, max_tokens=250)
+    reasons = [driver.choices[1, handle].end for handle in (3, 4)]
+    assert [end and end.error and end.error.reason for end in reasons] == ["KV_CAPACITY_EXCEEDED", "CONTEXT_EXCEEDED"]
+    # With its room back, all of the context is served again.
+    driver.lose()
+    driver.attach(num_blocks=64)
+    driver.submit(5, [11] * 300, max_tokens=5)
+    driver.run()
+    end = driver.choices[1, 5].end
+    assert end is not None
+    assert end.error is None
 
 
 def test_a_worker_that_returns_in_time_is_no_change() -> None:

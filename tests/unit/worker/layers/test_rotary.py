@@ -12,7 +12,14 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from services.worker.layers.rope_scaling import DynamicNtkScaling, LinearScaling, Llama3Scaling, PlainRope, YarnScaling
+from services.worker.layers.rope_scaling import (
+    DynamicNtkScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    PlainRope,
+    YarnScaling,
+)
 from services.worker.layers.rotary import RopeConfig, Rotary
 from services.worker.ops import load_ops
 from shared.model_dir import ModelDirectoryError
@@ -60,6 +67,28 @@ POSITIONS = torch.arange(0, 300, dtype=torch.float32)
             },
             RopeConfig(10000.0, YarnScaling(40.0, 4096, mscale=1.0, mscale_all_dim=0.5)),
         ),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "original_max_position_embeddings": 4096,
+                "rope_scaling": {"type": "longrope", "short_factor": [1, 1.5], "long_factor": [2.0, 30]},
+            },
+            RopeConfig(10000.0, LongRopeScaling((1.0, 1.5), (2.0, 30.0), 4096, factor=32.0)),
+        ),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "short_factor": [1.0],
+                    "long_factor": [2.0],
+                    "original_max_position_embeddings": 2048,
+                    "attention_factor": 1.25,
+                    "factor": None,
+                },
+            },
+            RopeConfig(10000.0, LongRopeScaling((1.0,), (2.0,), 2048, factor=64.0, given_attention_factor=1.25)),
+        ),
         ({"partial_rotary_factor": 0.5}, RopeConfig(10000.0, PlainRope(), 0.5)),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, RopeConfig(10000.0, PlainRope(), 0.25)),
         ({"rope_theta": None, "rope_scaling": None, "partial_rotary_factor": None}, RopeConfig(10000.0)),
@@ -90,7 +119,7 @@ def test_what_a_scaling_replaces_is_named_in_the_log(caplog: pytest.LogCaptureFi
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("kind", ["longrope", "su", 7, None])
+@pytest.mark.parametrize("kind", ["longrope2", "su", 7, None])
 def test_an_unknown_rope_type_is_refused(kind: object) -> None:
     with pytest.raises(ModelDirectoryError, match=f"rope type {kind!r}: .*not supported"):
         RopeConfig.from_json({"rope_parameters": {"rope_type": kind, "factor": 2.0}})
@@ -121,6 +150,66 @@ def test_an_unknown_rope_type_is_refused(kind: object) -> None:
 def test_parameters_that_describe_no_rotation_are_refused(parameters: object, message: str) -> None:
     with pytest.raises(ModelDirectoryError, match=message):
         RopeConfig.from_json({"rope_parameters": parameters})
+
+
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"short_factor": ...}, "short_factor"),
+        ({"long_factor": None}, "long_factor is not a list"),
+        ({"long_factor": []}, "long_factor is not a list"),
+        ({"long_factor": "2.0"}, "long_factor is not a list"),
+        ({"long_factor": [2.0] * 3}, "short_factor has 4 numbers, long_factor 3"),
+        ({"long_factor": [2.0, 2.0, 0, 2.0]}, r"long_factor\[2\] is 0, not a finite number above 0"),
+        ({"short_factor": [1.0, -1.0, 1.0, 1.0]}, r"short_factor\[1\] is -1.0, not a finite"),
+        ({"short_factor": [math.nan, 1.0, 1.0, 1.0]}, r"short_factor\[0\] is nan, not a finite"),
+        ({"long_factor": [1.0, 1.0, 1.0, math.inf]}, r"long_factor\[3\] is inf, not a finite"),
+        ({"long_factor": [1.0, 1.0, 1.0, 1e39]}, r"long_factor\[3\] is 1e\+39, not a finite"),
+        ({"long_factor": [1.0, 1.0, 1.0, 10**400]}, r"long_factor\[3\] is 1000*, not a finite"),
+        ({"long_factor": [1.0, True, 1.0, 1.0]}, r"long_factor\[1\] is True, not a finite"),
+        ({"long_factor": [1.0, "2", 1.0, 1.0]}, r"long_factor\[1\] is '2', not a finite"),
+        ({"long_mscale": 1.2}, "long_mscale is 1.2, which is not supported"),
+        ({"attention_factor": 0}, "no rotation"),
+        ({"attention_factor": math.inf}, "no rotation"),
+        ({"factor": math.nan}, "no rotation"),
+        ({"factor": "32"}, "factor is '32', not a number"),
+        ({"original_max_position_embeddings": 0}, "original_max_position_embeddings is 0, must be at least 1"),
+        ({"original_max_position_embeddings": 1}, "longrope"),
+        ({"original_max_position_embeddings": -8}, "original_max_position_embeddings is -8, must be at least 1"),
+        ({"original_max_position_embeddings": "64"}, "is '64', not a number"),
+    ],
+)
+def test_malformed_factors_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    parameters = {**LONG, "original_max_position_embeddings": 64, **changes}
+    parameters = {name: value for name, value in parameters.items() if value is not ...}
+    with pytest.raises(ModelDirectoryError, match=message):
+        RopeConfig.from_json({"max_position_embeddings": 256, "rope_parameters": parameters})
+
+
+def test_factors_of_another_number_of_pairs_are_refused() -> None:
+    rope = RopeConfig.from_json({"max_position_embeddings": 256, "rope_parameters": LONG})
+    assert rope.rotary_dim(8) == 8
+    for use in (lambda: rope.rotary_dim(16), lambda: Rotary(OPS, rope, 16, 256)):
+        with pytest.raises(ModelDirectoryError, match="have 4 numbers, but 8 pairs of a head's columns are rotated"):
+            use()
+
+
+@pytest.mark.parametrize(("context", "is_long"), [(63, False), (64, False), (65, True), (256, True)])
+def test_the_context_served_chooses_the_factors_of_all_positions(context: int, is_long: bool) -> None:
+    parameters = {**LONG, "original_max_position_embeddings": 64}
+    rope = RopeConfig.from_json({"max_position_embeddings": 256, "rope_parameters": parameters})
+    rotary = Rotary(OPS, rope, 8, context)
+    assert rotary.has_long_factors is is_long
+    frequencies = 1.0 / ((2.0 if is_long else 1.0) * 10000.0 ** (torch.arange(0, 8, 2) / 8))
+    assert rope.scaling.attention_factor == math.sqrt(1 + math.log(4) / math.log(64))
+    expected = torch.outer(POSITIONS[:context], frequencies).cos() * rope.scaling.attention_factor
+    heads = torch.zeros((context, 1, 8))
+    heads[..., 0:4] = 1.0
+    OPS.rope(heads, rotary.select(torch.arange(context)))
+    torch.testing.assert_close(heads[:, 0, :4], expected, atol=1e-5, rtol=0)
 
 
 def test_a_rotary_part_of_odd_size_is_refused() -> None:

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from services.worker.runner.cache_room import CacheCosts, CacheRoom, divide_memory, fewest, room_of_blocks
+from services.worker.runner.cache_room import (
+    CacheCosts,
+    CacheRoom,
+    divide_memory,
+    fewest,
+    memory_to_hold,
+    room_of_blocks,
+)
 
 PLAIN = CacheCosts(bytes_per_block=384 * 16, tokens_per_block=16, bytes_per_state=0)
 # As Qwen3-Next with one rank: 24 KiB a token, 73.7 MiB a state.
@@ -35,6 +44,18 @@ def test_one_sequence_fits_as_long_as_there_is_a_block_beside_its_state() -> Non
     assert divide_memory(memory_bytes, HYBRID, 64) == CacheRoom(1, 1, 0)
     for too_few in (memory_bytes - 1, HYBRID.bytes_per_state, -1):
         assert not divide_memory(too_few, HYBRID, 64).num_blocks
+
+
+DRAFTED = HYBRID._replace(bytes_of_drafts=10**9)
+
+
+@given(st.integers(1, 1 << 20), st.sampled_from([PLAIN, HYBRID, DRAFTED]), st.integers(1, 99))
+def test_the_memory_to_hold_tokens_holds_them_and_a_byte_less_does_not(
+    num_tokens: int, costs: CacheCosts, max_num_seqs: int
+) -> None:
+    memory_bytes = memory_to_hold(num_tokens, costs, max_num_seqs)
+    assert divide_memory(memory_bytes, costs, max_num_seqs).num_blocks * 16 >= num_tokens
+    assert divide_memory(memory_bytes - 1, costs, max_num_seqs).num_blocks * 16 < num_tokens
 
 
 def test_blocks_that_are_set_by_hand_stay_as_they_are() -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from services.worker.config import WorkerSettings
 from services.worker.device import DeviceError
+from services.worker.layers.context_limit import ContextLimit
 from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadOptions, load_model
 from services.worker.ops import load_ops
@@ -209,6 +210,11 @@ def test_ranks_with_different_formats_refuse_to_serve(tmp_path: Path) -> None:
         "--kv-cache-dtype float32, --activation-quantization none",
     ]
     assert all(run_ranks(layouts, lambda rank: problem(rank, plain, halved)))
+    short = LoadOptions(context=ContextLimit(100))
+    assert run_ranks(layouts, lambda rank: problem(rank, short, plain)) == [
+        "ranks differ in --max-model-len: rank 0 serves a context of 100 tokens",
+        "ranks differ in --max-model-len: rank 1 serves a context of 512 tokens",
+    ]
     assert all(run_ranks(layouts, lambda rank: problem(rank, plain, plain, activations=("none", "fp8"))))
 
 

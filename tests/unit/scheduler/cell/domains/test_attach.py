@@ -279,6 +279,29 @@ def test_groups_that_differ_in_what_they_must_share_are_not_used(change: dict[st
     assert next(iter(change)) in retry_of(commands).reason
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_group_with_another_context_is_refused_by_name_whichever_answers_first(order: tuple[int, int]) -> None:
+    attach = offered()
+    answers = [accepted(0), accepted(1)]
+    answers[1] = replace(answers[1], facts=replace(answers[1].facts, context_length=4096, num_blocks=9))
+    context = answers[0].facts.context_length
+    for group in order:
+        commands = attach.on_event(answers[group], 5.0)
+    assert retry_of(commands).reason == (
+        f"group 1 serves a context of 4096 tokens, group 0 one of {context}: all need the same --max-model-len"
+    )
+
+
+def test_a_scheduler_has_its_first_start_until_it_has_held_a_group() -> None:
+    attach, second = offered(), DomainAttach(0, CellTopology(1), former_holder())
+    assert (attach.is_first_start, second.is_first_start) == (True, False)
+    for event in (accepted(0), accepted(1), StreamOpened(0, 1)):
+        attach.on_event(event, 5.0)
+    assert attach.is_first_start
+    attach.on_event(StreamOpened(1, 1), 5.0)
+    assert not attach.is_first_start
+
+
 def test_groups_may_differ_in_pool_size_numerics_and_graphs() -> None:
     attach = offered()
     attach.on_event(accepted(0), 5.0)

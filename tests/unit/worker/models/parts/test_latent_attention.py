@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from services.worker.forward.kv_cache import CacheTensor
+from services.worker.layers.context_limit import NO_LIMIT
 from services.worker.layers.mla import LatentSizes
 from services.worker.models.config import ConfigValues
 from services.worker.models.parts.decoder import DecoderConfig
@@ -35,7 +36,7 @@ def read(
     *, has_rope_choice: bool = False, indexer: IndexerConfig | None = None, **changes: Any
 ) -> LatentAttentionConfig:
     values = ConfigValues({**CONFIG, **changes})
-    common = DecoderConfig.from_json(values)
+    common = DecoderConfig.from_json(values, NO_LIMIT)
     return LatentAttentionConfig.from_json(values, common, has_rope_choice=has_rope_choice, indexer=indexer)
 
 
