@@ -6,6 +6,7 @@ A *party* is a tenant where clients have keys, else an address: clients behind o
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict, deque
 from contextvars import ContextVar
 from types import TracebackType
@@ -19,6 +20,7 @@ _NONE_ARRIVING = 16
 _ARRIVALS_PER_CALL = 8
 
 _PARTY: ContextVar[str] = ContextVar("party", default="")
+_ARRIVED_AT: ContextVar[float | None] = ContextVar("arrived_at", default=None)
 
 
 def set_party(party: str) -> None:
@@ -29,6 +31,15 @@ def set_party(party: str) -> None:
 def get_party() -> str:
     """Whose call this task serves; empty if it serves none."""
     return _PARTY.get()
+
+
+def get_arrived_at() -> float:
+    """When the call that this task serves began to wait for its turn, by `time.monotonic`; now if it did not.
+
+    What a client waits for includes that.
+    """
+    arrived_at = _ARRIVED_AT.get()
+    return time.monotonic() if arrived_at is None else arrived_at
 
 
 class _Waiting:
@@ -117,6 +128,7 @@ class CallTurns:
 
     async def wait(self) -> None:
         """Wait for the turn of the running task's party."""
+        _ARRIVED_AT.set(time.monotonic())
         self._num_new += 1
         if self._is_looking:
             await self._waiting.add()

@@ -23,6 +23,7 @@ from shared.client_keys import ANY_CLIENT, Client
 from shared.errors import DeadlinePassedError, InternalError, ServiceError
 from shared.ids import RequestHandle
 from shared.network.rpc import StatusError, reason_of
+from shared.network.turns import get_arrived_at
 from shared.request_fields import check_exactness
 from shared.sampling_params import NO_OPTIONS
 
@@ -63,7 +64,7 @@ class CallTerms:
 
 
 class GenerateCall:
-    """Serves one call; constructed when it arrives."""
+    """Serves one call; constructed when its turn has come."""
 
     def __init__(
         self,
@@ -81,8 +82,8 @@ class GenerateCall:
         self._live = live
         self._writer = writer
         self._totals = totals
-        self._arrived_at = time.monotonic()
-        self._deadline_at = None if terms.time_left_s is None else self._arrived_at + terms.time_left_s
+        self._arrived_at = get_arrived_at()
+        self._deadline_at = None if terms.time_left_s is None else time.monotonic() + terms.time_left_s
         # The fields of the log line: ids, counts and durations, never text.
         self._facts: dict[str, str | int | float] = dict(terms.facts)
         self._default_max_tokens = terms.default_max_tokens

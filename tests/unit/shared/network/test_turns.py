@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.network.turns import CallTurns, Slots, get_party, set_party
+from shared.network.turns import CallTurns, Slots, get_arrived_at, get_party, set_party
 
 
 async def run_as(party: str, work: Callable[[], Awaitable[None]]) -> None:
@@ -117,6 +118,23 @@ async def test_one_call_is_taken_up_in_a_turn_of_the_loop() -> None:
         await asyncio.gather(*(call() for _ in range(500)))
     # The first one is taken up at once.
     assert most <= 2
+
+
+async def test_a_call_arrives_when_it_begins_to_wait() -> None:
+    turns, arrivals = CallTurns(), list[float]()
+
+    async def call() -> None:
+        await turns.wait()
+        arrivals.append(get_arrived_at())
+
+    began_at = time.monotonic()
+    tasks = [asyncio.create_task(call()) for _ in range(5)]
+    await asyncio.sleep(0)
+    all_wait_at = time.monotonic()
+    await asyncio.gather(*tasks)
+    assert all(began_at <= arrived_at <= all_wait_at for arrived_at in arrivals)
+    # A task that serves no call.
+    assert get_arrived_at() >= all_wait_at
 
 
 async def test_calls_are_taken_up_beside_a_flood_that_never_ends() -> None:
