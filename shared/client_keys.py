@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from lockstep.v1 import common_pb2
 from shared.errors import PermissionDeniedError, UnauthenticatedError, Violation
-from shared.file_state import file_state
+from shared.file_state import file_state, read_regular_file
 from shared.tenant import DEFAULT_TENANT, MAX_WEIGHT, MIN_WEIGHT, Tenant
 
 logger = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ def read_key_file(path: Path) -> str:
         ClientKeysError: it cannot be read, or is no key.
     """
     try:
-        key = path.read_text(encoding="ascii").strip("\r\n")
+        key = read_regular_file(path).decode("ascii").strip("\r\n")
     except OSError as error:
         raise ClientKeysError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError:
@@ -233,7 +233,7 @@ class _Line(BaseModel):
 def _read(path: Path) -> dict[bytes, Client]:
     """The clients by the digests of their keys."""
     try:
-        lines = path.read_bytes().decode().split("\n")
+        lines = read_regular_file(path).decode().split("\n")
     except OSError as error:
         raise ClientKeysError(f"--client-keys {path}: {error.strerror}") from error
     except UnicodeDecodeError:

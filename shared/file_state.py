@@ -1,7 +1,10 @@
-"""Whether a file has been changed or replaced since it was last read."""
+"""Files that are read again while a service runs: whether they have changed, and what they contain."""
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 from pathlib import Path
 
 FileState = tuple[int, int, int] | None
@@ -15,3 +18,18 @@ def file_state(path: Path) -> FileState:
     except OSError:
         return None
     return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def read_regular_file(path: Path) -> bytes:
+    """What a file contains, by way of symlinks.
+
+    A pipe or a device in its place is refused: reading it could block the event loop, or never end.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return file.read()

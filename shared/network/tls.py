@@ -25,7 +25,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 
-from shared.file_state import FileState, file_state
+from shared.file_state import FileState, file_state, read_regular_file
 
 logger = logging.getLogger(__name__)
 
@@ -339,7 +339,7 @@ def _check_key(own: x509.Certificate, certificate_path: Path, key: bytes, key_pa
 
 def _read_file(name: str, path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular_file(path)
     except OSError as error:
         raise TlsError(f"{name} {path}: {error.strerror}") from error
 

@@ -86,9 +86,17 @@ def test_no_credentials_stay_in_a_checkout_and_no_expression_is_in_a_script(name
 
 
 def test_the_suite_is_what_a_change_must_pass() -> None:
-    (job,) = jobs_of("suite").values()
+    job = jobs_of("suite")["suite"]
     targets = [target for row in job["strategy"]["matrix"]["include"] for target in row["targets"].split()]
     assert targets == re.findall(r"^make (.*)$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_pip_audit_is_asked_about_every_lock() -> None:
+    jobs = jobs_of("suite")
+    assert jobs.keys() == {"suite", "audit"}
+    [run] = [step["run"] for step in jobs["audit"]["steps"] if "run" in step]
+    assert "for lock in deploy/locks/*.txt" in run
+    assert re.search(r'pip-audit==[\d.]+ --disable-pip --require-hashes -r "\$lock"', run)
 
 
 def test_a_release_builds_every_image_and_publishes_after_all_else_has_passed() -> None:

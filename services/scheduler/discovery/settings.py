@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from services.scheduler.core.policy import CellTopology
 from shared.config import Addresses, ServiceSettings
+from shared.file_state import read_regular_file
 from shared.network.addresses import LOOPBACK_HOSTS, check_host_and_port
 
 # The value of a label. Source: Kubernetes, Labels and Selectors, "Syntax and character set".
@@ -188,14 +189,14 @@ class MembershipSettings(ServiceSettings):
         """The namespace of `discovery_service`."""
         if self.discovery_namespace is not None:
             return self.discovery_namespace
-        return (self.discovery_service_account / "namespace").read_text(encoding="utf-8").strip()
+        return read_regular_file(self.discovery_service_account / "namespace").decode().strip()
 
     def _check_service_account(self) -> None:
         try:
             check_label(self.namespace)
-            (self.discovery_service_account / "token").read_bytes()
+            read_regular_file(self.discovery_service_account / "token")
             if self.discovery_api_server.startswith("https:"):
-                (self.discovery_service_account / "ca.crt").read_bytes()
+                read_regular_file(self.discovery_service_account / "ca.crt")
         except OSError as error:
             raise ValueError(f"--discovery-service-account: {error.filename}: {error.strerror}") from error
         except ValueError as error:

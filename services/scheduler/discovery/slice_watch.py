@@ -25,6 +25,7 @@ from services.scheduler.discovery.watch_messages import (
     WatchTask,
 )
 from shared.backoff import Backoff
+from shared.file_state import read_regular_file
 from shared.process.parent import make_end_with_parent
 
 _CONNECT_TIMEOUT_S = 3.0
@@ -88,7 +89,7 @@ class SliceWatch:
         """Read anew for each round: tokens and authorities are rotated."""
         folder = Path(self._task.service_account)
         configuration = client.Configuration(host=self._task.api_server)
-        token = (folder / "token").read_text(encoding="utf-8").strip()
+        token = read_regular_file(folder / "token").decode().strip()
         configuration.api_key = {"authorization": token}
         configuration.api_key_prefix = {"authorization": "Bearer"}
         configuration.ssl_ca_cert = str(folder / "ca.crt")

@@ -112,7 +112,7 @@ class ApiCall:
     async def _stream(self, facts: AnswerFacts) -> web.StreamResponse:
         response = web.StreamResponse()
         response.content_type = "text/event-stream"
-        response.headers["Cache-Control"] = "no-cache"
+        response.headers["Cache-Control"] = "no-cache, no-transform"
         response.headers["X-Accel-Buffering"] = "no"
         events = self._route.make_events(facts)
         with EventStream(self._http, response, self._backend.max_unread_s, self._route.sign_of_life) as stream:

@@ -18,7 +18,14 @@ from shared.network.addresses import LOOPBACK_HOSTS, split_address, strip_bracke
 
 _METHODS = "GET, POST, OPTIONS"
 _HEADER_NAMES = re.compile(r"[\w!#$%&'*+.^`|~, -]{1,1024}", re.ASCII)
-_OF_PROXIES = ("Forwarded", "Via", "X-Forwarded-For", "X-Real-IP")
+# Headers that proxies, balancers, tunnels and content networks add: the standard's, what most share, and their own.
+_OF_PROXIES = re.compile(
+    r"forwarded(-.*)?|via|cdn-loop"
+    r"|x-(forwarded|original|remote|proxy|proxied|envoy|amzn|azure|appengine|arr|vercel|nf|ngrok|cloud-trace)-.*"
+    r"|x-(real-ip|client-ip|cluster-client-ip|proxyuser-ip|forwarded|forward-for|scheme|request-start)"
+    r"|(cf|fly|fastly|cloudfront|tailscale|ngrok)-.*|(true-|proxy-|wl-proxy-)?client-ip",
+    re.ASCII | re.IGNORECASE,
+)
 _EXPOSED = "x-request-id, request-id, x-lockstep-ignored, x-should-retry, retry-after, retry-after-ms"
 
 
@@ -51,7 +58,7 @@ class Access:
 
         The listener is on a loopback address, the host is one of its own names, and no proxy says that it is in front.
         """
-        return _host_of(request) in self._own_hosts and not any(name in request.headers for name in _OF_PROXIES)
+        return _host_of(request) in self._own_hosts and not any(map(_OF_PROXIES.fullmatch, request.headers))
 
     def preflight(self, request: web.Request) -> web.Response | None:
         """The answer to a browser that asks whether a page may send a request; None if it may not."""

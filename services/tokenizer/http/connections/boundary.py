@@ -53,6 +53,7 @@ def make_boundary(access: Access, admit: Callable[[web.Request, FairRoom], Clien
     async def boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
         request[REQUEST_ID] = secrets.token_hex(16)
         try:
+            _check_codings(request)
             access.check_host(request)
             # A browser asks without a key.
             if (answer := access.preflight(request)) is not None:
@@ -86,6 +87,19 @@ def make_signer(access: Access) -> Any:
         access.permit(request, response.headers)
 
     return sign
+
+
+def _check_codings(request: web.Request) -> None:
+    """Check what the body's transfer is coded by (RFC 9112, section 6.1): chunks alone are understood.
+
+    Raises:
+        HttpError: it is coded by something else, too.
+    """
+    codings = ",".join(request.headers.getall("Transfer-Encoding", [])).split(",")
+    if any(coding.strip(" \t").lower() not in ("", "chunked") for coding in codings):
+        message = "the transfer encoding is not supported: chunked alone is"
+        headers = {"Connection": "close", "x-should-retry": "false"}
+        raise HttpError(HTTPStatus.NOT_IMPLEMENTED, "not_supported", message, headers=headers)
 
 
 def _answer(request: web.Request, error: HttpError) -> web.Response:

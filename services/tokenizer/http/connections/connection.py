@@ -28,6 +28,8 @@ SERVER = "lockstep"
 
 # A chunk of one byte takes six: more than this around the bytes of a body is no way to send it.
 _MAX_WIRE_BYTES_PER_BYTE = 8
+# What comes is read in such pieces. A head that follows something else in one may be longer by less than a piece.
+_PIECE_BYTES = 4096
 # Of what follows a head that cannot be read. A client that goes on sending is not waiting for its answers.
 _MAX_DROPPED_BYTES = 1024 * 1024
 
@@ -132,9 +134,15 @@ class Connection(RequestHandler):
 
     @override
     def data_received(self, data: bytes) -> None:
-        # Read in pieces, so that a head which is too long is seen before all of it has been kept.
-        for start in range(0, max(1, len(data)), MAX_HEAD_BYTES):
-            self._receive(data[start : start + MAX_HEAD_BYTES])
+        # In small pieces, since a head may begin in any of them, and never beyond where the head must end.
+        start = 0
+        while True:
+            room = MAX_HEAD_BYTES - self._num_surrounding_bytes
+            size = min(_PIECE_BYTES, room) if room > 0 and not self._is_in_body else _PIECE_BYTES
+            self._receive(data[start : start + size])
+            start += size
+            if start >= len(data):
+                return
 
     @override
     def pause_writing(self) -> None:
@@ -198,9 +206,12 @@ class Connection(RequestHandler):
             if self._num_dropped_bytes > _MAX_DROPPED_BYTES:
                 self.abort()
             return
-        is_body = self._body is not None and not self._body.is_eof()
+        is_body = self._is_in_body
         if data and not is_body and self._num_unanswered == 0:
             self._await_head()
+        if data and not is_body and self._num_surrounding_bytes >= MAX_HEAD_BYTES:
+            self._refuse_head()
+            return
         self._num_surrounding_bytes += len(data)
         super().data_received(data)
         if self._note_requests():
@@ -208,17 +219,20 @@ class Connection(RequestHandler):
         if is_body and self._body is not None and self._body.is_eof():
             self._num_surrounding_bytes = 0
             return
-        num_allowed = MAX_HEAD_BYTES
         if is_body and self._body is not None:
-            num_allowed += _MAX_WIRE_BYTES_PER_BYTE * self._body.total_bytes
-        if self._num_surrounding_bytes <= num_allowed:
-            return
-        if is_body and self._body is not None:
-            self._ignores_input = True
-            self._body.set_exception(_broken_body())
-        else:
-            message = f"the head exceeds {MAX_HEAD_BYTES} bytes"
-            self._refuse(HttpError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "head_too_large", message))
+            num_allowed = MAX_HEAD_BYTES + _MAX_WIRE_BYTES_PER_BYTE * self._body.total_bytes
+            if self._num_surrounding_bytes > num_allowed:
+                self._ignores_input = True
+                self._body.set_exception(_broken_body())
+
+    @property
+    def _is_in_body(self) -> bool:
+        """Whether what comes next belongs to a body."""
+        return self._body is not None and not self._body.is_eof()
+
+    def _refuse_head(self) -> None:
+        message = f"the head exceeds {MAX_HEAD_BYTES} bytes"
+        self._refuse(HttpError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "head_too_large", message))
 
     def _note_requests(self) -> bool:
         """Whether heads have come since the last call; they are queued."""

@@ -149,6 +149,52 @@ async def test_a_head_is_bounded_as_a_whole(http: HttpService) -> None:
     assert (answer.status, answer.error["code"]) == (431, "head_too_large")
 
 
+def head_of(num_bytes: int, end: str) -> str:
+    """A head for /ping that ends with `end`; its lines fill up `num_bytes`."""
+    head, line = f"GET /ping HTTP/1.1\r\n{HOST}", f"X: {'x' * 4000}\r\n"
+    num_left = num_bytes - len(head) - len(end)
+    filled = line * (num_left // len(line) - 1)
+    rest = num_left - len(filled) - len("X: \r\n")
+    first = rest // 2
+    lines = f"X: {'x' * first}\r\nX: {'x' * (rest - first - len('X: ') - 2)}\r\n"
+    return head + filled + lines + end
+
+
+@pytest.mark.parametrize("num_pieces", [1, 7])
+@pytest.mark.parametrize("before", ["nothing", "a head", "a body", "chunks"])
+async def test_a_whole_head_above_the_limit_is_refused_wherever_it_begins_and_however_it_comes(
+    http: HttpService, before: str, num_pieces: int
+) -> None:
+    end = "Connection: close\r\n\r\n"
+    tokenize = f"POST /tokenize HTTP/1.1\r\n{HOST}Content-Type: application/json\r\n"
+    body = '{"prompt": "The fox"}'
+    first = {
+        "nothing": "",
+        "a head": f"{PING}\r\n",
+        "a body": f"{tokenize}Content-Length: {len(body)}\r\n\r\n{body}",
+        "chunks": f"{tokenize}Transfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n{body}\r\n0\r\n\r\n",
+    }[before]
+    slack = 0 if before == "nothing" else 4096
+    for num_bytes, is_allowed in ((MAX_HEAD_BYTES, True), (MAX_HEAD_BYTES + slack + 1, False), (84_000, False)):
+        data = first + head_of(num_bytes, end)
+        assert len(data) == len(first) + num_bytes
+        size = -(-len(data) // num_pieces)
+        answer = await exchange(http.service.http_address, (data[at : at + size] for at in range(0, len(data), size)))
+        # What is refused behind a request that is being answered ends the connection.
+        expected = [200] * (before != "nothing") + ([200] if is_allowed else [431])
+        allowed_ends = [expected] if is_allowed else [expected, expected[:-1], []]
+        assert answer.statuses in allowed_ends, (num_bytes, answer.statuses)
+
+
+CODINGS = ("gzip, chunked", "gzip,chunked", "deflate , chunked", "GZIP, chunked", "x-none, chunked")
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+async def test_a_transfer_that_is_coded_by_more_than_chunks_is_not_implemented(http: HttpService, coding: str) -> None:
+    answer = await exchange(http.service.http_address, f"{POST}Transfer-Encoding: {coding}\r\n{CHUNKS}{LAST_PING}")
+    assert (answer.statuses, answer.error["code"]) == ([501], "not_supported")
+
+
 @pytest.mark.parametrize("start", ["GET /ping HTTP/1.1\r\n", ""], ids=["endless", "bad"])
 async def test_a_head_that_comes_behind_a_request_is_bounded_too(http: HttpService, start: str) -> None:
     body = b'{"messages": [{"role": "user", "content": "hi"}]}'

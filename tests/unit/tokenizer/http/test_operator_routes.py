@@ -56,6 +56,38 @@ async def test_others_get_nothing_and_the_scheduler_is_not_asked(keyed: HttpServ
     assert keyed.service.peer.states_asked.empty()
 
 
+# What proxies, balancers, tunnels and content networks add; and what clients on this machine may send by themselves.
+OF_PROXIES = (
+    "Forwarded",
+    "Via",
+    "X-Forwarded-For",
+    "x-forwarded-host",
+    "X-Forwarded-Proto",
+    "X-Forwarded-Port",
+    "X-Forwarded-Prefix",
+    "X-Forwarded-Client-Cert",
+    "X-Real-IP",
+    "X-Original-Host",
+    "X-Original-Forwarded-For",
+    "X-Client-IP",
+    "X-Cluster-Client-Ip",
+    "True-Client-IP",
+    "CF-Connecting-IP",
+    "CF-Ray",
+    "CDN-Loop",
+    "Fastly-Client-IP",
+    "Fly-Client-IP",
+    "X-Envoy-External-Address",
+    "X-Amzn-Trace-Id",
+    "X-Azure-ClientIP",
+    "X-Appengine-User-Ip",
+    "X-Cloud-Trace-Context",
+    "Tailscale-User-Login",
+    "X-Scheme",
+)
+OF_CLIENTS = ("X-Request-Id", "X-Api-Key", "X-Stainless-Lang", "X-Client-Request-Id", "Traceparent", "Origin")
+
+
 async def test_without_keys_this_machine_alone_gets_it_and_no_tenants_names(model_dir: Path, tmp_path: Path) -> None:
     port = free_port()
     settings = {"http_listen": f"127.0.0.1:{port}", "http_allowed_hosts": ("chat.test",)}
@@ -66,7 +98,8 @@ async def test_without_keys_this_machine_alone_gets_it_and_no_tenants_names(mode
             ({}, True),
             ({"Host": "localhost"}, True),
             ({"Host": "chat.test"}, False),
-            ({"X-Forwarded-For": "10.0.0.1"}, False),
+            *(({name: "x"}, False) for name in OF_PROXIES),
+            *(({name: "x"}, True) for name in OF_CLIENTS),
         ):
             async with session.get(STATE_ROUTE, headers=headers) as answer:
                 assert answer.status == (200 if is_local else 404), headers

@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.support.models.tiny_tokenizer import CONTEXT_LENGTH
 from tests.support.tokenizer.http_client import MESSAGES, HttpService, run_http_service
 
@@ -63,3 +65,18 @@ async def test_the_api_is_described(http: HttpService) -> None:
     assert {"string", "array"} <= {kind.get("type") for kind in fields["properties"]["stop"]["anyOf"]}
     references = set(re.findall(r"#/components/schemas/(\w+)", json.dumps(description)))
     assert references <= set(schemas)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "The fox"}),
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 5, "model": "tiny"}),
+        ("/v1/responses", {"input": "hi"}),
+    ],
+)
+async def test_no_proxy_may_change_or_keep_a_stream(http: HttpService, path: str, body: dict[str, object]) -> None:
+    answer = await http.answer(path, {**body, "stream": True}, [70])
+    assert answer.headers["Content-Type"].startswith("text/event-stream")
+    assert answer.headers["Cache-Control"] == "no-cache, no-transform"
