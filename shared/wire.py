@@ -28,6 +28,8 @@ WIRE_VERSION = 1
 
 TIMINGS = "timings"
 """The capability of a replica that is told how long requests waited and were prefilled."""
+CONTROLS = "controls"
+"""The capability of a worker that computes dummy steps of any size, whether or not its rank is coupled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,7 @@ CAPABILITIES = (
     Capability(TIMINGS, 1, ("RequestEnd.queue_time_us", "RequestStart.prefill_time_us")),
     # Whoever does not know them loses nothing but a better guess of how long a restart takes.
     Capability("worker_start", 1, ("AttachResponse.start_time", "CellInfo.worker_start_time")),
+    Capability(CONTROLS, 1, ("StepRequest.num_dummy_tokens",)),
 )
 
 

@@ -68,7 +68,11 @@ class PlannedBatch(Protocol):
 
     @property
     def is_dummy(self) -> bool:
-        """Whether the step only serves the collectives of coupled ranks."""
+        """Whether the step computes no sequence."""
+
+    @property
+    def num_dummy_tokens(self) -> int:
+        """The tokens of a dummy, at least 1."""
 
     @property
     def state_saves(self) -> StatePairs:
@@ -122,8 +126,11 @@ def encode_step(step: PlannedStep) -> worker_pb2.StepRequest:
         request.state_saves = _pack(batch.state_saves)
     if batch.state_restores:
         request.state_restores = _pack(batch.state_restores)
+    if batch.is_dummy:
+        request.is_dummy = True
+        if batch.num_dummy_tokens > 1:
+            request.num_dummy_tokens = batch.num_dummy_tokens
     if step.num_tokens_across_dp:
-        request.is_dummy = batch.is_dummy
         request.num_tokens_across_dp.extend(step.num_tokens_across_dp)
         request.graph_batch_size = step.graph_batch_size
     return request
@@ -154,6 +161,7 @@ def parse_step(request: worker_pb2.StepRequest) -> Step:
         graph_batch_size=request.graph_batch_size,
         state_saves=_pairs("state_saves", request.state_saves),
         state_restores=_pairs("state_restores", request.state_restores),
+        num_dummy_tokens=max(1, request.num_dummy_tokens),
     )
 
 

@@ -103,7 +103,7 @@ class Step:
     chunks: tuple[PrefillChunk, ...]
     """Next tokens of incomplete sequences that entered before."""
     is_dummy: bool = False
-    """Compute only one token without KV, so that other ranks' collectives have a partner."""
+    """Compute only tokens without KV: for the collectives of other ranks, or to learn whether this rank can compute."""
     num_tokens_across_dp: tuple[int, ...] = ()
     """This step's tokens on each coupled DP rank; empty if ranks are not coupled."""
     graph_batch_size: int = 0
@@ -112,6 +112,8 @@ class Step:
     """[num_saves, 2], a slot and the checkpoint that gets its recurrent state after this step."""
     state_restores: Int32Column = field(default_factory=lambda: NO_PAIRS)
     """[num_restores, 2], the slot of an entering sequence and the checkpoint with its recurrent state."""
+    num_dummy_tokens: int = 1
+    """The tokens of a dummy, at least 1."""
 
 
 @dataclass(slots=True)

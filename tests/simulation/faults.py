@@ -17,6 +17,8 @@ class Fault(enum.Enum):
     WORKER_HANG = "worker_hang"
     WORKER_STOP = "worker_stop"
     WORKER_SLOW = "worker_slow"
+    WORKER_SICK = "worker_sick"
+    ATTACH_SICK = "attach_sick"
     LONG_STEP = "long_step"
     NOT_FINITE = "not_finite"
     LINK_BREAK = "link_break"
@@ -84,6 +86,8 @@ _LIKELIHOOD = {
     Fault.WORKER_HANG: 0.003,
     Fault.WORKER_STOP: 0.003,
     Fault.WORKER_SLOW: 0.02,
+    Fault.WORKER_SICK: 0.004,
+    Fault.ATTACH_SICK: 0.004,
     Fault.LONG_STEP: 0.002,
     # At each sequence in each step.
     Fault.NOT_FINITE: 0.006,

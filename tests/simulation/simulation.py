@@ -440,7 +440,7 @@ class Simulation:
         return any(one.abort_call_after_s is not None for one in self._plans if one.key == plan.key)
 
     def _has_lost_workers(self) -> bool:
-        return any(domain.num_deaths for domain in self._domains) or any(
+        return any(domain.num_deaths > domain.num_sick_deaths for domain in self._domains) or any(
             self._mix.counts[one] for one in (*KILLS, *SLOW_KILLS)
         )
 

@@ -63,6 +63,30 @@ def test_a_poison_request_halves_its_suspects_with_each_death() -> None:
     assert num_poisoned > 5
 
 
+def check_sick(seeds: range, kinds: list[Fault]) -> None:
+    """No request ends for what is wrong with workers, and all requests end."""
+    num_deaths = 0
+    for seed in seeds:
+        report = simulate(seed, kinds)
+        num_deaths += report.num_deaths
+        assert not report.ends["POISON_REQUEST"]
+    assert num_deaths > len(seeds)
+
+
+def test_sick_workers_poison_no_request() -> None:
+    check_sick(range(5), [Fault.WORKER_SICK, Fault.ATTACH_SICK])
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("others", [[], [Fault.ATTACH_SICK], [Fault.ATTACH_SICK, *DRAINS], [Fault.POISON]])
+def test_workers_that_are_sick_in_many_ways_poison_no_request(others: list[Fault]) -> None:
+    # A request that is poison ends as one, which the check of each answer knows.
+    if others == [Fault.POISON]:
+        assert all(simulate(seed, [Fault.WORKER_SICK, *others]) for seed in range(60))
+    else:
+        check_sick(range(60), [Fault.WORKER_SICK, *others])
+
+
 def test_kills_from_outside_poison_no_request_that_gets_a_token_in_between() -> None:
     num_lost = 0
     for seed in range(10):

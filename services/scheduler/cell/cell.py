@@ -67,7 +67,7 @@ class Cell:
         self._placement = Placement(policy.placement_tokens_per_seq)
         self._history = History()
         self._recoveries = Recoveries(counters, self._history)
-        self._quarantine = Quarantine(self.domains, policy, counters, is_alive)
+        self._quarantine = Quarantine(self.domains, policy, counters, is_alive, self._num_unplaced_tokens)
         self.drains = Drains(policy.drain_s)
         self.is_disturbed = False
         """Whether a trial, a drain or a recovery is in progress; every result is inspected then."""
@@ -157,7 +157,7 @@ class Cell:
         """
         self._history.record_end(EventKind.RELEASED, domain, now)
         recovered = self._end_epoch(domain, now)
-        self._quarantine.on_lost(domain, [], now)
+        self._quarantine.on_released(domain, now)
         return self._requeue(recovered, now)
 
     def on_leaving(self, domain: Domain, now: float) -> None:
@@ -212,9 +212,10 @@ class Cell:
         """Advance trials, and place what may be placed."""
         if self._quarantine:
             for domain, requests in self._quarantine.advance(now):
-                self._history.record(EventKind.TRIED, now, domain, num_requests=len(requests))
                 self._empty(domain, now)
-                self._place_unplaced(frozenset(requests), now)
+                if requests:
+                    self._history.record(EventKind.TRIED, now, domain, num_requests=len(requests))
+                    self._place_unplaced(frozenset(requests), now)
             if not self._quarantine.suspects:
                 self._history.record(EventKind.CLEARED, now)
         if self._quarantine.take_has_opened():
@@ -285,6 +286,10 @@ class Cell:
 
     def _schedulers(self) -> list[Scheduler]:
         return [*(rank.scheduler for rank in self.ranks), self._unplaced]
+
+    def _num_unplaced_tokens(self, requests: list[RequestKey]) -> int:
+        keys = set(requests)
+        return sum(seq.num_stored_tokens for seq in self._unplaced.waiting_sequences() if seq.key in keys)
 
     def _queues(self) -> list[WaitingQueue]:
         return [scheduler.queue for scheduler in self._schedulers()]

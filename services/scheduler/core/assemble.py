@@ -40,8 +40,8 @@ def assemble(leave_slots: list[Slot], decodes: Decodes, prefill: Prefill) -> Sch
     )
 
 
-def dummy_batch(kind: StepKind, leave_slots: list[Slot]) -> ScheduledBatch:
-    """A plan that computes nothing."""
+def dummy_batch(kind: StepKind, leave_slots: list[Slot], num_dummy_tokens: int = 1) -> ScheduledBatch:
+    """A plan that computes no sequence."""
     return ScheduledBatch(
         kind,
         num_tokens=0,
@@ -54,4 +54,5 @@ def dummy_batch(kind: StepKind, leave_slots: list[Slot]) -> ScheduledBatch:
         append_slots=NO_SLOTS,
         append_block_ids=[],
         skips_rows=False,
+        num_dummy_tokens=num_dummy_tokens,
     )

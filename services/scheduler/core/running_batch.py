@@ -38,7 +38,7 @@ class RunningBatch:
         self.in_flight: deque[StepRecord] = deque()
         self._num_slots = num_slots
         self._leave_slots: list[Slot] = []
-        self._last_step_id = 0
+        self.last_sent_step_id = 0
         self.last_returned_step_id = 0
 
     @property
@@ -108,13 +108,13 @@ class RunningBatch:
 
     def commit(self, batch: ScheduledBatch, now: float, pace: StepPace | None = None) -> int:
         """Record a step in flight; returns its id. `pace` defaults to that of the batch."""
-        self._last_step_id += 1
+        self.last_sent_step_id += 1
         kind, num_tokens = (batch.kind, batch.num_tokens) if pace is None else pace
         num_planned = self.slots.num_planned[batch.row_slots] + 1
         self.slots.num_planned[batch.row_slots] = num_planned
         self.in_flight.append(
             StepRecord(
-                self._last_step_id,
+                self.last_sent_step_id,
                 kind,
                 num_tokens,
                 batch.row_slots,
@@ -125,7 +125,7 @@ class RunningBatch:
             )
         )
         self.retire_complete(batch.row_slots, num_planned)
-        return self._last_step_id
+        return self.last_sent_step_id
 
     def retire_complete(self, slots: Slots, num_planned: Int32Column) -> None:
         """Take out the sequences that the steps in flight are certain to complete.

@@ -140,9 +140,9 @@ class Scheduler:
             self._new_token_ratio.on_decode_step()
         return self._running.commit(batch, now, pace)
 
-    def commit_dummy(self, now: float, pace: StepPace) -> tuple[int, ScheduledBatch]:
-        """Commit a step without sequences, for other ranks' collectives."""
-        batch = dummy_batch(pace.kind, self._running.take_leave_slots())
+    def commit_dummy(self, now: float, pace: StepPace, num_tokens: int = 1) -> tuple[int, ScheduledBatch]:
+        """Commit a step without sequences, for other ranks' collectives or as a control."""
+        batch = dummy_batch(pace.kind, self._running.take_leave_slots(), num_tokens)
         self.num_steps.add(batch)
         return self._running.commit(batch, now, pace), batch
 
@@ -294,6 +294,11 @@ class Scheduler:
     def last_returned_step_id(self) -> int:
         """In this epoch; 0 for none."""
         return self._running.last_returned_step_id
+
+    @property
+    def last_sent_step_id(self) -> int:
+        """In this epoch; 0 for none."""
+        return self._running.last_sent_step_id
 
     def sequences_in(self, record: StepRecord) -> list[Sequence]:
         """A step's sequences, in row order, including those that have ended since."""

@@ -108,7 +108,7 @@ class InputBatch:
     def tokens(self, step_input: StepInput) -> StepTokens:
         """The tokens of the step that was just applied."""
         if not len(step_input.slots) and step_input.num_tokens:
-            return StepTokens.dummy()
+            return StepTokens.dummy(step_input.num_tokens, step_input.num_blocks)
         slots, query_lens = step_input.slots, step_input.query_lens
         starts = step_input.cu_seqlens_q[:-1]
         # A sequence's tokens in this step are the last ones of its context, so both end at the same position.
@@ -248,8 +248,12 @@ class InputBatch:
         require(step.decode_slots is None or not len(step.decode_slots), "a dummy step must not decode a sequence")
         self._append_blocks(step.append_slots, step.append_block_ids)
         require(not len(step.state_saves) and not len(step.state_restores), "a dummy step must not copy a state")
-        is_prefill, table_width = step.kind is not StepKind.DECODE, self._tables.width
-        return StepInput.dummy(is_prefill=is_prefill, table_width=table_width, changes=self._changes.take(table_width))
+        is_prefill, num_tokens, limits = step.kind is not StepKind.DECODE, step.num_dummy_tokens, self.limits
+        most = min(limits.max_num_batched_tokens, limits.context_length) if is_prefill else 1
+        require(1 <= num_tokens <= most, "a dummy step's number of tokens is out of range", limit=most)
+        num_blocks, table_width = -(-num_tokens // limits.block_size), self._tables.width
+        changes = self._changes.take(table_width)
+        return StepInput.dummy(num_tokens, num_blocks, is_prefill=is_prefill, table_width=table_width, changes=changes)
 
     def _decodes(self, slots: Int32Column, room: int) -> Decodes:
         if self._drafter is None or not len(slots):

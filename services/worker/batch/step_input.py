@@ -41,11 +41,12 @@ class StepTokens:
     block_tables: Int32Column  # [num_seqs, most blocks of one sequence], 0 after a sequence's last block
 
     @classmethod
-    def dummy(cls) -> StepTokens:
-        """Token 0 at position 0, without KV."""
-        zero = np.zeros(1, np.int64)
+    def dummy(cls, num_tokens: int, num_blocks: int) -> StepTokens:
+        """Tokens 0 of one text, without KV."""
+        positions = np.arange(num_tokens, dtype=np.int64)
         # Attention reads whatever block 0 holds, and its result is discarded.
-        return cls(zero, zero, np.full(1, -1, np.int64), np.zeros((1, 1), np.int32))
+        tables = np.zeros((1, num_blocks), np.int32)
+        return cls(np.zeros(num_tokens, np.int64), positions, np.full(num_tokens, -1, np.int64), tables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class StepInput:
     So row_indexes is [0, 1, 3] and num_decodes is 2. A sequence to decode that already had all its tokens is not
     computed and does not occur here, but has a row without tokens in the result.
 
-    A dummy's token has no slot and no row, but an entry in the columns for attention.
+    A dummy's tokens have no slot and no row, but an entry in the columns for attention.
     """
 
     num_decodes: int
@@ -92,9 +93,11 @@ class StepInput:
     scored_chunks: tuple[ScoredChunk, ...] = ()
 
     @classmethod
-    def dummy(cls, *, is_prefill: bool, table_width: int, changes: HostArrays) -> StepInput:
-        """One token of no sequence; see `StepTokens.dummy`."""
-        one = np.ones(1, np.int32)
+    def dummy(
+        cls, num_tokens: int, num_blocks: int, *, is_prefill: bool, table_width: int, changes: HostArrays
+    ) -> StepInput:
+        """Tokens of no sequence, which would have `num_blocks`; see `StepTokens.dummy`."""
+        length = np.full(1, num_tokens, np.int32)
         return cls(
             num_decodes=int(not is_prefill),
             slots=_NO_SLOTS,
@@ -103,10 +106,10 @@ class StepInput:
             row_slots=_NO_SLOTS,
             row_indexes=np.empty(0, np.int64),
             row_positions=np.empty(0, np.int64),
-            context_lens=one,
-            query_lens=one,
-            cu_seqlens_q=np.array([0, 1], np.int32),
-            num_blocks=1,
+            context_lens=length,
+            query_lens=length,
+            cu_seqlens_q=np.array([0, num_tokens], np.int32),
+            num_blocks=num_blocks,
             has_options=False,
             table_width=table_width,
             changes=changes,

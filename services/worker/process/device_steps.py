@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 class DeviceSteps:
     """Queues a runner's work on the device, in order, as futures of the RPC thread's event loop.
 
-    In a domain of several processes a failure ends this one: partners would wait for it inside a collective. So does an
-    error on a GPU, whose context may be lost with it, whether the launch fails or the device after it.
+    A step or an epoch that fails by an error of this process ends it, on every device: the one that replaces it has a
+    new context and new memory, and a process that lives and cannot compute would fail one request after the other. One
+    that is refused ends it only in a domain of several processes, where partners would wait inside a collective.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class DeviceSteps:
         if isinstance(error, DrainingError):
             return
         is_refused = isinstance(error, ServiceError) and not isinstance(error, InternalError)
-        if not self._is_alone or (self.runner.device.type != "cpu" and not is_refused):
+        if not self._is_alone or not is_refused:
             self._end.fail_step(error=str(error))
 
 

@@ -37,9 +37,13 @@ class ExitCode(enum.IntEnum):
 
 def end_process(code: ExitCode, reason: str, **fields: object) -> None:
     """End now, without clean-up. From any thread."""
-    logger.log(logging.INFO if code is ExitCode.STOPPED else logging.ERROR, reason, extra={"exit_code": code, **fields})
-    logging.shutdown()
-    os._exit(code)
+    level = logging.INFO if code is ExitCode.STOPPED else logging.ERROR
+    try:
+        logger.log(level, reason, extra={"exit_code": code, **fields})
+        logging.shutdown()
+    finally:
+        # Also if there is no memory left to say why.
+        os._exit(code)
 
 
 class DomainEnd:
@@ -61,9 +65,11 @@ class DomainEnd:
         self._end(ExitCode.STOPPED if self._device.is_stopping else code, reason, **fields)
 
     def fail_step(self, **fields: object) -> None:
-        """End after a failed step, unless a partner says goodbye in a moment: its end was then the cause."""
+        """End after a failed step or epoch, unless a partner says goodbye in a moment: its end was then the cause."""
         loop = asyncio.get_running_loop()
-        loop.call_later(_GOODBYE_S, lambda: self.fail(ExitCode.STEP_FAILED, "a step failed", **fields))
+        loop.call_later(
+            _GOODBYE_S, lambda: self.fail(ExitCode.STEP_FAILED, "a step or the start of an epoch failed", **fields)
+        )
 
     def leave(self, reason: str, **fields: object) -> None:
         """The domain was asked to end: its leaders let the scheduler drain it. Another call changes nothing."""

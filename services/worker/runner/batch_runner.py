@@ -155,7 +155,6 @@ def _dp_metadata(step: Step, layout: RankLayout, num_tokens: int) -> DpMetadata:
         "num_tokens_across_dp must have one entry per coupled DP rank",
         num_ranks=len(counts),
     )
-    require(bool(counts) or not step.is_dummy, "a dummy step needs coupled ranks")
     require(bool(counts) or not step.graph_batch_size, "graph_batch_size needs coupled ranks")
     if counts:
         require(min(counts) > 0, "num_tokens_across_dp has a rank that computes nothing")

@@ -27,7 +27,7 @@ from services.worker.runner.cache_room import CacheRoom, fewest
 from services.worker.server.claim import NOTHING_ADMITTED, ClaimLedger
 from services.worker.server.context_room import ContextRoom
 from services.worker.server.step_stream import Epoch, StepStream, retrieve
-from shared.errors import InvalidRequestError, NotReadyError, StaleEpochError, Violation
+from shared.errors import InvalidRequestError, NotReadyError, ServiceError, StaleEpochError, Violation
 from shared.network.heartbeat import next_beat_at
 from shared.process.stay import Stay
 from shared.step.codec import encode_result, parse_step
@@ -121,6 +121,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.AttachRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.AttachResponse:
         """See worker.proto."""
+        try:
+            return await self._attach(request)
+        except ServiceError:
+            raise
+        except Exception as error:
+            # A group that cannot even be attached serves nobody, and only a new process may.
+            self._end.fail_step(error=str(error))
+            raise
+
+    async def _attach(self, request: worker_pb2.AttachRequest) -> worker_pb2.AttachResponse:
         steps = self._steps
         if steps is None:
             raise NotReadyError("weights are loading, or members have not joined")

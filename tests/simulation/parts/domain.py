@@ -72,6 +72,11 @@ class SimulatedDomain:
         for process in self._processes:
             process.start_process()
 
+    @property
+    def num_sick_deaths(self) -> int:
+        """The deaths of workers that could not compute, whatever they were given."""
+        return sum(worker.num_sick_deaths for worker in self.workers.values())
+
     def end(self, process: _Process) -> None:
         """End a process; the others follow within 2 s, and all are restarted."""
         process.end_process()

@@ -45,6 +45,9 @@ _HEARTBEATS_S = (0.5, 2.5)
 _DRAIN_MARGIN_S = 5.0
 _SHARE_OF_SECOND_SIGNALS = 0.3
 _SECOND_SIGNALS_S = (0.0, 0.3)
+# A sick worker dies at every so-manieth step since its start, for so long.
+_SICK_EVERY = (1, 2, 3, 5, 9, 20)
+_SICK_S = (1.0, 20.0)
 # A coupled rank that is silent for this long ends its domain.
 _DOMAIN_SILENCE_S = 3.0
 # An `Attach` that finds a launched step unanswered for this long reports the worker as stuck.
@@ -128,6 +131,11 @@ class SimulatedWorker:
         self._offer: _Offer | None = None
         self._launched: deque[_Launch] = deque()
         self._progress = 0
+        # Across processes: until when, and at which steps of a process. 0 for none.
+        self._sick_until = self._sick_attach_until = -math.inf
+        self._sick_every = 0
+        self._num_steps = 0
+        self.num_sick_deaths = 0
         self.group = SimulatedGroup(
             rank,
             settings,
@@ -252,6 +260,7 @@ class SimulatedWorker:
 
     def start_process(self) -> None:
         """Start a process with empty KV cells."""
+        self._num_steps = 0
         self._is_up = True
         self._weights_digest = self._settings.model.weights_digest
         self.group.start()
@@ -313,6 +322,13 @@ class SimulatedWorker:
             self._clock.after(self._rng.uniform(0.0, 0.1), self.leave)
         if self._strikes(Fault.WORKER_CRASH):
             self._end_domain()
+        # Once: a request that two sicknesses strike, each as it begins, is taken for their cause.
+        if not self._sick_every and self._strikes(Fault.WORKER_SICK):
+            self._sick_until = self._clock.now + self._rng.uniform(*_SICK_S)
+            self._sick_every = self._rng.choice(_SICK_EVERY)
+        if self._strikes(Fault.ATTACH_SICK):
+            # From the next attach on, whatever brings it.
+            self._sick_attach_until = self._clock.now + self._rng.uniform(*_SICK_S)
         if self._strikes(Fault.LINK_BREAK):
             self._clock.after(self._rng.uniform(0.0, 0.1), stream.break_)
             self._clock.after(self._rng.uniform(*_NOTICE_S), lambda: self.on_close(stream))
@@ -351,6 +367,10 @@ class SimulatedWorker:
         if offer is not self._offer:
             return
         self._offer = None
+        if self._is_sick(Fault.ATTACH_SICK, self._sick_attach_until):
+            offer.answer(Refused(self._rank, offer.epoch, "INTERNAL"))
+            self._die_of_sickness()
+            return
         if not is_stuck:
             self.group.check_acceptance(offer.epoch)
             self._model = WorkerModel(
@@ -398,6 +418,10 @@ class SimulatedWorker:
     def _begin(self) -> None:
         launch = self._launched[0]
         self.group.begin(launch.request)
+        self._num_steps += 1
+        if self._is_sick(Fault.WORKER_SICK, self._sick_until) and not self._num_steps % self._sick_every:
+            self._die_of_sickness()
+            return
         try:
             result = launch.model.answer(launch.request)
         except PoisonedError:
@@ -427,6 +451,15 @@ class SimulatedWorker:
             lambda: self._on_end(launch),
         )
         self._collective.begin(self._rank, part)
+
+    def _is_sick(self, fault: Fault, until: float) -> bool:
+        """Faults have ceased when the mix has none."""
+        return self._clock.now < until and fault in self._mix.rates
+
+    def _die_of_sickness(self) -> None:
+        if self._is_up:
+            self.num_sick_deaths += 1
+            self._end_domain()
 
     def _die_of(self, launch: _Launch) -> None:
         if self._is_running(launch):

@@ -14,6 +14,7 @@ from services.scheduler.cell.engine import Engine
 from services.scheduler.cell.events import Action, SendStep
 from services.scheduler.cell.heartbeat import Heartbeat
 from services.scheduler.cell.quarantine.quarantine import Quarantine
+from services.scheduler.cell.quarantine.suspects import Suspects
 from services.scheduler.core.batch.step import OutputsByClient, StepPace
 from services.scheduler.core.scheduler import RecoveredSequences, Scheduler
 from services.scheduler.core.step_deadline import StepDeadline
@@ -47,7 +48,7 @@ def _dummies_are_of_another_kind(patch: Patch) -> None:
     """Idle ranks run a dummy prefill while the others decode."""
     commit_dummy = Scheduler.commit_dummy
     prefill = StepPace(StepKind.PREFILL, 1)
-    patch.setattr(Scheduler, "commit_dummy", lambda self, now, _: commit_dummy(self, now, prefill))
+    patch.setattr(Scheduler, "commit_dummy", lambda self, now, *_: commit_dummy(self, now, prefill))
 
 
 @_planted(seed=2)
@@ -76,8 +77,8 @@ def _dummies_write_kv(patch: Patch) -> None:
     """A dummy writes its KV into a slot that belongs to a sequence."""
     dummy = StepTokens.dummy
 
-    def write() -> StepTokens:
-        return replace(dummy(), slot_mapping=np.zeros(1, np.int64))
+    def write(num_tokens: int, num_blocks: int) -> StepTokens:
+        return replace(dummy(num_tokens, num_blocks), slot_mapping=np.zeros(num_tokens, np.int64))
 
     patch.setattr(StepTokens, "dummy", write)
 
@@ -196,6 +197,25 @@ def _suspects_are_tried_beside_others(patch: Patch) -> None:
 def _trials_are_sent_ahead(patch: Patch) -> None:
     """Suspects are tried with several steps in flight."""
     patch.setattr("services.scheduler.cell.quarantine.quarantine.TRIAL_DEPTH", 4)
+
+
+@_planted(Fault.WORKER_SICK)
+def _suspects_are_tried_without_a_control(patch: Patch) -> None:
+    """Nothing shows that a worker can compute at all before it is given suspects."""
+    patch.setattr(Domain, "has_controls", False)
+
+
+@_planted(Fault.WORKER_SICK)
+def _a_failed_control_acquits_nobody(patch: Patch) -> None:
+    """A worker's failed control clears no suspect, so that its requests wait for another one."""
+    patch.setattr(Suspects, "acquit", lambda *_: None)
+
+
+@_planted(Fault.WORKER_SICK)
+def _controls_are_shorter_than_what_crashed(patch: Patch) -> None:
+    """A worker that dies of its third step passes a control of one step, and each trial is its third."""
+    patch.setattr("services.scheduler.cell.quarantine.quarantine._FEWEST_CONTROL_STEPS", 1)
+    patch.setattr("services.scheduler.cell.quarantine.quarantine._MOST_CONTROL_STEPS", 0)
 
 
 @_planted(Fault.WORKER_CRASH, Fault.POISON, seed=2)

@@ -180,6 +180,7 @@ class EpochWatch:
         waits_here: Callable[[Entry], bool],
         shares: ShareWatch | None = None,
         turns: Turns | None = None,
+        has_suspects: Callable[[], bool] = lambda: False,
     ) -> None:
         """Begin with an empty batch.
 
@@ -189,7 +190,9 @@ class EpochWatch:
             waits_here: Whether a choice outside the batch is queued for this rank, in queue order.
             shares: Where tenants' shares are checked.
             turns: What is known of the turns that tenants take; without it, several of them may wait for any time.
+            has_suspects: Whether any request is suspected, so that a rank may compute dummies as a control.
         """
+        self._has_suspects = has_suspects
         self.rank = rank
         self.number = number
         self.signs = Signs(now)
@@ -250,11 +253,14 @@ class EpochWatch:
         assert len(self._batch) <= settings.max_num_seqs, "too many sequences"
         chunks = [*batch.chunks, *(enter.chunk for enter in batch.enters)]
         num_prompt_tokens = sum(chunk.num_tokens for chunk in chunks)
-        num_tokens = len(batch.decode_slots) + num_prompt_tokens
-        max_tokens, max_prompt_tokens = settings.max_step_tokens(self.rank), settings.max_prompt_tokens(self.rank)
-        assert num_tokens == batch.num_tokens <= max_tokens, "more tokens than a step may have"
+        num_tokens, max_prompt_tokens = (
+            len(batch.decode_slots) + num_prompt_tokens,
+            settings.max_prompt_tokens(self.rank),
+        )
+        assert num_tokens == batch.num_tokens <= settings.max_step_tokens(self.rank), "more tokens than a step may have"
         assert num_prompt_tokens <= max_prompt_tokens, "more prompt tokens than a step may have"
-        assert num_tokens or settings.topology.is_coupled, "a step that computes nothing"
+        assert num_tokens or settings.topology.is_coupled or self._has_suspects(), "a step that computes nothing"
+        assert batch.num_dummy_tokens <= min(max_prompt_tokens, settings.context_length), "a dummy that is too large"
         is_mixed = len(batch.decode_slots) > 0 and len(chunks) > 0
         assert settings.mixes(self.rank) or not is_mixed, "prompts and decodes in one step although mixing is off"
         is_whole = all(not chunk.num_later_tokens for chunk in chunks)

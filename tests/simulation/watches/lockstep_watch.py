@@ -17,7 +17,7 @@ def check_lockstep(ranks: list[EpochWatch], dp_size: int) -> None:
     newest = [rank.in_flight[-1].step for rank in ranks if rank.in_flight]
     assert len(newest) == dp_size, "a deadlock: a coupled rank has no step to run with the others"
     assert len({(step.epoch, step.step_id) for step in newest}) == 1, "a deadlock: coupled ranks run different steps"
-    computed = tuple(max(1, num_tokens_of(step.batch)) for step in newest)
+    computed = tuple(num_tokens_of(step.batch) or step.batch.num_dummy_tokens for step in newest)
     assert all(step.num_tokens_across_dp == computed for step in newest), "ranks have wrong token counts of the others"
     _check_kinds(newest)
 
@@ -30,7 +30,11 @@ def num_tokens_of(batch: ScheduledBatch) -> int:
 
 def _check_kinds(steps: list[Step]) -> None:
     """Check that a step with a prompt is eager on all ranks, and that any other is a decode at one padded size."""
+    is_control = all(step.batch.is_dummy for step in steps)
     has_prompt = any(step.batch.chunks or step.batch.enters for step in steps)
+    if is_control:
+        # No rank decides what the others do.
+        has_prompt = steps[0].batch.kind is StepKind.PREFILL
     sizes = {step.graph_batch_size for step in steps}
     assert len(sizes) == 1, "some ranks run a graph that the others do not"
     (size,) = sizes

@@ -30,6 +30,10 @@ class SuspectWatch:
         # The number of a request's last accusation: some requests of a trial may be cleared before others.
         self._accusation: dict[RequestKey, int] = {}
         self._num_accusations = 0
+        # The domains whose crashes accused a suspect.
+        self._accusers: dict[RequestKey, set[int]] = {}
+        # By domain: its steps that have returned since the last accusation.
+        self._num_shown: Counter[int] = Counter()
 
     def __bool__(self) -> bool:
         return bool(self._max_together)
@@ -41,13 +45,29 @@ class SuspectWatch:
         """All suspects."""
         return set(self._max_together)
 
-    def accuse(self, requests: Collection[RequestKey]) -> RequestKey | None:
+    def note_attach(self, domain: int) -> None:
+        """A domain has new workers."""
+        del self._num_shown[domain]
+
+    def note_return(self, domain: int) -> None:
+        """A domain has returned a step, which shows that its workers can compute."""
+        self._num_shown[domain] += 1
+
+    def acquit(self, domain: int) -> None:
+        """A domain has failed its control: clear what no other one has accused."""
+        for request in [request for request, accusers in self._accusers.items() if accusers == {domain}]:
+            self.clear(request)
+
+    def accuse(self, requests: Collection[RequestKey], domain: int) -> RequestKey | None:
         """Accuse the requests in the steps of a lost domain; returns the one that is poison, if any."""
+        if requests:
+            self._num_shown.clear()
         self._num_accusations += 1
         self.max_accused = max(self.max_accused, len(requests))
         for request in requests:
             self._accusation[request] = self._num_accusations
             self._max_together[request] = (len(requests) + 1) // 2
+            self._accusers.setdefault(request, set()).add(domain)
         if len(requests) != 1:
             return None
         (alone,) = requests
@@ -58,16 +78,18 @@ class SuspectWatch:
         """Clear a request: one of its decode steps has returned, or it has ended."""
         self._max_together.pop(request, None)
         self._num_crashes_alone.pop(request, None)
+        self._accusers.pop(request, None)
 
     def keep(self, requests: Collection[RequestKey]) -> None:
         """Clear all suspects but these requests, the only ones that have not ended."""
         for request in [request for request in self._max_together if request not in requests]:
             self.clear(request)
 
-    def check_together(self, requests: set[RequestKey], num_in_flight: int) -> None:
-        """Check that these requests may share the steps in flight of a domain."""
+    def check_together(self, domain: int, requests: set[RequestKey], num_in_flight: int) -> None:
+        """Check that these requests may share the steps in flight of a domain, which has shown that it can compute."""
         tried = [request for request in requests if request in self._max_together]
         if tried:
+            assert self._num_shown[domain], "a suspect is tried without a control"
             accusations = {self._accusation.get(request) for request in requests}
             assert len(accusations) == 1, "a suspect is tried together with other requests"
             assert num_in_flight == 1, "a suspect is tried with steps sent ahead"

@@ -84,6 +84,8 @@ class EngineWatch:
         # The model of the first domain, and since when only another one has been offered.
         self._weights_digest: str | None = None
         self._odd_since: float | None = None
+        # Domains whose newest step is a dummy of all ranks.
+        self._controlled: set[int] = set()
         self._has_ended = False
         self._num_lost_epochs = 0
         self.num_steps = 0
@@ -176,6 +178,7 @@ class EngineWatch:
                     if self._drains:
                         self._drains.check_step(rank, self._entering(step), self.suspects.all(), now)
                     self._epochs[rank].check_step(step, now)
+                    self._note_control(rank, is_dummy=step.batch.is_dummy)
                     self.num_steps += 1
                     self.num_dummy_steps += step.batch.is_dummy
                 case LinkDomain(domain, address):
@@ -338,6 +341,7 @@ class EngineWatch:
         for rank in self._settings.topology.ranks_of(domain):
             assert rank not in self._epochs, "a domain is attached twice"
             self._drains.attach(rank)
+            self.suspects.note_attach(domain)
             waits_here = partial(self._waits_at, rank)
             shares = ShareWatch(self._settings, rank, self._counter_of) if ShareWatch.is_for(self._settings) else None
             self._epochs[rank] = EpochWatch(
@@ -349,6 +353,7 @@ class EngineWatch:
                 waits_here=waits_here,
                 shares=shares,
                 turns=self._counters,
+                has_suspects=lambda: bool(self.suspects),
             )
 
     def _refuse(self, domain: int, due: Responses, now: float) -> None:
@@ -373,7 +378,10 @@ class EngineWatch:
         self._drains.end(domain)
         lost = [self._epochs.pop(rank) for rank in self._settings.topology.ranks_of(domain)]
         in_flight = {entry.plan.key for epoch in lost for entry in epoch.lose() if entry.is_live}
-        poison = self.suspects.accuse(in_flight) if accuses_rows else None
+        if domain in self._controlled:
+            self._controlled.remove(domain)
+            self.suspects.acquit(domain)
+        poison = self.suspects.accuse(in_flight, domain) if accuses_rows else None
         for entry in [entry for entry in self._live.values() if entry.plan.key == poison]:
             self._end(entry, due, "POISON_REQUEST")
 
@@ -386,6 +394,7 @@ class EngineWatch:
     def _release(self, domain: int, *, may_resume: bool) -> None:
         """End a domain's epoch as planned: no request is suspected for it, and it is no loss."""
         self._drains.end(domain)
+        self._controlled.discard(domain)
         for rank in self._settings.topology.ranks_of(domain):
             self._epochs.pop(rank).lose(may_resume=may_resume)
         assert self._engine is not None
@@ -420,6 +429,7 @@ class EngineWatch:
         epoch.signs.heard_at = epoch.signs.got_on_at = now
         not_finite_rows, failed_grammar_rows = result.not_finite_rows.tolist(), result.failed_grammar_rows.tolist()
         step = epoch.take_answer(answer, result)
+        self.suspects.note_return(self._settings.topology.domain_of(rank))
         if step.is_decode and self.suspects:
             self._clear_suspects(step)
         for entered, end in step.chunks:
@@ -442,6 +452,14 @@ class EngineWatch:
         for entered in step.rows:
             if entered.entry.request_key in present:
                 self.suspects.clear(entered.entry.plan.key)
+
+    def _note_control(self, rank: DpRank, *, is_dummy: bool) -> None:
+        """Note a step that is sent; the ranks of a domain are sent theirs in order."""
+        domain = self._settings.topology.domain_of(rank)
+        if not is_dummy:
+            self._controlled.discard(domain)
+        elif rank == self._settings.topology.ranks_of(domain)[0] and self.suspects:
+            self._controlled.add(domain)
 
     def _take_prompt(self, entry: Entry, end: int, due: Responses) -> None:
         """A chunk returns log-probabilities of the next prompt positions; those already sent are not sent again."""
@@ -506,7 +524,7 @@ class EngineWatch:
             if ranks and self.suspects:
                 entries = {entry for rank in ranks for sent in rank.in_flight for entry in sent.entries}
                 requests = {entry.plan.key for entry in entries if entry.is_live}
-                self.suspects.check_together(requests, max(len(rank.in_flight) for rank in ranks))
+                self.suspects.check_together(domain, requests, max(len(rank.in_flight) for rank in ranks))
 
     def _check_rest(self, engine: Engine, now: float) -> None:
         if self._live and any(not self._drains.is_draining(rank) for rank in self._epochs):

@@ -154,7 +154,8 @@ class EngineDriver:
 
     As time passes, the engine is woken when it asks to be, and all ranks but `silent_ranks` send heartbeats with their
     `progress`; those of `leaving_domains` say that they are leaving. Drafts are always right for the first choice of a
-    request submitted here, unless `oracle` is fallible. `poison`: see `WorkerModel`.
+    request submitted here, unless `oracle` is fallible. `poison`: see `WorkerModel`. Domains pass their controls at
+    once, unless `passes_controls` is False; their dummies are then steps as others.
     """
 
     def __init__(
@@ -214,6 +215,7 @@ class EngineDriver:
         self.choices: dict[tuple[int, int], ChoiceOutput] = {}
         self.actions: list[Action] = []
         self.num_beats = 0
+        self.passes_controls = True
         if attach:
             for domain in range(self.topology.num_domains):
                 self.attach(domain)
@@ -262,9 +264,18 @@ class EngineDriver:
         elif isinstance(event, DomainLost):
             self._forget_epoch(event.domain, event.epoch)
         actions = self._hand_over(event, self.now)
+        while self.passes_controls and (controlled := self._next_controlled()) is not None:
+            result = self.workers[controlled].run(self.sent_to[controlled].pop(0))
+            actions += self._hand_over(StepReturned(controlled, result), self.now)
         self.actions += actions
         self.engine.check_integrity()
         return actions
+
+    def _next_controlled(self) -> DpRank | None:
+        """A rank that is to compute a dummy of a control."""
+        domains = (domain for domain in self.engine._cell.domains if domain.control is not None and not domain.is_held)
+        ranks = (rank.number for domain in domains for rank in domain.ranks if self.sent_to[rank.number])
+        return next((rank for rank in ranks if self.sent_to[rank][0].batch.is_dummy), None)
 
     def _let_time_pass(self) -> None:
         """Wake the engine at each time it asked for up to `now`, after heartbeats of the ranks."""

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from services.scheduler.cell.domains.lockstep import LockstepPlanner
 from services.scheduler.cell.events import Action, SendStep
-from services.scheduler.core.batch.step import Step
-from services.scheduler.core.policy import SchedulerPolicy
+from services.scheduler.core.batch.step import Step, StepPace
+from services.scheduler.core.policy import SchedulerPolicy, StepBudget
 from services.scheduler.core.scheduler import RecoveredSequences, Scheduler
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.ids import DpRank
+from shared.step.step import StepKind
+from shared.wire import CONTROLS
 
 
 @dataclass(slots=True, eq=False)
@@ -24,11 +26,21 @@ class Rank:
     progress: int | None = None
 
 
+@dataclass(slots=True)
+class Control:
+    """Dummies that a domain computes before suspects are tried on it."""
+
+    num_left: int
+    """Steps that were not sent yet."""
+    num_prompt_tokens: int
+    """The tokens of the first step, a prefill; 0 once it was sent."""
+
+
 class Domain:
     """Ranks that share an epoch: all coupled ranks, or a single one.
 
     Invariant: without an epoch its ranks hold no sequence and no step is in flight. While `is_held` or `is_ending`, no
-    step is sent. It is vacant only without an epoch.
+    step is sent; while it has a control, only dummies are. It is vacant only without an epoch.
     """
 
     def __init__(self, number: int, ranks: list[Rank], policy: SchedulerPolicy, *, is_vacant: bool = False) -> None:
@@ -40,6 +52,10 @@ class Domain:
         """Whether its endpoint is terminating or gone; across epochs."""
         self.epoch: int | None = None
         self.is_held = False
+        self.control: Control | None = None
+        """Steps that show that the workers can compute; from `Quarantine.advance` until it takes it back."""
+        self.num_steps_of_last_epoch = 0
+        """Steps sent in it, which has ended; the same for all ranks if there are several."""
         self.is_leaving = False
         """Whether its workers were asked to end; until the epoch ends."""
         self.is_drained_by_operator = False
@@ -84,7 +100,19 @@ class Domain:
         """End the epoch; returns the sequences that the ranks had."""
         self.epoch = None
         self.is_held = self.is_leaving = False
+        self.num_steps_of_last_epoch = self._schedulers[0].last_sent_step_id
         return [scheduler.end_epoch(now) for scheduler in self._schedulers]
+
+    @property
+    def num_returned_steps(self) -> int:
+        """Steps of this epoch that have returned; of all ranks if there are several."""
+        return min(scheduler.last_returned_step_id for scheduler in self._schedulers)
+
+    @property
+    def has_controls(self) -> bool:
+        """Whether its workers compute dummies of any size."""
+        facts = [rank.facts for rank in self.ranks]
+        return all(each is not None and CONTROLS in each.introduction.capabilities for each in facts)
 
     def vacate(self) -> None:
         """Forget the endpoint of an unattached place."""
@@ -101,6 +129,8 @@ class Domain:
         """Send the steps for which there is work and room."""
         if self.epoch is None or self.is_held or self.is_ending:
             return []
+        if self.control is not None:
+            return self._send_control(self.epoch, self.control, now)
         if self._planner is not None:
             return [
                 SendStep(rank.number, step)
@@ -112,6 +142,25 @@ class Domain:
         while (scheduled := schedule(now)) is not None:
             actions.append(SendStep(number, Step(self.epoch, *scheduled)))
         return actions
+
+    def _send_control(self, epoch: int, control: Control, now: float) -> list[Action]:
+        if not control.num_left or not self.is_quiet:
+            return []
+        control.num_left -= 1
+        pace = StepPace(StepKind.DECODE, 1)
+        if control.num_prompt_tokens:
+            # First as much as the suspects' prompts, up to what a step may have.
+            most = min(self._most_prompt_tokens(rank.facts) for rank in self.ranks if rank.facts is not None)
+            pace = StepPace(StepKind.PREFILL, min(control.num_prompt_tokens, most))
+            control.num_prompt_tokens = 0
+        if self._planner is not None:
+            steps = self._planner.control(epoch, pace, now)
+        else:
+            steps = [Step(epoch, *self._schedulers[0].commit_dummy(now, pace, pace.num_tokens))]
+        return [SendStep(rank.number, step) for rank, step in zip(self.ranks, steps, strict=True)]
+
+    def _most_prompt_tokens(self, facts: WorkerFacts) -> int:
+        return min(StepBudget.of(self._policy, facts).max_prompt_tokens, facts.context_length)
 
     def find_fault(self, now: float) -> str | None:
         """Say why the domain must be given up; None when all is well."""

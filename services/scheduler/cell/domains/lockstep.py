@@ -59,6 +59,11 @@ class LockstepPlanner:
                 return
             yield self._send(epoch, batches, now)
 
+    def control(self, epoch: int, pace: StepPace, now: float) -> list[Step]:
+        """Send a step by rank in which all of them compute dummies; all must have room."""
+        nothing: list[ScheduledBatch | None] = [None] * len(self._schedulers)
+        return self._send_as(epoch, nothing, pace, now, num_dummy_tokens=pace.num_tokens)
+
     def _prefill_is_due(self) -> bool:
         if not self._max_wait_steps:
             return True
@@ -78,12 +83,21 @@ class LockstepPlanner:
     def _send(self, epoch: int, batches: list[ScheduledBatch | None], now: float) -> list[Step]:
         is_decode = all(batch is None or batch.kind is StepKind.DECODE for batch in batches)
         kind = StepKind.DECODE if is_decode else StepKind.PREFILL
-        num_tokens = tuple(1 if batch is None else batch.num_tokens for batch in batches)
-        pace = StepPace(kind, max(num_tokens))
+        most = max(1 if batch is None else batch.num_tokens for batch in batches)
+        return self._send_as(epoch, batches, StepPace(kind, most), now)
+
+    def _send_as(
+        self, epoch: int, batches: list[ScheduledBatch | None], pace: StepPace, now: float, *, num_dummy_tokens: int = 1
+    ) -> list[Step]:
+        num_tokens = tuple(num_dummy_tokens if batch is None else batch.num_tokens for batch in batches)
+        is_decode = pace.kind is StepKind.DECODE
         padded_size = graph_batch_size(pace.num_tokens, self._graph_sizes) if is_decode else 0
         steps = []
         for scheduler, batch in zip(self._schedulers, batches, strict=True):
-            sent = scheduler.commit_dummy(now, pace) if batch is None else (scheduler.commit(batch, now, pace), batch)
+            if batch is None:
+                sent = scheduler.commit_dummy(now, pace, num_dummy_tokens)
+            else:
+                sent = scheduler.commit(batch, now, pace), batch
             steps.append(Step(epoch, *sent, num_tokens, padded_size))
         assert len({step.step_id for step in steps}) == 1, "coupled ranks are out of step"
         return steps

@@ -18,13 +18,17 @@ class Suspects:
 
     The choices of a request are tried together: they share a prompt, and fail together.
 
-    Invariant: a suspect is in exactly one group, which is either waiting or on trial on a domain.
+    Before each trial there is a control. If it fails, the domain is sick, and what only its crashes accused is cleared.
+
+    Invariant: a suspect is in exactly one group, which is either waiting or on trial on a domain. It has accusers.
     """
 
     def __init__(self) -> None:
         self._waiting: Bisection[RequestKey] = Bisection()
         self._trials: dict[int, Group[RequestKey]] = {}
         self._keys: set[RequestKey] = set()
+        # The domains whose crashes accused a suspect since it is one.
+        self._accusers: dict[RequestKey, set[int]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._keys)
@@ -60,9 +64,16 @@ class Suspects:
             self._waiting.put_back(without(trial.suspects, set(requests)), now)
         poison = self._waiting.crash(requests, now)
         self._keys.update(requests)
+        for request in requests:
+            self._accusers.setdefault(request, set()).add(domain)
         if poison is not None:
             self._keys.remove(poison)
+            del self._accusers[poison]
         return poison
+
+    def acquit(self, domain: int) -> None:
+        """A domain has failed its control: clear the suspects that no other domain's crash has accused."""
+        self.drop_ended({request for request, accusers in self._accusers.items() if accusers == {domain}})
 
     def clear(self, domain: int, requests: set[RequestKey]) -> None:
         """Clear the requests of a domain's trial that were in a returned decode step, or that have ended."""
@@ -96,7 +107,10 @@ class Suspects:
         assert len(grouped) == len(set(grouped)), "a suspect is in two groups"
         assert set(grouped) == self._keys, "suspects"
         assert all(group.suspects for group in groups), "an empty group"
+        assert self._accusers.keys() == self._keys, "a suspect that nobody accused"
 
     def _forget(self, requests: set[RequestKey]) -> None:
         self._waiting.clear(requests)
         self._keys -= requests
+        for request in requests:
+            self._accusers.pop(request, None)

@@ -51,10 +51,12 @@ class ScheduledBatch:
     """Slots, each with the checkpoint that gets its recurrent state."""
     state_restores: StatePairs = ()
     """Slots of sequences that enter, each with the checkpoint of its recurrent state."""
+    num_dummy_tokens: int = 1
+    """The tokens of a dummy."""
 
     @property
     def is_dummy(self) -> bool:
-        """Whether the step only serves the collectives of coupled ranks."""
+        """Whether the step computes no sequence: it serves other ranks' collectives, or shows that its rank works."""
         return not self.num_tokens
 
 
@@ -92,7 +94,7 @@ class Step:
     step_id: int
     batch: ScheduledBatch
     num_tokens_across_dp: tuple[int, ...] = ()
-    """Coupled ranks only; a dummy counts as one token."""
+    """Coupled ranks only; those of a dummy count too."""
     graph_batch_size: int = 0
     """Coupled ranks only: the batch size of the graph that every rank runs; 0 means that all run eagerly."""
 

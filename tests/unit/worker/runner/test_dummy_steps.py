@@ -113,6 +113,31 @@ def test_a_dummy_writes_no_kv_and_changes_no_token(
     assert tokens(with_dummies=True) == tokens(with_dummies=False)
 
 
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_rank_that_is_not_coupled_computes_dummies_of_any_size_that_change_no_token(
+    tmp_path: Path, architecture: str, backend: str
+) -> None:
+    values = next(iter(SMALL_CONFIGS[architecture].values()))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **values}))
+    dummy = load_model(tmp_path, load_ops(backend), torch.float32, lambda _: None, options=LoadOptions(dummy_seed=1))
+
+    def tokens(*, with_dummies: bool) -> list[list[int]]:
+        runner = make_coupled(dummy, backend=backend, layout=RankLayout())
+        outputs = [runner.run_step(prefill_step(make_enter(3, PROMPT, range(5))))]
+        for num_tokens in (1, 7, 64):
+            if with_dummies:
+                before = contents(runner)
+                control = replace(decode_step(), is_dummy=True, kind=StepKind.PREFILL, num_dummy_tokens=num_tokens)
+                assert not len(runner.run_step(control).token_ids)
+                assert not len(runner.run_step(replace(decode_step(), is_dummy=True)).token_ids)
+                assert all(torch.equal(*pair) for pair in zip(before, contents(runner), strict=True))
+            outputs.append(runner.run_step(decode_step()))
+        return [output.token_ids.tolist() for output in outputs]
+
+    assert tokens(with_dummies=True) == tokens(with_dummies=False)
+
+
 @every_kind
 def test_a_dummy_runs_the_model_on_one_token_and_has_no_result(loaded: LoadedModel, kind: StepKind) -> None:
     model = RecordingModel(loaded)
@@ -154,9 +179,16 @@ def test_a_dummy_that_computes_something_is_refused(loaded: LoadedModel, step: S
         runner.run_step(planned(replace(step, is_dummy=True), 1))
 
 
-def test_an_uncoupled_rank_has_no_dummies(loaded: LoadedModel) -> None:
-    with pytest.raises(StepMismatchError, match="dummy"):
-        make_coupled(loaded, layout=RankLayout()).run_step(replace(decode_step(), is_dummy=True))
+@pytest.mark.parametrize(
+    ("kind", "num_tokens"),
+    [(StepKind.PREFILL, 0), (StepKind.PREFILL, 65), (StepKind.DECODE, 0), (StepKind.DECODE, 2)],
+)
+def test_a_dummy_of_more_tokens_than_a_step_may_have_is_refused(
+    loaded: LoadedModel, kind: StepKind, num_tokens: int
+) -> None:
+    step = replace(decode_step(), is_dummy=True, kind=kind, num_dummy_tokens=num_tokens)
+    with pytest.raises(StepMismatchError, match="dummy step's number of tokens"):
+        make_coupled(loaded, layout=RankLayout()).run_step(step)
 
 
 @pytest.mark.parametrize(
