@@ -7,15 +7,14 @@ may take. Each further one is a request, and has one answer. A trial has the sam
 from __future__ import annotations
 
 import contextlib
-import resource
 import socket
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from services.tokenizer.chat.template_features import find_features, find_opening, sample_tools
 from services.tokenizer.chat.template_rendering import explain_failure, render_template
 from services.tokenizer.forks.frames import receive_frame, send_frame
+from services.tokenizer.forks.memory_limit import MemoryLimit
 from services.tokenizer.json.json_values import JsonObject
 from services.tokenizer.text_size import MAX_TEXT_BYTES
 from services.tokenizer.trial_limits import limit_cpu
@@ -33,7 +32,7 @@ _MAX_ERROR_LENGTH = 500
 
 def serve_renders(connection: socket.socket) -> None:
     """Answer until the connection is closed, or an answer says that it `is_last`. Limits this process for good."""
-    limit_bytes = _limit_memory()
+    memory = MemoryLimit(MAX_MEMORY_BYTES)
     setup = receive_frame(connection)
     if setup is None:
         return
@@ -41,8 +40,7 @@ def serve_renders(connection: socket.socket) -> None:
     while (request := receive_frame(connection)) is not None:
         try:
             answer = templates.answer(request)
-            # Memory that a chat leaves allocated must not count against the next one.
-            is_last = limit_bytes - _mapped_bytes() < MAX_MEMORY_BYTES / 2
+            is_last = memory.is_half_used
         except MemoryError:
             answer, is_last = {"problem": f"the chat template failed: {MEMORY_PROBLEM}", "type": "MemoryError"}, True
         limit_cpu(0.0)
@@ -104,16 +102,3 @@ class _Templates:
     def _in_time(self, source: str, fields: JsonObject) -> str:
         limit_cpu(self._cpu_s)
         return render_template(source, self._special_tokens, fields)
-
-
-def _limit_memory() -> int:
-    """Limit this process's address space; returns the limit in bytes."""
-    limit_bytes = _mapped_bytes() + MAX_MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    return limit_bytes
-
-
-def _mapped_bytes() -> int:
-    num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    return num_pages * resource.getpagesize()

@@ -16,7 +16,8 @@ def main() -> int:
     # Rendering needs no torch; transformers would import one that is installed for workers.
     sys.modules["torch"] = None  # type: ignore[assignment]
     child = importlib.import_module("services.tokenizer.chat.render_child")
-    return run_fork_server(int(sys.argv[1]), child.serve_renders, child.warm_up)
+    child.warm_up()
+    return run_fork_server(int(sys.argv[1]), child.serve_renders)
 
 
 if __name__ == "__main__":

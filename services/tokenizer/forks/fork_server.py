@@ -109,18 +109,16 @@ class ForkServer:
             send_frame(connection, {"ended": code})
 
 
-def run_fork_server(parent_pid: int, serve: Callable[[socket.socket], None], warm_up: Callable[[], object]) -> int:
+def run_fork_server(parent_pid: int, serve: Callable[[socket.socket], None]) -> int:
     """Run as the process that the socket at stdin controls, after its imports; returns its exit code.
 
     Args:
         parent_pid: The process that it ends with.
         serve: What a child does with its connection.
-        warm_up: Does once what would otherwise be the first work of every child.
     """
     make_end_with_parent(parent_pid)()
     # What a crash prints may quote a client.
     os.dup2(os.open(os.devnull, os.O_WRONLY), _STDERR_FD)
-    warm_up()
     gc.collect()
     gc.freeze()
     ForkServer(socket.socket(fileno=_CONTROL_FD), serve).run()

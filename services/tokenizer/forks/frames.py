@@ -19,17 +19,18 @@ def send_frame(connection: socket.socket, message: dict[str, Any]) -> None:
 
 def receive_frame(connection: socket.socket) -> dict[str, Any] | None:
     """Receive a message; None if the other side has closed the connection. Raises OSError."""
-    header = _receive(connection, _LENGTH.size)
+    header = receive_bytes(connection, _LENGTH.size)
     if header is None:
         return None
-    payload = _receive(connection, _LENGTH.unpack(header)[0])
+    payload = receive_bytes(connection, _LENGTH.unpack(header)[0])
     if payload is None:
         return None
     message: dict[str, Any] = json.loads(payload.decode(errors="surrogatepass"))
     return message
 
 
-def _receive(connection: socket.socket, num_bytes: int) -> bytearray | None:
+def receive_bytes(connection: socket.socket, num_bytes: int) -> bytearray | None:
+    """Receive what follows a message; None if the other side has closed the connection. Raises OSError."""
     data = bytearray(num_bytes)
     rest = memoryview(data)
     while rest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
@@ -25,6 +26,7 @@ from services.tokenizer.http.backend import Backend
 from services.tokenizer.http.calls import JSON, ApiCall, Route
 from services.tokenizer.http.connections.access import Access
 from services.tokenizer.http.connections.bodies import (
+    BODY_READERS,
     BODY_S,
     CALL_TURNS,
     LARGE_BODIES,
@@ -38,6 +40,7 @@ from services.tokenizer.http.messages.events import ID_PREFIX, PING, MessageAnsw
 from services.tokenizer.http.messages.request import read_count_request, read_messages_request
 from services.tokenizer.http.openapi import make_openapi
 from services.tokenizer.http.page.files import Page
+from services.tokenizer.http.reading.body_readers import BodyReaders
 from services.tokenizer.http.refusals import HttpError, invalid_field
 from services.tokenizer.http.requests.api_request import ApiRequest
 from services.tokenizer.http.requests.chat_request import read_chat_request
@@ -120,6 +123,8 @@ def make_app(
     routes = _Routes(backend, access, registry)
     app = web.Application(middlewares=[make_boundary(access, routes.admit, max_requests)])
     app[BODY_S] = body_s
+    app[BODY_READERS] = readers = BodyReaders()
+    app.on_cleanup.append(_closer(readers))
     app[CALL_TURNS] = CallTurns()
     app[LARGE_BODIES] = Slots(_MAX_LARGE_BODIES)
     app.on_response_prepare.append(make_signer(access))
@@ -249,9 +254,9 @@ class _Routes:
         fields = await read_body(request, partial(read_detokenize_request, is_lenient=self._backend.is_lenient))
         limits = self._backend.cell().limits
         self._backend.check_model(fields.model)
-        if len(fields.tokens) > limits.context_length:
+        token_ids = np.frombuffer(fields.token_ids, np.uint32)
+        if token_ids.size > limits.context_length:
             raise invalid_field("tokens", f"must have at most {limits.context_length} (the context length)")
-        token_ids = np.array(fields.tokens, np.uint32)
         check_token_ids(token_ids, limits.logits_width, field="tokens")
         return _json({"prompt": await self._backend.model.prompts.decode(token_ids)})
 
@@ -337,6 +342,13 @@ class _Routes:
             "max_input_tokens": context_length,
             "max_tokens": context_length,
         }
+
+
+def _closer(readers: BodyReaders) -> Callable[[web.Application], Awaitable[None]]:
+    async def close(_: web.Application) -> None:
+        readers.close()
+
+    return close
 
 
 def _values_of(request: web.Request, header: str) -> list[str]:

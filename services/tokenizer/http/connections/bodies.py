@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import TypeVar
@@ -12,19 +13,21 @@ from aiohttp import HttpVersion11, web
 
 from services.tokenizer.http.connections.inflation import ACCEPTED, INFLATERS, MAX_PIECE_BYTES
 from services.tokenizer.http.connections.limits import MAX_BODY_BYTES
-from services.tokenizer.http.refusals import HttpError, invalid_field
-from services.tokenizer.json.json_values import MAX_DEPTH, JsonObject, read_json
-from services.tokenizer.refusal_text import without_quotes
+from services.tokenizer.http.reading.body_readers import BodyReaders
+from services.tokenizer.http.reading.parsing import parse_body
+from services.tokenizer.http.refusals import HttpError
 from shared.network.turns import CallTurns, Slots
 
 BODY_S = web.AppKey("body_s", float)
 """How long a body may take to arrive."""
+BODY_READERS = web.AppKey("body_readers", BodyReaders)
+"""Read large bodies."""
 CALL_TURNS = web.AppKey("call_turns", CallTurns)
 """Take up the requests whose bodies have come."""
 LARGE_BODIES = web.AppKey("large_bodies", Slots)
-"""Held while a large body is parsed: one of many small values takes 30 times its size."""
+"""Held while a large body is read: one of many small values takes 30 times its size."""
 
-# Reading more than this would be noticeable in streams.
+# Reading more than this would be noticeable in streams: by then it takes 20 ms.
 _MAX_BYTES_ON_LOOP = 64 * 1024
 
 
@@ -33,8 +36,8 @@ _CLOSE = {"Connection": "close"}
 ReadT = TypeVar("ReadT")
 
 
-async def read_body(request: web.Request, read: Callable[[JsonObject], ReadT]) -> ReadT:
-    """Read the body, a JSON object, and what `read` makes of it; a large one off the event loop.
+async def read_body(request: web.Request, read: partial[ReadT]) -> ReadT:
+    """Read the body, a JSON object, and what `read`, one of `readers`, makes of it; a large one in another process.
 
     Raises:
         HttpError: it is no JSON object, too large, too slow or broken, or `read` refuses it.
@@ -55,8 +58,9 @@ async def read_body(request: web.Request, read: Callable[[JsonObject], ReadT]) -
     await request.app[CALL_TURNS].wait()
     if len(data) > _MAX_BYTES_ON_LOOP:
         async with request.app[LARGE_BODIES]:
-            return await asyncio.to_thread(lambda: read(_parse(data)))
-    return read(_parse(data))
+            read_request: ReadT = await request.app[BODY_READERS].read(read.func.__name__, read.keywords, data)
+            return read_request
+    return read(parse_body(data))
 
 
 async def check_expectation(request: web.Request) -> None:
@@ -105,21 +109,6 @@ async def _read(request: web.Request) -> bytes:
 
 def _encoding(request: web.Request) -> str:
     return request.headers.get("Content-Encoding", "identity").strip().lower()
-
-
-def _parse(data: bytes) -> JsonObject:
-    try:
-        # A mark of the byte order may come first (RFC 8259, section 8.1).
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise invalid_field(None, "the body is not UTF-8") from None
-    try:
-        value = read_json(text, max_depth=MAX_DEPTH, has_unique_names=True)
-    except ValueError as error:
-        raise invalid_field(None, f"the body is not valid JSON: {without_quotes(str(error), text)}") from None
-    if not isinstance(value, dict):
-        raise invalid_field(None, "the body must be a JSON object")
-    return value
 
 
 def _unsupported(message: str, headers: Mapping[str, str] = MappingProxyType({})) -> HttpError:

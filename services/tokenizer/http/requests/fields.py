@@ -16,6 +16,7 @@ from services.tokenizer.json.json_values import JsonObject, JsonValue
 from services.tokenizer.request.checks import MAX_STOP_STRINGS
 
 _IGNORED_HEADER_BYTES = 1024
+_SEPARATOR = ", "
 _MAX_INDEX = 2**32 - 1
 # Of a name in an error.
 _MAX_NAME_LENGTH = 256
@@ -82,7 +83,7 @@ def read_request(kind: type[FieldsT], value: JsonObject, *, is_lenient: bool) ->
     """
     _check_honoured(value, _names_of(kind))
     fields = read_fields(kind, value)
-    return fields, list(_ignored(fields, value, _ROOT, is_lenient=is_lenient))
+    return fields, _fitting(_ignored(fields, value, _ROOT, is_lenient=is_lenient))
 
 
 def _check_honoured(value: JsonObject, known: Collection[str]) -> None:
@@ -169,12 +170,20 @@ def _ignored_inside(read: object, given: JsonValue, place: _Place, *, is_lenient
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
     """The header that tells what has no effect, for as many names as fit; without names, none."""
-    text = ""
-    for name in names:
-        longer = f"{text}, {name}" if text else name
-        if name.isascii() and name.isprintable() and len(longer) <= _IGNORED_HEADER_BYTES:
-            text = longer
+    text = _SEPARATOR.join(_fitting(names))
     return {"x-lockstep-ignored": text} if text else {}
+
+
+def _fitting(names: Iterable[str]) -> list[str]:
+    """Those that the header has room for: a request may have a million, each longer than all of the request's text."""
+    kept: list[str] = []
+    num_bytes = -len(_SEPARATOR)
+    for name in names:
+        longer = num_bytes + len(_SEPARATOR) + len(name)
+        if name.isascii() and name.isprintable() and longer <= _IGNORED_HEADER_BYTES:
+            kept.append(name)
+            num_bytes = longer
+    return kept
 
 
 def _first_problem(error: ValidationError) -> HttpError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
 from pydantic import model_validator
 
 from lockstep.v1 import tokenizer_pb2
@@ -35,6 +36,16 @@ class DetokenizeFields(Fields):
 
     model: str | None = None
     tokens: Several[Count]
+
+
+@dataclass(frozen=True, slots=True)
+class DetokenizeRequest:
+    """What to decode."""
+
+    token_ids: bytes
+    """Of 4 bytes each, in this machine's order."""
+    model: str | None
+    """The model's name as the client gave it; None if it did not."""
 
 
 class _StringsField(Fields):
@@ -73,7 +84,7 @@ def read_tokenize_request(value: JsonObject, *, is_lenient: bool = False) -> Enc
     return EncodingRequest(prompt, names, fields.model, bool(fields.return_token_strs), has_special_tokens)
 
 
-def read_detokenize_request(value: JsonObject, *, is_lenient: bool = False) -> DetokenizeFields:
+def read_detokenize_request(value: JsonObject, *, is_lenient: bool = False) -> DetokenizeRequest:
     """Read a request; raises as `read_tokenize_request`."""
     fields, _ = read_request(DetokenizeFields, value, is_lenient=is_lenient)
-    return fields
+    return DetokenizeRequest(np.array(fields.tokens, np.uint32).tobytes(), fields.model)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Annotated, Any, Literal, Self
 
+import msgspec
 from pydantic import BeforeValidator, Field, model_validator
 
 from services.tokenizer.http.refusals import invalid_field
@@ -138,8 +139,8 @@ class ResponseFields(ControlFields, ThinkingFields):
 class ResponseOptions(AnswerOptions):
     """What a response contains beside its items."""
 
-    echoed: JsonObject = field(default_factory=dict)
-    """The request's fields that it repeats."""
+    echoed: Mapping[str, Any] = field(default_factory=dict)
+    """The request's fields that it repeats: each value, or its JSON as `msgspec.Raw`."""
     tools: Mapping[str, ToolKind] = field(default_factory=dict)
     """The tools by the names of their functions."""
     has_encrypted_reasoning: bool = False
@@ -164,6 +165,7 @@ def read_response_request(value: JsonObject, request_id: str, *, is_lenient: boo
     fields.set_variables(chat)
     choose_tools(chat, fields.tool_choice)
     offered = add_tools(chat, _tool_lists(fields, value))
+    echoed = _echoed(fields, value, offered)
     includes = fields.include or ()
     if _LOGPROBS in includes:
         message.sampling.num_logprobs = fields.top_logprobs or 0
@@ -173,7 +175,7 @@ def read_response_request(value: JsonObject, request_id: str, *, is_lenient: boo
             is_streamed=bool(fields.stream),
             has_logprobs=_LOGPROBS in includes,
             schema_field="" if form is None else form.schema_field,
-            echoed=_echoed(fields, value, offered),
+            echoed={name: msgspec.Raw(msgspec.json.encode(each)) for name, each in echoed.items()},
             tools=offered.kinds,
             has_encrypted_reasoning=_ENCRYPTED in includes,
         ),
