@@ -27,8 +27,8 @@ CALL_TURNS = web.AppKey("call_turns", CallTurns)
 LARGE_BODIES = web.AppKey("large_bodies", Slots)
 """Held while a large body is read: one of many small values takes 30 times its size."""
 
-# Reading more than this would be noticeable in streams: by then it takes 20 ms.
-_MAX_BYTES_ON_LOOP = 64 * 1024
+# Reading more than this would be noticeable in streams: it takes up to 20 ms.
+_MAX_BYTES_ON_LOOP = 32 * 1024
 
 
 _CLOSE = {"Connection": "close"}

@@ -19,6 +19,7 @@ from services.tokenizer.http.reading.readers import READERS
 from services.tokenizer.http.refusals import HttpError
 from tests.support.system.polling import poll_until
 from tests.support.system.processes import running_children
+from tests.support.tokenizer.body_costs import arguments_of
 from tests.support.tokenizer.http_client import MESSAGES, HttpService
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -39,10 +40,6 @@ NAMES = ("chat.messages[0].content", "chat.tools[0].name", "sampling.max_tokens"
 COSTLY = (
     b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": [' + b"[]," * 1_300_000 + b"0]}}"
 )
-
-
-def arguments_of(reader: str) -> dict[str, str]:
-    return {} if reader in ("read_tokenize_request", "read_detokenize_request") else {"request_id": "r"}
 
 
 @pytest.fixture

@@ -1,0 +1,80 @@
+"""What reading bodies costs, each in a process of its own: `python -m tests.support.tokenizer.body_costs SIZE EVERY`.
+
+Prints a JSON list: for every `EVERY`th body of `SIZE` bytes its name, the peak bytes that parsing it takes and that
+reading it takes, and the CPU seconds for half its size and for all of it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from services.tokenizer.http.reading.crossing import pack
+from services.tokenizer.http.reading.parsing import parse_body
+from services.tokenizer.http.reading.readers import READERS
+from services.tokenizer.http.refusals import HttpError
+from tests.support.tokenizer.many_values import KINDS, bodies
+
+
+def arguments_of(reader: str) -> dict[str, str]:
+    """What a reader takes beside a body."""
+    return {} if reader in ("read_tokenize_request", "read_detokenize_request") else {"request_id": "r"}
+
+
+def read(reader: str, data: bytes) -> None:
+    """Read a body, and pack what was read, as the process that reads large ones does."""
+    try:
+        pack(READERS[reader](parse_body(data), **arguments_of(reader)))
+    except HttpError:
+        return
+
+
+def main(size: int, every: int) -> None:
+    """Measure, and print."""
+    gc.disable()
+    sampled = [(reader, *each) for reader in KINDS for each in bodies(reader)][::every]
+    sys.stdout.write(json.dumps([_costs(reader, name, make(size // 2), make(size)) for reader, name, make in sampled]))
+
+
+def _costs(reader: str, name: str, half: bytes, whole: bytes) -> dict[str, Any]:
+    parsed, _ = _measured(lambda: _try_to_parse(whole))
+    # What disturbs a measurement disturbs one of them.
+    taken = [_measured(lambda: read(reader, whole)) for _ in range(2)]
+    half_s = max(_measured(lambda: read(reader, half))[1] for _ in range(2))
+    whole_s = min(cpu_s for _, cpu_s in taken)
+    return {"name": f"{reader}: {name}", "parsed": parsed, "read": taken[0][0], "half_s": half_s, "whole_s": whole_s}
+
+
+def _try_to_parse(data: bytes) -> None:
+    parse_body(data)
+
+
+def _measured(work: Callable[[], None]) -> tuple[int, float]:
+    """The peak of its memory in bytes, and its CPU time in seconds, in a forked process."""
+    ours, theirs = os.pipe()
+    if (pid := os.fork()) == 0:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        before, began = _peak(), time.process_time()
+        work()
+        os.write(theirs, json.dumps([_peak() - before, time.process_time() - began]).encode())
+        os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours) as answer:
+        num_bytes, cpu_s = json.loads(answer.read())
+    os.waitpid(pid, 0)
+    return num_bytes, cpu_s
+
+
+def _peak() -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
