@@ -176,7 +176,7 @@ def _outcome_metrics(totals: RequestTotals) -> Iterator[Metric]:
     failure = CounterMetricFamily(
         "lockstep_request_failure",
         "Calls of Generate and Complete, and of the HTTP API's completions, that ended with an error, by its reason; "
-        "CANCELLED is the client's wish.",
+        "CANCELLED is the client's wish, OTHER a reason that only a scheduler of a later release gives.",
         labels=["reason"],
     )
     for name, count in totals.num_by_failure.items():

@@ -11,6 +11,14 @@ import grpc
 from shared.errors import ClientTooSlowError
 
 
+def call_is_over() -> asyncio.CancelledError:
+    """What to raise when gRPC cannot send anything to a call's client.
+
+    Its deadline has passed, or it is gone: gRPC cancels the handler, perhaps a moment later than a write fails.
+    """
+    return asyncio.CancelledError("the call is over")
+
+
 class ResponseWriter:
     """The call fails if its client reads nothing for too long.
 
@@ -46,6 +54,7 @@ class ResponseWriter:
         """Write a response; returns once it has left this process.
 
         Raises:
+            CancelledError: the call is over.
             ClientTooSlowError: the client read nothing for too long. It receives this after the unread responses.
         """
         self._began_at = self._loop.time()
@@ -56,6 +65,8 @@ class ResponseWriter:
             if self._is_too_slow and self._task.uncancel() == 0:
                 raise ClientTooSlowError("the client did not read its response for too long") from error
             raise
+        except grpc.aio.InternalError as error:
+            raise call_is_over() from error
         finally:
             self._began_at = None
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from shared.errors import (
     TenantLimitError,
 )
 from shared.fair_room import FairRoom
+from shared.limited_log import LimitedLog
 from shared.network.access import (
     CLIENT_METHODS,
     check_access,
@@ -39,6 +38,7 @@ from shared.network.access import (
 from shared.network.addresses import is_local
 from shared.network.listening import check_can_listen, refuse_taken_socket
 from shared.network.reflection import serve_reflection
+from shared.network.response_writer import call_is_over
 from shared.network.tls import Certificates, Role, TrustedAuthority
 from shared.network.turns import CallTurns, set_party
 
@@ -80,7 +80,6 @@ _RETRY_DELAY_S = 1.0
 # If its health check were refused, the launcher would consider the process dead.
 _NEVER_REFUSED = frozenset({"/grpc.health.v1.Health/Check"})
 
-_PARSE_LOG_PERIOD_S = 10.0
 
 _KEEPALIVE_OPTIONS = (
     ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
@@ -342,7 +341,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._open_calls = FairRoom(max_open_calls, capacity=max_open_calls)
         self._num_open_calls = 0
         self._turns = CallTurns()
-        self._parse_log = _ParseLog()
+        self._log = LimitedLog(logger)
 
     @override
     async def intercept_service(
@@ -409,7 +408,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         try:
             return deserializer(data)
         except (DecodeError, ValueError) as error:
-            self._parse_log.note(method, time.monotonic())
+            self._log.warning("messages cannot be parsed", kind=method, method=method)
             self._on_refusal(method, InvalidRequestError.reason)
             raise InvalidRequestError(
                 "the message cannot be parsed: it is truncated, or a string in it is not UTF-8"
@@ -420,20 +419,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     ) -> AsyncIterator[Any]:
         async for data in messages:
             yield self._parse(method, deserializer, data)
-
-
-class _ParseLog:
-    """Logs at a limited rate, since a client may send many."""
-
-    def __init__(self) -> None:
-        self._num_unlogged = 0
-        self._logged_at = -math.inf
-
-    def note(self, method: str, now: float) -> None:
-        self._num_unlogged += 1
-        if now - self._logged_at >= _PARSE_LOG_PERIOD_S:
-            logger.warning("messages cannot be parsed", extra={"method": method, "num_messages": self._num_unlogged})
-            self._num_unlogged, self._logged_at = 0, now
 
 
 def _guard(
@@ -482,6 +467,8 @@ def _address_of(peer: str) -> str:
 async def _abort(context: grpc.aio.ServicerContext, method: str, error: Exception) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    if isinstance(error, grpc.aio.InternalError):
+        raise call_is_over() from error
     if isinstance(error, StatusError):
         status = error.status
     elif isinstance(error, ServiceError):
@@ -491,7 +478,11 @@ async def _abort(context: grpc.aio.ServicerContext, method: str, error: Exceptio
     else:
         logger.error("unexpected error", extra={"method": method}, exc_info=without_text(error))
         status = to_status(InternalError("internal error"))
-    await context.abort(_STATUS_CODES[status.code], status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
+    details = ((STATUS_DETAILS_KEY, status.SerializeToString()),)
+    try:
+        await context.abort(_STATUS_CODES[status.code], status.message, details)
+    except grpc.aio.InternalError as gone:
+        raise call_is_over() from gone
 
 
 class _UntoldError(Exception):

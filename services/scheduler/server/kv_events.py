@@ -77,7 +77,7 @@ class Subscriber:
             return
         size = num_blocks + _RESPONSE_BLOCKS
         if self._num_queued_blocks + size > self._max_queued_blocks:
-            logger.warning("a subscriber to KV events reads too slowly")
+            logger.info("a subscriber to KV events reads too slowly")
             self.end(ClientTooSlowError("the subscriber reads too slowly; it may subscribe again"))
             return
         self._num_queued_blocks += size

@@ -28,8 +28,10 @@ _TOKEN_BOUNDS = tuple(digit * 10**power for power in range(6) for digit in (1, 2
 CANCELLED = "CANCELLED"
 """The reason of a failure that is the client's wish."""
 _COUNTED_METHODS = frozenset(f"/lockstep.v1.TokenizerService/{name}" for name in ("Generate", "Complete"))
+_OF_HTTP = ("REQUEST_TIMEOUT", "UNSUPPORTED_MEDIA_TYPE")
+"""Reasons that only the HTTP API has: a body that does not arrive in time, or in no form that is read."""
 OTHER = "OTHER"
-"""Any reason that this release does not know."""
+"""Any reason that this release does not know: that of a scheduler of a later one."""
 
 
 class RequestTotals:
@@ -49,7 +51,7 @@ class RequestTotals:
         self.num_generation_tokens = 0
         self.spans = SpanTotals()
         self.num_by_finish = dict.fromkeys(_finish_reasons(), 0)
-        self.num_by_failure = dict.fromkeys(sorted({*_failure_reasons(ServiceError), CANCELLED, OTHER}), 0)
+        self.num_by_failure = dict.fromkeys(sorted({*_failure_reasons(ServiceError), *_OF_HTTP, CANCELLED, OTHER}), 0)
 
     def count_finish(self, reason: common_pb2.FinishReason, total_s: float, usage: common_pb2.Usage) -> None:
         """Count a choice that has finished, `total_s` after its call arrived."""

@@ -18,6 +18,7 @@ from services.tokenizer.json.json_values import JsonObject
 from services.tokenizer.text_size import check_text_bytes
 from services.tokenizer.trial_limits import cpu_problem, wall_clock_s, was_out_of_cpu
 from shared.errors import QueueFullError
+from shared.limited_log import LimitedLog
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class TemplateRenderer:
         self._is_closed = False
         # Of the two above.
         self._lock = threading.Lock()
+        self._log = LimitedLog(logger)
         self.num_ended = dict.fromkeys(("cpu", "memory", "crash", "hung", "lost"), 0)
 
     @property
@@ -228,4 +230,4 @@ class TemplateRenderer:
 
     def _count_ended(self, cause: str, **details: object) -> None:
         self.num_ended[cause] += 1
-        logger.warning("rendering a chat was ended", extra={"cause": cause, **details})
+        self._log.warning("rendering a chat was ended", kind=cause, cause=cause, **details)
