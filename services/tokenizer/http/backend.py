@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.answer.request_totals import RequestTotals
@@ -11,6 +12,7 @@ from services.tokenizer.chat.chat_request import check_chat
 from services.tokenizer.exchange.linked_cell import LinkedCell
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
 from services.tokenizer.http.answers.answer_facts import PromptFacts
+from services.tokenizer.request.large_messages import checked
 from services.tokenizer.request.model import ServedModel
 from services.tokenizer.server.live_requests import LiveRequests
 from services.tokenizer.tracing.request_trace import Tracer
@@ -97,7 +99,8 @@ class Backend:
         prompts, max_tokens = self.model.prompts, max_tokens or self.cell().limits.context_length
         kind = prompt.WhichOneof("prompt")
         if kind == "chat":
-            text, token_ids = await prompts.render_chat(check_chat(prompt.chat), max_tokens)
+            conversation = await checked(prompt, partial(check_chat, prompt.chat))
+            text, token_ids = await prompts.render_chat(conversation, max_tokens)
             return text, token_ids.tolist()
         if kind == "tokens":
             return "", list(prompt.tokens.token_ids)

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
@@ -15,6 +16,7 @@ from services.tokenizer.answer.logprobs import LogprobQueue
 from services.tokenizer.answer.request_totals import CANCELLED, RequestTotals
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
 from services.tokenizer.request.checks import CheckedRequest, check_request
+from services.tokenizer.request.large_messages import checked
 from services.tokenizer.request.model import ServedModel
 from services.tokenizer.request.prepare import PreparedPrompt, RequestPreparer
 from services.tokenizer.server.live_requests import LiveRequests
@@ -123,9 +125,17 @@ class GenerateCall:
         self._live.check_open()
         cell = self._scheduler.cell()
         defaults = self._defaults(cell.default_sampling)
-        request = check_request(
-            message, model_name=self._model.name, limits=cell.limits, defaults=defaults, client=self._client
+        check = partial(
+            check_request,
+            message,
+            model_name=self._model.name,
+            limits=cell.limits,
+            defaults=defaults,
+            client=self._client,
         )
+        request = await checked(message, check)
+        # It may have taken a while.
+        self._live.check_open()
         self._facts["request_id"] = request.request_id
         check_exactness(cell.exact_fingerprint, is_exact=request.is_exact)
         with self._live.admit(self._tenant_name, request.all_ids):

@@ -13,6 +13,7 @@ from services.tokenizer.answer.whole_answer import WholeAnswer
 from services.tokenizer.chat.chat_request import check_chat
 from services.tokenizer.exchange.linked_cell import LinkedCell
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
+from services.tokenizer.request.large_messages import checked
 from services.tokenizer.request.model import ServedModel
 from services.tokenizer.server.generate import CallTerms, GenerateCall, Writer
 from services.tokenizer.server.live_requests import LiveRequests
@@ -98,7 +99,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     ) -> tokenizer_pb2.RenderChatResponse:
         """Render a conversation and encode it."""
         context_length = self._cell().limits.context_length
-        text, token_ids = await self._model.prompts.render_chat(check_chat(request.chat), context_length)
+        conversation = await checked(request, partial(check_chat, request.chat))
+        text, token_ids = await self._model.prompts.render_chat(conversation, context_length)
         return tokenizer_pb2.RenderChatResponse(text=text, token_ids=token_ids.tolist())
 
     async def GetModelInfo(
