@@ -205,7 +205,7 @@ async def test_without_a_stream_a_new_request_waits_for_the_next_one_as_those_in
     assert isinstance(late.error, DeadlinePassedError)
     requests.abort(gone)
     requests.open_next()
-    attempts = {}
+    attempts: dict[int, int] = {}
     while len(attempts) < 2:
         attempts |= {submit.handle: submit.attempt for submit in (await requests.next_message()).submits}
     assert attempts == {old: 2, new: 1}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,7 @@ async def draining(service: Service) -> object:
 
 
 # A state, and whether a request is computed now; whether clients are sent here during the bridging time, and after it.
-STATES = {
+STATES: dict[str, tuple[Callable[[Service], Awaitable[object]], bool, bool, bool]] = {
     "linked": (Service.link, True, True, True),
     "no scheduler": (no_scheduler, False, True, False),
     "scheduler without ranks": (scheduler_without_ranks, False, True, False),
