@@ -51,6 +51,15 @@ def test_every_kind_of_fault_happens() -> None:
     pytest.fail(f"100 seeds do not show {unseen}")
 
 
+def test_ranks_that_come_back_with_less_room_serve_all_that_fits() -> None:
+    num_deaths = 0
+    for seed in range(4):
+        report = simulate(seed, [Fault.UNEQUAL_POOLS, Fault.WORKER_CRASH, Fault.SCHEDULER_RESTART])
+        assert not report.ends["KV_CAPACITY_EXCEEDED"]
+        num_deaths += report.num_deaths
+    assert num_deaths
+
+
 def test_a_poison_request_halves_its_suspects_with_each_death() -> None:
     num_poisoned = 0
     for seed in range(8):

@@ -70,7 +70,7 @@ class CellSettings:
     is_exact: bool
     """Whether all ranks compute the same bits, whatever else is in the batch."""
     num_blocks: tuple[int, ...]
-    """KV blocks by rank."""
+    """KV blocks by rank, at its first start; see `pool_of`."""
     proposals: tuple[Proposal, ...]
     """By rank; equal within a failure domain."""
     num_draft_tokens: int
@@ -88,19 +88,27 @@ class CellSettings:
     """Recurrent states that each rank's worker can save; None for a model without state."""
     max_live_states: int | None = None
     """Sequences for whose recurrent states each rank's worker has room; None for as many as may run."""
+    returns_with_less: bool = False
+    """Whether every other start of a rank has only the blocks of the longest request."""
     model: ModelOnDisk = field(default_factory=ModelOnDisk)
     poison: dict[int, int] = field(default_factory=dict)
     """The position whose computation kills the worker, by the seed of the poison request."""
 
-    def worker_facts(self, epoch: int, rank: int = 0) -> WorkerFacts:
-        """The facts that a rank reports when it is attached."""
+    def pool_of(self, rank: int, num_starts: int) -> int:
+        """The KV blocks of a rank's process, whose start is its `num_starts`-th one."""
+        if not self.returns_with_less or num_starts % 2:
+            return self.num_blocks[rank]
+        return min(self.num_blocks[rank], -(-self.max_request_tokens // self.cache.block_size))
+
+    def worker_facts(self, epoch: int, rank: int, num_blocks: int) -> WorkerFacts:
+        """The facts that a rank with so many blocks reports when it is attached."""
         return WorkerFacts(
             epoch,
             "digest",
             self.context_length,
             VOCABULARY,
             EOS_TOKEN_IDS,
-            self.num_blocks[rank],
+            num_blocks,
             num_draft_tokens=self.num_draft_tokens,
             needs_all_tokens=self.num_draft_tokens > 0,
             numerics_fingerprint="bits",
@@ -159,13 +167,13 @@ class CellSettings:
         longest = _LONG_COMPLETION_TOKENS[1] if self.has_long_answers else _MAX_COMPLETION_TOKENS
         return _MAX_PROMPT_TOKENS + longest
 
-    def batch_limits(self, rank: int) -> BatchLimits:
-        """The limits that a rank checks steps against."""
+    def batch_limits(self, rank: int, num_blocks: int) -> BatchLimits:
+        """The limits that a rank with so many blocks checks steps against."""
         return BatchLimits(
             self.policy.max_num_seqs,
             self.max_step_tokens(rank),
             self.cache.block_size,
-            self.num_blocks[rank],
+            num_blocks,
             self.context_length,
             VOCABULARY,
             self.num_checkpoint_slots,
@@ -213,7 +221,8 @@ class CellSettings:
         if context_length == _LONG_CONTEXT_LENGTH:
             num_pool_tokens = max(num_pool_tokens, rng.choice([800, 1024]))
         num_blocks = [num_pool_tokens // block_size] * dp_size
-        if mix.strikes(Fault.UNEQUAL_POOLS, rng):
+        is_unequal = mix.strikes(Fault.UNEQUAL_POOLS, rng)
+        if is_unequal:
             num_blocks = [number + rng.choice([0, 1, number]) for number in num_blocks]
         settings = cls(
             topology,
@@ -231,6 +240,7 @@ class CellSettings:
             mean_gap_s=rng.choice([0.002, 0.03]),
             health_kill_s=rng.choice([30.0, 120.0]),
             # Groups of three only in small cells: every process adds to the cost of a run.
+            returns_with_less=is_unequal,
             tp_size=(2 if dp_size > 2 else rng.choice([2, 2, 3])) if rng.random() < _SHARE_OF_GROUPS else 1,
         )
         return settings._with_state(rng) if mix.strikes(Fault.RECURRENT_STATE, rng) else settings

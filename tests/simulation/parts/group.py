@@ -79,6 +79,7 @@ class SimulatedGroup:
             for layout in sorted(self._layout.followers(), key=lambda layout: layout.tp_rank)
         ]
         self._num_starts = 0
+        self._num_blocks = 0
         self._is_complete = False
         self._held_epoch = 0
         self._leader_stopped_until = 0.0
@@ -97,10 +98,11 @@ class SimulatedGroup:
 
     def num_blocks(self) -> int:
         """The number of KV blocks of each process."""
-        return self._settings.num_blocks[self._rank]
+        return self._num_blocks
 
-    def start(self) -> None:
-        """Start the leader's process."""
+    def start(self, num_blocks: int) -> None:
+        """Start the leader's process; it and its members have so many KV blocks."""
+        self._num_blocks = num_blocks
         if not self.members:
             return
         self._num_starts += 1

@@ -113,6 +113,8 @@ class SimulatedWorker:
         self._end_domain: Callable[[], None] = partial(end_domain, self)
         self._on_leaving = on_leaving
         self._is_up = False
+        self._num_starts = 0
+        self._num_blocks = 0
         self._weights_digest = ""
         self._is_leaving = False
         # Ends the stay; None until the process was asked to end together with the cell.
@@ -263,7 +265,9 @@ class SimulatedWorker:
         self._num_steps = 0
         self._is_up = True
         self._weights_digest = self._settings.model.weights_digest
-        self.group.start()
+        self._num_starts += 1
+        self._num_blocks = self._settings.pool_of(self._rank, self._num_starts)
+        self.group.start(self._num_blocks)
 
     def close(self) -> None:
         """Release everything at the end of the run."""
@@ -374,7 +378,7 @@ class SimulatedWorker:
         if not is_stuck:
             self.group.check_acceptance(offer.epoch)
             self._model = WorkerModel(
-                self._settings.batch_limits(self._rank),
+                self._settings.batch_limits(self._rank, self._num_blocks),
                 may_spoil=lambda: self._strikes(Fault.NOT_FINITE),
                 proposer=self._oracle,
                 num_draft_tokens=self._settings.num_draft_tokens,
@@ -384,7 +388,7 @@ class SimulatedWorker:
         place = GroupPlace(self._rank, topology.dp_size, self._settings.tp_size, topology.is_coupled)
         if topology.is_dynamic:
             place = GroupPlace(None, 1, self._settings.tp_size, is_coupled=False)
-        facts = self._settings.worker_facts(offer.epoch, self._rank)
+        facts = self._settings.worker_facts(offer.epoch, self._rank, self._num_blocks)
         facts = replace(facts, weights_digest=self._weights_digest)
         offer.answer(Accepted(self._rank, offer.epoch, facts, place, offer.last_step, is_stuck))
 

@@ -69,11 +69,11 @@ class ShareWatch:
     are delayed, for others or for other ranks, only the first rule is checked.
     """
 
-    def __init__(self, settings: CellSettings, rank: int, counter_of: CounterOf) -> None:
+    def __init__(self, settings: CellSettings, rank: int, num_blocks: int, counter_of: CounterOf) -> None:
         policy = settings.policy
         self._settings = settings
         self._counter_of = counter_of
-        self._num_blocks = settings.num_blocks[rank]
+        self._num_blocks = num_blocks
         self._num_budget_tokens = settings.max_prompt_tokens(rank)
         self._is_delayed = bool(policy.delay_factor) or settings.topology.is_coupled
         self._wait, self._long_wait = _Wait(), _Wait()

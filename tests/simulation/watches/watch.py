@@ -38,6 +38,7 @@ from services.scheduler.cell.model_change import CHANGE_S
 from services.scheduler.core.batch.sequence import Finish, FinishReason, RequestKey
 from services.scheduler.core.batch.step import Outputs, Step
 from services.scheduler.core.queue.tenant_counters import TenantAccount
+from services.scheduler.core.worker_facts import WorkerFacts
 from services.scheduler.server.direct_clients import DIRECT_CLIENT
 from shared.ids import DpRank
 from shared.limits import TOKEN_DTYPE
@@ -222,7 +223,7 @@ class EngineWatch:
             case DomainAttached(domain, facts):
                 if self._weights_digest in (None, facts[0].weights_digest):
                     self._weights_digest, self._odd_since = facts[0].weights_digest, None
-                    self._attach(domain, facts[0].epoch, due, now)
+                    self._attach(domain, facts, due, now)
                 else:
                     self._refuse(domain, due, now)
             case DomainLost(domain, epoch):
@@ -332,21 +333,23 @@ class EngineWatch:
         refusal = find_tenant_refusal(plan, live)
         return refusal or ("QUEUE_FULL" if is_queue_full(self._settings.policy, plan, live) else None)
 
-    def _attach(self, domain: int, number: int, due: Responses, now: float) -> None:
+    def _attach(self, domain: int, facts: tuple[WorkerFacts, ...], due: Responses, now: float) -> None:
         self._had_worker = True
         for entry in list(self._live.values()):
             # Submitted before the ranks had reported whether they are exact.
             if entry.plan.is_exact and not self._settings.is_exact:
                 self._end(entry, due, "EXACT_UNAVAILABLE")
-        for rank in self._settings.topology.ranks_of(domain):
+        for rank, rank_facts in zip(self._settings.topology.ranks_of(domain), facts, strict=True):
             assert rank not in self._epochs, "a domain is attached twice"
             self._drains.attach(rank)
             self.suspects.note_attach(domain)
             waits_here = partial(self._waits_at, rank)
-            shares = ShareWatch(self._settings, rank, self._counter_of) if ShareWatch.is_for(self._settings) else None
+            shares = None
+            if ShareWatch.is_for(self._settings):
+                shares = ShareWatch(self._settings, rank, rank_facts.num_blocks, self._counter_of)
             self._epochs[rank] = EpochWatch(
                 rank,
-                number,
+                rank_facts.epoch,
                 self._settings,
                 self._live,
                 now=now,
