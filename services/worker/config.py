@@ -56,10 +56,10 @@ class WorkerSettings(ProcessSettings):
         "reference is exact (a row's bits do not depend on the rest of the batch), and so is triton-exact, on GPUs; "
         "auto is aiter on an AMD GPU where that library is installed, else triton on a GPU and native on a CPU.",
     )
-    native_isa: Literal["auto", "avx2", "avx512", "avx512_bf16"] = Field(
+    native_isa: Literal["auto", "avx2", "avx512", "avx512_bf16", "amx"] = Field(
         default="auto",
-        description="Instructions that the native kernels use: avx512 has VNNI; auto is the last that the processor "
-        "has.",
+        description="Instructions that the native kernels use: avx512 has VNNI, amx a unit for tiles, where the system "
+        "permits its use; auto is the last that the processor has.",
     )
     aiter_decode: Literal["triton", "asm"] = Field(
         default="triton",

@@ -45,7 +45,7 @@ class NativeOps(NativeState):
         super().__init__(load_library(isa))
         self.instructions = isa.value
         # Perplexity rises by 0.1 % with bfloat16, whether weights are quantised or not.
-        self.automatic_dtype = torch.bfloat16 if isa is Isa.AVX512_BF16 else torch.float32
+        self.automatic_dtype = torch.bfloat16 if isa.has_bf16 else torch.float32
 
     def numerics(self) -> str:
         # The library's name is a digest of the kernels, the compiler and its flags.
@@ -113,7 +113,7 @@ class NativeOps(NativeState):
 
 
 def load_native_ops(isa_name: str) -> Ops:
-    """The backend for an `Isa`, or with `auto` for this machine's best; where it cannot be built, `cpu` with a warning.
+    """The backend for an `Isa`, or with `auto` for the best that can be built; `cpu` if none can, with a warning.
 
     Raises:
         DeviceError: the processor does not have the instructions that `isa_name` asks for.
@@ -123,11 +123,20 @@ def load_native_ops(isa_name: str) -> Ops:
         isas = [isa for isa in isas if isa.value == isa_name]
         if not isas:
             raise DeviceError(f"--native-isa {isa_name}: this processor does not have these instructions")
+    message = ""
     if not isas:
         logger.warning("no kernels for this processor: the cpu backend takes over")
         return CpuOps()
-    try:
-        return NativeOps(isas[-1])
-    except BuildError as error:
-        logger.warning("the kernels cannot be built: the cpu backend takes over", extra={"error": str(error)})
-        return CpuOps()
+    # An old compiler may not know the last.
+    for isa in reversed(isas):
+        try:
+            ops = NativeOps(isa)
+        except BuildError as error:
+            message = str(error)
+            continue
+        if isa is not isas[-1]:
+            names = isas[-1].value, isa.value
+            logger.warning("the kernels for %s cannot be built: those for %s take over", *names)
+        return ops
+    logger.warning("the kernels cannot be built: the cpu backend takes over", extra={"error": message})
+    return CpuOps()

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import platform
+from functools import cache
 from pathlib import Path
 
 _AVX2 = ("avx2", "fma", "f16c", "bmi2")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
 _AVX512_BF16 = (*_AVX512, "avx512_bf16")
+_AMX = (*_AVX512_BF16, "amx_tile", "amx_int8", "amx_bf16")
 _MULTIPLY_BF16 = "-DMULTIPLY_BF16"
+_USE_AMX = "-DUSE_AMX"
+
+# Linux, Documentation/arch/x86/xstate.rst: a process asks for the state of tiles before it uses them.
+_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 
 class Isa(enum.Enum):
@@ -19,11 +26,18 @@ class Isa(enum.Enum):
     AVX512 = "avx512"
     """With VNNI."""
     AVX512_BF16 = "avx512_bf16"
+    AMX = "amx"
+    """With the tile unit, whose use the system permits."""
 
     @property
     def cpu_flags(self) -> tuple[str, ...]:
         """What /proc/cpuinfo calls the instructions."""
-        return {Isa.AVX2: _AVX2, Isa.AVX512: _AVX512, Isa.AVX512_BF16: _AVX512_BF16}[self]
+        return {Isa.AVX2: _AVX2, Isa.AVX512: _AVX512, Isa.AVX512_BF16: _AVX512_BF16, Isa.AMX: _AMX}[self]
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether it has instructions for bfloat16."""
+        return "avx512_bf16" in self.cpu_flags
 
     @property
     def compiler_flags(self) -> tuple[str, ...]:
@@ -44,11 +58,15 @@ def available_isas() -> list[Isa]:
     if platform.machine() != "x86_64":
         return []
     flags = set(_cpuinfo("flags").split())
-    return [isa for isa in Isa if flags.issuperset(isa.cpu_flags)]
+    isas = [isa for isa in Isa if flags.issuperset(isa.cpu_flags)]
+    return [isa for isa in isas if isa is not Isa.AMX or may_use_tiles()]
 
 
-def _instruction_flags(isa: Isa) -> tuple[str, ...]:
-    return tuple(f"-m{flag.replace('avx512_', 'avx512')}" for flag in isa.cpu_flags)
+@cache
+def may_use_tiles() -> bool:
+    """Ask the system for tiles, once for this process and what it forks; False if it refuses, or does not know them."""
+    request = map(ctypes.c_long, (_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA))
+    return bool(ctypes.CDLL(None).syscall(*request) == 0)
 
 
 def _multiplies_bf16_fast() -> bool:
@@ -63,3 +81,8 @@ def _cpuinfo(key: str) -> str:
     """The first processor's value; empty if it has none."""
     lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
+
+
+def _instruction_flags(isa: Isa) -> tuple[str, ...]:
+    names = (flag.replace("avx512_", "avx512").replace("amx_", "amx-") for flag in isa.cpu_flags)
+    return (*(f"-m{name}" for name in names), *([_USE_AMX] if isa is Isa.AMX else []))

@@ -90,10 +90,11 @@ private:
         }
         const int64_t floats = round_up(num_rows_ * (2 * inner_ + hidden_) * 4, 64);
         const int64_t numbers = num_rows_ * 3 + call_.num_experts * 2 + 3;
-        prepared_ = buffer.reserve(num_rows_ * row_bytes_ + floats + numbers * 8);
-        projected_ = reinterpret_cast<float*>(prepared_ + num_rows_ * row_bytes_);
+        const int64_t rows_bytes = (num_rows_ + kRowsReadAhead) * row_bytes_;
+        prepared_ = buffer.reserve(rows_bytes + floats + numbers * 8);
+        projected_ = reinterpret_cast<float*>(prepared_ + rows_bytes);
         outputs_ = projected_ + num_rows_ * 2 * inner_;
-        source_ = reinterpret_cast<int64_t*>(prepared_ + num_rows_ * row_bytes_ + floats);
+        source_ = reinterpret_cast<int64_t*>(prepared_ + rows_bytes + floats);
         expert_ = source_ + num_rows_;
         place_ = expert_ + num_rows_;
         active_ = place_ + num_rows_;

@@ -113,12 +113,17 @@ inline Floats load_first(const bf16* source, int count) {
 
 // To the nearest, even among equals; a NaN stays one.
 inline __m256i round_to_bf16(Floats a) {
+#ifdef USE_AMX
+    // Subnormal numbers become 0, as they count in products.
+    return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(a.v));
+#else
     const __m512i bits = _mm512_castps_si512(a.v);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
     const __mmask16 is_nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
     const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(rounded, is_nan, quiet), 16));
+#endif
 }
 inline void store_first(float* target, Floats a, int count) { _mm512_mask_storeu_ps(target, first_lanes(count), a.v); }
 inline void store_first(bf16* target, Floats a, int count) {

@@ -55,7 +55,7 @@ void run(const Product<T, U>& product) {
     const int64_t tiles_at_once = std::max<int64_t>(1, tiles / pieces);
     const int64_t runs = divide_up(tiles, tiles_at_once);
     const bool in_place = reads_in_place(m);
-    uint8_t* const prepared = in_place ? nullptr : buffer.reserve(num_rows * product.row_bytes);
+    uint8_t* const prepared = in_place ? nullptr : buffer.reserve((num_rows + kRowsReadAhead) * product.row_bytes);
     const uint8_t* const rows = in_place ? reinterpret_cast<const uint8_t*>(product.x) : prepared;
     const Phase prepare{in_place ? 0 : divide_up(num_rows, kPreparedRows), [&](int64_t piece) {
         const int64_t end = std::min(num_rows, (piece + 1) * kPreparedRows);

@@ -82,6 +82,13 @@ struct Matrix {
     float* bias;         // [tiles * 32], or null
 };
 
+// bfloat16 is padded with zeros to this many columns: those of a load.
+#ifdef USE_AMX
+constexpr int64_t kBf16Columns = 32;
+#else
+constexpr int64_t kBf16Columns = 2;
+#endif
+
 constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
 
@@ -126,7 +133,7 @@ constexpr int64_t packed_bytes(Kind kind, int64_t columns) {
 inline int64_t code_bytes(const Matrix& m) {
     switch (m.kind) {
         case Kind::kFloat32: return m.num_columns * kTileRows * 4;
-        case Kind::kBfloat16: return round_up(m.num_columns, 2) * kTileRows * 2;
+        case Kind::kBfloat16: return round_up(m.num_columns, kBf16Columns) * kTileRows * 2;
         default: return num_groups(m) * packed_bytes(m.kind, group_columns(m.scales));
     }
 }

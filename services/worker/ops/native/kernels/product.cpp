@@ -45,6 +45,57 @@ void store_rows(
     }
 }
 
+// Stores a tile's products with rows from its sums [num_rows, 32].
+template <class T>
+void store_block(
+    const Matrix& m,
+    int64_t tile,
+    const uint8_t* rows,
+    int64_t row_bytes,
+    int64_t num_rows,
+    const float* sums,
+    T* out,
+    int64_t out_stride) {
+    const auto store_from = [&](int64_t row, auto num_stored) {
+        const float* stored = sums + row * kTileRows;
+        store_rows<num_stored>(m, tile, rows + row * row_bytes, row_bytes, stored, out + row * out_stride, out_stride);
+    };
+    int64_t row = 0;
+    for (; row + kStoredRows <= num_rows; row += kStoredRows) {
+        store_from(row, std::integral_constant<int, kStoredRows>());
+    }
+    for (; row < num_rows; ++row) store_from(row, std::integral_constant<int, 1>());
+}
+
+#ifdef USE_AMX
+
+// As `multiply_tile`, with the tile unit. A row's bits do not depend on the others in its block.
+template <class T>
+void multiply_blocks(
+    BlockKernel kernel,
+    const Matrix& m,
+    int64_t tile,
+    int64_t next_tile,
+    const uint8_t* rows,
+    int64_t row_bytes,
+    int64_t num_rows,
+    T* out,
+    int64_t out_stride) {
+    const int64_t bytes = tile_bytes(m), num_blocks = divide_up(num_rows, kBlockRows);
+    // While it computes, memory brings the next tile.
+    const int64_t steps = block_steps(m), share = divide_up(bytes, num_blocks * steps * 64) * 64;
+    alignas(64) float sums[kBlockRows * kTileRows];
+    for (int64_t block = 0; block < num_blocks; ++block) {
+        const int64_t first = block * kBlockRows, count = std::min<int64_t>(kBlockRows, num_rows - first);
+        const uint8_t* block_rows = rows + first * row_bytes;
+        const uint8_t* next = m.tiles + next_tile * bytes + block * steps * share;
+        kernel({m, m.tiles + tile * bytes, block_rows, row_bytes, count, next, share}, sums);
+        store_block(m, tile, block_rows, row_bytes, count, sums, out + first * out_stride + tile * kTileRows, out_stride);
+    }
+}
+
+#endif
+
 }  // namespace
 
 template <class T>
@@ -57,6 +108,11 @@ void multiply_tile(
     int64_t num_rows,
     T* out,
     int64_t out_stride) {
+#ifdef USE_AMX
+    if (const BlockKernel kernel = block_kernel(m, num_rows)) {
+        return multiply_blocks(kernel, m, tile, next_tile, rows, row_bytes, num_rows, out, out_stride);
+    }
+#endif
     const TileKernels kernels = tile_kernels(m);
     const int64_t bytes = tile_bytes(m);
     const uint8_t* weights = m.tiles + tile * bytes;
@@ -78,16 +134,7 @@ void multiply_tile(
         }
         kernels.by_rows[count - 1]({m, weights, block_rows, row_bytes, next, share}, sums);
         T* target = out + first * out_stride + tile * kTileRows;
-        const auto store_from = [&](int64_t row, auto num_stored) {
-            const uint8_t* stored = block_rows + row * row_bytes;
-            const float* stored_sums = sums + row * kTileRows;
-            store_rows<num_stored>(m, tile, stored, row_bytes, stored_sums, target + row * out_stride, out_stride);
-        };
-        int64_t row = 0;
-        for (; row + kStoredRows <= count; row += kStoredRows) {
-            store_from(row, std::integral_constant<int, kStoredRows>());
-        }
-        for (; row < count; ++row) store_from(row, std::integral_constant<int, 1>());
+        store_block(m, tile, block_rows, row_bytes, count, sums, target, out_stride);
     }
 }
 

@@ -6,7 +6,7 @@ namespace lockstep::products {
 
 namespace {
 
-#ifdef MULTIPLY_BF16
+#if defined(MULTIPLY_BF16) || defined(USE_AMX)
 constexpr bool kMultipliesBf16 = true;
 #else
 constexpr bool kMultipliesBf16 = false;
@@ -91,17 +91,22 @@ void prepare(const Matrix& m, const T* x, uint8_t* row) {
     }
 }
 
+// Weights of the padding are zero, but so must be these, or a NaN could be among them.
+void pad_row(const Matrix& m, bf16* row) {
+    std::fill(row + m.num_columns, row + round_up(m.num_columns, kBf16Columns), bf16{0});
+}
+
 }  // namespace
 
 bool reads_in_place(const Matrix& m) {
-    return m.kind == Kind::kFloat32 || (m.kind == Kind::kBfloat16 && kMultipliesBf16 && m.num_columns % 2 == 0);
+    return m.kind == Kind::kFloat32 || (m.kind == Kind::kBfloat16 && kMultipliesBf16 && m.num_columns % kBf16Columns == 0);
 }
 
 void prepare_row(const Matrix& m, const float* x, uint8_t* row) {
     if (m.kind == Kind::kBfloat16 && kMultipliesBf16) {
         // Experts' inner values, which the processor multiplies as bfloat16.
         auto* target = reinterpret_cast<bf16*>(row);
-        target[round_up(m.num_columns, 2) - 1] = {0};
+        pad_row(m, target);
         for (int64_t column = 0; column < m.num_columns; column += kLanes) {
             const int count = static_cast<int>(m.num_columns - column < kLanes ? m.num_columns - column : kLanes);
             store_first(target + column, load_first(x + column, count), count);
@@ -113,7 +118,7 @@ void prepare_row(const Matrix& m, const float* x, uint8_t* row) {
 
 void prepare_row(const Matrix& m, const bf16* x, uint8_t* row) {
     if (m.kind == Kind::kBfloat16 && kMultipliesBf16) {
-        reinterpret_cast<bf16*>(row)[round_up(m.num_columns, 2) - 1] = {0};
+        pad_row(m, reinterpret_cast<bf16*>(row));
         std::memcpy(row, x, static_cast<size_t>(m.num_columns) * sizeof(bf16));
         return;
     }

@@ -23,9 +23,16 @@ inline QuantizedRow quantized_row(const Matrix& m, uint8_t* row) {
 // The bytes from one prepared row to the next. The additional line keeps rows out of the same sets of a cache.
 inline int64_t prepared_row_bytes(const Matrix& m) {
     const int64_t sums = m.offsets != Offsets::kNone ? num_scales(m) * 4 : 0;
-    const int64_t bytes = is_float(m) ? round_up(m.num_columns, 2) * 4 : num_groups(m) * (group_columns(m.scales) + 8) + sums;
+    const int64_t bytes = is_float(m) ? round_up(m.num_columns, kBf16Columns) * 4 : num_groups(m) * (group_columns(m.scales) + 8) + sums;
     return round_up(bytes, 64) + 64;
 }
+
+// Rows after the last that a product may read, whose values it does not use.
+#ifdef USE_AMX
+constexpr int64_t kRowsReadAhead = 15;
+#else
+constexpr int64_t kRowsReadAhead = 0;
+#endif
 
 // Whether products read the rows of activations where they are.
 bool reads_in_place(const Matrix& m);

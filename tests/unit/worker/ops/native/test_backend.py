@@ -76,6 +76,36 @@ def test_torchs_kernels_take_over_without_a_compiler(
     assert [record.message for record in caplog.records] == ["the kernels cannot be built: the cpu backend takes over"]
 
 
+@pytest.mark.skipif(len(available_isas()) < 2, reason="this processor has one set of instructions")
+def test_those_for_fewer_instructions_take_over_where_a_compiler_does_not_know_the_last(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    *_, fewer, last = available_isas()
+
+    def build_older(isa: Isa) -> Path:
+        if isa is last:
+            raise BuildError("unrecognized command-line option")
+        return build(isa)
+
+    monkeypatch.setattr(library, "build", build_older)
+    library.load_library.cache_clear()
+    try:
+        assert f" {fewer.value} " in load_ops("native").numerics()
+    finally:
+        library.load_library.cache_clear()
+    assert [record.message for record in caplog.records] == [
+        f"the kernels for {last.value} cannot be built: those for {fewer.value} take over"
+    ]
+
+
+@pytest.mark.skipif(Isa.AMX not in available_isas(), reason="no tiles to refuse")
+def test_where_the_system_refuses_tiles_the_kernels_without_them_are_used() -> None:
+    command = [sys.executable, "-m", "tests.support.kernels.without_tiles"]
+    done = subprocess.run(command, env=module_environment(), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["avx2", "avx512", "avx512_bf16", "avx512_bf16", "refused"]
+
+
 @pytest.mark.skipif(not available_isas(), reason="no kernels for this processor")
 def test_a_cache_that_others_can_write_to_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -121,4 +151,4 @@ def test_an_image_brings_kernels_that_need_neither_a_compiler_nor_a_cache(
 def test_an_image_has_kernels_for_whatever_processor_runs_it() -> None:
     flags = every_compiler_flags()
     assert {isa.compiler_flags for isa in available_isas()} <= set(flags)
-    assert len(set(flags)) == len(flags) == (4 if available_isas() else 0)
+    assert len(set(flags)) == len(flags) == (5 if available_isas() else 0)
