@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from services.tokenizer.chat.conversation import Conversation, Tool
 from services.tokenizer.chat.deepseek_v32_template import DEEPSEEK_V32_TEMPLATE
@@ -65,8 +65,8 @@ class ChatTemplate:
         """The variables for `apply_chat_template`; `guard` is applied to everything the client wrote.
 
         Raises:
-            InvalidRequestError: there are tools, which the template does not list, or a system message alone, which it
-                leaves out.
+            InvalidRequestError: the template would leave something out: tools, calls, the content beside them, or a
+                system message alone.
         """
         if conversation.offered_tools and not self._features.takes_tools:
             raise InvalidRequestError.from_violations(
@@ -75,6 +75,8 @@ class ChatTemplate:
         if self._features.system_needs_user and all(each.role == "system" for each in conversation.messages):
             text = "must have a user's message: the model's chat template leaves a system message alone out"
             raise InvalidRequestError.from_violations([Violation("chat.messages", "OUT_OF_RANGE", text)])
+        if violations := list(_lost(conversation, self._features)):
+            raise InvalidRequestError.from_violations(violations)
         tools: list[JsonValue] = [_tool_fields(tool, guard) for tool in conversation.offered_tools]
         return {
             **{name: guard(value) for name, value in conversation.variables.items()},
@@ -142,6 +144,20 @@ def load_chat_template(
         renderer.close()
         raise
     return ChatTemplate(sources["default"], renderer, tools_source=sources.get("tool_use"), features=tried[-1])
+
+
+def _lost(conversation: Conversation, features: TemplateFeatures) -> Iterator[Violation]:
+    """The first message of which something would be left out."""
+    for index, message in enumerate(conversation.messages):
+        field = f"chat.messages[{index}]"
+        if message.tool_calls and features.loses_calls:
+            text = "must be empty: the model's chat template leaves calls out"
+            yield Violation(f"{field}.tool_calls", "OUT_OF_RANGE", text)
+            return
+        if message.tool_calls and message.content and features.loses_content:
+            text = "must be empty beside calls: the model's chat template leaves it out"
+            yield Violation(f"{field}.content", "OUT_OF_RANGE", text)
+            return
 
 
 def _tool_fields(tool: Tool, guard: Guard) -> JsonObject:

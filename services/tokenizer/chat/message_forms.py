@@ -47,15 +47,23 @@ class TemplateFeatures:
     """Whether a system message is left out unless a user's message comes after it."""
     system_comes_first: bool = False
     """Whether a system message after others is left out or refused: its text needs a user's message."""
+    loses_calls: bool = False
+    """Whether calls are left out in every form."""
+    loses_content: bool = False
+    """Whether the content of a message with calls is left out in every form."""
 
 
 def message_fields(messages: Sequence[Message], features: TemplateFeatures, guard: Guard) -> list[JsonValue]:
     """The template's variable `messages`.
 
+    System messages before all others are one, since templates take only one there: what instructs the model comes in
+    several messages by some APIs, and in one by others. A result has the name of the call that it answers by its id.
+
     Where the template needs that, messages with several calls are split, each with the results of its call after it,
     content gets a message before its calls, or is joined to their reasoning, ids are replaced by others, equal for
     equal ones, and what a later system message says is at the end of the user's message before it.
     """
+    messages = _with_result_names(_with_one_opening(messages))
     if features.system_comes_first:
         messages = _with_system_first(messages)
     if features.ids_are_short:
@@ -96,6 +104,26 @@ def _call_fields(call: ToolCall, features: TemplateFeatures, guard: Guard) -> Js
         arguments = json.dumps(arguments, ensure_ascii=False)
     function: JsonObject = {"name": guard(call.name), "arguments": arguments}
     return {"type": "function", **({"id": guard(call.id)} if call.id else {}), "function": function}
+
+
+def _with_one_opening(messages: Sequence[Message]) -> Sequence[Message]:
+    opening = list(itertools.takewhile(lambda message: message.role == "system", messages))
+    if len(opening) < 2:
+        return messages
+    content = "\n\n".join(message.content for message in opening if message.content)
+    return [replace(opening[0], content=content), *messages[len(opening) :]]
+
+
+def _with_result_names(messages: Sequence[Message]) -> list[Message]:
+    """Some APIs name the function in a result, others only the call."""
+    names: dict[str, str] = {}
+    named = []
+    for message in messages:
+        names |= {call.id: call.name for call in message.tool_calls if call.id}
+        if message.role == "tool" and not message.name and message.tool_call_id in names:
+            message = replace(message, name=names[message.tool_call_id])  # noqa: PLW2901 - the same, named
+        named.append(message)
+    return named
 
 
 def _with_results(messages: Sequence[Message]) -> Iterator[tuple[Message, Sequence[Message]]]:

@@ -29,6 +29,8 @@ _TOOL: JsonObject = {
 }
 _WORD = "salutation"
 _ARGUMENTS: JsonObject = {"word": _WORD}
+# Before a call.
+_TEXT = "I look that up."
 _CALL = ToolCall("call_0", "look_up", _ARGUMENTS)
 # As some model wrote it.
 _MALFORMED_CALL = ToolCall("call_0", "look_up", f'{{"word": "{_WORD}')
@@ -69,7 +71,7 @@ def _tool_features(trial: _Trial) -> TemplateFeatures:
         features = TemplateFeatures(takes_tools, arguments_are_text, empty_content_is_none, ids_are_short)
         if trial.writes(Message("assistant", "", (_CALL,)), features):
             return trial.with_needs(features)
-    return TemplateFeatures(takes_tools)
+    return TemplateFeatures(takes_tools, loses_calls=True)
 
 
 def _leaves_system_out(render: Callable[[JsonObject], str], tools: list[JsonValue] | None) -> bool:
@@ -157,13 +159,14 @@ class _Trial:
         for name, message in (
             ("arguments_have_names", Message("assistant", "", (_MALFORMED_CALL,))),
             ("one_call_per_message", Message("assistant", "", (_CALL, _OTHER_CALL))),
-            ("content_is_apart", Message("assistant", "So:", (_CALL,))),
-            ("content_is_reasoning", Message("assistant", "So:", (_CALL,), reasoning="Hm.")),
+            ("content_is_apart", Message("assistant", _TEXT, (_CALL,))),
+            ("content_is_reasoning", Message("assistant", _TEXT, (_CALL,), reasoning="Hm.")),
         ):
             needy = replace(features, **{name: True})
             if not self.writes(message, features) and self.writes(message, needy):
                 features = needy
-        return replace(features, ids_have_names=self._shows_ids_alone(features))
+        shows_content = self.writes(Message("assistant", _TEXT, (_CALL,)), features)
+        return replace(features, ids_have_names=self._shows_ids_alone(features), loses_content=not shows_content)
 
     def _shows_ids_alone(self, features: TemplateFeatures) -> bool:
         """Whether a call's text depends on its id, and not on its name."""
@@ -172,11 +175,12 @@ class _Trial:
         return text == renamed != other
 
     def writes(self, message: Message, features: TemplateFeatures) -> bool:
-        """Whether all calls of a message are rendered."""
+        """Whether all calls of a message are rendered, and its content."""
         results = [Message("tool", "A greeting.", tool_call_id=call.id, name=call.name) for call in message.tool_calls]
         text = self.rendered((message, *results), features)
         # A template that expects text and gets an object writes it in Python's notation.
-        return str(_ARGUMENTS) not in text and all(_word_of(call) in text for call in message.tool_calls)
+        has_calls = str(_ARGUMENTS) not in text and all(_word_of(call) in text for call in message.tool_calls)
+        return has_calls and message.content in text
 
     def rendered(self, messages: tuple[Message, ...], features: TemplateFeatures) -> str:
         """Empty if the template fails."""

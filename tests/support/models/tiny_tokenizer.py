@@ -21,8 +21,12 @@ You are helpful<|im_end|>
 ' + message['content'] + '<|im_end|>' + '
 '}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant
 ' }}{% endif %}"""
-# The same, with tools listed first.
-TOOLS_CHATML = "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}" + CHATML
+# The same, with tools listed first, and calls after their messages' content.
+TOOLS_CHATML = "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}" + CHATML.replace(
+    "message['content'] + '<|im_end|>'",
+    "message['content'] }}{% for call in message['tool_calls'] or [] %}{{ call.function | tojson }}{% endfor %}"
+    "{{ '<|im_end|>'",
+)
 
 # Yields merges of every kind: words, spaces, and parts of characters of two, three and four bytes.
 _TRAINING_TEXT = [

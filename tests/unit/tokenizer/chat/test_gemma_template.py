@@ -65,14 +65,24 @@ def test_a_reply_is_continued_where_it_ends(template: ChatTemplate) -> None:
         (USER, MORE),
         (REPLY,),
         (SYSTEM, REPLY),
-        (SYSTEM, SYSTEM, USER),
         (USER, REPLY, REPLY),
-        (USER, Message("assistant", "", (ToolCall("c", "look_up", {}),)), Message("tool", "A word.", tool_call_id="c")),
     ],
 )
 def test_other_orders_are_refused_in_the_templates_words(template: ChatTemplate, messages: tuple[Message, ...]) -> None:
     description = f"the chat template rejected the messages: {ALTERNATE}"
     assert refusal(template, *messages) == ("chat.messages", description)
+
+
+def test_two_system_messages_are_one(template: ChatTemplate) -> None:
+    joined = Message("system", f"{SYSTEM.content}\n\n{SYSTEM.content}")
+    assert render(template, SYSTEM, SYSTEM, USER) == render(template, joined, USER)
+
+
+def test_calls_that_would_be_left_out_are_refused(template: ChatTemplate) -> None:
+    call = Message("assistant", "", (ToolCall("c", "look_up", {}),))
+    field, description = refusal(template, USER, call, Message("tool", "A word.", tool_call_id="c"))
+    assert field == "chat.messages[1].tool_calls"
+    assert description == "must be empty: the model's chat template leaves calls out"
 
 
 def test_a_system_message_that_no_turn_would_hold_is_refused(template: ChatTemplate) -> None:
