@@ -5,26 +5,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
-import llguidance
-import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer
 
 from services.tokenizer.chat.conversation import Tool
 from services.tokenizer.json.json_values import JsonObject
-from services.tokenizer.replies import REPLY_PARSERS, ReasoningPart, ReplyPart, ToolCallPart
 from services.tokenizer.replies.call_grammars import GrammarRequest
 from services.tokenizer.replies.lark import search_pattern
 from services.tokenizer.replies.openings import THINK_MARKUP, opening_of
 from services.tokenizer.replies.reply_grammar import reply_grammar
 from shared.errors import InvalidRequestError
-from tests.support.models.tiny_tokenizer import IM_END_ID, tiny_tokenizer
+from tests.support.tokenizer.call_walks import FAMILIES, calls_in, token_ids, walk
 from tests.support.tokenizer.replies import parse, tool
 
-FAMILIES = sorted(name for name in REPLY_PARSERS if name != "none")
 V3_TEMPLATE, V31_TEMPLATE = "```json", ""
 
 DIGIT: JsonObject = {"type": "integer", "minimum": 0, "maximum": 9}
@@ -41,26 +35,6 @@ PLAN.parameters["$defs"] = {"stop": {"type": "boolean"}}
 TOOLS = (PLAN, tool("now"))
 
 
-@cache
-def tokenizer(*, has_markup: bool) -> Tokenizer:
-    """The tiny tokenizer, with or without the markup of all families as tokens."""
-    made = tiny_tokenizer()
-    if has_markup:
-        for name in FAMILIES:
-            made.add_tokens(
-                [
-                    AddedToken(text, special="|" in text or text.startswith("["))
-                    for text in sorted(REPLY_PARSERS[name].markup)
-                ]
-            )
-    return made
-
-
-@cache
-def masking_tokenizer(*, has_markup: bool) -> llguidance.LLTokenizer:
-    return llguidance.LLTokenizer(tokenizer(has_markup=has_markup).to_str(), eos_token=IM_END_ID)
-
-
 def request(
     tools: tuple[Tool, ...] = TOOLS,
     *,
@@ -71,8 +45,7 @@ def request(
     **form: bool,
 ) -> Callable[[str], GrammarRequest]:
     """What a family's grammar depends on."""
-    added = tokenizer(has_markup=has_markup).get_added_tokens_decoder()
-    ids = {token.content: token_id for token_id, token in added.items()}
+    ids = token_ids(has_markup=has_markup)
 
     def make(name: str) -> GrammarRequest:
         opening = opening_of(name, prompt, template_text=template, token_texts=ids)
@@ -84,30 +57,6 @@ def request(
 def tool_call_grammar(name: str, make: Callable[[str], GrammarRequest]) -> str:
     """The grammar of a family's calls."""
     return reply_grammar(name, make(name)).source
-
-
-def walk(grammar: str, seed: int, *, has_markup: bool = True, begin: str = "") -> str:
-    """A random text that the grammar allows: it starts with `begin`, and favours tokens that end it."""
-    vocabulary = tokenizer(has_markup=has_markup)
-    matcher = llguidance.LLMatcher(masking_tokenizer(has_markup=has_markup), grammar)
-    assert not matcher.is_error(), matcher.get_error()
-    rng = np.random.default_rng(seed)
-    closing = [
-        vocabulary.token_to_id(text) for text in ("}", '"', "]", "Ċ", "</think>", "<|end|>", "</arg_value>", "<")
-    ]
-    token_ids: list[int] = vocabulary.encode(begin).ids
-    assert matcher.consume_tokens(token_ids)
-    while len(token_ids) < 2000:
-        allowed = np.flatnonzero(np.frombuffer(matcher.compute_logit_bias(), np.uint8))
-        if IM_END_ID in allowed and rng.random() < 0.5:
-            return vocabulary.decode(token_ids, skip_special_tokens=False)
-        allowed = allowed[allowed != IM_END_ID]
-        if not allowed.size:
-            return vocabulary.decode(token_ids, skip_special_tokens=False)
-        near = np.intersect1d(allowed, [token_id for token_id in closing if token_id is not None])
-        token_ids.append(int(rng.choice(near if near.size and rng.random() < 0.5 else allowed)))
-        assert matcher.consume_token(token_ids[-1])
-    raise AssertionError("the text does not end")
 
 
 def fits(arguments: dict[str, Any]) -> bool:
@@ -122,14 +71,6 @@ def fits(arguments: dict[str, Any]) -> bool:
     return {"city", "code"} <= arguments.keys() <= known.keys() and all(
         known[name](value) for name, value in arguments.items()
     )
-
-
-def calls_in(parts: list[ReplyPart]) -> list[ToolCallPart]:
-    """The calls of a reply that contains nothing else but reasoning before them."""
-    calls = [part for part in parts if isinstance(part, ToolCallPart)]
-    assert parts[len(parts) - len(calls) :] == calls
-    assert all(isinstance(part, ReasoningPart) for part in parts[: len(parts) - len(calls)])
-    return calls
 
 
 @pytest.mark.parametrize("seed", range(6))
