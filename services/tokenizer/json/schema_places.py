@@ -84,15 +84,11 @@ def referenced(root: JsonValue, reference: str) -> SchemaPlace | None:
 
 
 def resolved(root: JsonValue, reference: str) -> JsonValue:
-    """What a reference into the root names through objects alone; None for any other reference."""
-    node = root
-    if reference[:1] != "#" or reference[1:2] not in ("", "/"):
-        return None
-    for name in _names(reference):
-        if not isinstance(node, dict):
-            return None
-        node = node.get(name)
-    return node
+    """What a reference names in the root by a JSON pointer; None for any other reference."""
+    if reference in ("", "#"):
+        return root
+    place = referenced(root, reference) if reference[:1] == "#" else None
+    return None if place is None else place.node
 
 
 def pointer_into(pointer: str, *steps: str | int) -> str:

@@ -6,27 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.tokenizer.chat.conversation import FUNCTIONS, Tool
-from services.tokenizer.json.json_values import JsonObject, JsonValue
+from services.tokenizer.json.closed_schema import closed_object
 from services.tokenizer.replies import deepseek_v3, deepseek_v32, glm4, harmony, kimi_k2, mistral, qwen3_coder
-from services.tokenizer.replies.lark import LarkGrammar, length_pattern, search_pattern
+from services.tokenizer.replies.lark import LarkGrammar
 from services.tokenizer.replies.openings import Opening
-from services.tokenizer.replies.untyped_values import takes_text
-from shared.grammar import GrammarError
-
-# A schema without any of these describes its object by "properties" alone.
-_OTHER_KEYWORDS = frozenset(
-    {
-        "$ref",
-        "additionalProperties",
-        "allOf",
-        "anyOf",
-        "if",
-        "not",
-        "oneOf",
-        "patternProperties",
-        "unevaluatedProperties",
-    }
-)
+from services.tokenizer.replies.untyped_grammars import ValueEnd, untyped_arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +49,7 @@ def _deepseek_v3(grammar: LarkGrammar, request: GrammarRequest) -> str:
     is_fenced = "```json" in request.template_text
     calls = []
     for tool in request.tools:
-        arguments = grammar.json(_arguments(tool))
+        arguments = _json(grammar, tool)
         if is_fenced:
             head, fence = grammar.literal(f"{tool.name}\n```json\n"), grammar.literal("\n```")
             calls.append(f"{grammar.literal('function')} {separator} {head} {arguments} {fence}")
@@ -82,7 +66,7 @@ def _harmony(grammar: LarkGrammar, request: GrammarRequest) -> str:
     kind = f"{grammar.marker(harmony.CONSTRAIN)} {grammar.literal('json')} {message}"
     # No end marker: the token that would end the message ends the reply.
     calls = [
-        f"{grammar.literal(f'commentary to={harmony.FUNCTIONS}{tool.name} ')} {kind} {grammar.json(_arguments(tool))}"
+        f"{grammar.literal(f'commentary to={harmony.FUNCTIONS}{tool.name} ')} {kind} {_json(grammar, tool)}"
         for tool in request.tools
     ]
     return f"{channel} ({' | '.join(calls)})"
@@ -91,7 +75,7 @@ def _harmony(grammar: LarkGrammar, request: GrammarRequest) -> str:
 def _kimi_k2(grammar: LarkGrammar, request: GrammarRequest) -> str:
     index, arguments = grammar.rule("INDEX", "/0|[1-9][0-9]{0,3}/"), grammar.marker(kimi_k2.ARGUMENTS)
     calls = [
-        f"{grammar.literal(f'{FUNCTIONS}{tool.name}:')} {index} {arguments} {grammar.json(_arguments(tool))}"
+        f"{grammar.literal(f'{FUNCTIONS}{tool.name}:')} {index} {arguments} {_json(grammar, tool)}"
         for tool in request.tools
     ]
     begin, end = grammar.marker(kimi_k2.CALL_BEGIN), grammar.marker(kimi_k2.CALL_END)
@@ -114,18 +98,13 @@ def _glm4_newline(grammar: LarkGrammar) -> str:
 
 
 def _glm4_arguments(grammar: LarkGrammar, tool: Tool) -> str:
-    return _untyped_arguments(
-        tool,
-        lambda name, schema: (
-            f"{_glm4_key(grammar, name)} {_untyped_value(grammar, schema, tool.parameters, end=glm4.VALUE_END)}"
-        ),
-    )
-
-
-def _glm4_key(grammar: LarkGrammar, name: str) -> str:
-    begin, end = grammar.marker(glm4.KEY_BEGIN), grammar.marker(glm4.KEY_END)
     newline = _glm4_newline(grammar)
-    return f"{newline} {begin} {grammar.literal(name)} {end} {newline} {grammar.marker(glm4.VALUE_BEGIN)}"
+    begin, end = grammar.marker(glm4.KEY_BEGIN), grammar.marker(glm4.KEY_END)
+
+    def key(name: str, _: bool) -> str:
+        return f"{newline} {begin} {name} {end} {newline} {grammar.marker(glm4.VALUE_BEGIN)}"
+
+    return untyped_arguments(grammar, tool, key, ValueEnd(glm4.VALUE_END, glm4.VALUE_END, never=glm4.VALUE_END))
 
 
 def _qwen3_coder(grammar: LarkGrammar, request: GrammarRequest) -> str:
@@ -139,21 +118,20 @@ def _qwen3_coder(grammar: LarkGrammar, request: GrammarRequest) -> str:
 
 
 def _qwen3_coder_arguments(grammar: LarkGrammar, tool: Tool) -> str:
+    def key(name: str, _: bool) -> str:
+        tag_end = ">\n"
+        return f"{grammar.literal(qwen3_coder.PARAMETER_BEGIN)} {name} {grammar.literal(tag_end)}"
+
     # The parser ends a value at its marker, with or without a line of its own.
-    end, never = f"\n{qwen3_coder.PARAMETER_END}\n", qwen3_coder.PARAMETER_END
-
-    def argument(name: str, schema: JsonValue) -> str:
-        begin = grammar.literal(f"{qwen3_coder.PARAMETER_BEGIN}{name}>\n")
-        return f"{begin} {_untyped_value(grammar, schema, tool.parameters, end=end, never=never)}"
-
-    return _untyped_arguments(tool, argument)
+    end = f"\n{qwen3_coder.PARAMETER_END}\n"
+    return untyped_arguments(grammar, tool, key, ValueEnd(end, never=qwen3_coder.PARAMETER_END))
 
 
 def _mistral(grammar: LarkGrammar, request: GrammarRequest) -> str:
     begin = grammar.marker(mistral.CALLS)
     if mistral.ARGUMENTS in request.template_text:
         separator = grammar.marker(mistral.ARGUMENTS)
-        named = [f"{grammar.literal(tool.name)} {separator} {grammar.json(_arguments(tool))}" for tool in request.tools]
+        named = [f"{grammar.literal(tool.name)} {separator} {_json(grammar, tool)}" for tool in request.tools]
         return _several(grammar.rule("call", f"{begin} ({' | '.join(named)})"), "", request)
     listed = _json_calls(grammar, request, "arguments")
     several = _several(grammar.rule("call", f"({' | '.join(listed)})"), grammar.literal(", "), request)
@@ -172,61 +150,17 @@ def _deepseek_v32(grammar: LarkGrammar, request: GrammarRequest) -> str:
 
 
 def _deepseek_v32_arguments(grammar: LarkGrammar, tool: Tool) -> str:
-    end, token = f"{deepseek_v32.PARAMETER_END}\n", deepseek_v32.DSML
+    def key(name: str, is_text: bool) -> str:
+        begin = _dsml(grammar, f'{deepseek_v32.PARAMETER_BEGIN} name="')
+        tag_end = f'" string="{"true" if is_text else "false"}">'
+        return f"{begin} {name} {grammar.literal(tag_end)}"
 
-    def argument(name: str, schema: JsonValue) -> str:
-        is_text = "true" if is_plain_text(schema, tool.parameters) else "false"
-        tag = _dsml(grammar, f'{deepseek_v32.PARAMETER_BEGIN} name="{name}" string="{is_text}">')
-        return f"{tag} {_untyped_value(grammar, schema, tool.parameters, end=end, token=token, never=token)}"
-
-    return _untyped_arguments(tool, argument)
+    token = deepseek_v32.DSML
+    return untyped_arguments(grammar, tool, key, ValueEnd(f"{deepseek_v32.PARAMETER_END}\n", token, never=token))
 
 
 def _dsml(grammar: LarkGrammar, text: str) -> str:
     return grammar.markup(text, deepseek_v32.DSML)
-
-
-def _untyped_arguments(tool: Tool, argument: Callable[[str, JsonValue], str]) -> str:
-    """Arguments one after another in the schema's order, each built from its name and schema."""
-    schema = tool.parameters
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    if (
-        not isinstance(properties, dict)
-        or not isinstance(required, list)
-        or _OTHER_KEYWORDS & schema.keys() - {"additionalProperties"}
-    ):
-        raise GrammarError("with this model, it must consist of plain properties")
-    arguments = []
-    for name, value in properties.items():
-        pair = argument(name, value)
-        arguments.append(pair if name in required else f"({pair})?")
-    return " ".join(arguments)
-
-
-def _untyped_value(
-    grammar: LarkGrammar, schema: JsonValue, root: JsonObject, *, end: str, token: str = "", never: str = ""
-) -> str:
-    """Plain text where the parser reads it so, otherwise JSON; then `end`. See `LarkGrammar.text_until`."""
-    if not (is_plain_text(schema, root) and isinstance(schema, dict)):
-        definitions: JsonObject = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        value = grammar.json({**definitions, **schema} if isinstance(schema, dict) else schema)
-        return f"{value} {grammar.markup(end, token) if token else grammar.marker(end)}"
-    choices = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(choices, list):
-        value = f"({' | '.join(grammar.literal(str(choice)) for choice in choices)})"
-        return f"{value} {grammar.markup(end, token) if token else grammar.marker(end)}"
-    patterns = []
-    if isinstance(pattern := schema.get("pattern"), str):
-        patterns.append(search_pattern(pattern))
-    min_length, max_length = schema.get("minLength"), schema.get("maxLength")
-    if isinstance(min_length, int) or isinstance(max_length, int):
-        patterns.append(length_pattern(min_length, max_length))
-    return grammar.text_until(end, *patterns, token=token, never=never)
-
-
-def is_plain_text(schema: JsonValue, root: JsonObject) -> bool:
-    """Whether a grammar can describe the values of a schema, which is part of `root`, as plain text."""
-    return takes_text(schema, root) and isinstance(schema, dict) and not _OTHER_KEYWORDS & schema.keys()
 
 
 def _several(call: str, between: str, request: GrammarRequest) -> str:
@@ -237,16 +171,13 @@ def _json_calls(grammar: LarkGrammar, request: GrammarRequest, arguments: str) -
     """One object for each tool; `arguments` is what the family calls that member."""
     heads = [grammar.literal(f'{{"name": "{tool.name}", "{arguments}": ') for tool in request.tools]
     return [
-        f"{head} {grammar.json(_arguments(tool))} {grammar.literal('}')}"
-        for head, tool in zip(heads, request.tools, strict=True)
+        f"{head} {_json(grammar, tool)} {grammar.literal('}')}" for head, tool in zip(heads, request.tools, strict=True)
     ]
 
 
-def _arguments(tool: Tool) -> JsonObject:
-    """The schema of the arguments, without additional ones unless it says otherwise."""
-    if _OTHER_KEYWORDS & tool.parameters.keys():
-        return tool.parameters
-    return {**tool.parameters, "additionalProperties": False}
+def _json(grammar: LarkGrammar, tool: Tool) -> str:
+    """The arguments as JSON."""
+    return grammar.json(closed_object(tool.parameters))
 
 
 CALL_GRAMMARS: dict[str, Callable[[LarkGrammar, GrammarRequest], str]] = {

@@ -8,8 +8,9 @@ Source: the chat templates of deepseek-ai/DeepSeek-V3-0324 and deepseek-ai/DeepS
 
 from __future__ import annotations
 
+from services.tokenizer.replies.json_calls import JsonCallParser
 from services.tokenizer.replies.openings import THINK_MARKUP
-from services.tokenizer.replies.parser import MAX_NAME_LENGTH, ReplyParser
+from services.tokenizer.replies.parser import MAX_NAME_LENGTH
 from services.tokenizer.replies.reader import SPACE, Reading
 from services.tokenizer.text.markers import Markers
 
@@ -18,11 +19,14 @@ CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>
 SEPARATOR = "<｜tool▁sep｜>"
 
 _OPENINGS = Markers(CALLS_BEGIN, "\n" + CALLS_BEGIN, CALL_BEGIN)
-_SEPARATORS = Markers(SEPARATOR)
-_FENCE, _FENCES = "```", Markers("```json")
+_TYPE = "function"
+_ENDS = Markers(CALL_END, CALLS_END, CALL_BEGIN)
+# A name alone is a call without arguments.
+_SEPARATORS = Markers(SEPARATOR, CALL_END, CALLS_END)
+_NAME_ENDS = Markers("\n", "`", "{", CALL_END, CALLS_END, CALL_BEGIN)
 
 
-class DeepseekV3Parser(ReplyParser):
+class DeepseekV3Parser(JsonCallParser):
     """See the module docstring."""
 
     markup = frozenset({"<think>", "</think>", CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR})
@@ -35,7 +39,8 @@ class DeepseekV3Parser(ReplyParser):
     def _read_calls(self, opening: str) -> Reading[None]:
         reader = self._reader
         if opening != CALL_BEGIN:
-            yield from reader.skip(SPACE)
+            if (yield from self._read_marked_calls(CALLS_END)):
+                return
             yield from reader.expect(CALL_BEGIN)
         while True:
             yield from self._read_call()
@@ -45,17 +50,17 @@ class DeepseekV3Parser(ReplyParser):
 
     def _read_call(self) -> Reading[None]:
         reader = self._reader
-        name, _ = yield from reader.until(_SEPARATORS, max_length=MAX_NAME_LENGTH)
+        name = yield from self._read_name(_SEPARATORS, max_length=MAX_NAME_LENGTH)
+        yield from reader.one_of(SEPARATOR)
         yield from reader.skip(SPACE)
-        is_fenced = (yield from reader.peek()) != "{"
-        if is_fenced:
-            name, _ = yield from reader.until(_FENCES, max_length=MAX_NAME_LENGTH)
-            yield from reader.skip(SPACE)
-            yield from reader.expect("{")
-            reader.position -= 1
-        self._begin_call(name.strip())
-        yield from self._read_arguments()
-        if is_fenced:
-            yield from self._close(_FENCE)
+        if name == _TYPE and not (yield from self._is_at_arguments()):
+            name = yield from self._read_name(_NAME_ENDS, max_length=MAX_NAME_LENGTH)
+        yield from self._read_whole_arguments(lambda: self._begin_call(name), _ENDS)
         yield from self._close(CALL_END)
         reader.accept()
+
+    def _is_at_arguments(self) -> Reading[bool]:
+        """Whether these come next in V3.1's form, for a tool whose name is that of V3's only type."""
+        if _TYPE not in self._tools:
+            return False
+        return not (character := (yield from self._reader.peek())) or character in "{`\"'<"

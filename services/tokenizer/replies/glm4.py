@@ -7,6 +7,7 @@ Source: the chat templates of zai-org/GLM-4.5, GLM-4.7 and GLM-5.2.
 
 from __future__ import annotations
 
+from services.tokenizer.replies.argument_forms import TEXT
 from services.tokenizer.replies.openings import THINK_MARKUP
 from services.tokenizer.replies.parser import MAX_NAME_LENGTH
 from services.tokenizer.replies.reader import SPACE, Reading
@@ -18,7 +19,8 @@ KEY_BEGIN, KEY_END = "<arg_key>", "</arg_key>"
 VALUE_BEGIN, VALUE_END = "<arg_value>", "</arg_value>"
 
 _OPENINGS = Markers(CALL_BEGIN, "\n" + CALL_BEGIN)
-_NAME_ENDS = Markers(KEY_BEGIN, CALL_END)
+_CALL_ENDS = Markers(CALL_END)
+_NAME_ENDS = Markers(KEY_BEGIN, CALL_END, "\n", "{", "`")
 _KEY_ENDS = Markers(KEY_END)
 _VALUE_ENDS = Markers(VALUE_END)
 
@@ -37,18 +39,30 @@ class Glm4Parser(UntypedCallParser):
 
     def _read_call(self, _: str) -> Reading[None]:
         reader = self._reader
-        name, end = yield from reader.until(_NAME_ENDS, max_length=MAX_NAME_LENGTH)
-        name = name.strip()
+        if (yield from self._read_marked_calls(CALL_END)):
+            return
+        name = self._offered_name((yield from self._read_name(_NAME_ENDS, max_length=MAX_NAME_LENGTH)))
+        yield from reader.skip(SPACE)
+        if (yield from reader.one_of(KEY_BEGIN)):
+            yield from self._read_pairs(name)
+        else:
+            yield from self._read_whole_arguments(lambda: self._begin_call(name), _CALL_ENDS)
+            yield from self._close(CALL_END)
+        yield from self._skip_after_call("\n")
+
+    def _read_pairs(self, name: str) -> Reading[None]:
+        reader = self._reader
         self._begin_call(name)
-        is_first = True
+        is_first, end = True, KEY_BEGIN
         while end == KEY_BEGIN:
-            key, _ = yield from reader.until(_KEY_ENDS, max_length=MAX_NAME_LENGTH)
+            written, _ = yield from reader.until(_KEY_ENDS, max_length=MAX_NAME_LENGTH)
             yield from reader.skip(SPACE)
             yield from reader.expect(VALUE_BEGIN)
-            self._put_key(key.strip(), is_first=is_first)
-            if not (yield from self._read_value(_VALUE_ENDS, self._types(name, key.strip()))):
+            key = written.strip()
+            self._put_key(key, is_first=is_first)
+            types = self._forms_of(name).types(key)
+            if not (yield from self._read_value(_VALUE_ENDS, types, is_text=types == TEXT)):
                 return
             is_first = False
             end = yield from self._close(KEY_BEGIN, CALL_END)
-        self._end_object(end, is_empty=is_first)
-        yield from self._skip_after_call("\n")
+        self._end_object(end, is_empty=False)

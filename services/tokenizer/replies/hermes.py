@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from services.tokenizer.replies.json_calls import JsonCallParser
 from services.tokenizer.replies.openings import THINK_MARKUP
-from services.tokenizer.replies.reader import SPACE, Reading
+from services.tokenizer.replies.reader import Reading, UnparsableError
 from services.tokenizer.text.markers import Markers
 
 _CALL_BEGIN, _CALL_END = "<tool_call>", "</tool_call>"
@@ -25,12 +25,5 @@ class HermesParser(JsonCallParser):
         yield from self._read_reply(self._read_calls)
 
     def _read_calls(self, _: str) -> Reading[None]:
-        # Usually there is one call; some models put several between the markers.
-        while True:
-            yield from self._reader.skip(SPACE)
-            yield from self._read_json_call(only_offered=False)
-            yield from self._reader.skip(SPACE)
-            if (yield from self._reader.peek()) != "{":
-                break
-        yield from self._close(_CALL_END)
-        yield from self._skip_after_call("\n")
+        if not (yield from self._read_marked_calls(_CALL_END)):
+            raise UnparsableError

@@ -1,6 +1,7 @@
 """Reads JSON from text that arrives in pieces, never beyond the first invalid character.
 
-What models write instead of valid characters in strings, and of numbers, is read too; `json_repair` replaces it.
+What models write instead of valid characters in strings, and of numbers, is read too, and Python's spelling of
+constants and strings; `json_repair` replaces it.
 
 Source: RFC 8259, sections 2 to 7.
 """
@@ -16,9 +17,13 @@ from services.tokenizer.replies.reader import SPACE, Reading, TextEndedError, Te
 # What Python and JavaScript write for numbers that are none in JSON.
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
-_MAX_DEPTH = 64
+# Python's spelling of JSON's words.
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
-_PLAIN_CHARACTERS = re.compile(r'[^"\\]+')
+_MAX_DEPTH = 64
+_MAX_NUMBER_LENGTH = 16 * 1024
+
+_PLAIN_CHARACTERS = {'"': re.compile(r'[^"\\]+'), "'": re.compile(r"[^'\\]+")}
 _NUMBER_CHARACTERS = re.compile(r"[-+.0-9eE]*")
 
 
@@ -36,12 +41,12 @@ def read_value(reader: TextReader, depth: int = 0) -> Reading[None]:
         yield from read_object(reader, lambda _: read_value(reader, depth + 1))
     elif character == "[":
         yield from _read_array(reader, depth)
-    elif character == '"':
+    elif character and character in "\"'":
         yield from read_string(reader)
     elif character and character in "-0123456789" and not (yield from reader.one_of(*NOT_FINITE)):
         yield from _read_number(reader)
     elif character != "-":
-        yield from reader.expect("true", "false", "null", *NOT_FINITE)
+        yield from reader.expect("true", "false", "null", *PYTHON_WORDS, *NOT_FINITE)
 
 
 def read_object(reader: TextReader, read_member: Callable[[str], Reading[None]]) -> Reading[None]:
@@ -64,9 +69,10 @@ def read_object(reader: TextReader, read_member: Callable[[str], Reading[None]])
 
 def read_string(reader: TextReader) -> Reading[str]:
     """Returns the string as written, with quotes. Raises as `read_value`."""
-    pieces = [(yield from reader.expect('"'))]
-    while (character := (yield from reader.peek())) != '"':
-        if match := _PLAIN_CHARACTERS.match(reader.text, reader.position):
+    quote = yield from reader.expect('"', "'")
+    pieces = [quote]
+    while (character := (yield from reader.peek())) != quote:
+        if match := _PLAIN_CHARACTERS[quote].match(reader.text, reader.position):
             pieces.append(match[0])
             reader.position = match.end()
         elif len(pair := (yield from reader.ahead(2))) == 2 and character:
@@ -76,7 +82,7 @@ def read_string(reader: TextReader) -> Reading[str]:
         else:
             raise TextEndedError
     reader.position += 1
-    pieces.append('"')
+    pieces.append(quote)
     return "".join(pieces)
 
 
@@ -96,9 +102,11 @@ def _read_array(reader: TextReader, depth: int) -> Reading[None]:
 def _read_number(reader: TextReader) -> Reading[None]:
     """The number is only consumed once its end is known."""
     while (match := _NUMBER_CHARACTERS.match(reader.text, reader.position)) and match.end() == len(reader.text):
-        if not (yield from reader.wait()):
+        if len(match[0]) > _MAX_NUMBER_LENGTH or not (yield from reader.wait()):
             break
     assert match is not None
+    if len(match[0]) > _MAX_NUMBER_LENGTH:
+        raise UnparsableError
     if not NUMBER.fullmatch(match[0]):
         raise TextEndedError if match.end() == len(reader.text) else UnparsableError
     reader.position = match.end()

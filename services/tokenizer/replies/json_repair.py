@@ -8,6 +8,8 @@ sent cannot be taken back, and what a client gets must be readable and must be a
     a surrogate without its pair         \ufffd
     another character after a backslash  the backslash as a character
     NaN, Infinity, a number beyond 2**1024   null
+    True, False, None                    true, false, null
+    'a string between single quotes'     the string between double quotes
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ import json
 import re
 
 from services.tokenizer.json.json_values import NUMBER, is_beyond_double
-from services.tokenizer.replies.json_reading import NOT_FINITE
+from services.tokenizer.replies.json_reading import NOT_FINITE, PYTHON_WORDS
 
-_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_PLAIN = re.compile(r"""[^"'\\\x00-\x1f]+""")
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u([0-9a-fA-F]{4}))')
 # The beginning of an escape, or a high surrogate's with perhaps the beginning of a low one's.
 _UNFINISHED = re.compile(r"\\(?:u[0-9a-fA-F]{0,3}|u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u[0-9a-fA-F]{0,3})?)?)?\Z")
@@ -30,8 +32,12 @@ _REPLACEMENT = r"\ufffd"
 class JsonRepair:
     """Takes a text that `json_reading` has read, cut anywhere. It is passed on as soon as its meaning is certain."""
 
-    def __init__(self) -> None:
-        self._is_in_string = False
+    def __init__(self, *, reads_python: bool = True) -> None:
+        """Without `reads_python`, Python's spelling stays as it is."""
+        self._words = PYTHON_WORDS if reads_python else {}
+        self._quotes = "\"'" if reads_python else '"'
+        # Of the string that has begun; empty outside strings.
+        self._quote = ""
         self._held = ""
 
     def push(self, text: str) -> str:
@@ -40,7 +46,7 @@ class JsonRepair:
         pieces: list[str] = []
         position = 0
         while position < len(text):
-            read = self._read_in_string if self._is_in_string else self._read_outside
+            read = self._read_in_string if self._quote else self._read_outside
             piece, size = read(text, position)
             if not size:
                 self._held = text[position:]
@@ -52,30 +58,39 @@ class JsonRepair:
     def finish(self) -> str:
         """The text has ended; returns the rest. One that was cut off ends as the model wrote it."""
         held, self._held = self._held, ""
-        return held if self._is_in_string else _word(held)
+        return held if self._quote else self._word(held)
 
     def _read_in_string(self, text: str, position: int) -> tuple[str, int]:
         """What to pass on, and how much of the text that was; nothing if more is needed to know."""
         if found := _PLAIN.match(text, position) or _PAIR.match(text, position):
             return found[0], len(found[0])
-        if text[position] == '"':
-            self._is_in_string = False
+        if text[position] == self._quote:
+            self._quote = ""
             return '"', 1
         if text[position] != "\\":
             return json.dumps(text[position])[1:-1], 1
+        if self._quote == "'" and text.startswith("\\'", position):
+            return "'", 2
         return ("", 0) if _UNFINISHED.match(text, position) else _escape(text, position)
 
     def _read_outside(self, text: str, position: int) -> tuple[str, int]:
         word = _WORD.match(text, position)
         if word is None:
-            self._is_in_string = text[position] == '"'
+            if text[position] in self._quotes:
+                self._quote = text[position]
+                return '"', 1
             return text[position], 1
-        return ("", 0) if word.end() == len(text) else (_word(word[0]), len(word[0]))
+        return ("", 0) if word.end() == len(text) else (self._word(word[0]), len(word[0]))
+
+    def _word(self, text: str) -> str:
+        """A number or another word outside strings."""
+        is_none = text in NOT_FINITE or (NUMBER.fullmatch(text) and is_beyond_double(text))
+        return "null" if is_none else self._words.get(text, text)
 
 
-def repaired(text: str) -> str:
+def repaired(text: str, *, reads_python: bool = True) -> str:
     """A whole text, repaired."""
-    repair = JsonRepair()
+    repair = JsonRepair(reads_python=reads_python)
     return repair.push(text) + repair.finish()
 
 
@@ -86,9 +101,3 @@ def _escape(text: str, position: int) -> tuple[str, int]:
         return r"\\", 1
     is_half = escape[1] and 0xD800 <= int(escape[1], 16) <= 0xDFFF
     return (_REPLACEMENT if is_half else escape[0]), len(escape[0])
-
-
-def _word(text: str) -> str:
-    """A number or another word outside strings."""
-    is_none = text in NOT_FINITE or (NUMBER.fullmatch(text) and is_beyond_double(text))
-    return "null" if is_none else text

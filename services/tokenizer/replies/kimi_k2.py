@@ -9,13 +9,15 @@ Source: docs/tool_call_guidance.md and chat_template.jinja of moonshotai/Kimi-K2
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 
 from services.tokenizer.chat.conversation import FUNCTIONS
+from services.tokenizer.replies.json_calls import JsonCallParser
 from services.tokenizer.replies.openings import THINK_MARKUP
-from services.tokenizer.replies.parser import MAX_NAME_LENGTH, ReplyParser
-from services.tokenizer.replies.reader import SPACE, Reading, UnparsableError
+from services.tokenizer.replies.parser import MAX_NAME_LENGTH
+from services.tokenizer.replies.reader import Reading, UnparsableError
 from services.tokenizer.text.markers import Markers
 
 CALLS_BEGIN, CALLS_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -26,12 +28,14 @@ ARGUMENTS = "<|tool_call_argument_begin|>"
 _OTHER_BEGIN, _OTHER_END = "<|tool_call_section_begin|>", "<|tool_call_section_end|>"
 
 _OPENINGS = Markers(CALLS_BEGIN, "\n" + CALLS_BEGIN, _OTHER_BEGIN, "\n" + _OTHER_BEGIN, CALL_BEGIN)
-_SEPARATORS = Markers(ARGUMENTS)
+# An id alone is a call without arguments.
+_SEPARATORS = Markers(ARGUMENTS, CALL_END, CALLS_END, _OTHER_END)
+_ENDS = Markers(CALL_END, CALLS_END, _OTHER_END, CALL_BEGIN)
 _INDEX = re.compile(":([0-9]+)$")
 _MAX_ID_LENGTH = len(FUNCTIONS) + MAX_NAME_LENGTH + 8
 
 
-class KimiK2Parser(ReplyParser):
+class KimiK2Parser(JsonCallParser):
     """See the module docstring."""
 
     markup = frozenset({"<think>", "</think>", CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, ARGUMENTS})
@@ -44,7 +48,8 @@ class KimiK2Parser(ReplyParser):
     def _read_calls(self, opening: str) -> Reading[None]:
         reader = self._reader
         if opening != CALL_BEGIN:
-            yield from reader.skip(SPACE)
+            if (yield from self._read_marked_calls(CALLS_END, _OTHER_END)):
+                return
             yield from reader.expect(CALL_BEGIN)
         while True:
             yield from self._read_call()
@@ -54,13 +59,10 @@ class KimiK2Parser(ReplyParser):
 
     def _read_call(self) -> Reading[None]:
         reader = self._reader
-        written, _ = yield from reader.until(_SEPARATORS, max_length=_MAX_ID_LENGTH)
-        yield from reader.skip(SPACE)
-        if (yield from reader.peek()) != "{":
-            raise UnparsableError
-        name, index = self._name_and_index(written.strip())
-        self._begin_call(name, self._free_id(name, index))
-        yield from self._read_arguments()
+        written = yield from self._read_name(_SEPARATORS, max_length=_MAX_ID_LENGTH)
+        yield from reader.one_of(ARGUMENTS)
+        name, index = self._name_and_index(written)
+        yield from self._read_whole_arguments(lambda: self._begin_call(name, self._free_id(name, index)), _ENDS)
         yield from self._close(CALL_END)
         reader.accept()
 
@@ -71,8 +73,10 @@ class KimiK2Parser(ReplyParser):
         """
         index = _INDEX.search(written)
         ends = [(written[: index.start()], index[1]), (written, "")] if index else [(written, "")]
-        names = [(text.removeprefix(FUNCTIONS), number) for text, number in ends] + ends
-        return next((each for each in names if each[0] in self._tools), names[0])
+        for text, number in ends:
+            with contextlib.suppress(UnparsableError):
+                return self._offered_name(text), number
+        raise UnparsableError
 
     def _free_id(self, name: str, index: str) -> str:
         """The id with that index, or else with the first one that is free from the number of calls so far."""

@@ -46,7 +46,7 @@ class LarkGrammar:
 
     def literal(self, text: str) -> str:
         """A fixed text."""
-        return json.dumps(text, ensure_ascii=False)
+        return literal(text)
 
     def rule(self, name: str, expression: str) -> str:
         """Add a rule; returns its name."""
@@ -64,20 +64,22 @@ class LarkGrammar:
             schema = {**schema, "x-guidance": _JSON_STYLE}
         return self.rule(f"json_{len(self._rules)}", f"%json {json.dumps(schema)}")
 
-    def text_until(self, marker: str, *patterns: str, token: str = "", never: str = "") -> str:
-        """Text that matches all `patterns` and contains neither `marker` nor `never`, then the marker.
+    def text_until(self, marker: str, term: str = "", *, token: str = "", never: str = "") -> str:
+        """Text that `term`, a terminal's expression, describes and that contains neither `marker` nor `never`, then the
+        marker. Without a term it is any text.
 
         Only a part of the marker, `token`, may be a token.
         """
         number = len(self._rules)
         before, part, after = marker.partition(token) if token in self._token_ids else ("", marker, "")
         is_token = part in self._token_ids
-        # A token ends the text before it, which is read as one.
-        end = re.escape(before) if is_token else ""
-        terms = [f"/{_slashes(f'(?:{pattern}){end}' if end else pattern)}/" for pattern in patterns or (_ANY_TEXT,)]
+        term = term or regex(_ANY_TEXT)
+        if is_token and before:
+            # A token ends the text before it, which is read as one.
+            term = f"({term}) {literal(before)}"
         if never:
-            terms.append(f"~/{_slashes(f'(?s:.*){re.escape(never)}(?s:.*)')}/")
-        text = self.rule(f"TEXT_{number}", " & ".join(terms))
+            term = f"({term}) & ~{regex(f'{_ANY_TEXT}{re.escape(never)}{_ANY_TEXT}')}"
+        text = self.rule(f"TEXT_{number}", term)
         if is_token:
             return f"{text} {self.marker(part)} {self.literal(after) if after else ''}"
         return self.rule(f"text_{number}[suffix={self.literal(marker)}]", text).partition("[")[0]
@@ -87,17 +89,33 @@ class LarkGrammar:
         return "\n".join([f"start: {start}", *self._rules, ANY_TOKENS])
 
 
+def literal(text: str) -> str:
+    """A fixed text."""
+    return json.dumps(text, ensure_ascii=False) if text else regex("(?:)")
+
+
+def regex(pattern: str) -> str:
+    """A terminal that a regular expression describes, in the library's syntax."""
+    # Nothing between two slashes would begin a comment.
+    return f"/{_slashes(pattern or '(?:)')}/"
+
+
 def search_pattern(pattern: str) -> str:
     """A regex for texts in which `pattern` is found, as in JSON schemas; raises as `full_match_regex`."""
-    # Nothing between two slashes would begin a comment.
-    return full_match_regex(pattern) or "(?:)"
+    return full_match_regex(pattern)
 
 
 def length_pattern(min_length: JsonValue, max_length: JsonValue) -> str:
-    """A regex for texts of that many characters; bounds other than integers are ignored."""
-    least = min_length if isinstance(min_length, int) else 0
-    most = max_length if isinstance(max_length, int) else ""
-    return f"(?s:.{{{least},{most}}})"
+    """A regex for texts of that many characters; bounds other than whole numbers are ignored."""
+    least, most = _whole(min_length), _whole(max_length)
+    return f"(?s:.{{{least or 0},{'' if most is None else most}}})"
+
+
+def _whole(bound: JsonValue) -> int | None:
+    """A number such as 3.0 is whole in JSON Schema ("Core", section 4.2.3)."""
+    if isinstance(bound, bool) or not isinstance(bound, int | float) or not float(bound).is_integer():
+        return None
+    return int(bound)
 
 
 def _slashes(pattern: str) -> str:

@@ -9,14 +9,15 @@ from __future__ import annotations
 from services.tokenizer.replies.json_calls import JsonCallParser
 from services.tokenizer.replies.openings import THINK_MARKUP
 from services.tokenizer.replies.parser import MAX_NAME_LENGTH
-from services.tokenizer.replies.reader import SPACE, Reading, UnparsableError
+from services.tokenizer.replies.reader import SPACE, Reading
 from services.tokenizer.text.markers import Markers
 
 CALLS, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 _OPENINGS = Markers(CALLS, "\n" + CALLS)
-_NAME_ENDS = Markers(ARGUMENTS, CALL_ID, "{", CALLS)
-_ID_ENDS = Markers(ARGUMENTS, "{", CALLS)
+_NAME_ENDS = Markers(ARGUMENTS, CALL_ID, "{", "`", CALLS)
+_ID_ENDS = Markers(ARGUMENTS, "{", "`", CALLS)
+_ENDS = Markers(CALLS)
 
 
 class MistralParser(JsonCallParser):
@@ -32,33 +33,15 @@ class MistralParser(JsonCallParser):
     def _read_calls(self, _: str) -> Reading[None]:
         reader = self._reader
         yield from reader.skip(SPACE)
-        character = yield from reader.peek()
-        if character == "[":
-            yield from self._read_list()
-        elif character == "{":
-            yield from self._read_json_call(only_offered=False)
+        if (yield from reader.peek()) in ("[", "{", "`"):
+            yield from self._read_json_calls(is_bare=False)
         else:
             yield from self._read_named_call()
 
-    def _read_list(self) -> Reading[None]:
-        yield from self._reader.expect("[")
-        end = ","
-        while end == ",":
-            yield from self._reader.skip(SPACE)
-            yield from self._read_json_call(only_offered=False)
-            end = yield from self._close(",", "]")
-
     def _read_named_call(self) -> Reading[None]:
         reader = self._reader
-        name, end = yield from reader.until(_NAME_ENDS, max_length=MAX_NAME_LENGTH)
-        if end == CALL_ID:
-            _, end = yield from reader.until(_ID_ENDS, max_length=MAX_NAME_LENGTH)
-        if end == CALLS:
-            raise UnparsableError
-        if end == "{":
-            reader.position -= 1
-        yield from reader.skip(SPACE)
-        if (yield from reader.peek()) != "{":
-            raise UnparsableError
-        self._begin_call(name.strip())
-        yield from self._read_arguments()
+        name = yield from self._read_name(_NAME_ENDS, max_length=MAX_NAME_LENGTH)
+        if (yield from reader.one_of(CALL_ID)):
+            yield from self._read_name(_ID_ENDS, max_length=MAX_NAME_LENGTH)
+        yield from reader.one_of(ARGUMENTS)
+        yield from self._read_whole_arguments(lambda: self._begin_call(name), _ENDS, is_last=True)

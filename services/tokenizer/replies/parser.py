@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from services.tokenizer.chat.conversation import Tool
+from services.tokenizer.chat.conversation import FUNCTIONS, Tool
 from services.tokenizer.json.json_values import read_json_object
+from services.tokenizer.replies.code_spans import CodeSpans
 from services.tokenizer.replies.json_reading import read_value
 from services.tokenizer.replies.json_repair import JsonRepair
 from services.tokenizer.replies.openings import Opening, ThinkMarkup
@@ -20,6 +21,10 @@ from services.tokenizer.text.markers import NO_MARKERS, Markers
 
 # No tool has a longer name; anything longer is not a name.
 MAX_NAME_LENGTH = 256
+# A parser holds back at most this many characters of what may turn out to be a call, besides those of one piece. Beyond
+# that it is text. Once a call has begun, its arguments are passed on as they arrive; only a value that is written by
+# itself and is not text (`untyped_values`) waits for its end.
+MAX_HELD_LENGTH = 64 * 1024
 # Where calls may begin at the end of reasoning; hostile reasoning may have thousands of such places.
 _MAX_TRIED_OPENINGS = 16
 
@@ -38,7 +43,7 @@ class ReplySetting:
     one_call: bool = False
     """Whether the first call ends the reply."""
     allowed_names: frozenset[str] = frozenset()
-    """A call of any other tool is text; empty if all are allowed."""
+    """A call of any other tool is text; empty if all that are offered are allowed."""
     earlier_ids: tuple[str, ...] = ()
     """The ids of the conversation's calls so far; empty for one without."""
     is_continued: bool = False
@@ -86,6 +91,7 @@ class ReplyParser(abc.ABC):
         self._ids = set(setting.earlier_ids)
         # The opening of the markup that is being read; empty once a call in it has been passed on.
         self._opening = ""
+        self._code = CodeSpans()
         # While arguments are streamed.
         self._repair: JsonRepair | None = None
         self._course = self._read()
@@ -125,6 +131,10 @@ class ReplyParser(abc.ABC):
         if self._setting.has_form and not (yield from self._reader.is_at(openings)):
             openings = NO_MARKERS
         while (opening := (yield from self._pass_until(openings, self._put_text))) is not None:
+            if self._code.is_in_code(opening):
+                self._opening = opening
+                self._give_back()
+                continue
             yield from self._try(opening, read_markup)
             if self._num_calls and self.think_markup is not None:
                 yield from self._read_reasoning(self.think_markup, Opening.EITHER)
@@ -132,6 +142,7 @@ class ReplyParser(abc.ABC):
     def _try(self, opening: str, read_markup: Callable[[str], Reading[None]]) -> Reading[None]:
         """Read markup whose opening has been read but not accepted."""
         self._opening = opening
+        self._reader.max_read = MAX_HELD_LENGTH
         try:
             yield from read_markup(opening)
         except UnparsableError as error:
@@ -146,6 +157,8 @@ class ReplyParser(abc.ABC):
                 self._give_back()
         else:
             self._end_after_call()
+        finally:
+            self._reader.max_read = None
 
     def _read_reasoning(self, markup: ThinkMarkup, place: Opening) -> Reading[None]:
         begins = ""
@@ -182,8 +195,8 @@ class ReplyParser(abc.ABC):
 
     def _begin_call(self, name: str, call_id: str = "") -> None:
         """Pass a call's name on, and accept what has been read. It gets an id, unless the model's can come back."""
-        allowed = self._setting.allowed_names
-        if not is_name(name) or (allowed and name not in allowed):
+        name, allowed = self._offered_name(name), self._setting.allowed_names
+        if allowed and name not in allowed:
             raise UnparsableError
         self._end_after_call()
         if not 0 < len(call_id.encode()) <= MAX_NAME_LENGTH:
@@ -192,7 +205,21 @@ class ReplyParser(abc.ABC):
         self._parts.append(ToolCallPart(self._num_calls, call_id, name, ""))
         self._num_calls += 1
         self._opening = ""
+        self._code = CodeSpans()
         self._reader.accept()
+
+    def _offered_name(self, written: str) -> str:
+        """The tool that a name means, which may have Kimi's and gpt-oss's prefix, even twice.
+
+        Raises:
+            UnparsableError: no such tool is offered.
+        """
+        name = written.strip()
+        while name not in self._tools:
+            if not name.startswith(FUNCTIONS):
+                raise UnparsableError
+            name = name.removeprefix(FUNCTIONS)
+        return name
 
     def _end_after_call(self) -> None:
         """End the reply, if it has its only call."""
@@ -206,8 +233,10 @@ class ReplyParser(abc.ABC):
 
     def _read_arguments(self) -> Reading[None]:
         self._repair = repair = JsonRepair()
+        self._reader.max_read = None
         yield from read_value(self._reader)
         self._end_arguments(repair, is_cut=False)
+        self._reader.max_read = MAX_HELD_LENGTH
 
     def _end_arguments(self, repair: JsonRepair, *, is_cut: bool) -> None:
         """The arguments end with what has been read or, if cut off, with the text."""
@@ -260,6 +289,7 @@ class ReplyParser(abc.ABC):
         return parts if all(isinstance(part, ToolCallPart) for part in parts) and _are_whole(parts) else []
 
     def _put_text(self, text: str) -> None:
+        self._code.push(text)
         self._put_filtered(self._text_filter.push(text))
 
     def _put_filtered(self, text: str) -> None:
@@ -306,11 +336,6 @@ def _are_whole(calls: Sequence[ReplyPart]) -> bool:
     except ValueError:
         return False
     return True
-
-
-def is_name(text: str) -> bool:
-    """Whether a tool could have this name, offered or not."""
-    return 0 < len(text) <= MAX_NAME_LENGTH and text.isprintable()
 
 
 class _TokenFilter:

@@ -7,9 +7,10 @@ Source: the chat template of Qwen/Qwen3-Coder-30B-A3B-Instruct.
 
 from __future__ import annotations
 
+from services.tokenizer.replies.argument_forms import TEXT
 from services.tokenizer.replies.openings import THINK_MARKUP
 from services.tokenizer.replies.parser import MAX_NAME_LENGTH
-from services.tokenizer.replies.reader import SPACE, Reading, UnparsableError
+from services.tokenizer.replies.reader import SPACE, Reading
 from services.tokenizer.replies.untyped_values import UntypedCallParser
 from services.tokenizer.text.markers import Markers
 
@@ -19,6 +20,7 @@ PARAMETER_BEGIN, PARAMETER_END = "<parameter=", "</parameter>"
 
 _OPENINGS = Markers(CALL_BEGIN, "\n" + CALL_BEGIN, FUNCTION_BEGIN, "\n" + FUNCTION_BEGIN)
 _NAME_ENDS = Markers(">")
+_FUNCTION_ENDS = Markers(FUNCTION_END, CALL_END)
 _VALUE_ENDS = Markers(PARAMETER_END, "\n" + PARAMETER_END)
 
 
@@ -36,22 +38,39 @@ class Qwen3CoderParser(UntypedCallParser):
         reader = self._reader
         is_bare = opening.endswith(FUNCTION_BEGIN)
         if not is_bare:
-            yield from reader.skip(SPACE)
+            if (yield from self._read_marked_calls(CALL_END)):
+                return
             yield from reader.expect(FUNCTION_BEGIN)
-        name, _ = yield from reader.until(_NAME_ENDS, max_length=MAX_NAME_LENGTH)
-        if is_bare and name not in self._tools:
-            raise UnparsableError
+        while True:
+            end = yield from self._read_function()
+            if end != FUNCTION_END:
+                break
+            # A model that omits the beginning often writes the end.
+            end = yield from self._close(CALL_END, FUNCTION_BEGIN)
+            if end != FUNCTION_BEGIN:
+                break
+            self._end_after_call()
+        yield from self._skip_after_call("\n")
+
+    def _read_function(self) -> Reading[str]:
+        """Returns what has ended it; empty for the end of the reply."""
+        reader = self._reader
+        written, _ = yield from reader.until(_NAME_ENDS, max_length=MAX_NAME_LENGTH)
+        name = self._offered_name(written)
+        yield from reader.skip(SPACE)
+        if (yield from reader.peek()) not in ("", "<"):
+            yield from self._read_whole_arguments(lambda: self._begin_call(name), _FUNCTION_ENDS)
+            return (yield from self._close(FUNCTION_END, CALL_END))
         self._begin_call(name)
         is_first = True
         while (end := (yield from self._close(PARAMETER_BEGIN, FUNCTION_END, CALL_END))) == PARAMETER_BEGIN:
             key, _ = yield from reader.until(_NAME_ENDS, max_length=MAX_NAME_LENGTH)
             yield from reader.one_of("\n")
             self._put_key(key, is_first=is_first)
-            if not (yield from self._read_value(_VALUE_ENDS, self._types(name, key))):
-                return
+            types = self._forms_of(name).types(key)
+            if not (yield from self._read_value(_VALUE_ENDS, types, is_text=types == TEXT)):
+                return ""
             is_first = False
         self._end_object(end, is_empty=is_first)
-        if end == FUNCTION_END:
-            # A model that omits the beginning often writes the end.
-            yield from self._close(CALL_END)
-        yield from self._skip_after_call("\n")
+        reader.accept()
+        return end

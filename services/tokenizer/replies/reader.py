@@ -32,6 +32,9 @@ class TextReader:
     Invariant: text before `mark` is accepted; from there to `position` it is read, but may still be given back.
     """
 
+    max_read: int | None = None
+    """How much may be read but not accepted before more is read; None if it may be any amount."""
+
     def __init__(self) -> None:
         self.text = ""
         self.mark = 0
@@ -77,7 +80,13 @@ class TextReader:
         return self.text[self.position : self.position + size]
 
     def peek(self) -> Reading[str]:
-        """The next character, not consumed; empty at the end of the text."""
+        """The next character, not consumed; empty at the end of the text.
+
+        Raises:
+            UnparsableError: more than `max_read` characters are read but not accepted.
+        """
+        if self.max_read is not None and self.num_read > self.max_read:
+            raise UnparsableError
         if self.position < len(self.text):
             return self.text[self.position]
         return (yield from self.ahead(1))
@@ -115,6 +124,14 @@ class TextReader:
         if not found:
             raise TextEndedError if self._may_begin(markers) else UnparsableError
         return found
+
+    def until_or_end(self, markers: Markers, *, max_length: int) -> Reading[tuple[str, str]]:
+        """As `until`; without a marker up to the end of the text, and an empty marker."""
+        while not markers.find(self.text, self.position) and len(self.text) - self.position <= max_length:
+            if not (yield from self.wait()):
+                begin, self.position = self.position, len(self.text)
+                return self.text[begin:], ""
+        return (yield from self.until(markers, max_length=max_length))
 
     def until(self, markers: Markers, *, max_length: int) -> Reading[tuple[str, str]]:
         """Read up to and including the first marker; returns the text before it, and the marker.

@@ -6,7 +6,7 @@ import pytest
 
 from services.tokenizer.replies import ReasoningPart, ReplyPart, TextPart
 from services.tokenizer.replies.deepseek_v3 import DeepseekV3Parser
-from tests.support.tokenizer.replies import call_part, parse_every_way
+from tests.support.tokenizer.replies import call_part, parse_every_way, tool
 
 CALLS, END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 ONE, TWO = '{"x":1}', '{"y":2}'
@@ -46,11 +46,11 @@ def v31(name: str, arguments: str) -> str:
         (f"{v3('get_weather', TOKYO)} And more.", [call_part("get_weather", TOKYO), TextPart(" And more.")]),
         # V3.1.
         (
-            f"some prefix text{CALLS}{v31('foo', ONE)}{v31('bar', TWO)}{END_CALLS} some suffix text",
+            f"some prefix text{CALLS}{v31('search', ONE)}{v31('get_time', TWO)}{END_CALLS} some suffix text",
             [
                 TextPart("some prefix text"),
-                call_part("foo", ONE),
-                call_part("bar", TWO, 1),
+                call_part("search", ONE),
+                call_part("get_time", TWO, 1),
                 TextPart(" some suffix text"),
             ],
         ),
@@ -59,19 +59,23 @@ def v31(name: str, arguments: str) -> str:
             f"<think>\nThe user wants the weather.\n</think>\n\n{CALLS}{v3('get_weather', TOKYO)}{END_CALLS}",
             [ReasoningPart("The user wants the weather."), call_part("get_weather", TOKYO)],
         ),
-        # A tool with that name.
-        (f"{CALLS}{v31('function', '{}')}{END_CALLS}", [call_part("function", "{}")]),
     ],
 )
 def test_recorded_replies(text: str, parts: list[ReplyPart]) -> None:
     assert parse_every_way("deepseek_v3", text) == parts
 
 
+def test_a_tool_may_have_the_name_of_the_only_type() -> None:
+    text = f"{CALLS}{v31('function', '{}')}{v3('function', TOKYO)}{END_CALLS}"
+    parts = parse_every_way("deepseek_v3", text, tools=(tool("function"),))
+    assert parts == [call_part("function", "{}"), call_part("function", TOKYO, 1)]
+
+
 @pytest.mark.parametrize(
     "text",
     [
         f"Let me look that up.{CALLS}get_weather",
-        f'{CALLS}foo<｜tool▁sep｜>{{"x":1}}{END_CALLS}',
+        f'{CALLS}search<｜tool▁sep｜>{{"x":1}}{END_CALLS}',
         f"{CALLS}function<｜tool▁sep｜>get_weather\n```json\n{{}}\n```{END_CALLS}",
         f"{CALLS}<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```python\nx\n```<｜tool▁call▁end｜>",
         f"{CALLS}<｜tool▁call▁begin｜>{'x' * 300}<｜tool▁sep｜>{{}}",

@@ -45,14 +45,14 @@ def calls(*invocations: str) -> str:
         ("<｜DSML｜function_calls> x", [TextPart("<｜DSML｜function_calls> x")]),
         (
             '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_time">x',
-            [call_part("get_time", ""), TextPart("x")],
-        ),
-        # Cut off.
-        (
-            calls(invoke("search", parameter("query", "ab"))).partition("</｜DSML｜p")[0],
-            [call_part("search", '{"query": "ab')],
+            [TextPart('<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_time">x')],
         ),
     ],
 )
 def test_a_reply_is_split_into_its_parts(text: str, parts: list[ReplyPart]) -> None:
     assert parse_every_way("deepseek_v32", text) == parts
+
+
+def test_a_call_that_is_cut_off_has_the_arguments_that_have_arrived() -> None:
+    text = calls(invoke("search", parameter("query", "ab"))).partition("</｜DSML｜p")[0]
+    assert parse_every_way("deepseek_v32", text, is_cut=True) == [call_part("search", '{"query": "ab')]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.tokenizer.replies import ReasoningPart, ReplyPart, ReplySetting, TextPart, ToolCallPart, make_reply_parser
-from services.tokenizer.replies.untyped_values import takes_text
+from services.tokenizer.replies.argument_forms import ArgumentForms
 from tests.support.tokenizer.replies import TOOLS, call_part, parse_every_way, tool
 
 
@@ -57,14 +57,6 @@ def call(name: str, between: str = "\n", **arguments: str) -> str:
             ],
         ),
         # A tool that was not offered has no schema.
-        (call("made_up", a="1", b="x"), [call_part("made_up", '{"a": 1, "b": "x"}')]),
-        # Cut off: the arguments that have arrived.
-        ("<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>caf", [call_part("search", '{"query": "caf')]),
-        (
-            "<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>café</arg_value>\n",
-            [call_part("search", '{"query": "café"')],
-        ),
-        ("<tool_call>search\n<arg_key>limit</arg_key>\n<arg_value>12", [call_part("search", '{"limit": 12')]),
     ],
 )
 def test_recorded_replies(text: str, parts: list[ReplyPart]) -> None:
@@ -72,11 +64,23 @@ def test_recorded_replies(text: str, parts: list[ReplyPart]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>caf", '{"query": "caf'),
+        ("<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>café</arg_value>\n", '{"query": "café"'),
+        ("<tool_call>search\n<arg_key>limit</arg_key>\n<arg_value>12", '{"limit": 12'),
+    ],
+)
+def test_a_call_that_is_cut_off_has_the_arguments_that_have_arrived(text: str, arguments: str) -> None:
+    assert parse_every_way("glm4", text, is_cut=True) == [call_part("search", arguments)]
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "<tool_call>",
-        "<tool_call>get_weather",
         "<tool_call></tool_call>",
+        call("made_up", a="1", b="x"),
         f"<tool_call>{'x' * 300}</tool_call>",
         "<tool_call>a\nb</tool_call>",
         "a <arg_key>b</arg_key> </tool_call>",
@@ -114,7 +118,7 @@ def test_text_arguments_are_sent_as_they_arrive() -> None:
     ],
 )
 def test_an_argument_is_text_if_its_schema_allows_nothing_else(schema: Any, is_text: bool) -> None:
-    assert takes_text(schema, {}) == is_text
+    assert ArgumentForms(tool("t", a=schema).parameters).is_text("a") == is_text
     text = call("t", a="1")
     (part,) = parse_every_way("glm4", text, tools=(tool("t", a=schema),))
     assert isinstance(part, ToolCallPart)

@@ -102,9 +102,9 @@ def test_text_outside_any_channel_and_call_is_returned_without_special_tokens(te
     assert parse_every_way("harmony", text, special_tokens=SPECIAL) == [TextPart(re.sub(r"<\|\w+\|>", "", text))]
 
 
-def test_a_call_that_was_cut_off_before_its_arguments_has_none() -> None:
+def test_a_call_that_was_cut_off_before_its_arguments_is_text() -> None:
     text = "<|channel|>commentary to=functions.get_time<|message|>"
-    assert parse("harmony", list(text), is_cut=True) == [call_part("get_time", "")]
+    assert parse("harmony", list(text), is_cut=True) == [TextPart(text)]
 
 
 def test_without_tools_a_call_is_text_and_reasoning_is_not() -> None:

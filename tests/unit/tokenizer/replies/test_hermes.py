@@ -17,9 +17,9 @@ TOMORROW = '{"location": "San Francisco, CA, USA", "date": "2024-10-01"}'
         ("The current temperature is 26.1°C.", [TextPart("The current temperature is 26.1°C.")]),
         # Qwen's documentation, "Function Calling".
         (
-            f'<tool_call>\n{{"name": "get_current_temperature", "arguments": {TEMPERATURE}}}\n</tool_call>\n'
-            f'<tool_call>\n{{"name": "get_temperature_date", "arguments": {TOMORROW}}}\n</tool_call>',
-            [call_part("get_current_temperature", TEMPERATURE), call_part("get_temperature_date", TOMORROW, 1)],
+            f'<tool_call>\n{{"name": "get_weather", "arguments": {TEMPERATURE}}}\n</tool_call>\n'
+            f'<tool_call>\n{{"name": "search", "arguments": {TOMORROW}}}\n</tool_call>',
+            [call_part("get_weather", TEMPERATURE), call_part("search", TOMORROW, 1)],
         ),
         # Qwen3 with thinking.
         (
@@ -39,12 +39,12 @@ TOMORROW = '{"location": "San Francisco, CA, USA", "date": "2024-10-01"}'
         ),
         # Without the end, as when the model stops right after the object.
         (
-            '<tool_call>\n{"name": "final_answer", "arguments": {"trigger": true}}',
-            [call_part("final_answer", '{"trigger": true}')],
+            '<tool_call>\n{"name": "get_time", "arguments": {"trigger": true}}',
+            [call_part("get_time", '{"trigger": true}')],
         ),
         (
-            '<tool_call>\n{"name": "final_answer", "arguments": {"trigger": true}',
-            [call_part("final_answer", '{"trigger": true}')],
+            '<tool_call>\n{"name": "get_time", "arguments": {"trigger": true}',
+            [call_part("get_time", '{"trigger": true}')],
         ),
         ('<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool', [call_part("get_time", "{}")]),
         # Cut off by max_tokens: the part of the arguments that has arrived.
@@ -60,8 +60,8 @@ TOMORROW = '{"location": "San Francisco, CA, USA", "date": "2024-10-01"}'
         ),
         ('<tool_call>{"name": "get_time"}</tool_call>', [call_part("get_time", "{}")]),
         (
-            '<tool_call>\n{"name": "get_db_config", "arguments": "{\\"param\\": \\"max_connections\\"}"}\n</tool_call>',
-            [call_part("get_db_config", '{"param": "max_connections"}')],
+            '<tool_call>\n{"name": "search", "arguments": "{\\"param\\": \\"max_connections\\"}"}\n</tool_call>',
+            [call_part("search", '{"param": "max_connections"}')],
         ),
         # Two calls between one pair of markers.
         (
@@ -89,8 +89,8 @@ def test_recorded_replies(text: str, parts: list[ReplyPart]) -> None:
     "text",
     [
         "<tool_call>\n{not json}\n</tool_call>",
-        '<tool_call>\n{"name": "do_thing", "arguments": "hello"}\n</tool_call>',
-        '<tool_call>\n{"name": "do_thing", "arguments": [1]}\n</tool_call>',
+        '<tool_call>\n{"name": "get_time", "arguments": "hello"}\n</tool_call>',
+        '<tool_call>\n{"name": "get_time", "arguments": [1]}\n</tool_call>',
         '<tool_call>\n{"arguments": {}}\n</tool_call>',
         '<tool_call>\n{"name": "", "arguments": {}}\n</tool_call>',
         '<tool_call>\n{"name": "a\\nb", "arguments": {}}\n</tool_call>',

@@ -68,7 +68,6 @@ def test_recorded_replies(text: str, parts: list[ReplyPart]) -> None:
         f"{CALLS}{call('', TOKYO)}{END_CALLS}",
         f"{CALLS}{call('functions.:0', TOKYO)}{END_CALLS}",
         f"{CALLS}{call('x' * 300, '{}')}{END_CALLS}",
-        f"{CALLS}<|tool_call_begin|>functions.get_weather:0{END_CALLS}",
     ],
 )
 def test_text_that_is_not_a_call_is_returned_as_text(text: str) -> None:
@@ -117,8 +116,6 @@ def test_ids_that_a_model_repeats_are_told_apart() -> None:
         ("functions.a:1:0", ["a:1"], ("a:1", "functions.a:1:0")),
         ("functions.a:1", ["a:1"], ("a:1", "functions.a:1:0")),
         ("functions.a:1", ["a:1", "a"], ("a", "functions.a:1")),
-        # No tool is offered under that name.
-        ("functions.b.c:7", ["a"], ("b.c", "functions.b.c:7")),
         ("漢字:2", ["漢字"], ("漢字", "functions.漢字:2")),
     ],
 )

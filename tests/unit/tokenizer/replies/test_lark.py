@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.tokenizer.replies.lark import LarkGrammar, search_pattern
+from services.tokenizer.replies.lark import LarkGrammar, regex, search_pattern
 from shared.grammar import GrammarError, GrammarLibrary
 from tests.support.models.tiny_tokenizer import IM_END_ID
 
@@ -36,7 +36,7 @@ def test_text_until_a_marker_matches_a_schemas_pattern(
     library: GrammarLibrary, pattern: str, good: list[str], bad: list[str]
 ) -> None:
     grammar = LarkGrammar({})
-    source = grammar.source(grammar.text_until("</arg>", search_pattern(pattern)))
+    source = grammar.source(grammar.text_until("</arg>", regex(search_pattern(pattern))))
     assert [text for text in good if not fits(library, source, f"{text}</arg>")] == []
     assert [text for text in bad if fits(library, source, f"{text}</arg>")] == []
 

@@ -30,8 +30,6 @@ SPECIAL = frozenset({"<|python_tag|>", "<|eom_id|>", "<|eot_id|>"})
             '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}',
             [call_part("get_weather", '{"city": "Paris"}')],
         ),
-        # After the tag, any name is accepted.
-        ('<|python_tag|>{"name":"made_up","parameters":{}}', [call_part("made_up", "{}")]),
         *(
             (
                 separator.join(['{"name": "search", "parameters": {"query": "1"}}', GET_TIME]),
@@ -63,7 +61,7 @@ def test_recorded_replies(text: str, parts: list[ReplyPart]) -> None:
     "text",
     [
         '{"name": "made_up", "parameters": {}}',
-        '{"name": "get_time"}',
+        '<|python_tag|>{"name":"made_up","parameters":{}}',
         '{"parameters": {}}',
         '{"name": "search", "score": 3, "parameters": {}}',
         '{"title": "Aix", "name": "search"}',

@@ -143,12 +143,39 @@ def test_glm_writes_calls_on_one_line_or_on_many(between: str, has_markup: bool)
     assert json.loads(first.arguments)["city"] == "Rome"
 
 
-def test_glm_supports_only_schemas_of_plain_properties() -> None:
-    schema = Tool("t", "", {"anyOf": [{"properties": {"a": {}}}]})
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array"},
+        {"properties": {"a": {"not": {"type": "string"}}}},
+        {"properties": {"a": {"type": "string", "pattern": "(?=a)"}}},
+        {"if": {"required": ["a"]}, "then": {"required": ["b"]}},
+        {"allOf": [{"properties": {"a": {"uniqueItems": True}}}]},
+    ],
+)
+def test_schemas_that_no_grammar_holds_are_refused(name: str, schema: JsonObject) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        tool_call_grammar("glm4", request((schema,)))
+        tool_call_grammar(name, request((Tool("t", "", schema),)))
     assert [violation.field for violation in caught.value.violations] == ["chat.tools"]
-    assert tool_call_grammar("hermes", request((schema,)))
+
+
+@pytest.mark.parametrize("name", ["glm4", "qwen3_coder", "deepseek_v32"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/a"},
+        {"$ref": "#"},
+        {"properties": {"a": False}, "required": ["a"]},
+        {"oneOf": [{"required": ["a"]}, {"required": ["a"], "properties": {"b": {}}}]},
+        {"minProperties": 1, "properties": {"a": {}}},
+        {"allOf": [{"anyOf": [{"required": [f"{i}{j}"]} for j in range(9)]} for i in range(3)]},
+    ],
+)
+def test_roots_that_no_list_of_arguments_holds_are_refused(name: str, schema: JsonObject) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        tool_call_grammar(name, request((Tool("t", "", schema),)))
+    assert [violation.field for violation in caught.value.violations] == ["chat.tools"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
