@@ -3,7 +3,8 @@
     python -m tests.bench.floods models/smollm2-135m-instruct --json floods.json
 
 Both have keys, the bounds let the flood in, and the flood is made by a process of its own; this one has only the quiet
-client. For each flood, from its first moment on:
+client, which asks one call after the other. For each flood, from its first moment on and for `--seconds`, in which the
+flood must have come:
 
 - calls of the quiet client that were refused;
 - how much longer than without the flood it waits for `accepted`, in the middle and at most. Its floor is what gRPC
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import statistics
 import tempfile
 import time
@@ -30,7 +32,7 @@ from shared.network.rpc import make_channel
 from shared.tenant import Tenant
 from tests.bench.parts.report import Row, limit, report
 from tests.support.cells.cell import Cell, start_cell
-from tests.support.clients.client import token_request
+from tests.support.clients.client import connect, token_request
 from tests.support.clients.flood_process import KINDS, LONG, run_flood
 from tests.support.clients.key_files import key_line, write_keys
 from tests.support.clients.tenant_replica import open_tenant_replica
@@ -45,6 +47,8 @@ LOST_LINKS = ("a replica is silent", "no link to the scheduler")
 MAX_DELAY_S = 0.5
 MAX_STEPS = 6
 _PAUSE_S = 0.1
+_ALONE_S = 5.0
+_NUM_COUNTS = 5
 
 
 def main() -> None:
@@ -65,23 +69,26 @@ def main() -> None:
             # A cell for each, so that none has what another has left behind.
             with start_cell(args.model_dir, *flags) as cell:
                 num_calls = max(2, round(NUM_CALLS[kind] * args.share))
-                rows += asyncio.run(_measure(cell, kind, num_calls, f"127.0.0.1:{port}", args.calls))
+                rows += asyncio.run(_measure(cell, kind, num_calls, f"127.0.0.1:{port}", args.seconds))
     report(rows, args.json)
 
 
-async def _measure(cell: Cell, kind: str, num_calls: int, http_address: str, num_quiet: int) -> list[Row]:
-    async with make_channel(cell.address) as channel:
-        alone, refused = await _ask(channel, num_quiet)
+async def _measure(cell: Cell, kind: str, num_calls: int, http_address: str, seconds: float) -> list[Row]:
+    async with make_channel(cell.address) as channel, connect(cell) as client:
+        alone, refused = await _ask(channel, min(seconds, _ALONE_S))
         assert not refused, refused
         num_lost = _count_lost_links(cell)
         async with run_flood(kind, num_calls, LOUD_KEY, cell.address, http_address) as outcomes:
-            beside, refused = await _ask(channel, num_quiet)
-            num_steps = await _count_steps(cell, num_quiet)
+            beside, refused = await _ask(channel, seconds)
+            state = await client.state()
+            num_steps = await _count_steps(cell)
     name, before = f"{num_calls} {kind}", statistics.median(alone)
     worst = max(beside, default=0.0) - before
     middle = (statistics.median(beside) if beside else 0.0) - before
     return [
-        limit(f"{name}: quiet calls refused, of {num_quiet}", sum(refused.values()), "calls", at_most=0),
+        Row(f"{name}: in the cell", state.num_running + state.num_waiting, "choices"),
+        Row(f"{name}: quiet calls", len(beside), "calls"),
+        limit(f"{name}: quiet calls refused", sum(refused.values()), "calls", at_most=0),
         Row(f"{name}: accepted later, median", middle, "s"),
         limit(f"{name}: accepted later, at most", worst, "s", at_most=MAX_DELAY_S),
         limit(f"{name}: steps to the first token", num_steps, "steps", at_most=MAX_STEPS),
@@ -90,12 +97,15 @@ async def _measure(cell: Cell, kind: str, num_calls: int, http_address: str, num
     ]
 
 
-async def _ask(channel: grpc.aio.Channel, num_calls: int) -> tuple[list[float], Mapping[str, int]]:
+async def _ask(channel: grpc.aio.Channel, seconds: float) -> tuple[list[float], Mapping[str, int]]:
     """Ask one call after the other; the seconds until each was accepted, and how many were refused, by status."""
+    ends_at = time.monotonic() + seconds
     stub: Any = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
     times_s, refused = list[float](), dict[str, int]()
-    for number in range(num_calls):
-        request = token_request([7 + number, 8, 9], max_tokens=1, ignore_eos=True)
+    for number in itertools.count():
+        if time.monotonic() >= ends_at and (times_s or refused):
+            break
+        request = token_request([7 + number % 50, 8, 9], max_tokens=1, ignore_eos=True)
         began_at = time.monotonic()
         call = stub.Generate(request, metadata=(("authorization", f"Bearer {QUIET_KEY}"),), timeout=PATIENCE_S)
         try:
@@ -111,17 +121,15 @@ async def _ask(channel: grpc.aio.Channel, num_calls: int) -> tuple[list[float], 
     return times_s, refused
 
 
-async def _count_steps(cell: Cell, num_requests: int) -> int:
+async def _count_steps(cell: Cell) -> int:
     """The most steps until a first token of the quiet tenant; a third tenant's tokens show the steps."""
     counts = list[int]()
     async with open_tenant_replica(cell.cell_address) as replica:
-        while len(counts) < num_requests:
+        while len(counts) < _NUM_COUNTS:
             await replica.submit(WITNESS, num_requests=1, max_tokens=LONG)
             while not (await replica.read()).num_tokens[WITNESS.name]:
                 pass
-            while (
-                len(counts) < num_requests and (count := await replica.count_steps(QUIET, beside=WITNESS)) is not None
-            ):
+            while len(counts) < _NUM_COUNTS and (count := await replica.count_steps(QUIET, beside=WITNESS)) is not None:
                 counts.append(count)
     return max(counts)
 
@@ -135,7 +143,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("model_dir", type=Path, help="a model directory")
     parser.add_argument("--floods", nargs="+", choices=KINDS, default=KINDS, help="which floods (default: all)")
     parser.add_argument("--share", type=float, default=1.0, help="of the calls of each flood (default: %(default)s)")
-    parser.add_argument("--calls", type=int, default=20, help="calls of the quiet client (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each flood (default: %(default)s)")
     parser.add_argument("--slots", type=int, default=64, help="sequences that run at once (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     return parser.parse_args()
