@@ -44,6 +44,7 @@ from tests.bench.parts.cpu_formats import (
     products_row,
     read_row,
     throughput_rows,
+    tile_rows,
 )
 from tests.bench.parts.machine_rates import MachineRates, NoCompilerError
 from tests.bench.parts.report import Row, limit, report, run_sections
@@ -234,6 +235,8 @@ class Bench:
         rates = figures.get(MACHINE)
         if rates is not None and 1 in loads.requests:
             yield read_row(name, ALL_FORMATS[name], size, loads, own.engine.step_s(1), rates)
+        if rates is not None:
+            yield from tile_rows(name, rates)
         if rates is not None and PRODUCTS_REQUESTS in loads.requests and name in INT8_FORMATS:
             yield products_row(name, size, PRODUCTS_REQUESTS, own.engine.step_s(PRODUCTS_REQUESTS), rates)
 

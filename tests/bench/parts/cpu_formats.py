@@ -61,7 +61,7 @@ FORMATS: dict[str, Format] = {
     ),
     "int8": Format(
         flags=("--worker.quantization=int8", "--worker.kv-cache-dtype=bfloat16"),
-        peers=("openvino-int8", "llama-cpp-q8_0", "vllm-w8a8"),
+        peers=("openvino-int8", "llama-cpp-q8_0", "llama-cpp-amx-q8_0", "vllm-w8a8"),
         throughput_targets={1: 1.2, 8: 1.3, 32: 1.3},
         prefill_target=0.6,
         weight_bytes=1,
@@ -70,7 +70,7 @@ FORMATS: dict[str, Format] = {
     ),
     "int4": Format(
         flags=("--worker.quantization=int4", "--worker.kv-cache-dtype=bfloat16"),
-        peers=("llama-cpp-q4_0",),
+        peers=("llama-cpp-q4_0", "llama-cpp-amx-q4_0"),
         throughput_targets={1: 1.1, 8: 1.5, 32: 1.5},
         prefill_target=0.6,
         weight_bytes=0.5,
@@ -82,12 +82,15 @@ FORMATS: dict[str, Format] = {
 }
 LARGE_FORMATS: dict[str, Format] = {
     "int8": replace(
-        FORMATS["int8"], peers=("llama-cpp-q8_0",), throughput_targets={1: 1.0, 8: 1.1}, prefill_target=1.0
+        FORMATS["int8"],
+        peers=("llama-cpp-q8_0", "llama-cpp-amx-q8_0"),
+        throughput_targets={1: 1.0, 8: 1.1},
+        prefill_target=1.0,
     ),
     # As the file has it, with scales: seven eighths of the layers' weights in Q4_K, the others and the head in Q6_K.
     "q4_k_m": Format(
         flags=("--worker.kv-cache-dtype=bfloat16",),
-        peers=("llama-cpp-q4_k_m",),
+        peers=("llama-cpp-q4_k_m", "llama-cpp-amx-q4_k_m"),
         throughput_targets={1: 1.1, 8: 1.5},
         prefill_target=1.0,
         weight_bytes=0.6,
@@ -170,6 +173,13 @@ def read_row(name: str, form: Format, size: ModelSize, loads: Loads, step_s: flo
     title = f"{name}, 1 request at {mean_context:.0f} tokens, reading"
     machine = rates["read_bytes_per_s"] / 1e9
     return compare(title, num_bytes / step_s / 1e9, "GB/s", reference=machine, at_least=READ_TARGET)
+
+
+def tile_rows(name: str, rates: Figures) -> Iterator[Row]:
+    """What the machine multiplies at most with tiles, if it has them."""
+    for kind in ("int8", "bf16"):
+        if rate := rates[f"{kind}_tile_products_per_s"]:
+            yield Row(f"{name}, the machine, multiply-adds of {kind} in tiles", rate / 1e9, "G/s")
 
 
 def products_row(name: str, size: ModelSize, num_requests: int, step_s: float, rates: Figures) -> Row:

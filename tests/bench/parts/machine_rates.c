@@ -1,16 +1,22 @@
 // What this machine can do at most, for `machine_rates.py`: `machine_rates NUM_THREADS NUM_BYTES` prints, as JSON, the
-// rate at which all threads together read a buffer of this size, over and over, and their rate of multiply-adds of 8-bit
-// integers in registers, with the instructions that the worker's kernels use. Each is the best of many short rounds.
+// rate at which all threads together read a buffer of this size, over and over, and their rates of multiply-adds in
+// registers: of 8-bit integers in vectors, and of these and of bfloat16 in tiles, 0 where the system permits none, with
+// the instructions that the worker's kernels use. Each is the best of many short rounds.
 
+#define _GNU_SOURCE
 #include <immintrin.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 enum { NUM_ROUNDS = 24, NUM_ACCUMULATORS = 12, NUM_PRODUCTS = 1 << 20, MAX_THREADS = 1024 };
+enum { NUM_TILE_PRODUCTS = 1 << 14 };
+enum { READ, VECTORS, BYTE_TILES, BF16_TILES, NUM_KINDS };
 
 #if defined(__AVX512VNNI__)
 typedef __m512i vector;
@@ -70,15 +76,52 @@ static void multiply_once(struct thread* self) {
     for (int i = 0; i < NUM_ACCUMULATORS; i++) self->sink ^= fold(sums[i]);
 }
 
+#if defined(__AMX_INT8__) && defined(__AMX_BF16__)
+// Palette 1; then for each tile 64 bytes in a row, and 16 rows.
+static const struct {
+    _Alignas(64) uint8_t head[16];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} shapes = {{1}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+
+// Linux, Documentation/arch/x86/xstate.rst: a process asks for the state of tiles.
+static int may_use_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+
+// Four independent sums, as the unit takes a product before it has finished the last.
+#define MULTIPLY_TILES(name)                                               \
+    for (int round = 0; round < NUM_TILE_PRODUCTS / 4; round++)            \
+    __asm__ volatile(name " %tmm6, %tmm4, %tmm0\n\t" name " %tmm7, %tmm4, %tmm1\n\t" \
+                     name " %tmm6, %tmm5, %tmm2\n\t" name " %tmm7, %tmm5, %tmm3")
+
+static void multiply_tiles(int kind) {
+    __asm__ volatile("ldtilecfg %0" : : "m"(shapes));
+    if (kind == BYTE_TILES)
+        MULTIPLY_TILES("tdpbssd");
+    else
+        MULTIPLY_TILES("tdpbf16ps");
+    __asm__ volatile("tilerelease");
+}
+#else
+static int may_use_tiles(void) { return 0; }
+static void multiply_tiles(int kind) { (void)kind; }
+#endif
+
+static int num_kinds;
+
 static void* run(void* argument) {
     struct thread* self = argument;
     // Each thread touches its own part first, so that it lies in the memory of the thread's own node.
     memset(self->bytes, 1, self->num_bytes);
     for (int round = 0; round < NUM_ROUNDS; round++) {
-        for (int kind = 0; kind < 2; kind++) {
+        for (int kind = 0; kind < num_kinds; kind++) {
             pthread_barrier_wait(self->barrier);
             self->started_at = now_s();
-            (kind == 0 ? read_once : multiply_once)(self);
+            if (kind == READ)
+                read_once(self);
+            else if (kind == VECTORS)
+                multiply_once(self);
+            else
+                multiply_tiles(kind);
             self->ended_at = now_s();
             pthread_barrier_wait(self->barrier);
         }
@@ -100,6 +143,7 @@ int main(int argc, char** argv) {
     int num_threads = argc == 3 ? atoi(argv[1]) : 0;
     size_t share = num_threads > 0 ? (size_t)atoll(argv[2]) / num_threads / (4 * WIDTH) * (4 * WIDTH) : 0;
     if (num_threads < 1 || num_threads > MAX_THREADS || share == 0) return 2;
+    num_kinds = may_use_tiles() ? NUM_KINDS : BYTE_TILES;
     pthread_barrier_t barrier;
     pthread_barrier_init(&barrier, NULL, num_threads + 1);
     static struct thread threads[MAX_THREADS];
@@ -107,9 +151,9 @@ int main(int argc, char** argv) {
         threads[i] = (struct thread){.barrier = &barrier, .num_bytes = share, .bytes = aligned_alloc(WIDTH, share)};
         if (threads[i].bytes == NULL || pthread_create(&threads[i].handle, NULL, run, &threads[i]) != 0) return 1;
     }
-    double best_s[2] = {1e9, 1e9};
+    double best_s[NUM_KINDS] = {1e9, 1e9, 1e9, 1e9};
     for (int round = 0; round < NUM_ROUNDS; round++) {
-        for (int kind = 0; kind < 2; kind++) {
+        for (int kind = 0; kind < num_kinds; kind++) {
             pthread_barrier_wait(&barrier);
             pthread_barrier_wait(&barrier);
             double seconds = duration_s(threads, num_threads);
@@ -122,7 +166,12 @@ int main(int argc, char** argv) {
         sink ^= threads[i].sink;
     }
     double products = (double)(NUM_PRODUCTS / NUM_ACCUMULATORS) * NUM_ACCUMULATORS * WIDTH;
-    printf("{\"read_bytes_per_s\": %.6g, \"int8_products_per_s\": %.6g, \"sink\": %d}\n",
-           share * num_threads / best_s[0], products * num_threads / best_s[1], (int)(sink & 1));
+    // A tile's product: 16 rows, 16 columns, and a depth of 64 bytes.
+    double byte_products = num_kinds == NUM_KINDS ? 16.0 * 16 * 64 * NUM_TILE_PRODUCTS : 0;
+    printf("{\"read_bytes_per_s\": %.6g, \"int8_products_per_s\": %.6g, \"int8_tile_products_per_s\": %.6g, "
+           "\"bf16_tile_products_per_s\": %.6g, \"sink\": %d}\n",
+           share * num_threads / best_s[READ], products * num_threads / best_s[VECTORS],
+           byte_products * num_threads / best_s[BYTE_TILES], byte_products / 2 * num_threads / best_s[BF16_TILES],
+           (int)(sink & 1));
     return 0;
 }

@@ -40,8 +40,9 @@ class MachineRates:
             num_bytes: The size of the buffer that is read: that of the weights, which caches help just as much.
 
         Returns:
-            `read_bytes_per_s`, and `int8_products_per_s`: multiply-adds of 8-bit integers.
+            `read_bytes_per_s`, and `int8_products_per_s`: multiply-adds of 8-bit integers in vectors; and
+            `int8_tile_products_per_s` and `bf16_tile_products_per_s` in tiles, 0 where there are none.
         """
         command = [str(_PROGRAM), str(len(os.sched_getaffinity(0))), str(num_bytes)]
         rates: dict[str, float] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-        return {name: rates[name] for name in ("read_bytes_per_s", "int8_products_per_s")}
+        return {name: rate for name, rate in rates.items() if name != "sink"}

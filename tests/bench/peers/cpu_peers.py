@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.bench.peers.cpu_files import f16_gguf, large_gguf, w8a8_checkpoint
 from tests.bench.peers.cpu_generation import Loads
-from tests.bench.peers.environments import LLAMA_CPP, OPENVINO, VLLM, Environment, LeftOutError
+from tests.bench.peers.environments import LLAMA_CPP, LLAMA_CPP_AMX, OPENVINO, VLLM, Environment, LeftOutError
 from tests.bench.peers.protocol import ROOT, Process, start_process
 
 PeerArguments = dict[str, Any]
@@ -28,6 +28,7 @@ class Peer:
         environment: None means our own.
         arguments: What its driver needs of the model directory; may raise LeftOutError.
         variables: Environment variables of its process.
+        cpu_flag: What the processor must have, as /proc/cpuinfo calls it.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Peer:
     environment: Environment | None
     arguments: Callable[[Path], PeerArguments]
     variables: Mapping[str, str] = field(default_factory=dict)
+    cpu_flag: str | None = None
 
     @contextlib.contextmanager
     def start(self, arguments: PeerArguments, loads: Loads) -> Iterator[Process]:
@@ -43,6 +45,8 @@ class Peer:
         Raises:
             LeftOutError: It cannot be installed or does not run on this machine.
         """
+        if self.cpu_flag is not None and self.cpu_flag not in _cpu_flags():
+            raise LeftOutError(f"the processor has no {self.cpu_flag}")
         python = self.environment.python() if self.environment else sys.executable
         with start_process(self.name, python, f"tests.bench.peers.{self.module}", variables=self.variables) as process:
             try:
@@ -63,12 +67,18 @@ def _with_model_dir(model_dir: Path) -> PeerArguments:
     return {"model_dir": str(model_dir)}
 
 
-def _llama_cpp(kind: str) -> Peer:
+def _cpu_flags() -> frozenset[str]:
+    return frozenset(Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").split())
+
+
+def _llama_cpp(kind: str, environment: Environment = LLAMA_CPP) -> Peer:
+    has_amx = environment is LLAMA_CPP_AMX
     return Peer(
-        f"llama.cpp {kind.upper()}",
+        f"llama.cpp {kind.upper()}{' with AMX' if has_amx else ''}",
         "cpu_llama_cpp",
-        LLAMA_CPP,
+        environment,
         lambda _: {"gguf_path": str(f16_gguf()), "kind": kind},
+        cpu_flag="amx_int8" if has_amx else None,
     )
 
 
@@ -96,4 +106,7 @@ PEERS: dict[str, Peer] = {
     "llama-cpp-q8_0": LLAMA_CPP_Q8_0,
     "llama-cpp-q4_0": _llama_cpp("q4_0"),
     "llama-cpp-q4_k_m": _llama_cpp("q4_k_m"),
+    "llama-cpp-amx-q8_0": _llama_cpp("q8_0", LLAMA_CPP_AMX),
+    "llama-cpp-amx-q4_0": _llama_cpp("q4_0", LLAMA_CPP_AMX),
+    "llama-cpp-amx-q4_k_m": _llama_cpp("q4_k_m", LLAMA_CPP_AMX),
 }

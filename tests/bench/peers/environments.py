@@ -92,16 +92,26 @@ OPENVINO = Environment(
     "openvino-genai-2026.4.1.0",
     (("openvino-genai==2026.4.1.0", "openvino==2026.4.1", "nncf==3.4.0", "numpy==2.4.6"),),
 )
-# Without AMX, whose kernels crash in this version when gcc compiles them: ggml-org/llama.cpp, issue 20824.
+# pip would take what it built with other flags for the same.
+_LLAMA_CPP_INSTALLS = (("--no-cache-dir", "--no-binary=llama-cpp-python", "llama-cpp-python==0.3.36", "numpy==2.4.6"),)
+_CORRECTIONS = f"-include {Path(__file__).with_name('amx_intrinsics.h')}"
 _WITHOUT_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
-# Built from source for this machine.
-LLAMA_CPP = Environment(
-    "llama-cpp-python-0.3.36",
-    (("--no-binary=llama-cpp-python", "llama-cpp-python==0.3.36", "numpy==2.4.6"),),
-    {
-        "CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF",
-        "CFLAGS": _WITHOUT_AMX,
-        "CXXFLAGS": _WITHOUT_AMX,
-        "CMAKE_BUILD_PARALLEL_LEVEL": "2",
-    },
-)
+
+
+def _llama_cpp(name: str, *, c_flags: str, cxx_flags: str) -> Environment:
+    """llama.cpp, built from source for this machine."""
+    return Environment(
+        name,
+        _LLAMA_CPP_INSTALLS,
+        {
+            "CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF",
+            "CFLAGS": c_flags,
+            "CXXFLAGS": cxx_flags,
+            "CMAKE_BUILD_PARALLEL_LEVEL": "2",
+        },
+    )
+
+
+LLAMA_CPP = _llama_cpp("llama-cpp-python-0.3.36", c_flags=_WITHOUT_AMX, cxx_flags=_WITHOUT_AMX)
+# With everything that the machine has.
+LLAMA_CPP_AMX = _llama_cpp("llama-cpp-python-0.3.36-amx", c_flags="", cxx_flags=_CORRECTIONS)
