@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.http.answers.logprob_values import chat_logprobs
-from services.tokenizer.http.responses.custom_input import CustomInput
+from services.tokenizer.http.requests.custom_input import CustomInput
 from services.tokenizer.http.responses.reasoning_content import REASONING_CONTENT
 from services.tokenizer.http.responses.request import ResponseOptions
 from services.tokenizer.http.responses.tools import ToolKind

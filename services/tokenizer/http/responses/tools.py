@@ -6,19 +6,16 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.chat.chat_request import MAX_TOOLS
 from services.tokenizer.http.refusals import invalid_field
-from services.tokenizer.http.requests.fields import EchoedFields, Fields, Several
-from services.tokenizer.http.responses.custom_input import INPUT
-from services.tokenizer.json.ecma_regex import full_match_regex
+from services.tokenizer.http.requests.custom_tools import InputFormat, custom_function
+from services.tokenizer.http.requests.fields import EchoedFields, Several
 from services.tokenizer.json.json_values import JsonObject
-from services.tokenizer.json.lark_regex import lark_regex
-from shared.grammar import GrammarError
 
 _MODES = {
     "none": tokenizer_pb2.TOOL_MODE_NONE,
@@ -44,20 +41,6 @@ _HOSTED = (
     "tool_search",
     "web_search",
 )
-
-
-class InputFormat(Fields):
-    """The form of a custom tool's input."""
-
-    type: Literal["text", "grammar"]
-    syntax: Literal["lark", "regex"] | None = None
-    definition: str | None = None
-
-    @model_validator(mode="after")
-    def _check_grammar(self) -> Self:
-        if self.type == "grammar" and (self.syntax is None or self.definition is None):
-            raise ValueError("a grammar needs syntax and definition")
-        return self
 
 
 class ResponseTool(EchoedFields):
@@ -214,45 +197,15 @@ def _add_function(
     name = function_name(kind.name, kind.namespace)
     description, parameters = tool.description or "", tool.parameters or {}
     if kind.is_custom:
-        pattern = _pattern(tool.format, is_held=is_held)
-        description, parameters = _custom_function(tool, pattern)
-        if tool.format is not None and tool.format.type == "grammar" and not (is_held and pattern):
+        function = custom_function(tool.description, tool.format, is_held=is_held)
+        description, parameters = function.description, function.parameters
+        if not function.keeps_form:
             offered.not_held.append(f"{place}.format")
     elif tool.strict and not is_held:
         offered.not_held.append(f"{place}.strict")
     schema = json.dumps(parameters, ensure_ascii=False) if parameters else ""
     offered.kinds[name] = kind
     offered.add(OfferedFunction(name, description, schema, place, list_number))
-
-
-def _pattern(form: InputFormat | None, *, is_held: bool) -> str:
-    """The regular expression of an input, as that of a JSON schema; empty if there is none."""
-    if form is None or form.definition is None:
-        return ""
-    if form.syntax == "regex":
-        return f"^(?:{form.definition})$"
-    if not is_held:
-        return ""
-    try:
-        pattern = f"^(?:{lark_regex(form.definition)})$"
-        full_match_regex(pattern)
-    except GrammarError:
-        return ""
-    return pattern
-
-
-def _custom_function(tool: ResponseTool, pattern: str) -> tuple[str, JsonObject]:
-    """Its description and parameters; `pattern` is empty if no regular expression holds for the input."""
-    text: JsonObject = {"type": "string", "pattern": pattern} if pattern else {"type": "string"}
-    description, form = tool.description or "", tool.format
-    if form is not None and form.type == "grammar":
-        description += f"\n\nThe input has the form of this {form.syntax} grammar:\n{form.definition}"
-    return description.strip(), {
-        "type": "object",
-        "properties": {INPUT: text},
-        "required": [INPUT],
-        "additionalProperties": False,
-    }
 
 
 def choose_tools(chat: tokenizer_pb2.Chat, choice: ResponseToolChoice | None) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.http.answers.answer_facts import AnswerFacts
-from services.tokenizer.http.responses.custom_input import CustomInput, input_arguments
+from services.tokenizer.http.requests.custom_input import CustomInput, input_arguments
 from services.tokenizer.http.responses.events import ResponseEvents, ResponseObject
 from services.tokenizer.http.responses.items import InputItem, MessageReader
 from services.tokenizer.http.responses.request import ResponseOptions
