@@ -57,7 +57,12 @@ _PROMPT_LOGPROBS = _list(
         }
     )
 )
-_CALL = _object({"id": TEXT, "type": _one_of("function"), "function": _object({"name": TEXT, "arguments": TEXT})})
+_CALL: Schema = {
+    "anyOf": [
+        _object({"id": TEXT, "type": _one_of("function"), "function": _object({"name": TEXT, "arguments": TEXT})}),
+        _object({"id": TEXT, "type": _one_of("custom"), "custom": _object({"name": TEXT, "input": TEXT})}),
+    ]
+}
 _MESSAGE = _object(
     {"role": _one_of("assistant"), "content": _or_null(TEXT)},
     {"refusal": NULL, "reasoning": TEXT, "reasoning_content": TEXT, "tool_calls": _list(_CALL)},

@@ -10,6 +10,7 @@ from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.http.answers.answer_facts import AnswerFacts, finish_reason, stop_reason
 from services.tokenizer.http.answers.logprob_values import CompletionLogprobs, chat_logprobs
 from services.tokenizer.http.answers.pieces import ChoiceForm
+from services.tokenizer.http.requests.custom_input import CustomInput
 
 
 class ChatChoiceForm(ChoiceForm):
@@ -19,6 +20,8 @@ class ChatChoiceForm(ChoiceForm):
         self._facts = facts
         self._prompt = prompt
         self._has_calls = False
+        # Of the calls of custom tools, by the calls' indices.
+        self._inputs: dict[int, CustomInput] = {}
 
     @override
     def opening(self) -> dict[str, Any] | None:
@@ -41,7 +44,8 @@ class ChatChoiceForm(ChoiceForm):
             delta["content"] = response.text
         if response.tool_calls:
             self._has_calls = True
-            delta["tool_calls"] = [_call_delta(call) for call in response.tool_calls]
+            if calls := [value for call in response.tool_calls if (value := self._call(call))]:
+                delta["tool_calls"] = calls
         choice = self._choice(delta)
         if response.logprobs:
             choice["logprobs"] = chat_logprobs(response.logprobs, by_id=options.names_tokens_by_id)
@@ -52,6 +56,17 @@ class ChatChoiceForm(ChoiceForm):
             choice["stop_reason"] = stop_reason(response.finish)
         has_news = delta or response.HasField("finish") or response.logprobs or options.has_token_ids
         return choice if has_news else {}
+
+    def _call(self, call: tokenizer_pb2.ToolCallDelta) -> dict[str, Any]:
+        """The news of a call; empty if there is none."""
+        if call.id and call.name in self._facts.options.custom_tools:
+            self._inputs[call.index] = CustomInput()
+        custom = self._inputs.get(call.index)
+        kind, argument = ("function", "arguments") if custom is None else ("custom", "input")
+        text = call.arguments if custom is None else custom.push(call.arguments)
+        if call.id:
+            return {"index": call.index, "id": call.id, "type": kind, kind: {"name": call.name, argument: text}}
+        return {"index": call.index, kind: {argument: text}} if text or custom is None else {}
 
     def _choice(self, delta: dict[str, Any]) -> dict[str, Any]:
         return {"delta": delta, "logprobs": None, "finish_reason": None}
@@ -99,10 +114,3 @@ class CompletionChoiceForm(ChoiceForm):
         values = self._logprobs.values(positions, first_text=self._first_text)
         self._prompt_logprobs, self._first_text = [], None
         return values
-
-
-def _call_delta(call: tokenizer_pb2.ToolCallDelta) -> dict[str, Any]:
-    if not call.id:
-        return {"index": call.index, "function": {"arguments": call.arguments}}
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"index": call.index, "id": call.id, "type": "function", "function": function}

@@ -11,6 +11,7 @@ from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.answer.whole_answer import WholeAnswer
 from services.tokenizer.http.answers.answer_facts import AnswerFacts, finish_reason, stop_reason, usage_value
 from services.tokenizer.http.answers.logprob_values import CompletionLogprobs, chat_logprobs, prompt_logprobs
+from services.tokenizer.http.requests.custom_input import CustomInput
 
 
 class AnswerObject(Protocol):
@@ -74,7 +75,7 @@ def _answer(
 
 
 def _chat_choice(choice: tokenizer_pb2.CompletedChoice, facts: AnswerFacts) -> dict[str, Any]:
-    calls = [_call(call) for call in choice.tool_calls]
+    calls = [_call(call, facts.options.custom_tools) for call in choice.tool_calls]
     message: dict[str, Any] = {
         "role": "assistant",
         "content": None if calls and not choice.text else choice.text,
@@ -128,5 +129,8 @@ def _end(choice: tokenizer_pb2.CompletedChoice) -> dict[str, Any]:
     }
 
 
-def _call(call: tokenizer_pb2.ToolCall) -> dict[str, Any]:
+def _call(call: tokenizer_pb2.ToolCall, custom_tools: Sequence[str]) -> dict[str, Any]:
+    if call.name in custom_tools:
+        text = CustomInput().push(call.arguments)
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": text}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

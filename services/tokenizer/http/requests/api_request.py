@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lockstep.v1 import tokenizer_pb2
@@ -29,6 +30,8 @@ class AnswerOptions:
     """The field with the JSON schema, of which a part may not be enforced."""
     hides_reasoning: bool = False
     """Whether an answer of Messages has its reasoning in the signature alone."""
+    custom_tools: Sequence[str] = ()
+    """The names of a chat's custom tools, whose calls have a text as their input."""
     max_tokens: int | None = None
     """What Messages ask for: an answer has fewer where the context has no room for them."""
 

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.chat.chat_request import MAX_TOOL_CALLS
 from services.tokenizer.http.refusals import invalid_field
+from services.tokenizer.http.requests.custom_input import input_arguments
 from services.tokenizer.http.requests.fields import EchoedFields, Several
 from services.tokenizer.http.requests.message_drafts import begins_another
 from services.tokenizer.http.requests.thinking_signatures import hidden_thinking
@@ -97,12 +98,35 @@ class CalledFunction(EchoedFields):
     arguments: ArgumentsText | None = None
 
 
+class CalledCustom(EchoedFields):
+    """What a call of a custom tool calls."""
+
+    name: str
+    input: str
+
+
 class MessageToolCall(EchoedFields):
     """A call earlier in the chat."""
 
     id: str | None = None
-    type: Literal["function"] | None = None
-    function: CalledFunction
+    type: Literal["function", "custom"] | None = None
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
+
+    def message(self, place: str) -> tokenizer_pb2.ToolCall:
+        """The call in a chat of the cell; `place` is where it is in the request.
+
+        Raises:
+            HttpError: it does not say what is called.
+        """
+        if self.type == "custom" and self.custom is not None:
+            arguments = input_arguments(self.custom.input)
+            return tokenizer_pb2.ToolCall(id=self.id or "", name=self.custom.name, arguments=arguments)
+        if self.type == "custom" or self.function is None:
+            raise invalid_field(f"{place}.{self.type or 'function'}", "is required")
+        return tokenizer_pb2.ToolCall(
+            id=self.id or "", name=self.function.name, arguments=self.function.arguments or ""
+        )
 
 
 class ChatMessage(EchoedFields):
@@ -205,8 +229,8 @@ def read_message(fields: ChatMessage, index: int, ignored: list[str]) -> list[to
     first.reasoning = fields.reasoning or fields.reasoning_content or first.reasoning
     last.content = last.content or fields.refusal or ""
     last.tool_call_id = fields.tool_call_id or ""
-    for call in fields.tool_calls or ():
-        last.tool_calls.add(id=call.id or "", name=call.function.name, arguments=call.function.arguments or "")
+    for number, call in enumerate(fields.tool_calls or ()):
+        last.tool_calls.append(call.message(f"messages[{index}].tool_calls[{number}]"))
     return [*read.results, *messages]
 
 

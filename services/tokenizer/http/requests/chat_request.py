@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Literal, Self
 
@@ -13,7 +14,7 @@ from services.tokenizer.http.refusals import invalid_field
 from services.tokenizer.http.requests.answer_forms import AnswerForm
 from services.tokenizer.http.requests.api_request import AnswerOptions, ApiRequest
 from services.tokenizer.http.requests.chat_messages import ChatMessage, read_message
-from services.tokenizer.http.requests.chat_tools import ChatTool, WordOrChoice, add_tools
+from services.tokenizer.http.requests.chat_tools import ChatTool, OfferedTools, WordOrChoice, add_tools, choose_tools
 from services.tokenizer.http.requests.field_names import FieldNames
 from services.tokenizer.http.requests.fields import Count, Several, read_request
 from services.tokenizer.http.requests.sampling_fields import CommonFields, make_common_message
@@ -62,21 +63,34 @@ def _make_request(fields: ChatFields, ignored: list[str], request_id: str) -> Ap
         read = read_message(each, index, ignored)
         message.chat.messages.extend(read)
         num_messages.append(len(read))
-    not_held = _add_chat(message.chat, fields)
+    offered = _add_chat(message.chat, fields)
     if fields.logprobs:
         message.sampling.num_logprobs = fields.top_logprobs or 0
     return ApiRequest(
         message,
-        _options(fields, form),
-        FieldNames(is_chat=True, given=_given_names(fields, form), num_messages=num_messages),
+        _options(fields, form, offered),
+        FieldNames(
+            is_chat=True,
+            given=_given_names(fields, form),
+            num_messages=num_messages,
+            custom=[*(place for _, place in offered.custom), *_custom_calls(fields)],
+        ),
         fields.model,
         timeout_s=fields.timeout_s,
-        ignored=[*ignored, *not_held],
+        ignored=[*ignored, *offered.not_held],
     )
 
 
-def _add_chat(chat: tokenizer_pb2.Chat, fields: ChatFields) -> list[str]:
-    """Add all but the messages; returns the names of fields that have no effect."""
+def _custom_calls(fields: ChatFields) -> Iterator[str]:
+    """Where calls of custom tools are in the request."""
+    for index, message in enumerate(fields.messages):
+        for number, call in enumerate(message.tool_calls or ()):
+            if call.type == "custom":
+                yield f"messages[{index}].tool_calls[{number}]"
+
+
+def _add_chat(chat: tokenizer_pb2.Chat, fields: ChatFields) -> OfferedTools:
+    """Add all but the messages; returns what tools the model is offered."""
     chat.SetInParent()
     chat.continue_final_message = bool(fields.continue_final_message)
     chat.omit_generation_prompt = fields.add_generation_prompt is False and not fields.continue_final_message
@@ -84,14 +98,16 @@ def _add_chat(chat: tokenizer_pb2.Chat, fields: ChatFields) -> list[str]:
     chat.keep_invalid_arguments = True
     chat.single_tool_call = fields.parallel_tool_calls is False
     fields.set_variables(chat)
-    return add_tools(chat, fields.tools or [], fields.tool_choice)
+    choose_tools(chat, fields.tool_choice)
+    return add_tools(chat, fields.tools or ())
 
 
-def _options(fields: ChatFields, form: AnswerForm | None) -> AnswerOptions:
+def _options(fields: ChatFields, form: AnswerForm | None, offered: OfferedTools) -> AnswerOptions:
     return replace(
         fields.answer_options(form),
         has_reasoning=fields.include_reasoning is not False and not fields.hides_reasoning,
         has_logprobs=bool(fields.logprobs or fields.logprob_token_ids),
+        custom_tools=[name for name, _ in offered.custom],
     )
 
 

@@ -8,6 +8,9 @@ from typing import ClassVar
 
 _MESSAGE = re.compile(r"^chat\.messages\[(\d+)\]")
 _PLACED = re.compile(r"^chat\.(messages|tools)\[(\d+)\]")
+_CALLED = re.compile(r"^(tools\[\d+\]|messages\[\d+\]\.tool_calls\[\d+\])\.function\.(\w+)(.*)")
+# What a custom tool or a call of one has in the place of a function's fields.
+_CUSTOM_FIELDS = {"parameters": "format", "arguments": "input"}
 # Applied in this order; what follows a name, such as an index, stays.
 _CHAT_RULES = (
     (r"^chat\.(tool_mode|tool_name|allowed_tool_names).*", r"tool_choice"),
@@ -52,16 +55,20 @@ _RULES = (
 class FieldNames:
     """Names fields for one route and request."""
 
-    def __init__(self, *, is_chat: bool, given: Mapping[str, str], num_messages: Sequence[int] = ()) -> None:
+    def __init__(
+        self, *, is_chat: bool, given: Mapping[str, str], num_messages: Sequence[int] = (), custom: Sequence[str] = ()
+    ) -> None:
         """Name none yet.
 
         Args:
             is_chat: Whether the request is a chat.
             given: The names that depend on the request, by the beginnings of the message's; the first counts.
             num_messages: How many messages of the cell each message of the request has become; one if not given.
+            custom: Where custom tools and calls of them are in the request.
         """
         self._given = given
         self._places = [place for place, count in enumerate(num_messages) for _ in range(count)]
+        self._custom = custom
         self._rules = (*(_CHAT_RULES if is_chat else _COMPLETION_RULES), *_RULES)
 
     def __call__(self, field: str) -> str:
@@ -71,7 +78,14 @@ class FieldNames:
         field = _MESSAGE.sub(self._place, field)
         for pattern, name in self._rules:
             field = re.sub(pattern, name, field)
-        return field
+        return _CALLED.sub(self._called, field)
+
+    def _called(self, match: re.Match[str]) -> str:
+        if match[1] not in self._custom:
+            return match[0]
+        # What is inside of them are the cell's.
+        renamed = _CUSTOM_FIELDS.get(match[2])
+        return f"{match[1]}.custom.{match[2]}{match[3]}" if renamed is None else f"{match[1]}.custom.{renamed}"
 
     def _place(self, match: re.Match[str]) -> str:
         index = int(match[1])

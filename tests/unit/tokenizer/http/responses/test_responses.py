@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from lockstep.v1 import common_pb2
 from shared.errors import NumericError
-from tests.support.models.tiny_tokenizer import CONTEXT_LENGTH, IM_END_ID, write_tiny_tokenizer
+from tests.support.models.tiny_tokenizer import CONTEXT_LENGTH, IM_END_ID
 from tests.support.tokenizer.exchange_peer import Position, Row, make_end, make_error_end, read_column
 from tests.support.tokenizer.http_client import MESSAGES, Answer, HttpService, named_events_of, run_http_service
 
@@ -25,21 +25,6 @@ REPLY = (
     'So:<tool_call>{"name": "look", "arguments": {"a": "b"}}</tool_call>\n'
     '<tool_call>{"name": "sh", "arguments": {"input": "ls\\n"}}</tool_call>'
 )
-# Shows all of a message in few tokens, as the context is small.
-BRIEF = """\
-{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}\
-{% for message in messages %}{{ '<|im_start|>' ~ message.role ~ (message.name or '') }}\
-{{ '(' ~ message.reasoning_content ~ ')' if message.reasoning_content }}{{ message.content }}\
-{% for call in message.tool_calls or [] %}{{ '[' ~ call.function.name ~ call.function.arguments ~ ']' }}{% endfor %}\
-{{ '<|im_end|>' }}{% endfor %}"""
-
-
-@pytest.fixture(scope="module")
-def brief_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    directory.mkdir()
-    write_tiny_tokenizer(directory, chat_template=BRIEF)
-    return directory
 
 
 @pytest.fixture
