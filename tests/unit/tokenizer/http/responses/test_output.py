@@ -110,12 +110,16 @@ def test_items_that_come_back_are_what_the_model_wrote(
         # Some clients keep only what they cannot read.
         value = item | ({"content": None} if item["type"] == "reasoning" and drops_reasoning else {})
         reader.read(InputItem.model_validate(value), f"input[{index}]")
-    [message] = reader.messages
-    assert message.reasoning == "".join(response.reasoning for response in responses)
-    assert message.content == "".join(response.text for response in responses)
+    messages = [*reader.messages]
+    # Reasoning after a text is another message's.
+    assert all(message.content and not message.tool_calls for message in messages[:-1])
+    assert all(message.reasoning for message in messages[1:])
+    assert "".join(message.reasoning for message in messages) == "".join(response.reasoning for response in responses)
+    assert "".join(message.content for message in messages) == "".join(response.text for response in responses)
     deltas = [call for response in responses for call in response.tool_calls]
-    assert [call.name for call in message.tool_calls] == [call.name for call in deltas if call.id]
-    for call in message.tool_calls:
+    calls = [call for message in messages for call in message.tool_calls]
+    assert [call.name for call in calls] == [call.name for call in deltas if call.id]
+    for call in calls:
         [number] = [delta.index for delta in deltas if delta.id == call.id]
         assert call.arguments == "".join(delta.arguments for delta in deltas if delta.index == number)
 
