@@ -445,6 +445,13 @@ def _find_reason_to_restart(accepted: list[Accepted]) -> str | None:
 
 
 def _differing_facts(facts: WorkerFacts, others: WorkerFacts) -> Iterator[str]:
-    may_differ = {"num_blocks", "num_checkpoint_slots", "max_num_seqs", "numerics_fingerprint", "graph_batch_sizes"}
+    may_differ = {
+        "num_blocks",
+        "start_s",
+        "num_checkpoint_slots",
+        "max_num_seqs",
+        "numerics_fingerprint",
+        "graph_batch_sizes",
+    }
     must_agree = [name for name in WorkerFacts.__slots__ if name not in may_differ]
     return (name for name in must_agree if getattr(facts, name) != getattr(others, name))

@@ -18,6 +18,8 @@ from services.tokenizer.request.checks import MAX_STOP_STRINGS
 _IGNORED_HEADER_BYTES = 1024
 _SEPARATOR = ", "
 _MAX_INDEX = 2**32 - 1
+_MAX_EXACT = 2**53
+"""The largest number up to which a double is the whole number that was written."""
 # Of a name in an error.
 _MAX_NAME_LENGTH = 256
 
@@ -41,7 +43,8 @@ Several = Annotated[list[ItemT], Field(fail_fast=True)]
 
 def _whole(value: object) -> object:
     """`5.0` and `2e0` are integers in JSON."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_EXACT
+    return int(value) if is_whole else value
 
 
 Whole = Annotated[int, BeforeValidator(_whole, json_schema_input_type=int)]

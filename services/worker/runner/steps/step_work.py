@@ -112,7 +112,7 @@ class StepWork:
         else:
             hidden, positions = self._compute_tokens(job, arrays), arrays["row_positions"]
             self._score(job, hidden)
-            if not len(job.step_input.slots) and not job.dp.num_tokens_across_dp:
+            if len(hidden) and not len(job.step_input.slots) and not job.dp.num_tokens_across_dp:
                 # A dummy that serves no other rank shows whether this one can compute, to the end.
                 self._logits(hidden[-1:], None)
         if self._host_end is not None:

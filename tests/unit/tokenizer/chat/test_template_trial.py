@@ -57,10 +57,10 @@ def attempt(source: str, timeout_s: float = 60.0) -> TemplateFeatures:
         (ONE_CALL, TemplateFeatures(one_call_per_message=True, content_is_reasoning=True)),
         (SINGLE_CALLS, TemplateFeatures(one_call_per_message=True)),
         (SHORT_IDS, TemplateFeatures(ids_are_short=True)),
-        (CALLS_AS_PYTHON, TemplateFeatures(arguments_are_text=True)),
+        (CALLS_AS_PYTHON, TemplateFeatures(arguments_are_text=True, loses_content=True)),
         (CALLS_BY_ARGUMENT, TemplateFeatures(arguments_have_names=True)),
-        (NO_CALLS, TemplateFeatures()),
-        ("{{ bos_token }}{{ raise_exception('no tools') if tools else '' }}", TemplateFeatures()),
+        (NO_CALLS, TemplateFeatures(loses_calls=True)),
+        ("{{ bos_token }}{{ raise_exception('no tools') if tools else '' }}", TemplateFeatures(loses_calls=True)),
     ],
 )
 def test_a_trial_finds_out_how_a_template_takes_tools(source: str, features: TemplateFeatures) -> None:
@@ -70,7 +70,7 @@ def test_a_trial_finds_out_how_a_template_takes_tools(source: str, features: Tem
 def test_a_template_may_need_a_system_message() -> None:
     needy = "{{ raise_exception('who am I?') if messages[0].role != 'system' }}"
     assert features_of(needy + CALLS_AS_TEXT) == features_of(CALLS_AS_TEXT)
-    assert features_of("{{ messages[1].content }}") == TemplateFeatures(system_comes_first=True)
+    assert features_of("{{ messages[1].content }}") == TemplateFeatures(system_comes_first=True, loses_calls=True)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_template_may_need_a_system_message() -> None:
     ],
 )
 def test_a_template_may_want_the_system_first(source: str) -> None:
-    assert features_of(source) == TemplateFeatures(system_comes_first=True)
+    assert features_of(source) == TemplateFeatures(system_comes_first=True, loses_calls=True)
 
 
 def test_a_process_finds_the_same() -> None:
@@ -170,6 +170,6 @@ def test_a_trial_may_wait_for_a_processor(tmp_path: Path, monkeypatch: pytest.Mo
         pid = int(pids.read_text())
         os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
         os.kill(pid, signal.SIGCONT)
-        assert trial.result() == TemplateFeatures()
+        assert trial.result() == TemplateFeatures(loses_calls=True)
     # Only a process that hangs takes longer.
     assert wall_clock_s(2.0) >= 60.0

@@ -306,7 +306,7 @@ def test_groups_may_differ_in_pool_size_numerics_and_graphs() -> None:
     attach = offered()
     attach.on_event(accepted(0), 5.0)
     other = accepted(1)
-    facts = replace(other.facts, num_blocks=3, numerics_fingerprint="avx2", graph_batch_sizes=(1, 2))
+    facts = replace(other.facts, num_blocks=3, start_s=9.5, numerics_fingerprint="avx2", graph_batch_sizes=(1, 2))
     assert attach.on_event(replace(other, facts=facts), 5.0) == [OpenStreams(1)]
 
 
