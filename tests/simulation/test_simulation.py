@@ -98,7 +98,7 @@ def test_workers_that_are_sick_in_many_ways_poison_no_request(others: list[Fault
 
 def test_kills_from_outside_poison_no_request_that_gets_a_token_in_between() -> None:
     num_lost = 0
-    for seed in range(10):
+    for seed in range(24):
         report = simulate(seed, [Fault.WORKER_CRASH, Fault.LINK_BREAK])
         if report.spares_suspects:
             num_lost += report.num_attaches - report.dp_size

@@ -32,8 +32,8 @@ class SuspectWatch:
         self._num_accusations = 0
         # The domains whose crashes accused a suspect.
         self._accusers: dict[RequestKey, set[int]] = {}
-        # By domain: its steps that have returned since the last accusation.
-        self._num_shown: Counter[int] = Counter()
+        # By domain of an epoch: the number of accusations when its last step returned.
+        self._last_shown: dict[int, int] = {}
 
     def __bool__(self) -> bool:
         return bool(self._max_together)
@@ -47,11 +47,11 @@ class SuspectWatch:
 
     def note_attach(self, domain: int) -> None:
         """A domain has new workers."""
-        del self._num_shown[domain]
+        self._last_shown.pop(domain, None)
 
     def note_return(self, domain: int) -> None:
         """A domain has returned a step, which shows that its workers can compute."""
-        self._num_shown[domain] += 1
+        self._last_shown[domain] = self._num_accusations
 
     def acquit(self, domain: int) -> None:
         """A domain has failed its control: clear what no other one has accused."""
@@ -60,8 +60,6 @@ class SuspectWatch:
 
     def accuse(self, requests: Collection[RequestKey], domain: int) -> RequestKey | None:
         """Accuse the requests in the steps of a lost domain; returns the one that is poison, if any."""
-        if requests:
-            self._num_shown.clear()
         self._num_accusations += 1
         self.max_accused = max(self.max_accused, len(requests))
         for request in requests:
@@ -89,7 +87,9 @@ class SuspectWatch:
         """Check that these requests may share the steps in flight of a domain, which has shown that it can compute."""
         tried = [request for request in requests if request in self._max_together]
         if tried:
-            assert self._num_shown[domain], "a suspect is tried without a control"
+            # Another domain may have crashed since the trial began.
+            accused_last = max(self._accusation[request] for request in tried)
+            assert self._last_shown.get(domain, 0) >= accused_last, "a suspect is tried without a control"
             accusations = {self._accusation.get(request) for request in requests}
             assert len(accusations) == 1, "a suspect is tried together with other requests"
             assert num_in_flight == 1, "a suspect is tried with steps sent ahead"

@@ -380,9 +380,11 @@ class EngineWatch:
         self._num_lost_epochs += 1
         self._drains.end(domain)
         lost = [self._epochs.pop(rank) for rank in self._settings.topology.ranks_of(domain)]
+        # A control of which every step has returned is over.
+        has_failed_control = domain in self._controlled and any(epoch.in_flight for epoch in lost)
+        self._controlled.discard(domain)
         in_flight = {entry.plan.key for epoch in lost for entry in epoch.lose() if entry.is_live}
-        if domain in self._controlled:
-            self._controlled.remove(domain)
+        if has_failed_control:
             self.suspects.acquit(domain)
         poison = self.suspects.accuse(in_flight, domain) if accuses_rows else None
         for entry in [entry for entry in self._live.values() if entry.plan.key == poison]:

@@ -54,6 +54,9 @@ class Domain:
         self.is_held = False
         self.control: Control | None = None
         """Steps that show that the workers can compute; from `Quarantine.advance` until it takes it back."""
+        self.has_failed_control = False
+        """Whether its last epoch ended while a dummy was computed as a control."""
+        self._last_control_step = 0
         self.num_steps_of_last_epoch = 0
         """Steps sent in it, which has ended; the same for all ranks if there are several."""
         self.is_leaving = False
@@ -101,6 +104,9 @@ class Domain:
         self.epoch = None
         self.is_held = self.is_leaving = False
         self.num_steps_of_last_epoch = self._schedulers[0].last_sent_step_id
+        is_newest = 0 < self._last_control_step == self.num_steps_of_last_epoch
+        self.has_failed_control = is_newest and self.num_returned_steps < self._last_control_step
+        self._last_control_step = 0
         return [scheduler.end_epoch(now) for scheduler in self._schedulers]
 
     @property
@@ -157,6 +163,7 @@ class Domain:
             steps = self._planner.control(epoch, pace, now)
         else:
             steps = [Step(epoch, *self._schedulers[0].commit_dummy(now, pace, pace.num_tokens))]
+        self._last_control_step = steps[0].step_id
         return [SendStep(rank.number, step) for rank, step in zip(self.ranks, steps, strict=True)]
 
     def _most_prompt_tokens(self, facts: WorkerFacts) -> int:

@@ -99,7 +99,7 @@ class Quarantine:
 
     def on_lost(self, domain: Domain, in_flight: list[RequestKey], now: float) -> RequestKey | None:
         """A domain was lost with these requests in its steps in flight; see `Suspects.accuse`."""
-        if domain.control is not None:
+        if domain.has_failed_control:
             self.suspects.acquit(domain.number)
         self._forget(domain)
         poison = self.suspects.accuse(domain.number, in_flight, now)
