@@ -43,8 +43,9 @@ Several = Annotated[list[ItemT], Field(fail_fast=True)]
 
 def _whole(value: object) -> object:
     """`5.0` and `2e0` are integers in JSON."""
-    is_whole = isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_EXACT
-    return int(value) if is_whole else value
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_EXACT:
+        return int(value)
+    return value
 
 
 Whole = Annotated[int, BeforeValidator(_whole, json_schema_input_type=int)]
