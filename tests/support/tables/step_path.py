@@ -199,7 +199,7 @@ def _split(events: Iterable[_Event], began_at: int, ended_at: int) -> dict[str, 
     for stretch, boundary in _STRETCH_TO_END.items():
         places.append(_find(events, boundary, places[-1], stretch))
     names = (*_STRETCH_TO_END, _LAST_STRETCH)
-    return {
+    stretch_to_functions = {
         name: frozenset(
             event.function
             for event in events[start:end]
@@ -207,6 +207,12 @@ def _split(events: Iterable[_Event], began_at: int, ended_at: int) -> dict[str, 
         )
         for name, (start, end) in zip(names, pairwise((*places, len(events))), strict=True)
     }
+    # The result has left the worker, whose stream begins to wait for the next step: sometimes before the scheduler has
+    # the result, sometimes after.
+    stretch_to_functions[_LAST_STRETCH] = frozenset(
+        function for function in stretch_to_functions[_LAST_STRETCH] if not function.startswith("services/worker/")
+    )
+    return stretch_to_functions
 
 
 def _find(events: Sequence[_Event], boundary: _Boundary, start: int, stretch: str) -> int:
