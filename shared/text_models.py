@@ -49,11 +49,13 @@ class TextModel:
 
 TEXT_MODELS: Mapping[str, TextModel] = {
     "Gemma3ForConditionalGeneration": TextModel(("gemma3_text",), is_tied=True),
+    "Glm4vMoeForConditionalGeneration": TextModel(("glm4v_moe_text",)),
     "KimiK25ForConditionalGeneration": TextModel(("deepseek_v3", "kimi_k2"), is_tied=True),
     # As transformers writes it.
     "Kimi_K25ForConditionalGeneration": TextModel(("deepseek_v3", "kimi_k2"), is_tied=True),
     "Mistral3ForConditionalGeneration": TextModel(("mistral", "ministral3"), is_tied=True),
     # Published without `text_config`: all keys are at the top, with the type of the whole.
+    "Qwen2VLForConditionalGeneration": TextModel(("qwen2_vl_text", "qwen2_vl")),
     "Qwen2_5_VLForConditionalGeneration": TextModel(("qwen2_5_vl_text", "qwen2_5_vl")),
     "Qwen3VLForConditionalGeneration": TextModel(("qwen3_vl_text",)),
     "Qwen3VLMoeForConditionalGeneration": TextModel(("qwen3_vl_moe_text",)),

@@ -47,6 +47,8 @@ ROPES: dict[str, Changes] = {
 # What transformers needs beside the scaling.
 REPEATED: dict[str, Changes] = {
     "Ministral3ForCausalLM": {"llama_4_scaling_beta": 0.2},
+    "Glm4vMoeForConditionalGeneration": {"mrope_section": [2, 1, 1]},
+    "Qwen2VLForConditionalGeneration": {"mrope_section": [2, 3, 3]},
     "Qwen2_5_VLForConditionalGeneration": {"mrope_section": [2, 3, 3]},
 }
 WINDOWS: dict[str, tuple[str, Changes]] = {

@@ -36,6 +36,7 @@ FAMILIES = (
     "DeepseekV32ForCausalLM",
     "Glm4MoeLiteForCausalLM",
     "GlmMoeDsaForCausalLM",
+    "Glm4vMoeForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
     "Qwen3NextForCausalLM",
     "Qwen3_5MoeForConditionalGeneration",

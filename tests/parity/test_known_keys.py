@@ -40,6 +40,8 @@ from tests.support.models.small_configs import ARCHITECTURES, SMALL_CONFIGS
 READ_ELSEWHERE = {"architectures", "eos_token_id", "model_type", "quantization_config"}
 # Read by models of text with images, in the same module of transformers.
 READ_FOR_IMAGES = {"get_text_config", "image_token_id", "mm_tokens_per_image", "text_config", "vision_config"}
+# The variable there for the name of a key with the token of an image or a video.
+TOKEN_OF_IMAGES = "token_id_key"
 # Values that are not what ours computes with, for keys that are only checked.
 REFUSED: dict[str, object] = {
     "per_layer_config": {"0": {"intermediate_size": 8}},
@@ -70,6 +72,7 @@ REFUSED_BY: dict[str, dict[str, object]] = {
         "head_dim": 32,
         "first_k_dense_replace": 2,
     },
+    "Glm4vMoeForConditionalGeneration": {"use_qk_norm": True},
     "GlmMoeDsaForCausalLM": {
         "num_key_value_heads": 2,
         "layer_types": ["full_attention"] * 4,
@@ -89,6 +92,7 @@ REFUSED_BY: dict[str, dict[str, object]] = {
 # Keys that ours does not guess.
 REQUIRED: dict[str, dict[str, object]] = {
     "Glm4MoeForCausalLM": {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
+    "Glm4vMoeForConditionalGeneration": {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
 }
 # They say which weights there are: a checkpoint without the key that has others is refused.
 SEEN_IN_WEIGHTS = {"q_lora_rank", "n_shared_experts", "attention_bias", "mlp_bias", "use_qk_norm"}
@@ -199,7 +203,7 @@ def keys_read_by(module: ModuleType) -> set[str]:
         if isinstance(node, ast.Attribute) and _name(node.value) == "config":
             keys.add(node.attr)
         if isinstance(node, ast.Call) and _name(node.func) == "getattr" and _name(node.args[0]) == "config":
-            keys.add(str(ast.literal_eval(node.args[1])))
+            keys |= set() if _name(node.args[1]) == TOKEN_OF_IMAGES else {str(ast.literal_eval(node.args[1]))}
     return {key for key in keys if not key.startswith("_") and not callable(getattr(PreTrainedConfig, key, None))}
 
 

@@ -67,10 +67,10 @@ def as_published(config: dict[str, Any], architecture: str, chosen: dict[str, An
 
 
 def as_published_multimodal(config: dict[str, Any], architecture: str, text: dict[str, Any]) -> dict[str, Any]:
-    """The whole around the published `text`; Qwen2.5-VL's keys are at the top, and its rotation is by sections."""
+    """The whole around the published `text`; Qwen2-VL and 2.5 have all keys at the top, and a rotation by sections."""
     text["model_type"] = _TYPES.get(text["model_type"], text["model_type"])
     config = {**config, "architectures": [_NAMES.get(architecture, architecture)]}
-    if architecture != "Qwen2_5_VLForConditionalGeneration":
+    if not architecture.startswith(("Qwen2VL", "Qwen2_5_VL")):
         return with_text(config, text)
     top = {name: value for name, value in config.items() if name != "text_config"}
     return {**text, **top, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}

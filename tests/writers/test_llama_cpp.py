@@ -96,6 +96,7 @@ LOST: dict[Case, str] = {
     ("MixtralForCausalLM", "window"): _WINDOWS,
     ("Qwen2ForCausalLM", "layer-types"): _WINDOWS,
     ("Qwen2ForCausalLM", "windows-in-later-layers"): _WINDOWS,
+    ("Qwen2VLForConditionalGeneration", "windows-in-later-layers-large-eps"): _WINDOWS,
     ("Qwen2_5_VLForConditionalGeneration", "windows-in-later-layers-large-eps"): _WINDOWS,
     ("Qwen3ForCausalLM", "windows-in-later-layers"): _WINDOWS,
     **{

@@ -69,6 +69,7 @@ _ARCHITECTURES = {
     "KimiK25ForConditionalGeneration": "kimi_k2",
     "Glm4MoeForCausalLM": "glm4",
     "Glm4MoeLiteForCausalLM": "glm4",
+    "Glm4vMoeForConditionalGeneration": "glm4",
     "GlmMoeDsaForCausalLM": "glm4",
     "Qwen3ForCausalLM": "hermes",
     "Qwen3MoeForCausalLM": "hermes",

@@ -1,4 +1,7 @@
-"""GLM-4-MoE (GLM-4.5 and 4.6, arXiv:2508.06471): partial rotation, and experts as in DeepSeek-V3."""
+"""GLM-4-MoE (GLM-4.5 and 4.6, arXiv:2508.06471): partial rotation, and experts as in DeepSeek-V3.
+
+Of GLM-4.5V and 4.6V (arXiv:2507.01006) the text is served.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,24 @@ from services.worker.models.parts.mtp import load_mtp, mtp_layers_to_load
 from services.worker.models.parts.plain_attention import AttentionConfig, AttentionHeads, load_plain_layer, load_rotary
 from services.worker.models.parts.sparse_mlp import FeedForwardConfig, SparseConfig
 
-# The default of transformers' configuration.
+# The defaults of transformers' configurations.
 _PARTIAL_ROTARY_FACTOR = 0.5
+_OF_TEXT: Mapping[str, Any] = {"attention_bias": True}
 
 
 def load_glm4_moe(config: Mapping[str, Any], shard: Shard, *, with_mtp: bool = False) -> DecoderModel:
     """Load a rank's part of the model; `with_mtp` adds the layers that draft."""
-    values = ConfigValues(config)
+    return _load(ConfigValues(config), shard, with_mtp=with_mtp)
+
+
+def load_glm4v_moe(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
+    """Load a rank's part of the text, whose heads have no norms and which has no layers that draft."""
+    values = ConfigValues(config, _OF_TEXT)
+    values.only("use_qk_norm", False)
+    return _load(values, shard, with_mtp=False)
+
+
+def _load(values: ConfigValues, shard: Shard, *, with_mtp: bool) -> DecoderModel:
     common = DecoderConfig.from_json(values, shard.context, default_partial_factor=_PARTIAL_ROTARY_FACTOR)
     mtp_numbers = mtp_layers_to_load(values, common, shard.weights, with_mtp=with_mtp)
     attention = AttentionConfig(

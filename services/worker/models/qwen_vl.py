@@ -1,4 +1,4 @@
-"""Qwen2.5-VL (arXiv:2502.13923) and Qwen3-VL (2511.21631), of which the text is served.
+"""Qwen2-VL (arXiv:2409.12191), Qwen2.5-VL (2502.13923) and Qwen3-VL (2511.21631), of which the text is served.
 
 A token of text has one position for time, height and width, so that a rotation by sections is the plain one.
 """
@@ -18,15 +18,15 @@ from services.worker.models.qwen3_moe import moe_dense_layers
 from services.worker.ops import RouterScore, RoutingRule
 
 # The defaults of transformers' configurations.
-_THETA_OF_2_5 = 1000000.0
+_THETA_OF_2 = 1000000.0
 _MAX_WINDOW_LAYERS = 80
 _THETA_OF_3 = 500000.0
 _HEAD_DIM = 128
 
 
-def load_qwen2_5_vl(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """Load a rank's part of the model; raises as `ModelLoader` says."""
-    return load_qwen2(config, shard, default_theta=_THETA_OF_2_5, default_first=_MAX_WINDOW_LAYERS)
+def load_qwen2_vl(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
+    """A Qwen2; the same in 2.5. Load a rank's part of the model; raises as `ModelLoader` says."""
+    return load_qwen2(config, shard, default_theta=_THETA_OF_2, default_first=_MAX_WINDOW_LAYERS)
 
 
 def load_qwen3_vl(config: Mapping[str, Any], shard: Shard) -> DecoderModel:

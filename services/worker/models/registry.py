@@ -11,7 +11,7 @@ from services.worker.models.deepseek_v2 import load_deepseek_v2
 from services.worker.models.deepseek_v3 import load_deepseek_v3
 from services.worker.models.deepseek_v32 import load_deepseek_v32
 from services.worker.models.gemma3 import load_gemma3
-from services.worker.models.glm4_moe import load_glm4_moe
+from services.worker.models.glm4_moe import load_glm4_moe, load_glm4v_moe
 from services.worker.models.glm4_moe_lite import load_glm4_moe_lite
 from services.worker.models.glm_moe_dsa import load_glm_moe_dsa
 from services.worker.models.gpt_oss import load_gpt_oss
@@ -24,7 +24,7 @@ from services.worker.models.qwen3 import load_qwen3
 from services.worker.models.qwen3_5 import load_qwen3_5, load_qwen3_5_moe
 from services.worker.models.qwen3_moe import load_qwen3_moe
 from services.worker.models.qwen3_next import load_qwen3_next
-from services.worker.models.qwen_vl import load_qwen2_5_vl, load_qwen3_vl, load_qwen3_vl_moe
+from services.worker.models.qwen_vl import load_qwen2_vl, load_qwen3_vl, load_qwen3_vl_moe
 from shared.model_dir import architecture_of
 
 __all__ = ["CausalLM", "ModelLoader", "loader_for"]
@@ -42,6 +42,7 @@ _ARCHITECTURES: dict[str, ModelLoader] = {
     "Gemma3ForConditionalGeneration": load_gemma3,
     "Glm4MoeForCausalLM": load_glm4_moe,
     "Glm4MoeLiteForCausalLM": load_glm4_moe_lite,
+    "Glm4vMoeForConditionalGeneration": load_glm4v_moe,
     "GlmMoeDsaForCausalLM": load_glm_moe_dsa,
     "GptOssForCausalLM": load_gpt_oss,
     "KimiK25ForConditionalGeneration": load_deepseek_v3,
@@ -53,7 +54,8 @@ _ARCHITECTURES: dict[str, ModelLoader] = {
     "MistralForCausalLM": load_mistral,
     "MixtralForCausalLM": load_mixtral,
     "Qwen2ForCausalLM": load_qwen2,
-    "Qwen2_5_VLForConditionalGeneration": load_qwen2_5_vl,
+    "Qwen2VLForConditionalGeneration": load_qwen2_vl,
+    "Qwen2_5_VLForConditionalGeneration": load_qwen2_vl,
     "Qwen3ForCausalLM": load_qwen3,
     "Qwen3MoeForCausalLM": load_qwen3_moe,
     "Qwen3NextForCausalLM": load_qwen3_next,

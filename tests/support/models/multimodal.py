@@ -26,6 +26,13 @@ _TOWERS: dict[str, dict[str, Any]] = {
         "image_size": 28,
         "patch_size": 14,
     },
+    "Glm4vMoeForConditionalGeneration": {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "image_size": 28,
+    },
     "Kimi_K25ForConditionalGeneration": {
         "hidden_size": 16,
         "intermediate_size": 16,
@@ -41,6 +48,7 @@ _TOWERS: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "image_size": 28,
     },
+    "Qwen2VLForConditionalGeneration": {"depth": 1, "embed_dim": 16, "num_heads": 2},
     "Qwen2_5_VLForConditionalGeneration": {
         "depth": 1,
         "hidden_size": 16,
@@ -58,7 +66,8 @@ _TOPS: dict[str, dict[str, Any]] = {
     "Gemma3ForConditionalGeneration": {"mm_tokens_per_image": 1},
     "Kimi_K25ForConditionalGeneration": {"projection_hidden_size": 16},
 }
-_OUTPUT_SIZES = {name: "out_hidden_size" for name in _TOWERS if name.startswith("Qwen")}
+_OUTPUT_SIZES = {name: "out_hidden_size" for name in _TOWERS if name.startswith(("Glm", "Qwen"))}
+_OUTPUT_SIZES["Qwen2VLForConditionalGeneration"] = "hidden_size"
 # The text's type, where there are several.
 _TYPE = "model_type"
 

@@ -120,7 +120,7 @@ _MISTRAL3: dict[str, Config] = {
     },
 }
 
-_QWEN2_5_VL: dict[str, Config] = {
+_QWEN2_VL: dict[str, Config] = {
     "plain": {},
     "tied": {"tie_word_embeddings": True, "num_key_value_heads": 1},
     "windows-in-later-layers-large-eps": {
@@ -294,6 +294,28 @@ _GLM4_MOE: dict[str, Config] = {
     },
 }
 
+_GLM4V_MOE: dict[str, Config] = {
+    "plain": {},
+    "no-biases-tied": {"attention_bias": False, "tie_word_embeddings": True, "num_key_value_heads": 1},
+    "groups-large-eps": {
+        **_LARGE_EPS,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": False,
+        "n_shared_experts": 2,
+    },
+    "many-experts-whole-rotary": {
+        "n_routed_experts": 32,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 2,
+        "rope_parameters": {**_DEFAULT_ROPE, "partial_rotary_factor": 1.0, "mrope_section": [2, 3, 3]},
+    },
+}
+
 _GLM4_MOE_LITE: dict[str, Config] = {
     "plain": {},
     "no-query-lora": {"q_lora_rank": None, "num_attention_heads": 6, "num_key_value_heads": 6},
@@ -459,13 +481,24 @@ _SHARED_EXPERT: Config = {
     "full_attention_interval": 2,
 }
 
+_QWEN2_VL_BASE: Config = {"rope_parameters": {**_DEFAULT_ROPE, "mrope_section": [2, 3, 3]}}
+_GLM4_MOE_BASE: Config = {
+    **_EXPERTS,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "head_dim": 16,
+    "rope_parameters": {**_DEFAULT_ROPE, "partial_rotary_factor": 0.5},
+}
+
 _BASES: dict[str, Config] = {
     "LlamaForCausalLM": {},
     "MistralForCausalLM": {},
     "MinistralForCausalLM": {"head_dim": 16},
     "Ministral3ForCausalLM": {"head_dim": 16, "rope_parameters": _MINISTRAL_ROPE},
     "Mistral3ForConditionalGeneration": {"head_dim": 16},
-    "Qwen2_5_VLForConditionalGeneration": {"rope_parameters": {**_DEFAULT_ROPE, "mrope_section": [2, 3, 3]}},
+    "Qwen2VLForConditionalGeneration": _QWEN2_VL_BASE,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN2_VL_BASE,
     "Qwen3VLForConditionalGeneration": {},
     "Qwen3VLMoeForConditionalGeneration": {**_EXPERTS, "num_experts": 8, "head_dim": 16},
     "Kimi_K25ForConditionalGeneration": {**_EXPERTS, **_LATENT, **_GROUPS},
@@ -489,13 +522,10 @@ _BASES: dict[str, Config] = {
     },
     "Gemma3ForCausalLM": _GEMMA3_BASE,
     "Gemma3ForConditionalGeneration": _GEMMA3_BASE,
-    "Glm4MoeForCausalLM": {
-        **_EXPERTS,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "head_dim": 16,
-        "rope_parameters": {**_DEFAULT_ROPE, "partial_rotary_factor": 0.5},
+    "Glm4MoeForCausalLM": _GLM4_MOE_BASE,
+    "Glm4vMoeForConditionalGeneration": {
+        **_GLM4_MOE_BASE,
+        "rope_parameters": {**_DEFAULT_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
     },
     "Glm4MoeLiteForCausalLM": {**_EXPERTS, **_LATENT, "q_lora_rank": 24, "v_head_dim": 20},
     "GlmMoeDsaForCausalLM": {**_EXPERTS, **_LATENT, **_INDEXER, "q_lora_rank": 24, "v_head_dim": 20},
@@ -506,7 +536,8 @@ _CHANGES: dict[str, dict[str, Config]] = {
     "MinistralForCausalLM": _MINISTRAL,
     "Ministral3ForCausalLM": _MINISTRAL3,
     "Mistral3ForConditionalGeneration": _MISTRAL3,
-    "Qwen2_5_VLForConditionalGeneration": _QWEN2_5_VL,
+    "Qwen2VLForConditionalGeneration": _QWEN2_VL,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN2_VL,
     "Qwen3VLForConditionalGeneration": _QWEN3_VL,
     "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL_MOE,
     "Kimi_K25ForConditionalGeneration": _KIMI_K25,
@@ -527,6 +558,7 @@ _CHANGES: dict[str, dict[str, Config]] = {
     },
     "Glm4MoeForCausalLM": _GLM4_MOE,
     "Glm4MoeLiteForCausalLM": _GLM4_MOE_LITE,
+    "Glm4vMoeForConditionalGeneration": _GLM4V_MOE,
     "GlmMoeDsaForCausalLM": _GLM_MOE_DSA,
 }
 

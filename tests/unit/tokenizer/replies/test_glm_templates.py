@@ -16,7 +16,12 @@ from tests.support.tokenizer.glm_templates import GLM_47, GLM_52
 from tests.support.tokenizer.replies import parse, parse_every_way
 
 TEMPLATES = {"glm-4.7": GLM_47, "glm-5.2": GLM_52}
-ARCHITECTURES = ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM")
+ARCHITECTURES = (
+    "Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+    "Glm4vMoeForConditionalGeneration",
+    "GlmMoeDsaForCausalLM",
+)
 TOOL = Tool(
     "book",
     "Book a table.",
