@@ -10,7 +10,7 @@ from typing import Any
 
 from shared.added_tokens import with_added_tokens
 from shared.missing_files import config_advice, is_lfs_pointer, tokenizer_advice, weights_advice
-from shared.text_models import TEXT_MODELS, text_values
+from shared.text_models import TEXT_MODELS, text_values, with_text_rope
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -88,7 +88,7 @@ def read_json(model_dir: Path, name: str) -> dict[str, Any]:
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
-    """Read config.json; of a multimodal model, the language model's keys: see `text_values`.
+    """Read config.json; of a multimodal model, the language model's keys: see `text_values` and `with_text_rope`.
 
     Raises:
         ModelDirectoryError: the file is missing or malformed, or has a language model that is not supported.
@@ -96,7 +96,7 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     config = read_json(model_dir, CONFIG)
     name = next((name for name in architectures_of(config) if name in ARCHITECTURES), None)
     if name is None or name not in TEXT_MODELS:
-        return config
+        return with_text_rope(config)
     try:
         return text_values(config, TEXT_MODELS[name])
     except ValueError as error:

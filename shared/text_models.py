@@ -95,7 +95,15 @@ def text_values(config: Mapping[str, Any], text_model: TextModel) -> dict[str, A
     if values.get("tie_word_embeddings") is None:
         values["tie_word_embeddings"] = text_model.is_tied
     values |= {"architectures": config.get("architectures"), "model_type": kind}
-    return {name: _text_rope(value) if name in _ROPE_OBJECTS else value for name, value in values.items()}
+    return with_text_rope(values)
+
+
+def with_text_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same keys with the rotation of text: it has one position for time, height and width.
+
+    A text that was taken out of its whole may keep the rotation by sections.
+    """
+    return {name: _text_rope(value) if name in _ROPE_OBJECTS else value for name, value in config.items()}
 
 
 def text_name(stored: str) -> str | None:
@@ -124,7 +132,6 @@ def _rope_type(values: Mapping[str, Any]) -> object:
 
 
 def _text_rope(value: Any) -> Any:
-    """The same rotation for text: one position for time, height and width."""
     if not isinstance(value, dict):
         return value
     kept = {name: each for name, each in value.items() if name not in _IMAGE_ROPE}

@@ -22,9 +22,10 @@ from tests.support.models.config_keys import KEYS_OF_TOWERS, keys_without_effect
 from tests.support.models.multimodal import is_multimodal, make_config
 from tests.support.models.packing_ops import PackingOps
 from tests.support.models.paged_model import PagedModel
-from tests.support.models.parity import SmallModel, SmallModels, load_paged, make_prompts
+from tests.support.models.parity import SmallModel, SmallModels, TransformersModel, load_paged, make_prompts, wrong_rows
 from tests.support.models.quantized_checkpoints import SCHEMES, write_quantized
 from tests.support.models.small_configs import ARCHITECTURES, SMALL_CONFIGS
+from tests.support.models.small_models import build_model, write_small_model
 
 MULTIMODAL = [name for name in ARCHITECTURES if is_multimodal(name)]
 [PROMPT] = make_prompts((40,))
@@ -152,6 +153,28 @@ def test_a_layer_that_a_list_names_with_a_prefix_is_not_packed(
     change_config(quantized, ignore)
     with pytest.raises(ModelDirectoryError, match=r"missing: model\.layers\.0\.self_attn\.q_proj\.weight"):
         load_model(quantized, PackingOps(), torch.float32, lambda _: None)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"])
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+def test_a_text_that_was_taken_out_may_keep_its_rotation_by_sections(
+    tmp_path: Path, architecture: str, spelling: str
+) -> None:
+    variants = (
+        SMALL_CONFIGS.get(architecture) or SMALL_CONFIGS[architecture.replace("CausalLM", "ConditionalGeneration")]
+    )
+    model = build_model(architecture, next(iter(variants.values())))
+    write_small_model(model, tmp_path)
+
+    def keep(config: dict[str, Any]) -> dict[str, Any]:
+        rope = config.pop("rope_parameters")
+        kind = {"rope_scaling": {"type": "mrope"}, "rope_parameters": {"rope_type": "mrope"}}[spelling]
+        return {**config, spelling: {**rope, **kind, "mrope_section": [4, 2, 2], "mrope_interleaved": True}}
+
+    expected = logits_of(tmp_path)
+    change_config(tmp_path, keep)
+    assert torch.equal(logits_of(tmp_path), expected)
+    assert wrong_rows(expected, TransformersModel(model), PROMPT) == []
 
 
 def test_random_weights_of_a_shape_alone_are_those_of_the_text(copy: Callable[[str], Path]) -> None:
