@@ -87,28 +87,6 @@ def test_one_matrix_of_all_projections_is_divided_to_the_same_ones(tmp_path: Pat
     assert convert(tmp_path / "old.gguf", tmp_path / "old") == convert(tmp_path / "new.gguf", tmp_path / "new")
 
 
-@pytest.mark.parametrize(
-    ("num_value_heads", "kind", "dequantized"),
-    [(2, Kind.Q4_K, 0), (4, Kind.F16, 0), (4, Kind.Q8_0, 0), (6, Kind.Q4_K, 3)],
-    ids=["equal heads", "tiles of floats", "tiles of whole blocks", "tiles within blocks"],
-)
-def test_tiled_heads_keep_their_format_where_blocks_fit(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_value_heads: int, kind: Kind, dequantized: int
-) -> None:
-    changes = {"linear_num_key_heads": 2, "linear_num_value_heads": num_value_heads, "linear_value_head_dim": 128}
-    build("Qwen3_5ForConditionalGeneration", "plain", tmp_path / "small", hidden_size=256, head_dim=64, **changes)
-    export_gguf(tmp_path / "small", tmp_path / "small.gguf", attention_kind=kind)
-    convert(tmp_path / "small.gguf", tmp_path / "packed")
-    costs = [(record.message, vars(record)["result_bytes"]) for record in caplog.records]
-    cost = ("heads of columns change places, and are narrower than this format's blocks: weights become float32",)
-    assert costs == [(*cost, dequantized * 4 * 256 * 128 * num_value_heads)] * bool(dequantized)
-    convert(tmp_path / "small.gguf", tmp_path / "plain", keeps_formats=False)
-    stored = [tensor.dtype for tensor in load_file(tmp_path / "packed" / "model.safetensors").values()]
-    # Three layers with the gated delta rule, of three matrices each, and one with attention, of four.
-    assert stored.count(torch.float16 if kind is Kind.F16 else torch.uint8) == 3 * 3 + 4 - dequantized
-    check(tmp_path / "packed", TransformersModel(AutoModelForCausalLM.from_pretrained(tmp_path / "plain")))
-
-
 def test_a_layer_that_drafts_has_the_names_of_its_family(tmp_path: Path) -> None:
     make_small_mtp_model("Qwen3NextForCausalLM", "plain", tmp_path / "small")
     export_gguf(tmp_path / "small", tmp_path / "small.gguf")

@@ -27,6 +27,7 @@ from services.worker.models.parts.recurrent import ReadProjections, load_hybrid_
 from services.worker.models.parts.sparse_mlp import SparseConfig, load_sparse_mlp
 from services.worker.models.qwen3_moe import moe_dense_layers
 from services.worker.ops import RouterScore, RoutingRule
+from services.worker.weights.quantization.gguf_blocks import GROUPED, HEAD_ORDER
 
 # The defaults of transformers' configuration.
 _DEFAULTS: Mapping[str, Any] = {
@@ -59,6 +60,8 @@ def load_qwen3_next(config: Mapping[str, Any], shard: Shard, *, with_mtp: bool =
     has_experts = values.count("num_experts") > 0
     dense_layers = moe_dense_layers(values, common.num_layers) if has_experts else range(common.num_layers)
     renormalizes = values.flag("norm_topk_prob", default=True)
+    # Projections are stored by key head.
+    values.only(HEAD_ORDER, GROUPED)
 
     def load_feed_forward(layer: int | None, prefix: str) -> FeedForward:
         is_dense = not has_experts if layer is None else layer in dense_layers

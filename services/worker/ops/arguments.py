@@ -63,6 +63,8 @@ class DeltaGates:
     """[V] float32, below 0: what the logarithm of a state's decay is a multiple of."""
     bias: Tensor
     """[V] float32."""
+    is_tiled: bool = False
+    """Whether value head v belongs to key head `v % K`, instead of `v // (V / K)`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
-"""Matrices made of others' rows, in the format that those have.
+"""Matrices made of others' rows or columns, in the format that those have.
 
-Every tensor of a packed matrix has one row for each row of the matrix, but for the order of its columns.
+Every tensor of a packed matrix has one row for each row of the matrix, but for the order of its columns; a row
+has as much for each group of columns.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -65,6 +67,19 @@ def join_rows(matrices: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
     return torch.cat([dense(matrix, dtype) for matrix in matrices])
 
 
+def join_columns(matrices: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
+    """The columns of matrices with equally many rows, one matrix after the other; none is a `JoinedMatrix`.
+
+    Packed if all have the same format, in whole groups of columns that are in order, or else dense, in `dtype`. A
+    single matrix is returned as it is.
+    """
+    if len(matrices) == 1:
+        return matrices[0]
+    if len(set(map(_layout, matrices))) == 1 and all(map(_has_whole_groups, matrices)):
+        return _by_row(matrices, partial(torch.cat, dim=1))
+    return torch.cat([dense(matrix, dtype) for matrix in matrices], dim=1)
+
+
 def take_rows(matrix: Matrix, rows: Tensor) -> Matrix:
     """A new matrix of the rows with the numbers `rows`, int64."""
     return _by_row([matrix], lambda tensors: tensors[0].index_select(0, rows))
@@ -86,6 +101,13 @@ def _layout(matrix: Matrix) -> object:
         return matrix.dtype
     values = [getattr(matrix, field.name) for field in fields(matrix)]
     return type(matrix), *(isinstance(value, Tensor) or value for value in values)
+
+
+def _has_whole_groups(matrix: Matrix) -> bool:
+    """Whether other columns can follow: those here are in order, and the last group is as large as the others."""
+    if isinstance(matrix, IntMatrix | Fp8Matrix):
+        return split_order(matrix)[1] is None and matrix.shape[1] % matrix.group_size == 0
+    return True
 
 
 def _have_equal_orders(matrices: Sequence[Matrix]) -> bool:

@@ -108,7 +108,11 @@ def delta_rows(qkv: Tensor, gates: Tensor, params: DeltaGates, state: Tensor) ->
     key_width = (qkv.shape[1] - value_width) // 2
     parts = torch.split(qkv.float(), [key_width, key_width, value_width], dim=1)
     repeats, num_tokens = num_value_heads * key_dim // key_width, len(qkv)
-    query, key = (_unit(each.reshape(num_tokens, -1, key_dim)).repeat_interleave(repeats, dim=1) for each in parts[:2])
+    query, key = (_unit(each.reshape(num_tokens, -1, key_dim)) for each in parts[:2])
+    query, key = (
+        each.repeat(1, repeats, 1) if params.is_tiled else each.repeat_interleave(repeats, dim=1)
+        for each in (query, key)
+    )
     value = parts[2].reshape(num_tokens, num_value_heads, value_dim)
     b, a = torch.split(gates.float(), num_value_heads, dim=1)
     log_decay = params.decay * F.softplus(a + params.bias)

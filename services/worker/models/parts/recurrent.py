@@ -16,7 +16,8 @@ from services.worker.models.config import ConfigValues
 from services.worker.models.parts.decoder import DecoderConfig, DecoderLayer, DecoderModel, FeedForward
 from services.worker.models.parts.plain_attention import FULL, AttentionConfig, load_attention, load_rotary
 from services.worker.ops import DeltaGates, Matrix
-from services.worker.ops.matrix_rows import join_rows, take_rows
+from services.worker.ops.matrix_rows import join_columns, join_rows, take_rows
+from services.worker.weights.quantization.gguf_blocks import GROUPED, HEAD_ORDER, OUT_PROJECTIONS, TILED
 from shared.model_dir import ModelDirectoryError
 
 LINEAR = "linear_attention"
@@ -31,6 +32,8 @@ class DeltaConfig:
     key_dim: int
     value_dim: int
     conv_size: int
+    head_order: str
+    """`GROUPED` or `TILED`: the order of value heads in whatever has rows or columns of them."""
 
     @classmethod
     def from_json(cls, values: ConfigValues) -> DeltaConfig:
@@ -41,6 +44,7 @@ class DeltaConfig:
             key_dim=values.size("linear_key_head_dim"),
             value_dim=values.size("linear_value_head_dim"),
             conv_size=values.size("linear_conv_kernel_dim"),
+            head_order=values.choice(HEAD_ORDER, tuple(OUT_PROJECTIONS), default=GROUPED),
         )
         if read.num_value_heads % read.num_key_heads:
             raise ModelDirectoryError(
@@ -56,9 +60,21 @@ class DeltaConfig:
         """Value heads of one key head."""
         return self.num_value_heads // self.num_key_heads
 
+    @property
+    def is_tiled(self) -> bool:
+        """Whether value heads are in the order of GGUF's files, instead of that of their key heads."""
+        return self.head_order == TILED
+
     def key_heads(self, shard: Shard) -> Part:
         """This rank's key heads, whose value heads are its own too."""
         return shard.part("linear_num_key_heads", self.num_key_heads)
+
+    def value_heads(self, key_heads: Part) -> list[Part]:
+        """The runs of these key heads' value heads among all value heads. A rank has them in this order."""
+        if not self.is_tiled or len(key_heads) == key_heads.total:
+            return [key_heads.times(self.num_shared)]
+        first_heads = range(0, self.num_value_heads, self.num_key_heads)
+        return [Part(self.num_value_heads, first + key_heads.start, first + key_heads.stop) for first in first_heads]
 
     def layer_state(self, shard: Shard) -> LayerState:
         """What a sequence keeps of this rank's heads: the convolution's last inputs, and a matrix per value head."""
@@ -109,13 +125,15 @@ def read_mixed(shard: Shard, config: DecoderConfig, prefix: str, delta: DeltaCon
 def read_plain(shard: Shard, config: DecoderConfig, prefix: str, delta: DeltaConfig) -> DeltaProjections:
     """Read `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a`, whose rows are in the order of their heads."""
     weights, part, hidden = shard.weights, delta.key_heads(shard), config.hidden_size
-    heads = part.times(delta.num_shared)
-    blocks = _blocks(delta, part)
-    values = heads.times(delta.value_dim)
-    total = sum(block.total for block in blocks)
-    parts = [weights.linear(f"{prefix}.in_proj_qkv", (total, hidden), rows=run) for run in _runs(blocks)]
-    parts.append(weights.linear(f"{prefix}.in_proj_z", (values.total, hidden), rows=values.run))
-    b, a = (weights.dense(f"{prefix}.in_proj_{name}", (heads.total, hidden), rows=heads.run) for name in "ba")
+    heads = delta.value_heads(part)
+    convolved = _convolved(delta, part)
+    names = [f"{prefix}.in_proj_qkv"] * len(convolved) + [f"{prefix}.in_proj_z"] * len(heads)
+    runs = [*convolved, *(run.times(delta.value_dim) for run in heads)]
+    parts = [weights.linear(name, (run.total, hidden), rows=run.run) for name, run in zip(names, runs, strict=True)]
+    b, a = (
+        torch.cat([weights.dense(f"{prefix}.in_proj_{name}", (run.total, hidden), rows=run.run) for run in heads])
+        for name in "ba"
+    )
     return DeltaProjections(join_rows(parts, weights.dtype), b, a)
 
 
@@ -125,27 +143,29 @@ def load_delta(
     """This rank's heads; the output projection is summed over the ranks."""
     ops, weights, prefix = shard.ops, shard.weights, f"model.layers.{layer}.linear_attn"
     part, dtype = delta.key_heads(shard), shard.weights.dtype
-    heads, blocks = part.times(delta.num_shared), _blocks(delta, part)
+    heads = delta.value_heads(part)
     stored = read(shard, config, prefix, delta)
-    conv_shape = sum(block.total for block in blocks), 1, delta.conv_size
-    conv = torch.cat([weights.read(f"{prefix}.conv1d.weight", conv_shape, rows=run) for run in _runs(blocks)])
+    conv = torch.cat(
+        [
+            weights.read(f"{prefix}.conv1d.weight", (run.total, 1, delta.conv_size), rows=run.run)
+            for run in _convolved(delta, part)
+        ]
+    )
     log, bias = (
-        weights.read(f"{prefix}.{name}", (heads.total,), rows=heads.run, dtype=torch.float32)
+        torch.cat([weights.read(f"{prefix}.{name}", (run.total,), rows=run.run, dtype=torch.float32) for run in heads])
         for name in ("A_log", "dt_bias")
     )
-    hidden, values = Part.whole(config.hidden_size), heads.times(delta.value_dim)
-    output = Linear.load(shard, [f"{prefix}.out_proj"], [hidden], inputs=values)
     return GatedDelta(
         ops,
         layer,
         qkvz=Linear(ops, stored.qkvz, dtype),
         # Precise even where other matrices are quantised: an error in a decay grows with each token.
         gates=Linear(ops, torch.cat((stored.b, stored.a)), dtype),
-        params=DeltaGates(-log.exp(), bias),
+        params=DeltaGates(-log.exp(), bias, delta.is_tiled),
         conv=conv[:, 0].t().contiguous(),
         norm=weights.read(f"{prefix}.norm.weight", (delta.value_dim,)),
         eps=config.rms_norm_eps,
-        output=sum_over_ranks(output, shard.tp),
+        output=sum_over_ranks(_load_output(shard, config, prefix, delta), shard.tp),
     )
 
 
@@ -202,13 +222,21 @@ def _spec(shard: Shard, delta: DeltaConfig, types: tuple[str, ...]) -> StateSpec
     return StateSpec(*(tuple(each if kind == LINEAR else () for kind in types) for each in (state, inputs)))
 
 
-def _blocks(delta: DeltaConfig, key_heads: Part) -> tuple[Part, Part, Part]:
-    """Queries, keys and values, each divided by head."""
+def _load_output(shard: Shard, config: DecoderConfig, prefix: str, delta: DeltaConfig) -> Linear:
+    """Load the projection of the value heads. It stays packed unless a run of this rank's columns cuts a block."""
+    weights, name = shard.weights, OUT_PROJECTIONS[delta.head_order]
+    columns = [heads.times(delta.value_dim) for heads in delta.value_heads(delta.key_heads(shard))]
+    matrices = [weights.linear(f"{prefix}.{name}", (config.hidden_size, run.total), columns=run.run) for run in columns]
+    weight = join_columns(matrices, weights.dtype)
+    # Freed before the kernel makes another copy.
+    del matrices
+    return Linear(shard.ops, weight, weights.dtype)
+
+
+def _convolved(delta: DeltaConfig, key_heads: Part) -> list[Part]:
+    """The runs of queries, keys and values among all of them, which lie one after the other."""
     keys = key_heads.times(delta.key_dim)
-    return keys, keys, key_heads.times(delta.num_shared * delta.value_dim)
-
-
-def _runs(blocks: tuple[Part, ...]) -> list[slice]:
-    """The run of each block's part where the whole blocks lie one after the other."""
-    starts = [sum(block.total for block in blocks[:number]) for number in range(len(blocks))]
-    return [slice(start + block.start, start + block.stop) for start, block in zip(starts, blocks, strict=True)]
+    runs = [(0, keys), (keys.total, keys)]
+    runs += [(2 * keys.total, run.times(delta.value_dim)) for run in delta.value_heads(key_heads)]
+    total = 2 * keys.total + delta.num_value_heads * delta.value_dim
+    return [Part(total, start + run.start, start + run.stop) for start, run in runs]

@@ -16,7 +16,7 @@ from services.worker.ops.native.formats import FORMATS
 from services.worker.ops.native.state import NativeState
 
 _causal_conv = Struct("6P3q2qq").pack
-_delta_rule = Struct("8P5q3qq").pack
+_delta_rule = Struct("8P5q3q2q").pack
 _gated_norm = Struct("4P3qqdq").pack
 _mul_sigmoid = Struct("2P2q2qq").pack
 # kernels/recurrent.cpp's limit.
@@ -55,7 +55,7 @@ def gated_delta_rule(
             *_sequences(metadata),
             *(len(metadata.query_lens), num_key_heads, num_heads, key_dim, value_dim),
             *(qkv.stride(0), gates.stride(0), state.stride(0)),
-            FORMATS[qkv.dtype],
+            *(params.is_tiled, FORMATS[qkv.dtype]),
         )
     )
     return output

@@ -90,6 +90,7 @@ def _delta_rule_kernel(
     HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    IS_TILED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -102,7 +103,7 @@ def _delta_rule_kernel(
     places += rows[:, None] * VALUE_DIM + columns[None, :]
     memory = tl.load(places, mask=mask, other=0.0)
     decay, bias = tl.load(decays + head), tl.load(biases + head)
-    key_head = head // (HEADS // KEY_HEADS)
+    key_head = head % KEY_HEADS if IS_TILED else head // (HEADS // KEY_HEADS)
     for token in range(start, end):
         ours = qkv + token * token_stride
         query = tl.load(ours + key_head * KEY_DIM + rows, mask=row_mask, other=0.0).to(tl.float32)
@@ -209,6 +210,7 @@ def exact_delta_rule(
         HEADS=num_heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
+        IS_TILED=params.is_tiled,
         ROWS=triton.next_power_of_2(key_dim),
         COLUMNS=columns,
         num_warps=_NUM_WARPS,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.worker.weights.gguf_import.gguf_file import GgufTensor
 from services.worker.weights.gguf_import.metadata import Metadata, UnsupportedGgufError
 from services.worker.weights.gguf_import.tensors import Rule, Sizes, Tensor
 
@@ -105,6 +106,8 @@ class Architecture:
     """Adds the sizes of heads to the configuration, and returns how many of a head's columns are rotated."""
     extend: Callable[[Metadata, Config, Collection[str]], None] = lambda _metadata, _config, _names: None
     """Completes the configuration where that takes more than a key; given the names of the file's tensors, too."""
+    arrange: Callable[[Config, Mapping[str, GgufTensor]], None] = lambda _config, _tensors: None
+    """Completes the configuration by what keeps its format; given the file's tensors."""
     sizes: Callable[[Config], Sizes] = plain_sizes
     """The sizes that rules name."""
     flags: Mapping[str, str] = field(default_factory=dict)

@@ -94,6 +94,8 @@ def _convert(model: GgufModel, result_dir: Path, *, keeps_formats: bool, on_prog
         names=tensors.keys(),
         factors=None if factors is None else read_values(factors, 0, factors.num_rows)[0],
     )
+    if keeps_formats:
+        architecture.arrange(config, tensors)
     results = ResultTensors(keeps_formats)
     convert_tensors(tensors, _rules(architecture, config, tensors), architecture.sizes(config), results)
     if keeps_formats:
@@ -143,9 +145,9 @@ def _quantization(results: ResultTensors) -> dict[str, Any]:
 
 
 def _log_costs(results: ResultTensors) -> None:
-    for (reason, kind), (stored_bytes, result_bytes) in sorted(results.costs.items()):
+    for kind, (stored_bytes, result_bytes) in sorted(results.costs.items()):
         logger.warning(
-            reason,
+            "no kernel computes with this format: weights become float32",
             extra={"format": kind, "stored_bytes": stored_bytes, "result_bytes": result_bytes},
         )
 

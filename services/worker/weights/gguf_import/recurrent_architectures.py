@@ -4,7 +4,8 @@ Qwen3-Next becomes a Qwen3.5 with experts: the layers are the same, but Qwen3.5 
 and so each of them keeps its format.
 
 Value heads are stored by key head. In Qwen3.5's files they are tiled: the first value head of every key head, then the
-second one of every key head, and so on, in whatever has rows or columns of value heads.
+second one of every key head, and so on, in whatever has rows or columns of value heads. That order is kept, and
+config.json says so, where another one would cut blocks of columns.
 
 Sources: as of `architectures`; llama.cpp, conversion/qwen.py (`Qwen3NextModel`, `_LinearAttentionVReorderBase`),
 src/models/qwen3next.cpp, qwen35.cpp and qwen35moe.cpp.
@@ -31,11 +32,13 @@ from services.worker.weights.gguf_import.layer_rules import EXPERTS, KEYS, MLP, 
 from services.worker.weights.gguf_import.metadata import Metadata, UnsupportedGgufError
 from services.worker.weights.gguf_import.routed_architectures import set_drafts_apart
 from services.worker.weights.gguf_import.tensors import ResultTensors, Rule, Sizes, Tensor, read_values
+from services.worker.weights.quantization.gguf_blocks import BLOCK_TYPES, GROUPED, HEAD_ORDER, OUT_PROJECTIONS, TILED
 
 # The rules of a layer's projections, by the names of its tensors.
 _Projections = Callable[[frozenset[str]], Rules]
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _RECURRENT_LAYERS = "attention.recurrent_layers"
+_OUTPUT = "ssm_out.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +172,6 @@ _RECURRENT: Rules = (
     _HeadNumbers("ssm_a", f"{_DELTA}A_log", is_decay=True),
     _HeadNumbers("ssm_dt.bias", f"{_DELTA}dt_bias"),
     Tensor("ssm_norm.weight", f"{_DELTA}norm.weight", "value"),
-    _HeadColumns("ssm_out.weight", f"{_DELTA}out_proj.weight"),
 )
 _NORMS: tuple[Tensor, ...] = (
     offset_norm("attn_norm.weight", "input_layernorm.weight"),
@@ -217,7 +219,8 @@ def _rules(
         return (*_DRAFTS, *(replace(rule, name=f"layers.0.{rule.name}") for rule in block))
     if config["layer_types"][layer] == _FULL:
         return (*_NORMS, *_ATTENTION, *feed_forward)
-    return (*_NORMS, *projections(names), *_RECURRENT, *feed_forward)
+    output = _HeadColumns(_OUTPUT, f"{_DELTA}{OUT_PROJECTIONS[config.get(HEAD_ORDER, GROUPED)]}.weight")
+    return (*_NORMS, *projections(names), *_RECURRENT, output, *feed_forward)
 
 
 def _split_projections(_names: frozenset[str]) -> Rules:
@@ -266,6 +269,16 @@ def _complete_moe(metadata: Metadata, config: Config, names: Collection[str]) ->
     _complete(metadata, config, names)
 
 
+def _keep_order(config: Config, tensors: Mapping[str, GgufTensor]) -> None:
+    """Keep the file's order of value heads where another one would cut blocks that are kept."""
+    if config["linear_num_value_heads"] == config["linear_num_key_heads"]:
+        return
+    kinds = {tensor.kind for name, tensor in tensors.items() if name.endswith(f".{_OUTPUT}")}
+    kept = [BLOCK_TYPES[kind.name] for kind in kinds if kind.name in BLOCK_TYPES]
+    if any(config["linear_value_head_dim"] % block_type.num_values for block_type in kept):
+        config[HEAD_ORDER] = TILED
+
+
 def _sizes(config: Config, *, is_tiled: bool) -> Sizes:
     sizes = plain_sizes({"intermediate_size": 0, **config})
     num_keys, num_values = config["linear_num_key_heads"], config["linear_num_value_heads"]
@@ -278,9 +291,9 @@ def _sizes(config: Config, *, is_tiled: bool) -> Sizes:
         "gated_query": 2 * sizes["query"],
         "key_heads": num_keys,
         "value_heads": num_values,
-        # How many value heads a key head has, and whether files have them apart.
+        # How many value heads a key head has, and how many of them are brought together.
         "tile": tile,
-        "tiles": tile if is_tiled else 1,
+        "tiles": tile if is_tiled and HEAD_ORDER not in config else 1,
         "tile_values": tile * value,
         "key": key,
         "value": value,
@@ -302,6 +315,7 @@ QWEN3_5 = Architecture(
     {"attention_bias": False, "hidden_act": "silu"},
     widths=partly_rotated,
     extend=_complete,
+    arrange=_keep_order,
     sizes=partial(_sizes, is_tiled=True),
     norm=offset_norm("output_norm.weight", "model.norm.weight"),
     draft_prefix="mtp.",
@@ -315,5 +329,8 @@ QWEN3_5_MOE = replace(
     extend=_complete_moe,
 )
 QWEN3_NEXT = replace(
-    QWEN3_5_MOE, rules=partial(_rules, _SPARSE, _mixed_projections), sizes=partial(_sizes, is_tiled=False)
+    QWEN3_5_MOE,
+    rules=partial(_rules, _SPARSE, _mixed_projections),
+    arrange=lambda _config, _tensors: None,
+    sizes=partial(_sizes, is_tiled=False),
 )

@@ -29,9 +29,6 @@ _FLOATS = {
     GGMLQuantizationType.BF16: "BF16",
 }
 _WEIGHT = ".weight"
-# Why blocks become float32.
-_NO_KERNEL = "no kernel computes with this format: weights become float32"
-_CUTS_BLOCKS = "heads of columns change places, and are narrower than this format's blocks: weights become float32"
 
 Sizes = Mapping[str, int]
 Parts = Iterator[npt.NDArray[Any]]
@@ -60,8 +57,8 @@ class ResultTensors:
     tensors: list[StreamedTensor] = field(default_factory=list)
     layer_to_type: dict[str, BlockType] = field(default_factory=dict)
     has_mxfp4: bool = False
-    costs: defaultdict[tuple[str, str], list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
-    """Bytes stored and bytes written of what is dequantised, by the reason and GGUF's name of its type."""
+    costs: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
+    """Bytes stored and bytes written of blocks that no kernel computes with, by GGUF's name of their type."""
 
     def add_rows(
         self,
@@ -80,32 +77,27 @@ class ResultTensors:
             shape: The result's; by default the matrix of these rows.
             num_rotated_heads: Heads whose rows GGUF reorders: a llama's rotated pairs are adjacent there, but half a
                 head apart here.
-            columns: Likewise the numbers of all columns, if their order changes.
+            columns: Likewise the numbers of all columns, if their order changes. What keeps its blocks has runs of
+                whole ones.
         """
         num_rows = sum(map(len, rows))
         head_rows = num_rows // num_rotated_heads if num_rotated_heads else 1
         read = partial(_read_parts, tensor, rows, head_rows=head_rows)
         shape = shape or (num_rows, tensor.shape[-1])
-        block_size, _ = GGML_QUANT_SIZES[tensor.kind]
-        if any(each.start % block_size or each.stop % block_size for each in columns):
-            indexes = np.concatenate(columns)
-            self.add_values(
-                *(name, [tensor], shape, lambda: (dequantize(part, tensor.kind)[:, indexes] for part in read())),
-                reason=_CUTS_BLOCKS,
-            )
-            return
-        if columns:
-            read = partial(_with_columns, tensor.kind, columns, read)
         block_type = BLOCK_TYPES.get(tensor.kind.name) if self.keeps_formats and len(shape) == 2 else None
+        keeps_floats = self.keeps_formats and tensor.kind in _FLOATS
+        if columns and (block_type is not None or keeps_floats):
+            read = partial(_with_columns, tensor.kind, columns, read)
         if block_type is not None and name.endswith(_WEIGHT):
             layer = name.removesuffix(_WEIGHT)
             blocks = (num_rows, tensor.row_bytes // block_type.num_bytes, block_type.num_bytes)
             self.layer_to_type[layer] = block_type
             self._add(layer + SUFFIX, "U8", blocks, read)
-        elif self.keeps_formats and tensor.kind in _FLOATS:
+        elif keeps_floats:
             self._add(name, _FLOATS[tensor.kind], shape, read)
         else:
-            self.add_values(name, [tensor], shape, lambda: (dequantize(part, tensor.kind) for part in read()))
+            order = np.concatenate(columns) if columns else slice(None)
+            self.add_values(name, [tensor], shape, lambda: (dequantize(part, tensor.kind)[:, order] for part in read()))
 
     def add_values(
         self,
@@ -113,16 +105,14 @@ class ResultTensors:
         sources: Sequence[GgufTensor],
         shape: tuple[int, ...],
         parts: Callable[[], Parts],
-        *,
-        reason: str = _NO_KERNEL,
     ) -> None:
-        """Add float32 values, computed from `sources`; `reason` says why blocks among these are not kept."""
+        """Add float32 values, computed from `sources`."""
         self._add(name, "F32", shape, lambda: (np.ascontiguousarray(part, np.float32) for part in parts()))
         quantized = [source for source in sources if source.kind not in _FLOATS]
         for source in quantized:
             # A stack's share is as large as the result.
             share = 4 * prod(shape) // len(sources)
-            cost = self.costs[reason, source.kind.name]
+            cost = self.costs[source.kind.name]
             cost[0] += share * source.num_bytes // (4 * prod(source.shape))
             cost[1] += share
 

@@ -15,12 +15,35 @@ from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.weights.quantization.layer_format import LayerFormat, StoredTensor
 from services.worker.weights.quantization.rules import FormatRules, UnsupportedFormatError
 
-__all__ = ["BLOCK_TYPES", "METHOD", "SUFFIX", "BlockType", "GgufFormat", "gguf_config", "gguf_rules"]
+__all__ = [
+    "BLOCK_TYPES",
+    "GROUPED",
+    "HEAD_ORDER",
+    "METHOD",
+    "OUT_PROJECTIONS",
+    "SUFFIX",
+    "TILED",
+    "BlockType",
+    "GgufFormat",
+    "gguf_config",
+    "gguf_rules",
+]
 
 SUFFIX = ".blocks"
 """What follows a layer's name."""
 METHOD = "gguf"
 """The `quant_method` in config.json."""
+HEAD_ORDER = "linear_value_head_order"
+"""The key in config.json that has the order of value heads, in whatever has rows or columns of them: `TILED`, or
+`GROUPED`, which is also meant where there is no such key."""
+GROUPED = "grouped"
+"""The order of Hugging Face's layout: the value heads of the first key head, then those of the second, and so on."""
+TILED = "tiled"
+"""The order of GGUF's files, kept where another one would cut blocks: the first value head of every key head, then the
+second one of every key head, and so on."""
+OUT_PROJECTIONS = {GROUPED: "out_proj", TILED: "tiled_out_proj"}
+"""The names of the projection of all value heads. A release that does not know the order misses the tensor and refuses
+the model, instead of computing something else."""
 # As integers these take no more memory than their blocks, and every backend with kernels has some for integers.
 _AS_INTEGERS = {Q8_0: MatrixFormat.INT8, Q4_0: MatrixFormat.INT4, Q4_1: MatrixFormat.INT4}
 

@@ -1,4 +1,4 @@
-"""Matrices joined and reordered by rows, in every format."""
+"""Matrices joined by rows and columns, and reordered by rows, in every format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from services.worker.ops.block_types import Q4_K, Q6_K, BlockType
 from services.worker.ops.matrices import BlockMatrix, Fp8Matrix, IntMatrix, JoinedMatrix, Matrix, Mxfp4Matrix, dense
-from services.worker.ops.matrix_rows import MatrixFormat, format_of, join_rows, take_rows
+from services.worker.ops.matrix_rows import MatrixFormat, format_of, join_columns, join_rows, take_rows
 from services.worker.weights.dummy_parts import write_block_scales
 
 
@@ -86,6 +86,38 @@ def test_blocks_are_joined_without_dequantising_them_and_like_ones_together() ->
     alike = join_rows(matrices[:2], torch.float32)
     assert isinstance(alike, BlockMatrix)
     assert torch.equal(values(take_rows(alike, torch.tensor([4, 0]))), values(alike)[[4, 0]])
+
+
+@pytest.mark.parametrize(
+    ("matrices", "expected"),
+    [
+        ([int8(3, 16), int8(3, 16), int8(3, 16)], MatrixFormat.INT8),
+        ([int8(3), int8(3)], MatrixFormat.INT8),
+        # The last group of one, or its only one, has fewer columns than it could have.
+        ([int8(3, 48), int8(3, 48)], None),
+        ([int8(3, 100), int8(3, 100)], None),
+        ([int8(3, 16, has_offsets=True), int8(3, 16, has_offsets=True)], MatrixFormat.INT8),
+        ([int8(3, 16, has_offsets=True), int8(3, 16)], None),
+        ([int4(3), int4(3)], MatrixFormat.INT4),
+        ([int4(3, 1), int4(3, 1)], None),
+        ([int4(3), int8(3, 32)], None),
+        ([mxfp4(3), mxfp4(3)], MatrixFormat.MXFP4),
+        ([fp8(3, 16), fp8(3, 16)], MatrixFormat.FP8),
+        ([fp8(3, 16), fp8(3)], None),
+        ([blocks(Q4_K, 3), blocks(Q4_K, 3, 512)], MatrixFormat.GGUF),
+        ([blocks(Q4_K, 3), blocks(Q6_K, 3)], None),
+        ([blocks(Q4_K, 3), torch.rand(3, 128)], None),
+        ([int4(3, 1)], MatrixFormat.INT4),
+        ([torch.rand(3, 5), torch.rand(3, 7)], None),
+    ],
+)
+def test_joined_columns_keep_their_values_and_a_common_format_of_whole_groups(
+    matrices: list[Matrix], expected: MatrixFormat | None
+) -> None:
+    joined = join_columns(matrices, torch.float32)
+    assert format_of(joined) is expected
+    assert joined.shape == (3, sum(matrix.shape[1] for matrix in matrices))
+    assert torch.equal(values(joined), torch.cat([values(matrix) for matrix in matrices], dim=1))
 
 
 def test_a_mixture_is_dense_in_the_requested_dtype() -> None:

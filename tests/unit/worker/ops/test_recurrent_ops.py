@@ -13,8 +13,8 @@ from services.worker.forward.forward_context import AttentionMetadata
 from services.worker.ops import BACKEND_NAMES, DeltaGates, Ops, load_ops
 from tests.support.models.paged_model import attention_metadata
 
-# Key heads, value heads, widths of both.
-SHAPES = ((2, 4, 8, 16), (3, 3, 16, 8), (1, 2, 128, 128))
+# Key heads, value heads, widths of both; whether the value heads of all key heads lie in turns.
+SHAPES = ((2, 4, 8, 16, False), (3, 3, 16, 8, False), (1, 2, 128, 128, False), (2, 6, 8, 16, True), (3, 3, 16, 8, True))
 KERNEL_SIZES = (4, 2)
 # Decodes alone; prompts around the tiles of 64 tokens; both, decodes first.
 BATCHES = ((1, 1, 1), (63, 64, 65), (1, 1, 130, 3, 1))
@@ -63,10 +63,10 @@ def read_and_written(
     width = num_key_heads * key_dim
     state, outputs = state.clone(), []
     for token, gate in zip(qkv, gates, strict=True):
+        num_shared = num_heads // num_key_heads
+        owners = [head % num_key_heads if params.is_tiled else head // num_shared for head in range(num_heads)]
         query, key = (
-            (heads / (heads.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(
-                num_heads // num_key_heads, 0
-            )
+            (heads / (heads.square().sum(-1, keepdim=True) + 1e-6).sqrt())[owners]
             for heads in token[: 2 * width].view(2, num_key_heads, key_dim)
         )
         value, (b, a) = token[2 * width :].view(num_heads, value_dim), gate.view(2, num_heads)
@@ -99,13 +99,13 @@ def test_a_convolution_continues_from_the_tokens_before(ops: Ops, query_lens: tu
 @pytest.mark.parametrize("query_lens", BATCHES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_delta_rule_continues_from_the_state_before(
-    ops: Ops, query_lens: tuple[int, ...], shape: tuple[int, int, int, int]
+    ops: Ops, query_lens: tuple[int, ...], shape: tuple[int, int, int, int, bool]
 ) -> None:
-    num_key_heads, num_heads, key_dim, value_dim = shape
+    num_key_heads, num_heads, key_dim, value_dim, is_tiled = shape
     num_tokens, slots = sum(query_lens), slots_of(query_lens)
     qkv = random(num_tokens, 2 * num_key_heads * key_dim + num_heads * value_dim, seed=1)
     gates = random(num_tokens, 2 * num_heads, seed=2)
-    params = DeltaGates(-random(num_heads, seed=3).exp(), random(num_heads, seed=4))
+    params = DeltaGates(-random(num_heads, seed=3).exp(), random(num_heads, seed=4), is_tiled)
     # A slot's part lies among those of other layers.
     whole = random(NUM_SLOTS, num_heads * key_dim * value_dim + 32, seed=5)
     state = whole[:, 16:-16].view(NUM_SLOTS, num_heads, key_dim, value_dim)

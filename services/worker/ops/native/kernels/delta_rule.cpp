@@ -41,6 +41,7 @@ struct DeltaArgs {
     const int32_t* starts;  // [num_seqs + 1]
     int64_t num_seqs, num_key_heads, num_heads, key_dim, value_dim;
     int64_t token_stride, gates_stride, slot_stride;
+    int64_t is_tiled;  // whether value heads of all key heads lie in turns
     int64_t format;
 };
 
@@ -222,7 +223,9 @@ private:
 
     // Fills `blocks`; returns how many there are.
     int prepare(int64_t first, int64_t count, float* queries, float* keys, std::array<Block, kTile>& blocks) const {
-        const int64_t key_dim = args_.key_dim, key_head = head_ * args_.num_key_heads / args_.num_heads;
+        const int64_t key_dim = args_.key_dim;
+        const int64_t key_head =
+            args_.is_tiled ? head_ % args_.num_key_heads : head_ * args_.num_key_heads / args_.num_heads;
         const float scale = 1.0f / std::sqrt(static_cast<float>(key_dim));
         std::array<float, kTile> decay, beta;
         for (int64_t i = 0; i < count; ++i) {

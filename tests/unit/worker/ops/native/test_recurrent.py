@@ -12,8 +12,9 @@ from tests.support.models.paged_model import attention_metadata
 # One token, blocks in tiles of 32 and less, and a block with a token left over.
 QUERY_LENS = (1, 40, 5)
 SLOTS = (4, 0, 2)
-# Key heads, value heads, widths: whole blocks of columns, vectors after them, parts of vectors, and an odd key.
-SHAPES = ((1, 2, 32, 128), (2, 4, 16, 80), (2, 2, 9, 13))
+# Key heads, value heads, widths: whole blocks of columns, vectors after them, parts of vectors, and an odd key; whether
+# the value heads of all key heads lie in turns.
+SHAPES = ((1, 2, 32, 128, False), (2, 4, 16, 80, False), (2, 2, 9, 13, False), (3, 6, 16, 80, True))
 DTYPES = (torch.float32, torch.bfloat16)
 
 METADATA = attention_metadata(
@@ -44,11 +45,11 @@ def test_a_convolution_is_that_of_torch(ops: Ops, dtype: torch.dtype, num_channe
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_delta_rule_is_that_of_torch(ops: Ops, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
-    num_key_heads, num_heads, key_dim, value_dim = shape
+def test_the_delta_rule_is_that_of_torch(ops: Ops, dtype: torch.dtype, shape: tuple[int, int, int, int, bool]) -> None:
+    num_key_heads, num_heads, key_dim, value_dim, is_tiled = shape
     qkv = random(sum(QUERY_LENS), 2 * num_key_heads * key_dim + num_heads * value_dim, seed=1).to(dtype)
     gates = random(sum(QUERY_LENS), 2 * num_heads + 3, seed=2).to(dtype)[:, 3:]
-    params = DeltaGates(-random(num_heads, seed=3).exp(), random(num_heads, seed=4))
+    params = DeltaGates(-random(num_heads, seed=3).exp(), random(num_heads, seed=4), is_tiled)
     state = random(5, num_heads, key_dim, value_dim, seed=5)
     other = state.clone()
     output = ops.gated_delta_rule(qkv, gates, params, state, METADATA)

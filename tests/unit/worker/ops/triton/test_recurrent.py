@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -41,8 +43,10 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("query_lens", BATCHES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_walked_tokens_are_those_of_torch(query_lens: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "is_tiled"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
+)
+def test_walked_tokens_are_those_of_torch(query_lens: tuple[int, ...], dtype: torch.dtype, is_tiled: bool) -> None:
     num_tokens, metadata = sum(query_lens), metadata_of(query_lens)
     x = random(num_tokens, 300 + 5, seed=1).to(dtype)[:, 3:-2]
     weight, conv_state = random(4, 300, seed=2).to(dtype), random(5, 3, 300, seed=3).to(dtype)
@@ -52,8 +56,9 @@ def test_walked_tokens_are_those_of_torch(query_lens: tuple[int, ...], dtype: to
     expected = recurrent.causal_conv(x, weight, others[0], metadata)
     assert_close(exact_causal_conv(x, weight, conv_state, metadata), expected)
     assert torch.equal(conv_state, others[0])
-    expected = recurrent.gated_delta_rule(qkv, gates, PARAMS, others[1], metadata)
-    assert_close(exact_delta_rule(qkv, gates, PARAMS, state, metadata), expected)
+    params = replace(PARAMS, is_tiled=is_tiled)
+    expected = recurrent.gated_delta_rule(qkv, gates, params, others[1], metadata)
+    assert_close(exact_delta_rule(qkv, gates, params, state, metadata), expected)
     assert_close(state, others[1])
 
 
