@@ -33,8 +33,25 @@ def with_added_tokens(
 ) -> dict[str, Any]:
     """The content of a tokenizer.json with all tokens; the same object if it has them.
 
+    Arguments and errors are those of `tokens_to_add`.
+    """
+    own = tokenizer.get("added_tokens", [])
+    merged = _merged(tokenizer, tokens_to_add(own, own, config, special_tokens_map, added_tokens))
+    return tokenizer if merged == own else tokenizer | {"added_tokens": merged}
+
+
+def tokens_to_add(
+    own: Sequence[dict[str, Any]],
+    present: Sequence[dict[str, Any]],
+    config: dict[str, Any],
+    special_tokens_map: dict[str, Any],
+    added_tokens: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """The tokens that the files add to a tokenizer, in order, with all fields of tokenizer.json but the id.
+
     Args:
-        tokenizer: The content of tokenizer.json.
+        own: The added tokens in tokenizer.json.
+        present: Those that the tokenizer has already: `own`, or none if its class builds it anew.
         config: The content of tokenizer_config.json. If it lists the added tokens, the next two are not considered.
         special_tokens_map: The content of special_tokens_map.json.
         added_tokens: The content of added_tokens.json: ids by text. Ids are given anew, in their order.
@@ -42,8 +59,7 @@ def with_added_tokens(
     Raises:
         AttributeError, KeyError, TypeError, ValueError: a content is not as its file must be.
     """
-    named, extra = _special_tokens(config, {} if _LISTED in config else special_tokens_map)
-    own = tokenizer.get("added_tokens", [])
+    named, extra = _special_tokens(config, special_tokens_map)
     if _LISTED in config:
         listed = {int(token_id): token for token_id, token in config[_LISTED].items()}
     else:
@@ -55,11 +71,21 @@ def with_added_tokens(
             for text, token_id in added_tokens.items()
         } | {token["id"]: token for token in own}
     tokens: list[_Token] = [token for _, token in sorted(listed.items(), key=itemgetter(0))]
-    known = {_text_of(token) for token in (*own, *tokens)}
+    known = {_text_of(token) for token in (*present, *tokens)}
     tokens += [token for token in (*named.values(), *extra) if _text_of(token) not in known]
     names = {_text_of(token) for token in named.values()}
-    merged = _merged(tokenizer, [_complete(token, names) for token in tokens])
-    return tokenizer if merged == own else tokenizer | {"added_tokens": merged}
+    return [_complete(token, names) for token in tokens]
+
+
+def special_token_texts(
+    config: dict[str, Any], special_tokens_map: dict[str, Any]
+) -> tuple[dict[str, str], Sequence[str]]:
+    """The texts of the special tokens by name, such as `bos_token`, and of those without a name.
+
+    Arguments and errors are those of `tokens_to_add`.
+    """
+    named, extra = _special_tokens(config, special_tokens_map)
+    return {name: _text_of(token) for name, token in named.items()}, [_text_of(token) for token in extra]
 
 
 def _special_tokens(
@@ -67,6 +93,8 @@ def _special_tokens(
 ) -> tuple[dict[str, _Token], Sequence[_Token]]:
     """The special tokens by name, first those that every model can have, and those without a name."""
     values = dict(config)
+    if _LISTED in config:
+        special_tokens_map = {}
     if not values.get(_LIST) and _DEPRECATED_LIST in values:
         values[_LIST] = values.pop(_DEPRECATED_LIST)
     extra_by_name: dict[str, _Token] = {}
@@ -82,6 +110,8 @@ def _special_tokens(
     values.setdefault(_LIST, values.get(_DEPRECATED_LIST))
     others = [name for name in values if name.endswith("_token") and name not in _NAMES]
     named = {name: values[name] for name in (*_NAMES, *others) if _is_token(name, values.get(name))}
+    if malformed := [name for name in _NAMES if name not in named and values.get(name) is not None]:
+        raise TypeError(f"{malformed[0]} is no token")
     named = {name: _typed(token) for name, token in (named | extra_by_name).items()}
     return named, [_typed(token) for token in values[_LIST] or ()]
 

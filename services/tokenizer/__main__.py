@@ -9,8 +9,8 @@ import sys
 
 def main() -> int:
     """Entry point of the process."""
-    # The service needs no torch, and its image has none; transformers would import one that is installed for workers,
-    # which takes 3 s and 330 MiB.
+    # Few models need transformers here. It would import a torch that is installed for workers, which the service does
+    # not need and its image does not have: 3 s and 330 MiB.
     sys.modules["torch"] = None  # type: ignore[assignment]
     # Transformers' warnings are not in the log's format; it reads this when it is imported.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -1,17 +1,13 @@
-"""Runs a chat template in the immutable sandbox of `transformers`."""
+"""Renders a conversation with a chat template, and says what a client may know of its failure."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from jinja2 import Environment
 from jinja2.exceptions import TemplateError
-from transformers.utils.chat_template_utils import render_jinja_template
 
+from services.tokenizer.chat.template_environment import render
 from services.tokenizer.chat.typescript_tools import VARIABLE, declared_tools, sorted_tools
 from services.tokenizer.json.json_values import JsonObject
-
-_PARAMETERS = ("messages", "tools")
 
 # Of a template's own words in an error, which travels as metadata.
 _MAX_WORDS_LENGTH = 500
@@ -35,18 +31,7 @@ def render_template(source: str, special_tokens: dict[str, str], fields: JsonObj
     Its exceptions pass through, its time and memory are unlimited. `fields` are `messages`, `tools` (None for none) and
     variables, none named like a special token. A template that asks for the tools' declaration gets it.
     """
-    fields = _with_declaration(source, fields)
-    variables: dict[str, Any] = {name: value for name, value in fields.items() if name not in _PARAMETERS}
-    # Despite its annotation `str`, it returns the texts of all conversations and the spans that it tracked in them.
-    rendered: Any = render_jinja_template(
-        conversations=[fields["messages"]],
-        tools=fields["tools"],
-        chat_template=source,
-        add_generation_prompt=opens_turn,
-        **special_tokens,
-        **variables,
-    )
-    return str(rendered[0][0])
+    return render(source, add_generation_prompt=opens_turn, **special_tokens, **_with_declaration(source, fields))
 
 
 def _with_declaration(source: str, fields: JsonObject) -> JsonObject:

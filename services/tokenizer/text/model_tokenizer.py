@@ -10,12 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import Tokenizer
 
+from services.tokenizer.text.tokenizer_classes import (
+    PLAIN,
+    OwnClassError,
+    UnknownClassError,
+    class_name,
+    make_tokenizer,
+)
 from shared.model_dir import (
     ADDED_TOKENS,
     CHAT_TEMPLATE,
+    CONFIG,
     MORE_TEMPLATES,
     PROCESSOR_TEMPLATE,
     SPECIAL_TOKENS_MAP,
@@ -28,10 +35,8 @@ from shared.model_dir import (
 
 logger = logging.getLogger(__name__)
 
-# Lists of special tokens, and the names under which transformers takes them.
-_LISTS = {"additional_special_tokens": "extra_special_tokens", "extra_special_tokens": "extra_special_tokens"}
-# The fields of a named template in tokenizer_config.json.
-_ENTRY = {"name", "template"}
+_TEMPLATE_SUFFIX = ".jinja"
+_DEFAULT = "default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,102 +50,118 @@ class ModelTokenizer:
     """The sources of the chat templates by name: `default`, if there is any, and others."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """The contents of a directory's files; those that are missing are empty."""
+
+    source: str
+    """tokenizer.json."""
+    config: dict[str, Any]
+    tokenizer_config: dict[str, Any]
+    special_tokens_map: dict[str, Any]
+    added_tokens: dict[str, Any]
+
+
 def load_tokenizer(model_dir: Path) -> ModelTokenizer:
     """Read the model's tokenizer. Runs no code of the directory and opens no connection.
 
     A class that needs such code, or that cannot be loaded, is replaced by the plain one: tokenizer.json as it is.
+    transformers is imported only for a class that is not among `tokenizer_classes`.
 
     Raises:
         ModelDirectoryError: a file is malformed, or tokenizer.json is missing.
     """
-    read_file(model_dir, TOKENIZER)  # its errors say what to do
-    loaded = _load(model_dir)
-    return ModelTokenizer(
-        loaded.backend_tokenizer, loaded.special_tokens_map, _templates(model_dir, loaded.chat_template)
-    )
-
-
-def _load(model_dir: Path) -> Any:
-    """The tokenizer of the model's class, or else of the plain one."""
-    options = _options(model_dir)
-    # Without options there is nothing else to try with the model's class.
-    attempts: list[dict[str, Any]] = [{}, options] if options else [{}]
-    failures: list[Exception] = []
-    for loader, tokens in (*((AutoTokenizer, each) for each in attempts), (PreTrainedTokenizerFast, options)):
-        try:
-            loaded = _load_with(loader, model_dir, tokens)
-        except Exception as error:  # noqa: BLE001 - the library raises anything
-            failures.append(error)
-            continue
-        if loader is not AutoTokenizer:
-            reason = f"{type(failures[-1]).__name__}: {failures[-1]}"
-            logger.warning("the model's own tokenizer class is not used, only tokenizer.json", extra={"reason": reason})
-        return loaded
-    raise _find_fault(model_dir, failures[-1]) from failures[-1]
-
-
-def _load_with(loader: Any, model_dir: Path, options: dict[str, Any]) -> Any:
-    # An absolute path, so that it can never be taken for the name of a model on the Hub.
-    path = str(model_dir.resolve())
-    loaded = loader.from_pretrained(path, trust_remote_code=False, local_files_only=True, **options)
-    if not isinstance(loaded, PreTrainedTokenizerFast):
-        raise TypeError(f"{type(loaded).__name__} is not based on the library tokenizers")
-    return loaded
-
-
-def _options(model_dir: Path) -> dict[str, Any]:
-    """The special tokens written as objects without their type, which transformers would not recognize."""
-    config, special_tokens_map = (
-        read_json_if_any(model_dir, TOKENIZER_CONFIG),
-        read_json_if_any(model_dir, SPECIAL_TOKENS_MAP),
-    )
-    names = [*PreTrainedTokenizerFast.SPECIAL_TOKENS_ATTRIBUTES, *_LISTS]
-    values = {name: config[name] for name in names if name in config}
-    if "added_tokens_decoder" not in config:
-        values |= {name: special_tokens_map[name] for name in _LISTS if name in special_tokens_map}
+    files = _read(model_dir)
+    templates = _templates(model_dir, files.tokenizer_config)
     try:
-        typed = {name: _typed(value) for name, value in values.items()}
-    except TypeError as error:
-        raise ModelDirectoryError(f"{model_dir / TOKENIZER_CONFIG}: a special token is malformed: {error}") from error
-    return {_LISTS.get(name, name): value for name, value in typed.items() if value != values[name]}
+        name = class_name(files.config, files.tokenizer_config, files.source)
+        backend, special_tokens = _make(model_dir, name, files)
+    except OwnClassError as error:
+        _warn_of_plain(f"{error} is code of the model's own")
+        backend, special_tokens = _make(model_dir, PLAIN, files)
+    except UnknownClassError as error:
+        loaded = _load_by_transformers(model_dir, str(error))
+        backend, special_tokens = _make(model_dir, PLAIN, files) if loaded is None else loaded
+    return ModelTokenizer(backend, special_tokens, templates)
 
 
-def _typed(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_typed(item) for item in value]
-    if not isinstance(value, dict) or "__type" in value:
-        return value
-    return _added_token(**value) if "content" in value else {name: _typed(item) for name, item in value.items()}
+def _read(model_dir: Path) -> _Files:
+    source = read_file(model_dir, TOKENIZER)  # its errors say what to do
+    try:
+        text = source.decode()
+    except ValueError as error:
+        raise ModelDirectoryError(f"{model_dir / TOKENIZER}: {error}") from error
+    names = (CONFIG, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS)
+    return _Files(text, *(read_json_if_any(model_dir, name) for name in names))
 
 
-def _added_token(content: str, *, special: bool = True, **flags: bool) -> AddedToken:
-    return AddedToken(content, special=special, **flags)
+def _make(model_dir: Path, name: str, files: _Files) -> tuple[Tokenizer, dict[str, str]]:
+    """The tokenizer of a class that is known here, and its special tokens."""
+    try:
+        return make_tokenizer(name, files.source, files.tokenizer_config, files.special_tokens_map, files.added_tokens)
+    except UnknownClassError:
+        raise
+    except Exception as error:
+        raise _find_fault(model_dir, files, error) from error
 
 
-def _templates(model_dir: Path, template: object) -> dict[str, str]:
-    named: dict[str, Any] = {}
-    name = TOKENIZER_CONFIG
+def _load_by_transformers(model_dir: Path, reason: str) -> tuple[Tokenizer, dict[str, str]] | None:
+    """The tokenizer of the model's class, as transformers loads it; None if it cannot."""
+    logger.info("transformers reads the tokenizer: importing it makes the start slower", extra={"reason": reason})
+    # Imported here because few models need it, and importing it takes seconds.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: PLC0415
+
+    try:
+        # An absolute path, so that it can never be taken for the name of a model on the Hub.
+        path = str(model_dir.resolve())
+        loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # noqa: BLE001 - the library raises anything
+        _warn_of_plain(f"{type(error).__name__}: {error}")
+        return None
+    if not isinstance(loaded, PreTrainedTokenizerFast):
+        _warn_of_plain(f"{type(loaded).__name__} is not based on the library tokenizers")
+        return None
+    return loaded.backend_tokenizer, loaded.special_tokens_map
+
+
+def _warn_of_plain(reason: str) -> None:
+    logger.warning("the model's own tokenizer class is not used, only tokenizer.json", extra={"reason": reason})
+
+
+def _templates(model_dir: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """The chat templates: those in files of their own, or else in a configuration.
+
+    Source: transformers 5.23, `_from_pretrained` in tokenization_utils_base.py.
+    """
+    files = {_DEFAULT: model_dir / CHAT_TEMPLATE} if (model_dir / CHAT_TEMPLATE).exists() else {}
+    more = sorted((model_dir / MORE_TEMPLATES).glob(f"*{_TEMPLATE_SUFFIX}"))
+    files |= {path.name.removesuffix(_TEMPLATE_SUFFIX): path for path in more}
+    if files:
+        return {name: _read_template(path) for name, path in files.items()}
+    name, template = TOKENIZER_CONFIG, tokenizer_config.get("chat_template")
     if template is None:
         name, template = PROCESSOR_TEMPLATE, read_json_if_any(model_dir, PROCESSOR_TEMPLATE).get("chat_template")
-    if template is not None:
-        named = template if isinstance(template, dict) else {"default": template}
+    if isinstance(template, list):
+        if not all(isinstance(entry, dict) and entry.keys() >= {"name", "template"} for entry in template):
+            raise ModelDirectoryError(f"{model_dir / name}: chat_template is not a list of named templates")
+        template = {str(entry["name"]): entry["template"] for entry in template}
+    named = template if isinstance(template, dict) else {} if template is None else {_DEFAULT: template}
     if not all(isinstance(source, str) for source in named.values()):
         raise ModelDirectoryError(f"{model_dir / name}: chat_template is not a string")
     return named
 
 
-def _find_fault(model_dir: Path, fault: Exception) -> ModelDirectoryError:
-    """Which file a failure to load came from, as far as that can be found out."""
-    named = read_json_if_any(model_dir, TOKENIZER_CONFIG).get("chat_template")
-    if isinstance(named, list) and not all(isinstance(entry, dict) and entry.keys() >= _ENTRY for entry in named):
-        return ModelDirectoryError(f"{model_dir / TOKENIZER_CONFIG}: chat_template is not a list of named templates")
-    read_json_if_any(model_dir, ADDED_TOKENS)
-    path = model_dir / TOKENIZER
+def _read_template(path: Path) -> str:
     try:
-        Tokenizer.from_file(str(path))
-        for path in (model_dir / CHAT_TEMPLATE, *(model_dir / MORE_TEMPLATES).glob("*.jinja")):
-            if path.exists():
-                path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelDirectoryError(f"{path}: {error}") from error
+
+
+def _find_fault(model_dir: Path, files: _Files, fault: Exception) -> ModelDirectoryError:
+    """Which file a failure to load came from, as far as that can be found out."""
+    try:
+        Tokenizer.from_str(files.source)
     except Exception as error:  # noqa: BLE001 - the library raises bare exceptions
-        return ModelDirectoryError(f"{path}: {error}")
+        return ModelDirectoryError(f"{model_dir / TOKENIZER}: {error}")
     return ModelDirectoryError(f"{model_dir}: cannot load the tokenizer: {type(fault).__name__}: {fault}")
