@@ -6,20 +6,16 @@ The file names keys by their SHA-256 alone, so nobody can call with what it cont
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from lockstep.v1 import common_pb2
 from shared.errors import PermissionDeniedError, UnauthenticatedError, Violation
 from shared.file_state import file_state, read_regular_file
-from shared.tenant import DEFAULT_TENANT, MAX_WEIGHT, MIN_WEIGHT, Tenant
+from shared.tenant import DEFAULT_TENANT, Tenant
 
 logger = logging.getLogger(__name__)
 
@@ -27,18 +23,12 @@ KEY_FORM = "1 to 512 visible ASCII characters"
 _KEY = re.compile(r"[!-~]{1,512}")
 # The scheme is written in any case. Source: RFC 9110, section 11.1; RFC 6750, section 2.1.
 _BEARER = re.compile(r"bearer +([!-~]{1,512})", re.IGNORECASE)
-_DIGEST = re.compile(r"[0-9a-f]{64}", re.IGNORECASE)
-_TENANT_NAME = re.compile(r"[!-~]{1,64}")
-# Other names may be anything, a key among them.
-_FIELD_NAME = re.compile(r"[a-z_]{1,32}")
 _PRIORITIES = {
     "HIGH": common_pb2.PRIORITY_HIGH,
     "NORMAL": common_pb2.PRIORITY_NORMAL,
     "LOW": common_pb2.PRIORITY_LOW,
 }
 _TENANT_FIELDS = ("weight", "max_in_flight", "max_waiting_requests", "max_waiting_tokens")
-_MAX_IN_FLIGHT = 2**32 - 1
-_MAX_WAITING_TOKENS = 2**63 - 1
 
 
 class ClientKeysError(Exception):
@@ -185,53 +175,11 @@ def _given_keys(authorizations: Sequence[str], api_keys: Sequence[str]) -> set[s
     return keys
 
 
-def _check_digest(text: str) -> str:
-    if not _DIGEST.fullmatch(text):
-        raise ValueError("must be 64 hexadecimal digits")
-    return text
-
-
-def _check_tenant_name(text: str) -> str:
-    if not _TENANT_NAME.fullmatch(text):
-        raise ValueError("must be 1 to 64 visible ASCII characters")
-    return text
-
-
-class _Line(BaseModel):
-    """One line of the file."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-    sha256: Annotated[str, AfterValidator(_check_digest)]
-    tenant: Annotated[str, AfterValidator(_check_tenant_name)]
-    weight: float = Field(default=1.0, ge=MIN_WEIGHT, le=MAX_WEIGHT, allow_inf_nan=False)
-    max_in_flight: int | None = Field(default=None, ge=1, le=_MAX_IN_FLIGHT)
-    max_waiting_requests: int | None = Field(default=None, ge=1, le=_MAX_IN_FLIGHT)
-    max_waiting_tokens: int | None = Field(default=None, ge=1, le=_MAX_WAITING_TOKENS)
-    max_priority: Literal["HIGH", "NORMAL", "LOW"] = "NORMAL"
-    is_operator: bool = False
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _refuse_null(cls, value: object) -> object:
-        if value is None:
-            raise ValueError("must not be null; leave it out")
-        return value
-
-    def client(self) -> Client:
-        """What the line says of its key."""
-        tenant = Tenant(
-            self.tenant,
-            self.weight,
-            max_in_flight=self.max_in_flight,
-            max_waiting_requests=self.max_waiting_requests,
-            max_waiting_tokens=self.max_waiting_tokens,
-        )
-        return Client(tenant, _PRIORITIES[self.max_priority], self.is_operator)
-
-
 def _read(path: Path) -> dict[bytes, Client]:
     """The clients by the digests of their keys."""
+    # Imported here because few processes have such a file, and importing it is slow.
+    from shared.client_key_lines import parse_line  # noqa: PLC0415
+
     try:
         lines = read_regular_file(path).decode().split("\n")
     except OSError as error:
@@ -244,8 +192,9 @@ def _read(path: Path) -> dict[bytes, Client]:
         if not text.strip() or text.startswith("#"):
             continue
         try:
-            line = _parse(text)
-            digest, client = bytes.fromhex(line.sha256), line.client()
+            line = parse_line(text)
+            client = Client(line.of_tenant(), _PRIORITIES[line.max_priority], line.is_operator)
+            digest = bytes.fromhex(line.sha256)
             if digest in digest_to_client:
                 raise ValueError("sha256: an earlier line has the same")
             _check_agreement(client.tenant, name_to_tenant.setdefault(line.tenant, client.tenant))
@@ -256,36 +205,6 @@ def _read(path: Path) -> dict[bytes, Client]:
         # An empty file is more likely being written than meant to lock everybody out.
         raise ClientKeysError(f"--client-keys {path}: it has no key")
     return digest_to_client
-
-
-def _parse(text: str) -> _Line:
-    """Parse one line; the message of an error quotes none of its values."""
-    try:
-        value = json.loads(text, object_pairs_hook=_make_object)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(str(error) if isinstance(error, _RepeatedNameError) else "not valid JSON") from None
-    if not isinstance(value, dict):
-        raise ValueError("not a JSON object")
-    try:
-        return _Line.model_validate(value)
-    except ValidationError as error:
-        details = error.errors(include_input=False, include_url=False)[0]
-        name = str(details["loc"][0])
-        if details["type"] == "extra_forbidden":
-            raise ValueError(f"unknown field{f' {name}' if _FIELD_NAME.fullmatch(name) else ''}") from None
-        message = details["msg"].removeprefix("Value error, ").replace("Input should", "must")
-        raise ValueError(f"{name}: {message}") from None
-
-
-class _RepeatedNameError(ValueError):
-    """A JSON object has a field twice."""
-
-
-def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        raise _RepeatedNameError("a field is there twice")
-    return value
 
 
 def _check_agreement(tenant: Tenant, earlier: Tenant) -> None:

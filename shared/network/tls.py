@@ -18,14 +18,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import grpc
-from cryptography import x509
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives import serialization
 
 from shared.file_state import FileState, file_state, read_regular_file
+
+if TYPE_CHECKING:
+    from cryptography.x509 import Certificate
 
 logger = logging.getLogger(__name__)
 
@@ -297,6 +297,9 @@ class TrustedAuthority:
 
 
 def _read(files: TlsFiles, role: Role) -> _Pair:
+    # Imported here, as in each function below, because only TLS needs it, and importing it is slow.
+    from shared.network.certificates import is_covered, pem_of  # noqa: PLC0415
+
     certificate, key, authority = (
         _read_file(name, path)
         for name, path in (
@@ -311,29 +314,29 @@ def _read(files: TlsFiles, role: Role) -> _Pair:
     _check_names(own, files, role)
     if own.not_valid_after_utc <= datetime.now(UTC):
         raise TlsError(f"--tls-cert {files.certificate} expired at {own.not_valid_after_utc.isoformat()}")
-    if not _is_covered(own, intermediate, trusted):
+    if not is_covered(own, intermediate, trusted):
         raise TlsError(
             f"--tls-ca {files.authority} does not cover --tls-cert {files.certificate}, "
             f"whose issuer is {own.issuer.rfc4514_string()}"
         )
-    return _Pair(certificate, _pem_of(own), key, authority, own.not_valid_after_utc)
+    return _Pair(certificate, pem_of(own), key, authority, own.not_valid_after_utc)
 
 
 def _read_client_authority(path: Path) -> bytes:
+    from shared.network.certificates import pem_of  # noqa: PLC0415
+
     # Anything else in the file, such as comments, is left out.
-    return b"".join(map(_pem_of, _certificates("--client-ca", path, _read_file("--client-ca", path))))
+    return b"".join(map(pem_of, _certificates("--client-ca", path, _read_file("--client-ca", path))))
 
 
-def _pem_of(certificate: x509.Certificate) -> bytes:
-    return certificate.public_bytes(serialization.Encoding.PEM)
+def _check_key(own: Certificate, certificate_path: Path, key: bytes, key_path: Path) -> None:
+    from shared.network.certificates import is_key_of  # noqa: PLC0415
 
-
-def _check_key(own: x509.Certificate, certificate_path: Path, key: bytes, key_path: Path) -> None:
     try:
-        private = serialization.load_pem_private_key(key, password=None)
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        is_own = is_key_of(key, own)
+    except ValueError as error:
         raise TlsError(f"--tls-key {key_path}: not an unencrypted private key in PEM") from error
-    if private.public_key() != own.public_key():
+    if not is_own:
         raise TlsError(f"--tls-key {key_path} is not the key of --tls-cert {certificate_path}")
 
 
@@ -344,41 +347,23 @@ def _read_file(name: str, path: Path) -> bytes:
         raise TlsError(f"{name} {path}: {error.strerror}") from error
 
 
-def _certificates(name: str, path: Path, data: bytes) -> list[x509.Certificate]:
+def _certificates(name: str, path: Path, data: bytes) -> list[Certificate]:
+    from shared.network.certificates import read_certificates  # noqa: PLC0415
+
     try:
-        return x509.load_pem_x509_certificates(data)
+        return read_certificates(data)
     except ValueError as error:
         raise TlsError(f"{name} {path}: no certificate in PEM") from error
 
 
-def _is_covered(own: x509.Certificate, intermediate: list[x509.Certificate], trusted: list[x509.Certificate]) -> bool:
-    """Whether signatures lead from `own`, by way of `intermediate`, to one of `trusted`."""
-    # Not `x509.verification`: it refuses keys and extensions that gRPC accepts.
-    reached = [own]
-    for certificate in reached:
-        if certificate in trusted or any(_has_signed(issuer, certificate) for issuer in trusted):
-            return True
-        reached += [issuer for issuer in intermediate if issuer not in reached and _has_signed(issuer, certificate)]
-    return False
+def _check_names(certificate: Certificate, files: TlsFiles, role: Role) -> None:
+    from shared.network.certificates import names_in  # noqa: PLC0415
 
-
-def _has_signed(issuer: x509.Certificate, certificate: x509.Certificate) -> bool:
-    try:
-        certificate.verify_directly_issued_by(issuer)
-    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
-        return False
-    return True
-
-
-def _check_names(certificate: x509.Certificate, files: TlsFiles, role: Role) -> None:
-    try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        names = x509.SubjectAlternativeName([])
+    dns_names, uris = names_in(certificate)
     dns_name, uri = _dns_name(role, files.trust_domain), _uri(role, files.trust_domain)
-    if dns_name not in names.get_values_for_type(x509.DNSName):
+    if dns_name not in dns_names:
         raise TlsError(f"--tls-cert {files.certificate} lacks the DNS name {dns_name}")
-    if uri not in names.get_values_for_type(x509.UniformResourceIdentifier):
+    if uri not in uris:
         raise TlsError(f"--tls-cert {files.certificate} lacks the URI {uri}")
 
 
