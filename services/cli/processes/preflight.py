@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from services.cli.extras import ROLE_TO_EXTRA, missing_packages
+from services.cli.processes import flag_checks
 from services.cli.processes.last_problem import LastProblem
 from services.cli.processes.manage_flag import find_manage_address
 from services.cli.processes.service_command import ServiceCommand
@@ -126,26 +128,23 @@ def check_addresses(addresses: Iterable[str]) -> None:
 async def _check_flags(commands: Sequence[ServiceCommand]) -> None:
     """Let each service check its own flags; of the workers only the last one, which has the highest device index."""
     last_of_role = {command.role: command for command in commands}
-    problems = await asyncio.gather(*map(_find_problem, last_of_role.values()))
-    for role, problem in zip(last_of_role, problems, strict=True):
-        if problem is not None:
-            raise RefusedError(f"the {role} rejects its settings: {problem}")
-
-
-async def _find_problem(command: ServiceCommand) -> str | None:
-    # Run as a program, the settings module checks the flags and exits. Only a worker on a GPU imports something slow.
-    # Not through the event loop, in whose children no signal is blocked.
+    module_to_role = {f"services.{role}.config": role for role in last_of_role}
+    checks = [(module, last_of_role[role].flags) for module, role in module_to_role.items()]
+    # Only a worker on a GPU imports something slow. Not through the event loop, in whose children no signal is blocked.
     with leave_end_to_parent():
         process = subprocess.Popen(  # noqa: ASYNC220
-            [sys.executable, "-m", f"services.{command.role}.config", *command.flags],
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-m", flag_checks.__name__],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-    output, _ = await asyncio.to_thread(process.communicate)
+    output, _ = await asyncio.to_thread(process.communicate, json.dumps(checks).encode())
     if process.returncode == 0:
-        return None
+        return
+    _, _, last = output.rpartition(flag_checks.MARK.encode())
+    module, _, said = last.partition(b"\n")
     last_problem = LastProblem()
-    for line in output.splitlines():
+    for line in said.splitlines():
         last_problem.add(line)
-    return last_problem.text or f"exit code {process.returncode}"
+    role = module_to_role.get(module.decode(), "service")
+    raise RefusedError(f"the {role} rejects its settings: {last_problem.text or f'exit code {process.returncode}'}")
