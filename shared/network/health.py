@@ -93,22 +93,3 @@ async def ask_process(channel: grpc.aio.Channel, pid: int, timeout_s: float) -> 
 
 def _identity(pid: int) -> tuple[str, str]:
     return _PROCESS_KEY, str(pid)
-
-
-async def wait_until_serving(channel: grpc.aio.Channel) -> None:
-    """Return once the server is serving; until then it may be unreachable.
-
-    Raises:
-        grpc.aio.AioRpcError: it has no health service.
-    """
-    while True:
-        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
-        try:
-            async for response in watch:
-                if response.status == _SERVING:
-                    return
-        except grpc.aio.AioRpcError as error:
-            if error.code() != grpc.StatusCode.UNAVAILABLE:
-                raise
-        finally:
-            watch.cancel()

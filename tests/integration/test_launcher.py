@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from lockstep.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
-from shared.network.health import Health, wait_until_serving
+from shared.network.health import Health
 from shared.network.rpc import make_channel, make_server, reason_of, status_from_rpc_error
 from shared.network.tls import Role
 from tests.support.cells.cell import Cell, popen_lockstep, run_serve, start_cell
@@ -32,6 +32,7 @@ from tests.support.system.patience import PATIENCE_S
 from tests.support.system.pipes import full_pipe
 from tests.support.system.ports import free_port
 from tests.support.system.processes import module_environment, python_command, start_service
+from tests.support.system.serving import wait_until_serving
 
 ROLES = ("worker", "scheduler", "tokenizer")
 IDLE_S = 10.0

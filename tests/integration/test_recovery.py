@@ -16,13 +16,13 @@ import grpc
 import pytest
 
 from lockstep.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
-from shared.network.health import wait_until_serving
 from shared.network.rpc import make_channel, reason_of, status_from_rpc_error
 from tests.support.cells.cell import REFERENCE, start_cell
 from tests.support.cells.split_cell import SplitCell, run_split_cell
 from tests.support.clients.client import Client, Completion, connect, token_request
 from tests.support.clients.token_client import Request, generate_tokens, prompt_request, read_to_end
 from tests.support.system.processes import start_service
+from tests.support.system.serving import wait_until_serving
 from tests.support.tokenizer.trace_collector import TraceCollector, run_collector
 
 

@@ -128,7 +128,6 @@ class Postprocessor:
     def _start(self, slots: Slots, outputs: OutputsByClient, now: float) -> None:
         for slot in slots.tolist():
             seq = self._slots.sequence_at(Slot(slot))
-            seq.first_token_at = now
             assert seq.num_first_cached_tokens is not None
             prefill_s = now - seq.dequeued_at
             outputs.add_start(

@@ -191,7 +191,8 @@ class Scheduler:
         states = None
         if saves_states:
             states = StateSaves(
-                *(self._blocks, self._cache),
+                self._blocks,
+                self._cache,
                 num_slots=num_slots,
                 may_cut=self._policy.enable_chunked_prefill,
                 has_drafts=facts.num_draft_tokens > 0,

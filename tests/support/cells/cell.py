@@ -18,11 +18,11 @@ import grpc
 import psutil
 
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2_grpc
-from shared.network.health import wait_until_serving
 from shared.network.rpc import make_channel
 from tests.support.system.patience import PATIENCE_S
 from tests.support.system.ports import free_port
 from tests.support.system.processes import ROOT, module_command, module_environment, running_children
+from tests.support.system.serving import wait_until_serving
 
 _POLL_S = 0.02
 _NO_TIMEOUT = aiohttp.ClientTimeout(total=None)

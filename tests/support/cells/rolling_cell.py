@@ -15,13 +15,13 @@ import grpc
 from typing_extensions import override
 
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
-from shared.network.health import wait_until_serving
 from shared.network.rpc import make_channel
 from tests.support.cells.chaos import SCHEDULER_FLAGS, TOKENIZER_FLAGS, WORKER_FLAGS
 from tests.support.clients.client import Client
 from tests.support.system.patience import PATIENCE_S
 from tests.support.system.ports import free_port
 from tests.support.system.processes import ROOT, start_service
+from tests.support.system.serving import wait_until_serving
 from tests.support.system.tcp_path import TcpPath
 
 _NUMBERS = (0, 1)

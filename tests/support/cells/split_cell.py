@@ -12,10 +12,10 @@ from pathlib import Path
 from services.cli.cell_plan import plan_services
 from services.cli.processes.service_command import ROLES, ServiceCommand
 from services.cli.serve_settings import ServeSettings, split_service_flags
-from shared.network.health import wait_until_serving
 from shared.network.rpc import make_channel
 from tests.support.system.patience import PATIENCE_S
 from tests.support.system.processes import ROOT, module_command, module_environment
+from tests.support.system.serving import wait_until_serving
 
 _POLL_S = 0.02
 

@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
-from shared.network.health import wait_until_serving
 from shared.network.rpc import Peer, make_channel
 from shared.network.tls import Certificates, Role, TlsFiles, TrustedAuthority
 from tests.support.cells.certificates import DOMAIN, Authority, write_files
 from tests.support.clients.client import Client
 from tests.support.system.ports import free_port
 from tests.support.system.processes import start_service
+from tests.support.system.serving import wait_until_serving
 
 TP_SIZE = 2
 

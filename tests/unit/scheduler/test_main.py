@@ -17,7 +17,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from lockstep.internal.v1 import exchange_pb2_grpc
 from lockstep.v1 import scheduler_pb2_grpc
 from services.scheduler.server.failpoint import EXIT_CODE
-from shared.network.health import wait_until_serving
 from shared.network.heartbeat import LEASE_S
 from shared.network.rpc import make_channel, make_server
 from tests.support.clients.token_client import error_of, generate_tokens, reason, seeded
@@ -26,6 +25,7 @@ from tests.support.scheduler.worker_peer import WorkerPeer
 from tests.support.system.patience import PATIENCE_S
 from tests.support.system.pipes import full_pipe
 from tests.support.system.processes import module_command, module_environment, python_command
+from tests.support.system.serving import wait_until_serving
 
 pytestmark = pytest.mark.process
 

@@ -59,11 +59,6 @@ class Finish:
     reason: FinishReason
     stop_token_id: int | None = None
 
-    @property
-    def leave_reason(self) -> str:
-        """In ATOM's terms: `stop_{token_id}` for a stop token."""
-        return f"stop_{self.stop_token_id}" if self.reason is FinishReason.STOP_TOKEN else self.reason.value
-
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
@@ -146,7 +141,6 @@ class Sequence:
     """Called when it is admitted for the first time."""
     last_prompt_logprob: int = 0
     """The last prompt position whose log-probabilities its client has; 0 for none."""
-    first_token_at: float | None = None
     left_at: float | None = None
     finish: Finish | None = None
     rank: DpRank | None = None

@@ -10,8 +10,8 @@ import pytest
 
 from lockstep.internal.v1 import exchange_pb2_grpc
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
-from shared.network.health import wait_until_serving
 from tests.support.scheduler.scheduler_shell import running_cell
+from tests.support.system.serving import wait_until_serving
 
 
 async def code_of(call: Awaitable[object]) -> grpc.StatusCode:

@@ -12,10 +12,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from shared.network.health import Health, ask_process, wait_until_serving
+from shared.network.health import Health, ask_process
 from shared.network.rpc import Servicer, make_channel, make_server
 from tests.support.system.health import check_health
 from tests.support.system.patience import PATIENCE_S
+from tests.support.system.serving import wait_until_serving
 
 
 @asynccontextmanager
