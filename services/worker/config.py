@@ -61,13 +61,6 @@ class WorkerSettings(ProcessSettings):
         description="Instructions that the native kernels use: avx512 has VNNI, amx a unit for tiles, where the system "
         "permits its use; auto is the last that the processor has.",
     )
-    aiter_decode: Literal["triton", "asm"] = Field(
-        default="triton",
-        description="Kernels that --ops-backend aiter decodes with: triton has them for every model; asm are AITER's "
-        "in assembly, for blocks of 16 tokens and for attention by heads of 128 columns, at most 16 per key head, "
-        "without windows and sinks, or dense attention to latents of 512 and 64 columns by 16 or 128 heads on a rank. "
-        "Other models are refused.",
-    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
         description="Type of activations, KV cache and weights that are not quantised; auto is bfloat16 with "
@@ -280,12 +273,6 @@ class WorkerSettings(ProcessSettings):
         # A step says how many tokens each group computes, but only the group itself knows how many drafts it makes.
         if self.layout.is_coupled and self.draft_proposer != "none":
             raise ValueError("--draft-proposer can be combined with --ep only when there is a single group")
-        return self
-
-    @model_validator(mode="after")
-    def _check_aiter_decode(self) -> WorkerSettings:
-        if self.aiter_decode == "asm" and self.ops_backend != "aiter":
-            raise ValueError("--aiter-decode asm needs --ops-backend aiter")
         return self
 
     @model_validator(mode="after")

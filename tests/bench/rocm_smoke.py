@@ -27,7 +27,7 @@ from services.worker.runner.model_runner import ModelRunner, build_model_runner
 from tests.bench.gpu.cases import Clock
 from tests.bench.gpu.runners import BLOCK_SIZE, decode_ahead, enters
 from tests.bench.parts.report import Row, limit, report
-from tests.support.aiter.checks import ASM_CHECKS, CHECKS, TOLERANCE, Bench
+from tests.support.aiter.checks import CHECKS, TOLERANCE, Bench
 from tests.support.models.paged_model import PagedModel
 from tests.support.worker.worker_steps import decode_step, make_enter, prefill_step
 
@@ -62,27 +62,21 @@ def main() -> int:
         if torch.version.hip is None or not torch.cuda.is_available():
             raise DeviceError("torch sees no AMD GPU")
         ops_bench = Bench(load_ops("aiter"), torch.device("cuda"))
-        asm_bench = Bench(load_ops("aiter", aiter_decode="asm"), torch.device("cuda"))
     except DeviceError as error:
         print(f"nothing was checked: {error}", file=sys.stderr)
         return NO_GPU
     rows: list[Row] = []
-    for row in measure(ops_bench, asm_bench, args.model, "cuda", num_steps=args.steps):
+    for row in measure(ops_bench, args.model, "cuda", num_steps=args.steps):
         rows.append(row)
         print(row.metric, row.value, row.unit, file=sys.stderr, flush=True)
     report(rows, args.json)
     return 1 if any(row.met is False for row in rows) else 0
 
 
-def measure(bench: Bench, asm_bench: Bench, model_dir: Path, device: str, *, num_steps: int) -> Iterator[Row]:
-    """Compare every op and the model's tokens, then time decode steps on a device of `WorkerSettings`.
-
-    Args:
-        asm_bench: Decodes with AITER's assembly kernels.
-    """
-    for each, checks in ((bench, CHECKS), (asm_bench, ASM_CHECKS)):
-        for name, check in checks.items():
-            yield limit(f"{name}: difference", check(each), "of largest", at_most=TOLERANCE)
+def measure(bench: Bench, model_dir: Path, device: str, *, num_steps: int) -> Iterator[Row]:
+    """Compare every op and the model's tokens, then time decode steps on a device of `WorkerSettings`."""
+    for name, check in CHECKS.items():
+        yield limit(f"{name}: difference", check(bench), "of largest", at_most=TOLERANCE)
     eager = make_runner(model_dir, device, is_eager=True)
     prompts = make_prompts(model_dir)
     yield limit("tokens eagerly: wrong", count_wrong(model_dir, prompts, generate(eager, prompts)), "tokens", at_most=0)

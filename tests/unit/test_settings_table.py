@@ -25,7 +25,7 @@ NUM_SETTINGS = {
     "`lockstep ranks`": 18,
     "Tokenizer": 26,
     "Scheduler": 40,
-    "Worker": 34,
+    "Worker": 33,
     "Every service": 8,
 }
 

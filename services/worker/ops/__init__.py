@@ -57,12 +57,11 @@ __all__ = [
 ]
 
 
-def load_ops(name: str, native_isa: str = "auto", aiter_decode: str = "triton") -> Ops:
+def load_ops(name: str, native_isa: str = "auto") -> Ops:
     """Create the backend called `name`: `BACKEND_NAMES`, `triton` or `triton-exact` on a GPU, or `aiter` on AMD's.
 
     Args:
         native_isa: The instructions that `native` uses, an `Isa` or `auto` for the processor's best.
-        aiter_decode: The kernels that `aiter` decodes with: `triton`, or `asm` for AITER's assembly kernels.
 
     Raises:
         ValueError: there is no such backend.
@@ -72,6 +71,6 @@ def load_ops(name: str, native_isa: str = "auto", aiter_decode: str = "triton") 
     if name not in _BACKENDS:
         raise ValueError(f"unknown ops backend {name!r}; available: {', '.join(_BACKENDS)}")
     module, maker = _BACKENDS[name]
-    arguments = {"native": (native_isa,), "aiter": (aiter_decode,)}.get(name, ())
+    arguments = (native_isa,) if name == "native" else ()
     ops: Ops = getattr(import_module(module), maker)(*arguments)
     return ops

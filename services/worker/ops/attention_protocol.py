@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
@@ -23,27 +22,6 @@ class AttentionOps(Protocol):
 
         Raises:
             InvalidRequestError: they cannot.
-        """
-
-    def check_attention(self, num_heads: int, num_kv_heads: int, head_dim: int, params: AttentionParams) -> None:
-        """Check, at load, that there are kernels for a layer's attention with this rank's heads.
-
-        Raises:
-            DeviceError: there are none; the message says what they have instead.
-        """
-
-    def check_latent_attention(
-        self, num_heads: int, latent_dim: int, rotated_dim: int, dtype: torch.dtype, *, is_sparse: bool
-    ) -> None:
-        """Check, at load, that there are kernels for a layer's latent attention with this rank's heads.
-
-        Args:
-            latent_dim: Width of a latent, which is also the value.
-            rotated_dim: Width of the key's rotated part.
-            is_sparse: Whether `select_context` chooses what a token attends to.
-
-        Raises:
-            DeviceError: as from `check_attention`.
         """
 
     def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> AttentionPlan:
@@ -126,7 +104,7 @@ class AttentionOps(Protocol):
 
         Arguments and result as in `prefill_attention`. Most sequences have one new token; up to 8 drafts may follow it.
 
-        Source: arXiv:2309.06180, section 4.1; AITER `unified_attention`, and `pa_fwd_asm` with a row per token.
+        Source: arXiv:2309.06180, section 4.1; AITER `unified_attention`.
         """
 
     def mla_attention(

@@ -142,23 +142,6 @@ def check_block_size(block_size: int) -> None:
     assert block_size >= 1
 
 
-def check_attention(num_heads: int, num_kv_heads: int, head_dim: int, params: AttentionParams) -> None:
-    """Accept any sizes."""
-    assert num_heads % num_kv_heads == 0
-
-
-def check_latent_attention(
-    num_heads: int,
-    latent_dim: int,
-    rotated_dim: int,
-    dtype: torch.dtype,
-    *,
-    is_sparse: bool,
-) -> None:
-    """Accept any sizes."""
-    assert min(num_heads, latent_dim, rotated_dim) >= 1
-
-
 def norm_rope_write(
     ops: Ops,
     qkv: Tensor,

@@ -199,7 +199,7 @@ def build_model_runner(
     device = choice.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    ops = load_ops(choice.ops_backend, settings.native_isa, settings.aiter_decode)
+    ops = load_ops(choice.ops_backend, settings.native_isa)
     ops.use_threads(settings.num_threads or num_usable_cores())
     if settings.activation_quantization == "fp8":
         ops.quantize_activations()

@@ -238,16 +238,6 @@ def grouped_experts_of_a_rank(bench: Bench) -> float:
     return _experts(bench, clamp=SwigluClamp(1.702, 7.0), num_elsewhere=8)
 
 
-# AITER's assembly kernels, on a backend that decodes with them.
-ASM_CHECKS: dict[str, Check] = {
-    "assembly: decodes": Attention((15, 16, 300), (1, 1, 1)),
-    "assembly: drafts": Attention((15, 16, 300), (1, 4, 1), is_prefill=False),
-    "assembly: prompts": Attention((0, 0), (300, 1)),
-    "assembly: decodes, prefix and chunk": Attention((37, 64, 100), (1, 40, 15)),
-    "assembly: latents": latent_attention,
-    "assembly: latents of all heads": latent_attention_of_all_heads,
-    "assembly: latents, drafts": latent_attention_with_drafts,
-}
 CHECKS: dict[str, Check] = {
     "rms_norm": rms_norm,
     "rms_norm of heads": rms_norm_of_heads,
@@ -262,9 +252,12 @@ CHECKS: dict[str, Check] = {
     "attention: prompts": Attention((0, 0), (300, 1)),
     "attention: prefix and chunk": Attention((64, 100), (5, 40)),
     "attention: decodes": Attention((15, 16, 300), (1, 1, 1)),
+    "attention: drafts": Attention((15, 16, 300), (1, 4, 1), is_prefill=False),
     "attention: a long context": Attention((2000,), (1,)),
     "attention: window and sinks": Attention((64, 0), (1, 90), window=17, has_sinks=True),
     "attention: latents": latent_attention,
+    "attention: latents of all heads": latent_attention_of_all_heads,
+    "attention: latents, drafts": latent_attention_with_drafts,
     "experts, fused": fused_experts,
     "experts of a rank, fused": fused_experts_of_a_rank,
     "experts, grouped": grouped_experts,

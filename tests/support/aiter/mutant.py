@@ -16,21 +16,19 @@ from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 
 from services.worker.models.loader import load_model
 from services.worker.ops import Ops, load_ops
 from tests.support.aiter import triton_standins
-from tests.support.aiter.checks import ASM_CHECKS, TOLERANCE, Bench
 from tests.support.models.generation import Way, generate
 from tests.support.models.paged_model import PagedModel
 from tests.support.models.parity import make_prompts
 
 _PACKAGE = "services.worker.ops.aiter_ops"
 # Each after those that it imports.
-_MODULES = ("elementwise", "linear", "attention", "experts", "backend", "asm_attention", "asm_latent", "asm_backend")
+_MODULES = ("elementwise", "linear", "attention", "experts", "backend")
 _PROMPTS = make_prompts((5, 40), seed=6)
 _NUM_TOKENS = 6
 _TIE = 0.5
@@ -38,14 +36,12 @@ _TIE = 0.5
 
 @dataclass(frozen=True)
 class Mutation:
-    """One change of the backend's sources, and a model or a check that needs what is changed."""
+    """One change of the backend's sources, and a model that needs what is changed."""
 
     model_dir: str = ""
     module: str = ""
     before: str = ""
     after: str = ""
-    asm_check: str = ""
-    """In place of a model: one of `ASM_CHECKS`, with the assembly kernels."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +68,6 @@ def main() -> None:
 def _run(mutation: Mutation) -> Outcome:
     try:
         with _mutated(mutation) as backend:
-            if mutation.asm_check:
-                return _check(mutation.asm_check)
             return _compare(backend.AiterOps(), Path(mutation.model_dir))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the stand-ins and AITER refuse with
         return Outcome(f"{type(error).__name__}: {error}", 0, 0, 0.0)
@@ -101,12 +95,6 @@ def _execute(mutation: Mutation) -> ModuleType:
             file.flush()
             SourceFileLoader(module.__name__, file.name).exec_module(module)
     return import_module(f"{_PACKAGE}.backend")
-
-
-def _check(name: str) -> Outcome:
-    backend: Any = import_module(f"{_PACKAGE}.asm_backend")
-    difference = ASM_CHECKS[name](Bench(backend.AiterAsmOps(), torch.device("cpu")))
-    return Outcome("", int(difference > TOLERANCE), 1, difference)
 
 
 @torch.inference_mode()

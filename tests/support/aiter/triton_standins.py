@@ -29,18 +29,6 @@ class StandIn:
         return self._compute
 
 
-class _TorchOnCpu:
-    """The module `torch`, on a machine without a GPU."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def arange(self, *arguments: int, dtype: torch.dtype, device: str) -> Tensor:
-        """Make it on the CPU."""
-        assert device == "cuda"
-        return torch.arange(*arguments, dtype=dtype)
-
-
 def install() -> None:
     """Replace the kernels of AITER in this process; AITER must be importable."""
     name_gpu()
@@ -52,8 +40,6 @@ def install() -> None:
     attention.reduce_segments = StandIn(_reduce_segments)
     import_module("aiter.ops.triton.moe_op").__dict__["_fused_moe_kernel"] = StandIn(_multiply_grouped)
     _widen_latents()
-    # It makes its tensors on a GPU by name.
-    import_module("aiter.mla").__dict__["torch"] = _TorchOnCpu()
     # AITER calls kernels without a tensor among their arguments with an empty one on a GPU.
     tuned: Any = import_module("aiter.tuned_gemm")
     tuned.tgemm.extensions_created = True

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 
 from services.worker.forward.forward_context import AttentionMetadata
-from services.worker.ops.triton.attention.context_slots import write_slots
 from services.worker.ops.triton.attention.exact_plan import ExactPlan
 from services.worker.ops.triton.attention.plan import TritonPlan
-from services.worker.ops.triton.attention.tile import PagedSequences
 from services.worker.ops.triton.backend import TritonOps
 from services.worker.ops.triton.exact_backend import TritonExactOps
 from tests.support.kernels.sampling_launches import on_meta
@@ -31,30 +29,13 @@ def launch_latent_attention() -> None:
         launch_step(CHUNKS, num_heads)
         launch_step(CHUNKS, num_heads, block_size=64)
     launch_step(CHUNKS, 16, dtype=torch.float32)
-    for num_seqs in (1, 600):
-        launch_slots(num_seqs)
 
 
 def launch_odd_latent_steps() -> None:
     """Steps of sizes and alignments that the others do not have."""
-    launch_slots(777, max_context_len=4001, offset=1)
     for num_heads in NUM_HEADS:
         launch_step((1,) * 777, num_heads, max_context_len=4001, offset=1)
         launch_step((1, 5, 259), num_heads, max_context_len=5007, offset=3)
-
-
-def launch_slots(num_seqs: int, *, max_context_len: int = 32768, offset: int = 0) -> None:
-    """The list of the slots of a decode's contexts."""
-    sequences = PagedSequences(
-        block_tables=on_meta(torch.int32, offset + num_seqs, max_context_len // 16 + offset)[offset:],
-        context_lens=on_meta(torch.int32, num_seqs),
-        cu_seqlens_q=on_meta(torch.int32, num_seqs + 1),
-        num_tokens=num_seqs,
-        max_query_len=1,
-        max_context_len=max_context_len,
-    )
-    starts = on_meta(torch.int32, offset + num_seqs + 1)[offset:]
-    write_slots(sequences, starts, on_meta(torch.int32, num_seqs * max_context_len), block_size=16)
 
 
 def launch_step(

@@ -53,7 +53,6 @@ class RankJob:
     """Where each rank writes its results; see `result_file`."""
     has_expert_parallel: bool = False
     dtype: str = "float32"
-    aiter_decode: str = "triton"
     has_mtp: bool = False
     """Whether to compute the logits of the MTP layers on the prompts too."""
     way: Way = field(default_factory=Way)
@@ -89,7 +88,7 @@ def main(rank: int) -> None:
 
 def _run(job: RankJob, rank: int) -> None:
     layout = RankLayout(tp_rank=rank, tp_size=job.tp_size, has_expert_parallel=job.has_expert_parallel)
-    ops, options = load_ops(job.backend, aiter_decode=job.aiter_decode), LoadOptions(with_mtp=job.has_mtp)
+    ops, options = load_ops(job.backend), LoadOptions(with_mtp=job.has_mtp)
     parallel = _connect(layout, job.rendezvous, job.start_id, is_exact=ops.is_exact)
     loaded = load_model(
         Path(job.model_dir), ops, getattr(torch, job.dtype), lambda _: None, options=options, parallel=parallel

@@ -105,9 +105,6 @@ def load_latent_attention(
 ) -> LatentAttention:
     """Load this rank's heads of a layer, and the projections to the latents in full."""
     prefix, heads, sizes = f"model.layers.{layer}.self_attn", shard.heads(attention.sizes.num_heads), attention.sizes
-    shard.ops.check_latent_attention(
-        len(heads), sizes.latent_dim, sizes.rope_dim, shard.weights.dtype, is_sparse=attention.indexer is not None
-    )
     indexer = attention.indexer_of(layer)
     return LatentAttention(
         shard.ops,

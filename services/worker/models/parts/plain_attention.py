@@ -173,7 +173,6 @@ def load_attention(
         sinks = weights.read(f"{prefix}.sinks", (heads.total,), rows=heads.run, dtype=torch.float32)
     scale = head_dim**-0.5 if attention.scale is None else attention.scale
     params = AttentionParams(scale, attention.windows[layer], sinks)
-    ops.check_attention(len(heads), len(kv_heads), head_dim, params)
     gate = None
     if attention.has_gate:
         qkv, gate = _load_gated(shard, config, prefix, heads=heads, kv=kv, attention=attention)

@@ -66,8 +66,6 @@ class AiterOps(TritonState):
     rope = staticmethod(elementwise.rope)
 
     check_block_size = staticmethod(attention.check_block_size)
-    check_attention = staticmethod(composed.check_attention)
-    check_latent_attention = staticmethod(composed.check_latent_attention)
     plan_attention = staticmethod(attention.plan_attention)
     write_kv = staticmethod(attention.write_kv)
     norm_rope_write = attention.norm_rope_write

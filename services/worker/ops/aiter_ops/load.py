@@ -9,17 +9,14 @@ import triton
 
 from services.worker.device import AITER_GPUS, DeviceError, gpu_architecture
 from services.worker.forward.forward_context import AttentionMetadata
-from services.worker.forward.kv_cache import CacheTensor, KvCache, KvCacheSpec, attention_cache
+from services.worker.forward.kv_cache import KvCache, KvCacheSpec, attention_cache
 from services.worker.ops.aiter_ops.builds import building
 from services.worker.ops.arguments import Activation, AttentionParams
 from services.worker.ops.protocol import Ops
 
 
-def load_aiter_ops(decode: str) -> Ops:
+def load_aiter_ops() -> Ops:
     """Create the backend and build its kernels, which takes minutes at the first start on a machine.
-
-    Args:
-        decode: The kernels it decodes with, `triton` or `asm`.
 
     Raises:
         DeviceError: AITER has no kernels for the GPU, is not installed, or cannot build a kernel.
@@ -27,30 +24,18 @@ def load_aiter_ops(decode: str) -> Ops:
     _check_gpu()
     with building():
         try:
-            ops = _make_ops(decode)
+            from services.worker.ops.aiter_ops.backend import AiterOps  # noqa: PLC0415
+
+            ops = AiterOps()
         except ImportError as error:
             raise DeviceError(f"--ops-backend aiter: AITER is not complete on this machine: {error}") from error
         except (AssertionError, KeyError, OSError, RuntimeError) as error:
             # It runs ROCm's tools when it is imported.
             raise DeviceError(f"--ops-backend aiter: AITER cannot be loaded: {error}") from error
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        _call_each(ops, device)
-        if decode == "asm":
-            _call_latent(ops, device)
+        _call_each(ops, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     # It says what it builds, which takes long, and from here on what it chose for every new shape.
     logging.getLogger("aiter").setLevel(logging.WARNING)
     return ops
-
-
-def _make_ops(decode: str) -> Ops:
-    """Import what was chosen, and with it AITER."""
-    if decode == "asm":
-        from services.worker.ops.aiter_ops.asm_backend import AiterAsmOps  # noqa: PLC0415
-
-        return AiterAsmOps()
-    from services.worker.ops.aiter_ops.backend import AiterOps  # noqa: PLC0415
-
-    return AiterOps()
 
 
 def _check_gpu() -> None:
@@ -81,15 +66,6 @@ def _call_each(ops: Ops, device: torch.device) -> None:
     qkv = torch.zeros(1, 3, width, dtype=dtype, device=device)
     ops.norm_rope_write(qkv, None, rows, num_heads=1, cache=cache.layers[0], plan=plan)
     ops.decode_attention(qkv[:, :1], cache.layers[0], plan, AttentionParams(1.0))
-
-
-def _call_latent(ops: Ops, device: torch.device) -> None:
-    """Call the kernel for latent attention."""
-    layer = (CacheTensor((576,), ops.automatic_dtype),)
-    cache = KvCache(KvCacheSpec((layer,)), 1, 16, device)
-    query = torch.zeros(1, 16, 576, dtype=ops.automatic_dtype, device=device)
-    plan = ops.plan_attention(_one_token(device), cache)
-    ops.mla_attention(query, cache.layers[0][0], plan, scale=1.0, value_dim=512)
 
 
 def _one_token(device: torch.device) -> AttentionMetadata:

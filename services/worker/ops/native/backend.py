@@ -86,8 +86,6 @@ class NativeOps(NativeState):
     rope = heads.rope
 
     check_block_size = staticmethod(composed.check_block_size)
-    check_attention = staticmethod(composed.check_attention)
-    check_latent_attention = staticmethod(composed.check_latent_attention)
     plan_attention = attention.plan_attention
     write_kv = heads.write_kv
     norm_rope_write = heads.norm_rope_write

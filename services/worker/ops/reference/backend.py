@@ -59,8 +59,6 @@ class ReferenceOps:
     rope = staticmethod(rotary.rope)
 
     check_block_size = staticmethod(composed.check_block_size)
-    check_attention = staticmethod(composed.check_attention)
-    check_latent_attention = staticmethod(composed.check_latent_attention)
     plan_attention = staticmethod(attention.plan_attention)
     write_kv = staticmethod(attention.write_kv)
     norm_rope_write = composed.norm_rope_write

@@ -57,8 +57,6 @@ class TritonOps(state.TritonState):
     rope = staticmethod(rotary.rope)
 
     check_block_size = staticmethod(composed.check_block_size)
-    check_attention = staticmethod(composed.check_attention)
-    check_latent_attention = staticmethod(composed.check_latent_attention)
     plan_attention = staticmethod(plan.plan_attention)
     write_kv = staticmethod(plan.write_kv)
     norm_rope_write = staticmethod(plan.norm_rope_write)

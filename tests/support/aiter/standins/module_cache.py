@@ -6,39 +6,6 @@ import torch
 from torch import Tensor
 
 
-def reshape_and_cache(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    kv_cache_dtype: str,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    asm_layout: bool = False,
-) -> None:
-    """reshape_and_cache(key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slot_mapping: torch.Tensor, kv_cache_dtype: str, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, asm_layout: bool = False) -> None"""
-    _check_slots(slot_mapping, kv_cache_dtype, key, key_cache)
-    num_blocks, num_heads, num_parts, block_size, x = key_cache.shape
-    head_dim = num_parts * x
-    if x != 16 // key.element_size() or (num_heads, head_dim) != key.shape[1:] or key.shape != value.shape:
-        raise RuntimeError(f"keys are not packed: {tuple(key_cache.shape)} for {tuple(key.shape)}")
-    for each, cache in ((key, key_cache), (value, value_cache)):
-        _check_rows(each)
-        if not cache.is_contiguous() or cache.numel() != key_cache.numel():
-            raise RuntimeError(f"the cache is not contiguous: {cache.stride()}")
-    is_stored = slot_mapping >= 0
-    slots = slot_mapping[is_stored]
-    blocks, places = slots // block_size, slots % block_size
-    key_cache[blocks, :, :, places] = key[is_stored].view(-1, num_heads, num_parts, x)
-    # As in C++, the flag alone says how the memory of the values is used.
-    if asm_layout:
-        packed = value_cache.view(num_blocks, num_heads, block_size // x, head_dim, x)
-        packed[blocks, :, places // x, :, places % x] = value[is_stored]
-    else:
-        value_cache.view(num_blocks, num_heads, head_dim, block_size)[blocks, :, :, places] = value[is_stored]
-
-
 def reshape_and_cache_flash(
     key: Tensor,
     value: Tensor,

@@ -12,11 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from services.worker.device import DeviceError
 from services.worker.forward.kv_cache import attention_cache
 from services.worker.models.loader import LoadedModel, load_model
-from services.worker.ops import AttentionParams, load_ops
-from services.worker.ops.cpu.backend import CpuOps
+from services.worker.ops import load_ops
 from shared.model_dir import ModelDirectoryError, model_digest
 from tests.support.models.paged_model import PagedModel
 from tests.support.models.small_configs import SMALL_CONFIGS
@@ -223,33 +221,6 @@ def test_an_eos_token_outside_the_vocabulary_is_refused_before_the_weights_are_r
     (model_dir / WEIGHTS).unlink()
     with pytest.raises(ModelDirectoryError, match=r"generation_config\.json: eos_token_id is \[2, 512\].* 512 tokens"):
         load(model_dir)
-
-
-class RefusingOps(CpuOps):
-    """Has a kernel for no attention."""
-
-    def check_attention(self, num_heads: int, num_kv_heads: int, head_dim: int, params: AttentionParams) -> None:
-        raise DeviceError(f"{num_heads} {num_kv_heads} {head_dim} {params.scale * head_dim**0.5:.3f} {params.window}")
-
-    def check_latent_attention(
-        self, num_heads: int, latent_dim: int, rotated_dim: int, dtype: torch.dtype, *, is_sparse: bool
-    ) -> None:
-        raise DeviceError(f"{num_heads} {latent_dim} {rotated_dim} {dtype} {is_sparse}")
-
-
-@pytest.mark.parametrize(
-    ("architecture", "message"),
-    [
-        ("LlamaForCausalLM", "4 2 16 1.000 None"),
-        ("DeepseekV3ForCausalLM", "4 24 8 torch.bfloat16 False"),
-        ("DeepseekV32ForCausalLM", "4 24 8 torch.bfloat16 True"),
-    ],
-)
-def test_attention_without_a_kernel_is_refused_at_load(tmp_path: Path, architecture: str, message: str) -> None:
-    model_dir = write_small_model(build_model(architecture, SMALL_CONFIGS[architecture]["plain"]), tmp_path)
-    with pytest.raises(DeviceError) as error_info:
-        load_model(model_dir, RefusingOps(), torch.bfloat16, lambda _: None)
-    assert str(error_info.value) == message
 
 
 def test_older_names_of_rope_parameters_are_read(model_dir: Path) -> None:

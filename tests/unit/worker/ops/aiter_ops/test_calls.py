@@ -81,7 +81,7 @@ def test_stand_ins_take_what_the_kernels_take(wheel: Sources) -> None:
             assert [each.split(":")[0] for each in split_arguments(line)] == expected, node.name
             assert [each.arg for each in node.args.args] == [each.name for each in wheel.kernel_stubs()[node.name]]
             checked += 1
-    assert checked == 12
+    assert checked == 9
 
 
 def split_arguments(line: str) -> list[str]:

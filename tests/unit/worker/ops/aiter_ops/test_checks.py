@@ -17,7 +17,7 @@ import torch
 from services.worker.device import AITER_GPUS, gpu_architecture
 from services.worker.ops import load_ops
 from tests.bench import rocm_smoke
-from tests.support.aiter.checks import ASM_CHECKS, CHECKS, TOLERANCE, Bench
+from tests.support.aiter.checks import CHECKS, TOLERANCE, Bench
 from tests.support.aiter.process import aiter_environment
 from tests.support.models.small_configs import SMALL_CONFIGS
 from tests.support.models.small_models import build_model, write_small_model
@@ -30,12 +30,10 @@ from tests.support.aiter import triton_standins
 
 triton_standins.install()
 from services.worker.ops import load_ops
-from tests.support.aiter.checks import ASM_CHECKS, CHECKS, Bench
+from tests.support.aiter.checks import CHECKS, Bench
 
 bench = Bench(load_ops("aiter"), torch.device("cpu"))
 found = {name: check(bench) for name, check in CHECKS.items()}
-bench = Bench(load_ops("aiter", aiter_decode="asm"), torch.device("cpu"))
-found |= {name: check(bench) for name, check in ASM_CHECKS.items()}
 print(json.dumps(found), flush=True)
 os._exit(0)
 """
@@ -51,8 +49,8 @@ from tests.bench import rocm_smoke
 from tests.support.aiter.checks import Bench
 
 rocm_smoke.BATCH_SIZES = (1, 2)
-bench, asm_bench = (Bench(load_ops("aiter", aiter_decode=each), torch.device("cpu")) for each in ("triton", "asm"))
-rows = rocm_smoke.measure(bench, asm_bench, Path(sys.argv[1]), "cpu", num_steps=2)
+bench = Bench(load_ops("aiter"), torch.device("cpu"))
+rows = rocm_smoke.measure(bench, Path(sys.argv[1]), "cpu", num_steps=2)
 print(json.dumps([asdict(row) for row in rows]), flush=True)
 os._exit(0)
 """
@@ -78,7 +76,7 @@ def rocm_bench() -> Bench:
 @pytest.mark.process
 def test_every_op_with_stand_ins_computes_what_the_reference_does(tmp_path: Path) -> None:
     differences: dict[str, float] = json.loads(run(RUN_CHECKS, tmp_path))
-    assert differences.keys() == CHECKS.keys() | ASM_CHECKS.keys()
+    assert differences.keys() == CHECKS.keys()
     assert {name: each for name, each in differences.items() if each > TOLERANCE} == {}
 
 
@@ -86,12 +84,6 @@ def test_every_op_with_stand_ins_computes_what_the_reference_does(tmp_path: Path
 @pytest.mark.parametrize("name", CHECKS)
 def test_an_op_on_an_amd_gpu_computes_what_the_reference_does(rocm_bench: Bench, name: str) -> None:
     assert CHECKS[name](rocm_bench) <= TOLERANCE
-
-
-@pytest.mark.rocm
-@pytest.mark.parametrize("name", ASM_CHECKS)
-def test_an_assembly_kernel_computes_what_the_reference_does(rocm_bench: Bench, name: str) -> None:
-    assert ASM_CHECKS[name](Bench(load_ops("aiter", aiter_decode="asm"), rocm_bench.device)) <= TOLERANCE
 
 
 @pytest.mark.rocm
@@ -110,5 +102,5 @@ def test_the_command_for_an_amd_gpu_finds_everything_right_with_stand_ins(tmp_pa
     config = {**SMALL_CONFIGS["LlamaForCausalLM"]["plain"], "max_position_embeddings": 1024}
     model_dir = write_small_model(build_model("LlamaForCausalLM", config), tmp_path / "model")
     rows = json.loads(run(RUN_SMOKE, tmp_path / "environment", str(model_dir)))
-    assert len(rows) == len(CHECKS) + len(ASM_CHECKS) + 2 * (1 + 2)
+    assert len(rows) == len(CHECKS) + 2 * (1 + 2)
     assert [row for row in rows if row["met"] is False] == []

@@ -54,65 +54,6 @@ ops.norm_rope_write(qkv, None, rows, num_heads=1, cache=cache.layers[0], plan=pl
 print([each.isfinite().all().item() for each in cache.layers[0]], qkv[1:, 0].isfinite().any().item())
 """
 
-NUM_LOADED_LINES = 8
-
-# Follows `LOADED` in the same process, which takes seconds to start.
-ASSEMBLY = """
-from dataclasses import replace
-import aiter
-from services.worker.ops import AttentionParams
-from services.worker.ops.aiter_ops.asm_attention import AsmPlan
-from services.worker.ops.aiter_ops.asm_latent import splits_in_use
-
-ops, scale = load_ops("aiter", aiter_decode="asm"), 128**-0.5
-print(ops.numerics())
-ops.check_block_size(16)
-ops.check_attention(32, 2, 128, AttentionParams(scale))
-ops.check_latent_attention(16, 512, 64, torch.bfloat16, is_sparse=False)
-ops.check_latent_attention(128, 512, 64, torch.bfloat16, is_sparse=False)
-for refused in (
-    lambda: ops.check_block_size(32),
-    lambda: ops.check_attention(9, 3, 64, AttentionParams(64**-0.5)),
-    lambda: ops.check_attention(34, 2, 128, AttentionParams(scale)),
-    lambda: ops.check_attention(8, 2, 128, AttentionParams(scale, window=4096)),
-    lambda: ops.check_attention(8, 2, 128, AttentionParams(scale, sinks=torch.zeros(8))),
-    lambda: ops.check_attention(8, 2, 128, AttentionParams(0.0625)),
-    lambda: ops.check_latent_attention(32, 512, 64, torch.bfloat16, is_sparse=False),
-    lambda: ops.check_latent_attention(16, 256, 64, torch.bfloat16, is_sparse=False),
-    lambda: ops.check_latent_attention(16, 512, 64, torch.float16, is_sparse=False),
-    lambda: ops.check_latent_attention(16, 512, 64, torch.bfloat16, is_sparse=True),
-):
-    try:
-        refused()
-    except Exception as error:
-        print(type(error).__name__, error)
-
-step = Batch(16, [30, 40, 100], [1, 5, 30], 1).metadata()
-tensors = ("slot_mapping", "block_tables", "context_lens", "cu_seqlens_q")
-step = AsmPlan(replace(step, **{name: getattr(step, name).to("meta") for name in tensors}))
-print(*step.rows.block_tables.shape, *step.rows.context_lens.shape, *step.contexts.blocks.shape)
-
-read, kernel = [], aiter.mla_decode_stage1_asm_fwd
-aiter.mla_decode_stage1_asm_fwd = lambda *arguments: read.append(arguments[6]) or kernel(*arguments)
-batch, layer = Batch(16, [40, 3], [1, 1], 1), (CacheTensor((576,), torch.bfloat16),)
-cache = KvCache(KvCacheSpec((layer,)), batch.num_blocks, 16)
-plan = ops.plan_attention(batch.metadata(is_prefill=False), cache)
-query = torch.zeros(2, 16, 576, dtype=torch.bfloat16)
-ops.mla_attention(query, cache.layers[0][0], plan, scale=1.0, value_dim=512)
-print(read.pop() is splits_in_use(plan.rows, 16, query.dtype))
-"""
-ASSEMBLY_REFUSES = (
-    "heads of 128 columns, not of 64",
-    "at most 16 query heads per key head, not 17",
-    "no sliding window, here of 4096 tokens",
-    "no attention sinks",
-    "the scale 0.0884, not 0.0625",
-    "16 or 128 heads of latent attention on a rank, not 32",
-    "latents and rotated keys of 512 and 64 columns, not of 256 and 64",
-    "bfloat16 for latent attention, not float16",
-    "no sparse attention",
-)
-
 FAILED_BUILD = """
 from tests.support.aiter import triton_standins
 
@@ -136,15 +77,9 @@ def run(script: str, directory: Path, *, with_standins: bool) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def all_lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What `LOADED` and `ASSEMBLY` print."""
-    return run(LOADED + ASSEMBLY, tmp_path_factory.mktemp("aiter"), with_standins=True)
-
-
-@pytest.fixture
-def lines(all_lines: list[str]) -> list[str]:
+def lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What `LOADED` prints."""
-    return all_lines[:NUM_LOADED_LINES]
+    return run(LOADED, tmp_path_factory.mktemp("aiter"), with_standins=True)
 
 
 @pytest.mark.process
@@ -165,33 +100,6 @@ def test_what_has_no_kernels_is_refused(lines: list[str]) -> None:
 @pytest.mark.process
 def test_what_one_sequence_leaves_in_a_block_is_finite(lines: list[str]) -> None:
     assert lines[7:] == ["[True, True] False"]
-
-
-@pytest.fixture
-def assembly_lines(all_lines: list[str]) -> list[str]:
-    """What `ASSEMBLY` prints."""
-    return all_lines[NUM_LOADED_LINES:]
-
-
-@pytest.mark.process
-def test_what_the_assembly_kernels_do_not_fit_is_refused_by_name(assembly_lines: list[str]) -> None:
-    numerics, block_size, *layers = assembly_lines[:-2]
-    assert numerics.startswith("aiter aiter-")
-    assert numerics.endswith(" asm")
-    assert block_size == "InvalidRequestError block_size: must be 16 with --aiter-decode asm"
-    start, end = "DeviceError --aiter-decode asm: AITER's assembly kernels have ", "; use --aiter-decode triton"
-    assert layers == [f"{start}{what}{end}" for what in ASSEMBLY_REFUSES]
-
-
-@pytest.mark.process
-def test_planning_for_the_assembly_kernel_waits_for_no_value(assembly_lines: list[str]) -> None:
-    """On the meta device, where there are none: six tokens' rows, and nine blocks of the chunk's context."""
-    assert assembly_lines[-2] == "6 9 6 9"
-
-
-@pytest.mark.process
-def test_a_graph_can_keep_what_aiter_makes_for_its_step(assembly_lines: list[str]) -> None:
-    assert assembly_lines[-1] == "True"
 
 
 @pytest.mark.process

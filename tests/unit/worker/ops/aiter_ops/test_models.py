@@ -60,21 +60,14 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm-5": ("GlmMoeDsaForCausalLM", "types", {}),
     "gemma3": ("Gemma3ForCausalLM", "untied-biases", {}),
 }
-LATENTS: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 2}
-# What the assembly kernels fit.
-ASM_CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama, assembly": ("LlamaForCausalLM", "biases", {"head_dim": 128}),
-    "deepseek-v3, assembly": ("DeepseekV3ForCausalLM", "plain", LATENTS),
-}
-DENSE = ("llama, assembly", "llama", "llama, wide heads", "mistral, window", "qwen3", "gemma3")
+DENSE = ("llama", "llama, wide heads", "mistral, window", "qwen3", "gemma3")
 # Case, ranks, and whether experts are spread over them. Here is one of each kind of kernel; `make test-slow` has norms
-# of heads, grouped products, sparse attention, latents in assembly, and more that is split over ranks. The rest takes
-# the same calls of AITER as one of these, and is left to `make proofs`.
+# of heads, grouped products, sparse attention, and more that is split over ranks. The rest takes the same calls of
+# AITER as one of these, and is left to `make proofs`.
 FAST = {
     ("llama", 1, False),
     ("llama", 2, False),
     ("llama, wide heads", 1, False),
-    ("llama, assembly", 1, False),
     ("mistral, window", 1, False),
     ("qwen3-moe, fused", 1, False),
     ("deepseek-v3, fused", 1, False),
@@ -86,8 +79,6 @@ SLOW = {
     ("gemma3", 1, False),
     ("qwen3-moe", 1, False),
     ("deepseek-v3.2", 1, False),
-    ("deepseek-v3, assembly", 1, False),
-    ("llama, assembly", 2, False),
     ("mixtral", 2, False),
     ("qwen3-moe, fused", 2, True),
 }
@@ -103,7 +94,7 @@ def _one_thread() -> Any:
 
 def splits() -> list[Any]:
     """Every case on one rank and on two; and experts spread over two."""
-    rows = [(case, tp_size, False) for case in (*CASES, *ASM_CASES) for tp_size in (1, 2)]
+    rows = [(case, tp_size, False) for case in CASES for tp_size in (1, 2)]
     rows.append(("qwen3-moe, fused", 2, True))
     assert set(rows) >= FAST | SLOW
     marks = [() if row in FAST else pytest.mark.slow if row in SLOW else pytest.mark.proof for row in rows]
@@ -114,11 +105,7 @@ def splits() -> list[Any]:
 def test_a_model_generates_what_it_generates_on_cpu(
     aiter_ranks: RankPool, tmp_path: Path, case: str, tp_size: int, has_expert_parallel: bool
 ) -> None:
-    is_asm = case in ASM_CASES
-    architecture, variant, changes = ASM_CASES[case] if is_asm else CASES[case]
-    if "kv_lora_rank" in changes:
-        # Each rank has as many heads as there is a kernel for.
-        changes = {**changes, "num_attention_heads": 16 * tp_size, "num_key_value_heads": 16 * tp_size}
+    architecture, variant, changes = CASES[case]
     # Latent attention takes the interpreter long.
     prompts, num_tokens = (PROMPTS[1:3], 3) if architecture.startswith("Deepseek") else (PROMPTS, NUM_TOKENS)
     config = {**SMALL_CONFIGS[architecture][variant], **changes}
@@ -133,7 +120,6 @@ def test_a_model_generates_what_it_generates_on_cpu(
             num_tokens,
             tp_size=tp_size,
             backend="aiter",
-            aiter_decode="asm" if is_asm else "triton",
             dtype="bfloat16",
             way=way,
             has_expert_parallel=has_expert_parallel,
@@ -154,7 +140,7 @@ def test_a_model_generates_what_it_generates_on_cpu(
     resumed = [
         [*prompt, *tokens[: 1 + index]] for index, (prompt, tokens) in enumerate(zip(prompts, completions, strict=True))
     ]
-    check(resumed, replace(WAY, chunk_size=None, has_prefix=False, block_size=16 if is_asm else 32))
+    check(resumed, replace(WAY, chunk_size=None, has_prefix=False, block_size=32))
 
 
 def logits_on_cpu(paged: PagedModel, prompt: list[int], completion: list[int]) -> Tensor:

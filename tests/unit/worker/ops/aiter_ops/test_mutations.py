@@ -107,56 +107,6 @@ WRONG = {
     "experts' biases are dropped": ("sinks", "experts", "if self._down_bias is not None:", "if False:"),
 }
 
-PACKED, LATENTS = "assembly: decodes, prefix and chunk", "assembly: latents"
-ASM_REFUSED = {
-    "slots of int32": (PACKED, "asm_attention", "values, slot_mapping", "values, slot_mapping.int()", "type Long"),
-    "tables of int64": (PACKED, "asm_attention", "            tables,\n", "            tables.long(),\n", "are int32"),
-    "lengths of int64": (PACKED, "asm_attention", "plan.rows.context_lens,", "plan.rows.context_lens.long(),", "int32"),
-    "a query among its keys": (
-        "assembly: decodes",
-        "asm_attention",
-        "query[:num_rows].contiguous()",
-        "query[:num_rows]",
-        "a contiguous query",
-    ),
-    "values in the layout of other kernels": (
-        "assembly: decodes",
-        "asm_attention",
-        "block_size // x, head_dim, x)",
-        "head_dim, block_size)",
-        "not in the kernel's layout",
-    ),
-    "keys that are not packed": (
-        PACKED,
-        "asm_attention",
-        "head_dim // x, block_size, x)",
-        "block_size, 1, head_dim)",
-        "keys are not packed",
-    ),
-    "pages of sixteen tokens": (LATENTS, "asm_latent", "view(-1, 1, 1,", "view(-1, 16, 1,", "pages are of one token"),
-    "slots of int64": (
-        LATENTS,
-        "asm_latent",
-        "slots = torch.zeros(num_slots, dtype=torch.int32",
-        "slots = torch.zeros(num_slots, dtype=torch.int64",
-        "indices are int32",
-    ),
-    "slots of larger blocks": (LATENTS, "asm_latent", "block_size=block_size", "block_size=32", "bounds"),
-    "half of the heads": (LATENTS, "asm_latent", "query[:num_rows]", "query[:num_rows, ::2]", "data type or shape"),
-}
-ASM_WRONG = {
-    "the layout flag is dropped": (PACKED, "asm_attention", ", asm_layout=True", ""),
-    "keys and values swapped": (PACKED, "asm_attention", "cache(key, value, keys", "cache(value, key, keys"),
-    "chunks see other blocks": (PACKED, "asm_attention", "chunks.block_tables[owners, places]", "entries"),
-    "drafts see each other": (
-        "assembly: drafts",
-        "asm_attention",
-        "lens[seqs] - (ends[seqs] - 1 - tokens)",
-        "lens[seqs]",
-    ),
-    "the scale is dropped": (LATENTS, "asm_latent", "sm_scale=scale", "sm_scale=1.0"),
-}
-
 Ask = Callable[[Mutation], Outcome]
 
 
@@ -206,16 +156,3 @@ def test_it_changes_what_is_generated(ask: Ask, models: dict[str, str], mistake:
     outcome = ask(Mutation(models[model], module, before, after))
     assert outcome.error == ""
     assert outcome.num_wrong > 0
-
-
-@pytest.mark.parametrize("mistake", ASM_REFUSED)
-def test_it_is_refused_by_the_assembly_kernels(ask: Ask, mistake: str) -> None:
-    check, module, before, after, message = ASM_REFUSED[mistake]
-    assert message in ask(Mutation(module=module, before=before, after=after, asm_check=check)).error
-
-
-@pytest.mark.parametrize("mistake", ASM_WRONG)
-def test_it_changes_what_the_assembly_kernels_compute(ask: Ask, mistake: str) -> None:
-    check, module, before, after = ASM_WRONG[mistake]
-    outcome = ask(Mutation(module=module, before=before, after=after, asm_check=check))
-    assert (outcome.error, outcome.num_wrong) == ("", 1)
