@@ -32,11 +32,12 @@ _LLAMA, _GPT2, _QWEN2, _QWEN3_5, _GEMMA = (
 # The class that transformers has for a type; None if it only goes by the class that files name.
 _TYPE_TO_CLASS: Mapping[str, str | None] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "gpt_oss", "kimi_k2", "llama")),
-    **dict.fromkeys(("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")),
-    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "internlm3", "iquestcoder", "kimi_k25"), PLAIN),
+    **dict.fromkeys(("glm4v_moe_text", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")),
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "glm4v_moe", "internlm3", "iquestcoder", "kimi_k25"), PLAIN),
     **dict.fromkeys(("ministral", "ministral3", "mistral", "mistral3", "mixtral"), PLAIN),
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text", "shieldgemma2"), _GEMMA),
-    **dict.fromkeys(("qwen2", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"), _QWEN2),
+    **dict.fromkeys(("qwen2", "qwen2_vl", "qwen2_5_vl"), _QWEN2),
+    **dict.fromkeys(("qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"), _QWEN2),
     **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _QWEN3_5),
 }
 # Types for which it takes its own class whatever files name.
