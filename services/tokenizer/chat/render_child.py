@@ -1,7 +1,8 @@
 """What a forked process does: it renders templates for one connection, within limits that the kernel holds.
 
 The first message is the setup: the sources of the templates, their special tokens, and the CPU seconds that a render
-may take. Each further one is a request, and has one answer. A trial has the same limits as a chat.
+may take. Each further one is a request, and has one answer, and after it a text of as many bytes as that says. A trial
+has the same limits as a chat.
 """
 
 from __future__ import annotations
@@ -38,13 +39,17 @@ def serve_renders(connection: socket.socket) -> None:
         return
     templates = _Templates(setup["sources"], setup["special_tokens"], setup["cpu_s"])
     while (request := receive_frame(connection)) is not None:
+        text = b""
         try:
             answer = templates.answer(request)
+            # As JSON, megabytes of text would hold the service's interpreter.
+            text = answer.pop("text", b"")
             is_last = memory.is_half_used
         except MemoryError:
             answer, is_last = {"problem": f"the chat template failed: {MEMORY_PROBLEM}", "type": "MemoryError"}, True
         limit_cpu(0.0)
-        send_frame(connection, {**answer, "is_last": is_last})
+        send_frame(connection, {**answer, "num_text_bytes": len(text), "is_last": is_last})
+        connection.sendall(text)
         if is_last:
             return
 
@@ -76,13 +81,13 @@ class _Templates:
     def _render(self, source: str, fields: JsonObject, *, opens_turn: bool) -> dict[str, Any]:
         try:
             text = render_template(source, self._special_tokens, fields, opens_turn=opens_turn)
-            num_bytes = len(text.encode())
+            encoded = text.encode()
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - a template can raise anything
             failure = explain_failure(error, source)
             return {"problem": str(failure), "type": failure.error_type}
-        return {"num_bytes": num_bytes} if num_bytes > _MAX_RENDERED_BYTES else {"text": text}
+        return {"num_bytes": len(encoded)} if len(encoded) > _MAX_RENDERED_BYTES else {"text": encoded}
 
     def _warm(self, source: str, *, has_tools: bool) -> dict[str, Any]:
         """Compile a template, by what it has rendered in its trial; if that fails now, a chat will say so."""

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from services.tokenizer.forks.forking_process import ForkingProcess
-from services.tokenizer.forks.frames import receive_frame, send_frame
+from services.tokenizer.forks.frames import receive_bytes, receive_frame, send_frame
 
 # A timeout of 0 would mean not to wait at all, even for what is there.
 _MIN_TIMEOUT_S = 0.01
@@ -70,14 +70,15 @@ class RenderChild:
 
     def _receive(self, deadline: float) -> dict[str, Any]:
         self._connection.settimeout(max(_MIN_TIMEOUT_S, deadline - time.monotonic()))
-        try:
+        answer, text = None, None
+        with contextlib.suppress(ConnectionError):
             answer = receive_frame(self._connection)
-        except ConnectionError:
-            answer = None
-        if answer is None or "ended" in answer:
-            raise ChildEndedError(None if answer is None else answer["ended"])
+            if answer is not None and "ended" not in answer:
+                text = receive_bytes(self._connection, answer["num_text_bytes"])
+        if answer is None or text is None:
+            raise ChildEndedError(None if answer is None else answer.get("ended"))
         self._is_last = answer["is_last"]
-        return answer
+        return {**answer, "text": text.decode()} if text else answer
 
 
 class RenderServer(ForkingProcess):

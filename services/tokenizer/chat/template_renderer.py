@@ -133,7 +133,7 @@ class TemplateRenderer:
             raise RenderError(answer["problem"], answer["type"])
         if "num_bytes" in answer:
             check_text_bytes(answer["num_bytes"])
-        return str(answer["text"])
+        return str(answer.get("text", ""))
 
     def close(self) -> None:
         """Kill the server and its children."""
