@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.chat.conversation import Conversation, Message, Tool, ToolCall, ToolMode
-from services.tokenizer.json.json_values import JsonObject, read_json_object
+from services.tokenizer.json.json_values import JsonObject, most_values, read_json_object
 from services.tokenizer.refusal_text import without_quotes
 from services.tokenizer.text_size import check_text_bytes
 from shared.errors import MAX_VIOLATIONS, Violation
@@ -20,6 +20,9 @@ MAX_TOOLS = 128
 MAX_ALL_TOOLS_BYTES = 512 * 1024
 MAX_NAME_BYTES = 256
 MAX_VARIABLES_BYTES = 64 * 1024
+MAX_VALUES = 64 * 1024
+"""The most values in all JSON of a conversation. One takes up to a hundred times what it takes as text, and nothing
+else runs while a text is parsed."""
 
 _ROLE_NAMES: dict[int, str] = {
     tokenizer_pb2.ROLE_SYSTEM: "system",
@@ -68,7 +71,7 @@ def check_chat(chat: tokenizer_pb2.Chat) -> Conversation:
 
 
 def chat_text_bytes(chat: tokenizer_pb2.Chat) -> int:
-    """The UTF-8 bytes of a conversation's texts."""
+    """The UTF-8 bytes of a conversation's texts; where it has too many messages, calls or tools, of the first ones."""
     return sum(len(text.encode()) for text in _texts(chat))
 
 
@@ -82,6 +85,7 @@ class _ChatReader:
         self._violations = violations
         self._field = field
         self._keeps_invalid_arguments = keeps_invalid_arguments
+        self._num_values_left = MAX_VALUES
 
     def read(self, chat: tokenizer_pb2.Chat) -> Conversation:
         tools = self._read_tools(chat.tools)
@@ -156,24 +160,39 @@ class _ChatReader:
         return ToolCall(call.id, call.name, self._read_arguments(f"{field}.arguments", call.arguments))
 
     def _read_arguments(self, field: str, text: str) -> JsonObject | str:
-        if self._keeps_invalid_arguments and text and len(text.encode()) <= MAX_MESSAGE_BYTES:
-            try:
-                return read_json_object(text)
-            except ValueError:
-                return text
-        return self._read_object(field, text, MAX_MESSAGE_BYTES)
-
-    def _read_object(self, field: str, text: str, max_bytes: int) -> JsonObject:
-        if not text:
-            return {}
-        if len(text.encode()) > max_bytes:
-            self._refuse(field, f"must have at most {max_bytes} bytes")
+        if not self._check_json(field, text, MAX_MESSAGE_BYTES):
             return {}
         try:
             return read_json_object(text)
         except ValueError as error:
-            self._refuse(field, f"must be a JSON object: {without_quotes(str(error), text)}")
+            if not self._keeps_invalid_arguments:
+                self._refuse_json(field, text, error)
+            return text
+
+    def _read_object(self, field: str, text: str, max_bytes: int) -> JsonObject:
+        if not self._check_json(field, text, max_bytes):
             return {}
+        try:
+            return read_json_object(text)
+        except ValueError as error:
+            self._refuse_json(field, text, error)
+            return {}
+
+    def _check_json(self, field: str, text: str, max_bytes: int) -> bool:
+        """Whether there is a text to be parsed; one that would cost too much is refused."""
+        if not text:
+            return False
+        if len(text.encode()) > max_bytes:
+            self._refuse(field, f"must have at most {max_bytes} bytes")
+            return False
+        if self._num_values_left >= 0:
+            self._num_values_left -= most_values(text, self._num_values_left)
+        if self._num_values_left < 0:
+            self._refuse(field, f"the JSON of a conversation must have at most {MAX_VALUES} values")
+        return self._num_values_left >= 0
+
+    def _refuse_json(self, field: str, text: str, error: ValueError) -> None:
+        self._refuse(field, f"must be a JSON object: {without_quotes(str(error), text)}")
 
     def _read_tools(self, tools: Sequence[tokenizer_pb2.Tool]) -> tuple[Tool, ...]:
         if len(tools) > MAX_TOOLS:
@@ -242,11 +261,11 @@ class _ChatReader:
 
 
 def _texts(chat: tokenizer_pb2.Chat) -> Iterator[str]:
-    for message in chat.messages:
+    for message in chat.messages[:MAX_MESSAGES]:
         yield from (message.content, message.reasoning, message.name, message.tool_call_id)
-        for call in message.tool_calls:
+        for call in message.tool_calls[:MAX_TOOL_CALLS]:
             yield from (call.id, call.name, call.arguments)
-    for tool in chat.tools:
+    for tool in chat.tools[:MAX_TOOLS]:
         yield from _tool_texts(tool)
     yield chat.tool_name
     yield chat.template_variables

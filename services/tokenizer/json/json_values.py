@@ -18,6 +18,8 @@ _LARGEST = 2**1024 - 2**970 - 1
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_SHOWN = 60
+# A string, or what looks like the beginning of one; it never goes back.
+_STRING = re.compile(r'"(?:[^"\\]+|\\.?)*+(?:"|\Z)', re.DOTALL)
 
 _Key = str | int
 
@@ -39,6 +41,18 @@ def read_json_object(text: str) -> JsonObject:
     if not isinstance(value, dict):
         raise ValueError("not an object")
     return value
+
+
+def most_values(text: str, enough: int) -> int:
+    """A number of values that JSON does not exceed, found without parsing it; what is above `enough` may be far off."""
+    if (num_values := _count_signs(text)) > enough:
+        num_values = _count_signs(_STRING.sub("", text))
+    return num_values
+
+
+def _count_signs(text: str) -> int:
+    """Each value is the first one of the text, a list or an object, or comes after a comma."""
+    return 1 + sum(map(text.count, ",[{"))
 
 
 def read_json(text: str, *, max_depth: int, has_unique_names: bool = False) -> JsonValue:

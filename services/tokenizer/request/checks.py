@@ -216,7 +216,7 @@ def _text_bytes(message: tokenizer_pb2.GenerateRequest | tokenizer_pb2.Prompt) -
     if kind == "chat":
         return chat_text_bytes(message.chat)
     if isinstance(message, tokenizer_pb2.GenerateRequest) and kind == "prompts":
-        return sum(map(_text_bytes, message.prompts.prompts))
+        return sum(map(_text_bytes, message.prompts.prompts[:MAX_PROMPTS]))
     return 0
 
 
@@ -231,8 +231,10 @@ def _check_prompt(
     if kind == "chat":
         return read_chat(message.chat, violations, field=f"{prefix}chat")
     if kind == "tokens":
-        field = f"{prefix}tokens.token_ids"
-        return read_prompt_token_ids(message.tokens.token_ids[-num_kept:], limits, violations, field=field)
+        token_ids: Sequence[int] = message.tokens.token_ids
+        if 0 < num_kept < limits.context_length:
+            token_ids = token_ids[-num_kept:]
+        return read_prompt_token_ids(token_ids, limits, violations, field=f"{prefix}tokens.token_ids")
     if kind is None:
         violations.append(Violation(f"{prefix}prompt", "PROMPT_EMPTY", "one of text, chat and tokens must be set"))
     elif not message.text:

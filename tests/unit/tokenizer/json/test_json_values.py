@@ -1,8 +1,12 @@
 from __future__ import annotations
 
-import pytest
+import json
 
-from services.tokenizer.json.json_values import MAX_DEPTH, read_json, read_json_object
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.tokenizer.json.json_values import MAX_DEPTH, most_values, read_json, read_json_object
 
 
 def nested(depth: int) -> str:
@@ -59,3 +63,25 @@ def test_an_error_is_reported_with_its_location(text: str, message: str) -> None
     with pytest.raises(ValueError, match=r".+") as caught:
         read_json(text, max_depth=2 if "[[[" in text else 8)
     assert str(caught.value) == message
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(alphabet='a",[{\\\n'),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(alphabet='a",[{\\'), inner),
+)
+
+
+def num_values(value: object) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(map(num_values, inner))
+
+
+@given(JSON)
+def test_no_json_has_more_values_than_are_found_without_parsing_it(value: object) -> None:
+    found = most_values(json.dumps(value), enough=0)
+    assert num_values(value) <= found <= 2 * num_values(value)
+
+
+@pytest.mark.parametrize("text", ['"' * 500_000, '"\\"' * 200_000, "\\" * 500_000, '"' + "\\" * 500_001])
+def test_values_of_what_is_no_json_are_counted_in_linear_time(text: str) -> None:
+    assert most_values(text, enough=0) >= 1
