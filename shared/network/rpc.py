@@ -12,23 +12,21 @@ from typing import Any, Protocol
 
 import grpc
 from google.protobuf import any_pb2
-from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from typing_extensions import override
 
 from shared.client_keys import ANY_CLIENT, Client, ClientKeys
 from shared.errors import (
     InternalError,
-    InvalidRequestError,
     NotSupportedError,
     QueueFullError,
     ServiceError,
     TenantLimitError,
 )
 from shared.fair_room import FairRoom
-from shared.limited_log import LimitedLog
 from shared.network.access import (
     CLIENT_METHODS,
+    HEALTH_METHODS,
     check_access,
     find_client,
     find_served_methods,
@@ -37,6 +35,7 @@ from shared.network.access import (
 )
 from shared.network.addresses import is_local
 from shared.network.listening import check_can_listen, refuse_taken_socket
+from shared.network.message_reader import MessageReader
 from shared.network.reflection import serve_reflection
 from shared.network.response_writer import call_is_over
 from shared.network.tls import Certificates, Role, TrustedAuthority
@@ -191,6 +190,7 @@ def make_server(
         limits.max_open_calls,
         role_of,
         identify,
+        counted=HEALTH_METHODS if internal else methods,
         on_refusal=limits.on_refusal,
     )
     server = grpc.aio.server(interceptors=[interceptor], options=options)
@@ -310,8 +310,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Turns exceptions into statuses; unknown ones become INTERNAL and are logged, both without their text.
 
     Before that it refuses methods of other ports, calls of peers that may not make them, calls above the limit, and
-    messages that cannot be parsed. An interceptor sees no peer, and gRPC parses a message before its handler does: so
-    messages arrive here as bytes, and are parsed after the peer was checked. Handlers then find who calls in
+    messages that cannot be read. An interceptor sees no peer, and gRPC parses a message before its handler does: so
+    messages arrive here as bytes, and are read after the peer was checked. Handlers then find who calls in
     `get_caller`.
     """
 
@@ -322,6 +322,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         role_of: RoleOf | None = None,
         identify: Identify | None = None,
         *,
+        counted: Set[str],
         on_refusal: OnRefusal,
     ) -> None:
         """Serve calls that may be made.
@@ -331,6 +332,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             max_open_calls: See `ServerLimits`.
             role_of: Finds the role of a call's peer; None means that peers have none.
             identify: Finds the client that makes a call, by its key; None means that calls need none.
+            counted: See `MessageReader`.
             on_refusal: See `OnRefusal`.
         """
         self._methods = methods
@@ -338,10 +340,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._role_of = role_of
         self._identify = identify
         self._on_refusal = on_refusal
+        self._reader = MessageReader(counted, on_refusal)
         self._open_calls = FairRoom(max_open_calls, capacity=max_open_calls)
         self._num_open_calls = 0
         self._turns = CallTurns()
-        self._log = LimitedLog(logger)
 
     @override
     async def intercept_service(
@@ -358,8 +360,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
             behavior = getattr(handler, kind)
             if behavior is not None:
-                parse = self._parse_all if handler.request_streaming else self._parse
-                read = partial(parse, method, handler.request_deserializer)
+                read = self._reader.make_read(method, handler.request_deserializer, is_stream=handler.request_streaming)
                 take_turn = self._turns.wait if method in CLIENT_METHODS else None
                 guarded = _guard(behavior, method, partial(self._open_call, method), read, take_turn)
                 make_handler = getattr(grpc, f"{kind}_rpc_method_handler")
@@ -404,33 +405,17 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             )
         return party
 
-    def _parse(self, method: str, deserializer: Callable[[bytes], Any], data: bytes) -> Any:
-        try:
-            return deserializer(data)
-        except (DecodeError, ValueError) as error:
-            self._log.warning("messages cannot be parsed", kind=method, method=method)
-            self._on_refusal(method, InvalidRequestError.reason)
-            raise InvalidRequestError(
-                "the message cannot be parsed: it is truncated, or a string in it is not UTF-8"
-            ) from error
-
-    async def _parse_all(
-        self, method: str, deserializer: Callable[[bytes], Any], messages: AsyncIterator[bytes]
-    ) -> AsyncIterator[Any]:
-        async for data in messages:
-            yield self._parse(method, deserializer, data)
-
 
 def _guard(
     behavior: Callable[..., Any],
     method: str,
     open_call: Callable[[grpc.aio.ServicerContext], AbstractContextManager[None]],
-    read: Callable[[Any], Any],
+    read: Callable[[Any], Awaitable[Any]],
     take_turn: Callable[[], Awaitable[None]] | None,
 ) -> Callable[..., Any]:
     """Turns the errors of a servicer's method into statuses.
 
-    `open_call` refuses or counts a call; `take_turn`, if given, waits until it may be taken up; `read` parses its
+    `open_call` refuses or counts a call; `take_turn`, if given, waits until it may be taken up; `read` reads its
     messages.
     """
     if inspect.isasyncgenfunction(behavior):
@@ -440,7 +425,7 @@ def _guard(
                 with open_call(context):
                     if take_turn is not None:
                         await take_turn()
-                    async for response in behavior(read(request), context):
+                    async for response in behavior(await read(request), context):
                         yield response
             except Exception as error:  # noqa: BLE001 - this is the RPC boundary
                 await _abort(context, method, error)
@@ -452,7 +437,7 @@ def _guard(
             with open_call(context):
                 if take_turn is not None:
                     await take_turn()
-                return await behavior(read(request), context)
+                return await behavior(await read(request), context)
         except Exception as error:  # noqa: BLE001 - this is the RPC boundary
             await _abort(context, method, error)
 

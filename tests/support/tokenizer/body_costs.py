@@ -43,10 +43,10 @@ def main(size: int, every: int) -> None:
 
 
 def _costs(reader: str, name: str, half: bytes, whole: bytes) -> dict[str, Any]:
-    parsed, _ = _measured(lambda: _try_to_parse(whole))
+    parsed, _ = measured(lambda: _try_to_parse(whole))
     # What disturbs a measurement disturbs one of them.
-    taken = [_measured(lambda: read(reader, whole)) for _ in range(2)]
-    half_s = max(_measured(lambda: read(reader, half))[1] for _ in range(2))
+    taken = [measured(lambda: read(reader, whole)) for _ in range(2)]
+    half_s = max(measured(lambda: read(reader, half))[1] for _ in range(2))
     whole_s = min(cpu_s for _, cpu_s in taken)
     return {"name": f"{reader}: {name}", "parsed": parsed, "read": taken[0][0], "half_s": half_s, "whole_s": whole_s}
 
@@ -55,7 +55,7 @@ def _try_to_parse(data: bytes) -> None:
     parse_body(data)
 
 
-def _measured(work: Callable[[], None]) -> tuple[int, float]:
+def measured(work: Callable[[], object]) -> tuple[int, float]:
     """The peak of its memory in bytes, and its CPU time in seconds, in a forked process."""
     ours, theirs = os.pipe()
     if (pid := os.fork()) == 0:

@@ -72,8 +72,10 @@ async def failing_stub(tmp_path: Path, failure: Failure) -> AsyncIterator[Any]:
 
 
 def logged_here(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """What `shared.network.rpc` logged, without what gRPC says late about an earlier test's event loop."""
-    return [record for record in caplog.records if record.name == "shared.network.rpc"]
+    """What serving the calls logged, without what gRPC says late about an earlier test's event loop."""
+    return [
+        record for record in caplog.records if record.name in ("shared.network.rpc", "shared.network.message_reader")
+    ]
 
 
 @pytest.mark.parametrize(("host", "internal"), [("127.0.0.1", False), ("localhost", False), ("127.0.0.2", True)])
