@@ -135,6 +135,8 @@ CAPABILITIES = (
     Capability(TIMINGS, 1, ("RequestEnd.queue_time_us", "RequestStart.prefill_time_us")),
     # Whoever does not know them loses nothing but a better guess of how long a restart takes.
     Capability("worker_start", 1, ("AttachResponse.start_time", "CellInfo.worker_start_time")),
+    # Whoever does not know it goes by `holds_workers`.
+    Capability("takes_work", 1, ("SchedulerHeartbeat.takes_work",)),
     Capability(CONTROLS, 1, ("StepRequest.num_dummy_tokens",)),
 )
 

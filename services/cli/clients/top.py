@@ -34,6 +34,8 @@ _COUNTERS = (
     ("preemptions", "num_preemptions"),
     ("requests finished", "num_finished"),
 )
+_NO_WORKER = "no worker is attached"
+_NO_WORK = "no worker takes new requests: they drain, or try requests that may have crashed them"
 _HOME = "\x1b[H"
 _ERASE_LINE_END = "\x1b[K"
 _ERASE_BELOW = "\x1b[J"
@@ -77,7 +79,9 @@ def render(
         elapsed_s: Between the two, above 0.
         model: The model's name; empty if it is not known.
     """
-    verdict = "ready" if state.ready else "no worker is attached"
+    verdict = _NO_WORKER
+    if state.ready:
+        verdict = "ready" if state.takes_work or not state.HasField("takes_work") else _NO_WORK
     return _text([*_heading(target, model, verdict), *_body(state, before, elapsed_s)])
 
 

@@ -82,6 +82,11 @@ class Cell:
         """Whether any domain is attached."""
         return any(domain.epoch is not None for domain in self.domains)
 
+    @property
+    def takes_work(self) -> bool:
+        """Whether a request that came now would be computed as soon as it is its turn."""
+        return any(map(self._quarantine.is_open, self.domains))
+
     def retry_delay_s(self, now: float, num_places: int = 1) -> float:
         """Seconds until so many newcomers will have left the queues."""
         queue, *others = self._queues()
@@ -237,6 +242,7 @@ class Cell:
         ranks = tuple(self._rank_state(rank) for rank in self.ranks)
         return CellState(
             ready=self.is_attached,
+            takes_work=self.takes_work,
             num_waiting=sum(rank.num_waiting for rank in ranks) + self._unplaced.num_waiting,
             num_running=sum(rank.num_running for rank in ranks),
             block_size=self._block_size,

@@ -85,6 +85,14 @@ class Engine:
         return self._cell.is_attached
 
     @property
+    def takes_work(self) -> bool:
+        """Whether a request that came now would be computed as soon as it is its turn.
+
+        Not while all domains are lost, drain, or try suspects: it would wait for one of them.
+        """
+        return self._cell.takes_work
+
+    @property
     def num_unplaced_endpoints(self) -> int:
         """Endpoints that were found and have no place: the cell is full."""
         return self._places.num_unplaced

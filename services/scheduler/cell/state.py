@@ -34,12 +34,14 @@ class RankState:
 
 @dataclass(frozen=True, slots=True)
 class CellState:
-    """`ready` when any rank is attached. Numbers are sums over the ranks.
+    """`ready` when any rank is attached, or where ranks are coupled all of them. Numbers are sums over the ranks.
 
     `num_waiting` includes unplaced sequences; `counters` are cumulative.
     """
 
     ready: bool
+    takes_work: bool
+    """Whether any rank takes requests that are not suspects; see `Engine.takes_work`."""
     num_waiting: int
     num_running: int
     block_size: int

@@ -146,7 +146,7 @@ class CellServer:
 
         Args:
             engine: Receives events from this object only.
-            health: Set to serving while any workers are attached.
+            health: The services are serving while any workers are attached, the whole server while they take work.
             replica_silence_s: See `ClientLink`.
         """
         self.instance_id = instance_id
@@ -279,7 +279,7 @@ class CellServer:
 
     def _handle(self, event: Event) -> None:
         now = self._loop.time()
-        was_ready, facts_version = self.engine.is_ready, self.engine.facts.version
+        was, facts_version = self._readiness(), self.engine.facts.version
         actions = self.engine.on_event(event, now)
         for action in actions:
             self._perform(action)
@@ -289,12 +289,15 @@ class CellServer:
             self.idle_check.on_event(now)
         self._acceptance_log.on_event()
         self.kv_events.wake()
-        if self.engine.is_ready != was_ready:
+        if self._readiness() != was:
             self._report_health()
             self._tell(self._clients.values(), now)
         elif self.engine.facts.version != facts_version:
             for client in self._clients.values():
                 self._send_cell_info(client, now)
+
+    def _readiness(self) -> tuple[bool, bool]:
+        return self.engine.takes_work, self.engine.is_ready
 
     def _arm_timer(self) -> None:
         """A timer that is too early is left to fire and then set again, because the time changes with every step."""
@@ -350,7 +353,7 @@ class CellServer:
         self._worker_links.beat(self._progress, is_staying=self.replica_drains.is_staying)
 
     def _tell(self, clients: Iterable[ClientLink], now: float) -> None:
-        """Say whether this scheduler holds workers: replicas choose between schedulers by it.
+        """Say whether this scheduler holds workers, by which replicas choose between schedulers, and takes work.
 
         The heartbeat comes last, so that a replica that uses the cell knows its facts and how busy it is.
         """
@@ -367,7 +370,8 @@ class CellServer:
         self.failed.set()
 
     def _report_health(self) -> None:
-        update = self._loop.create_task(self._health.set_serving(self.engine.is_ready))
+        takes_work, is_ready = self._readiness()
+        update = self._loop.create_task(self._health.set_serving(takes_work, are_services=is_ready))
         self._health_updates.add(update)
         update.add_done_callback(self._health_updates.discard)
 

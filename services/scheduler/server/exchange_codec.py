@@ -68,7 +68,9 @@ def encode_heartbeat(progress: int, state: CellState) -> exchange_pb2.SchedulerH
         num_blocks=state.num_blocks,
         block_size=state.block_size,
     )
-    return exchange_pb2.SchedulerHeartbeat(progress=progress, holds_workers=state.ready, load=load)
+    return exchange_pb2.SchedulerHeartbeat(
+        progress=progress, holds_workers=state.ready, load=load, takes_work=state.takes_work
+    )
 
 
 def encode_outputs(outputs: Outputs, *, has_timings: bool = False) -> exchange_pb2.Outputs:

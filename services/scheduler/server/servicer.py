@@ -136,6 +136,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return scheduler_pb2.GetStateResponse(
             instance_id=self._cell.instance_id,
             ready=state.ready,
+            takes_work=state.takes_work,
             num_waiting=state.num_waiting,
             num_running=state.num_running,
             block_size=state.block_size,

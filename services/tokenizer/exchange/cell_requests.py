@@ -70,6 +70,11 @@ class CellRequests:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def is_trying(self) -> bool:
+        """Whether new requests wait here for a trial of others; see `SubmitSuspects`."""
+        return self._ledger.is_trying
+
     def submit(
         self,
         request: ResolvedRequest,

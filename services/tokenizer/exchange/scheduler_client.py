@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 _UNLINKED = "not linked to a scheduler that holds workers"
 _NO_WORKERS = "the cell's workers are lost, and have not come back yet"
+_NO_OPEN_WORKERS = "the cell's workers take no new requests: they drain, or try requests that may have crashed them"
+_TRIAL = "requests wait while others that may have ended the scheduler are tried"
 
 _FIRST_RETRY_S = 0.1
 _LONGEST_RETRY_S = 2.0
@@ -94,13 +96,17 @@ class SchedulerClient:
     def why_not_computed(self) -> str | None:
         """Why a request would wait now before it is computed, other than for its turn; None if it would not.
 
-        A scheduler holds workers while any rank is attached, or where ranks are coupled all of them. One that is silent
-        for longer than the lease holds none.
+        The scheduler says whether its workers take work, as `SchedulerHeartbeat.takes_work` defines it. One that is
+        silent for longer than the lease holds none.
         """
-        used = self.requests.stream
+        used, now = self.requests.stream, time.monotonic()
         if used is None:
             return _UNLINKED
-        return None if used.holds_workers(time.monotonic()) else _NO_WORKERS
+        if not used.holds_workers(now):
+            return _NO_WORKERS
+        if not used.takes_work(now):
+            return _NO_OPEN_WORKERS
+        return _TRIAL if self.requests.is_trying else None
 
     @property
     def worker_start_s(self) -> float | None:

@@ -60,7 +60,7 @@ class SchedulerStream:
         """Whether the scheduler has said something, and can be used."""
         self.left: asyncio.Future[StreamEnd] = asyncio.get_running_loop().create_future()
         """How this side has ended the stream."""
-        self._said_it_holds = False
+        self._said_it_holds = self._said_it_takes_work = False
         self._make_submit = make_submit
         self._is_closed = False
         self._submits: deque[RequestHandle] = deque()
@@ -79,6 +79,10 @@ class SchedulerStream:
         """Whether the scheduler holds workers of the cell, by its own words."""
         return self._said_it_holds and self.is_alive(now)
 
+    def takes_work(self, now: float) -> bool:
+        """Whether the scheduler would have a request computed now, by its own words."""
+        return self._said_it_takes_work and self.holds_workers(now)
+
     def note_cell_info(self, cell_info: exchange_pb2.CellInfo) -> None:
         """A scheduler has described its cell, for the first time or because it has changed.
 
@@ -92,9 +96,10 @@ class SchedulerStream:
         self.cell_info = cell_info
 
     def note_heartbeat(self, heartbeat: exchange_pb2.SchedulerHeartbeat) -> None:
-        """The scheduler has said whether it holds workers now, and how busy they are."""
+        """The scheduler has said whether it holds workers now, whether they take work, and how busy they are."""
         self.load = heartbeat.load
         self._said_it_holds = self.cell_info is not None and heartbeat.holds_workers
+        self._said_it_takes_work = heartbeat.takes_work or not heartbeat.HasField("takes_work")
 
     def submit(self, handle: RequestHandle) -> None:
         """Send a request's submit."""

@@ -224,7 +224,7 @@ class SchedulerProcess:
     def check_end(self) -> None:
         """Check a process that has finished all its work."""
         self.watch.check_end(self.engine)
-        assert self._health.is_serving == self.engine.is_ready, "its health does not match the engine's readiness"
+        assert self._health.is_serving == self.engine.takes_work, "its health does not match what the engine says"
         assert not self.cell.idle_check.num_failures, "the check of an idle cell has failed"
 
     def close(self) -> None:

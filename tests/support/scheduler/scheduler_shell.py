@@ -17,7 +17,7 @@ from services.scheduler.config import SchedulerSettings
 from services.scheduler.discovery.last_seen import LastSeen
 from services.scheduler.make_cell import make_cell
 from services.scheduler.server.cell_server import CellServer
-from services.scheduler.server.listeners import make_servers
+from services.scheduler.server.listeners import PUBLIC_SERVICES, make_servers
 from shared.network.health import Health
 from shared.network.rpc import make_channel, make_server
 from tests.support.scheduler.worker_peer import WorkerPeer
@@ -130,7 +130,7 @@ async def running_scheduler(
     """Run a scheduler with these settings, on sockets in `tmp_path`; `peers` are what its `Cell` shows."""
     address, cell_address = f"unix:{tmp_path}/scheduler", f"unix:{tmp_path}/cell"
     scheduler_settings = SchedulerSettings(listen=address, cell_listen=cell_address, **settings)
-    health = Health(())
+    health = Health(PUBLIC_SERVICES)
     cell = make_cell(scheduler_settings, instance_id, health, LastSeen(0.0))
     servers = make_servers(scheduler_settings, cell, health)
     for server in servers:

@@ -167,6 +167,7 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer, scheduler_pb2_grpc
         ended_streams: Has one entry per stream that has ended.
         is_silent: Set to True to stop sending heartbeats.
         holds_workers: What heartbeats say after the cell info.
+        takes_work: Likewise, while it holds workers; None as a scheduler that does not know the field.
         load: What every heartbeat says.
         state: What it tells.
         states_asked: Has one entry per call for the state.
@@ -182,6 +183,7 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer, scheduler_pb2_grpc
         self.heartbeats: asyncio.Queue[None] = asyncio.Queue()
         self.is_silent = False
         self.holds_workers = True
+        self.takes_work: bool | None = True
         self.load = exchange_pb2.CellLoad()
         self.state = scheduler_pb2.GetStateResponse()
         self.states_asked: asyncio.Queue[None] = asyncio.Queue()
@@ -259,7 +261,10 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer, scheduler_pb2_grpc
 
     def _make_heartbeat(self, stream: _Stream, progress: int = 0) -> exchange_pb2.ExchangeResponse:
         holds_workers = self.holds_workers and stream.is_attached
-        heartbeat = exchange_pb2.SchedulerHeartbeat(progress=progress, holds_workers=holds_workers, load=self.load)
+        takes_work = None if self.takes_work is None else self.takes_work and holds_workers
+        heartbeat = exchange_pb2.SchedulerHeartbeat(
+            progress=progress, holds_workers=holds_workers, load=self.load, takes_work=takes_work
+        )
         return exchange_pb2.ExchangeResponse(heartbeat=heartbeat)
 
     @property

@@ -60,12 +60,11 @@ class Quarantine:
 
     def open_ranks(self) -> list[Rank]:
         """The ranks that take requests which are not suspects."""
-        return [
-            rank
-            for domain in self._domains
-            if domain.epoch is not None and not domain.is_draining and domain not in self._reserved
-            for rank in domain.ranks
-        ]
+        return [rank for domain in self._domains if self.is_open(domain) for rank in domain.ranks]
+
+    def is_open(self, domain: Domain) -> bool:
+        """Whether a domain's ranks take requests that are not suspects."""
+        return domain.epoch is not None and not domain.is_draining and domain not in self._reserved
 
     def ranks_for(self, request: RequestKey) -> list[Rank]:
         """The ranks that may take a request now; empty when it must wait."""

@@ -127,6 +127,23 @@ def test_a_share_of_nothing_is_a_dash() -> None:
     assert "prefix hit rate              -   -\ndrafts accepted              -   -\n" in text
 
 
+@pytest.mark.parametrize(
+    ("ready", "takes_work", "verdict"),
+    [
+        (True, True, "ready"),
+        (True, None, "ready"),
+        (True, False, "no worker takes new requests: they drain, or try requests that may have crashed them"),
+        (False, False, "no worker is attached"),
+        (False, None, "no worker is attached"),
+    ],
+)
+def test_the_heading_tells_whether_a_request_would_be_computed(
+    ready: bool, takes_work: bool | None, verdict: str
+) -> None:
+    state = scheduler_pb2.GetStateResponse(ready=ready, takes_work=takes_work)
+    assert top.render("x:1", state).splitlines()[0] == f"scheduler x:1: {verdict}"
+
+
 def test_a_restarted_scheduler_is_not_compared_with_its_predecessor() -> None:
     restarted = changed(instance_id="b")
     assert top.render("x:1", restarted, STATE, elapsed_s=1.0) == top.render("x:1", restarted)

@@ -81,6 +81,43 @@ async def scheduler_without_ranks(service: Service) -> None:
     await service.until_health_is(NOT_SERVING)
 
 
+async def ranks_take_no_work(service: Service) -> None:
+    await service.link()
+    service.peer.takes_work = False
+    await service.until_health_is(NOT_SERVING)
+
+
+async def ranks_take_work_again(service: Service) -> None:
+    await ranks_take_no_work(service)
+    service.peer.takes_work = True
+    await service.until_health_is(SERVING)
+
+
+async def older_scheduler(service: Service) -> None:
+    service.peer.takes_work = None
+    await service.link()
+
+
+async def older_scheduler_without_ranks(service: Service) -> None:
+    await older_scheduler(service)
+    service.peer.holds_workers = False
+    await service.until_health_is(NOT_SERVING)
+
+
+async def trial_of_a_request(service: Service) -> object:
+    """Two schedulers have died with the same request."""
+    await service.link()
+    call, _ = await service.begin(tokenizer_pb2.GenerateRequest(text="The fox"))
+    for number in range(2):
+        service.peer.break_stream()
+        await service.peer.ended_streams.get()
+        service.peer.cell_info.scheduler_instance_id = f"next instance {number}"
+        service.peer.attach()
+        await service.peer.submits.get()
+    await service.until_health_is(NOT_SERVING)
+    return call
+
+
 async def next_scheduler_without_ranks(service: Service) -> None:
     await no_scheduler(service)
     while not service.peers[1].num_streams:
@@ -110,6 +147,11 @@ STATES: dict[str, tuple[Callable[[Service], Awaitable[object]], bool, bool, bool
     "linked": (Service.link, True, True, True),
     "no scheduler": (no_scheduler, False, True, False),
     "scheduler without ranks": (scheduler_without_ranks, False, True, False),
+    "ranks take no work": (ranks_take_no_work, False, True, False),
+    "ranks take work again": (ranks_take_work_again, True, True, True),
+    "older scheduler": (older_scheduler, True, True, True),
+    "older scheduler without ranks": (older_scheduler_without_ranks, False, True, False),
+    "trial of a request": (trial_of_a_request, False, True, False),
     "next scheduler without ranks": (next_scheduler_without_ranks, False, True, False),
     "ranks are back": (ranks_are_back, True, True, True),
     "loading": (loading, False, False, False),
