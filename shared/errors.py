@@ -184,6 +184,13 @@ class SchedulerLostError(ServiceError):
     reason = "SCHEDULER_LOST"
 
 
+class WorkersLostError(ServiceError):
+    """All workers were lost, and did not return within the operator's bound."""
+
+    code = ErrorCode.UNAVAILABLE
+    reason = "WORKERS_LOST"
+
+
 class ModelChangedError(ServiceError):
     """The cell's workers serve another model now, so the request cannot be continued."""
 

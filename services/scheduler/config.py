@@ -53,6 +53,14 @@ class SchedulerSettings(ProcessSettings, ClientPortSettings, MembershipSettings)
         allow_inf_nan=False,
         description="A worker or tokenizer service that sends no heartbeat for this many seconds counts as lost.",
     )
+    workers_lost_s: float | None = Field(
+        default=_POLICY.workers_lost_s,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="Seconds without any worker that computes, or where ranks are coupled without all, after which "
+        "requests end with WORKERS_LOST, whether they had begun or not, each at the earliest this long after it came; "
+        "new ones are refused. If not set, they wait for as long as their deadlines allow.",
+    )
     drain_s: float = Field(
         default=_POLICY.drain_s,
         ge=0.0,
@@ -216,6 +224,7 @@ class SchedulerSettings(ProcessSettings, ClientPortSettings, MembershipSettings)
             max_prefill_wait_steps=self.max_prefill_wait_steps,
             worker_silence_s=self.worker_silence_s,
             drain_s=self.drain_s,
+            workers_lost_s=self.workers_lost_s,
         )
 
     @property

@@ -31,6 +31,7 @@ from shared.errors import (
     ServiceError,
     TenantLimitError,
     UnauthenticatedError,
+    WorkersLostError,
 )
 from tests.support.system.processes import ROOT
 
@@ -42,6 +43,7 @@ CELL = 'namespace="ns",cell="c"'
 ERRORS: tuple[type[ServiceError], ...] = (
     QueueFullError,
     TenantLimitError,
+    WorkersLostError,
     ClientTooSlowError,
     NotReadyError,
     DrainingError,

@@ -77,6 +77,8 @@ class Fault(enum.Enum):
     PLANNED_STOP = "planned_stop"
     # A model with recurrent state.
     RECURRENT_STATE = "recurrent_state"
+    # All workers are gone for long, and an operator bounds how long requests wait for them.
+    WORKERS_GONE = "workers_gone"
 
 
 # The probability of each at each of its opportunities; the rates of a run are drawn around it.
@@ -154,7 +156,11 @@ _LIKELIHOOD = {
     Fault.PLANNED_STOP: 0.05,
     # At each cell.
     Fault.RECURRENT_STATE: 0.9,
+    # At each arrival.
+    Fault.WORKERS_GONE: 0.05,
 }
+# Most answers of a run with one of these may end with an error, so no random subset has it.
+_BY_NAME_ALONE = frozenset({Fault.WORKERS_GONE})
 # Faults after which a domain drains.
 DRAINS = frozenset({Fault.WORKER_LEAVE, Fault.MEMBER_LEAVE, Fault.RANK_DRAIN, Fault.ENDPOINT_GONE})
 
@@ -199,7 +205,7 @@ class FaultMix:
         """
         if kinds is None:
             share = rng.choice([0.15, 0.4, 0.7])
-            kinds = [fault for fault in Fault if rng.random() < share]
+            kinds = [fault for fault in Fault if fault not in _BY_NAME_ALONE and rng.random() < share]
         rates = {fault: min(0.9, _LIKELIHOOD[fault] * rng.choice([0.3, 1.0, 4.0])) for fault in Fault if fault in kinds}
         spares_suspects = rng.random() < 0.3
         if spares_suspects:

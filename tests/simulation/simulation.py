@@ -45,6 +45,7 @@ _CAUSES = {
     "EXACT_UNAVAILABLE": Fault.EXACT,
     "MODEL_CHANGED": Fault.MODEL_CHANGE,
     "DRAINING": Fault.PLANNED_STOP,
+    "WORKERS_LOST": Fault.WORKERS_GONE,
 }
 # With these a message may arrive although an earlier one on its stream has not.
 _GAPS = (Fault.MESSAGE_LOST, Fault.MESSAGE_REORDERED, Fault.MESSAGE_LATE)
@@ -59,6 +60,8 @@ _NUM_FLAPS = (7, 9)
 _FLAP_S = (0.3, 1.9)
 _FLAP_AFTER_SUBMIT_S = (0.0, 0.005)
 _ZOMBIE_S = (0.0, 3.0)
+# For how long all workers are gone, by how long requests wait for them.
+_ABSENCES = (0.5, 0.9, 1.5, 4.0)
 _DRAINED_S = (0.0, 5.0)
 # The processes of a cell are asked to end within one of these times, shorter than `SAME_STOP_S`: messages take time.
 _SAME_STOPS_S = (0.05, 0.5, 1.8)
@@ -278,6 +281,12 @@ class Simulation:
             self._stop_cell(self._scheduler)
         if self._strikes(Fault.RANK_DRAIN):
             self._drain_rank()
+        if self._strikes(Fault.WORKERS_GONE):
+            bound_s = self._settings.policy.workers_lost_s
+            assert bound_s is not None
+            duration_s = bound_s * self._rng.choice(_ABSENCES)
+            for domain in self._domains:
+                domain.vanish(duration_s)
         if self._discovery is not None and self._strikes(Fault.ENDPOINT_GONE):
             self._discovery.disturb()
         if self._strikes(Fault.CACHE_FLUSH) and self._scheduler is not None:

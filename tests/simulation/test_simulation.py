@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import traceback
+from collections import Counter
 from functools import cache
 
 import pytest
@@ -49,6 +50,16 @@ def test_every_kind_of_fault_happens() -> None:
         if not unseen:
             return
     pytest.fail(f"100 seeds do not show {unseen}")
+
+
+@pytest.mark.parametrize("others", [[], [Fault.WORKER_SICK, Fault.WORKER_CRASH, Fault.SCHEDULER_RESTART]])
+def test_requests_wait_for_lost_workers_as_long_as_the_operator_lets_them(others: list[Fault]) -> None:
+    ends: Counter[str] = Counter()
+    for seed in range(6):
+        ends += simulate(seed, [Fault.WORKERS_GONE, *others]).ends
+    # Some ends are errors, which the watch has looked at; after the absence all is served again.
+    assert ends["WORKERS_LOST"] > 5
+    assert ends["max_tokens"] > 5
 
 
 def test_ranks_that_come_back_with_less_room_serve_all_that_fits() -> None:

@@ -30,6 +30,7 @@ _LONG_PROMPT_TOKENS = (496, 511)
 _LONG_CONTEXT_LENGTH = 832
 _MAX_LONG_ANSWERS = 2
 _DRAINS_S = (0.0, 0.5, 5.0)
+_WORKERS_LOST_S = (1.0, 5.0, 20.0)
 # Follow-ups and shared ids refer to one of this many recent requests.
 _NUM_RECENT = 8
 # The share of cells whose DP ranks have several processes.
@@ -215,6 +216,7 @@ class CellSettings:
             share_in_step=rng.random() < 0.5,
             max_prefill_wait_steps=2 * (max_num_seqs % 2),
             drain_s=rng.choice(_DRAINS_S) if mix.rates.keys() & DRAINS else _DRAINS_S[-1],
+            workers_lost_s=rng.choice(_WORKERS_LOST_S) if Fault.WORKERS_GONE in mix.rates else None,
         )
         # The smallest pool holds just the longest request.
         num_pool_tokens = rng.choice([160, 160, 256, 800])

@@ -24,7 +24,7 @@ NUM_SETTINGS = {
     "`lockstep serve`": 21,
     "`lockstep ranks`": 18,
     "Tokenizer": 26,
-    "Scheduler": 40,
+    "Scheduler": 41,
     "Worker": 33,
     "Every service": 8,
 }

@@ -9,6 +9,7 @@ from services.scheduler.cell.domains.drains import Drains
 from services.scheduler.cell.domains.history import EventKind, History
 from services.scheduler.cell.domains.placement import Placement, by_request
 from services.scheduler.cell.domains.recoveries import Recoveries
+from services.scheduler.cell.domains.worker_wait import WorkerWait
 from services.scheduler.cell.events import Action
 from services.scheduler.cell.quarantine.quarantine import Quarantine
 from services.scheduler.cell.state import CellState, RankState
@@ -69,6 +70,8 @@ class Cell:
         self._recoveries = Recoveries(counters, self._history)
         self._quarantine = Quarantine(self.domains, policy, counters, is_alive, self._num_unplaced_tokens)
         self.drains = Drains(policy.drain_s)
+        self.worker_wait = WorkerWait()
+        self._workers_lost_s = policy.workers_lost_s
         self.is_disturbed = False
         """Whether a trial, a drain or a recovery is in progress; every result is inspected then."""
 
@@ -81,6 +84,11 @@ class Cell:
     def is_attached(self) -> bool:
         """Whether any domain is attached."""
         return any(domain.epoch is not None for domain in self.domains)
+
+    def has_lost_workers(self, now: float) -> bool:
+        """Whether no domain has been attached, or could compute, for as long as requests wait for one."""
+        bound_s = self._workers_lost_s
+        return bound_s is not None and not self.is_attached and self.worker_wait.is_over(bound_s, now)
 
     @property
     def takes_work(self) -> bool:
@@ -308,7 +316,9 @@ class Cell:
     def _end_epoch(self, domain: Domain, now: float) -> list[RecoveredSequences]:
         self.is_disturbed = True
         self.drains.end(domain)
-        return domain.end_epoch(now)
+        recovered = domain.end_epoch(now)
+        self.worker_wait.on_epoch_end(domain, now)
+        return recovered
 
     def _requeue(self, recovered: list[RecoveredSequences], now: float) -> list[Sequence]:
         sequences = [seq for lost in recovered for seq in lost.sequences]

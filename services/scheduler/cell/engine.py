@@ -171,6 +171,8 @@ class Engine:
         if self._exit is not None:
             return []
         pause_s = self._heartbeat.beat(now)
+        self._cell.worker_wait.begin(now)
+        self._cell.worker_wait.extend(pause_s)
         # First of all, so that nothing is computed for a request whose deadline has passed.
         actions: list[Action] = [Beat(self._cell.num_steps), *self._request_manager.expire(now)]
         faults: list[tuple[Domain, str]] = []
@@ -183,6 +185,7 @@ class Engine:
         # All are given up before any request continues: requests of one must not be sent to another that is lost too.
         for domain, fault in faults:
             actions += self._drop(domain, fault, now, accuses_rows=True)
+        actions += self._request_manager.end_without_workers(now)
         return actions + self._advance(now) if faults else actions
 
     def _on_domain_attached(self, domain: Domain, facts: tuple[WorkerFacts, ...], now: float) -> list[Action]:

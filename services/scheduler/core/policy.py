@@ -56,6 +56,8 @@ class SchedulerPolicy:
     max_prefill_wait_steps: int = 0
     """For coupled ranks; see `lockstep`."""
     worker_silence_s: float = 3.0
+    workers_lost_s: float | None = None
+    """How long requests wait while no domain is attached or can compute; None for as long as their deadlines allow."""
     suspect_patience_s: float = 5.0
     """How long suspects wait for an idle failure domain before they take a busy one."""
     drain_s: float = 30.0

@@ -52,6 +52,8 @@ class SimulatedDomain:
         self._rng = rng
         self._collective = Collective(clock, ranks, settings.tp_size)
         self._is_ending = False
+        # It starts no sooner than this.
+        self._returns_at = 0.0
         self.workers = {
             rank: SimulatedWorker(
                 rank,
@@ -94,6 +96,11 @@ class SimulatedDomain:
         """Kill the processes; they are started again."""
         self.end(self._processes[0])
 
+    def vanish(self, duration_s: float) -> None:
+        """Kill the processes; nothing starts them again for so long."""
+        self._returns_at = self._clock.now + duration_s
+        self.restart()
+
     def ask(self, on_stay_over: Callable[[], None]) -> None:
         """Ask the leaders to end (SIGTERM), as everything else in the cell; see `SimulatedWorker.ask`."""
         for worker in self.workers.values():
@@ -110,6 +117,9 @@ class SimulatedDomain:
             process.close()
 
     def _start(self) -> None:
+        if self._clock.now < self._returns_at:
+            self._clock.after(self._returns_at - self._clock.now, self._start)
+            return
         self._is_ending = False
         self._collective.reset()
         for process in self._processes:

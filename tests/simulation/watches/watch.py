@@ -53,6 +53,7 @@ from tests.simulation.watches.lockstep_watch import check_lockstep
 from tests.simulation.watches.share_watch import ShareWatch
 from tests.simulation.watches.suspect_watch import SuspectWatch
 from tests.simulation.watches.tenant_watch import check_tenants, find_tenant_refusal, is_queue_full
+from tests.simulation.watches.wait_watch import WaitWatch
 from tests.simulation.workload import CellSettings, RequestPlan, number_of
 from tests.support.scheduler.engine_driver import expected_scores
 
@@ -80,6 +81,9 @@ class EngineWatch:
         self.suspects = SuspectWatch()
         self._counters = CounterWatch() if CounterWatch.is_for(settings) else None
         self._drains = DrainWatch(settings, self._epochs)
+        self._waits = WaitWatch(settings.policy.workers_lost_s)
+        # Newcomers that the current event refuses because all workers are lost.
+        self._turned_away: set[Key] = set()
         # By rank: the endpoint that it is linked to; of cells that discover their workers.
         self._places: dict[DpRank, str] = {}
         # The model of the first domain, and since when only another one has been offered.
@@ -129,6 +133,10 @@ class EngineWatch:
                 # The engine checks its ranks before it handles the event.
                 assert self._is_overdue(action.domain, now), "the engine drops a healthy rank"
                 self._drop(action.domain, action.epoch, due)
+        live = self._live.values()
+        lost, self._turned_away = self._waits.find_ends(actions, live, now, is_attached=bool(self._epochs))
+        for entry in lost:
+            self._end(entry, due, "WORKERS_LOST")
         if isinstance(event, RankHeartbeat | DrainRank | EndpointsFound):
             self._take_drain(event, actions, now)
         else:
@@ -290,7 +298,8 @@ class EngineWatch:
             _check_times(submission, plan)
         assert submission.n == plan.n, "a replica submits a different number of choices"
         earlier = [entry for entry in self._live.values() if entry.plan.key == plan.key]
-        refusal = self._find_refusal(client, submission, plan, earlier)
+        is_turned_away = submission.attempt == 1 and (client, submission.handle) in self._turned_away
+        refusal = "WORKERS_LOST" if is_turned_away else self._find_refusal(client, submission, plan, earlier)
         if refusal is not None:
             due.ends.update(((client, submission.handle + choice), refusal) for choice in submission.open_choices)
             return
@@ -434,6 +443,7 @@ class EngineWatch:
         epoch.signs.heard_at = epoch.signs.got_on_at = now
         not_finite_rows, failed_grammar_rows = result.not_finite_rows.tolist(), result.failed_grammar_rows.tolist()
         step = epoch.take_answer(answer, result)
+        self._waits.note_result(now)
         self.suspects.note_return(self._settings.topology.domain_of(rank))
         if step.is_decode and self.suspects:
             self._clear_suspects(step)
@@ -535,6 +545,9 @@ class EngineWatch:
         if self._live and any(not self._drains.is_draining(rank) for rank in self._epochs):
             is_idle = not any(epoch.in_flight for epoch in self._epochs.values())
             assert not is_idle, "requests wait, the workers are idle, and no step is sent"
+        self._waits.check_rest(
+            self._live.values(), now, is_attached=bool(self._epochs), last_beat_at=self._last_beat_at
+        )
         wakeup = engine.next_wakeup()
         assert wakeup > now, "the engine wants to be woken in the past"
         # A late beat skips one interval: see `next_beat_at`.

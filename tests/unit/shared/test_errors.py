@@ -27,6 +27,7 @@ from shared.errors import ErrorCode, InvalidRequestError, ServiceError, Violatio
         (errors.NotReadyError, ErrorCode.UNAVAILABLE, "NOT_READY"),
         (errors.DrainingError, ErrorCode.UNAVAILABLE, "DRAINING"),
         (errors.SchedulerLostError, ErrorCode.UNAVAILABLE, "SCHEDULER_LOST"),
+        (errors.WorkersLostError, ErrorCode.UNAVAILABLE, "WORKERS_LOST"),
         (errors.StepMismatchError, ErrorCode.FAILED_PRECONDITION, "STEP_MISMATCH"),
         (errors.StaleEpochError, ErrorCode.FAILED_PRECONDITION, "STALE_EPOCH"),
         (errors.GroupHeldError, ErrorCode.FAILED_PRECONDITION, "GROUP_HELD"),

@@ -56,6 +56,8 @@ class Domain:
         """Steps that show that the workers can compute; from `Quarantine.advance` until it takes it back."""
         self.has_failed_control = False
         """Whether its last epoch ended while a dummy was computed as a control."""
+        self.has_computed_nothing = False
+        """Whether its last epoch was sent steps and returned none."""
         self._last_control_step = 0
         self.num_steps_of_last_epoch = 0
         """Steps sent in it, which has ended; the same for all ranks if there are several."""
@@ -106,6 +108,7 @@ class Domain:
         self.num_steps_of_last_epoch = self._schedulers[0].last_sent_step_id
         is_newest = 0 < self._last_control_step == self.num_steps_of_last_epoch
         self.has_failed_control = is_newest and self.num_returned_steps < self._last_control_step
+        self.has_computed_nothing = self.num_steps_of_last_epoch > 0 == self.num_returned_steps
         self._last_control_step = 0
         return [scheduler.end_epoch(now) for scheduler in self._schedulers]
 

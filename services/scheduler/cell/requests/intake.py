@@ -45,6 +45,7 @@ def make_request(client: int, submission: Submission, now: float, *, shares_betw
         submission.attempt,
         submission.tenant,
         choices,
+        now,
         deadline=None if submission.time_left_s is None else now + submission.time_left_s,
         num_prompt_logprob_bytes=sum(_num_prompt_logprob_bytes(seq) for seq in choices),
         needs=submission.needs,

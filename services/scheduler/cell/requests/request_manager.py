@@ -27,6 +27,7 @@ from shared.errors import (
     ServiceError,
     TenantLimitError,
     Violation,
+    WorkersLostError,
 )
 
 
@@ -95,6 +96,14 @@ class RequestManager:
         assert request is not None
         return self._fail([request], PoisonRequestError("a worker failed twice while running only this request"), now)
 
+    def end_without_workers(self, now: float) -> list[Action]:
+        """End the requests that have waited for lost workers for as long as an operator lets them."""
+        bound_s = self._policy.workers_lost_s
+        if bound_s is None or not self._cell.has_lost_workers(now):
+            return []
+        late = [request for request in self._requests.all() if now - request.submitted_at >= bound_s]
+        return self._fail(late, WorkersLostError("the cell's workers were lost and did not return in time"), now)
+
     def end_all(self, error: ServiceError, now: float) -> list[Action]:
         """End every request."""
         return self._fail(self._requests.all(), error, now)
@@ -154,6 +163,8 @@ class RequestManager:
         """
         if self._facts.model is None and submission.attempt == 1:
             raise NotReadyError("no worker has been attached yet")
+        if submission.attempt == 1 and self._cell.has_lost_workers(now):
+            raise WorkersLostError("the cell's workers are lost, and have not come back yet")
         earlier = self._requests.by_key(submission.key)
         if earlier is not None and not _is_superseded(earlier, client, submission.attempt):
             raise DuplicateRequestError("a request with this id is in flight", request_id=submission.request_id)

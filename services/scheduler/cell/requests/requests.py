@@ -26,8 +26,9 @@ class Request:
     tenant: Tenant
     choices: list[Sequence]
     """Those that have not ended."""
+    submitted_at: float
+    """On the engine's clock, as `deadline`."""
     deadline: float | None = None
-    """On the engine's clock."""
     num_prompt_logprob_bytes: int = 0
     """An upper limit."""
     needs: frozenset[str] = frozenset()

@@ -25,6 +25,7 @@ from shared.errors import (
     ServiceError,
     TenantLimitError,
     Violation,
+    WorkersLostError,
 )
 from shared.network.rpc import StatusError, to_status
 
@@ -42,6 +43,7 @@ from shared.network.rpc import StatusError, to_status
         (TenantLimitError, 429, "rate_limit_exceeded"),
         (ClientTooSlowError, 429, "rate_limit_exceeded"),
         (SchedulerLostError, 503, "scheduler_lost"),
+        (WorkersLostError, 503, "workers_lost"),
         (DrainingError, 503, "draining"),
         (DeadlinePassedError, 504, "deadline_passed"),
         (AbortedByCallError, 499, "aborted_by_call"),
