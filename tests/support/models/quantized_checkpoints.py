@@ -79,9 +79,9 @@ def fp8_channels(weight: Tensor) -> Quantized:
     return Quantized({".weight": stored, ".weight_scale": scales}, stored.float() * scales)
 
 
-def int8_channels(weight: Tensor) -> Quantized:
-    """Quantise to int8 with a scale per output channel, as W8A8 stores weights."""
-    scales = weight.abs().amax(dim=1, keepdim=True) / 127
+def int8_channels(weight: Tensor, highest: int = 127) -> Quantized:
+    """Quantise to int8, up to `highest`, with a scale per output channel, as W8A8 and W4A8 store weights."""
+    scales = weight.abs().amax(dim=1, keepdim=True) / highest
     stored = (weight / scales).round().to(torch.int8)
     return Quantized({".weight": stored, ".weight_scale": scales}, stored.float() * scales)
 
@@ -220,6 +220,9 @@ SCHEMES: dict[str, Scheme] = {
     ),
     "compressed int8, W8A8": _scheme(
         {**_INT8, "strategy": "channel"}, "int-quantized", int8_channels, input_activations=_TOKEN
+    ),
+    "compressed int4 in bytes, W4A8": _scheme(
+        {**_INT8, "num_bits": 4, "strategy": "channel"}, "int-quantized", lambda weight: int8_channels(weight, 7)
     ),
     "compressed int8, asymmetric": _scheme(
         {**_INT8, "strategy": "channel", "symmetric": False}, "int-quantized", int8_channels_asymmetric

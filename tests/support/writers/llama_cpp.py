@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.system.environments import TESTS, environment_of
+from tests.support.writers.jobs import run_jobs
 
 _CONVERTER, _LIBRARY = "writers/llama_cpp", "writers/libllama"
 
@@ -18,30 +18,16 @@ _CONVERTER, _LIBRARY = "writers/llama_cpp", "writers/libllama"
 def run_converter(jobs: Sequence[tuple[Path, Path, Sequence[str]]]) -> list[str | None]:
     """Convert checkpoints to GGUF files.
 
-    It runs on our interpreter, with our torch and transformers; what else it needs is its environment's.
-
     Args:
         jobs: Each checkpoint's directory, the path of its file, and further flags.
 
     Returns:
         For each, None if its file was written, or else what the converter said.
     """
-    environment = environment_of(_CONVERTER)
-    [converter] = environment.glob("sources/*/vendor/llama.cpp")
-    [packages] = environment.glob("lib/python*/site-packages")
-    program = [sys.executable, str(TESTS / _CONVERTER / "convert.py"), str(converter)]
-    request = json.dumps([[str(model), str(path), list(flags)] for model, path, flags in jobs])
-    done = subprocess.run(
-        program,
-        input=request,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1"},
+    [converter] = environment_of(_CONVERTER).glob("sources/*/vendor/llama.cpp")
+    return run_jobs(
+        _CONVERTER, "convert.py", [(path, model, list(flags)) for model, path, flags in jobs], str(converter)
     )
-    results = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
-    assert len(results) == len(jobs), done.stderr[-4000:]
-    return [results[str(model)] for model, _, _ in jobs]
 
 
 def call_library(command: str, *arguments: str, text: str = "") -> Any:

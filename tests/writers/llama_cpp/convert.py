@@ -1,6 +1,6 @@
 """Runs llama.cpp's converter, unchanged, on many checkpoints: `convert.py CONVERTER_DIR < jobs`, a JSON list.
 
-A job is `[model_dir, gguf_path, flags]`. A line is written for each: `[model_dir, null or what the converter said]`. It
+A job is `[gguf_path, model_dir, flags]`. A line is written for each: `[gguf_path, null or what the converter said]`. It
 knows tokenizers of published models by their digests: that of small models is written as Qwen2's.
 """
 
@@ -28,7 +28,7 @@ for kind in subclasses(base.TextModel):
     kind.set_vocab = base.TextModel._set_vocab_gpt2
 base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "qwen2"
 
-for model_dir, gguf_path, flags in json.load(sys.stdin):
+for gguf_path, model_dir, flags in json.load(sys.stdin):
     sys.argv = ["convert_hf_to_gguf.py", model_dir, "--outfile", gguf_path, "--outtype", "f32", *flags]
     said = None
     try:
@@ -37,5 +37,5 @@ for model_dir, gguf_path, flags in json.load(sys.stdin):
         said = f"exit {error.code}" if error.code else None
     except Exception as error:  # noqa: BLE001
         said = f"{type(error).__name__}: {error}"
-    sys.stdout.write(json.dumps([model_dir, said]) + "\n")
+    sys.stdout.write(json.dumps([gguf_path, said]) + "\n")
     sys.stdout.flush()

@@ -26,9 +26,10 @@ from services.worker.weights.quantization.scaled import (
 # The transformers class of every layer that the rules apply to.
 _CLASS = "Linear"
 _SUPPORTED = (
-    "float-quantized, int-quantized and naive-quantized with 8 bits, pack-quantized with 4 or 8, "
+    "float-quantized with 8 bits, int-quantized and naive-quantized with 2 to 8, pack-quantized with 4 or 8, "
     "strategies tensor, channel, group and block; mxfp4-pack-quantized and nvfp4-pack-quantized"
 )
+_IN_BYTES = ("float-quantized", "int-quantized", "naive-quantized")
 _PACKED_FP4 = ".weight_packed"
 # The formats of 4-bit floats, each with its columns that share a scale.
 _FP4_FORMATS: dict[str, tuple[LayerFormat, int]] = {
@@ -90,9 +91,11 @@ def _layer_format(group: Mapping[str, Any], default_format: str | None) -> Layer
     granularity = _granularity(weights)
     if name == "pack-quantized" and kind == "int" and num_bits in (4, 8) and (is_symmetric or granularity != TENSOR):
         return PackedIntFormat(num_bits, granularity, is_symmetric)
-    if name in ("float-quantized", "int-quantized", "naive-quantized") and num_bits == 8:
-        dtypes = FP8_DTYPES if kind == "float" else INT8_DTYPES
-        label = f"{'fp8' if kind == 'float' else 'int8'}, {weights.get('strategy') or 'tensor'}"
+    is_float = kind == "float"
+    # Integers of fewer bits are stored in whole bytes too.
+    if name in _IN_BYTES and num_bits in ((8,) if is_float else range(2, 9)):
+        dtypes = FP8_DTYPES if is_float else INT8_DTYPES
+        label = f"{'fp8' if is_float else 'int8'}, {weights.get('strategy') or 'tensor'}"
         return ScaledFormat(label, dtypes, (granularity,), has_zero_point=not is_symmetric)
     symmetry = "symmetric" if is_symmetric else "asymmetric"
     raise UnsupportedFormatError(
