@@ -25,12 +25,12 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import RotaryEmbeddingConfigMixin
 
 from services.worker.layers.shard import Shard
+from services.worker.models.config_keys import keys_without_effect
 from services.worker.models.protocol import CausalLM
 from services.worker.models.registry import loader_for
 from services.worker.ops import load_ops
 from services.worker.weights.dummy_weights import DummyWeights
 from shared.model_dir import ModelDirectoryError
-from tests.support.models.config_keys import keys_without_effect
 from tests.support.models.multimodal import is_multimodal, make_config
 from tests.support.models.paged_model import PagedModel
 from tests.support.models.published_configs import PUBLISHED_CONFIGS
