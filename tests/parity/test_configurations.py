@@ -18,6 +18,7 @@ from services.worker.models.loader import load_model
 from services.worker.ops import load_ops
 from shared.model_dir import CONFIG
 from tests.support.models.multimodal import auto_class, text_of, with_text
+from tests.support.models.other_values import OTHER_VALUES
 from tests.support.models.parity import TransformersModel, load_paged, make_prompts, wrong_rows
 from tests.support.models.small_configs import ARCHITECTURES, SMALL_CONFIGS
 from tests.support.models.small_models import build_model, write_small_model
@@ -110,7 +111,7 @@ def test_windows_and_names_are_those_that_transformers_reads(tmp_path: Path, cas
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_keys_without_effect_have_none_in_transformers_either(tmp_path: Path, architecture: str) -> None:
-    changes = {key: value for key, (_, value) in keys_without_effect(architecture).items()}
+    changes = {key: OTHER_VALUES[key] for key in keys_without_effect(architecture)}
     directory = write_model(tmp_path, architecture, {})
     paged, (prompt,) = load_paged(directory, "cpu"), make_prompts((90,))
     plain = paged.prefill_all(paged.add(prompt))

@@ -13,6 +13,8 @@ import torch
 
 from services.worker.layers.context_limit import NO_LIMIT, ContextLimit
 from services.worker.layers.shard import Shard
+from services.worker.models.config import RecordedConfig
+from services.worker.models.config_keys import unknown_keys
 from services.worker.models.parts.mtp import mtp_prefixes
 from services.worker.models.registry import CausalLM, ModelLoader, loader_for
 from services.worker.ops import Ops
@@ -37,6 +39,9 @@ _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 _ADAPTERS = (ADAPTER, "adapter_model.safetensors", "adapter_model.bin")
 
 _HOST = torch.device("cpu")
+
+# Bound the line about unknown keys.
+_MAX_NAMES, _MAX_NAME = 32, 64
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +126,7 @@ def load_model(
             the range for requests.
         RuntimeError: another rank was lost.
     """
-    config = read_config(model_dir)
+    config = RecordedConfig(read_config(model_dir))
     build = loader_for(config, with_mtp=options.with_mtp)
     _warn_of_adapter(model_dir)
     if is_multimodal(config):
@@ -146,6 +151,7 @@ def load_model(
         weights = DummyWeights(seed, dtype, on_progress, device, config=stored, formats=formats)
         model = _build_complete(build, config, Shard(ops, weights, parallel, options.kv_dtype, options.context))
     on_progress(1.0)
+    _warn_of_unknown(config)
     if model.has_long_factors:
         weights_digest, served_digest = map(_with_long_factors, (weights_digest, served_digest))
     limits = ModelLimits(model.context_length, model.logits_width, num_pool_tokens=model.context_length)
@@ -175,6 +181,16 @@ def _warn_of_adapter(model_dir: Path) -> None:
         logger.warning(
             "the directory has an adapter, which is not used: only its base model is served",
             extra={"directory": str(model_dir), "files": names},
+        )
+
+
+def _warn_of_unknown(config: RecordedConfig) -> None:
+    """Name what nothing is known of."""
+    if names := unknown_keys(config):
+        shown = [name[:_MAX_NAME] for name in names[:_MAX_NAMES]]
+        logger.warning(
+            "config.json has keys that this release does not know, and does without; a newer one may know them",
+            extra={"keys": shown, "num_keys": len(names)},
         )
 
 

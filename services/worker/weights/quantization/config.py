@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,9 @@ class QuantizationConfig:
         name = next((name for name in _FILES if (model_dir / name).exists()), None)
         if name is None or any(config.get(key) for key in _KEYS):
             return cls.from_json(config)
-        return cls.from_json({**config, _KEYS[0]: {"quant_method": _FILES[name], **read_json(model_dir, name)}}, name)
+        values = {"quant_method": _FILES[name], **read_json(model_dir, name)}
+        # A chain writes to its first map alone.
+        return cls.from_json(ChainMap({_KEYS[0]: values}, config), name)  # type: ignore[arg-type]
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any], file: str = CONFIG) -> QuantizationConfig:
