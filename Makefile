@@ -25,6 +25,10 @@ PAIRS ?= 50
 MARKS ?= not slow and not proof and not clients and not writers
 PROMPT ?= Why is the sky blue? Answer in two sentences.
 
+# Python compiles a module anew in each process that may not keep the result: a second of a cell's start, and of some
+# hundreds in the tests.
+export PYTHONDONTWRITEBYTECODE :=
+
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := deploy/constraints-cpu.txt
