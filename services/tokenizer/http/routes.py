@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
@@ -99,6 +100,8 @@ _CHATS, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _MESSAGES, _RESPONSES = "/v1/messages", "/v1/responses"
 # Parsed at the same time.
 _MAX_LARGE_BODIES = 2
+# By then a cell has started, from which the process that reads them would take half a second of CPU time.
+_WARM_UP_AFTER_S = 10.0
 
 
 class Reader(Protocol):
@@ -123,8 +126,8 @@ def make_app(
     routes = _Routes(backend, access, registry)
     app = web.Application(middlewares=[make_boundary(access, routes.admit, max_requests)])
     app[BODY_S] = body_s
-    app[BODY_READERS] = readers = BodyReaders()
-    app.on_cleanup.append(_closer(readers))
+    app[BODY_READERS] = BodyReaders()
+    app.cleanup_ctx.append(_run_readers)
     app[CALL_TURNS] = CallTurns()
     app[LARGE_BODIES] = Slots(_MAX_LARGE_BODIES)
     app.on_response_prepare.append(make_signer(access))
@@ -344,11 +347,12 @@ class _Routes:
         }
 
 
-def _closer(readers: BodyReaders) -> Callable[[web.Application], Awaitable[None]]:
-    async def close(_: web.Application) -> None:
-        readers.close()
-
-    return close
+async def _run_readers(app: web.Application) -> AsyncIterator[None]:
+    readers = app[BODY_READERS]
+    warm_up = asyncio.get_running_loop().call_later(_WARM_UP_AFTER_S, readers.warm_up)
+    yield
+    warm_up.cancel()
+    readers.close()
 
 
 def _values_of(request: web.Request, header: str) -> list[str]:

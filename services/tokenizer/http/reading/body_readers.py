@@ -27,7 +27,9 @@ _LENGTH = struct.Struct("!I")
 
 
 class BodyReaders:
-    """Reads bodies in forked processes, each one at a time; the process that forks them starts with the first body.
+    """Reads bodies in forked processes, each one at a time.
+
+    The process that forks them starts with `warm_up` or the first body, and again, should it end.
 
     A body whose call is cancelled is read no longer.
     """
@@ -62,6 +64,14 @@ class BodyReaders:
             logger.warning("a large body cannot be read", extra={"error": str(error)})
             raise QueueFullError("reading the body took too long", retry_delay_s=_RETRY_DELAY_S) from None
 
+    def warm_up(self) -> None:
+        """Start the process that forks, without waiting: it imports for half a second before it does."""
+        try:
+            self._server = self._server or self._start()
+        except OSError as error:
+            # The first body tries again.
+            logger.warning("the process that reads bodies cannot be started", extra={"error": str(error)})
+
     def close(self) -> None:
         """End the processes."""
         while self._idle:
@@ -77,8 +87,11 @@ class BodyReaders:
             except OSError as error:
                 logger.warning("the server of reading processes is replaced", extra={"error": str(error)})
                 self._server.close()
-        self._server = ForkingProcess(_MODULE, {"OPENBLAS_NUM_THREADS": "1"})
+        self._server = self._start()
         return self._server.connect()
+
+    def _start(self) -> ForkingProcess:
+        return ForkingProcess(_MODULE, {"OPENBLAS_NUM_THREADS": "1"})
 
     async def _ask(self, connection: socket.socket, head: dict[str, Any], data: bytes) -> Any:
         """Raises ConnectionError if the process was killed, and TimeoutError if it hangs."""

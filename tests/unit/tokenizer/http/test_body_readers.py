@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from services.tokenizer.http import routes
 from services.tokenizer.http.reading.body_readers import BodyReaders
 from services.tokenizer.http.reading.crossing import pack, unpack
 from services.tokenizer.http.reading.readers import READERS
@@ -20,7 +22,7 @@ from services.tokenizer.http.refusals import HttpError
 from tests.support.system.polling import poll_until
 from tests.support.system.processes import running_children
 from tests.support.tokenizer.body_costs import arguments_of
-from tests.support.tokenizer.http_client import MESSAGES, HttpService
+from tests.support.tokenizer.http_client import MESSAGES, HttpService, run_http_service
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 BODIES: list[tuple[str, dict[str, Any]]] = [
@@ -49,10 +51,14 @@ async def readers() -> AsyncIterator[BodyReaders]:
     running.close()
 
 
+def servers() -> list[psutil.Process]:
+    """The processes that fork those that read bodies for this one."""
+    return [each for each, command in running_children().items() if "read_process" in " ".join(command)]
+
+
 async def reading() -> set[psutil.Process]:
     """The processes that read bodies for this one."""
-    servers = [each for each, command in running_children().items() if "read_process" in " ".join(command)]
-    return {child for server in servers for child in running_children(server.pid)}
+    return {child for server in servers() for child in running_children(server.pid)}
 
 
 def test_there_are_bodies_for_every_reader() -> None:
@@ -91,6 +97,21 @@ async def test_a_large_body_is_answered_as_a_small_one_is(http: HttpService) -> 
     assert (answer.status, answer.value["usage"]["completion_tokens"]) == (200, 1)
     decoded = await http.post("/detokenize", {"tokens": [70] * 30_000})
     assert "at most 256" in decoded.error["message"]
+
+
+@pytest.mark.process
+async def test_the_process_that_reads_starts_before_the_first_large_body(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "_WARM_UP_AFTER_S", 0.0)
+    before = set(servers())
+    async with run_http_service(model_dir, tmp_path) as http:
+        [server] = await poll_until(lambda: asyncio.sleep(0, set(servers()) - before), bool)
+        padding = {"metadata": {"a": "x" * 100_000}}
+        answer = await http.answer("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1, **padding}, [70])
+        assert answer.status == 200
+        assert set(servers()) - before == {server}
+    assert not set(servers()) - before
 
 
 @pytest.mark.process
