@@ -4,71 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import grpc
-import psutil
 import pytest
 
 from shared.network.rpc import reason_of, status_from_rpc_error
-from tests.support.cells.cell import REFERENCE, Cell, popen_lockstep, start_cell
-from tests.support.clients.client import Client, Completion, connect, varied_requests
-from tests.support.deploy.unit_file import processes_asked_to_stop, read_service, stop_signal
+from tests.support.cells.cell import REFERENCE, popen_lockstep, start_cell
+from tests.support.cells.planned_stops import (
+    Asked,
+    ask_all,
+    begin_answers,
+    contents,
+    expect_answers,
+    launcher_first,
+    launcher_last,
+    only_launcher,
+    wait_until_draining,
+)
+from tests.support.clients.client import connect
 from tests.support.system.ports import free_port
-
-
-async def expect_answers(client: Client) -> list[Completion]:
-    """The undisturbed answers."""
-    return await client.generate_all(varied_requests(4, max_tokens=200))
-
-
-async def begin_answers(cell: Cell, client: Client) -> list[asyncio.Task[Completion]]:
-    """Begin the answers; the worker is stopped in their middle, so that they do not end by themselves."""
-    requests = varied_requests(4, max_tokens=200)
-    while True:
-        answers = [asyncio.create_task(client.generate(request)) for request in requests]
-        await client.wait_until(lambda state: state.num_running >= len(requests))
-        cell.send_signal("worker", signal.SIGSTOP)
-        state = await client.state()
-        if state.num_running + state.num_waiting == len(answers):
-            return answers
-        # Some were faster than this test.
-        cell.send_signal("worker", signal.SIGCONT)
-        await asyncio.gather(*answers)
-
-
-def contents(completions: Sequence[Completion]) -> list[tuple[object, ...]]:
-    return [(completion.token_ids, completion.text, completion.reason) for completion in completions]
-
-
-async def wait_until_draining(cell: Cell, answers: Sequence[object]) -> None:
-    await asyncio.to_thread(cell.wait_for_log, f"draining num_requests={len(answers)}")
-
-
-def launcher_first(launcher_pid: int) -> list[psutil.Process]:
-    """The processes that systemd asks to end when it stops the unit, in its order."""
-    return processes_asked_to_stop(read_service(), psutil.Process(launcher_pid))
-
-
-def launcher_last(launcher_pid: int) -> list[psutil.Process]:
-    return launcher_first(launcher_pid)[::-1]
-
-
-def ask_all(processes: Sequence[psutil.Process]) -> None:
-    number = signal.Signals[stop_signal(read_service())]
-    for process in processes:
-        process.send_signal(number)
-
-
-def only_launcher(launcher_pid: int) -> list[psutil.Process]:
-    return [psutil.Process(launcher_pid)]
 
 
 @pytest.mark.parametrize("asked", [only_launcher, pytest.param(launcher_first, marks=pytest.mark.proof)])
 @pytest.mark.parametrize("role", ["worker", "scheduler"])
 async def test_a_cell_that_drains_starts_what_dies_and_finishes_its_answers(
-    tiny_model: Path, role: str, asked: Callable[[int], list[psutil.Process]]
+    tiny_model: Path, role: str, asked: Asked
 ) -> None:
     with start_cell(tiny_model, REFERENCE, "--drain-s=600") as cell:
         async with connect(cell) as client:
@@ -110,7 +71,7 @@ async def test_a_drain_that_is_too_short_for_a_start_of_the_worker_ends_at_once_
 
 @pytest.mark.parametrize("order", [launcher_first, pytest.param(launcher_last, marks=pytest.mark.proof)])
 async def test_a_cell_whose_processes_are_all_asked_to_end_at_once_finishes_its_answers(
-    tiny_model: Path, order: Callable[[int], list[psutil.Process]]
+    tiny_model: Path, order: Asked
 ) -> None:
     with start_cell(tiny_model, REFERENCE, "--drain-s=600") as cell:
         async with connect(cell) as client:
