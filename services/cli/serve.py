@@ -96,6 +96,7 @@ async def _serve(
     settings: ServeSettings, service_flags: Mapping[str, Sequence[str]], output: Output, stop: StopRequest
 ) -> int:
     problems: list[str] = []
+    reason = "asked to stop"
     with ExitStack() as stack:
         commands: list[ServiceCommand] = []
         output.show_step(f"checking {settings.model_name} and the settings")
@@ -112,9 +113,9 @@ async def _serve(
         if stop.is_set():
             output.discard()
         else:
-            problems = await _run_cell(settings, commands, output, stop)
+            problems, reason = await _run_cell(settings, commands, output, stop)
     if not problems:
-        logger.info("ended", extra={"reason": "asked to stop" if stop.is_set() else "the prompt was answered"})
+        logger.info("ended", extra={"reason": reason})
     # The cause comes last, where the reader of the output looks first.
     for problem in reversed(problems):
         print(f"error: {problem}", file=sys.stderr)
@@ -148,8 +149,8 @@ async def _prepare(
 
 async def _run_cell(
     settings: ServeSettings, commands: Sequence[ServiceCommand], output: Output, stop: StopRequest
-) -> list[str]:
-    """Runs until the cell fails or is asked to stop; returns the problems, the root cause first."""
+) -> tuple[list[str], str]:
+    """Runs until the cell fails or is asked to stop; returns the problems, the root cause first, and why it ended."""
     policy = make_restart_policy(settings, commands)
     view = make_view(settings, commands, output)
     processes_output = ProcessesOutput(output.log, settings.log_format == "text", view.display)
@@ -174,7 +175,11 @@ async def _run_cell(
     for bug in (ran, failure):
         if isinstance(bug, Exception):
             raise bug
-    return [failure, *problems] if isinstance(failure, str) else problems
+    if isinstance(failure, str):
+        problems = [failure, *problems]
+    if not stop.is_set():
+        return problems, "the prompt was answered"
+    return problems, "asked to stop again; answers in flight were cut" if cell.has_cut_answers else "asked to stop"
 
 
 def make_restart_policy(settings: ServeSettings, commands: Sequence[ServiceCommand]) -> RestartPolicy:

@@ -31,7 +31,7 @@ from shared.network.management import serve_management
 from shared.network.probes import Probes
 from shared.network.rpc import MAX_CONNECTIONS, ServerLimits, Servicer, make_peer, make_server
 from shared.network.tls import Role
-from shared.process.lifecycle import StopRequest, freeze_garbage, run_service
+from shared.process.lifecycle import ANSWERS_CUT, StopRequest, freeze_garbage, run_service
 from shared.process.logging import configure_logging
 from shared.process.open_files import share_open_files
 
@@ -114,7 +114,7 @@ async def serve(
     ends = [asyncio.create_task(task) for task in (stop.wait(), scheduler.run(), readiness.run())]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     await readiness.leave()
-    await _drain(settings.drain_s, scheduler, live, stop)
+    num_cut = await _drain(settings.drain_s, scheduler, live, stop)
     await _stop(server, http, tracer)
     if management is not None:
         management.close()
@@ -125,7 +125,11 @@ async def serve(
     for result in await asyncio.gather(*ends, return_exceptions=True):
         if isinstance(result, Exception):
             raise result
-    return 0
+    if num_cut:
+        # The last line, where the reader of the output looks first.
+        facts = {"num_requests": num_cut, "drain_s": settings.drain_s}
+        logger.error("answers in flight were cut: they did not finish in time", extra=facts)
+    return ANSWERS_CUT if num_cut else 0
 
 
 def _make_tracer(endpoint: str, model_name: str, totals: RequestTotals) -> OtlpTracer:
@@ -148,11 +152,12 @@ def _share_limits(settings: TokenizerSettings, totals: RequestTotals) -> tuple[S
     return limits, HttpLimits(num_http_connections, max_unread_s=settings.max_unread_s)
 
 
-async def _drain(drain_s: float, scheduler: SchedulerClient, live: LiveRequests, stop: StopRequest) -> None:
+async def _drain(drain_s: float, scheduler: SchedulerClient, live: LiveRequests, stop: StopRequest) -> int:
+    """Returns how many requests were cut."""
     # After a bug no answer can be finished.
     if stop.is_set():
         scheduler.announce_drain()
-    await live.drain(drain_s if stop.is_set() else 0.0, stop.is_urgent)
+    return await live.drain(drain_s if stop.is_set() else 0.0, stop.is_urgent)
 
 
 async def _stop(server: grpc.aio.Server, http: HttpServer | None, tracer: OtlpTracer | None) -> None:

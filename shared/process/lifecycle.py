@@ -14,6 +14,9 @@ SAME_STOP_S = 2.0
 """Stop signals that follow the first within this time belong to it: a service manager asks all processes of a cell to
 end at once, and their launcher asks its own again."""
 
+ANSWERS_CUT = 17
+"""The exit code of a service that was asked to end, and ended answers that its clients were still getting."""
+
 # gRPC's task for a call, which awaits that of the call's handler.
 _CALL_TASK = "_schedule_rpc_coro"
 _CALLS_END_S = 1.0

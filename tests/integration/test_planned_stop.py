@@ -62,11 +62,28 @@ async def test_a_drain_that_is_too_short_for_a_start_of_the_worker_ends_at_once_
                 ends = await asyncio.gather(*answers, return_exceptions=True)
             finally:
                 hidden.rename(config)
-        await asyncio.to_thread(cell.wait)
+        assert await asyncio.to_thread(cell.wait) == 1
         log = cell.log()
 
     assert [reason_of(status_from_rpc_error(end)) for end in ends if isinstance(end, grpc.RpcError)] == ["DRAINING"] * 4
     assert "serve: the drain ends at once: no worker can be ready in time" in log
+    last_line = "error: answers in flight were cut: no worker would have been ready in the time left"
+    assert log.splitlines()[-1] == last_line
+
+
+async def test_a_drain_that_is_too_short_for_the_answers_cuts_them_and_says_so(tiny_model: Path) -> None:
+    with start_cell(tiny_model, REFERENCE, "--drain-s=0.2") as cell:
+        async with connect(cell) as client:
+            answers = await begin_answers(cell, client)
+            ask_all(launcher_first(cell.launcher.pid))
+            ends = await asyncio.gather(*answers, return_exceptions=True)
+        cell.send_signal("worker", signal.SIGCONT)
+        assert await asyncio.to_thread(cell.wait) == 1
+        log = cell.log()
+
+    assert [reason_of(status_from_rpc_error(end)) for end in ends if isinstance(end, grpc.RpcError)] == ["DRAINING"] * 4
+    assert "answers in flight were cut: they did not finish in time num_requests=4" in log
+    assert log.splitlines()[-1] == "error: answers in flight were cut: 0.2 s were too short"
 
 
 @pytest.mark.parametrize("order", [launcher_first, pytest.param(launcher_last, marks=pytest.mark.proof)])

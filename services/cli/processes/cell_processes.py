@@ -15,7 +15,6 @@ from services.cli.processes.supervisor import Kill, RestartPolicy, StartDomain, 
 from shared.network.health import ask_process
 from shared.network.heartbeat import next_beat_at
 from shared.network.rpc import Peer, make_channel
-from shared.process.lifecycle import SAME_STOP_S
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,8 @@ class CellProcesses:
     """Keeps a cell's processes running: `run` until `end` is called or the cell fails, then `stop`.
 
     `drain`, if it is called, comes before `end`. `has_served` is set once every process has reported that it serves.
-    `num_restarts` counts those of each process.
+    `num_restarts` counts those of each process. `has_cut_answers` says, after `stop`, whether answers in flight were
+    ended.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class CellProcesses:
         self._on_change = on_change
         self.num_restarts = {command.name: 0 for command in commands}
         self.has_served = asyncio.Event()
+        self.has_cut_answers = False
         self._domain_to_commands: dict[str, list[ServiceCommand]] = {}
         for command in commands:
             self._domain_to_commands.setdefault(command.domain, []).append(command)
@@ -72,7 +73,6 @@ class CellProcesses:
         self._ended: list[ServiceProcess] = []
         self._drained: list[ServiceProcess] = []
         self._watches: dict[str, asyncio.Task[None]] = {}
-        self._problems: list[str] = []
         # Set when no answer can be finished any more, or none is to be.
         self._is_drain_over = asyncio.Event()
         self._started: set[str] = set()
@@ -130,9 +130,9 @@ class CellProcesses:
         service = next((one for one in self._running.values() if one.command.role == _DRAINING_ROLE), None)
         if service is None or not self._supervisor.has_served or self._is_over:
             return
-        command, begun_at = service.command, self._loop.time()
+        command = service.command
         schedulers = {domain for domain, some in self._domain_to_commands.items() if some[0].role == _SCHEDULER_ROLE}
-        self._supervisor.begin_drain(command.domain, begun_at, drain_s, schedulers)
+        self._supervisor.begin_drain(command.domain, self._loop.time(), drain_s, schedulers)
         if self._supervisor.has_failed:
             self._end_drain()
         self._watches.pop(command.name).cancel()
@@ -140,9 +140,6 @@ class CellProcesses:
         await _stop(service, STOP_GRACE_S + drain_s, self._is_drain_over)
         urging.cancel()
         self._drained.append(self._running.pop(command.name))
-        # A tokenizer without answers in flight has ended before it takes another signal for a second one.
-        if self._supervisor.has_failed and self._loop.time() - begun_at > SAME_STOP_S:
-            self._problems.append("answers in flight were ended: no worker would have been ready in the time left")
 
     async def stop(self, drain_s: float, is_urgent: asyncio.Event, *, was_asked: bool) -> list[str]:
         """Stop every process, in reverse start order, after `run` has returned.
@@ -157,12 +154,26 @@ class CellProcesses:
         """
         self._display.end()
         services = [*self._ended, *self._running.values()]
+        own_roles = {some[0].role for some in self._domain_to_commands.values()}
+        was_told_to_cut = is_urgent
         for role in reversed(ROLES):
             some = (service for service in services if service.command.role == role)
             await asyncio.gather(*(_stop(service, STOP_GRACE_S + drain_s, is_urgent) for service in some))
+            if role == _SCHEDULER_ROLE and role in own_roles:
+                # No scheduler comes any more, for which a worker that has lost its own would wait.
+                is_urgent = asyncio.Event()
+                is_urgent.set()
         services += self._drained
         unasked = (service for service in services if not (was_asked and service.has_ended_as_asked))
-        return [*(service.problem for service in unasked if service.problem is not None), *self._problems]
+        problems = [service.problem for service in unasked if service.problem is not None]
+        self.has_cut_answers = any(service.has_cut_answers for service in services)
+        if self.has_cut_answers and not was_told_to_cut.is_set():
+            is_hopeless = self._supervisor.is_draining and self._supervisor.has_failed
+            too_short = "no worker would have been ready in the time left"
+            problems.append(
+                f"answers in flight were cut: {too_short if is_hopeless else f'{drain_s:g} s were too short'}"
+            )
+        return problems
 
     def _end_drain(self) -> None:
         logger.warning("the drain ends at once: no worker can be ready in time")

@@ -12,6 +12,7 @@ from services.cli.processes.child_process import start_child
 from services.cli.processes.core_log import CoreLog
 from services.cli.processes.last_problem import LastProblem
 from services.cli.processes.service_command import ServiceCommand
+from shared.process.lifecycle import ANSWERS_CUT
 
 _MAX_LINE_BYTES = 1 << 16
 _OUTPUT_GRACE_S = 1.0
@@ -57,7 +58,13 @@ class ServiceProcess:
     def has_ended_as_asked(self) -> bool:
         """Whether the process ended as it does when it is asked to, by the launcher or by whatever asks them all."""
         # A service that is just starting has no handler for SIGTERM yet.
-        return self._process.returncode in (0, -signal.SIGTERM) and self._kill_reason is None
+        codes = (0, ANSWERS_CUT, -signal.SIGTERM)
+        return self._process.returncode in codes and self._kill_reason is None
+
+    @property
+    def has_cut_answers(self) -> bool:
+        """Whether it ended answers because it was asked to end, and they did not finish in time."""
+        return self._process.returncode == ANSWERS_CUT
 
     @property
     def problem(self) -> str | None:

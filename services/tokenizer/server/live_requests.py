@@ -54,10 +54,13 @@ class LiveRequests:
         """An admitted request's answer has begun."""
         self._generations[tenant, request_id] = generation
 
-    async def drain(self, drain_s: float, is_urgent: asyncio.Event) -> None:
+    async def drain(self, drain_s: float, is_urgent: asyncio.Event) -> int:
         """Refuse new requests and let those in flight finish; ends the rest with DRAINING.
 
         The rest is what is left after `drain_s`, or when `is_urgent` is set.
+
+        Returns:
+            The number of the rest.
         """
         self._is_draining = True
         if not self._is_empty.is_set():
@@ -69,3 +72,4 @@ class LiveRequests:
         for generation in self._generations.values():
             if generation is not None:
                 generation.fail(DrainingError("the service is stopping"))
+        return len(self._generations)

@@ -23,7 +23,7 @@ _STOP_GRACE_S = 1.0
 
 
 class ExitCode(enum.IntEnum):
-    """Why the process ended; 1 means that it could not begin to serve."""
+    """Why the process ended; 1 means that it could not begin to serve, and `ANSWERS_CUT` is a tokenizer's."""
 
     STOPPED = 0
     LINK_LOST = 10

@@ -43,7 +43,7 @@ async def test_draining_waits_for_the_last_request() -> None:
         with pytest.raises(DrainingError):
             live.check_open()
         assert not draining.done()
-    await draining
+    assert await draining == 0
 
 
 async def test_requests_that_remain_after_the_grace_period_get_an_error() -> None:
@@ -52,7 +52,7 @@ async def test_requests_that_remain_after_the_grace_period_get_an_error() -> Non
     generation.choices.append(Choice(generation, Completion(ByteLevelDetokenizer({}, {}), ()), num_prompt_tokens=1))
     with live.admit("a", ["encoding"]), live.admit("a", ["streaming"]):
         live.begin("a", "streaming", generation)
-        await live.drain(0, asyncio.Event())
+        assert await live.drain(0, asyncio.Event()) == 2
     with pytest.raises(DrainingError):
         await anext(generation.responses())
 
@@ -62,11 +62,11 @@ async def test_a_second_signal_ends_the_drain() -> None:
     with live.admit("a", ["a"]):
         draining = asyncio.create_task(live.drain(60, is_urgent))
         is_urgent.set()
-        await draining
+        assert await draining == 1
 
 
 async def test_draining_without_requests_ends_at_once() -> None:
     live = LiveRequests()
-    await live.drain(60, asyncio.Event())
+    assert await live.drain(60, asyncio.Event()) == 0
     with pytest.raises(DrainingError):
         live.check_open()
