@@ -30,6 +30,8 @@ TIMINGS = "timings"
 """The capability of a replica that is told how long requests waited and were prefilled."""
 CONTROLS = "controls"
 """The capability of a worker that computes dummy steps of any size, whether or not its rank is coupled."""
+LAST_WORD = "last_word"
+"""The capability of a scheduler that tells its workers when no scheduler needs them any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,8 @@ CAPABILITIES = (
     # Whoever does not know it goes by `holds_workers`.
     Capability("takes_work", 1, ("SchedulerHeartbeat.takes_work",)),
     Capability(CONTROLS, 1, ("StepRequest.num_dummy_tokens",)),
+    # A worker that does not know it takes every end of its stream for the last.
+    Capability(LAST_WORD, 1, ("Heartbeat.is_last",)),
 )
 
 

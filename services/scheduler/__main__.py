@@ -54,6 +54,7 @@ async def serve(settings: SchedulerSettings, stop: StopRequest) -> int:
     probes.is_leaving = True
     if stop.is_set():
         await _stay(settings, cell, stop)
+        await cell.release_workers()
     # Whatever is still waiting ends by cancellation; an exception in a task that ended by itself is a bug.
     cell.close()
     for task in ends:

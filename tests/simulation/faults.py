@@ -75,6 +75,8 @@ class Fault(enum.Enum):
     ENDPOINT_GONE = "endpoint_gone"
     # A replica, the scheduler and the workers are asked to end together, once in a run.
     PLANNED_STOP = "planned_stop"
+    # All replicas are asked then, and the scheduler dies; the next one has not been asked.
+    STOPPED_DEATH = "stopped_death"
     # A model with recurrent state.
     RECURRENT_STATE = "recurrent_state"
     # All workers are gone for long, and an operator bounds how long requests wait for them.
@@ -154,6 +156,8 @@ _LIKELIHOOD = {
     # At each arrival.
     Fault.ENDPOINT_GONE: 0.05,
     Fault.PLANNED_STOP: 0.05,
+    # At each planned stop.
+    Fault.STOPPED_DEATH: 0.5,
     # At each cell.
     Fault.RECURRENT_STATE: 0.9,
     # At each arrival.

@@ -50,7 +50,13 @@ _CAUSES = {
 # With these a message may arrive although an earlier one on its stream has not.
 _GAPS = (Fault.MESSAGE_LOST, Fault.MESSAGE_REORDERED, Fault.MESSAGE_LATE)
 # Deaths of schedulers that a control may outlive by chance.
-_BLAMING_ENDS = (Fault.SCHEDULER_RESTART, Fault.SCHEDULER_STOP, Fault.MODEL_CHANGE, Fault.PLANNED_STOP)
+_BLAMING_ENDS = (
+    Fault.SCHEDULER_RESTART,
+    Fault.SCHEDULER_STOP,
+    Fault.MODEL_CHANGE,
+    Fault.PLANNED_STOP,
+    Fault.STOPPED_DEATH,
+)
 _SCHEDULER_ENDS = (*_BLAMING_ENDS, Fault.SCHEDULER_FLAP)
 # Until the last domain is restarted with another model.
 _ROLLOUTS_S = (0.1, 1.0, 20.0)
@@ -67,6 +73,8 @@ _DRAINED_S = (0.0, 5.0)
 _SAME_STOPS_S = (0.05, 0.5, 1.8)
 # So many steps are slow from then on that many answers take longer than a stop does.
 _SHARE_OF_SLOW_STEPS = 0.9
+# A scheduler dies up to this long after all processes were asked to end.
+_DEATH_S = 1.0
 # From the end of the drain times until all processes must have ended.
 _STOP_MARGIN_S = 15.0
 _SCHEDULER_STOPS_S = (1.0, 5.0, 15.0, 60.0)
@@ -159,6 +167,7 @@ class Simulation:
         self._num_live = 0
         self._is_paused = False
         self._is_stop_planned = False
+        self._stopping_replicas: list[Replica] = []
         # A scheduler that dies soon after its start, and how many more will.
         self._flapping: SchedulerProcess | None = None
         self._num_flaps_left = 0
@@ -293,25 +302,36 @@ class Simulation:
             self._scheduler.flush_prefix_cache()
 
     def _stop_cell(self, scheduler: SchedulerProcess) -> None:
-        """Ask a replica, the scheduler and the workers to end together; all are started anew."""
+        """Ask a replica, or all, the scheduler and the workers to end together; all are started anew."""
         self._is_stop_planned = True
-        number, drain_s = self._rng.randrange(len(self._replicas)), self._settings.policy.drain_s
-        replica = self._replicas[number]
+        drain_s, is_deadly = self._settings.policy.drain_s, self._strikes(Fault.STOPPED_DEATH)
+        stopped = list(self._replicas) if is_deadly else [self._rng.choice(self._replicas)]
         watch = StopWatch(
-            self.clock, self._mix, drain_s=drain_s, replica=replica, scheduler=scheduler, domains=self._domains
+            self.clock, self._mix, drain_s=drain_s, replicas=stopped, scheduler=scheduler, domains=self._domains
         )
+        on_lost = _ignore if is_deadly else watch.check_stay_over
         asks = [
-            partial(replica.drain, drain_s, watch.check_stay_over),
+            *(partial(replica.drain, drain_s, on_lost) for replica in stopped),
             partial(scheduler.ask, drain_s, watch.check_stay_over),
             *(partial(domain.ask, watch.check_stay_over) for domain in self._domains),
         ]
         same_stop_s = self._rng.choice(_SAME_STOPS_S)
         for ask in asks:
             self.clock.after(self._rng.uniform(0.0, same_stop_s), ask)
+        if is_deadly:
+            self.clock.after(self._rng.uniform(0.0, same_stop_s + _DEATH_S), partial(self._die_in_stop, scheduler))
+            # Those that follow begin when the stop is over.
+            self._stopping_replicas = stopped
         self._mix.rates[Fault.WORKER_SLOW] = _SHARE_OF_SLOW_STEPS
         self.clock.after(same_stop_s + drain_s + _STOP_MARGIN_S, watch.check_end)
-        self._dead_replicas.append(replica)
-        self._replicas[number] = self._make_replica()
+        self._dead_replicas += stopped
+        self._replicas = [self._make_replica() if replica in stopped else replica for replica in self._replicas]
+
+    def _die_in_stop(self, scheduler: SchedulerProcess) -> None:
+        """Kill a scheduler that was asked to end, unless it has ended."""
+        if scheduler is self._scheduler:
+            self._replace_scheduler()
+            scheduler.kill()
 
     def _change_model(self) -> None:
         """Replace the model on disk, and restart the workers one domain after the other."""
@@ -416,7 +436,8 @@ class Simulation:
 
     def _connect(self, replica: Replica) -> ExchangeStream | None:
         scheduler = self._scheduler
-        if scheduler is None or scheduler.is_stopped:
+        is_early = replica not in self._stopping_replicas and any(one.is_alive for one in self._stopping_replicas)
+        if is_early or scheduler is None or scheduler.is_stopped:
             return None
         ends = Ends(
             on_request=lambda payload: self._on_request(scheduler, stream, payload),
@@ -495,6 +516,10 @@ class Simulation:
             fails = (plan.by_cell[record.choice] if has_gap else expected).finish is None
             assert fault is not Fault.GRAMMAR_FAILURE or fails, "its grammar could be followed"
             assert fault is not Fault.ABORT_CALL or self._may_be_aborted(plan), "it was not aborted by a call"
+
+
+def _ignore() -> None:
+    pass
 
 
 def _check_scores(record: ChoiceRecord) -> None:

@@ -158,7 +158,7 @@ class CellServer:
             weights_digest=lambda: self.engine.facts.weights_digest,
         )
         self.kv_events = KvEvents(engine)
-        self.replica_drains = ReplicaDrains(self._beat_workers)
+        self.replica_drains = ReplicaDrains(self._beat_workers, asyncio.get_running_loop().time)
         self.failed = asyncio.Event()
         self.bug: Exception | None = None
         """What ended the cell, if it was a bug."""
@@ -192,6 +192,15 @@ class CellServer:
         except ExceptionGroup as bugs:
             logger.exception("the scheduler exits: a bug in the links to the workers")
             self._end_after_bug(bugs)
+
+    async def release_workers(self) -> None:
+        """Tell the workers that no scheduler needs them any more, if this one, which was asked to end, served the last.
+
+        Otherwise the next scheduler continues the requests.
+        """
+        is_over = self.replica_drains.is_over and self.direct_clients.is_idle
+        if is_over and not self.failed.is_set():
+            await self._worker_links.say_last_words()
 
     def close(self) -> None:
         """Tell all clients to take their requests to the next scheduler.
@@ -336,7 +345,7 @@ class CellServer:
             case ReleaseDomain(domain, epoch):
                 ranks = list(self.engine.topology.ranks_of(domain))
                 logger.info("workers drained", extra={"ranks": ranks, "epoch": epoch})
-                self._worker_links.drop(domain, epoch)
+                self._worker_links.release(domain, epoch)
             case LinkDomain() | UnlinkDomain():
                 self._worker_links.perform(action)
             case Exit():

@@ -85,6 +85,11 @@ class DirectClients:
         self._to_wake: deque[TokenStream] = deque()
         self._loop = asyncio.get_running_loop()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call is in progress."""
+        return not self._choices
+
     async def generate(
         self,
         request: scheduler_pb2.SchedulerServiceGenerateRequest,

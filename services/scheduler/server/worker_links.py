@@ -31,6 +31,12 @@ class DomainLinks(Protocol):
     def drop(self, epoch: int, retry_s: float | None) -> None:
         """Break the links of an epoch that the engine gave up; `retry_s` is as in `DropDomain`."""
 
+    def release(self, epoch: int) -> None:
+        """End the links of an epoch whose groups were drained: no scheduler needs them any more."""
+
+    async def say_last_word(self) -> None:
+        """Tell the groups that no scheduler needs them any more, which ends the links."""
+
     def end(self) -> None:
         """Report nothing more: the groups are not there any more."""
 
@@ -103,6 +109,14 @@ class WorkerLinks:
     def drop(self, domain: int, epoch: int, retry_s: float | None = None) -> None:
         """Close the streams of an epoch that the engine has ended; `retry_s` is as in `DropDomain`."""
         self._links[domain].drop(epoch, retry_s)
+
+    def release(self, domain: int, epoch: int) -> None:
+        """Close the streams of an epoch whose groups were drained, and tell these that no scheduler needs them."""
+        self._links[domain].release(epoch)
+
+    async def say_last_words(self) -> None:
+        """Tell all groups that no scheduler needs them any more, which ends their links."""
+        await asyncio.gather(*(links.say_last_word() for links in self._links.values()))
 
     def perform(self, action: LinkDomain | UnlinkDomain) -> None:
         """Link a domain that has no link, or end the link of one that is not attached."""

@@ -29,6 +29,9 @@ from shared.ids import DpRank
 
 logger = logging.getLogger(__name__)
 
+# How long a group may take to hear the last word of a stream, and to end it.
+_LAST_WORD_S = 1.0
+
 
 class DomainClient:
     """Carries out the attach protocol's commands over links to a domain's groups.
@@ -104,6 +107,17 @@ class DomainClient:
         """Break the links of an epoch that the engine gave up; `retry_s` is as in `DropDomain`."""
         self._on_attach_event(Dropped(epoch, retry_s))
 
+    def release(self, epoch: int) -> None:
+        """End the links of an epoch whose groups were drained, and tell them that no scheduler needs them any more."""
+        self._on_attach_event(Dropped(epoch, is_released=True))
+
+    async def say_last_word(self) -> None:
+        """Tell the groups that no scheduler needs them any more, which ends the links; only before `run` ends."""
+        for link in self._links.values():
+            link.end_stream()
+        if self._streams:
+            await asyncio.wait(self._streams, timeout=_LAST_WORD_S)
+
     def end(self) -> None:
         """The groups are not there any more: no event may follow, and `run` is to be cancelled."""
         self._attach.end()
@@ -122,9 +136,8 @@ class DomainClient:
                 self._restarts.append(self._tasks.create_task(self._links[DpRank(group)].restart(epoch)))
             case OpenStreams(epoch):
                 self._streams = [self._tasks.create_task(link.run_stream(epoch)) for link in self._links.values()]
-            case CloseStreams():
-                for stream in self._streams:
-                    stream.cancel()
+            case CloseStreams(is_last=is_last):
+                self._close_streams(is_last=is_last)
             case RetryAt(when, reason):
                 self._note_reason(reason)
                 self._tasks.create_task(self._retry_at(when))
@@ -149,6 +162,16 @@ class DomainClient:
                 self._on_event(command)
             case Exit():
                 self._on_exit(command)
+
+    def _close_streams(self, *, is_last: bool) -> None:
+        if is_last:
+            for link in self._links.values():
+                link.end_stream()
+        for stream in self._streams:
+            if is_last:
+                self._loop.call_later(_LAST_WORD_S, stream.cancel)
+            else:
+                stream.cancel()
 
     def _note_reason(self, reason: str) -> None:
         # Log each reason once: rounds are repeated again and again while weights load.

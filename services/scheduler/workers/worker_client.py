@@ -6,6 +6,7 @@ When to send what is decided in `attach` and `domain_client`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -41,6 +42,12 @@ ANSWER_TIMEOUT_S = 5.0
 _Sent = worker_pb2.StepRequest | worker_pb2.Heartbeat
 
 
+class _Outbox(asyncio.Queue[_Sent | None]):
+    """What is to be sent on one stream; after None the scheduler's side is closed."""
+
+    is_closing = False
+
+
 class GroupLink:
     """The link to a group's leader: at most one stream, which sends steps in order.
 
@@ -64,7 +71,8 @@ class GroupLink:
         self._on_event = on_event
         self._channel: grpc.aio.Channel | None = None
         # What is to be sent on the stream; None while there is none.
-        self._outbox: asyncio.Queue[_Sent] | None = None
+        self._outbox: _Outbox | None = None
+        self._is_staying = False
 
     def send(self, step: Step) -> None:
         """Send a step of the stream's epoch; discarded when the stream is gone.
@@ -75,9 +83,22 @@ class GroupLink:
             self._outbox.put_nowait(encode_step(step))
 
     def beat(self, progress: int, *, is_staying: bool) -> None:
-        """Send a heartbeat on the stream, if any; see worker.proto."""
+        """Send a heartbeat on the stream, if any; the first one of the next stream says the same. See worker.proto."""
+        self._is_staying = is_staying
         if self._outbox is not None:
             self._outbox.put_nowait(worker_pb2.Heartbeat(progress=progress, is_staying=is_staying))
+
+    def end_stream(self) -> None:
+        """End the stream, if any, with the word that no scheduler needs the group any more.
+
+        The group then ends it too, and `run_stream` returns without an event; another stream may be opened meanwhile.
+        """
+        if self._outbox is not None:
+            self._outbox.is_closing = True
+            self._outbox.put_nowait(worker_pb2.Heartbeat(is_last=True))
+            self._outbox.put_nowait(None)
+            # The stream closes its connection itself.
+            self._outbox = self._channel = None
 
     async def offer(self, epoch: int, *, is_first_start: bool = False) -> None:
         """Offer an epoch, or query the group with `QUESTION`; `is_first_start` is as in `AttachRequest`."""
@@ -108,16 +129,19 @@ class GroupLink:
 
     async def run_stream(self, epoch: int) -> None:
         """Serve the epoch's stream until it breaks; cancelling closes it."""
-        call = self._stub().Execute()
-        outbox = self._outbox = asyncio.Queue()
+        channel = self._open_channel()
+        call = worker_pb2_grpc.WorkerServiceStub(channel).Execute()
+        outbox = self._outbox = _Outbox()
         sender = asyncio.create_task(self._send(call, epoch, outbox))
         broken = StreamBroken(self._rank, epoch)
         try:
-            await self._receive(call, epoch)
-            logger.warning("the worker ended the step stream", extra={"rank": self._rank, "epoch": epoch})
+            await self._receive(call, epoch, outbox)
+            if not outbox.is_closing:
+                logger.warning("the worker ended the step stream", extra={"rank": self._rank, "epoch": epoch})
         except (grpc.aio.AioRpcError, _ResultError, TimeoutError) as error:
             facts = {"rank": self._rank, "epoch": epoch, "error": _describe(error)}
-            logger.warning("the link to the worker broke", extra=facts)
+            if not outbox.is_closing:
+                logger.warning("the link to the worker broke", extra=facts)
             if isinstance(error, grpc.aio.AioRpcError):
                 broken = StreamBroken(self._rank, epoch, *_read_holder(status_from_rpc_error(error)))
         finally:
@@ -126,8 +150,11 @@ class GroupLink:
             if self._outbox is outbox:
                 self._outbox = None
             # The connection may be dead, so it is not used again.
-            await self.close()
-        self._on_attach_event(broken)
+            if self._channel is channel:
+                self._channel = None
+            await channel.close()
+        if not outbox.is_closing:
+            self._on_attach_event(broken)
 
     async def close(self) -> None:
         """Close the connection."""
@@ -135,12 +162,15 @@ class GroupLink:
         if channel is not None:
             await channel.close()
 
-    def _stub(self) -> worker_pb2_grpc.WorkerServiceStub:
+    def _open_channel(self) -> grpc.aio.Channel:
         if self._channel is None:
             self._channel = self._connect()
-        return worker_pb2_grpc.WorkerServiceStub(self._channel)
+        return self._channel
 
-    async def _receive(self, call: grpc.aio.StreamStreamCall, epoch: int) -> None:
+    def _stub(self) -> worker_pb2_grpc.WorkerServiceStub:
+        return worker_pb2_grpc.WorkerServiceStub(self._open_channel())
+
+    async def _receive(self, call: grpc.aio.StreamStreamCall, epoch: int, outbox: _Outbox) -> None:
         messages = aiter(call)
         # A leader that accepts the stream sends a heartbeat at once. Headers prove less: a refusal may have some too.
         async with asyncio.timeout(OFFER_TIMEOUT_S):
@@ -149,6 +179,9 @@ class GroupLink:
         self._on_attach_event(StreamOpened(self._rank, epoch))
         is_leaving = False
         async for message in messages:
+            if outbox.is_closing:
+                # The epoch has ended here.
+                continue
             if message.step_id:
                 self._on_event(StepReturned(self._rank, _read_result(message)))
                 continue
@@ -158,11 +191,11 @@ class GroupLink:
                 logger.info("the workers were asked to end", extra={"rank": self._rank, "epoch": epoch})
             self._on_event(RankHeartbeat(self._rank, epoch, beat.progress, beat.is_leaving))
 
-    async def _send(self, call: grpc.aio.StreamStreamCall, epoch: int, outbox: asyncio.Queue[_Sent]) -> None:
+    async def _send(self, call: grpc.aio.StreamStreamCall, epoch: int, outbox: _Outbox) -> None:
         instance_id = self._attach_request.scheduler_instance_id
         # The first message identifies the scheduler that opened the stream.
-        sent: _Sent = worker_pb2.Heartbeat()
-        while True:
+        sent: _Sent | None = worker_pb2.Heartbeat(is_staying=self._is_staying)
+        while sent is not None:
             message = sent
             if isinstance(sent, worker_pb2.Heartbeat):
                 message = worker_pb2.StepRequest(epoch=epoch, scheduler_instance_id=instance_id, heartbeat=sent)
@@ -172,6 +205,8 @@ class GroupLink:
                 # The receiving task sees the same end and reports why.
                 return
             sent = await outbox.get()
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await call.done_writing()
 
     async def _leave_dead_connection(self, error: grpc.aio.AioRpcError) -> None:
         """After no answer at all: another channel has the certificates of the day, and no state of this one."""

@@ -26,12 +26,12 @@ from services.worker.process.exits import DomainEnd, ExitCode
 from services.worker.runner.cache_room import CacheRoom, fewest
 from services.worker.server.claim import NOTHING_ADMITTED, ClaimLedger
 from services.worker.server.context_room import ContextRoom
+from services.worker.server.departure import Departure
 from services.worker.server.step_stream import Epoch, StepStream, retrieve
 from shared.errors import InvalidRequestError, NotReadyError, ServiceError, StaleEpochError, Violation
 from shared.network.heartbeat import next_beat_at
-from shared.process.stay import Stay
 from shared.step.codec import encode_result, parse_step
-from shared.wire import introduce_self, read_introduction
+from shared.wire import LAST_WORD, introduce_self, read_introduction
 
 if TYPE_CHECKING:
     # The RPC server answers before torch is imported.
@@ -43,8 +43,6 @@ SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 # A launched step is stuck if the device makes no progress for this long: Attach then answers without waiting for it.
 STUCK_S = 10.0
-# A scheduler notices the end of the drain time a heartbeat late, and the last steps take their time.
-_DRAIN_MARGIN_S = 5.0
 # Time for the answer to a Restart to be sent before the process ends.
 _ANSWER_S = 0.1
 
@@ -87,12 +85,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._ledger = ClaimLedger()
         self._epoch: Epoch | None = None
         self._stream_numbers = itertools.count(1)
-        self._stay = Stay()
-        # Ends the stay; None until this group was asked to end.
-        self._leaving: asyncio.Task[None] | None = None
-        self._says_leaving = asyncio.Event()
-        # How long the scheduler drains the group; None if it cannot.
-        self._drain_s: float | None = None
+        self._departure = Departure(self._ledger, end.stop)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve `WorkerService` on `server`."""
@@ -104,18 +97,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._start_time.FromMilliseconds(round(1e3 * (time.monotonic() - self._started_at)))
 
     def leave(self) -> None:
-        """The failure domain was asked to end: let the scheduler drain the group, then end the process.
-
-        It ends when the scheduler has closed its stream, and at the latest soon after the scheduler's drain time. A
-        scheduler that was asked to end, too, and stays for tokenizers is told only when it does not stay any more.
-        """
-        if self._drain_s is None or not self._has_streams:
-            self._ledger.is_leaving = True
-            self._end.stop("nothing to drain")
-        else:
-            loop = asyncio.get_running_loop()
-            loop.call_later(self._drain_s + _DRAIN_MARGIN_S, self._end.stop, "not drained in time")
-            self._leaving = loop.create_task(self._stay_and_leave(self._drain_s))
+        """The failure domain was asked to end: let schedulers finish what they need the group for; see `Departure`."""
+        self._departure.ask()
 
     async def Attach(
         self, request: worker_pb2.AttachRequest, context: grpc.aio.ServicerContext
@@ -188,8 +171,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             self._ledger.end_stream(stream.number)
             epoch.close_stream(stream)
-            if self._leaving is not None and not self._has_streams:
-                self._end.stop("drained")
+            if not self._has_streams:
+                self._departure.lose_stream()
 
     async def Restart(
         self, request: worker_pb2.RestartRequest, context: grpc.aio.ServicerContext
@@ -210,11 +193,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             text = f"must be between 1 and {_MAX_PROFILED_STEPS}"
             raise InvalidRequestError.from_violations([Violation("num_steps", "OUT_OF_RANGE", text)])
         return worker_pb2.ProfileResponse(file_name=await self._steps.profile(request.num_steps))
-
-    async def _stay_and_leave(self, drain_s: float) -> None:
-        await self._stay.wait(drain_s)
-        self._ledger.is_leaving = True
-        self._says_leaving.set()
 
     @property
     def _has_streams(self) -> bool:
@@ -242,7 +220,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         last_admitted = self._ledger.last_admitted
         self._ledger.offer(request.epoch, request.scheduler_instance_id, time.monotonic())
         drain_time = request.drain_time
-        self._drain_s = drain_time.seconds + drain_time.nanos / 1e9 if request.HasField("drain_time") else None
+        self._departure.note_claim(
+            drain_time.seconds + drain_time.nanos / 1e9 if request.HasField("drain_time") else None,
+            says_last_word=LAST_WORD in read_introduction(request.introduction).capabilities,
+        )
         if self._epoch is not None:
             self._epoch.supersede()
         members = self._group.relay_attach(request)
@@ -256,7 +237,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         async for request in requests:
             if request.HasField("heartbeat"):
                 self._ledger.on_heartbeat(stream.number, request.epoch, request.scheduler_instance_id, time.monotonic())
-                self._stay.note(is_needed=request.heartbeat.is_staying)
+                self._departure.hear(is_staying=request.heartbeat.is_staying, is_last=request.heartbeat.is_last)
                 continue
             step = parse_step(request)
             self._ledger.admit(stream.number, step.epoch, step.step_id, time.monotonic())
@@ -291,12 +272,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await asyncio.sleep(next_beat_at(now) - now)
 
     async def _beat_when_leaving(self, epoch: Epoch, context: grpc.aio.ServicerContext, writing: asyncio.Lock) -> None:
-        await self._says_leaving.wait()
+        await self._departure.leaving.wait()
         await self._write_beat(epoch, context, writing)
 
     async def _write_beat(self, epoch: Epoch, context: grpc.aio.ServicerContext, writing: asyncio.Lock) -> None:
         assert self._steps is not None
-        progress, is_leaving = self._steps.runner.progress, self._says_leaving.is_set()
+        progress, is_leaving = self._steps.runner.progress, self._departure.leaving.is_set()
         heartbeat = worker_pb2.Heartbeat(progress=progress, is_leaving=is_leaving)
         async with writing:
             await context.write(worker_pb2.StepResult(epoch=epoch.number, heartbeat=heartbeat))

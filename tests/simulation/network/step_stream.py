@@ -40,7 +40,8 @@ class StreamEnds:
     on_beat: Callable[[int, bool], None]
     """Receives the worker's progress, and whether it is leaving."""
     on_broken: Callable[[Holder], None]
-    on_closed: Callable[[], None]
+    on_closed: Callable[[bool], None]
+    """Receives whether no scheduler needs the worker any more."""
 
 
 class StepStream:
@@ -68,11 +69,11 @@ class StepStream:
             self._cut()
             self._ends.on_broken(holder)
 
-    def close(self) -> None:
-        """End the stream from the scheduler's side; the worker is notified."""
+    def close(self, *, is_last: bool = False) -> None:
+        """End the stream from the scheduler's side, perhaps with a last word; the worker is notified."""
         if not self.is_broken:
             self._cut()
-            self._ends.on_closed()
+            self._ends.on_closed(is_last)
 
     def _cut(self) -> None:
         self.is_broken = True

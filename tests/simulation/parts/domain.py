@@ -102,9 +102,9 @@ class SimulatedDomain:
         self.restart()
 
     def ask(self, on_stay_over: Callable[[], None]) -> None:
-        """Ask the leaders to end (SIGTERM), as everything else in the cell; see `SimulatedWorker.ask`."""
+        """Ask the leaders to end (SIGTERM), as everything else in the cell; see `SimulatedWorker.leave`."""
         for worker in self.workers.values():
-            worker.ask(on_stay_over)
+            worker.leave(on_stay_over)
 
     def _on_leaving(self) -> None:
         """A leader was asked to end, and tells the others."""

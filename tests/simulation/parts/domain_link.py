@@ -111,6 +111,14 @@ class DomainLink:
         """Drop an epoch on behalf of the engine."""
         self._on_event(Dropped(epoch, retry_s))
 
+    def release(self, epoch: int) -> None:
+        """Drop an epoch whose workers were drained."""
+        self._on_event(Dropped(epoch, is_released=True))
+
+    async def say_last_word(self) -> None:
+        """Tell the workers that no scheduler needs them any more."""
+        self._close_streams(is_last=True)
+
     def delay_steps(self) -> None:
         """Delay the steps sent from now on, so that another scheduler may hold the workers when they arrive."""
         for stream in self._streams.values():
@@ -145,8 +153,8 @@ class DomainLink:
                 self._streams = {rank: self._make_stream(rank, epoch) for rank in self._workers}
                 for rank, stream in self._streams.items():
                     self._send(rank, partial(self._open, rank, stream))
-            case CloseStreams():
-                self._close_streams()
+            case CloseStreams(is_last=is_last):
+                self._close_streams(is_last=is_last)
             case RetryAt(when):
                 self._clock.at(when, lambda: self._hear(RetryDue()))
             case DomainAttached() | DomainLost():
@@ -178,10 +186,10 @@ class DomainLink:
         if not stream.is_broken and self._workers[rank].open(stream):
             self._after_delay(lambda: self._hear(StreamOpened(rank, stream.claimed.epoch)))
 
-    def _close_streams(self) -> None:
+    def _close_streams(self, *, is_last: bool = False) -> None:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            stream.close()
+            stream.close(is_last=is_last)
 
     def _make_stream(self, rank: DpRank, epoch: int) -> StepStream:
         DomainLink._num_streams += 1
@@ -194,7 +202,7 @@ class DomainLink:
                 lambda: self._tell_engine(RankHeartbeat(rank, epoch, progress, is_leaving))
             ),
             on_broken=lambda holder: self._after_delay(lambda: self._hear(_broken(rank, epoch, holder))),
-            on_closed=lambda: self._send(rank, lambda: worker.on_close(stream)),
+            on_closed=lambda is_last: self._send(rank, lambda: worker.on_close(stream, is_last=is_last)),
         )
         answers: Pipe[Answer] = self._make_pipe(
             _RESULT_TROUBLE, lambda answer: self._process.when_running(lambda: self._on_answer(answer))

@@ -179,6 +179,8 @@ class SchedulerProcess:
         def end(_: object) -> None:
             if not self._is_over:
                 on_stay_over()
+                # It runs before the links are closed.
+                self.loop.create_task(self.cell.release_workers())
             self._exit()
 
         stay = self.cell.replica_drains.stay
@@ -282,7 +284,7 @@ class SchedulerProcess:
         del self.streams[stream]
         clients = {seq.client for seq in self.engine._requests.choices()} - {DIRECT_CLIENT}
         assert self._is_over or clients <= self.cell._clients.keys(), "a request outlives its stream"
-        linked = self.cell.replica_drains._linked
+        linked = self.cell.replica_drains.linked
         assert self._is_over or linked == self.cell._clients.keys(), "it would stay for a replica that is gone"
 
     def _exit(self) -> None:

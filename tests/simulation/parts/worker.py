@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections import deque
 from collections.abc import Callable
@@ -16,10 +15,10 @@ import numpy as np
 from lockstep.internal.v1 import worker_pb2
 from services.scheduler.cell.domains.attach import Accepted, GroupPlace, Refused
 from services.worker.server.claim import NOTHING_ADMITTED, AdmittedStep, ClaimLedger
+from services.worker.server.departure import Departure
 from shared.errors import NotReadyError, ServiceError
 from shared.ids import DpRank
 from shared.limits import TOKEN_DTYPE
-from shared.process.stay import Stay
 from shared.step.step import StepResult
 from tests.simulation.faults import Fault, FaultMix
 from tests.simulation.network.clock import Clock
@@ -41,8 +40,6 @@ _SILENCES_S = (1.0, 5.0, 30.0)
 _NOTICE_S = (0.0, 2.0)
 # Rarer than real heartbeats, which keeps the number of events low, but often enough for the scheduler.
 _HEARTBEATS_S = (0.5, 2.5)
-# A group that its scheduler does not drain in time ends this long after that.
-_DRAIN_MARGIN_S = 5.0
 _SHARE_OF_SECOND_SIGNALS = 0.3
 _SECOND_SIGNALS_S = (0.0, 0.3)
 # A sick worker dies at every so-manieth step since its start, for so long.
@@ -116,16 +113,15 @@ class SimulatedWorker:
         self._num_starts = 0
         self._num_blocks = 0
         self._weights_digest = ""
-        self._is_leaving = False
-        # Ends the stay; None until the process was asked to end together with the cell.
-        self._staying: asyncio.Task[None] | None = None
-        self._stay = Stay()
+        self._is_asked = False
+        self._hears_staying = False
         # The abstract methods for sockets and processes are not implemented.
         self._loop = VirtualLoop(  # type: ignore[abstract]
             clock, lambda action: self.when_running(lambda: self._loop.run_once(action)), lambda when: when
         )
         self._pause = Pause(clock)
         self._claim = ClaimLedger()
+        self._departure = self._make_departure()
         # The highest epoch fenced in this process: no older step may be launched.
         self._fence = 0
         self._model: WorkerModel | None = None
@@ -165,7 +161,8 @@ class SimulatedWorker:
             holder = self._holder() if is_ready else NO_HOLDER
             answer(Refused(self._rank, epoch, error.reason, holder.epoch, holder.instance_id, is_ready=is_ready))
             return
-        assert not self._is_leaving, "a group that is leaving is claimed"
+        assert not self._departure.leaving.is_set(), "a group that is leaving is claimed"
+        self._departure.note_claim(self._settings.policy.drain_s, says_last_word=True)
         self._fence = epoch
         self._supersede()
         offer = self._offer = _Offer(epoch, before, answer)
@@ -184,17 +181,20 @@ class SimulatedWorker:
             return False
         self.num_attaches += 1
         self._stream = stream
+        self._hears_staying = False
+        self._depart(lambda departure: departure.hear(is_staying=False, is_last=False))
         self.group.open_stream(stream)
         self._beat(stream)
         return True
 
-    def on_close(self, stream: StepStream) -> None:
-        """Handle the end of a stream, by the scheduler or by a broken link."""
+    def on_close(self, stream: StepStream, *, is_last: bool = False) -> None:
+        """Handle the end of a stream, by the scheduler, perhaps after a last word, or by a broken link."""
         self._claim.end_stream(stream.number)
         if stream is self._stream:
             self.group.close_stream()
-            if self._is_leaving or self._staying is not None:
-                self._end_domain()
+            if is_last:
+                self._depart(lambda departure: departure.hear(is_staying=False, is_last=True))
+            self._depart(Departure.lose_stream)
 
     def on_step(self, stream: StepStream, payload: bytes) -> None:
         """Handle a step from the scheduler."""
@@ -222,7 +222,9 @@ class SimulatedWorker:
         """Handle a heartbeat of the scheduler."""
         if not stream.is_broken and not stream.steps.is_held and not self.is_stopped and stream is self._stream:
             self._hear(stream)
-            self._stay.note(is_needed=is_staying)
+            if is_staying != self._hears_staying:
+                self._hears_staying = is_staying
+                self._depart(lambda departure: departure.hear(is_staying=is_staying, is_last=False))
 
     def restart(self, epoch: int, instance_id: str) -> None:
         """Handle `Restart`."""
@@ -232,12 +234,8 @@ class SimulatedWorker:
             return
         self._end_domain()
 
-    def leave(self) -> None:
-        """Ask the process to end (SIGTERM), or tell it that another process of the domain was asked."""
-        self.when_running(self._leave)
-
-    def ask(self, on_stay_over: Callable[[], None]) -> None:
-        """Ask the process to end (SIGTERM), perhaps together with its scheduler, which may need it for a while.
+    def leave(self, on_stay_over: Callable[[], None] = lambda: None) -> None:
+        """Ask the process to end (SIGTERM), or tell it that another process of the domain was asked.
 
         `on_stay_over` is called when it stays no longer.
         """
@@ -247,15 +245,12 @@ class SimulatedWorker:
         """End the process and discard its state."""
         if not self._is_up:
             return
-        self._is_up = self._is_leaving = False
-        self._stay = Stay()
-        if self._staying is not None:
-            self._staying.cancel()
-            self._staying = None
+        self._is_up = self._is_asked = False
         self._pause.end()
         self._launched.clear()
         self._model = self._offer = None
         self._claim = ClaimLedger()
+        self._departure = self._make_departure()
         self._fence = 0
         self._break_stream()
         self.group.end()
@@ -283,43 +278,56 @@ class SimulatedWorker:
         """Run `action` in the process: now, or when it is continued (SIGCONT); never if it ends before."""
         self._pause.when_over(action)
 
+    def _depart(self, action: Callable[[Departure], None]) -> None:
+        """Tell the process's departure something, in its own loop: a scheduler has another one."""
+        departure = self._departure
+
+        def act() -> None:
+            if departure is self._departure:
+                self._loop.run_once(lambda: action(departure))
+
+        self._clock.after(0.0, lambda: self.when_running(act))
+
     def _ask(self, on_stay_over: Callable[[], None]) -> None:
-        if not self._is_up or self._is_leaving or self._staying is not None:
+        if not self._is_up or self._is_asked:
             return
-        if self._stream is None or self._stream.is_broken:
-            self._leave()
-            return
-        claim, drain_s = self._claim, self._settings.policy.drain_s
-        self._clock.after(drain_s + _DRAIN_MARGIN_S, lambda: self._end_domain() if claim is self._claim else None)
-        self._staying = self._loop.create_task(self._stay_and_leave(claim, drain_s, on_stay_over))
-
-    async def _stay_and_leave(self, claim: ClaimLedger, drain_s: float, on_stay_over: Callable[[], None]) -> None:
-        await self._stay.wait(drain_s)
-
-        def leave() -> None:
-            if claim is self._claim and not self._is_leaving:
-                on_stay_over()
-                self.leave()
-
-        # Not in this task: the scheduler's loop hears of it at once, and a failed check must end the simulation.
-        self._clock.after(0.0, leave)
-
-    def _leave(self) -> None:
-        if not self._is_up or self._is_leaving:
-            return
-        self._is_leaving = self._claim.is_leaving = True
+        self._is_asked = True
         self.group.leave()
         self._on_leaving()
+        departure = self._departure
+        self._loop.create_task(self._say_leaving(departure, on_stay_over))
+        self._depart(Departure.ask)
+
+    async def _say_leaving(self, departure: Departure, on_stay_over: Callable[[], None]) -> None:
+        """Say at once that the group leaves. Having stayed for another scheduler, it says so in heartbeats only."""
+
+        def say() -> None:
+            if departure is self._departure and departure.leaving.is_set():
+                on_stay_over()
+                self._beat_leaving()
+
+        await departure.leaving.wait()
+        # Not in this task: the scheduler's loop hears of it at once, and a failed check must end the simulation.
+        self._clock.after(0.0, lambda: self.when_running(say))
+
+    def _beat_leaving(self) -> None:
         if self._stream is None or self._stream.is_broken:
-            self._end_domain()
             return
         self._stream.beat(self._progress, is_leaving=True)
-        patience_s = self._settings.policy.drain_s + _DRAIN_MARGIN_S
         # After a first step the scheduler has certainly taken in the heartbeat above.
         if self._claim.next_step_id > 1 and self._rng.random() < _SHARE_OF_SECOND_SIGNALS:
-            patience_s = self._rng.uniform(*_SECOND_SIGNALS_S)
-        claim = self._claim
-        self._clock.after(patience_s, lambda: self._end_domain() if claim is self._claim else None)
+            self._clock.after(self._rng.uniform(*_SECOND_SIGNALS_S), partial(self._end_as_asked, self._departure))
+
+    def _make_departure(self) -> Departure:
+        def end(_: str) -> None:
+            self._clock.after(0.0, lambda: self._end_as_asked(departure))
+
+        departure = Departure(self._claim, end)
+        return departure
+
+    def _end_as_asked(self, departure: Departure) -> None:
+        if departure is self._departure:
+            self._end_domain()
 
     def _disturb(self, stream: StepStream) -> None:
         if self._strikes(Fault.WORKER_LEAVE):
@@ -405,6 +413,7 @@ class SimulatedWorker:
         """End the current stream; steps that its scheduler sends before it notices are refused."""
         stream, self._stream = self._stream, None
         if stream is not None:
+            self._depart(Departure.lose_stream)
             stream.answers.cut()
             self._clock.after(self._rng.uniform(*_NOTICE_S), lambda: stream.break_(holder))
 
@@ -488,7 +497,7 @@ class SimulatedWorker:
             return
         if not self.is_stopped:
             self._progress += bool(self._launched) and self._collective.gets_on
-            stream.beat(self._progress, is_leaving=self._is_leaving)
+            stream.beat(self._progress, is_leaving=self._departure.leaving.is_set())
         delay_s = self._rng.uniform(*_HEARTBEATS_S)
         self._clock.after(delay_s, lambda: self._beat(stream), is_background=True)
 

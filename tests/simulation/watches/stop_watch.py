@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tests.simulation.faults import Fault, FaultMix
 from tests.simulation.network.clock import Clock
 from tests.simulation.parts.domain import SimulatedDomain
@@ -29,12 +31,14 @@ _CALM = frozenset(
         Fault.LONG_ANSWER,
         Fault.UNEQUAL_POOLS,
         Fault.PLANNED_STOP,
+        # Its scheduler's successor takes its place.
+        Fault.STOPPED_DEATH,
     }
 )
 
 
 class StopWatch:
-    """Follows one planned stop of a cell: the answers of its draining replica may finish, and then all processes end.
+    """Follows one planned stop of a cell: the answers of its draining replicas may finish, and then all processes end.
 
     Checks nothing if another fault may have ended something.
     """
@@ -45,28 +49,30 @@ class StopWatch:
         mix: FaultMix,
         *,
         drain_s: float,
-        replica: Replica,
+        replicas: Sequence[Replica],
         scheduler: SchedulerProcess,
         domains: list[SimulatedDomain],
     ) -> None:
         """Begin now, before the first process is asked."""
         self._clock = clock
         self._mix = mix
-        self._replica = replica
+        self._replicas = replicas
         self._scheduler = scheduler
         self._over_at = clock.now + drain_s
         self._num_deaths = {domain: domain.num_deaths for domain in domains}
-        self._was_served = replica.is_served and scheduler.engine.is_ready
+        self._was_served = all(one.is_served for one in replicas) and scheduler.engine.is_ready
 
     def check_stay_over(self) -> None:
-        """Check that the draining replica no longer needs a process that is about to go, or has lost its stream."""
+        """Check that no draining replica needs a process any more that is about to go, or has lost its stream."""
         if not self._is_calm or not self._was_served or self._clock.now >= self._over_at:
             return
-        assert not self._replica.has_requests, "a cell that was asked to end leaves answers unfinished"
+        assert not any(one.has_requests for one in self._replicas if one.is_alive), (
+            "a cell that was asked to end leaves answers unfinished"
+        )
 
     def check_end(self) -> None:
         """Check that everything has ended, once each process has had its time."""
-        assert not self._replica.is_alive, "a replica does not end although it was asked to"
+        assert not any(one.is_alive for one in self._replicas), "a replica does not end although it was asked to"
         if self._is_calm:
             assert not self._scheduler.is_alive, "a scheduler does not end although it was asked to"
             has_ended = all(domain.num_deaths > number for domain, number in self._num_deaths.items())

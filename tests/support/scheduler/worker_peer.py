@@ -38,6 +38,7 @@ class WorkerPeer(worker_pb2_grpc.WorkerServiceServicer):
         restarts: The restart requests it allowed; it keeps running nevertheless.
         is_silent: Set to True to stop sending heartbeats.
         num_heard: Heartbeats received.
+        num_last_words: How often a scheduler said that none needs it any more.
     """
 
     def __init__(self, *, num_blocks: int = 64, context_length: int = 512) -> None:
@@ -51,6 +52,7 @@ class WorkerPeer(worker_pb2_grpc.WorkerServiceServicer):
         self.restarts: list[worker_pb2.RestartRequest] = []
         self.is_silent = False
         self.num_heard = 0
+        self.num_last_words = 0
         self.response = worker_pb2.AttachResponse(
             model_digest="digest",
             weights_digest="weights",
@@ -124,6 +126,7 @@ class WorkerPeer(worker_pb2_grpc.WorkerServiceServicer):
             async for request in request_iterator:
                 if request.HasField("heartbeat"):
                     self.num_heard += 1
+                    self.num_last_words += request.heartbeat.is_last
                     self.ledger.on_heartbeat(number, request.epoch, request.scheduler_instance_id, time.monotonic())
                     continue
                 self.ledger.admit(number, request.epoch, request.step_id, time.monotonic())

@@ -198,6 +198,8 @@ class Dropped:
     epoch: int
     retry_s: float | None = None
     """After how many seconds to begin another round; None means as after any other."""
+    is_released: bool = False
+    """Whether the groups were drained, and no scheduler needs them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +238,8 @@ class CloseStreams:
     """End the epoch's streams, including those being opened."""
 
     epoch: int
+    is_last: bool = False
+    """Whether to tell the groups that no scheduler needs them any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +307,8 @@ class DomainAttach:
             case StreamBroken() if self._has_streams and event.epoch == self._epoch:
                 return self._on_broken(event, now)
             case Dropped(epoch, retry_s) if self._phase is _Phase.ATTACHED and epoch == self._epoch:
-                return [CloseStreams(epoch), self._retry(now, "the epoch was given up", retry_s)]
+                retry = self._retry(now, "the epoch was given up", retry_s)
+                return [CloseStreams(epoch, is_last=event.is_released), retry]
         return []
 
     @property

@@ -15,6 +15,13 @@ from tests.support.scheduler.cell_model import expected_completion
 from tests.support.scheduler.gated_worker import GatedWorker
 from tests.support.scheduler.scheduler_shell import Cell, running_cell
 from tests.support.scheduler.worker_peer import WorkerPeer
+from tests.support.system.patience import PATIENCE_S
+
+
+async def until_unlinked(cell: Cell) -> None:
+    """Return when no replica is linked."""
+    while cell.server.num_clients:  # noqa: ASYNC110 - it has no event
+        await asyncio.sleep(0.01)
 
 
 async def wait_until_attached(cell: Cell) -> None:
@@ -43,7 +50,34 @@ async def test_a_worker_that_is_leaving_is_drained_and_its_stream_closed(tmp_pat
         state = await cell.state()
         assert not any(rank.is_draining for rank in state.rank_steps)
         assert (state.num_lost_epochs, state.num_suspects, state.num_recoveries) == (0, 0, 0)
+    assert (leaving.num_last_words, other.num_last_words) == (1, 0)
     assert leaving.attaches[0].drain_time.seconds == 30
+
+
+async def test_workers_hear_a_last_word_when_the_scheduler_ends_after_its_last_replica(tmp_path: Path) -> None:
+    async with running_cell(tmp_path, WorkerPeer(), WorkerPeer()) as cell:
+        await wait_until_attached(cell)
+        # A replica may be on its way to a scheduler that has just started.
+        await cell.server.release_workers()
+        replica = cell.exchange()
+        assert (await replica.read()).HasField("cell_info")
+        await cell.server.release_workers()
+        assert [worker.num_last_words for worker in cell.workers] == [0, 0]
+        replica.cancel()
+        await asyncio.wait_for(until_unlinked(cell), PATIENCE_S)
+        await cell.server.release_workers()
+        assert [worker.num_last_words for worker in cell.workers] == [1, 1]
+
+
+async def test_a_link_that_the_scheduler_gives_up_ends_without_a_last_word(tmp_path: Path) -> None:
+    worker = WorkerPeer()
+    async with running_cell(tmp_path, worker, worker_silence_s=1.0) as cell:
+        await wait_until_attached(cell)
+        worker.is_silent = True
+        await cell.wait_until(lambda state: state.num_lost_epochs)
+        worker.is_silent = False
+        await wait_until_attached(cell)
+    assert worker.num_last_words == 0
 
 
 async def test_an_operator_drains_a_rank_and_takes_it_back(tmp_path: Path) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
 import pytest
 
 from lockstep.internal.v1 import worker_pb2
-from tests.support.worker.worker_service import Worker, error_of, prefill_of, read, request, rest_of
+from lockstep.internal.v1.introduction_pb2 import Introduction
+from shared.wire import introduce_self
+from tests.support.worker.worker_service import Worker, attach_request, error_of, prefill_of, read, request, rest_of
 from tests.support.worker.worker_steps import decode_step, heartbeat_request
 
 
@@ -85,7 +88,7 @@ async def test_a_group_held_by_a_scheduler_that_does_not_drain_ends_at_once(work
 async def test_a_group_that_its_scheduler_does_not_drain_in_time_ends_by_itself(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.worker.server.servicer._DRAIN_MARGIN_S", 0.0)
+    monkeypatch.setattr("services.worker.server.departure._DRAIN_MARGIN_S", 0.0)
     await worker.attach(1, drain_s=0.01)
     call = await worker.execute()
     await call.write(request(prefill_of()))
@@ -94,10 +97,12 @@ async def test_a_group_that_its_scheduler_does_not_drain_in_time_ends_by_itself(
     await worker.end.stopping.wait()
 
 
-def heartbeat(*, is_staying: bool) -> worker_pb2.StepRequest:
+def heartbeat(
+    *, is_staying: bool = False, is_last: bool = False, epoch: int = 1, scheduler: str = "one"
+) -> worker_pb2.StepRequest:
     """A heartbeat of the scheduler that holds the group."""
-    message = heartbeat_request(1, "one")
-    message.heartbeat.is_staying = is_staying
+    message = heartbeat_request(epoch, scheduler)
+    message.heartbeat.is_staying, message.heartbeat.is_last = is_staying, is_last
     return message
 
 
@@ -134,4 +139,96 @@ async def test_a_group_whose_scheduler_stays_ends_with_its_stream(worker: Worker
     await call.write(heartbeat(is_staying=True))
     await call.done_writing()
     await rest_of(call)
+    await worker.end.stopping.wait()
+
+
+async def attach(worker: Worker, epoch: int = 1, scheduler: str = "one") -> Any:
+    """Attach a scheduler that says last words, and open its stream; returns the call once the worker has heard it."""
+    claim = attach_request(epoch, scheduler, drain_s=600.0)
+    claim.introduction.CopyFrom(Introduction(**introduce_self().encode()))
+    await worker.stub.Attach(claim)
+    call = await worker.execute(epoch, scheduler)
+    await call.write(request(prefill_of(), epoch))
+    await read(call)
+    return call
+
+
+async def lose(worker: Worker, call: Any) -> None:
+    """Break the stream without a word; returns once the worker has noticed."""
+    call.cancel()
+    while worker.servicer._has_streams:  # noqa: ASYNC110 - it has no event
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("is_asked_first", [True, False])
+async def test_a_group_whose_scheduler_has_died_waits_for_the_next_one_and_serves_it(
+    worker: Worker, is_asked_first: bool
+) -> None:
+    first = await attach(worker)
+    if is_asked_first:
+        leave(worker)
+    await lose(worker, first)
+    if not is_asked_first:
+        leave(worker)
+    assert not worker.end.stopping.is_set()
+    second = await attach(worker, 2, "two")
+    await second.write(heartbeat(is_staying=True, epoch=2, scheduler="two"))
+    await second.write(request(decode_step(step_id=2), 2))
+    assert (await read(second)).step_id == 2
+    await second.write(heartbeat(epoch=2, scheduler="two"))
+    await read_leaving(second)
+    await second.write(heartbeat(is_last=True, epoch=2, scheduler="two"))
+    await second.done_writing()
+    await rest_of(second)
+    await worker.end.stopping.wait()
+
+
+async def test_a_group_that_has_said_that_it_leaves_can_be_claimed_again_when_its_scheduler_dies(
+    worker: Worker,
+) -> None:
+    first = await attach(worker)
+    leave(worker)
+    await first.write(heartbeat(is_staying=True))
+    await first.write(heartbeat(is_staying=False))
+    await read_leaving(first)
+    await lose(worker, first)
+    second = await attach(worker, 2, "two")
+    assert not worker.end.stopping.is_set()
+    second.cancel()
+
+
+@pytest.mark.parametrize("is_asked_first", [True, False])
+async def test_a_group_that_has_heard_a_last_word_waits_for_no_scheduler(worker: Worker, is_asked_first: bool) -> None:
+    call = await attach(worker)
+    if is_asked_first:
+        leave(worker)
+    await call.write(heartbeat(is_last=True))
+    await call.done_writing()
+    await rest_of(call)
+    while worker.servicer._has_streams:  # noqa: ASYNC110 - it has no event
+        await asyncio.sleep(0)
+    if not is_asked_first:
+        assert not worker.end.stopping.is_set()
+        leave(worker)
+    assert worker.end.stopping.is_set()
+
+
+async def test_a_last_word_is_forgotten_with_the_next_claim(worker: Worker) -> None:
+    call = await attach(worker)
+    await call.write(heartbeat(is_last=True))
+    await call.done_writing()
+    await rest_of(call)
+    second = await attach(worker, 2, "two")
+    await lose(worker, second)
+    leave(worker)
+    assert not worker.end.stopping.is_set()
+
+
+async def test_a_group_whose_next_scheduler_does_not_come_ends_when_the_drain_time_is_over(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.worker.server.departure._DRAIN_MARGIN_S", 0.01 - 600.0)
+    await lose(worker, await attach(worker))
+    leave(worker)
+    assert not worker.end.stopping.is_set()
     await worker.end.stopping.wait()
