@@ -63,6 +63,25 @@ def property_options(node: JsonObject, name: str) -> list[list[JsonValue]]:
     return options
 
 
+def named_properties(root: JsonObject) -> frozenset[str]:
+    """The names in `properties` of the objects that `root` describes, of all options and conditions too."""
+    names: set[str] = set()
+    nodes: list[JsonValue] = [root]
+    visited: set[int] = set()
+    while nodes:
+        node = nodes.pop()
+        if not isinstance(node, dict) or id(node) in visited:
+            continue
+        visited.add(id(node))
+        names |= _object(node.get("properties")).keys()
+        if isinstance(reference := node.get("$ref"), str):
+            nodes.append(resolved(root, reference))
+        for keyword in ("allOf", "anyOf", "oneOf"):
+            nodes += _list(node.get(keyword))
+        nodes += [node.get("then"), node.get("else"), *_object(node.get("dependentSchemas")).values()]
+    return frozenset(names)
+
+
 class _Types:
     """Visits each part of a schema once, however often it is referenced."""
 

@@ -20,7 +20,10 @@ SEPARATOR = "<｜tool▁sep｜>"
 
 _OPENINGS = Markers(CALLS_BEGIN, "\n" + CALLS_BEGIN, CALL_BEGIN)
 _TYPE = "function"
-_ENDS = Markers(CALL_END, CALLS_END, CALL_BEGIN)
+_ENDS = Markers(CALL_END, CALLS_END, CALL_BEGIN, CALLS_BEGIN)
+# What comes where the end of a call, or of all, is missing.
+_AROUND = Markers(CALLS_END, CALL_BEGIN, CALLS_BEGIN)
+_SECTIONS = Markers(CALLS_BEGIN)
 # A name alone is a call without arguments.
 _SEPARATORS = Markers(SEPARATOR, CALL_END, CALLS_END)
 _NAME_ENDS = Markers("\n", "`", "{", CALL_END, CALLS_END, CALL_BEGIN)
@@ -44,7 +47,7 @@ class DeepseekV3Parser(JsonCallParser):
             yield from reader.expect(CALL_BEGIN)
         while True:
             yield from self._read_call()
-            if (yield from self._close(CALL_BEGIN, CALLS_END)) != CALL_BEGIN:
+            if (yield from self._close(CALL_BEGIN, CALLS_END, around=_SECTIONS)) != CALL_BEGIN:
                 break
         yield from self._skip_after_call("\n")
 
@@ -56,7 +59,7 @@ class DeepseekV3Parser(JsonCallParser):
         if name == _TYPE and not (yield from self._is_at_arguments()):
             name = yield from self._read_name(_NAME_ENDS, max_length=MAX_NAME_LENGTH)
         yield from self._read_whole_arguments(lambda: self._begin_call(name), _ENDS)
-        yield from self._close(CALL_END)
+        yield from self._close(CALL_END, around=_AROUND)
         reader.accept()
 
     def _is_at_arguments(self) -> Reading[bool]:

@@ -7,11 +7,11 @@ Source: the chat templates of zai-org/GLM-4.5, GLM-4.7 and GLM-5.2.
 
 from __future__ import annotations
 
-from services.tokenizer.replies.argument_forms import TEXT
 from services.tokenizer.replies.openings import THINK_MARKUP
 from services.tokenizer.replies.parser import MAX_NAME_LENGTH
 from services.tokenizer.replies.reader import SPACE, Reading
 from services.tokenizer.replies.untyped_values import UntypedCallParser
+from services.tokenizer.replies.value_tags import ValueTags
 from services.tokenizer.text.markers import Markers
 
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
@@ -19,10 +19,12 @@ KEY_BEGIN, KEY_END = "<arg_key>", "</arg_key>"
 VALUE_BEGIN, VALUE_END = "<arg_value>", "</arg_value>"
 
 _OPENINGS = Markers(CALL_BEGIN, "\n" + CALL_BEGIN)
-_CALL_ENDS = Markers(CALL_END)
+_CALL_ENDS = Markers(CALL_END, CALL_BEGIN)
 _NAME_ENDS = Markers(KEY_BEGIN, CALL_END, "\n", "{", "`")
-_KEY_ENDS = Markers(KEY_END)
-_VALUE_ENDS = Markers(VALUE_END)
+_KEY_ENDS = Markers(KEY_END, VALUE_BEGIN)
+_TAGS = ValueTags(VALUE_END, argument=KEY_BEGIN, closings=(CALL_END,), openings=(CALL_BEGIN,))
+# What comes where the end of a call is missing.
+_AROUND = Markers(CALL_BEGIN)
 
 
 class Glm4Parser(UntypedCallParser):
@@ -32,6 +34,7 @@ class Glm4Parser(UntypedCallParser):
         {"<think>", "</think>", CALL_BEGIN, CALL_END, KEY_BEGIN, KEY_END, VALUE_BEGIN, VALUE_END},
     )
     call_openings = _OPENINGS
+    tags = _TAGS
     think_markup = THINK_MARKUP["glm4"]
 
     def _read(self) -> Reading[None]:
@@ -47,7 +50,7 @@ class Glm4Parser(UntypedCallParser):
             yield from self._read_pairs(name)
         else:
             yield from self._read_whole_arguments(lambda: self._begin_call(name), _CALL_ENDS)
-            yield from self._close(CALL_END)
+            yield from self._close(CALL_END, around=_AROUND)
         yield from self._skip_after_call("\n")
 
     def _read_pairs(self, name: str) -> Reading[None]:
@@ -55,14 +58,23 @@ class Glm4Parser(UntypedCallParser):
         self._begin_call(name)
         is_first, end = True, KEY_BEGIN
         while end == KEY_BEGIN:
-            written, _ = yield from reader.until(_KEY_ENDS, max_length=MAX_NAME_LENGTH)
-            yield from reader.skip(SPACE)
-            yield from reader.expect(VALUE_BEGIN)
-            key = written.strip()
+            key = yield from self._read_key()
             self._put_key(key, is_first=is_first)
-            types = self._forms_of(name).types(key)
-            if not (yield from self._read_value(_VALUE_ENDS, types, is_text=types == TEXT)):
+            if not (yield from self._read_value(name, key, is_text=self._forms_of(name).is_text(key))):
                 return
             is_first = False
-            end = yield from self._close(KEY_BEGIN, CALL_END)
+            end = yield from self._close(KEY_BEGIN, CALL_END, around=_AROUND)
         self._end_object(end, is_empty=False)
+        reader.accept()
+
+    def _read_key(self) -> Reading[str]:
+        """Read a key after its beginning, and what is before its value. One of the two tags between may be missing."""
+        reader = self._reader
+        written, end = yield from reader.until(_KEY_ENDS, max_length=MAX_NAME_LENGTH)
+        if end == KEY_END:
+            before = reader.num_read
+            yield from reader.skip(SPACE)
+            if not (yield from reader.one_of(VALUE_BEGIN)):
+                reader.position = reader.mark + before
+                yield from reader.one_of("\n")
+        return written.strip()

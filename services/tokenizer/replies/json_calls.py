@@ -11,6 +11,8 @@ from services.tokenizer.text.markers import NO_MARKERS, Markers
 
 # Further members that a call may have when only its form distinguishes it from other JSON.
 _OTHER_MEMBERS = ("type", "id")
+# What is between several calls, and sometimes after the last one.
+_SEPARATORS = SPACE + ",;"
 _MEMBER_ENDS = Markers(",", "}")
 
 
@@ -33,7 +35,8 @@ class JsonCallParser(CallParser):
         if (yield from self._reader.peek()) not in ("{", "[", FENCE[0]):
             return False
         yield from self._read_json_calls(is_bare=False, has_closing=True)
-        yield from self._close(*closings)
+        yield from self._reader.skip(_SEPARATORS)
+        yield from self._close(*closings, around=self.call_openings)
         yield from self._skip_after_call("\n")
         return True
 
@@ -53,12 +56,12 @@ class JsonCallParser(CallParser):
         yield from reader.skip(SPACE)
         while True:
             yield from self._read_json_call(is_bare=is_bare, is_last=not (is_list or is_fenced or has_closing))
-            yield from reader.skip(SPACE + ",;")
+            yield from reader.skip(_SEPARATORS)
             if (yield from reader.peek()) != "{":
                 break
         reader.rewind()
         if is_list:
-            yield from reader.skip(SPACE)
+            yield from reader.skip(_SEPARATORS)
             if not (yield from reader.one_of("]")):
                 reader.rewind()
             reader.accept()

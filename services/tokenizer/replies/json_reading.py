@@ -1,7 +1,7 @@
 """Reads JSON from text that arrives in pieces, never beyond the first invalid character.
 
 What models write instead of valid characters in strings, and of numbers, is read too, and Python's spelling of
-constants and strings; `json_repair` replaces it.
+constants and strings, and a comma after the last member; `json_repair` replaces it.
 
 Source: RFC 8259, sections 2 to 7.
 """
@@ -65,6 +65,8 @@ def read_object(reader: TextReader, read_member: Callable[[str], Reading[None]])
         if (yield from reader.expect(",", "}")) == "}":
             return
         yield from reader.skip(SPACE)
+        if (yield from reader.one_of("}")):
+            return
 
 
 def read_string(reader: TextReader) -> Reading[str]:
@@ -97,6 +99,8 @@ def _read_array(reader: TextReader, depth: int) -> Reading[None]:
         if (yield from reader.expect(",", "]")) == "]":
             return
         yield from reader.skip(SPACE)
+        if (yield from reader.one_of("]")):
+            return
 
 
 def _read_number(reader: TextReader) -> Reading[None]:

@@ -10,6 +10,7 @@ sent cannot be taken back, and what a client gets must be readable and must be a
     NaN, Infinity, a number beyond 2**1024   null
     True, False, None                    true, false, null
     'a string between single quotes'     the string between double quotes
+    a comma after the last member        nothing
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u([0-9a-fA-F]{4}))')
 _UNFINISHED = re.compile(r"\\(?:u[0-9a-fA-F]{0,3}|u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u[0-9a-fA-F]{0,3})?)?)?\Z")
 _PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 _WORD = re.compile(r"[-+.0-9A-Za-z]+")
+# A comma, with as many of the blanks after it as are passed on.
+_COMMA = re.compile(r",([ \t\r\n]{0,64})[ \t\r\n]*")
 _REPLACEMENT = r"\ufffd"
 
 
@@ -33,7 +36,8 @@ class JsonRepair:
     """Takes a text that `json_reading` has read, cut anywhere. It is passed on as soon as its meaning is certain."""
 
     def __init__(self, *, reads_python: bool = True) -> None:
-        """Without `reads_python`, Python's spelling stays as it is."""
+        """Without `reads_python`, what only Python allows stays as it is."""
+        self._reads_python = reads_python
         self._words = PYTHON_WORDS if reads_python else {}
         self._quotes = "\"'" if reads_python else '"'
         # Of the string that has begun; empty outside strings.
@@ -49,7 +53,8 @@ class JsonRepair:
             read = self._read_in_string if self._quote else self._read_outside
             piece, size = read(text, position)
             if not size:
-                self._held = text[position:]
+                comma = _COMMA.fullmatch(text, position)
+                self._held = "," + comma[1] if comma and not self._quote else text[position:]
                 break
             pieces.append(piece)
             position += size
@@ -74,6 +79,8 @@ class JsonRepair:
         return ("", 0) if _UNFINISHED.match(text, position) else _escape(text, position)
 
     def _read_outside(self, text: str, position: int) -> tuple[str, int]:
+        if self._reads_python and (comma := _COMMA.match(text, position)):
+            return _comma(comma)
         word = _WORD.match(text, position)
         if word is None:
             if text[position] in self._quotes:
@@ -92,6 +99,14 @@ def repaired(text: str, *, reads_python: bool = True) -> str:
     """A whole text, repaired."""
     repair = JsonRepair(reads_python=reads_python)
     return repair.push(text) + repair.finish()
+
+
+def _comma(comma: re.Match[str]) -> tuple[str, int]:
+    """What to pass on of a comma and the blanks after it, and their length; nothing where what follows is unknown."""
+    if comma.end() == len(comma.string):
+        return "", 0
+    is_last = comma.string[comma.end()] in "]}"
+    return (comma[1] if is_last else "," + comma[1]), len(comma[0])
 
 
 def _escape(text: str, position: int) -> tuple[str, int]:

@@ -30,7 +30,10 @@ _OTHER_BEGIN, _OTHER_END = "<|tool_call_section_begin|>", "<|tool_call_section_e
 _OPENINGS = Markers(CALLS_BEGIN, "\n" + CALLS_BEGIN, _OTHER_BEGIN, "\n" + _OTHER_BEGIN, CALL_BEGIN)
 # An id alone is a call without arguments.
 _SEPARATORS = Markers(ARGUMENTS, CALL_END, CALLS_END, _OTHER_END)
-_ENDS = Markers(CALL_END, CALLS_END, _OTHER_END, CALL_BEGIN)
+_ENDS = Markers(CALL_END, CALLS_END, _OTHER_END, CALL_BEGIN, CALLS_BEGIN, _OTHER_BEGIN)
+# What comes where the end of a call, or of all, is missing.
+_AROUND = Markers(CALLS_END, _OTHER_END, CALL_BEGIN, CALLS_BEGIN, _OTHER_BEGIN)
+_SECTIONS = Markers(CALLS_BEGIN, _OTHER_BEGIN)
 _INDEX = re.compile(":([0-9]+)$")
 _MAX_ID_LENGTH = len(FUNCTIONS) + MAX_NAME_LENGTH + 8
 
@@ -53,7 +56,7 @@ class KimiK2Parser(JsonCallParser):
             yield from reader.expect(CALL_BEGIN)
         while True:
             yield from self._read_call()
-            if (yield from self._close(CALL_BEGIN, CALLS_END, _OTHER_END)) != CALL_BEGIN:
+            if (yield from self._close(CALL_BEGIN, CALLS_END, _OTHER_END, around=_SECTIONS)) != CALL_BEGIN:
                 break
         yield from self._skip_after_call("\n")
 
@@ -63,7 +66,7 @@ class KimiK2Parser(JsonCallParser):
         yield from reader.one_of(ARGUMENTS)
         name, index = self._name_and_index(written)
         yield from self._read_whole_arguments(lambda: self._begin_call(name, self._free_id(name, index)), _ENDS)
-        yield from self._close(CALL_END)
+        yield from self._close(CALL_END, around=_AROUND)
         reader.accept()
 
     def _name_and_index(self, written: str) -> tuple[str, str]:

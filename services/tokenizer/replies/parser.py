@@ -42,6 +42,8 @@ class ReplySetting:
     """Whether a grammar gives the reply a form: after the reasoning it is calls alone, or text to the end."""
     one_call: bool = False
     """Whether the first call ends the reply."""
+    has_grammar: bool = False
+    """Whether a grammar writes the reply, so that no tag is missing."""
     allowed_names: frozenset[str] = frozenset()
     """A call of any other tool is text; empty if all that are offered are allowed."""
     earlier_ids: tuple[str, ...] = ()
@@ -245,10 +247,15 @@ class ReplyParser(abc.ABC):
         self._put_arguments(repair.push(self._reader.accept()) + repair.finish())
         self._repair = None
 
-    def _close(self, *closings: str) -> Reading[str]:
-        """Empty if the text ends first."""
+    def _close(self, *closings: str, around: Markers = NO_MARKERS) -> Reading[str]:
+        """Read one of `closings`, or find one of `around`, which stays to be read: a model omits what closes.
+
+        Empty if the text ends first.
+        """
         try:
             yield from self._reader.skip(SPACE)
+            if outer := (yield from self._reader.next_of(around)):
+                return outer
             return (yield from self._reader.expect(*closings))
         except TextEndedError:
             self._reader.position = len(self._reader.text)

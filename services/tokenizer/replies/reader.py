@@ -108,10 +108,14 @@ class TextReader:
 
     def is_at(self, markers: Markers) -> Reading[bool]:
         """Whether there is a marker at this position, which is not consumed."""
-        while not markers.pattern.match(self.text, self.position):
+        return bool((yield from self.next_of(markers)))
+
+    def next_of(self, markers: Markers) -> Reading[str]:
+        """The marker at this position, which is not consumed; empty if there is none."""
+        while not (match := markers.pattern.match(self.text, self.position)):
             if not markers.may_continue(self.text[self.position :]) or not (yield from self.wait()):
-                return False
-        return True
+                return ""
+        return match[0]
 
     def expect(self, *markers: str) -> Reading[str]:
         """Read the marker at this position.
@@ -127,11 +131,10 @@ class TextReader:
 
     def until_or_end(self, markers: Markers, *, max_length: int) -> Reading[tuple[str, str]]:
         """As `until`; without a marker up to the end of the text, and an empty marker."""
-        while not markers.find(self.text, self.position) and len(self.text) - self.position <= max_length:
-            if not (yield from self.wait()):
-                begin, self.position = self.position, len(self.text)
-                return self.text[begin:], ""
-        return (yield from self.until(markers, max_length=max_length))
+        if found := (yield from self._found(markers, max_length)):
+            return found
+        begin, self.position = self.position, len(self.text)
+        return self.text[begin:], ""
 
     def until(self, markers: Markers, *, max_length: int) -> Reading[tuple[str, str]]:
         """Read up to and including the first marker; returns the text before it, and the marker.
@@ -139,8 +142,16 @@ class TextReader:
         Raises:
             UnparsableError: no marker begins within `max_length` characters.
         """
+        if found := (yield from self._found(markers, max_length)):
+            return found
+        raise UnparsableError
+
+    def _found(self, markers: Markers, max_length: int) -> Reading[tuple[str, str] | None]:
+        """As `until`; None where the text ends first, of which nothing is read then."""
+        # Characters in which no marker begins: a long text is not searched again for each of its pieces.
+        num_searched = 0
         while True:
-            match = markers.find(self.text, self.position)
+            match = markers.find(self.text, self.position + num_searched)
             length = (match.start() if match else len(self.text) - markers.max_length) - self.position
             if length > max_length:
                 raise UnparsableError
@@ -148,8 +159,9 @@ class TextReader:
                 taken = self.text[self.position : match.start()]
                 self.position = match.end()
                 return taken, match[0]
+            num_searched = max(num_searched, length)
             if not (yield from self.wait()):
-                raise UnparsableError
+                return None
 
     def _may_begin(self, markers: Collection[str]) -> bool:
         """Whether more text could complete a marker here."""

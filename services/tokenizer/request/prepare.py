@@ -84,6 +84,7 @@ class RequestPreparer:
                     opening,
                     skips_special_tokens=request.form.skips_special_tokens,
                     has_form=request.structured_output is not None,
+                    has_grammar=bool(grammar.grammar),
                 )
         else:
             token_ids = await prompts.encode(prompt, max_tokens)

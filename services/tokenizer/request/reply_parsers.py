@@ -50,8 +50,9 @@ class ReplyParsers:
         *,
         skips_special_tokens: bool = True,
         has_form: bool = False,
+        has_grammar: bool = False,
     ) -> ReplyParser | None:
-        """A parser for one reply; None if replies are plain text."""
+        """A parser for one reply; None if replies are plain text. `has_form` and `has_grammar` as in `ReplySetting`."""
         if not self.has_parser:
             return None
         setting = ReplySetting(
@@ -60,6 +61,7 @@ class ReplyParsers:
             self._prompts.special_tokens if skips_special_tokens else frozenset(),
             has_form=has_form,
             one_call=conversation.one_call,
+            has_grammar=has_grammar,
             allowed_names=conversation.allowed_names,
             earlier_ids=conversation.call_ids,
             is_continued=conversation.continues_final,

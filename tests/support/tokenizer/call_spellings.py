@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 CITY = '{"city": "Aix", "days": 3}'
 # What means that there are no arguments.
 NOTHINGS = ("null", "None", "", " ", "{}", "```json\n```", "```\nnull\n```", "```json\n{}\n```", '"{}"', '""', '"null"')
+
+# Arguments of `get_weather` that are strings.
+TEXTS = ("city", "unit")
 
 # A call, from its name and what is written for its arguments.
 _Call = Callable[[str, str], str]
@@ -28,6 +32,12 @@ class Family:
     """A tag around a list of calls in JSON; None where it has none."""
     pairs: Callable[[str, dict[str, str]], str] | None = None
     """A call whose arguments are written one by one; None where they are not."""
+    quote: str = ""
+    """Markup that a value which is text may quote: a call's tags, of which none closes a value."""
+    argument: str = ""
+    """What is before an argument's value."""
+    omitted: tuple[str, ...] = ()
+    """Tags inside of a call whose arguments are written one by one, each of which may be missing everywhere."""
     answer: str = ""
     """What opens an answer's text."""
 
@@ -84,8 +94,10 @@ def _dsml(name: str, arguments: str) -> str:
 
 
 def _dsml_pairs(name: str, values: dict[str, str]) -> str:
-    tag = '<｜DSML｜parameter name="{}" string="false">{}</｜DSML｜parameter>'
-    return _dsml(name, "\n".join(tag.format(key, value) for key, value in values.items()))
+    tag = '<｜DSML｜parameter name="{}" string="{}">{}</｜DSML｜parameter>'
+    # As the model does, by the schema.
+    pairs = [tag.format(key, str(key in TEXTS).lower(), value) for key, value in values.items()]
+    return _dsml(name, "\n".join(pairs))
 
 
 FAMILIES: dict[str, Family | None] = {
@@ -103,6 +115,9 @@ FAMILIES: dict[str, Family | None] = {
         ("\n</｜DSML｜function_calls>", "\n</｜DSML｜invoke>"),
         lambda calls: f"<｜DSML｜function_calls>\n{calls}\n</｜DSML｜function_calls>",
         _dsml_pairs,
+        quote='<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        argument='<｜DSML｜parameter name="{}" string="true">',
+        omitted=("</｜DSML｜parameter>", "</｜DSML｜invoke>\n", "</｜DSML｜function_calls>"),
     ),
     "harmony": Family(_harmony, ("<|call|>",), answer="<|channel|>final<|message|>"),
     "kimi_k2": Family(
@@ -110,12 +125,23 @@ FAMILIES: dict[str, Family | None] = {
         ("<|tool_calls_section_end|>", "<|tool_call_end|>"),
         lambda calls: f"<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|>",
     ),
-    "glm4": Family(_glm, ("\n</tool_call>",), lambda calls: f"<tool_call>{calls}\n</tool_call>", _glm_pairs),
+    "glm4": Family(
+        _glm,
+        ("\n</tool_call>",),
+        lambda calls: f"<tool_call>{calls}\n</tool_call>",
+        _glm_pairs,
+        quote="<tool_call>f\n</tool_call>",
+        argument="<arg_key>{}</arg_key>\n<arg_value>",
+        omitted=("</arg_value>", "</arg_key>", "<arg_value>", "\n</tool_call>"),
+    ),
     "qwen3_coder": Family(
         _qwen,
         ("\n</tool_call>", "\n</function>"),
         lambda calls: f"<tool_call>\n{calls}\n</tool_call>",
         _qwen_pairs,
+        quote="<tool_call>\n<function=f>\n</function>\n</tool_call>",
+        argument="<parameter={}>\n",
+        omitted=("\n</parameter>", "</function>\n", "\n</tool_call>", "<tool_call>\n"),
     ),
     "mistral": Family(_mistral, (), lambda calls: f"[TOOL_CALLS]{calls}"),
 }
@@ -138,6 +164,10 @@ def calls(name: str) -> Iterator[Spelling]:
     python = "{'city': 'Aix', 'hourly': True, 'at': [None, 'it\\'s \"x\"']}"
     spelled = '{"city": "Aix", "hourly": true, "at": [null, "it\'s \\"x\\""]}'
     yield "python's spelling", call("get_weather", python), [("get_weather", spelled)]
+    commas = '{"city": "Aix,]", "at": [1, [2, ], {"a": {},\n},],\n}'
+    spelled = '{"city": "Aix,]", "at": [1, [2], {"a": {}}]}'
+    yield "trailing commas", call("get_weather", commas), [("get_weather", spelled)]
+    yield "trailing commas in a string", call("get_weather", json.dumps(commas)), [("get_weather", spelled)]
     yield "functions.", call("functions.get_weather", CITY), weather
     yield "functions.functions.", call("functions.functions.get_weather", CITY), weather
     whole = call("get_weather", CITY)
@@ -160,6 +190,8 @@ def _listed(family: Family, weather: list[tuple[str, str]], several: list[tuple[
     yield "a list", family.listed(f"[{one}, {other}]"), several
     yield "several", family.listed(f"{one}\n{other}"), several
     yield "several with commas", family.listed(f"{one}, {other}"), several
+    yield "a list with a comma at its end", family.listed(f"[{one}, {other}, ]"), several
+    yield "commas at the ends of calls", family.listed('[{"name": "get_time", "arguments": {},},]'), [several[0]]
     yield "a fence", family.listed(f"```json\n{other}\n```"), weather
     yield "a fenced list", family.listed(f"```json\n[{one},\n{other}]\n```"), several
     yield "a call's brace too many", family.listed(other + "}"), weather
@@ -175,6 +207,10 @@ def _pairs(family: Family) -> Iterator[Spelling]:
         yield f"{written} as a value", text, [("get_weather", f'{{"hourly": {read}}}')]
     values = {"tags": "['a', \"it's\", {'b': None}]", "extra": "{'x': (1)}", "city": "True", "at": "None"}
     read = '{"tags": ["a", "it\'s", {"b": null}], "extra": "{\'x\': (1)}", "city": "True", "at": "None"}'
+    listed = "[1, {'a': 2,}, ]"
+    text = family.pairs("get_weather", {"tags": listed, "at": listed})
+    yield "trailing commas in values", text, [("get_weather", f'{{"tags": [1, {{"a": 2}}], "at": "{listed}"}}')]
+    yield from _omissions(family)
     yield "python's lists", family.pairs("get_weather", values), [("get_weather", read)]
     text = family.pairs("get_weather", {"city": "Aix"})
     for number in range(1, len(family.unclosed) + 1):
@@ -182,6 +218,35 @@ def _pairs(family: Family) -> Iterator[Spelling]:
             text = text.removesuffix(missing)
         yield f"pairs without the last {number} closing tags", text, [("get_weather", '{"city": "Aix"}')]
         text = family.pairs("get_weather", {"city": "Aix"})
+
+
+def _omissions(family: Family) -> Iterator[Spelling]:
+    """Calls in which tags are missing, and such as look like that."""
+    assert family.pairs is not None
+    values = {"city": "Aix", "days": "3", "unit": "a\nb", "at": "x", "hourly": "true"}
+    read = [("get_weather", '{"city": "Aix", "days": 3, "unit": "a\\nb", "at": "x", "hourly": true}')]
+    whole = family.pairs("get_weather", values)
+    for tag in family.omitted:
+        text = whole.replace(tag, "")
+        yield f"without any {tag}", text, read
+        if text.count("get_weather"):
+            yield f"twice without any {tag}", f"{text}\n{text}", read * 2
+    closing = family.omitted[0]
+    for number in range(whole.count(closing)):
+        parts = whole.split(closing)
+        text = closing.join(parts[: number + 1]) + closing.join(["", *parts[number + 1 :]]).removeprefix(closing)
+        yield f"without {closing} number {number}", text, read
+    for tag in family.omitted[1:]:
+        yield f"without {closing} and {tag}", whole.replace(closing, "").replace(tag, ""), read
+    end = whole[whole.rindex("true") + len("true") :]
+    for label, quoted in (
+        ("a quoted call", f"See\n{family.quote}\nand so on."),
+        ("several quoted calls", f"{family.quote}\n{family.quote}"),
+        ("quoted ends", f"a{end.replace(closing, '')}\nb"),
+        ("an argument that there is not", f"a\n{family.argument.format('other')}b"),
+        ("an argument that the call has", f"a\n{family.argument.format('city')}b"),
+    ):
+        yield label, family.pairs("get_weather", {"city": quoted}), [("get_weather", json.dumps({"city": quoted}))]
 
 
 def _special(name: str, weather: list[tuple[str, str]]) -> Iterator[Spelling]:

@@ -91,7 +91,7 @@ def test_text_that_is_not_a_call_is_returned_as_text(text: str) -> None:
 
 
 def test_text_that_breaks_a_call_already_sent_is_returned_as_text() -> None:
-    rest = "\n<arg_key>incomplete_arg\n<arg_value>value</arg_value>\n</tool_call>"
+    rest = "\nand\n<arg_key>unit</arg_key>\n<arg_value>value</arg_value>\n</tool_call>"
     text = f"<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Seattle</arg_value>{rest}"
     assert parse_every_way("glm4", text) == [call_part("get_weather", '{"city": "Seattle"'), TextPart(rest)]
 

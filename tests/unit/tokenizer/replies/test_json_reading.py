@@ -111,6 +111,9 @@ def test_a_string_is_repaired_however_it_is_cut(content: str, data: st.DataObjec
         ("[NaN, Infinity, -Infinity]", "[null, null, null]"),
         ("[1e999, -1e999, 1e308, 0.10, 12345678901234567890]", "[null, null, 1e308, 0.10, 12345678901234567890]"),
         ("9" * 400, "null"),
+        ('{"a": [1, 2, ],\n "b": {"c": 1,},\n}', '{"a": [1, 2 ],\n "b": {"c": 1}\n}'),
+        ('["a,]", 1]', '["a,]", 1]'),
+        (f"[1,{' ' * 100}2,{' ' * 100}]", f"[1,{' ' * 64}2{' ' * 64}]"),
         ('{"NaN": "1e999"}', '{"NaN": "1e999"}'),
     ],
 )
@@ -122,7 +125,10 @@ def test_what_json_cannot_say_is_replaced(written: str, passed_on: str) -> None:
 @pytest.mark.parametrize(
     ("text", "taken"),
     [
-        ('{"a": 1,}', '{"a": 1,'),
+        ('{"a": 1,,}', '{"a": 1,'),
+        ("{,}", "{"),
+        ("[1,,]", "[1,"),
+        ("[,]", "["),
         ('{"a" 1}', '{"a" '),
         ('{"a": tru, "b"}', '{"a": '),
         ('{"a": 01}', '{"a": '),

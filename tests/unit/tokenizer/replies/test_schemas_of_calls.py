@@ -43,7 +43,7 @@ def check(name: str, root: dict[str, Any], seed: int, *, has_markup: bool) -> No
     if name not in PAIRS and "oneOf constraints are not supported" in problem:
         return
     text = walk(grammar, seed, has_markup=has_markup)
-    (call,) = calls_in(parse(name, [text], tools=[Tool("look", "", root)]))
+    (call,) = calls_in(parse(name, [text], tools=[Tool("look", "", root)], has_grammar=True))
     arguments = json.loads(call.arguments)
     jsonschema.validate(arguments, root, format_checker=jsonschema.FormatChecker())
     assert json.dumps(arguments) == json.dumps(written_arguments(name, text, arguments))

@@ -22,6 +22,7 @@ from tests.support.tokenizer.replies import NUMBER, TEXT, parse, parse_every_way
 WEATHER = tool(
     "get_weather",
     city=TEXT,
+    unit=TEXT,
     days={"type": "integer"},
     hourly={"type": ["boolean", "null"]},
     tags={"type": "array"},
@@ -85,7 +86,14 @@ def test_a_parser_holds_no_more_than_it_says(name: str) -> None:
     family = FAMILIES[name]
     assert family is not None
     opening = family.call("get_weather", "\0").partition("\0")[0]
+    quoted = []
+    if family.pairs is not None:
+        # After the value, what may be the call's end, and may be quoted.
+        opening_of_value, _, end = family.pairs("get_weather", {"city": "\0"}).partition("\0")
+        quoted = [(opening_of_value + end.replace(family.omitted[0], ""), filler) for filler in ("x", " ", "<")]
     for begin, filler in (
+        *quoted,
+        (opening + '{"city": "x",', " "),
         (opening, " "),
         (opening, "\n"),
         (opening[:12], " "),
@@ -99,4 +107,6 @@ def test_a_parser_holds_no_more_than_it_says(name: str) -> None:
             length += len(piece)
             for part in parser.feed(piece):
                 passed_on += len(part.arguments if isinstance(part, ToolCallPart) else part.text)
-        assert passed_on >= length - MAX_HELD_LENGTH - len(opening) - 2 * 512, (begin, filler)
+        # Blanks after a comma mean nothing, and are not passed on.
+        assert passed_on >= length - MAX_HELD_LENGTH - len(opening) - 2 * 512 or begin.endswith(","), (begin, filler)
+        assert len(parser._reader.text) <= MAX_HELD_LENGTH + len(begin) + 2 * 512, (begin, filler)
