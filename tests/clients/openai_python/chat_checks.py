@@ -130,8 +130,9 @@ def check_drawn_seed(cell: Any) -> None:
 
 
 def check_any_seed(cell: Any) -> None:
-    """Any integer is a seed."""
-    for seed in (-1, 2**70):
+    """Any integer is a seed, but -1, which asks for one by chance."""
+    ask(cell, temperature=1, max_completion_tokens=1, seed=-1)
+    for seed in (-2, 2**70):
         texts = {
             ask(cell, temperature=1, max_completion_tokens=6, seed=seed).choices[0].message.content for _ in range(2)
         }

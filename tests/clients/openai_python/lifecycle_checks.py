@@ -74,7 +74,9 @@ def check_lost_scheduler(narrow: Any) -> None:
         while is_healthy(narrow):
             pass
         error = error_of(openai.InternalServerError, partial(ask, connect(narrow), narrow))
-        assert (error.status_code, error.code, error.type) == (503, "not_ready", "server_error")
+        # The cell is unhealthy before the link to the scheduler has ended: the request may still be sent there.
+        assert error.code in ("not_ready", "scheduler_lost")
+        assert (error.status_code, error.type) == (503, "server_error")
         assert {"retry-after", "retry-after-ms"} <= set(error.response.headers)
         assert ask(retrying, narrow).usage.completion_tokens == 2
     finally:
