@@ -151,11 +151,11 @@ def _lost(conversation: Conversation, features: TemplateFeatures) -> Iterator[Vi
     for index, message in enumerate(conversation.messages):
         field = f"chat.messages[{index}]"
         if message.tool_calls and features.loses_calls:
-            text = "must be empty: the model's chat template leaves calls out"
+            text = "must have no calls: the model's chat template shows none; leave them and their results out"
             yield Violation(f"{field}.tool_calls", "OUT_OF_RANGE", text)
             return
         if message.tool_calls and message.content and features.loses_content:
-            text = "must be empty beside calls: the model's chat template leaves it out"
+            text = "must have no text beside calls: the model's chat template leaves it out; send it before them"
             yield Violation(f"{field}.content", "OUT_OF_RANGE", text)
             return
 

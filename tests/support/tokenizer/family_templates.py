@@ -1,4 +1,7 @@
-"""Chat templates of all kinds of families, by name."""
+"""Chat templates of all kinds of families, by name. Those of Llama 3.1, gpt-oss and Qwen3.6 imitate what matters.
+
+The published ones are read by `tests/writers/test_published_templates.py`.
+"""
 
 from __future__ import annotations
 

@@ -37,3 +37,9 @@ def call_library(command: str, *arguments: str, text: str = "") -> Any:
     done = subprocess.run(program, input=text, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
+
+
+def published_templates() -> list[Path]:
+    """The files of the chat templates that its sources have, as they were published."""
+    [directory] = environment_of(_CONVERTER).glob("sources/*/vendor/llama.cpp/models/templates")
+    return sorted(directory.glob("*.jinja"))

@@ -82,7 +82,7 @@ def test_calls_that_would_be_left_out_are_refused(template: ChatTemplate) -> Non
     call = Message("assistant", "", (ToolCall("c", "look_up", {}),))
     field, description = refusal(template, USER, call, Message("tool", "A word.", tool_call_id="c"))
     assert field == "chat.messages[1].tool_calls"
-    assert description == "must be empty: the model's chat template leaves calls out"
+    assert description == "must have no calls: the model's chat template shows none; leave them and their results out"
 
 
 def test_a_system_message_that_no_turn_would_hold_is_refused(template: ChatTemplate) -> None:
