@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from services.tokenizer.chat.conversation import Conversation, Tool
 from services.tokenizer.chat.deepseek_v32_template import DEEPSEEK_V32_TEMPLATE
@@ -60,6 +61,11 @@ class ChatTemplate:
     def takes_tools(self) -> bool:
         """Whether the prompt lists tools."""
         return self._features.takes_tools
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """The names of the variables that it reads."""
+        return frozenset(self._features.variables)
 
     def fields(self, conversation: Conversation, guard: Guard = lambda value: value) -> JsonObject:
         """The variables for `apply_chat_template`; `guard` is applied to everything the client wrote.
@@ -143,7 +149,8 @@ def load_chat_template(
     except ModelDirectoryError:
         renderer.close()
         raise
-    return ChatTemplate(sources["default"], renderer, tools_source=sources.get("tool_use"), features=tried[-1])
+    features = replace(tried[-1], variables=tuple(sorted({name for each in tried for name in each.variables})))
+    return ChatTemplate(sources["default"], renderer, tools_source=sources.get("tool_use"), features=features)
 
 
 def _lost(conversation: Conversation, features: TemplateFeatures) -> Iterator[Violation]:

@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from services.tokenizer.chat.conversation import FUNCTIONS, Message, ToolCall
 from services.tokenizer.json.json_values import JsonObject, JsonValue
@@ -51,6 +51,8 @@ class TemplateFeatures:
     """Whether calls are left out in every form."""
     loses_content: bool = False
     """Whether the content of a message with calls is left out in every form."""
+    variables: tuple[str, ...] = field(default=(), compare=False)
+    """The names of the variables that the template reads, sorted; no part of how it handles messages."""
 
 
 def message_fields(messages: Sequence[Message], features: TemplateFeatures, guard: Guard) -> list[JsonValue]:

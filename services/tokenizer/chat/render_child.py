@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from services.tokenizer.chat.template_features import find_features, find_opening, sample_tools
-from services.tokenizer.chat.template_rendering import explain_failure, render_template
+from services.tokenizer.chat.template_rendering import explain_failure, read_variables, render_template
 from services.tokenizer.forks.frames import receive_frame, send_frame
 from services.tokenizer.forks.memory_limit import MemoryLimit
 from services.tokenizer.json.json_values import JsonObject
@@ -98,7 +98,9 @@ class _Templates:
     def _try(self, source: str, *, has_tools: bool) -> dict[str, Any]:
         try:
             tools = sample_tools() if has_tools else None
-            return {"features": asdict(find_features(lambda fields: self._in_time(source, fields), tools))}
+            features = find_features(lambda fields: self._in_time(source, fields), tools)
+            limit_cpu(self._cpu_s)
+            return {"features": asdict(replace(features, variables=read_variables(source)))}
         except MemoryError:
             return {"error": MEMORY_PROBLEM}
         except Exception as error:  # noqa: BLE001 - a template can raise anything

@@ -162,7 +162,8 @@ class _Trial:
             ("content_is_apart", Message("assistant", _TEXT, (_CALL,))),
             ("content_is_reasoning", Message("assistant", _TEXT, (_CALL,), reasoning="Hm.")),
         ):
-            needy = replace(features, **{name: True})
+            need: dict[str, Any] = {name: True}
+            needy = replace(features, **need)
             if not self.writes(message, features) and self.writes(message, needy):
                 features = needy
         shows_content = self.writes(Message("assistant", _TEXT, (_CALL,)), features)

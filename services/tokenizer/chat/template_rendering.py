@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from jinja2 import Environment
 from jinja2.exceptions import TemplateError
+from jinja2.meta import find_undeclared_variables
 
-from services.tokenizer.chat.template_environment import render
+from services.tokenizer.chat.template_environment import compile_template, render
 from services.tokenizer.chat.typescript_tools import VARIABLE, declared_tools, sorted_tools
 from services.tokenizer.json.json_values import JsonObject
 
@@ -32,6 +33,12 @@ def render_template(source: str, special_tokens: dict[str, str], fields: JsonObj
     variables, none named like a special token. A template that asks for the tools' declaration gets it.
     """
     return render(source, add_generation_prompt=opens_turn, **special_tokens, **_with_declaration(source, fields))
+
+
+def read_variables(source: str) -> tuple[str, ...]:
+    """The names of the variables that a template reads, sorted; its exceptions pass through, as `render_template`'s."""
+    environment = compile_template(source).environment
+    return tuple(sorted(find_undeclared_variables(environment.parse(source))))
 
 
 def _with_declaration(source: str, fields: JsonObject) -> JsonObject:

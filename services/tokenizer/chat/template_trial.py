@@ -31,7 +31,8 @@ def try_template(child: RenderChild, place: int, *, timeout_s: float, has_tools:
         raise refusal(f"the trial process exited with status {error.code}") from None
     if "error" in result:
         raise refusal(result["error"])
-    return TemplateFeatures(**result["features"])
+    features = result["features"]
+    return TemplateFeatures(**{**features, "variables": tuple(features["variables"])})
 
 
 def refusal(cause: str) -> ModelDirectoryError:

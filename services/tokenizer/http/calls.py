@@ -152,7 +152,7 @@ class ApiCall:
             raise DeadlinePassedError("the request took longer than timeout_s") from None
 
     def _ignored(self, facts: AnswerFacts) -> dict[str, str]:
-        return ignored_header([*self._api.ignored, *facts.not_enforced])
+        return ignored_header(dict.fromkeys([*self._api.ignored, *facts.not_enforced, *facts.unread]))
 
 
 class _StreamWriter:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from services.tokenizer.chat.conversation import Conversation
+from services.tokenizer.chat.template_switches import unread_variables
 from services.tokenizer.replies import ReplyParser
 from services.tokenizer.request.answer_grammars import AnswerGrammar, AnswerGrammars
 from services.tokenizer.request.bad_words import add_bad_words, spellings
@@ -32,6 +33,8 @@ class PreparedPrompt:
     """Makes one choice's reply parser; None if replies are plain text."""
     not_enforced: tuple[str, ...] = ()
     """JSON pointers to keywords of the schema that are not enforced."""
+    unread_variables: tuple[str, ...] = ()
+    """The names of a chat's variables that have no effect."""
 
 
 class RequestPreparer:
@@ -72,9 +75,11 @@ class RequestPreparer:
         max_tokens = self._limits().context_length if request.max_prompt_tokens is None else sys.maxsize
         make_parser: Callable[[], ReplyParser | None] = _no_parser
         grammar = of_texts
+        unread: tuple[str, ...] = ()
         if isinstance(prompt, Conversation):
             with fields_under(request.field_prefix(index)):
                 text, token_ids = await prompts.render_chat(prompt, max_tokens)
+            unread = self._unread(prompt)
             opening = self._model.reply_parsers.opening(prompt, text)
             grammar = await self._grammars.of_reply(request, index, prompt, opening, of_texts)
             if not request.form.is_raw:
@@ -94,7 +99,11 @@ class RequestPreparer:
         # Encoding may have taken a while: check against the limits of the current cell.
         resolved = resolve_request(request, index, token_ids, grammar.added_to(sampling), self._limits())
         echo = await self._echo(request, "" if num_cut > 0 else prompt, token_ids)
-        return PreparedPrompt(resolved, echo, make_parser, grammar.not_enforced)
+        return PreparedPrompt(resolved, echo, make_parser, grammar.not_enforced, unread)
+
+    def _unread(self, conversation: Conversation) -> tuple[str, ...]:
+        reasons = bool(self._model.reply_parsers.reasoning_parser)
+        return tuple(unread_variables(conversation.variables, self._model.prompts.template_variables, reasons=reasons))
 
     async def _echo(self, request: CheckedRequest, prompt: Prompt, token_ids: TokenIds) -> str:
         if not request.form.echoes:

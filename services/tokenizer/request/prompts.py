@@ -50,6 +50,11 @@ class PromptEncoder:
         return {} if self._template is None else self._template.num_ended_renders
 
     @property
+    def template_variables(self) -> frozenset[str]:
+        """The names of the variables that the chat template reads."""
+        return frozenset() if self._template is None else self._template.variables
+
+    @property
     def takes_tools(self) -> bool:
         """Whether the chat template lists tools."""
         return self._template is not None and self._template.takes_tools

@@ -234,6 +234,7 @@ class GenerateCall:
             max_tokens=0 if is_empty else request.sampling.max_tokens,
             seed=request.sampling.seed,
             not_enforced=prompt.not_enforced,
+            unread_variables=prompt.unread_variables,
         )
         await self._writer.write(tokenizer_pb2.GenerateResponse(accepted=accepted, prompt=index))
         for choice in range(request.n):

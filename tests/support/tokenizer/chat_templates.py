@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from services.tokenizer.chat.chat_template import ChatTemplate
 from services.tokenizer.chat.message_forms import TemplateFeatures
 from services.tokenizer.chat.template_features import find_features, sample_tools
-from services.tokenizer.chat.template_rendering import explain_failure, render_template
+from services.tokenizer.chat.template_rendering import explain_failure, read_variables, render_template
 from services.tokenizer.chat.template_trial import refusal
 from services.tokenizer.json.json_values import JsonObject
 
@@ -28,7 +29,8 @@ class LocalRenderer:
         """See `Renderer`."""
         tools = sample_tools() if self._sources.get(source) else None
         try:
-            return find_features(lambda fields: render_template(source, self._special_tokens, fields), tools)
+            features = find_features(lambda fields: render_template(source, self._special_tokens, fields), tools)
+            return replace(features, variables=read_variables(source))
         except Exception as error:  # noqa: BLE001 - a template can raise anything
             raise refusal(f"{type(error).__name__}: {error}") from None
 

@@ -38,6 +38,8 @@ class AnswerFacts:
     """Empty unless asked for."""
     not_enforced: list[str] = field(default_factory=list)
     """What of the schema is not enforced, as JSON pointers."""
+    unread: dict[str, None] = field(default_factory=dict)
+    """The fields that only set what the chat template never reads."""
     num_prompt_tokens: int = 0
 
     def head(self, kind: str) -> dict[str, Any]:
@@ -47,6 +49,8 @@ class AnswerFacts:
     def accept(self, accepted: tokenizer_pb2.Accepted) -> None:
         """Take what the service says of the next prompt."""
         self.num_prompt_tokens += accepted.num_prompt_tokens
+        for name in accepted.unread_variables:
+            self.unread |= dict.fromkeys(self.options.variable_fields.get(name, ()))
         if not self.not_enforced:
             self.not_enforced.extend(f"{self.options.schema_field}{place}" for place in accepted.not_enforced)
 

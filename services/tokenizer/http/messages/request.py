@@ -80,6 +80,7 @@ def read_messages_request(value: JsonObject, request_id: str, *, is_lenient: boo
         is_streamed=bool(fields.stream),
         hides_reasoning=fields.hides_reasoning,
         max_tokens=length,
+        variable_fields=fields.variable_fields(),
         schema_field="" if form is None else form.schema_field,
     )
     given = {"stop": "stop"} if fields.stop else {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.v1 import tokenizer_pb2
@@ -28,6 +28,8 @@ class AnswerOptions:
     has_prompt_logprobs: bool = False
     schema_field: str = ""
     """The field with the JSON schema, of which a part may not be enforced."""
+    variable_fields: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """The fields that have set the chat template's variables, by their names."""
     hides_reasoning: bool = False
     """Whether an answer of Messages has its reasoning in the signature alone."""
     custom_tools: Sequence[str] = ()

@@ -108,6 +108,7 @@ def _options(fields: ChatFields, form: AnswerForm | None, offered: OfferedTools)
         has_reasoning=fields.include_reasoning is not False and not fields.hides_reasoning,
         has_logprobs=bool(fields.logprobs or fields.logprob_token_ids),
         custom_tools=[name for name, _ in offered.custom],
+        variable_fields=fields.variable_fields(),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, TypeVar
 
 from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.chat.template_switches import THINKING_SWITCHES
 from services.tokenizer.http.refusals import invalid_field
 from services.tokenizer.http.requests.fields import Count, Fields
 from services.tokenizer.json.json_values import JsonObject
@@ -14,6 +15,8 @@ from services.tokenizer.json.json_values import JsonObject
 ValueT = TypeVar("ValueT")
 
 _NO_REASONING = "none"
+# Fields of `thinking`, and the variables that tell a template of them.
+_VARIABLES_OF_THINKING = {"budget_tokens": "thinking_budget", "clear_thinking": "clear_thinking"}
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """How much the model reasons."""
@@ -79,12 +82,20 @@ class ThinkingFields(Fields):
             is_on = None if effort is None else effort != _NO_REASONING
         elif is_on and effort == _NO_REASONING:
             raise invalid_field(next(self.efforts())[0], f"contradicts {next(self.switches())[0]}")
-        variables: JsonObject = {} if is_on is None else {"enable_thinking": is_on, "thinking": is_on}
+        variables: JsonObject = {} if is_on is None else dict.fromkeys(THINKING_SWITCHES, is_on)
         if effort is not None and is_on:
             variables["reasoning_effort"] = effort
         if self.thinking is not None:
             variables |= _of_templates(self.thinking)
         return variables | (self.chat_template_kwargs or {})
+
+    def variable_fields(self) -> dict[str, list[str]]:
+        """The fields that `template_variables` come from, by the names of these."""
+        switches, efforts = [name for name, _ in self.switches()], [name for name, _ in self.efforts()]
+        fields = dict.fromkeys(THINKING_SWITCHES, switches or efforts)
+        fields |= {"reasoning_effort": efforts}
+        fields |= {name: [f"thinking.{field}"] for field, name in _VARIABLES_OF_THINKING.items()}
+        return fields | {name: [f"chat_template_kwargs.{name}"] for name in self.chat_template_kwargs or ()}
 
     def set_variables(self, chat: tokenizer_pb2.Chat) -> None:
         """Write them to a chat; raises as `template_variables`."""
@@ -93,12 +104,8 @@ class ThinkingFields(Fields):
 
 
 def _of_templates(thinking: Thinking) -> JsonObject:
-    variables: JsonObject = {}
-    if thinking.budget_tokens is not None:
-        variables["thinking_budget"] = thinking.budget_tokens
-    if thinking.clear_thinking is not None:
-        variables["clear_thinking"] = thinking.clear_thinking
-    return variables
+    given = {name: getattr(thinking, field) for field, name in _VARIABLES_OF_THINKING.items()}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _agreed(given: Iterator[tuple[str, ValueT]]) -> ValueT | None:

@@ -175,6 +175,7 @@ def read_response_request(value: JsonObject, request_id: str, *, is_lenient: boo
             is_streamed=bool(fields.stream),
             has_logprobs=_LOGPROBS in includes,
             schema_field="" if form is None else form.schema_field,
+            variable_fields=fields.variable_fields(),
             echoed={name: msgspec.Raw(msgspec.json.encode(each)) for name, each in echoed.items()},
             tools=offered.kinds,
             has_encrypted_reasoning=_ENCRYPTED in includes,
