@@ -9,11 +9,11 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from services.scheduler.cell.events import DomainAttached, DomainLost, Exit
 from services.scheduler.core.policy import CellTopology
-from services.scheduler.core.worker_facts import WorkerFacts
+from services.scheduler.core.worker_facts import MAY_DIFFER, WorkerFacts
 from shared.ids import DpRank
 from shared.network.heartbeat import LEASE_S
 
@@ -450,13 +450,5 @@ def _find_reason_to_restart(accepted: list[Accepted]) -> str | None:
 
 
 def _differing_facts(facts: WorkerFacts, others: WorkerFacts) -> Iterator[str]:
-    may_differ = {
-        "num_blocks",
-        "start_s",
-        "num_checkpoint_slots",
-        "max_num_seqs",
-        "numerics_fingerprint",
-        "graph_batch_sizes",
-    }
-    must_agree = [name for name in WorkerFacts.__slots__ if name not in may_differ]
+    must_agree = (each.name for each in fields(WorkerFacts) if not each.metadata[MAY_DIFFER])
     return (name for name in must_agree if getattr(facts, name) != getattr(others, name))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import Field, fields, replace
 from typing import Any
 
 import pytest
@@ -30,9 +30,10 @@ from services.scheduler.cell.domains.attach import (
 )
 from services.scheduler.cell.events import DomainAttached, DomainLost, Exit
 from services.scheduler.core.policy import CellTopology
+from services.scheduler.core.worker_facts import ALIKE, MAY_DIFFER, OWN, WorkerFacts
 from shared.ids import DpRank
 from shared.network.heartbeat import LEASE_S
-from shared.wire import introduce_self
+from shared.wire import Introduction, introduce_self
 from tests.support.scheduler.engine_driver import worker_facts
 
 COUPLED = CellTopology(2, is_coupled=True)
@@ -308,6 +309,35 @@ def test_groups_may_differ_in_pool_size_numerics_and_graphs() -> None:
     other = accepted(1)
     facts = replace(other.facts, num_blocks=3, start_s=9.5, numerics_fingerprint="avx2", graph_batch_sizes=(1, 2))
     assert attach.on_event(replace(other, facts=facts), 5.0) == [OpenStreams(1)]
+
+
+@pytest.mark.parametrize("field", fields(WorkerFacts), ids=lambda each: each.name)
+def test_every_fact_is_marked_and_groups_that_differ_are_treated_by_its_mark(field: Field[object]) -> None:
+    assert field.metadata in (ALIKE, OWN), "whether groups of one domain may differ in it"
+    attach = offered()
+    attach.on_event(accepted(0), 5.0)
+    other = accepted(1)
+    changed: dict[str, Any] = {field.name: other_value(getattr(other.facts, field.name))}
+    answers = attach.on_event(replace(other, facts=replace(other.facts, **changed)), 5.0)
+    if field.metadata[MAY_DIFFER]:
+        assert answers == [OpenStreams(1)]
+    else:
+        # A context is what operators set, and has both numbers.
+        is_context = field.name == "context_length"
+        words = "group 1 serves a context of" if is_context else f"{field.name} of group 1 differs"
+        assert words in retry_of(answers).reason
+
+
+def other_value(value: object) -> object:
+    """Another value of the same type."""
+    if isinstance(value, Introduction):
+        return replace(value, release=f"{value.release}x")
+    if isinstance(value, bool):
+        return not value
+    if value is None or isinstance(value, int):
+        return (value or 0) + 1
+    assert isinstance(value, str | bytes | tuple)
+    return {str: "other", bytes: b"other", tuple: (7, 9)}[type(value)]
 
 
 @pytest.mark.parametrize(("drawn", "delay_s"), [(0.0, 0.5 * RETRY_DELAY_S), (1.0, 1.5 * RETRY_DELAY_S)])
