@@ -37,7 +37,7 @@ class ClientKeysError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """On whose behalf a client calls, and what it may do."""
+    """A client: on whose behalf it calls, and what it may do."""
 
     tenant: Tenant
     max_priority: common_pb2.Priority

@@ -168,7 +168,7 @@ class ServiceSettings(BaseSettings):
 
     @property
     def certificates(self) -> Certificates | None:
-        """For TLS; None means that links are not encrypted."""
+        """Certificates for TLS; None means that links are not encrypted."""
         return self._certificates
 
     @property

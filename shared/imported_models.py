@@ -21,7 +21,7 @@ from shared.model_dir import CONFIG, TOKENIZER, WEIGHTS
 MANIFEST = "manifest.json"
 """Names the source of an imported directory, and the digests of its files."""
 IMPORT_VERSION = 5
-"""Of what an import makes of a file. What an older one made is not used."""
+"""The version of what an import makes of a file. What an older one made is not used."""
 _RECORDS = "records"
 _NEEDED = (MANIFEST, CONFIG, TOKENIZER, WEIGHTS)
 # Of a digest: enough for no two models to meet.

@@ -110,7 +110,7 @@ class ServeSettings(LauncherSettings, HttpPortSettings):
 
     @property
     def tokenizer_peer(self) -> Peer | None:
-        """For channels to the tokenizer."""
+        """The peer of channels to the tokenizer."""
         return make_peer(self.certificates, Role.TOKENIZER)
 
     @property

@@ -126,7 +126,7 @@ class Certificates:
         return self._pair.num_failed_reads + (0 if clients is None else clients.num_failed_reads)
 
     def server_credentials(self, *, on_cell_port: bool) -> grpc.ServerCredentials:
-        """For a server of gRPC: all peers of a cell port need a certificate, and clients if they have an authority."""
+        """A gRPC server's credentials: peers of a cell port need a certificate, and clients if it has an authority."""
 
         def find() -> tuple[_Pair, bytes | None]:
             """What there is at present, and what peers need that are clients."""
@@ -150,7 +150,7 @@ class Certificates:
         )
 
     def make_http_context(self) -> ssl.SSLContext:
-        """For an HTTP server; a handshake uses the newest files that fit.
+        """Make one for an HTTP server; a handshake uses the newest files that fit.
 
         Clients need no certificate. With an authority for those of clients, one that is shown is checked.
         """
@@ -168,7 +168,7 @@ class Certificates:
         return first
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a new channel, which keeps them."""
+        """Credentials of a new channel, which keeps them."""
         pair = self._current().pair
         return grpc.ssl_channel_credentials(pair.authority, pair.key, pair.certificate)
 
@@ -288,7 +288,7 @@ class TrustedAuthority:
             self._key_and_certificate = pem, chain
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a new channel."""
+        """Credentials of a new channel."""
         return grpc.ssl_channel_credentials(self._pem, *(self._key_and_certificate or ()))
 
     def name_of(self, role: Role) -> str | None:

@@ -39,12 +39,12 @@ class Submission:
     priority: Priority = Priority.NORMAL
     cache_salt: bytes = b""
     attempt: int = 1
-    """From 1, on any stream; a higher attempt supersedes a lower one in flight."""
+    """A number from 1, on any stream; a higher attempt supersedes a lower one in flight."""
     waits_as_new: bool = False
     """Whether it waits and pays as a first attempt: that there were others is a direct client's word alone."""
     n: int = 1
     choices_so_far: tuple[ChoiceSoFar, ...] = ()
-    """From earlier attempts: empty, or one entry per choice."""
+    """What earlier attempts said: empty, or one entry per choice."""
     age_s: float = 0.0
     """Seconds since the request arrived."""
     time_left_s: float | None = None

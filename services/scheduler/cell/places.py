@@ -88,7 +88,7 @@ class Places:
         return [place for place in self._places if place.address]
 
     def _unplaced(self) -> list[Endpoint]:
-        """Those that are ready first, then those of the preferred zone.
+        """Endpoints without a place: those that are ready first, then those of the preferred zone.
 
         At last by address: with equal settings two schedulers begin with the same ones.
         """

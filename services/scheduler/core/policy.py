@@ -40,7 +40,7 @@ class SchedulerPolicy:
     enable_chunked_prefill: bool = True
     enable_mixed_steps: bool | None = False
     max_waiting_requests: int = 1024
-    """Of one tenant, as `max_waiting_tokens` and `max_prompt_logprob_bytes`."""
+    """Requests of one tenant, as `max_waiting_tokens` and `max_prompt_logprob_bytes`."""
     max_waiting_tokens: int = 2_000_000
     max_prompt_logprob_bytes: int = 256 * 1024 * 1024
     num_full_tenants: int = 8
@@ -54,7 +54,7 @@ class SchedulerPolicy:
     placement_tokens_per_seq: int = 256
     """What a sequence adds to a rank's load, in prompt tokens."""
     max_prefill_wait_steps: int = 0
-    """For coupled ranks; see `lockstep`."""
+    """A limit for coupled ranks; see `lockstep`."""
     worker_silence_s: float = 3.0
     workers_lost_s: float | None = None
     """How long requests wait while no domain is attached or can compute; None for as long as their deadlines allow."""
@@ -136,7 +136,7 @@ class CacheSettings:
     state_checkpoint_interval: int = 8192
     """After how many tokens of a prompt its recurrent state is saved, for models that have one; 0 for never."""
     state_record_interval: int = 256
-    """Likewise, of tokens that are decoded; also how often a row is visited for it. See `StateSaves`."""
+    """The same for tokens that are decoded; also how often a row is visited for it. See `StateSaves`."""
 
 
 @dataclass(slots=True)

@@ -50,7 +50,7 @@ class RecoveredSequences:
     sequences: list[Sequence]
     """In the order in which they should wait."""
     computed: list[Sequence]
-    """Those whose KV was lost."""
+    """Sequences whose KV was lost."""
     in_flight: list[RequestKey]
     """Ids of the requests in flight, in row order."""
 

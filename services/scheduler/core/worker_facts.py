@@ -24,7 +24,7 @@ class WorkerFacts:
     eos_token_ids: tuple[int, ...] = field(metadata=ALIKE)
     num_blocks: int = field(metadata=OWN)
     num_draft_tokens: int = field(default=0, metadata=ALIKE)
-    """For one sequence in a step, at most."""
+    """Drafts of one sequence in a step, at most."""
     needs_all_tokens: bool = field(default=False, metadata=ALIKE)
     """Whether sequences must enter with all their tokens, including cached ones."""
     default_sampling: bytes = field(default=b"", metadata=ALIKE)
@@ -38,7 +38,7 @@ class WorkerFacts:
     proposes_mixed_steps: bool = field(default=False, metadata=ALIKE)
     """Used unless configured."""
     graph_batch_sizes: tuple[int, ...] = field(default=(), metadata=OWN)
-    """For which it has captured graphs of decode steps."""
+    """Batch sizes for which it has captured graphs of decode steps."""
     weights_digest: str = field(default="", metadata=ALIKE)
     """The digest of the weights that answers depend on; empty if the worker does not report it."""
     introduction: Introduction = field(default=NOT_INTRODUCED, metadata=ALIKE)

@@ -29,7 +29,7 @@ class WatchTask(_Message):
     service: str
     port: str
     period_s: float
-    """Between two lists; the slices are watched in between."""
+    """Seconds between two lists; the slices are watched in between."""
     parent_pid: int
 
 

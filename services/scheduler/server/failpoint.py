@@ -1,4 +1,4 @@
-"""For recovery tests."""
+"""Failures for recovery tests."""
 
 from __future__ import annotations
 

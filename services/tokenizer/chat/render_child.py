@@ -21,7 +21,7 @@ from services.tokenizer.text_size import MAX_TEXT_BYTES
 from services.tokenizer.trial_limits import limit_cpu
 
 MAX_MEMORY_BYTES = 256 * 1024 * 1024
-"""Above what is mapped when the process begins."""
+"""Memory above what is mapped when the process begins."""
 
 MEMORY_PROBLEM = f"it takes more than {MAX_MEMORY_BYTES // 2**20} MiB of memory"
 

@@ -54,7 +54,7 @@ class RequestLedger:
         # The last sign of life of a scheduler; only used while there is no stream.
         self._alive_at = now
         self.exact_fingerprint = ""
-        """Of the current cell; empty if it is not exact, or there was none yet."""
+        """The fingerprint of the current cell; empty if it is not exact, or there was none yet."""
         self.introduction = NOT_INTRODUCED
         """What this service and all services of the current cell can do."""
         self._suspects = suspects or SubmitSuspects()

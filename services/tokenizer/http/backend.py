@@ -33,7 +33,7 @@ class Backend:
     model_names: tuple[str, ...]
     """Names that clients may give; the first one is in answers. At least one."""
     probes: Probes
-    """Those of the process."""
+    """Probes of the process."""
     client_keys: ClientKeys | None = None
     """None means that clients need no key."""
     tracer: Tracer | None = None

@@ -56,7 +56,7 @@ class AnswerGrammars:
         self._limits = limits
 
     async def of_texts(self, request: CheckedRequest) -> AnswerGrammar:
-        """That of the answers that have the request's form from their first token, if there are any.
+        """The grammar of answers that have the request's form from their first token, if there are any.
 
         Raises as `FormCompiler.compile`.
         """
@@ -71,7 +71,7 @@ class AnswerGrammars:
     async def of_reply(
         self, request: CheckedRequest, index: int, conversation: Conversation, opening: Opening, of_texts: AnswerGrammar
     ) -> AnswerGrammar:
-        """That of a reply to the prompt `index`, a conversation; `of_texts` if its form begins with the first token.
+        """The grammar of a reply to conversation `index`; `of_texts` if its form begins with the first token.
 
         Raises as `FormCompiler.compile` and `ReplyParsers.grammar`, and `InvalidRequestError` if the arguments of
         a tool that must be called fit no context.

@@ -126,4 +126,4 @@ class RequestPreparer:
 
 
 def _no_parser() -> None:
-    """For replies that are plain text."""
+    """No parser, for replies that are plain text."""

@@ -51,7 +51,7 @@ class TokenTexts(Protocol):
     """The texts of one vocabulary's tokens."""
 
     def detokenizer(self, prompt: Sequence[int] = (), *, skips_special_tokens: bool = True) -> Detokenizer:
-        """For a completion of `prompt`. Special tokens that are skipped have no text."""
+        """Make one for a completion of `prompt`. Special tokens that are skipped have no text."""
 
     def bytes_of(self, token_id: int) -> bytes:
         """A token's bytes, possibly part of a character; empty if unknown."""
@@ -93,7 +93,7 @@ def text_table(byte_of: dict[int, bytes]) -> dict[int, str]:
 
 
 class ByteLevelTexts(TokenTexts):
-    """For byte-level vocabularies: uses tables."""
+    """Texts of byte-level vocabularies: uses tables."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         special = special_token_ids(tokenizer)
@@ -115,7 +115,7 @@ class ByteLevelTexts(TokenTexts):
 
 
 class WindowTexts(TokenTexts):
-    """For every other vocabulary: uses the library's decoder."""
+    """Texts of every other vocabulary: uses the library's decoder."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

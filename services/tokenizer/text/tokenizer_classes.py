@@ -60,7 +60,7 @@ class _Class:
     """What a class replaces in tokenizer.json: all but the vocabulary, its merges, and what is added around a text."""
 
     special_tokens: Mapping[str, str | None]
-    """Those that it has where no file says otherwise."""
+    """Tokens that it has where no file says otherwise."""
     parts: Callable[[Mapping[str, Any], Mapping[str, str]], dict[str, Any]]
     """The parts of a tokenizer.json, by tokenizer_config.json and the special tokens; of the model its options."""
     resets_flags: bool = False

@@ -92,7 +92,7 @@ class ContextSelection:
 
     def __init__(self) -> None:
         self.positions: Tensor | None = None
-        """From `Ops.select_context`; None means that every token attends to all tokens up to itself."""
+        """What `Ops.select_context` returned; None means that every token attends to all tokens up to itself."""
         self.is_pinned = False
         """Whether all layers take `positions` as they are."""
 

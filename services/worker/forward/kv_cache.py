@@ -66,7 +66,7 @@ class KvCacheSpec:
 
     @property
     def first_tensor(self) -> CacheTensor:
-        """That of the first layer that stores anything."""
+        """The first tensor of the first layer that stores anything."""
         return next(tensor for layer in self.layers for tensor in layer)
 
 

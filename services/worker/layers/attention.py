@@ -32,7 +32,7 @@ class Attention:
     norms: HeadNorms | None = None
     """None means that heads are not normalised."""
     kv_scales: tuple[Tensor, ...] = ()
-    """Of keys and of values, [1] float32 each, where the cache holds them in float8_e4m3fn; none otherwise."""
+    """Scales of keys and of values, [1] float32 each, where the cache holds them in float8_e4m3fn; none otherwise."""
     query_scales: Tensor | None = None
     """[context_length], the model's dtype: what queries are multiplied by, by position; None means by nothing."""
     gate: Linear | None = None

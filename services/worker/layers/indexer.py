@@ -22,13 +22,13 @@ class IndexerProjections:
     """A layer's weights."""
 
     query: Linear
-    """From the attention's query latent; rotated columns come first in each head."""
+    """Projection from the attention's query latent; rotated columns come first in each head."""
     key: Linear
-    """From the hidden state, for all heads."""
+    """Projection from the hidden state, for all heads."""
     key_norm: LayerNorm
     """Applied before the rotation."""
     head_weights: Linear
-    """From the hidden state, in float32."""
+    """Projection from the hidden state, in float32."""
 
 
 class Indexer:

@@ -54,10 +54,10 @@ class LatentProjections:
     """A layer's weights."""
 
     down: Linear
-    """To the query's latent, if there is one, then the latent and the key's rotated part."""
+    """Projection to the query's latent, if there is one, then to the latent and the key's rotated part."""
     query_norm: RmsNorm | None
     query: Linear
-    """From the query's latent, or else the hidden state."""
+    """Projection from the query's latent, or else from the hidden state."""
     latent_norm: RmsNorm
     absorb: PerHeadKernel
     """W_UK transposed, [T, H, plain_dim] to [T, H, latent_dim]."""

@@ -90,7 +90,7 @@ class LoadedModel:
     model: CausalLM
     facts: ModelFacts
     weights_digest: str
-    """Of `WeightFiles.digest` or `dummy_digest`, and of LongRoPE's factors; the same on all ranks."""
+    """A digest of `WeightFiles.digest` or `dummy_digest`, and of LongRoPE's factors; the same on all ranks."""
     quantization: MatrixFormat | None
     """`LoadOptions.quantization`."""
     kv_dtype: torch.dtype | None

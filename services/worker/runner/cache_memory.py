@@ -58,7 +58,7 @@ class DeviceMemory:
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
-    """From torch's own books, so that no call to the driver disturbs a capture; None unless `device` is a GPU."""
+    """Read torch's own books, so that no call to the driver disturbs a capture; None unless `device` is a GPU."""
     if device.type != "cuda":
         return None
     return DeviceMemory(torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device))

@@ -32,7 +32,7 @@ class Machine:
     torch_build: Literal["cpu", "cuda", "hip"]
     """What torch is built for."""
     architecture: str | None = None
-    """That of the worker's GPU if it is AMD's; None on NVIDIA's and on a CPU."""
+    """The architecture of the worker's GPU if it is AMD's; None on NVIDIA's and on a CPU."""
     has_aiter: bool = False
     isas: tuple[str, ...] = ()
     """The sets of instructions that the native kernels can use here, ascending."""

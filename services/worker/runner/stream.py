@@ -90,7 +90,7 @@ class StagingPool:
             return PinnedStaging(self._device, is_pinned=self._is_pinned)
 
     def put_back(self, staging: Staging) -> None:
-        """From any thread."""
+        """Take it back, from any thread."""
         self._free.put(staging)
 
 

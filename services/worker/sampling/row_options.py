@@ -27,7 +27,7 @@ class RowOptions:
 
     @classmethod
     def of(cls, rows: SamplingRows) -> RowOptions:
-        """Those of the rows that have a state."""
+        """The options of the rows that have a state."""
         states = sorted(rows.states.items())
         edited = [row for row, state in states if state.changes_logits]
         scored = {row: state.options for row, state in states if state.options.num_top is not None}

@@ -39,7 +39,7 @@ class SampledTokens:
     """Rows with NaN, +Inf or nothing above -Inf in their first logits."""
     counts: Int32Column | None = None  # [num_rows], at least 1: accepted drafts and one more; None means one each
     logprobs: Logprobs | None = None
-    """For finite rows that ask for them; `indexes` are places in `token_ids`."""
+    """Log-probabilities of finite rows that ask for them; `indexes` are places in `token_ids`."""
     failed_grammar_rows: Int32Column = field(default_factory=lambda: _NO_TOKENS)
     """Rows with a grammar that cannot be followed further; their last token is meaningless."""
 

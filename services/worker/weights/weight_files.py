@@ -186,7 +186,7 @@ def _entry(name: str, dtype: torch.dtype, shape: Iterable[int]) -> str:
 
 
 def _digest(entries: Mapping[str, tuple[str, bytes]]) -> str:
-    """Of entries and digests by name."""
+    """The digest of entries and digests by name."""
     lines = (f"{entry} {digest.hex()}\n" for _, (entry, digest) in sorted(entries.items()))
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 

@@ -61,9 +61,9 @@ class SchedulerClaim:
     domain_to_epoch: dict[int, int] = field(default_factory=dict)
     """Includes those whose streams are being opened."""
     groups: set[int] = field(default_factory=set)
-    """Those that it knows. They may change while it runs: each is asked before any is taken."""
+    """Groups that it knows. They may change while it runs: each is asked before any is taken."""
     group_to_rival: dict[int, Rival | None] = field(default_factory=dict)
-    """From the last answer of each group asked."""
+    """The rival in the last answer of each group asked."""
     has_met_rival: bool = False
     group_to_free_at: dict[int, float] = field(default_factory=dict)
     """When a standby may take each group that is not held; never, while the group is not ready."""

@@ -25,7 +25,7 @@ class Request:
     attempt: int
     tenant: Tenant
     choices: list[Sequence]
-    """Those that have not ended."""
+    """Choices that have not ended."""
     submitted_at: float
     """On the engine's clock, as `deadline`."""
     deadline: float | None = None

@@ -101,7 +101,7 @@ class Sequence:
     priority: Priority = Priority.NORMAL
     tenant: Tenant = DEFAULT_TENANT
     tenant_number: int = 0
-    """That of its tenant's account; known once it has been queued."""
+    """The number of its tenant's account; known once it has been queued."""
     num_tokens_when_made_way: int = 0
     """How many tokens it had when it last made way for another tenant."""
     pays_again: bool = False
@@ -128,7 +128,7 @@ class Sequence:
     block_table: array[int] = field(default_factory=lambda: array("i"))
     prefix_cursor: PrefixCursor = field(default_factory=PrefixCursor)
     cached_prefix: CachedPrefix | None = None
-    """From the last lookup while it waits."""
+    """What the last lookup found while it waits."""
     num_unsent_tokens: int = 0
     """While it is prefilled in chunks: tokens neither cached nor sent."""
     save_points: tuple[int, ...] = ()

@@ -35,7 +35,7 @@ class PrefixNode:
     num_cuts: int = 0
     """Incremented by changes that void cursors at its end."""
     hashes: array[int] = field(default_factory=lambda: array("Q"))
-    """Those of its first contents, as far as outsiders had to be told of them; see `kv_feed`."""
+    """Hashes of its first contents, as far as outsiders had to be told of them; see `kv_feed`."""
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class CachedPrefix:
     cursor: PrefixCursor
     num_tokens: int
     checkpoint: int | None = None
-    """With recurrent states, that of the state after these tokens; None if there are none."""
+    """The checkpoint of the recurrent state after these tokens; None if there are none."""
     awaits_state: bool = False
     """Whether a step in flight saves a state with which more could be shared."""
     num_lost_tokens: int = 0

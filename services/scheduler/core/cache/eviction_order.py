@@ -32,7 +32,7 @@ class _Held:
     used_at: int
     """How many saves and restores had begun when it began its last one."""
     num_checkpoints: int = 0
-    """With those that a step is about to save."""
+    """Checkpoints, with those that a step is about to save."""
     once: OrderedDict[int, None] = field(default_factory=OrderedDict)
     """Checkpoints to be evicted first, the next one first; `reused` likewise."""
     reused: OrderedDict[int, None] = field(default_factory=OrderedDict)

@@ -40,7 +40,7 @@ class FoundState(NamedTuple):
     num_blocks: int
     """Blocks up to the last one with a visible checkpoint."""
     checkpoint: int | None
-    """That checkpoint; None if there is none."""
+    """The checkpoint there; None if there is none."""
     is_coming: bool
     """Whether a step in flight saves the state after a later block."""
 

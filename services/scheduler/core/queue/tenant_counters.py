@@ -23,7 +23,7 @@ class TenantAccount:
     """One tenant's counter."""
 
     number: int
-    """From 0, in the order in which the tenants came."""
+    """A number from 0, in the order in which the tenants came."""
     weight: float
     counter: float = 0.0
     """The cost of what was computed for it, by its weight."""

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 MAX_PIECE_BYTES = 64 * 1024
-"""Of what is inflated at once."""
+"""Bytes that are inflated at once."""
 # 8 MiB: larger windows than a body can use would take memory.
 _MAX_WINDOW_LOG = 23
 _GZIP_BITS = 16 + zlib.MAX_WBITS

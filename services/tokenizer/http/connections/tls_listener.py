@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 logger = logging.getLogger(__name__)
 
 MAX_HANDSHAKES = 128
-"""At once; a further one ends the oldest, so that clients which send nothing do not keep others out."""
+"""Handshakes at once; a further one ends the oldest, so that clients which send nothing do not keep others out."""
 
 # Accepting fails while the process or the system has no file left.
 _RETRY_S = 0.1

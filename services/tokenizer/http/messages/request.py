@@ -52,7 +52,7 @@ class MessagesFields(CountTokensFields, ControlFields):
     metadata: dict[str, Any] | None = None
 
     def forms(self) -> Iterator[AnswerForm]:
-        """Those that are given."""
+        """Forms that are given."""
         if self.output_config is not None and self.output_config.format is not None:
             yield self.output_config.format.form("output_config.format")
         yield from super().forms()

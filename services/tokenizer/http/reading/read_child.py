@@ -19,7 +19,7 @@ from services.tokenizer.http.refusals import HttpError, invalid_field
 from services.tokenizer.trial_limits import limit_cpu
 
 MAX_MEMORY_BYTES = 1024 * 1024 * 1024
-"""Above what is mapped when the process begins; a body of 4 MiB takes up to 300 MiB parsed."""
+"""Memory above what is mapped when the process begins; a body of 4 MiB takes up to 300 MiB parsed."""
 
 
 def serve_bodies(connection: socket.socket) -> None:

@@ -155,7 +155,7 @@ class FormFields(Fields):
     grammar: str | None = None
 
     def forms(self) -> Iterator[AnswerForm]:
-        """Those that are given."""
+        """Forms that are given."""
         if self.response_format is not None and (form := self.response_format.form()) is not None:
             yield form
         if self.structured_outputs is not None:

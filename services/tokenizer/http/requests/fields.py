@@ -117,7 +117,7 @@ class _Place:
     """Where a value is in a request."""
 
     name: str
-    """With the indices of lists."""
+    """The field's name, with the indices of lists."""
     path: str
     """Without them, as the table has it."""
 
@@ -179,7 +179,7 @@ def ignored_header(names: Iterable[str]) -> dict[str, str]:
 
 
 def _fitting(names: Iterable[str]) -> list[str]:
-    """Those that the header has room for: a request may have a million, each longer than all of the request's text."""
+    """Names that the header has room for: a request may have a million, each longer than all of the request's text."""
     kept: list[str] = []
     num_bytes = -len(_SEPARATOR)
     for name in names:

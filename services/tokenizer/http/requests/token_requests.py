@@ -43,7 +43,7 @@ class DetokenizeRequest:
     """What to decode."""
 
     token_ids: bytes
-    """Of 4 bytes each, in this machine's order."""
+    """Ids of 4 bytes each, in this machine's order."""
     model: str | None
     """The model's name as the client gave it; None if it did not."""
 

@@ -129,7 +129,7 @@ class ResponseFields(ControlFields, ThinkingFields):
         return self
 
     def forms(self) -> Iterator[AnswerForm]:
-        """Those that are given."""
+        """Forms that are given."""
         if self.text is not None and self.text.format is not None and (form := self.text.format.form()) is not None:
             yield form
         yield from super().forms()

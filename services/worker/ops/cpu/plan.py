@@ -72,7 +72,7 @@ class GatherBucket:
     mask: Tensor | None
     """[num_rows, 1, num_queries, length], 0 or -inf; None means that every query sees everything."""
     num_before: int = 0
-    """For a single piece without a window, the tokens before its queries; otherwise 0."""
+    """Tokens before the queries of a single piece without a window; otherwise 0."""
 
 
 @dataclass(frozen=True, slots=True)

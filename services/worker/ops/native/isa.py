@@ -24,10 +24,10 @@ class Isa(enum.Enum):
 
     AVX2 = "avx2"
     AVX512 = "avx512"
-    """With VNNI."""
+    """AVX-512 with VNNI."""
     AVX512_BF16 = "avx512_bf16"
     AMX = "amx"
-    """With the tile unit, whose use the system permits."""
+    """The same with the tile unit, whose use the system permits."""
 
     @property
     def cpu_flags(self) -> tuple[str, ...]:

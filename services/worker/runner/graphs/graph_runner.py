@@ -39,7 +39,7 @@ class StepFunctions:
     make_context: Callable[[AttentionMetadata, DpMetadata], ForwardContext]
     """Makes the context of a forward pass with this metadata."""
     states: ModelStates | None = None
-    """Those of a model with recurrent layers."""
+    """States of a model with recurrent layers."""
 
 
 class Replays:

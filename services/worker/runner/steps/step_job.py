@@ -45,7 +45,7 @@ class JobResults:
     drawn: Tensor | None = None
     """[num_rows] int64: the rows' tokens, -1 where logits are not finite; None without rows, or if the host drew."""
     scores: ScoreTensors | None = None
-    """For rows that want log-probabilities."""
+    """Scores of rows that want log-probabilities."""
     prompts: tuple[PromptScores, ...] = ()
     not_finite_saves: Tensor | None = None
     """[num_saves] int32, 1 for a saved state that is not finite; None without saves."""

@@ -67,7 +67,7 @@ UNKNOWN_PRE_TOKENIZER: Mapping[str, Any] = _GPT2
 """What is used for all others, with a warning."""
 
 IGNORES_MERGES = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"})
-"""Those that take a whole piece that is a token, whether or not merges lead to it."""
+"""Pre-tokenizers that take a whole piece that is a token, whether or not merges lead to it."""
 
 ADDS_BOS = IGNORES_MERGES
-"""Those that begin a text with the token of that name, where a file does not say."""
+"""Pre-tokenizers that begin a text with the token of that name, where a file does not say."""

@@ -38,7 +38,7 @@ class WordLayout:
     """How a method stores a layer."""
 
     suffixes: tuple[str, str, str]
-    """Of codes, zero points and scales."""
+    """Suffixes of codes, zero points and scales."""
     order: tuple[int, ...] | None = None
     """Which output features a word has, as in `AWQ_ORDER`; None means in order."""
     has_input_words: bool = False

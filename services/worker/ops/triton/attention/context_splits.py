@@ -40,7 +40,7 @@ class SplitLimits:
 
 
 SPLIT_LIMITS = SplitLimits()
-"""Those of every launch that is not given others."""
+"""The limits of every launch that is not given others."""
 
 
 @dataclass(frozen=True, slots=True)

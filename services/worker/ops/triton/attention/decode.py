@@ -46,11 +46,11 @@ class DecodeConfig:
     """Tokens of the context that are read at a time; a power of two and at least 16."""
     num_warps: int = 4
     num_stages: int = 2
-    """Of Triton's software pipeline."""
+    """Stages of Triton's software pipeline."""
 
 
 def choose_decode_config(key_columns: int, itemsize: int, *, has_codes: bool) -> DecodeConfig:
-    """For products with keys of `key_columns` columns of `itemsize` bytes, which may be made of codes in registers."""
+    """Choose for keys of `key_columns` columns of `itemsize` bytes, which may be made of codes in registers."""
     is_amd = torch.version.hip is not None
     # 8 KiB of keys, or on AMD twice that unless they need more registers.
     wanted_bytes = 2**14 if is_amd and not has_codes and itemsize == 2 else 2**13

@@ -70,11 +70,11 @@ class LatentConfig:
     """Tokens of the context that are read at a time; a power of two and at least 16."""
     num_warps: int
     num_stages: int
-    """Of Triton's software pipeline."""
+    """Stages of Triton's software pipeline."""
 
 
 def choose_latent_config(itemsize: int, num_rows: int, *, is_sparse: bool) -> LatentConfig:
-    """For elements of `itemsize` bytes and `num_rows` rows, as far as a program can have them.
+    """Choose for elements of `itemsize` bytes and `num_rows` rows, as far as a program can have them.
 
     A program's sums of values have hundreds of columns, which need most of its registers.
     """

@@ -41,11 +41,11 @@ class PrefillConfig:
     """Tokens of the context that are read at a time; a power of two and at least 16."""
     num_warps: int
     num_stages: int
-    """Of Triton's software pipeline."""
+    """Stages of Triton's software pipeline."""
 
 
 def choose_prefill_config(key_columns: int, itemsize: int, group: int, *, has_codes: bool) -> PrefillConfig:
-    """For heads of `key_columns` columns of `itemsize` bytes, and `group` query heads per key/value head.
+    """Choose for heads of `key_columns` columns of `itemsize` bytes, and `group` query heads per key/value head.
 
     Keys and values that are made of codes are in registers before their products.
     """

@@ -38,7 +38,7 @@ class ExpertRuns:
 
     @property
     def num_tiles(self) -> int:
-        """With those that are not used."""
+        """The number of tiles, with those that are not used."""
         return self.tile_experts.shape[0]
 
 

@@ -27,7 +27,7 @@ from services.worker.ops.triton.products.weight_tile import DeviceMatrix
 
 @dataclass(frozen=True, slots=True)
 class ExpertSizes:
-    """Those of both products, which have equally many rows."""
+    """Sizes of both products, which have equally many rows."""
 
     gate_up: TileSizes
     down: TileSizes

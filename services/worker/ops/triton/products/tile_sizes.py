@@ -35,7 +35,7 @@ class TileSizes:
     depth: int
     num_warps: int
     num_stages: int
-    """Of Triton's software pipeline."""
+    """Stages of Triton's software pipeline."""
 
 
 def choose_rows(num_rows: int, dtype: torch.dtype) -> int:

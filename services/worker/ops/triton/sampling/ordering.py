@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 LAST_COLUMN = tl.constexpr(0x7FFFFFFF)
-"""Above every column."""
+"""A number above every column's."""
 LOWEST_KEY = tl.constexpr(-(2**31))
 """Below every key."""
 NO_RANK = tl.constexpr(-(2**63))
