@@ -141,7 +141,7 @@ async def http(brief_model_dir: Path, tmp_path: Path) -> AsyncIterator[HttpServi
         pytest.param(HAYSTACK, "tools[0].function.strict", id="haystack"),
         pytest.param(SMOLAGENTS, None, id="smolagents"),
         pytest.param(SMOLAGENTS_CODE, None, id="smolagents-code"),
-        pytest.param(SEMANTIC_KERNEL, "user, store, metadata", id="semantic-kernel"),
+        pytest.param(SEMANTIC_KERNEL, "user, store, metadata, reasoning_effort", id="semantic-kernel"),
         pytest.param(INSTRUCTOR_TOOLS, None, id="instructor-tools"),
         pytest.param(INSTRUCTOR_SCHEMA, None, id="instructor-schema"),
         pytest.param(INSTRUCTOR_JSON, None, id="instructor-json"),
