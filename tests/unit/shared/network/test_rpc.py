@@ -269,6 +269,28 @@ async def test_a_stream_ends_at_a_message_that_cannot_be_parsed(tmp_path: Path, 
         assert reason_of(status_from_rpc_error(caught.value)) == "INVALID_REQUEST"
 
 
+# Fields of two bytes each, which no message has.
+MANY_FIELDS = b"\x78\x01" * 100_000
+
+
+@pytest.mark.parametrize("internal", [False, True])
+async def test_messages_of_strangers_have_a_bounded_number_of_fields_on_either_port(
+    tmp_path: Path, internal: bool
+) -> None:
+    async with echo_channel(tmp_path, internal=internal) as (_, channel):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary("/grpc.health.v1.Health/Check")(MANY_FIELDS)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert reason_of(status_from_rpc_error(caught.value)) == "INVALID_REQUEST"
+    assert "at most 65536 fields" in (caught.value.details() or "")
+
+
+async def test_messages_of_the_cells_own_services_are_not_counted(tmp_path: Path) -> None:
+    async with echo_channel(tmp_path, internal=True) as (_, channel):
+        exchange = channel.stream_stream("/lockstep.internal.v1.ExchangeService/Exchange")
+        assert await exchange(iter([b"\x0a\x01a" + MANY_FIELDS])).read() == b"a"
+
+
 # Frames of HTTP/2. Source: RFC 9113, sections 3.4, 4.1, 6.5, 6.7 and 6.8.
 SETTINGS, PING, GOAWAY, ACK = 4, 6, 7, 1
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +37,8 @@ COSTLY = (
 )
 # Jinja computes the text while it compiles the template.
 FOLDED = "{% if messages | length > 9 %}{% set x = 'a' * 3000000000 %}{% endif %}plain"
+# As much as any text may be, of what takes longest to be read from JSON.
+LINES = "{{ messages[0].content * 4 }}"
 
 PARENT = """
 import sys
@@ -58,7 +62,7 @@ def chat(content: str, **variables: float) -> JsonObject:
 @pytest.fixture(scope="module")
 def shared_renderer() -> Iterator[TemplateRenderer]:
     """One for all tests, since its server takes seconds to start."""
-    made = TemplateRenderer({COSTLY: False, FOLDED: False}, {"bos_token": "<s>"}, cpu_s=2.0)
+    made = TemplateRenderer({COSTLY: False, FOLDED: False, LINES: False}, {"bos_token": "<s>"}, cpu_s=2.0)
     yield made
     made.close()
 
@@ -186,3 +190,15 @@ def test_they_end_with_their_server_and_that_with_its_parent_or_at_its_wish(caus
         if cause != "server":
             assert psutil.wait_procs([server], timeout=60)[1] == []
         parent.kill()
+
+
+async def test_a_large_render_does_not_hold_the_interpreter(renderer: TemplateRenderer) -> None:
+    content = "a\n" * (MAX_TEXT_BYTES // 2)
+    rendering = asyncio.create_task(asyncio.to_thread(renderer.render, LINES, chat(content)))
+    longest, last = 0.0, time.process_time()
+    while not rendering.done():
+        await asyncio.wait([rendering], timeout=0.001)
+        now = time.process_time()
+        longest, last = max(longest, now - last), now
+    assert await rendering == content * 4
+    assert longest <= 0.05
