@@ -117,7 +117,7 @@ FAMILIES: dict[str, Family | None] = {
         _dsml_pairs,
         quote='<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
         argument='<｜DSML｜parameter name="{}" string="true">',
-        omitted=("</｜DSML｜parameter>", "</｜DSML｜invoke>\n", "</｜DSML｜function_calls>"),
+        omitted=("</｜DSML｜parameter>", "\n</｜DSML｜invoke>", "\n</｜DSML｜function_calls>"),
     ),
     "harmony": Family(_harmony, ("<|call|>",), answer="<|channel|>final<|message|>"),
     "kimi_k2": Family(
