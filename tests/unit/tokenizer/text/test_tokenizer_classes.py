@@ -36,7 +36,6 @@ NAMES = (
     "Qwen3_5Tokenizer",
     "GemmaTokenizerFast",
 )
-VOCABULARIES = ("llama-2", "smollm")
 # What a class reads of its file, and the tokens that are in it.
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
@@ -88,7 +87,9 @@ def test_each_type_has_transformers_class_under_any_name(
     tmp_path: Path, model_type: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    for name, vocabulary in product(NAMES, VOCABULARIES):
+    # One name counts by the vocabulary, too.
+    by_vocabulary = [(name, "llama-2") for name in NAMES if name and name.startswith("LlamaTokenizer")]
+    for name, vocabulary in [*product(NAMES, ["smollm"]), *by_vocabulary]:
         assert_equals_transformers(
             write(tmp_path, vocabulary, fields(model_type=model_type), fields(tokenizer_class=name))
         )
