@@ -139,6 +139,8 @@ CAPABILITIES = (
     Capability("worker_start", 1, ("AttachResponse.start_time", "CellInfo.worker_start_time")),
     # Whoever does not know it goes by `holds_workers`.
     Capability("takes_work", 1, ("SchedulerHeartbeat.takes_work",)),
+    # Where one side does not know them, replicas try their suspects side by side.
+    Capability("trials", 1, ("ExchangeRequest.is_trying", "SchedulerHeartbeat.has_trial")),
     Capability(CONTROLS, 1, ("StepRequest.num_dummy_tokens",)),
     # A worker that does not know it takes every end of its stream for the last.
     Capability(LAST_WORD, 1, ("Heartbeat.is_last",)),

@@ -42,6 +42,7 @@ from services.scheduler.server.failpoint import SubmitFailpoint
 from services.scheduler.server.idle_check import IdleCheck
 from services.scheduler.server.kv_events import KvEvents
 from services.scheduler.server.replica_drains import ReplicaDrains
+from services.scheduler.server.trials import Trials
 from services.scheduler.server.worker_links import WorkerAccess, WorkerLinks
 from shared.errors import InvalidRequestError, NotReadyError, SchedulerLostError, ServiceError, Violation
 from shared.ids import DpRank
@@ -159,6 +160,7 @@ class CellServer:
         )
         self.kv_events = KvEvents(engine)
         self.replica_drains = ReplicaDrains(self._beat_workers, asyncio.get_running_loop().time)
+        self.trials = Trials()
         self.failed = asyncio.Event()
         self.bug: Exception | None = None
         """What ended the cell, if it was a bug."""
@@ -233,6 +235,7 @@ class CellServer:
         """Remove a replica and abort its requests; a second call does nothing."""
         if self._clients.pop(client.number, None) is not None:
             self.replica_drains.unlink(client.number)
+            self.trials.unlink(client.number)
             self.on_event(ClientClosed(client.number))
 
     def flush_prefix_cache(self) -> int:
@@ -356,7 +359,7 @@ class CellServer:
         self._beat_workers()
         heartbeat = self._make_heartbeat()
         for client in self._clients.values():
-            client.beat(heartbeat, now)
+            client.beat(self._address(heartbeat, client), now)
 
     def _beat_workers(self) -> None:
         self._worker_links.beat(self._progress, is_staying=self.replica_drains.is_staying)
@@ -366,13 +369,20 @@ class CellServer:
 
         The heartbeat comes last, so that a replica that uses the cell knows its facts and how busy it is.
         """
-        heartbeat = exchange_pb2.ExchangeResponse(heartbeat=self._make_heartbeat())
+        heartbeat = self._make_heartbeat()
         for client in clients:
             self._send_cell_info(client, now)
-            client.send(heartbeat, now)
+            client.send(exchange_pb2.ExchangeResponse(heartbeat=self._address(heartbeat, client)), now)
 
     def _make_heartbeat(self) -> exchange_pb2.SchedulerHeartbeat:
         return encode_heartbeat(self._progress, self.engine.state())
+
+    def _address(
+        self, heartbeat: exchange_pb2.SchedulerHeartbeat, client: ClientLink
+    ) -> exchange_pb2.SchedulerHeartbeat:
+        """The heartbeat with what only this replica is told."""
+        heartbeat.has_trial = self.trials.is_given_to(client.number)
+        return heartbeat
 
     def _exit(self, exit_: Exit) -> None:
         logger.error("the scheduler exits", extra={"reason": exit_.reason})

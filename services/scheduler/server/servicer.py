@@ -72,6 +72,7 @@ class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
                     logger.info("a replica is linked", extra={"client": client.number, **facts})
                 client.note_alive(is_heartbeat=message.is_heartbeat)
                 self._cell.replica_drains.note(client.number, is_draining=message.is_draining)
+                self._cell.trials.note(client.number, is_trying=message.is_trying)
                 if message.submits or message.stop_ats or message.abort_handles:
                     self._cell.on_event(decode_request(client.number, message))
 

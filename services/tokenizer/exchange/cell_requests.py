@@ -135,7 +135,11 @@ class CellRequests:
         self._on_scheduler(cell_info.scheduler_instance_id)
         self._fail_each(self._ledger.on_cell(cell_info.exact_fingerprint, _common_introduction(cell_info)))
         self.stream = stream
-        self._stream_number, handles = self._ledger.open_stream(time.monotonic())
+        waits_for_trial = stream.has_trial is not None
+        self._stream_number, handles = self._ledger.open_stream(time.monotonic(), waits_for_trial=waits_for_trial)
+        if self._ledger.is_trying:
+            # It asks for the trial at once.
+            stream.beat()
         self._arm_timer()
         delays = sorted(_random.uniform(0.0, LONGEST_JITTER_S) for _ in handles)
         for handle, delay in zip(handles, delays, strict=True):
@@ -166,9 +170,9 @@ class CellRequests:
             self._arm_timer()
 
     def note_heard(self, stream: SchedulerStream) -> None:
-        """A stream's scheduler was heard: if it is the current one, a control may be over."""
-        if stream is self.stream and self._ledger.is_controlling:
-            self._ledger.note_heard(time.monotonic())
+        """A stream's scheduler was heard: if it is the current one, a trial may begin, or a control be over."""
+        if stream is self.stream and self._ledger.is_trying:
+            self._ledger.note_heard(time.monotonic(), has_trial=stream.has_trial is not False)
             self._submit_released()
 
     def fail_all(self, error: ServiceError) -> None:

@@ -125,14 +125,18 @@ class RequestLedger:
             return []
         return self._fail(guilty, PoisonRequestError("the scheduler died each time it received the request"))
 
-    def open_stream(self, now: float) -> tuple[int, list[RequestHandle]]:
+    def open_stream(self, now: float, *, waits_for_trial: bool = False) -> tuple[int, list[RequestHandle]]:
         """Make a new stream the current one: its scheduler is ready.
+
+        Args:
+            now: The time.
+            waits_for_trial: Whether the scheduler says when suspects may be tried; see `note_heard`.
 
         Returns:
             Its number, and the handles to submit on it, in order: requests with output first, then by age.
         """
         self._detach()
-        self._suspects.begin_stream(now)
+        self._suspects.begin_stream(now, waits_for_trial=waits_for_trial)
         self._suspects.take_change()
         self._has_stream = True
         self._stream += 1
@@ -171,9 +175,16 @@ class RequestLedger:
         if not self._has_stream and now - self._alive_at >= self._lost_after_s:
             raise SchedulerLostError("the cell's scheduler was lost")
 
-    def note_heard(self, now: float) -> None:
-        """The current stream's scheduler was heard, which may end a control; see `take_released`."""
+    def note_heard(self, now: float, *, has_trial: bool = True) -> None:
+        """The current stream's scheduler was heard, which may begin a trial or end a control; see `take_released`.
+
+        Args:
+            now: The time.
+            has_trial: Whether the scheduler lets this replica try its suspects.
+        """
         if self._has_stream:
+            if has_trial:
+                self._suspects.give_trial(now)
             self._suspects.note_alive(now)
 
     def note_scheduler_alive(self, now: float) -> None:

@@ -159,7 +159,7 @@ class SchedulerClient:
 
     def open(self) -> SchedulerStream:
         """Begin a stream to one of the schedulers, for as long as `on_end` has not ended it."""
-        stream = SchedulerStream(self.requests.make_submit)
+        stream = SchedulerStream(self.requests.make_submit, lambda: self.requests.is_trying)
         if self._is_draining:
             stream.announce_drain()
         self._streams.append(stream)

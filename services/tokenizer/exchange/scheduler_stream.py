@@ -43,11 +43,17 @@ class SchedulerStream:
     What is to be sent is collected while the last message is being sent. Heartbeats go both ways, to a standby too.
     """
 
-    def __init__(self, make_submit: Callable[[RequestHandle], exchange_pb2.Submit | None]) -> None:
+    def __init__(
+        self,
+        make_submit: Callable[[RequestHandle], exchange_pb2.Submit | None],
+        is_trying: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Prepare a stream; `run` does it.
 
-        `make_submit` is called just before a message is sent, so that ages and outputs are current; None submits
-        nothing.
+        Args:
+            make_submit: Called just before a message is sent, so that ages and outputs are current; None submits
+                nothing.
+            is_trying: Whether this replica has suspects to try; every message says it.
         """
         # When the scheduler was last heard from, in seconds of `time.monotonic`; initially when the stream was made.
         self.heard_at = time.monotonic()
@@ -56,12 +62,15 @@ class SchedulerStream:
         """How busy the cell is; None before the first heartbeat."""
         self.channel: grpc.aio.Channel | None = None
         """The connection that it is on; None before `run`."""
+        self.has_trial: bool | None = None
+        """Whether the scheduler lets this replica try its suspects now; None if it gives out no trials."""
         self.has_answered = False
         """Whether the scheduler has said something, and can be used."""
         self.left: asyncio.Future[StreamEnd] = asyncio.get_running_loop().create_future()
         """How this side has ended the stream."""
         self._said_it_holds = self._said_it_takes_work = False
         self._make_submit = make_submit
+        self._is_trying = is_trying
         self._is_closed = False
         self._submits: deque[RequestHandle] = deque()
         self._stop_ats: list[exchange_pb2.StopAt] = []
@@ -99,6 +108,7 @@ class SchedulerStream:
         """The scheduler has said whether it holds workers now, whether they take work, and how busy they are."""
         self.load = heartbeat.load
         self._said_it_holds = self.cell_info is not None and heartbeat.holds_workers
+        self.has_trial = heartbeat.has_trial if heartbeat.HasField("has_trial") else None
         self._said_it_takes_work = heartbeat.takes_work or not heartbeat.HasField("takes_work")
 
     def submit(self, handle: RequestHandle) -> None:
@@ -226,6 +236,7 @@ class SchedulerStream:
             abort_handles=encode_handles(self._aborts[:_ABORTS_PER_MESSAGE]),
             is_heartbeat=self._is_beat_due,
             is_draining=self._is_draining,
+            is_trying=self._is_trying(),
         )
         self._stop_ats, self._aborts, self._is_beat_due = [], self._aborts[_ABORTS_PER_MESSAGE:], False
         num_bytes = 0

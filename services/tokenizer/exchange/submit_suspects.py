@@ -27,7 +27,10 @@ _random = secrets.SystemRandom()
 class _Accusations:
     num: int = 0
     longest_life_s: float = 0.0
-    """The longest time from ready to death among the schedulers that died of it, if it is guilty."""
+    """The longest time to death among the schedulers that died of it, if it is guilty.
+
+    From ready, or from when its trial could begin.
+    """
 
     def add(self, life_s: float) -> None:
         self.num += 1
@@ -56,6 +59,10 @@ class SubmitSuspects:
         death 5       A                A                none: control
         death 6       A                A: guilty        B, then C D
 
+    Another replica's trial would look the same as this one's: deaths that its request causes would be laid to ours. So
+    the scheduler gives the trial to one replica at a time, if it can: until then nothing is submitted, and a death says
+    nothing of the suspects.
+
     The guilty request is found after at most 4 + ⌈log2(suspects)⌉ deaths. Deaths with other causes only cost time, as
     long as a token arrives between one death and the next. If three controls in a row die, with no token in between,
     waiting is hopeless.
@@ -75,7 +82,9 @@ class SubmitSuspects:
         self._handle_to_accusations: dict[RequestHandle, _Accusations] = {}
         self._waiting: Bisection[RequestHandle] = Bisection()
         self._trial: set[RequestHandle] = set()
-        self._ready_at = 0.0
+        # When the scheduler was ready, or let this replica try its suspects.
+        self._begun_at = 0.0
+        self._has_trial = True
         # The control's duration; None while there is none.
         self._control_s: float | None = None
         # Whether the request on trial has been alone twice, and a control lived: one more death proves its guilt.
@@ -105,7 +114,7 @@ class SubmitSuspects:
 
     def may_submit(self, handle: RequestHandle) -> bool:
         """Whether a request may be submitted now."""
-        return not self._trial or (handle in self._trial and not self.is_controlling)
+        return not self._trial or (handle in self._trial and self._has_trial and not self.is_controlling)
 
     def open(self, handle: RequestHandle, now: float) -> None:
         """A request is submitted."""
@@ -139,14 +148,26 @@ class SubmitSuspects:
         times = [since for handle, since in self._handle_to_submitted_at.items() if handle in self._trial]
         return min(times) + SUSPICION_S if times else None
 
-    def begin_stream(self, now: float) -> None:
-        """A scheduler is ready: forget the open submits, without judging their requests; a control starts again."""
+    def begin_stream(self, now: float, *, waits_for_trial: bool = False) -> None:
+        """A scheduler is ready: forget the open submits, without judging their requests; a control starts again.
+
+        Args:
+            now: The time.
+            waits_for_trial: Whether suspects may be tried only after `give_trial`.
+        """
         self._handle_to_submitted_at.clear()
-        self._ready_at = now
+        self._begun_at = now
+        self._has_trial = not waits_for_trial
+
+    def give_trial(self, now: float) -> None:
+        """The scheduler lets this replica try its suspects; a second call changes nothing."""
+        if not self._has_trial:
+            self._has_trial, self._begun_at = True, now
+            self._has_changed = True
 
     def note_alive(self, now: float) -> None:
         """The scheduler was heard. If that ends a control, the accused is tried alone for the last time."""
-        if self._control_s is not None and now >= self._ready_at + self._control_s:
+        if self._has_trial and self._control_s is not None and now >= self._begun_at + self._control_s:
             self._control_s, self._is_last_trial, self._num_dead_controls = None, True, 0
             self._has_changed = True
 
@@ -156,6 +177,8 @@ class SubmitSuspects:
         Returns:
             The guilty request, which the caller must end; None while it is not known.
         """
+        if self._trial and not self._has_trial:
+            return None
         if self.is_controlling:
             self._acquit_all()
             self._num_dead_controls += 1
@@ -164,7 +187,7 @@ class SubmitSuspects:
         accused = list(self._handle_to_submitted_at)
         self._handle_to_submitted_at.clear()
         for handle in accused:
-            self._handle_to_accusations.setdefault(handle, _Accusations()).add(died_at - self._ready_at)
+            self._handle_to_accusations.setdefault(handle, _Accusations()).add(died_at - self._begun_at)
         suspects = [handle for handle in accused if self._handle_to_accusations[handle].num >= _MIN_ACCUSATIONS]
         if not suspects:
             return None

@@ -46,6 +46,13 @@ class ReplicaStream:
         message: exchange_pb2.ExchangeResponse = response
         return message
 
+    async def read_heartbeat(self) -> exchange_pb2.SchedulerHeartbeat:
+        """The next heartbeat; other responses before it are dropped."""
+        while not (response := await self._call.read()).HasField("heartbeat"):
+            pass
+        heartbeat: exchange_pb2.SchedulerHeartbeat = response.heartbeat
+        return heartbeat
+
     async def write(self, request: exchange_pb2.ExchangeRequest) -> None:
         """Send a request."""
         await self._call.write(request)

@@ -168,6 +168,8 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer, scheduler_pb2_grpc
         is_silent: Set to True to stop sending heartbeats.
         holds_workers: What heartbeats say after the cell info.
         takes_work: Likewise, while it holds workers; None as a scheduler that does not know the field.
+        has_trial: What heartbeats say; None as a scheduler that gives out no trials.
+        is_trying: What the last message said.
         load: What every heartbeat says.
         state: What it tells.
         states_asked: Has one entry per call for the state.
@@ -184,6 +186,8 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer, scheduler_pb2_grpc
         self.is_silent = False
         self.holds_workers = True
         self.takes_work: bool | None = True
+        self.has_trial: bool | None = None
+        self.is_trying = False
         self.load = exchange_pb2.CellLoad()
         self.state = scheduler_pb2.GetStateResponse()
         self.states_asked: asyncio.Queue[None] = asyncio.Queue()
@@ -263,7 +267,11 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer, scheduler_pb2_grpc
         holds_workers = self.holds_workers and stream.is_attached
         takes_work = None if self.takes_work is None else self.takes_work and holds_workers
         heartbeat = exchange_pb2.SchedulerHeartbeat(
-            progress=progress, holds_workers=holds_workers, load=self.load, takes_work=takes_work
+            progress=progress,
+            holds_workers=holds_workers,
+            load=self.load,
+            takes_work=takes_work,
+            has_trial=self.has_trial,
         )
         return exchange_pb2.ExchangeResponse(heartbeat=heartbeat)
 
@@ -278,6 +286,7 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer, scheduler_pb2_grpc
             if request.is_heartbeat:
                 self.heartbeats.put_nowait(None)
             request.ClearField("introduction")
+            self.is_trying = request.is_trying
             self.num_messages += request != _HEARTBEAT
             for submit in request.submits:
                 self.submits.put_nowait(submit)

@@ -234,7 +234,7 @@ async def test_a_replica_learns_at_once_whether_the_cell_is_ready_and_how_busy_i
         assert cell_info.cell_info.num_pool_tokens == 1024
         load = exchange_pb2.CellLoad(num_blocks=64, block_size=16)
         assert heartbeat.heartbeat == exchange_pb2.SchedulerHeartbeat(
-            progress=heartbeat.heartbeat.progress, holds_workers=True, load=load, takes_work=True
+            progress=heartbeat.heartbeat.progress, holds_workers=True, load=load, takes_work=True, has_trial=False
         )
 
 

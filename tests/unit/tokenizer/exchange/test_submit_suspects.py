@@ -260,6 +260,50 @@ def test_a_death_before_the_accused_was_submitted_again_proves_nothing() -> None
     assert die(suspects, [1], 120.0) == 1
 
 
+def test_suspects_wait_for_the_trial_that_the_scheduler_gives_and_no_death_before_it_speaks_against_them() -> None:
+    suspects = Suspects()
+    for _ in range(2):
+        die(suspects, [1, 2])
+    for _ in range(5):
+        suspects.begin_stream(0.0, waits_for_trial=True)
+        assert tried(suspects, [1, 2, 3]) == []
+        suspects.note_alive(60.0)
+        assert suspects.accuse(60.0) is None
+    suspects.begin_stream(100.0, waits_for_trial=True)
+    suspects.take_change()
+    suspects.give_trial(130.0)
+    assert suspects.take_change()
+    assert tried(suspects, [1, 2, 3]) == [1]
+    suspects.open(1, 130.0)
+    suspects.note_token(1)
+    assert tried(suspects, [1, 2, 3]) == [2]
+    suspects.open(2, 131.0)
+    suspects.note_token(2)
+    assert tried(suspects, [1, 2, 3]) == [1, 2, 3]
+
+
+def test_a_control_begins_with_the_trial_and_what_died_before_it_was_none() -> None:
+    suspects = control_one()
+    for _ in range(4):
+        suspects.begin_stream(100.0, waits_for_trial=True)
+        suspects.note_alive(200.0)
+        assert suspects.is_controlling
+        assert suspects.accuse(200.0) is None
+    assert not suspects.is_hopeless
+    suspects.begin_stream(300.0, waits_for_trial=True)
+    suspects.give_trial(350.0)
+    suspects.note_alive(351.9)
+    assert suspects.is_controlling
+    suspects.note_alive(352.0)
+    assert tried(suspects, [1, 2]) == [1]
+
+
+def test_requests_without_suspects_wait_for_no_trial() -> None:
+    suspects = Suspects()
+    suspects.begin_stream(0.0, waits_for_trial=True)
+    assert tried(suspects, [1, 2]) == [1, 2]
+
+
 def test_three_dead_controls_in_a_row_are_hopeless() -> None:
     suspects = Suspects()
     for num_dead in range(3):

@@ -17,6 +17,7 @@ from services.tokenizer.server.servicer import TOKENIZER_SERVICE
 from shared.network.health import Health
 from shared.network.probes import Probes
 from tests.support.system.ports import free_port
+from tests.support.tokenizer.exchange_peer import Row
 from tests.support.tokenizer.tokenizer_service import Service, run_tokenizer_service
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -118,6 +119,38 @@ async def trial_of_a_request(service: Service) -> object:
     return call
 
 
+async def trial_of_another_replica(service: Service) -> object:
+    """The scheduler lets another replica try its requests first."""
+    service.peer.has_trial = False
+    await service.link()
+    call, submit = await service.begin(tokenizer_pb2.GenerateRequest(text="The fox"))
+    for number in range(2):
+        service.peer.break_stream()
+        await service.peer.ended_streams.get()
+        service.peer.cell_info.scheduler_instance_id = f"next instance {number}"
+        service.peer.attach()
+        if not number:
+            submit = await service.peer.submits.get()
+    await service.until_health_is(NOT_SERVING)
+    while not service.peer.is_trying:
+        await service.peer.heartbeats.get()
+    assert service.peer.submits.empty()
+    assert submit.attempt == 2
+    return call
+
+
+async def trial_is_given(service: Service) -> object:
+    call = await trial_of_another_replica(service)
+    service.peer.has_trial = True
+    submit = await service.peer.submits.get()
+    assert submit.attempt == 3
+    service.peer.send(Row(submit.handle, 0, [5]))
+    await service.until_health_is(SERVING)
+    while service.peer.is_trying:
+        await service.peer.heartbeats.get()
+    return call
+
+
 async def next_scheduler_without_ranks(service: Service) -> None:
     await no_scheduler(service)
     while not service.peers[1].num_streams:
@@ -152,6 +185,8 @@ STATES: dict[str, tuple[Callable[[Service], Awaitable[object]], bool, bool, bool
     "older scheduler": (older_scheduler, True, True, True),
     "older scheduler without ranks": (older_scheduler_without_ranks, False, True, False),
     "trial of a request": (trial_of_a_request, False, True, False),
+    "trial of another replica": (trial_of_another_replica, False, True, False),
+    "trial is given": (trial_is_given, True, True, True),
     "next scheduler without ranks": (next_scheduler_without_ranks, False, True, False),
     "ranks are back": (ranks_are_back, True, True, True),
     "loading": (loading, False, False, False),
