@@ -25,7 +25,7 @@ _HEAD_DIM = 128
 
 
 def load_qwen2_vl(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """A Qwen2; the same in 2.5. Load a rank's part of the model; raises as `ModelLoader` says."""
+    """Load a rank's part of the model, a Qwen2 in both versions; raises as `ModelLoader` says."""
     return load_qwen2(config, shard, default_theta=_THETA_OF_2, default_first=_MAX_WINDOW_LAYERS)
 
 
