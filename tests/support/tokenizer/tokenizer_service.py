@@ -22,7 +22,7 @@ from services.tokenizer.server.servicer import TOKENIZER_SERVICE
 from services.tokenizer.service import serve
 from shared.model_dir import model_digest
 from shared.network.rpc import make_channel, make_server
-from shared.process.lifecycle import StopRequest
+from shared.process.lifecycle import ANSWERS_CUT, StopRequest
 from shared.wire import introduce_self
 from tests.support.models.tiny_tokenizer import CONTEXT_LENGTH, IM_END_ID, VOCABULARY_SIZE
 from tests.support.tokenizer.chat_templates import make_local_renderer
@@ -138,7 +138,7 @@ async def run_tokenizer_service(
             exit_code = await task
             for peer_server in peer_servers:
                 await peer_server.stop(grace=0)
-    assert exit_code == 0
+    assert exit_code in {0, ANSWERS_CUT}
 
 
 async def read_rest(call: Any) -> tuple[str, list[int], tokenizer_pb2.Finish]:
