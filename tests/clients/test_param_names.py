@@ -41,7 +41,7 @@ OF_REFUSED_TYPES = {"tool_choice.server_label"}
 
 def names_in(client: str, kind: str) -> list[str]:
     """The names of the library's type."""
-    program = [environment_of(client) / "bin" / "python", TESTS / "clients" / "param_names.py", kind]
+    program = [str(environment_of(client) / "bin" / "python"), str(TESTS / "clients" / "param_names.py"), kind]
     done = subprocess.run(program, capture_output=True, text=True, check=True)
     names: dict[str, list[str]] = json.loads(done.stdout)
     return names[kind]
