@@ -17,8 +17,9 @@ class WaitWatch:
     def __init__(self, bound_s: float | None) -> None:
         self._bound_s = bound_s
         self._computed_at: float | None = None
-        # Since when every check has found the cell without workers.
+        # Since when every check has found the cell without workers, without the time when the scheduler was stopped.
         self._lost_at: float | None = None
+        self._last_beat_at: float | None = None
 
     def note_result(self, now: float) -> None:
         """A step has returned."""
@@ -51,10 +52,12 @@ class WaitWatch:
 
     def check_rest(self, live: Iterable[Entry], now: float, *, is_attached: bool, last_beat_at: float) -> None:
         """Check that nothing waits for longer than the bound."""
+        pause_s = 0.0 if self._last_beat_at is None else max(0.0, last_beat_at - self._last_beat_at - _BEAT_S)
+        self._last_beat_at = last_beat_at
         if is_attached or self._bound_s is None:
             self._lost_at = None
             return
-        self._lost_at = now if self._lost_at is None else self._lost_at
+        self._lost_at = now if self._lost_at is None else self._lost_at + pause_s
         for entry in live:
             waited_s = last_beat_at - max(self._lost_at, entry.taken_in_at)
             assert waited_s < self._bound_s + _BEAT_S, "it waits for too long"
