@@ -80,7 +80,7 @@ class Order:
 
 
 def rows() -> list[Any]:
-    """All rows; the fast suite has that which nobody had thought of, and rows that are like others are proofs."""
+    """All rows; the fast suite has the one that had not been thought of, and rows that are like others are proofs."""
     params = []
     deaths = ("scheduler", "worker", "tokenizer")
     for layout, asked, death, dies_before in itertools.product(LAYOUTS, ASKED, deaths, (True, False)):

@@ -254,7 +254,7 @@ def test_a_key_that_nothing_is_known_of_is_named_once(
     first = next(iter(SMALL_CONFIGS[architecture].values()))
     make_config(architecture, {**first, **REQUIRED.get(architecture, {})}).save_pretrained(tmp_path)
     path = tmp_path / CONFIG
-    # As transformers writes it, and with keys of nobody's: a null is none, and a long name is cut.
+    # As transformers writes it, and with unknown keys: one that is null is not named, and a long name is cut.
     plain = {**json.loads(path.read_text()), "architectures": [architecture]}
     new = {"residual_multiplier": 0.5, "x" * 1000: {"a": "secret"}, "absent": None, "_private": 1}
     text: dict[str, object] = {**plain.get("text_config", {}), "new_gate": 2}

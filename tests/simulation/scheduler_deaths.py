@@ -40,11 +40,11 @@ class Plan:
     """From a request's submit to its token, up to a fifth less or more."""
     num_replicas: int = 1
     num_requests: int = 6
-    """Of each replica; none ends during the run."""
+    """Requests of each replica; none ends during the run."""
     num_deaths: int = 10
     """Deaths of another cause than requests."""
     mean_life_s: float = 6.0
-    """Of the schedulers that die so, from ready to death; exponential."""
+    """Mean seconds from ready to death of the schedulers that die so; exponential."""
     num_poisons: int = 0
     """Requests that kill the scheduler, each of another replica as far as there are enough."""
     kill_share: float = 0.5

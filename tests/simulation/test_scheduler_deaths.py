@@ -31,7 +31,7 @@ def check_outside(name: str, num_runs: int) -> None:
 
 
 def check_poisons(name: str, num_runs: int, *, num_dying_triers: int = 0) -> None:
-    """Check that each poison is found, and nobody else is blamed."""
+    """Check that each poison is found, and no other request is blamed."""
     plan = replace(POISONS[name], num_dying_triers=num_dying_triers)
     for seed in range(num_runs):
         outcome = Deaths(plan, seed).run()

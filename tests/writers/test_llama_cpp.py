@@ -1,5 +1,5 @@
 """What llama.cpp's converter and quantiser write of every architecture that we serve: it is imported and computes the
-same, or it is refused for a reason that stands here.
+same, or it is refused for a reason given here.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """What quantisers write of a small model in every scheme that they have: it has the values that their own library reads
-and computes the same, or it is refused for a reason that stands here.
+and computes the same, or it is refused for a reason given here.
 """
 
 from __future__ import annotations

@@ -157,12 +157,17 @@ def quoting(name: str) -> st.SearchStrategy[str]:
     return st.lists(st.sampled_from(tags), min_size=1, max_size=5).map("\nx\n".join).map(lambda text: f"x{text}\nx")
 
 
+def check_quoted_tags(name: str, data: st.DataObject) -> None:
+    """Read texts that quote tags as they were written."""
+    values = st.dictionaries(st.sampled_from(TEXTS), quoting(name), min_size=1)
+    check_text(name, data.draw(values), data)
+
+
 @pytest.mark.parametrize("name", TAGGED)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_a_quoted_tag_is_text(name: str, data: st.DataObject) -> None:
-    values = st.dictionaries(st.sampled_from(TEXTS), quoting(name), min_size=1)
-    check_text(name, data.draw(values), data)
+    check_quoted_tags(name, data)
 
 
 @pytest.mark.proof
@@ -170,5 +175,4 @@ def test_a_quoted_tag_is_text(name: str, data: st.DataObject) -> None:
 @settings(max_examples=3000, deadline=None)
 @given(data=st.data())
 def test_many_more_quoted_tags(name: str, data: st.DataObject) -> None:
-    values = st.dictionaries(st.sampled_from(TEXTS), quoting(name), min_size=1)
-    check_text(name, data.draw(values), data)
+    check_quoted_tags(name, data)

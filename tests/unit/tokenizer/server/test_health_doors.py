@@ -105,15 +105,20 @@ async def older_scheduler_without_ranks(service: Service) -> None:
     await service.until_health_is(NOT_SERVING)
 
 
+async def replace_scheduler(service: Service, number: int) -> None:
+    """The scheduler dies, and the next one is linked."""
+    service.peer.break_stream()
+    await service.peer.ended_streams.get()
+    service.peer.cell_info.scheduler_instance_id = f"next instance {number}"
+    service.peer.attach()
+
+
 async def trial_of_a_request(service: Service) -> object:
     """Two schedulers have died with the same request."""
     await service.link()
     call, _ = await service.begin(tokenizer_pb2.GenerateRequest(text="The fox"))
     for number in range(2):
-        service.peer.break_stream()
-        await service.peer.ended_streams.get()
-        service.peer.cell_info.scheduler_instance_id = f"next instance {number}"
-        service.peer.attach()
+        await replace_scheduler(service, number)
         await service.peer.submits.get()
     await service.until_health_is(NOT_SERVING)
     return call
@@ -125,10 +130,7 @@ async def trial_of_another_replica(service: Service) -> object:
     await service.link()
     call, submit = await service.begin(tokenizer_pb2.GenerateRequest(text="The fox"))
     for number in range(2):
-        service.peer.break_stream()
-        await service.peer.ended_streams.get()
-        service.peer.cell_info.scheduler_instance_id = f"next instance {number}"
-        service.peer.attach()
+        await replace_scheduler(service, number)
         if not number:
             submit = await service.peer.submits.get()
     await service.until_health_is(NOT_SERVING)
