@@ -93,6 +93,7 @@ async def test_features_that_need_a_missing_token_are_logged_at_start_and_refuse
             json_request = Request(text="The fox", structured_output=Form(json_schema='{"type": "integer"}'))
             call, _ = await service.begin(json_request)
             call.cancel()
+            await service.peer.aborts.get()
     (warning,) = caplog.records
     assert "tokens that the model does not" in warning.message
     assert (warning.__dict__["num_unknown"], warning.__dict__["unknown"]) == (2, "420 <call>, 421 </call>")
@@ -115,6 +116,7 @@ async def test_structured_output_that_the_library_cannot_compile_is_logged_at_st
                 Request(text="The fox", sampling=common_pb2.SamplingParams(min_tokens=2, max_tokens=3))
             )
             call.cancel()
+            await service.peer.aborts.get()
             assert submit.max_tokens == 3
     (warning,) = caplog.records
     assert "structured output" in warning.message
