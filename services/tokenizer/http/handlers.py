@@ -1,0 +1,245 @@
+"""What the routes of the HTTP API do."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+from aiohttp import web
+from google.protobuf.json_format import MessageToJson
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from lockstep.v1 import scheduler_pb2
+from services.tokenizer.exchange.cell_state import CellState
+from services.tokenizer.http.anthropic_errors import is_anthropics
+from services.tokenizer.http.backend import Backend
+from services.tokenizer.http.calls import JSON, ApiCall, Route
+from services.tokenizer.http.connections.access import Access
+from services.tokenizer.http.connections.bodies import read_body
+from services.tokenizer.http.connections.boundary import REQUEST_ID, Handler, log_facts
+from services.tokenizer.http.connections.clients import check_room, find_client
+from services.tokenizer.http.errors import any_error
+from services.tokenizer.http.messages.request import read_count_request
+from services.tokenizer.http.openapi import make_openapi
+from services.tokenizer.http.refusals import HttpError, invalid_field
+from services.tokenizer.http.requests.api_request import ApiRequest
+from services.tokenizer.http.requests.token_requests import read_detokenize_request, read_tokenize_request
+from services.tokenizer.json.json_values import JsonObject
+from services.tokenizer.tracing.request_trace import RequestTrace, traced
+from shared.client_keys import Client
+from shared.errors import TenantLimitError, UnauthenticatedError
+from shared.fair_room import FairRoom
+from shared.limits import check_token_ids
+from shared.release import find_release
+
+CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES_PATH, RESPONSES_PATH = "/v1/messages", "/v1/responses"
+
+
+class Reader(Protocol):
+    """Reads a route's requests."""
+
+    def __call__(self, value: JsonObject, request_id: str, *, is_lenient: bool) -> ApiRequest:
+        """Read a request, which the cell knows by `request_id`; raises `HttpError`. See `read_request`."""
+
+
+class Handlers:
+    """The handlers of all routes."""
+
+    def __init__(self, backend: Backend, access: Access, registry: CollectorRegistry) -> None:
+        self._backend = backend
+        self._access = access
+        self._registry = registry
+        self._cell_state = CellState(backend.scheduler.channel)
+        self._created = int(time.time())
+
+    def admit(self, request: web.Request, open_requests: FairRoom) -> Client:
+        """Who sends a request; see `find_client` and `check_room`. A refused completion is counted."""
+        try:
+            client = find_client(self._backend.client_keys, request)
+            check_room(client, open_requests)
+            return client
+        except (UnauthenticatedError, TenantLimitError) as error:
+            if request.path in (CHATS, COMPLETIONS, MESSAGES_PATH, RESPONSES_PATH):
+                self._backend.totals.count_failure(error.reason)
+            raise
+
+    def answer(self, route: Route, read: Reader) -> Handler:
+        """Continue the prompts of a request."""
+
+        async def serve(request: web.Request, trace: RequestTrace | None) -> web.StreamResponse:
+            try:
+                api = await self._read(request, read)
+            except HttpError as error:
+                self._backend.totals.count_failure(error.code.upper())
+                if trace is not None:
+                    trace.failure = error.code.upper()
+                raise
+            try:
+                call = ApiCall(self._backend, route, request, api, facts=log_facts(request), trace=trace)
+                return await call.serve()
+            except Exception as error:  # noqa: BLE001 - this is the HTTP boundary
+                # Here the fields have the names of this API.
+                raise any_error(error, api.names) from None
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            with traced(self._backend.tracer, route.operation, partial(_values_of, request)) as trace:
+                return await serve(request, trace)
+
+        return handle
+
+    async def _read(self, request: web.Request, read: Reader) -> ApiRequest:
+        """Read a request's body; raises as `read_body`."""
+        is_lenient = self._backend.is_lenient
+        return await read_body(request, partial(read, request_id=request[REQUEST_ID], is_lenient=is_lenient))
+
+    def render(self, read: Reader) -> Handler:
+        """Show the prompts as the model reads them."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            api = await self._read(request, read)
+            try:
+                self._backend.check_model(api.model)
+                rendered = [await self._backend.render(prompt) for prompt in api.prompts]
+            except Exception as error:  # noqa: BLE001 - this is the HTTP boundary
+                raise any_error(error, api.names) from None
+            prompts = [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in rendered]
+            return _json({"model": self._backend.model_names[0], "prompts": prompts})
+
+        return handle
+
+    async def count_tokens(self, request: web.Request) -> web.StreamResponse:
+        """Count the tokens of the prompt that a message would have."""
+        api = await self._read(request, read_count_request)
+        try:
+            self._backend.check_model(api.model)
+            [(_, token_ids)] = [await self._backend.render(prompt) for prompt in api.prompts]
+        except Exception as error:  # noqa: BLE001 - this is the HTTP boundary
+            raise any_error(error, api.names) from None
+        return _json({"input_tokens": len(token_ids)})
+
+    async def tokenize(self, request: web.Request) -> web.StreamResponse:
+        """Encode a text or a chat."""
+        asked = await read_body(request, partial(read_tokenize_request, is_lenient=self._backend.is_lenient))
+        cell = self._backend.cell()
+        self._backend.check_model(asked.model)
+        try:
+            _, token_ids = await self._backend.render(asked.prompt, add_special_tokens=asked.add_special_tokens)
+        except Exception as error:  # noqa: BLE001 - this is the HTTP boundary
+            raise any_error(error, asked.names) from None
+        strings = [self._backend.token_text(token_id) for token_id in token_ids]
+        return _json(
+            {
+                "count": len(token_ids),
+                "max_model_len": cell.limits.context_length,
+                "tokens": token_ids,
+                "token_strs": strings if asked.has_strings else None,
+            }
+        )
+
+    async def detokenize(self, request: web.Request) -> web.StreamResponse:
+        """Decode token ids."""
+        fields = await read_body(request, partial(read_detokenize_request, is_lenient=self._backend.is_lenient))
+        limits = self._backend.cell().limits
+        self._backend.check_model(fields.model)
+        token_ids = np.frombuffer(fields.token_ids, np.uint32)
+        if token_ids.size > limits.context_length:
+            raise invalid_field("tokens", f"must have at most {limits.context_length} (the context length)")
+        check_token_ids(token_ids, limits.logits_width, field="tokens")
+        return _json({"prompt": await self._backend.model.prompts.decode(token_ids)})
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        """List the model, once by each of its names."""
+        if is_anthropics(request):
+            names = self._backend.model_names
+            models = [self._anthropic_model(name) for name in names]
+            return _json({"data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]})
+        return _json({"object": "list", "data": [self._model(name) for name in self._backend.model_names]})
+
+    async def model(self, request: web.Request) -> web.StreamResponse:
+        """Describe the model."""
+        name = request.match_info["id"]
+        self._backend.check_model(name)
+        return _json(self._anthropic_model(name) if is_anthropics(request) else self._model(name))
+
+    async def health(self, _request: web.Request) -> web.StreamResponse:
+        """Say whether a request would be computed now."""
+        self._backend.check_health()
+        return web.Response()
+
+    async def ready(self, _request: web.Request) -> web.StreamResponse:
+        """Say whether a balancer should send clients here, as on the management port."""
+        self._backend.check_ready()
+        return web.Response()
+
+    async def ping(self, _request: web.Request) -> web.StreamResponse:
+        """Say that the process is alive."""
+        return web.Response()
+
+    async def version(self, _request: web.Request) -> web.StreamResponse:
+        """Tell the release."""
+        return _json({"version": find_release()})
+
+    async def metrics(self, _request: web.Request) -> web.StreamResponse:
+        """Show the metrics of the management port."""
+        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    def has_state(self, request: web.Request) -> bool:
+        """Whether the state is served: by keys to operators, else to this machine alone."""
+        return self._backend.client_keys is not None or self._access.is_local(request)
+
+    async def state(self, request: web.Request) -> web.StreamResponse:
+        """Tell the cell's state, in protobuf's JSON form, with fields that are 0.
+
+        Without keys it names no tenants: those of a scheduler that has keys are not everybody's to know.
+        """
+        if not self.has_state(request):
+            raise web.HTTPNotFound
+        state = await self._cell_state.read()
+        if self._backend.client_keys is None:
+            public = scheduler_pb2.GetStateResponse()
+            public.CopyFrom(state)
+            public.ClearField("tenants")
+            state = public
+        return web.Response(text=MessageToJson(state, always_print_fields_with_no_presence=True), content_type=JSON)
+
+    async def openapi(self, request: web.Request) -> web.StreamResponse:
+        """Describe this API."""
+        needs_keys, has_state = self._backend.client_keys is not None, self.has_state(request)
+        return _json(make_openapi(find_release(), needs_keys=needs_keys, has_state=has_state))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "lockstep",
+            "root": self._backend.model.name,
+            "parent": None,
+            "max_model_len": self._backend.cell().limits.context_length,
+        }
+
+    def _anthropic_model(self, name: str) -> dict[str, Any]:
+        context_length = self._backend.cell().limits.context_length
+        return {
+            "type": "model",
+            "id": name,
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(self._created, UTC).isoformat().replace("+00:00", "Z"),
+            "lifecycle": "active",
+            "max_input_tokens": context_length,
+            "max_tokens": context_length,
+        }
+
+
+def _values_of(request: web.Request, header: str) -> list[str]:
+    return request.headers.getall(header, [])
+
+
+def _json(value: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type=JSON)
