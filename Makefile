@@ -98,7 +98,7 @@ BEFORE ?= $(shell git rev-parse --verify --quiet origin/main || git rev-parse --
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run demo test test-unit test-slow test-clients test-writers proofs coverage simulate format lint lint-changes protos settings metrics chart locks dist chart-package parity chaos bench bench-peers bench-cpu bench-quality bench-drafts bench-lockstep bench-interference bench-gpu gpu-pack gpu-proofs clean
+.PHONY: help run demo test test-unit test-slow test-clients test-writers proofs coverage simulate format lint lint-changes protos settings metrics routes chart locks dist chart-package parity chaos bench bench-peers bench-cpu bench-quality bench-drafts bench-lockstep bench-interference bench-gpu gpu-pack gpu-proofs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' Makefile
@@ -213,6 +213,9 @@ settings: $(INSTALLED) $(STUBS) ## write the tables in services/SETTINGS.md from
 
 metrics: $(INSTALLED) $(STUBS) ## write the tables in services/METRICS.md from the services' metrics
 	@$(BIN)/python -m tests.support.tables.metrics_table
+
+routes: $(INSTALLED) $(STUBS) ## write the table in protos/README.md from the HTTP API's table of routes
+	@$(BIN)/python -m tests.support.tables.routes_table
 
 chart: $(INSTALLED) $(STUBS) ## write the chart's table of values, and the names of settings in its schema
 	@$(BIN)/python -m tests.support.deploy.chart_tables

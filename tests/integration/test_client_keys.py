@@ -16,9 +16,8 @@ import psutil
 import pytest
 
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
-from services.tokenizer.http.connections.clients import KEYLESS_ROUTES, OPERATOR_ROUTES, PAGE_ROUTES, STATE_ROUTE
-from services.tokenizer.http.openapi import make_openapi
-from services.tokenizer.http.routes import NOT_SUPPORTED
+from services.tokenizer.http.connections.clients import Audience
+from services.tokenizer.http.route_table import NOT_SUPPORTED, ROUTES, STATE_ROUTE
 from shared.network.access import CLIENT_METHODS, HEALTH_METHODS, METHOD_TO_ROLES
 from shared.network.rpc import make_channel, reason_of, status_from_rpc_error
 from tests.support.cells.cell import Cell, popen_lockstep, start_cell
@@ -105,17 +104,19 @@ async def test_each_method_takes_the_keys_that_it_should(keyed: Cell, service: s
 
 def routes() -> Iterator[tuple[str, str]]:
     """All routes, with some that there are not."""
-    paths = make_openapi("")["paths"] | make_openapi("", needs_keys=True, has_state=True)["paths"]
-    for path, methods in paths.items():
-        for method in methods:
-            yield method.upper(), path.format(id="tiny")
+    yield from ((route.method, route.path.format(id="tiny")) for route in ROUTES)
     yield from (("POST", path) for path in NOT_SUPPORTED)
-    yield from (("GET", path) for path in PAGE_ROUTES)
-    yield from (("GET", "/openapi.json"), ("GET", "/v2"), ("GET", "/v1/chat/completions"))
+    yield from (("GET", "/v2"), ("GET", "/v1/chat/completions"))
     yield from (("POST", "/health"), ("GET", "/health/x"), ("OPTIONS", "/v1/models"))
 
 
+def paths_for(audience: Audience) -> set[str]:
+    """The routes for an audience."""
+    return {route.path for route in ROUTES if route.audience is audience}
+
+
 async def test_each_route_takes_the_keys_that_it_should(keyed: Cell) -> None:
+    for_operators, for_everybody = paths_for(Audience.OPERATORS), paths_for(Audience.EVERYBODY)
     async with keyed.http_session() as session:
         for method, path in routes():
             for caller, key in CALLERS.items():
@@ -126,13 +127,13 @@ async def test_each_route_takes_the_keys_that_it_should(keyed: Cell) -> None:
                     text = await answer.text()
                 place = (method, path, caller, answer.status)
                 assert CANARY not in f"{answer.headers} {text}", place
-                if path in OPERATOR_ROUTES and caller == "key":
+                if path in for_operators and caller == "key":
                     assert answer.status == 403, place
                     assert json.loads(text)["error"]["code"] == "permission_denied"
-                elif caller in ("key", "operator's key") or (method == "GET" and path in KEYLESS_ROUTES):
+                elif caller in ("key", "operator's key") or (method == "GET" and path in for_everybody):
                     assert answer.status not in (401, 403), place
                     assert path != "/metrics" or answer.status == 404
-                    assert path not in OPERATOR_ROUTES or (answer.status == 200 and "numWaiting" in text)
+                    assert path not in for_operators or (answer.status == 200 and "numWaiting" in text)
                 else:
                     assert answer.status == 401, place
                     assert json.loads(text)["error"]["type"] == "authentication_error"

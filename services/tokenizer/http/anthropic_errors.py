@@ -23,7 +23,12 @@ _TYPES: dict[int, str] = {
 
 def is_anthropics(request: web.BaseRequest) -> bool:
     """Whether a request is one of Anthropic's API: by its path, or by the header that all its clients send."""
-    return request.path == _PATH or request.path.startswith(f"{_PATH}/") or "Anthropic-Version" in request.headers
+    return is_anthropics_path(request.path) or "Anthropic-Version" in request.headers
+
+
+def is_anthropics_path(path: str) -> bool:
+    """Whether a path is one of Anthropic's API alone."""
+    return path == _PATH or path.startswith(f"{_PATH}/")
 
 
 def error_value(error: HttpError, request_id: str) -> dict[str, Any]:

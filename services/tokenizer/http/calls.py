@@ -30,8 +30,8 @@ JSON = "application/json"
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
-    """What tells the answers of the routes apart."""
+class AnswerForm:
+    """What tells the answers of the routes that continue prompts apart."""
 
     id_prefix: str
     make_events: Callable[[AnswerFacts], AnswerEvents]
@@ -48,7 +48,7 @@ class ApiCall:
     def __init__(
         self,
         backend: Backend,
-        route: Route,
+        form: AnswerForm,
         http: web.Request,
         api: ApiRequest,
         *,
@@ -57,7 +57,7 @@ class ApiCall:
     ) -> None:
         """`facts` are further fields of the log line; `trace` is None unless the request is traced."""
         self._backend = backend
-        self._route = route
+        self._form = form
         self._http = http
         self._api = api
         self._log_facts = facts
@@ -86,7 +86,7 @@ class ApiCall:
             self._trace.note_model(api.model or backend.model_names[0], backend.model_names[0])
         sampling = api.message.sampling
         return AnswerFacts(
-            f"{self._route.id_prefix}{api.message.request_id}",
+            f"{self._form.id_prefix}{api.message.request_id}",
             int(time.time()),
             backend.model_names[0],
             _system_fingerprint(backend.model.digest, cell.exact_fingerprint),
@@ -104,7 +104,7 @@ class ApiCall:
         return [await self._backend.prompt_facts(prompt, kept) for prompt in api.prompts]
 
     async def _answer_whole(self, facts: AnswerFacts) -> web.Response:
-        answer = self._route.make_answer(facts)
+        answer = self._form.make_answer(facts)
         await self._generate(answer)
         body = msgspec.json.encode(answer.value())
         return web.Response(body=body, content_type=JSON, headers=self._ignored(facts))
@@ -114,8 +114,8 @@ class ApiCall:
         response.content_type = "text/event-stream"
         response.headers["Cache-Control"] = "no-cache, no-transform"
         response.headers["X-Accel-Buffering"] = "no"
-        events = self._route.make_events(facts)
-        with EventStream(self._http, response, self._backend.max_unread_s, self._route.sign_of_life) as stream:
+        events = self._form.make_events(facts)
+        with EventStream(self._http, response, self._backend.max_unread_s, self._form.sign_of_life) as stream:
             writer = _StreamWriter(stream, events, lambda: response.headers.update(self._ignored(facts)))
             try:
                 await self._generate(writer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,27 +18,21 @@ from lockstep.v1 import scheduler_pb2
 from services.tokenizer.exchange.cell_state import CellState
 from services.tokenizer.http.anthropic_errors import is_anthropics
 from services.tokenizer.http.backend import Backend
-from services.tokenizer.http.calls import JSON, ApiCall, Route
+from services.tokenizer.http.calls import JSON, AnswerForm, ApiCall
 from services.tokenizer.http.connections.access import Access
 from services.tokenizer.http.connections.bodies import read_body
-from services.tokenizer.http.connections.boundary import REQUEST_ID, Handler, log_facts
-from services.tokenizer.http.connections.clients import check_room, find_client
+from services.tokenizer.http.connections.boundary import REQUEST_ID, log_facts
 from services.tokenizer.http.errors import any_error
-from services.tokenizer.http.messages.request import read_count_request
-from services.tokenizer.http.openapi import make_openapi
+from services.tokenizer.http.page.files import Page
 from services.tokenizer.http.refusals import HttpError, invalid_field
 from services.tokenizer.http.requests.api_request import ApiRequest
-from services.tokenizer.http.requests.token_requests import read_detokenize_request, read_tokenize_request
+from services.tokenizer.http.requests.token_requests import DetokenizeRequest, EncodingRequest
 from services.tokenizer.json.json_values import JsonObject
-from services.tokenizer.tracing.request_trace import RequestTrace, traced
-from shared.client_keys import Client
-from shared.errors import TenantLimitError, UnauthenticatedError
-from shared.fair_room import FairRoom
+from services.tokenizer.tracing.request_trace import traced
 from shared.limits import check_token_ids
 from shared.release import find_release
 
-CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-MESSAGES_PATH, RESPONSES_PATH = "/v1/messages", "/v1/responses"
+ReadT_co = TypeVar("ReadT_co", covariant=True)
 
 
 class Reader(Protocol):
@@ -48,31 +42,35 @@ class Reader(Protocol):
         """Read a request, which the cell knows by `request_id`; raises `HttpError`. See `read_request`."""
 
 
-class Handlers:
-    """The handlers of all routes."""
+class TokensReader(Protocol[ReadT_co]):
+    """Reads the requests of a route that the cell does not know of."""
 
-    def __init__(self, backend: Backend, access: Access, registry: CollectorRegistry) -> None:
+    def __call__(self, value: JsonObject, *, is_lenient: bool) -> ReadT_co:
+        """Read a request; raises `HttpError`. See `read_request`."""
+
+
+class Describe(Protocol):
+    """Describes the API."""
+
+    def __call__(self, *, needs_keys: bool, has_state: bool) -> JsonObject:
+        """The description; see `make_openapi`."""
+
+
+class Handlers:
+    """The handlers of all routes; the table of routes says which route has which, and what reads its body."""
+
+    def __init__(self, backend: Backend, access: Access, registry: CollectorRegistry, describe: Describe) -> None:
         self._backend = backend
         self._access = access
         self._registry = registry
+        self._describe = describe
+        self._page = Page(needs_key=backend.client_keys is not None, has_state=self.has_state)
         self._cell_state = CellState(backend.scheduler.channel)
         self._created = int(time.time())
 
-    def admit(self, request: web.Request, open_requests: FairRoom) -> Client:
-        """Who sends a request; see `find_client` and `check_room`. A refused completion is counted."""
-        try:
-            client = find_client(self._backend.client_keys, request)
-            check_room(client, open_requests)
-            return client
-        except (UnauthenticatedError, TenantLimitError) as error:
-            if request.path in (CHATS, COMPLETIONS, MESSAGES_PATH, RESPONSES_PATH):
-                self._backend.totals.count_failure(error.reason)
-            raise
-
-    def answer(self, route: Route, read: Reader) -> Handler:
+    async def answer(self, request: web.Request, *, form: AnswerForm, read: Reader) -> web.StreamResponse:
         """Continue the prompts of a request."""
-
-        async def serve(request: web.Request, trace: RequestTrace | None) -> web.StreamResponse:
+        with traced(self._backend.tracer, form.operation, partial(_values_of, request)) as trace:
             try:
                 api = await self._read(request, read)
             except HttpError as error:
@@ -81,51 +79,39 @@ class Handlers:
                     trace.failure = error.code.upper()
                 raise
             try:
-                call = ApiCall(self._backend, route, request, api, facts=log_facts(request), trace=trace)
+                call = ApiCall(self._backend, form, request, api, facts=log_facts(request), trace=trace)
                 return await call.serve()
             except Exception as error:  # noqa: BLE001 - this is the HTTP boundary
                 # Here the fields have the names of this API.
                 raise any_error(error, api.names) from None
-
-        async def handle(request: web.Request) -> web.StreamResponse:
-            with traced(self._backend.tracer, route.operation, partial(_values_of, request)) as trace:
-                return await serve(request, trace)
-
-        return handle
 
     async def _read(self, request: web.Request, read: Reader) -> ApiRequest:
         """Read a request's body; raises as `read_body`."""
         is_lenient = self._backend.is_lenient
         return await read_body(request, partial(read, request_id=request[REQUEST_ID], is_lenient=is_lenient))
 
-    def render(self, read: Reader) -> Handler:
+    async def render(self, request: web.Request, *, read: Reader) -> web.StreamResponse:
         """Show the prompts as the model reads them."""
+        rendered = await self._render(await self._read(request, read))
+        prompts = [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in rendered]
+        return _json({"model": self._backend.model_names[0], "prompts": prompts})
 
-        async def handle(request: web.Request) -> web.StreamResponse:
-            api = await self._read(request, read)
-            try:
-                self._backend.check_model(api.model)
-                rendered = [await self._backend.render(prompt) for prompt in api.prompts]
-            except Exception as error:  # noqa: BLE001 - this is the HTTP boundary
-                raise any_error(error, api.names) from None
-            prompts = [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in rendered]
-            return _json({"model": self._backend.model_names[0], "prompts": prompts})
-
-        return handle
-
-    async def count_tokens(self, request: web.Request) -> web.StreamResponse:
+    async def count_tokens(self, request: web.Request, *, read: Reader) -> web.StreamResponse:
         """Count the tokens of the prompt that a message would have."""
-        api = await self._read(request, read_count_request)
-        try:
-            self._backend.check_model(api.model)
-            [(_, token_ids)] = [await self._backend.render(prompt) for prompt in api.prompts]
-        except Exception as error:  # noqa: BLE001 - this is the HTTP boundary
-            raise any_error(error, api.names) from None
+        [(_, token_ids)] = await self._render(await self._read(request, read))
         return _json({"input_tokens": len(token_ids)})
 
-    async def tokenize(self, request: web.Request) -> web.StreamResponse:
+    async def _render(self, api: ApiRequest) -> list[tuple[str, list[int]]]:
+        """The texts and the token ids of the prompts of a request."""
+        try:
+            self._backend.check_model(api.model)
+            return [await self._backend.render(prompt) for prompt in api.prompts]
+        except Exception as error:  # noqa: BLE001 - this is the HTTP boundary
+            raise any_error(error, api.names) from None
+
+    async def tokenize(self, request: web.Request, *, read: TokensReader[EncodingRequest]) -> web.StreamResponse:
         """Encode a text or a chat."""
-        asked = await read_body(request, partial(read_tokenize_request, is_lenient=self._backend.is_lenient))
+        asked = await read_body(request, partial(read, is_lenient=self._backend.is_lenient))
         cell = self._backend.cell()
         self._backend.check_model(asked.model)
         try:
@@ -142,9 +128,9 @@ class Handlers:
             }
         )
 
-    async def detokenize(self, request: web.Request) -> web.StreamResponse:
+    async def detokenize(self, request: web.Request, *, read: TokensReader[DetokenizeRequest]) -> web.StreamResponse:
         """Decode token ids."""
-        fields = await read_body(request, partial(read_detokenize_request, is_lenient=self._backend.is_lenient))
+        fields = await read_body(request, partial(read, is_lenient=self._backend.is_lenient))
         limits = self._backend.cell().limits
         self._backend.check_model(fields.model)
         token_ids = np.frombuffer(fields.token_ids, np.uint32)
@@ -211,7 +197,15 @@ class Handlers:
     async def openapi(self, request: web.Request) -> web.StreamResponse:
         """Describe this API."""
         needs_keys, has_state = self._backend.client_keys is not None, self.has_state(request)
-        return _json(make_openapi(find_release(), needs_keys=needs_keys, has_state=has_state))
+        return _json(self._describe(needs_keys=needs_keys, has_state=has_state))
+
+    async def page(self, request: web.Request) -> web.StreamResponse:
+        """Show the page."""
+        return self._page.html(request)
+
+    async def page_file(self, request: web.Request) -> web.StreamResponse:
+        """Give the page one of its files."""
+        return self._page.file(request.path)
 
     def _model(self, name: str) -> dict[str, Any]:
         return {

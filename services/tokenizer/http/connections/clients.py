@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 from aiohttp import web
 
 from shared.client_keys import ANY_CLIENT, Client, ClientKeys
@@ -11,35 +13,44 @@ from shared.fair_room import FairRoom
 CLIENT = web.RequestKey("client", Client)
 """Who sends the request."""
 
-PROBE_ROUTES = frozenset({"/health", "/readyz", "/ping", "/version"})
-PAGE_ROUTES = frozenset({"/", "/lockstep/page.css", "/lockstep/page.js"})
-"""The page that shows the cell, which is the same for everybody: a browser cannot send a key for it."""
-KEYLESS_ROUTES = PROBE_ROUTES | PAGE_ROUTES
-STATE_ROUTE = "/lockstep/state"
-OPERATOR_ROUTES = frozenset({STATE_ROUTE})
-"""What tells of all tenants: for keys of operators; where clients have none, only for this machine."""
-
-
 _RETRY_DELAY_S = 1.0
 
 
-def find_client(client_keys: ClientKeys | None, request: web.Request) -> Client:
-    """The client of a request: any for the routes of probes and of the page, and for all if there are no keys.
+class Audience(Enum):
+    """Which clients a route is for."""
 
-    Paths that are no routes need a key too, so that only clients can tell which are.
+    CLIENTS = "clients"
+    """All clients; those with a key, where clients have keys."""
+    EVERYBODY = "everybody"
+    """Also those without a key: probes, and a browser, which cannot send one for a page."""
+    OPERATORS = "operators"
+    """Keys of operators, since it tells of all tenants; where clients have none, only this machine."""
+    ALL_OR_NONE = "all or none"
+    """All clients where they have no keys, otherwise none, since it tells of all tenants."""
+
+    def is_served(self, *, has_keys: bool) -> bool:
+        """Whether there is such a route at all."""
+        return not (self is Audience.ALL_OR_NONE and has_keys)
+
+
+def find_client(client_keys: ClientKeys | None, audience: Audience, request: web.Request) -> Client:
+    """The client of a request: any for a route for everybody, and for all if there are no keys.
+
+    Args:
+        client_keys: The keys; None if clients have none.
+        audience: That of the route. Paths that are no routes need a key too, so that only clients can tell which are.
+        request: The request.
 
     Raises:
         UnauthenticatedError: the request has no key that is known, or more than one.
         PermissionDeniedError: the route is for operators, and the key is none of theirs.
     """
-    resource = request.match_info.route.resource
-    path = None if resource is None else resource.canonical
-    if client_keys is None or path in KEYLESS_ROUTES:
+    if client_keys is None or audience is Audience.EVERYBODY:
         return ANY_CLIENT
     headers = request.headers
     client = client_keys.identify(headers.getall("Authorization", []), headers.getall("X-Api-Key", []))
-    if path in OPERATOR_ROUTES and not client.is_operator:
-        raise PermissionDeniedError("the route needs the key of an operator", route=path)
+    if audience is Audience.OPERATORS and not client.is_operator:
+        raise PermissionDeniedError("the route needs the key of an operator", route=request.path)
     return client
 
 

@@ -21,11 +21,12 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _FOLDER = Path(__file__).parent
-_STATIC = {"/lockstep/page.css": "text/css", "/lockstep/page.js": "text/javascript"}
+PAGE_FILES = {"/lockstep/page.css": "text/css", "/lockstep/page.js": "text/javascript"}
+"""The types of what the page asks for, by their routes."""
 
 
 class Page:
-    """The page's routes. It has nothing of the cell: its script asks the API, as any client."""
+    """The page and its files. It has nothing of the cell: its script asks the API, as any client."""
 
     def __init__(self, *, needs_key: bool, has_state: Callable[[web.Request], bool]) -> None:
         """Read the files.
@@ -36,23 +37,16 @@ class Page:
         """
         self._html = _read("page.html").replace("{needs_key}", str(needs_key).lower())
         self._has_state = has_state
+        self._files = {path: _read(path.rpartition("/")[2]) for path in PAGE_FILES}
 
-    def routes(self) -> list[web.RouteDef]:
-        """The routes of all files."""
-        return [web.get("/", self._page), *(_static(path, kind) for path, kind in _STATIC.items())]
-
-    async def _page(self, request: web.Request) -> web.StreamResponse:
+    def html(self, request: web.Request) -> web.Response:
+        """The page itself."""
         html = self._html.replace("{has_state}", str(self._has_state(request)).lower())
         return _answer(html, "text/html")
 
-
-def _static(path: str, content_type: str) -> web.RouteDef:
-    text = _read(path.rpartition("/")[2])
-
-    async def serve(_request: web.Request) -> web.StreamResponse:
-        return _answer(text, content_type)
-
-    return web.get(path, serve)
+    def file(self, path: str) -> web.Response:
+        """One of `PAGE_FILES`."""
+        return _answer(self._files[path], PAGE_FILES[path])
 
 
 def _answer(text: str, content_type: str) -> web.Response:

@@ -1,25 +1,39 @@
-"""The functions that read bodies, by the names that a process that reads for the service is told."""
+"""The functions that read bodies, with the fields that they read.
+
+A process that reads for the service is told their names.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from services.tokenizer.http.messages.request import read_count_request, read_messages_request
-from services.tokenizer.http.requests.chat_request import read_chat_request
-from services.tokenizer.http.requests.completion_request import read_completion_request
-from services.tokenizer.http.requests.token_requests import read_detokenize_request, read_tokenize_request
-from services.tokenizer.http.responses.request import read_response_request
+from services.tokenizer.http.messages.request import (
+    CountTokensFields,
+    MessagesFields,
+    read_count_request,
+    read_messages_request,
+)
+from services.tokenizer.http.requests.chat_request import ChatFields, read_chat_request
+from services.tokenizer.http.requests.completion_request import CompletionFields, read_completion_request
+from services.tokenizer.http.requests.fields import Fields
+from services.tokenizer.http.requests.token_requests import (
+    DetokenizeFields,
+    TokenizeFields,
+    read_detokenize_request,
+    read_tokenize_request,
+)
+from services.tokenizer.http.responses.request import ResponseFields, read_response_request
 
-READERS: Mapping[str, Callable[..., Any]] = {
-    read.__name__: read
-    for read in (
-        read_chat_request,
-        read_completion_request,
-        read_count_request,
-        read_detokenize_request,
-        read_messages_request,
-        read_response_request,
-        read_tokenize_request,
-    )
+FIELDS: Mapping[Callable[..., Any], tuple[type[Fields], ...]] = {
+    read_chat_request: (ChatFields,),
+    read_completion_request: (CompletionFields,),
+    read_count_request: (CountTokensFields,),
+    read_detokenize_request: (DetokenizeFields,),
+    read_messages_request: (MessagesFields,),
+    read_response_request: (ResponseFields,),
+    read_tokenize_request: (TokenizeFields, ChatFields),
 }
+"""The forms that a body may have, one or several."""
+
+READERS: Mapping[str, Callable[..., Any]] = {read.__name__: read for read in FIELDS}

@@ -12,7 +12,7 @@ import pytest
 from google.protobuf.json_format import Parse
 
 from lockstep.v1 import scheduler_pb2
-from services.tokenizer.http.connections.clients import STATE_ROUTE
+from services.tokenizer.http.route_table import STATE_ROUTE
 from tests.support.clients.key_files import key_line, write_keys
 from tests.support.system.ports import free_port
 from tests.support.tokenizer.http_client import HttpService, run_http_service

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from services.tokenizer.http.connections.clients import PAGE_ROUTES
+from services.tokenizer.http.page.files import PAGE_FILES
 from tests.support.clients.key_files import key_line, write_keys
 from tests.support.tokenizer.http_client import HttpService, run_http_service
 
@@ -13,7 +13,7 @@ KINDS = {"/": "text/html", "/lockstep/page.css": "text/css", "/lockstep/page.js"
 
 
 async def test_a_browser_runs_nothing_but_the_pages_own_files(http: HttpService) -> None:
-    assert KINDS.keys() == PAGE_ROUTES
+    assert KINDS.keys() == {"/", *PAGE_FILES}
     for path, kind in KINDS.items():
         answer = await http.get(path)
         assert (answer.status, answer.headers["Content-Type"]) == (200, f"{kind}; charset=utf-8")
