@@ -147,7 +147,7 @@ async def test_huge_bodies_take_bounded_memory(attacked: Attacked) -> None:
 
     watcher = asyncio.create_task(watch())
     async with stream(attacked):
-        await send_all(attacked, [*huge_chats().values()] * 2)
+        await send_all(attacked, [make_body() for make_body in huge_chats().values()] * 2)
     watcher.cancel()
     await check_served(attacked)
     assert peak - before <= PEAK_BYTES, f"{(peak - before) >> 20} MiB"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 SECRET = "SECRET-of-the-client"
@@ -129,14 +130,14 @@ def malformed_chats() -> dict[str, bytes]:
     return bodies
 
 
-def huge_chats() -> dict[str, bytes]:
-    """Wrong bodies of almost 4 MiB, which must cost little more than their size."""
+def huge_chats() -> dict[str, Callable[[], bytes]]:
+    """What makes wrong bodies of almost 4 MiB, which must cost little more than their size, by what is wrong."""
     size = 4 * 1024 * 1024 - 200
     beginning = b'{"messages": ['
     text = f'{{"messages": [{{"role": "user", "content": "{SECRET}"}}]'.encode()
 
-    def many(item: bytes, start: bytes, end: bytes) -> bytes:
-        return start + b",".join([item] * ((size - len(start)) // (len(item) + 1))) + end
+    def many(item: bytes, start: bytes, end: bytes) -> Callable[[], bytes]:
+        return lambda: start + b",".join([item] * ((size - len(start)) // (len(item) + 1))) + end
 
     return {
         "numbers for messages": many(b"1", beginning, b"]}"),
@@ -147,10 +148,10 @@ def huge_chats() -> dict[str, bytes]:
         "negative token ids": many(b"-1", text + b', "stop_token_ids": [', b"]}"),
         "texts for bad words": many(b'""', text + b', "bad_words": [', b"]}"),
         "equal names": many(b'"a":1', text + b', "metadata": {', b"}}"),
-        "many biases": text + b', "logit_bias": {' + b",".join(b'"%d":1' % i for i in range(300_000)) + b"}}",
-        "a long number": text + b', "seed": ' + b"1" * (size - 100) + b"}",
-        "a long text": b'{"messages": [{"role": "user", "content": "' + b"x" * (size - 100) + b'"}]}',
-        "a long name": b'{"' + b"x" * (size - 100) + b'": 1}',
-        "white space": b" " * size,
-        "zeros": b"\0" * size,
+        "many biases": lambda: text + b', "logit_bias": {' + b",".join(b'"%d":1' % i for i in range(300_000)) + b"}}",
+        "a long number": lambda: text + b', "seed": ' + b"1" * (size - 100) + b"}",
+        "a long text": lambda: b'{"messages": [{"role": "user", "content": "' + b"x" * (size - 100) + b'"}]}',
+        "a long name": lambda: b'{"' + b"x" * (size - 100) + b'": 1}',
+        "white space": lambda: b" " * size,
+        "zeros": lambda: b"\0" * size,
     }

@@ -51,5 +51,5 @@ async def test_malformed_bodies_are_refused_by_name_while_a_stream_goes_on(
 @pytest.mark.parametrize("name", huge_chats())
 async def test_a_huge_body_is_refused(http: HttpService, caplog: pytest.LogCaptureFixture, name: str) -> None:
     caplog.set_level(logging.INFO)
-    check(await http.ask("POST", CHAT, data=huge_chats()[name], headers=JSON))
+    check(await http.ask("POST", CHAT, data=huge_chats()[name](), headers=JSON))
     assert SECRET not in texts_of(caplog)
