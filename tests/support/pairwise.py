@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Mapping, Sequence
 from itertools import combinations, product
@@ -17,21 +18,30 @@ def pairwise_rows(factors: Mapping[str, Sequence[Any]], *, seed: int = 0) -> lis
 
     Greedy: each row is the best of `NUM_TRIES` random completions of a pair that is still missing.
     """
+    sizes = tuple((name, len(values)) for name, values in factors.items())
+    return [{name: factors[name][index] for name, index in row} for row in _rows_of_places(sizes, seed)]
+
+
+@functools.cache
+def _rows_of_places(sizes: tuple[tuple[str, int], ...], seed: int) -> list[tuple[tuple[str, int], ...]]:
+    """The rows for factors with these numbers of values, as places; many tests have factors of the same sizes."""
     rng = random.Random(seed)
-    names = list(factors)
     missing = {
         ((first, i), (second, j))
-        for first, second in combinations(names, 2)
-        for i in range(len(factors[first]))
-        for j in range(len(factors[second]))
+        for (first, num_first), (second, num_second) in combinations(sizes, 2)
+        for i in range(num_first)
+        for j in range(num_second)
     }
     rows = []
     while missing:
         start = dict(rng.choice(sorted(missing)))
-        tries = [{name: start.get(name, rng.randrange(len(factors[name]))) for name in names} for _ in range(NUM_TRIES)]
-        row = max(tries, key=lambda picks: sum(pair in missing for pair in combinations(picks.items(), 2)))
-        missing -= set(combinations(row.items(), 2))
-        rows.append({name: factors[name][index] for name, index in row.items()})
+        tries = [
+            tuple((name, start.get(name, rng.randrange(num_values))) for name, num_values in sizes)
+            for _ in range(NUM_TRIES)
+        ]
+        row = max(tries, key=lambda picks: sum(pair in missing for pair in combinations(picks, 2)))
+        missing -= set(combinations(row, 2))
+        rows.append(row)
     return rows
 
 
