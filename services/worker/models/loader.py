@@ -146,7 +146,7 @@ def load_model(
         weights_digest = served_digest = dummy_digest((model_dir / CONFIG).read_bytes(), options.dummy_seed)
         # This digest is only compared where there is a tokenizer.
         digest = model_digest(model_dir) if (model_dir / TOKENIZER).exists() else weights_digest
-        stored, formats = _formats(model_dir, config, ops, options)
+        stored, formats = read_formats(model_dir, config, ops, options)
         seed, device = options.dummy_seed, options.device
         weights = DummyWeights(seed, dtype, on_progress, device, config=stored, formats=formats)
         model = _build_complete(build, config, Shard(ops, weights, parallel, options.kv_dtype, options.context))
@@ -197,11 +197,11 @@ def _warn_of_unknown(config: RecordedConfig) -> None:
 def _checkpoint(
     files: WeightFiles, config: Mapping[str, Any], ops: Ops, dtype: torch.dtype, options: LoadOptions
 ) -> CheckpointWeights:
-    stored, formats = _formats(files.model_dir, config, ops, options)
+    stored, formats = read_formats(files.model_dir, config, ops, options)
     return CheckpointWeights(files, dtype, stored, options.device, formats=formats)
 
 
-def _formats(
+def read_formats(
     model_dir: Path, config: Mapping[str, Any], ops: Ops, options: LoadOptions
 ) -> tuple[QuantizationConfig, WeightFormats]:
     """What a checkpoint is stored in, and what that becomes; one that is quantised already stays as it is."""

@@ -50,8 +50,6 @@ class CausalLM(Protocol):
     """Token ids are below it."""
     mtp: MtpLayers | None
     """None if there are no such layers, or they were not loaded."""
-    has_experts: bool
-    """Whether expert parallelism has an effect."""
 
     def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Hidden states after the final norm, [num_tokens, hidden]. Runs in a `forward_context`.

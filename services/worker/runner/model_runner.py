@@ -18,8 +18,8 @@ from services.worker.forward.forward_context import Progress
 from services.worker.layers.context_limit import ContextLimit
 from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadedModel, LoadOptions, ModelFacts, load_model
+from services.worker.models.planning import plan_model
 from services.worker.ops import Ops, load_ops
-from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.parallel.distributed import make_parallel
 from services.worker.parallel.rendezvous import Rendezvous
 from services.worker.runner.batch_runner import BatchRunner
@@ -36,14 +36,14 @@ from services.worker.runner.number_formats import (
     choose_quantization,
     log_loaded,
 )
+from services.worker.runner.plan_checks import check_activations, check_plan
 from services.worker.runner.rank import Rank
 from services.worker.runner.step_totals import StepTotals
 from services.worker.runner.steps.pending_step import PendingStep, reported
 from services.worker.runner.stream import Stream, make_stream
 from services.worker.sampling.sampler import SAMPLING_VERSION
-from services.worker.spec_decode.drafting import make_drafting
+from services.worker.spec_decode.drafting import check_drafting, make_drafting
 from shared.errors import StaleEpochError
-from shared.model_dir import ModelDirectoryError
 from shared.process.cores import num_usable_cores
 from shared.step.step import Step, StepResult
 
@@ -210,14 +210,17 @@ def build_model_runner(
     stored = choose_kv_dtype(settings.kv_cache_dtype, dtype, ops)
     context = ContextLimit(settings.context_limit)
     options = LoadOptions(with_mtp, settings.weights_seed, device, quantization, stored, context)
+    plan = plan_model(settings.model_dir, ops, dtype, options=options, parallel=parallel)
+    check_plan(settings, plan)
+    check_drafting(settings, plan, ops, parallel=parallel)
+    capture = None if settings.enforce_eager else ops.make_capture(device, plan.model.kv_cache_spec.layers)
+    graphs = None if capture is None else GraphSettings(capture, settings.graph_batch_sizes or capture.batch_sizes)
+    common_sizes = graphs.batch_sizes if graphs is not None and graphs.capture.holds_collectives else ()
+    check_ranks_agree(plan, parallel, activations=settings.activation_quantization, graph_batch_sizes=common_sizes)
     if device.type == "cuda":
         wait_for_memory(settings.gpu_memory_utilization, lambda: on_progress(0.0), CurrentGpu())
     started_at = time.perf_counter()
     loaded = load_model(settings.model_dir, ops, dtype, on_progress, options=options, parallel=parallel)
-    capture = None if settings.enforce_eager else ops.make_capture(device, loaded.model.kv_cache_spec.layers)
-    graphs = None if capture is None else GraphSettings(capture, settings.graph_batch_sizes or capture.batch_sizes)
-    common_sizes = graphs.batch_sizes if graphs is not None and graphs.capture.holds_collectives else ()
-    check_ranks_agree(loaded, parallel, activations=settings.activation_quantization, graph_batch_sizes=common_sizes)
     duration_s, is_gpu = time.perf_counter() - started_at, device.type == "cuda"
     faster = describe_faster(
         settings.device_request,
@@ -227,10 +230,8 @@ def build_model_runner(
         instructions=ops.instructions,
     )
     log_loaded(loaded, ops, duration_s=duration_s, faster=faster)
-    if layout.has_expert_parallel and not loaded.model.has_experts:
-        raise ModelDirectoryError(f"{settings.model_dir}: the model has no experts for --ep to split")
-    if settings.activation_quantization == "fp8" and MatrixFormat.FP8 not in loaded.packed_formats:
-        raise ModelDirectoryError(f"{settings.model_dir}: no matrices in FP8 for --activation-quantization fp8")
+    # The parts of a matrix that ranks have may cut the groups of its format.
+    check_activations(settings, loaded.packed_formats)
     drafting = make_drafting(settings, loaded, ops, lambda: on_progress(1.0), parallel=parallel)
     is_measured = device.type == "cuda" and settings.kv_cache_memory_gib is None
     measure = GpuMemory(settings.gpu_memory_utilization) if is_measured else None

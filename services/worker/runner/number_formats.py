@@ -10,6 +10,7 @@ import torch
 
 from services.worker.device import DeviceError
 from services.worker.models.loader import LoadedModel
+from services.worker.models.planning import PlannedModel
 from services.worker.ops import Ops
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.parallel.communicator import Communicator, Parallel
@@ -63,7 +64,7 @@ def choose_kv_dtype(setting: str, dtype: torch.dtype, ops: Ops) -> torch.dtype |
 
 
 def check_ranks_agree(
-    loaded: LoadedModel, parallel: Parallel, *, activations: str = "none", graph_batch_sizes: Sequence[int] = ()
+    plan: PlannedModel, parallel: Parallel, *, activations: str = "none", graph_batch_sizes: Sequence[int] = ()
 ) -> None:
     """Compare what ranks chose: where native kernels cannot be built, `auto` means something else.
 
@@ -75,15 +76,16 @@ def check_ranks_agree(
         DeviceError: the choices differ.
     """
     ranks = parallel.ep or parallel.tp
-    choice = f"--dtype {_name(loaded.model.dtype)}, {_quantization_flag(loaded)}, {_kv_flag(loaded)}"
+    device = plan.options.device
+    choice = f"--dtype {_name(plan.model.dtype)}, {_quantization_flag(plan)}, {_kv_flag(plan)}"
     choice += f", --activation-quantization {activations}"
-    if not _is_common(choice, ranks, loaded.device):
+    if not _is_common(choice, ranks, device):
         raise DeviceError(f"ranks differ in their formats: rank {ranks.rank} computes with {choice}")
-    context = loaded.facts.context_length
-    if not _is_common(str(context), ranks, loaded.device):
+    context = plan.model.context_length
+    if not _is_common(str(context), ranks, device):
         raise DeviceError(f"ranks differ in --max-model-len: rank {ranks.rank} serves a context of {context} tokens")
     sizes = ",".join(map(str, graph_batch_sizes)) or "none"
-    if not _is_common(sizes, ranks, loaded.device):
+    if not _is_common(sizes, ranks, device):
         raise DeviceError(f"ranks differ in --graph-batch-sizes or --enforce-eager: rank {ranks.rank} captures {sizes}")
 
 
@@ -118,10 +120,11 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _kv_flag(loaded: LoadedModel) -> str:
-    cached = {tensor.dtype for layer in loaded.model.kv_cache_spec.layers for tensor in layer}
+def _kv_flag(plan: PlannedModel) -> str:
+    cached = {tensor.dtype for layer in plan.model.kv_cache_spec.layers for tensor in layer}
     return f"--kv-cache-dtype {'/'.join(sorted(_KV_NAMES.get(dtype, _name(dtype)) for dtype in cached))}"
 
 
-def _quantization_flag(loaded: LoadedModel) -> str:
-    return f"--quantization {'none' if loaded.quantization is None else loaded.quantization.value}"
+def _quantization_flag(plan: PlannedModel) -> str:
+    quantization = plan.options.quantization
+    return f"--quantization {'none' if quantization is None else quantization.value}"

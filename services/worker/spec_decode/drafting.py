@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from services.worker.batch.drafts import Drafting, DraftProposer
 from services.worker.config import WorkerSettings
 from services.worker.layers.context_limit import ContextLimit
 from services.worker.models.loader import LoadedModel, LoadOptions, load_model
+from services.worker.models.planning import PlannedModel, plan_model
 from services.worker.ops import Ops
 from services.worker.parallel.communicator import SINGLE, Parallel
 from services.worker.spec_decode.draft_model import DraftModelProposer
 from services.worker.spec_decode.mtp_drafts import MtpProposer
 from services.worker.spec_decode.ngram_drafts import NgramProposer
 from shared.model_dir import TOKENIZER, ModelDirectoryError, read_json
+
+
+def check_drafting(
+    settings: WorkerSettings, plan: PlannedModel, ops: Ops, *, parallel: Parallel = SINGLE
+) -> PlannedModel | None:
+    """Plan the draft model, if there is one, for the model `plan`.
+
+    Raises:
+        ModelDirectoryError: it cannot be planned, has recurrent layers or another vocabulary.
+    """
+    if settings.draft_model is None:
+        return None
+    options = _draft_options(plan.options, plan.model.context_length, parallel)
+    draft = plan_model(settings.draft_model, ops, plan.model.dtype, options=options)
+    if draft.model.state_spec.layers:
+        # Unlike keys and values, its states could not be computed again from where a draft was rejected.
+        raise ModelDirectoryError(f"{draft.model_dir}: a draft model with recurrent layers is not supported")
+    _check_fit(plan, draft, has_texts=options.dummy_seed is None)
+    return draft
 
 
 def make_drafting(
@@ -25,15 +46,14 @@ def make_drafting(
     *,
     parallel: Parallel = SINGLE,
 ) -> Drafting | None:
-    """How to draft for the `loaded` model; None if drafting is off.
+    """How to draft for a `loaded` model whose plan `check_plan` and `check_drafting` accept; None if drafting is off.
 
     Args:
         on_progress: Called while a draft model loads; raising in it ends the loading.
         parallel: The ranks that the model is split over, which must draft alike.
 
     Raises:
-        ModelDirectoryError: the model has no MTP layers to draft with; or the draft model cannot be loaded, has
-            recurrent layers or another vocabulary, or is another one on another rank.
+        ModelDirectoryError: the draft model cannot be loaded, or is another one on another rank.
     """
     if settings.draft_proposer == "none":
         return None
@@ -47,38 +67,39 @@ def _make_proposer(
     if settings.draft_proposer == "ngram":
         return NgramProposer()
     if settings.draft_proposer == "mtp":
-        if loaded.model.mtp is None:
-            raise ModelDirectoryError(f"{loaded.model_dir}: no layers for multi-token prediction, as mtp needs")
+        assert loaded.model.mtp is not None, "checked by the plan"
         return MtpProposer(loaded.model.mtp, ops)
     assert settings.draft_model is not None, "checked by the settings"
-    seed = settings.weights_seed
-    options = LoadOptions(
-        dummy_seed=seed,
+    of_model = LoadOptions(
+        dummy_seed=settings.weights_seed,
         device=loaded.device,
         quantization=loaded.quantization,
         kv_dtype=loaded.kv_dtype,
-        # It may draft only for the beginning of a sequence.
-        context=ContextLimit(loaded.facts.context_length, may_exceed_model=True),
-        readers=parallel.ep or parallel.tp,
     )
-    # Whole on every rank: splitting a small model costs more than it saves.
+    options = _draft_options(of_model, loaded.facts.context_length, parallel)
     draft = load_model(settings.draft_model, ops, loaded.model.dtype, lambda _: on_progress(), options=options)
-    if draft.model.state_spec.layers:
-        # Unlike keys and values, its states could not be computed again from where a draft was rejected.
-        raise ModelDirectoryError(f"{draft.model_dir}: a draft model with recurrent layers is not supported")
-    _check_fit(loaded, draft, has_texts=seed is None)
     return DraftModelProposer(draft.model, ops)
 
 
-def _check_fit(loaded: LoadedModel, draft: LoadedModel, *, has_texts: bool) -> None:
+def _draft_options(options: LoadOptions, context_length: int, parallel: Parallel) -> LoadOptions:
+    """What a draft model is loaded with for a model with these options.
+
+    It is whole on every rank: splitting a small model costs more than it saves.
+    """
+    # It may draft only for the beginning of a sequence.
+    context = ContextLimit(context_length, may_exceed_model=True)
+    return replace(options, with_mtp=False, context=context, readers=parallel.ep or parallel.tp)
+
+
+def _check_fit(plan: PlannedModel, draft: PlannedModel, *, has_texts: bool) -> None:
     """Raise ModelDirectoryError if the vocabularies differ; without texts compare only sizes."""
-    whose = f"{draft.model_dir} cannot draft for {loaded.model_dir}"
-    size, draft_size = loaded.facts.logits_width, draft.facts.logits_width
+    whose = f"{draft.model_dir} cannot draft for {plan.model_dir}"
+    size, draft_size = plan.model.logits_width, draft.model.logits_width
     if size != draft_size:
         raise ModelDirectoryError(f"{whose}: its vocabulary has {draft_size} tokens, not {size}")
     if not has_texts:
         return
-    tokens, draft_tokens = _vocabulary(loaded.model_dir), _vocabulary(draft.model_dir)
+    tokens, draft_tokens = _vocabulary(plan.model_dir), _vocabulary(draft.model_dir)
     if different := tokens.items() ^ draft_tokens.items():
         token_id = min(token_id for token_id, _ in different)
         raise ModelDirectoryError(

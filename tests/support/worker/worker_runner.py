@@ -57,7 +57,6 @@ class WrappedModel:
         self.context_length = model.context_length
         self.logits_width = model.logits_width
         self.mtp = model.mtp
-        self.has_experts = model.has_experts
         self.has_long_factors = model.has_long_factors
         self._model = model
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from services.worker.models.loader import LoadOptions, load_model
+from services.worker.models.planning import plan_model
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.triton.backend import TritonOps
 from tests.bench.gpu.configs import CONFIGS
@@ -32,7 +33,8 @@ def test_a_gpu_would_get_the_model_in_its_format(name: str, tmp_path: Path) -> N
     options = LoadOptions(dummy_seed=0, device=torch.device("meta"))
     loaded = load_model(tmp_path, TritonOps(), torch.bfloat16, lambda _: None, options=options)
     assert loaded.packed_formats == ({PACKED[name]} if name in PACKED else set())
-    assert loaded.model.has_experts == (num_experts(config) > 0)
+    plan = plan_model(tmp_path, TritonOps(), torch.bfloat16, options=options)
+    assert (plan.has_experts, plan.packed_formats) == (num_experts(config) > 0, loaded.packed_formats)
     assert loaded.facts.logits_width == config["vocab_size"]
     # The long context of the benchmark fits.
     assert loaded.facts.context_length > 32768 + 100

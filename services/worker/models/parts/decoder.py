@@ -18,7 +18,6 @@ from services.worker.layers.activation import GatedMlp
 from services.worker.layers.context_limit import ContextLimit
 from services.worker.layers.embedding import Embedding, Head
 from services.worker.layers.linear import Linear, sum_over_ranks
-from services.worker.layers.moe import SparseMlp
 from services.worker.layers.norm import RmsNorm
 from services.worker.layers.rotary import RopeConfig, Rotary
 from services.worker.layers.shard import Part, Shard
@@ -130,11 +129,6 @@ class DecoderLayer:
         self._mlp_norm = mlp_norm
         self._mlp = mlp
 
-    @property
-    def has_experts(self) -> bool:
-        """Whether `mlp` is a mixture of experts."""
-        return isinstance(self._mlp, SparseMlp)
-
     @classmethod
     def load(
         cls,
@@ -205,7 +199,6 @@ class DecoderModel(CausalLM):
         self._head = Head(head, parts, shard.tp)
         self.rotary = rotaries[-1]
         self.has_long_factors = any(rotary.has_long_factors for rotary in rotaries)
-        self.has_experts = any(layer.has_experts for layer in layers)
         self._rotaries = list(dict.fromkeys(rotaries))
         places = [self._rotaries.index(rotary) for rotary in rotaries]
         self._layers = list(zip(layers, places, strict=True))

@@ -15,6 +15,7 @@ from services.worker.device import DeviceError
 from services.worker.layers.context_limit import ContextLimit
 from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadOptions, load_model
+from services.worker.models.planning import plan_model
 from services.worker.ops import load_ops
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.native import backend as native
@@ -192,9 +193,9 @@ def test_ranks_with_different_formats_refuse_to_serve(tmp_path: Path) -> None:
 
     def problem(parallel: Parallel, *options: LoadOptions, activations: Sequence[str] = ("none", "none")) -> str | None:
         rank = parallel.layout.tp_rank
-        loaded = load_model(model_dir, ops, torch.float32, lambda _: None, options=options[rank], parallel=parallel)
+        plan = plan_model(model_dir, ops, torch.float32, options=options[rank], parallel=parallel)
         try:
-            check_ranks_agree(loaded, parallel, activations=activations[rank])
+            check_ranks_agree(plan, parallel, activations=activations[rank])
         except DeviceError as error:
             return str(error)
         return None
@@ -222,9 +223,9 @@ def test_ranks_with_different_graphs_refuse_to_serve(tmp_path: Path) -> None:
     model_dir, ops = write_tiny_llama(tmp_path), load_ops("reference")
 
     def problem(parallel: Parallel, *sizes: tuple[int, ...]) -> str | None:
-        loaded = load_model(model_dir, ops, torch.float32, lambda _: None, parallel=parallel)
+        plan = plan_model(model_dir, ops, torch.float32, parallel=parallel)
         try:
-            check_ranks_agree(loaded, parallel, graph_batch_sizes=sizes[parallel.layout.tp_rank])
+            check_ranks_agree(plan, parallel, graph_batch_sizes=sizes[parallel.layout.tp_rank])
         except DeviceError as error:
             return str(error)
         return None

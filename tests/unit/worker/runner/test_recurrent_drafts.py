@@ -13,12 +13,13 @@ from services.worker.config import WorkerSettings
 from services.worker.forward.drafted_states import drafted_bytes
 from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadedModel, LoadOptions, load_model
+from services.worker.models.planning import plan_model
 from services.worker.ops import load_ops
 from services.worker.parallel.communicator import Parallel
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.graphs.graph_runner import GraphSettings
 from services.worker.runner.model_runner import Execution, ModelRunner
-from services.worker.spec_decode.drafting import make_drafting
+from services.worker.spec_decode.drafting import check_drafting, make_drafting
 from services.worker.spec_decode.ngram_drafts import NgramProposer
 from shared.model_dir import ModelDirectoryError
 from tests.support.models.drafting import REQUESTS, KnowingProposer, num_accepted
@@ -203,10 +204,10 @@ def test_what_keeps_drafts_from_the_states_takes_its_memory_before_keys_and_valu
 
 
 def test_a_draft_model_with_recurrent_layers_is_refused(loaded: LoadedModel) -> None:
-    directory = Path(loaded.model_dir)
+    directory, ops = Path(loaded.model_dir), load_ops("reference")
     settings = WorkerSettings(model_dir=directory, draft_proposer="model", draft_model=directory)
     with pytest.raises(ModelDirectoryError, match="a draft model with recurrent layers is not supported"):
-        make_drafting(settings, loaded, load_ops("reference"), lambda: None)
+        check_drafting(settings, plan_model(directory, ops, torch.float32), ops)
 
 
 def test_ranks_that_share_the_heads_accept_the_same_drafts(loaded: LoadedModel) -> None:

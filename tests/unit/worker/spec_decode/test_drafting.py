@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from services.worker.batch.drafts import Drafting
 from services.worker.config import WorkerSettings
 from services.worker.layout import RankLayout
+from services.worker.models.planning import plan_model
 from services.worker.ops import load_ops
 from services.worker.parallel.communicator import Parallel
 from services.worker.runner.model_runner import build_model_runner
+from services.worker.runner.plan_checks import check_plan
 from services.worker.spec_decode.draft_model import DraftModelProposer
-from services.worker.spec_decode.drafting import make_drafting
+from services.worker.spec_decode.drafting import check_drafting, make_drafting
 from services.worker.spec_decode.ngram_drafts import NgramProposer
 from shared.model_dir import TOKENIZER, ModelDirectoryError
 from tests.support.models.tiny_llama import write_tiny_llama
@@ -32,9 +35,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drafting_of(model_dir: Path, **settings: Any) -> Drafting | None:
-    loaded = load_exact(model_dir)
+    ops = load_ops("reference")
     all_settings = WorkerSettings(model_dir=model_dir, ops_backend="reference", **settings)
-    return make_drafting(all_settings, loaded, load_ops("reference"), lambda: None)
+    plan = plan_model(model_dir, ops, torch.float32)
+    check_plan(all_settings, plan)
+    check_drafting(all_settings, plan, ops)
+    return make_drafting(all_settings, load_exact(model_dir), ops, lambda: None)
 
 
 def change_tokenizer(model_dir: Path, changes: Mapping[str, int]) -> None:

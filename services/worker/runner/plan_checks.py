@@ -1,0 +1,37 @@
+"""Whether a model is one that a worker's flags ask something of, found before its weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from services.worker.config import WorkerSettings
+from services.worker.models.planning import PlannedModel
+from services.worker.ops.matrix_rows import MatrixFormat
+from shared.model_dir import ModelDirectoryError
+
+
+def check_plan(settings: WorkerSettings, plan: PlannedModel) -> None:
+    """Check that the model has what the flags split, multiply or draft with.
+
+    Raises:
+        ModelDirectoryError: it has not.
+    """
+    if settings.ep and not plan.has_experts:
+        raise ModelDirectoryError(f"{plan.model_dir}: the model has no experts for --ep to split")
+    check_activations(settings, plan.packed_formats)
+    if settings.draft_proposer == "mtp" and plan.model.mtp is None:
+        raise ModelDirectoryError(f"{plan.model_dir}: no layers for multi-token prediction, as mtp needs")
+
+
+def check_activations(settings: WorkerSettings, packed_formats: Set[MatrixFormat]) -> None:
+    """Check that there is a matrix that quantised activations are multiplied with.
+
+    Args:
+        settings: The worker's.
+        packed_formats: The formats of the model's matrices, as planned or as loaded.
+
+    Raises:
+        ModelDirectoryError: there is none.
+    """
+    if settings.activation_quantization == "fp8" and MatrixFormat.FP8 not in packed_formats:
+        raise ModelDirectoryError(f"{settings.model_dir}: no matrices in FP8 for --activation-quantization fp8")
