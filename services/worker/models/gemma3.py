@@ -15,14 +15,22 @@ from services.worker.layers.context_limit import ContextLimit
 from services.worker.layers.rotary import RopeConfig
 from services.worker.layers.shard import Shard
 from services.worker.models.config import ConfigValues
-from services.worker.models.parts.decoder import DecoderConfig, DecoderLayer, DecoderModel, load_mlp, load_norm
+from services.worker.models.parts.decoder import (
+    DecoderConfig,
+    DecoderLayer,
+    DecoderModel,
+    FeedForward,
+    SelfAttention,
+    layer_name,
+    load_mlp,
+    load_norm,
+)
 from services.worker.models.parts.plain_attention import (
     FULL,
     SLIDING,
     AttentionConfig,
     AttentionHeads,
-    load_attention,
-    load_rotary,
+    load_plain_model,
     windows_by_type,
 )
 from services.worker.ops import Activation, RopeRows
@@ -57,22 +65,31 @@ def load_gemma3(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
     types = _layer_types(values, common.num_layers)
     window = values.optional_size("sliding_window") if "sliding_window" in values.json else _WINDOW
     has_bias = values.flag("attention_bias", default=False)
+    windows = windows_by_type(values, window, types)
+    ropes = {kind: _read_rope(values, kind) for kind in (FULL, SLIDING)}
     attention = AttentionConfig(
         AttentionHeads.from_json(values),
-        windows_by_type(values, window, types),
+        windows,
         has_qkv_bias=has_bias,
         has_output_bias=has_bias,
         has_head_norms=True,
         scale=values.size("query_pre_attn_scalar") ** -0.5,
+        ropes=[ropes[FULL if window is None else SLIDING] for window in windows],
     )
     inner_size = values.size("intermediate_size")
-    layers = [_load_layer(shard, common, layer, attention, inner_size) for layer in range(common.num_layers)]
-    kinds = [FULL if window is None else SLIDING for window in attention.windows]
-    by_kind = {
-        kind: load_rotary(shard, replace(common, rope=_read_rope(values, kind)), attention.heads) for kind in set(kinds)
-    }
-    kv_layers = attention.kv_layers(shard, common.context_length)
-    return Gemma3Model(shard, common, layers=layers, rotaries=[by_kind[kind] for kind in kinds], kv_layers=kv_layers)
+
+    def load_feed_forward(layer: int) -> FeedForward:
+        prefix = f"{layer_name(layer)}.mlp"
+        return load_mlp(shard, common, prefix, inner_size=inner_size, activation=Activation.GELU_TANH)
+
+    return load_plain_model(
+        shard,
+        common,
+        attention=attention,
+        load_feed_forward=load_feed_forward,
+        make_layer=_load_layer,
+        model=Gemma3Model,
+    )
 
 
 def read_offset_norm(shard: Shard, name: str, size: int) -> Tensor:
@@ -102,17 +119,15 @@ class Gemma3Model(DecoderModel):
 
 
 def _load_layer(
-    shard: Shard, config: DecoderConfig, layer: int, attention: AttentionConfig, inner_size: int
+    shard: Shard, config: DecoderConfig, layer: int, *, attention: SelfAttention, mlp: FeedForward
 ) -> DecoderLayer:
     """Load a layer that also normalises what attention and feed-forward network add to the residual stream."""
-    prefix = f"model.layers.{layer}"
-    attends = load_attention(shard, config, layer, attention)
-    mlp = load_mlp(shard, config, f"{prefix}.mlp", inner_size=inner_size, activation=Activation.GELU_TANH)
+    prefix = layer_name(layer)
     attention_result_norm = load_norm(shard, config, f"{prefix}.post_attention_layernorm")
     mlp_result_norm = load_norm(shard, config, f"{prefix}.post_feedforward_layernorm")
 
     def attend(x: Tensor, rope: RopeRows) -> Tensor:
-        return attention_result_norm(attends(x, rope))
+        return attention_result_norm(attention(x, rope))
 
     def feed_forward(x: Tensor) -> Tensor:
         return mlp_result_norm(mlp(x))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,10 +13,17 @@ from torch import Tensor
 from services.worker.forward.kv_cache import KvCacheSpec, LayerCache, attention_cache
 from services.worker.layers.attention import Attention
 from services.worker.layers.linear import Linear, sum_over_ranks
-from services.worker.layers.rotary import Rotary
+from services.worker.layers.rotary import RopeConfig, Rotary
 from services.worker.layers.shard import Part, Shard
 from services.worker.models.config import ConfigValues
-from services.worker.models.parts.decoder import DecoderConfig, DecoderLayer, DecoderModel, FeedForward, layer_name
+from services.worker.models.parts.decoder import (
+    DecoderConfig,
+    DecoderLayer,
+    DecoderModel,
+    FeedForward,
+    SelfAttention,
+    layer_name,
+)
 from services.worker.ops import AttentionParams, HeadNorms
 from services.worker.ops.matrix_rows import join_rows, take_rows
 from shared.model_dir import ModelDirectoryError
@@ -78,6 +86,8 @@ class AttentionConfig:
     """See `Attention`."""
     has_gate: bool = False
     """Whether `q_proj` gives each head's query, and then the gate of what it attends to."""
+    ropes: Sequence[RopeConfig] | None = None
+    """Each layer's rotation; None means that all have the model's."""
 
     def kv_layers(self, shard: Shard, context_length: int) -> list[LayerCache]:
         """What a token keeps in this rank's cache, by layer; logs what windows leave unread of a whole context."""
@@ -115,21 +125,50 @@ def windows_by_type(values: ConfigValues, window: int | None, default: Sequence[
     return [window if kind == SLIDING else None for kind in types]
 
 
+class MakeLayer(Protocol):
+    """Makes a layer of its two parts, as `DecoderLayer.load` does.
+
+    A part may be wrapped in any function of its arguments: what it adds to the residual stream can be normalised or
+    multiplied.
+    """
+
+    def __call__(
+        self, shard: Shard, config: DecoderConfig, layer: int, *, attention: SelfAttention, mlp: FeedForward
+    ) -> DecoderLayer:
+        """Load the norms of layer `layer` around `attention` and `mlp`."""
+
+
 def load_plain_model(
     shard: Shard,
     config: DecoderConfig,
     *,
     attention: AttentionConfig,
     load_feed_forward: Callable[[int], FeedForward],
+    make_layer: MakeLayer = DecoderLayer.load,
+    model: Callable[..., DecoderModel] = DecoderModel,
 ) -> DecoderModel:
-    """Load a model with this attention; `load_feed_forward` gets the layer's number."""
-    rotary = load_rotary(shard, config, attention.heads)
+    """Load a model with this attention.
+
+    Args:
+        shard: The rank's part.
+        config: What families have in common.
+        attention: That of all layers.
+        load_feed_forward: Gets a layer's number.
+        make_layer: Loads the norms around both parts of a layer, which it may wrap; see `MakeLayer`.
+        model: Takes the arguments of `DecoderModel`, such as a subclass with embeddings or logits of its own.
+    """
     layers = [
-        load_plain_layer(shard, config, layer, attention=attention, feed_forward=load_feed_forward(layer))
+        make_layer(
+            shard,
+            config,
+            layer,
+            attention=load_attention(shard, config, layer, attention),
+            mlp=load_feed_forward(layer),
+        )
         for layer in range(config.num_layers)
     ]
     kv_layers = attention.kv_layers(shard, config.context_length)
-    return DecoderModel(shard, config, layers=layers, rotaries=[rotary] * len(layers), kv_layers=kv_layers)
+    return model(shard, config, layers=layers, rotaries=_load_rotaries(shard, config, attention), kv_layers=kv_layers)
 
 
 def load_plain_layer(
@@ -143,6 +182,13 @@ def load_plain_layer(
     """Load layer `layer` of a checkpoint."""
     attends = load_attention(shard, config, layer, attention)
     return DecoderLayer.load(shard, config, layer, attention=attends, mlp=feed_forward)
+
+
+def _load_rotaries(shard: Shard, config: DecoderConfig, attention: AttentionConfig) -> list[Rotary]:
+    """Each layer's rotation, loaded once for layers with the same."""
+    ropes = attention.ropes or [config.rope] * config.num_layers
+    loaded = {rope: load_rotary(shard, replace(config, rope=rope), attention.heads) for rope in dict.fromkeys(ropes)}
+    return [loaded[rope] for rope in ropes]
 
 
 def load_rotary(shard: Shard, config: DecoderConfig, heads: AttentionHeads) -> Rotary:
