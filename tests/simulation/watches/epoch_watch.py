@@ -13,10 +13,11 @@ from typing import Protocol
 
 from services.scheduler.core.batch.sequence import RequestKey
 from services.scheduler.core.batch.step import ScheduledBatch, Step
-from services.scheduler.core.queue.waiting_queue import QueuePolicy, max_steps_to_admission
+from services.scheduler.core.queue.waiting_queue import QueuePolicy
 from services.scheduler.server.direct_clients import DIRECT_CLIENT
 from shared.step.step import PrefillChunk, StepKind, StepResult
 from tests.simulation.network.step_stream import Answer
+from tests.simulation.watches.admission_bound import max_steps_to_admission
 from tests.simulation.watches.share_watch import Claim, RankView, ShareWatch
 from tests.simulation.watches.state_watch import StateWatch, Text
 from tests.simulation.workload import CellSettings, Expected, RequestPlan, Salt, number_of

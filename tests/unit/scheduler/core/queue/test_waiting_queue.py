@@ -8,7 +8,7 @@ from services.scheduler.core.batch.sequence import Priority, Sequence
 from services.scheduler.core.policy import SchedulerPolicy
 from services.scheduler.core.queue.drain_rate import MAX_DELAY_S, MIN_DELAY_S, DrainRate
 from services.scheduler.core.queue.queue_order import WINDOW
-from services.scheduler.core.queue.waiting_queue import MAX_ASIDE, QueuePolicy, max_steps_to_admission
+from services.scheduler.core.queue.waiting_queue import MAX_ASIDE, QueuePolicy
 from shared.errors import QueueFullError
 from tests.support.scheduler.engine_driver import EngineDriver
 from tests.support.scheduler.waiting import (
@@ -175,15 +175,6 @@ def test_a_flood_of_urgent_requests_starves_no_request() -> None:
         add_all(queue, *(make_seq(now, priority=Priority.HIGH) for _ in range(3)))
         taken = take_next(queue, now)
     assert now == MAX_AGE_S + 1
-
-
-def test_the_waiting_time_is_bounded_by_the_requests_ahead() -> None:
-    assert max_steps_to_admission(0, 4096, 16384) == 0
-    # A prompt takes one step: each step returns one token of a request ahead.
-    assert max_steps_to_admission(3, 4096, 4096) == 3 * 4096
-    assert max_steps_to_admission(3, 4096, 1024) == 3 * 4096 * 7
-    # Chunks that end where two states are saved.
-    assert max_steps_to_admission(3, 4096, 1024, 2) == 3 * 4096 * 11
 
 
 def test_what_is_set_aside_keeps_its_place_and_is_passed_until_it_is_brought_back_or_ages() -> None:
