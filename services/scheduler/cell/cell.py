@@ -278,6 +278,7 @@ class Cell:
             assert domain.epoch is None or not domain.is_vacant, "a vacant place is attached"
         self.drains.check_integrity(self.domains)
         self._quarantine.check_integrity()
+        self._unplaced.queue.tenants.check_integrity(self.unfinished())
 
     def _rank_state(self, rank: Rank) -> RankState:
         scheduler, blocks = rank.scheduler, rank.scheduler.block_counts

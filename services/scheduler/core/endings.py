@@ -96,6 +96,7 @@ class Endings:
             self._preemption.drop_parked(seq)
         elif not seq.is_retiring:
             self._running.drop(seq)
+        self._waiting.tenants.note_end(seq)
         seq.status = status
         if seq.slot is not None:
             self._slots.end(seq.slot)

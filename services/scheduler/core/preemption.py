@@ -51,7 +51,7 @@ class Preemption:
         take its blocks back by growing. With several tenants it is one of the tenant furthest above its share.
         """
         order = self._least_urgent(now)
-        if self._shares.are_needed:
+        if self._waiting.tenants.are_shared:
             order = self._shares.of_furthest_above(order)
         num_completion_tokens = self._slots.num_tokens - self._slots.num_prompt_tokens
         victim = pick_victim(self._policy.retraction_policy, order, num_completion_tokens)

@@ -80,7 +80,7 @@ class PrefillPlanner:
         self._states = running.states
         self._num_times_saves_ended = 0
 
-    def begin_plan(self, now: float) -> None:
+    def bring_back(self, now: float) -> None:
         """Let those that others may pass have another look, if what they wait for has come, or if they have aged."""
         if self._blocks.num_times_saves_ended != self._num_times_saves_ended:
             self._num_times_saves_ended = self._blocks.num_times_saves_ended
@@ -112,7 +112,7 @@ class PrefillPlanner:
         return self._blocks.num_blocks_to_take(seq, self._find_prefix(seq))
 
     def _next(self, now: float) -> Sequence | None:
-        while self._waiting.has_next:
+        while self._waiting.num_next:
             seq = self._waiting.next(now, self._blocks.num_cached_tokens, self._shares.keeps_share)
             if self._states is None or not self._find_prefix(seq).awaits_state:
                 return seq
@@ -160,10 +160,12 @@ class PrefillPlanner:
             prefill.state_restores.append((slot, prefix.checkpoint))
         self._save_state(seq, prefill)
         if seq.pays_again or not seq.was_admitted:
-            self._waiting.tenants.charge_prompt(seq.tenant_number, num_new_tokens)
+            if self._waiting.tenants.are_shared:
+                self._waiting.tenants.charge_prompt(seq.tenant_number, num_new_tokens)
             seq.pays_again = False
         seq.note_admission(prefix.num_tokens)
-        self._shares.note_admission(seq)
+        if self._shares.holdings is not None:
+            self._shares.note_admission(seq)
         self._counters.num_prefix_queried_tokens += seq.num_stored_tokens
         self._counters.num_prefix_hit_tokens += prefix.num_tokens
         self._counters.num_prefix_tokens_lost_to_state += prefix.num_lost_tokens
@@ -209,7 +211,7 @@ class PrefillPlanner:
         is_plain = self._policy.admission_policy is AdmissionPolicy.PLAIN
         if is_plain or seq is self._waiting.held or not self._running.order.size:
             return True
-        if self._shares.are_needed and self._shares.is_due(seq):
+        if self._waiting.tenants.are_shared and self._shares.is_due(seq):
             return True
         num_tokens, max_num_tokens = self._running.progress()
         return self._new_token_ratio.fits(

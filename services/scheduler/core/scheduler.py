@@ -87,6 +87,7 @@ class Scheduler:
         self._waiting = WaitingQueue(policy.queue_policy, policy.max_age_s, tenants)
         self.max_steps_in_flight = policy.max_steps_in_flight
         self._policy = policy
+        self._has_classes = policy.queue_policy is QueuePolicy.PRIORITY
         self._cache = cache
         self._new_token_ratio = NewTokenRatio()
         self._kv_feed: KvFeed | None = None
@@ -113,9 +114,10 @@ class Scheduler:
         Returns:
             None when there is nothing to do; only preemptions may have happened then.
         """
-        self._shares.begin_plan()
-        self._prefill.begin_plan(now)
-        if may_prefill:
+        self._shares.holdings = None
+        if self._running.states is not None:
+            self._prefill.bring_back(now)
+        if may_prefill and self._waiting.num_next and (self._has_classes or self._waiting.tenants.are_shared):
             self._preempt_for_next(now)
         if self._budget.mixes:
             decodes = self._plan_decodes(now)
@@ -342,35 +344,35 @@ class Scheduler:
         self._running.check_integrity()
 
     def _preempt_for_next(self, now: float) -> None:
-        has_classes = self._policy.queue_policy is QueuePolicy.PRIORITY
-        if not (has_classes or self._shares.are_needed) or not self._waiting.has_next or not self._may_admit(now):
-            return
-        waiting = self._prefill.next_waiting(now)
+        waiting = self._prefill.next_waiting(now) if self._may_admit(now) else None
         if waiting is None:
             return
         seq, num_blocks = waiting
-        if has_classes:
+        if self._has_classes:
             self._preemption.preempt_for(seq, num_blocks, now)
-        if self._shares.are_needed:
+        if self._waiting.tenants.are_shared:
             self._preemption.preempt_above_share(seq, num_blocks, now)
 
     def _plan_decodes(self, now: float) -> Decodes:
         decodes = self._decode.plan(now)
-        self._shares.note_growth(decodes.append_slots)
+        if self._shares.holdings is not None:
+            self._shares.note_growth(decodes.append_slots)
         return decodes
 
     def _plan_prefill(self, budget: int, may_admit: bool, now: float) -> Prefill:
-        if not self._waiting.has_next and not self._running.begun:
+        if not self._waiting.num_next and not self._running.begun:
             return _NO_PREFILL
         return self._prefill.plan(budget, now, may_admit=may_admit and self._may_admit(now))
 
     def _may_admit(self, now: float) -> bool:
         # A parked sequence is queued again when its steps return; nothing may overtake it.
-        return not self._preemption.num_parked and self._gate_is_open(now)
+        if self._preemption.num_parked:
+            return False
+        return not self._policy.delay_factor or self._gate_is_open(now)
 
     def _gate_is_open(self, now: float) -> bool:
         """A delayed prefill lets more prompts share it."""
-        if not self._policy.delay_factor or not self.num_running or not self._waiting:
+        if not self.num_running or not self._waiting:
             return True
         waited = now - self._waiting.oldest_arrived_at()
         return waited > self._policy.delay_factor * self._postprocessor.last_prefill_latency

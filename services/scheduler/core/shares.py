@@ -31,9 +31,10 @@ class Shares:
     """A rank's slots and blocks, divided among its tenants.
 
     A tenant's share is its weight over that of all tenants with sequences on the rank, waiting or running; at least one
-    slot. Nothing is computed here while the cell has had only one tenant.
+    slot. Nothing is asked, so nothing is counted, while one tenant is alone in the cell.
 
-    Invariant: from `begin_plan` until the plan is committed, `_held` is None or what the tenants hold.
+    Invariant: until the plan is committed in the course of which they were counted, `holdings` are what the tenants
+    hold; None until somebody asks. The next plan must begin with None.
     """
 
     def __init__(self, max_num_seqs: int, waiting: WaitingQueue, running: RunningBatch) -> None:
@@ -43,31 +44,23 @@ class Shares:
         self._running = running
         self._slots = running.slots
         self._blocks = running.blocks
-        self._held: Holdings | None = None
-
-    @property
-    def are_needed(self) -> bool:
-        """Whether the cell has had several tenants."""
-        return self._tenants.are_shared
-
-    def begin_plan(self) -> None:
-        """Forget what the tenants held: it is counted anew, O(running sequences + tenants), once somebody asks."""
-        self._held = None
+        self.holdings: Holdings | None = None
+        """Counted in O(running sequences + tenants), once somebody asks."""
 
     def note_admission(self, seq: Sequence) -> None:
         """A waiting sequence has got its slot and blocks; O(1)."""
-        if self._held is not None:
-            self._held.slots[seq.tenant_number] += 1
-            self._held.blocks[seq.tenant_number] += len(seq.block_table)
+        if self.holdings is not None:
+            self.holdings.slots[seq.tenant_number] += 1
+            self.holdings.blocks[seq.tenant_number] += len(seq.block_table)
 
     def note_growth(self, slots: Slots) -> None:
         """Sequences have got a block each time that they are in `slots`."""
-        if self._held is not None:
-            np.add.at(self._held.blocks, self._slots.tenant[slots], 1)
+        if self.holdings is not None:
+            np.add.at(self.holdings.blocks, self._slots.tenant[slots], 1)
 
     def note_preemption(self) -> None:
         """A running sequence has left, and perhaps its tenant with it."""
-        self._held = None
+        self.holdings = None
 
     def keeps_share(self, seq: Sequence) -> bool:
         """Whether a waiting sequence, once admitted, leaves its tenant within its share."""
@@ -127,15 +120,15 @@ class Shares:
 
     def check_integrity(self) -> None:
         """Assert the class's invariant, between plan and commit."""
-        if self._held is not None:
+        if self.holdings is not None:
             counted = self._count()
             for field in fields(Holdings):
-                assert np.array_equal(getattr(self._held, field.name), getattr(counted, field.name)), field.name
+                assert np.array_equal(getattr(self.holdings, field.name), getattr(counted, field.name)), field.name
 
     def _holdings(self) -> Holdings:
-        if self._held is None:
-            self._held = self._count()
-        return self._held
+        if self.holdings is None:
+            self.holdings = self._count()
+        return self.holdings
 
     def _count(self) -> Holdings:
         order = self._running.order
@@ -144,7 +137,7 @@ class Shares:
         num_blocks = self._slots.num_blocks[order]
         blocks: _Amounts = np.bincount(numbers, weights=num_blocks, minlength=num_tenants).astype(np.float64)
         is_here = slots > 0
-        is_here[np.fromiter(self.waiting.tenant_numbers, np.intp, len(self.waiting.tenant_numbers))] = True
+        is_here[[queue.account.number for queue in self.waiting.queues]] = True
         weights = self._tenants.weights * is_here
         fractions = weights / max(weights.sum(), 1e-9)
         return Holdings(

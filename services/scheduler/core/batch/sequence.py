@@ -102,6 +102,8 @@ class Sequence:
     tenant: Tenant = DEFAULT_TENANT
     tenant_number: int = 0
     """The number of its tenant's account; known once it has been queued."""
+    is_counted: bool = False
+    """Whether that account counts it among the unfinished ones."""
     num_tokens_when_made_way: int = 0
     """How many tokens it had when it last made way for another tenant."""
     pays_again: bool = False

@@ -12,7 +12,8 @@ from services.scheduler.core.queue.tenant_counters import TenantAccount
 class TenantQueue:
     """A tenant's waiting sequences: the aged ones by arrival, then the others in the order of the queue policy.
 
-    Those that were set aside keep their places, but are not next.
+    Those that were set aside keep their places, but are not next. While one tenant waits, it is the rank's order; a
+    queue that is empty may be given to another tenant.
 
     Invariant: each of `arrivals` is either in `_aged`, in both `_order` and `_ages`, or in `aside`. `returned` are
     those that were admitted before, by arrival. `num_new_tokens` are the prompt tokens of the leaders among the others.
@@ -54,12 +55,12 @@ class TenantQueue:
         del self.arrivals[seq]
         if seq in self.aside:
             del self.aside[seq]
-        elif seq in self._aged:
+        elif self._aged and seq in self._aged:
             self._aged.remove(seq)
         else:
             self._order.remove(seq)
             self._ages.remove(seq)
-        if seq in self.returned:
+        if seq.was_admitted:
             self.returned.remove(seq)
         else:
             self.num_new_tokens -= seq.num_limited_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 
 from services.scheduler.core.batch.sequence import Sequence
 from services.scheduler.core.queue.drain_rate import MAX_DELAY_S, DrainRate
@@ -15,9 +16,9 @@ from services.scheduler.core.queue.queue_order import (
     PriorityOrder,
     QueueOrder,
 )
-from services.scheduler.core.queue.tenant_classes import TenantClasses
-from services.scheduler.core.queue.tenant_counters import AccountHeap, TenantCounters
+from services.scheduler.core.queue.tenant_counters import TenantAccount, TenantCounters
 from services.scheduler.core.queue.tenant_queue import TenantQueue
+from services.scheduler.core.queue.tenant_turns import KeepsShare, Look, TenantTurns
 from shared.tenant import Tenant
 
 
@@ -35,9 +36,6 @@ _ORDERS: dict[QueuePolicy, Callable[[], QueueOrder]] = {
     QueuePolicy.LONGEST_PREFIX: PrefixOrder,
 }
 
-KeepsShare = Callable[[Sequence], bool]
-"""Whether a waiting sequence, once admitted, leaves its tenant within its share of the rank."""
-
 
 # Each one that is set aside is looked up when it is, and again after the step that it waits for.
 MAX_ASIDE = 128
@@ -50,13 +48,8 @@ def _keeps_any_share(_: Sequence) -> bool:
 class WaitingQueue:
     """The waiting sequences of a rank, and which of them is next.
 
-    With one tenant, the order is that of `TenantQueue`: aged sequences first, by arrival, under any policy, so none
-    starves; then the policy's. With several, the next one is found by:
-
-    1. under the priority policy, the most urgent class; an aged sequence counts as most urgent;
-    2. sequences that were admitted before and whose tenant stays within its share of the rank with them, by arrival.
-       (Without that limit, what a flood lost would go ahead of the tenant that it made way for.);
-    3. the tenant with the lowest counter; within it, what is next with one tenant.
+    While one tenant waits, the order is that of `TenantQueue`: aged sequences first, by arrival, under any policy, so
+    none starves; then the policy's. While several do, each has such a queue, and `TenantTurns` says which one is next.
 
     Arrival is by `arrived_at`, so a preempted or resubmitted sequence keeps its place; ties go to those admitted
     before, then to the first added.
@@ -66,10 +59,9 @@ class WaitingQueue:
 
     The clock never goes back. While a sequence waits, its priority and its times do not change.
 
-    Invariant: each waiting sequence is in its tenant's queue, and no such queue is empty. `num_new_tokens` are the
-    prompt tokens of the leaders among those that were never admitted. `_accounts` are those of the queues in which not
-    all is set aside, and `_weight` is the sum of the weights of all. `held` waits here, and is not set aside.
-    `_num_aside` counts what is.
+    Invariant: `_sequences` are those that wait, in the order in which they were added. They are in `_queue` if `_turns`
+    is None, else in the queues there. `num_next` counts those that are not set aside, and `num_new_tokens` are the
+    prompt tokens of the leaders among those that were never admitted. `held` waits here, and is not set aside.
     """
 
     def __init__(
@@ -79,51 +71,40 @@ class WaitingQueue:
         tenants: TenantCounters | None = None,
     ) -> None:
         """Make an empty queue; `tenants` are those of the cell."""
+        self.num_next = 0
         self.num_new_tokens = 0
         self.held: Sequence | None = None
         """The next one, whatever comes, because others made way for it; see `hold`."""
         self.tenants = TenantCounters() if tenants is None else tenants
-        self._policy = policy
         self._has_classes = policy is QueuePolicy.PRIORITY
         self._max_age_s = max_age_s
-        # The queue of each, in the order in which they were added.
-        self._queues: dict[Sequence, TenantQueue] = {}
-        self._by_tenant: dict[int, TenantQueue] = {}
-        self._classes = TenantClasses(self._by_tenant)
-        # The tenants with sequences that were admitted before.
-        self._with_returned: dict[int, TenantQueue] = {}
-        self._accounts = AccountHeap()
-        self._weight = 0.0
-        # The queue that `next` chose, and the sequence in it if that is not the first there; until it leaves.
-        self._choice: tuple[TenantQueue, Sequence | None] | None = None
-        # Whether something was added that may go before the choice.
-        self._may_change = False
+        self._make_queue = partial(_make_queue, policy, max_age_s)
+        self._sequences: dict[Sequence, None] = {}
+        # Of no tenant yet.
+        self._queue = self._make_queue(TenantAccount(0, 1.0))
+        self._turns: TenantTurns | None = None
         self._num_added = 0
-        self._num_aside = 0
         # When the first of those that are set aside turns aged, or earlier.
         self._aside_ages_at = math.inf
         self._drain_rate = DrainRate()
 
     def __len__(self) -> int:
-        return len(self._queues)
+        return len(self._sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
         """In the order in which they were added."""
-        return iter(self._queues)
+        return iter(self._sequences)
 
     @property
-    def has_next(self) -> bool:
-        """Whether any sequence is not set aside."""
-        return len(self._queues) > self._num_aside
-
-    @property
-    def tenant_numbers(self) -> Collection[int]:
-        """The accounts' numbers of the tenants that wait here."""
-        return self._by_tenant.keys()
+    def queues(self) -> Collection[TenantQueue]:
+        """The queues of the tenants that wait here."""
+        if self._turns is not None:
+            return self._turns.by_tenant.values()
+        return (self._queue,) if self._sequences else ()
 
     def oldest_arrived_at(self) -> float:
         """The earliest arrive time; the queue must not be empty."""
-        return min(queue.oldest_arrived_at() for queue in self._by_tenant.values())
+        return min(queue.oldest_arrived_at() for queue in self.queues)
 
     def retry_delay_s(self, num_places: int, now: float, others: Collection[WaitingQueue] = ()) -> float:
         """Seconds until `num_places` newcomers will have left the queues, which drain in parallel."""
@@ -141,12 +122,14 @@ class WaitingQueue:
             tokens_per_seq: What a sequence counts in addition to its newcomer's prompt.
         """
         load = self.num_new_tokens + tokens_per_seq * len(self)
-        account = self.tenants.account_of(tenant)
-        own = self._by_tenant.get(account.number)
-        if own is not None and len(self._by_tenant) == 1:
+        account, turns = self.tenants.account_of(tenant), self._turns
+        if turns is None and (not load or self._queue.account is account):
             return load
+        own, other_weight = None, self._queue.weight
+        if turns is not None:
+            own = turns.by_tenant.get(account.number)
+            other_weight = turns.weight - (0.0 if own is None else own.weight)
         own_load = 0 if own is None else own.num_new_tokens + tokens_per_seq * len(own.arrivals)
-        other_weight = self._weight - (0.0 if own is None else own.weight)
         share = (own_load + num_tokens) * other_weight / account.weight
         return own_load + min(load - own_load, share)
 
@@ -154,24 +137,21 @@ class WaitingQueue:
         """Add a sequence at its place."""
         seq.queued_at = now
         self._num_added += 1
+        account = self.tenants.add_waiting(seq)
         is_new = not seq.was_admitted
-        account = self.tenants.account_of(seq.tenant)
-        seq.tenant_number = account.number
-        self.tenants.begin_to_wait(account)
-        queue = self._by_tenant.get(account.number)
-        if queue is None:
-            queue = self._by_tenant[account.number] = TenantQueue(account, _ORDERS[self._policy](), self._max_age_s)
-        if not queue.has_next:
-            self._accounts.add(account)
-        self._weight += account.weight - queue.weight
-        queue.weight = account.weight
-        queue.push((seq.arrived_at, is_new, self._num_added), seq)
-        self._queues[seq] = queue
-        if not is_new:
-            self._with_returned[account.number] = queue
-        self._may_change |= not is_new or self._has_classes
-        if self._has_classes:
-            self._classes.note_change(account.number)
+        arrival = (seq.arrived_at, is_new, self._num_added)
+        if self._turns is None and account is not self._queue.account:
+            if self._sequences:
+                self._turns = TenantTurns(self._queue, self._make_queue, has_classes=self._has_classes)
+            else:
+                self._queue.account = account
+        if self._turns is None:
+            self._queue.weight = account.weight
+            self._queue.push(arrival, seq)
+        else:
+            self._turns.push(arrival, seq, account)
+        self._sequences[seq] = None
+        self.num_next += 1
         if is_new:
             self.num_new_tokens += seq.num_limited_tokens
 
@@ -184,24 +164,15 @@ class WaitingQueue:
         stays within its share with it, or others would wait for what it may not take. One that was admitted before also
         gives way to one of its tenant that has aged. `num_cached_tokens` is called for LONGEST_PREFIX only, for at most
         `WINDOW` sequences of a tenant, and not while the one it chose still waits; `keeps_share` only with several
-        tenants.
-
-        With several tenants it takes O(log tenants), and a choice also O(tenants with sequences that were admitted
-        before), of which there are no more than the rank has slots unless ranks or schedulers were lost.
+        tenants, and for what is held.
         """
         if self.held is not None:
-            if keeps_share(self.held) and not self._is_outranked(self.held, now, num_cached_tokens):
+            if keeps_share(self.held) and not self._is_outranked(self.held, Look(now, num_cached_tokens, keeps_share)):
                 return self.held
             self.held = None
-        if len(self._by_tenant) == 1:
-            (queue,) = self._by_tenant.values()
-            return queue.first(now, num_cached_tokens)
-        if self._choice is not None and not self._stays(self._choice, now, num_cached_tokens, keeps_share):
-            self._choice = None
-        if self._choice is None or self._may_change:
-            self._choice = self._choose(now, num_cached_tokens, keeps_share)
-            self._may_change = False
-        return self._chosen(self._choice, now, num_cached_tokens)
+        if self._turns is not None:
+            return self._turns.next(Look(now, num_cached_tokens, keeps_share))
+        return self._queue.first(now, num_cached_tokens)
 
     def hold(self, seq: Sequence) -> None:
         """Keep a waiting sequence the next one until it leaves.
@@ -209,7 +180,7 @@ class WaitingQueue:
         It gives way only to a more urgent class, or when it would exceed its tenant's share, which others may make
         smaller.
         """
-        assert seq in self._queues
+        assert seq in self._sequences
         self.held = seq
 
     def try_set_aside(self, seq: Sequence, now: float) -> bool:
@@ -218,28 +189,22 @@ class WaitingQueue:
         Returns:
             False, with nothing changed, if it has aged, was admitted before or is held, or `MAX_ASIDE` are set aside.
         """
-        queue = self._queues[seq]
-        if self._num_aside == MAX_ASIDE or seq is self.held or seq.was_admitted or queue.has_aged(seq, now):
+        queue = self._queue if self._turns is None else self._turns.queue_of(seq)
+        num_aside = len(self._sequences) - self.num_next
+        if num_aside == MAX_ASIDE or seq is self.held or seq.was_admitted or queue.has_aged(seq, now):
             return False
         self._aside_ages_at = min(self._aside_ages_at, queue.set_aside(seq))
-        self._num_aside += 1
-        self._note_less(queue)
+        self.num_next -= 1
+        if self._turns is not None:
+            self._turns.note_less(queue)
         return True
 
     def bring_back(self) -> None:
         """Let all that was set aside go on at its place."""
-        if not self._num_aside:
+        if self.num_next == len(self._sequences):
             return
-        for number, queue in self._by_tenant.items():
-            if not queue.aside:
-                continue
-            if not queue.has_next:
-                self._accounts.add(queue.account)
-            queue.bring_back()
-            if self._has_classes:
-                self._classes.note_change(number)
-        self._num_aside, self._aside_ages_at = 0, math.inf
-        self._may_change |= self._has_classes
+        (self._queue if self._turns is None else self._turns).bring_back()
+        self.num_next, self._aside_ages_at = len(self._sequences), math.inf
 
     def bring_back_aged(self, now: float) -> None:
         """As `bring_back`, once any of what was set aside has aged."""
@@ -252,125 +217,66 @@ class WaitingQueue:
         Only newcomers count towards the drain rate: a refused client waits for their places.
         """
         is_new = not seq.was_admitted
-        self._choice = None
-        self._leave(seq, now)
+        if self._turns is not None:
+            self._turns.end_turn()
+        self.remove(seq, now)
         if is_new:
             self._drain_rate.note(1, now)
 
     def remove(self, seq: Sequence, now: float) -> None:
-        """Take out a sequence that ended or waits elsewhere."""
-        self._leave(seq, now)
-
-    def is_aged(self, seq: Sequence, now: float) -> bool:
-        """Whether it has aged; for a running one, whether it had when admitted."""
-        queue = self._queues.get(seq)
-        return seq.waited_s > self._max_age_s if queue is None else queue.has_aged(seq, now)
-
-    def check_integrity(self) -> None:
-        """Assert the class's invariant."""
-        num_new_tokens = sum(seq.num_limited_tokens for seq in self if not seq.was_admitted)
-        assert self.num_new_tokens == num_new_tokens, "the waiting queue's tokens"
-        assert self.held is None or self.held in self._queues, "what is held does not wait"
-        assert sum(len(queue.arrivals) for queue in self._by_tenant.values()) == len(self), "the waiting queue's places"
-        assert all(seq in queue.arrivals for seq, queue in self._queues.items()), "the waiting queue's places"
-        assert self._num_aside == sum(len(queue.aside) for queue in self._by_tenant.values()), "what is set aside"
-        for number, queue in self._by_tenant.items():
-            assert queue.arrivals, "a tenant's queue is empty"
-            assert queue.has_next == (queue.account in self._accounts), "tenants with a next sequence"
-            assert self.held not in queue.aside, "what is held is set aside"
-            assert bool(queue.returned) == (number in self._with_returned), "tenants with returned sequences"
-            queue.check_integrity()
-        self._accounts.check_integrity()
-        weight = sum(queue.weight for queue in self._by_tenant.values())
-        assert abs(self._weight - weight) <= 1e-6 * weight, "the weight of those that wait"
-        if self:
-            assert self.oldest_arrived_at() == min(seq.arrived_at for seq in self), "the oldest that waits"
-
-    @staticmethod
-    def _chosen(
-        choice: tuple[TenantQueue, Sequence | None], now: float, num_cached_tokens: NumCachedTokens
-    ) -> Sequence:
-        queue, returned = choice
-        return queue.first(now, num_cached_tokens) if returned is None else returned
-
-    def _choose(
-        self, now: float, num_cached_tokens: NumCachedTokens, keeps_share: KeepsShare
-    ) -> tuple[TenantQueue, Sequence | None]:
-        """The next sequence's queue, and the sequence if it goes before what is first there."""
-        priority, lowest = None, self._accounts.lowest()
-        if self._has_classes:
-            priority, lowest = self._classes.most_urgent(now, num_cached_tokens)
-        assert lowest is not None
-        returned = []
-        for number, queue in self._with_returned.items():
-            if priority is None or self._classes.is_in(number, priority):
-                seq = self._first_returned(queue, now, num_cached_tokens)
-                if seq is not None and keeps_share(seq):
-                    returned.append((queue.arrivals[seq], queue, seq))
-        if returned:
-            _, queue, seq = min(returned)
-            return queue, seq
-        if self._choice is not None and self._choice[1] is None:
-            number = self._choice[0].account.number
-            if priority is None or self._classes.is_in(number, priority):
-                return self._choice
-        return self._by_tenant[lowest.number], None
-
-    def _stays(
-        self,
-        choice: tuple[TenantQueue, Sequence | None],
-        now: float,
-        num_cached_tokens: NumCachedTokens,
-        keeps_share: KeepsShare,
-    ) -> bool:
-        """Whether what was chosen may still be next: one of a class only until another of its tenant has aged."""
-        queue, seq = choice
-        if self._has_classes and seq is not None and queue.first(now, num_cached_tokens) is not seq:
-            return False
-        return keeps_share(self._chosen(choice, now, num_cached_tokens))
-
-    def _is_outranked(self, seq: Sequence, now: float, num_cached_tokens: NumCachedTokens) -> bool:
-        """Whether a more urgent class than that of a waiting sequence waits."""
-        if not self._has_classes:
-            return False
-        most_urgent, _ = self._classes.most_urgent(now, num_cached_tokens)
-        return most_urgent < self._queues[seq].class_of(seq, now)
-
-    def _first_returned(self, queue: TenantQueue, now: float, num_cached_tokens: NumCachedTokens) -> Sequence | None:
-        """The first of a tenant's sequences that were admitted before, if it is of the most urgent class there."""
-        if not self._has_classes:
-            return queue.returned.top[1]
-        first = queue.first(now, num_cached_tokens)
-        return first if first in queue.returned else None
-
-    def _leave(self, seq: Sequence, now: float) -> None:
+        """Take out a sequence that is being admitted, has ended or waits elsewhere."""
         if seq is self.held:
             self.held = None
-        queue = self._queues.pop(seq)
-        self._num_aside -= seq in queue.aside
-        had_next = queue.has_next
-        queue.remove(seq)
-        self.tenants.end_to_wait(queue.account)
-        if not queue.returned:
-            self._with_returned.pop(queue.account.number, None)
-        if not queue.arrivals:
-            del self._by_tenant[queue.account.number]
-            self._weight = self._weight - queue.weight if self._by_tenant else 0.0
-        if had_next:
-            self._note_less(queue)
-        if self._choice is not None and self._choice[1] is seq:
-            self._choice = None
+        queue = self._queue if self._turns is None else self._turns.queue_of(seq)
+        del self._sequences[seq]
+        self.num_next -= seq not in queue.aside
+        if self._turns is None:
+            queue.remove(seq)
+        else:
+            self._turns.remove(seq)
+            if self._turns.are_over:
+                self._queue, self._turns = next(iter(self._turns.by_tenant.values()), queue), None
+        account = queue.account
+        account.num_waiting -= 1
+        if self.tenants.are_shared and not account.num_waiting:
+            self.tenants.end_to_wait(account)
         if not seq.was_admitted:
             self.num_new_tokens -= seq.num_limited_tokens
         seq.waited_s += now - seq.queued_at
         seq.dequeued_at = now
 
-    def _note_less(self, queue: TenantQueue) -> None:
-        """One that could be next has left a queue or was set aside."""
-        if self._has_classes:
-            self._classes.note_change(queue.account.number)
-        if queue.has_next:
-            return
-        self._accounts.remove(queue.account)
-        if self._choice is not None and self._choice[0] is queue:
-            self._choice = None
+    def is_aged(self, seq: Sequence, now: float) -> bool:
+        """Whether it has aged; for a running one, whether it had when admitted."""
+        if seq not in self._sequences:
+            return seq.waited_s > self._max_age_s
+        return (self._queue if self._turns is None else self._turns.queue_of(seq)).has_aged(seq, now)
+
+    def check_integrity(self) -> None:
+        """Assert the class's invariant."""
+        num_new_tokens = sum(seq.num_limited_tokens for seq in self if not seq.was_admitted)
+        assert self.num_new_tokens == num_new_tokens, "the waiting queue's tokens"
+        assert self.held is None or self.held in self._sequences, "what is held does not wait"
+        assert sum(len(queue.arrivals) for queue in self.queues) == len(self), "the waiting queue's places"
+        assert self.num_next == len(self) - sum(len(queue.aside) for queue in self.queues), "what is set aside"
+        for queue in self.queues:
+            assert all(seq.tenant_number == queue.account.number for seq in queue.arrivals), "a tenant's sequences"
+            assert all(seq in self._sequences for seq in queue.arrivals), "the waiting queue's places"
+            assert self.held not in queue.aside, "what is held is set aside"
+            queue.check_integrity()
+        if self._turns is not None:
+            self._turns.check_integrity()
+        if self:
+            assert self.oldest_arrived_at() == min(seq.arrived_at for seq in self), "the oldest that waits"
+
+    def _is_outranked(self, seq: Sequence, look: Look) -> bool:
+        """Whether a more urgent class than that of a waiting sequence waits."""
+        if not self._has_classes:
+            return False
+        if self._turns is not None:
+            return self._turns.is_outranked(seq, look)
+        first = self._queue.first_class(look.now, look.num_cached_tokens)
+        return first < self._queue.class_of(seq, look.now)
+
+
+def _make_queue(policy: QueuePolicy, max_age_s: float, account: TenantAccount) -> TenantQueue:
+    return TenantQueue(account, _ORDERS[policy](), max_age_s)

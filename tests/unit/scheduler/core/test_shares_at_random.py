@@ -89,7 +89,7 @@ class Rank:
         """Check that others may pass only what waits for the save of a step in flight, and has not aged."""
         queue = self.scheduler.queue
         for seq in queue:
-            if seq in queue._queues[seq].aside:
+            if any(seq in each.aside for each in queue.queues):
                 self.num_aside += 1
                 assert self.scheduler._blocks.find_prefix(seq).awaits_state, "passed without a state that comes"
                 assert not queue.is_aged(seq, self.now), "an aged sequence is passed"

@@ -28,7 +28,8 @@ def take(queue: WaitingQueue, now: float = 1.0, *, cost: int = 1, keeps_share: b
     """Admit the next sequence, for which its tenant pays `cost`; returns the tenant."""
     seq = queue.next(now, nothing_cached, lambda _: keeps_share)
     queue.take(seq, now)
-    queue.tenants.charge_prompt(seq.tenant_number, cost)
+    if queue.tenants.are_shared:
+        queue.tenants.charge_prompt(seq.tenant_number, cost)
     queue.check_integrity()
     return seq.tenant
 
@@ -50,7 +51,7 @@ def test_tokens_are_shared_by_weight(weight: int, other_weight: int) -> None:
 
 def test_output_is_charged_by_its_cost_and_the_tenants_weight() -> None:
     counters = TenantCounters()
-    accounts = [counters.account_of(Tenant("a", 2.0)), counters.account_of(B)]
+    accounts = [counters.add_waiting(seq_of(tenant)) for tenant in (Tenant("a", 2.0), B)]
     counters.charge_output(np.array([0, 1, 1, 0], np.intp), None)
     counters.charge_output(np.array([0, 1], np.intp), np.array([3, 1], np.int32))
     assert [account.counter for account in accounts] == [5 * OUTPUT_TOKEN_COST / 2.0, 3 * OUTPUT_TOKEN_COST]
@@ -201,7 +202,7 @@ def test_tenants_that_come_and_go_leave_nothing_behind() -> None:
         queue.add(seq, 0.0)
         queue.remove(seq, 0.0)
         queue.check_integrity()
-    assert len(queue._accounts._heap) < 100
+    assert queue._turns is None
     assert len(queue.tenants._waiting._heap) < 100
 
 
@@ -210,5 +211,5 @@ def test_a_tenant_alone_leaves_nothing_behind() -> None:
     for _ in range(1000):
         queue.add(seq_of(A), 0.0)
         take(queue)
-    assert len(queue._accounts._heap) < 100
-    assert len(queue.tenants._waiting._heap) < 100
+    assert queue._turns is None
+    assert not len(queue.tenants._waiting._heap)

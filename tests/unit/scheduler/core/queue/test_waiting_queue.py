@@ -189,9 +189,9 @@ def test_what_is_set_aside_keeps_its_place_and_is_passed_until_it_is_brought_bac
     # It still counts as waiting, and is the oldest.
     assert (len(queue), queue.num_new_tokens, queue.oldest_arrived_at()) == (3, 3, 0.0)
     assert take_next(queue, 1.0) is seqs[3]
-    assert not queue.has_next
+    assert not queue.num_next
     queue.bring_back_aged(MAX_AGE_S)
-    assert not queue.has_next
+    assert not queue.num_next
     queue.bring_back_aged(MAX_AGE_S + 0.05)
     assert queue.next(MAX_AGE_S + 0.05, nothing_cached) is first
     assert not queue.try_set_aside(first, MAX_AGE_S + 0.05), "an aged one is passed"
