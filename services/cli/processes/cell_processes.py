@@ -155,19 +155,19 @@ class CellProcesses:
         self._display.end()
         services = [*self._ended, *self._running.values()]
         own_roles = {some[0].role for some in self._domain_to_commands.values()}
-        was_told_to_cut = is_urgent
+        ends_at_once = is_urgent
         for role in reversed(ROLES):
             some = (service for service in services if service.command.role == role)
-            await asyncio.gather(*(_stop(service, STOP_GRACE_S + drain_s, is_urgent) for service in some))
+            await asyncio.gather(*(_stop(service, STOP_GRACE_S + drain_s, ends_at_once) for service in some))
             if role == _SCHEDULER_ROLE and role in own_roles:
                 # No scheduler comes any more, for which a worker that has lost its own would wait.
-                is_urgent = asyncio.Event()
-                is_urgent.set()
+                ends_at_once = asyncio.Event()
+                ends_at_once.set()
         services += self._drained
         unasked = (service for service in services if not (was_asked and service.has_ended_as_asked))
         problems = [service.problem for service in unasked if service.problem is not None]
         self.has_cut_answers = any(service.has_cut_answers for service in services)
-        if self.has_cut_answers and not was_told_to_cut.is_set():
+        if self.has_cut_answers and not is_urgent.is_set():
             is_hopeless = self._supervisor.is_draining and self._supervisor.has_failed
             too_short = "no worker would have been ready in the time left"
             problems.append(
