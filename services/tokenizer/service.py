@@ -56,7 +56,7 @@ async def serve(
 
     `http_limits` are those of the settings if None.
     """
-    health, probes = Health((TOKENIZER_SERVICE,)), Probes("starting", stuck=lambda: model.prompts.stuck)
+    health, probes = Health((TOKENIZER_SERVICE,)), Probes("starting", stuck=lambda: model.stuck)
     readiness = Readiness(
         health,
         probes,

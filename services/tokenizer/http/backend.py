@@ -99,7 +99,7 @@ class Backend:
         prompts, max_tokens = self.model.prompts, max_tokens or self.cell().limits.context_length
         kind = prompt.WhichOneof("prompt")
         if kind == "chat":
-            conversation = await checked(prompt, partial(check_chat, prompt.chat))
+            conversation = await checked(self.model.checking, prompt, partial(check_chat, prompt.chat))
             text, token_ids = await prompts.render_chat(conversation, max_tokens)
             return text, token_ids.tolist()
         if kind == "tokens":

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.chat.conversation import Conversation, Tool
@@ -84,8 +84,8 @@ class AnswerGrammars:
         has_form, at_once = form is not None, form is not None and form.begins_at_once
         # Slow if the schemas are large.
         with fields_under(request.field_prefix(index)):
-            reply = await asyncio.to_thread(
-                parsers.grammar, conversation, opening, has_form=has_form, begins_at_once=at_once
+            reply = await self._model.checking.run(
+                partial(parsers.grammar, conversation, opening, has_form=has_form, begins_at_once=at_once)
             )
         spell = self._model.prompts.spell_markup
         begin, end = (spell(reply.begin), spell(reply.end)) if reply.end else ((), ())
@@ -101,7 +101,7 @@ class AnswerGrammars:
             )
         else:
             field = f"{request.field_prefix(index)}chat.tools"
-            await asyncio.to_thread(_check_arguments_fit, conversation.callable_tools, field, max_bytes)
+            await self._model.checking.run(partial(_check_arguments_fit, conversation.callable_tools, field, max_bytes))
             compiled = await compiler.compile_reply(reply.source, field=field, max_bytes=max_bytes, skipped_ids=skipped)
         # Ordinary tokens may spell the end in several ways, so that it could be missed.
         if len(end) != 1:

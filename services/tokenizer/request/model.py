@@ -15,6 +15,7 @@ from services.tokenizer.request.prompts import PromptEncoder
 from services.tokenizer.request.reply_parsers import ReplyParsers, load_reply_parsers
 from services.tokenizer.text.detokenizer import TokenTexts, make_token_texts
 from services.tokenizer.text.encoder import Encoder
+from services.tokenizer.text.encoding_pools import EncodingPool
 from services.tokenizer.text.model_tokenizer import load_tokenizer
 from shared.model_dir import architectures_of, is_multimodal, model_digest, read_config
 
@@ -35,6 +36,13 @@ class ServedModel:
     """The most bytes of text that one token can have."""
     serves_text_only: bool
     """Whether the model could also read images, video or sound."""
+    checking: EncodingPool
+    """The thread in which large messages are checked, and grammars of replies are written."""
+
+    @property
+    def stuck(self) -> str | None:
+        """What takes too long to end ever, in a few words; None if nothing does."""
+        return self.prompts.stuck or self.checking.stuck
 
     def close(self) -> None:
         """End the processes that render chats and compile grammars."""
@@ -84,4 +92,6 @@ def load_model(settings: TokenizerSettings, *, make_renderer: RendererMaker = Te
         FormCompiler(settings.model_dir, grammar_limits, can_compile=can_compile),
         max(len(token.encode()) for token in tokenizer.get_vocab(with_added_tokens=True)),
         serves_text_only,
+        # One: what it does takes the interpreter from the event loop.
+        EncodingPool(1, "check"),
     )

@@ -133,7 +133,7 @@ class GenerateCall:
             defaults=defaults,
             client=self._client,
         )
-        request = await checked(message, check)
+        request = await checked(self._model.checking, message, check)
         # It may have taken a while.
         self._live.check_open()
         self._facts["request_id"] = request.request_id

@@ -99,7 +99,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     ) -> tokenizer_pb2.RenderChatResponse:
         """Render a conversation and encode it."""
         context_length = self._cell().limits.context_length
-        conversation = await checked(request, partial(check_chat, request.chat))
+        conversation = await checked(self._model.checking, request, partial(check_chat, request.chat))
         text, token_ids = await self._model.prompts.render_chat(conversation, context_length)
         return tokenizer_pb2.RenderChatResponse(text=text, token_ids=token_ids.tolist())
 

@@ -1,4 +1,4 @@
-"""Threads for slow work on texts. Short texts never wait for long ones."""
+"""Threads for slow work on texts and messages. Short texts never wait for long ones."""
 
 from __future__ import annotations
 
