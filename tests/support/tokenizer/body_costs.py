@@ -1,7 +1,8 @@
 """What reading bodies costs, each in a process of its own: `python -m tests.support.tokenizer.body_costs SIZE EVERY`.
 
 Prints a JSON list: for every `EVERY`th body of `SIZE` bytes its name, the peak bytes that parsing it takes and that
-reading it takes, and the CPU seconds for half its size and for all of it.
+reading it takes, and the CPU seconds for half its size and for all of it. With `full` for `SIZE`, the bodies have as
+many objects as a body may have.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ from services.tokenizer.http.reading.crossing import pack
 from services.tokenizer.http.reading.parsing import parse_body
 from services.tokenizer.http.reading.readers import READERS
 from services.tokenizer.http.refusals import HttpError
-from tests.support.tokenizer.many_values import KINDS, bodies
+from services.tokenizer.http.requests.counts import MAX_OBJECTS, check_counts
+from tests.support.tokenizer.many_values import KINDS, bodies, full_bodies
 
 
 def arguments_of(reader: str) -> dict[str, str]:
@@ -35,11 +38,30 @@ def read(reader: str, data: bytes) -> None:
         return
 
 
-def main(size: int, every: int) -> None:
-    """Measure, and print."""
+def main(size: int | None, every: int) -> None:
+    """Measure, and print; `size` is None for full bodies."""
     gc.disable()
-    sampled = [(reader, *each) for reader in KINDS for each in bodies(reader)][::every]
-    sys.stdout.write(json.dumps([_costs(reader, name, make(size // 2), make(size)) for reader, name, make in sampled]))
+    make_all = full_bodies if size is None else bodies
+    sampled = [(reader, *each) for reader in KINDS for each in make_all(reader)][::every]
+    costs = []
+    for reader, name, make in sampled:
+        num = size or _most(reader, make)
+        costs.append(_costs(reader, name, make(num // 2), make(num)))
+    sys.stdout.write(json.dumps(costs))
+
+
+def _most(reader: str, make: Callable[[int], bytes]) -> int:
+    """How many items a body may have that has as many objects as it may have."""
+    return bisect_left(range(MAX_OBJECTS + 1), True, key=lambda num: not _is_counted(reader, make(num))) - 1
+
+
+def _is_counted(reader: str, data: bytes) -> bool:
+    """Whether a body has so few objects that it is read."""
+    try:
+        check_counts(KINDS[reader][0], parse_body(data))
+    except HttpError:
+        return False
+    return True
 
 
 def _costs(reader: str, name: str, half: bytes, whole: bytes) -> dict[str, Any]:
@@ -77,4 +99,4 @@ def _peak() -> int:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(None if sys.argv[1] == "full" else int(sys.argv[1]), int(sys.argv[2]))

@@ -61,9 +61,24 @@ def bodies(reader: str) -> Iterator[tuple[str, Callable[[int], bytes]]]:
         yield f"{name} of names", partial(_with_names, json.dumps(shape))
 
 
+def full_bodies(reader: str) -> Iterator[tuple[str, Callable[[int], bytes]]]:
+    """Lists that a body may have as many objects in as it may have in all, and what makes one of so many items.
+
+    An item is an object of the list's kind, or has one of another kind.
+    """
+    kind, base = KINDS[reader]
+    for name, (shape, items) in _shapes(kind, base, 1):
+        for item in items if items is not VALUES else ():
+            text, inner = json.dumps(item), json.dumps(shape)
+            yield f"{name} of {text}", partial(_with_many, inner, text)
+
+
+def _with_many(body: str, item: str, num_items: int) -> bytes:
+    return body.replace(f'"{_MANY}"', f"[{','.join([item] * num_items)}]").encode()
+
+
 def _with_items(body: str, item: str, num_bytes: int) -> bytes:
-    items = [item] * ((num_bytes - len(body)) // (len(item) + 1))
-    return body.replace(f'"{_MANY}"', f"[{','.join(items)}]").encode()
+    return _with_many(body, item, (num_bytes - len(body)) // (len(item) + 1))
 
 
 def _with_names(body: str, num_bytes: int) -> bytes:

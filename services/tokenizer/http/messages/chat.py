@@ -12,7 +12,7 @@ from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.messages.tools import MessagesTool
 from services.tokenizer.http.requests.chat_messages import ContentPart, Placed, Reply, as_parts, joined, read_parts
 from services.tokenizer.http.requests.fields import EchoedFields, Several
-from services.tokenizer.http.requests.message_drafts import MessageDraft, begins_another
+from services.tokenizer.http.requests.message_drafts import MessageDraft, MessageDrafts, begins_another
 
 _ROLES = {
     "system": tokenizer_pb2.ROLE_SYSTEM,
@@ -59,6 +59,7 @@ class ReadTurns:
     """The messages of a chat, in turns as templates take them: neighbours of one role are one, as in Anthropic's API.
 
     Attributes:
+        drafts: The messages.
         named_tools: Names of tools that the messages refer to.
         added_tools: Tools that the messages define, with the names of their places.
         ignored: Names of parts that have no effect.
@@ -68,17 +69,7 @@ class ReadTurns:
         self.named_tools: set[str] = set()
         self.added_tools: list[tuple[MessagesTool, str]] = []
         self.ignored: list[str] = []
-        self._drafts: list[MessageDraft] = []
-
-    @property
-    def messages(self) -> Iterator[tokenizer_pb2.ChatMessage]:
-        """The messages, each made when it is taken: a list of them would be the request's text once more."""
-        return (draft.message() for draft in self._drafts)
-
-    @property
-    def places(self) -> list[str]:
-        """Where each message begins in the request."""
-        return [draft.place for draft in self._drafts]
+        self.drafts = MessageDrafts("messages")
 
     def add_system(self, parts: Sequence[ContentPart]) -> None:
         """Begin with the system prompt, without what Claude Code tells Anthropic's servers in it.
@@ -98,13 +89,13 @@ class ReadTurns:
         """Add the message with this index.
 
         Raises:
-            HttpError: a part cannot be in a prompt.
+            HttpError: a part cannot be in a prompt, or there are too many messages.
         """
         place = f"messages[{index}]"
         read = read_parts(list(self._readable(turn.content or (), place)), self.ignored)
         for result in read.results:
             contents, call_id = [result.content], result.tool_call_id
-            self._drafts.append(MessageDraft(tokenizer_pb2.ROLE_TOOL, place, contents=contents, tool_call_id=call_id))
+            self.drafts.add(MessageDraft(tokenizer_pb2.ROLE_TOOL, place, contents=contents, tool_call_id=call_id))
         for reply in read.replies:
             if any((*reply.texts, *reply.reasonings, *reply.calls)) or not turn.content:
                 draft = self._turn(_ROLES[turn.role], place, reply)
@@ -134,9 +125,9 @@ class ReadTurns:
 
     def _turn(self, role: tokenizer_pb2.Role, place: str, reply: Reply) -> MessageDraft:
         """The message that a reply of a turn is a part of."""
-        last = self._drafts[-1] if self._drafts else None
+        last = self.drafts.last
         has_reasoning = any(reply.reasonings)
         if last is None or last.role != role or (has_reasoning and begins_another(last.contents, last.calls)):
             separator = "\n\n" if role == tokenizer_pb2.ROLE_SYSTEM else "\n"
-            self._drafts.append(MessageDraft(role, place, separator))
-        return self._drafts[-1]
+            return self.drafts.add(MessageDraft(role, place, separator))
+        return last

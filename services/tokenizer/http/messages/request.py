@@ -116,13 +116,13 @@ def _make_request(
     for tool, place in turns.added_tools:
         tools.define(tool, place)
     chat = message.chat
-    chat.messages.extend(turns.messages)
+    chat.messages.extend(turns.drafts.messages)
     # Agents send back what some model wrote.
     chat.keep_invalid_arguments = True
     chat.continue_final_message = _continues(chat.messages)
     fields.set_variables(chat)
     tools.add_to(chat, fields.tool_choice)
-    names = MessagesNames(turns.places, tools.places, given_names)
+    names = MessagesNames(turns.drafts.places, tools.places, given_names)
     return ApiRequest(message, options, names, fields.model, ignored=[*turns.ignored, *tools.ignored])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
@@ -13,7 +13,7 @@ from services.tokenizer.http.refusals import invalid_field
 from services.tokenizer.http.requests.chat_messages import ArgumentsText, as_parts, unread_kind, unread_note
 from services.tokenizer.http.requests.custom_input import input_arguments
 from services.tokenizer.http.requests.fields import EchoedFields, Several
-from services.tokenizer.http.requests.message_drafts import MessageDraft, begins_another
+from services.tokenizer.http.requests.message_drafts import MessageDraft, MessageDrafts, begins_another
 from services.tokenizer.http.responses.reasoning_content import REASONING_CONTENT
 from services.tokenizer.http.responses.tools import ResponseTool, function_name
 
@@ -107,28 +107,19 @@ class MessageReader:
         """Names of fields that have no effect."""
         self.skipped: list[str] = []
         """Where items of other providers are."""
-        self._drafts: list[MessageDraft] = []
+        self.drafts = MessageDrafts("input")
+        """The messages."""
         # What the last item was.
         self._before = ""
         self._call_names: dict[str, str] = {}
         if instructions:
             self._add(tokenizer_pb2.ROLE_SYSTEM, "instructions", instructions)
 
-    @property
-    def messages(self) -> Iterator[tokenizer_pb2.ChatMessage]:
-        """The messages, each made when it is taken: a list of them would be the request's text once more."""
-        return (draft.message() for draft in self._drafts)
-
-    @property
-    def places(self) -> list[str]:
-        """Where each message begins in the request."""
-        return [draft.place for draft in self._drafts]
-
     def read(self, item: InputItem, place: str) -> None:
         """Read the next item.
 
         Raises:
-            HttpError: it cannot be in a prompt.
+            HttpError: it cannot be in a prompt, or there are too many messages.
         """
         kind = item.kind
         if is_foreign({"type": kind}):
@@ -138,7 +129,7 @@ class MessageReader:
             self._read_message(item, place)
         elif kind == _REASONING:
             reasoning = self._reasoning_of(item, place)
-            last = self._drafts[-1] if self._drafts else None
+            last = self.drafts.last
             is_new = last is not None and bool(reasoning) and begins_another(last.contents, last.calls)
             self._reply(place, is_new=is_new).reasonings.append(reasoning)
         elif kind in _CALLS:
@@ -153,11 +144,11 @@ class MessageReader:
 
     def _read_message(self, item: InputItem, place: str) -> None:
         role = _ROLES[_given(item.role, f"{place}.role")]
-        text = "\n".join(_texts(item.content, f"{place}.content"))
+        text, last = "\n".join(_texts(item.content, f"{place}.content")), self.drafts.last
         if role == tokenizer_pb2.ROLE_ASSISTANT:
             self._reply(place, is_new=self._before == _MESSAGE).contents.append(text)
-        elif role == tokenizer_pb2.ROLE_SYSTEM and len(self._drafts) == 1 and self._drafts[0].role == role:
-            self._drafts[0].contents.append(text)
+        elif role == tokenizer_pb2.ROLE_SYSTEM and len(self.drafts) == 1 and last is not None and last.role == role:
+            last.contents.append(text)
         else:
             self._add(role, place, text)
 
@@ -191,7 +182,7 @@ class MessageReader:
 
     def _reply(self, place: str, *, is_new: bool = False) -> MessageDraft:
         """The message of the answer that the item is a part of."""
-        last = self._drafts[-1] if self._drafts else None
+        last = self.drafts.last
         if is_new or last is None or last.role != tokenizer_pb2.ROLE_ASSISTANT:
             return self._add(tokenizer_pb2.ROLE_ASSISTANT, place)
         return last
@@ -212,8 +203,7 @@ class MessageReader:
     def _add(self, role: tokenizer_pb2.Role, place: str, *contents: str) -> MessageDraft:
         # What a system's message consists of are messages of the request; an answer's texts follow each other.
         separator = "\n\n" if role == tokenizer_pb2.ROLE_SYSTEM else ""
-        self._drafts.append(MessageDraft(role, place, separator, list(contents)))
-        return self._drafts[-1]
+        return self.drafts.add(MessageDraft(role, place, separator, list(contents)))
 
 
 def _texts(parts: Sequence[ItemPart] | None, place: str) -> Iterable[str]:

@@ -159,7 +159,7 @@ def read_response_request(value: JsonObject, request_id: str, *, is_lenient: boo
     for index, item in enumerate(fields.input or ()):
         reader.read(item, f"input[{index}]")
     chat = message.chat
-    chat.messages.extend(reader.messages)
+    chat.messages.extend(reader.drafts.messages)
     chat.keep_invalid_arguments = True
     chat.single_tool_call = fields.parallel_tool_calls is False
     fields.set_variables(chat)
@@ -180,7 +180,7 @@ def read_response_request(value: JsonObject, request_id: str, *, is_lenient: boo
             tools=offered.kinds,
             has_encrypted_reasoning=_ENCRYPTED in includes,
         ),
-        ResponsesNames(reader.places, offered.places, _given_names(fields, form)),
+        ResponsesNames(reader.drafts.places, offered.places, _given_names(fields, form)),
         fields.model,
         timeout_s=fields.timeout_s,
         ignored=[

@@ -17,6 +17,9 @@ from tests.support.tokenizer.http_client import MESSAGES
 TEXT = {"type": "text", "text": "a"}
 TOOL = {"type": "function", "function": {"name": "f"}}
 CALL = {"function": {"name": "f", "arguments": "{}"}}
+USER, REPLY = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
+# Neighbours of one role would be one message.
+TURNS = [REPLY, USER]
 WHOLE = f"at most {MAX_OBJECTS} messages, parts, calls and tools"
 
 
@@ -42,6 +45,10 @@ WHOLE = f"at most {MAX_OBJECTS} messages, parts, calls and tools"
             "tools",
             WHOLE,
         ),
+        (read_messages_request, {"messages": TURNS * 513, "max_tokens": 9}, "messages", "1 to 1024 messages"),
+        (read_count_request, {"messages": [USER, *TURNS * 512]}, "messages", "1 to 1024 messages"),
+        (read_response_request, {"input": TURNS * 513}, "input", "1 to 1024 messages"),
+        (read_response_request, {"instructions": "x", "input": TURNS * 512}, "input", "1 to 1024 messages"),
         (read_completion_request, {"prompt": ["a"] * 65}, "prompt", "at most 64 prompts"),
         (read_completion_request, {"prompt": "a", "structured_outputs": {"choice": ["a"] * 1025}}, None, "1024 items"),
     ],
@@ -58,6 +65,19 @@ def test_too_many_are_refused_by_the_fields_name(
 def test_as_many_as_are_allowed_are_read() -> None:
     body: dict[str, Any] = {"messages": [{"role": "user", "content": [TEXT] * (MAX_OBJECTS - 1)}]}
     assert read_chat_request(body, "r").message.chat.messages[0].content.count("a") == MAX_OBJECTS - 1
+
+
+@pytest.mark.parametrize(
+    ("read", "body"),
+    [
+        (read_messages_request, {"messages": TURNS * 512, "max_tokens": 9}),
+        (read_count_request, {"messages": TURNS * 512}),
+        (read_response_request, {"input": TURNS * 512}),
+        (read_response_request, {"instructions": "x", "input": [REPLY, *TURNS * 511]}),
+    ],
+)
+def test_as_many_messages_as_a_chat_may_have_are_read(read: Any, body: dict[str, Any]) -> None:
+    assert len(read(body, request_id="r").message.chat.messages) == 1024
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_items_that_come_back_are_what_the_model_wrote(
         # Some clients keep only what they cannot read.
         value = item | ({"content": None} if item["type"] == "reasoning" and drops_reasoning else {})
         reader.read(InputItem.model_validate(value), f"input[{index}]")
-    messages = [*reader.messages]
+    messages = [*reader.drafts.messages]
     # Reasoning after a text is another message's.
     assert all(message.content and not message.tool_calls for message in messages[:-1])
     assert all(message.reasoning for message in messages[1:])
