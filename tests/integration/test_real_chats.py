@@ -17,6 +17,7 @@ from services.tokenizer.chat.conversation import Conversation, Message
 from services.tokenizer.text.encoder import Encoder
 from services.tokenizer.text.model_tokenizer import load_tokenizer
 from services.tokenizer.text.text_cuts import TextCutter
+from services.tokenizer.text.tokenizer_copies import TokenizerParts
 from tests.support.tokenizer.many_tokenizers import TEXTS as ODD_TEXTS
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<repo_name>", "<file_sep>", "<jupyter_output>"]
@@ -32,7 +33,7 @@ class Real:
         self.template: ChatTemplate = template
         self.encoder = Encoder(tokenizer.backend)
         # It reads the whole vocabulary, so that one cuts all texts.
-        self.cutter = TextCutter(self.encoder.tokenizer, part_length=1)
+        self.cutter = TextCutter(TokenizerParts.of(tokenizer.backend), self.encoder.vocabulary, part_length=1)
         self.reference: Any = AutoTokenizer.from_pretrained(directory)
 
     def encode(self, messages: list[Message]) -> list[int]:

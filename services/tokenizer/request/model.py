@@ -59,8 +59,9 @@ def load_model(settings: TokenizerSettings, *, make_renderer: RendererMaker = Te
     """
     model_tokenizer = load_tokenizer(settings.model_dir)
     tokenizer = model_tokenizer.backend
-    warn_of_unknown_tokens(tokenizer, settings.model_dir)
     encoder = Encoder(tokenizer)
+    vocabulary = encoder.vocabulary
+    warn_of_unknown_tokens(vocabulary, settings.model_dir)
     config = read_config(settings.model_dir)
     architecture, serves_text_only = next(iter(architectures_of(config)), ""), is_multimodal(config)
     template = load_chat_template(
@@ -87,10 +88,10 @@ def load_model(settings: TokenizerSettings, *, make_renderer: RendererMaker = Te
         settings.name_of_model,
         model_digest(settings.model_dir),
         prompts,
-        make_token_texts(tokenizer),
+        make_token_texts(vocabulary),
         parsers,
         FormCompiler(settings.model_dir, grammar_limits, can_compile=can_compile),
-        max(len(token.encode()) for token in tokenizer.get_vocab(with_added_tokens=True)),
+        vocabulary.longest_bytes,
         serves_text_only,
         # One: what it does takes the interpreter from the event loop.
         EncodingPool(1, "check"),

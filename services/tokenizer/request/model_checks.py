@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from services.tokenizer.text.vocabulary import Vocabulary
 from shared.grammar import GrammarLibrary
 from shared.model_dir import TOKENIZER, ModelDirectoryError, eos_token_ids, vocabulary_size
 
@@ -16,7 +17,7 @@ logger = logging.getLogger(__name__)
 _MAX_NAMED = 8
 
 
-def warn_of_unknown_tokens(tokenizer: Tokenizer, model_dir: Path) -> None:
+def warn_of_unknown_tokens(vocabulary: Vocabulary, model_dir: Path) -> None:
     """Warn of tokens that the model has no embedding for.
 
     Raises:
@@ -25,8 +26,7 @@ def warn_of_unknown_tokens(tokenizer: Tokenizer, model_dir: Path) -> None:
     size = vocabulary_size(model_dir)
     if size is None:
         return
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    unknown = sorted((token_id, token) for token, token_id in vocabulary.items() if token_id >= size)
+    unknown = sorted((token_id, token) for token, token_id in vocabulary.token_to_id.items() if token_id >= size)
     if unknown:
         logger.warning(
             "the tokenizer has tokens that the model does not: prompts that contain one are refused",

@@ -9,7 +9,6 @@ text, and the completion is not that beginning.
 from __future__ import annotations
 
 import codecs
-import contextlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -18,6 +17,8 @@ from typing import Protocol
 
 from tokenizers import Tokenizer, decoders
 from typing_extensions import override
+
+from services.tokenizer.text.vocabulary import Vocabulary
 
 _REPLACEMENT = "\ufffd"
 
@@ -57,9 +58,10 @@ class TokenTexts(Protocol):
         """A token's bytes, possibly part of a character; empty if unknown."""
 
 
-def make_token_texts(tokenizer: Tokenizer) -> TokenTexts:
+def make_token_texts(vocabulary: Vocabulary) -> TokenTexts:
     """Prepare the tables that all completions share."""
-    return ByteLevelTexts(tokenizer) if isinstance(tokenizer.decoder, decoders.ByteLevel) else WindowTexts(tokenizer)
+    is_byte_level = isinstance(vocabulary.tokenizer.decoder, decoders.ByteLevel)
+    return ByteLevelTexts(vocabulary) if is_byte_level else WindowTexts(vocabulary)
 
 
 def special_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
@@ -67,37 +69,24 @@ def special_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
 
 
-def byte_table(tokenizer: Tokenizer) -> dict[int, bytes]:
-    """The bytes of every token of a byte-level vocabulary.
-
-    Source: GPT-2's `bytes_to_unicode`, which `tokenizers` follows: each character represents a byte. A token with any
-    other character is an added one, encoded as UTF-8.
-    """
-    byte_of = _byte_of_character()
-    table = {}
-    for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
-        try:
-            table[token_id] = bytes([byte_of[character] for character in token])
-        except KeyError:
-            table[token_id] = token.encode()
-    return table
-
-
 def text_table(byte_of: dict[int, bytes]) -> dict[int, str]:
     """The text of every token whose bytes are complete characters."""
     table = {}
     for token_id, data in byte_of.items():
-        with contextlib.suppress(UnicodeDecodeError):
+        # Not `suppress`, which takes longer than all else here.
+        try:  # noqa: SIM105
             table[token_id] = data.decode()
+        except UnicodeDecodeError:
+            pass
     return table
 
 
 class ByteLevelTexts(TokenTexts):
     """Texts of byte-level vocabularies: uses tables."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        special = special_token_ids(tokenizer)
-        self._byte_of = byte_table(tokenizer)
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        special = special_token_ids(vocabulary.tokenizer)
+        self._byte_of = vocabulary.bytes_of_id
         self._text_of = text_table(self._byte_of)
         self._plain_byte_of = {token_id: data for token_id, data in self._byte_of.items() if token_id not in special}
         self._plain_text_of = {token_id: text for token_id, text in self._text_of.items() if token_id not in special}
@@ -117,15 +106,15 @@ class ByteLevelTexts(TokenTexts):
 class WindowTexts(TokenTexts):
     """Texts of every other vocabulary: uses the library's decoder."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._tokenizer = tokenizer = vocabulary.tokenizer
         self._special = special_token_ids(tokenizer)
-        vocabulary = tokenizer.get_vocab(with_added_tokens=False).items()
+        tokens = vocabulary.model_token_to_id.items()
         # A token to decode others after: decoders strip a leading space at the beginning of a text.
-        characters = [token_id for token, token_id in vocabulary if len(token) == 1 and token.isascii()]
+        characters = [token_id for token, token_id in tokens if len(token) == 1 and token.isascii()]
         self._context = sorted(characters)[:1]
         self._context_text = tokenizer.decode(self._context)
-        single_bytes = ((token_id, self._single_byte(token, token_id)) for token, token_id in vocabulary)
+        single_bytes = ((token_id, self._single_byte(token, token_id)) for token, token_id in tokens)
         self._byte_of = {token_id: byte for token_id, byte in single_bytes if byte is not None}
 
     @override
@@ -163,7 +152,7 @@ class ByteLevelDetokenizer(Detokenizer):
     """
 
     def __init__(self, byte_of: dict[int, bytes], text_of: dict[int, str]) -> None:
-        """Take the results of `byte_table` and `text_table`."""
+        """Take `Vocabulary.bytes_of_id` and the result of `text_table`."""
         self._bytes_of = byte_of.get
         self._text_of = text_of
         self._pending = b""
@@ -295,10 +284,3 @@ def _after(prompt: Sequence[int], detokenizer: Detokenizer) -> Detokenizer:
     if len(prompt):
         detokenizer.push(list(prompt[-_NUM_PROMPT_IDS:]))
     return detokenizer
-
-
-def _byte_of_character() -> dict[str, int]:
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    table = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if chr(byte) not in table]
-    return table | {chr(256 + number): byte for number, byte in enumerate(others)}

@@ -13,12 +13,10 @@ from tokenizers import AddedToken, Tokenizer, models
 from services.tokenizer.text.control_tokens import ControlTokens, control_tokens_of
 from services.tokenizer.text.least_tokens import LeastTokens
 from services.tokenizer.text.text_cuts import PART_LENGTH, TextCutter
+from services.tokenizer.text.tokenizer_copies import TokenizerParts
+from services.tokenizer.text.vocabulary import Vocabulary
 from shared.limits import TOKEN_DTYPE
 from shared.model_dir import ModelDirectoryError
-
-# SentencePiece vocabularies mark the beginning of a text; a piece with other text before it must not be marked. This is
-# how the setting is written in a tokenizer's JSON; it cannot occur inside a JSON string.
-_MARKS_BEGINNING, _MARKS_NOTHING = '"prepend_scheme":"first"', '"prepend_scheme":"never"'
 
 
 class _Text(NamedTuple):
@@ -34,12 +32,13 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """The tokenizer is not modified.
+        """The tokenizer is not modified, and must not be.
 
         Raises:
             ModelDirectoryError: it encodes plain text to a control token.
         """
         self.tokenizer = tokenizer
+        self.vocabulary = Vocabulary(tokenizer)
         tokens = control_tokens_of(tokenizer)
         self.control_tokens = ControlTokens(tokens)
         self.added_tokens = {
@@ -47,14 +46,13 @@ class Encoder:
         }
         # The texts of the special tokens, which decoding skips.
         self.special_tokens = frozenset(token.content for token in tokens.values() if token.special)
-        source = tokenizer.to_str()
-        self._plain = self._continuing = _plain_tokenizer(source, tokens.values())
-        if _MARKS_BEGINNING in source:
-            source = source.replace(_MARKS_BEGINNING, _MARKS_NOTHING)
-            self._continuing = _plain_tokenizer(source, tokens.values())
+        parts = TokenizerParts.of(tokenizer)
+        self._plain = self._continuing = _plain_tokenizer(parts, tokens.values())
+        if parts.marks_beginning:
+            self._continuing = _plain_tokenizer(parts.without_marks(), tokens.values())
         _check_plain(self._continuing, tokens)
-        self._cutter = TextCutter(self._plain)
-        self._least_tokens = LeastTokens(self._plain) if self._cutter.rule is not None else None
+        self._cutter = TextCutter(TokenizerParts.of(self._plain), self.vocabulary)
+        self._least_tokens = LeastTokens(self.vocabulary) if self._cutter.rule is not None else None
         self._before, self._after = _tokens_around(self._plain)
 
     def least_tokens(self, text: str) -> int:
@@ -112,11 +110,9 @@ class Encoder:
         return str(self.tokenizer.decode_batch([token_ids.tolist()], skip_special_tokens=skips_special_tokens)[0])
 
 
-def _plain_tokenizer(source: str, control_tokens: Iterable[AddedToken]) -> Tokenizer:
+def _plain_tokenizer(parts: TokenizerParts, control_tokens: Iterable[AddedToken]) -> Tokenizer:
     """Treats control tokens as text, and neither truncates nor pads."""
-    plain = Tokenizer.from_str(source)
-    plain.no_truncation()
-    plain.no_padding()
+    plain = parts.assemble()
     # The library can only treat tokens as text that it considers special.
     plain.add_special_tokens([AddedToken(token.content, special=True, normalized=False) for token in control_tokens])
     plain.encode_special_tokens = True

@@ -5,9 +5,9 @@ from __future__ import annotations
 import string
 from collections.abc import Iterable, Sequence
 
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import decoders, models
 
-from services.tokenizer.text.detokenizer import byte_table
+from services.tokenizer.text.vocabulary import Vocabulary
 
 # Classes of bytes that every vocabulary represents directly, and classes that only byte-level ones do.
 _PLAIN_CLASSES = [text.encode() for text in (string.ascii_letters, string.digits, string.punctuation)]
@@ -20,14 +20,15 @@ class LeastTokens:
     Valid for tokenizers that drop no part of a text.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        tokenizer = vocabulary.tokenizer
         self._class_to_most: dict[bytes, int] = {}
         # Normalisation may merge several characters into one, unless they are ASCII.
         self._takes_ascii_only = tokenizer.normalizer is not None
         if not isinstance(tokenizer.model, models.BPE):
             return
         is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
-        tokens = _token_bytes(tokenizer, is_byte_level=is_byte_level)
+        tokens = _token_bytes(vocabulary, is_byte_level=is_byte_level)
         known = set(tokens)
         for members in [*_PLAIN_CLASSES, *(_BYTE_CLASSES if is_byte_level else [])]:
             # One unknown token may cover any number of bytes that the vocabulary does not know.
@@ -42,10 +43,10 @@ class LeastTokens:
         return max((-(-_count(data, members) // most) for members, most in self._class_to_most.items()), default=0)
 
 
-def _token_bytes(tokenizer: Tokenizer, *, is_byte_level: bool) -> Sequence[bytes]:
+def _token_bytes(vocabulary: Vocabulary, *, is_byte_level: bool) -> Sequence[bytes]:
     if is_byte_level:
-        return list(byte_table(tokenizer).values())
-    return [token.encode() for token in tokenizer.get_vocab(with_added_tokens=True)]
+        return list(vocabulary.bytes_of_id.values())
+    return [token.encode() for token in vocabulary.token_to_id]
 
 
 def _most(tokens: Iterable[bytes], members: bytes) -> int:

@@ -5,13 +5,14 @@ This is known for tokenizers that split texts into words by a well-known rule: n
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, models
 
+from services.tokenizer.text.tokenizer_copies import TokenizerParts
+from services.tokenizer.text.vocabulary import Vocabulary
 from shared.tiktoken_vocabulary import WORDS as KIMI_WORDS
 
 # The minimum length of a part, in characters.
@@ -69,9 +70,9 @@ class CutRule(NamedTuple):
 class TextCutter:
     """Cuts texts for one tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, *, part_length: int = PART_LENGTH) -> None:
-        """The tokenizer must not truncate or pad; all parts but the last have at least `part_length` characters."""
-        self.rule = find_cut_rule(json.loads(tokenizer.to_str()))
+    def __init__(self, parts: TokenizerParts, vocabulary: Vocabulary, *, part_length: int = PART_LENGTH) -> None:
+        """Take both of one tokenizer; all parts of a text but the last have at least `part_length` characters."""
+        self.rule = find_cut_rule(parts, vocabulary)
         self._part_length = part_length
 
     def parts(self, text: str) -> Iterator[str]:
@@ -92,17 +93,18 @@ class TextCutter:
         return len(text)
 
 
-def find_cut_rule(tokenizer: dict[str, Any]) -> CutRule | None:
-    """The rule for a tokenizer, given its JSON; None if its structure is unknown."""
-    added, model = tokenizer["added_tokens"], tokenizer["model"]
-    if not all(_leaves_cuts_alone(token) for token in added) or model.get("dropout"):
+def find_cut_rule(parts: TokenizerParts, vocabulary: Vocabulary) -> CutRule | None:
+    """The rule for a tokenizer of which both are; None if its structure is unknown."""
+    added, model = parts.added_tokens, parts.model
+    if not all(map(_leaves_cuts_alone, added)) or getattr(model, "dropout", None):
         return None
-    contents = [token["content"] for token in added]
-    normalizers = _flat(tokenizer["normalizer"], "normalizers")
-    stages = _flat(tokenizer["pre_tokenizer"], "pretokenizers")
+    contents = [token.content for token in added]
+    described = parts.describe()
+    normalizers = _flat(described["normalizer"], "normalizers")
+    stages = _flat(described["pre_tokenizer"], "pretokenizers")
     if all(step["type"] == "NFC" for step in normalizers) and _finds_words(stages):
         return _between_words(contents, adds_space=any(stage.get("add_prefix_space") for stage in stages))
-    if _marks_spaces(normalizers, stages) and _keeps_words_apart(model):
+    if _marks_spaces(normalizers, stages) and _keeps_words_apart(model, vocabulary):
         return _before_marks(contents, prepends=any(step["type"] == "Prepend" for step in normalizers))
     return None
 
@@ -115,10 +117,10 @@ def _flat(step: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
     return [inner for member in step[members] for inner in _flat(member, members)]
 
 
-def _leaves_cuts_alone(token: dict[str, Any]) -> bool:
+def _leaves_cuts_alone(token: AddedToken) -> bool:
     """Whether an added token is found whatever surrounds it, and is never split by a cut at a space."""
-    is_found_alike = token["special"] or not (token["lstrip"] or token["rstrip"] or token["single_word"])
-    content = token["content"].replace(_SPACE_MARK, " ")
+    is_found_alike = token.special or not (token.lstrip or token.rstrip or token.single_word)
+    content = token.content.replace(_SPACE_MARK, " ")
     return is_found_alike and (content.isspace() or not re.search(r"\s", content))
 
 
@@ -168,13 +170,13 @@ def _marks_spaces(normalizers: list[dict[str, Any]], stages: list[dict[str, Any]
     )
 
 
-def _keeps_words_apart(model: dict[str, Any]) -> bool:
+def _keeps_words_apart(model: models.Model, vocabulary: Vocabulary) -> bool:
     """Whether no token spans two words, in a text that is not split before."""
-    if model["type"] != "BPE" or _SPACE_MARK not in model["vocab"]:
+    if not isinstance(model, models.BPE) or model.token_to_id(_SPACE_MARK) is None:
         return False
-    if model["ignore_merges"] or model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
+    if model.ignore_merges or model.continuing_subword_prefix or model.end_of_word_suffix:
         return False
-    return not any(_SPACE_MARK in token.lstrip(_SPACE_MARK) for token in model["vocab"])
+    return not any(_SPACE_MARK in token.lstrip(_SPACE_MARK) for token in vocabulary.model_token_to_id)
 
 
 def _before_marks(added: list[str], *, prepends: bool) -> CutRule | None:

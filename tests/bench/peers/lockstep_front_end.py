@@ -17,6 +17,7 @@ from services.tokenizer.exchange.scheduler_stream import SchedulerStream
 from services.tokenizer.request.resolved_request import ResolvedRequest
 from services.tokenizer.text.detokenizer import make_token_texts
 from services.tokenizer.text.model_tokenizer import load_tokenizer
+from services.tokenizer.text.vocabulary import Vocabulary
 from shared.limits import TOKEN_DTYPE
 from shared.process.lifecycle import freeze_garbage
 from shared.sampling_params import SamplingParams
@@ -32,7 +33,7 @@ class LockstepFrontEnd:
 
     def __init__(self, model_dir: Path) -> None:
         self.stopwatch = Stopwatch()
-        self._texts = make_token_texts(load_tokenizer(model_dir).backend)
+        self._texts = make_token_texts(Vocabulary(load_tokenizer(model_dir).backend))
         self._completions: list[Completion] = []
         self._handles = np.empty(0, np.uint32)
         self._num_told = 0

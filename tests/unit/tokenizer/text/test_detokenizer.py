@@ -5,12 +5,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from services.tokenizer.text.detokenizer import ByteLevelDetokenizer, WindowDetokenizer, byte_table, make_token_texts
+from services.tokenizer.text.detokenizer import ByteLevelDetokenizer, WindowDetokenizer, make_token_texts
+from services.tokenizer.text.vocabulary import Vocabulary
 from tests.support.models.tiny_tokenizer import IM_END_ID, VOCABULARY_SIZE, tiny_tokenizer
 from tests.support.tokenizer.many_tokenizers import spell
 
 TINY = tiny_tokenizer()
-BYTES_TO_ID = {data: token_id for token_id, data in byte_table(TINY).items()}
+BYTES_TO_ID = {data: token_id for token_id, data in Vocabulary(TINY).bytes_of_id.items()}
 REPLACEMENT = "\ufffd"
 
 # Also ids beyond the vocabulary: logits may be wider than it.
@@ -33,7 +34,7 @@ def cut(items: list[int], lengths: list[int]) -> list[list[int]]:
 
 def detokenize(tokenizer: Tokenizer, pieces: list[list[int]], *, skips_special_tokens: bool = True) -> str:
     """The joined text of all pieces."""
-    detokenizer = make_token_texts(tokenizer).detokenizer(skips_special_tokens=skips_special_tokens)
+    detokenizer = make_token_texts(Vocabulary(tokenizer)).detokenizer(skips_special_tokens=skips_special_tokens)
     return "".join([detokenizer.push(piece) for piece in pieces]) + detokenizer.flush()
 
 
@@ -52,7 +53,7 @@ def test_special_tokens_have_their_text_unless_they_are_skipped(ids: list[int]) 
 
 @given(st.text(max_size=30))
 def test_text_arrives_in_whole_characters(text: str) -> None:
-    detokenizer = make_token_texts(TINY).detokenizer()
+    detokenizer = make_token_texts(Vocabulary(TINY)).detokenizer()
     shown = ""
     for token_id in TINY.encode(text).ids:
         shown += detokenizer.push([token_id])
@@ -61,19 +62,19 @@ def test_text_arrives_in_whole_characters(text: str) -> None:
 
 
 def test_a_character_is_shown_with_its_last_byte() -> None:
-    detokenizer = make_token_texts(TINY).detokenizer()
+    detokenizer = make_token_texts(Vocabulary(TINY)).detokenizer()
     pieces = [detokenizer.push([byte_id(byte)]) for byte in "😀".encode()]
     assert pieces == ["", "", "", "😀"]
 
 
 def test_endless_invalid_bytes_are_shown_as_they_arrive() -> None:
-    detokenizer = make_token_texts(TINY).detokenizer()
+    detokenizer = make_token_texts(Vocabulary(TINY)).detokenizer()
     pieces = [detokenizer.push([byte_id(0x80)]) for _ in range(1000)]
     assert pieces == [REPLACEMENT] * 1000
 
 
 def test_a_partial_character_is_shown_at_the_end() -> None:
-    detokenizer = make_token_texts(TINY).detokenizer()
+    detokenizer = make_token_texts(Vocabulary(TINY)).detokenizer()
     assert detokenizer.push([byte_id(0xE4), byte_id(0xBD)]) == ""
     assert detokenizer.flush() == REPLACEMENT
     assert detokenizer.flush() == ""
@@ -100,8 +101,8 @@ def sentencepiece() -> Tokenizer:
 
 
 def test_the_kind_of_vocabulary_determines_the_detokenizer(sentencepiece: Tokenizer) -> None:
-    assert isinstance(make_token_texts(TINY).detokenizer(), ByteLevelDetokenizer)
-    assert isinstance(make_token_texts(sentencepiece).detokenizer(), WindowDetokenizer)
+    assert isinstance(make_token_texts(Vocabulary(TINY)).detokenizer(), ByteLevelDetokenizer)
+    assert isinstance(make_token_texts(Vocabulary(sentencepiece)).detokenizer(), WindowDetokenizer)
 
 
 def test_a_window_decodes_pieces_and_bytes_like_the_whole(sentencepiece: Tokenizer) -> None:
@@ -112,13 +113,13 @@ def test_a_window_decodes_pieces_and_bytes_like_the_whole(sentencepiece: Tokeniz
 
 
 def test_a_window_shows_no_half_character(sentencepiece: Tokenizer) -> None:
-    detokenizer = make_token_texts(sentencepiece).detokenizer()
+    detokenizer = make_token_texts(Vocabulary(sentencepiece)).detokenizer()
     ids = spell(sentencepiece, "▁hello", "😀")
     assert [detokenizer.push([i]) for i in ids] == ["hello", "", "", "", "😀"]
 
 
 def test_a_window_of_invalid_bytes_stays_bounded(sentencepiece: Tokenizer) -> None:
-    detokenizer = make_token_texts(sentencepiece).detokenizer()
+    detokenizer = make_token_texts(Vocabulary(sentencepiece)).detokenizer()
     shown = "".join(detokenizer.push([1 + 0x80]) for _ in range(1000))
     assert len(shown) > 900
     assert shown + detokenizer.flush() == REPLACEMENT * 1000
@@ -131,7 +132,7 @@ def test_a_window_shows_special_tokens_unless_they_are_skipped(sentencepiece: To
 
 
 def test_a_single_token_has_bytes() -> None:
-    texts = make_token_texts(TINY)
+    texts = make_token_texts(Vocabulary(TINY))
     assert texts.bytes_of(BYTES_TO_ID[b" the"]) == b" the"
     assert texts.bytes_of(byte_id(0xF0)) == b"\xf0"
     assert texts.bytes_of(IM_END_ID) == b"<|im_end|>"
@@ -139,7 +140,7 @@ def test_a_single_token_has_bytes() -> None:
 
 
 def test_a_single_piece_has_bytes_including_its_space(sentencepiece: Tokenizer) -> None:
-    texts = make_token_texts(sentencepiece)
+    texts = make_token_texts(Vocabulary(sentencepiece))
     ids = spell(sentencepiece, "▁hello", "!", "<s>", "é")
     assert [texts.bytes_of(i) for i in ids] == [b" hello", b"!", b"<s>", b"\xc3", b"\xa9"]
     assert texts.bytes_of(1 + ord("A")) == b"A"

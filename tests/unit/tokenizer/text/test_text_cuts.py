@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import example, given
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from services.tokenizer.text.text_cuts import PART_LENGTH, TextCutter, find_cut_rule
+from services.tokenizer.text.text_cuts import PART_LENGTH, TextCutter
+from services.tokenizer.text.tokenizer_copies import TokenizerParts
+from services.tokenizer.text.vocabulary import Vocabulary
 from tests.support.models.tiny_tokenizer import tiny_tokenizer
 from tests.support.tokenizer.many_tokenizers import (
     ALL_NAMES,
@@ -23,6 +23,10 @@ from tests.support.tokenizer.many_tokenizers import (
 )
 
 
+def cutter(tokenizer: Tokenizer, part_length: int = PART_LENGTH) -> TextCutter:
+    return TextCutter(TokenizerParts.of(tokenizer), Vocabulary(tokenizer), part_length=part_length)
+
+
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     return ids
@@ -35,7 +39,7 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 @example("it's<think>ok</think>.")
 def test_the_tokens_of_the_parts_are_those_of_the_text(name: str, text: str) -> None:
     tokenizer = tokenizers()[name]
-    parts = list(TextCutter(tokenizer, part_length=1).parts(text))
+    parts = list(cutter(tokenizer, part_length=1).parts(text))
     assert [token for part in parts for token in ids_of(tokenizer, part)] == ids_of(tokenizer, text)
 
 
@@ -46,24 +50,24 @@ CUTTABLE_TEXTS = ["The fox jumps. ", "if x:\n\treturn\n", "你好，世界。今
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "gpt-2"])
 @pytest.mark.parametrize("text", CUTTABLE_TEXTS)
 def test_a_text_of_any_language_is_cut_into_parts_not_much_longer_than_requested(name: str, text: str) -> None:
-    parts = list(TextCutter(tokenizers()[name], part_length=100).parts(text * 100))
+    parts = list(cutter(tokenizers()[name], part_length=100).parts(text * 100))
     assert len(parts) > 5
     assert all(100 <= len(part) < 150 for part in parts[:-1])
 
 
 @pytest.mark.parametrize("name", ["gpt-2", *MARKING_NAMES])
 def test_a_text_with_spaces_is_cut_before_them(name: str) -> None:
-    parts = list(TextCutter(tokenizers()[name], part_length=100).parts("The fox jumps. " * 100))
+    parts = list(cutter(tokenizers()[name], part_length=100).parts("The fox jumps. " * 100))
     assert len(parts) > 5
 
 
 def test_a_text_that_cannot_be_cut_stays_whole() -> None:
-    assert list(TextCutter(tiny_tokenizer()).parts("a" * 300_000)) == ["a" * 300_000]
+    assert list(cutter(tiny_tokenizer()).parts("a" * 300_000)) == ["a" * 300_000]
 
 
 def test_a_cut_far_beyond_the_requested_length_is_found() -> None:
     text = "a" * (PART_LENGTH + 200_000) + " b"
-    assert list(TextCutter(tiny_tokenizer()).parts(text)) == [text[:-2], " b"]
+    assert list(cutter(tiny_tokenizer()).parts(text)) == [text[:-2], " b"]
 
 
 def with_added(**options: bool) -> Tokenizer:
@@ -100,5 +104,5 @@ def unknown_tokenizers() -> dict[str, Tokenizer]:
 @pytest.mark.parametrize("name", unknown_tokenizers())
 def test_a_tokenizer_of_unknown_structure_gets_the_whole_text(name: str) -> None:
     tokenizer = unknown_tokenizers()[name]
-    assert find_cut_rule(json.loads(tokenizer.to_str())) is None
-    assert list(TextCutter(tokenizer, part_length=1).parts("The fox jumps.")) == ["The fox jumps."]
+    assert cutter(tokenizer).rule is None
+    assert list(cutter(tokenizer, part_length=1).parts("The fox jumps.")) == ["The fox jumps."]

@@ -13,7 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from services.tokenizer.text.detokenizer import byte_table, make_token_texts
+from services.tokenizer.text.detokenizer import make_token_texts
+from services.tokenizer.text.vocabulary import Vocabulary
 from tests.support.models.tiny_tokenizer import tiny_tokenizer
 from tests.support.tokenizer.many_tokenizers import UNMARK, llama_2_decoder, with_byte_tokens
 
@@ -28,11 +29,11 @@ def ids_of_bytes(tokenizer: Tokenizer) -> dict[int, int]:
     vocabulary = tokenizer.get_vocab()
     if "<0x00>" in vocabulary:
         return {byte: vocabulary[f"<0x{byte:02X}>"] for byte in range(256)}
-    return {data[0]: token_id for token_id, data in byte_table(tokenizer).items() if len(data) == 1}
+    return {data[0]: token_id for token_id, data in Vocabulary(tokenizer).bytes_of_id.items() if len(data) == 1}
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class Ids:
     """A tokenizer, and the ids of texts in it."""
 
     tokenizer: Tokenizer
@@ -56,7 +57,7 @@ class Vocabulary:
 
     def text_of(self, prompt: list[int], ids: list[int], lengths: list[int]) -> str:
         """The text after a prompt, for ids that come in pieces of these lengths."""
-        detokenizer = make_token_texts(self.tokenizer).detokenizer(prompt)
+        detokenizer = make_token_texts(Vocabulary(self.tokenizer)).detokenizer(prompt)
         text, start = "", 0
         for length in [*lengths, len(ids)]:
             text += detokenizer.push(ids[start : start + length])
@@ -64,22 +65,22 @@ class Vocabulary:
         return text + detokenizer.flush()
 
 
-def with_bytes(decoder: decoders.Decoder) -> Vocabulary:
-    return Vocabulary(with_byte_tokens(decoder, PIECES))
+def with_bytes(decoder: decoders.Decoder) -> Ids:
+    return Ids(with_byte_tokens(decoder, PIECES))
 
 
-def word_pieces() -> Vocabulary:
+def word_pieces() -> Ids:
     tokens = ["[UNK]", SPECIAL, "the", "##e", "blue", ",", "##!", "你", "n't", "do"]
     tokenizer = Tokenizer(models.WordPiece({token: i for i, token in enumerate(tokens)}, unk_token="[UNK]"))
     tokenizer.add_special_tokens([AddedToken(SPECIAL, special=True)])
     tokenizer.decoder = decoders.WordPiece()
-    return Vocabulary(tokenizer, has_bytes=False)
+    return Ids(tokenizer, has_bytes=False)
 
 
 LLAMA_2 = with_bytes(llama_2_decoder())
 GEMMA = with_bytes(decoders.Sequence(UNMARK))
 METASPACE = with_bytes(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]))
-BYTE_LEVEL = Vocabulary(tiny_tokenizer(), has_pieces=False)
+BYTE_LEVEL = Ids(tiny_tokenizer(), has_pieces=False)
 VOCABULARIES = {
     "Llama 2": LLAMA_2,
     "Gemma": GEMMA,
@@ -100,7 +101,7 @@ cuts = st.lists(st.integers(0, 7), max_size=30)
 @given(prompt=anything, parts=anything, lengths=cuts)
 @example(prompt=["▁the"], parts=["😀", "😀", "😀"], lengths=[1] * 12)
 def test_text_does_not_depend_on_how_ids_are_cut(
-    vocabulary: Vocabulary, prompt: list[str | int], parts: list[str | int], lengths: list[int]
+    vocabulary: Ids, prompt: list[str | int], parts: list[str | int], lengths: list[int]
 ) -> None:
     prompt_ids, ids = vocabulary.ids_of(prompt), vocabulary.ids_of(parts)
     whole = vocabulary.text_of(prompt_ids, ids, [])
@@ -115,7 +116,7 @@ def test_text_does_not_depend_on_how_ids_are_cut(
 @example(prompt=["▁the", SPECIAL], parts=["▁blue"], lengths=[])
 @example(prompt=["😀"] * 30, parts=["▁blue"], lengths=[1])
 def test_text_is_what_the_ids_add_to_the_prompts(
-    vocabulary: Vocabulary, prompt: list[str | int], parts: list[str | int], lengths: list[int]
+    vocabulary: Ids, prompt: list[str | int], parts: list[str | int], lengths: list[int]
 ) -> None:
     prompt_ids, ids = vocabulary.ids_of(prompt), vocabulary.ids_of(parts)
     decode = vocabulary.tokenizer.decode
@@ -124,7 +125,7 @@ def test_text_is_what_the_ids_add_to_the_prompts(
 
 @pytest.mark.parametrize("vocabulary", [LLAMA_2, METASPACE, BYTE_LEVEL], ids=["Llama 2", "Metaspace", "byte-level"])
 @pytest.mark.parametrize("num_in_prompt", [1, 2, 3])
-def test_a_character_that_the_prompt_begins_is_completed(vocabulary: Vocabulary, num_in_prompt: int) -> None:
+def test_a_character_that_the_prompt_begins_is_completed(vocabulary: Ids, num_in_prompt: int) -> None:
     ids = vocabulary.ids_of([*"😀".encode(), "!"])
     prompt = [*vocabulary.ids_of(["▁the"]), *ids[:num_in_prompt]]
     assert vocabulary.text_of(prompt, ids[num_in_prompt:], [1, 1, 1]) == "😀!"
@@ -132,6 +133,6 @@ def test_a_character_that_the_prompt_begins_is_completed(vocabulary: Vocabulary,
 
 def test_a_character_is_shown_although_an_invalid_byte_follows() -> None:
     ids = LLAMA_2.ids_of(["▁the", "😀", 0xFF, 0xF0, 0x9F, "!"])
-    detokenizer = make_token_texts(LLAMA_2.tokenizer).detokenizer(ids[:1])
+    detokenizer = make_token_texts(Vocabulary(LLAMA_2.tokenizer)).detokenizer(ids[:1])
     shown = ["", "", "", "😀", REPLACEMENT, "", "", 2 * REPLACEMENT + "!"]
     assert [detokenizer.push([i]) for i in ids[1:]] == shown
