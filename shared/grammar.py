@@ -8,6 +8,7 @@ Source: llguidance, https://github.com/guidance-ai/llguidance.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from shared.model_dir import TOKENIZER, ModelDirectoryError, read_tokenizer
+from shared.model_dir import TOKENIZER, ModelDirectoryError, TokenizerFiles, read_tokenizer_files
 
 _LIMITS = LLParserLimits(
     # Concurrent parses of one text. In an ambiguous grammar they increase with every token, and the cost of a mask
@@ -77,12 +78,8 @@ class GrammarLibrary:
         Raises:
             ModelDirectoryError: the tokenizer is missing, malformed, or of a kind that the library does not support.
         """
-        source = read_tokenizer(model_dir)
-        try:
-            self.tokenizer = _load_tokenizer(source, list(eos_token_ids), num_tokens)
-        except ValueError as error:
-            raise ModelDirectoryError(f"{model_dir / TOKENIZER}: {error}") from error
-        self.tokenizer = self.tokenizer.with_slices(_SLICES)
+        files = read_tokenizer_files(model_dir)
+        self.tokenizer = _load_tokenizer(files, files.complete_text, eos_token_ids, num_tokens, _SLICES)
         self.num_tokens: int = num_tokens or self.tokenizer.vocab_size
 
     def compile(self, grammar: str) -> LLMatcher:
@@ -120,11 +117,33 @@ def _without_internals(message: str) -> str:
     return "no text fits" if message.startswith("NoExtension") else message
 
 
-def _load_tokenizer(source: str, eos_token_ids: list[int], num_tokens: int | None) -> LLTokenizer:
+def load_tokens(files: TokenizerFiles, eos_token_ids: Sequence[int], num_tokens: int | None = None) -> LLTokenizer:
+    """The tokens that `GrammarLibrary` would have, at a third of its cost: they can be decoded, and nothing else.
+
+    Merges, of which the library computes nothing, must be known to be valid.
+
+    Raises:
+        ModelDirectoryError: `GrammarLibrary` would raise it.
+    """
+    content = files.complete_content
+    model = content["model"]
+    # One is left to tell in which form they are.
+    merges = {"merges": model["merges"][:1]} if model.get("merges") else {}
+    source = json.dumps({**content, "model": {**model, **merges}})
+    return _load_tokenizer(files, source, eos_token_ids, num_tokens, [])
+
+
+def _load_tokenizer(
+    files: TokenizerFiles, source: str, eos_token_ids: Sequence[int], num_tokens: int | None, slices: list[str]
+) -> LLTokenizer:
+    eos_token = list(eos_token_ids) or None
     try:
-        return LLTokenizer(source, n_vocab=num_tokens, eos_token=eos_token_ids or None)
-    except ValueError:
-        if num_tokens is None:
-            raise
-        # The tokenizer has tokens beyond the model's logits width.
-        return LLTokenizer(source, eos_token=eos_token_ids or None)
+        try:
+            return LLTokenizer(source, n_vocab=num_tokens, eos_token=eos_token, slices=slices)
+        except ValueError:
+            if num_tokens is None:
+                raise
+            # The tokenizer has tokens beyond the model's logits width.
+            return LLTokenizer(source, eos_token=eos_token, slices=slices)
+    except ValueError as error:
+        raise ModelDirectoryError(f"{files.model_dir / TOKENIZER}: {error}") from error

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -220,40 +222,90 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     raise ModelDirectoryError(f"{CONFIG}: architectures {what}; supported: {', '.join(sorted(ARCHITECTURES))}")
 
 
-def read_tokenizer(model_dir: Path) -> str:
-    """Read tokenizer.json, with the tokens that other files of the directory add to it or declare as special.
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """What the files of a directory say of its tokenizer, each read once; those that are missing are empty."""
 
-    Returns:
-        The file's text if they add none, else JSON of the same form.
+    model_dir: Path
+    text: str
+    """tokenizer.json."""
+    config: dict[str, Any]
+    """tokenizer_config.json."""
+    special_tokens_map: dict[str, Any]
+    added_tokens: dict[str, Any]
+
+    @cached_property
+    def content(self) -> Any:
+        """The content of tokenizer.json; raises ValueError."""
+        return json.loads(self.text)
+
+    @cached_property
+    def complete_content(self) -> Any:
+        """The same with the tokens that the other files add to it or declare as special.
+
+        Raises:
+            ModelDirectoryError: a file is malformed.
+        """
+        others = (self.config, self.special_tokens_map, self.added_tokens)
+        try:
+            return with_added_tokens(self.content, *others) if any(others) else self.content
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            names = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS)
+            files = ", ".join(name for name in names if (self.model_dir / name).exists())
+            path = self.model_dir / TOKENIZER
+            raise ModelDirectoryError(f"{path}: cannot read the tokens ({files}): {error!r}") from error
+
+    @cached_property
+    def complete_text(self) -> str:
+        """The text of tokenizer.json if the other files add no token to it, else JSON of the same form.
+
+        Raises:
+            ModelDirectoryError: a file is malformed.
+        """
+        if not (self.config or self.special_tokens_map or self.added_tokens):
+            return self.text
+        return self.text if self.complete_content is self.content else json.dumps(self.complete_content)
+
+
+def read_tokenizer_files(model_dir: Path) -> TokenizerFiles:
+    """Read what a directory says of its tokenizer.
 
     Raises:
         ModelDirectoryError: tokenizer.json is missing, or a file is malformed.
     """
-    names = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS)
-    others = [read_json_if_any(model_dir, name) for name in names]
     try:
         text = read_file(model_dir, TOKENIZER).decode()
-        if not any(others):
-            return text
-        tokenizer = json.loads(text)
-        complete = with_added_tokens(tokenizer, *others)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        files = ", ".join(name for name in names if (model_dir / name).exists())
-        raise ModelDirectoryError(f"{model_dir / TOKENIZER}: cannot read the tokens ({files}): {error!r}") from error
-    return text if complete is tokenizer else json.dumps(complete)
+    except ValueError as error:
+        raise ModelDirectoryError(f"{model_dir / TOKENIZER}: {error}") from error
+    names = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS)
+    return TokenizerFiles(model_dir, text, *(read_json_if_any(model_dir, name) for name in names))
+
+
+def digest_of(config: bytes, tokenizer: TokenizerFiles) -> str:
+    """What a model's services must agree on: SHA-256 over the configuration and the tokenizer with all tokens, in hex.
+
+    Raises:
+        ModelDirectoryError: a file that names tokens is malformed.
+    """
+    digest = hashlib.sha256()
+    for name, data in ((CONFIG, config), (TOKENIZER, tokenizer.complete_text.encode())):
+        digest.update(f"{name}:{len(data)}:".encode())
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def read_tokenizer(model_dir: Path) -> str:
+    """`TokenizerFiles.complete_text` of a directory, for those that need nothing else of it; raises as both."""
+    return read_tokenizer_files(model_dir).complete_text
 
 
 def model_digest(model_dir: Path) -> str:
-    """What a model's services must agree on: SHA-256 over the configuration and the tokenizer with all tokens, in hex.
+    """`digest_of` a directory's files, for those that need nothing else of them.
 
     Raises:
         ModelDirectoryError: a file is missing, or one that names tokens is malformed.
     """
-    digest = hashlib.sha256()
-    for name, data in ((CONFIG, read_file(model_dir, CONFIG)), (TOKENIZER, read_tokenizer(model_dir).encode())):
-        digest.update(f"{name}:{len(data)}:".encode())
-        digest.update(data)
-    return digest.hexdigest()
+    return digest_of(read_file(model_dir, CONFIG), read_tokenizer_files(model_dir))
 
 
 def vocabulary_size(model_dir: Path) -> int | None:

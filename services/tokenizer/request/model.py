@@ -17,7 +17,7 @@ from services.tokenizer.text.detokenizer import TokenTexts, make_token_texts
 from services.tokenizer.text.encoder import Encoder
 from services.tokenizer.text.encoding_pools import EncodingPool
 from services.tokenizer.text.model_tokenizer import load_tokenizer
-from shared.model_dir import architectures_of, is_multimodal, model_digest, read_config
+from shared.model_dir import CONFIG, architectures_of, digest_of, is_multimodal, read_config, read_file
 
 logger = logging.getLogger(__name__)
 
@@ -82,11 +82,11 @@ def load_model(settings: TokenizerSettings, *, make_renderer: RendererMaker = Te
             "serves_text_only": serves_text_only,
         },
     )
-    can_compile = can_compile_grammars(tokenizer, settings.model_dir)
+    can_compile = can_compile_grammars(model_tokenizer)
     grammar_limits = TrialLimits(settings.grammar_timeout_s, round(settings.grammar_memory_gib * 2**30))
     return ServedModel(
         settings.name_of_model,
-        model_digest(settings.model_dir),
+        digest_of(read_file(settings.model_dir, CONFIG), model_tokenizer.files),
         prompts,
         make_token_texts(vocabulary),
         parsers,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
+from services.tokenizer.text.model_tokenizer import ModelTokenizer
 from services.tokenizer.text.vocabulary import Vocabulary
-from shared.grammar import GrammarLibrary
+from shared.grammar import load_tokens
 from shared.model_dir import TOKENIZER, ModelDirectoryError, eos_token_ids, vocabulary_size
 
 logger = logging.getLogger(__name__)
@@ -38,19 +40,19 @@ def warn_of_unknown_tokens(vocabulary: Vocabulary, model_dir: Path) -> None:
         )
 
 
-def can_compile_grammars(tokenizer: Tokenizer, model_dir: Path) -> bool:
+def can_compile_grammars(model: ModelTokenizer) -> bool:
     """Whether the library supports this kind of tokenizer; if not, a warning says why.
 
     Args:
-        tokenizer: The tokenizer with which prompts are encoded, which grammars must agree with.
-        model_dir: The directory that it came from.
+        model: Has the tokenizer with which prompts are encoded, which grammars must agree with.
 
     Raises:
         ModelDirectoryError: an EOS token is outside the vocabulary, or a configuration is malformed.
     """
+    model_dir = model.files.model_dir
     eos_ids, size = eos_token_ids(model_dir), vocabulary_size(model_dir)
     try:
-        _check_tokens(tokenizer, GrammarLibrary(model_dir, eos_ids, size))
+        _check_tokens(model.backend, load_tokens(model.files, eos_ids, size))
     except ModelDirectoryError as error:
         logger.warning(
             "grammars cannot be compiled for this tokenizer: requests with structured output or with required tool "
@@ -61,13 +63,13 @@ def can_compile_grammars(tokenizer: Tokenizer, model_dir: Path) -> bool:
     return True
 
 
-def _check_tokens(tokenizer: Tokenizer, library: GrammarLibrary) -> None:
+def _check_tokens(tokenizer: Tokenizer, tokens: LLTokenizer) -> None:
     """Check that no added token is another one in grammars: the tokenizer's class can number them anew.
 
     Those that are only its own do no harm, since grammars never allow them.
     """
     for token_id, token in tokenizer.get_added_tokens_decoder().items():
-        text = library.tokenizer.decode_bytes([token_id]).decode(errors="replace")
+        text = tokens.decode_bytes([token_id]).decode(errors="replace")
         if text not in (token.content, f"<[{token_id}]>"):
             raise ModelDirectoryError(
                 f"token {token_id} is {token.content} by the tokenizer's class, but {text} by {TOKENIZER}"

@@ -20,17 +20,16 @@ from services.tokenizer.text.tokenizer_classes import (
     make_tokenizer,
 )
 from shared.model_dir import (
-    ADDED_TOKENS,
     CHAT_TEMPLATE,
     CONFIG,
     MORE_TEMPLATES,
     PROCESSOR_TEMPLATE,
-    SPECIAL_TOKENS_MAP,
     TOKENIZER,
     TOKENIZER_CONFIG,
     ModelDirectoryError,
-    read_file,
+    TokenizerFiles,
     read_json_if_any,
+    read_tokenizer_files,
 )
 
 logger = logging.getLogger(__name__)
@@ -48,18 +47,8 @@ class ModelTokenizer:
     """The texts of special tokens by name, such as `bos_token`; a model can have names of its own."""
     templates: dict[str, str]
     """The sources of the chat templates by name: `default`, if there is any, and others."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Files:
-    """The contents of a directory's files; those that are missing are empty."""
-
-    source: str
-    """tokenizer.json."""
-    config: dict[str, Any]
-    tokenizer_config: dict[str, Any]
-    special_tokens_map: dict[str, Any]
-    added_tokens: dict[str, Any]
+    files: TokenizerFiles
+    """What it was read from."""
 
 
 def load_tokenizer(model_dir: Path) -> ModelTokenizer:
@@ -71,38 +60,29 @@ def load_tokenizer(model_dir: Path) -> ModelTokenizer:
     Raises:
         ModelDirectoryError: a file is malformed, or tokenizer.json is missing.
     """
-    files = _read(model_dir)
-    templates = _templates(model_dir, files.tokenizer_config)
+    files = read_tokenizer_files(model_dir)
+    config = read_json_if_any(model_dir, CONFIG)
+    templates = _templates(model_dir, files.config)
     try:
-        name = class_name(files.config, files.tokenizer_config, files.source)
-        backend, special_tokens = _make(model_dir, name, files)
+        name = class_name(config, files.config, files.text)
+        backend, special_tokens = _make(name, files)
     except OwnClassError as error:
         _warn_of_plain(f"{error} is code of the model's own")
-        backend, special_tokens = _make(model_dir, PLAIN, files)
+        backend, special_tokens = _make(PLAIN, files)
     except UnknownClassError as error:
         loaded = _load_by_transformers(model_dir, str(error))
-        backend, special_tokens = _make(model_dir, PLAIN, files) if loaded is None else loaded
-    return ModelTokenizer(backend, special_tokens, templates)
+        backend, special_tokens = _make(PLAIN, files) if loaded is None else loaded
+    return ModelTokenizer(backend, special_tokens, templates, files)
 
 
-def _read(model_dir: Path) -> _Files:
-    source = read_file(model_dir, TOKENIZER)  # its errors say what to do
-    try:
-        text = source.decode()
-    except ValueError as error:
-        raise ModelDirectoryError(f"{model_dir / TOKENIZER}: {error}") from error
-    names = (CONFIG, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS)
-    return _Files(text, *(read_json_if_any(model_dir, name) for name in names))
-
-
-def _make(model_dir: Path, name: str, files: _Files) -> tuple[Tokenizer, dict[str, str]]:
+def _make(name: str, files: TokenizerFiles) -> tuple[Tokenizer, dict[str, str]]:
     """The tokenizer of a class that is known here, and its special tokens."""
     try:
-        return make_tokenizer(name, files.source, files.tokenizer_config, files.special_tokens_map, files.added_tokens)
+        return make_tokenizer(name, files)
     except UnknownClassError:
         raise
     except Exception as error:
-        raise _find_fault(model_dir, files, error) from error
+        raise _find_fault(files, error) from error
 
 
 def _load_by_transformers(model_dir: Path, reason: str) -> tuple[Tokenizer, dict[str, str]] | None:
@@ -158,10 +138,10 @@ def _read_template(path: Path) -> str:
         raise ModelDirectoryError(f"{path}: {error}") from error
 
 
-def _find_fault(model_dir: Path, files: _Files, fault: Exception) -> ModelDirectoryError:
+def _find_fault(files: TokenizerFiles, fault: Exception) -> ModelDirectoryError:
     """Which file a failure to load came from, as far as that can be found out."""
     try:
-        Tokenizer.from_str(files.source)
+        Tokenizer.from_str(files.text)
     except Exception as error:  # noqa: BLE001 - the library raises bare exceptions
-        return ModelDirectoryError(f"{model_dir / TOKENIZER}: {error}")
-    return ModelDirectoryError(f"{model_dir}: cannot load the tokenizer: {type(fault).__name__}: {fault}")
+        return ModelDirectoryError(f"{files.model_dir / TOKENIZER}: {error}")
+    return ModelDirectoryError(f"{files.model_dir}: cannot load the tokenizer: {type(fault).__name__}: {fault}")

@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from shared.added_tokens import special_token_texts, tokens_to_add
+from shared.model_dir import TokenizerFiles
 
 PLAIN = "TokenizersBackend"
 """The class that takes tokenizer.json as it is."""
@@ -125,13 +126,7 @@ def _class_beside_code(own: str, registered: str | None, named: str | None) -> s
     return named if named in _CLASSES else PLAIN
 
 
-def make_tokenizer(
-    name: str,
-    source: str,
-    tokenizer_config: dict[str, Any],
-    special_tokens_map: dict[str, Any],
-    added_tokens: dict[str, Any],
-) -> tuple[Tokenizer, dict[str, str]]:
+def make_tokenizer(name: str, files: TokenizerFiles) -> tuple[Tokenizer, dict[str, str]]:
     """What a class makes of the contents of its files.
 
     Returns:
@@ -141,10 +136,11 @@ def make_tokenizer(
         UnknownClassError: the vocabulary is not of the kind that the class has.
         Exception: a content is not as its file must be; the library raises bare exceptions.
     """
-    own_class, content = _CLASSES.get(name), json.loads(source)
+    own_class, content = _CLASSES.get(name), files.content
+    source, tokenizer_config = files.text, files.config
     if own_class is not None:
         tokenizer_config = {**own_class.special_tokens, **tokenizer_config}
-    others = (tokenizer_config, special_tokens_map)
+    others = (tokenizer_config, files.special_tokens_map)
     named, extra = special_token_texts(*others)
     present = own = content.get("added_tokens") or []
     if own_class is not None:
@@ -152,7 +148,7 @@ def make_tokenizer(
         parts = _parts(own_class, content["model"], tokenizer_config, named)
         source = json.dumps({**content, **parts, "added_tokens": present}, ensure_ascii=False)
     tokenizer = Tokenizer.from_str(source)
-    tokenizer.add_tokens([AddedToken(**token) for token in tokens_to_add(own, present, *others, added_tokens)])
+    tokenizer.add_tokens([AddedToken(**token) for token in tokens_to_add(own, present, *others, files.added_tokens)])
     if own_class is not None and own_class.resets_flags:
         tokenizer.add_tokens([AddedToken(text, special=True) for text in (*named.values(), *extra)])
     if tokenizer.post_processor is None:
