@@ -21,7 +21,10 @@ from services.scheduler.server.listeners import PUBLIC_SERVICES, make_servers
 from shared.network.health import Health
 from shared.network.rpc import make_channel, make_server
 from tests.support.scheduler.worker_peer import WorkerPeer
-from tests.support.system.patience import PATIENCE_S
+from tests.support.system.polling import poll_until
+
+# Most of what is waited for takes a few turns of the event loop, in which services and tests run.
+NUM_EAGER_QUESTIONS = 100
 
 
 class ReplicaStream:
@@ -99,9 +102,7 @@ class Cell:
 
     async def wait_until(self, condition: Callable[[scheduler_pb2.GetStateResponse], object]) -> None:
         """Wait until the cell's state meets a condition; fails after five minutes."""
-        async with asyncio.timeout(PATIENCE_S):
-            while not condition(await self.state()):
-                pass
+        await poll_until(self.state, condition, num_eager=NUM_EAGER_QUESTIONS)
 
     async def wait_until_ready(self) -> None:
         """Wait until the worker is attached; fails after five minutes."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from lockstep.v1 import scheduler_pb2
 from services.scheduler.server.listeners import CELL_SERVICES, PUBLIC_SERVICES
 from tests.support.scheduler.gated_worker import GatedWorker
-from tests.support.scheduler.scheduler_shell import Cell, running_cell
-from tests.support.system.patience import PATIENCE_S
+from tests.support.scheduler.scheduler_shell import NUM_EAGER_QUESTIONS, Cell, running_cell
+from tests.support.system.polling import poll_until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 Said = tuple[bool, bool]
@@ -103,8 +102,6 @@ async def test_all_doors_say_the_same(tmp_path: Path, name: str, coupled: bool) 
         await reach(cell)
         expected = ({holds_workers}, {takes_work})
         # Statuses of grpc.health follow in the next turns of the event loop.
-        async with asyncio.timeout(PATIENCE_S):
-            while await ask_all(cell) != expected:
-                pass
+        await poll_until(lambda: ask_all(cell), lambda said: said == expected, num_eager=NUM_EAGER_QUESTIONS)
         # An answer that is due holds the end of its server.
         open_gates(cell, 0, 1)
