@@ -24,7 +24,7 @@ class Decodes:
     """What a step decodes. `append_slots` and `append_block_ids` are parallel."""
 
     rows: Slots = field(default_factory=lambda: NO_SLOTS)
-    """In batch order."""
+    """Rows that are computed, in batch order."""
     append_slots: Slots = field(default_factory=lambda: NO_SLOTS)
     append_block_ids: list[int] = field(default_factory=list)
     skips_rows: bool = False

@@ -295,12 +295,12 @@ class Scheduler:
 
     @property
     def last_returned_step_id(self) -> int:
-        """In this epoch; 0 for none."""
+        """The last step of this epoch whose result has come; 0 for none."""
         return self._running.last_returned_step_id
 
     @property
     def last_sent_step_id(self) -> int:
-        """In this epoch; 0 for none."""
+        """The last step of this epoch that was sent; 0 for none."""
         return self._running.last_sent_step_id
 
     def sequences_in(self, record: StepRecord) -> list[Sequence]:
@@ -327,7 +327,7 @@ class Scheduler:
         self._blocks.set_kv_feed(None)
 
     def waiting_sequences(self) -> list[Sequence]:
-        """In the order in which they were added."""
+        """Waiting sequences, in the order in which they were added."""
         return list(self._waiting)
 
     def unfinished(self) -> list[Sequence]:

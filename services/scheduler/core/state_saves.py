@@ -61,7 +61,7 @@ class StateSaves:
         self._blocks = blocks
         self._may_cut = may_cut
         self._has_drafts = has_drafts
-        # With drafts: the number of tokens from which on each slot's sequence is due, and the reserved checkpoints.
+        # The number of tokens from which each slot's sequence is due, and the reserved checkpoints, with drafts.
         self._due_at = np.zeros(num_slots, np.int32)
         self._reserved: set[int] = set()
         self._interval = self._whole_blocks(settings.state_checkpoint_interval)

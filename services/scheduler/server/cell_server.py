@@ -115,7 +115,7 @@ class ClientLink:
         if not self.is_closed:
             self.closed.set_result(error)
             self._outbox.put_nowait(None)
-            # In a later turn, because the engine's actions may be in the middle of being carried out.
+            # Called in a later turn: the engine's actions may be in the middle of being carried out.
             self.closed.get_loop().call_soon(self._on_close)
 
     async def messages(self) -> AsyncIterator[Message]:
@@ -175,7 +175,7 @@ class CellServer:
         self._health_updates: set[asyncio.Task[None]] = set()
         self._timer: asyncio.Handle | None = None
         self._timer_at = 0.0
-        # That of the last heartbeat.
+        # The progress of the last heartbeat.
         self._progress = 0
         self._failpoint = failpoint
         self._worker_links = WorkerLinks(engine, workers, self.on_event, self._exit)

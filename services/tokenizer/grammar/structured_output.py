@@ -26,7 +26,7 @@ from shared.network.turns import Slots, get_party
 MAX_FORM_BYTES = 512 * 1024
 
 _NUM_CHILDREN = 2
-# Of one party; all of them may have several times as many.
+# Trials of one party that may wait; all parties together may have several times as many.
 _MAX_WAITING = 256
 _MAX_WAITING_OF_ALL = 8 * _MAX_WAITING
 _RETRY_DELAY_S = 1.0

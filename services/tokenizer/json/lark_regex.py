@@ -17,7 +17,7 @@ from shared.grammar import GrammarError
 
 _MAX_LENGTH = 8_000
 _MAX_DIGITS = 9
-# Of brackets and rules inside each other.
+# The depth of brackets and rules inside each other.
 _MAX_DEPTH = 64
 _COMMON = {
     "CR": r"\r",

@@ -11,7 +11,7 @@ import re
 
 # An escape, a class, a group's beginning, a quantifier, or any other character.
 _PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\)?(?:[*+?]|\{\d+(?:,\d*)?\})\??|.", re.DOTALL)
-# Of letters and digits; other escapes than these may mean something else in Python.
+# An escape of a letter or digit: all but these may mean something else in Python.
 _OTHER_ESCAPE = re.compile(r"\\(?![dwDW])[0-9A-Za-z]")
 _MAX_LENGTH = 200
 _MAX_REPETITIONS = 2

@@ -40,7 +40,7 @@ class JsonRepair:
         self._reads_python = reads_python
         self._words = PYTHON_WORDS if reads_python else {}
         self._quotes = "\"'" if reads_python else '"'
-        # Of the string that has begun; empty outside strings.
+        # The quote of the string that has begun; empty outside strings.
         self._quote = ""
         self._held = ""
 

@@ -89,7 +89,7 @@ class ReplyParser(abc.ABC):
         self._parts: list[ReplyPart] = []
         self._reasoning: list[str] = []
         self._num_calls = 0
-        # Of the conversation's calls.
+        # Ids of the conversation's calls.
         self._ids = set(setting.earlier_ids)
         # The opening of the markup that is being read; empty once a call in it has been passed on.
         self._opening = ""

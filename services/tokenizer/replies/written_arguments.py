@@ -22,7 +22,7 @@ from services.tokenizer.text.markers import Markers
 
 FENCE = "```"
 _QUOTES = "\"'"
-# Of the word after a fence's beginning.
+# The length of the word after a fence's beginning.
 _MAX_WORD_LENGTH = 16
 _NOTHING = re.compile(r"\s*(?:```\w*\s*)?(?:null|None)?\s*(?:```)?\s*")
 

@@ -20,7 +20,7 @@ T = TypeVar("T")
 MAX_SHORT_BYTES = 16 * 1024
 # Per pool and party: about five texts of the largest size that a request may have, or ten seconds of work.
 MAX_WAITING_BYTES = 16 * 1024 * 1024
-# Of all parties, which only memory bounds.
+# The most text of all parties together, which only memory bounds.
 _MAX_BYTES = 8 * MAX_WAITING_BYTES
 # What is longer in a thread will never end: the longest work takes a second, and a minute on a very busy machine.
 MAX_WORK_S = 60.0
@@ -35,7 +35,7 @@ class EncodingPool:
         """Work that a thread has had for longer than `max_work_s` is `stuck`."""
         self._name = name
         self._max_work_s = max_work_s
-        # Of what is in a thread now.
+        # The start of each work that is in a thread now.
         self._begun_at: dict[object, float] = {}
         self.num_threads = num_threads
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)

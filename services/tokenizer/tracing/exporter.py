@@ -160,7 +160,7 @@ class _BoundedProcessor(BatchSpanProcessor):
 
     @override
     def on_end(self, span: ReadableSpan) -> None:
-        # Of this thread and the other one's count, each writes only its own.
+        # Each of the two threads writes only its own count.
         if self._num_queued - self._counting.num_taken >= MAX_QUEUED_SPANS:
             self._totals.num_overflowed += 1
             return

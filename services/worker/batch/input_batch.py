@@ -100,7 +100,7 @@ class InputBatch:
         for chunk in chunks:
             self._extend(chunk)
         step_input = self._make_input(self._decodes(decode_slots, room), chunks)
-        # Of the sequences to decode, those that already have all their tokens are not computed.
+        # Sequences to decode that already have all their tokens are not computed.
         slots = np.concatenate([decode_slots, step_input.slots])
         step_input.changes.update(state_changes(step, self.limits, slots))
         return step_input

@@ -69,7 +69,7 @@ class StepInput:
     """
 
     num_decodes: int
-    """These come first; the others compute a part of their prompt."""
+    """Rows that decode, which come first; the others compute a part of their prompt."""
     slots: Int32Column  # [num_seqs]
     num_result_rows: int
     row_numbers: npt.NDArray[np.int64] | None  # [num_rows], the rows' places in the result; None means 0, 1, 2, …

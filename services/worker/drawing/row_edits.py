@@ -21,10 +21,10 @@ class RowEdits:
 
     allowed: npt.NDArray[np.bool_] | None = None  # [vocabulary], not written; None allows all
     banned_ids: _TokenIds = field(default_factory=lambda: _NO_IDS)
-    """They become -Inf, unless no other token were left then."""
+    """Tokens that become -Inf, unless no other token were left then."""
     bias_ids: _TokenIds = field(default_factory=lambda: _NO_IDS)
     biases: _FloatRow = field(default_factory=lambda: _NO_VALUES)
-    """Added."""
+    """Numbers that are added to the logits of `bias_ids`."""
     repeated_ids: _TokenIds = field(default_factory=lambda: _NO_IDS)
     """Positive logits are divided by `repetition_penalty`, negative ones multiplied."""
     repetition_penalty: float = 1.0

@@ -184,7 +184,7 @@ def _parameters(
 
 
 def _warn_of_replaced(parameters: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Name what `rope_parameters` says in vain; the base is what people forget to repeat in `rope_scaling`."""
+    """Name what `rope_parameters` says without effect; the base is what people forget to repeat in `rope_scaling`."""
     lost = {name: value for name, value in parameters.items() if name not in ("rope_type", "type")}
     lost = {name: value for name, value in lost.items() if values.get(name) != value}
     if lost:

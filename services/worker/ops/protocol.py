@@ -55,7 +55,7 @@ class Ops(AttentionOps, RecurrentOps, Protocol):
     kv_dtypes: tuple[torch.dtype, ...]
     """What keys and values may be stored in besides the model's dtype; see `attention_cache`."""
     draws_on_host: bool
-    """Whether in `sample` the host draws row after row, up to milliseconds each, so that no row should be in vain."""
+    """Whether the host draws in `sample`, up to milliseconds for each row: none should be drawn needlessly."""
 
     def numerics(self) -> str:
         """All that this backend's results depend on: equal strings mean equal bits."""

@@ -88,7 +88,7 @@ class DeviceSteps:
         return self.runner.room
 
     def _launch(self, step: Step) -> PendingStep:
-        # On the main thread.
+        # Called on the main thread.
         if self._fail_on_token is not None and any((column == self._fail_on_token).any() for column in _brought(step)):
             end_process(ExitCode.FAILPOINT, "the step contains the --fail-on-token token", step_id=step.step_id)
         pending = self.runner.launch(step)

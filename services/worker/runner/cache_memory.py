@@ -52,7 +52,7 @@ class DeviceMemory:
     """What this process has of a GPU's memory."""
 
     allocated_bytes: int
-    """In tensors."""
+    """Bytes in tensors."""
     reserved_bytes: int
     """Held for tensors, in use or not."""
 

@@ -119,7 +119,7 @@ class Epochs:
                 num_slots = self._room.num_seqs + self._room.num_checkpoints
                 self.states = StateCache(rank.model.state_spec, num_slots, rank.device)
             # A CPU's kernels are compiled ahead, and so are torch's, of which ops that draw on the host are composed.
-            # Of coupled ranks an epoch may reach only some; see `Replays`.
+            # An epoch may reach only some of the coupled ranks; see `Replays`.
             if rank.device.type != "cpu" and not rank.ops.draws_on_host and not rank.layout.is_coupled:
                 _compile_prefills(rank, limits, cache, self.states)
         states = None

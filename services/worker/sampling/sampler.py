@@ -92,7 +92,7 @@ class Sampler:
 
         Only a state that changes logits makes a token depend on those before it, unless the completion reasons. All
         others are drawn at once, and need only be compared with their drafts; but where the host draws, too many would
-        be drawn in vain.
+        be drawn needlessly.
         """
         has_drafts = rows.draft_counts is not None
         places = _by_place(rows) if has_drafts else rows

@@ -86,7 +86,7 @@ class DraftChain:
         return Drafts(self._by_row(torch.cat(drafted).cpu().numpy()), self.counts)
 
     def _by_row(self, token_ids: npt.NDArray[np.int64]) -> Int32Column:
-        """From draft after draft, each of the rows in order, to row after row."""
+        """Reorder tokens from draft after draft, each of the rows in order, to row after row."""
         has_draft = np.arange(len(self.sizes))[:, None] < self.counts[self.order]
         by_place = np.zeros(has_draft.shape, np.int32)
         by_place[has_draft] = token_ids

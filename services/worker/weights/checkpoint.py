@@ -181,7 +181,7 @@ class CheckpointWeights(ModelWeights):
         self._costs.log()
 
     def _adds_nothing(self, name: str) -> bool:
-        """For parts that a model does not have transformers writes empty tensors, and AutoGPTQ biases of zeros."""
+        """Whether transformers (an empty tensor) or AutoGPTQ (a bias of zeros) writes it for a part that is absent."""
         header = self._files.header(name)
         assert header is not None
         is_bias = name.endswith(".bias") and len(header.shape) == 1 and header.dtype in FLOAT_DTYPES

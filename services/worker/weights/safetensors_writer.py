@@ -19,7 +19,7 @@ import numpy.typing as npt
 from services.worker.weights.weight_files import TensorHeader, digest_of, dtype_bytes
 
 _METADATA = {"format": "pt"}
-# So that the data begins where any dtype may.
+# The data begins where any dtype may.
 _HEADER_ALIGNMENT = 8
 
 

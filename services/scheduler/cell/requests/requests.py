@@ -27,7 +27,7 @@ class Request:
     choices: list[Sequence]
     """Choices that have not ended."""
     submitted_at: float
-    """On the engine's clock, as `deadline`."""
+    """A time of the engine's clock, as `deadline`."""
     deadline: float | None = None
     num_prompt_logprob_bytes: int = 0
     """An upper limit."""

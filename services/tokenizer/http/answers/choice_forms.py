@@ -20,7 +20,7 @@ class ChatChoiceForm(ChoiceForm):
         self._facts = facts
         self._prompt = prompt
         self._has_calls = False
-        # Of the calls of custom tools, by the calls' indices.
+        # Inputs of the calls of custom tools, by the calls' indices.
         self._inputs: dict[int, CustomInput] = {}
 
     @override

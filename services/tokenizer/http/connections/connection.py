@@ -30,7 +30,7 @@ SERVER = "lockstep"
 _MAX_WIRE_BYTES_PER_BYTE = 8
 # What comes is read in such pieces. A head that follows something else in one may be longer by less than a piece.
 _PIECE_BYTES = 4096
-# Of what follows a head that cannot be read. A client that goes on sending is not waiting for its answers.
+# Bytes that are dropped after a head that cannot be read. A client that sends more is not waiting for an answer.
 _MAX_DROPPED_BYTES = 1024 * 1024
 
 

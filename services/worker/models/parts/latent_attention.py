@@ -19,7 +19,7 @@ from services.worker.models.parts.decoder import DecoderConfig
 from services.worker.weights.model_weights import ModelWeights
 from shared.model_dir import ModelDirectoryError
 
-# For the norms inside the attention; config.json's `rms_norm_eps` is for the other norms.
+# The epsilon of the norms inside the attention; config.json's `rms_norm_eps` is that of the other norms.
 _NORM_EPS = 1e-6
 
 

@@ -99,7 +99,7 @@ class ReplayMemory:
     """
 
     def __init__(self, max_rows: int) -> None:
-        """For batches of up to `max_rows`; larger ones get memory that smaller ones do not use."""
+        """Keep memory for batches of up to `max_rows`; larger ones get memory that smaller ones do not use."""
         self._max_rows = max_rows
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
 

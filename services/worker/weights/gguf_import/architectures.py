@@ -210,7 +210,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": _LLAMA,
     "mistral3": _MINISTRAL3,
     "qwen2": _QWEN2,
-    # Of multimodal models the text is imported, which is that of the model it is made from.
+    # The text of a multimodal model is imported, which is the model that it is made from.
     "qwen2vl": _QWEN2,
     "qwen3": _QWEN3,
     "qwen35": QWEN3_5,

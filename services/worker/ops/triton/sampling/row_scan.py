@@ -83,7 +83,7 @@ def _draw_from_tile(x, start, logits_row, temperature, noise, best_score, best_c
     columns = start + tl.arange(0, TILE)
     estimates = _estimates(x, start, largest, temperature, noise, TILE)
     least = tl.min(estimates)
-    # In a part's first tile mostly one or two columns, later often none.
+    # One or two columns reach the limit in a part's first tile, mostly, and often none later.
     while (least < float("inf")) & (least <= _limit(largest, temperature, best_score)):
         column = tl.min(tl.where(estimates == least, columns, LAST_COLUMN))
         scaled = tl.load(logits_row + column).to(tl.float64) / temperature.to(tl.float64)
