@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from services.tokenizer.json.ecma_regex import UnsupportedPatternError, full_match_regex
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 from services.tokenizer.json.schema_places import SchemaPlace, draft_of, pointer_into, referenced, subschemas
+from services.tokenizer.json.text_formats import WITH_DATES
 from shared.grammar import GrammarError
 
 # The library does not accept much more.
@@ -134,11 +135,10 @@ class _Reader:
             names = node.get(keyword)
             if isinstance(names, dict | list) and any(isinstance(n, str) and _CONTROL.search(n) for n in names):
                 raise SchemaError("control characters are not supported", f"{place.pointer}/{keyword}")
-        if isinstance(format_name := node.get("format"), str) and format_name not in FORMATS:
-            del node["format"]
         self._read_keywords(node, place)
         self._read_bounds(node, place.pointer)
         self._read_patterns(node, place.pointer)
+        self._read_format(node)
 
     def _check_data(self, data: JsonValue, pointer: str) -> None:
         for value in _values(data):
@@ -191,6 +191,22 @@ class _Reader:
         by_pattern = node.get("patternProperties")
         if isinstance(by_pattern, dict):
             self._by_pattern.append((by_pattern, f"{pointer}/patternProperties"))
+
+    def _read_format(self, node: JsonObject) -> None:
+        name = node.get("format")
+        if not isinstance(name, str):
+            return
+        if name not in FORMATS:
+            del node["format"]
+        elif name in WITH_DATES:
+            # The library has a 29 February in every year.
+            day: JsonObject = {"pattern": f"^(?:{WITH_DATES[name]})$"}
+            if "pattern" not in node:
+                node |= day
+            elif isinstance(parts := node.setdefault("allOf", []), list):
+                # It is the library's already.
+                self._seen.add(id(day))
+                parts.append(day)
 
     def _read_pattern_properties(self, by_pattern: JsonObject, pointer: str) -> None:
         for pattern in list(by_pattern):

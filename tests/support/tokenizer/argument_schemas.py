@@ -6,6 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from services.tokenizer.json.text_formats import TEXT_FORMATS
+
 Schema = dict[str, Any]
 
 # Strings that are JSON of other types, or would be with their quotes.
@@ -15,7 +17,7 @@ TEXTS: st.SearchStrategy[Schema] = st.one_of(
     st.lists(st.sampled_from(_WORDS), min_size=1, max_size=3, unique=True).map(lambda words: {"enum": words}),
     st.sampled_from(_WORDS).map(lambda word: {"type": "string", "const": word}),
     st.sampled_from(["^[0-9]{1,2}$", "^(true|null)$", "^a/b{1,2}$"]).map(lambda p: {"type": "string", "pattern": p}),
-    st.sampled_from(["date", "ipv4", "uuid"]).map(lambda name: {"type": "string", "format": name}),
+    st.sampled_from(sorted(TEXT_FORMATS)).map(lambda name: {"type": "string", "format": name}),
     st.just({"type": "string", "pattern": "^[0-9]*$", "minLength": 1, "maxLength": 3}),
 )
 _OTHERS: st.SearchStrategy[Schema] = st.sampled_from(

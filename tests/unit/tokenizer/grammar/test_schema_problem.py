@@ -111,6 +111,16 @@ def test_a_known_format_is_held(trial: GrammarTrial, name: str) -> None:
     assert not fits(trial, {"type": "string", "format": name}, '"<a b>"', FormOptions())
 
 
+@pytest.mark.parametrize("beside", [{}, {"pattern": "^[0-9T:Z-]*$"}, {"minLength": 4}])
+@pytest.mark.parametrize(("name", "rest"), [("date", ""), ("date-time", "T10:20:30Z")])
+def test_a_date_is_a_day_that_there_is(trial: GrammarTrial, name: str, rest: str, beside: dict[str, Any]) -> None:
+    schema = {"type": "string", "format": name, **beside}
+    days = ["2024-02-29", "2000-02-29", "2023-12-31", "2023-02-28"], ["2023-02-29", "1900-02-29", "2023-04-31"]
+    for expected, texts in zip((True, False), days, strict=True):
+        for text in texts:
+            assert fits(trial, schema, f'"{text}{rest}"', FormOptions()) is expected, text
+
+
 @pytest.mark.parametrize(
     ("text", "is_compact", "is_fine"),
     [

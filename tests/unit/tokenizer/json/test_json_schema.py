@@ -7,8 +7,10 @@ import copy
 
 import pytest
 
+from services.tokenizer.json.ecma_regex import full_match_regex
 from services.tokenizer.json.json_schema import FORMATS, held_schema
 from services.tokenizer.json.json_values import JsonObject, JsonValue
+from services.tokenizer.json.text_formats import WITH_DATES
 from shared.grammar import GrammarError
 
 
@@ -141,7 +143,22 @@ def test_a_whole_number_may_have_a_fraction_of_zero() -> None:
 
 def test_known_formats_stay() -> None:
     schema: JsonObject = {"anyOf": [{"format": name} for name in sorted(FORMATS)]}
-    assert held_schema(schema).schema == schema
+    held = held_schema(schema).schema
+    assert isinstance(held, dict)
+    assert isinstance(options := held["anyOf"], list)
+    assert [option["format"] for option in options if isinstance(option, dict)] == sorted(FORMATS)
+    assert [option for option in options if isinstance(option, dict) and set(option) != {"format"}] == [
+        {"format": name, "pattern": f"^(?:{WITH_DATES[name]})$"} for name in ("date", "date-time")
+    ]
+
+
+def test_a_pattern_beside_a_date_stays() -> None:
+    schema: JsonObject = {"format": "date", "pattern": "^2", "allOf": [{"minLength": 1}]}
+    assert held_schema(schema).schema == {
+        "format": "date",
+        "pattern": f"^(?:{full_match_regex('^2')})$",
+        "allOf": [{"minLength": 1}, {"pattern": f"^(?:{WITH_DATES['date']})$"}],
+    }
 
 
 @pytest.mark.parametrize(
