@@ -114,4 +114,4 @@ def _records_ignore_drafts(patch: Patch) -> None:
 @_planted(Fault.RECURRENT_STATE, seed=6)
 def _nothing_is_brought_back(patch: Patch) -> None:
     """What was set aside is not looked at again once the state that it waits for has come, or once it has aged."""
-    patch.setattr(PrefillPlanner, "begin_plan", lambda *_: None)
+    patch.setattr(PrefillPlanner, "bring_back", lambda *_: None)
