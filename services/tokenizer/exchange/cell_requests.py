@@ -70,10 +70,9 @@ class CellRequests:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
-    @property
     def is_trying(self) -> bool:
         """Whether new requests wait here for a trial of others; see `SubmitSuspects`."""
-        return self._ledger.is_trying
+        return self._ledger.suspects.is_trying
 
     def submit(
         self,
@@ -100,7 +99,7 @@ class CellRequests:
         self._ledger.introduction.check(request.needs)
         handle = self._ledger.add(request, arrived_at=arrived_at, deadline_at=deadline_at)
         self._choices.update(zip(choice_handles(handle, request.n), choices, strict=True))
-        if self.stream is None or self._ledger.must_wait(handle):
+        if self.stream is None or not self._ledger.suspects.may_submit(handle):
             self._arm_timer()
         else:
             self.stream.submit(handle)
@@ -108,10 +107,11 @@ class CellRequests:
 
     def abort(self, handle: RequestHandle) -> None:
         """Abort a request unless it has already ended."""
-        for number in self._ledger.open_choices(handle):
-            del self._choices[number]
-        if self._ledger.remove(handle) and self.stream is not None:
-            self.stream.abort(handle)
+        if numbers := self._ledger.open_choices(handle):
+            for number in numbers:
+                del self._choices[number]
+            if self._ledger.remove(handle) and self.stream is not None:
+                self.stream.abort(handle)
         self._submit_released()
 
     def make_submit(self, handle: RequestHandle) -> exchange_pb2.Submit | None:
@@ -122,8 +122,9 @@ class CellRequests:
             return None
         self.counters.num_resubmissions += request.num_attempts > 1
         for number in self._ledger.open_choices(handle):
-            self._choices[number].submitted(self._ledger.num_resumes(number), is_exact=request.resumes_exactly)
-        if self._ledger.is_trying:
+            num_resumes = request.choices[number - handle].num_resumes
+            self._choices[number].submitted(num_resumes, is_exact=request.resumes_exactly)
+        if self._ledger.suspects.is_trying:
             self._arm_timer()
         return encode_submit(request, now)
 
@@ -137,7 +138,7 @@ class CellRequests:
         self.stream = stream
         waits_for_trial = stream.has_trial is not None
         self._stream_number, handles = self._ledger.open_stream(time.monotonic(), waits_for_trial=waits_for_trial)
-        if self._ledger.is_trying:
+        if self._ledger.suspects.is_trying:
             # It asks for the trial at once.
             stream.beat()
         self._arm_timer()
@@ -171,7 +172,7 @@ class CellRequests:
 
     def note_heard(self, stream: SchedulerStream) -> None:
         """A stream's scheduler was heard: if it is the current one, a trial may begin, or a control be over."""
-        if stream is self.stream and self._ledger.is_trying:
+        if stream is self.stream and self._ledger.suspects.is_trying:
             self._ledger.note_heard(time.monotonic(), has_trial=stream.has_trial is not False)
             self._submit_released()
 
@@ -233,7 +234,7 @@ class CellRequests:
             self._choices.pop(handle).fail(error)
 
     def _submit_released(self) -> None:
-        if self.stream is not None:
+        if self.stream is not None and self._ledger.suspects.has_changed:
             for handle in self._ledger.take_released():
                 self.stream.submit(handle)
 
@@ -272,7 +273,7 @@ class CellRequests:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        wakeup = self._ledger.next_wakeup() if self.stream is None or self._ledger.is_trying else None
+        wakeup = self._ledger.next_wakeup() if self.stream is None or self._ledger.suspects.is_trying else None
         if wakeup is not None:
             self._timer = self._loop.call_later(wakeup - time.monotonic(), self._expire)
 

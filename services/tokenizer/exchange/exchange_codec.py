@@ -48,16 +48,15 @@ def encode_request(request: ResolvedRequest) -> exchange_pb2.Submit:
 
 def encode_submit(request: ResolvedRequest, now: float) -> exchange_pb2.Submit:
     """Encode the attempt that has just begun."""
-    submit, time_left_s = encode_request(request), request.time_left_s(now)
-    submit.handle, submit.attempt, submit.num_earlier_resumes = (
-        request.handle,
-        request.num_attempts,
-        request.num_resumes,
-    )
-    submit.choices_so_far.extend(_choices_so_far(request))
+    submit = encode_request(request)
+    submit.handle, submit.attempt = request.handle, request.num_attempts
+    if request.num_attempts > 1:
+        # A lower bound for each of them.
+        submit.num_earlier_resumes = min(choice.num_resumes for choice in request.choices if not choice.has_ended)
+        submit.choices_so_far.extend(_choices_so_far(request))
     submit.age.FromTimedelta(timedelta(seconds=now - request.arrived_at))
-    if time_left_s is not None:
-        submit.time_left.FromTimedelta(timedelta(seconds=max(0.0, time_left_s)))
+    if request.deadline_at is not None:
+        submit.time_left.FromTimedelta(timedelta(seconds=max(0.0, request.deadline_at - now)))
     return submit
 
 

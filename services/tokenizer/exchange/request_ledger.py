@@ -57,7 +57,8 @@ class RequestLedger:
         """The fingerprint of the current cell; empty if it is not exact, or there was none yet."""
         self.introduction = NOT_INTRODUCED
         """What this service and all services of the current cell can do."""
-        self._suspects = suspects or SubmitSuspects()
+        self.suspects = suspects or SubmitSuspects()
+        """Which requests must wait for a trial of others; it is the ledger that tells them of streams and submits."""
         self._stream = 0
         self._next_handle = RequestHandle(1)
         self._choices: dict[RequestHandle, RequestChoice] = {}
@@ -117,8 +118,8 @@ class RequestLedger:
             The choices that end with an error: those of the request that is found guilty, or all if schedulers keep on
             dying although no request is to blame.
         """
-        guilty = self._suspects.accuse(died_at)
-        if self._suspects.is_hopeless:
+        guilty = self.suspects.accuse(died_at)
+        if self.suspects.is_hopeless:
             lost = SchedulerLostError("the cell's schedulers die, even without requests")
             return [(handle, lost) for handle in self.remove_all()]
         if guilty is None:
@@ -136,29 +137,15 @@ class RequestLedger:
             Its number, and the handles to submit on it, in order: requests with output first, then by age.
         """
         self._detach()
-        self._suspects.begin_stream(now, waits_for_trial=waits_for_trial)
-        self._suspects.take_change()
+        self.suspects.begin_stream(now, waits_for_trial=waits_for_trial)
+        self.suspects.take_change()
         self._has_stream = True
         self._stream += 1
         return self._stream, self._next_handles()
 
     def take_released(self) -> list[RequestHandle]:
         """The handles to submit, in order, if a trial has advanced since the last call; otherwise none."""
-        return self._next_handles() if self._suspects.take_change() else []
-
-    @property
-    def is_trying(self) -> bool:
-        """Whether requests are on trial, while the others wait, or all of them wait for a control."""
-        return self._suspects.is_trying
-
-    @property
-    def is_controlling(self) -> bool:
-        """Whether all requests wait, to see whether the scheduler dies without them."""
-        return self._suspects.is_controlling
-
-    def must_wait(self, handle: RequestHandle) -> bool:
-        """Whether a request must wait for a trial of others."""
-        return not self._suspects.may_submit(handle)
+        return self._next_handles() if self.suspects.take_change() else []
 
     def lose_stream(self, stream: int, now: float) -> None:
         """A stream has ended: its requests wait for the next one. Does nothing unless it is the current one."""
@@ -184,8 +171,8 @@ class RequestLedger:
         """
         if self._has_stream:
             if has_trial:
-                self._suspects.give_trial(now)
-            self._suspects.note_alive(now)
+                self.suspects.give_trial(now)
+            self.suspects.note_alive(now)
 
     def note_scheduler_alive(self, now: float) -> None:
         """A scheduler is up but not serving yet: it is waiting for its workers."""
@@ -198,16 +185,12 @@ class RequestLedger:
             The request to send. None if there is no stream, or the request has ended, must wait, or was already
             submitted on this stream.
         """
-        if not self._has_stream or handle not in self._unsent or self.must_wait(handle):
+        if not self._has_stream or handle not in self._unsent or not self.suspects.may_submit(handle):
             return None
         request = self._unsent.pop(handle)
         request.begin_attempt(self._stream, self.exact_fingerprint)
-        self._suspects.open(handle, now)
+        self.suspects.open(handle, now)
         return request
-
-    def num_resumes(self, handle: RequestHandle) -> int:
-        """How often an unfinished choice has been resumed, including by its request's last attempt."""
-        return self._choices[handle].num_resumes
 
     def resume(self, stream: int, handle: RequestHandle, num_resumes: int) -> bool:
         """The scheduler reports a choice's number of resumes; returns whether that is more than was known."""
@@ -245,7 +228,7 @@ class RequestLedger:
         choice.output.fromlist(token_ids)
         if choice.request.awaits_token and token_ids:
             choice.request.awaits_token = False
-            self._suspects.note_token(choice.request.handle)
+            self.suspects.note_token(choice.request.handle)
         return token_ids
 
     def receive_prompt(self, stream: int, handle: RequestHandle, first_position: int, num_positions: int) -> int:
@@ -300,7 +283,7 @@ class RequestLedger:
     def remove_all(self) -> list[RequestHandle]:
         """End all requests from this side; returns the handles of their unfinished choices."""
         handles = list(self._choices)
-        self._suspects.forget_all()
+        self.suspects.forget_all()
         self._choices.clear()
         self._requests.clear()
         self._unsent.clear()
@@ -324,7 +307,7 @@ class RequestLedger:
         except SchedulerLostError as lost:
             return [(handle, lost) for handle in self.remove_all()]
         if self._has_stream:
-            self._suspects.close_old(now)
+            self.suspects.close_old(now)
         late = [
             handle
             for handle, request in self._unsent.items()
@@ -340,7 +323,7 @@ class RequestLedger:
         times = [request.deadline_at for request in self._unsent.values() if request.deadline_at is not None]
         if not self._has_stream:
             times.append(self._alive_at + self._lost_after_s)
-        elif (closing := self._suspects.next_closing()) is not None:
+        elif (closing := self.suspects.next_closing()) is not None:
             times.append(closing)
         return min(times, default=None)
 
@@ -357,7 +340,7 @@ class RequestLedger:
 
     def _next_handles(self) -> list[RequestHandle]:
         """The unsent requests that need not wait, in order of submission."""
-        handles = [handle for handle in self._unsent if not self.must_wait(handle)]
+        handles = [handle for handle in self._unsent if self.suspects.may_submit(handle)]
         return sorted(handles, key=lambda handle: self._unsent[handle].resubmission_order)
 
     def _fail(self, handle: RequestHandle, error: ServiceError) -> list[tuple[RequestHandle, ServiceError]]:
@@ -375,7 +358,7 @@ class RequestLedger:
         if all(other.has_ended for other in request.choices):
             del self._requests[request.handle]
             self._unsent.pop(request.handle, None)
-            self._suspects.close(request.handle)
+            self.suspects.close(request.handle)
             # Breaks the reference cycle, so that they are freed without the garbage collector.
             request.choices = []
         return request

@@ -106,7 +106,7 @@ class SchedulerClient:
             return _NO_WORKERS
         if not used.takes_work(now):
             return _NO_OPEN_WORKERS
-        return _TRIAL if self.requests.is_trying else None
+        return _TRIAL if self.requests.is_trying() else None
 
     @property
     def worker_start_s(self) -> float | None:
@@ -159,7 +159,7 @@ class SchedulerClient:
 
     def open(self) -> SchedulerStream:
         """Begin a stream to one of the schedulers, for as long as `on_end` has not ended it."""
-        stream = SchedulerStream(self.requests.make_submit, lambda: self.requests.is_trying)
+        stream = SchedulerStream(self.requests.make_submit, self.requests.is_trying)
         if self._is_draining:
             stream.announce_drain()
         self._streams.append(stream)

@@ -90,7 +90,8 @@ class SubmitSuspects:
         # Whether the request on trial has been alone twice, and a control lived: one more death proves its guilt.
         self._is_last_trial = False
         self._num_dead_controls = 0
-        self._has_changed = False
+        self.has_changed = False
+        """Whether the set of requests that may be submitted has changed since the last `take_change`."""
 
     @property
     def num_suspects(self) -> int:
@@ -163,13 +164,13 @@ class SubmitSuspects:
         """The scheduler lets this replica try its suspects; a second call changes nothing."""
         if not self._has_trial:
             self._has_trial, self._begun_at = True, now
-            self._has_changed = True
+            self.has_changed = True
 
     def note_alive(self, now: float) -> None:
         """The scheduler was heard. If that ends a control, the accused is tried alone for the last time."""
         if self._has_trial and self._control_s is not None and now >= self._begun_at + self._control_s:
             self._control_s, self._is_last_trial, self._num_dead_controls = None, True, 0
-            self._has_changed = True
+            self.has_changed = True
 
     def accuse(self, died_at: float) -> RequestHandle | None:
         """The scheduler has died, at `died_at` or soon after: accuse the requests with open submits.
@@ -210,7 +211,7 @@ class SubmitSuspects:
 
     def take_change(self) -> bool:
         """Whether the set of requests that may be submitted has changed since the last call."""
-        has_changed, self._has_changed = self._has_changed, False
+        has_changed, self.has_changed = self.has_changed, False
         return has_changed
 
     def _control(self, main_suspect: RequestHandle) -> None:
@@ -219,7 +220,7 @@ class SubmitSuspects:
         shortest_s = max(2 * longest_life_s, _SHORTEST_CONTROL_S)
         self._control_s = min(shortest_s * (1 + self._draw()), _LONGEST_CONTROL_S)
         self._trial = {main_suspect}
-        self._has_changed = True
+        self.has_changed = True
 
     def _acquit_all(self) -> None:
         self._handle_to_accusations.clear()
@@ -230,4 +231,4 @@ class SubmitSuspects:
         """Put the next group of suspects on trial; if there is none, all requests may be submitted."""
         self._trial = set(self._waiting.take().suspects) if self._waiting.next_group else set()
         self._control_s, self._is_last_trial = None, False
-        self._has_changed = True
+        self.has_changed = True

@@ -13,7 +13,7 @@ from services.tokenizer.chat.template_switches import unread_variables
 from services.tokenizer.replies import ReplyParser
 from services.tokenizer.request.answer_grammars import AnswerGrammar, AnswerGrammars
 from services.tokenizer.request.bad_words import add_bad_words, spellings
-from services.tokenizer.request.checks import CheckedRequest, Prompt, TokenIds, resolve_request
+from services.tokenizer.request.checks import AnswerForm, CheckedRequest, Prompt, TokenIds, resolve_request
 from services.tokenizer.request.model import ServedModel
 from services.tokenizer.request.resolved_request import ResolvedRequest
 from shared.errors import Violation
@@ -29,7 +29,7 @@ class PreparedPrompt:
     request: ResolvedRequest
     echo: str
     """What each choice begins with; empty unless requested."""
-    make_parser: Callable[[], ReplyParser | None]
+    make_parser: Callable[[], ReplyParser | None] | None
     """Makes one choice's reply parser; None if replies are plain text."""
     not_enforced: tuple[str, ...] = ()
     """JSON pointers to keywords of the schema that are not enforced."""
@@ -73,7 +73,7 @@ class RequestPreparer:
         prompt, prompts = request.prompts[index], self._model.prompts
         # What is cut may be longer than the context.
         max_tokens = self._limits().context_length if request.max_prompt_tokens is None else sys.maxsize
-        make_parser: Callable[[], ReplyParser | None] = _no_parser
+        make_parser: Callable[[], ReplyParser | None] | None = None
         grammar = of_texts
         unread: tuple[str, ...] = ()
         if isinstance(prompt, Conversation):
@@ -98,19 +98,19 @@ class RequestPreparer:
             token_ids = token_ids[num_cut:]
         # Encoding may have taken a while: check against the limits of the current cell.
         resolved = resolve_request(request, index, token_ids, grammar.added_to(sampling), self._limits())
-        echo = await self._echo(request, "" if num_cut > 0 else prompt, token_ids)
+        echo = ""
+        if request.form.echoes:
+            echo = await self._echo("" if num_cut > 0 else prompt, token_ids, request.form)
         return PreparedPrompt(resolved, echo, make_parser, grammar.not_enforced, unread)
 
     def _unread(self, conversation: Conversation) -> tuple[str, ...]:
         reasons = bool(self._model.reply_parsers.reasoning_parser)
         return tuple(unread_variables(conversation.variables, self._model.prompts.template_variables, reasons=reasons))
 
-    async def _echo(self, request: CheckedRequest, prompt: Prompt, token_ids: TokenIds) -> str:
-        if not request.form.echoes:
-            return ""
+    async def _echo(self, prompt: Prompt, token_ids: TokenIds, form: AnswerForm) -> str:
         if isinstance(prompt, str) and prompt:
             return prompt
-        skips = request.form.skips_special_tokens
+        skips = form.skips_special_tokens
         text = await self._model.prompts.decode(token_ids, skips_special_tokens=skips)
         # Half a character at the end belongs to the completion, which may complete it.
         held = self._model.texts.detokenizer(token_ids.data, skips_special_tokens=skips).flush()
@@ -123,7 +123,3 @@ class RequestPreparer:
         runs = add_bad_words(options.bad_words, spelled, violations)
         raise_violations(violations)
         return replace(request.sampling, options=replace(options, bad_words=runs))
-
-
-def _no_parser() -> None:
-    """No parser, for replies that are plain text."""

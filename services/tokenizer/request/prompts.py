@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -98,7 +99,7 @@ class PromptEncoder:
             QueueFullError: too much text is waiting to be encoded.
         """
         if isinstance(prompt, str):
-            return await self.encode_text(prompt, context_length)
+            return await self._encode([prompt], context_length, add_special_tokens=True)
         if isinstance(prompt, Conversation):
             _, token_ids = await self.render_chat(prompt, context_length)
             return token_ids
@@ -148,7 +149,7 @@ class PromptEncoder:
         pool = self._pools.pool_for(num_bytes)
         with pool.admit(num_bytes):
             if pool is self._pools.short:
-                token_ids = np.concatenate(await pool.run(lambda: list(runs)))
+                token_ids: TokenIds = np.concatenate(await pool.run(partial(list, runs)))
                 _check_length(token_ids.size, context_length)
                 return token_ids
             _check_length(await pool.run(lambda: sum(map(self._encoder.least_tokens, texts))), context_length)

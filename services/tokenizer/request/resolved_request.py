@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shared.ids import RequestHandle
-from shared.limits import TOKEN_DTYPE
 from shared.sampling_params import SamplingParams
 from shared.tenant import DEFAULT_TENANT, Tenant
 
@@ -72,11 +71,6 @@ class ResolvedRequest:
         return memoryview(self.prompt).cast("i")
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.prompt) // TOKEN_DTYPE.itemsize
-
-    @property
     def has_output(self) -> bool:
         """Whether anything is known of the answer."""
         return any(choice.output or choice.has_ended for choice in self.choices)
@@ -87,18 +81,9 @@ class ResolvedRequest:
         return len(self.fingerprints) == 1 and "" not in self.fingerprints
 
     @property
-    def num_resumes(self) -> int:
-        """A lower bound on the resumes of each open choice."""
-        return min(choice.num_resumes for choice in self.choices if not choice.has_ended)
-
-    @property
     def resubmission_order(self) -> tuple[bool, float, int]:
         """Sort key: requests with output first, then by age."""
         return not self.has_output, self.arrived_at, self.handle
-
-    def time_left_s(self, now: float) -> float | None:
-        """How long the caller still waits; None means forever."""
-        return None if self.deadline_at is None else self.deadline_at - now
 
     def may_resume_with(self, fingerprint: str) -> bool:
         """Whether a cell with this fingerprint, possibly empty, can continue it without changing its bytes."""

@@ -94,12 +94,9 @@ class GenerateCall:
         self._trace = terms.trace
         if self._trace is not None:
             self._facts["trace_id"] = self._trace.trace_id
+        self._tenant_name = terms.client.tenant.name
         if terms.client is not ANY_CLIENT:
             self._facts["tenant"] = self._tenant_name
-
-    @property
-    def _tenant_name(self) -> str:
-        return self._client.tenant.name
 
     async def serve(self, request: tokenizer_pb2.GenerateRequest) -> None:
         """Write all responses.
@@ -117,8 +114,8 @@ class GenerateCall:
                 self._trace.failure = failure or InternalError.reason
             raise
         finally:
-            outcome = finish or failure
-            logger.info("request ended", extra={**self._facts, "outcome": outcome, "total_ms": self._elapsed_ms()})
+            total_ms = round(1e3 * (time.monotonic() - self._arrived_at), 3)
+            logger.info("request ended", extra={**self._facts, "outcome": finish or failure, "total_ms": total_ms})
 
     async def _serve(self, message: tokenizer_pb2.GenerateRequest) -> str:
         """Returns the names of the finish reasons."""
@@ -140,7 +137,8 @@ class GenerateCall:
         check_exactness(cell.exact_fingerprint, is_exact=request.is_exact)
         with self._live.admit(self._tenant_name, request.all_ids):
             prompts = await self._prepare(request)
-            self._check_deadline()
+            if self._deadline_at is not None and time.monotonic() >= self._deadline_at:
+                raise DeadlinePassedError("the deadline passed before the request was submitted")
             return await self._stream(request, prompts)
 
     async def _prepare(self, request: CheckedRequest) -> list[PreparedPrompt]:
@@ -161,10 +159,6 @@ class GenerateCall:
         if self._overrides_model:
             defaults.max_tokens = self._default_max_tokens
         return defaults
-
-    def _check_deadline(self) -> None:
-        if self._deadline_at is not None and time.monotonic() >= self._deadline_at:
-            raise DeadlinePassedError("the deadline passed before the request was submitted")
 
     async def _stream(self, request: CheckedRequest, prompts: Sequence[PreparedPrompt]) -> str:
         generation = Generation(arrived_at=self._arrived_at, totals=self._totals)
@@ -198,7 +192,7 @@ class GenerateCall:
         self, request: CheckedRequest, prompt: PreparedPrompt, generation: Generation, place: tuple[int, int]
     ) -> Choice:
         form, options = request.form, prompt.request.sampling.options or NO_OPTIONS
-        parser = prompt.make_parser()
+        parser = None if prompt.make_parser is None else prompt.make_parser()
         # A parser that needs to see special tokens leaves them out of the answer itself.
         skips = form.skips_special_tokens and not (parser is not None and parser.needs_special_tokens)
         completion = Completion(
@@ -216,7 +210,7 @@ class GenerateCall:
             None if self._trace is None else self._trace.add_choice(*place),
         )
         return Choice(
-            generation, completion, place=place, num_prompt_tokens=prompt.request.num_prompt_tokens, extras=extras
+            generation, completion, place=place, num_prompt_tokens=len(prompt.request.prompt_ids), extras=extras
         )
 
     def _logprob_queue(self, num_top: int | None, num_requested: int = 0) -> LogprobQueue | None:
@@ -230,7 +224,7 @@ class GenerateCall:
         accepted = tokenizer_pb2.Accepted(
             request_id=request.request_id,
             model=self._model.name,
-            num_prompt_tokens=request.num_prompt_tokens,
+            num_prompt_tokens=len(request.prompt_ids),
             max_tokens=0 if is_empty else request.sampling.max_tokens,
             seed=request.sampling.seed,
             not_enforced=prompt.not_enforced,
@@ -248,10 +242,11 @@ class GenerateCall:
         self._facts["num_prompt_tokens"] = usage.num_prompt_tokens
         self._facts["num_cached_tokens"] = usage.num_cached_tokens
         self._facts["num_completion_tokens"] = generation.num_tokens
-        if generation.num_resumes:
-            self._facts["num_resumes"] = generation.num_resumes
-        for choice in generation.choices:
-            self._scheduler.requests.counters.add_resumes(choice.num_resumes, is_exact=choice.resumes_exactly)
+        num_resumes = sum(choice.num_resumes for choice in generation.choices)
+        if num_resumes:
+            self._facts["num_resumes"] = num_resumes
+            for choice in generation.choices:
+                self._scheduler.requests.counters.add_resumes(choice.num_resumes, is_exact=choice.resumes_exactly)
         if generation.ttft_s is not None:
             self._facts["ttft_ms"] = round(1e3 * generation.ttft_s, 3)
 
@@ -270,9 +265,6 @@ class GenerateCall:
             return False
         slack_s = _CLOCK_SLACK_S + _MAX_ROUNDING * (self._deadline_at - self._arrived_at)
         return time.monotonic() >= self._deadline_at - slack_s
-
-    def _elapsed_ms(self) -> float:
-        return round(1e3 * (time.monotonic() - self._arrived_at), 3)
 
 
 def echo_pieces(text: str) -> Iterator[str]:

@@ -227,7 +227,7 @@ class Replica:
             self._fail_each(self._ledger.on_scheduler_death(self._died_at))
         self._died_at, self._scheduler_id = None, stream.scheduler_id
         stream.ledger_number, handles = self._ledger.open_stream(self._clock.now)
-        if self._ledger.is_controlling:
+        if self._ledger.suspects.is_controlling:
             self.num_controls += 1
             self._hear(stream)
         delays = sorted(self._rng.uniform(0.0, _RESUBMIT_S) for _ in handles)
@@ -245,7 +245,7 @@ class Replica:
 
     def _hear(self, stream: ExchangeStream) -> None:
         """Hear the scheduler's heartbeats while it is the control; they are simulated for nothing else."""
-        if stream is not self._stream or not self._ledger.is_controlling:
+        if stream is not self._stream or not self._ledger.suspects.is_controlling:
             return
         if stream.is_answering:
             self._ledger.note_heard(self._clock.now)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lockstep.internal.v1 import exchange_pb2
 from services.scheduler.cell.cell_facts import CellFacts
 from services.scheduler.cell.engine import Engine
 from services.scheduler.cell.events import Action, ClientClosed, ClientMessage, Event, Submission, TimePassed
@@ -24,6 +25,7 @@ from services.scheduler.core.prefill import PrefillPlanner
 from services.scheduler.core.stops import find_finish
 from services.scheduler.server.cell_server import ClientLink
 from services.scheduler.server.direct_clients import DirectClients
+from services.tokenizer.exchange.exchange_codec import encode_submit
 from services.tokenizer.exchange.request_ledger import RequestLedger
 from services.tokenizer.exchange.submit_suspects import SubmitSuspects
 from services.tokenizer.request.resolved_request import ResolvedRequest
@@ -45,7 +47,7 @@ def _blames_without_a_control(patch: Patch) -> None:
     """A request that was alone in two deaths of schedulers is blamed, although they die without it too."""
 
     def try_at_once(self: SubmitSuspects, main_suspect: RequestHandle) -> None:
-        self._trial, self._is_last_trial, self._has_changed = {main_suspect}, True, True
+        self._trial, self._is_last_trial, self.has_changed = {main_suspect}, True, True
 
     patch.setattr(SubmitSuspects, "_control", try_at_once)
 
@@ -321,12 +323,14 @@ def _max_tokens_count_from_the_resubmission(patch: Patch) -> None:
 @_planted(Fault.STREAM_BREAK, Fault.DEADLINE)
 def _resubmission_extends_the_deadline(patch: Patch) -> None:
     """A resumed request loses its deadline."""
-    time_left_s = ResolvedRequest.time_left_s
 
-    def forget(self: ResolvedRequest, now: float) -> float | None:
-        return time_left_s(self, now) if self.num_attempts == 1 else None
+    def forget(request: ResolvedRequest, now: float) -> exchange_pb2.Submit:
+        submit = encode_submit(request, now)
+        if request.num_attempts > 1:
+            submit.ClearField("time_left")
+        return submit
 
-    patch.setattr(ResolvedRequest, "time_left_s", forget)
+    patch.setattr("tests.simulation.parts.replica.encode_submit", forget)
 
 
 @_planted(Fault.MESSAGE_REPEATED, Fault.MESSAGE_REORDERED, Fault.MESSAGE_LOST)

@@ -231,7 +231,7 @@ def test_suspects_of_two_deaths_are_tried_in_halves_and_the_others_wait() -> Non
     suspects = ledger.accused(4)
     fresh = ledger.add(make_request(), arrived_at=1.0, deadline_at=None)
     all_handles = [harmless, *suspects, fresh]
-    assert [handle for handle in all_handles if not ledger.must_wait(handle)] == suspects[:2]
+    assert [handle for handle in all_handles if ledger.suspects.may_submit(handle)] == suspects[:2]
     assert ledger.submit_all(all_handles, 1.0) == suspects[:2]
     assert ledger.take_released() == []
     ledger.receive(ledger.stream, suspects[1], 0, [7])
@@ -243,7 +243,7 @@ def test_suspects_of_two_deaths_are_tried_in_halves_and_the_others_wait() -> Non
         ledger.receive(ledger.stream, suspect, 0, [7])
         released = ledger.take_released()
     # Requests with tokens first, then by age.
-    assert (released, ledger.is_trying) == ([harmless, fresh], False)
+    assert (released, ledger.suspects.is_trying) == ([harmless, fresh], False)
 
 
 def test_the_request_that_kills_schedulers_ends_with_all_its_choices() -> None:
@@ -259,7 +259,8 @@ def test_the_request_that_kills_schedulers_ends_with_all_its_choices() -> None:
     assert orders == [[neighbour, first], [first]]
     # A control: nothing is submitted, and the scheduler lives.
     assert ledger.outlive(0.0) == ([], [])
-    assert (ledger.must_wait(neighbour), ledger.must_wait(first)) == (True, True)
+    assert not ledger.suspects.may_submit(neighbour)
+    assert not ledger.suspects.may_submit(first)
     ledger.note_heard(1.9)
     assert ledger.take_released() == []
     ledger.note_heard(2.0)
@@ -279,7 +280,7 @@ def test_schedulers_that_die_right_after_they_are_ready_lose_no_request() -> Non
     for handle in handles:
         ledger.begin_attempt(handle, 1.0)
         assert ledger.receive(ledger.stream, handle, 0, [7]) == [7]
-    assert not any(ledger.must_wait(handle) for handle in handles)
+    assert all(ledger.suspects.may_submit(handle) for handle in handles)
 
 
 def test_after_three_dead_controls_in_a_row_all_requests_are_lost() -> None:
@@ -292,7 +293,7 @@ def test_after_three_dead_controls_in_a_row_all_requests_are_lost() -> None:
     ends = ledger.on_scheduler_death(1.0)
     assert [ended for ended, _ in ends] == [handle, *waiting]
     assert all(isinstance(error, SchedulerLostError) for _, error in ends)
-    assert (len(ledger), ledger.is_trying) == (0, False)
+    assert (len(ledger), ledger.suspects.is_trying) == (0, False)
     assert ledger.open_stream(2.0)[1] == []
 
 
@@ -301,10 +302,10 @@ def test_a_deadline_passes_while_a_request_waits_for_a_control() -> None:
     ledger.begin_request(deadline_at=5.0)
     for _ in range(3):
         ledger.submit_all(ledger.outlive(0.0)[0], 0.0)
-    assert (ledger.is_controlling, ledger.next_wakeup()) == (True, 5.0)
+    assert (ledger.suspects.is_controlling, ledger.next_wakeup()) == (True, 5.0)
     [(_, error)] = ledger.expire(5.0)
     assert isinstance(error, DeadlinePassedError)
-    assert not ledger.is_controlling
+    assert not ledger.suspects.is_controlling
 
 
 def test_without_a_stream_a_control_makes_no_progress() -> None:
@@ -314,7 +315,7 @@ def test_without_a_stream_a_control_makes_no_progress() -> None:
         ledger.submit_all(ledger.outlive(0.0)[0], 0.0)
     ledger.lose_stream(ledger.stream, 1.0)
     ledger.note_heard(50.0)
-    assert ledger.is_controlling
+    assert ledger.suspects.is_controlling
     assert ledger.open_stream(51.0)[1] == []
     ledger.note_heard(53.0)
     assert ledger.take_released() == [handle]
@@ -349,7 +350,7 @@ def test_while_there_is_no_stream_a_trial_makes_no_progress() -> None:
     assert ledger.next_wakeup() == 4.0 + LOST_AFTER_S
     assert ledger.expire(3.0 + SUSPICION_S) == []
     assert ledger.open_stream(0.0)[1] == [tried]
-    assert ledger.must_wait(other)
+    assert not ledger.suspects.may_submit(other)
 
 
 def test_a_deadline_passes_while_a_request_waits_for_a_trial() -> None:
@@ -366,7 +367,7 @@ def test_when_all_requests_end_so_does_a_trial() -> None:
     ledger = Ledger()
     ledger.accused(2)
     ledger.remove_all()
-    assert not ledger.is_trying
+    assert not ledger.suspects.is_trying
 
 
 @pytest.mark.parametrize(
@@ -384,7 +385,7 @@ def test_resumes_are_exact_while_every_cell_has_one_fingerprint(
         ledger.restart(0.0)
         request = ledger.begin_attempt(handle, 0.0)
         assert request is not None
-        told.append((request.num_resumes, request.resumes_exactly))
+        told.append((sent(request, 0.0)[-1], request.resumes_exactly))
     assert told == list(enumerate(resumes_exactly))
 
 
@@ -396,17 +397,17 @@ def test_losses_that_a_scheduler_told_are_known_after_its_death() -> None:
     ledger.restart(1.0)
     attempt = ledger.begin_attempt(first, 1.0)
     assert attempt is not None
-    assert (attempt.num_resumes, ledger.num_resumes(first), ledger.num_resumes(second)) == (1, 3, 1)
+    assert (sent(attempt, 1.0)[-1], [choice.num_resumes for choice in attempt.choices]) == (1, [3, 1])
     # The scheduler counts on from the least of them.
     assert not ledger.resume(ledger.stream, first, 2)
     assert ledger.resume(ledger.stream, second, 2)
     assert not ledger.resume(old_stream, second, 9)
-    assert (ledger.num_resumes(first), ledger.num_resumes(second)) == (3, 2)
+    assert [choice.num_resumes for choice in attempt.choices] == [3, 2]
     ledger.end(ledger.stream, second)
     ledger.restart(2.0)
     attempt = ledger.begin_attempt(first, 2.0)
     assert attempt is not None
-    assert attempt.num_resumes == 4
+    assert sent(attempt, 2.0)[-1] == 4
 
 
 @pytest.mark.parametrize("fingerprint", ["", "b"])

@@ -251,7 +251,7 @@ def test_a_request_has_its_prompt_as_int32() -> None:
     )
     checked = check(request)
     resolved = resolve_request(checked, 0, np.array([1, 49], np.uint32), checked.sampling, LIMITS)
-    assert (resolved.request_id, resolved.num_prompt_tokens) == ("r", 2)
+    assert (resolved.request_id, list(resolved.prompt_ids)) == ("r", [1, 49])
     assert resolved.prompt == np.array([1, 49], "<i4").tobytes()
     assert (resolved.priority, resolved.cache_salt) == (common_pb2.PRIORITY_LOW, "é".encode())
     assert resolved.is_exact
