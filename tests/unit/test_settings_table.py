@@ -25,7 +25,7 @@ NUM_SETTINGS = {
     "`lockstep ranks`": 18,
     "Tokenizer": 26,
     "Scheduler": 41,
-    "Worker": 33,
+    "Worker": 36,
     "Every service": 8,
 }
 

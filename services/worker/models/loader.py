@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,36 @@ from services.worker.models.parts.mtp import mtp_prefixes
 from services.worker.models.registry import CausalLM, ModelLoader, loader_for
 from services.worker.ops import Ops
 from services.worker.ops.matrix_rows import MatrixFormat
+from services.worker.ops.prepared import KeptError
 from services.worker.parallel.communicator import SINGLE, Communicator, Parallel
 from services.worker.weights.checkpoint import CheckpointWeights
 from services.worker.weights.dummy_weights import DummyWeights, dummy_digest
 from services.worker.weights.freed_memory import return_freed_memory
 from services.worker.weights.model_weights import ModelWeights, WeightFormats
+from services.worker.weights.packed.packed_model import (
+    PackedModel,
+    Wanted,
+    are_kept_by_all,
+    find_packed,
+)
+from services.worker.weights.packed.recording import RecordedWeights
+from services.worker.weights.packed.replay import KeptMemory
 from services.worker.weights.quantization.config import QuantizationConfig
 from services.worker.weights.sampling_defaults import SamplingDefaults, sampling_defaults
 from services.worker.weights.tensor_digests import Hashing
 from services.worker.weights.weight_files import WeightFiles
 from shared.limits import ModelLimits
 from shared.missing_files import ADAPTER
-from shared.model_dir import CONFIG, TOKENIZER, eos_token_ids, is_multimodal, model_digest, read_config
+from shared.model_dir import (
+    CONFIG,
+    TOKENIZER,
+    ModelDirectoryError,
+    eos_token_ids,
+    is_multimodal,
+    model_digest,
+    read_config,
+)
+from shared.packed_files import PackedCache
 from shared.text_models import text_name
 
 # Stored by some checkpoints but read by no model.
@@ -78,6 +97,8 @@ class LoadOptions:
     """What bounds the context served."""
     readers: Communicator | None = None
     """The ranks that load it together, each of them whole; None means those that it is split over."""
+    packed: PackedCache | None = None
+    """Where packed weights are kept, and found again; None means nowhere."""
 
 
 ORDINARY = LoadOptions()
@@ -134,22 +155,18 @@ def load_model(
     eos_ids = eos_token_ids(model_dir)
     if options.dummy_seed is None:
         digest = model_digest(model_dir)
-        readers = options.readers or parallel.ep or parallel.tp
-        hashing = Hashing(readers, options.device, ops.num_threads)
-        name_of = text_name if is_multimodal(config) else str
-        with WeightFiles(model_dir, on_progress, hashing=hashing, name_of=name_of) as files:
-            weights: ModelWeights = _checkpoint(files, config, ops, dtype, options)
-            model = _build_complete(build, config, Shard(ops, weights, parallel, options.kv_dtype, options.context))
-            weights_digest = files.digest()
-            served_digest = files.digest(without=mtp_prefixes(config))
+        stored = _load_stored(build, config, ops, _Load(model_dir, dtype, on_progress, options, parallel))
+        model, packed_formats = stored.model, stored.packed_formats
+        weights_digest, served_digest = stored.weights_digest, stored.served_digest
     else:
         weights_digest = served_digest = dummy_digest((model_dir / CONFIG).read_bytes(), options.dummy_seed)
         # This digest is only compared where there is a tokenizer.
         digest = model_digest(model_dir) if (model_dir / TOKENIZER).exists() else weights_digest
-        stored, formats = read_formats(model_dir, config, ops, options)
+        dummy_config, formats = read_formats(model_dir, config, ops, options)
         seed, device = options.dummy_seed, options.device
-        weights = DummyWeights(seed, dtype, on_progress, device, config=stored, formats=formats)
+        weights = DummyWeights(seed, dtype, on_progress, device, config=dummy_config, formats=formats)
         model = _build_complete(build, config, Shard(ops, weights, parallel, options.kv_dtype, options.context))
+        packed_formats = frozenset(weights.packed_formats)
     on_progress(1.0)
     _warn_of_unknown(config)
     if model.has_long_factors:
@@ -157,7 +174,6 @@ def load_model(
     limits = ModelLimits(model.context_length, model.logits_width, num_pool_tokens=model.context_length)
     defaults = sampling_defaults(model_dir, limits)
     facts = ModelFacts(model.context_length, model.logits_width, eos_ids, digest, served_digest, defaults)
-    packed_formats = frozenset(weights.packed_formats)
     return LoadedModel(
         model,
         facts,
@@ -168,6 +184,91 @@ def load_model(
         model_dir,
         options.device,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What `load_model` was called with."""
+
+    model_dir: Path
+    dtype: torch.dtype
+    on_progress: Callable[[float], None]
+    options: LoadOptions
+    parallel: Parallel
+
+    def shard(self, ops: Ops, weights: ModelWeights) -> Shard:
+        """What the layers are built from."""
+        return Shard(ops, weights, self.parallel, self.options.kv_dtype, self.options.context)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A model that was loaded from files."""
+
+    model: CausalLM
+    weights_digest: str
+    """`WeightFiles.digest`."""
+    served_digest: str
+    """The same without layers for multi-token prediction."""
+    packed_formats: frozenset[MatrixFormat]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """All but the model, as JSON."""
+        formats = sorted(each.value for each in self.packed_formats)
+        return {
+            "weights_digest": self.weights_digest,
+            "served_digest": self.served_digest,
+            "packed_formats": formats,
+        }
+
+
+def _load_stored(build: ModelLoader, config: RecordedConfig, ops: Ops, load: _Load) -> _Stored:
+    """From files of packed weights if every rank has its own, or else from the model's files."""
+    options, mtp = load.options, mtp_prefixes(config)
+    readers = options.readers or load.parallel.ep or load.parallel.tp
+    wanted = Wanted(load.dtype, options.quantization, options.with_mtp, load.parallel)
+    with ExitStack() as stack:
+        packed = find_packed(options.packed, ops, load.model_dir, wanted)
+        kept = None if packed is None else stack.enter_context(packed).read(load.on_progress)
+        if are_kept_by_all(kept, readers, options.device):
+            assert packed is not None
+            assert kept is not None
+            return _replay(build, config, ops, load, packed=packed, kept=kept)
+        recorder = None
+        if packed is not None and kept is None and (recorder := packed.record()) is not None:
+            stack.enter_context(recorder)
+        hashing = Hashing(readers, options.device, ops.num_threads)
+        name_of = text_name if is_multimodal(config) else str
+        with WeightFiles(load.model_dir, load.on_progress, hashing=hashing, name_of=name_of) as files:
+            weights = _checkpoint(files, config, ops, load.dtype, options)
+            if recorder is None:
+                model = _build_complete(build, config, load.shard(ops, weights))
+            else:
+                with recorder.keeps(ops.packing):
+                    model = _build_complete(build, config, load.shard(ops, RecordedWeights(weights, recorder)))
+            stored = _Stored(model, files.digest(), files.digest(without=mtp), frozenset(weights.packed_formats))
+        if packed is not None and recorder is not None:
+            packed.publish(recorder, stored.facts)
+        return stored
+
+
+def _replay(
+    build: ModelLoader, config: RecordedConfig, ops: Ops, load: _Load, *, packed: PackedModel, kept: KeptMemory
+) -> _Stored:
+    """From the file of packed weights, which is removed if it does not fit."""
+    facts = kept.facts
+    formats = frozenset(MatrixFormat(each) for each in facts["packed_formats"])
+    assert ops.packing is not None, "only packed weights are kept"
+    try:
+        with ops.packing.kept_by(kept.keep):
+            model = _build_complete(build, config, load.shard(ops, kept.weights(load.dtype, formats)))
+    except KeptError as error:
+        packed.discard(error)
+        raise ModelDirectoryError(
+            f"packed weights of {load.model_dir} have {error}; the next start packs anew"
+        ) from error
+    return _Stored(model, str(facts["weights_digest"]), str(facts["served_digest"]), formats)
 
 
 def _with_long_factors(digest: str) -> str:

@@ -61,10 +61,10 @@ def join_rows(matrices: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
         return matrices[0]
     runs = [list(run) for _, run in groupby(matrices, _layout)]
     if len(runs) == 1 and _have_equal_orders(matrices):
-        return _by_row(matrices, torch.cat)
+        return _by_row(matrices, _cat)
     if any(isinstance(matrix, BlockMatrix) for matrix in matrices):
         return JoinedMatrix(tuple(join_rows(run, dtype) for run in runs))
-    return torch.cat([dense(matrix, dtype) for matrix in matrices])
+    return _cat([dense(matrix, dtype) for matrix in matrices])
 
 
 def join_columns(matrices: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
@@ -76,8 +76,8 @@ def join_columns(matrices: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
     if len(matrices) == 1:
         return matrices[0]
     if len(set(map(_layout, matrices))) == 1 and all(map(_has_whole_groups, matrices)):
-        return _by_row(matrices, partial(torch.cat, dim=1))
-    return torch.cat([dense(matrix, dtype) for matrix in matrices], dim=1)
+        return _by_row(matrices, partial(_cat, dim=1))
+    return _cat([dense(matrix, dtype) for matrix in matrices], dim=1)
 
 
 def take_rows(matrix: Matrix, rows: Tensor) -> Matrix:
@@ -93,6 +93,15 @@ def copy_matrix(matrix: Matrix) -> Matrix:
 def to_device(matrix: Matrix, device: torch.device) -> Matrix:
     """The matrix on `device`."""
     return _by_tensor(matrix, lambda tensor: tensor.to(device))
+
+
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """torch's `cat`, which without values imports a compiler first, for seconds."""
+    if not tensors[0].is_meta:
+        return torch.cat(list(tensors), dim=dim)
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    return tensors[0].new_empty(shape)
 
 
 def _layout(matrix: Matrix) -> object:

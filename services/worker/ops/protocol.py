@@ -22,6 +22,7 @@ from services.worker.ops.attention_protocol import AttentionOps
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
 from services.worker.ops.matrices import Matrix
 from services.worker.ops.matrix_rows import MatrixFormat
+from services.worker.ops.prepared import Packing
 from services.worker.ops.recurrent_protocol import RecurrentOps
 from services.worker.ops.routing import RoutingRule
 
@@ -56,6 +57,10 @@ class Ops(AttentionOps, RecurrentOps, Protocol):
     """What keys and values may be stored in besides the model's dtype; see `attention_cache`."""
     draws_on_host: bool
     """Whether the host draws in `sample`, up to milliseconds for each row: none should be drawn needlessly."""
+
+    @property
+    def packing(self) -> Packing | None:
+        """How weights are packed so that they can outlive the process; None if what is prepared cannot."""
 
     def numerics(self) -> str:
         """All that this backend's results depend on: equal strings mean equal bits."""

@@ -209,7 +209,8 @@ def build_model_runner(
     dtype = choose_dtype(settings.dtype, ops)
     stored = choose_kv_dtype(settings.kv_cache_dtype, dtype, ops)
     context = ContextLimit(settings.context_limit)
-    options = LoadOptions(with_mtp, settings.weights_seed, device, quantization, stored, context)
+    seed, packed = settings.weights_seed, settings.packed_weights
+    options = LoadOptions(with_mtp, seed, device, quantization, stored, context, packed=packed)
     plan = plan_model(settings.model_dir, ops, dtype, options=options, parallel=parallel)
     check_plan(settings, plan)
     check_drafting(settings, plan, ops, parallel=parallel)

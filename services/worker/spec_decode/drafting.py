@@ -75,6 +75,7 @@ def _make_proposer(
         device=loaded.device,
         quantization=loaded.quantization,
         kv_dtype=loaded.kv_dtype,
+        packed=settings.packed_weights,
     )
     options = _draft_options(of_model, loaded.facts.context_length, parallel)
     draft = load_model(settings.draft_model, ops, loaded.model.dtype, lambda _: on_progress(), options=options)

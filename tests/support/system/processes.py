@@ -46,8 +46,12 @@ def module_command(module: str, *args: str) -> list[str]:
 
 
 def module_environment(root: Path = ROOT) -> dict[str, str]:
-    """The environment for a module of a checkout or an unpacked wheel, without the developer's LOCKSTEP_ settings."""
+    """The environment for a module of a checkout or an unpacked wheel, without the developer's LOCKSTEP_ settings.
+
+    Its workers neither read nor fill the developer's packed weights.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
+    environment["LOCKSTEP_WORKER_PACKED_CACHE"] = "false"
     return environment | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "protos")])}
 
 

@@ -17,6 +17,14 @@ from tests.support.worker.worker_runner import load_exact, make_runner
 from tests.support.worker.worker_service import Worker
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_packed_cache() -> Iterator[None]:
+    """Every load packs its weights itself, and no test reads or fills the developer's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCKSTEP_WORKER_PACKED_CACHE", "false")
+        yield
+
+
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     """A small random model."""

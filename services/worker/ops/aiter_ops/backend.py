@@ -31,6 +31,7 @@ class AiterOps(TritonState):
     name = "aiter"
     is_exact = False
     draws_on_host = False
+    packing = None
     automatic_dtype = torch.bfloat16
     formats = frozenset(MatrixFormat)
     automatic_quantization: MatrixFormat | None = None

@@ -24,6 +24,7 @@ class CpuOps(attention.GatherBuffers):
     automatic_quantization: MatrixFormat | None = None
     kv_dtypes: tuple[torch.dtype, ...] = ()
     draws_on_host = True
+    packing = None
 
     def numerics(self) -> str:
         return numerics()

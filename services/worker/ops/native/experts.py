@@ -25,8 +25,8 @@ def prepare_experts(
     """Pack the matrices."""
     packed = [
         (
-            PackedMatrix(native.library, expert.gate_up, expert.gate_up_bias, dtype),
-            PackedMatrix(native.library, expert.down, expert.down_bias, dtype),
+            native.pack(expert.gate_up, expert.gate_up_bias, dtype),
+            native.pack(expert.down, expert.down_bias, dtype),
         )
         for expert in experts
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from struct import Struct
 
@@ -22,6 +22,7 @@ from services.worker.ops.matrices import (
     in_pairs,
 )
 from services.worker.ops.native.formats import FORMATS
+from services.worker.ops.prepared import Keep, KeptError, Prepared, make_anew
 
 # The numbers of the enumerations in kernels/matrix.h.
 _FLOAT_KINDS = {torch.float32: 0, torch.bfloat16: 1}
@@ -31,6 +32,8 @@ _MXFP4_KIND, _IQ4_KIND = 4, 5
 _BLOCK_KINDS = {2: 3, 3: 3, 4: 3, 5: 6, 6: 7}
 _ROW_SCALES, _FLOAT32_SCALES, _FLOAT16_SCALES, _POWER_SCALES, _FACTORS, _FACTORS_OF_16 = range(6)
 _NO_OFFSETS, _ROW_OFFSETS, _FLOAT32_OFFSETS, _FLOAT16_OFFSETS, _FACTOR_OFFSETS = range(5)
+# How many there are: of kinds, scales, offsets, and formats of activations.
+_NUM_KINDS = 8, 6, 5, 2
 
 _TILE_ROWS = 32
 # Columns that share a scale of the activations; scales of weights change only between such groups.
@@ -42,34 +45,80 @@ _ROWS_AT_ONCE = 2048
 
 # `Matrix` in kernels/matrix.h.
 _matrix = Struct("8q4P").pack
+_NUM_FIELDS, _NUM_TENSORS = 8, 4
 
 
 class PackedMatrix:
     """A matrix in tiles, the only copy of it, and the bias of its product."""
 
-    def __init__(self, library: ctypes.CDLL, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> None:
-        """Pack `weight`, dense if no kernel takes its groups or their order; `dtype` is float32 or bfloat16."""
-        form = _form(weight, dtype)
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        weight: Matrix,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        keep: Keep = make_anew,
+    ) -> None:
+        """Pack `weight`, dense if no kernel takes its groups or their order, unless `keep` has it packed.
+
+        Args:
+            dtype: float32 or bfloat16.
+
+        Raises:
+            KeptError: what `keep` has is another matrix.
+        """
+        kept = keep(lambda: _pack(library, weight, bias, dtype))
         self.num_rows, self.num_columns = weight.shape
         self.dtype = dtype
-        memory = [form.row_scales, form.row_offsets, None if bias is None else _padded(bias.float())]
-        kinds = form.kind, form.scales_kind, form.offsets_kind, FORMATS[dtype]
-        head = (*kinds, self.num_rows, self.num_columns, form.group_size, form.zero)
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in memory]
-        tiles = torch.empty(library.ls_tiles_bytes(_matrix(*head, 0, *addresses)), dtype=torch.uint8)
+        _check(library, kept, (self.num_rows, self.num_columns), dtype)
         # The kernels are given the address of this structure, which has those of the tensors.
-        self._fields = ctypes.create_string_buffer(_matrix(*head, tiles.data_ptr(), *addresses))
-        self._memory = (tiles, *memory)
+        self._fields = ctypes.create_string_buffer(_matrix(*kept.numbers, *_addresses(kept.tensors)))
+        self._memory = kept.tensors
         self.address = ctypes.addressof(self._fields)
-        pack = library.ls_pack
-        first_tile = 0
-        for part in form.parts:
-            addresses = [
-                0 if tensor is None else tensor.data_ptr() for tensor in (part.values, part.scales, part.offsets)
-            ]
-            counts = first_tile, len(part.values)
-            pack(*map(ctypes.c_void_p, (self.address, *addresses)), *map(ctypes.c_int64, counts))
-            first_tile += len(part.values) // _TILE_ROWS
+
+
+def _pack(library: ctypes.CDLL, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Prepared:
+    """The numbers at the head of `Matrix` in kernels/matrix.h; tiles, scales of rows, their offsets and the bias."""
+    form = _form(weight, dtype)
+    memory = [form.row_scales, form.row_offsets, None if bias is None else _padded(bias.float())]
+    kinds = form.kind, form.scales_kind, form.offsets_kind, FORMATS[dtype]
+    head = (*kinds, *weight.shape, form.group_size, form.zero)
+    tiles = torch.empty(library.ls_tiles_bytes(_matrix(*head, 0, *_addresses(memory))), dtype=torch.uint8)
+    fields = ctypes.create_string_buffer(_matrix(*head, *_addresses([tiles, *memory])))
+    first_tile = 0
+    for part in form.parts:
+        addresses = ctypes.addressof(fields), *_addresses([part.values, part.scales, part.offsets])
+        counts = first_tile, len(part.values)
+        library.ls_pack(*map(ctypes.c_void_p, addresses), *map(ctypes.c_int64, counts))
+        first_tile += len(part.values) // _TILE_ROWS
+    return Prepared(head, (tiles, *memory))
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def _check(library: ctypes.CDLL, kept: Prepared, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Check that no kernel can read beyond the memory of a matrix.
+
+    Raises:
+        KeptError: it is none of this shape, or has other sizes.
+    """
+    if len(kept.numbers) != _NUM_FIELDS or len(kept.tensors) != _NUM_TENSORS:
+        raise KeptError("no matrix")
+    *kinds, num_rows, num_columns, group_size, _ = kept.numbers
+    are_known = all(0 <= kind < count for kind, count in zip(kinds, _NUM_KINDS, strict=True))
+    if not are_known or (num_rows, num_columns) != shape or kinds[-1] != FORMATS[dtype] or group_size < 1:
+        raise KeptError(f"another matrix than {list(shape)} {dtype}")
+    _, scales_kind, offsets_kind, _ = kinds
+    tiles, *rows = kept.tensors
+    is_needed = scales_kind == _ROW_SCALES and kinds[0] not in _FLOAT_KINDS.values(), offsets_kind == _ROW_OFFSETS
+    num_padded = -(-num_rows // _TILE_ROWS) * _TILE_ROWS
+    have_sizes = all(each is None or (each.dtype is torch.float32 and len(each) == num_padded) for each in rows)
+    has_all = all(tensor is not None or not needed for tensor, needed in zip(rows, is_needed, strict=False))
+    num_bytes = library.ls_tiles_bytes(_matrix(*kept.numbers, *[0] * _NUM_TENSORS))
+    if tiles is None or tiles.dtype is not torch.uint8 or len(tiles) != num_bytes or not have_sizes or not has_all:
+        raise KeptError("sizes that are not the matrix's")
 
 
 @dataclass(frozen=True, slots=True)

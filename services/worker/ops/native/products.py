@@ -11,7 +11,7 @@ from struct import Struct
 import torch
 from torch import Tensor
 
-from services.worker.ops.matrices import BlockMatrix, JoinedMatrix, Matrix, dense, split_order
+from services.worker.ops.matrices import BlockMatrix, JoinedMatrix, Matrix, split_order
 from services.worker.ops.native.elementwise import take_columns
 from services.worker.ops.native.formats import FORMATS
 from services.worker.ops.native.packed import PackedMatrix
@@ -29,7 +29,7 @@ def prepare_linear(native: NativeState, weight: Matrix, bias: Tensor | None, dty
     if isinstance(weight, JoinedMatrix):
         biases = itertools.repeat(None) if bias is None else torch.split(bias, [part.shape[0] for part in weight.parts])
         pairs = zip(weight.parts, biases, strict=False)
-        packed = [PackedMatrix(native.library, part, part_bias, dtype) for part, part_bias in pairs]
+        packed = [native.pack(part, part_bias, dtype) for part, part_bias in pairs]
         return NativeLinear(native.library, packed, dtype, native.results)
     return _prepare_product(native, weight, bias, dtype, dtype)
 
@@ -42,13 +42,13 @@ def prepare_head(native: NativeState, weight: Matrix, dtype: torch.dtype) -> Lin
 def prepare_embedding(native: NativeState, weight: Matrix, dtype: torch.dtype) -> EmbeddingKernel:
     """Keep the matrix: GGUF's blocks packed, in which most files have it, others dense."""
     if isinstance(weight, BlockMatrix):
-        return NativeEmbedding(native.library, PackedMatrix(native.library, weight, None, dtype), native.results)
-    return NativeTable(native.library, dense(weight, dtype), native.results)
+        return NativeEmbedding(native.library, native.pack(weight, None, dtype), native.results)
+    return NativeTable(native.library, native.keep_table(weight, dtype), native.results)
 
 
 def prepare_tied(native: NativeState, weight: Matrix, dtype: torch.dtype) -> tuple[EmbeddingKernel, LinearKernel]:
     """Pack the matrix once, for both."""
-    packed = PackedMatrix(native.library, weight, None, dtype)
+    packed = native.pack(weight, None, dtype)
     embedding = NativeEmbedding(native.library, packed, native.results)
     return embedding, NativeLinear(native.library, [packed], torch.float32, native.results)
 
@@ -57,7 +57,7 @@ def _prepare_product(
     native: NativeState, weight: Matrix, bias: Tensor | None, dtype: torch.dtype, output_dtype: torch.dtype
 ) -> LinearKernel:
     stored, order = split_order(weight)
-    packed = PackedMatrix(native.library, stored, bias, dtype)
+    packed = native.pack(stored, bias, dtype)
     reorder = None if order is None else partial(take_columns, native, columns=order)
     return NativeLinear(native.library, [packed], output_dtype, native.results, reorder)
 

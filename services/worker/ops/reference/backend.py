@@ -27,6 +27,7 @@ class ReferenceOps:
     automatic_quantization: MatrixFormat | None = None
     kv_dtypes: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)
     draws_on_host = True
+    packing = None
 
     def numerics(self) -> str:
         capability = torch.backends.cpu.get_cpu_capability()

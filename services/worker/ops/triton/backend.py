@@ -26,6 +26,7 @@ class TritonOps(state.TritonState):
     name = "triton"
     is_exact = False
     draws_on_host = False
+    packing = None
     automatic_dtype = torch.bfloat16
     formats = frozenset(MatrixFormat)
     automatic_quantization: MatrixFormat | None = None
