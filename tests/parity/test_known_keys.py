@@ -12,8 +12,10 @@ import json
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import MISSING, fields
-from functools import cache, partial
+from functools import cache, partial, reduce
+from operator import getitem
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,14 +29,15 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import RotaryEmbeddingConfigMixin
 
 from services.worker.layers.shard import Shard
-from services.worker.models.config import RecordedConfig
 from services.worker.models.config_keys import keys_beside_others, keys_without_effect, unknown_keys
 from services.worker.models.loader import LoadOptions, load_model
 from services.worker.models.protocol import CausalLM
 from services.worker.models.registry import loader_for
 from services.worker.ops import load_ops
+from services.worker.recorded_config import RecordedConfig
 from services.worker.weights.dummy_weights import DummyWeights
-from shared.model_dir import CONFIG, ModelDirectoryError
+from shared.model_dir import CONFIG, GENERATION_CONFIG, ModelDirectoryError
+from shared.text_models import with_text_rope
 from tests.support.models.multimodal import is_multimodal, make_config
 from tests.support.models.paged_model import PagedModel
 from tests.support.models.published_keys import PUBLISHED_KEYS
@@ -244,6 +247,43 @@ def test_keys_that_are_not_always_read_are_listed(architecture: str) -> None:
     assert sorted(listed - ever) == []
 
 
+ROPES = ("rope_parameters", "rope_scaling")
+
+
+def rope_objects(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The paths of the objects that say how positions are rotated, of all layers or of a type of layers."""
+    for name, inside in value.items():
+        if isinstance(inside, Mapping) and (path or name in ROPES):
+            nested = list(rope_objects(inside, (*path, name)))
+            yield from nested or [(*path, name)]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_key_of_rotations_that_nothing_is_known_of_is_named(architecture: str) -> None:
+    num_named = 0
+    for variant in SMALL_CONFIGS[architecture].values():
+        whole = {**REQUIRED.get(architecture, {}), **variant, "architectures": [architecture]}
+        values = with_text_rope(deepcopy(whole))
+        # As model cards have it, too: then it replaces the other.
+        for spelling in ROPES:
+            given = dict(values)
+            if not architecture.startswith("Gemma3") and given.get(ROPES[0]) is not None:
+                given[spelling] = given.pop(ROPES[0])
+            kinds = given.get("layer_types")
+            # By type of layer, it is read where there is such a layer.
+            paths = [path for path in rope_objects(given) if path[-1] in (*ROPES, *(kinds or path))]
+            for path in paths:
+                reduce(getitem, path, given)["new_gate"] = 2
+            config = RecordedConfig(given)
+            try:
+                build(config)
+            except ModelDirectoryError:
+                continue
+            assert unknown_keys(config) == sorted(".".join((*path, "new_gate")) for path in paths)
+            num_named += len(paths)
+    assert num_named
+
+
 LINE = "config.json has keys that this release does not know, and does without; a newer one may know them"
 
 
@@ -262,9 +302,12 @@ def test_a_key_that_nothing_is_known_of_is_named_once(
     for config, names in ((plain, []), (changed, ["new_gate", "residual_multiplier", "x" * 64])):
         caplog.clear()
         path.write_text(json.dumps(config))
+        (tmp_path / GENERATION_CONFIG).write_text(json.dumps({"top_k": 5, **({"new_penalty": 2} if names else {})}))
         load_model(tmp_path, load_ops("cpu"), torch.float32, lambda _: None, options=LoadOptions(dummy_seed=1))
         lines = [record for record in caplog.records if record.message == LINE]
         assert [vars(record)["keys"] for record in lines] == ([names] if names else [])
+        others = [record for record in caplog.records if record.message == LINE.replace(CONFIG, GENERATION_CONFIG)]
+        assert [vars(record)["keys"] for record in others] == ([["new_penalty"]] if names else [])
         assert "secret" not in str([vars(record) for record in lines])
 
 

@@ -21,10 +21,12 @@ from services.worker.layers.rope_scaling import (
     read_scaling,
 )
 from services.worker.ops import Ops, RopeRows
+from services.worker.recorded_config import merged, peek
 from shared.model_dir import ModelDirectoryError
 
 _PLAIN = PlainRope()
 _NONE: Mapping[str, Any] = {}
+_ORIGINAL = "original_max_position_embeddings"
 
 logger = logging.getLogger(__name__)
 
@@ -168,16 +170,17 @@ def _parameters(
     default_theta: float,
     default_partial_factor: float,
     default_parameters: Mapping[str, Any],
-) -> dict[str, Any]:
-    values: dict[str, Any] = {"rope_theta": default_theta, "partial_rotary_factor": default_partial_factor}
-    values |= {name: config[name] for name in values if config.get(name) is not None}
+) -> Mapping[str, Any]:
+    defaults: dict[str, Any] = {"rope_theta": default_theta, "partial_rotary_factor": default_partial_factor}
+    defaults |= {name: config[name] for name in defaults if config.get(name) is not None}
     scaling, parameters = (_object(config, spelling) for spelling in ("rope_scaling", "rope_parameters"))
     nested = scaling or (default_parameters if parameters is None else parameters)
     # A null counts as absent if there is a default.
-    values |= {name: value for name, value in nested.items() if value is not None or name not in values}
+    outer = {name: value for name, value in defaults.items() if nested.get(name) is None}
     # The only parameter whose outer value takes precedence, as in transformers.
-    if (original := config.get("original_max_position_embeddings")) is not None:
-        values["original_max_position_embeddings"] = original
+    if (original := config.get(_ORIGINAL)) is not None:
+        outer[_ORIGINAL] = original
+    values = merged(nested, outer)
     if scaling and parameters:
         _warn_of_replaced(parameters, values)
     return values
@@ -185,12 +188,13 @@ def _parameters(
 
 def _warn_of_replaced(parameters: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Name what `rope_parameters` says without effect; the base is what people forget to repeat in `rope_scaling`."""
+    used = {name: peek(values, name) for name in values}
     lost = {name: value for name, value in parameters.items() if name not in ("rope_type", "type")}
-    lost = {name: value for name, value in lost.items() if values.get(name) != value}
+    lost = {name: value for name, value in lost.items() if used.get(name) != value}
     if lost:
         logger.warning(
             "config.json: rope_scaling replaces rope_parameters, as in transformers",
-            extra={"ignored": lost, "used": {name: values.get(name) for name in lost}},
+            extra={"ignored": lost, "used": {name: used.get(name) for name in lost}},
         )
 
 
@@ -201,7 +205,7 @@ def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
         return None
     if not isinstance(value, Mapping):
         raise ModelDirectoryError(f"config.json: {name} is {value!r}, not an object")
-    if by_layer := [key for key, nested in value.items() if isinstance(nested, Mapping)]:
+    if by_layer := [key for key in value if isinstance(peek(value, key), Mapping)]:
         raise ModelDirectoryError(f"config.json: {name} by layer type ({by_layer[0]}) is not supported")
     return value
 

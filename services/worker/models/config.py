@@ -37,32 +37,6 @@ class _WithDefaults(Mapping[str, Any]):
         return len({**self._defaults, **self._json})
 
 
-class RecordedConfig(Mapping[str, Any]):
-    """A config.json that knows which of its keys were asked for, present or not."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        """Record from now on."""
-        self._values = values
-        self.read: set[str] = set()
-
-    @override
-    def __getitem__(self, name: str) -> Any:
-        self.read.add(name)
-        return self._values[name]
-
-    @override
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    @override
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def peek(self, name: str) -> Any:
-        """The value of a key that is there, without a record."""
-        return self._values[name]
-
-
 class ConfigValues:
     """The values of one config.json. A null counts as absent, because transformers writes absent values as null.
 

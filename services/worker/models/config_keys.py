@@ -6,7 +6,7 @@ log: a newer release may know them.
 
 from __future__ import annotations
 
-from services.worker.models.config import RecordedConfig
+from services.worker.recorded_config import RecordedConfig
 from shared.model_dir import architecture_of, is_multimodal
 
 _TRAINING = "for training"
@@ -176,6 +176,14 @@ _BESIDE_OTHERS: dict[str, dict[str, str]] = {
     "Qwen3_5ForConditionalGeneration": {"full_attention_interval": _OTHER_KEY},
     "Qwen3_5MoeForConditionalGeneration": {"full_attention_interval": _OTHER_KEY},
 }
+_QUANTISATION = ("quantization_config", "compression_config")
+_ROPE_OBJECTS = ("rope_scaling", "rope_parameters")
+# In them.
+_OF_ROPE: dict[str, str] = {
+    "finetuned": "how the model was trained",
+    "full_attention": "read where a layer is of this type",
+    "sliding_attention": "read where a layer is of this type",
+}
 # Architectures of the same model, by the name under which the lists have it.
 _SAME_AS: dict[str, str] = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
@@ -196,13 +204,15 @@ def keys_beside_others(architecture: str) -> dict[str, str]:
 
 
 def unknown_keys(config: RecordedConfig) -> list[str]:
-    """The keys of a loaded model that were not read, and of which nothing is known, sorted.
+    """The keys of a loaded model that were not read, and of which nothing is known, sorted; those inside objects are
+    paths with dots. `QuantizationConfig` knows those of the formats of weights.
 
     A null is what transformers writes for a value that is absent. Names that begin with `_` are its own.
     """
     architecture = architecture_of(config)
-    given = {name for name in config if not name.startswith("_") and config.peek(name) is not None}
     known = {*keys_without_effect(architecture), *keys_beside_others(architecture), *_OF_ALL_FILES}
+    known |= {f"{name}.{key}" for name in _ROPE_OBJECTS for key in _OF_ROPE}
     if is_multimodal(config):
         known |= KEYS_OF_TOWERS.keys()
-    return sorted(given - known - config.read)
+    unread = (path for path in config.unread() if not path.startswith("_"))
+    return sorted(path for path in unread if path not in known and path.partition(".")[0] not in _QUANTISATION)

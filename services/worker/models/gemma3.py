@@ -34,6 +34,7 @@ from services.worker.models.parts.plain_attention import (
     windows_by_type,
 )
 from services.worker.ops import Activation, RopeRows
+from services.worker.recorded_config import merged
 from shared.model_dir import ModelDirectoryError
 
 # The defaults of transformers' configuration, which publishers rely on: some files have six keys.
@@ -166,7 +167,7 @@ def _read_rope(values: ConfigValues, kind: str) -> RopeConfig:
     return RopeConfig.from_json(_changed(values.json, rope_scaling=None, rope_parameters=parameters))
 
 
-def _rope_parameters(values: ConfigValues, kind: str) -> dict[str, Any]:
+def _rope_parameters(values: ConfigValues, kind: str) -> Mapping[str, Any]:
     """The rotation of one type of layer: of `rope_parameters` by type, or of older keys, where only full attention is
     scaled.
 
@@ -185,7 +186,7 @@ def _rope_parameters(values: ConfigValues, kind: str) -> dict[str, Any]:
     if "type" in scaling and "rope_type" not in scaling:
         # transformers would ignore it.
         raise ModelDirectoryError("config.json: rope_scaling has 'type', but this architecture has 'rope_type'")
-    return {"rope_theta": theta, **_object(given, kind, where="rope_parameters: "), **scaling}
+    return merged({"rope_theta": theta}, _object(given, kind, where="rope_parameters: "), scaling)
 
 
 def _changed(json: Mapping[str, Any], **changes: object) -> Mapping[str, Any]:

@@ -14,7 +14,6 @@ import torch
 
 from services.worker.layers.context_limit import NO_LIMIT, ContextLimit
 from services.worker.layers.shard import Shard
-from services.worker.models.config import RecordedConfig
 from services.worker.models.config_keys import unknown_keys
 from services.worker.models.parts.mtp import mtp_prefixes
 from services.worker.models.registry import CausalLM, ModelLoader, loader_for
@@ -22,6 +21,7 @@ from services.worker.ops import Ops
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.prepared import KeptError
 from services.worker.parallel.communicator import SINGLE, Communicator, Parallel
+from services.worker.recorded_config import RecordedConfig, warn_of_unknown
 from services.worker.weights.checkpoint import CheckpointWeights
 from services.worker.weights.dummy_weights import DummyWeights, dummy_digest
 from services.worker.weights.freed_memory import return_freed_memory
@@ -35,13 +35,14 @@ from services.worker.weights.packed.packed_model import (
 from services.worker.weights.packed.recording import RecordedWeights
 from services.worker.weights.packed.replay import KeptMemory
 from services.worker.weights.quantization.config import QuantizationConfig
-from services.worker.weights.sampling_defaults import SamplingDefaults, sampling_defaults
+from services.worker.weights.sampling_defaults import SamplingDefaults, sampling_defaults, unknown_options
 from services.worker.weights.tensor_digests import Hashing
 from services.worker.weights.weight_files import WeightFiles
 from shared.limits import ModelLimits
 from shared.missing_files import ADAPTER
 from shared.model_dir import (
     CONFIG,
+    GENERATION_CONFIG,
     TOKENIZER,
     ModelDirectoryError,
     eos_token_ids,
@@ -58,9 +59,6 @@ _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 _ADAPTERS = (ADAPTER, "adapter_model.safetensors", "adapter_model.bin")
 
 _HOST = torch.device("cpu")
-
-# Bound the line about unknown keys.
-_MAX_NAMES, _MAX_NAME = 32, 64
 
 logger = logging.getLogger(__name__)
 
@@ -153,22 +151,24 @@ def load_model(
     if is_multimodal(config):
         logger.info("only the text of the model is served", extra={"directory": str(model_dir)})
     eos_ids = eos_token_ids(model_dir)
+    quantised, formats = read_formats(model_dir, config, ops, options)
     if options.dummy_seed is None:
         digest = model_digest(model_dir)
-        stored = _load_stored(build, config, ops, _Load(model_dir, dtype, on_progress, options, parallel))
+        stored = _load_stored(
+            build, config, ops, _Load(model_dir, dtype, on_progress, options, parallel), (quantised, formats)
+        )
         model, packed_formats = stored.model, stored.packed_formats
         weights_digest, served_digest = stored.weights_digest, stored.served_digest
     else:
         weights_digest = served_digest = dummy_digest((model_dir / CONFIG).read_bytes(), options.dummy_seed)
         # This digest is only compared where there is a tokenizer.
         digest = model_digest(model_dir) if (model_dir / TOKENIZER).exists() else weights_digest
-        dummy_config, formats = read_formats(model_dir, config, ops, options)
         seed, device = options.dummy_seed, options.device
-        weights = DummyWeights(seed, dtype, on_progress, device, config=dummy_config, formats=formats)
+        weights = DummyWeights(seed, dtype, on_progress, device, config=quantised, formats=formats)
         model = _build_complete(build, config, Shard(ops, weights, parallel, options.kv_dtype, options.context))
         packed_formats = frozenset(weights.packed_formats)
     on_progress(1.0)
-    _warn_of_unknown(config)
+    _warn_of_unknown(model_dir, config, quantised)
     if model.has_long_factors:
         weights_digest, served_digest = map(_with_long_factors, (weights_digest, served_digest))
     limits = ModelLimits(model.context_length, model.logits_width, num_pool_tokens=model.context_length)
@@ -223,7 +223,13 @@ class _Stored:
         }
 
 
-def _load_stored(build: ModelLoader, config: RecordedConfig, ops: Ops, load: _Load) -> _Stored:
+def _load_stored(
+    build: ModelLoader,
+    config: RecordedConfig,
+    ops: Ops,
+    load: _Load,
+    formats: tuple[QuantizationConfig, WeightFormats],
+) -> _Stored:
     """From files of packed weights if every rank has its own, or else from the model's files."""
     options, mtp = load.options, mtp_prefixes(config)
     readers = options.readers or load.parallel.ep or load.parallel.tp
@@ -241,7 +247,8 @@ def _load_stored(build: ModelLoader, config: RecordedConfig, ops: Ops, load: _Lo
         hashing = Hashing(readers, options.device, ops.num_threads)
         name_of = text_name if is_multimodal(config) else str
         with WeightFiles(load.model_dir, load.on_progress, hashing=hashing, name_of=name_of) as files:
-            weights = _checkpoint(files, config, ops, load.dtype, options)
+            quantised, kept_formats = formats
+            weights = CheckpointWeights(files, load.dtype, quantised, options.device, formats=kept_formats)
             if recorder is None:
                 model = _build_complete(build, config, load.shard(ops, weights))
             else:
@@ -285,21 +292,14 @@ def _warn_of_adapter(model_dir: Path) -> None:
         )
 
 
-def _warn_of_unknown(config: RecordedConfig) -> None:
-    """Name what nothing is known of."""
-    if names := unknown_keys(config):
-        shown = [name[:_MAX_NAME] for name in names[:_MAX_NAMES]]
-        logger.warning(
-            "config.json has keys that this release does not know, and does without; a newer one may know them",
-            extra={"keys": shown, "num_keys": len(names)},
-        )
-
-
-def _checkpoint(
-    files: WeightFiles, config: Mapping[str, Any], ops: Ops, dtype: torch.dtype, options: LoadOptions
-) -> CheckpointWeights:
-    stored, formats = read_formats(files.model_dir, config, ops, options)
-    return CheckpointWeights(files, dtype, stored, options.device, formats=formats)
+def _warn_of_unknown(model_dir: Path, config: RecordedConfig, stored: QuantizationConfig) -> None:
+    names = unknown_keys(config)
+    if stored.file == CONFIG:
+        names = sorted([*names, *stored.unknown_keys])
+    else:
+        warn_of_unknown(stored.file, stored.unknown_keys)
+    warn_of_unknown(CONFIG, names)
+    warn_of_unknown(GENERATION_CONFIG, unknown_options(model_dir))
 
 
 def read_formats(

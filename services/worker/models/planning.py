@@ -13,13 +13,13 @@ import torch
 from typing_extensions import override
 
 from services.worker.layers.shard import Shard
-from services.worker.models.config import RecordedConfig
 from services.worker.models.loader import ORDINARY, LoadOptions, read_formats
 from services.worker.models.registry import CausalLM, loader_for
 from services.worker.ops import Ops
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.reference.backend import ReferenceOps
 from services.worker.parallel.communicator import SINGLE, Parallel
+from services.worker.recorded_config import RecordedConfig
 from services.worker.weights.planned_weights import PlannedWeights
 from services.worker.weights.sampling_defaults import sampling_defaults
 from services.worker.weights.weight_files import WeightFiles

@@ -3,17 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from shared.errors import InvalidRequestError
 from shared.limits import ModelLimits
-from shared.model_dir import GENERATION_CONFIG, ModelDirectoryError, read_json
+from shared.model_dir import GENERATION_CONFIG, ModelDirectoryError, read_json, read_json_if_any
 from shared.sampling_params import NO_OPTIONS, SamplingOptions, SamplingParams, check_sampling
 
 # A request that sets no optional parameter.
 _NEUTRAL = SamplingParams(max_tokens=1)
+
+_NOT_HERE = "a request may ask for as many answers as it likes, and none is searched for by beams"
+_OF_CALLS = "how transformers' generate() computes and what it returns, not what is drawn"
+_OF_DRAFTS = "drafts are the cell's settings, and change no answer"
+WITHOUT_EFFECT: Mapping[str, str] = {
+    **dict.fromkeys(("bos_token_id", "decoder_start_token_id", "pad_token_id"), "the tokenizer begins a prompt"),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "early_stopping"), _NOT_HERE),
+    **dict.fromkeys(("diversity_penalty", "length_penalty"), _NOT_HERE),
+    **dict.fromkeys(
+        ("cache_config", "cache_implementation", "compile_config", "use_cache", "return_legacy_cache"), _OF_CALLS
+    ),
+    **dict.fromkeys(("low_memory", "prefill_chunk_size", "max_time", "disable_compile"), _OF_CALLS),
+    **dict.fromkeys(("output_attentions", "output_hidden_states", "output_logits", "output_scores"), _OF_CALLS),
+    **dict.fromkeys(("return_dict_in_generate", "renormalize_logits"), _OF_CALLS),
+    **dict.fromkeys(("continuous_batching_config", "max_cache_len", "remove_invalid_values"), _OF_CALLS),
+    **dict.fromkeys(
+        ("assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight"), _OF_DRAFTS
+    ),
+    **dict.fromkeys(
+        ("assistant_lookbehind", "is_assistant", "max_matching_ngram_size", "target_lookbehind"), _OF_DRAFTS
+    ),
+    **dict.fromkeys(("num_assistant_tokens", "num_assistant_tokens_schedule", "prompt_lookup_num_tokens"), _OF_DRAFTS),
+    **dict.fromkeys(("speculation_type", "use_mtp"), _OF_DRAFTS),
+    "do_sample": "a temperature of 0 is greedy",
+    "eos_token_id": "read where a cell starts",
+    "max_length": "a context is as long as the model's",
+    "transformers_version": "which release wrote the file",
+}
+"""Keys of the file that are not read here, each with the reason why that changes nothing in what is drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +86,14 @@ def sampling_defaults(model_dir: Path, limits: ModelLimits) -> SamplingDefaults:
     except InvalidRequestError as error:
         raise ModelDirectoryError(f"{GENERATION_CONFIG}: {error.message}") from error
     return defaults
+
+
+def unknown_options(model_dir: Path) -> list[str]:
+    """The keys of the file that are not read, and of which nothing is known, sorted."""
+    config = read_json_if_any(model_dir, GENERATION_CONFIG)
+    read = {"max_new_tokens", *(field.name for field in fields(SamplingDefaults))}
+    given = {name for name, value in config.items() if value is not None and not name.startswith("_")}
+    return sorted(given - read - WITHOUT_EFFECT.keys())
 
 
 def _whole(config: Mapping[str, Any], name: str) -> int | None:

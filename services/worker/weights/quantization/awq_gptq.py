@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from services.worker.recorded_config import merged
 from services.worker.weights.quantization.layer_format import LayerFormat
 from services.worker.weights.quantization.rules import FormatRules, Rule, UnsupportedFormatError, matches_expression
 from services.worker.weights.quantization.transposed_int import AWQ_ORDER, TransposedIntFormat, WordLayout
@@ -67,6 +68,8 @@ def _gptq_format(values: Mapping[str, Any]) -> LayerFormat:
     name = _name(values, "checkpoint_format", "format", default="gptq")
     if name not in _GPTQ:
         raise UnsupportedFormatError(f"checkpoint_format {name!r} is not supported; supported: {', '.join(_GPTQ)}")
+    if values.get("is_marlin_format"):
+        raise UnsupportedFormatError("is_marlin_format true is not supported; supported: false")
     num_bits = int(values["bits"])
     if num_bits not in (4, 8):
         raise UnsupportedFormatError(f"{num_bits} bits are not supported; supported: 4, 8")
@@ -84,7 +87,7 @@ def _dynamic_rules(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]]
     """GPTQModel's exceptions: expressions of names, each with what differs; one with `-:` is of plain layers."""
     rules: list[Rule] = []
     for pattern, changes in (values.get("dynamic") or {}).items():
-        layer_format = None if pattern.startswith("-:") else make({**values, **(changes or {})})
+        layer_format = None if pattern.startswith("-:") else make(merged(values, changes or {}))
         rules.append((matches_expression(pattern.removeprefix("-:").removeprefix("+:")), layer_format))
     return rules
 

@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from services.worker.recorded_config import RecordedConfig, merged
 from services.worker.weights.quantization.awq_gptq import awq_rules, gptq_rules
 from services.worker.weights.quantization.compressed_tensors import compressed_tensors_rules
 from services.worker.weights.quantization.fp8 import fbgemm_fp8_rules, fp8_rules
 from services.worker.weights.quantization.gguf_blocks import METHOD as GGUF_METHOD
 from services.worker.weights.quantization.gguf_blocks import gguf_rules
+from services.worker.weights.quantization.keys import unknown_keys
 from services.worker.weights.quantization.layer_format import LayerFormat, PlainFormat
 from services.worker.weights.quantization.modelopt import modelopt_rules
 from services.worker.weights.quantization.mxfp4 import Mxfp4StackFormat
@@ -64,6 +66,8 @@ class QuantizationConfig:
         rules: FormatRules | None = None,
         *,
         has_mxfp4: bool = False,
+        file: str = CONFIG,
+        unknown_keys: tuple[str, ...] = (),
         spellings: Callable[[str], tuple[str, ...]] = lambda name: (name,),
     ) -> None:
         """Take the rules.
@@ -71,6 +75,8 @@ class QuantizationConfig:
         Args:
             rules: None means that nothing is quantised.
             has_mxfp4: Whether stacks of experts are packed.
+            file: Where the configuration was.
+            unknown_keys: See the attribute.
             spellings: The names by which rules may know a layer.
         """
         self._spellings = spellings
@@ -79,6 +85,9 @@ class QuantizationConfig:
         self.is_quantized = bool(self._rules.rules) or has_mxfp4
         """Whether any layer may be."""
         self.unused_suffixes = self._rules.unused_suffixes
+        self.file = file
+        self.unknown_keys = unknown_keys
+        """The keys in `file` that were not read, and of which nothing is known, sorted; paths with dots."""
 
     @classmethod
     def read(cls, model_dir: Path, config: Mapping[str, Any]) -> QuantizationConfig:
@@ -101,10 +110,11 @@ class QuantizationConfig:
         Raises:
             ModelDirectoryError: a method, format or scheme is malformed or not supported; the message says which are.
         """
-        values = next((config[key] for key in _KEYS if config.get(key)), None)
-        if not values:
+        place = next((key for key in _KEYS if config.get(key)), None)
+        if place is None:
             return cls()
-        method = values.get("quant_method") if isinstance(values, Mapping) else None
+        values = merged(config[place]) if isinstance(config[place], Mapping) else RecordedConfig({})
+        method = values.get("quant_method")
         if not isinstance(method, str) or method not in _METHODS:
             supported = ", ".join(sorted(_METHODS))
             raise ModelDirectoryError(f"{file}: quant_method {method!r} is not supported; supported: {supported}")
@@ -115,7 +125,15 @@ class QuantizationConfig:
             raise ModelDirectoryError(f"{file}: quantization_config of method {method!r}: {text}") from error
         is_text = is_multimodal(config)
         has_mxfp4 = MXFP4 in (method, values.get(STACKS) if method == GGUF_METHOD else None)
-        return cls(rules, has_mxfp4=has_mxfp4, **({"spellings": spellings} if is_text else {}))
+        prefix = f"{place}." if file == CONFIG else ""
+        unknown = tuple(prefix + path for path in unknown_keys(method, list(values.unread())))
+        return cls(
+            rules,
+            has_mxfp4=has_mxfp4,
+            file=file,
+            unknown_keys=unknown,
+            **({"spellings": spellings} if is_text else {}),
+        )
 
     def linear_format(self, layer: str) -> LayerFormat:
         """The format of a linear layer."""

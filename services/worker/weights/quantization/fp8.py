@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from services.worker.weights.quantization.rules import FormatRules, is_listed
+from services.worker.weights.quantization.rules import FormatRules, UnsupportedFormatError, is_listed
 from services.worker.weights.quantization.scaled import CHANNEL, FP8_DTYPES, TENSOR, Granularity, ScaledFormat
 
 # Despite its name DeepSeek's `weight_scale_inv` also multiplies the stored weight.
@@ -16,8 +16,11 @@ def fp8_rules(values: Mapping[str, Any]) -> FormatRules:
     """Parse `quant_method` fp8.
 
     Raises:
+        UnsupportedFormatError: experts are in another format.
         KeyError, TypeError, ValueError: the configuration is malformed.
     """
+    if values.get("expert_dtype", "fp8") not in (None, "fp8"):
+        raise UnsupportedFormatError(f"expert_dtype {values['expert_dtype']!r} is not supported; supported: fp8")
     block = values.get("weight_block_size")
     if block is None:
         return _rules(values, ScaledFormat("fp8", FP8_DTYPES, (TENSOR, CHANNEL), _SCALE_SUFFIXES))

@@ -7,8 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 
-from services.worker.weights.sampling_defaults import SamplingDefaults, sampling_defaults
+from services.worker.weights.sampling_defaults import (
+    WITHOUT_EFFECT,
+    SamplingDefaults,
+    sampling_defaults,
+    unknown_options,
+)
 from shared.limits import ModelLimits
 from shared.model_dir import ModelDirectoryError
 
@@ -81,3 +87,27 @@ def test_a_value_that_no_request_may_have_prevents_the_start(tmp_path: Path, nam
 def test_a_maximum_of_zero_tokens_prevents_the_start(tmp_path: Path, value: Any) -> None:
     with pytest.raises(ModelDirectoryError, match=r"generation_config\.json: max_"):
         read(tmp_path, {"max_new_tokens": value})
+
+
+# transformers' options that change what is drawn, and that we do without.
+NAMED = {
+    *("bad_words_ids", "begin_suppress_tokens", "constraints", "dola_layers", "encoder_no_repeat_ngram_size"),
+    *("encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty"),
+    *("force_words_ids", "forced_bos_token_id", "forced_eos_token_id", "guidance_scale", "min_length"),
+    *("min_new_tokens", "no_repeat_ngram_size", "penalty_alpha", "sequence_bias", "stop_strings"),
+    *("suppress_tokens", "token_healing", "top_h", "typical_p", "watermarking_config"),
+}
+
+
+def test_options_that_are_done_without_are_found(tmp_path: Path) -> None:
+    assert unknown_options(tmp_path) == []
+    read(tmp_path, {"top_k": 20, "_from_model_config": True, "typical_p": None, **dict.fromkeys(WITHOUT_EFFECT, 1)})
+    assert unknown_options(tmp_path) == []
+    read(tmp_path, {"top_k": 20, "new_penalty": {"a": 1}, "no_repeat_ngram_size": 4})
+    assert unknown_options(tmp_path) == ["new_penalty", "no_repeat_ngram_size"]
+
+
+def test_every_option_of_transformers_is_read_known_or_done_without(tmp_path: Path) -> None:
+    theirs = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    read(tmp_path, dict.fromkeys(theirs, 1))
+    assert set(unknown_options(tmp_path)) - NAMED == set()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AwqConfig, FbgemmFp8Config, FineGrainedFP8Config, GPTQConfig, Mxfp4Config
 
 from services.worker.weights.quantization.config import QuantizationConfig
+from services.worker.weights.quantization.keys import WITHOUT_EFFECT
 from shared.model_dir import ModelDirectoryError
 from tests.support.models.published_formats import PUBLISHED
 from tests.support.models.quantized_checkpoints import SCHEMES
@@ -136,6 +139,8 @@ def test_an_older_name_of_the_configuration_is_read() -> None:
         (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24-bitmask"),
         (compressed(transform_config={"config_groups": {"u": {}}}), "transform_config"),
         (compressed(ignore=["re:("]), "compressed-tensors"),
+        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype 'fp4' is not supported; supported: fp8"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "is_marlin_format": True}, "is_marlin_format"),
     ],
 )
 def test_an_unsupported_configuration_is_refused_by_name(config: Any, message: str) -> None:
@@ -184,3 +189,58 @@ def test_a_configuration_with_any_value_is_read_or_refused(name: str) -> None:
             except ModelDirectoryError:
                 continue
             stored.linear_format("model.layers.0.mlp.up_proj").stored_tensors((40, 80))
+
+
+def objects(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every object in a JSON document, itself first."""
+    if isinstance(value, dict):
+        yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from objects(item, (*path, key))
+
+
+@pytest.mark.parametrize("name", [*SCHEMES, *PUBLISHED])
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_a_new_key_anywhere_is_refused_or_named_and_no_published_one_is(name: str, key: str) -> None:
+    config = json.loads(json.dumps({**SCHEMES, **PUBLISHED}[name].config))
+    assert QuantizationConfig.from_json({key: config}).unknown_keys == ()
+    without_effect = WITHOUT_EFFECT[config["quant_method"]]
+    for path in objects(config):
+        if without_effect.keys() & set(path):
+            continue
+        changed = deepcopy(config)
+        part = changed
+        for step in path:
+            part = part[step]
+        part["new_gate"] = 0.5
+        named = ".".join((key, *(step for step in path if isinstance(step, str)), "new_gate"))
+        try:
+            assert QuantizationConfig.from_json({key: changed}).unknown_keys == (named,)
+        except ModelDirectoryError:
+            # A layer, or a group of them, of this name.
+            assert path
+
+
+def test_what_transformers_writes_of_a_method_has_no_unknown_key() -> None:
+    written = [AwqConfig(), GPTQConfig(bits=4), FbgemmFp8Config(), Mxfp4Config(), FineGrainedFP8Config()]
+    for config in (*written, FineGrainedFP8Config(weight_block_size=None)):
+        values = json.loads(json.dumps(config.to_dict()))
+        assert QuantizationConfig.from_json({"quantization_config": values}).unknown_keys == ()
+
+
+def test_a_key_of_a_file_of_its_own_is_named_as_there(tmp_path: Path) -> None:
+    written = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "new_gate": 1}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(written))
+    stored = QuantizationConfig.read(tmp_path, {})
+    assert (stored.file, stored.unknown_keys) == ("hf_quant_config.json", ("quantization.new_gate",))
+
+
+def test_the_configuration_of_exceptions_is_read_as_that_of_all_layers() -> None:
+    config = {**PUBLISHED["gptq"].config, "dynamic": {"+:.*up_proj": {"bits": 8, "new_gate": 2}}, "new": 3}
+    stored = QuantizationConfig.from_json({"quantization_config": config})
+    assert stored.linear_format("model.layers.0.mlp.up_proj").label == "gptq, int8"
+    assert stored.unknown_keys == (
+        "quantization_config.dynamic.+:.*up_proj.new_gate",
+        "quantization_config.new",
+    )
