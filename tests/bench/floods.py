@@ -11,6 +11,10 @@ flood must have come:
   takes to let in the calls that have arrived before, one by one: who calls is known only then;
 - the most steps of the scheduler until a first token;
 - links between tokenizer and scheduler that were lost.
+
+What is measured is the door and the scheduler. A flood of long prompts, which a CPU would compute for minutes, comes to
+a cell whose model is one small layer of random weights, with the tokenizer, the chat template and the context length of
+the one that is given: texts are encoded, blocks are taken and steps are planned as ever, and a step takes milliseconds.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import json
+import shutil
 import statistics
 import tempfile
 import time
@@ -41,6 +47,8 @@ from tests.support.system.ports import free_port
 
 LOUD_KEY, QUIET_KEY = "sk-loud", "sk-quiet"
 QUIET, WITNESS = Tenant("quiet"), Tenant("witness")
+# With prompts that a CPU computes for seconds.
+LONG_PROMPTS = frozenset({"prompts"})
 NUM_CALLS = {"streams": 5000, "choices": 600, "chats": 200, "grammars": 100, "prompts": 64, "http": 3000}
 LOST_LINKS = ("a replica is silent", "no link to the scheduler")
 # The goals.
@@ -49,6 +57,15 @@ MAX_STEPS = 6
 _PAUSE_S = 0.1
 _ALONE_S = 5.0
 _NUM_COUNTS = 5
+_SMALL_LAYER = {
+    "num_hidden_layers": 1,
+    "hidden_size": 64,
+    "head_dim": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+}
+_OF_WEIGHTS = ("*.safetensors", "manifest.json", "config.json")
 
 
 def main() -> None:
@@ -56,6 +73,7 @@ def main() -> None:
     args = _parse_args()
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
+        small_dir = _write_small_model(args.model_dir, Path(folder) / "small")
         keys = write_keys(Path(folder) / "keys", key_line(LOUD_KEY, "loud"), key_line(QUIET_KEY, QUIET.name))
         flags = (
             f"--client-keys={keys}",
@@ -66,11 +84,21 @@ def main() -> None:
         )
         rows: list[Row] = []
         for kind in args.floods:
+            model = (small_dir, "--worker.load-format=dummy") if kind in LONG_PROMPTS else (args.model_dir,)
             # A cell for each, so that none has what another has left behind.
-            with start_cell(args.model_dir, *flags) as cell:
+            with start_cell(*model, *flags) as cell:
                 num_calls = max(2, round(NUM_CALLS[kind] * args.share))
                 rows += asyncio.run(_measure(cell, kind, num_calls, f"127.0.0.1:{port}", args.seconds))
     report(rows, args.json)
+
+
+def _write_small_model(model_dir: Path, small_dir: Path) -> Path:
+    """A model of one small layer that has everything but its weights from another; returns its directory."""
+    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    config.pop("quantization_config", None)
+    shutil.copytree(model_dir, small_dir, ignore=shutil.ignore_patterns(*_OF_WEIGHTS))
+    (small_dir / "config.json").write_text(json.dumps(config | _SMALL_LAYER), encoding="utf-8")
+    return small_dir
 
 
 async def _measure(cell: Cell, kind: str, num_calls: int, http_address: str, seconds: float) -> list[Row]:

@@ -24,7 +24,7 @@ SCRIPT_TO_FLAGS = {
     ],
     "drafts": [MODEL, "--num-seqs=1", "--num-prompts=1", "--num-tokens=4", "--repeats=1"],
     "front_end": [MODEL, "--quick", "--without-peers"],
-    "floods": [MODEL, "--share=0.02", "--seconds=2", "--slots=4", "--floods", "streams", "chats", "http"],
+    "floods": [MODEL, "--share=0.02", "--seconds=2", "--slots=4", "--floods", "streams", "prompts", "http"],
     "formats": ["--hidden=256", "--layers=1", "--formats", "AWQ"],
     "host_time": ["--layers=2", "--num-rows", "1", "8", "512", "--steps=2"],
     "grammar": [MODEL, "--quick", "--without-peers"],
