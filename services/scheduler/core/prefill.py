@@ -8,6 +8,7 @@ from services.scheduler.core.admission import AdmissionPolicy, NewTokenRatio
 from services.scheduler.core.batch.sequence import TOKEN_BYTES, Sequence, SequenceType
 from services.scheduler.core.cache.cached_prefix import BlockIds, CachedPrefix
 from services.scheduler.core.policy import SchedulerCounters, SchedulerPolicy, StepBudget
+from services.scheduler.core.queue.waiting_queue import QueuePolicy
 from services.scheduler.core.running_batch import RunningBatch
 from services.scheduler.core.shares import Shares
 from services.scheduler.core.stops import watched_tokens
@@ -47,9 +48,10 @@ class PrefillPlanner:
     keys and values before it attends. With `share_in_step` off, they wait for the next step, as they do where the model
     has recurrent state, which the step has only at its end.
 
-    No sequence is admitted while part of a prompt is still to be sent, since that takes the whole budget. So the first
-    choice of a request computes the prompt, and the others find its full blocks, even if it is preempted, ends or
-    fails.
+    No sequence is admitted while part of a prompt of its tenant is still to be sent. So the first choice of a request
+    computes the prompt, and the others find its full blocks, even if it is preempted, ends or fails. Between tenants
+    the budget goes by their counters, step by step: the next sequence of one that has got no more than another enters
+    before the other's prompt goes on, which may take many steps.
 
     With recurrent states, a chunk may end before the budget does, and then others enter beside it. A sequence that
     could share more once a step in flight has saved a state waits until that step has returned, the save is withdrawn,
@@ -69,6 +71,8 @@ class PrefillPlanner:
         self._policy = policy
         self._budget = StepBudget.of(policy, facts)
         self._waiting = shares.waiting
+        self._tenants = shares.waiting.tenants
+        self._has_classes = policy.queue_policy is QueuePolicy.PRIORITY
         self._running = running
         self._shares = shares
         self._blocks = running.blocks
@@ -87,16 +91,22 @@ class PrefillPlanner:
             self._waiting.bring_back()
         self._waiting.bring_back_aged(now)
 
+    def choose_again(self) -> None:
+        """Let the next waiting sequence be chosen anew if a prompt has begun: what that has taken meanwhile counts."""
+        if self._running.begun:
+            self._waiting.choose_again()
+
     def plan(self, budget: int, now: float, *, may_admit: bool) -> Prefill:
         """Plan chunks, then admit, within `budget` tokens."""
         prefill = Prefill(max(budget, 0))
-        for seq in list(self._running.begun):
+        for seq in sorted(self._running.begun, key=self._counter_of):
+            while may_admit and self._is_next_before(seq, now):
+                if not self._try_admit_one(prefill, now):
+                    break
             if prefill.budget:
                 self._send_chunk(seq, prefill)
-        # Slots that a step in flight still names are not free.
-        while may_admit and prefill.budget and self._slots.num_free_slots:
-            if not self._try_admit(prefill, now):
-                break
+        while may_admit and self._try_admit_one(prefill, now):
+            pass
         return prefill
 
     def next_waiting(self, now: float) -> tuple[Sequence, int] | None:
@@ -110,6 +120,20 @@ class PrefillPlanner:
     def num_blocks_to_take(self, seq: Sequence) -> int:
         """How many free blocks a waiting sequence needs."""
         return self._blocks.num_blocks_to_take(seq, self._find_prefix(seq))
+
+    def _counter_of(self, seq: Sequence) -> float:
+        return self._tenants[seq.tenant_number].counter
+
+    def _is_next_before(self, begun: Sequence, now: float) -> bool:
+        """Whether the next waiting sequence goes before a prompt that has begun: one of a tenant without any."""
+        if not self._tenants.are_shared or not self._waiting.num_next:
+            return False
+        seq = self._next(now)
+        if seq is None or any(other.tenant_number == seq.tenant_number for other in self._running.begun):
+            return False
+        if self._has_classes and seq.priority > begun.priority:
+            return False
+        return self._counter_of(seq) <= self._counter_of(begun)
 
     def _next(self, now: float) -> Sequence | None:
         while self._waiting.num_next:
@@ -132,8 +156,12 @@ class PrefillPlanner:
             self._slots.is_prefilling[seq.slot] = False
         prefill.chunks.append(PrefillChunk(seq.slot, token_bytes, seq.num_unsent_tokens))
 
+    def _try_admit_one(self, prefill: Prefill, now: float) -> bool:
+        """Admit the next waiting sequence if there is room; returns False if nothing has changed."""
+        # Slots that a step in flight still names are not free.
+        return bool(prefill.budget and self._slots.num_free_slots) and self._try_admit(prefill, now)
+
     def _try_admit(self, prefill: Prefill, now: float) -> bool:
-        """Returns False if nothing has changed."""
         seq = self._next(now)
         if seq is None:
             return False
@@ -152,6 +180,9 @@ class PrefillPlanner:
             # Its client already has them, or gets them with choice 0.
             seq.drop_prompt_logprobs()
         seq.num_unsent_tokens = num_new_tokens
+        if seq.pays_again or not seq.was_admitted:
+            seq.num_unpaid_tokens = num_new_tokens
+            seq.pays_again = False
         token_bytes = self._take_tokens(seq, num_tokens, prefill)
         slot = self._running.enter(seq, watched_tokens(seq.params, self._eos_token_ids))
         if prefix.checkpoint is not None:
@@ -159,10 +190,6 @@ class PrefillPlanner:
             self._blocks.restore_state(prefix.checkpoint)
             prefill.state_restores.append((slot, prefix.checkpoint))
         self._save_state(seq, prefill)
-        if seq.pays_again or not seq.was_admitted:
-            if self._waiting.tenants.are_shared:
-                self._waiting.tenants.charge_prompt(seq.tenant_number, num_new_tokens)
-            seq.pays_again = False
         seq.note_admission(prefix.num_tokens)
         if self._shares.holdings is not None:
             self._shares.note_admission(seq)
@@ -229,11 +256,15 @@ class PrefillPlanner:
         return budget if may_chunk else 0
 
     def _take_tokens(self, seq: Sequence, num_tokens: int, prefill: Prefill) -> bytes:
-        """Count the next unsent tokens as sent, and publish their full blocks."""
+        """Count the next unsent tokens as sent, charge them, and publish their full blocks."""
         start = seq.num_stored_tokens - seq.num_unsent_tokens
         end = start + num_tokens
         seq.num_unsent_tokens -= num_tokens
         prefill.budget -= num_tokens
+        num_to_pay = min(num_tokens, seq.num_unpaid_tokens)
+        seq.num_unpaid_tokens -= num_to_pay
+        if num_to_pay and self._tenants.are_shared:
+            self._tenants.charge_prompt(seq.tenant_number, num_to_pay)
         self._blocks.publish(seq, end)
         if not self._shares_in_step:
             block_size = self._blocks.block_size

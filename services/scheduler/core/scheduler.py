@@ -118,6 +118,7 @@ class Scheduler:
         if self._running.states is not None:
             self._prefill.bring_back(now)
         if may_prefill and self._waiting.num_next and (self._has_classes or self._waiting.tenants.are_shared):
+            self._prefill.choose_again()
             self._preempt_for_next(now)
         if self._budget.mixes:
             decodes = self._plan_decodes(now)

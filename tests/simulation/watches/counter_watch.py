@@ -23,7 +23,7 @@ class _Seen:
     admitted: set[Entry] = field(default_factory=set)
     """Its choices that were admitted, here or in an earlier attempt, and have not ended."""
     most_coming: float = 0.0
-    """The cost of the output that those admitted at its last choice by counter could get, and of what came since."""
+    """What those admitted at its last choice by counter could still cost, and what came since."""
     bound: float = 0.0
 
 
@@ -44,11 +44,12 @@ class CounterWatch:
     """Follows the counters of an engine's tenants.
 
     Let `v` be the lowest counter of the tenants that wait, and `R` the cost by weight of the output that a tenant's
-    admitted choices may get. The rules of the paper's theorem hold for `F = c - v + R`:
+    admitted choices may get, and of what was not sent of their prompts. The rules of the paper's theorem hold for
+    `F = c - v + R`:
 
     - `v` does not fall: counters only rise, and a tenant that begins to wait is lifted to `v`, or while none waits to
       the counter of the last one that did.
-    - Output moves cost from `R` to `c`; an end lowers `R`. So `F` rises only when a choice is admitted.
+    - Prompts and output move cost from `R` to `c`; an end lowers `R`. So `F` rises only when a choice is admitted.
     - A newcomer is admitted after its tenant was chosen, when `c = v` and `F = R`. So after the admission, `F` is at
       most that `R` plus the newcomer's prompt and output; and that `R` is at most what it was after the tenant's
       admission before.
@@ -92,10 +93,12 @@ class CounterWatch:
             seen = self._seen.get(name)
             if seen is None:
                 continue
-            excess = account.counter - lowest + _output_cost(seen.admitted) / account.weight
             if is_disturbed or not waiting:
-                seen.bound = max(seen.bound, excess)
+                most = account.counter - lowest + _coming_cost(seen.admitted) / account.weight
+                seen.bound = max(seen.bound, most)
             elif account.num_waiting:
+                # How much of the prompts was sent is not known here.
+                excess = account.counter - lowest + _output_cost(seen.admitted) / account.weight
                 assert excess <= seen.bound + _EPSILON, "a tenant that waits is far ahead of another one"
 
     def note_return(self, entry: Entry) -> None:
@@ -141,7 +144,7 @@ class CounterWatch:
         if newcomers:
             cost = sum(PROMPT_TOKEN_COST * len(entry.plan.prompt) for entry in newcomers) + _max_output_cost(newcomers)
             seen.bound = (seen.most_coming + cost) / weight
-            seen.most_coming = _output_cost(admitted)
+            seen.most_coming = _coming_cost(admitted)
         returned = came - newcomers
         cost = sum(map(_recomputation_cost, returned)) + _output_cost(returned)
         seen.most_coming += cost
@@ -152,6 +155,12 @@ class CounterWatch:
 def _output_cost(entries: Collection[Entry]) -> float:
     """The cost of the output that choices may still get."""
     return OUTPUT_TOKEN_COST * sum(entry.plan.params.max_tokens - entry.num_tokens for entry in entries)
+
+
+def _coming_cost(entries: Collection[Entry]) -> float:
+    """The most that choices may still cost: their output, and the prompts of those that have no token yet."""
+    unsent = sum(len(entry.plan.prompt) for entry in entries if not entry.num_tokens)
+    return _output_cost(entries) + PROMPT_TOKEN_COST * unsent
 
 
 def _recomputation_cost(entry: Entry) -> float:

@@ -108,6 +108,8 @@ class Sequence:
     """How many tokens it had when it last made way for another tenant."""
     pays_again: bool = False
     """Whether its tenant is charged for its next prefill, because it made way for the tenant's own growth."""
+    num_unpaid_tokens: int = 0
+    """Prompt tokens for which its tenant has not been charged yet; it is charged as they are sent."""
     cache_salt: bytes = b""
     attempt: int = 1
     """The attempt as which it waits; see `Submission.waits_as_new`."""

@@ -70,8 +70,8 @@ class AccountHeap:
 class TenantCounters:
     """The virtual token counters of a cell's tenants, one table for all its ranks.
 
-    A tenant is charged for what is computed: prompt tokens that were not cached when their sequence is admitted, output
-    tokens when they arrive. A tenant that begins to wait is lifted to the lowest counter that waits; where none waits,
+    A tenant is charged for what is computed: prompt tokens that were not cached when they are sent, output tokens when
+    they arrive. A tenant that begins to wait is lifted to the lowest counter that waits; where none waits,
     to that of the tenant that waited last. So none saves credit, not even while all others run without waiting.
 
     Only differences between counters matter. While one tenant is alone and whoever comes would be lifted to its

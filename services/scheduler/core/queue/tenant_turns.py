@@ -114,7 +114,7 @@ class TenantTurns:
         return most_urgent < self.queue_of(seq).class_of(seq, look.now)
 
     def end_turn(self) -> None:
-        """Note that what was chosen is being admitted."""
+        """Forget what was chosen: it is being admitted, or the counters are to be looked at again."""
         self._choice = None
 
     def remove(self, seq: Sequence) -> None:

@@ -183,6 +183,11 @@ class WaitingQueue:
         assert seq in self._sequences
         self.held = seq
 
+    def choose_again(self) -> None:
+        """Let `next` choose by the counters that tenants have now; what is held stays."""
+        if self._turns is not None:
+            self._turns.end_turn()
+
     def try_set_aside(self, seq: Sequence, now: float) -> bool:
         """Let others pass the next sequence until `bring_back`, because it waits for a step in flight.
 

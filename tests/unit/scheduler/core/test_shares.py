@@ -210,3 +210,70 @@ def test_what_is_freed_for_the_next_one_is_left_to_it_by_others_that_grow(mixes:
         give(scheduler, *[TOKEN] * len(record.row_slots))
     scheduler.schedule(0.0)
     assert quiet.slot is not None
+
+
+def long_prompts(*tenants: Tenant, **policy: object) -> tuple[Scheduler, list[Sequence]]:
+    """A rank whose steps compute 16 tokens, with four prompts of 160 tokens of each tenant that wait."""
+    scheduler = make_scheduler(
+        SchedulerPolicy(max_num_seqs=8, max_num_batched_tokens=16, **policy),  # type: ignore[arg-type]
+        facts=worker_facts(num_blocks=1000),
+    )
+    seqs = [seq for tenant in tenants for seq in seqs_of(tenant, 4, prompt=160)]
+    add(scheduler, *seqs)
+    return scheduler, seqs
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_short_prompt_does_not_wait_for_another_tenants_long_one(mixes: bool) -> None:
+    scheduler, seqs = long_prompts(LOUD, enable_mixed_steps=mixes)
+    run(scheduler, 3)
+    for _ in range(10):
+        (quiet,) = seqs_of(QUIET, 1, max_tokens=1)
+        add(scheduler, quiet)
+        run(scheduler, 3)
+        assert quiet.left_at is not None
+    # What is left of the budget was the long ones'.
+    assert seqs[1].was_admitted
+
+
+def test_long_prompts_of_tenants_go_on_by_their_weights() -> None:
+    heavy = Tenant("heavy", 3.0)
+    scheduler, seqs = long_prompts(LOUD, heavy)
+    run(scheduler, 12)
+    (light_one, *_), (heavy_one, *_) = seqs[:4], seqs[4:]
+    num_sent = [seq.num_stored_tokens - seq.num_unsent_tokens for seq in (light_one, heavy_one)]
+    assert sum(num_sent) == 12 * 16
+    assert 3 * num_sent[0] <= num_sent[1] + 4 * 16
+    assert num_sent[1] <= 3 * num_sent[0] + 4 * 16
+
+
+def test_a_tenants_next_prompt_waits_until_its_first_is_sent() -> None:
+    scheduler, seqs = long_prompts(LOUD, QUIET)
+    run(scheduler, 6)
+    assert [seq.was_admitted for seq in seqs] == [True, False, False, False] * 2
+
+
+def test_a_prompt_is_charged_as_it_is_sent() -> None:
+    scheduler, seqs = long_prompts(LOUD, QUIET)
+    for num_steps in range(1, 6):
+        run(scheduler)
+        counters = [scheduler.queue.tenants.account_of(tenant).counter for tenant in (LOUD, QUIET)]
+        assert sum(counters) == 16 * num_steps
+        assert abs(counters[0] - counters[1]) <= 16
+    # The rest of a prompt that ends is never charged.
+    scheduler.abort(seqs[0], 0.0)
+    assert scheduler.queue.tenants.account_of(LOUD).counter == counters[0]
+
+
+def test_a_less_urgent_prompt_does_not_go_before_a_more_urgent_one_that_has_begun() -> None:
+    scheduler, _ = long_prompts(LOUD, queue_policy=QueuePolicy.PRIORITY)
+    run(scheduler, 2)
+    less, alike = (
+        seqs_of(QUIET, 1, max_tokens=1, priority=priority)[0] for priority in (Priority.LOW, Priority.NORMAL)
+    )
+    add(scheduler, less)
+    run(scheduler, 3)
+    assert not less.was_admitted
+    add(scheduler, alike)
+    run(scheduler, 2)
+    assert alike.was_admitted
