@@ -29,7 +29,8 @@ class PlainQueue:
     def add(self, seq: Sequence) -> None:
         """Add a sequence, whose tenant is lifted to the others if it has none waiting."""
         tenants = self._tenants()
-        standard = [self.counters[tenant] for tenant in tenants or {self.last_waiting} if tenant is not None]
+        of_last = [] if self.last_waiting is None else [self.last_waiting]
+        standard = [self.counters[tenant] for tenant in tenants or of_last]
         self.counters.setdefault(seq.tenant, 0.0)
         if seq.tenant not in tenants and standard:
             self.counters[seq.tenant] = max(self.counters[seq.tenant], min(standard))
@@ -53,7 +54,7 @@ class PlainQueue:
         """The next sequence; there must be one."""
         tenants = self._tenants()
         if len(tenants) == 1:
-            return self._first(*tenants, now)
+            return self._first(next(iter(tenants)), now)
         if self.choice is not None and not self._stays(*self.choice, now, keeps_share):
             self.choice = None
         if self.choice is None or self.may_change:
