@@ -13,6 +13,7 @@ from services.worker.config import WorkerSettings
 from services.worker.device import DeviceError
 from services.worker.group.meeting import NotMetError
 from services.worker.group.member import Member
+from services.worker.parallel.rendezvous import PartnerLostError
 from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.exits import DomainEnd, ExitCode, end_process
 from services.worker.process.loading_progress import make_progress
@@ -92,7 +93,7 @@ def _serve(settings: WorkerSettings, device: DeviceLoop, rpc: RpcThread, is_load
     except NotMetError as error:
         logger.error(str(error))
         return 1
-    except (DeviceError, ModelDirectoryError) as error:
+    except (DeviceError, ModelDirectoryError, PartnerLostError) as error:
         logger.error("cannot load the model", extra={"error": str(error)})
         return 1
     finally:

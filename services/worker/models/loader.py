@@ -143,7 +143,7 @@ def load_model(
             `options.context`, which is found before weights are read; configuration and weights do not match; the
             model cannot be split over the ranks; the ranks have different weights; or a sampling default is outside
             the range for requests.
-        RuntimeError: another rank was lost.
+        PartnerLostError: another rank was lost.
     """
     config = RecordedConfig(read_config(model_dir))
     build = loader_for(config, with_mtp=options.with_mtp)

@@ -16,7 +16,7 @@ from services.worker.layout import RankLayout
 class Communicator(Protocol):
     """Collectives over some ranks, which must all make the same calls, in the same order, with matching shapes.
 
-    Tensors are contiguous. Raises RuntimeError when a partner is lost; the process then ends.
+    Tensors are contiguous. Raises PartnerLostError when a partner is lost; the process then ends.
     """
 
     rank: int

@@ -6,6 +6,8 @@ Process groups are created directly, each with its store: no default group, and 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from typing_extensions import override
 
 from services.worker.layout import RankLayout
 from services.worker.parallel.communicator import SINGLE, Communicator, Parallel, sum_in_order
-from services.worker.parallel.rendezvous import Rendezvous
+from services.worker.parallel.rendezvous import PartnerLostError, Rendezvous
 from shared.network.addresses import split_address
 
 # Over Gloo, sums of at most this many bytes are gathered and added locally: a ring takes more rounds, and a small sum
@@ -36,13 +38,14 @@ class GroupCommunicator(Communicator):
         self.rank = group.rank()
         self.size = group.size()
         self._group = group
+        self._is_gloo = isinstance(group, ProcessGroupGloo)
         self._max_gathered_bytes = max_gathered_bytes
 
     @override
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.nbytes <= self._max_gathered_bytes:
             return sum_in_order(self._gather(x))
-        self._group.allreduce([x]).wait()
+        self._wait(self._group.allreduce([x]))
         return x
 
     @override
@@ -54,13 +57,13 @@ class GroupCommunicator(Communicator):
     @override
     def all_to_all(self, x: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
         received = x.new_empty((sum(receive_counts), *x.shape[1:]))
-        self._group.alltoall_base(received, x, receive_counts, send_counts).wait()
+        self._wait(self._group.alltoall_base(received, x, receive_counts, send_counts))
         return received
 
     @override
     def gather_rows(self, x: Tensor) -> Tensor:
         gathered = x.new_empty((self.size * len(x), *x.shape[1:]))
-        self._group._allgather_base(gathered, x).wait()
+        self._wait(self._group._allgather_base(gathered, x))
         return gathered
 
     @override
@@ -69,13 +72,30 @@ class GroupCommunicator(Communicator):
         if x.nbytes <= self._max_gathered_bytes:
             return sum_in_order(torch.split(self.all_to_all(x, counts, counts), counts))
         summed = x.new_empty((counts[0], *x.shape[1:]))
-        self._group._reduce_scatter_base(summed, x).wait()
+        self._wait(self._group._reduce_scatter_base(summed, x))
         return summed
 
     def _gather(self, x: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._group.allgather([parts], [x]).wait()
+        self._wait(self._group.allgather([parts], [x]))
         return parts
+
+    def _wait(self, collective: Any) -> None:
+        """Wait for a collective, on a GPU only until it is enqueued: the links between processes notice a loss then."""
+        if self._is_gloo:
+            with _partners():
+                collective.wait()
+        else:
+            collective.wait()
+
+
+@contextmanager
+def _partners() -> Iterator[None]:
+    """Where nothing but the loss of a partner fails: Gloo ends the process where ranks do not do the same."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PartnerLostError(f"a partner is lost: {error}") from error
 
 
 def make_parallel(
@@ -90,7 +110,7 @@ def make_parallel(
         device: "cpu" uses Gloo, "cuda" uses NCCL or RCCL.
 
     Raises:
-        RuntimeError: ranks did not arrive in time, or one was lost meanwhile.
+        PartnerLostError: ranks did not arrive in time, or one was lost meanwhile.
     """
     if layout.is_alone:
         return Parallel(layout, SINGLE.tp)
@@ -98,14 +118,15 @@ def make_parallel(
     assert rendezvous is not None, "several ranks need a rendezvous"
     host, port = split_address(rendezvous.store)
     listener = _take_listener(rendezvous) if rank == 0 else None
-    server = TCPStore(
-        host,
-        port,
-        is_master=rank == 0,
-        wait_for_workers=False,
-        timeout=rendezvous.timeout,
-        master_listen_fd=listener,
-    )
+    with _partners():
+        server = TCPStore(
+            host,
+            port,
+            is_master=rank == 0,
+            wait_for_workers=False,
+            timeout=rendezvous.timeout,
+            master_listen_fd=listener,
+        )
     store = PrefixStore(rendezvous.start_id, server)
     make_group = _make_nccl_group if device == "cuda" else _make_gloo_group
     gathered = sys.maxsize if is_exact else 0 if device == "cuda" else _GATHERED_BYTES
@@ -136,7 +157,8 @@ def _make_gloo_group(store: Store, rank: int, size: int, rendezvous: Rendezvous)
     options._timeout = rendezvous.timeout
     # Only one collective runs at a time.
     options._threads = 1
-    return ProcessGroupGloo(store, rank, size, options)
+    with _partners():
+        return ProcessGroupGloo(store, rank, size, options)
 
 
 def _make_nccl_group(store: Store, rank: int, size: int, rendezvous: Rendezvous) -> _Group:

@@ -14,6 +14,10 @@ from shared.network.addresses import join_address, split_address
 COLLECTIVE_TIMEOUT = timedelta(days=1)
 
 
+class PartnerLostError(RuntimeError):
+    """Another rank is gone, or does not answer: this rank's exchange with it cannot be completed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
     """What the ranks of one start of a failure domain know before they connect to each other."""

@@ -193,7 +193,7 @@ def build_model_runner(
         DeviceError: there is no such device, its backend has no kernels for the formats of weights, activations or KV
             cache, or the ranks' choices differ.
         ModelDirectoryError: this worker cannot run what the directory holds.
-        RuntimeError: the failure domain's other processes could not be connected to.
+        PartnerLostError: the failure domain's other processes could not be connected to, or one was lost.
     """
     choice, layout = choose_device(settings.device_request), settings.layout
     device = choice.device

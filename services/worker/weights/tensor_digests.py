@@ -54,7 +54,7 @@ class TensorDigests:
     """The digests of the tensors that all ranks read; this one hashes its share of them.
 
     Ranks share what they read from the same files on the same machine. They must add the same tensors. A collective
-    belongs to the constructor and one to `exchange`; both raise RuntimeError when a partner is lost.
+    belongs to the constructor and one to `exchange`; both raise PartnerLostError when a partner is lost.
     """
 
     def __init__(self, files: Sequence[Path], sizes: Mapping[str, int], headers: str, hashing: Hashing) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.worker.batch.step_input import StepInput
+from services.worker.parallel.rendezvous import PartnerLostError
 from services.worker.runner.rank import Rank
 from services.worker.runner.steps.step_job import StepJob
 from services.worker.runner.stream import EnqueuedWork
@@ -129,6 +130,10 @@ def reported(step: Step) -> Iterator[None]:
     except ServiceError as error:
         logger.warning("step refused", extra={"epoch": step.epoch, "step_id": step.step_id, "error": str(error)})
         raise
+    except PartnerLostError as error:
+        # No bug of this process: where it was computing says nothing.
+        logger.warning("step broken off", extra={"epoch": step.epoch, "step_id": step.step_id, "error": str(error)})
+        raise InternalError("the step was broken off: a partner is lost") from error
     except Exception as error:
         logger.exception("step failed", extra={"epoch": step.epoch, "step_id": step.step_id})
         raise InternalError("the step failed") from error

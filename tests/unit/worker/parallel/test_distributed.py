@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -16,7 +17,7 @@ from services.worker.layout import RankLayout
 from services.worker.parallel import distributed
 from services.worker.parallel.communicator import SINGLE, Communicator, Parallel, sum_in_order
 from services.worker.parallel.distributed import GroupCommunicator, make_parallel
-from services.worker.parallel.rendezvous import Rendezvous, open_rendezvous
+from services.worker.parallel.rendezvous import PartnerLostError, Rendezvous, open_rendezvous
 from tests.support.ranks.thread_ranks import run_ranks
 
 # The shape of a sum that Gloo computes with its ring algorithm.
@@ -184,7 +185,7 @@ def test_ranks_of_another_start_are_not_connected() -> None:
         waiting = pool.submit(meet, layouts[0], first)
         late = pool.submit(meet, layouts[1], replace(first, start_id="second"))
         for future in (waiting, late):
-            with pytest.raises(RuntimeError):
+            with pytest.raises(PartnerLostError):
                 future.result()
 
 
@@ -198,8 +199,19 @@ def test_a_lost_partner_ends_a_collective() -> None:
             # Its connections are closed with the last reference.
             return "left"
         del parallel
-        with pytest.raises(RuntimeError):
+        with pytest.raises(PartnerLostError):
             communicator.all_reduce(x.clone())
+        # Nor does any later collective hang, or fail as a bug would.
+        collectives: list[Callable[[], Tensor]] = [
+            lambda: communicator.gather_rows(x),
+            lambda: communicator.all_gather(x, (4, 4, 4)),
+            lambda: communicator.all_to_all(x.repeat(3, 1), [1, 1, 1], [1, 1, 1]),
+            lambda: communicator.reduce_scatter_rows(x.repeat(3, 1)),
+            lambda: communicator.all_reduce(torch.ones(LARGE)),
+        ]
+        for collective in collectives:
+            with pytest.raises(PartnerLostError):
+                collective()
         return "noticed"
 
     assert run_ranks(tp_layouts(3), leave_or_wait) == ["noticed", "left", "noticed"]
