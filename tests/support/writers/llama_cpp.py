@@ -34,7 +34,8 @@ def call_library(command: str, *arguments: str, text: str = "") -> Any:
     """Call llama.cpp's own library in a process; see `tests/writers/libllama/library.py`."""
     [libraries] = environment_of(_LIBRARY).glob("node_modules/@node-llama-cpp/*/bins/*")
     program = [sys.executable, str(TESTS / _LIBRARY / "library.py"), str(libraries), command, *arguments]
-    done = subprocess.run(program, input=text, capture_output=True, text=True, check=False)
+    # It cuts the texts of tokens that it logs between bytes.
+    done = subprocess.run(program, input=text, capture_output=True, text=True, errors="replace", check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 

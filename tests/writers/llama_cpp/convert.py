@@ -1,12 +1,13 @@
 """Runs llama.cpp's converter, unchanged, on many checkpoints: `convert.py CONVERTER_DIR < jobs`, a JSON list.
 
 A job is `[gguf_path, model_dir, flags]`. A line is written for each: `[gguf_path, null or what the converter said]`. It
-knows tokenizers of published models by their digests: that of small models is written as Qwen2's.
+knows tokenizers of published models by their digests: that of small models is written as Qwen2's, unless it is
+SentencePiece's.
 """
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 converter_dir = sys.argv[1]
@@ -24,8 +25,16 @@ def subclasses(kind: Any) -> Iterator[Any]:
         yield from subclasses(each)
 
 
+def byte_level_unless_sentencepiece(own: Callable[[Any], None]) -> Callable[[Any], None]:
+    def set_vocab(model: Any) -> None:
+        is_sentencepiece = (model.dir_model / "tokenizer.model").is_file()
+        (own if is_sentencepiece else base.TextModel._set_vocab_gpt2)(model)
+
+    return set_vocab
+
+
 for kind in subclasses(base.TextModel):
-    kind.set_vocab = base.TextModel._set_vocab_gpt2
+    kind.set_vocab = byte_level_unless_sentencepiece(kind.set_vocab)
 base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "qwen2"
 
 for gguf_path, model_dir, flags in json.load(sys.stdin):

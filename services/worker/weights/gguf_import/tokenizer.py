@@ -96,9 +96,7 @@ def _tokenizer(metadata: Metadata, tokens: list[str]) -> dict[str, Any]:
     if kind == _BYTE_LEVEL:
         parts, adds_bos = _byte_level(metadata, tokens)
     elif kind == _SENTENCEPIECE:
-        if _is_gemma(metadata):
-            # Runs of spaces are stored as such.
-            tokens = [_SPACE * len(token) if set(token) == {" "} else token for token in tokens]
+        tokens = _spell_runs(metadata, tokens)
         parts, adds_bos = _sentencepiece(metadata, tokens), True
     else:
         raise UnsupportedGgufError(
@@ -163,16 +161,34 @@ def _is_gemma(metadata: Metadata) -> bool:
     return metadata.architecture.startswith("gemma")
 
 
+def _spell_runs(metadata: Metadata, tokens: list[str]) -> list[str]:
+    """The tokens, with runs of spaces spelled as pieces, which are found by merges.
+
+    llama.cpp's converter stores a publisher's own runs as spaces. They stay so, and are found in a text before it is
+    split, where llama.cpp writes a space before what follows such a token, and where no shorter runs make some of them.
+    """
+    lengths = {len(token) for token in tokens if set(token) == {" "}} | {1}
+    has_prefix = metadata.token_flag("add_space_prefix", default=True) and not _is_gemma(metadata)
+    if has_prefix or max(lengths) > _MAX_PIECE_LENGTH:
+        return tokens
+    made = {first + second for first in lengths for second in lengths}
+    if not lengths <= made | {1}:
+        return tokens
+    return [_SPACE * len(token) if set(token) == {" "} else token for token in tokens]
+
+
 def _runs_first(metadata: Metadata, tokens: Sequence[str], scores: Sequence[float]) -> list[float]:
     """The scores, by which runs of spaces that the publisher defined are merged before all else, the longest first.
 
     A run in a text then grows from its beginning, as in Gemma's own tokenizer.json: 32 spaces are the longest run, of
-    31, and one more. As such they are found nowhere: a text has spaces, and a piece what they are replaced by.
+    31, and one more. As such they are found nowhere: a text has spaces, and a piece what they are replaced by. Those
+    that SentencePiece's model alone defines are of no kind of their own in the file, but have its score of 0.
     """
-    types, best = metadata.token_numbers("token_type"), max(scores)
+    types, best = metadata.token_numbers("token_type") or [0] * len(tokens), max(scores)
+    stored = metadata.token_numbers("scores")
     return [
-        best + len(token) if kind == _USER_DEFINED and set(token) == {_SPACE} else score
-        for token, kind, score in zip(tokens, types or [0] * len(tokens), scores, strict=True)
+        best + len(token) if set(token) == {_SPACE} and (kind == _USER_DEFINED or own == 0) else score
+        for token, kind, own, score in zip(tokens, types, stored, scores, strict=True)
     ]
 
 

@@ -123,6 +123,30 @@ def test_a_longer_run_of_spaces_begins_with_the_longest_that_is_a_piece(architec
         assert tokenizer.decode(expected) == " " * length
 
 
+@pytest.mark.parametrize("architecture", ["gemma3", "llama"])
+@pytest.mark.parametrize("lengths", [(3, 7), (2, 4, 8), (2, 3, 5)])
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_runs_of_spaces_are_found_from_the_longest_to_the_shortest(
+    architecture: str, lengths: tuple[int, ...], is_listed: bool
+) -> None:
+    values = sentencepiece_values(add_space_prefix=False, add_bos_token=False)
+    first, one = len(values["tokens"]), values["tokens"].index(SPACE)
+    # SentencePiece's model alone says nothing of their kind, but gives them a score of 0; merges have less.
+    values["tokens"] += [(" " if is_listed else SPACE) * length for length in lengths]
+    values["token_type"] += [int(TokenType.USER_DEFINED if is_listed else TokenType.NORMAL)] * len(lengths)
+    values["scores"] = [score - 1 for score in values["scores"]] + [-1000.0 if is_listed else 0.0] * len(lengths)
+    tokenizer = written(metadata("llama", architecture, **values))
+    known = lengths if is_listed or 2 in lengths else ()
+    for length in range(1, 40):
+        expected, rest = [], length
+        for each in sorted(known, reverse=True):
+            expected += [first + lengths.index(each)] * (rest // each)
+            rest %= each
+        text = " " * length
+        assert tokenizer.encode(text).ids == [*expected, *[one] * rest]
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
 def byte_level_values(**more: Any) -> dict[str, Any]:
     model = json.loads(tiny_tokenizer().to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
