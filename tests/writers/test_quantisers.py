@@ -120,7 +120,17 @@ AMD_QUARK = Writer(
         "int3, groups": "is invalid for input of size",
     },
 )
-WRITERS = [COMPRESSED_TENSORS, AMD_QUARK]
+TRANSFORMERS_FP8 = Writer(
+    "transformers_fp8",
+    {
+        "blocks of 128 by 128": {},
+        "blocks of 64 by 128": {"weight_block_size": [64, 128]},
+        "blocks of 128, powers of two": {"scale_fmt": "ue8m0"},
+        "groups of 32": {"weight_block_size": [1, 32]},
+        "tensor": {"weight_block_size": None},
+    },
+)
+WRITERS = [COMPRESSED_TENSORS, AMD_QUARK, TRANSFORMERS_FP8]
 CASES = [(writer, case) for writer in WRITERS for case in writer.cases]
 
 
