@@ -186,6 +186,32 @@ SLOW_KILLS = frozenset(
     }
 )
 
+# Faults that end no process and no link.
+CALM = frozenset(
+    {
+        Fault.WORKER_SLOW,
+        Fault.LONG_STEP,
+        Fault.NOT_FINITE,
+        Fault.DIRECT_CALL,
+        Fault.SLOW_READER,
+        Fault.CANCEL,
+        Fault.DEADLINE,
+        Fault.TEXT_STOP,
+        Fault.SAME_ID,
+        Fault.EXACT,
+        Fault.GRAMMAR,
+        Fault.GRAMMAR_FAILURE,
+        Fault.ABORT_CALL,
+        Fault.CACHE_FLUSH,
+        Fault.QUEUE_FULL,
+        Fault.LONG_ANSWER,
+        Fault.UNEQUAL_POOLS,
+        Fault.PLANNED_STOP,
+        # Its scheduler's successor takes its place.
+        Fault.STOPPED_DEATH,
+    }
+)
+
 
 @dataclass(slots=True)
 class FaultMix:
@@ -215,6 +241,11 @@ class FaultMix:
         if spares_suspects:
             rates = {fault: rate for fault, rate in rates.items() if fault not in SLOW_KILLS}
         return cls(rates, spares_suspects)
+
+    @property
+    def is_about_stops(self) -> bool:
+        """Whether schedulers die in planned stops and nothing else ends a process, so that no answer may be cut."""
+        return {Fault.PLANNED_STOP, Fault.STOPPED_DEATH} <= self.rates.keys() <= CALM
 
     def strikes(self, fault: Fault, rng: Random) -> bool:
         """Draw whether a fault strikes at this opportunity, and count it."""

@@ -75,6 +75,9 @@ _SAME_STOPS_S = (0.05, 0.5, 1.8)
 _SHARE_OF_SLOW_STEPS = 0.9
 # A scheduler dies up to this long after all processes were asked to end.
 _DEATH_S = 1.0
+# In a run about that, so many answers are under way then, and it is as likely as this.
+_MIN_STOPPED = 3
+_STOP_RATES = {Fault.PLANNED_STOP: 0.3, Fault.STOPPED_DEATH: 0.9}
 # From the end of the drain times until all processes must have ended.
 _STOP_MARGIN_S = 15.0
 _SCHEDULER_STOPS_S = (1.0, 5.0, 15.0, 60.0)
@@ -157,6 +160,9 @@ class Simulation:
         self._rng = Random(seed)
         self._mix = FaultMix.draw(self._rng, kinds)
         self._mix.may_kill = self._may_kill
+        self._is_about_stops = self._mix.is_about_stops
+        if self._is_about_stops:
+            self._mix.rates |= _STOP_RATES
         self._last_kill_at = -math.inf
         self._kinds = frozenset(self._mix.rates)
         self._settings = CellSettings.draw(self._rng, self._mix)
@@ -286,7 +292,7 @@ class Simulation:
             self._replicas[number].die()
             self._dead_replicas.append(self._replicas[number])
             self._replicas[number] = self._make_replica()
-        if not self._is_stop_planned and self._scheduler is not None and self._strikes(Fault.PLANNED_STOP):
+        if self._scheduler is not None and self._may_stop() and self._strikes(Fault.PLANNED_STOP):
             self._stop_cell(self._scheduler)
         if self._strikes(Fault.RANK_DRAIN):
             self._drain_rank()
@@ -300,6 +306,13 @@ class Simulation:
             self._discovery.disturb()
         if self._strikes(Fault.CACHE_FLUSH) and self._scheduler is not None:
             self._scheduler.flush_prefix_cache()
+
+    def _may_stop(self) -> bool:
+        """Whether the cell may be asked to end now; in a run about that, with answers that outlast its scheduler."""
+        if self._is_stop_planned or not self._is_about_stops:
+            return not self._is_stop_planned
+        is_served = all(replica.is_served for replica in self._replicas)
+        return is_served and sum(replica.num_requests for replica in self._replicas) >= _MIN_STOPPED
 
     def _stop_cell(self, scheduler: SchedulerProcess) -> None:
         """Ask a replica, or all, the scheduler and the workers to end together; all are started anew."""

@@ -30,6 +30,8 @@ _LONG_PROMPT_TOKENS = (496, 511)
 _LONG_CONTEXT_LENGTH = 832
 _MAX_LONG_ANSWERS = 2
 _DRAINS_S = (0.0, 0.5, 5.0)
+# In a run about schedulers that die in planned stops: answers need the next one for longer than it takes to leave them.
+_LONG_DRAIN_S = 20.0
 _WORKERS_LOST_S = (1.0, 5.0, 20.0)
 # Follow-ups and shared ids refer to one of this many recent requests.
 _NUM_RECENT = 8
@@ -215,7 +217,7 @@ class CellSettings:
             retraction_policy=rng.choice(list(RetractionPolicy)),
             share_in_step=rng.random() < 0.5,
             max_prefill_wait_steps=2 * (max_num_seqs % 2),
-            drain_s=rng.choice(_DRAINS_S) if mix.rates.keys() & DRAINS else _DRAINS_S[-1],
+            drain_s=_draw_drain_s(rng, mix),
             workers_lost_s=rng.choice(_WORKERS_LOST_S) if Fault.WORKERS_GONE in mix.rates else None,
         )
         # The smallest pool holds just the longest request.
@@ -325,6 +327,12 @@ class RequestPlan:
         """The bytes charged for the log-probabilities of its prompt."""
         num_top = self.options.num_prompt_logprobs
         return 0 if num_top is None else 12 * len(self.prompt) * (num_top + 1)
+
+
+def _draw_drain_s(rng: Random, mix: FaultMix) -> float:
+    if mix.rates.keys() & DRAINS:
+        return rng.choice(_DRAINS_S)
+    return _LONG_DRAIN_S if mix.is_about_stops else _DRAINS_S[-1]
 
 
 def _draw_proposals(rng: Random, topology: CellTopology) -> tuple[Proposal, ...]:

@@ -192,6 +192,11 @@ class Replica:
         return bool(self._records)
 
     @property
+    def num_requests(self) -> int:
+        """The choices for which clients wait."""
+        return len(self._records)
+
+    @property
     def is_served(self) -> bool:
         """Whether the scheduler has workers for it."""
         return self._stream is not None and self._knows_cell

@@ -53,6 +53,10 @@ _STUCK_AFTER_S = 10.0
 OfferAnswer = Callable[[Accepted | Refused], None]
 
 
+def _ignore() -> None:
+    pass
+
+
 def duration_of_step_s(num_prompt_tokens: int) -> float:
     """How long the device takes for a step with this many prompt tokens."""
     return _STEP_S + _TOKEN_S * num_prompt_tokens
@@ -114,6 +118,7 @@ class SimulatedWorker:
         self._num_blocks = 0
         self._weights_digest = ""
         self._is_asked = False
+        self._on_stay_over: Callable[[], None] = _ignore
         self._hears_staying = False
         # The abstract methods for sockets and processes are not implemented.
         self._loop = VirtualLoop(  # type: ignore[abstract]
@@ -234,7 +239,7 @@ class SimulatedWorker:
             return
         self._end_domain()
 
-    def leave(self, on_stay_over: Callable[[], None] = lambda: None) -> None:
+    def leave(self, on_stay_over: Callable[[], None] = _ignore) -> None:
         """Ask the process to end (SIGTERM), or tell it that another process of the domain was asked.
 
         `on_stay_over` is called when it stays no longer.
@@ -246,6 +251,7 @@ class SimulatedWorker:
         if not self._is_up:
             return
         self._is_up = self._is_asked = False
+        self._on_stay_over = _ignore
         self._pause.end()
         self._launched.clear()
         self._model = self._offer = None
@@ -270,6 +276,11 @@ class SimulatedWorker:
         self.group.close()
 
     @property
+    def is_held(self) -> bool:
+        """Whether a scheduler has a stream to the group."""
+        return self._stream is not None
+
+    @property
     def is_stopped(self) -> bool:
         """Whether the process is stopped (SIGSTOP)."""
         return self._pause.is_on
@@ -292,18 +303,19 @@ class SimulatedWorker:
         if not self._is_up or self._is_asked:
             return
         self._is_asked = True
+        self._on_stay_over = on_stay_over
         self.group.leave()
         self._on_leaving()
         departure = self._departure
-        self._loop.create_task(self._say_leaving(departure, on_stay_over))
+        self._loop.create_task(self._say_leaving(departure))
         self._depart(Departure.ask)
 
-    async def _say_leaving(self, departure: Departure, on_stay_over: Callable[[], None]) -> None:
+    async def _say_leaving(self, departure: Departure) -> None:
         """Say at once that the group leaves. Having stayed for another scheduler, it says so in heartbeats only."""
 
         def say() -> None:
             if departure is self._departure and departure.leaving.is_set():
-                on_stay_over()
+                self._on_stay_over()
                 self._beat_leaving()
 
         await departure.leaving.wait()
@@ -327,6 +339,8 @@ class SimulatedWorker:
 
     def _end_as_asked(self, departure: Departure) -> None:
         if departure is self._departure:
+            # It may end without having said that it leaves.
+            self._on_stay_over()
             self._end_domain()
 
     def _disturb(self, stream: StepStream) -> None:

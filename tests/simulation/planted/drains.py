@@ -7,6 +7,7 @@ from services.scheduler.cell.domains.domain import Domain
 from services.scheduler.cell.domains.drains import Drains
 from services.scheduler.core.batch.sequence import Sequence
 from services.scheduler.server.replica_drains import ReplicaDrains
+from services.worker.server.departure import Departure
 from tests.simulation.faults import Fault
 from tests.simulation.planted.planting import Patch, PlantedBug, planter
 
@@ -105,6 +106,26 @@ def _schedulers_do_not_stay(patch: Patch) -> None:
 def _workers_do_not_hear_that_their_scheduler_stays(patch: Patch) -> None:
     """Workers leave although a replica that drains needs them."""
     patch.setattr(ReplicaDrains, "is_staying", False)
+
+
+@_planted(Fault.PLANNED_STOP, Fault.STOPPED_DEATH)
+def _workers_that_lose_their_scheduler_leave(patch: Patch) -> None:
+    """A worker that was asked to end, and whose scheduler dies, ends at once: no model is loaded in a drain time."""
+    lose_stream = Departure.lose_stream
+
+    def leave(self: Departure) -> None:
+        lose_stream(self)
+        if self._end_at is not None:
+            self._leave("its scheduler is lost")
+
+    patch.setattr(Departure, "lose_stream", leave)
+
+
+@_planted(Fault.PLANNED_STOP, Fault.STOPPED_DEATH)
+def _schedulers_that_were_not_asked_do_not_stay(patch: Patch) -> None:
+    """A scheduler that takes the place of one that died in a stop does not say that it stays while replicas drain."""
+    is_staying = ReplicaDrains.__dict__["is_staying"].__get__
+    patch.setattr(ReplicaDrains, "is_staying", property(lambda self: self._is_asked and is_staying(self)))
 
 
 @_planted(Fault.PLANNED_STOP, seed=7)

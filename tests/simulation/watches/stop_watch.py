@@ -4,37 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.simulation.faults import Fault, FaultMix
+from tests.simulation.faults import CALM, FaultMix
 from tests.simulation.network.clock import Clock
 from tests.simulation.parts.domain import SimulatedDomain
 from tests.simulation.parts.replica import Replica
 from tests.simulation.parts.scheduler import SchedulerProcess
-
-# Faults that end no process and no link.
-_CALM = frozenset(
-    {
-        Fault.WORKER_SLOW,
-        Fault.LONG_STEP,
-        Fault.NOT_FINITE,
-        Fault.DIRECT_CALL,
-        Fault.SLOW_READER,
-        Fault.CANCEL,
-        Fault.DEADLINE,
-        Fault.TEXT_STOP,
-        Fault.SAME_ID,
-        Fault.EXACT,
-        Fault.GRAMMAR,
-        Fault.GRAMMAR_FAILURE,
-        Fault.ABORT_CALL,
-        Fault.CACHE_FLUSH,
-        Fault.QUEUE_FULL,
-        Fault.LONG_ANSWER,
-        Fault.UNEQUAL_POOLS,
-        Fault.PLANNED_STOP,
-        # Its scheduler's successor takes its place.
-        Fault.STOPPED_DEATH,
-    }
-)
 
 
 class StopWatch:
@@ -60,7 +34,9 @@ class StopWatch:
         self._scheduler = scheduler
         self._over_at = clock.now + drain_s
         self._num_deaths = {domain: domain.num_deaths for domain in domains}
-        self._was_served = all(one.is_served for one in replicas) and scheduler.engine.is_ready
+        # A group that no scheduler has claimed yet has nothing to stay for.
+        is_held = all(worker.is_held for domain in domains for worker in domain.workers.values())
+        self._was_served = all(one.is_served for one in replicas) and scheduler.engine.is_ready and is_held
 
     def check_stay_over(self) -> None:
         """Check that no draining replica needs a process any more that is about to go, or has lost its stream."""
@@ -80,4 +56,4 @@ class StopWatch:
 
     @property
     def _is_calm(self) -> bool:
-        return all(fault in _CALM for fault, count in self._mix.counts.items() if count)
+        return all(fault in CALM for fault, count in self._mix.counts.items() if count)
