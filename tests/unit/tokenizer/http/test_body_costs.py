@@ -45,7 +45,7 @@ def test_reading_takes_at_most_the_parse_again_and_linear_time(size: int | str, 
     command = [sys.executable, "-m", "tests.support.tokenizer.body_costs", str(size), str(every)]
     paths = {"PYTHONPATH": ":".join(sys.path)}
     costs = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, env=paths).stdout)
-    assert len(costs) >= 2
+    assert len(costs) >= (2 if size == "full" else 6)
     assert not [each for each in costs if each["read"] > 2 * each["parsed"] + SLACK_BYTES]
     assert not [each for each in costs if each["whole_s"] > 3 * each["half_s"] + SLACK_S]
 
