@@ -80,13 +80,15 @@ async def test_a_session_is_the_same_when_worker_and_scheduler_are_killed(cell: 
         async with session.get("/v1/models") as response:
             [model] = (await response.json())["data"]
 
+        killed = list[int]()
+
         async def ask(number: int, doomed: str | None = None) -> bytes:
             body = {**recorded["bodies"][number], "model": model["id"], "seed": number}
             async with session.post(recorded["path"], json=body) as response:
                 data = await response.content.readany()
                 assert response.status == 200, data
                 if doomed is not None:
-                    cell.kill(doomed)
+                    killed.append(cell.kill(doomed))
                 return canonical(data + await response.read())
 
         turns = range(len(recorded["bodies"]))
@@ -96,4 +98,5 @@ async def test_a_session_is_the_same_when_worker_and_scheduler_are_killed(cell: 
             assert await ask(number, doomed) == quiet[number]
             # Once more if the answer had ended before the kill.
             while doomed is not None and cell.log().count(RESUMED) == num_resumed:
+                await cell.wait_until_serving(doomed, instead_of=killed[-1])
                 assert await ask(number, doomed) == quiet[number]
