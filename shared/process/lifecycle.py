@@ -51,7 +51,8 @@ class StopRequest(asyncio.Event):
 def run_service(main: Callable[[StopRequest], Awaitable[int]]) -> int:
     """Run `main` on uvloop until it returns the exit code.
 
-    SIGTERM, SIGINT or SIGHUP sets the request that `main` receives; it then stops serving.
+    SIGTERM, SIGINT or SIGHUP sets the request that `main` receives; it then stops serving. Once `main` has returned,
+    the process ignores them, so that one that comes while the interpreter ends does not replace the exit code.
     """
     return uvloop.run(_with_signals(main))
 
@@ -109,4 +110,7 @@ async def _with_signals(main: Callable[[StopRequest], Awaitable[int]]) -> int:
         loop.add_signal_handler(number, stop.on_signal)
     exit_code = await main(stop)
     await wait_for_handlers()
+    for number in stop_signals():
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)
     return exit_code

@@ -3,15 +3,47 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from shared.network.rpc import make_channel, make_server
-from shared.process.lifecycle import StopRequest, run_service
+from shared.process.lifecycle import StopRequest, run_service, stop_signals
+from tests.support.system.patience import PATIENCE_S
+from tests.support.system.processes import ROOT, module_environment
 
 POLL_S = 0.05
+# The interpreter takes its own handlers away when it ends, before it clears the modules.
+ENDED = """
+import os
+import sys
+
+from shared.process.lifecycle import run_service
+
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=int(sys.argv[1])):
+        kill(pid, number)
+
+async def serve(stop):
+    return 7
+
+late = Late()
+sys.exit(run_service(serve))
+"""
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """Signals have their handlers again after a service has run here."""
+    handlers = [(number, signal.getsignal(number)) for number in stop_signals()]
+    yield
+    for number, handler in handlers:
+        signal.signal(number, handler)
 
 
 class SlowEnd(worker_pb2_grpc.WorkerServiceServicer):
@@ -59,6 +91,16 @@ def test_signals_of_the_system_reach_the_service() -> None:
         return 7
 
     assert run_service(serve) == 7
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_while_the_interpreter_ends_does_not_replace_the_exit_code(number: signal.Signals) -> None:
+    command = [sys.executable, "-c", ENDED, str(number.value)]
+    run = subprocess.run(
+        command, cwd=ROOT, env=module_environment(), stderr=subprocess.PIPE, timeout=PATIENCE_S, check=False
+    )
+    assert (run.returncode, run.stderr) == (7, b"")
 
 
 def test_a_process_ends_after_the_handlers_of_calls_that_its_stop_has_cut_short(tmp_path: Path) -> None:
