@@ -34,6 +34,8 @@ from tests.support.models.small_configs import SMALL_CONFIGS
 from tests.support.models.small_models import build_model, write_small_model
 
 FAMILY = "Qwen3MoeForCausalLM"
+# What the launcher says of a tokenizer that it has not asked to end.
+DEATH_SEEN = "exited; restarting role=tokenizer"
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ async def test_answers_end_whole_whatever_is_asked_to_end_and_whatever_dies(
                 cell.kill(victim)
                 if order.is_cut:
                     # One whose death is only seen at the stop has not ended as it was asked to.
-                    await asyncio.to_thread(cell.wait_for_log, "exited; restarting role=tokenizer")
+                    await asyncio.to_thread(cell.wait_for_log, DEATH_SEEN)
                 ask_all(order.asked(cell.launcher.pid))
             else:
                 ask_all(order.asked(cell.launcher.pid))
@@ -128,6 +130,8 @@ async def test_answers_end_whole_whatever_is_asked_to_end_and_whatever_dies(
                 cell.send_signal(layout.leader, signal.SIGCONT)
             ends = await asyncio.gather(*answers, return_exceptions=True)
         if order.asked is only_services:
+            if order.is_cut:
+                await asyncio.to_thread(cell.wait_for_log, DEATH_SEEN)
             exit_code = await asyncio.to_thread(cell.stop)
         else:
             exit_code = await asyncio.to_thread(cell.wait)
