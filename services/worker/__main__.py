@@ -23,7 +23,7 @@ from services.worker.process.signals import call_at_stop_signals
 from services.worker.server.leader import Leader
 from shared.config import load_settings, log_settings
 from shared.model_dir import ModelDirectoryError
-from shared.process.lifecycle import freeze_garbage
+from shared.process.lifecycle import freeze_garbage, ignore_stop_signals
 from shared.process.logging import configure_logging
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def main() -> int:
         return _serve(settings, device, rpc, is_loaded)
     finally:
         rpc.stop()
+        ignore_stop_signals()
 
 
 def _stop(device: DeviceLoop, rpc: RpcThread, is_loaded: threading.Event) -> None:

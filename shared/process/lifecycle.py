@@ -63,6 +63,15 @@ def stop_signals() -> list[signal.Signals]:
     return signals if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*signals, signal.SIGHUP]
 
 
+def ignore_stop_signals() -> None:
+    """Ignore stop signals until the process has ended.
+
+    The interpreter takes its handlers away when it ends: a signal that came then would replace the exit code.
+    """
+    for number in stop_signals():
+        signal.signal(number, signal.SIG_IGN)
+
+
 async def wait_for_handlers() -> None:
     """Wait, once the servers have stopped, until the handlers of their calls have ended; at most a second.
 
@@ -112,5 +121,5 @@ async def _with_signals(main: Callable[[StopRequest], Awaitable[int]]) -> int:
     await wait_for_handlers()
     for number in stop_signals():
         loop.remove_signal_handler(number)
-        signal.signal(number, signal.SIG_IGN)
+    ignore_stop_signals()
     return exit_code

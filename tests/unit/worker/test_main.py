@@ -3,6 +3,7 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,22 @@ from tests.support.worker.worker_steps import (
 )
 
 pytestmark = pytest.mark.process
+
+# The interpreter takes its own handlers away when it ends, before it clears the modules.
+ENDED = """
+import os
+import signal
+import sys
+
+from services.worker.__main__ import main
+
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
+        kill(pid, number)
+
+late = Late()
+sys.exit(main())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +145,12 @@ def test_a_taken_address_is_refused_and_its_owner_is_left_alone(model_dir: Path,
         assert second.returncode == 1
         assert "already in use" in log
         assert health_pb2.HealthCheckResponse.SERVING in wait_for_server(channel)
+
+
+def test_a_signal_while_the_interpreter_ends_does_not_replace_the_exit_code(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDED, f"--model-dir={tmp_path}", f"--listen=unix:{tmp_path}/socket"]
+    run = subprocess.run(
+        command, cwd=ROOT, env=module_environment(), stderr=subprocess.PIPE, timeout=PATIENCE_S, check=False
+    )
+    assert b"cannot load the model" in run.stderr
+    assert run.returncode == 1
