@@ -100,7 +100,7 @@ class PlainQueue:
         return Priority.HIGH if _has_aged(seq, now) else seq.priority
 
     def _tenants(self) -> set[Tenant]:
-        """Those that wait."""
+        """The tenants that wait."""
         return {seq.tenant for seq in self.arrivals}
 
 

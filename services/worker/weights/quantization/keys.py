@@ -87,6 +87,6 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
 
 
 def unknown_keys(method: str, unread: list[str]) -> list[str]:
-    """Those of the `unread` paths of which nothing is known, sorted."""
+    """The `unread` paths of which nothing is known, sorted."""
     known = WITHOUT_EFFECT[method].keys()
     return sorted(path for path in unread if not (path == _REPLACED or known & path.split(".")))

@@ -65,7 +65,7 @@ def load(weights: ModelWeights, **family: Any) -> DecoderModel:
 
 
 def logits(*, tokens: Sequence[int] = TOKENS, **family: Any) -> Tensor:
-    """Those of the last token."""
+    """The logits of the last token."""
     paged = PagedModel(load(DummyWeights(1, torch.float32), **family), OPS)
     return paged.prefill([paged.add(tokens)])
 
