@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from services.tokenizer.http.messages.request import CountTokensFields, MessagesFields
+from services.tokenizer.http.anthropic.request import CountTokensFields, MessagesFields
 from services.tokenizer.http.requests.chat_request import ChatFields
 from services.tokenizer.http.requests.completion_request import CompletionFields
 from services.tokenizer.http.requests.field_rules import DONE_ANYWAY, REFUSED, WITHOUT_EFFECT

@@ -16,7 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from lockstep.v1 import scheduler_pb2
 from services.tokenizer.exchange.cell_state import CellState
-from services.tokenizer.http.anthropic_errors import is_anthropics
+from services.tokenizer.http.anthropic.errors import is_anthropics
 from services.tokenizer.http.backend import Backend
 from services.tokenizer.http.calls import JSON, AnswerForm, ApiCall
 from services.tokenizer.http.connections.access import Access

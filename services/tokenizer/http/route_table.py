@@ -15,11 +15,11 @@ from aiohttp import web
 from services.tokenizer.http.answers.choice_forms import ChatChoiceForm, CompletionChoiceForm
 from services.tokenizer.http.answers.pieces import Pieces
 from services.tokenizer.http.answers.whole_answers import MergedAnswer, chat_answer, completion_answer
+from services.tokenizer.http.anthropic.events import ID_PREFIX, PING, MessageAnswer, MessageEvents
+from services.tokenizer.http.anthropic.request import read_count_request, read_messages_request
 from services.tokenizer.http.calls import AnswerForm
 from services.tokenizer.http.connections.clients import Audience
 from services.tokenizer.http.handlers import Handlers
-from services.tokenizer.http.messages.events import ID_PREFIX, PING, MessageAnswer, MessageEvents
-from services.tokenizer.http.messages.request import read_count_request, read_messages_request
 from services.tokenizer.http.page.files import PAGE_FILES
 from services.tokenizer.http.requests.chat_request import read_chat_request
 from services.tokenizer.http.requests.completion_request import read_completion_request

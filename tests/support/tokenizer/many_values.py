@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from services.tokenizer.http.messages.request import CountTokensFields, MessagesFields
+from services.tokenizer.http.anthropic.request import CountTokensFields, MessagesFields
 from services.tokenizer.http.requests.chat_request import ChatFields
 from services.tokenizer.http.requests.completion_request import CompletionFields
 from services.tokenizer.http.requests.token_requests import DetokenizeFields, TokenizeFields

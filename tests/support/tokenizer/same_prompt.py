@@ -13,7 +13,7 @@ from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.chat.chat_encoding import render_chat
 from services.tokenizer.chat.chat_request import check_chat
 from services.tokenizer.chat.chat_template import ChatTemplate
-from services.tokenizer.http.messages.request import read_messages_request
+from services.tokenizer.http.anthropic.request import read_messages_request
 from services.tokenizer.http.requests.chat_request import read_chat_request
 from services.tokenizer.http.responses.request import read_response_request
 from services.tokenizer.text.control_tokens import ControlTokens

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from services.tokenizer.http.anthropic_errors import error_value, is_anthropics
+from services.tokenizer.http.anthropic.errors import error_value, is_anthropics
 from services.tokenizer.http.connections.access import Access
 from services.tokenizer.http.connections.clients import CLIENT
 from services.tokenizer.http.connections.connection import SERVER, error_response

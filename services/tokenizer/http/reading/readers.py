@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from services.tokenizer.http.messages.request import (
+from services.tokenizer.http.anthropic.request import (
     CountTokensFields,
     MessagesFields,
     read_count_request,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.tokenizer.http.messages.request import read_count_request, read_messages_request
+from services.tokenizer.http.anthropic.request import read_count_request, read_messages_request
 from services.tokenizer.http.refusals import HttpError
 from services.tokenizer.http.requests.chat_request import read_chat_request
 from services.tokenizer.http.requests.completion_request import read_completion_request

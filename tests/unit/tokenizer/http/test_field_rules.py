@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.http.messages.request import CountTokensFields, MessagesFields, read_messages_request
+from services.tokenizer.http.anthropic.request import CountTokensFields, MessagesFields, read_messages_request
 from services.tokenizer.http.refusals import HttpError
 from services.tokenizer.http.requests.api_request import ApiRequest
 from services.tokenizer.http.requests.chat_request import ChatFields, read_chat_request

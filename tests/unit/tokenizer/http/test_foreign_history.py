@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.http.messages.request import read_messages_request
+from services.tokenizer.http.anthropic.request import read_messages_request
 from services.tokenizer.http.refusals import HttpError
 from services.tokenizer.http.requests.chat_request import read_chat_request
 from services.tokenizer.http.responses.request import read_response_request

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from services.tokenizer.http.anthropic.request import MessagesFields
 from services.tokenizer.http.errors import http_error
-from services.tokenizer.http.messages.request import MessagesFields
 from services.tokenizer.http.refusals import HttpError
 from services.tokenizer.http.requests.chat_request import ChatFields, read_chat_request
 from services.tokenizer.http.requests.completion_request import CompletionFields, read_completion_request

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from lockstep.v1 import common_pb2
 from services.tokenizer.http.answers import event_stream
-from services.tokenizer.http.messages.events import PING
+from services.tokenizer.http.anthropic.events import PING
 from shared.errors import NumericError, QueueFullError
 from tests.support.clients.key_files import key_line, write_keys
 from tests.support.models.tiny_tokenizer import CONTEXT_LENGTH, IM_END_ID

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.http.errors import http_error
-from services.tokenizer.http.messages.request import (
+from services.tokenizer.http.anthropic.request import (
     CountTokensFields,
     MessagesFields,
     read_count_request,
     read_messages_request,
 )
+from services.tokenizer.http.errors import http_error
 from services.tokenizer.http.refusals import HttpError
 from services.tokenizer.http.requests.api_request import ApiRequest
 from services.tokenizer.http.requests.thinking_signatures import make_signature

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.http.messages.chat import MessagesParts, MessagesTurn, ReadTurns
-from services.tokenizer.http.messages.tools import MessagesTool, MessagesToolChoice, OfferedTools
+from services.tokenizer.http.anthropic.chat import MessagesParts, MessagesTurn, ReadTurns
+from services.tokenizer.http.anthropic.tools import MessagesTool, MessagesToolChoice, OfferedTools
 from services.tokenizer.http.refusals import invalid_field
 from services.tokenizer.http.requests.answer_forms import AnswerForm, OutputFormat
 from services.tokenizer.http.requests.api_request import AnswerOptions, ApiRequest
