@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from services.tokenizer.http.anthropic.request import CountTokensFields, MessagesFields
+from services.tokenizer.http.openai_responses.request import ResponseFields
 from services.tokenizer.http.requests.chat_request import ChatFields
 from services.tokenizer.http.requests.completion_request import CompletionFields
 from services.tokenizer.http.requests.field_rules import DONE_ANYWAY, REFUSED, WITHOUT_EFFECT
 from services.tokenizer.http.requests.fields import Fields
-from services.tokenizer.http.responses.request import ResponseFields
 from tests.support.system.environments import TESTS, environment_of
 
 pytestmark = pytest.mark.clients

@@ -20,12 +20,12 @@ from services.tokenizer.http.anthropic.request import read_count_request, read_m
 from services.tokenizer.http.calls import AnswerForm
 from services.tokenizer.http.connections.clients import Audience
 from services.tokenizer.http.handlers import Handlers
+from services.tokenizer.http.openai_responses.events import ResponseEvents, ResponseObject
+from services.tokenizer.http.openai_responses.request import read_response_request
 from services.tokenizer.http.page.files import PAGE_FILES
 from services.tokenizer.http.requests.chat_request import read_chat_request
 from services.tokenizer.http.requests.completion_request import read_completion_request
 from services.tokenizer.http.requests.token_requests import read_detokenize_request, read_tokenize_request
-from services.tokenizer.http.responses.events import ResponseEvents, ResponseObject
-from services.tokenizer.http.responses.request import read_response_request
 from services.tokenizer.tracing.request_trace import TEXT_COMPLETION
 
 CHAT = AnswerForm(

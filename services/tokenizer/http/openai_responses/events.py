@@ -14,9 +14,9 @@ from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.http.answers.answer_facts import AnswerFacts
 from services.tokenizer.http.answers.pieces import AnswerEvents
 from services.tokenizer.http.answers.whole_answers import AnswerObject
+from services.tokenizer.http.openai_responses.output import Event, MessageItem, Output
+from services.tokenizer.http.openai_responses.request import ResponseOptions
 from services.tokenizer.http.refusals import HttpError
-from services.tokenizer.http.responses.output import Event, MessageItem, Output
-from services.tokenizer.http.responses.request import ResponseOptions
 
 _encode = msgspec.json.Encoder().encode
 _IN_PROGRESS = "in_progress"
