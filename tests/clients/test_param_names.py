@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from services.tokenizer.http.anthropic.request import CountTokensFields, MessagesFields
+from services.tokenizer.http.openai.chat_request import ChatFields
+from services.tokenizer.http.openai.completion_request import CompletionFields
 from services.tokenizer.http.openai_responses.request import ResponseFields
-from services.tokenizer.http.requests.chat_request import ChatFields
-from services.tokenizer.http.requests.completion_request import CompletionFields
 from services.tokenizer.http.requests.field_rules import DONE_ANYWAY, REFUSED, WITHOUT_EFFECT
 from services.tokenizer.http.requests.fields import Fields
 from tests.support.system.environments import TESTS, environment_of

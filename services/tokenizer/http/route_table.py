@@ -12,20 +12,20 @@ from typing import Any, Literal
 
 from aiohttp import web
 
-from services.tokenizer.http.answers.choice_forms import ChatChoiceForm, CompletionChoiceForm
 from services.tokenizer.http.answers.pieces import Pieces
-from services.tokenizer.http.answers.whole_answers import MergedAnswer, chat_answer, completion_answer
 from services.tokenizer.http.anthropic.events import ID_PREFIX, PING, MessageAnswer, MessageEvents
 from services.tokenizer.http.anthropic.request import read_count_request, read_messages_request
 from services.tokenizer.http.calls import AnswerForm
 from services.tokenizer.http.connections.clients import Audience
 from services.tokenizer.http.handlers import Handlers
+from services.tokenizer.http.openai.chat_request import read_chat_request
+from services.tokenizer.http.openai.choice_forms import ChatChoiceForm, CompletionChoiceForm
+from services.tokenizer.http.openai.completion_request import read_completion_request
+from services.tokenizer.http.openai.token_requests import read_detokenize_request, read_tokenize_request
+from services.tokenizer.http.openai.whole_answers import MergedAnswer, chat_answer, completion_answer
 from services.tokenizer.http.openai_responses.events import ResponseEvents, ResponseObject
 from services.tokenizer.http.openai_responses.request import read_response_request
 from services.tokenizer.http.page.files import PAGE_FILES
-from services.tokenizer.http.requests.chat_request import read_chat_request
-from services.tokenizer.http.requests.completion_request import read_completion_request
-from services.tokenizer.http.requests.token_requests import read_detokenize_request, read_tokenize_request
 from services.tokenizer.tracing.request_trace import TEXT_COMPLETION
 
 CHAT = AnswerForm(

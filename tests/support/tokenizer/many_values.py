@@ -10,10 +10,10 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from services.tokenizer.http.anthropic.request import CountTokensFields, MessagesFields
+from services.tokenizer.http.openai.chat_request import ChatFields
+from services.tokenizer.http.openai.completion_request import CompletionFields
+from services.tokenizer.http.openai.token_requests import DetokenizeFields, TokenizeFields
 from services.tokenizer.http.openai_responses.request import ResponseFields
-from services.tokenizer.http.requests.chat_request import ChatFields
-from services.tokenizer.http.requests.completion_request import CompletionFields
-from services.tokenizer.http.requests.token_requests import DetokenizeFields, TokenizeFields
 
 USER: dict[str, Any] = {"role": "user", "content": "a"}
 KINDS: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {

@@ -14,8 +14,8 @@ from services.tokenizer.chat.chat_encoding import render_chat
 from services.tokenizer.chat.chat_request import check_chat
 from services.tokenizer.chat.chat_template import ChatTemplate
 from services.tokenizer.http.anthropic.request import read_messages_request
+from services.tokenizer.http.openai.chat_request import read_chat_request
 from services.tokenizer.http.openai_responses.request import read_response_request
-from services.tokenizer.http.requests.chat_request import read_chat_request
 from services.tokenizer.text.control_tokens import ControlTokens
 from shared.errors import InvalidRequestError
 from tests.support.tokenizer.chat_templates import LocalRenderer

@@ -9,7 +9,7 @@ from typing import Any
 from typing_extensions import override
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from services.tokenizer.http.answers.logprob_values import chat_logprobs
+from services.tokenizer.http.openai.logprob_values import chat_logprobs
 from services.tokenizer.http.openai_responses.reasoning_content import REASONING_CONTENT
 from services.tokenizer.http.openai_responses.request import ResponseOptions
 from services.tokenizer.http.openai_responses.tools import ToolKind

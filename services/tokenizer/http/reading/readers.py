@@ -14,16 +14,16 @@ from services.tokenizer.http.anthropic.request import (
     read_count_request,
     read_messages_request,
 )
-from services.tokenizer.http.openai_responses.request import ResponseFields, read_response_request
-from services.tokenizer.http.requests.chat_request import ChatFields, read_chat_request
-from services.tokenizer.http.requests.completion_request import CompletionFields, read_completion_request
-from services.tokenizer.http.requests.fields import Fields
-from services.tokenizer.http.requests.token_requests import (
+from services.tokenizer.http.openai.chat_request import ChatFields, read_chat_request
+from services.tokenizer.http.openai.completion_request import CompletionFields, read_completion_request
+from services.tokenizer.http.openai.token_requests import (
     DetokenizeFields,
     TokenizeFields,
     read_detokenize_request,
     read_tokenize_request,
 )
+from services.tokenizer.http.openai_responses.request import ResponseFields, read_response_request
+from services.tokenizer.http.requests.fields import Fields
 
 FIELDS: Mapping[Callable[..., Any], tuple[type[Fields], ...]] = {
     read_chat_request: (ChatFields,),

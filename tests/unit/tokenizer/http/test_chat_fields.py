@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from services.tokenizer.http.requests.chat_request import read_chat_request
+from services.tokenizer.http.openai.chat_request import read_chat_request
 from shared.sampling_codec import decode_options
 from tests.support.tokenizer.exchange_peer import Position, Row, make_end
 from tests.support.tokenizer.http_client import MAX_TOKENS, MESSAGES, HttpService, run_http_service

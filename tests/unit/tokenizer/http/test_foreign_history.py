@@ -9,9 +9,9 @@ import pytest
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.anthropic.request import read_messages_request
+from services.tokenizer.http.openai.chat_request import read_chat_request
 from services.tokenizer.http.openai_responses.request import read_response_request
 from services.tokenizer.http.refusals import HttpError
-from services.tokenizer.http.requests.chat_request import read_chat_request
 from tests.support.tokenizer.http_client import MESSAGES as SAID
 
 MESSAGES: list[Any] = [*SAID]

@@ -9,8 +9,8 @@ import pytest
 
 from services.tokenizer.chat.template_switches import unread_variables
 from services.tokenizer.http.anthropic.request import read_messages_request
+from services.tokenizer.http.openai.chat_request import read_chat_request
 from services.tokenizer.http.openai_responses.request import read_response_request
-from services.tokenizer.http.requests.chat_request import read_chat_request
 from services.tokenizer.json.json_values import read_json_object
 from tests.support.tokenizer.family_templates import TEMPLATES
 from tests.support.tokenizer.http_client import MESSAGES, run_http_service

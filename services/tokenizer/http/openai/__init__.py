@@ -1,0 +1,1 @@
+"""OpenAI's chats and completions, and vLLM's /tokenize: reads their requests, and writes their answers."""
