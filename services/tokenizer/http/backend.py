@@ -11,7 +11,7 @@ from services.tokenizer.answer.request_totals import RequestTotals
 from services.tokenizer.chat.chat_request import check_chat
 from services.tokenizer.exchange.linked_cell import LinkedCell
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
-from services.tokenizer.http.answers.answer_facts import PromptFacts
+from services.tokenizer.http.streams.answer_facts import PromptFacts
 from services.tokenizer.request.large_messages import checked
 from services.tokenizer.request.model import ServedModel
 from services.tokenizer.server.live_requests import LiveRequests

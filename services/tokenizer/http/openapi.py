@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from services.tokenizer.http.answers.answer_schemas import ANSWERS, STATE, error_statuses
+from services.tokenizer.http.answer_schemas import ANSWERS, STATE, error_statuses
 from services.tokenizer.http.anthropic.errors import is_anthropics_path
 from services.tokenizer.http.connections.clients import Audience
 from services.tokenizer.http.errors import CLIENT_CLOSED_REQUEST

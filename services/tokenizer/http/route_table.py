@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from aiohttp import web
 
-from services.tokenizer.http.answers.pieces import Pieces
 from services.tokenizer.http.anthropic.events import ID_PREFIX, PING, MessageAnswer, MessageEvents
 from services.tokenizer.http.anthropic.request import read_count_request, read_messages_request
 from services.tokenizer.http.calls import AnswerForm
@@ -26,6 +25,7 @@ from services.tokenizer.http.openai.whole_answers import MergedAnswer, chat_answ
 from services.tokenizer.http.openai_responses.events import ResponseEvents, ResponseObject
 from services.tokenizer.http.openai_responses.request import read_response_request
 from services.tokenizer.http.page.files import PAGE_FILES
+from services.tokenizer.http.streams.pieces import Pieces
 from services.tokenizer.tracing.request_trace import TEXT_COMPLETION
 
 CHAT = AnswerForm(

@@ -9,8 +9,8 @@ import pydantic_core
 from hypothesis import strategies as st
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from services.tokenizer.http.answers.answer_facts import AnswerFacts
 from services.tokenizer.http.requests.api_request import AnswerOptions
+from services.tokenizer.http.streams.answer_facts import AnswerFacts
 
 Event = dict[str, Any]
 _TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)

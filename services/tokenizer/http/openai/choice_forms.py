@@ -7,10 +7,10 @@ from typing import Any
 from typing_extensions import override
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from services.tokenizer.http.answers.answer_facts import AnswerFacts, finish_reason, stop_reason
-from services.tokenizer.http.answers.pieces import ChoiceForm
 from services.tokenizer.http.openai.logprob_values import CompletionLogprobs, chat_logprobs
 from services.tokenizer.http.requests.custom_input import CustomInput
+from services.tokenizer.http.streams.answer_facts import AnswerFacts, finish_reason, stop_reason
+from services.tokenizer.http.streams.pieces import ChoiceForm
 
 
 class ChatChoiceForm(ChoiceForm):

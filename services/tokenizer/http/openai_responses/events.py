@@ -11,12 +11,12 @@ import msgspec
 from typing_extensions import override
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from services.tokenizer.http.answers.answer_facts import AnswerFacts
-from services.tokenizer.http.answers.pieces import AnswerEvents
 from services.tokenizer.http.openai.whole_answers import AnswerObject
 from services.tokenizer.http.openai_responses.output import Event, MessageItem, Output
 from services.tokenizer.http.openai_responses.request import ResponseOptions
 from services.tokenizer.http.refusals import HttpError
+from services.tokenizer.http.streams.answer_facts import AnswerFacts
+from services.tokenizer.http.streams.pieces import AnswerEvents
 
 _encode = msgspec.json.Encoder().encode
 _IN_PROGRESS = "in_progress"

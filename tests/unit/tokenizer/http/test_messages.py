@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from lockstep.v1 import common_pb2
-from services.tokenizer.http.answers import event_stream
 from services.tokenizer.http.anthropic.events import PING
+from services.tokenizer.http.streams import event_stream
 from shared.errors import NumericError, QueueFullError
 from tests.support.clients.key_files import key_line, write_keys
 from tests.support.models.tiny_tokenizer import CONTEXT_LENGTH, IM_END_ID

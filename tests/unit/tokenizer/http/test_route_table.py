@@ -12,7 +12,7 @@ from services.tokenizer.answer.request_totals import RequestTotals
 from services.tokenizer.config import TokenizerSettings
 from services.tokenizer.exchange.cell_requests import CellRequests
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
-from services.tokenizer.http.answers.answer_schemas import ANSWERS, STATE
+from services.tokenizer.http.answer_schemas import ANSWERS, STATE
 from services.tokenizer.http.backend import Backend
 from services.tokenizer.http.connections.access import Access
 from services.tokenizer.http.connections.clients import Audience

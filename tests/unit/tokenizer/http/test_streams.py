@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.tokenizer.http.answers import event_stream
+from services.tokenizer.http.streams import event_stream
 from shared.errors import NumericError, QueueFullError
 from tests.support.tokenizer.exchange_peer import Position, Row, make_end, make_error_end
 from tests.support.tokenizer.http_client import MAX_TOKENS, MESSAGES, HttpService, events_of, run_http_service

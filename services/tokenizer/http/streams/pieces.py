@@ -9,8 +9,8 @@ import msgspec
 from typing_extensions import override
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from services.tokenizer.http.answers.answer_facts import AnswerFacts, usage_value
 from services.tokenizer.http.refusals import HttpError
+from services.tokenizer.http.streams.answer_facts import AnswerFacts, usage_value
 
 DONE = b"data: [DONE]\n\n"
 
