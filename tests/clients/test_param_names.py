@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from services.tokenizer.http.anthropic.request import CountTokensFields, MessagesFields
+from services.tokenizer.http.fields.field_rules import DONE_ANYWAY, REFUSED, WITHOUT_EFFECT
+from services.tokenizer.http.fields.fields import Fields
 from services.tokenizer.http.openai.chat_request import ChatFields
 from services.tokenizer.http.openai.completion_request import CompletionFields
 from services.tokenizer.http.openai_responses.request import ResponseFields
-from services.tokenizer.http.requests.field_rules import DONE_ANYWAY, REFUSED, WITHOUT_EFFECT
-from services.tokenizer.http.requests.fields import Fields
 from tests.support.system.environments import TESTS, environment_of
 
 pytestmark = pytest.mark.clients

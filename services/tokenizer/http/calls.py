@@ -15,9 +15,9 @@ from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.backend import Backend
 from services.tokenizer.http.connections.clients import CLIENT
 from services.tokenizer.http.errors import any_error
+from services.tokenizer.http.fields.api_request import ApiRequest
+from services.tokenizer.http.fields.fields import ignored_header
 from services.tokenizer.http.openai.whole_answers import AnswerObject
-from services.tokenizer.http.requests.api_request import ApiRequest
-from services.tokenizer.http.requests.fields import ignored_header
 from services.tokenizer.http.streams.answer_facts import AnswerFacts, PromptFacts
 from services.tokenizer.http.streams.event_stream import COMMENT, EventStream
 from services.tokenizer.http.streams.pieces import AnswerEvents

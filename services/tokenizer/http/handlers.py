@@ -23,10 +23,10 @@ from services.tokenizer.http.connections.access import Access
 from services.tokenizer.http.connections.bodies import read_body
 from services.tokenizer.http.connections.boundary import REQUEST_ID, log_facts
 from services.tokenizer.http.errors import any_error
+from services.tokenizer.http.fields.api_request import ApiRequest
 from services.tokenizer.http.openai.token_requests import DetokenizeRequest, EncodingRequest
 from services.tokenizer.http.page.files import Page
 from services.tokenizer.http.refusals import HttpError, invalid_field
-from services.tokenizer.http.requests.api_request import ApiRequest
 from services.tokenizer.json.json_values import JsonObject
 from services.tokenizer.tracing.request_trace import traced
 from shared.limits import check_token_ids

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from services.tokenizer.http.fields.counts import MAX_OBJECTS, check_counts
 from services.tokenizer.http.reading.crossing import pack
 from services.tokenizer.http.reading.parsing import parse_body
 from services.tokenizer.http.reading.readers import READERS
 from services.tokenizer.http.refusals import HttpError
-from services.tokenizer.http.requests.counts import MAX_OBJECTS, check_counts
 from tests.support.tokenizer.many_values import KINDS, bodies, full_bodies
 
 

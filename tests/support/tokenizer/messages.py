@@ -9,7 +9,7 @@ import pydantic_core
 from hypothesis import strategies as st
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from services.tokenizer.http.requests.api_request import AnswerOptions
+from services.tokenizer.http.fields.api_request import AnswerOptions
 from services.tokenizer.http.streams.answer_facts import AnswerFacts
 
 Event = dict[str, Any]

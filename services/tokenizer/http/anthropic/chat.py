@@ -10,9 +10,9 @@ from pydantic import BeforeValidator
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.anthropic.tools import MessagesTool
+from services.tokenizer.http.fields.fields import EchoedFields, Several
+from services.tokenizer.http.fields.message_drafts import MessageDraft, MessageDrafts, begins_another
 from services.tokenizer.http.openai.chat_messages import ContentPart, Placed, Reply, as_parts, joined, read_parts
-from services.tokenizer.http.requests.fields import EchoedFields, Several
-from services.tokenizer.http.requests.message_drafts import MessageDraft, MessageDrafts, begins_another
 
 _ROLES = {
     "system": tokenizer_pb2.ROLE_SYSTEM,

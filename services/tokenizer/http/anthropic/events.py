@@ -14,9 +14,9 @@ from typing_extensions import override
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.http.anthropic.errors import error_value
+from services.tokenizer.http.fields.thinking_signatures import make_signature
 from services.tokenizer.http.openai.whole_answers import AnswerObject
 from services.tokenizer.http.refusals import HttpError
-from services.tokenizer.http.requests.thinking_signatures import make_signature
 from services.tokenizer.http.streams.answer_facts import AnswerFacts
 from services.tokenizer.http.streams.pieces import AnswerEvents
 

@@ -10,13 +10,13 @@ from pydantic import Field
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.anthropic.chat import MessagesParts, MessagesTurn, ReadTurns
 from services.tokenizer.http.anthropic.tools import MessagesTool, MessagesToolChoice, OfferedTools
+from services.tokenizer.http.fields.answer_forms import AnswerForm, OutputFormat
+from services.tokenizer.http.fields.api_request import AnswerOptions, ApiRequest
+from services.tokenizer.http.fields.field_names import MessagesNames
+from services.tokenizer.http.fields.fields import Count, Fields, Several, Stops, read_request
+from services.tokenizer.http.fields.sampling_fields import ControlFields, make_message
+from services.tokenizer.http.fields.thinking_fields import Effort, ThinkingFields
 from services.tokenizer.http.refusals import invalid_field
-from services.tokenizer.http.requests.answer_forms import AnswerForm, OutputFormat
-from services.tokenizer.http.requests.api_request import AnswerOptions, ApiRequest
-from services.tokenizer.http.requests.field_names import MessagesNames
-from services.tokenizer.http.requests.fields import Count, Fields, Several, Stops, read_request
-from services.tokenizer.http.requests.sampling_fields import ControlFields, make_message
-from services.tokenizer.http.requests.thinking_fields import Effort, ThinkingFields
 from services.tokenizer.json.json_values import JsonObject
 
 

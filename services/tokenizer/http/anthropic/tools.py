@@ -9,8 +9,8 @@ from typing import Any, Literal, Self
 from pydantic import model_validator
 
 from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.http.fields.fields import EchoedFields, Fields
 from services.tokenizer.http.refusals import invalid_field
-from services.tokenizer.http.requests.fields import EchoedFields, Fields
 
 _MODES = {
     "none": tokenizer_pb2.TOOL_MODE_NONE,

@@ -11,11 +11,11 @@ from pydantic import BeforeValidator, Field
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.chat.chat_request import MAX_TOOL_CALLS
+from services.tokenizer.http.fields.custom_input import input_arguments
+from services.tokenizer.http.fields.fields import EchoedFields, Several
+from services.tokenizer.http.fields.message_drafts import begins_another
+from services.tokenizer.http.fields.thinking_signatures import hidden_thinking
 from services.tokenizer.http.refusals import invalid_field
-from services.tokenizer.http.requests.custom_input import input_arguments
-from services.tokenizer.http.requests.fields import EchoedFields, Several
-from services.tokenizer.http.requests.message_drafts import begins_another
-from services.tokenizer.http.requests.thinking_signatures import hidden_thinking
 
 _ROLES = {
     "system": tokenizer_pb2.ROLE_SYSTEM,

@@ -10,15 +10,15 @@ from pydantic import Field, model_validator
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.chat.chat_request import MAX_MESSAGES, MAX_TOOLS
+from services.tokenizer.http.fields.answer_forms import AnswerForm
+from services.tokenizer.http.fields.api_request import AnswerOptions, ApiRequest
+from services.tokenizer.http.fields.field_names import FieldNames
+from services.tokenizer.http.fields.fields import Count, Several, read_request
+from services.tokenizer.http.fields.sampling_fields import CommonFields, make_common_message
+from services.tokenizer.http.fields.thinking_fields import ThinkingFields
 from services.tokenizer.http.openai.chat_messages import ChatMessage, read_message
 from services.tokenizer.http.openai.chat_tools import ChatTool, OfferedTools, WordOrChoice, add_tools, choose_tools
 from services.tokenizer.http.refusals import invalid_field
-from services.tokenizer.http.requests.answer_forms import AnswerForm
-from services.tokenizer.http.requests.api_request import AnswerOptions, ApiRequest
-from services.tokenizer.http.requests.field_names import FieldNames
-from services.tokenizer.http.requests.fields import Count, Several, read_request
-from services.tokenizer.http.requests.sampling_fields import CommonFields, make_common_message
-from services.tokenizer.http.requests.thinking_fields import ThinkingFields
 from services.tokenizer.json.json_values import JsonObject
 
 

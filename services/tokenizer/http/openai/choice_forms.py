@@ -7,8 +7,8 @@ from typing import Any
 from typing_extensions import override
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
+from services.tokenizer.http.fields.custom_input import CustomInput
 from services.tokenizer.http.openai.logprob_values import CompletionLogprobs, chat_logprobs
-from services.tokenizer.http.requests.custom_input import CustomInput
 from services.tokenizer.http.streams.answer_facts import AnswerFacts, finish_reason, stop_reason
 from services.tokenizer.http.streams.pieces import ChoiceForm
 

@@ -8,12 +8,12 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, model_validator
 
 from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.http.fields.answer_forms import AnswerForm
+from services.tokenizer.http.fields.api_request import AnswerOptions, ApiRequest
+from services.tokenizer.http.fields.field_names import FieldNames
+from services.tokenizer.http.fields.fields import Count, Several, read_request
+from services.tokenizer.http.fields.sampling_fields import CommonFields, make_common_message
 from services.tokenizer.http.refusals import invalid_field
-from services.tokenizer.http.requests.answer_forms import AnswerForm
-from services.tokenizer.http.requests.api_request import AnswerOptions, ApiRequest
-from services.tokenizer.http.requests.field_names import FieldNames
-from services.tokenizer.http.requests.fields import Count, Several, read_request
-from services.tokenizer.http.requests.sampling_fields import CommonFields, make_common_message
 from services.tokenizer.json.json_values import JsonObject
 from services.tokenizer.request.checks import MAX_PROMPTS
 

@@ -9,10 +9,10 @@ import numpy as np
 from pydantic import model_validator
 
 from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.http.fields.field_names import FieldNames
+from services.tokenizer.http.fields.fields import Count, Fields, Several, read_fields, read_request
 from services.tokenizer.http.openai.chat_request import read_chat_request
 from services.tokenizer.http.refusals import FieldNaming, invalid_field
-from services.tokenizer.http.requests.field_names import FieldNames
-from services.tokenizer.http.requests.fields import Count, Fields, Several, read_fields, read_request
 from services.tokenizer.json.json_values import JsonObject
 
 

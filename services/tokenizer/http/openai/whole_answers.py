@@ -9,8 +9,8 @@ from typing_extensions import override
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.answer.whole_answer import WholeAnswer
+from services.tokenizer.http.fields.custom_input import CustomInput
 from services.tokenizer.http.openai.logprob_values import CompletionLogprobs, chat_logprobs, prompt_logprobs
-from services.tokenizer.http.requests.custom_input import CustomInput
 from services.tokenizer.http.streams.answer_facts import AnswerFacts, finish_reason, stop_reason, usage_value
 
 

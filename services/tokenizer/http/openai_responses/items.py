@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.http.fields.custom_input import input_arguments
+from services.tokenizer.http.fields.fields import EchoedFields, Several
+from services.tokenizer.http.fields.message_drafts import MessageDraft, MessageDrafts, begins_another
 from services.tokenizer.http.openai.chat_messages import ArgumentsText, as_parts, unread_kind, unread_note
 from services.tokenizer.http.openai_responses.reasoning_content import REASONING_CONTENT
 from services.tokenizer.http.openai_responses.tools import ResponseTool, function_name
 from services.tokenizer.http.refusals import invalid_field
-from services.tokenizer.http.requests.custom_input import input_arguments
-from services.tokenizer.http.requests.fields import EchoedFields, Several
-from services.tokenizer.http.requests.message_drafts import MessageDraft, MessageDrafts, begins_another
 
 _ROLES = {
     "system": tokenizer_pb2.ROLE_SYSTEM,

@@ -9,11 +9,11 @@ from typing import Any
 from typing_extensions import override
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
+from services.tokenizer.http.fields.custom_input import CustomInput
 from services.tokenizer.http.openai.logprob_values import chat_logprobs
 from services.tokenizer.http.openai_responses.reasoning_content import REASONING_CONTENT
 from services.tokenizer.http.openai_responses.request import ResponseOptions
 from services.tokenizer.http.openai_responses.tools import ToolKind
-from services.tokenizer.http.requests.custom_input import CustomInput
 
 Event = dict[str, Any]
 """An event without its `sequence_number`; `type` comes first."""

@@ -5,6 +5,6 @@ It is encoded, not encrypted: the client sees the reasoning beside it anyway.
 
 from __future__ import annotations
 
-from services.tokenizer.http.requests.carried_text import CarriedText
+from services.tokenizer.http.fields.carried_text import CarriedText
 
 REASONING_CONTENT = CarriedText("lockstep-plain-1:", b"+/")

@@ -11,6 +11,12 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 from pydantic import BeforeValidator, Field, model_validator
 
+from services.tokenizer.http.fields.answer_forms import AnswerForm, SchemaText, schema_form
+from services.tokenizer.http.fields.api_request import AnswerOptions, ApiRequest
+from services.tokenizer.http.fields.field_names import ResponsesNames
+from services.tokenizer.http.fields.fields import Count, Fields, Several, read_request
+from services.tokenizer.http.fields.sampling_fields import ControlFields, make_message
+from services.tokenizer.http.fields.thinking_fields import ThinkingFields
 from services.tokenizer.http.openai_responses.items import InputItem, MessageReader, as_items
 from services.tokenizer.http.openai_responses.tools import (
     OfferedTools,
@@ -21,12 +27,6 @@ from services.tokenizer.http.openai_responses.tools import (
     choose_tools,
 )
 from services.tokenizer.http.refusals import invalid_field
-from services.tokenizer.http.requests.answer_forms import AnswerForm, SchemaText, schema_form
-from services.tokenizer.http.requests.api_request import AnswerOptions, ApiRequest
-from services.tokenizer.http.requests.field_names import ResponsesNames
-from services.tokenizer.http.requests.fields import Count, Fields, Several, read_request
-from services.tokenizer.http.requests.sampling_fields import ControlFields, make_message
-from services.tokenizer.http.requests.thinking_fields import ThinkingFields
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 
 _ENCRYPTED, _LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"

@@ -12,9 +12,9 @@ from pydantic import BeforeValidator, Field
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.chat.chat_request import MAX_TOOLS
+from services.tokenizer.http.fields.custom_tools import InputFormat, custom_function
+from services.tokenizer.http.fields.fields import EchoedFields, Several
 from services.tokenizer.http.refusals import invalid_field
-from services.tokenizer.http.requests.custom_tools import InputFormat, custom_function
-from services.tokenizer.http.requests.fields import EchoedFields, Several
 from services.tokenizer.json.json_values import JsonObject
 
 _MODES = {

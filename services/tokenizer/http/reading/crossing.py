@@ -13,11 +13,11 @@ import msgspec
 from google.protobuf.message import Message
 
 from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.http.fields.api_request import AnswerOptions, ApiRequest
+from services.tokenizer.http.fields.field_names import FieldNames, MessagesNames, ResponsesNames
 from services.tokenizer.http.openai.token_requests import DetokenizeRequest, EncodingRequest
 from services.tokenizer.http.openai_responses.request import ResponseOptions
 from services.tokenizer.http.openai_responses.tools import ToolKind
-from services.tokenizer.http.requests.api_request import AnswerOptions, ApiRequest
-from services.tokenizer.http.requests.field_names import FieldNames, MessagesNames, ResponsesNames
 
 _KINDS: dict[str, type] = {
     kind.__name__: kind

@@ -14,6 +14,7 @@ from services.tokenizer.http.anthropic.request import (
     read_count_request,
     read_messages_request,
 )
+from services.tokenizer.http.fields.fields import Fields
 from services.tokenizer.http.openai.chat_request import ChatFields, read_chat_request
 from services.tokenizer.http.openai.completion_request import CompletionFields, read_completion_request
 from services.tokenizer.http.openai.token_requests import (
@@ -23,7 +24,6 @@ from services.tokenizer.http.openai.token_requests import (
     read_tokenize_request,
 )
 from services.tokenizer.http.openai_responses.request import ResponseFields, read_response_request
-from services.tokenizer.http.requests.fields import Fields
 
 FIELDS: Mapping[Callable[..., Any], tuple[type[Fields], ...]] = {
     read_chat_request: (ChatFields,),

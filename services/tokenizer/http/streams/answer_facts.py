@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from services.tokenizer.http.requests.api_request import AnswerOptions
+from services.tokenizer.http.fields.api_request import AnswerOptions
 
 _LENGTH = common_pb2.FINISH_REASON_MAX_TOKENS
 

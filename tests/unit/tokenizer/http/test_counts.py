@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from services.tokenizer.http.anthropic.request import read_count_request, read_messages_request
+from services.tokenizer.http.fields.counts import MAX_OBJECTS
 from services.tokenizer.http.openai.chat_request import read_chat_request
 from services.tokenizer.http.openai.completion_request import read_completion_request
 from services.tokenizer.http.openai_responses.request import read_response_request
 from services.tokenizer.http.refusals import HttpError
-from services.tokenizer.http.requests.counts import MAX_OBJECTS
 from tests.support.tokenizer.http_client import MESSAGES
 
 TEXT = {"type": "text", "text": "a"}

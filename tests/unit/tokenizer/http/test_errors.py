@@ -5,7 +5,7 @@ import json
 import pytest
 
 from services.tokenizer.http.errors import any_error, http_error
-from services.tokenizer.http.requests.field_names import FieldNames
+from services.tokenizer.http.fields.field_names import FieldNames
 from shared.errors import (
     AbortedByCallError,
     ClientTooSlowError,

@@ -11,13 +11,13 @@ import pytest
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.anthropic.request import CountTokensFields, MessagesFields, read_messages_request
+from services.tokenizer.http.fields.api_request import ApiRequest
+from services.tokenizer.http.fields.field_rules import DONE_ANYWAY, HARMLESS, REFUSED, WITHOUT_EFFECT
+from services.tokenizer.http.fields.fields import Fields
 from services.tokenizer.http.openai.chat_request import ChatFields, read_chat_request
 from services.tokenizer.http.openai.completion_request import CompletionFields, read_completion_request
 from services.tokenizer.http.openai_responses.request import ResponseFields, read_response_request
 from services.tokenizer.http.refusals import HttpError
-from services.tokenizer.http.requests.api_request import ApiRequest
-from services.tokenizer.http.requests.field_rules import DONE_ANYWAY, HARMLESS, REFUSED, WITHOUT_EFFECT
-from services.tokenizer.http.requests.fields import Fields
 from tests.support.tokenizer.http_client import MESSAGES, run_http_service
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

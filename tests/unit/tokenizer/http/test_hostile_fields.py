@@ -9,12 +9,12 @@ from pydantic import ValidationError
 
 from services.tokenizer.http.anthropic.request import MessagesFields
 from services.tokenizer.http.errors import http_error
+from services.tokenizer.http.fields.fields import Fields
 from services.tokenizer.http.openai.chat_request import ChatFields, read_chat_request
 from services.tokenizer.http.openai.completion_request import CompletionFields, read_completion_request
 from services.tokenizer.http.openai.token_requests import DetokenizeFields
 from services.tokenizer.http.openai_responses.request import ResponseFields, read_response_request
 from services.tokenizer.http.refusals import HttpError
-from services.tokenizer.http.requests.fields import Fields
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 from services.tokenizer.request.checks import check_request
 from shared.errors import ServiceError

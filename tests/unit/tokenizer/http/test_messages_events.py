@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.anthropic.events import MessageAnswer, MessageEvents
-from services.tokenizer.http.requests.thinking_signatures import hidden_thinking
+from services.tokenizer.http.fields.thinking_signatures import hidden_thinking
 from tests.support.tokenizer.messages import added_up, any_responses, make_facts, messages_events
 
 

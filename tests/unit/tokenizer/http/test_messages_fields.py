@@ -15,9 +15,9 @@ from services.tokenizer.http.anthropic.request import (
     read_messages_request,
 )
 from services.tokenizer.http.errors import http_error
+from services.tokenizer.http.fields.api_request import ApiRequest
+from services.tokenizer.http.fields.thinking_signatures import make_signature
 from services.tokenizer.http.refusals import HttpError
-from services.tokenizer.http.requests.api_request import ApiRequest
-from services.tokenizer.http.requests.thinking_signatures import make_signature
 from services.tokenizer.request.checks import check_request
 from shared.errors import ServiceError
 from shared.limits import ModelLimits

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
+from services.tokenizer.http.fields.custom_input import CustomInput, input_arguments
 from services.tokenizer.http.openai_responses.events import ResponseEvents, ResponseObject
 from services.tokenizer.http.openai_responses.items import InputItem, MessageReader
 from services.tokenizer.http.openai_responses.request import ResponseOptions
 from services.tokenizer.http.openai_responses.tools import ToolKind
-from services.tokenizer.http.requests.custom_input import CustomInput, input_arguments
 from services.tokenizer.http.streams.answer_facts import AnswerFacts
 from tests.support.tokenizer.http_client import named_events_of
 

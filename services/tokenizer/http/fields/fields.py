@@ -9,9 +9,9 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from services.tokenizer.http.fields.counts import check_counts
+from services.tokenizer.http.fields.field_rules import DONE_ANYWAY, HARMLESS, REFUSED, WITHOUT_EFFECT
 from services.tokenizer.http.refusals import HttpError, invalid_field
-from services.tokenizer.http.requests.counts import check_counts
-from services.tokenizer.http.requests.field_rules import DONE_ANYWAY, HARMLESS, REFUSED, WITHOUT_EFFECT
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 from services.tokenizer.request.checks import MAX_STOP_STRINGS
 

@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeVar
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.chat.template_switches import THINKING_SWITCHES
+from services.tokenizer.http.fields.fields import Count, Fields
 from services.tokenizer.http.refusals import invalid_field
-from services.tokenizer.http.requests.fields import Count, Fields
 from services.tokenizer.json.json_values import JsonObject
 
 ValueT = TypeVar("ValueT")

@@ -7,8 +7,8 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from services.tokenizer.http.requests.custom_input import INPUT
-from services.tokenizer.http.requests.fields import Fields
+from services.tokenizer.http.fields.custom_input import INPUT
+from services.tokenizer.http.fields.fields import Fields
 from services.tokenizer.json.ecma_regex import full_match_regex
 from services.tokenizer.json.json_values import JsonObject
 from services.tokenizer.json.lark_regex import lark_regex

@@ -9,10 +9,10 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
+from services.tokenizer.http.fields.answer_forms import AnswerForm, FormFields
+from services.tokenizer.http.fields.api_request import AnswerOptions
+from services.tokenizer.http.fields.fields import Count, Fields, Several, TextOrTexts, Whole
 from services.tokenizer.http.refusals import invalid_field
-from services.tokenizer.http.requests.answer_forms import AnswerForm, FormFields
-from services.tokenizer.http.requests.api_request import AnswerOptions
-from services.tokenizer.http.requests.fields import Count, Fields, Several, TextOrTexts, Whole
 from services.tokenizer.request.checks import MAX_BAD_STRINGS
 from shared.sampling_params import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 

@@ -7,7 +7,7 @@ provider keeps the reasoning that it shows.
 
 from __future__ import annotations
 
-from services.tokenizer.http.requests.carried_text import CarriedText
+from services.tokenizer.http.fields.carried_text import CarriedText
 
 _SIGNATURES = CarriedText("lockstep1.", b"-_")
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.http.fields.fields import Fields, Several
 from services.tokenizer.http.refusals import invalid_field
-from services.tokenizer.http.requests.fields import Fields, Several
 from services.tokenizer.text_size import MAX_CHOICE_TEXTS
 
 _SCHEMA = "structured_output.json_schema"
