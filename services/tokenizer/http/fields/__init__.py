@@ -1,1 +1,1 @@
-"""Reads the bodies of requests: their fields, and what these mean to the service."""
+"""Reads the fields of a request's body that the APIs share, and what these mean to the service."""

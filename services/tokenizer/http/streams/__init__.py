@@ -1,1 +1,1 @@
-"""Writes answers: as one JSON object, or as the pieces of a stream."""
+"""What the streams of all APIs share: their events, what each tells of its answer, and how they are sent."""

@@ -12,7 +12,7 @@ from services.tokenizer.http.connections.limits import HttpLimits
 from services.tokenizer.http.connections.unread import UnreadWatch
 from tests.support.tokenizer.http_client import MESSAGES, run_http_service
 from tests.support.tokenizer.raw_http import connect, exchange
-from tests.unit.tokenizer.http.test_hostile_heads import CHAT, HOST, LAST_PING, PING
+from tests.unit.tokenizer.http.connections.test_hostile_heads import CHAT, HOST, LAST_PING, PING
 
 
 @pytest.mark.parametrize("begun", ["", "GET / HT", f"{PING}\r\n"], ids=["silent", "in a head", "kept alive"])

@@ -10,7 +10,7 @@ import pytest
 from services.tokenizer.http.connections.limits import MAX_HEAD_BYTES, HttpLimits
 from tests.support.tokenizer.http_client import MESSAGES, HttpService, run_http_service
 from tests.support.tokenizer.raw_http import RawClient, connect, exchange
-from tests.unit.tokenizer.http.test_hostile_heads import CHAT, HOST, LAST_PING, POST, texts_of
+from tests.unit.tokenizer.http.connections.test_hostile_heads import CHAT, HOST, LAST_PING, POST, texts_of
 
 CHUNKED = f"{POST}Transfer-Encoding: chunked\r\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"

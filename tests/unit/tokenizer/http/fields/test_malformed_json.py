@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.tokenizer.http_client import MESSAGES, Answer, HttpService
 from tests.support.tokenizer.malformed_json import SECRET, huge_chats, malformed_chats
-from tests.unit.tokenizer.http.test_hostile_heads import texts_of
+from tests.unit.tokenizer.http.connections.test_hostile_heads import texts_of
 
 CHAT = "/v1/chat/completions"
 JSON = {"Content-Type": "application/json"}
