@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from shared.model_dir import TOKENIZER, ModelDirectoryError, TokenizerFiles, read_tokenizer_files
+from shared.model_files.model_dir import TOKENIZER, ModelDirectoryError, TokenizerFiles, read_tokenizer_files
 
 _LIMITS = LLParserLimits(
     # Concurrent parses of one text. In an ambiguous grammar they increase with every token, and the cost of a mask

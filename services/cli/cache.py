@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from shared.packed_files import Entry, PackedDirectory, PackedFileError, default_packed_dir, read_header
+from shared.model_files.packed_files import Entry, PackedDirectory, PackedFileError, default_packed_dir, read_header
 
 _MIB = 1024**2
 

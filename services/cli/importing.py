@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from services.cli.processes.preflight import RefusedError, check_packages
-from shared.gguf_names import SUFFIX
-from shared.imported_models import find_import
+from shared.model_files.gguf_names import SUFFIX
+from shared.model_files.imported_models import find_import
 
 _FOLDER = "lockstep-imports"
 

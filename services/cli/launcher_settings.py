@@ -13,7 +13,7 @@ from pydantic_settings import CliPositionalArg
 
 from services.cli.processes.preflight import check_model_dir
 from shared.config import MAX_MODEL_LEN_DESCRIPTION, DraftProposerName, MaxModelLen, ServiceSettings
-from shared.model_dir import CONFIG, display_name
+from shared.model_files.model_dir import CONFIG, display_name
 
 RANK_FLAGS = frozenset(
     {

@@ -19,7 +19,7 @@ from services.cli.processes.supervisor import RestartPolicy
 from services.cli.ranks_plan import ONLY_RANK, plan_node
 from services.cli.ranks_settings import RanksSettings, split_worker_flags
 from shared.config import load_settings, log_settings
-from shared.model_dir import CONFIG
+from shared.model_files.model_dir import CONFIG
 from shared.network.management import serve_management
 from shared.network.probes import Probes
 from shared.network.rpc import make_peer

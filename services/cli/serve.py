@@ -29,7 +29,7 @@ from services.cli.processes.supervisor import FIRST_DELAY_S, RestartPolicy
 from services.cli.serve_settings import ServeSettings, split_service_flags
 from services.cli.serve_view import Output, ServeView, make_view, open_output
 from shared.config import SchedulerLossSettings, load_settings, log_settings
-from shared.model_dir import CONFIG, TOKENIZER
+from shared.model_files.model_dir import CONFIG, TOKENIZER
 from shared.network.rpc import make_channel
 from shared.process.lifecycle import SAME_STOP_S, StopRequest, freeze_garbage, run_service
 from shared.process.owned_directory import owned_directory

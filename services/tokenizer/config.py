@@ -19,7 +19,7 @@ from shared.config import (
     SchedulerLossSettings,
     load_settings,
 )
-from shared.model_dir import display_name
+from shared.model_files.model_dir import display_name
 from shared.network.tls import Role
 from shared.release import DISTRIBUTION
 

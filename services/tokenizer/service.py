@@ -25,7 +25,7 @@ from services.tokenizer.server.live_requests import LiveRequests
 from services.tokenizer.server.readiness import Readiness, find_bridging_s
 from services.tokenizer.server.servicer import TOKENIZER_SERVICE, TokenizerServicer
 from shared.config import load_settings, log_settings
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 from shared.network.health import Health
 from shared.network.management import serve_management
 from shared.network.probes import Probes

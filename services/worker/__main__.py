@@ -22,7 +22,7 @@ from services.worker.process.rpc_thread import Role, RpcThread
 from services.worker.process.signals import call_at_stop_signals
 from services.worker.server.leader import Leader
 from shared.config import load_settings, log_settings
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 from shared.process.lifecycle import freeze_garbage, ignore_stop_signals
 from shared.process.logging import configure_logging
 

@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from shared.model_dir import eos_token_ids
+from shared.model_files.model_dir import eos_token_ids
 from tests.bench.parts.report import Row, compare, limit, report
 from tests.bench.peers.turns import Turns
 

@@ -23,7 +23,7 @@ from services.worker.layout import RankLayout
 from services.worker.parallel.communicator import Parallel
 from services.worker.weights.tensor_digests import Hashing
 from services.worker.weights.weight_files import WeightFiles
-from shared.model_dir import WEIGHTS
+from shared.model_files.model_dir import WEIGHTS
 from tests.bench.parts.report import Row, compare, report
 from tests.support.ranks.thread_ranks import run_ranks
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.anthropic.events import MessageAnswer, MessageEvents
-from shared.model_dir import CHAT_TEMPLATE
+from shared.model_files.model_dir import CHAT_TEMPLATE
 from tests.support.cells.cell import FLOAT32, REFERENCE, Cell, start_cell
 from tests.support.clients.gateway import start_gateway
 from tests.support.clients.real_clients import ClientProcess, start_client

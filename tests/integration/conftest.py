@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.model_dir import CHAT_TEMPLATE
+from shared.model_files.model_dir import CHAT_TEMPLATE
 from tests.support.cells.cell import FLOAT32, REFERENCE, Cell, start_cell
 from tests.support.cells.narrow_cell import NarrowCell, start_narrow_cell
 from tests.support.models.tiny_llama import write_tiny_llama

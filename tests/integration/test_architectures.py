@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.v1 import scheduler_pb2, tokenizer_pb2
 from services.worker.ops import BACKEND_NAMES
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 from tests.support.cells.cell import FLOAT32, start_cell
 from tests.support.clients.client import connect, token_request
 from tests.support.models.generation import Way, generate

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.v1 import tokenizer_pb2
-from shared.model_dir import TOKENIZER
+from shared.model_files.model_dir import TOKENIZER
 from tests.support.cells.cell import REFERENCE
 from tests.support.cells.split_cell import run_split_cell
 from tests.support.clients.client import connect

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from lockstep.v1 import tokenizer_pb2
-from shared.model_dir import CHAT_TEMPLATE, TOKENIZER
+from shared.model_files.model_dir import CHAT_TEMPLATE, TOKENIZER
 from tests.support.cells.cell import REFERENCE
 from tests.support.cells.split_cell import run_split_cell
 from tests.support.clients.client import Answer, Completion, connect

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.v1 import tokenizer_pb2
-from shared.missing_files import TIKTOKEN
-from shared.model_dir import CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, WEIGHTS_INDEX
-from shared.tiktoken_vocabulary import convert_vocabulary
+from shared.model_files.missing_files import TIKTOKEN
+from shared.model_files.model_dir import CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, WEIGHTS_INDEX
+from shared.model_files.tiktoken_vocabulary import convert_vocabulary
 from tests.support.cells.cell import start_cell
 from tests.support.models.gguf_files import write_gguf
 from tests.support.models.kimi_vocabulary import write_kimi_vocabulary

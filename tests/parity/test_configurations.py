@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from services.worker.models.config_keys import keys_without_effect
 from services.worker.models.loader import load_model
 from services.worker.ops import load_ops
-from shared.model_dir import CONFIG
+from shared.model_files.model_dir import CONFIG
 from tests.support.models.multimodal import auto_class, text_of, with_text
 from tests.support.models.other_values import OTHER_VALUES
 from tests.support.models.parity import TransformersModel, load_paged, make_prompts, wrong_rows

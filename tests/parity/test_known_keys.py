@@ -36,8 +36,8 @@ from services.worker.models.registry import loader_for
 from services.worker.ops import load_ops
 from services.worker.recorded_config import RecordedConfig
 from services.worker.weights.dummy_weights import DummyWeights
-from shared.model_dir import CONFIG, GENERATION_CONFIG, ModelDirectoryError
-from shared.text_models import with_text_rope
+from shared.model_files.model_dir import CONFIG, GENERATION_CONFIG, ModelDirectoryError
+from shared.model_files.text_models import with_text_rope
 from tests.support.models.multimodal import is_multimodal, make_config
 from tests.support.models.paged_model import PagedModel
 from tests.support.models.published_keys import PUBLISHED_KEYS

@@ -15,7 +15,7 @@ from torch import Tensor
 from services.worker.models.loader import LoadOptions, load_model
 from services.worker.models.protocol import CausalLM
 from services.worker.ops import BACKEND_NAMES, load_ops
-from shared.model_dir import CONFIG, ModelDirectoryError
+from shared.model_files.model_dir import CONFIG, ModelDirectoryError
 from tests.support.models.mtp_logits import mtp_of, our_mtp_logits
 from tests.support.models.paged_model import PagedModel
 from tests.support.models.parity import LOGIT_TOLERANCE, make_prompts

@@ -17,8 +17,8 @@ from torch import Tensor
 from services.worker.models.config_keys import KEYS_OF_TOWERS, keys_without_effect
 from services.worker.models.loader import LoadOptions, load_model
 from services.worker.ops import load_ops
-from shared.model_dir import CONFIG, WEIGHTS, ModelDirectoryError
-from shared.text_models import text_name
+from shared.model_files.model_dir import CONFIG, WEIGHTS, ModelDirectoryError
+from shared.model_files.text_models import text_name
 from tests.support.models.multimodal import is_multimodal, make_config
 from tests.support.models.packing_ops import PackingOps
 from tests.support.models.paged_model import PagedModel

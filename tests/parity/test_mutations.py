@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shared.model_dir import CONFIG
-from shared.text_models import text_name
+from shared.model_files.model_dir import CONFIG
+from shared.model_files.text_models import text_name
 from tests.support.models.multimodal import text_of, with_text
 from tests.support.models.parity import SmallModel, SmallModels, load_paged, make_prompts, wrong_rows
 from tests.support.models.small_configs import ARCHITECTURES, SMALL_CONFIGS

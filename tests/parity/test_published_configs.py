@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared.model_dir import CONFIG
+from shared.model_files.model_dir import CONFIG
 from tests.support.models.multimodal import text_of, with_text
 from tests.support.models.parity import SmallModels, load_paged, make_prompts
 from tests.support.models.small_configs import ARCHITECTURES, SMALL_CONFIGS

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from services.worker.models.loader import load_model
 from services.worker.ops import load_ops
 from services.worker.ops.matrix_rows import MatrixFormat
-from shared.model_dir import CONFIG
+from shared.model_files.model_dir import CONFIG
 from tests.support.models.packing_ops import PackingOps
 from tests.support.models.paged_model import PagedModel
 from tests.support.models.published_formats import PUBLISHED

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from services.worker.ops import BACKEND_NAMES
-from shared.model_dir import CONFIG
+from shared.model_files.model_dir import CONFIG
 from tests.support.models.parity import SmallModels, load_paged, make_prompts
 from tests.support.models.quantized_checkpoints import (
     SCHEMES,

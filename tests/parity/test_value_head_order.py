@@ -20,7 +20,7 @@ from services.worker.models.loader import load_model
 from services.worker.ops import load_ops
 from services.worker.weights.gguf_import.conversion import convert
 from services.worker.weights.quantization.gguf_blocks import BLOCK_TYPES
-from shared.model_dir import CONFIG, WEIGHTS, ModelDirectoryError
+from shared.model_files.model_dir import CONFIG, WEIGHTS, ModelDirectoryError
 from tests.support.models.generation import Way, generate
 from tests.support.models.gguf_export import export_gguf
 from tests.support.models.parity import TransformersModel, load_paged, make_prompts, wrong_rows

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from lockstep.v1 import tokenizer_pb2
 from services.worker.weights.gguf_import.conversion import convert
-from shared.model_dir import TOKENIZER
+from shared.model_files.model_dir import TOKENIZER
 from tests.support.cells.cell import Cell, start_cell
 from tests.support.clients.client import token_request
 from tests.support.models.parity import load_paged

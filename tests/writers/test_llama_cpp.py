@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import AutoModelForCausalLM
 
 from services.worker.weights.gguf_import.conversion import UnimportableError, convert
-from shared.model_dir import CONFIG, TOKENIZER, WEIGHTS
+from shared.model_files.model_dir import CONFIG, TOKENIZER, WEIGHTS
 from tests.support.models.parity import TransformersModel, load_paged, make_prompts, wrong_rows
 from tests.support.models.small_configs import SMALL_CONFIGS, VOCABULARY_SIZE
 from tests.support.models.small_models import build_model, write_small_model

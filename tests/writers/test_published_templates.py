@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 from tests.support.tokenizer.same_prompt import OPTIONS, Turn, check, conversations, load
 from tests.support.writers.llama_cpp import published_templates
 

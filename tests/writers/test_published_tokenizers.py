@@ -28,7 +28,7 @@ from services.tokenizer.chat.chat_request import check_chat
 from services.tokenizer.text.detokenizer import make_token_texts
 from services.tokenizer.text.model_tokenizer import ModelTokenizer, load_tokenizer
 from services.tokenizer.text.vocabulary import Vocabulary
-from shared.model_dir import CONFIG, TOKENIZER, TOKENIZER_CONFIG
+from shared.model_files.model_dir import CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from tests.support.system.environments import environment_of
 from tests.support.tokenizer.same_prompt import OPTIONS, Turn, conversations, load, over_chat
 from tests.support.tokenizer.same_prompt import prompt as prompt_of

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 from tests.support.models.parity import load_paged
 from tests.support.writers.jobs import run_jobs
 from tests.support.writers.quantised import complete, write_plain, wrong_layers, wrong_logits

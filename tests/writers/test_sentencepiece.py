@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from services.worker.weights.gguf_import.conversion import convert
-from shared.model_dir import TOKENIZER, TOKENIZER_CONFIG
+from shared.model_files.model_dir import TOKENIZER, TOKENIZER_CONFIG
 from tests.support.models.small_configs import SMALL_CONFIGS
 from tests.support.models.small_models import build_model, write_small_model
 from tests.support.writers.jobs import run_jobs

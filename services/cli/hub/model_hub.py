@@ -33,9 +33,9 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.hf_api import RepoSibling
 
 from services.cli.hub.model_name import GgufName, ModelName
-from shared.gguf_names import SUFFIX, part_paths
-from shared.missing_files import TEKKEN, TIKTOKEN
-from shared.model_dir import (
+from shared.model_files.gguf_names import SUFFIX, part_paths
+from shared.model_files.missing_files import TEKKEN, TIKTOKEN
+from shared.model_files.model_dir import (
     ADDED_TOKENS,
     CHAT_TEMPLATE,
     CONFIG,
@@ -55,7 +55,7 @@ from shared.model_dir import (
     read_config,
     shard_names,
 )
-from shared.tiktoken_vocabulary import convert_vocabulary
+from shared.model_files.tiktoken_vocabulary import convert_vocabulary
 
 _NEEDED = (CONFIG, TOKENIZER)
 _WANTED = frozenset(

@@ -16,7 +16,7 @@ from services.cli.processes import flag_checks
 from services.cli.processes.last_problem import LastProblem
 from services.cli.processes.manage_flag import find_manage_address
 from services.cli.processes.service_command import ServiceCommand
-from shared.model_dir import (
+from shared.model_files.model_dir import (
     CONFIG,
     ModelDirectoryError,
     architecture_of,
@@ -25,9 +25,9 @@ from shared.model_dir import (
     read_json,
     refuse_pointer,
 )
+from shared.model_files.tiktoken_vocabulary import convert_vocabulary
 from shared.network.listening import MAX_SOCKET_PATH_BYTES, check_can_listen
 from shared.process.parent import leave_end_to_parent
-from shared.tiktoken_vocabulary import convert_vocabulary
 
 
 class RefusedError(Exception):

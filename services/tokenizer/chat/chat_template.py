@@ -15,7 +15,7 @@ from services.tokenizer.chat.template_rendering import RenderError
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 from services.tokenizer.text.model_tokenizer import ModelTokenizer
 from shared.errors import InvalidRequestError, Violation
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 logger = logging.getLogger(__name__)
 

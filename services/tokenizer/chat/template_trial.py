@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.tokenizer.chat.message_forms import TemplateFeatures
 from services.tokenizer.chat.render_server import ChildEndedError, RenderChild
 from services.tokenizer.trial_limits import cpu_problem, wall_clock_s, was_out_of_cpu
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 
 def try_template(child: RenderChild, place: int, *, timeout_s: float, has_tools: bool) -> TemplateFeatures:

@@ -17,7 +17,7 @@ from services.tokenizer.text.detokenizer import TokenTexts, make_token_texts
 from services.tokenizer.text.encoder import Encoder
 from services.tokenizer.text.encoding_pools import EncodingPool
 from services.tokenizer.text.model_tokenizer import load_tokenizer
-from shared.model_dir import CONFIG, architectures_of, digest_of, is_multimodal, read_config, read_file
+from shared.model_files.model_dir import CONFIG, architectures_of, digest_of, is_multimodal, read_config, read_file
 
 logger = logging.getLogger(__name__)
 

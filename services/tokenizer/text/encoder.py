@@ -16,7 +16,7 @@ from services.tokenizer.text.text_cuts import PART_LENGTH, TextCutter
 from services.tokenizer.text.tokenizer_copies import TokenizerParts
 from services.tokenizer.text.vocabulary import Vocabulary
 from shared.limits import TOKEN_DTYPE
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 
 class _Text(NamedTuple):

@@ -19,7 +19,7 @@ from services.tokenizer.text.tokenizer_classes import (
     class_name,
     make_tokenizer,
 )
-from shared.model_dir import (
+from shared.model_files.model_dir import (
     CHAT_TEMPLATE,
     CONFIG,
     MORE_TEMPLATES,

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, models
 
 from services.tokenizer.text.tokenizer_copies import TokenizerParts
 from services.tokenizer.text.vocabulary import Vocabulary
-from shared.tiktoken_vocabulary import WORDS as KIMI_WORDS
+from shared.model_files.tiktoken_vocabulary import WORDS as KIMI_WORDS
 
 # The minimum length of a part, in characters.
 PART_LENGTH = 16 * 1024

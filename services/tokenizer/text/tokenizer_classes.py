@@ -17,8 +17,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from shared.added_tokens import special_token_texts, tokens_to_add
-from shared.model_dir import TokenizerFiles
+from shared.model_files.added_tokens import special_token_texts, tokens_to_add
+from shared.model_files.model_dir import TokenizerFiles
 
 PLAIN = "TokenizersBackend"
 """The class that takes tokenizer.json as it is."""

@@ -22,7 +22,7 @@ from services.worker.layers.rope_scaling import (
 )
 from services.worker.ops import Ops, RopeRows
 from services.worker.recorded_config import merged, peek
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 _PLAIN = PlainRope()
 _NONE: Mapping[str, Any] = {}

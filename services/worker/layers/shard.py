@@ -11,7 +11,7 @@ from services.worker.layers.expert_parallel import nth_run
 from services.worker.ops import Ops
 from services.worker.parallel.communicator import SINGLE, Communicator, Parallel
 from services.worker.weights.model_weights import ModelWeights
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 
 @dataclass(frozen=True, slots=True)

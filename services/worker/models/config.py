@@ -8,7 +8,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 _NO_DEFAULTS: Mapping[str, Any] = {}
 

@@ -7,7 +7,7 @@ log: a newer release may know them.
 from __future__ import annotations
 
 from services.worker.recorded_config import RecordedConfig
-from shared.model_dir import architecture_of, is_multimodal
+from shared.model_files.model_dir import architecture_of, is_multimodal
 
 _TRAINING = "for training"
 _OTHER_HEADS = "for classifiers"

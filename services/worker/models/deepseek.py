@@ -12,7 +12,7 @@ from services.worker.models.parts.latent_attention import (
 )
 from services.worker.models.parts.mtp import load_mtp
 from services.worker.models.parts.sparse_mlp import FeedForwardConfig
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 _MLP_TYPES = ("dense", "sparse")
 

@@ -14,7 +14,7 @@ from services.worker.models.parts.decoder import DecoderConfig, DecoderModel
 from services.worker.models.parts.latent_attention import LatentAttentionConfig
 from services.worker.models.parts.sparse_mlp import FeedForwardConfig, SparseConfig, read_groups
 from services.worker.ops import RouterScore, RoutingRule
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 
 def load_deepseek_v2(config: Mapping[str, Any], shard: Shard) -> DecoderModel:

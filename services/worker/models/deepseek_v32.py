@@ -10,7 +10,7 @@ from services.worker.models.config import ConfigValues
 from services.worker.models.deepseek_v3 import load_like_deepseek_v3
 from services.worker.models.parts.decoder import DecoderModel
 from services.worker.models.parts.latent_attention import IndexerConfig
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 # The defaults of transformers' configuration.
 _NUM_HEADS = 64

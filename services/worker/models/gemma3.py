@@ -35,7 +35,7 @@ from services.worker.models.parts.plain_attention import (
 )
 from services.worker.ops import Activation, RopeRows
 from services.worker.recorded_config import merged
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 # The defaults of transformers' configuration, which publishers rely on: some files have six keys.
 _DEFAULTS: Mapping[str, Any] = {

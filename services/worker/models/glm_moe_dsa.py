@@ -13,7 +13,7 @@ from services.worker.models.deepseek_v32 import read_indexer
 from services.worker.models.parts.decoder import DecoderModel, read_num_layers
 from services.worker.models.parts.latent_attention import IndexerConfig
 from services.worker.models.parts.mtp import num_mtp_layers
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 # Those of transformers' configuration.
 _DEFAULTS: Mapping[str, Any] = {

@@ -39,8 +39,8 @@ from services.worker.weights.sampling_defaults import SamplingDefaults, sampling
 from services.worker.weights.tensor_digests import Hashing
 from services.worker.weights.weight_files import WeightFiles
 from shared.limits import ModelLimits
-from shared.missing_files import ADAPTER
-from shared.model_dir import (
+from shared.model_files.missing_files import ADAPTER
+from shared.model_files.model_dir import (
     CONFIG,
     GENERATION_CONFIG,
     TOKENIZER,
@@ -50,8 +50,8 @@ from shared.model_dir import (
     model_digest,
     read_config,
 )
-from shared.packed_files import PackedCache
-from shared.text_models import text_name
+from shared.model_files.packed_files import PackedCache
+from shared.model_files.text_models import text_name
 
 # Stored by some checkpoints but read by no model.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)

@@ -19,7 +19,7 @@ from services.worker.models.parts.plain_attention import (
     AttentionHeads,
     windows_by_type,
 )
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 # The defaults of transformers' configuration.
 _HEAD_DIM = 128

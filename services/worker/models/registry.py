@@ -25,15 +25,15 @@ from services.worker.models.qwen3_5 import load_qwen3_5, load_qwen3_5_moe
 from services.worker.models.qwen3_moe import load_qwen3_moe
 from services.worker.models.qwen3_next import load_qwen3_next
 from services.worker.models.qwen_vl import load_qwen2_vl, load_qwen3_vl, load_qwen3_vl_moe
-from shared.model_dir import architecture_of
+from shared.model_files.model_dir import architecture_of
 
 __all__ = ["CausalLM", "ModelLoader", "loader_for"]
 
-# Loads a rank's part of a model from what `shared.model_dir.read_config` returns. Raises ModelDirectoryError if
+# Loads a rank's part of a model from what `shared.model_files.model_dir.read_config` returns. Raises ModelDirectoryError if
 # configuration or weights are not those of such a model.
 ModelLoader = Callable[[Mapping[str, Any], Shard], CausalLM]
 
-# Those of `shared.model_dir.ARCHITECTURES`.
+# Those of `shared.model_files.model_dir.ARCHITECTURES`.
 _ARCHITECTURES: dict[str, ModelLoader] = {
     "DeepseekV2ForCausalLM": load_deepseek_v2,
     "DeepseekV3ForCausalLM": load_deepseek_v3,

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.worker.sampling.sampling_state import GrammarMatcher
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 if TYPE_CHECKING:
     from services.worker.sampling.grammar import GrammarCompiler

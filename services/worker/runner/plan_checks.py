@@ -7,7 +7,7 @@ from collections.abc import Set
 from services.worker.config import WorkerSettings
 from services.worker.models.planning import PlannedModel
 from services.worker.ops.matrix_rows import MatrixFormat
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 
 def check_plan(settings: WorkerSettings, plan: PlannedModel) -> None:

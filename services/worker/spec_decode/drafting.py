@@ -16,7 +16,7 @@ from services.worker.parallel.communicator import SINGLE, Parallel
 from services.worker.spec_decode.draft_model import DraftModelProposer
 from services.worker.spec_decode.mtp_drafts import MtpProposer
 from services.worker.spec_decode.ngram_drafts import NgramProposer
-from shared.model_dir import TOKENIZER, ModelDirectoryError, read_json
+from shared.model_files.model_dir import TOKENIZER, ModelDirectoryError, read_json
 
 
 def check_drafting(

@@ -34,7 +34,7 @@ from services.worker.weights.quantization.quantize import quantize
 from services.worker.weights.weight_files import WeightFiles
 from services.worker.weights.weight_hints import format_hint, names_hint
 from services.worker.weights.weight_problems import WeightProblems
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 # Limit on memory for tensors that are not read, per byte stored. No format expands by more than this.
 _MAX_UNREAD_RATIO = 8

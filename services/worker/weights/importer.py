@@ -29,14 +29,21 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from shared.gguf_names import model_name, part_paths
-from shared.imported_models import IMPORT_VERSION, MANIFEST, find_import, identify, import_directory, record_import
-from shared.missing_files import TIKTOKEN
-from shared.model_dir import TOKENIZER, ModelDirectoryError, read_json
+from shared.model_files.gguf_names import model_name, part_paths
+from shared.model_files.imported_models import (
+    IMPORT_VERSION,
+    MANIFEST,
+    find_import,
+    identify,
+    import_directory,
+    record_import,
+)
+from shared.model_files.missing_files import TIKTOKEN
+from shared.model_files.model_dir import TOKENIZER, ModelDirectoryError, read_json
+from shared.model_files.tiktoken_vocabulary import convert_vocabulary
 from shared.process.line_writer import LineWriter
 from shared.process.logging import configure_logging
 from shared.process.owned_directory import owned_directory
-from shared.tiktoken_vocabulary import convert_vocabulary
 
 _DESCRIPTION = """\
 Make a model directory, which `lockstep serve` can serve, from a GGUF file.

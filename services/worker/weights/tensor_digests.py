@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from services.worker.parallel.communicator import SINGLE, Communicator
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 # No tensor has this digest.

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from services.worker.weights.tensor_digests import Hashing, TensorDigests
-from shared.model_dir import WEIGHTS_INDEX, ModelDirectoryError, read_json, refuse_pointer, weight_paths
+from shared.model_files.model_dir import WEIGHTS_INDEX, ModelDirectoryError, read_json, refuse_pointer, weight_paths
 
 # safetensors' names of the supported formats' dtypes, and their sizes.
 _DTYPE_BYTES = {

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 # Most kinds of tensors listed per sort of problem. Layers are alike, so their tensors form one kind.
 _MAX_LISTED = 8

@@ -20,7 +20,7 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shared.model_dir import WEIGHTS
+from shared.model_files.model_dir import WEIGHTS
 from tests.support.models.gguf_files import add_tokenizer, store
 from tests.support.models.multimodal import text_of
 

@@ -11,9 +11,9 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from shared.missing_files import TIKTOKEN
-from shared.model_dir import TOKENIZER_CONFIG
-from shared.tiktoken_vocabulary import WORDS
+from shared.model_files.missing_files import TIKTOKEN
+from shared.model_files.model_dir import TOKENIZER_CONFIG
+from shared.model_files.tiktoken_vocabulary import WORDS
 from tests.support.tokenizer.many_tokenizers import CORPUS, plain_bytes, split
 
 # The places of the special tokens after the others, as Kimi K2 has them, and whether each is special.

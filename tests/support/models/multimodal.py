@@ -7,7 +7,7 @@ from typing import Any
 
 import transformers
 
-from shared.text_models import TEXT_MODELS
+from shared.model_files.text_models import TEXT_MODELS
 
 _QWEN_3_5_TOWER = {
     "depth": 1,

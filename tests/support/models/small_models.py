@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from shared.model_dir import WEIGHTS
+from shared.model_files.model_dir import WEIGHTS
 from tests.support.models.multimodal import is_multimodal, make_config, published_name
 from tests.support.models.small_configs import SMALL_CONFIGS
 from tests.support.models.tiny_tokenizer import write_tiny_tokenizer

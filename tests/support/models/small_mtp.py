@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.modeling_layers import MtpLayer
 
-from shared.model_dir import CONFIG
+from shared.model_files.model_dir import CONFIG
 from tests.support.models.small_configs import SMALL_CONFIGS, Config
 from tests.support.models.small_models import build_model, randomise, write_small_model
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from shared.model_dir import CHAT_TEMPLATE, CONFIG, GENERATION_CONFIG, TOKENIZER
+from shared.model_files.model_dir import CHAT_TEMPLATE, CONFIG, GENERATION_CONFIG, TOKENIZER
 
 ENDOFTEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 ENDOFTEXT_ID, IM_START_ID, IM_END_ID = 0, 1, 2

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
 
-from shared.model_dir import CHAT_TEMPLATE, TOKENIZER
+from shared.model_files.model_dir import CHAT_TEMPLATE, TOKENIZER
 from tests.support.models.tiny_llama import write_tiny_llama
 
 # Of Qwen3's kind.

@@ -8,7 +8,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from services.worker.sampling.grammar import GrammarCompiler, GrammarMatcher
-from shared.model_dir import TOKENIZER, eos_token_ids
+from shared.model_files.model_dir import TOKENIZER, eos_token_ids
 
 # Tokens that close strings, lists and objects; uniform draws would hardly ever finish a text.
 CLOSERS = ('"', "}", "]", '"}', '"]', ",", ":", '":', "1", "0", ".", " ")

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from shared.tiktoken_vocabulary import WORDS as KIMI
+from shared.model_files.tiktoken_vocabulary import WORDS as KIMI
 from tests.support.models.tiny_tokenizer import tiny_tokenizer
 
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

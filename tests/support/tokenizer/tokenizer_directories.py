@@ -11,7 +11,14 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, processors
 
-from shared.model_dir import ADDED_TOKENS, CHAT_TEMPLATE, CONFIG, SPECIAL_TOKENS_MAP, TOKENIZER, TOKENIZER_CONFIG
+from shared.model_files.model_dir import (
+    ADDED_TOKENS,
+    CHAT_TEMPLATE,
+    CONFIG,
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+)
 from tests.support.models.tiny_tokenizer import ENDOFTEXT, IM_END, IM_START, tiny_tokenizer
 from tests.support.tokenizer.many_tokenizers import tokenizers
 

@@ -20,7 +20,7 @@ from services.tokenizer.http.connections.limits import HttpLimits
 from services.tokenizer.request.model import load_model
 from services.tokenizer.server.servicer import TOKENIZER_SERVICE
 from services.tokenizer.service import serve
-from shared.model_dir import model_digest
+from shared.model_files.model_dir import model_digest
 from shared.network.rpc import make_channel, make_server
 from shared.process.lifecycle import ANSWERS_CUT, StopRequest
 from shared.wire import introduce_self

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from services.worker.weights.checkpoint import CheckpointWeights
 from services.worker.weights.quantization.config import QuantizationConfig
 from services.worker.weights.weight_files import WeightFiles
-from shared.model_dir import CONFIG
+from shared.model_files.model_dir import CONFIG
 from tests.support.models.parity import TransformersModel, load_paged, make_prompts, wrong_rows
 from tests.support.models.small_configs import SMALL_CONFIGS
 from tests.support.models.small_models import build_model, write_small_model

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.cli.cache import main
-from shared.packed_files import PackedDirectory, file_name
+from shared.model_files.packed_files import PackedDirectory, file_name
 
 RECIPES = ("a1" * 32, "b2" * 32)
 NAMES = [file_name(recipe) for recipe in RECIPES]

@@ -7,7 +7,7 @@ import pytest
 from services.worker.config import WorkerSettings
 from services.worker.layout import RankLayout
 from shared.config import load_settings
-from shared.model_dir import WEIGHTS, ModelDirectoryError
+from shared.model_files.model_dir import WEIGHTS, ModelDirectoryError
 
 
 def test_only_the_model_directory_has_no_default() -> None:

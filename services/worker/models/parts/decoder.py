@@ -24,7 +24,7 @@ from services.worker.layers.shard import Part, Shard
 from services.worker.models.config import ConfigValues
 from services.worker.models.protocol import CausalLM, MtpLayers
 from services.worker.ops import Activation, EmbeddingKernel, LinearKernel, RopeRows
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 logger = logging.getLogger(__name__)
 

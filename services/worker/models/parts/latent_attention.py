@@ -17,7 +17,7 @@ from services.worker.layers.shard import Part, Shard
 from services.worker.models.config import ConfigValues
 from services.worker.models.parts.decoder import DecoderConfig
 from services.worker.weights.model_weights import ModelWeights
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 # The epsilon of the norms inside the attention; config.json's `rms_norm_eps` is that of the other norms.
 _NORM_EPS = 1e-6

@@ -22,7 +22,7 @@ from services.worker.models.config import ConfigValues
 from services.worker.models.parts.decoder import DecoderConfig, DecoderLayer, DecoderModel, layer_name, load_norm
 from services.worker.models.protocol import MtpLayers
 from services.worker.weights.model_weights import ModelWeights
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 _NUM_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 _SHARED = ("embed_tokens.", "shared_head.head.")

@@ -26,7 +26,7 @@ from services.worker.models.parts.decoder import (
 )
 from services.worker.ops import AttentionParams, HeadNorms
 from services.worker.ops.matrix_rows import join_rows, take_rows
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 # What publishers call the scales of an FP8 cache, where {} is k or v. The last name is of both.
 # Source: vLLM, `maybe_remap_kv_scale_name` (model_loader/weight_utils.py) and `get_cache_scale` (layers/quantization).

@@ -18,7 +18,7 @@ from services.worker.models.parts.plain_attention import FULL, AttentionConfig, 
 from services.worker.ops import DeltaGates, Matrix
 from services.worker.ops.matrix_rows import join_columns, join_rows, take_rows
 from services.worker.weights.quantization.gguf_blocks import GROUPED, HEAD_ORDER, OUT_PROJECTIONS, TILED
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 LINEAR = "linear_attention"
 

@@ -14,7 +14,7 @@ from services.worker.models.parts.decoder import DecoderConfig, FeedForward, loa
 from services.worker.ops import ExpertGroups, ExpertWeights, RouterScore, RoutingRule, SwigluClamp
 from services.worker.ops.matrix_rows import join_rows
 from services.worker.weights.model_weights import ModelWeights
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 # An expert's gate, up and down projections.
 ExpertNames = tuple[str, str, str]

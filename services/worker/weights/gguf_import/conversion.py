@@ -31,7 +31,7 @@ from services.worker.weights.gguf_import.tokenizer import end_token_ids, write_t
 from services.worker.weights.quantization.config import MXFP4, STACKS
 from services.worker.weights.quantization.gguf_blocks import gguf_config
 from services.worker.weights.safetensors_writer import write_safetensors
-from shared.model_dir import CONFIG, GENERATION_CONFIG, WEIGHTS
+from shared.model_files.model_dir import CONFIG, GENERATION_CONFIG, WEIGHTS
 
 _EMBEDDING = "token_embd.weight"
 _HEAD = "output.weight"

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from services.worker.weights.gguf_import.gguf_file import GgufFile, GgufTensor, MalformedGgufError
-from shared.gguf_names import model_name, part_name, part_paths
+from shared.model_files.gguf_names import model_name, part_name, part_paths
 
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 

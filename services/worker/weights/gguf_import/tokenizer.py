@@ -21,7 +21,7 @@ from services.worker.weights.gguf_import.pre_tokenizers import (
     PRE_TOKENIZERS,
     UNKNOWN_PRE_TOKENIZER,
 )
-from shared.model_dir import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
+from shared.model_files.model_dir import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
 
 _BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"
 # What `tokenizer.ggml.token_type` says. Source: gguf-py, constants.py, `TokenType`.

@@ -28,7 +28,7 @@ from services.worker.parallel.communicator import Communicator, Parallel
 from services.worker.weights.packed.recording import Recorder
 from services.worker.weights.packed.replay import KeptMemory
 from services.worker.weights.packed.sources import code_digest, file_states, identify_sources
-from shared.model_dir import (
+from shared.model_files.model_dir import (
     CONFIG,
     HF_QUANT_CONFIG,
     QUANT_CONFIG,
@@ -36,7 +36,7 @@ from shared.model_dir import (
     WEIGHTS_INDEX,
     weight_paths,
 )
-from shared.packed_files import (
+from shared.model_files.packed_files import (
     CHUNK_BYTES,
     PackedCache,
     PackedDirectory,

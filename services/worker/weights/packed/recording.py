@@ -14,7 +14,7 @@ from services.worker.ops.matrices import Matrix
 from services.worker.ops.prepared import Packing, Prepared
 from services.worker.weights.model_weights import ALL, ModelWeights
 from services.worker.weights.packed.descriptions import describe_matrix, describe_tensor
-from shared.packed_files import PackedFile
+from shared.model_files.packed_files import PackedFile
 
 
 class Recorder:

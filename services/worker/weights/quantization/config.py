@@ -20,7 +20,7 @@ from services.worker.weights.quantization.modelopt import modelopt_rules
 from services.worker.weights.quantization.mxfp4 import Mxfp4StackFormat
 from services.worker.weights.quantization.quark import quark_rules
 from services.worker.weights.quantization.rules import FormatRules, UnsupportedFormatError
-from shared.model_dir import (
+from shared.model_files.model_dir import (
     CONFIG,
     HF_QUANT_CONFIG,
     QUANT_CONFIG,
@@ -29,7 +29,7 @@ from shared.model_dir import (
     is_multimodal,
     read_json,
 )
-from shared.text_models import spellings
+from shared.model_files.text_models import spellings
 
 MXFP4 = "mxfp4"
 STACKS = "stacks"

@@ -17,7 +17,7 @@ from services.tokenizer.request.prompts import PromptEncoder
 from services.tokenizer.text.encoder import Encoder
 from services.tokenizer.text.model_tokenizer import load_tokenizer
 from shared.errors import InvalidRequestError, TemplateFailedError
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 from tests.support.models.tiny_tokenizer import CHATML, tiny_tokenizer, write_tiny_tokenizer
 from tests.support.tokenizer.call_templates import CALLS_AS_OBJECTS, CALLS_AS_TEXT, CALLS_BY_ARGUMENT
 from tests.support.tokenizer.chat_templates import local_template

@@ -17,7 +17,7 @@ from services.tokenizer.chat.template_features import find_features
 from services.tokenizer.chat.template_renderer import TemplateRenderer
 from services.tokenizer.chat.template_rendering import render_template
 from services.tokenizer.trial_limits import wall_clock_s
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 from tests.support.system.processes import ROOT, module_environment
 from tests.support.tokenizer.call_templates import (
     CALLS_AS_OBJECTS,

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from services.tokenizer.grammar.grammar_source import grammar_source
 from services.tokenizer.replies.lark import LarkGrammar
 from shared.grammar import GrammarLibrary
-from shared.model_dir import TOKENIZER
+from shared.model_files.model_dir import TOKENIZER
 from tests.support.tokenizer.many_tokenizers import ALL_NAMES, NAMES, tokenizers
 
 LITERALS = ["<think>", "<|im_end|>", "[b]", "a<think>b</think>", "<think<think>"]

@@ -14,9 +14,9 @@ from services.tokenizer.chat.chat_request import check_chat
 from services.tokenizer.config import TokenizerSettings
 from services.tokenizer.replies import ToolCallPart
 from services.tokenizer.request.model import load_model
-from shared.missing_files import TIKTOKEN
-from shared.model_dir import CHAT_TEMPLATE, CONFIG, GENERATION_CONFIG, TOKENIZER, read_json
-from shared.tiktoken_vocabulary import NUM_SPECIAL_TOKENS, WORDS, convert_vocabulary
+from shared.model_files.missing_files import TIKTOKEN
+from shared.model_files.model_dir import CHAT_TEMPLATE, CONFIG, GENERATION_CONFIG, TOKENIZER, read_json
+from shared.model_files.tiktoken_vocabulary import NUM_SPECIAL_TOKENS, WORDS, convert_vocabulary
 from tests.support.models.kimi_vocabulary import SPECIAL_TOKENS, write_kimi_vocabulary
 from tests.support.tokenizer.kimi_templates import KIMI_K25
 from tests.support.tokenizer.reply_texts import call_text

@@ -13,7 +13,7 @@ from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.chat.chat_request import check_chat
 from services.tokenizer.config import TokenizerSettings
 from services.tokenizer.request.model import load_model
-from shared.model_dir import TOKENIZER
+from shared.model_files.model_dir import TOKENIZER
 from tests.support.models.tiny_tokenizer import write_tiny_tokenizer
 from tests.support.tokenizer.vision_templates import MAGISTRAL_SMALL, MISTRAL_SMALL, QWEN3_VL, QWEN3_VL_THINKING
 

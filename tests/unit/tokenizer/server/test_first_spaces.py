@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.worker.runner.matchers import GrammarMatchers
 from services.worker.sampling.sampling_state import SamplingState
-from shared.model_dir import TOKENIZER
+from shared.model_files.model_dir import TOKENIZER
 from shared.sampling_codec import decode_options
 from tests.support.clients.client import Answer, read_answer
 from tests.support.models.tiny_tokenizer import IM_END_ID, VOCABULARY_SIZE, write_tiny_tokenizer

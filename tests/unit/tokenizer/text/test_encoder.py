@@ -10,7 +10,7 @@ from services.tokenizer.text.control_tokens import ControlTokens
 from services.tokenizer.text.encoder import Encoder
 from services.tokenizer.text.text_cuts import PART_LENGTH
 from shared.errors import RequestTooLargeError
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 from tests.support.models.tiny_tokenizer import IM_END, IM_END_ID, IM_START, IM_START_ID, tiny_tokenizer
 from tests.support.tokenizer.chat_templates import local_template
 

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from services.tokenizer.text.model_tokenizer import load_tokenizer
-from shared.model_dir import (
+from shared.model_files.model_dir import (
     ADDED_TOKENS,
     CHAT_TEMPLATE,
     CONFIG,

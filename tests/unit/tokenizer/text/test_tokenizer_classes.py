@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import (
 
 from services.tokenizer.text.model_tokenizer import load_tokenizer
 from services.tokenizer.text.tokenizer_classes import _TYPE_TO_CLASS
-from shared.model_dir import ARCHITECTURES, CONFIG, TOKENIZER, TOKENIZER_CONFIG
+from shared.model_files.model_dir import ARCHITECTURES, CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from tests.support.models.tiny_tokenizer import tiny_tokenizer
 from tests.support.tokenizer.many_tokenizers import tokenizers
 from tests.support.tokenizer.tokenizer_directories import token, typed

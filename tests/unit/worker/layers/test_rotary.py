@@ -22,7 +22,7 @@ from services.worker.layers.rope_scaling import (
 )
 from services.worker.layers.rotary import RopeConfig, Rotary
 from services.worker.ops import load_ops
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 OPS = load_ops("reference")
 POSITIONS = torch.arange(0, 300, dtype=torch.float32)

@@ -27,7 +27,7 @@ from services.worker.weights.checkpoint import CheckpointWeights
 from services.worker.weights.dummy_weights import DummyWeights
 from services.worker.weights.model_weights import ALL
 from services.worker.weights.weight_files import WeightFiles
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 from tests.support.models.tiny_llama import TINY_CONFIG, write_tiny_llama
 from tests.support.ranks.thread_ranks import run_ranks
 

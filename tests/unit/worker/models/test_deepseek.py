@@ -11,7 +11,7 @@ from services.worker.models.config import ConfigValues
 from services.worker.models.deepseek import read_dense_layers
 from services.worker.models.loader import LoadOptions, load_model
 from services.worker.ops import load_ops
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 from tests.support.models.small_models import build_small_model, write_small_model
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from services.worker.models.loader import LoadedModel, load_model
 from services.worker.models.registry import loader_for
 from services.worker.ops import load_ops
-from shared.model_dir import ARCHITECTURES, ModelDirectoryError
+from shared.model_files.model_dir import ARCHITECTURES, ModelDirectoryError
 from tests.support.models.small_configs import SMALL_CONFIGS
 from tests.support.models.tiny_llama import TINY_CONFIG, write_tiny_llama
 

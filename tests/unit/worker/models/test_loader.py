@@ -15,7 +15,7 @@ from torch import Tensor
 from services.worker.forward.kv_cache import attention_cache
 from services.worker.models.loader import LoadedModel, load_model
 from services.worker.ops import load_ops
-from shared.model_dir import ModelDirectoryError, model_digest
+from shared.model_files.model_dir import ModelDirectoryError, model_digest
 from tests.support.models.paged_model import PagedModel
 from tests.support.models.small_configs import SMALL_CONFIGS
 from tests.support.models.small_models import build_model, write_small_model

@@ -18,7 +18,7 @@ from services.worker.models.parts.plain_attention import FULL, SLIDING, windows_
 from services.worker.models.registry import CausalLM, loader_for
 from services.worker.ops import load_ops
 from services.worker.weights.dummy_weights import DummyWeights
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 COMMON: dict[str, Any] = {
     "vocab_size": 32,

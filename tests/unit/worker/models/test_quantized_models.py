@@ -17,7 +17,7 @@ from torch import Tensor
 from services.worker.models.loader import LoadOptions, load_model
 from services.worker.ops import Ops, load_ops
 from services.worker.ops.matrix_rows import MatrixFormat
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 from tests.support.models.packing_ops import PackingOps
 from tests.support.models.paged_model import PagedModel
 from tests.support.models.quantized_checkpoints import SCHEMES, write_quantized

@@ -11,7 +11,7 @@ from services.worker.layers.context_limit import ContextLimit
 from services.worker.models.loader import LoadedModel, LoadOptions, load_model
 from services.worker.ops import load_ops
 from services.worker.weights.weight_files import WeightFiles
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 from tests.support.models.multimodal import make_config
 from tests.support.models.small_configs import ARCHITECTURES, CONTEXT_LENGTH, SMALL_CONFIGS
 from tests.support.models.tiny_llama import write_tiny_llama

@@ -17,7 +17,7 @@ from services.worker.runner import model_runner
 from services.worker.runner.model_runner import ModelRunner, build_model_runner, numerics_fingerprint
 from services.worker.sampling.sampler import SAMPLING_VERSION
 from shared.errors import StaleEpochError, StepMismatchError
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 from shared.step.step import Step
 from tests.support.models.tiny_llama import write_tiny_llama
 from tests.support.worker.worker_runner import WrappedModel, generate_alone, load_exact, make_runner

@@ -29,7 +29,7 @@ from services.worker.runner.number_formats import (
     choose_quantization,
     log_loaded,
 )
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 from tests.support.models.packing_ops import PackingOps
 from tests.support.models.quantized_checkpoints import SCHEMES, write_quantized
 from tests.support.models.tiny_llama import write_tiny_llama

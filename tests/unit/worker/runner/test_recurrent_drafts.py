@@ -21,7 +21,7 @@ from services.worker.runner.graphs.graph_runner import GraphSettings
 from services.worker.runner.model_runner import Execution, ModelRunner
 from services.worker.spec_decode.drafting import check_drafting, make_drafting
 from services.worker.spec_decode.ngram_drafts import NgramProposer
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 from tests.support.models.drafting import REQUESTS, KnowingProposer, num_accepted
 from tests.support.models.parity import make_prompts
 from tests.support.models.small_models import build_small_model, write_small_model

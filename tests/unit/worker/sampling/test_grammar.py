@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from services.worker.sampling import grammar as worker_grammar
 from services.worker.sampling.grammar import GrammarCompiler
-from shared.model_dir import TOKENIZER, ModelDirectoryError
+from shared.model_files.model_dir import TOKENIZER, ModelDirectoryError
 from tests.support.models.tiny_tokenizer import ENDOFTEXT_ID, IM_END_ID, VOCABULARY_SIZE, write_tiny_tokenizer
 from tests.support.tokenizer.grammar_texts import TextWriter
 

@@ -21,7 +21,7 @@ from services.worker.runner.plan_checks import check_plan
 from services.worker.spec_decode.draft_model import DraftModelProposer
 from services.worker.spec_decode.drafting import check_drafting, make_drafting
 from services.worker.spec_decode.ngram_drafts import NgramProposer
-from shared.model_dir import TOKENIZER, ModelDirectoryError
+from shared.model_files.model_dir import TOKENIZER, ModelDirectoryError
 from tests.support.models.tiny_llama import write_tiny_llama
 from tests.support.ranks.thread_ranks import run_ranks
 from tests.support.worker.worker_runner import load_exact

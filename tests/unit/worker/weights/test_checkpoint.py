@@ -14,7 +14,7 @@ from torch import Tensor
 
 from services.worker.weights.checkpoint import CheckpointWeights
 from services.worker.weights.weight_files import WeightFiles
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 TENSORS = {
     "table.weight": torch.arange(60, dtype=torch.float32).view(20, 3),

@@ -19,7 +19,7 @@ from services.worker.weights.dummy_weights import DummyWeights
 from services.worker.weights.model_weights import WeightFormats
 from services.worker.weights.quantization.config import QuantizationConfig
 from services.worker.weights.quantization.gguf_blocks import BLOCK_TYPES, gguf_config
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 from tests.support.models.paged_model import PagedModel
 from tests.support.models.published_formats import PUBLISHED
 from tests.support.models.tiny_llama import TINY_CONFIG, write_tiny_llama

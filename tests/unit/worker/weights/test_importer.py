@@ -31,7 +31,7 @@ from services.worker.weights.importer import (
     sha256_of,
 )
 from services.worker.weights.sampling_defaults import SamplingDefaults
-from shared.imported_models import find_import
+from shared.model_files.imported_models import find_import
 from tests.support.models.gguf_files import model_tensors, write_gguf
 from tests.support.models.kimi_vocabulary import write_kimi_vocabulary
 from tests.support.models.tiny_tokenizer import CHATML, tiny_tokenizer

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from services.worker.weights.safetensors_writer import StreamedTensor, write_safetensors
 from services.worker.weights.weight_files import TensorHeader, WeightFiles
-from shared.model_dir import WEIGHTS
+from shared.model_files.model_dir import WEIGHTS
 
 BYTES = np.arange(7, dtype=np.uint8)
 ROWS = np.linspace(-1, 1, 24, dtype=np.float32).reshape(6, 4)

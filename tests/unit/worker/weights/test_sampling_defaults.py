@@ -16,7 +16,7 @@ from services.worker.weights.sampling_defaults import (
     unknown_options,
 )
 from shared.limits import ModelLimits
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 LIMITS = ModelLimits(context_length=100, logits_width=50, num_pool_tokens=100)
 

@@ -18,7 +18,7 @@ from services.worker.parallel.communicator import Parallel
 from services.worker.weights import tensor_digests
 from services.worker.weights.tensor_digests import Hashing, TensorDigests
 from services.worker.weights.weight_files import WeightFiles
-from shared.model_dir import WEIGHTS, ModelDirectoryError
+from shared.model_files.model_dir import WEIGHTS, ModelDirectoryError
 from tests.support.ranks.thread_ranks import run_ranks
 
 TENSORS = {

@@ -14,7 +14,7 @@ from services.worker.layers.mla import LatentSizes
 from services.worker.models.config import ConfigValues
 from services.worker.models.parts.decoder import DecoderConfig
 from services.worker.models.parts.latent_attention import IndexerConfig, LatentAttentionConfig
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 512,

@@ -25,7 +25,7 @@ from services.worker.weights.model_weights import WeightFormats
 from services.worker.weights.quantization.config import QuantizationConfig
 from services.worker.weights.quantization.gguf_blocks import BLOCK_TYPES, BlockType, gguf_config
 from services.worker.weights.weight_files import WeightFiles
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 from tests.support.models.hostile_tensors import CONTENTS, FLOAT_CONTENTS, contents, damages
 from tests.support.models.paged_model import PagedModel
 from tests.support.models.published_formats import PUBLISHED

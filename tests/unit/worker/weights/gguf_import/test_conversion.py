@@ -26,7 +26,7 @@ from services.worker.weights.gguf_import.conversion import UnimportableError, co
 from services.worker.weights.model_weights import WeightFormats
 from services.worker.weights.quantization.config import QuantizationConfig
 from services.worker.weights.weight_files import WeightFiles
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 from tests.support.models.gguf_files import CONFIG, write_gguf
 from tests.support.models.paged_model import PagedModel
 

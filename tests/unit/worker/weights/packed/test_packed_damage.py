@@ -18,7 +18,7 @@ from torch import Tensor
 from services.worker.models.loader import LoadOptions, load_model
 from services.worker.ops import load_ops
 from services.worker.ops.matrix_rows import MatrixFormat
-from shared.packed_files import PackedCache, PackedFile
+from shared.model_files.packed_files import PackedCache, PackedFile
 from tests.support.models.paged_model import PagedModel
 from tests.support.models.tiny_llama import write_tiny_llama
 

@@ -17,7 +17,7 @@ from services.worker.ops import Ops, load_ops
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.parallel.communicator import SINGLE, Parallel
 from services.worker.weights.gguf_import.conversion import convert
-from shared.packed_files import PackedCache
+from shared.model_files.packed_files import PackedCache
 from tests.support.models.gguf_files import CONFIG, write_gguf
 from tests.support.models.paged_model import PagedModel
 from tests.support.models.published_formats import PUBLISHED

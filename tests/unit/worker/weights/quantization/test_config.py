@@ -13,7 +13,7 @@ from transformers import AwqConfig, FbgemmFp8Config, FineGrainedFP8Config, GPTQC
 
 from services.worker.weights.quantization.config import QuantizationConfig
 from services.worker.weights.quantization.keys import WITHOUT_EFFECT
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 from tests.support.models.published_formats import PUBLISHED
 from tests.support.models.quantized_checkpoints import SCHEMES
 

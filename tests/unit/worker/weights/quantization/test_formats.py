@@ -17,7 +17,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from services.worker.weights.checkpoint import CheckpointWeights
 from services.worker.weights.quantization.config import QuantizationConfig
 from services.worker.weights.weight_files import WeightFiles
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 from tests.support.models.quantized_checkpoints import SCHEMES, mxfp4_stack
 
 # Not multiples of any block, group or word.

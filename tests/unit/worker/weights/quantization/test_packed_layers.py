@@ -19,7 +19,7 @@ from services.worker.weights.checkpoint import CheckpointWeights
 from services.worker.weights.model_weights import WeightFormats
 from services.worker.weights.quantization.config import QuantizationConfig
 from services.worker.weights.weight_files import WeightFiles
-from shared.model_dir import ModelDirectoryError
+from shared.model_files.model_dir import ModelDirectoryError
 from tests.support.models.quantized_checkpoints import SCHEMES, Quantized, mxfp4_stack
 
 LAYER = "model.layers.1.self_attn.q_proj"

@@ -23,7 +23,7 @@ from services.worker.weights.checkpoint import CheckpointWeights
 from services.worker.weights.model_weights import WeightFormats
 from services.worker.weights.quantization.config import QuantizationConfig
 from services.worker.weights.weight_files import WeightFiles
-from shared.model_dir import CONFIG, ModelDirectoryError
+from shared.model_files.model_dir import CONFIG, ModelDirectoryError
 from tests.support.models.packing_ops import PackingOps
 from tests.support.models.paged_model import PagedModel
 from tests.support.models.published_formats import PUBLISHED, quark_config

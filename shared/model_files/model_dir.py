@@ -10,9 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from shared.added_tokens import with_added_tokens
-from shared.missing_files import config_advice, is_lfs_pointer, tokenizer_advice, weights_advice
-from shared.text_models import TEXT_MODELS, text_values, with_text_rope
+from shared.model_files.added_tokens import with_added_tokens
+from shared.model_files.missing_files import config_advice, is_lfs_pointer, tokenizer_advice, weights_advice
+from shared.model_files.text_models import TEXT_MODELS, text_values, with_text_rope
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.model_dir import (
+from shared.model_files.model_dir import (
     ADDED_TOKENS,
     CHAT_TEMPLATE,
     SPECIAL_TOKENS_MAP,

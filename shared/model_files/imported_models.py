@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shared.gguf_names import part_paths
-from shared.model_dir import CONFIG, TOKENIZER, WEIGHTS
+from shared.model_files.gguf_names import part_paths
+from shared.model_files.model_dir import CONFIG, TOKENIZER, WEIGHTS
 
 MANIFEST = "manifest.json"
 """Names the source of an imported directory, and the digests of its files."""

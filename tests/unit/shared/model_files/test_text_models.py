@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shared.model_dir import (
+from shared.model_files.model_dir import (
     CONFIG,
     GENERATION_CONFIG,
     ModelDirectoryError,
@@ -15,7 +15,7 @@ from shared.model_dir import (
     read_config,
     vocabulary_size,
 )
-from shared.text_models import TEXT_MODELS, spellings, text_name
+from shared.model_files.text_models import TEXT_MODELS, spellings, text_name
 
 MISTRAL, QWEN, KIMI = (f"{name}ForConditionalGeneration" for name in ("Mistral3", "Qwen3VL", "KimiK25"))
 TEXT = {"vocab_size": 99, "hidden_size": 8}

@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.packed_files import ALIGNMENT, CHUNK_BYTES, PackedDirectory, default_packed_dir, file_name, read_header
+from shared.model_files.packed_files import (
+    ALIGNMENT,
+    CHUNK_BYTES,
+    PackedDirectory,
+    default_packed_dir,
+    file_name,
+    read_header,
+)
 from tests.support.system.processes import ROOT, module_environment, python_command
 
 RECIPE = "ab" * 32
@@ -20,7 +27,7 @@ RECIPE = "ab" * 32
 KILLED_WRITER = """
 import os, signal, sys
 from pathlib import Path
-from shared import packed_files
+from shared.model_files import packed_files
 left = int(sys.argv[2])
 def dying(function):
     def call(*args, **kwargs):

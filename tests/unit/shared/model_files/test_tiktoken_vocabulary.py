@@ -23,9 +23,15 @@ from tokenizers import Tokenizer, models
 from services.tokenizer.text.encoder import Encoder
 from services.tokenizer.text.model_tokenizer import load_tokenizer
 from shared.grammar import GrammarLibrary
-from shared.missing_files import TIKTOKEN
-from shared.model_dir import TOKENIZER, TOKENIZER_CONFIG, ModelDirectoryError, read_tokenizer
-from shared.tiktoken_vocabulary import NUM_SPECIAL_TOKENS, WORDS, convert_vocabulary, merges_of, tokenizer_of
+from shared.model_files.missing_files import TIKTOKEN
+from shared.model_files.model_dir import TOKENIZER, TOKENIZER_CONFIG, ModelDirectoryError, read_tokenizer
+from shared.model_files.tiktoken_vocabulary import (
+    NUM_SPECIAL_TOKENS,
+    WORDS,
+    convert_vocabulary,
+    merges_of,
+    tokenizer_of,
+)
 from tests.support.models.kimi_vocabulary import (
     SPECIAL_TOKENS,
     kimi_config,

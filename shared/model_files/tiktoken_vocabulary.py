@@ -25,8 +25,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shared.missing_files import TIKTOKEN
-from shared.model_dir import TOKENIZER, TOKENIZER_CONFIG, ModelDirectoryError, read_json, refuse_pointer
+from shared.model_files.missing_files import TIKTOKEN
+from shared.model_files.model_dir import TOKENIZER, TOKENIZER_CONFIG, ModelDirectoryError, read_json, refuse_pointer
 
 # Characters of the beginnings and ends of words, and what English adds to them.
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"

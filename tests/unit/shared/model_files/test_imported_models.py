@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.imported_models import find_import, identify, import_directory, record_import
-from shared.model_dir import CONFIG
+from shared.model_files.imported_models import find_import, identify, import_directory, record_import
+from shared.model_files.model_dir import CONFIG
 
 PARTS = ["tiny-00001-of-00002.gguf", "tiny-00002-of-00002.gguf"]
 

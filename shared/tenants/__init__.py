@@ -1,0 +1,1 @@
+"""Tenants: whose request it is, by which key, and what room each has beside others."""
