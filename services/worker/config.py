@@ -22,11 +22,11 @@ from shared.config import (
     load_settings,
     split_list,
 )
-from shared.limits import MAX_DRAFT_TOKENS
 from shared.model_files.model_dir import ModelDirectoryError, refuse_pointer, weight_paths
 from shared.model_files.packed_files import PackedCache
 from shared.network.addresses import is_any_host, split_address
 from shared.network.tls import Role
+from shared.request.limits import MAX_DRAFT_TOKENS
 
 # `1,2,4` on the command line and in the environment.
 BatchSizes = Annotated[tuple[PositiveInt, ...], NoDecode, BeforeValidator(split_list), Len(1)]

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from lockstep.internal.v1 import sampling_pb2, worker_pb2
 from shared.errors import StepMismatchError
 from shared.ids import Slot
-from shared.limits import TOKEN_DTYPE
-from shared.sampling_codec import decode_options, encode_options
-from shared.sampling_params import SamplingOptions, SamplingParams
+from shared.request.limits import TOKEN_DTYPE
+from shared.request.sampling_codec import decode_options, encode_options
+from shared.request.sampling_params import SamplingOptions, SamplingParams
 from shared.step.columns import Int32Column, StatePairs
 from shared.step.logprobs_codec import decode_logprobs, encode_logprobs
 from shared.step.step import NO_INTS, NO_PAIRS, EnteringSequence, PrefillChunk, Step, StepKind, StepResult

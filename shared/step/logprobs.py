@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shared.sampling_params import MAX_LOGPROBS
+from shared.request.sampling_params import MAX_LOGPROBS
 from shared.step.columns import BoolColumn, Float32Column, Int32Column
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lockstep.internal.v1 import sampling_pb2
-from shared.limits import TOKEN_DTYPE
+from shared.request.limits import TOKEN_DTYPE
 from shared.step.logprobs import Logprobs
 
 _FLOAT_DTYPE = np.dtype("<f4")

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shared.ids import Slot
-from shared.limits import TOKEN_DTYPE
-from shared.sampling_params import SamplingParams
+from shared.request.limits import TOKEN_DTYPE
+from shared.request.sampling_params import SamplingParams
 from shared.step.columns import Int32Column
 from shared.step.logprobs import Logprobs
 

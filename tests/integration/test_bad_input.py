@@ -1,7 +1,7 @@
 """Bad input gets its status and reason, and another request's stream continues unharmed.
 
 Values that the protocol cannot express, such as a negative uint32, have no case. The ranges of sampling parameters are
-in tests/unit/shared/test_limits.py; those here show that a refusal reaches the client.
+in tests/unit/shared/request/test_limits.py; those here show that a refusal reaches the client.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ import pytest
 
 from services.tokenizer.grammar.grammar_source import grammar_source
 from services.tokenizer.grammar.grammar_trial import GrammarTrial
-from shared.grammar import GrammarError, GrammarLibrary
 from shared.model_files.model_dir import eos_token_ids
+from shared.request.grammar import GrammarError, GrammarLibrary
 from tests.support.models.tiny_llama import TINY_CONFIG
 from tests.support.tokenizer.grammar_texts import TextWriter
 from tests.support.tokenizer.json_schema_suite import SuiteSchema, read_suite

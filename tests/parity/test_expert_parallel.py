@@ -17,7 +17,7 @@ import pytest
 
 from lockstep.internal.v1 import worker_pb2
 from services.worker.layout import RankLayout
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from shared.step.step import EnteringSequence, Step, StepKind
 from tests.support.models.parity import SmallModels, make_prompts
 from tests.support.models.small_configs import SMALL_CONFIGS

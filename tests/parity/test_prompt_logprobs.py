@@ -14,7 +14,7 @@ from services.worker.models.loader import load_model
 from services.worker.ops import load_ops
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.model_runner import ModelRunner
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from tests.support.models.tiny_llama import write_tiny_llama
 from tests.support.worker.worker_driver import Request, WorkerDriver
 

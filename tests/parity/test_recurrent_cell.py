@@ -15,7 +15,7 @@ import pytest
 from services.scheduler.core.policy import SchedulerPolicy
 from services.worker.models.loader import LoadedModel
 from services.worker.runner.model_runner import ModelRunner
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from tests.support.models.parity import SmallModels, make_prompts
 from tests.support.scheduler.engine_driver import ChoiceOutput
 from tests.support.scheduler.runner_cell import RunnerDriver

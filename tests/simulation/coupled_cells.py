@@ -34,7 +34,7 @@ from services.scheduler.core.batch.step import Step
 from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerPolicy
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.ids import DpRank, RequestHandle
-from shared.sampling_params import SamplingParams
+from shared.request.sampling_params import SamplingParams
 from shared.step.step import StepResult
 from tests.simulation.parts.worker import duration_of_step_s
 from tests.support.scheduler.engine_driver import token_bytes

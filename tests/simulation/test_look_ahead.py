@@ -9,7 +9,7 @@ from services.scheduler.cell.events import ClientMessage, Submission
 from services.scheduler.core.admission import AdmissionPolicy
 from services.scheduler.core.policy import SchedulerPolicy
 from shared.ids import RequestHandle
-from shared.sampling_params import SamplingParams
+from shared.request.sampling_params import SamplingParams
 from tests.simulation.parts.worker import duration_of_step_s
 from tests.support.scheduler.cell_model import VOCABULARY
 from tests.support.scheduler.engine_driver import EngineDriver, token_bytes

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from services.scheduler.cell.domains.domain import Domain
 from services.scheduler.core.worker_facts import WorkerFacts
-from shared.limits import MAX_DRAFT_TOKENS, ModelLimits
+from shared.request.limits import MAX_DRAFT_TOKENS, ModelLimits
 from shared.wire import introduce_self, lower_of
 
 

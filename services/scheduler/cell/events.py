@@ -12,7 +12,7 @@ from services.scheduler.core.batch.step import Outputs, Step
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.errors import ServiceError
 from shared.ids import DpRank, RequestHandle
-from shared.sampling_params import SamplingParams
+from shared.request.sampling_params import SamplingParams
 from shared.step.step import StepResult
 from shared.tenant import DEFAULT_TENANT, Tenant
 

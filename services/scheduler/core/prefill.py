@@ -14,7 +14,7 @@ from services.scheduler.core.shares import Shares
 from services.scheduler.core.stops import watched_tokens
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.ids import Slot
-from shared.sampling_params import SamplingParams
+from shared.request.sampling_params import SamplingParams
 from shared.step.step import EnteringSequence, PrefillChunk
 
 

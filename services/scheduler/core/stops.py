@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.scheduler.core.batch.sequence import TOKEN_BYTES, Finish, FinishReason, Sequence
-from shared.sampling_params import MAX_STOP_TOKEN_SEQUENCE_LENGTH, SamplingParams
+from shared.request.sampling_params import MAX_STOP_TOKEN_SEQUENCE_LENGTH, SamplingParams
 
 
 def watched_tokens(params: SamplingParams, eos_token_ids: frozenset[int]) -> list[int]:

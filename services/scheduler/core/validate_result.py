@@ -8,7 +8,7 @@ from services.scheduler.core.batch.row_tokens import RowTokens
 from services.scheduler.core.batch.slot_table import SlotTable
 from services.scheduler.core.batch.step import StepRecord
 from shared.ids import Slot
-from shared.limits import TOKEN_DTYPE
+from shared.request.limits import TOKEN_DTYPE
 from shared.step.columns import Int32Column
 from shared.step.logprobs import Logprobs
 from shared.step.step import StepResult

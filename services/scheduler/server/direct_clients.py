@@ -22,8 +22,8 @@ from services.scheduler.server.token_stream import ChoiceStream, Response, Token
 from shared.client_keys import ANY_CLIENT, Client
 from shared.errors import ModelChangedError, NotReadyError, ServiceError, Violation
 from shared.ids import RequestHandle, choice_handles
-from shared.limits import MAX_CHOICES, TOKEN_DTYPE, ModelLimits
-from shared.request_fields import (
+from shared.request.limits import MAX_CHOICES, TOKEN_DTYPE, ModelLimits
+from shared.request.request_fields import (
     raise_violations,
     read_cache_salt,
     read_choices_so_far,
@@ -35,7 +35,7 @@ from shared.request_fields import (
     read_sampling,
     resolve_max_tokens,
 )
-from shared.sampling_codec import encode_options
+from shared.request.sampling_codec import encode_options
 from shared.wire import find_needs
 
 logger = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ from services.scheduler.core.batch.sequence import FinishReason, Priority
 from services.scheduler.core.batch.step import Outputs, RequestEnd, RequestStart
 from shared.errors import InvalidRequestError
 from shared.ids import RequestHandle
-from shared.limits import MAX_CHOICES, TOKEN_DTYPE
 from shared.network.rpc import to_status
-from shared.sampling_codec import decode_options
-from shared.sampling_params import NO_OPTIONS, SamplingOptions, SamplingParams
+from shared.request.limits import MAX_CHOICES, TOKEN_DTYPE
+from shared.request.sampling_codec import decode_options
+from shared.request.sampling_params import NO_OPTIONS, SamplingOptions, SamplingParams
 from shared.step.columns import Int32Column
 from shared.step.logprobs_codec import encode_logprobs
 from shared.tenant import DEFAULT_TENANT, MAX_CACHE_SALT_BYTES, MAX_WEIGHT, MIN_WEIGHT, Tenant

@@ -7,7 +7,7 @@ import os
 import numpy as np
 
 from services.scheduler.cell.events import ClientMessage, Event
-from shared.limits import TOKEN_DTYPE
+from shared.request.limits import TOKEN_DTYPE
 
 EXIT_CODE = 70
 

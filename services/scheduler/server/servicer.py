@@ -19,7 +19,7 @@ from services.scheduler.server.exchange_codec import decode_request
 from shared.errors import InternalError, InvalidRequestError, ServiceError, Violation
 from shared.network.access import get_caller
 from shared.network.response_writer import ResponseWriter
-from shared.request_fields import read_time_left
+from shared.request.request_fields import read_time_left
 from shared.wire import TIMINGS, introduce_self, lower_of, read_introduction
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from services.tokenizer.json.json_values import JsonObject, most_values, read_js
 from services.tokenizer.refusal_text import without_quotes
 from services.tokenizer.text_size import check_text_bytes
 from shared.errors import MAX_VIOLATIONS, Violation
-from shared.request_fields import raise_violations
+from shared.request.request_fields import raise_violations
 
 MAX_MESSAGES = 1024
 MAX_MESSAGE_BYTES = 512 * 1024

@@ -22,7 +22,7 @@ from services.tokenizer.exchange.scheduler_stream import SchedulerStream
 from services.tokenizer.request.resolved_request import ResolvedRequest
 from shared.errors import PoisonRequestError, ServiceError
 from shared.ids import RequestHandle, choice_handles
-from shared.request_fields import check_exactness
+from shared.request.request_fields import check_exactness
 from shared.wire import Introduction, find_needs, introduce_self, lower_of, read_introduction
 
 # Resubmissions are spread over this time, in their order: a new scheduler gets those of every replica at once.

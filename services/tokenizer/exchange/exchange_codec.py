@@ -15,8 +15,8 @@ from services.tokenizer.answer.logprobs import LogprobColumns
 from services.tokenizer.exchange.request_ledger import ExchangeError
 from services.tokenizer.request.resolved_request import ResolvedRequest
 from shared.ids import RequestHandle
-from shared.limits import TOKEN_DTYPE
-from shared.sampling_codec import encode_options
+from shared.request.limits import TOKEN_DTYPE
+from shared.request.sampling_codec import encode_options
 from shared.step.logprobs_codec import decode_logprobs
 from shared.tenant import DEFAULT_TENANT, Tenant
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2
-from shared.limits import ModelLimits
+from shared.request.limits import ModelLimits
 from shared.wire import Introduction, read_introduction
 
 

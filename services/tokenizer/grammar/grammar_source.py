@@ -18,7 +18,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from services.tokenizer.grammar.schema_problem import place_of_problem, relaxed_schema
 from services.tokenizer.json.json_schema import MAX_SCHEMA_DEPTH, STRICT_JSON, HeldSchema, held_schema
 from services.tokenizer.json.json_values import JsonObject, JsonValue, read_json
-from shared.grammar import ANY_TOKENS, GrammarError, problem_of
+from shared.request.grammar import ANY_TOKENS, GrammarError, problem_of
 
 # Enough for indentation. The limit is needed because a model that has begun a run of spaces may never end it: at 64, a
 # small one spent all of its tokens on them.

@@ -33,10 +33,10 @@ from services.tokenizer.grammar.shortest_text import shortest_text
 from services.tokenizer.json.json_schema import SchemaError
 from services.tokenizer.refusal_text import without_quotes
 from services.tokenizer.trial_limits import limit_cpu
-from shared.grammar import GrammarError, GrammarLibrary, check_matcher
 from shared.model_files.model_dir import eos_token_ids, vocabulary_size
 from shared.process.parent import make_end_with_parent
-from shared.sampling_params import MAX_GRAMMAR_BYTES
+from shared.request.grammar import GrammarError, GrammarLibrary, check_matcher
+from shared.request.sampling_params import MAX_GRAMMAR_BYTES
 
 _MAX_MESSAGE_LENGTH = 500
 # A grammar may be cheap to compile and expensive to follow. Only tokens that could have been others count, since what

@@ -11,7 +11,7 @@ import re
 from services.tokenizer.json.ecma_regex import full_match_regex
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 from services.tokenizer.json.schema_places import resolved
-from shared.grammar import GrammarError
+from shared.request.grammar import GrammarError
 
 # More than fits anywhere. Sums and products are capped here, since hostile numbers would make them grow without bound.
 MAX_BYTES = 2**62

@@ -24,7 +24,7 @@ from services.tokenizer.http.streams.pieces import AnswerEvents
 from services.tokenizer.server.generate import CallTerms, GenerateCall, Writer
 from services.tokenizer.tracing.request_trace import CHAT, RequestTrace
 from shared.errors import ClientTooSlowError, DeadlinePassedError, ServiceError
-from shared.request_fields import read_time_left
+from shared.request.request_fields import read_time_left
 
 JSON = "application/json"
 

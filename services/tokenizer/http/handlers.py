@@ -29,8 +29,8 @@ from services.tokenizer.http.page.files import Page
 from services.tokenizer.http.refusals import HttpError, invalid_field
 from services.tokenizer.json.json_values import JsonObject
 from services.tokenizer.tracing.request_trace import traced
-from shared.limits import check_token_ids
 from shared.release import find_release
+from shared.request.limits import check_token_ids
 
 ReadT_co = TypeVar("ReadT_co", covariant=True)
 

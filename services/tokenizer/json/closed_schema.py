@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.tokenizer.json.json_values import JsonObject
-from shared.grammar import GrammarError
+from shared.request.grammar import GrammarError
 
 # A schema without any of these describes its object by "properties" alone.
 _OTHER_KEYWORDS = frozenset(

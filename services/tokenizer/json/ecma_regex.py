@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from shared.grammar import GrammarError
+from shared.request.grammar import GrammarError
 
 _ANY_TEXT = "(?s:.*)"
 _ANY_CHARACTER = "(?s:.)"

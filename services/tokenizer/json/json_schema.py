@@ -15,7 +15,7 @@ from services.tokenizer.json.ecma_regex import UnsupportedPatternError, full_mat
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 from services.tokenizer.json.schema_places import SchemaPlace, draft_of, pointer_into, referenced, subschemas
 from services.tokenizer.json.text_formats import WITH_DATES
-from shared.grammar import GrammarError
+from shared.request.grammar import GrammarError
 
 # The library does not accept much more.
 MAX_SCHEMA_DEPTH = 100

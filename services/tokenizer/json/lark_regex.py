@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from shared.grammar import GrammarError
+from shared.request.grammar import GrammarError
 
 _MAX_LENGTH = 8_000
 _MAX_DIGITS = 9

@@ -13,7 +13,7 @@ from services.tokenizer.json.json_values import JsonObject, JsonValue
 from services.tokenizer.json.pattern_search import is_found
 from services.tokenizer.json.schema_places import resolved
 from services.tokenizer.json.schema_types import property_options, types_of
-from shared.grammar import GrammarError
+from shared.request.grammar import GrammarError
 
 # How many references and combinations are followed, and how many lists there may be.
 _MAX_DEPTH = 32

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from services.tokenizer.json.ecma_regex import full_match_regex
 from services.tokenizer.json.json_schema import STRICT_JSON, held_schema
 from services.tokenizer.json.json_values import JsonObject, JsonValue
-from shared.grammar import ANY_TOKENS
+from shared.request.grammar import ANY_TOKENS
 
 # JSON in the style of chat templates, which models were trained on.
 _JSON_STYLE: JsonObject = {

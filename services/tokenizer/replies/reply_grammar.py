@@ -9,7 +9,7 @@ from services.tokenizer.replies.call_grammars import CALL_GRAMMARS, GrammarReque
 from services.tokenizer.replies.lark import LarkGrammar
 from services.tokenizer.replies.openings import THINK_MARKUP, Opening, ThinkMarkup
 from shared.errors import InvalidRequestError, Violation
-from shared.grammar import GrammarError
+from shared.request.grammar import GrammarError
 
 # Where a client's form goes; llguidance's syntax for a grammar of that name.
 FORM = "@form"

@@ -14,9 +14,9 @@ from services.tokenizer.replies.openings import Opening
 from services.tokenizer.request.checks import CheckedRequest, Prompt
 from services.tokenizer.request.model import ServedModel
 from shared.errors import Violation
-from shared.limits import ModelLimits
-from shared.request_fields import fields_under, raise_violations
-from shared.sampling_params import NO_OPTIONS, SamplingParams
+from shared.request.limits import ModelLimits
+from shared.request.request_fields import fields_under, raise_violations
+from shared.request.sampling_params import NO_OPTIONS, SamplingParams
 
 _FIELD = "structured_output"
 

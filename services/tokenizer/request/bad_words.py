@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shared.errors import Violation
-from shared.sampling_params import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS
+from shared.request.sampling_params import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS
 
 Run = tuple[int, ...]
 

@@ -18,8 +18,8 @@ from services.tokenizer.request.resolved_request import ResolvedRequest
 from services.tokenizer.text_size import check_text_bytes
 from shared.client_keys import ANY_CLIENT, Client
 from shared.errors import InvalidRequestError, ModelNotFoundError, Violation
-from shared.limits import TOKEN_DTYPE, ModelLimits, check_prompt
-from shared.request_fields import (
+from shared.request.limits import TOKEN_DTYPE, ModelLimits, check_prompt
+from shared.request.request_fields import (
     raise_violations,
     read_cache_salt,
     read_determinism,
@@ -30,7 +30,7 @@ from shared.request_fields import (
     read_sampling,
     resolve_max_tokens,
 )
-from shared.sampling_params import SamplingParams, check_sampling
+from shared.request.sampling_params import SamplingParams, check_sampling
 from shared.tenant import DEFAULT_TENANT, Tenant
 
 MAX_STOP_STRINGS = 8

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 
 from services.tokenizer.text.model_tokenizer import ModelTokenizer
 from services.tokenizer.text.vocabulary import Vocabulary
-from shared.grammar import load_tokens
 from shared.model_files.model_dir import TOKENIZER, ModelDirectoryError, eos_token_ids, vocabulary_size
+from shared.request.grammar import load_tokens
 
 logger = logging.getLogger(__name__)
 

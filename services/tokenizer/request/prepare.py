@@ -17,9 +17,9 @@ from services.tokenizer.request.checks import AnswerForm, CheckedRequest, Prompt
 from services.tokenizer.request.model import ServedModel
 from services.tokenizer.request.resolved_request import ResolvedRequest
 from shared.errors import Violation
-from shared.limits import ModelLimits
-from shared.request_fields import fields_under, raise_violations
-from shared.sampling_params import NO_OPTIONS, SamplingParams
+from shared.request.limits import ModelLimits
+from shared.request.request_fields import fields_under, raise_violations
+from shared.request.sampling_params import NO_OPTIONS, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

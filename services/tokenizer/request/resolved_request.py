@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shared.ids import RequestHandle
-from shared.sampling_params import SamplingParams
+from shared.request.sampling_params import SamplingParams
 from shared.tenant import DEFAULT_TENANT, Tenant
 
 _NO_HANDLE = RequestHandle(0)

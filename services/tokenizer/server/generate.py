@@ -26,8 +26,8 @@ from shared.errors import DeadlinePassedError, InternalError, ServiceError
 from shared.ids import RequestHandle
 from shared.network.rpc import StatusError, reason_of
 from shared.network.turns import get_arrived_at
-from shared.request_fields import check_exactness
-from shared.sampling_params import NO_OPTIONS
+from shared.request.request_fields import check_exactness
+from shared.request.sampling_params import NO_OPTIONS
 
 logger = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from services.tokenizer.server.live_requests import LiveRequests
 from services.tokenizer.text_size import check_text
 from services.tokenizer.tracing.request_trace import CHAT, TEXT_COMPLETION, Tracer, traced
 from shared.errors import InvalidRequestError, Violation
-from shared.limits import check_token_ids
 from shared.network.access import get_caller
 from shared.network.response_writer import ResponseWriter
-from shared.request_fields import read_time_left
+from shared.request.limits import check_token_ids
+from shared.request.request_fields import read_time_left
 
 TOKENIZER_SERVICE = "lockstep.v1.TokenizerService"
 

@@ -15,8 +15,8 @@ from services.tokenizer.text.least_tokens import LeastTokens
 from services.tokenizer.text.text_cuts import PART_LENGTH, TextCutter
 from services.tokenizer.text.tokenizer_copies import TokenizerParts
 from services.tokenizer.text.vocabulary import Vocabulary
-from shared.limits import TOKEN_DTYPE
 from shared.model_files.model_dir import ModelDirectoryError
+from shared.request.limits import TOKEN_DTYPE
 
 
 class _Text(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from lockstep.v1 import common_pb2
 from services.tokenizer.tracing.choice_times import DECODE, PREFILL, ChoiceTimes, Phase
 from shared.errors import InternalError
-from shared.sampling_params import SamplingParams
+from shared.request.sampling_params import SamplingParams
 
 CHAT = "chat"
 TEXT_COMPLETION = "text_completion"

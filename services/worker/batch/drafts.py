@@ -19,7 +19,7 @@ from services.worker.batch.block_tables import BlockTables
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.batch.step_input import StepInput, StepTokens
 from services.worker.forward.kv_cache import KvCache, KvCacheSpec
-from shared.limits import MAX_DRAFT_TOKENS
+from shared.request.limits import MAX_DRAFT_TOKENS
 from shared.step.columns import Int32Column
 
 # How many tokens are drafted at first, and for how many steps drafting pauses at most.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shared.errors import InvalidRequestError, StepMismatchError
-from shared.limits import ModelLimits
-from shared.sampling_params import check_sampling
+from shared.request.limits import ModelLimits
+from shared.request.sampling_params import check_sampling
 from shared.step.columns import Int32Column
 from shared.step.step import EnteringSequence
 

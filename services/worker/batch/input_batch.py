@@ -19,7 +19,7 @@ from services.worker.batch.state_changes import state_changes
 from services.worker.batch.step_input import ScoredChunk, StepInput, StepTokens
 from services.worker.sampling.sampling_rows import SamplingRows
 from services.worker.sampling.sampling_state import GrammarMatcher, SamplingState
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from shared.step.columns import Int32Column
 from shared.step.step import EnteringSequence, PrefillChunk, Step, StepKind
 

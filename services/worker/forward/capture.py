@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from shared.limits import GRAPH_BATCH_SIZES
+from shared.request.limits import GRAPH_BATCH_SIZES
 
 
 class NotRepeatableError(Exception):

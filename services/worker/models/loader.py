@@ -38,7 +38,6 @@ from services.worker.weights.quantization.config import QuantizationConfig
 from services.worker.weights.sampling_defaults import SamplingDefaults, sampling_defaults, unknown_options
 from services.worker.weights.tensor_digests import Hashing
 from services.worker.weights.weight_files import WeightFiles
-from shared.limits import ModelLimits
 from shared.model_files.missing_files import ADAPTER
 from shared.model_files.model_dir import (
     CONFIG,
@@ -52,6 +51,7 @@ from shared.model_files.model_dir import (
 )
 from shared.model_files.packed_files import PackedCache
 from shared.model_files.text_models import text_name
+from shared.request.limits import ModelLimits
 
 # Stored by some checkpoints but read by no model.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)

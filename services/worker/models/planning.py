@@ -23,9 +23,9 @@ from services.worker.recorded_config import RecordedConfig
 from services.worker.weights.planned_weights import PlannedWeights
 from services.worker.weights.sampling_defaults import sampling_defaults
 from services.worker.weights.weight_files import WeightFiles
-from shared.limits import ModelLimits
 from shared.model_files.model_dir import is_multimodal, read_config
 from shared.model_files.text_models import text_name
+from shared.request.limits import ModelLimits
 
 # The modules that log what a configuration says while a model is built.
 _BUILDERS = ("services.worker.layers.rotary", "services.worker.models.parts.plain_attention")

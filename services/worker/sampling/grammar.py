@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
-from shared.grammar import GrammarError, GrammarLibrary
+from shared.request.grammar import GrammarError, GrammarLibrary
 
 logger = logging.getLogger(__name__)
 

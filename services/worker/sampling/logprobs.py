@@ -13,7 +13,7 @@ from torch import Tensor
 
 from services.worker.forward.staging import to_device
 from services.worker.ops import Ops
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from shared.step.columns import Int32Column
 from shared.step.logprobs import Logprobs
 

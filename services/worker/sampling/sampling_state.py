@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from services.worker.drawing.row_edits import RowEdits
 from services.worker.sampling.reasoning import Reasoning
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from shared.step.columns import Int32Column
 
 _FloatRow = npt.NDArray[np.float32]

@@ -14,7 +14,7 @@ from services.worker.forward.forward_context import AttentionMetadata, ForwardCo
 from services.worker.forward.kv_cache import KvCache
 from services.worker.forward.staging import HostArrays, upload_arrays
 from services.worker.ops import Ops
-from shared.limits import MAX_DRAFT_TOKENS
+from shared.request.limits import MAX_DRAFT_TOKENS
 from shared.step.columns import Int32Column
 
 IntArray = npt.NDArray[np.integer[Any]]

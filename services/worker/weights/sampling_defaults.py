@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import InvalidRequestError
-from shared.limits import ModelLimits
 from shared.model_files.model_dir import GENERATION_CONFIG, ModelDirectoryError, read_json, read_json_if_any
-from shared.sampling_params import NO_OPTIONS, SamplingOptions, SamplingParams, check_sampling
+from shared.request.limits import ModelLimits
+from shared.request.sampling_params import NO_OPTIONS, SamplingOptions, SamplingParams, check_sampling
 
 # A request that sets no optional parameter.
 _NEUTRAL = SamplingParams(max_tokens=1)

@@ -23,8 +23,8 @@ from services.scheduler.core.policy import CacheSettings, CellTopology, Schedule
 from services.scheduler.core.worker_facts import WorkerFacts
 from services.scheduler.server.exchange_codec import encode_outputs
 from shared.ids import DpRank, RequestHandle
-from shared.limits import TOKEN_DTYPE
-from shared.sampling_params import SamplingParams
+from shared.request.limits import TOKEN_DTYPE
+from shared.request.sampling_params import SamplingParams
 from shared.step.codec import encode_step, parse_result
 
 _VOCABULARY = 32_003

@@ -10,8 +10,8 @@ import numpy as np
 
 from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
 from lockstep.v1 import common_pb2
-from shared.limits import TOKEN_DTYPE
 from shared.network.heartbeat import HEARTBEAT_S
+from shared.request.limits import TOKEN_DTYPE
 from tests.bench.parts.tokens import VOCABULARY, IntArray, expected_tokens
 
 CONNECT_TIMEOUT_S = 30.0

@@ -28,9 +28,9 @@ import numpy.typing as npt
 import uvloop
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
-from shared.limits import TOKEN_DTYPE
 from shared.network.heartbeat import HEARTBEAT_S
 from shared.network.rpc import make_server
+from shared.request.limits import TOKEN_DTYPE
 from shared.wire import introduce_self
 from tests.bench.parts.tokens import VOCABULARY, IntArray, expected_tokens
 

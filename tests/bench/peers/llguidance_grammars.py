@@ -9,7 +9,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher
 
 from services.tokenizer.grammar.grammar_source import grammar_source
-from shared.grammar import GrammarLibrary
+from shared.request.grammar import GrammarLibrary
 from tests.bench.peers.grammar_contestant import Suite
 from tests.bench.peers.protocol import serve
 

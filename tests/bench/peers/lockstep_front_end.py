@@ -18,9 +18,9 @@ from services.tokenizer.request.resolved_request import ResolvedRequest
 from services.tokenizer.text.detokenizer import make_token_texts
 from services.tokenizer.text.model_tokenizer import load_tokenizer
 from services.tokenizer.text.vocabulary import Vocabulary
-from shared.limits import TOKEN_DTYPE
 from shared.process.lifecycle import freeze_garbage
-from shared.sampling_params import SamplingParams
+from shared.request.limits import TOKEN_DTYPE
+from shared.request.sampling_params import SamplingParams
 from tests.bench.peers.contestant import Stopwatch
 from tests.bench.peers.front_end_load import Detokenize
 from tests.bench.peers.protocol import serve

@@ -30,10 +30,10 @@ from services.tokenizer.server.generate import CallTerms, GenerateCall
 from services.tokenizer.server.live_requests import LiveRequests
 from services.tokenizer.server.servicer import TokenizerServicer
 from services.tokenizer.service import SWITCH_INTERVAL_S
-from shared.limits import TOKEN_DTYPE
 from shared.network.probes import Probes
 from shared.network.rpc import make_server
 from shared.process.lifecycle import freeze_garbage
+from shared.request.limits import TOKEN_DTYPE
 from shared.wire import introduce_self
 from tests.bench.peers.http_load import CLIENTS, MODEL_NAME, PROMPT, StreamLoad, until
 from tests.bench.peers.protocol import serve, start_process

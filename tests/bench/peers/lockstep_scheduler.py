@@ -16,8 +16,8 @@ from services.scheduler.core.queue.waiting_queue import QueuePolicy
 from services.scheduler.core.worker_facts import WorkerFacts
 from services.scheduler.server.exchange_codec import decode_request, encode_outputs
 from shared.ids import DpRank
-from shared.limits import TOKEN_DTYPE
 from shared.process.lifecycle import freeze_garbage, hold_full_collections
+from shared.request.limits import TOKEN_DTYPE
 from shared.step.codec import encode_step, parse_result
 from shared.wire import introduce_self
 from tests.bench.parts.stand_in_worker import StandInBatch

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lockstep.internal.v1 import worker_pb2
 from shared.ids import DpRank
-from shared.limits import TOKEN_DTYPE
+from shared.request.limits import TOKEN_DTYPE
 from shared.step.step import StepResult
 from tests.simulation.network.clock import Clock
 

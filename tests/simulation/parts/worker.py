@@ -18,7 +18,7 @@ from services.worker.server.claim import NOTHING_ADMITTED, AdmittedStep, ClaimLe
 from services.worker.server.departure import Departure
 from shared.errors import NotReadyError, ServiceError
 from shared.ids import DpRank
-from shared.limits import TOKEN_DTYPE
+from shared.request.limits import TOKEN_DTYPE
 from shared.step.step import StepResult
 from tests.simulation.faults import Fault, FaultMix
 from tests.simulation.network.clock import Clock

@@ -41,7 +41,7 @@ from services.scheduler.core.queue.tenant_counters import TenantAccount
 from services.scheduler.core.worker_facts import WorkerFacts
 from services.scheduler.server.direct_clients import DIRECT_CLIENT
 from shared.ids import DpRank
-from shared.limits import TOKEN_DTYPE
+from shared.request.limits import TOKEN_DTYPE
 from shared.step.step import StepResult
 from shared.tenant import Tenant
 from tests.simulation.network.responses import Responses

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 
 
 def unset_options(options: SamplingOptions) -> set[str]:

@@ -21,9 +21,9 @@ from services.tokenizer.request.checks import check_request
 from services.tokenizer.text_size import check_text
 from shared.errors import ServiceError
 from shared.ids import RequestHandle
-from shared.limits import ModelLimits
 from shared.network.field_counts import check_num_fields
 from shared.network.message_reader import MAX_UNCOUNTED_BYTES
+from shared.request.limits import ModelLimits
 from tests.support.clients.many_fields import Make, many, methods
 from tests.support.tokenizer.body_costs import measured
 

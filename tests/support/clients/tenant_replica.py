@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
-from shared.limits import TOKEN_DTYPE
 from shared.network.rpc import make_channel
+from shared.request.limits import TOKEN_DTYPE
 from shared.tenant import Tenant
 from tests.support.scheduler.scheduler_shell import ReplicaStream
 

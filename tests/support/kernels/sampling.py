@@ -14,7 +14,7 @@ from services.worker.ops import load_ops
 from services.worker.sampling.sampler import SampledTokens, Sampler
 from services.worker.sampling.sampling_rows import SamplingRows
 from services.worker.sampling.sampling_state import GrammarMatcher, SamplingState
-from shared.sampling_params import NO_OPTIONS, SamplingOptions
+from shared.request.sampling_params import NO_OPTIONS, SamplingOptions
 from shared.step.columns import Int32Column
 from tests.support.worker.worker_steps import column
 

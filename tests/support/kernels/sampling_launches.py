@@ -10,7 +10,7 @@ from services.worker.ops.triton.sampling.edits import AllowMasks, Edits, apply_e
 from services.worker.ops.triton.sampling.greedy import greedy_sample
 from services.worker.ops.triton.sampling.sample import sample
 from services.worker.ops.triton.sampling.token_logprobs import token_logprobs
-from shared.sampling_params import MAX_LOGPROBS
+from shared.request.sampling_params import MAX_LOGPROBS
 
 # Those of Llama 3, Qwen3 and, with rows that begin at any address of four bytes, Whisper.
 VOCABULARIES = (128_256, 151_936, 51_865)

@@ -26,7 +26,7 @@ from services.worker.models.parts.decoder import DecoderModel
 from services.worker.models.registry import CausalLM
 from services.worker.ops import AttentionParams, load_ops
 from services.worker.spec_decode.ngram_drafts import LookupProposer
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from shared.step.columns import Int32Column
 from tests.support.models.paged_model import attention_metadata
 from tests.support.worker.worker_driver import Answer, Request, WorkerDriver

@@ -23,8 +23,8 @@ from services.scheduler.core.shares import Shares
 from services.scheduler.core.step_deadline import StepDeadline
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.ids import RequestHandle
-from shared.limits import TOKEN_DTYPE
-from shared.sampling_params import SamplingOptions, SamplingParams
+from shared.request.limits import TOKEN_DTYPE
+from shared.request.sampling_params import SamplingOptions, SamplingParams
 from shared.step.step import StepResult
 from tests.support.scheduler.engine_driver import rows_of, token_bytes, worker_facts
 

@@ -31,9 +31,9 @@ from services.scheduler.core.policy import CacheSettings, CellTopology, Schedule
 from services.scheduler.core.worker_facts import WorkerFacts
 from services.worker.batch.enter_checks import BatchLimits
 from shared.ids import DpRank, RequestHandle
-from shared.limits import GRAPH_BATCH_SIZES, TOKEN_DTYPE
-from shared.sampling_codec import encode_options
-from shared.sampling_params import SamplingParams
+from shared.request.limits import GRAPH_BATCH_SIZES, TOKEN_DTYPE
+from shared.request.sampling_codec import encode_options
+from shared.request.sampling_params import SamplingParams
 from shared.step.logprobs import Logprobs
 from shared.step.step import StepResult
 from shared.tenant import DEFAULT_TENANT, Tenant

@@ -12,7 +12,7 @@ from services.scheduler.core.cache.block_hashes import hash_blocks, hash_salt
 from services.scheduler.core.cache.kv_feed import KvFeed
 from services.scheduler.core.cache.prefix_cache import PrefixCache
 from services.scheduler.core.policy import CellTopology, SchedulerPolicy
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from shared.tenant import DEFAULT_TENANT, salt_of
 from tests.support.clients.kv_index import Listener, held_blocks, held_states
 from tests.support.scheduler.core import make_sequence

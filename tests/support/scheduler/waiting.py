@@ -7,7 +7,7 @@ from collections.abc import Callable
 from services.scheduler.core.batch.sequence import Priority, Sequence
 from services.scheduler.core.queue.waiting_queue import QueuePolicy, WaitingQueue
 from shared.ids import RequestHandle
-from shared.sampling_params import SamplingParams
+from shared.request.sampling_params import SamplingParams
 from tests.support.scheduler.engine_driver import token_bytes
 
 MAX_AGE_S = 10.0

@@ -13,7 +13,7 @@ from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from lockstep.v1 import common_pb2
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.server.claim import ClaimLedger
-from shared.limits import TOKEN_DTYPE
+from shared.request.limits import TOKEN_DTYPE
 from shared.wire import introduce_self
 from tests.support.scheduler.cell_model import VOCABULARY, WorkerModel
 

@@ -18,7 +18,7 @@ from services.tokenizer.request.resolved_request import ResolvedRequest
 from services.tokenizer.text.detokenizer import ByteLevelDetokenizer
 from shared.errors import ServiceError
 from shared.ids import RequestHandle
-from shared.sampling_params import SamplingParams
+from shared.request.sampling_params import SamplingParams
 from shared.wire import Introduction, introduce_self
 from tests.support.tokenizer.exchange_peer import column
 

@@ -10,7 +10,7 @@ from services.tokenizer.exchange.submit_suspects import SubmitSuspects
 from services.tokenizer.request.resolved_request import ResolvedRequest
 from shared.errors import PoisonRequestError
 from shared.ids import RequestHandle, choice_handles
-from shared.sampling_params import SamplingParams
+from shared.request.sampling_params import SamplingParams
 from tests.support.tokenizer.exchange_peer import column
 
 LOST_AFTER_S = 60.0

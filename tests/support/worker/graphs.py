@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from shared.limits import GRAPH_BATCH_SIZES
+from shared.request.limits import GRAPH_BATCH_SIZES
 
 
 class CountingCapture:

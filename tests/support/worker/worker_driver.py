@@ -13,7 +13,7 @@ import numpy as np
 
 from services.worker.runner.model_runner import ModelRunner
 from services.worker.runner.steps.pending_step import PendingStep
-from shared.sampling_params import SamplingOptions, SamplingParams
+from shared.request.sampling_params import SamplingOptions, SamplingParams
 from shared.step.logprobs import Logprobs
 from shared.step.step import EnteringSequence, PrefillChunk, Step, StepKind, StepResult
 from tests.support.worker.worker_steps import EPOCH, column, make_chunk, pack

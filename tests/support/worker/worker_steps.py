@@ -10,8 +10,8 @@ import numpy as np
 
 from lockstep.internal.v1 import worker_pb2
 from shared.ids import Slot
-from shared.sampling_codec import encode_options
-from shared.sampling_params import SamplingOptions, SamplingParams
+from shared.request.sampling_codec import encode_options
+from shared.request.sampling_params import SamplingOptions, SamplingParams
 from shared.step.columns import Int32Column
 from shared.step.step import EnteringSequence, PrefillChunk, Step, StepKind
 

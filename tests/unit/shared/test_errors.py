@@ -57,9 +57,7 @@ def test_one_error_names_every_violation() -> None:
 
 @pytest.mark.process
 def test_the_error_and_limit_modules_import_no_transport() -> None:
-    code = (
-        "import sys, shared.errors, shared.limits; print([name for name in ('grpc', 'google') if name in sys.modules])"
-    )
+    code = "import sys, shared.errors, shared.request.limits; print([name for name in ('grpc', 'google') if name in sys.modules])"
 
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 

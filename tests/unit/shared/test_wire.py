@@ -22,8 +22,8 @@ from services.tokenizer.exchange.exchange_codec import encode_request
 from services.tokenizer.request.resolved_request import ResolvedRequest
 from shared.errors import NotSupportedError
 from shared.ids import RequestHandle
-from shared.limits import TOKEN_DTYPE, ModelLimits
-from shared.sampling_params import NO_OPTIONS, SamplingOptions, SamplingParams
+from shared.request.limits import TOKEN_DTYPE, ModelLimits
+from shared.request.sampling_params import NO_OPTIONS, SamplingOptions, SamplingParams
 from shared.step.codec import encode_step
 from shared.tenant import Tenant
 from shared.wire import (

@@ -8,8 +8,8 @@ from services.scheduler.cell.events import ChoiceSoFar, Submission
 from services.scheduler.cell.requests.requests import Request
 from services.scheduler.core.batch.sequence import Sequence
 from shared.errors import InvalidRequestError, Violation
-from shared.limits import TOKEN_DTYPE, ModelLimits, check_fit, check_prompt, check_token_ids
-from shared.sampling_params import check_sampling
+from shared.request.limits import TOKEN_DTYPE, ModelLimits, check_fit, check_prompt, check_token_ids
+from shared.request.sampling_params import check_sampling
 from shared.tenant import salt_of
 
 _NOTHING_SO_FAR = ChoiceSoFar()

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from services.scheduler.core.cache.cached_prefix import CachedPrefix, PrefixCursor
 from shared.ids import DpRank, RequestHandle, Slot
-from shared.limits import TOKEN_DTYPE
-from shared.sampling_params import NO_OPTIONS, SamplingParams
+from shared.request.limits import TOKEN_DTYPE
+from shared.request.sampling_params import NO_OPTIONS, SamplingParams
 from shared.tenant import DEFAULT_TENANT, Tenant
 
 TOKEN_BYTES = TOKEN_DTYPE.itemsize

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from services.scheduler.core.batch.sequence import TOKEN_BYTES, Sequence
 from shared.ids import Slot
-from shared.limits import TOKEN_DTYPE
+from shared.request.limits import TOKEN_DTYPE
 from shared.step.columns import Int32Column
 
 # Slots are used as indexes all the time; numpy would convert indexes of any other type on every use.

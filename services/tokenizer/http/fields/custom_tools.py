@@ -12,7 +12,7 @@ from services.tokenizer.http.fields.fields import Fields
 from services.tokenizer.json.ecma_regex import full_match_regex
 from services.tokenizer.json.json_values import JsonObject
 from services.tokenizer.json.lark_regex import lark_regex
-from shared.grammar import GrammarError
+from shared.request.grammar import GrammarError
 
 
 class InputFormat(Fields):

@@ -14,7 +14,7 @@ from services.tokenizer.http.fields.api_request import AnswerOptions
 from services.tokenizer.http.fields.fields import Count, Fields, Several, TextOrTexts, Whole
 from services.tokenizer.http.refusals import invalid_field
 from services.tokenizer.request.checks import MAX_BAD_STRINGS
-from shared.sampling_params import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
+from shared.request.sampling_params import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 
 # A drawn seed fits what every client's JSON library reads exactly.
 _DRAWN_SEED_BITS = 53

@@ -22,7 +22,7 @@ from services.scheduler.core.batch.sequence import FinishReason
 from services.scheduler.core.policy import SchedulerPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
 from shared.ids import RequestHandle
-from shared.sampling_params import SamplingParams
+from shared.request.sampling_params import SamplingParams
 from tests.support.scheduler.cell_model import expected_completion
 from tests.support.scheduler.engine_driver import ChoiceOutput, EngineDriver, attached, token_bytes, worker_facts
 

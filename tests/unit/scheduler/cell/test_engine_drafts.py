@@ -12,8 +12,8 @@ from services.scheduler.cell.events import Deliver, DropDomain
 from services.scheduler.core.batch.sequence import FinishReason
 from services.scheduler.core.batch.step import RequestEnd
 from services.scheduler.core.policy import SchedulerPolicy
-from shared.limits import MAX_DRAFT_TOKENS
-from shared.sampling_params import SamplingOptions
+from shared.request.limits import MAX_DRAFT_TOKENS
+from shared.request.sampling_params import SamplingOptions
 from tests.support.scheduler.cell_model import VOCABULARY, FallibleOracle, HashGrammar, expected_completion
 from tests.support.scheduler.engine_driver import EngineDriver, attached, worker_facts
 

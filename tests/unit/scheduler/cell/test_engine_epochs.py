@@ -26,7 +26,7 @@ from services.scheduler.core.step_deadline import FIRST_STEP_S, MIN_STEP_S
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.ids import DpRank, RequestHandle
 from shared.network.heartbeat import HEARTBEAT_S, LEASE_S
-from shared.sampling_params import SamplingParams
+from shared.request.sampling_params import SamplingParams
 from shared.step.step import StepResult
 from tests.support.scheduler.cell_model import expected_completion
 from tests.support.scheduler.engine_driver import EOS, EngineDriver, attached, token_bytes, worker_facts

@@ -8,7 +8,7 @@ from services.scheduler.cell.events import ChoiceSoFar, ClientMessage, Submissio
 from services.scheduler.core.batch.step import RequestEnd
 from services.scheduler.core.policy import CellTopology, SchedulerPolicy
 from shared.ids import RequestHandle
-from shared.sampling_params import SamplingParams
+from shared.request.sampling_params import SamplingParams
 from tests.support.scheduler.cell_model import expected_completion
 from tests.support.scheduler.engine_driver import EngineDriver, token_bytes
 

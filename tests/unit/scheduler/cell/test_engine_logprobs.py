@@ -11,7 +11,7 @@ import pytest
 
 from services.scheduler.cell.events import DomainLost, DropDomain
 from services.scheduler.core.policy import SchedulerPolicy
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from shared.step.logprobs import Logprobs
 from shared.step.step import StepResult
 from tests.support.scheduler.cell_model import VOCABULARY, expected_completion

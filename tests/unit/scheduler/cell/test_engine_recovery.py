@@ -7,7 +7,7 @@ from dataclasses import replace
 from services.scheduler.cell.events import ClientMessage, Submission
 from services.scheduler.core.policy import SchedulerPolicy
 from shared.ids import RequestHandle
-from shared.sampling_params import SamplingParams
+from shared.request.sampling_params import SamplingParams
 from tests.support.scheduler.cell_model import expected_completion
 from tests.support.scheduler.engine_driver import EngineDriver, token_bytes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.scheduler.core.policy import CellTopology, SchedulerPolicy
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from shared.wire import NOT_INTRODUCED, introduce_self, lower_of
 from tests.support.scheduler.cell_model import expected_completion
 from tests.support.scheduler.engine_driver import EngineDriver

@@ -12,7 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from services.scheduler.core.batch.sequence import Sequence
 from services.scheduler.core.block_manager import BlockManager
 from shared.ids import RequestHandle
-from shared.sampling_params import SamplingParams
+from shared.request.sampling_params import SamplingParams
 from tests.support.scheduler.engine_driver import token_bytes
 
 

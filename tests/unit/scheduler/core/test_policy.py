@@ -9,7 +9,7 @@ import pytest
 from services.scheduler.cell.events import Exit
 from services.scheduler.core.batch.step import ScheduledBatch, Step
 from services.scheduler.core.policy import CellTopology, SchedulerPolicy, StepBudget
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from shared.step.step import StepKind
 from tests.support.scheduler.cell_model import expected_completion
 from tests.support.scheduler.engine_driver import EngineDriver, attached, expected_scores, worker_facts

@@ -12,7 +12,7 @@ from services.scheduler.core.policy import SchedulerPolicy
 from services.scheduler.core.step_deadline import FIRST_STEP_S
 from shared.errors import InvalidRequestError, NumericError
 from shared.ids import RequestHandle
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from shared.step.logprobs import Logprobs
 from tests.support.scheduler.core import Parts, completion_of, ends_of, make_sequence, prompt_of, rows_for
 from tests.support.scheduler.engine_driver import EOS

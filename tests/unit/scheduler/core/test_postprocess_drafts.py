@@ -8,7 +8,7 @@ from services.scheduler.core.batch.sequence import Finish, FinishReason
 from services.scheduler.core.batch.step import RequestEnd
 from shared.errors import InvalidRequestError
 from shared.ids import RequestHandle
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from tests.support.scheduler.core import Parts, completion_of, ends_of, make_sequence, rows_for
 from tests.support.scheduler.engine_driver import worker_facts
 

@@ -12,7 +12,7 @@ from services.scheduler.core.decode import Decodes
 from services.scheduler.core.policy import SchedulerPolicy
 from services.scheduler.core.prefill import Prefill
 from shared.ids import Slot
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from shared.step.step import EnteringSequence, PrefillChunk
 from tests.support.scheduler.core import Parts, add, completion_of, give, make_scheduler, make_sequence, prompt_of
 from tests.support.scheduler.core import send as schedule

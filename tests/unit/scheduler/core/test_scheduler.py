@@ -12,7 +12,7 @@ from services.scheduler.core.batch.sequence import Finish, FinishReason, Priorit
 from services.scheduler.core.batch.step import ScheduledBatch, StepCounts, StepPace
 from services.scheduler.core.policy import SchedulerPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from shared.step.step import StepKind
 from tests.support.scheduler.core import (
     add,

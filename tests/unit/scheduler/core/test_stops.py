@@ -8,8 +8,8 @@ import pytest
 from services.scheduler.core.batch.sequence import Finish, FinishReason, Sequence
 from services.scheduler.core.stops import find_finish, watched_tokens
 from shared.ids import RequestHandle
-from shared.limits import TOKEN_DTYPE
-from shared.sampling_params import SamplingOptions, SamplingParams
+from shared.request.limits import TOKEN_DTYPE
+from shared.request.sampling_params import SamplingOptions, SamplingParams
 
 EOS = frozenset({7})
 PROMPT = [1, 7, 5]

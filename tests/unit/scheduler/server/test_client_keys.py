@@ -17,8 +17,8 @@ from services.scheduler.server.direct_clients import DirectClients, resolve_requ
 from shared.client_keys import Client
 from shared.file_state import file_state
 from shared.ids import RequestHandle
-from shared.limits import ModelLimits
 from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.request.limits import ModelLimits
 from shared.tenant import DEFAULT_TENANT, Tenant
 from tests.support.clients.key_files import key_line, write_keys
 from tests.support.clients.token_client import PROMPT, error_of, seeded

@@ -15,8 +15,8 @@ from services.scheduler.core.batch.step import RequestEnd
 from services.scheduler.server.direct_clients import DirectClients, resolve_request
 from services.scheduler.server.token_stream import MAX_ENTRIES, TokenStream
 from shared.ids import RequestHandle
-from shared.limits import ModelLimits
-from shared.sampling_params import SamplingOptions
+from shared.request.limits import ModelLimits
+from shared.request.sampling_params import SamplingOptions
 from shared.step.logprobs import Logprobs
 from tests.support.clients.token_client import (
     Request,

@@ -13,7 +13,7 @@ from services.scheduler.core.batch.sequence import Priority
 from services.scheduler.server.direct_clients import DirectClients, resolve_request
 from shared.errors import DeadlinePassedError, InvalidRequestError
 from shared.ids import RequestHandle
-from shared.limits import ModelLimits
+from shared.request.limits import ModelLimits
 from tests.support.clients.token_client import (
     PROMPT,
     Request,

@@ -16,8 +16,8 @@ from services.scheduler.core.batch.step import Outputs, RequestEnd, RequestStart
 from services.scheduler.server.exchange_codec import decode_request, encode_outputs
 from shared.errors import InvalidRequestError, NumericError
 from shared.ids import RequestHandle, choice_handles
-from shared.sampling_codec import encode_options
-from shared.sampling_params import SamplingOptions, SamplingParams
+from shared.request.sampling_codec import encode_options
+from shared.request.sampling_params import SamplingOptions, SamplingParams
 from shared.step.logprobs import Logprobs
 from tests.support.scheduler.engine_driver import token_bytes
 

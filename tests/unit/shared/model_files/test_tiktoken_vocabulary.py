@@ -22,7 +22,6 @@ from tokenizers import Tokenizer, models
 
 from services.tokenizer.text.encoder import Encoder
 from services.tokenizer.text.model_tokenizer import load_tokenizer
-from shared.grammar import GrammarLibrary
 from shared.model_files.missing_files import TIKTOKEN
 from shared.model_files.model_dir import TOKENIZER, TOKENIZER_CONFIG, ModelDirectoryError, read_tokenizer
 from shared.model_files.tiktoken_vocabulary import (
@@ -32,6 +31,7 @@ from shared.model_files.tiktoken_vocabulary import (
     merges_of,
     tokenizer_of,
 )
+from shared.request.grammar import GrammarLibrary
 from tests.support.models.kimi_vocabulary import (
     SPECIAL_TOKENS,
     kimi_config,

@@ -14,8 +14,8 @@ from services.scheduler.core.batch.slot_table import Slots
 from services.scheduler.core.batch.step import ScheduledBatch, Step
 from shared.errors import StepMismatchError
 from shared.ids import Slot
-from shared.sampling_codec import decode_options
-from shared.sampling_params import SamplingOptions, SamplingParams
+from shared.request.sampling_codec import decode_options
+from shared.request.sampling_params import SamplingOptions, SamplingParams
 from shared.step.codec import encode_result, encode_step, parse_result, parse_step
 from shared.step.logprobs import Logprobs
 from shared.step.step import EnteringSequence, PrefillChunk, StepKind, StepResult

@@ -18,8 +18,8 @@ from shared.errors import (
     NotSupportedError,
     SchedulerLostError,
 )
-from shared.sampling_codec import decode_options
-from shared.sampling_params import SamplingOptions, SamplingParams
+from shared.request.sampling_codec import decode_options
+from shared.request.sampling_params import SamplingOptions, SamplingParams
 from shared.wire import NOT_INTRODUCED, introduce_self, read_introduction
 from tests.support.clients.every_option import unset_options
 from tests.support.tokenizer.cell_requests import Requests, Sink

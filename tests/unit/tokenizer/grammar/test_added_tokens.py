@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 
 from services.tokenizer.grammar.grammar_source import grammar_source
 from services.tokenizer.replies.lark import LarkGrammar
-from shared.grammar import GrammarLibrary
 from shared.model_files.model_dir import TOKENIZER
+from shared.request.grammar import GrammarLibrary
 from tests.support.tokenizer.many_tokenizers import ALL_NAMES, NAMES, tokenizers
 
 LITERALS = ["<think>", "<|im_end|>", "[b]", "a<think>b</think>", "<think<think>"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.tokenizer.grammar.grammar_source import grammar_source
-from shared.grammar import GrammarError, GrammarLibrary
+from shared.request.grammar import GrammarError, GrammarLibrary
 from tests.support.models.tiny_tokenizer import IM_END_ID
 
 AWKWARD_TEXTS = [

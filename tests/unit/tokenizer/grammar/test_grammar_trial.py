@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.tokenizer.grammar.grammar_trial import GrammarTrial
-from shared.grammar import GrammarError, GrammarLibrary
+from shared.request.grammar import GrammarError, GrammarLibrary
 from tests.support.models.tiny_tokenizer import IM_END_ID
 
 

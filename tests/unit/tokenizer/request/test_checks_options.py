@@ -10,8 +10,8 @@ import pytest
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.request.checks import AnswerForm, CheckedRequest, check_request, resolve_request
 from shared.errors import ContextExceededError, InvalidRequestError, RequestTooLargeError
-from shared.limits import ModelLimits
-from shared.sampling_params import SamplingOptions
+from shared.request.limits import ModelLimits
+from shared.request.sampling_params import SamplingOptions
 
 LIMITS = ModelLimits(context_length=100, logits_width=50, num_pool_tokens=1000)
 TEXT = tokenizer_pb2.Prompt(text="hello")

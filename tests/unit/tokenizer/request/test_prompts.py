@@ -18,7 +18,7 @@ from services.tokenizer.text.encoder import Encoder
 from services.tokenizer.text.encoding_pools import MAX_WAITING_BYTES, EncodingPool
 from services.tokenizer.text_size import MAX_TEXT_BYTES
 from shared.errors import PromptTooLongError, QueueFullError, TemplateFailedError
-from shared.limits import ModelLimits
+from shared.request.limits import ModelLimits
 from tests.support.models.tiny_tokenizer import tiny_tokenizer
 from tests.support.tokenizer.chat_templates import local_template
 

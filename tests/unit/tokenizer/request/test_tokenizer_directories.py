@@ -20,8 +20,8 @@ from services.tokenizer.request.model_checks import can_compile_grammars
 from services.tokenizer.request.prompts import PromptEncoder
 from services.tokenizer.text.encoder import Encoder
 from services.tokenizer.text.model_tokenizer import load_tokenizer
-from shared.grammar import GrammarLibrary
 from shared.model_files.model_dir import read_tokenizer
+from shared.request.grammar import GrammarLibrary
 from tests.support.models.tiny_tokenizer import IM_END, IM_START
 from tests.support.tokenizer.chat_templates import local_template
 from tests.support.tokenizer.tokenizer_directories import TABLE

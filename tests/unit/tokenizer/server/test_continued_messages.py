@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from shared.limits import TOKEN_DTYPE
+from shared.request.limits import TOKEN_DTYPE
 from tests.support.clients.client import Completion, read_answer
 from tests.support.models.tiny_tokenizer import write_tiny_tokenizer
 from tests.support.tokenizer.exchange_peer import Row, make_end

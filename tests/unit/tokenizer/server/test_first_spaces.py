@@ -13,7 +13,7 @@ from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.worker.runner.matchers import GrammarMatchers
 from services.worker.sampling.sampling_state import SamplingState
 from shared.model_files.model_dir import TOKENIZER
-from shared.sampling_codec import decode_options
+from shared.request.sampling_codec import decode_options
 from tests.support.clients.client import Answer, read_answer
 from tests.support.models.tiny_tokenizer import IM_END_ID, VOCABULARY_SIZE, write_tiny_tokenizer
 from tests.support.tokenizer.exchange_peer import Position, Row, make_end

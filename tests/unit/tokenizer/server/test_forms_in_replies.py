@@ -24,8 +24,8 @@ from services.tokenizer.replies import REPLY_PARSERS
 from services.worker.runner.matchers import GrammarMatchers
 from services.worker.sampling.sampling_state import SamplingState
 from shared.model_files.model_dir import CONFIG, GENERATION_CONFIG, TOKENIZER
-from shared.sampling_codec import decode_options
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_codec import decode_options
+from shared.request.sampling_params import SamplingOptions
 from tests.support.clients.client import Completion, read_answer
 from tests.support.models.tiny_tokenizer import (
     CONTEXT_LENGTH,

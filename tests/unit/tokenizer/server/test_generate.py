@@ -16,8 +16,8 @@ from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.server.generate import echo_pieces
 from shared.errors import AbortedByCallError
 from shared.network.rpc import reason_of, status_from_rpc_error
-from shared.sampling_codec import decode_options
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_codec import decode_options
+from shared.request.sampling_params import SamplingOptions
 from tests.support.clients.client import Answer, read_answer
 from tests.support.models.tiny_tokenizer import CONTEXT_LENGTH, IM_END, IM_END_ID
 from tests.support.system.patience import PATIENCE_S

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from shared.limits import TOKEN_DTYPE
+from shared.request.limits import TOKEN_DTYPE
 from tests.support.clients.client import read_answer
 from tests.support.models.tiny_tokenizer import CONTEXT_LENGTH
 from tests.support.tokenizer.exchange_peer import Row, make_end

@@ -18,7 +18,7 @@ from services.worker.batch.input_batch import InputBatch
 from services.worker.batch.step_input import StepInput
 from services.worker.ops import DecodeRows, load_ops
 from shared.errors import StepMismatchError
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from shared.step.step import EnteringSequence, PrefillChunk, Step, StepKind
 from tests.support.worker.worker_steps import (
     column,

@@ -11,7 +11,7 @@ from services.worker.models.loader import LoadedModel
 from services.worker.runner.graphs.graph_runner import GraphSettings
 from services.worker.runner.model_runner import Execution
 from services.worker.spec_decode.ngram_drafts import NgramProposer
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from tests.support.models.tiny_llama import write_tiny_llama
 from tests.support.models.tiny_tokenizer import IM_END_ID
 from tests.support.worker.graphs import CountingCapture

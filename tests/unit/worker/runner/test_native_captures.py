@@ -16,7 +16,7 @@ from services.worker.ops import load_ops
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.graphs.graph_runner import GraphSettings
 from services.worker.runner.model_runner import Execution, ModelRunner, build_model_runner
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from shared.step.step import Step
 from tests.support.models.parity import make_prompts
 from tests.support.models.small_models import build_small_model, write_small_model

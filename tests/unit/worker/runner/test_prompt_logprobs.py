@@ -12,7 +12,7 @@ from services.worker.models.loader import LoadedModel
 from services.worker.ops import load_ops
 from services.worker.runner import prompt_logprobs
 from shared.errors import StepMismatchError
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from tests.support.models.paged_model import PagedModel
 from tests.support.models.tiny_llama import write_tiny_llama
 from tests.support.worker.worker_driver import Answer, Request, Scores, WorkerDriver

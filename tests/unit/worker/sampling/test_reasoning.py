@@ -10,7 +10,7 @@ import torch
 
 from services.worker.sampling.reasoning import Reasoning
 from services.worker.sampling.sampling_state import SamplingState
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from tests.support.kernels.sampling import AlternatingMatcher, Recipe, make_rows, make_state, sample, walk
 from tests.support.worker.worker_steps import column
 

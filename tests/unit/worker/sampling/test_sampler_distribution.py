@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from tests.support.kernels.sampling import Recipe, chi_squared, chi_squared_limit, make_rows, sample, walk
 
 NUM_SEEDS = 8_000

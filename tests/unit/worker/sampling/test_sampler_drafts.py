@@ -16,7 +16,7 @@ from torch import Tensor
 
 from services.worker.ops import load_ops
 from services.worker.sampling.logprobs import token_logprobs
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from tests.support.kernels.sampling import (
     AlternatingMatcher,
     Recipe,

@@ -20,7 +20,7 @@ from services.worker.ops import DrawRows, load_ops
 from services.worker.ops.reference.backend import ReferenceOps
 from services.worker.sampling.sampler import Sampler
 from services.worker.sampling.sampling_state import SamplingState
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from tests.support.kernels.meta_device import META, AnsweredReads, skip_kernels
 from tests.support.kernels.sampling import AlternatingMatcher, Recipe, make_rows, make_state, tokens_of_rows
 

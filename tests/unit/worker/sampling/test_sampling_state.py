@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from services.worker.sampling.sampling_state import SamplingState
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from tests.support.kernels.sampling import AlternatingMatcher, make_state
 from tests.support.worker.worker_steps import column
 

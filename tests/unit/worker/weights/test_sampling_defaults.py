@@ -15,8 +15,8 @@ from services.worker.weights.sampling_defaults import (
     sampling_defaults,
     unknown_options,
 )
-from shared.limits import ModelLimits
 from shared.model_files.model_dir import ModelDirectoryError
+from shared.request.limits import ModelLimits
 
 LIMITS = ModelLimits(context_length=100, logits_width=50, num_pool_tokens=100)
 

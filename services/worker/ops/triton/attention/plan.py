@@ -15,7 +15,7 @@ from services.worker.ops.triton.attention.decode import decode_attention as atte
 from services.worker.ops.triton.attention.latent import latent_attention
 from services.worker.ops.triton.attention.prefill import prefill_attention as attend_chunks
 from services.worker.ops.triton.attention.tile import PagedSequences
-from shared.limits import MAX_DRAFT_TOKENS
+from shared.request.limits import MAX_DRAFT_TOKENS
 
 
 class TritonPlan(AttentionPlan):

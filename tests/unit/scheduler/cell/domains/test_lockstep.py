@@ -12,7 +12,7 @@ from services.scheduler.cell.domains.lockstep import common_graph_sizes, graph_b
 from services.scheduler.cell.events import DomainAttached
 from services.scheduler.core.batch.step import Step, StepCounts
 from services.scheduler.core.policy import CellTopology, SchedulerPolicy
-from shared.limits import GRAPH_BATCH_SIZES
+from shared.request.limits import GRAPH_BATCH_SIZES
 from shared.step.step import StepKind
 from tests.support.scheduler.cell_model import expected_completion
 from tests.support.scheduler.engine_driver import EngineDriver, worker_facts

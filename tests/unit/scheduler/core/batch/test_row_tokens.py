@@ -9,8 +9,8 @@ from services.scheduler.core.batch.row_tokens import RowTokens
 from services.scheduler.core.batch.sequence import Sequence
 from services.scheduler.core.batch.slot_table import SlotTable
 from shared.ids import RequestHandle, Slot
-from shared.limits import TOKEN_DTYPE
-from shared.sampling_params import SamplingParams
+from shared.request.limits import TOKEN_DTYPE
+from shared.request.sampling_params import SamplingParams
 from shared.step.columns import Int32Column
 from shared.step.logprobs import Logprobs
 

@@ -10,8 +10,8 @@ import pytest
 from services.scheduler.core.batch.sequence import TOKEN_BYTES, Sequence
 from services.scheduler.core.batch.slot_table import RUN_TOKENS, SlotTable
 from shared.ids import RequestHandle, Slot
-from shared.limits import MAX_DRAFT_TOKENS, TOKEN_DTYPE
-from shared.sampling_params import SamplingParams
+from shared.request.limits import MAX_DRAFT_TOKENS, TOKEN_DTYPE
+from shared.request.sampling_params import SamplingParams
 
 MAX_TOKENS = 10_000
 

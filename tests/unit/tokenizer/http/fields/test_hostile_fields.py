@@ -18,7 +18,7 @@ from services.tokenizer.http.refusals import HttpError
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 from services.tokenizer.request.checks import check_request
 from shared.errors import ServiceError
-from shared.limits import ModelLimits
+from shared.request.limits import ModelLimits
 from tests.support.tokenizer.http_client import MESSAGES
 
 LIMITS = ModelLimits(context_length=256, logits_width=420, num_pool_tokens=200)

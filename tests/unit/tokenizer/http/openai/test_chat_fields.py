@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.http.openai.chat_request import read_chat_request
-from shared.sampling_codec import decode_options
+from shared.request.sampling_codec import decode_options
 from tests.support.tokenizer.exchange_peer import Position, Row, make_end
 from tests.support.tokenizer.http_client import MAX_TOKENS, MESSAGES, HttpService, run_http_service
 

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from lockstep.v1 import common_pb2
-from shared.sampling_codec import decode_options
+from shared.request.sampling_codec import decode_options
 from tests.support.models.tiny_tokenizer import CONTEXT_LENGTH
 from tests.support.tokenizer.exchange_peer import Position, PromptRow, Row, make_end, read_column
 from tests.support.tokenizer.http_client import MAX_TOKENS, HttpService

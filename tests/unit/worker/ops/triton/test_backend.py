@@ -20,7 +20,7 @@ from services.worker.ops.triton.backend import TritonOps
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.model_runner import ModelRunner, build_model_runner
 from services.worker.sampling.sampler import Sampler
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from shared.step.step import Step
 from tests.support.kernels.attention_batches import random
 from tests.support.kernels.sampling import AlternatingMatcher, Recipe, make_rows

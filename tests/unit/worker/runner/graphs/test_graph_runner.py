@@ -15,7 +15,7 @@ from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.graphs.graph_runner import GraphSettings, needed_sizes
 from services.worker.runner.model_runner import Execution, ModelRunner
 from services.worker.spec_decode.ngram_drafts import LookupProposer, NgramProposer
-from shared.limits import GRAPH_BATCH_SIZES
+from shared.request.limits import GRAPH_BATCH_SIZES
 from shared.step.columns import Int32Column
 from shared.step.step import Step
 from tests.support.models.small_configs import SMALL_CONFIGS

@@ -21,7 +21,7 @@ from services.worker.runner.model_runner import Execution
 from services.worker.runner.stream import HostStream, StagingPool
 from services.worker.spec_decode.ngram_drafts import NgramProposer
 from shared.errors import InternalError
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from tests.support.models.tiny_llama import write_tiny_llama
 from tests.support.worker.graphs import CountingCapture
 from tests.support.worker.late_stream import LateStream

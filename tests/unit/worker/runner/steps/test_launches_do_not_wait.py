@@ -29,7 +29,7 @@ from services.worker.runner.graphs.graph_runner import GraphSettings
 from services.worker.runner.model_runner import Execution, ModelRunner
 from services.worker.runner.stream import EnqueuedWork
 from shared.errors import InternalError
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from shared.step.step import Step
 from tests.support.kernels.meta_device import META, WithoutWaiting, skip_kernels
 from tests.support.models.small_configs import SMALL_CONFIGS

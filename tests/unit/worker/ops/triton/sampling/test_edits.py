@@ -14,7 +14,7 @@ from torch import Tensor
 
 from services.worker.drawing.row_edits import RowEdits
 from services.worker.ops.triton.sampling.edits import AllowMasks, EditKind, Edits, apply_edits, apply_masks, edit_logits
-from shared.sampling_params import SamplingOptions
+from shared.request.sampling_params import SamplingOptions
 from tests.support.kernels.sampling import make_state
 
 WIDTH = 45

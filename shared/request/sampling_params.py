@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shared.errors import MAX_VIOLATIONS, InvalidRequestError, Violation
-from shared.limits import ModelLimits, out_of_vocabulary
+from shared.request.limits import ModelLimits, out_of_vocabulary
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_STOP_TOKEN_SEQUENCES = 8

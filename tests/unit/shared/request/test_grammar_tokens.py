@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
-from shared.grammar import GrammarLibrary, load_tokens
 from shared.model_files.model_dir import ADDED_TOKENS, TOKENIZER, ModelDirectoryError, read_tokenizer_files
+from shared.request.grammar import GrammarLibrary, load_tokens
 from tests.support.models.tiny_tokenizer import tiny_tokenizer
 from tests.support.tokenizer.many_tokenizers import ALL_NAMES, tokenizers
 

@@ -18,8 +18,8 @@ from shared.errors import (
     ServiceError,
     Violation,
 )
-from shared.limits import ModelLimits
-from shared.request_fields import (
+from shared.request.limits import ModelLimits
+from shared.request.request_fields import (
     MAX_TIME_LEFT_S,
     check_exactness,
     raise_violations,
@@ -34,7 +34,7 @@ from shared.request_fields import (
     read_time_left,
     resolve_max_tokens,
 )
-from shared.sampling_params import DEFAULT_MAX_TOKENS, SamplingOptions, SamplingParams
+from shared.request.sampling_params import DEFAULT_MAX_TOKENS, SamplingOptions, SamplingParams
 from tests.support.clients.every_option import unset_options
 
 Choice = scheduler_pb2.ChoiceSoFar

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from shared.errors import (
     InvalidRequestError,
 )
-from shared.limits import ModelLimits
-from shared.sampling_params import (
+from shared.request.limits import ModelLimits
+from shared.request.sampling_params import (
     MAX_GRAMMAR_BYTES,
     NO_OPTIONS,
     SamplingOptions,

@@ -1,6 +1,6 @@
 """Converts sampling options to and from a cell's internal messages.
 
-`shared.sampling_params` checks ranges; the reader checks whether columns fit each other.
+`shared.request.sampling_params` checks ranges; the reader checks whether columns fit each other.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from lockstep.internal.v1 import sampling_pb2
-from shared.limits import TOKEN_DTYPE
-from shared.sampling_params import SamplingOptions
+from shared.request.limits import TOKEN_DTYPE
+from shared.request.sampling_params import SamplingOptions
 
 _FLOAT_DTYPE = np.dtype("<f4")
 

@@ -14,7 +14,7 @@ from shared.errors import (
     PromptTooLongError,
     ServiceError,
 )
-from shared.limits import ModelLimits, check_fit, check_prompt, check_token_ids, room_left
+from shared.request.limits import ModelLimits, check_fit, check_prompt, check_token_ids, room_left
 
 LIMITS = ModelLimits(context_length=100, logits_width=50, num_pool_tokens=80)
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from lockstep.v1 import common_pb2, scheduler_pb2
 from shared.errors import ExactUnavailableError, InvalidRequestError, Violation
-from shared.limits import (
+from shared.request.limits import (
     MAX_CHOICES,
     ModelLimits,
     check_fit,
@@ -27,7 +27,7 @@ from shared.limits import (
     check_token_ids,
     room_left,
 )
-from shared.sampling_params import (
+from shared.request.sampling_params import (
     DEFAULT_MAX_TOKENS,
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_LENGTH,

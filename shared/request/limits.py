@@ -1,6 +1,6 @@
 """The limits of a prompt and its completion, checked by the tokenizer and again by the scheduler.
 
-Pure. `shared.sampling_params` has the ranges of sampling parameters.
+Pure. `shared.request.sampling_params` has the ranges of sampling parameters.
 """
 
 from __future__ import annotations
