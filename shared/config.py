@@ -23,11 +23,11 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
 
-from shared.client_keys import ClientKeys, ClientKeysError
 from shared.network.addresses import check_address, is_local
 from shared.network.tls import Certificates, Role, TlsError, TlsFiles
 from shared.process.encoding import describe_locale, is_text
 from shared.settings_help import is_positional, name_values
+from shared.tenants.client_keys import ClientKeys, ClientKeysError
 from shared.units import parse_count
 
 logger = logging.getLogger(__name__)

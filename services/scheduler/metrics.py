@@ -17,9 +17,9 @@ from services.scheduler.cell.state import CellState, RankState
 from services.scheduler.core.policy import RECOVERY_BUCKETS_S, SchedulerCounters
 from services.scheduler.discovery.last_seen import LastSeen
 from services.scheduler.server.idle_check import IdleCheck
-from shared.client_keys import ClientKeys
 from shared.network.tls import Certificates
 from shared.process.metrics import make_process_registry
+from shared.tenants.client_keys import ClientKeys
 
 
 def make_registry(

@@ -13,10 +13,10 @@ from services.tokenizer.answer.request_totals import RequestTotals, finish_label
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
 from services.tokenizer.request.prompts import PromptEncoder
 from services.tokenizer.tracing.request_trace import SpanTotals
-from shared.client_keys import ClientKeys
 from shared.histogram import Histogram
 from shared.network.tls import Certificates
 from shared.process.metrics import make_process_registry
+from shared.tenants.client_keys import ClientKeys
 
 
 def make_registry(

@@ -11,9 +11,9 @@ from contextvars import ContextVar
 
 import grpc
 
-from shared.client_keys import ANY_CLIENT, Client, ClientKeys
 from shared.errors import PermissionDeniedError, UnauthenticatedError
 from shared.network.tls import Role
+from shared.tenants.client_keys import ANY_CLIENT, Client, ClientKeys
 
 # On client ports, for everybody that has a key where keys are needed.
 CLIENT_METHODS = frozenset(

@@ -15,7 +15,6 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from typing_extensions import override
 
-from shared.client_keys import ANY_CLIENT, Client, ClientKeys
 from shared.errors import (
     InternalError,
     NotSupportedError,
@@ -23,7 +22,6 @@ from shared.errors import (
     ServiceError,
     TenantLimitError,
 )
-from shared.fair_room import FairRoom
 from shared.network.access import (
     CLIENT_METHODS,
     HEALTH_METHODS,
@@ -40,6 +38,8 @@ from shared.network.reflection import serve_reflection
 from shared.network.response_writer import call_is_over
 from shared.network.tls import Certificates, Role, TrustedAuthority
 from shared.network.turns import CallTurns, set_party
+from shared.tenants.client_keys import ANY_CLIENT, Client, ClientKeys
+from shared.tenants.fair_room import FairRoom
 
 logger = logging.getLogger(__name__)
 

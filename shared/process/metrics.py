@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from shared.client_keys import ClientKeys
 from shared.network.tls import Certificates
+from shared.tenants.client_keys import ClientKeys
 
 
 def make_process_registry(

@@ -43,7 +43,7 @@ from shared.request.sampling_params import (
     check_min_tokens,
     check_sampling,
 )
-from shared.tenant import MAX_CACHE_SALT_BYTES
+from shared.tenants.tenant import MAX_CACHE_SALT_BYTES
 
 # A deadline further away than this is treated as this one.
 MAX_TIME_LEFT_S = 3600.0

@@ -35,7 +35,7 @@ import grpc
 
 from lockstep.v1 import tokenizer_pb2_grpc
 from shared.network.rpc import make_channel
-from shared.tenant import Tenant
+from shared.tenants.tenant import Tenant
 from tests.bench.parts.report import Row, limit, report
 from tests.support.cells.cell import Cell, start_cell
 from tests.support.clients.client import connect, token_request

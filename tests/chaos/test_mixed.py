@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.tenant import Tenant
+from shared.tenants.tenant import Tenant
 from tests.support.cells.chaos import HEALTH_KILL_S, Damage, GrpcAsker, Killer, Load, Peace, TellOf, chaos_cell
 from tests.support.clients.key_files import key_line, write_keys
 from tests.support.clients.tenant_replica import open_tenant_replica

@@ -17,7 +17,7 @@ import pytest
 
 from lockstep.v1 import tokenizer_pb2_grpc
 from shared.network.rpc import reason_of, status_from_rpc_error
-from shared.tenant import Tenant
+from shared.tenants.tenant import Tenant
 from tests.support.cells.cell import Cell, start_cell
 from tests.support.clients.client import Client, connect, read_answer, token_request
 from tests.support.clients.flood import open_channels

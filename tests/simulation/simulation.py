@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
-from shared.tenant import DEFAULT_TENANT
+from shared.tenants.tenant import DEFAULT_TENANT
 from tests.simulation.faults import KILLS, SLOW_KILLS, Fault, FaultMix
 from tests.simulation.network.clock import Clock
 from tests.simulation.network.exchange import MAX_CLOSE_S, MAX_UNREAD_S, Ends, ExchangeStream

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from random import Random
 
-from shared.tenant import DEFAULT_TENANT, Tenant
+from shared.tenants.tenant import DEFAULT_TENANT, Tenant
 from tests.simulation.faults import Fault
 
 # Kinds under which there may be several tenants: their ids meet, or their limits are reached.

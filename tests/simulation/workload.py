@@ -12,7 +12,7 @@ from services.scheduler.core.queue.waiting_queue import QueuePolicy
 from services.scheduler.core.worker_facts import WorkerFacts
 from services.worker.batch.enter_checks import BatchLimits
 from shared.request.sampling_params import NO_OPTIONS, SamplingOptions, SamplingParams
-from shared.tenant import DEFAULT_TENANT, Tenant
+from shared.tenants.tenant import DEFAULT_TENANT, Tenant
 from shared.wire import introduce_self
 from tests.simulation.faults import DRAINS, Fault, FaultMix
 from tests.simulation.tenants import TenantDraw

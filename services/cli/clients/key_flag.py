@@ -9,7 +9,7 @@ from pathlib import Path
 
 import grpc
 
-from shared.client_keys import ClientKeysError, read_key_file
+from shared.tenants.client_keys import ClientKeysError, read_key_file
 
 Metadata = tuple[tuple[str, str], ...]
 

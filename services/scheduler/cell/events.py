@@ -14,7 +14,7 @@ from shared.errors import ServiceError
 from shared.ids import DpRank, RequestHandle
 from shared.request.sampling_params import SamplingParams
 from shared.step.step import StepResult
-from shared.tenant import DEFAULT_TENANT, Tenant
+from shared.tenants.tenant import DEFAULT_TENANT, Tenant
 
 
 @dataclass(frozen=True, slots=True)

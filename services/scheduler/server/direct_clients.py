@@ -19,7 +19,6 @@ from services.scheduler.cell.events import AbortRequest, ChoiceSoFar, ClientMess
 from services.scheduler.core.batch.step import Outputs, RequestEnd
 from services.scheduler.server.exchange_codec import PRIORITIES
 from services.scheduler.server.token_stream import ChoiceStream, Response, TokenStream
-from shared.client_keys import ANY_CLIENT, Client
 from shared.errors import ModelChangedError, NotReadyError, ServiceError, Violation
 from shared.ids import RequestHandle, choice_handles
 from shared.request.limits import MAX_CHOICES, TOKEN_DTYPE, ModelLimits
@@ -36,6 +35,7 @@ from shared.request.request_fields import (
     resolve_max_tokens,
 )
 from shared.request.sampling_codec import encode_options
+from shared.tenants.client_keys import ANY_CLIENT, Client
 from shared.wire import find_needs
 
 logger = logging.getLogger(__name__)

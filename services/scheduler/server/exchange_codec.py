@@ -19,7 +19,7 @@ from shared.request.sampling_codec import decode_options
 from shared.request.sampling_params import NO_OPTIONS, SamplingOptions, SamplingParams
 from shared.step.columns import Int32Column
 from shared.step.logprobs_codec import encode_logprobs
-from shared.tenant import DEFAULT_TENANT, MAX_CACHE_SALT_BYTES, MAX_WEIGHT, MIN_WEIGHT, Tenant
+from shared.tenants.tenant import DEFAULT_TENANT, MAX_CACHE_SALT_BYTES, MAX_WEIGHT, MIN_WEIGHT, Tenant
 from shared.wire import find_needs
 
 _HANDLE_DTYPE = np.dtype("<u4")

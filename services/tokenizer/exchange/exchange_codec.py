@@ -18,7 +18,7 @@ from shared.ids import RequestHandle
 from shared.request.limits import TOKEN_DTYPE
 from shared.request.sampling_codec import encode_options
 from shared.step.logprobs_codec import decode_logprobs
-from shared.tenant import DEFAULT_TENANT, Tenant
+from shared.tenants.tenant import DEFAULT_TENANT, Tenant
 
 _HANDLE_DTYPE = np.dtype("<u4")
 

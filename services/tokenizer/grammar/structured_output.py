@@ -20,8 +20,8 @@ from services.tokenizer.grammar.shortest_text import MAX_BYTES, too_long
 from services.tokenizer.text_size import MAX_CHOICE_TEXTS
 from services.tokenizer.trial_limits import wall_clock_s
 from shared.errors import InvalidRequestError, NotSupportedError, QueueFullError, Violation
-from shared.fair_room import FairRoom
 from shared.network.turns import Slots, get_party
+from shared.tenants.fair_room import FairRoom
 
 MAX_FORM_BYTES = 512 * 1024
 

@@ -16,9 +16,9 @@ from services.tokenizer.request.large_messages import checked
 from services.tokenizer.request.model import ServedModel
 from services.tokenizer.server.live_requests import LiveRequests
 from services.tokenizer.tracing.request_trace import Tracer
-from shared.client_keys import ClientKeys
 from shared.errors import ModelNotFoundError, NotReadyError
 from shared.network.probes import Probes
+from shared.tenants.client_keys import ClientKeys
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,11 @@ from services.tokenizer.http.openapi import make_openapi
 from services.tokenizer.http.reading.body_readers import BodyReaders
 from services.tokenizer.http.refusals import HttpError
 from services.tokenizer.http.route_table import NOT_SUPPORTED, ROUTES, Route
-from shared.client_keys import Client
 from shared.errors import TenantLimitError, UnauthenticatedError
-from shared.fair_room import FairRoom
 from shared.network.turns import CallTurns, Slots
 from shared.release import find_release
+from shared.tenants.client_keys import Client
+from shared.tenants.fair_room import FairRoom
 
 # Parsed at the same time.
 _MAX_LARGE_BODIES = 2

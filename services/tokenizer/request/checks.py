@@ -16,7 +16,6 @@ from services.tokenizer.chat.chat_request import chat_text_bytes, read_chat
 from services.tokenizer.chat.conversation import Conversation
 from services.tokenizer.request.resolved_request import ResolvedRequest
 from services.tokenizer.text_size import check_text_bytes
-from shared.client_keys import ANY_CLIENT, Client
 from shared.errors import InvalidRequestError, ModelNotFoundError, Violation
 from shared.request.limits import TOKEN_DTYPE, ModelLimits, check_prompt
 from shared.request.request_fields import (
@@ -31,7 +30,8 @@ from shared.request.request_fields import (
     resolve_max_tokens,
 )
 from shared.request.sampling_params import SamplingParams, check_sampling
-from shared.tenant import DEFAULT_TENANT, Tenant
+from shared.tenants.client_keys import ANY_CLIENT, Client
+from shared.tenants.tenant import DEFAULT_TENANT, Tenant
 
 MAX_STOP_STRINGS = 8
 MAX_STOP_STRING_BYTES = 256

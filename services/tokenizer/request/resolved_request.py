@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from shared.ids import RequestHandle
 from shared.request.sampling_params import SamplingParams
-from shared.tenant import DEFAULT_TENANT, Tenant
+from shared.tenants.tenant import DEFAULT_TENANT, Tenant
 
 _NO_HANDLE = RequestHandle(0)
 

@@ -21,13 +21,13 @@ from services.tokenizer.request.model import ServedModel
 from services.tokenizer.request.prepare import PreparedPrompt, RequestPreparer
 from services.tokenizer.server.live_requests import LiveRequests
 from services.tokenizer.tracing.request_trace import RequestTrace
-from shared.client_keys import ANY_CLIENT, Client
 from shared.errors import DeadlinePassedError, InternalError, ServiceError
 from shared.ids import RequestHandle
 from shared.network.rpc import StatusError, reason_of
 from shared.network.turns import get_arrived_at
 from shared.request.request_fields import check_exactness
 from shared.request.sampling_params import NO_OPTIONS
+from shared.tenants.client_keys import ANY_CLIENT, Client
 
 logger = logging.getLogger(__name__)
 

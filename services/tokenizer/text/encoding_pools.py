@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from shared.errors import QueueFullError
-from shared.fair_room import FairRoom
 from shared.network.turns import Slots, get_party
+from shared.tenants.fair_room import FairRoom
 
 T = TypeVar("T")
 

@@ -14,10 +14,10 @@ from lockstep.v1 import common_pb2, scheduler_pb2
 from services.scheduler.core.batch.sequence import Finish
 from services.scheduler.server.exchange_codec import FINISH_REASONS
 from services.scheduler.server.servicer import SchedulerServicer
-from shared.client_keys import ANY_CLIENT
 from shared.errors import ServiceError
 from shared.ids import RequestHandle
 from shared.network.access import set_caller
+from shared.tenants.client_keys import ANY_CLIENT
 from tests.simulation.faults import Fault, FaultMix
 from tests.simulation.network.clock import Clock
 from tests.simulation.network.network import Pipe, Trouble

@@ -11,7 +11,7 @@ from services.scheduler.cell.requests.tenant_loads import TenantLimit, TenantLoa
 from services.scheduler.core.batch.sequence import RequestKey, Sequence
 from services.scheduler.core.queue.tenant_counters import TenantAccount, TenantCounters
 from services.scheduler.core.shares import Shares
-from shared.tenant import DEFAULT_TENANT, Tenant
+from shared.tenants.tenant import DEFAULT_TENANT, Tenant
 from tests.simulation.faults import Fault
 from tests.simulation.planted.planting import Patch, PlantedBug, planter
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from services.scheduler.core.queue.tenant_counters import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, TenantAccount
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
-from shared.tenant import Tenant
+from shared.tenants.tenant import Tenant
 from tests.simulation.watches.epoch_watch import Entry
 from tests.simulation.workload import CellSettings
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from services.scheduler.core.batch.sequence import Priority
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
-from shared.tenant import Tenant
+from shared.tenants.tenant import Tenant
 from tests.simulation.workload import CellSettings
 
 CounterOf = Callable[[Tenant], float]

@@ -43,7 +43,7 @@ from services.scheduler.server.direct_clients import DIRECT_CLIENT
 from shared.ids import DpRank
 from shared.request.limits import TOKEN_DTYPE
 from shared.step.step import StepResult
-from shared.tenant import Tenant
+from shared.tenants.tenant import Tenant
 from tests.simulation.network.responses import Responses
 from tests.simulation.network.step_stream import Answer
 from tests.simulation.watches.counter_watch import CounterWatch

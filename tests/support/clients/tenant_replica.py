@@ -13,7 +13,7 @@ import numpy as np
 from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
 from shared.network.rpc import make_channel
 from shared.request.limits import TOKEN_DTYPE
-from shared.tenant import Tenant
+from shared.tenants.tenant import Tenant
 from tests.support.scheduler.scheduler_shell import ReplicaStream
 
 # The scheduler refuses it at once, so the refusal's place among the steps tells when its message was taken in.

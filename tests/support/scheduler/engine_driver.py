@@ -36,7 +36,7 @@ from shared.request.sampling_codec import encode_options
 from shared.request.sampling_params import SamplingParams
 from shared.step.logprobs import Logprobs
 from shared.step.step import StepResult
-from shared.tenant import DEFAULT_TENANT, Tenant
+from shared.tenants.tenant import DEFAULT_TENANT, Tenant
 from shared.wire import Introduction, find_needs, introduce_self
 from tests.support.scheduler.cell_model import VOCABULARY, Oracle, WorkerModel, expected_completion, logprobs_of
 

@@ -13,7 +13,7 @@ from services.scheduler.core.cache.kv_feed import KvFeed
 from services.scheduler.core.cache.prefix_cache import PrefixCache
 from services.scheduler.core.policy import CellTopology, SchedulerPolicy
 from shared.request.sampling_params import SamplingOptions
-from shared.tenant import DEFAULT_TENANT, salt_of
+from shared.tenants.tenant import DEFAULT_TENANT, salt_of
 from tests.support.clients.kv_index import Listener, held_blocks, held_states
 from tests.support.scheduler.core import make_sequence
 from tests.support.scheduler.engine_driver import EngineDriver, token_bytes

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from services.scheduler.core.batch.sequence import Priority, Sequence
 from services.scheduler.core.queue.tenant_turns import KeepsShare
-from shared.tenant import Tenant
+from shared.tenants.tenant import Tenant
 from tests.support.scheduler.waiting import MAX_AGE_S
 
 

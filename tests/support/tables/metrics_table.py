@@ -37,8 +37,8 @@ from tests.support.tokenizer.chat_templates import local_template
 
 if TYPE_CHECKING:
     from services.worker.runner.model_runner import ModelRunner
-    from shared.client_keys import ClientKeys
     from shared.network.tls import Certificates
+    from shared.tenants.client_keys import ClientKeys
 
 METRICS_FILE = ROOT / "services" / "METRICS.md"
 BEGIN = "<!-- Made by `make metrics`: change services/*/metrics.py instead. -->\n"

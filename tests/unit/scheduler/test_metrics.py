@@ -20,7 +20,7 @@ from shared.ids import RequestHandle
 from shared.network.management import serve_management
 from shared.network.probes import Probes
 from shared.request.sampling_params import SamplingParams
-from shared.tenant import Tenant
+from shared.tenants.tenant import Tenant
 from tests.support.scheduler.engine_driver import EngineDriver, token_bytes
 from tests.support.system.scraping import scrape, values
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from shared.client_keys import ClientKeysError, read_key_file
-from shared.client_keys import _read as read_client_keys
 from shared.file_state import read_regular_file
 from shared.network.tls import TlsError
 from shared.network.tls import _read_file as read_tls_file
+from shared.tenants.client_keys import ClientKeysError, read_key_file
+from shared.tenants.client_keys import _read as read_client_keys
 
 
 def make_socket(path: Path) -> None:

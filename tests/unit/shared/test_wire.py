@@ -25,7 +25,7 @@ from shared.ids import RequestHandle
 from shared.request.limits import TOKEN_DTYPE, ModelLimits
 from shared.request.sampling_params import NO_OPTIONS, SamplingOptions, SamplingParams
 from shared.step.codec import encode_step
-from shared.tenant import Tenant
+from shared.tenants.tenant import Tenant
 from shared.wire import (
     CAPABILITIES,
     NOT_INTRODUCED,

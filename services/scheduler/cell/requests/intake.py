@@ -10,7 +10,7 @@ from services.scheduler.core.batch.sequence import Sequence
 from shared.errors import InvalidRequestError, Violation
 from shared.request.limits import TOKEN_DTYPE, ModelLimits, check_fit, check_prompt, check_token_ids
 from shared.request.sampling_params import check_sampling
-from shared.tenant import salt_of
+from shared.tenants.tenant import salt_of
 
 _NOTHING_SO_FAR = ChoiceSoFar()
 # A token id, a value, and a share of the columns with one number per position.

@@ -9,7 +9,7 @@ from services.scheduler.cell.requests.tenant_loads import TenantLoads
 from services.scheduler.core.batch.sequence import RequestKey, Sequence
 from services.scheduler.core.policy import SchedulerPolicy
 from shared.ids import RequestHandle
-from shared.tenant import Tenant
+from shared.tenants.tenant import Tenant
 
 ClientHandle = tuple[int, int]
 """Client and handle."""

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from services.scheduler.core.batch.sequence import Sequence
 from services.scheduler.core.policy import SchedulerPolicy
-from shared.fair_room import limit_of_party
-from shared.tenant import Tenant
+from shared.tenants.fair_room import limit_of_party
+from shared.tenants.tenant import Tenant
 
 # Log-probabilities are large: all tenants together may have so many times what one may.
 _MAX_SHARES_OF_BYTES = 2

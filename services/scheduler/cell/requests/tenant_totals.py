@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from services.scheduler.cell.requests.tenant_loads import TenantLoads
-from shared.tenant import DEFAULT_TENANT
+from shared.tenants.tenant import DEFAULT_TENANT
 
 # Further tenants are counted together: each is several series of metrics.
 MAX_TENANTS = 100

@@ -12,7 +12,7 @@ from services.scheduler.core.cache.cached_prefix import CachedPrefix, PrefixCurs
 from shared.ids import DpRank, RequestHandle, Slot
 from shared.request.limits import TOKEN_DTYPE
 from shared.request.sampling_params import NO_OPTIONS, SamplingParams
-from shared.tenant import DEFAULT_TENANT, Tenant
+from shared.tenants.tenant import DEFAULT_TENANT, Tenant
 
 TOKEN_BYTES = TOKEN_DTYPE.itemsize
 

@@ -13,7 +13,7 @@ from services.scheduler.core.batch.sequence import Sequence
 from services.scheduler.core.batch.slot_table import Slots
 from services.scheduler.core.lazy_heap import LazyHeap
 from shared.step.columns import Int32Column
-from shared.tenant import Tenant
+from shared.tenants.tenant import Tenant
 
 # What a token costs, as in the paper's evaluation.
 PROMPT_TOKEN_COST = 1.0

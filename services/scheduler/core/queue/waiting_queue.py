@@ -19,7 +19,7 @@ from services.scheduler.core.queue.queue_order import (
 from services.scheduler.core.queue.tenant_counters import TenantAccount, TenantCounters
 from services.scheduler.core.queue.tenant_queue import TenantQueue
 from services.scheduler.core.queue.tenant_turns import KeepsShare, Look, TenantTurns
-from shared.tenant import Tenant
+from shared.tenants.tenant import Tenant
 
 
 class QueuePolicy(enum.Enum):

@@ -17,9 +17,9 @@ from services.tokenizer.http.connections.clients import CLIENT
 from services.tokenizer.http.connections.connection import SERVER, error_response
 from services.tokenizer.http.errors import any_error
 from services.tokenizer.http.refusals import HttpError
-from shared.client_keys import ANY_CLIENT, Client
-from shared.fair_room import FairRoom
 from shared.network.turns import set_party
+from shared.tenants.client_keys import ANY_CLIENT, Client
+from shared.tenants.fair_room import FairRoom
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

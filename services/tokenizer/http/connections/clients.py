@@ -6,9 +6,9 @@ from enum import Enum
 
 from aiohttp import web
 
-from shared.client_keys import ANY_CLIENT, Client, ClientKeys
 from shared.errors import PermissionDeniedError, TenantLimitError
-from shared.fair_room import FairRoom
+from shared.tenants.client_keys import ANY_CLIENT, Client, ClientKeys
+from shared.tenants.fair_room import FairRoom
 
 CLIENT = web.RequestKey("client", Client)
 """Who sends the request."""

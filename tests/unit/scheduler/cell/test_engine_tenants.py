@@ -16,7 +16,7 @@ from services.scheduler.core.queue.waiting_queue import QueuePolicy
 from shared.errors import ErrorCode, InvalidRequestError, ServiceError
 from shared.ids import RequestHandle
 from shared.request.sampling_params import SamplingParams
-from shared.tenant import DEFAULT_TENANT, Tenant
+from shared.tenants.tenant import DEFAULT_TENANT, Tenant
 from tests.support.scheduler.cell_model import PoisonedError, expected_completion
 from tests.support.scheduler.engine_driver import ChoiceOutput, EngineDriver, token_bytes
 

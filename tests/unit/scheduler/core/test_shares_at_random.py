@@ -14,7 +14,7 @@ from services.scheduler.core.batch.sequence import Priority, Sequence
 from services.scheduler.core.policy import SchedulerPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
 from services.scheduler.core.scheduler import Scheduler
-from shared.tenant import Tenant
+from shared.tenants.tenant import Tenant
 from tests.support.scheduler.core import add, give, make_scheduler, make_sequence
 from tests.support.scheduler.engine_driver import worker_facts
 

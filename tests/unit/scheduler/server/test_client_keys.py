@@ -14,12 +14,12 @@ from lockstep.v1 import common_pb2, scheduler_pb2
 from services.scheduler.cell.events import AbortRequest, Event
 from services.scheduler.core.batch.sequence import Priority
 from services.scheduler.server.direct_clients import DirectClients, resolve_request
-from shared.client_keys import Client
 from shared.file_state import file_state
 from shared.ids import RequestHandle
 from shared.network.rpc import reason_of, status_from_rpc_error
 from shared.request.limits import ModelLimits
-from shared.tenant import DEFAULT_TENANT, Tenant
+from shared.tenants.client_keys import Client
+from shared.tenants.tenant import DEFAULT_TENANT, Tenant
 from tests.support.clients.key_files import key_line, write_keys
 from tests.support.clients.token_client import PROMPT, error_of, seeded
 from tests.support.scheduler.scheduler_shell import Cell, running_cell
@@ -63,7 +63,7 @@ async def test_a_call_looks_at_the_file_of_keys_once(tmp_path: Path, monkeypatch
             looked_at.append(path)
             return file_state(path)
 
-        monkeypatch.setattr("shared.client_keys.file_state", look)
+        monkeypatch.setattr("shared.tenants.client_keys.file_state", look)
         [response async for response in cell.scheduler.Generate(seeded(PROMPT), metadata=KEY)]
         assert len(looked_at) == 1
         await cell.scheduler.Abort(scheduler_pb2.AbortRequest(request_id="a"), metadata=KEY)

@@ -9,7 +9,6 @@ from grpc_health.v1 import health_pb2
 
 from lockstep.internal.v1 import exchange_pb2, worker_pb2
 from lockstep.v1 import scheduler_pb2, tokenizer_pb2
-from shared.client_keys import ANY_CLIENT, Client
 from shared.errors import PermissionDeniedError, UnauthenticatedError
 from shared.network.access import (
     CLIENT_METHODS,
@@ -21,7 +20,8 @@ from shared.network.access import (
     get_caller,
 )
 from shared.network.tls import Role
-from shared.tenant import Tenant
+from shared.tenants.client_keys import ANY_CLIENT, Client
+from shared.tenants.tenant import Tenant
 
 FILES = (tokenizer_pb2, scheduler_pb2, exchange_pb2, worker_pb2, health_pb2)
 REFLECTION = {method for method in METHOD_TO_ROLES if method.startswith("/grpc.reflection.")}

@@ -17,7 +17,6 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
-from shared.client_keys import ClientKeys
 from shared.errors import InvalidRequestError, KvCapacityExceededError, Violation
 from shared.network.health import Health
 from shared.network.rpc import (
@@ -28,6 +27,7 @@ from shared.network.rpc import (
     reason_of,
     status_from_rpc_error,
 )
+from shared.tenants.client_keys import ClientKeys
 from tests.support.clients.key_files import key_line, write_keys
 from tests.support.system.ports import free_port
 

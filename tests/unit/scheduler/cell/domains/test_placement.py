@@ -12,7 +12,7 @@ from services.scheduler.core.batch.sequence import Sequence
 from services.scheduler.core.policy import CellTopology, SchedulerPolicy
 from shared.ids import DpRank
 from shared.request.sampling_params import SamplingOptions
-from shared.tenant import Tenant
+from shared.tenants.tenant import Tenant
 from tests.support.scheduler.core import make_scheduler, make_sequence
 from tests.support.scheduler.engine_driver import EngineDriver
 

@@ -19,7 +19,7 @@ from services.scheduler.core.block_manager import BlockManager
 from services.scheduler.core.cache.eviction_order import EvictionOrder
 from services.scheduler.core.cache.free_blocks import MAX_TURNOVERS
 from shared.request.limits import TOKEN_DTYPE
-from shared.tenant import DEFAULT_TENANT, Tenant
+from shared.tenants.tenant import DEFAULT_TENANT, Tenant
 from tests.support.scheduler.core import make_sequence
 
 BLOCK_SIZE = 2

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from services.scheduler.core.batch.sequence import Priority, Sequence
 from services.scheduler.core.queue.waiting_queue import QueuePolicy, WaitingQueue
-from shared.tenant import Tenant
+from shared.tenants.tenant import Tenant
 from tests.support.scheduler.waiting import MAX_AGE_S, make_queue, make_seq, nothing_cached
 
 TENANTS = [Tenant(name) for name in "abcd"]

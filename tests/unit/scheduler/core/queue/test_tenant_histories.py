@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.scheduler.core.batch.sequence import Priority, Sequence
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
-from shared.tenant import Tenant
+from shared.tenants.tenant import Tenant
 from tests.support.scheduler.plain_queue import PlainQueue
 from tests.support.scheduler.waiting import make_queue, make_seq, nothing_cached
 

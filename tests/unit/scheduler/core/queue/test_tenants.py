@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from services.scheduler.core.batch.sequence import Priority, Sequence
 from services.scheduler.core.queue.tenant_counters import OUTPUT_TOKEN_COST, TenantCounters
 from services.scheduler.core.queue.waiting_queue import QueuePolicy, WaitingQueue
-from shared.tenant import Tenant
+from shared.tenants.tenant import Tenant
 from tests.support.scheduler.waiting import add_all, make_queue, make_seq, nothing_cached
 
 A, B, C = Tenant("a"), Tenant("b"), Tenant("c")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from shared.tenant import MAX_WEIGHT, MIN_WEIGHT, Tenant
+from shared.tenants.tenant import MAX_WEIGHT, MIN_WEIGHT, Tenant
 
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.IGNORECASE)
 _TENANT_NAME = re.compile(r"[!-~]{1,64}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from lockstep.v1 import common_pb2
 from shared.errors import PermissionDeniedError, UnauthenticatedError, Violation
 from shared.file_state import file_state, read_regular_file
-from shared.tenant import DEFAULT_TENANT, Tenant
+from shared.tenants.tenant import DEFAULT_TENANT, Tenant
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ def _given_keys(authorizations: Sequence[str], api_keys: Sequence[str]) -> set[s
 def _read(path: Path) -> dict[bytes, Client]:
     """The clients by the digests of their keys."""
     # Imported here because few processes have such a file, and importing it is slow.
-    from shared.client_key_lines import parse_line  # noqa: PLC0415
+    from shared.tenants.client_key_lines import parse_line  # noqa: PLC0415
 
     try:
         lines = read_regular_file(path).decode().split("\n")

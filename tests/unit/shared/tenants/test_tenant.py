@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.tenant import DEFAULT_TENANT, MAX_CACHE_SALT_BYTES, Tenant, salt_of
+from shared.tenants.tenant import DEFAULT_TENANT, MAX_CACHE_SALT_BYTES, Tenant, salt_of
 
 NAMES = st.text(max_size=8)
 SALTS = st.binary(max_size=8)

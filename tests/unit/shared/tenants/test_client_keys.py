@@ -17,11 +17,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from lockstep.v1 import common_pb2
-from shared import client_keys
-from shared.client_keys import ANY_CLIENT, Client, ClientKeys, ClientKeysError, read_key_file
 from shared.errors import PermissionDeniedError, UnauthenticatedError, Violation
 from shared.process.metrics import ClientKeysCollector
-from shared.tenant import DEFAULT_TENANT, Tenant
+from shared.tenants import client_keys
+from shared.tenants.client_keys import ANY_CLIENT, Client, ClientKeys, ClientKeysError, read_key_file
+from shared.tenants.tenant import DEFAULT_TENANT, Tenant
 from tests.support.clients.key_files import key_line, write_keys
 
 KEY, OTHER = "sk-one", "sk-two"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.fair_room import FairRoom, limit_of_party
+from shared.tenants.fair_room import FairRoom, limit_of_party
 
 STEPS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 6), st.booleans()), max_size=60)
 
