@@ -29,8 +29,8 @@ from shared.model_files.model_dir import architecture_of
 
 __all__ = ["CausalLM", "ModelLoader", "loader_for"]
 
-# Loads a rank's part of a model from what `model_dir.read_config` returns. Raises ModelDirectoryError if configuration or
-# weights are not those of such a model.
+# Loads a rank's part of a model from what `model_dir.read_config` returns. Raises ModelDirectoryError if configuration
+# or weights are not those of such a model.
 ModelLoader = Callable[[Mapping[str, Any], Shard], CausalLM]
 
 # Those of `shared.model_files.model_dir.ARCHITECTURES`.
