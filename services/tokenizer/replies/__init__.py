@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from services.tokenizer.replies import kimi_k2
-from services.tokenizer.replies.deepseek_v3 import CALLS_BEGIN, DeepseekV3Parser
-from services.tokenizer.replies.deepseek_v32 import DSML, DeepseekV32Parser
-from services.tokenizer.replies.glm4 import KEY_BEGIN, Glm4Parser
-from services.tokenizer.replies.harmony import CHANNEL, HarmonyParser
-from services.tokenizer.replies.hermes import HermesParser
-from services.tokenizer.replies.kimi_k2 import KimiK2Parser
-from services.tokenizer.replies.llama3_json import Llama3JsonParser
-from services.tokenizer.replies.mistral import CALLS, MistralParser
+from services.tokenizer.replies.families import kimi_k2
+from services.tokenizer.replies.families.deepseek_v3 import CALLS_BEGIN, DeepseekV3Parser
+from services.tokenizer.replies.families.deepseek_v32 import DSML, DeepseekV32Parser
+from services.tokenizer.replies.families.glm4 import KEY_BEGIN, Glm4Parser
+from services.tokenizer.replies.families.harmony import CHANNEL, HarmonyParser
+from services.tokenizer.replies.families.hermes import HermesParser
+from services.tokenizer.replies.families.kimi_k2 import KimiK2Parser
+from services.tokenizer.replies.families.llama3_json import Llama3JsonParser
+from services.tokenizer.replies.families.mistral import CALLS, MistralParser
+from services.tokenizer.replies.families.plain import PlainParser
+from services.tokenizer.replies.families.qwen3_coder import FUNCTION_BEGIN, Qwen3CoderParser
 from services.tokenizer.replies.openings import THINK_MARKUP
 from services.tokenizer.replies.parser import ReplyParser, ReplySetting
 from services.tokenizer.replies.parts import ReasoningPart, ReplyPart, TextPart, ToolCallPart
-from services.tokenizer.replies.plain import PlainParser
-from services.tokenizer.replies.qwen3_coder import FUNCTION_BEGIN, Qwen3CoderParser
 
 __all__ = [
     "REPLY_PARSERS",

@@ -17,7 +17,7 @@ from services.tokenizer.answer.request_totals import RequestTotals
 from services.tokenizer.chat.conversation import Tool
 from services.tokenizer.exchange.exchange_codec import read_prompt_logprobs, read_row_logprobs
 from services.tokenizer.replies import ReplyParser, ReplyPart, ReplySetting, make_reply_parser
-from services.tokenizer.replies.plain import PlainParser
+from services.tokenizer.replies.families.plain import PlainParser
 from services.tokenizer.text.detokenizer import ByteLevelDetokenizer, text_table
 from shared.errors import DrainingError, InternalError, NumericError, SchedulerLostError
 from shared.ids import RequestHandle

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from services.tokenizer.replies import ReasoningPart, ReplyPart, TextPart
-from services.tokenizer.replies.harmony import HarmonyParser
+from services.tokenizer.replies.families.harmony import HarmonyParser
 from tests.support.tokenizer.replies import call_part, parse, parse_every_way
 
 SPECIAL = HarmonyParser.markup | {"<|endoftext|>"}

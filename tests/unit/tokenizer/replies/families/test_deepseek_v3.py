@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.tokenizer.replies import ReasoningPart, ReplyPart, TextPart
-from services.tokenizer.replies.deepseek_v3 import DeepseekV3Parser
+from services.tokenizer.replies.families.deepseek_v3 import DeepseekV3Parser
 from tests.support.tokenizer.replies import call_part, parse_every_way, tool
 
 CALLS, END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.tokenizer.replies import ReasoningPart, ReplyPart, ReplySetting, TextPart, ToolCallPart, make_reply_parser
-from services.tokenizer.replies.kimi_k2 import KimiK2Parser
+from services.tokenizer.replies.families.kimi_k2 import KimiK2Parser
 from tests.support.tokenizer.replies import TOOLS, call_part, parse_every_way, tool
 
 CALLS, END_CALLS = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"

@@ -1,0 +1,1 @@
+"""What a step's result means: tokens and ends for clients, and mistakes of a worker that reach none."""

@@ -1,0 +1,1 @@
+"""One reply parser for each family of models."""
