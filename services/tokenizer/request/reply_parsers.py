@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from services.tokenizer.chat.conversation import Conversation
 from services.tokenizer.replies import ReplyParser, ReplySetting, choose_reply_parser, make_reply_parser
-from services.tokenizer.replies.call_grammars import CALL_GRAMMARS, GrammarRequest
+from services.tokenizer.replies.grammars.call_grammars import CALL_GRAMMARS, GrammarRequest
+from services.tokenizer.replies.grammars.reply_grammar import ReplyGrammar, reply_grammar
 from services.tokenizer.replies.openings import Opening, opening_inside, opening_of, reasons
-from services.tokenizer.replies.reply_grammar import ReplyGrammar, reply_grammar
 from services.tokenizer.request.prompts import PromptEncoder
 
 _PLAIN = "none"

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from services.tokenizer.grammar.grammar_source import grammar_source
-from services.tokenizer.replies.lark import LarkGrammar
+from services.tokenizer.replies.grammars.lark import LarkGrammar
 from shared.model_files.model_dir import TOKENIZER
 from shared.request.grammar import GrammarLibrary
 from tests.support.tokenizer.many_tokenizers import ALL_NAMES, NAMES, tokenizers

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 from services.tokenizer.json.schema_places import resolved
 from services.tokenizer.json.text_formats import TEXT_FORMATS
-from services.tokenizer.replies.lark import length_pattern, literal, regex, search_pattern
+from services.tokenizer.replies.grammars.lark import length_pattern, literal, regex, search_pattern
 from shared.request.grammar import GrammarError
 
 # How many references and combinations are followed.

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from services.tokenizer.chat.conversation import FUNCTIONS, Tool
 from services.tokenizer.json.closed_schema import closed_object
 from services.tokenizer.replies.families import deepseek_v3, deepseek_v32, glm4, harmony, kimi_k2, mistral, qwen3_coder
-from services.tokenizer.replies.lark import LarkGrammar
+from services.tokenizer.replies.grammars.lark import LarkGrammar
+from services.tokenizer.replies.grammars.untyped_grammars import ValueEnd, untyped_arguments
 from services.tokenizer.replies.openings import Opening
-from services.tokenizer.replies.untyped_grammars import ValueEnd, untyped_arguments
-from services.tokenizer.replies.openings import Opening
-from services.tokenizer.replies.untyped_grammars import ValueEnd, untyped_arguments
 
 
 @dataclass(frozen=True, slots=True)

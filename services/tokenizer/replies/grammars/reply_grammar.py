@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.tokenizer.replies.call_grammars import CALL_GRAMMARS, GrammarRequest
 from services.tokenizer.replies.families import harmony
-from services.tokenizer.replies.lark import LarkGrammar
+from services.tokenizer.replies.grammars.call_grammars import CALL_GRAMMARS, GrammarRequest
+from services.tokenizer.replies.grammars.lark import LarkGrammar
 from services.tokenizer.replies.openings import THINK_MARKUP, Opening, ThinkMarkup
 from shared.errors import InvalidRequestError, Violation
 from shared.request.grammar import GrammarError

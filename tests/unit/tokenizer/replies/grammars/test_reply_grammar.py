@@ -11,10 +11,10 @@ import pytest
 
 from services.tokenizer.chat.conversation import Tool
 from services.tokenizer.json.json_values import JsonObject
-from services.tokenizer.replies.call_grammars import GrammarRequest
-from services.tokenizer.replies.lark import search_pattern
+from services.tokenizer.replies.grammars.call_grammars import GrammarRequest
+from services.tokenizer.replies.grammars.lark import search_pattern
+from services.tokenizer.replies.grammars.reply_grammar import reply_grammar
 from services.tokenizer.replies.openings import THINK_MARKUP, opening_of
-from services.tokenizer.replies.reply_grammar import reply_grammar
 from shared.errors import InvalidRequestError
 from tests.support.tokenizer.call_walks import FAMILIES, calls_in, token_ids, walk
 from tests.support.tokenizer.replies import parse, tool

@@ -11,9 +11,9 @@ from services.tokenizer.chat.conversation import Tool
 from services.tokenizer.json.json_values import JsonValue
 from services.tokenizer.json.schema_parts import schema_part
 from services.tokenizer.replies.argument_forms import ArgumentForms
-from services.tokenizer.replies.argument_lists import ArgumentList, OtherArguments, argument_lists
-from services.tokenizer.replies.lark import LarkGrammar, regex, search_pattern
-from services.tokenizer.replies.text_terms import text_term
+from services.tokenizer.replies.grammars.argument_lists import ArgumentList, OtherArguments, argument_lists
+from services.tokenizer.replies.grammars.lark import LarkGrammar, regex, search_pattern
+from services.tokenizer.replies.grammars.text_terms import text_term
 
 # The names that a model may give to arguments that the schema does not name.
 _NAMES = "[A-Za-z_][A-Za-z0-9_.-]{0,63}"

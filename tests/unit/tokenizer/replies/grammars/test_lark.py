@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.tokenizer.replies.lark import LarkGrammar, regex, search_pattern
+from services.tokenizer.replies.grammars.lark import LarkGrammar, regex, search_pattern
 from shared.request.grammar import GrammarError, GrammarLibrary
 from tests.support.models.tiny_tokenizer import IM_END_ID
 

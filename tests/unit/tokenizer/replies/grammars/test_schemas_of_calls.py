@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.tokenizer.chat.conversation import Tool
-from services.tokenizer.replies.call_grammars import GrammarRequest
+from services.tokenizer.replies.grammars.call_grammars import GrammarRequest
+from services.tokenizer.replies.grammars.reply_grammar import reply_grammar
 from services.tokenizer.replies.openings import opening_of
-from services.tokenizer.replies.reply_grammar import reply_grammar
 from tests.support.tokenizer.argument_schemas import roots
 from tests.support.tokenizer.call_walks import FAMILIES, calls_in, masking_tokenizer, token_ids, walk
 from tests.support.tokenizer.replies import parse
