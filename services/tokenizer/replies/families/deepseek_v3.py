@@ -8,7 +8,7 @@ Source: the chat templates of deepseek-ai/DeepSeek-V3-0324 and deepseek-ai/DeepS
 
 from __future__ import annotations
 
-from services.tokenizer.replies.json_calls import JsonCallParser
+from services.tokenizer.replies.calls.json_calls import JsonCallParser
 from services.tokenizer.replies.openings import THINK_MARKUP
 from services.tokenizer.replies.parser import MAX_NAME_LENGTH
 from services.tokenizer.replies.reader import SPACE, Reading

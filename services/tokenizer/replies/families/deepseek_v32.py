@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 
+from services.tokenizer.replies.calls.untyped_values import UntypedCallParser
+from services.tokenizer.replies.calls.value_tags import ValueTags
 from services.tokenizer.replies.openings import THINK_MARKUP
 from services.tokenizer.replies.parser import MAX_NAME_LENGTH
 from services.tokenizer.replies.reader import SPACE, Reading, UnparsableError
-from services.tokenizer.replies.untyped_values import UntypedCallParser
-from services.tokenizer.replies.value_tags import ValueTags
 from services.tokenizer.text.markers import Markers
 
 DSML = "｜DSML｜"

@@ -7,11 +7,11 @@ Source: the chat templates of zai-org/GLM-4.5, GLM-4.7 and GLM-5.2.
 
 from __future__ import annotations
 
+from services.tokenizer.replies.calls.untyped_values import UntypedCallParser
+from services.tokenizer.replies.calls.value_tags import ValueTags
 from services.tokenizer.replies.openings import THINK_MARKUP
 from services.tokenizer.replies.parser import MAX_NAME_LENGTH
 from services.tokenizer.replies.reader import SPACE, Reading
-from services.tokenizer.replies.untyped_values import UntypedCallParser
-from services.tokenizer.replies.value_tags import ValueTags
 from services.tokenizer.text.markers import Markers
 
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"

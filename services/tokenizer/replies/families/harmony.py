@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from services.tokenizer.replies.calls.written_arguments import CallParser
 from services.tokenizer.replies.code_spans import CodeSpans
 from services.tokenizer.replies.openings import Opening
 from services.tokenizer.replies.parser import MAX_NAME_LENGTH
 from services.tokenizer.replies.reader import Reading, UnparsableError
-from services.tokenizer.replies.written_arguments import CallParser
 from services.tokenizer.text.markers import NO_MARKERS, Markers
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"

@@ -5,7 +5,7 @@ Source: the chat templates of NousResearch/Hermes-2-Pro-Llama-3-8B and Qwen/Qwen
 
 from __future__ import annotations
 
-from services.tokenizer.replies.json_calls import JsonCallParser
+from services.tokenizer.replies.calls.json_calls import JsonCallParser
 from services.tokenizer.replies.openings import THINK_MARKUP
 from services.tokenizer.replies.reader import Reading, UnparsableError
 from services.tokenizer.text.markers import Markers

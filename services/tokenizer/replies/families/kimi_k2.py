@@ -14,7 +14,7 @@ import itertools
 import re
 
 from services.tokenizer.chat.conversation import FUNCTIONS
-from services.tokenizer.replies.json_calls import JsonCallParser
+from services.tokenizer.replies.calls.json_calls import JsonCallParser
 from services.tokenizer.replies.openings import THINK_MARKUP
 from services.tokenizer.replies.parser import MAX_NAME_LENGTH
 from services.tokenizer.replies.reader import Reading, UnparsableError

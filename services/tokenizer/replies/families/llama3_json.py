@@ -7,9 +7,9 @@ Source: Meta's "Llama 3.1 model card and prompt formats", "JSON based tool calli
 
 from __future__ import annotations
 
-from services.tokenizer.replies.json_calls import JsonCallParser
+from services.tokenizer.replies.calls.json_calls import JsonCallParser
+from services.tokenizer.replies.calls.written_arguments import FENCE
 from services.tokenizer.replies.reader import SPACE, Reading, UnparsableError
-from services.tokenizer.replies.written_arguments import FENCE
 from services.tokenizer.text.markers import NO_MARKERS, Markers
 
 _PYTHON_TAG = "<|python_tag|>"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from services.tokenizer.chat.conversation import Tool
 from services.tokenizer.json.json_values import JsonValue
 from services.tokenizer.json.schema_parts import schema_part
-from services.tokenizer.replies.argument_forms import ArgumentForms
+from services.tokenizer.replies.calls.argument_forms import ArgumentForms
 from services.tokenizer.replies.grammars.argument_lists import ArgumentList, OtherArguments, argument_lists
 from services.tokenizer.replies.grammars.lark import LarkGrammar, regex, search_pattern
 from services.tokenizer.replies.grammars.text_terms import text_term

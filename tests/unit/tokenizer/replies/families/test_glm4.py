@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.tokenizer.replies import ReasoningPart, ReplyPart, ReplySetting, TextPart, ToolCallPart, make_reply_parser
-from services.tokenizer.replies.argument_forms import ArgumentForms
+from services.tokenizer.replies.calls.argument_forms import ArgumentForms
 from tests.support.tokenizer.replies import TOOLS, call_part, parse_every_way, tool
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.tokenizer.replies.calls.written_arguments import FENCE, CallParser, string_of
 from services.tokenizer.replies.json_reading import read_object, read_string, read_value
 from services.tokenizer.replies.reader import SPACE, Reading, TextEndedError, UnparsableError
-from services.tokenizer.replies.written_arguments import FENCE, CallParser, string_of
 from services.tokenizer.text.markers import NO_MARKERS, Markers
 
 # Further members that a call may have when only its form distinguishes it from other JSON.

@@ -18,13 +18,13 @@ from typing import ClassVar
 
 from services.tokenizer.json.json_values import JsonValue
 from services.tokenizer.json.schema_types import type_of
-from services.tokenizer.replies.argument_forms import ArgumentForms
-from services.tokenizer.replies.json_calls import JsonCallParser
+from services.tokenizer.replies.calls.argument_forms import ArgumentForms
+from services.tokenizer.replies.calls.json_calls import JsonCallParser
+from services.tokenizer.replies.calls.value_tags import ValueTags
 from services.tokenizer.replies.json_reading import read_value
 from services.tokenizer.replies.json_repair import repaired
 from services.tokenizer.replies.parser import MAX_HELD_LENGTH, ReplySetting
 from services.tokenizer.replies.reader import SPACE, Reading, UnparsableError
-from services.tokenizer.replies.value_tags import ValueTags
 
 
 class UntypedCallParser(JsonCallParser):
