@@ -20,8 +20,8 @@ from services.scheduler.cell.requests.tenant_loads import TenantLoads
 from services.scheduler.core.batch.sequence import Finish, Numerics, Sequence
 from services.scheduler.core.batch.step import OutputsByClient
 from services.scheduler.core.endings import Endings
+from services.scheduler.core.planning.prefill import PrefillPlanner
 from services.scheduler.core.postprocess import Postprocessor
-from services.scheduler.core.prefill import PrefillPlanner
 from services.scheduler.core.stops import find_finish
 from services.scheduler.server.cell_server import ClientLink
 from services.scheduler.server.direct_clients import DirectClients

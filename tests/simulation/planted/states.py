@@ -10,7 +10,7 @@ import numpy.typing as npt
 from services.scheduler.core.batch.sequence import Sequence
 from services.scheduler.core.cache.cached_prefix import BlockIds
 from services.scheduler.core.cache.state_checkpoints import StateCheckpoints
-from services.scheduler.core.prefill import PrefillPlanner
+from services.scheduler.core.planning.prefill import PrefillPlanner
 from services.scheduler.core.state_saves import StateSaves
 from shared.step.columns import StatePairs
 from shared.step.step import Step

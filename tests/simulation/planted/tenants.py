@@ -9,8 +9,8 @@ from services.scheduler.cell.requests.request_manager import RequestManager
 from services.scheduler.cell.requests.requests import Request
 from services.scheduler.cell.requests.tenant_loads import TenantLimit, TenantLoad, TenantLoads
 from services.scheduler.core.batch.sequence import RequestKey, Sequence
+from services.scheduler.core.planning.shares import Shares
 from services.scheduler.core.queue.tenant_counters import TenantAccount, TenantCounters
-from services.scheduler.core.shares import Shares
 from shared.tenants.tenant import DEFAULT_TENANT, Tenant
 from tests.simulation.faults import Fault
 from tests.simulation.planted.planting import Patch, PlantedBug, planter

@@ -5,21 +5,21 @@ from __future__ import annotations
 import numpy as np
 
 from services.scheduler.core.admission import NewTokenRatio
-from services.scheduler.core.assemble import assemble
 from services.scheduler.core.batch.sequence import Priority, Sequence
 from services.scheduler.core.batch.step import OutputsByClient, RequestEnd, ScheduledBatch, StepRecord
 from services.scheduler.core.block_manager import BlockManager
-from services.scheduler.core.decode import DecodePlanner, Decodes
 from services.scheduler.core.endings import Endings
-from services.scheduler.core.kept_room import KeptRoom
+from services.scheduler.core.planning.assemble import assemble
+from services.scheduler.core.planning.decode import DecodePlanner, Decodes
+from services.scheduler.core.planning.kept_room import KeptRoom
+from services.scheduler.core.planning.preemption import Preemption
+from services.scheduler.core.planning.prefill import Prefill, PrefillPlanner
+from services.scheduler.core.planning.shares import Shares
 from services.scheduler.core.policy import CacheSettings, SchedulerCounters, SchedulerPolicy
 from services.scheduler.core.postprocess import Postprocessor
-from services.scheduler.core.preemption import Preemption
-from services.scheduler.core.prefill import Prefill, PrefillPlanner
 from services.scheduler.core.queue.waiting_queue import WaitingQueue
 from services.scheduler.core.running_batch import RunningBatch
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.shares import Shares
 from services.scheduler.core.step_deadline import StepDeadline
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.ids import RequestHandle

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from services.scheduler.core.assemble import assemble
 from services.scheduler.core.batch.sequence import Sequence, SequenceStatus
 from services.scheduler.core.batch.step import StepPace
 from services.scheduler.core.block_manager import BlockManager
-from services.scheduler.core.decode import Decodes
-from services.scheduler.core.prefill import Prefill
+from services.scheduler.core.planning.assemble import assemble
+from services.scheduler.core.planning.decode import Decodes
+from services.scheduler.core.planning.prefill import Prefill
 from services.scheduler.core.running_batch import RunningBatch
 from shared.step.step import StepKind
 from tests.support.scheduler.core import completion_of, make_sequence, prompt_of

@@ -8,9 +8,9 @@ import pytest
 
 from services.scheduler.core.admission import AdmissionPolicy
 from services.scheduler.core.batch.sequence import Sequence, SequenceStatus, SequenceType
-from services.scheduler.core.decode import Decodes
+from services.scheduler.core.planning.decode import Decodes
+from services.scheduler.core.planning.prefill import Prefill
 from services.scheduler.core.policy import SchedulerPolicy
-from services.scheduler.core.prefill import Prefill
 from shared.ids import Slot
 from shared.request.sampling_params import SamplingOptions
 from shared.step.step import EnteringSequence, PrefillChunk

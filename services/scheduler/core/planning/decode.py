@@ -8,8 +8,8 @@ import numpy as np
 
 from services.scheduler.core.batch.sequence import Sequence, SequenceStatus
 from services.scheduler.core.batch.slot_table import Slots
-from services.scheduler.core.kept_room import KeptRoom
-from services.scheduler.core.preemption import Preemption
+from services.scheduler.core.planning.kept_room import KeptRoom
+from services.scheduler.core.planning.preemption import Preemption
 from services.scheduler.core.running_batch import RunningBatch
 from shared.step.columns import Int32Column
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from services.scheduler.core.batch.step import ScheduledBatch
-from services.scheduler.core.decode import NO_SLOTS, Decodes
-from services.scheduler.core.prefill import Prefill
+from services.scheduler.core.planning.decode import NO_SLOTS, Decodes
+from services.scheduler.core.planning.prefill import Prefill
 from shared.ids import Slot
 from shared.step.step import StepKind
 

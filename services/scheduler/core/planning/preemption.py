@@ -10,10 +10,10 @@ from services.scheduler.core.admission import NewTokenRatio
 from services.scheduler.core.batch.sequence import Priority, Sequence, SequenceStatus, SequenceType
 from services.scheduler.core.batch.slot_table import Slots
 from services.scheduler.core.batch.step import StepRecord
+from services.scheduler.core.planning.shares import Shares
 from services.scheduler.core.policy import RetractionPolicy, SchedulerCounters, SchedulerPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy, WaitingQueue
 from services.scheduler.core.running_batch import RunningBatch
-from services.scheduler.core.shares import Shares
 from shared.ids import Slot
 from shared.step.columns import Int32Column
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from services.scheduler.core.admission import AdmissionPolicy, NewTokenRatio
 from services.scheduler.core.batch.sequence import TOKEN_BYTES, Sequence, SequenceType
 from services.scheduler.core.cache.cached_prefix import BlockIds, CachedPrefix
+from services.scheduler.core.planning.shares import Shares
 from services.scheduler.core.policy import SchedulerCounters, SchedulerPolicy, StepBudget
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
 from services.scheduler.core.running_batch import RunningBatch
-from services.scheduler.core.shares import Shares
 from services.scheduler.core.stops import watched_tokens
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.ids import Slot

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.scheduler.core.batch.slot_table import Slots
+from services.scheduler.core.planning.preemption import pick_victim
 from services.scheduler.core.policy import RetractionPolicy
-from services.scheduler.core.preemption import pick_victim
 from shared.step.columns import Int32Column
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.scheduler.core.batch.sequence import SequenceStatus
-from services.scheduler.core.decode import Decodes
+from services.scheduler.core.planning.decode import Decodes
 from services.scheduler.core.policy import RetractionPolicy, SchedulerPolicy
 from tests.support.scheduler.core import Parts, completion_of, make_sequence
 from tests.support.scheduler.engine_driver import worker_facts
