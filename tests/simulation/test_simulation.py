@@ -187,7 +187,7 @@ def test_some_answers_are_so_long_that_their_tokens_come_round() -> None:
 
 
 def test_a_seed_that_fails_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.scheduler.core.endings.Endings.finish", lambda *_: None)
+    monkeypatch.setattr("services.scheduler.core.results.endings.Endings.finish", lambda *_: None)
     with pytest.raises(SimulationError, match="make simulate SEEDS=1 FIRST_SEED=3 FAULTS=cancel,deadline"):
         simulate(3, [Fault.DEADLINE, Fault.CANCEL])
 

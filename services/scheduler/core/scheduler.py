@@ -20,7 +20,6 @@ from services.scheduler.core.batch.step import (
 from services.scheduler.core.block_manager import BlockCounts, BlockManager
 from services.scheduler.core.cache.kv_feed import KvFeed
 from services.scheduler.core.cache.state_checkpoints import CheckpointCounts
-from services.scheduler.core.endings import Endings
 from services.scheduler.core.planning.assemble import assemble, dummy_batch
 from services.scheduler.core.planning.decode import DecodePlanner, Decodes
 from services.scheduler.core.planning.kept_room import KeptRoom
@@ -28,13 +27,14 @@ from services.scheduler.core.planning.preemption import Preemption
 from services.scheduler.core.planning.prefill import Prefill, PrefillPlanner
 from services.scheduler.core.planning.shares import Shares
 from services.scheduler.core.policy import CacheSettings, SchedulerCounters, SchedulerPolicy, StepBudget
-from services.scheduler.core.postprocess import Postprocessor
 from services.scheduler.core.queue.tenant_counters import TenantCounters
 from services.scheduler.core.queue.waiting_queue import QueuePolicy, WaitingQueue
+from services.scheduler.core.results.endings import Endings
+from services.scheduler.core.results.postprocess import Postprocessor
+from services.scheduler.core.results.validate_result import validate_result
 from services.scheduler.core.running_batch import RunningBatch
 from services.scheduler.core.state_saves import StateSaves
 from services.scheduler.core.step_deadline import StepDeadline
-from services.scheduler.core.validate_result import validate_result
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.step.step import StepKind, StepResult
 

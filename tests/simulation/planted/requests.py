@@ -19,9 +19,9 @@ from services.scheduler.cell.requests.requests import Request, RequestTable
 from services.scheduler.cell.requests.tenant_loads import TenantLoads
 from services.scheduler.core.batch.sequence import Finish, Numerics, Sequence
 from services.scheduler.core.batch.step import OutputsByClient
-from services.scheduler.core.endings import Endings
 from services.scheduler.core.planning.prefill import PrefillPlanner
-from services.scheduler.core.postprocess import Postprocessor
+from services.scheduler.core.results.endings import Endings
+from services.scheduler.core.results.postprocess import Postprocessor
 from services.scheduler.core.stops import find_finish
 from services.scheduler.server.cell_server import ClientLink
 from services.scheduler.server.direct_clients import DirectClients
@@ -248,7 +248,7 @@ def _stop_positions_are_ignored(patch: Patch) -> None:
 @_planted()
 def _stops_count_before_min_tokens(patch: Patch) -> None:
     """A request may end before `min_tokens`."""
-    patch.setattr("services.scheduler.core.endings.find_finish", _find_finish_without_options)
+    patch.setattr("services.scheduler.core.results.endings.find_finish", _find_finish_without_options)
 
 
 def _find_finish_without_options(seq: Sequence, eos_token_ids: frozenset[int]) -> Finish | None:

@@ -19,11 +19,11 @@ from services.scheduler.core.batch.sequence import TOKEN_BYTES, Sequence, Sequen
 from services.scheduler.core.batch.slot_table import RUN_TOKENS, SlotTable
 from services.scheduler.core.block_manager import BlockManager
 from services.scheduler.core.cache.cached_prefix import CachedPrefix
-from services.scheduler.core.endings import Endings
 from services.scheduler.core.planning.preemption import Preemption
 from services.scheduler.core.planning.prefill import Prefill, PrefillPlanner
-from services.scheduler.core.postprocess import Postprocessor
 from services.scheduler.core.queue.tenant_queue import TenantQueue
+from services.scheduler.core.results.endings import Endings
+from services.scheduler.core.results.postprocess import Postprocessor
 from services.scheduler.core.running_batch import RunningBatch
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.step_deadline import StepDeadline

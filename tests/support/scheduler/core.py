@@ -8,7 +8,6 @@ from services.scheduler.core.admission import NewTokenRatio
 from services.scheduler.core.batch.sequence import Priority, Sequence
 from services.scheduler.core.batch.step import OutputsByClient, RequestEnd, ScheduledBatch, StepRecord
 from services.scheduler.core.block_manager import BlockManager
-from services.scheduler.core.endings import Endings
 from services.scheduler.core.planning.assemble import assemble
 from services.scheduler.core.planning.decode import DecodePlanner, Decodes
 from services.scheduler.core.planning.kept_room import KeptRoom
@@ -16,8 +15,9 @@ from services.scheduler.core.planning.preemption import Preemption
 from services.scheduler.core.planning.prefill import Prefill, PrefillPlanner
 from services.scheduler.core.planning.shares import Shares
 from services.scheduler.core.policy import CacheSettings, SchedulerCounters, SchedulerPolicy
-from services.scheduler.core.postprocess import Postprocessor
 from services.scheduler.core.queue.waiting_queue import WaitingQueue
+from services.scheduler.core.results.endings import Endings
+from services.scheduler.core.results.postprocess import Postprocessor
 from services.scheduler.core.running_batch import RunningBatch
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.step_deadline import StepDeadline
