@@ -14,10 +14,10 @@ from services.scheduler.cell.events import Action
 from services.scheduler.cell.quarantine.quarantine import Quarantine
 from services.scheduler.cell.state import CellState, RankState
 from services.scheduler.core.batch.sequence import Finish, RequestKey, Sequence
-from services.scheduler.core.batch.step import OutputsByClient, RequestEnd
 from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerCounters, SchedulerPolicy
 from services.scheduler.core.queue.tenant_counters import TenantCounters
 from services.scheduler.core.queue.waiting_queue import WaitingQueue
+from services.scheduler.core.results.outputs import OutputsByClient, RequestEnd
 from services.scheduler.core.scheduler import RecoveredSequences, Scheduler
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.step.step import StepKind, StepResult

@@ -35,9 +35,9 @@ from services.scheduler.cell.requests.requests import RequestTable
 from services.scheduler.cell.requests.tenant_totals import TenantState
 from services.scheduler.cell.state import CellState
 from services.scheduler.core.batch.sequence import RequestKey, Sequence
-from services.scheduler.core.batch.step import OutputsByClient
 from services.scheduler.core.cache.kv_feed import KvFeed
 from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerCounters, SchedulerPolicy, StepBudget
+from services.scheduler.core.results.outputs import OutputsByClient
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.errors import ModelChangedError
 from shared.ids import DpRank

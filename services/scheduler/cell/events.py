@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from services.scheduler.core.batch.sequence import Priority, RequestKey
-from services.scheduler.core.batch.step import Outputs, Step
+from services.scheduler.core.batch.step import Step
+from services.scheduler.core.results.outputs import Outputs
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.errors import ServiceError
 from shared.ids import DpRank, RequestHandle

@@ -9,14 +9,7 @@ from dataclasses import dataclass
 
 from services.scheduler.core.admission import NewTokenRatio
 from services.scheduler.core.batch.sequence import TOKEN_BYTES, Finish, Numerics, RequestKey, Sequence, SequenceStatus
-from services.scheduler.core.batch.step import (
-    OutputsByClient,
-    RequestEnd,
-    ScheduledBatch,
-    StepCounts,
-    StepPace,
-    StepRecord,
-)
+from services.scheduler.core.batch.step import ScheduledBatch, StepCounts, StepPace, StepRecord
 from services.scheduler.core.block_manager import BlockCounts, BlockManager
 from services.scheduler.core.cache.kv_feed import KvFeed
 from services.scheduler.core.cache.state_checkpoints import CheckpointCounts
@@ -30,6 +23,7 @@ from services.scheduler.core.policy import CacheSettings, SchedulerCounters, Sch
 from services.scheduler.core.queue.tenant_counters import TenantCounters
 from services.scheduler.core.queue.waiting_queue import QueuePolicy, WaitingQueue
 from services.scheduler.core.results.endings import Endings
+from services.scheduler.core.results.outputs import OutputsByClient, RequestEnd
 from services.scheduler.core.results.postprocess import Postprocessor
 from services.scheduler.core.results.validate_result import validate_result
 from services.scheduler.core.running_batch import RunningBatch

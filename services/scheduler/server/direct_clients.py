@@ -16,7 +16,7 @@ import numpy as np
 
 from lockstep.v1 import common_pb2, scheduler_pb2
 from services.scheduler.cell.events import AbortRequest, ChoiceSoFar, ClientMessage, Event, Submission
-from services.scheduler.core.batch.step import Outputs, RequestEnd
+from services.scheduler.core.results.outputs import Outputs, RequestEnd
 from services.scheduler.server.exchange_codec import PRIORITIES
 from services.scheduler.server.token_stream import ChoiceStream, Response, TokenStream
 from shared.errors import ModelChangedError, NotReadyError, ServiceError, Violation

@@ -10,7 +10,7 @@ from lockstep.v1 import common_pb2
 from services.scheduler.cell.events import ChoiceSoFar, ClientMessage, Submission
 from services.scheduler.cell.state import CellState
 from services.scheduler.core.batch.sequence import FinishReason, Priority
-from services.scheduler.core.batch.step import Outputs, RequestEnd, RequestStart
+from services.scheduler.core.results.outputs import Outputs, RequestEnd, RequestStart
 from shared.errors import InvalidRequestError
 from shared.ids import RequestHandle
 from shared.network.rpc import to_status

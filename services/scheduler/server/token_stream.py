@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import chain, islice
 
 from lockstep.v1 import common_pb2, scheduler_pb2
-from services.scheduler.core.batch.step import RequestEnd
+from services.scheduler.core.results.outputs import RequestEnd
 from services.scheduler.server.exchange_codec import FINISH_REASONS
 from shared.errors import ServiceError
 from shared.step.logprobs import Logprobs, PositionLogprobs

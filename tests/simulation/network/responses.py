@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from services.scheduler.core.batch.sequence import Finish
-from services.scheduler.core.batch.step import Outputs
+from services.scheduler.core.results.outputs import Outputs
 from tests.simulation.watches.epoch_watch import Key
 from tests.support.scheduler.engine_driver import Scores, rows_of, scores_by_row, scores_of
 

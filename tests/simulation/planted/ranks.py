@@ -15,7 +15,8 @@ from services.scheduler.cell.events import Action, SendStep
 from services.scheduler.cell.heartbeat import Heartbeat
 from services.scheduler.cell.quarantine.quarantine import Quarantine
 from services.scheduler.cell.quarantine.suspects import Suspects
-from services.scheduler.core.batch.step import OutputsByClient, StepPace
+from services.scheduler.core.batch.step import StepPace
+from services.scheduler.core.results.outputs import OutputsByClient
 from services.scheduler.core.scheduler import RecoveredSequences, Scheduler
 from services.scheduler.core.step_deadline import StepDeadline
 from services.worker.batch.step_input import StepTokens

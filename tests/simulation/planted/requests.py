@@ -18,9 +18,9 @@ from services.scheduler.cell.requests.request_manager import RequestManager
 from services.scheduler.cell.requests.requests import Request, RequestTable
 from services.scheduler.cell.requests.tenant_loads import TenantLoads
 from services.scheduler.core.batch.sequence import Finish, Numerics, Sequence
-from services.scheduler.core.batch.step import OutputsByClient
 from services.scheduler.core.planning.prefill import PrefillPlanner
 from services.scheduler.core.results.endings import Endings
+from services.scheduler.core.results.outputs import OutputsByClient
 from services.scheduler.core.results.postprocess import Postprocessor
 from services.scheduler.core.stops import find_finish
 from services.scheduler.server.cell_server import ClientLink

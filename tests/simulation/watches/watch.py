@@ -36,8 +36,9 @@ from services.scheduler.cell.events import (
 )
 from services.scheduler.cell.model_change import CHANGE_S
 from services.scheduler.core.batch.sequence import Finish, FinishReason, RequestKey
-from services.scheduler.core.batch.step import Outputs, Step
+from services.scheduler.core.batch.step import Step
 from services.scheduler.core.queue.tenant_counters import TenantAccount
+from services.scheduler.core.results.outputs import Outputs
 from services.scheduler.core.worker_facts import WorkerFacts
 from services.scheduler.server.direct_clients import DIRECT_CLIENT
 from shared.ids import DpRank

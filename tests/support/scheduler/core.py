@@ -6,7 +6,7 @@ import numpy as np
 
 from services.scheduler.core.admission import NewTokenRatio
 from services.scheduler.core.batch.sequence import Priority, Sequence
-from services.scheduler.core.batch.step import OutputsByClient, RequestEnd, ScheduledBatch, StepRecord
+from services.scheduler.core.batch.step import ScheduledBatch, StepRecord
 from services.scheduler.core.block_manager import BlockManager
 from services.scheduler.core.planning.assemble import assemble
 from services.scheduler.core.planning.decode import DecodePlanner, Decodes
@@ -17,6 +17,7 @@ from services.scheduler.core.planning.shares import Shares
 from services.scheduler.core.policy import CacheSettings, SchedulerCounters, SchedulerPolicy
 from services.scheduler.core.queue.waiting_queue import WaitingQueue
 from services.scheduler.core.results.endings import Endings
+from services.scheduler.core.results.outputs import OutputsByClient, RequestEnd
 from services.scheduler.core.results.postprocess import Postprocessor
 from services.scheduler.core.running_batch import RunningBatch
 from services.scheduler.core.scheduler import Scheduler

@@ -26,8 +26,9 @@ from services.scheduler.cell.events import (
     TimePassed,
 )
 from services.scheduler.core.batch.sequence import Priority
-from services.scheduler.core.batch.step import Outputs, RequestEnd, Step
+from services.scheduler.core.batch.step import Step
 from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerPolicy, StepBudget
+from services.scheduler.core.results.outputs import Outputs, RequestEnd
 from services.scheduler.core.worker_facts import WorkerFacts
 from services.worker.batch.enter_checks import BatchLimits
 from shared.ids import DpRank, RequestHandle

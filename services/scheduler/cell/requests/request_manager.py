@@ -11,8 +11,8 @@ from services.scheduler.cell.requests.intake import check_sequence, make_request
 from services.scheduler.cell.requests.requests import Request, RequestTable
 from services.scheduler.cell.requests.tenant_totals import TenantState, TenantTotals, describe_tenants
 from services.scheduler.core.batch.sequence import Finish, RequestKey, Sequence
-from services.scheduler.core.batch.step import OutputsByClient, RequestEnd
 from services.scheduler.core.policy import CacheSettings, SchedulerPolicy
+from services.scheduler.core.results.outputs import OutputsByClient, RequestEnd
 from services.scheduler.core.stops import find_finish
 from shared.errors import (
     AbortedByCallError,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from services.scheduler.core.batch.sequence import Finish, FinishReason, Numerics, Sequence, SequenceStatus
-from services.scheduler.core.batch.step import OutputsByClient, RequestEnd
 from services.scheduler.core.planning.preemption import Preemption
 from services.scheduler.core.policy import SchedulerCounters
 from services.scheduler.core.queue.waiting_queue import WaitingQueue
+from services.scheduler.core.results.outputs import OutputsByClient, RequestEnd
 from services.scheduler.core.running_batch import RunningBatch
 from services.scheduler.core.stops import find_finish
 from services.scheduler.core.worker_facts import WorkerFacts

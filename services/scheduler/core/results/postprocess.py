@@ -8,11 +8,12 @@ import numpy.typing as npt
 from services.scheduler.core.batch.row_tokens import RowTokens
 from services.scheduler.core.batch.sequence import Sequence, SequenceStatus
 from services.scheduler.core.batch.slot_table import Slots
-from services.scheduler.core.batch.step import OutputsByClient, RequestStart, StepRecord
+from services.scheduler.core.batch.step import StepRecord
 from services.scheduler.core.planning.preemption import Preemption
 from services.scheduler.core.policy import SchedulerCounters
 from services.scheduler.core.queue.tenant_counters import TenantCounters
 from services.scheduler.core.results.endings import Endings
+from services.scheduler.core.results.outputs import OutputsByClient, RequestStart
 from services.scheduler.core.running_batch import RunningBatch
 from services.scheduler.core.step_deadline import StepDeadline
 from shared.errors import InvalidRequestError, NumericError, ServiceError, Violation

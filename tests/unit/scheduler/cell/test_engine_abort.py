@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from services.scheduler.cell.events import AbortRequest, Deliver
-from services.scheduler.core.batch.step import Outputs
 from services.scheduler.core.policy import SchedulerPolicy
+from services.scheduler.core.results.outputs import Outputs
 from shared.errors import ErrorCode
 from tests.support.scheduler.cell_model import expected_completion
 from tests.support.scheduler.engine_driver import EngineDriver

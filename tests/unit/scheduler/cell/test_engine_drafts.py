@@ -10,8 +10,8 @@ import pytest
 
 from services.scheduler.cell.events import Deliver, DropDomain
 from services.scheduler.core.batch.sequence import FinishReason
-from services.scheduler.core.batch.step import RequestEnd
 from services.scheduler.core.policy import SchedulerPolicy
+from services.scheduler.core.results.outputs import RequestEnd
 from shared.request.limits import MAX_DRAFT_TOKENS
 from shared.request.sampling_params import SamplingOptions
 from tests.support.scheduler.cell_model import VOCABULARY, FallibleOracle, HashGrammar, expected_completion

@@ -20,8 +20,8 @@ from services.scheduler.cell.events import (
     TimePassed,
 )
 from services.scheduler.core.batch.sequence import FinishReason
-from services.scheduler.core.batch.step import RequestEnd
 from services.scheduler.core.policy import CacheSettings, SchedulerPolicy
+from services.scheduler.core.results.outputs import RequestEnd
 from services.scheduler.core.step_deadline import FIRST_STEP_S, MIN_STEP_S
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.ids import DpRank, RequestHandle

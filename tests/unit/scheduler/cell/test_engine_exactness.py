@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from services.scheduler.cell.events import ChoiceSoFar, ClientMessage, Submission
-from services.scheduler.core.batch.step import RequestEnd
 from services.scheduler.core.policy import CellTopology, SchedulerPolicy
+from services.scheduler.core.results.outputs import RequestEnd
 from shared.ids import RequestHandle
 from shared.request.sampling_params import SamplingParams
 from tests.support.scheduler.cell_model import expected_completion

@@ -9,10 +9,10 @@ import pytest
 
 from services.scheduler.cell.events import AbortRequest, ChoiceSoFar, ClientClosed, ClientMessage, Submission
 from services.scheduler.core.batch.sequence import Finish, FinishReason, Priority
-from services.scheduler.core.batch.step import RequestEnd
 from services.scheduler.core.policy import CellTopology, SchedulerPolicy
 from services.scheduler.core.queue.tenant_counters import OUTPUT_TOKEN_COST
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
+from services.scheduler.core.results.outputs import RequestEnd
 from shared.errors import ErrorCode, InvalidRequestError, ServiceError
 from shared.ids import RequestHandle
 from shared.request.sampling_params import SamplingParams

@@ -16,7 +16,7 @@ from google.rpc import error_details_pb2
 
 from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
-from services.scheduler.core.batch.step import Outputs, RequestEnd
+from services.scheduler.core.results.outputs import Outputs, RequestEnd
 from services.scheduler.server.direct_clients import RESPONSES_PER_TURN, DirectClients
 from shared.errors import NotReadyError
 from shared.ids import RequestHandle

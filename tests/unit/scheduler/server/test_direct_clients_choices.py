@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.v1 import common_pb2, scheduler_pb2
 from services.scheduler.core.batch.sequence import Finish, FinishReason
-from services.scheduler.core.batch.step import RequestEnd
+from services.scheduler.core.results.outputs import RequestEnd
 from services.scheduler.server.direct_clients import DirectClients, resolve_request
 from services.scheduler.server.token_stream import MAX_ENTRIES, TokenStream
 from shared.ids import RequestHandle

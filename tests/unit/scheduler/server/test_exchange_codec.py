@@ -12,7 +12,7 @@ from lockstep.internal.v1 import exchange_pb2, sampling_pb2
 from lockstep.v1 import common_pb2
 from services.scheduler.cell.events import ChoiceSoFar, Submission
 from services.scheduler.core.batch.sequence import Finish, FinishReason, Priority
-from services.scheduler.core.batch.step import Outputs, RequestEnd, RequestStart
+from services.scheduler.core.results.outputs import Outputs, RequestEnd, RequestStart
 from services.scheduler.server.exchange_codec import decode_request, encode_outputs
 from shared.errors import InvalidRequestError, NumericError
 from shared.ids import RequestHandle, choice_handles

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from services.scheduler.core.batch.sequence import Finish, FinishReason, Numerics, Sequence, SequenceStatus
-from services.scheduler.core.batch.step import RequestEnd
 from services.scheduler.core.policy import SchedulerPolicy
+from services.scheduler.core.results.outputs import RequestEnd
 from shared.ids import RequestHandle
 from tests.support.scheduler.core import Parts, completion_of, make_sequence, prompt_of, rows_for
 from tests.support.scheduler.engine_driver import worker_facts

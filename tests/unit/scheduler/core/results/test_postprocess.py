@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from services.scheduler.core.batch.sequence import Finish, FinishReason, SequenceStatus
-from services.scheduler.core.batch.step import OutputsByClient, RequestEnd, RequestStart
 from services.scheduler.core.planning.decode import Decodes
 from services.scheduler.core.policy import SchedulerPolicy
+from services.scheduler.core.results.outputs import OutputsByClient, RequestEnd, RequestStart
 from services.scheduler.core.step_deadline import FIRST_STEP_S
 from shared.errors import InvalidRequestError, NumericError
 from shared.ids import RequestHandle

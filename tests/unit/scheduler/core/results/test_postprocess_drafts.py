@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.scheduler.core.batch.sequence import Finish, FinishReason
-from services.scheduler.core.batch.step import RequestEnd
+from services.scheduler.core.results.outputs import RequestEnd
 from shared.errors import InvalidRequestError
 from shared.ids import RequestHandle
 from shared.request.sampling_params import SamplingOptions
