@@ -1,4 +1,4 @@
-"""`lockstep ranks` before it starts anything; tests/integration/test_ranks.py runs it."""
+"""`lockstep ranks` before it starts anything; tests/integration/command/test_ranks.py runs it."""
 
 from __future__ import annotations
 
