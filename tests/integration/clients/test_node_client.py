@@ -14,7 +14,7 @@ from tests.support.cells.cell import Cell
 from tests.support.system.processes import ROOT
 
 NODE = Path(executable.ROOT_DIR) / "bin" / "node"
-CLIENT = Path(__file__).parent / "node" / "chat.js"
+CLIENT = Path(__file__).parents[1] / "node" / "chat.js"
 QUESTION = "What is the capital of France?"
 MAX_TOKENS = 24
 

@@ -30,7 +30,7 @@ from tests.support.system.patience import PATIENCE_S
 from tests.support.system.ports import free_port
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # What starts processes, and is no helper of one: services, which are to end when they are asked, and `--help`.
 NO_HELPERS = {"services/cli/processes/child_process.py", "services/cli/serve.py", "services/cli/ranks.py"}
 STARTERS = {"Popen", "run", "create_subprocess_exec", "create_subprocess_shell", "posix_spawn", "spawn_process"}
