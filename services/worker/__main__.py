@@ -108,7 +108,7 @@ def _serve(settings: WorkerSettings, device: DeviceLoop, rpc: RpcThread, is_load
 
 def _load(settings: WorkerSettings, device: DeviceLoop, meeting: Future[Rendezvous | None]) -> ModelRunner:
     # torch takes seconds to import: settings, OpenMP and health checks must not wait for it.
-    from services.worker.runner.model_runner import build_model_runner  # noqa: PLC0415
+    from services.worker.runner.start.build import build_model_runner  # noqa: PLC0415
 
     progress = make_progress(sys.stderr, log_format=settings.log_format)
 

@@ -22,7 +22,8 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from services.worker.config import WorkerSettings
-from services.worker.runner.model_runner import ModelRunner, build_model_runner
+from services.worker.runner.model_runner import ModelRunner
+from services.worker.runner.start.build import build_model_runner
 from shared.step.step import EnteringSequence
 from tests.bench.parts.report import Row, compare, print_table, write_json
 from tests.support.system.processes import ROOT

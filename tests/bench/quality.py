@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from services.worker.config import WorkerSettings
-from services.worker.runner.model_runner import build_model_runner
+from services.worker.runner.start.build import build_model_runner
 from services.worker.weights.importer import import_model
 from shared.config import load_settings
 from tests.bench.parts.public_text import public_text

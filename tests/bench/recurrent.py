@@ -28,7 +28,8 @@ from typing import Any
 
 from services.scheduler.core.policy import CacheSettings, SchedulerPolicy
 from services.worker.config import WorkerSettings
-from services.worker.runner.model_runner import ModelRunner, build_model_runner
+from services.worker.runner.model_runner import ModelRunner
+from services.worker.runner.start.build import build_model_runner
 from shared.step.step import EnteringSequence
 from tests.bench.cpu_peers import take_turns
 from tests.bench.parts.hybrid_models import DENSE, FORMAT_TO_BYTES, HYBRID, ModelReads, small

@@ -23,7 +23,8 @@ from services.worker.config import WorkerSettings
 from services.worker.device import DeviceError
 from services.worker.models.loader import load_model
 from services.worker.ops import load_ops
-from services.worker.runner.model_runner import ModelRunner, build_model_runner
+from services.worker.runner.model_runner import ModelRunner
+from services.worker.runner.start.build import build_model_runner
 from tests.bench.gpu.cases import Clock
 from tests.bench.gpu.runners import BLOCK_SIZE, decode_ahead, enters
 from tests.bench.parts.report import Row, limit, report

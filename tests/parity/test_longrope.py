@@ -15,7 +15,7 @@ import torch
 from services.worker.layers.context_limit import ContextLimit
 from services.worker.models.loader import LoadedModel, LoadOptions, load_model
 from services.worker.ops import load_ops
-from services.worker.runner.model_runner import numerics_fingerprint
+from services.worker.runner.numerics import numerics_fingerprint
 from tests.support.models.paged_model import PagedModel
 from tests.support.models.parity import TransformersModel, make_prompts, wrong_rows
 from tests.support.models.small_configs import CONTEXT_LENGTH, SMALL_CONFIGS, Config

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers.modeling_layers import MtpLayer
 
-from services.worker.batch.drafts import Drafting
+from services.worker.drafts.drafter import Drafting
+from services.worker.drafts.mtp_drafts import MtpProposer
 from services.worker.models.loader import LoadedModel, LoadOptions, load_model
 from services.worker.ops import load_ops
-from services.worker.spec_decode.mtp_drafts import MtpProposer
 from shared.model_files.model_dir import CONFIG, ModelDirectoryError
 from tests.support.models.drafting import CheckedProposer, Oracle, num_accepted
 from tests.support.models.mtp_logits import mtp_of

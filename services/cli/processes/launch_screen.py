@@ -27,7 +27,7 @@ from services.cli.processes.loading_bar import LoadingBar
 _MARKS = "|/-\\"
 _WIDTH = 9
 
-# The line about the model that `services/worker/runner/number_formats.py` logs, as text and as JSON.
+# The line about the model that `services/worker/runner/start/number_formats.py` logs, as text and as JSON.
 _LOADED = b"the model is loaded"
 # The line about the context that `services/worker/server/context_room.py` logs.
 _LESS_ROOM = b"the KV cache holds less than the context"

@@ -3,12 +3,52 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from services.worker.batch.drafts import Drafts
+from services.worker.batch.block_tables import BlockTables
 from shared.step.columns import Int32Column
+
+NO_DRAFTS: Int32Column = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Guesses for some sequences."""
+
+    token_ids: Int32Column  # [sum of counts], sequence after sequence
+    counts: Int32Column  # [num_sequences], at least 0
+
+
+class DraftSource(Protocol):
+    """What a batch with drafts tells about its sequences, and asks for; see `Drafter`."""
+
+    def enter(self, slot: int, token_ids: Int32Column, max_num_tokens: int) -> None:
+        """Add a sequence with its first tokens, possibly none; it never has more than `max_num_tokens`."""
+
+    def extend(self, slot: int, token_ids: Int32Column) -> None:
+        """Add more tokens of a prompt."""
+
+    def leave(self, slots: Int32Column) -> None:
+        """Forget sequences."""
+
+    def last_tokens(self, slots: Int32Column) -> Int32Column:
+        """[len(slots)], each sequence's last token; it has at least one."""
+
+    def propose(self, slots: Int32Column, most: Int32Column, *, most_together: int, tables: BlockTables) -> Drafts:
+        """Draft for sequences to decode; `record` then learns how the drafts did.
+
+        Args:
+            slots: [num_sequences].
+            most: [num_sequences], the most drafts that each can use, at least 0.
+            most_together: Limit for all of them, at least 0; first rows first.
+            tables: The blocks of every slot.
+        """
+
+    def record(self, slots: Int32Column, token_ids: Int32Column, counts: Int32Column | None) -> None:
+        """Add the tokens that sequences got; see `SampledTokens`."""
 
 
 @dataclass(frozen=True, slots=True)

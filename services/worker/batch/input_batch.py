@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.worker.batch.block_tables import BlockTables
-from services.worker.batch.decodes import Decodes
-from services.worker.batch.drafts import NO_DRAFTS, Drafter
+from services.worker.batch.decodes import NO_DRAFTS, Decodes, DraftSource
 from services.worker.batch.enter_checks import BatchLimits, check_enter, check_token_ids, require
 from services.worker.batch.slot_changes import SlotChanges
 from services.worker.batch.state_changes import state_changes
@@ -43,7 +42,7 @@ class InputBatch:
         *,
         make_matcher: Callable[[str], GrammarMatcher] | None = None,
         eos_token_ids: Sequence[int] = (),
-        drafter: Drafter | None = None,
+        drafter: DraftSource | None = None,
     ) -> None:
         """Grammars need `make_matcher` and the model's `eos_token_ids`, drafts `drafter`."""
         num_slots = limits.max_num_seqs

@@ -7,11 +7,11 @@ from functools import partial
 import torch
 
 from services.worker.batch.device_batch import DeviceBatch
-from services.worker.batch.drafts import DraftProposer
 from services.worker.batch.enter_checks import require
 from services.worker.batch.input_batch import InputBatch
 from services.worker.batch.step_input import StepInput
-from services.worker.forward.drafted_states import ModelStates
+from services.worker.drafts.drafted_states import ModelStates
+from services.worker.drafts.drafter import DraftProposer
 from services.worker.forward.forward_context import DpMetadata
 from services.worker.forward.kv_cache import KvCache
 from services.worker.layout import RankLayout

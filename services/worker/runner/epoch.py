@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from services.worker.batch.device_batch import DeviceBatch
-from services.worker.batch.drafts import Drafting
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.batch.input_batch import InputBatch
-from services.worker.forward.drafted_states import DraftedStates, ModelStates, drafted_bytes
+from services.worker.drafts.drafted_states import DraftedStates, ModelStates, drafted_bytes
+from services.worker.drafts.drafter import Drafting
 from services.worker.forward.forward_context import AttentionMetadata, ForwardContext, forward_context
 from services.worker.forward.kv_cache import KvCache, KvCacheSpec
 from services.worker.forward.staging import to_device

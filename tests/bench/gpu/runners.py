@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from services.worker.config import WorkerSettings
-from services.worker.runner.model_runner import ModelRunner, build_model_runner
+from services.worker.runner.model_runner import ModelRunner
+from services.worker.runner.start.build import build_model_runner
 from services.worker.runner.steps.pending_step import PendingStep
 from shared.step.step import EnteringSequence
 from tests.bench.gpu.cases import Clock

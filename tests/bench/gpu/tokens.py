@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from services.worker.config import WorkerSettings
-from services.worker.runner.model_runner import build_model_runner
+from services.worker.runner.start.build import build_model_runner
 from tests.bench.gpu.cases import Case
 from tests.bench.gpu.runners import Bench
 from tests.bench.parts.report import Row, limit

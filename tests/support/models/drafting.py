@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from services.worker.batch.drafts import ComputedStep, DraftProposer, DraftRows, Drafts
+from services.worker.batch.decodes import Drafts
 from services.worker.batch.enter_checks import BatchLimits
+from services.worker.drafts.drafter import ComputedStep, DraftProposer, DraftRows
+from services.worker.drafts.ngram_drafts import LookupProposer
 from services.worker.forward.forward_context import ForwardContext, forward_context
 from services.worker.forward.kv_cache import KvCache, KvCacheSpec
 from services.worker.layers.attention import Attention
@@ -25,7 +27,6 @@ from services.worker.models.loader import LoadedModel
 from services.worker.models.parts.decoder import DecoderModel
 from services.worker.models.registry import CausalLM
 from services.worker.ops import AttentionParams, load_ops
-from services.worker.spec_decode.ngram_drafts import LookupProposer
 from shared.request.sampling_params import SamplingOptions
 from shared.step.columns import Int32Column
 from tests.support.models.paged_model import attention_metadata

@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.internal.v1 import worker_pb2
 from services.worker.config import WorkerSettings
-from services.worker.runner.model_runner import build_model_runner
+from services.worker.runner.start.build import build_model_runner
 from shared.step.codec import encode_result, parse_step
 from tests.support.ranks.meeting import meet_at
 

@@ -23,13 +23,14 @@ from typing_extensions import override
 from lockstep.internal.v1 import worker_pb2
 from services.scheduler.core.batch.step import Step
 from services.worker.batch.block_tables import BlockTables
-from services.worker.batch.drafts import Drafter, Drafts
+from services.worker.batch.decodes import Drafts
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.batch.input_batch import InputBatch
 from services.worker.batch.step_input import StepInput, StepTokens
+from services.worker.drafts.drafter import Drafter
+from services.worker.drafts.ngram_drafts import LookupProposer
 from services.worker.sampling.sampling_rows import SamplingRows
 from services.worker.sampling.sampling_state import SamplingState
-from services.worker.spec_decode.ngram_drafts import LookupProposer
 from shared.step.codec import encode_result, encode_step, parse_result, parse_step
 from shared.step.columns import Int32Column
 from shared.step.logprobs import Logprobs

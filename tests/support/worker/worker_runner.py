@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.worker.batch.drafts import Drafting
+from services.worker.drafts.drafter import Drafting
 from services.worker.forward.forward_context import ForwardContext, forward_context
 from services.worker.forward.kv_cache import KvCache
 from services.worker.forward.state_cache import StateCache

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.batch.step_input import StepInput, StepTokens
-from services.worker.forward.drafted_states import DraftedRows
+from services.worker.drafts.drafted_states import DraftedRows
 from services.worker.forward.forward_context import AttentionMetadata, DpMetadata, forward_context
 from services.worker.forward.staging import HostArrays
 from services.worker.forward.state_cache import spare_slots

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from services.worker.batch.enter_checks import BatchLimits
+from services.worker.drafts.drafted_states import ModelStates
 from services.worker.forward.capture import Capture
-from services.worker.forward.drafted_states import ModelStates
 from services.worker.forward.forward_context import AttentionMetadata, DpMetadata, ForwardContext, forward_context
 from services.worker.forward.state_cache import spare_slots
 from services.worker.layout import RankLayout

@@ -6,8 +6,8 @@ import logging
 from dataclasses import dataclass
 
 from services.worker.batch.enter_checks import BatchLimits
+from services.worker.drafts.drafted_states import ModelStates
 from services.worker.forward.capture import NotRepeatableError
-from services.worker.forward.drafted_states import ModelStates
 from services.worker.forward.forward_context import AttentionMetadata, DpMetadata, ForwardContext
 from services.worker.forward.kv_cache import KvCache
 from services.worker.layout import RankLayout

@@ -6,9 +6,9 @@ import numpy as np
 from torch import Tensor
 
 from services.worker.batch.device_batch import DeviceBatch
-from services.worker.batch.drafts import ComputedStep, DraftProposer
 from services.worker.batch.input_batch import InputBatch
 from services.worker.batch.step_input import StepInput, StepTokens
+from services.worker.drafts.drafter import ComputedStep, DraftProposer
 from services.worker.forward.staging import to_device
 from services.worker.runner.rank import Rank
 from services.worker.sampling.sampler import SampledTokens, Sampler

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from services.worker.batch.device_batch import DeviceBatch
 from services.worker.batch.step_input import StepInput
-from services.worker.forward.drafted_states import DraftedRows, ModelStates
+from services.worker.drafts.drafted_states import DraftedRows, ModelStates
+from services.worker.drafts.state_end import StateEnd
 from services.worker.forward.forward_context import (
     AttentionMetadata,
     DpMetadata,
@@ -27,7 +28,6 @@ from services.worker.runner.graphs.step_graphs import StepGraphs
 from services.worker.runner.prompt_logprobs import PromptScorer
 from services.worker.runner.rank import Rank
 from services.worker.runner.steps.host_end import HostEnd
-from services.worker.runner.steps.state_end import StateEnd
 from services.worker.runner.steps.step_job import Draw, DrawnRows, StepJob
 from services.worker.sampling.device_sampler import DeviceSampler
 from services.worker.sampling.sampling_rows import EditedRows

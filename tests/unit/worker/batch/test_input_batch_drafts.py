@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typing_extensions import override
 
-from services.worker.batch.drafts import Drafter
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.batch.input_batch import InputBatch
 from services.worker.batch.step_input import StepInput
-from services.worker.spec_decode.ngram_drafts import LookupProposer
+from services.worker.drafts.drafter import Drafter
+from services.worker.drafts.ngram_drafts import LookupProposer
 from shared.errors import StepMismatchError
 from shared.step.columns import Int32Column
 from shared.step.step import Step

@@ -13,8 +13,10 @@ from services.worker.device import DeviceError
 from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadedModel, LoadOptions, load_model
 from services.worker.ops import BACKEND_NAMES, load_ops
-from services.worker.runner import model_runner
-from services.worker.runner.model_runner import ModelRunner, build_model_runner, numerics_fingerprint
+from services.worker.runner import numerics
+from services.worker.runner.model_runner import ModelRunner
+from services.worker.runner.numerics import numerics_fingerprint
+from services.worker.runner.start.build import build_model_runner
 from services.worker.sampling.sampler import SAMPLING_VERSION
 from shared.errors import StaleEpochError, StepMismatchError
 from shared.model_files.model_dir import ModelDirectoryError
@@ -197,7 +199,7 @@ def test_the_version_of_the_sampling_is_in_the_fingerprint(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = numerics_fingerprint(loaded, load_ops("reference"))
-    monkeypatch.setattr(model_runner, "SAMPLING_VERSION", SAMPLING_VERSION + 1)
+    monkeypatch.setattr(numerics, "SAMPLING_VERSION", SAMPLING_VERSION + 1)
     assert numerics_fingerprint(loaded, load_ops("reference")) != before
 
 

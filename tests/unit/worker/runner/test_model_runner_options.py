@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from services.worker.batch.drafts import Drafting
+from services.worker.drafts.drafter import Drafting
+from services.worker.drafts.ngram_drafts import NgramProposer
 from services.worker.models.loader import LoadedModel
 from services.worker.runner.graphs.graph_runner import GraphSettings
 from services.worker.runner.model_runner import Execution
-from services.worker.spec_decode.ngram_drafts import NgramProposer
 from shared.request.sampling_params import SamplingOptions
 from tests.support.models.tiny_llama import write_tiny_llama
 from tests.support.models.tiny_tokenizer import IM_END_ID

@@ -15,7 +15,8 @@ from services.worker.models.loader import load_model
 from services.worker.ops import load_ops
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.graphs.graph_runner import GraphSettings
-from services.worker.runner.model_runner import Execution, ModelRunner, build_model_runner
+from services.worker.runner.model_runner import Execution, ModelRunner
+from services.worker.runner.start.build import build_model_runner
 from shared.request.sampling_params import SamplingOptions
 from shared.step.step import Step
 from tests.support.models.parity import make_prompts

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.worker.batch.drafts import Drafting
 from services.worker.config import WorkerSettings
-from services.worker.forward.drafted_states import drafted_bytes
+from services.worker.drafts.drafted_states import drafted_bytes
+from services.worker.drafts.drafter import Drafting
+from services.worker.drafts.ngram_drafts import NgramProposer
 from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadedModel, LoadOptions, load_model
 from services.worker.models.planning import plan_model
@@ -19,8 +20,7 @@ from services.worker.parallel.communicator import Parallel
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.graphs.graph_runner import GraphSettings
 from services.worker.runner.model_runner import Execution, ModelRunner
-from services.worker.spec_decode.drafting import check_drafting, make_drafting
-from services.worker.spec_decode.ngram_drafts import NgramProposer
+from services.worker.runner.start.drafting import check_drafting, make_drafting
 from shared.model_files.model_dir import ModelDirectoryError
 from tests.support.models.drafting import REQUESTS, KnowingProposer, num_accepted
 from tests.support.models.parity import make_prompts

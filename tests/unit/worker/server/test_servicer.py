@@ -13,12 +13,12 @@ from typing_extensions import override
 
 from lockstep.internal.v1 import worker_pb2
 from lockstep.v1 import common_pb2
-from services.worker.batch.drafts import Drafting
 from services.worker.device import StepProposal, propose_steps
+from services.worker.drafts.drafter import Drafting
+from services.worker.drafts.ngram_drafts import LookupProposer, NgramProposer
 from services.worker.models.loader import LoadedModel
 from services.worker.runner.graphs.graph_runner import GraphSettings
 from services.worker.runner.model_runner import Execution, ModelRunner
-from services.worker.spec_decode.ngram_drafts import LookupProposer, NgramProposer
 from services.worker.weights.sampling_defaults import SamplingDefaults
 from shared.step.columns import Int32Column
 from shared.wire import introduce_self, read_introduction

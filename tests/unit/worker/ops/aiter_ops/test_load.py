@@ -24,7 +24,7 @@ from tests.support.aiter import triton_standins
 triton_standins.install()
 from services.worker.forward.kv_cache import CacheTensor, KvCache, KvCacheSpec, attention_cache
 from services.worker.ops import load_ops
-from services.worker.runner.number_formats import choose_kv_dtype
+from services.worker.runner.start.number_formats import choose_kv_dtype
 from tests.support.kernels.attention_batches import Batch
 
 dtype = torch.bfloat16

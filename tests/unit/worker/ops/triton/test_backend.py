@@ -18,7 +18,8 @@ from services.worker.ops import load_ops
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.triton.backend import TritonOps
 from services.worker.runner.cache_memory import KvCacheSize
-from services.worker.runner.model_runner import ModelRunner, build_model_runner
+from services.worker.runner.model_runner import ModelRunner
+from services.worker.runner.start.build import build_model_runner
 from services.worker.sampling.sampler import Sampler
 from shared.request.sampling_params import SamplingOptions
 from shared.step.step import Step

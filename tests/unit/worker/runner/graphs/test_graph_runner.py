@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from typing_extensions import override
 
-from services.worker.batch.drafts import Drafting
+from services.worker.drafts.drafter import Drafting
+from services.worker.drafts.ngram_drafts import LookupProposer, NgramProposer
 from services.worker.models.loader import LoadedModel
 from services.worker.ops import load_ops
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.graphs.graph_runner import GraphSettings, needed_sizes
 from services.worker.runner.model_runner import Execution, ModelRunner
-from services.worker.spec_decode.ngram_drafts import LookupProposer, NgramProposer
 from shared.request.limits import GRAPH_BATCH_SIZES
 from shared.step.columns import Int32Column
 from shared.step.step import Step

@@ -13,13 +13,13 @@ from llguidance import LLMatcher
 from torch import Tensor
 from typing_extensions import override
 
-from services.worker.batch.drafts import Drafting
+from services.worker.drafts.drafter import Drafting
+from services.worker.drafts.ngram_drafts import NgramProposer
 from services.worker.forward.staging import PinnedStaging, Staging
 from services.worker.models.loader import LoadedModel
 from services.worker.runner.graphs.graph_runner import GraphSettings
 from services.worker.runner.model_runner import Execution
 from services.worker.runner.stream import HostStream, StagingPool
-from services.worker.spec_decode.ngram_drafts import NgramProposer
 from shared.errors import InternalError
 from shared.request.sampling_params import SamplingOptions
 from tests.support.models.tiny_llama import write_tiny_llama

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker.batch.drafts import Drafting
 from services.worker.config import WorkerSettings
+from services.worker.drafts.draft_model import DraftModelProposer
+from services.worker.drafts.drafter import Drafting
+from services.worker.drafts.ngram_drafts import NgramProposer
 from services.worker.layout import RankLayout
 from services.worker.models.planning import plan_model
 from services.worker.ops import load_ops
 from services.worker.parallel.communicator import Parallel
-from services.worker.runner.model_runner import build_model_runner
-from services.worker.runner.plan_checks import check_plan
-from services.worker.spec_decode.draft_model import DraftModelProposer
-from services.worker.spec_decode.drafting import check_drafting, make_drafting
-from services.worker.spec_decode.ngram_drafts import NgramProposer
+from services.worker.runner.start.build import build_model_runner
+from services.worker.runner.start.drafting import check_drafting, make_drafting
+from services.worker.runner.start.plan_checks import check_plan
 from shared.model_files.model_dir import TOKENIZER, ModelDirectoryError
 from tests.support.models.tiny_llama import write_tiny_llama
 from tests.support.ranks.thread_ranks import run_ranks

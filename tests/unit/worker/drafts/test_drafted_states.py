@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.worker.forward.drafted_states import DraftedRows, DraftedStates
+from services.worker.drafts.drafted_states import DraftedRows, DraftedStates
 from services.worker.forward.forward_context import AttentionMetadata
 from services.worker.forward.state_cache import StateCache, StateSpec, StateTensor
 from services.worker.ops import DeltaGates, load_ops

@@ -21,8 +21,9 @@ from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.native import backend as native
 from services.worker.ops.native.isa import Isa, available_isas
 from services.worker.parallel.communicator import Parallel
-from services.worker.runner.model_runner import build_model_runner, numerics_fingerprint
-from services.worker.runner.number_formats import (
+from services.worker.runner.numerics import numerics_fingerprint
+from services.worker.runner.start.build import build_model_runner
+from services.worker.runner.start.number_formats import (
     check_ranks_agree,
     choose_dtype,
     choose_kv_dtype,

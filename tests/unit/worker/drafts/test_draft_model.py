@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from services.worker.batch.drafts import Drafting
+from services.worker.drafts.draft_model import DraftModelProposer
+from services.worker.drafts.drafter import Drafting
 from services.worker.models.loader import LoadedModel, load_model
 from services.worker.models.registry import CausalLM
 from services.worker.ops import load_ops
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.model_runner import ModelRunner
-from services.worker.spec_decode.draft_model import DraftModelProposer
 from tests.support.models.drafting import REQUESTS, CheckedProposer, FewTokens, drafts_of_model, num_accepted
 from tests.support.models.tiny_llama import write_tiny_llama
 from tests.support.worker.worker_driver import Answer, Request, WorkerDriver

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.worker.batch.drafts import NO_DRAFTS, DraftProposer, DraftRows, Drafts
+from services.worker.batch.decodes import NO_DRAFTS, Drafts
+from services.worker.drafts.drafter import DraftProposer, DraftRows
 from shared.step.columns import Int32Column
 
 

@@ -7,11 +7,11 @@ from random import Random
 import pytest
 import torch
 
-from services.worker.batch.drafts import Drafting
+from services.worker.drafts.drafter import Drafting
+from services.worker.drafts.mtp_drafts import MtpProposer
 from services.worker.models.loader import LoadedModel
 from services.worker.ops import load_ops
 from services.worker.runner.model_runner import ModelRunner
-from services.worker.spec_decode.mtp_drafts import MtpProposer
 from tests.support.models.drafting import REQUESTS, CheckedProposer, drafts_of_mtp, num_accepted, with_mtp
 from tests.support.models.tiny_llama import write_tiny_llama
 from tests.support.worker.worker_driver import Answer, Request, WorkerDriver

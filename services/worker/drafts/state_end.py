@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from services.worker.batch.step_input import StepInput
-from services.worker.forward.drafted_states import DraftedStates
+from services.worker.drafts.drafted_states import DraftedStates
 from services.worker.forward.staging import upload_arrays
 from services.worker.forward.state_cache import StateCache
 from shared.step.columns import Int32Column

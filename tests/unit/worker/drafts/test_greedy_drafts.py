@@ -13,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.worker.batch.drafts import ComputedStep, Drafter, DraftProposer
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.batch.input_batch import InputBatch
 from services.worker.batch.step_input import StepInput
+from services.worker.drafts.draft_model import DraftModelProposer
+from services.worker.drafts.drafter import ComputedStep, Drafter, DraftProposer
+from services.worker.drafts.greedy_drafts import DraftChain
+from services.worker.drafts.mtp_drafts import MtpProposer
 from services.worker.forward.kv_cache import KvCache, KvCacheSpec
 from services.worker.models.loader import LoadOptions, load_model
 from services.worker.models.registry import CausalLM
 from services.worker.ops import Ops, load_ops
-from services.worker.spec_decode.draft_model import DraftModelProposer
-from services.worker.spec_decode.greedy_drafts import DraftChain
-from services.worker.spec_decode.mtp_drafts import MtpProposer
 from services.worker.weights.dummy_weights import DummyWeights
 from tests.support.kernels.meta_device import META, AnsweredReads, WithoutWaiting, skip_kernels
 from tests.support.models.small_configs import SMALL_CONFIGS

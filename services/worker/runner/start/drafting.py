@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from services.worker.batch.drafts import Drafting, DraftProposer
 from services.worker.config import WorkerSettings
+from services.worker.drafts.draft_model import DraftModelProposer
+from services.worker.drafts.drafter import Drafting, DraftProposer
+from services.worker.drafts.mtp_drafts import MtpProposer
+from services.worker.drafts.ngram_drafts import NgramProposer
 from services.worker.layers.context_limit import ContextLimit
 from services.worker.models.loader import LoadedModel, LoadOptions, load_model
 from services.worker.models.planning import PlannedModel, plan_model
 from services.worker.ops import Ops
 from services.worker.parallel.communicator import SINGLE, Parallel
-from services.worker.spec_decode.draft_model import DraftModelProposer
-from services.worker.spec_decode.mtp_drafts import MtpProposer
-from services.worker.spec_decode.ngram_drafts import NgramProposer
 from shared.model_files.model_dir import TOKENIZER, ModelDirectoryError, read_json
 
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.worker.batch.drafts import NO_DRAFTS, Drafts
+from services.worker.batch.decodes import NO_DRAFTS, Drafts
 from services.worker.ops import Ops
 from shared.step.columns import Int32Column
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from services.worker.device import DeviceRequest
-from services.worker.runner.faster_kernels import Machine, describe_faster, library_versions
+from services.worker.runner.start.faster_kernels import Machine, describe_faster, library_versions
 
 CPU = Machine(has_gpu=False, torch_build="cpu", isas=("avx2", "avx512"))
 ARM = Machine(has_gpu=False, torch_build="cpu")

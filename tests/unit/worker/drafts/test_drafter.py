@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typing_extensions import override
 
-from services.worker.batch import drafts
 from services.worker.batch.block_tables import BlockTables
-from services.worker.batch.drafts import Drafter, Drafts
-from services.worker.spec_decode.ngram_drafts import LookupProposer, NgramProposer
+from services.worker.batch.decodes import Drafts
+from services.worker.drafts import drafter as drafter_module
+from services.worker.drafts.drafter import Drafter
+from services.worker.drafts.ngram_drafts import LookupProposer, NgramProposer
 from shared.step.columns import Int32Column
 from tests.support.worker.worker_steps import column
 
@@ -170,6 +171,6 @@ def test_tokens_without_drafts_are_known_too(counts: Int32Column | None) -> None
 
 
 def test_the_drafts_of_all_sequences_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafts, "_MAX_DRAFTED_TOGETHER", 3)
+    monkeypatch.setattr(drafter_module, "_MAX_DRAFTED_TOGETHER", 3)
     drafter = make_drafter(CountingProposer(), 0, 1, 2)
     assert step(drafter, 0, 1, 2).counts.tolist() == [2, 1, 0]

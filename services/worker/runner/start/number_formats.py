@@ -14,7 +14,7 @@ from services.worker.models.planning import PlannedModel
 from services.worker.ops import Ops
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.parallel.communicator import Communicator, Parallel
-from services.worker.runner.faster_kernels import library_versions
+from services.worker.runner.start.faster_kernels import library_versions
 
 logger = logging.getLogger(__name__)
 

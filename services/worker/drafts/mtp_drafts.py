@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from services.worker.batch.drafts import ComputedStep, DraftProposer, DraftRows, Drafts
+from services.worker.batch.decodes import Drafts
 from services.worker.batch.enter_checks import BatchLimits
+from services.worker.drafts.drafter import ComputedStep, DraftProposer, DraftRows
+from services.worker.drafts.greedy_drafts import DraftChain
+from services.worker.drafts.token_runs import ForwardPasses, TokenRuns
 from services.worker.forward.forward_context import get_forward_context
 from services.worker.forward.kv_cache import KvCache
 from services.worker.forward.staging import HostArrays, to_device, upload_arrays
 from services.worker.models.protocol import MtpLayers
 from services.worker.ops import Ops
-from services.worker.spec_decode.greedy_drafts import DraftChain
-from services.worker.spec_decode.token_runs import ForwardPasses, TokenRuns
 from shared.step.columns import Int32Column
 
 _IntArray = npt.NDArray[np.int64]

@@ -8,14 +8,15 @@ import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
-from services.worker.batch.drafts import NO_DRAFTS, ComputedStep, DraftProposer, DraftRows, Drafts
+from services.worker.batch.decodes import NO_DRAFTS, Drafts
 from services.worker.batch.enter_checks import BatchLimits
+from services.worker.drafts.drafter import ComputedStep, DraftProposer, DraftRows
+from services.worker.drafts.greedy_drafts import DraftChain
+from services.worker.drafts.token_runs import ForwardPasses, TokenRuns
 from services.worker.forward.kv_cache import KvCache
 from services.worker.forward.staging import HostArrays
 from services.worker.models.registry import CausalLM
 from services.worker.ops import Ops
-from services.worker.spec_decode.greedy_drafts import DraftChain
-from services.worker.spec_decode.token_runs import ForwardPasses, TokenRuns
 from shared.step.columns import Int32Column
 
 

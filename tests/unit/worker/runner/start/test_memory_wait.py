@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from services.worker.runner.memory_wait import CurrentGpu, wait_for_memory
+from services.worker.runner.start.memory_wait import CurrentGpu, wait_for_memory
 
 GIB = 1024**3
 TOTAL = 80 * GIB

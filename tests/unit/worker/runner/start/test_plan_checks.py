@@ -23,7 +23,7 @@ from services.worker.ops import load_ops
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.triton.backend import TritonOps
 from services.worker.parallel.communicator import Parallel
-from services.worker.runner.model_runner import build_model_runner
+from services.worker.runner.start.build import build_model_runner
 from services.worker.weights.weight_files import WeightFiles
 from shared.model_files.model_dir import CONFIG, GENERATION_CONFIG, TOKENIZER, WEIGHTS, ModelDirectoryError
 from tests.support.models.quantized_checkpoints import SCHEMES, write_quantized

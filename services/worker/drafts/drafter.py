@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
+from typing_extensions import override
 
 from services.worker.batch.block_tables import BlockTables
+from services.worker.batch.decodes import NO_DRAFTS, Drafts, DraftSource
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.batch.step_input import StepInput, StepTokens
 from services.worker.forward.kv_cache import KvCache, KvCacheSpec
@@ -27,16 +29,6 @@ _FIRST_DRAFT = 2
 _MAX_STEPS_ALONE = 32
 # Bounds a step's logits: 1,024 rows for a vocabulary of 128k are half a GiB.
 _MAX_DRAFTED_TOGETHER = 1024
-
-NO_DRAFTS: Int32Column = np.empty(0, np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class Drafts:
-    """Guesses for some sequences."""
-
-    token_ids: Int32Column  # [sum of counts], sequence after sequence
-    counts: Int32Column  # [num_sequences], at least 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +111,7 @@ class Drafting:
         return Drafter(self.proposer, self.num_draft_tokens)
 
 
-class Drafter:
+class Drafter(DraftSource):
     """Keeps the tokens of a batch's sequences, by slot, and drafts for them with a `DraftProposer`.
 
     How many depends on how a sequence's last drafts did: on the CPU a rejected draft costs half as much time as a row,
@@ -133,34 +125,27 @@ class Drafter:
         self._num_draft_tokens = num_draft_tokens
         self._sequences: dict[int, _DraftedSequence] = {}
 
+    @override
     def enter(self, slot: int, token_ids: Int32Column, max_num_tokens: int) -> None:
-        """Add a sequence with its first tokens, possibly none; it never has more than `max_num_tokens`."""
         self._sequences[slot] = _DraftedSequence(max_num_tokens)
         self.extend(slot, token_ids)
 
+    @override
     def extend(self, slot: int, token_ids: Int32Column) -> None:
-        """Add more tokens of a prompt."""
         self._sequences[slot].extend(token_ids)
 
+    @override
     def leave(self, slots: Int32Column) -> None:
-        """Forget sequences."""
         self._proposer.forget(slots)
         for slot in slots.tolist():
             del self._sequences[slot]
 
+    @override
     def last_tokens(self, slots: Int32Column) -> Int32Column:
-        """[len(slots)], each sequence's last token; it has at least one."""
         return np.array([self._sequences[slot].token_ids[-1] for slot in slots.tolist()], np.int32)
 
+    @override
     def propose(self, slots: Int32Column, most: Int32Column, *, most_together: int, tables: BlockTables) -> Drafts:
-        """Draft for sequences to decode; `record` then learns how the drafts did.
-
-        Args:
-            slots: [num_sequences].
-            most: [num_sequences], the most drafts that each can use, at least 0.
-            most_together: Limit for all of them, at least 0; first rows first.
-            tables: The blocks of every slot.
-        """
         most = np.minimum(most, self._num_draft_tokens)
         sequences = [self._sequences[slot] for slot in slots.tolist()]
         wanted = np.array([seq.want(n) for seq, n in zip(sequences, most.tolist(), strict=True)], np.int32)
@@ -176,8 +161,8 @@ class Drafter:
             sequences[row].num_drafted = count
         return Drafts(drafts.token_ids, counts)
 
+    @override
     def record(self, slots: Int32Column, token_ids: Int32Column, counts: Int32Column | None) -> None:
-        """Add the tokens that sequences got; see `SampledTokens`."""
         ends = np.arange(1, len(slots) + 1) if counts is None else np.cumsum(counts)
         start = 0
         for slot, end in zip(slots.tolist(), ends.tolist(), strict=True):

@@ -1,0 +1,1 @@
+"""Speculative decoding: what proposes drafts, for whom, and what their states come to."""
