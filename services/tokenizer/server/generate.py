@@ -11,7 +11,8 @@ from functools import partial
 from typing import Protocol
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from services.tokenizer.answer.answer import Choice, Completion, Extras, Generation
+from services.tokenizer.answer.answer import Choice, Extras, Generation
+from services.tokenizer.answer.completion import Completion
 from services.tokenizer.answer.logprobs import LogprobQueue
 from services.tokenizer.answer.request_totals import CANCELLED, RequestTotals
 from services.tokenizer.exchange.scheduler_client import SchedulerClient

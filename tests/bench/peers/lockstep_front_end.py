@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.internal.v1 import exchange_pb2
-from services.tokenizer.answer.answer import Choice, Completion, Generation
+from services.tokenizer.answer.answer import Choice, Generation
+from services.tokenizer.answer.completion import Completion
 from services.tokenizer.answer.request_totals import RequestTotals
 from services.tokenizer.exchange.cell_requests import CellRequests
 from services.tokenizer.exchange.scheduler_stream import SchedulerStream

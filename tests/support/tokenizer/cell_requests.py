@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from lockstep.internal.v1 import exchange_pb2
-from services.tokenizer.answer.answer import Choice, Completion, Generation
+from services.tokenizer.answer.answer import Choice, Generation
+from services.tokenizer.answer.completion import Completion
 from services.tokenizer.answer.logprobs import LogprobColumns
 from services.tokenizer.answer.request_totals import RequestTotals
 from services.tokenizer.exchange.cell_requests import CellRequests

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from services.tokenizer.answer.answer import Choice, Completion, Extras, Generation
+from services.tokenizer.answer.answer import Choice, Extras, Generation
+from services.tokenizer.answer.completion import Completion
 from services.tokenizer.answer.logprobs import LogprobColumns, LogprobQueue
 from services.tokenizer.answer.request_totals import RequestTotals
 from services.tokenizer.chat.conversation import Tool

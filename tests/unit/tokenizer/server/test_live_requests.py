@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from services.tokenizer.answer.answer import Choice, Completion, Generation
+from services.tokenizer.answer.answer import Choice, Generation
+from services.tokenizer.answer.completion import Completion
 from services.tokenizer.answer.request_totals import RequestTotals
 from services.tokenizer.server.live_requests import LiveRequests
 from services.tokenizer.text.detokenizer import ByteLevelDetokenizer

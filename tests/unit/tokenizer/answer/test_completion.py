@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.tokenizer.answer.answer import Completion
+from services.tokenizer.answer.completion import Completion
 from services.tokenizer.text.detokenizer import ByteLevelDetokenizer, text_table
 
 # One token per character, and two that are the halves of "é".
