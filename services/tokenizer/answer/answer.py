@@ -19,10 +19,9 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from google.protobuf import duration_pb2
-
 from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2, tokenizer_pb2
+from services.tokenizer.answer.choice_clock import ChoiceClock
 from services.tokenizer.answer.completion import Completion
 from services.tokenizer.answer.logprobs import LogprobColumns, LogprobQueue
 from services.tokenizer.answer.request_totals import RequestTotals
@@ -71,7 +70,8 @@ class Generation:
     @property
     def ttft_s(self) -> float | None:
         """Seconds from the call's arrival to the first token sent; None before that."""
-        return min((choice.ttft_s for choice in self.choices if choice.ttft_s is not None), default=None)
+        ttfts_s = (choice.clock.ttft_s for choice in self.choices)
+        return min((ttft_s for ttft_s in ttfts_s if ttft_s is not None), default=None)
 
     def usage(self) -> common_pb2.Usage:
         """The usage of all choices; each prompt is counted once."""
@@ -171,7 +171,6 @@ class Choice:
     ) -> None:
         """`completion` must be new; `place` is the prompt's index in the call and the choice's in the prompt."""
         self.usage = common_pb2.Usage(num_prompt_tokens=num_prompt_tokens)
-        self.ttft_s: float | None = None
         self.has_news = False
         # Whether nothing will be received any more.
         self.is_over = False
@@ -181,13 +180,12 @@ class Choice:
         # The prompt's log-probabilities that have not been taken yet; None if they were not requested.
         self.prompt_logprobs = extras.prompt_logprobs
         self._generation = generation
-        self._totals = generation.totals
-        # When the last tokens were taken.
-        self._taken_at = 0.0
         self._completion = completion
         # The prompt's tokens are counted with its first choice.
         self.is_first = place[1] == 0
         self._prompt, self._number = place
+        counted = num_prompt_tokens if self.is_first else 0
+        self.clock = ChoiceClock(generation.arrived_at, counted, generation.totals, extras.times)
         self._extras = extras
         self._times = extras.times
         self._finish: tokenizer_pb2.Finish | None = None
@@ -223,10 +221,7 @@ class Choice:
             prefill_s: The time since; None if it is not known.
         """
         self.usage.num_cached_tokens = num_cached_tokens
-        if queue_s is not None:
-            self._totals.queue_s.observe(queue_s)
-        if self._times is not None:
-            self._times.note_start(queue_s, prefill_s)
+        self.clock.start(queue_s, prefill_s)
 
     def receive(self, token_ids: Sequence[int], end: exchange_pb2.RequestEnd | None) -> int | None:
         """Take the next tokens and, with the last ones, the end; ignored once the choice is over.
@@ -286,23 +281,11 @@ class Choice:
             _add_parts(self._completion.take_parts(), response)
             self.has_news = self.has_news or self._completion.has_parts
         if token_ids:
-            # Every token passes here.
-            if self.ttft_s is None:
-                self._count_first(now)
-            else:
-                self._totals.itl_s.observe(now - self._taken_at)
-            self._taken_at = now
-            self._totals.num_generation_tokens += len(token_ids)
-            if self._times is not None:
-                self._times.note_tokens(now)
+            self.clock.leave(now, len(token_ids))
         if self._finish is not None and not self.has_news:
             if self._extras.is_empty:
-                self._count_first(now)
-                if self._times is not None:
-                    self._times.note_tokens(now)
-            total_s = now - self._generation.arrived_at
-            self._set_timings(self._finish, total_s)
-            self._totals.count_finish(self._finish.reason, total_s, self.usage)
+                self.clock.leave(now, 0)
+            self.clock.finish(now, self._finish, self.usage)
             response.finish.CopyFrom(self._finish)
             return response
         has_something = token_ids or response.text or response.reasoning or response.tool_calls
@@ -319,19 +302,6 @@ class Choice:
             self.has_news = True
         response.logprobs.extend(logprobs.take(len(response.token_ids)))
         assert len(response.logprobs) == len(response.token_ids), "a token without its log-probability"
-
-    def _count_first(self, now: float) -> None:
-        self.ttft_s = now - self._generation.arrived_at
-        self._totals.ttft_s.observe(self.ttft_s)
-        if self.is_first:
-            self._totals.num_prompt_tokens += self.usage.num_prompt_tokens
-
-    def _set_timings(self, finish: tokenizer_pb2.Finish, total_s: float) -> None:
-        ttft_s = total_s if self.ttft_s is None else self.ttft_s
-        finish.ttft.CopyFrom(_duration(ttft_s))
-        num_gaps = self.usage.num_completion_tokens - 1
-        if num_gaps > 0:
-            finish.mean_tpot.CopyFrom(_duration((total_s - ttft_s) / num_gaps))
 
     def _receive(self, token_ids: Sequence[int], end: exchange_pb2.RequestEnd | None) -> int | None:
         if self._extras.is_empty:
@@ -418,9 +388,3 @@ def _add_parts(parts: Iterable[ReplyPart], response: tokenizer_pb2.GenerateRespo
             response.tool_calls.add(index=part.index, id=part.id, name=part.name, arguments=part.arguments)
         else:
             response.tool_calls[-1].arguments += part.arguments
-
-
-def _duration(seconds: float) -> duration_pb2.Duration:
-    duration = duration_pb2.Duration()
-    duration.FromNanoseconds(round(seconds * 1e9))
-    return duration
