@@ -9,7 +9,8 @@ from datetime import timedelta
 from functools import partial
 
 from lockstep.internal.v1 import worker_pb2
-from services.scheduler.cell.domains.attach import DomainAttach, SchedulerClaim
+from services.scheduler.cell.domains.attach import DomainAttach
+from services.scheduler.cell.domains.scheduler_claim import SchedulerClaim
 from services.scheduler.cell.engine import Engine
 from services.scheduler.cell.events import Event, Exit
 from services.scheduler.config import SchedulerSettings

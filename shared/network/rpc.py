@@ -11,8 +11,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import grpc
-from google.protobuf import any_pb2
-from google.rpc import error_details_pb2, status_pb2
 from typing_extensions import override
 
 from shared.errors import (
@@ -36,6 +34,7 @@ from shared.network.listening import check_can_listen, refuse_taken_socket
 from shared.network.message_reader import MessageReader
 from shared.network.reflection import serve_reflection
 from shared.network.response_writer import call_is_over
+from shared.network.statuses import STATUS_DETAILS_KEY, StatusError, to_status
 from shared.network.tls import Certificates, Role, TrustedAuthority
 from shared.network.turns import CallTurns, set_party
 from shared.tenants.client_keys import ANY_CLIENT, Client, ClientKeys
@@ -43,8 +42,6 @@ from shared.tenants.fair_room import FairRoom
 
 logger = logging.getLogger(__name__)
 
-ERROR_DOMAIN = "lockstep"
-STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
 # Clients' messages have the library's default limit of 4 MiB. Inside a cell, a step with many long block tables is
 # larger.
@@ -262,50 +259,6 @@ def _is_local(target: str) -> bool:
         return False
 
 
-def to_status(error: ServiceError) -> status_pb2.Status:
-    """The status, with ErrorInfo and, if they apply, BadRequest and RetryInfo."""
-    status = status_pb2.Status(code=error.code.value, message=error.message)
-    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=error.values)
-    status.details.append(_pack(info))
-    if error.violations:
-        bad_request = error_details_pb2.BadRequest()
-        for violation in error.violations:
-            bad_request.field_violations.add(
-                field=violation.field, reason=violation.reason, description=violation.description
-            )
-        status.details.append(_pack(bad_request))
-    if error.retry_delay_s is not None:
-        retry_info = error_details_pb2.RetryInfo()
-        retry_info.retry_delay.FromMilliseconds(round(error.retry_delay_s * 1000))
-        status.details.append(_pack(retry_info))
-    return status
-
-
-def status_from_rpc_error(error: grpc.aio.AioRpcError) -> status_pb2.Status:
-    """The status with which a call failed; without details if there were none."""
-    for key, value in error.trailing_metadata() or ():
-        if key == STATUS_DETAILS_KEY:
-            return status_pb2.Status.FromString(value)
-    return status_pb2.Status(code=error.code().value[0], message=error.details() or "")
-
-
-def reason_of(status: status_pb2.Status) -> str | None:
-    """The stable reason in ErrorInfo, if any."""
-    info = error_details_pb2.ErrorInfo()
-    for detail in status.details:
-        if detail.Unpack(info):
-            return str(info.reason)
-    return None
-
-
-class StatusError(ServiceError):
-    """Another service's status, passed on unchanged."""
-
-    def __init__(self, status: status_pb2.Status) -> None:
-        super().__init__(status.message)
-        self.status = status
-
-
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Turns exceptions into statuses; unknown ones become INTERNAL and are logged, both without their text.
 
@@ -482,9 +435,3 @@ def without_text(error: Exception) -> BaseException:
 def _is_unimplemented(context: grpc.aio.ServicerContext, error: Exception) -> bool:
     """The generated base class sets UNIMPLEMENTED before it raises."""
     return isinstance(error, NotImplementedError) and context.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
-def _pack(message: Any) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(message)
-    return packed

@@ -16,7 +16,7 @@ import grpc
 import pytest
 
 from shared.network.heartbeat import LEASE_S
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.support.cells.chaos import Damage, Load, Peace, TellOf
 from tests.support.cells.rolling_cell import (
     RollingCell,

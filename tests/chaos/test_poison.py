@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from lockstep.v1 import tokenizer_pb2
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.support.cells.cell import Cell
 from tests.support.cells.chaos import MAGIC_TOKEN, Damage, Load, Peace, TellOf, chaos_cell
 from tests.support.clients.client import Client, token_request

@@ -14,7 +14,7 @@ from services.cli.clients.key_flag import KeyRefusedError, Metadata
 from services.cli.clients.running_cells import NoCellError
 from services.cli.clients.word_wrap import WordWrap
 from services.cli.clients.wrong_service import WrongServiceError
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from shared.process.encoding import describe_locale, is_text
 
 _INTERRUPTED = 130

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import grpc
 
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 
 # The name prefix of the launchers' private directories.
 DIRECTORY_PREFIX = "lockstep-"

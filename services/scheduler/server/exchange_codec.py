@@ -13,7 +13,7 @@ from services.scheduler.core.batch.sequence import FinishReason, Priority
 from services.scheduler.core.results.outputs import Outputs, RequestEnd, RequestStart
 from shared.errors import InvalidRequestError
 from shared.ids import RequestHandle
-from shared.network.rpc import to_status
+from shared.network.statuses import to_status
 from shared.request.limits import MAX_CHOICES, TOKEN_DTYPE
 from shared.request.sampling_codec import decode_options
 from shared.request.sampling_params import NO_OPTIONS, SamplingOptions, SamplingParams

@@ -10,11 +10,11 @@ from functools import partial
 import grpc
 
 from lockstep.internal.v1 import worker_pb2
-from services.scheduler.cell.domains.attach import (
+from services.scheduler.cell.domains.attach import DomainAttach
+from services.scheduler.cell.domains.attach_events import (
     AttachEvent,
     CloseStreams,
     Command,
-    DomainAttach,
     Dropped,
     Offer,
     OpenStreams,

@@ -14,8 +14,7 @@ import grpc
 from google.rpc import error_details_pb2, status_pb2
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
-from services.scheduler.cell.domains.attach import (
-    OFFER_TIMEOUT_S,
+from services.scheduler.cell.domains.attach_events import (
     QUESTION,
     Accepted,
     AttachEvent,
@@ -24,12 +23,13 @@ from services.scheduler.cell.domains.attach import (
     StreamBroken,
     StreamOpened,
 )
+from services.scheduler.cell.domains.scheduler_claim import OFFER_TIMEOUT_S
 from services.scheduler.cell.events import Event, RankHeartbeat, StepReturned
 from services.scheduler.core.batch.step import Step
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.errors import NotReadyError
 from shared.ids import DpRank
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from shared.step.codec import encode_step, parse_result
 from shared.step.step import StepResult
 from shared.wire import read_introduction

@@ -28,7 +28,7 @@ from services.tokenizer.answer.request_totals import RequestTotals
 from services.tokenizer.replies.parts import ReasoningPart, ReplyPart, TextPart
 from services.tokenizer.tracing.choice_times import ChoiceTimes
 from shared.errors import InternalError, ServiceError
-from shared.network.rpc import StatusError
+from shared.network.statuses import StatusError
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from services.tokenizer.exchange.exchange_codec import encode_handles
 from services.tokenizer.exchange.request_ledger import ExchangeError
 from shared.ids import RequestHandle
 from shared.network.heartbeat import LEASE_S, Silence, next_beat_at
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from shared.wire import introduce_self
 
 # What is beyond these goes into the next message: each stays far below the limit on message size, and making and

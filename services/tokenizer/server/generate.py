@@ -24,7 +24,7 @@ from services.tokenizer.server.live_requests import LiveRequests
 from services.tokenizer.tracing.request_trace import RequestTrace
 from shared.errors import DeadlinePassedError, InternalError, ServiceError
 from shared.ids import RequestHandle
-from shared.network.rpc import StatusError, reason_of
+from shared.network.statuses import StatusError, reason_of
 from shared.network.turns import get_arrived_at
 from shared.request.request_fields import check_exactness
 from shared.request.sampling_params import NO_OPTIONS

@@ -11,7 +11,8 @@ import grpc
 import pytest
 
 from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
-from shared.network.rpc import make_channel, reason_of, status_from_rpc_error
+from shared.network.rpc import make_channel
+from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.support.cells.cell import Cell, run_serve, start_cell
 from tests.support.models.tiny_llama import TINY_CONFIG, write_tiny_llama
 from tests.support.system.ports import free_port

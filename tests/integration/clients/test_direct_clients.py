@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from lockstep.v1 import common_pb2, scheduler_pb2, tokenizer_pb2
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.support.cells.cell import Cell
 from tests.support.clients.client import Client, connect, text_request, token_request
 from tests.support.clients.token_client import (

@@ -21,7 +21,8 @@ import pytest
 
 from lockstep.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from shared.network.health import Health
-from shared.network.rpc import make_channel, make_server, reason_of, status_from_rpc_error
+from shared.network.rpc import make_channel, make_server
+from shared.network.statuses import reason_of, status_from_rpc_error
 from shared.network.tls import Role
 from tests.support.cells.cell import Cell, popen_lockstep, run_serve, start_cell
 from tests.support.cells.certificates import Authority, write_files

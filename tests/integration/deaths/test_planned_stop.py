@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.support.cells.cell import REFERENCE, popen_lockstep, start_cell
 from tests.support.cells.planned_stops import (
     Asked,

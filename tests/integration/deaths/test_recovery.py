@@ -16,7 +16,8 @@ import grpc
 import pytest
 
 from lockstep.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
-from shared.network.rpc import make_channel, reason_of, status_from_rpc_error
+from shared.network.rpc import make_channel
+from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.support.cells.cell import REFERENCE, start_cell
 from tests.support.cells.split_cell import SplitCell, run_split_cell
 from tests.support.clients.client import Client, Completion, connect, token_request

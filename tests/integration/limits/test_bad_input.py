@@ -17,7 +17,7 @@ import pytest
 from google.rpc import error_details_pb2
 
 from lockstep.v1 import tokenizer_pb2
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.support.cells.cell import Cell
 from tests.support.cells.narrow_cell import NarrowCell
 from tests.support.clients.client import Client, chat_request, connect, text_request, token_request

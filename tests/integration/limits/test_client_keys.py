@@ -19,7 +19,8 @@ from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2, tokeni
 from services.tokenizer.http.connections.clients import Audience
 from services.tokenizer.http.route_table import NOT_SUPPORTED, ROUTES, STATE_ROUTE
 from shared.network.access import CLIENT_METHODS, HEALTH_METHODS, METHOD_TO_ROLES
-from shared.network.rpc import make_channel, reason_of, status_from_rpc_error
+from shared.network.rpc import make_channel
+from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.support.cells.cell import Cell, popen_lockstep, start_cell
 from tests.support.clients.client import greedy, read_answer
 from tests.support.clients.key_files import key_line, write_keys

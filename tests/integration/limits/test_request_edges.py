@@ -12,7 +12,8 @@ import grpc
 import pytest
 
 from lockstep.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
-from shared.network.rpc import make_channel, reason_of, status_from_rpc_error
+from shared.network.rpc import make_channel
+from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.support.cells.cell import REFERENCE, Cell, start_cell
 from tests.support.clients.client import Client, connect, token_request
 from tests.support.clients.narrow_channel import open_narrow_channel

@@ -16,7 +16,7 @@ import grpc
 import pytest
 
 from lockstep.v1 import tokenizer_pb2_grpc
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from shared.tenants.tenant import Tenant
 from tests.support.cells.cell import Cell, start_cell
 from tests.support.clients.client import Client, connect, read_answer, token_request

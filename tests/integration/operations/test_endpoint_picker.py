@@ -13,7 +13,7 @@ import aiohttp
 import grpc
 import pytest
 
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.support.cells.cell import held_work
 from tests.support.cells.narrow_cell import MAX_WAITING, NUM_BLOCKS, NarrowCell
 from tests.support.clients.client import connect, token_request

@@ -14,7 +14,8 @@ import grpc
 import pytest
 
 from lockstep.v1 import tokenizer_pb2
-from shared.network.rpc import make_channel, status_from_rpc_error
+from shared.network.rpc import make_channel
+from shared.network.statuses import status_from_rpc_error
 from shared.network.tls import Role
 from tests.support.cells.cell import Cell, held_work, start_cell
 from tests.support.cells.envoy import Envoy, EnvoyConfig, start_envoy

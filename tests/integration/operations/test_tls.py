@@ -18,7 +18,8 @@ import grpc
 import pytest
 
 from lockstep.v1 import scheduler_pb2
-from shared.network.rpc import Peer, make_channel, reason_of, status_from_rpc_error
+from shared.network.rpc import Peer, make_channel
+from shared.network.statuses import reason_of, status_from_rpc_error
 from shared.network.tls import Role, TrustedAuthority
 from tests.support.cells.cell import popen_lockstep
 from tests.support.cells.certificates import DOMAIN, Authority, Issued, write_files

@@ -13,19 +13,19 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from services.scheduler.cell.domains.attach import (
+from services.scheduler.cell.domains.attach import DomainAttach
+from services.scheduler.cell.domains.attach_events import (
     Accepted,
     AttachEvent,
     Command,
-    DomainAttach,
     GroupPlace,
     Offer,
     Refused,
     RetryAt,
-    SchedulerClaim,
     StreamBroken,
     StreamOpened,
 )
+from services.scheduler.cell.domains.scheduler_claim import SchedulerClaim
 from services.scheduler.cell.events import DomainAttached, DomainLost, Exit
 from services.scheduler.core.policy import CellTopology
 from services.scheduler.core.worker_facts import WorkerFacts

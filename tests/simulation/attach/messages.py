@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from services.scheduler.cell.domains.attach import Accepted, Refused, StreamBroken, StreamOpened
+from services.scheduler.cell.domains.attach_events import Accepted, Refused, StreamBroken, StreamOpened
 
 # The first item of a stream, its opening; the other items are steps, by their ids from 1.
 OPENING = 0

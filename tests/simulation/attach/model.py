@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from services.scheduler.cell.domains.attach import (
+from services.scheduler.cell.domains.attach_events import (
     QUESTION,
     Accepted,
     AttachEvent,

@@ -8,13 +8,12 @@ from functools import partial
 from random import Random
 from typing import Protocol
 
-from services.scheduler.cell.domains.attach import (
-    OFFER_TIMEOUT_S,
+from services.scheduler.cell.domains.attach import DomainAttach
+from services.scheduler.cell.domains.attach_events import (
     Accepted,
     AttachEvent,
     CloseStreams,
     Command,
-    DomainAttach,
     Dropped,
     Offer,
     OpenStreams,
@@ -22,10 +21,10 @@ from services.scheduler.cell.domains.attach import (
     Restart,
     RetryAt,
     RetryDue,
-    SchedulerClaim,
     StreamBroken,
     StreamOpened,
 )
+from services.scheduler.cell.domains.scheduler_claim import OFFER_TIMEOUT_S, SchedulerClaim
 from services.scheduler.cell.events import DomainAttached, DomainLost, Event, Exit, RankHeartbeat
 from services.scheduler.core.batch.step import Step
 from shared.ids import DpRank

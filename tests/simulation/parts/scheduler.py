@@ -10,7 +10,7 @@ import grpc
 from typing_extensions import override
 
 from lockstep.internal.v1 import worker_pb2
-from services.scheduler.cell.domains.attach import SchedulerClaim
+from services.scheduler.cell.domains.scheduler_claim import SchedulerClaim
 from services.scheduler.cell.engine import Engine
 from services.scheduler.cell.events import AbortRequest, Action, Beat, Event, Exit, StepReturned, TimePassed
 from services.scheduler.core.batch.sequence import RequestKey

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.internal.v1 import worker_pb2
-from services.scheduler.cell.domains.attach import Accepted, GroupPlace, Refused
+from services.scheduler.cell.domains.attach_events import Accepted, GroupPlace, Refused
 from services.worker.server.claim import NOTHING_ADMITTED, AdmittedStep, ClaimLedger
 from services.worker.server.departure import Departure
 from shared.errors import NotReadyError, ServiceError

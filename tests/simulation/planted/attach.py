@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 import pytest
 
 from services.scheduler.cell.domains import attach
-from services.scheduler.cell.domains.attach import Accepted, AttachEvent, Command, DomainAttach, Refused, SchedulerClaim
+from services.scheduler.cell.domains.attach import DomainAttach
+from services.scheduler.cell.domains.attach_events import Accepted, AttachEvent, Command, Refused
+from services.scheduler.cell.domains.scheduler_claim import SchedulerClaim
 from services.worker.server.claim import AdmittedStep, ClaimLedger
 from shared.errors import StaleEpochError
 from tests.simulation.attach.search import FAULTS, ONE_GROUP, SPLIT, SUCCESSION, TAKEN_GROUP, Search

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import grpc
 
 from lockstep.v1 import common_pb2, scheduler_pb2, tokenizer_pb2
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.support.cells.cell import Cell, start_cell
 from tests.support.clients.client import Answer, Client, Completion, connect, token_request
 from tests.support.system.patience import PATIENCE_S

@@ -18,7 +18,8 @@ import psutil
 import pytest
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
-from shared.network.rpc import Peer, make_channel, reason_of, status_from_rpc_error
+from shared.network.rpc import Peer, make_channel
+from shared.network.statuses import reason_of, status_from_rpc_error
 from shared.release import find_release
 from tests.support.cells.cell import popen_lockstep
 from tests.support.clients.client import Client, token_request

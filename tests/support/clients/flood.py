@@ -18,7 +18,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lockstep.v1 import scheduler_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
-from shared.network.rpc import make_channel, reason_of, status_from_rpc_error
+from shared.network.rpc import make_channel
+from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.support.clients.client import greedy
 from tests.support.clients.http_answers import COMPLETION, RefusedError, post_streamed, post_whole
 from tests.support.clients.token_client import prompt_request

@@ -23,7 +23,7 @@ import aiohttp
 import grpc
 
 from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.support.clients.client import greedy, token_request
 from tests.support.clients.flood import NUM_CHANNELS, open_channels
 from tests.support.clients.http_answers import COMPLETION

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.support.clients.flood import open_channels, start_generate
 from tests.support.system.patience import PATIENCE_S
 

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from lockstep.v1 import common_pb2, scheduler_pb2
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.support.clients.client import greedy
 
 PROMPT = [1, 2, 3]

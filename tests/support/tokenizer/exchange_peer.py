@@ -15,7 +15,7 @@ from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc, sampling_pb2
 from lockstep.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from shared.errors import NotReadyError, ServiceError
 from shared.network.heartbeat import HEARTBEAT_S
-from shared.network.rpc import to_status
+from shared.network.statuses import to_status
 from shared.request.limits import TOKEN_DTYPE
 
 _HEARTBEAT = exchange_pb2.ExchangeRequest(is_heartbeat=True)

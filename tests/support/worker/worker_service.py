@@ -21,7 +21,7 @@ from services.worker.process.device_steps import DeviceSteps
 from services.worker.process.exits import DomainEnd, ExitCode
 from services.worker.runner.model_runner import ModelRunner
 from services.worker.server.servicer import WorkerServicer
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from shared.step.step import Step
 from tests.support.worker.worker_steps import heartbeat_request, make_enter, prefill_step, to_request, unpack
 

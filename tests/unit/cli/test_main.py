@@ -18,7 +18,7 @@ from services.cli.commands import COMMANDS, USAGE, run
 from services.cli.serve_settings import split_service_flags
 from services.cli.tls_flags import peer_of_client
 from shared.errors import NotReadyError
-from shared.network.rpc import STATUS_DETAILS_KEY, to_status
+from shared.network.statuses import STATUS_DETAILS_KEY, to_status
 from shared.network.tls import Role
 from tests.support.system.processes import ROOT
 

@@ -22,7 +22,7 @@ from services.cli.clients.running_cells import (
     publish_cell,
 )
 from shared.errors import NotReadyError
-from shared.network.rpc import STATUS_DETAILS_KEY, to_status
+from shared.network.statuses import STATUS_DETAILS_KEY, to_status
 from tests.support.system.processes import ROOT, module_environment
 
 OLD, NEW = (RunningCell(name, f"unix:/{name}/tokenizer", f"unix:/{name}/cell") for name in ("old", "new"))

@@ -15,7 +15,7 @@ from services.scheduler.cell.events import Action, ClientMessage
 from services.scheduler.server.cell_server import MAX_UNREAD_S, CellServer, ClientLink
 from services.scheduler.server.exchange_codec import decode_request
 from shared.errors import NotReadyError
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from shared.wire import NOT_INTRODUCED, introduce_self, lower_of, read_introduction
 from tests.support.clients.narrow_channel import open_narrow_channel
 from tests.support.clients.token_client import error_of, reason, seeded

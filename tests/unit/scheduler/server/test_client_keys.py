@@ -16,7 +16,7 @@ from services.scheduler.core.batch.sequence import Priority
 from services.scheduler.server.direct_clients import DirectClients, resolve_request
 from shared.file_state import file_state
 from shared.ids import RequestHandle
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from shared.request.limits import ModelLimits
 from shared.tenants.client_keys import Client
 from shared.tenants.tenant import DEFAULT_TENANT, Tenant

@@ -20,7 +20,7 @@ from services.scheduler.core.results.outputs import Outputs, RequestEnd
 from services.scheduler.server.direct_clients import RESPONSES_PER_TURN, DirectClients
 from shared.errors import NotReadyError
 from shared.ids import RequestHandle
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from shared.request.limits import ModelLimits
 from tests.support.clients.narrow_channel import WINDOW_BYTES, open_narrow_channel
 from tests.support.clients.token_client import (

@@ -14,7 +14,7 @@ from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler.core.cache.block_hashes import hash_blocks, hash_salt
 from services.scheduler.server.kv_events import MAX_SUBSCRIBERS, KvEvents, Response
 from shared.errors import ClientTooSlowError
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.support.clients.kv_index import KvIndex, held_blocks
 from tests.support.clients.kv_subscriber import KvSubscriber
 from tests.support.clients.narrow_channel import open_narrow_channel

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import grpc
 
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.support.clients.token_client import error_of, seeded
 from tests.support.scheduler.gated_worker import GatedWorker
 from tests.support.scheduler.scheduler_shell import running_cell

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from lockstep.internal.v1 import worker_pb2
-from services.scheduler.cell.domains import attach
+from services.scheduler.cell.domains import attach_events
 from shared.errors import StaleEpochError
 from shared.network.heartbeat import LEASE_S
 from tests.support.clients.token_client import error_of, generate_tokens, seeded
@@ -151,13 +151,16 @@ async def test_a_group_is_offered_the_next_epoch_once_it_has_answered_or_refused
         assert len(worker.attaches) == 2
 
 
-@pytest.mark.parametrize("kind", [attach.RetryDue, attach.Accepted])
+@pytest.mark.parametrize("kind", [attach.RetryDue, attach_events.Accepted])
 async def test_a_bug_in_the_attach_protocol_ends_the_scheduler(
-    kind: type[attach.AttachEvent], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: type[attach_events.AttachEvent],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     on_event = attach.DomainAttach.on_event
 
-    def fail(self: attach.DomainAttach, event: attach.AttachEvent, now: float) -> list[attach.Command]:
+    def fail(self: attach.DomainAttach, event: attach_events.AttachEvent, now: float) -> list[attach_events.Command]:
         if isinstance(event, kind):
             raise ValueError("planted")
         return on_event(self, event, now)

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from lockstep.v1 import scheduler_pb2
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.support.clients.token_client import generate_tokens, seeded
 from tests.support.scheduler.cell_model import expected_completion
 from tests.support.scheduler.gated_worker import GatedWorker

@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 
 from lockstep.internal.v1 import worker_pb2
-from services.scheduler.cell.domains.attach import AttachEvent, Refused
+from services.scheduler.cell.domains.attach_events import AttachEvent, Refused
 from services.scheduler.workers.worker_client import GroupLink
 from shared.ids import DpRank
 from shared.network.rpc import make_channel

@@ -16,7 +16,8 @@ from lockstep.internal.v1 import exchange_pb2_grpc, worker_pb2_grpc
 from lockstep.v1 import scheduler_pb2_grpc, tokenizer_pb2_grpc
 from shared.network.access import CLIENT_METHODS, HEALTH_METHODS, METHOD_TO_ROLES
 from shared.network.health import Health
-from shared.network.rpc import ServerLimits, make_server, reason_of, status_from_rpc_error
+from shared.network.rpc import ServerLimits, make_server
+from shared.network.statuses import reason_of, status_from_rpc_error
 from shared.network.tls import Certificates, Role
 from shared.tenants.client_keys import ClientKeys
 from tests.support.cells.certificates import DOMAIN, Authority, Issued, write_files

@@ -19,14 +19,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from shared.errors import InvalidRequestError, KvCapacityExceededError, Violation
 from shared.network.health import Health
-from shared.network.rpc import (
-    ServerLimits,
-    StatusError,
-    make_channel,
-    make_server,
-    reason_of,
-    status_from_rpc_error,
-)
+from shared.network.rpc import ServerLimits, make_channel, make_server
+from shared.network.statuses import StatusError, reason_of, status_from_rpc_error
 from shared.tenants.client_keys import ClientKeys
 from tests.support.clients.key_files import key_line, write_keys
 from tests.support.system.ports import free_port

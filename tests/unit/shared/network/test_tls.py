@@ -16,7 +16,8 @@ from prometheus_client import CollectorRegistry
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from shared.network.health import Health
-from shared.network.rpc import Peer, make_channel, make_server, reason_of, status_from_rpc_error
+from shared.network.rpc import Peer, make_channel, make_server
+from shared.network.statuses import reason_of, status_from_rpc_error
 from shared.network.tls import Certificates, Role, TlsError, TrustedAuthority
 from shared.process.metrics import TlsCollector
 from tests.support.cells.certificates import DOMAIN, Authority, Issued, write_files

@@ -22,7 +22,7 @@ from services.tokenizer.replies.families.plain import PlainParser
 from services.tokenizer.text.detokenizer import ByteLevelDetokenizer, text_table
 from shared.errors import DrainingError, InternalError, NumericError, SchedulerLostError
 from shared.ids import RequestHandle
-from shared.network.rpc import StatusError, reason_of
+from shared.network.statuses import StatusError, reason_of
 from tests.support.clients.client import Answer
 from tests.support.tokenizer.exchange_peer import (
     Position,

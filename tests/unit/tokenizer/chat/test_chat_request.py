@@ -11,7 +11,7 @@ from services.tokenizer.chat.chat_request import chat_text_bytes, check_chat, re
 from services.tokenizer.chat.conversation import Conversation, Message, Tool, ToolCall, ToolMode
 from services.tokenizer.text_size import MAX_TEXT_BYTES
 from shared.errors import InvalidRequestError, RequestTooLargeError, Violation
-from shared.network.rpc import to_status
+from shared.network.statuses import to_status
 
 USER = {"role": "ROLE_USER", "content": "Hi"}
 TOOL = {"name": "look_up", "description": "Looks words up.", "parameters": '{"type": "object"}'}

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.exchange import scheduler_stream, submit_suspects
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.support.tokenizer.exchange_peer import ExchangePeer, Row, make_end, read_column
 from tests.support.tokenizer.tokenizer_service import read_rest, run_tokenizer_service
 

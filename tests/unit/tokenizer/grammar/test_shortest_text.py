@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.grammar.shortest_text import MAX_BYTES, shortest_json, shortest_match, shortest_text
 from services.tokenizer.json.json_values import JsonValue
-from shared.network.rpc import status_from_rpc_error
+from shared.network.statuses import status_from_rpc_error
 from tests.support.models.tiny_tokenizer import TOOLS_CHATML, write_tiny_tokenizer
 from tests.support.tokenizer.tokenizer_service import Service, run_tokenizer_service
 

@@ -27,7 +27,7 @@ from shared.errors import (
     Violation,
     WorkersLostError,
 )
-from shared.network.rpc import StatusError, to_status
+from shared.network.statuses import StatusError, to_status
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from lockstep.v1 import tokenizer_pb2
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.support.tokenizer.exchange_peer import Row, make_end
 from tests.support.tokenizer.http_client import MAX_TOKENS, MESSAGES, HttpService, run_http_service
 from tests.support.tokenizer.tokenizer_service import Service, read_rest

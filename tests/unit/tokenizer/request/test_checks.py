@@ -24,7 +24,7 @@ from shared.errors import (
     RequestTooLargeError,
     ServiceError,
 )
-from shared.network.rpc import to_status
+from shared.network.statuses import to_status
 from shared.request.limits import ModelLimits
 from shared.request.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 

@@ -14,7 +14,7 @@ from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.config import TokenizerSettings
 from services.tokenizer.request.model import load_model
 from shared.model_files.model_dir import CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZER, ModelDirectoryError
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.support.models.tiny_tokenizer import VOCABULARY_SIZE, tiny_tokenizer, write_tiny_tokenizer
 from tests.support.tokenizer.tokenizer_service import Service, run_tokenizer_service
 

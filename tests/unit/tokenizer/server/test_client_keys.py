@@ -14,7 +14,7 @@ import pytest
 from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.http.connections.limits import HttpLimits
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.support.clients.client import read_answer
 from tests.support.clients.key_files import key_line, write_keys
 from tests.support.system.scraping import scrape

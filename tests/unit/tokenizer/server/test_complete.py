@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.answer.whole_answer import MAX_ANSWER_BYTES, WholeAnswer
 from shared.errors import NumericError, RequestTooLargeError
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.support.models.tiny_tokenizer import IM_END_ID
 from tests.support.tokenizer.exchange_peer import Position, PromptRow, Row, make_end, make_error_end
 from tests.support.tokenizer.tokenizer_service import Service

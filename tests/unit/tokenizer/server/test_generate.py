@@ -15,7 +15,7 @@ from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.server.generate import echo_pieces
 from shared.errors import AbortedByCallError
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from shared.request.sampling_codec import decode_options
 from shared.request.sampling_params import SamplingOptions
 from tests.support.clients.client import Answer, read_answer

@@ -23,7 +23,7 @@ from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.chat.chat_request import MAX_MESSAGE_BYTES, MAX_VALUES, MAX_VARIABLES_BYTES, check_chat
 from shared.errors import InvalidRequestError, Violation
 from shared.network.message_reader import MAX_UNCOUNTED_BYTES
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.support.clients.many_fields import methods
 from tests.support.clients.message_costs import CHECKS, all_messages, read
 from tests.support.tokenizer.tokenizer_service import Service, run_tokenizer_service

@@ -16,7 +16,7 @@ from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.answer.request_totals import RequestTotals
 from shared.errors import NumericError
 from shared.network import rpc
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.support.tokenizer.exchange_peer import Row, make_end, make_error_end
 from tests.support.tokenizer.http_client import HttpService, run_http_service
 from tests.support.tokenizer.tokenizer_service import Service, read_rest, run_tokenizer_service

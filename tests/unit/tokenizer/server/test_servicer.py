@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from lockstep.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from shared.errors import DeadlinePassedError, DuplicateRequestError, NumericError
 from shared.model_files.model_dir import model_digest
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.support.clients.narrow_channel import WINDOW_BYTES, open_narrow_channel
 from tests.support.models.tiny_tokenizer import (
     CHATML,

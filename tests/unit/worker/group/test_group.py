@@ -26,7 +26,8 @@ from services.worker.process.rpc_thread import Role
 from services.worker.server.leader import Leader
 from shared.config import load_settings
 from shared.errors import GroupMismatchError
-from shared.network.rpc import make_channel, make_server, reason_of, status_from_rpc_error
+from shared.network.rpc import make_channel, make_server
+from shared.network.statuses import reason_of, status_from_rpc_error
 from shared.release import find_release
 from tests.support.worker.worker_runner import WrappedModel, generate_alone, make_runner
 from tests.support.worker.worker_steps import (

@@ -17,7 +17,7 @@ from services.worker.forward.forward_context import get_forward_context
 from services.worker.models.loader import LoadedModel
 from services.worker.models.registry import CausalLM
 from services.worker.process.exits import ExitCode
-from shared.network.rpc import reason_of, status_from_rpc_error
+from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.support.worker.worker_runner import WrappedModel, generate_alone, make_runner
 from tests.support.worker.worker_service import (
     PROMPTS,

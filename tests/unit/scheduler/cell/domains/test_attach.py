@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.cell.domains.attach import (
-    HEAD_START_S,
-    OFFER_TIMEOUT_S,
+from services.scheduler.cell.domains.attach import RETRY_DELAY_S, DomainAttach
+from services.scheduler.cell.domains.attach_events import (
     QUESTION,
-    RETRY_DELAY_S,
     Accepted,
     CloseStreams,
     Command,
-    DomainAttach,
     Dropped,
     GroupPlace,
     Offer,
@@ -24,10 +21,10 @@ from services.scheduler.cell.domains.attach import (
     Restart,
     RetryAt,
     RetryDue,
-    SchedulerClaim,
     StreamBroken,
     StreamOpened,
 )
+from services.scheduler.cell.domains.scheduler_claim import HEAD_START_S, OFFER_TIMEOUT_S, SchedulerClaim
 from services.scheduler.cell.events import DomainAttached, DomainLost, Exit
 from services.scheduler.core.policy import CellTopology
 from services.scheduler.core.worker_facts import ALIKE, MAY_DIFFER, OWN, WorkerFacts
