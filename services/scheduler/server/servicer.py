@@ -13,7 +13,8 @@ from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler.cell.requests.tenant_totals import TenantState
 from services.scheduler.cell.state import RankState
-from services.scheduler.server.cell_server import LAST_WORDS_S, CellServer, ClientLink
+from services.scheduler.server.cell_server import CellServer
+from services.scheduler.server.client_link import LAST_WORDS_S, ClientLink
 from services.scheduler.server.event_codec import describe_event
 from services.scheduler.server.exchange_codec import decode_request
 from shared.errors import InternalError, InvalidRequestError, ServiceError, Violation

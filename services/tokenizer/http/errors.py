@@ -15,7 +15,7 @@ from google.rpc import error_details_pb2
 
 from services.tokenizer.http.refusals import FieldNaming, HttpError
 from shared.errors import ErrorCode, InternalError, ServiceError, Violation
-from shared.network.rpc import without_text
+from shared.network.call_interceptor import without_text
 from shared.network.statuses import StatusError, to_status
 
 logger = logging.getLogger(__name__)

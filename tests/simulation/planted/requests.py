@@ -23,7 +23,7 @@ from services.scheduler.core.results.endings import Endings
 from services.scheduler.core.results.outputs import OutputsByClient
 from services.scheduler.core.results.postprocess import Postprocessor
 from services.scheduler.core.stops import find_finish
-from services.scheduler.server.cell_server import ClientLink
+from services.scheduler.server.client_link import ClientLink
 from services.scheduler.server.direct_clients import DirectClients
 from services.tokenizer.exchange.exchange_codec import encode_submit
 from services.tokenizer.exchange.request_ledger import RequestLedger
@@ -363,7 +363,7 @@ def _replicas_listen_to_old_streams(patch: Patch) -> None:
 @_planted(Fault.REPLICA_STALL, seed=5)
 def _replicas_that_do_not_read_keep_their_streams(patch: Patch) -> None:
     """Messages for a replica that does not read pile up, and its requests are still computed."""
-    patch.setattr("services.scheduler.server.cell_server.MAX_UNREAD_S", math.inf)
+    patch.setattr("services.scheduler.server.client_link.MAX_UNREAD_S", math.inf)
 
 
 @_planted(Fault.REPLICA_STALL, seed=5)

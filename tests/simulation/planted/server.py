@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from services.scheduler.cell.events import Event, TimePassed
-from services.scheduler.server.cell_server import CellServer, ClientLink
+from services.scheduler.server.cell_server import CellServer
+from services.scheduler.server.client_link import ClientLink
 from tests.simulation.faults import Fault
 from tests.simulation.planted.planting import Patch, PlantedBug, planter
 

@@ -12,7 +12,8 @@ import pytest
 from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc, worker_pb2
 from lockstep.v1 import common_pb2
 from services.scheduler.cell.events import Action, ClientMessage
-from services.scheduler.server.cell_server import MAX_UNREAD_S, CellServer, ClientLink
+from services.scheduler.server.cell_server import CellServer
+from services.scheduler.server.client_link import MAX_UNREAD_S, ClientLink
 from services.scheduler.server.exchange_codec import decode_request
 from shared.errors import NotReadyError
 from shared.network.statuses import reason_of, status_from_rpc_error
@@ -309,7 +310,7 @@ async def test_replicas_and_direct_clients_get_an_error_when_the_scheduler_ends(
 async def test_a_replica_that_stops_reading_loses_its_stream_and_its_requests_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.scheduler.server.cell_server.MAX_UNREAD_S", 0.2)
+    monkeypatch.setattr("services.scheduler.server.client_link.MAX_UNREAD_S", 0.2)
     worker = GatedWorker(is_open=True)
     async with running_cell(tmp_path, worker) as cell, open_narrow_channel(f"unix:{tmp_path}/cell") as channel:
         stuck = ReplicaStream(exchange_pb2_grpc.ExchangeServiceStub(channel).Exchange())
@@ -332,7 +333,7 @@ async def test_a_replica_that_stops_reading_loses_its_stream_and_its_requests_at
 async def test_nothing_is_computed_for_messages_on_an_abandoned_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.scheduler.server.cell_server.MAX_UNREAD_S", PATIENCE_S)
+    monkeypatch.setattr("services.scheduler.server.client_link.MAX_UNREAD_S", PATIENCE_S)
     monkeypatch.setattr("services.scheduler.server.servicer.LAST_WORDS_S", PATIENCE_S)
     worker = GatedWorker(is_open=True)
     async with running_cell(tmp_path, worker) as cell, open_narrow_channel(f"unix:{tmp_path}/cell") as channel:
@@ -361,7 +362,7 @@ def is_writing_to_replicas() -> bool:
 async def test_the_handler_of_a_replica_that_does_not_read_stops_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.scheduler.server.cell_server.MAX_UNREAD_S", PATIENCE_S)
+    monkeypatch.setattr("services.scheduler.server.client_link.MAX_UNREAD_S", PATIENCE_S)
     async with running_cell(tmp_path) as cell, open_narrow_channel(f"unix:{tmp_path}/cell") as channel:
         stuck = ReplicaStream(exchange_pb2_grpc.ExchangeServiceStub(channel).Exchange())
         await stuck.read()
@@ -379,7 +380,7 @@ async def test_the_handler_of_a_replica_that_does_not_read_stops_waiting(
 async def test_a_stream_that_ends_during_a_write_is_not_reported_as_a_bug(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, ends_by: str
 ) -> None:
-    monkeypatch.setattr("services.scheduler.server.cell_server.MAX_UNREAD_S", PATIENCE_S)
+    monkeypatch.setattr("services.scheduler.server.client_link.MAX_UNREAD_S", PATIENCE_S)
     async with running_cell(tmp_path) as cell, open_narrow_channel(f"unix:{tmp_path}/cell") as channel:
         stuck = ReplicaStream(exchange_pb2_grpc.ExchangeServiceStub(channel).Exchange())
         await stuck.read()

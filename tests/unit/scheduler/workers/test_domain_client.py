@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from lockstep.internal.v1 import worker_pb2
-from services.scheduler.cell.domains import attach_events
+from services.scheduler.cell.domains import attach, attach_events, scheduler_claim
 from shared.errors import StaleEpochError
 from shared.network.heartbeat import LEASE_S
 from tests.support.clients.token_client import error_of, generate_tokens, seeded
@@ -151,7 +151,7 @@ async def test_a_group_is_offered_the_next_epoch_once_it_has_answered_or_refused
         assert len(worker.attaches) == 2
 
 
-@pytest.mark.parametrize("kind", [attach.RetryDue, attach_events.Accepted])
+@pytest.mark.parametrize("kind", [attach_events.RetryDue, attach_events.Accepted])
 async def test_a_bug_in_the_attach_protocol_ends_the_scheduler(
     kind: type[attach_events.AttachEvent],
     tmp_path: Path,
@@ -218,7 +218,7 @@ async def test_an_idle_worker_gets_heartbeats(tmp_path: Path) -> None:
 async def test_a_scheduler_whose_worker_was_claimed_by_another_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attach, "LEASE_S", 0.1)
+    monkeypatch.setattr(scheduler_claim, "LEASE_S", 0.1)
     async with running_cell(tmp_path) as cell:
         await cell.wait_until_ready()
         call = cell.scheduler.Generate(seeded([1], max_tokens=500))

@@ -68,7 +68,9 @@ async def failing_stub(tmp_path: Path, failure: Failure) -> AsyncIterator[Any]:
 def logged_here(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     """What serving the calls logged, without what gRPC says late about an earlier test's event loop."""
     return [
-        record for record in caplog.records if record.name in ("shared.network.rpc", "shared.network.message_reader")
+        record
+        for record in caplog.records
+        if record.name in ("shared.network.call_interceptor", "shared.network.message_reader")
     ]
 
 
@@ -128,7 +130,7 @@ async def test_a_stream_fails_after_the_responses_it_has_sent(tmp_path: Path) ->
 async def test_an_unknown_errors_text_is_neither_logged_nor_revealed_to_the_client(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.ERROR, logger="shared.network.rpc"):
+    with caplog.at_level(logging.ERROR, logger="shared.network.call_interceptor"):
         code, status = await fail_unary(tmp_path, raising(RuntimeError("the secret")))
 
     assert (code, reason_of(status)) == (grpc.StatusCode.INTERNAL, "INTERNAL")
