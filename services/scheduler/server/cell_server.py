@@ -88,7 +88,8 @@ class CellServer:
         """What ended the cell, if it was a bug."""
         self._replica_silence_s = replica_silence_s
         self._health = health
-        self._clients: dict[int, ClientLink] = {}
+        self.clients: dict[int, ClientLink] = {}
+        """Connected replicas, by the engine's number."""
         self._client_numbers = itertools.count(1)
         self._loop = asyncio.get_running_loop()
         self.clock = EventClock(self._loop.time)
@@ -101,11 +102,6 @@ class CellServer:
         self._progress = 0
         self._failpoint = failpoint
         self._worker_links = WorkerLinks(engine, workers, self.on_event, self._exit)
-
-    @property
-    def num_clients(self) -> int:
-        """Connected replicas."""
-        return len(self._clients)
 
     async def run_worker_links(self) -> None:
         """Keep the workers attached until cancelled, or until a bug."""
@@ -136,7 +132,7 @@ class CellServer:
         self.direct_clients.close(error)
         self.kv_events.close(error)
         if self.bug is None:
-            for client in self._clients.values():
+            for client in self.clients.values():
                 client.close(error)
 
     def is_idle(self) -> bool:
@@ -148,14 +144,14 @@ class CellServer:
         """Add a replica; it gets a heartbeat at once, after the cell's info if this scheduler holds workers."""
         number = next(self._client_numbers)
         client = ClientLink(number, lambda: self.disconnect(client), self._replica_silence_s)
-        self._clients[number] = client
+        self.clients[number] = client
         self.replica_drains.link(number)
         self._tell([client], self._loop.time())
         return client
 
     def disconnect(self, client: ClientLink) -> None:
         """Remove a replica and abort its requests; a second call does nothing."""
-        if self._clients.pop(client.number, None) is not None:
+        if self.clients.pop(client.number, None) is not None:
             self.replica_drains.unlink(client.number)
             self.trials.unlink(client.number)
             self.on_event(ClientClosed(client.number))
@@ -225,9 +221,9 @@ class CellServer:
         self.kv_events.wake()
         if self._readiness() != was:
             self._report_health()
-            self._tell(self._clients.values(), now)
+            self._tell(self.clients.values(), now)
         elif self.engine.facts.version != facts_version:
-            for client in self._clients.values():
+            for client in self.clients.values():
                 self._send_cell_info(client, now)
 
     def _readiness(self) -> tuple[bool, bool]:
@@ -254,12 +250,12 @@ class CellServer:
             case Deliver(client, outputs) if client == DIRECT_CLIENT:
                 self.direct_clients.deliver(outputs)
             case Deliver(client, outputs):
-                if (link := self._clients.get(client)) is not None:
+                if (link := self.clients.get(client)) is not None:
                     message = encode_outputs(outputs, has_timings=link.has_timings)
                     link.send(exchange_pb2.ExchangeResponse(outputs=message), self._loop.time())
             case CloseClient(client, error):
-                if client in self._clients:
-                    self._clients[client].close(error)
+                if client in self.clients:
+                    self.clients[client].close(error)
             case Beat(progress):
                 self._beat(progress)
             case DropDomain(domain, epoch, reason, retry_s):
@@ -280,7 +276,7 @@ class CellServer:
         now, self._progress = self._loop.time(), progress
         self._beat_workers()
         heartbeat = self._make_heartbeat()
-        for client in self._clients.values():
+        for client in self.clients.values():
             client.beat(self._address(heartbeat, client), now)
 
     def _beat_workers(self) -> None:

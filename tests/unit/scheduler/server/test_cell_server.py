@@ -318,7 +318,7 @@ async def test_a_replica_that_stops_reading_loses_its_stream_and_its_requests_at
         await stuck.write(submit(1, [1, 2, 3], 400))
         # By then its window is full, and the next write is blocked.
         # On a busy machine its stream may be closed already.
-        await cell.wait_until(lambda state: state.num_decode_steps > 100 or not cell.server.num_clients)
+        await cell.wait_until(lambda state: state.num_decode_steps > 100 or not cell.server.clients)
         worker.gate.clear()
         await cell.wait_until(lambda state: not state.num_running + state.num_waiting)
         worker.gate.set()
@@ -345,7 +345,7 @@ async def test_nothing_is_computed_for_messages_on_an_abandoned_stream(
         worker.gate.clear()
         for handle in (2, 2):
             await replica.write(submit(handle, [5], 400))
-        await cell.wait_until(lambda _: not cell.server.num_clients)
+        await cell.wait_until(lambda _: not cell.server.clients)
         await replica.write(submit(3, [7], 400))
         with pytest.raises(grpc.aio.AioRpcError):
             await read_outputs(replica, 2)
@@ -373,7 +373,7 @@ async def test_the_handler_of_a_replica_that_does_not_read_stops_waiting(
         assert is_writing_to_replicas()
         await stuck.write(message)
         await cell.wait_until(lambda _: not is_writing_to_replicas())
-        assert not cell.server.num_clients
+        assert not cell.server.clients
 
 
 @pytest.mark.parametrize("ends_by", ["cancel", "torn message"])

@@ -20,7 +20,7 @@ from tests.support.system.patience import PATIENCE_S
 
 async def until_unlinked(cell: Cell) -> None:
     """Return when no replica is linked."""
-    while cell.server.num_clients:  # noqa: ASYNC110 - it has no event
+    while cell.server.clients:  # noqa: ASYNC110 - it has no event
         await asyncio.sleep(0.01)
 
 
