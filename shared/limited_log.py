@@ -20,7 +20,7 @@ class LimitedLog:
     def __init__(self, logger: logging.Logger, now: Callable[[], float] = time.monotonic) -> None:
         self._logger = logger
         self._now = now
-        # Of each kind, when it was last written, and how often it has happened since.
+        # When a line of each kind was last written, and how often it has happened since.
         self._kinds: dict[Hashable, tuple[float, int]] = {}
 
     def warning(self, message: str, *, kind: Hashable = "", **facts: object) -> None:

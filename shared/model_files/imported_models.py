@@ -24,7 +24,7 @@ IMPORT_VERSION = 5
 """The version of what an import makes of a file. What an older one made is not used."""
 _RECORDS = "records"
 _NEEDED = (MANIFEST, CONFIG, TOKENIZER, WEIGHTS)
-# Of a digest: enough for no two models to meet.
+# The digits of a digest: enough for no two models to meet.
 _NAME_DIGITS = 16
 
 FileIdentity = list[Any]

@@ -62,7 +62,7 @@ TEXT_MODELS: Mapping[str, TextModel] = {
     "Qwen3_5ForConditionalGeneration": TextModel(("qwen3_5_text",)),
     "Qwen3_5MoeForConditionalGeneration": TextModel(("qwen3_5_moe_text",)),
 }
-"""By architecture, as in config.json. Only their text is served."""
+"""Models by architecture, as in config.json. Only their text is served."""
 
 
 def text_values(config: Mapping[str, Any], text_model: TextModel) -> dict[str, Any]:

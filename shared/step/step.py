@@ -129,9 +129,9 @@ class StepResult:
     counts: Int32Column | None = None  # [num_rows], tokens of each row; None means one each
     num_draft_tokens: int = 0
     logprobs: Logprobs | None = None
-    """By index into `token_ids`."""
+    """Values by index into `token_ids`."""
     prompt_logprobs: tuple[tuple[int, Logprobs], ...] = ()
-    """By slot; `indexes` are positions in the prompt."""
+    """Values by slot; `indexes` are positions in the prompt."""
     failed_grammar_rows: Int32Column = field(default_factory=lambda: NO_INTS)
     """Rows with a grammar that cannot be followed further; only their last token is meaningless."""
     not_finite_saves: Int32Column = field(default_factory=lambda: NO_INTS)

@@ -34,7 +34,7 @@ class GgufName:
     file: str | None
     """Its name, in the model's repository."""
     kind: str | None
-    """Otherwise a part of its name."""
+    """What is no whole name is a part of it."""
 
     def __str__(self) -> str:
         return f"{self.model}/{self.file}" if self.kind is None else f"{self.model}:{self.kind}"

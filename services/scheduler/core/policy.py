@@ -167,4 +167,4 @@ class SchedulerCounters:
     recovery_s: float = 0.0
     """Total time of these recoveries."""
     recoveries_by_s: list[int] = field(default_factory=lambda: [0] * (len(RECOVERY_BUCKETS_S) + 1))
-    """By bucket of `RECOVERY_BUCKETS_S`, longer ones last; not cumulative."""
+    """Counts by bucket of `RECOVERY_BUCKETS_S`, longer ones last; not cumulative."""

@@ -21,7 +21,7 @@ _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 _COMMON = frozenset({"max_dp", "discovery_period_s"})
-# By kind: the settings without which it cannot work, and those that it also takes.
+# The settings of each kind: those without which it cannot work, and those that it also takes.
 _REQUIRED = {
     "static": frozenset[str](),
     "dns": frozenset({"max_dp", "discovery_name"}),

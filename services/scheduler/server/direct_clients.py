@@ -46,7 +46,7 @@ DIRECT_CLIENT = 0
 # A response costs about 50 µs. After this many, step results get their turn, at most half a millisecond late.
 RESPONSES_PER_TURN = 8
 
-# By then a scheduler that has just started holds workers, unless it is a standby.
+# A scheduler that has just started holds workers by then, unless it is a standby.
 _STANDBY_RETRY_S = 1.0
 
 _MAX_FIRST_HANDLE = 2**32 - MAX_CHOICES

@@ -28,7 +28,7 @@ class ReplicaDrains:
         self._clock = clock
         self._awaited_until = clock() + _LINK_S
         self._has_had_replica = False
-        # By number: whether it drains; None until it has said something.
+        # Whether each drains, by number; None until it has said something.
         self._replica_to_drains: dict[int, bool | None] = {}
         self._stay = Stay()
         self._is_asked = False

@@ -153,7 +153,7 @@ def _num_positions(num_entries: int) -> int:
 
 def _encode_position(position: PositionLogprobs) -> common_pb2.PositionLogprobs:
     num_own = len(position.ranks)
-    # Those of the likeliest tokens, which come last, are their places.
+    # The ranks of the likeliest tokens, which come last, are their places.
     ranks = chain(position.ranks, range(1, 1 + len(position.token_ids) - num_own))
     token, *others = (
         common_pb2.TokenLogprob(token_id=token_id, logprob=logprob, rank=rank)

@@ -91,7 +91,7 @@ class TemplateRenderer:
         self._idle: deque[RenderChild] = deque()
         self._server: RenderServer | None = None
         self._is_closed = False
-        # Of the two above.
+        # The lock of the two above.
         self._lock = threading.Lock()
         self._log = LimitedLog(logger)
         self.num_ended = dict.fromkeys(("cpu", "memory", "crash", "hung", "lost"), 0)

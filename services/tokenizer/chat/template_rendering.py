@@ -10,7 +10,7 @@ from services.tokenizer.chat.template_environment import compile_template, rende
 from services.tokenizer.chat.typescript_tools import VARIABLE, declared_tools, sorted_tools
 from services.tokenizer.json.json_values import JsonObject
 
-# Of a template's own words in an error, which travels as metadata.
+# The length of a template's own words in an error, which travels as metadata.
 _MAX_WORDS_LENGTH = 500
 
 

@@ -29,7 +29,7 @@ _NAMED_TYPES = {
     "object": "{}",
     "array": "Array<any>",
 }
-# By a schema's type: the keywords that are told in a comment.
+# The keywords that are told in a comment, by a schema's type.
 _CONSTRAINTS = {
     "string": ("maxLength", "minLength", "pattern"),
     "number": ("maximum", "minimum"),
@@ -83,7 +83,7 @@ class _Function:
         if is_recursive := self._refers_to_itself:
             fields = self._fields(schema, _INDENT).values()
             lines.append(f"interface {_SELF} {_braces(fields)}")
-        # Those of the arguments; what they define themselves is left out.
+        # The definitions of the arguments; what they define themselves is left out.
         for defined, of_name in list(self._definitions.items()):
             if about := of_name.get("description", ""):
                 lines.append(_comment(about))

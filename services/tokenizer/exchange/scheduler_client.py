@@ -84,7 +84,7 @@ class SchedulerClient:
         self._is_draining = False
         # What `on_change` was last called for.
         self._why_not_computed: str | None = _UNLINKED
-        # Of the last cell that reported it.
+        # The digest of the last cell that reported it.
         self._weights_digest = ""
 
     @property

@@ -190,7 +190,7 @@ ANSWERS: dict[str, Schema] = {
         {"type": _one_of("error"), "error": _object({"type": TEXT, "message": TEXT}), "request_id": TEXT}
     ),
 }
-"""By the names that the description gives them."""
+"""Schemas by the names that the description gives them."""
 
 
 STATE: Schema = {

@@ -34,7 +34,7 @@ from shared.tenants.fair_room import FairRoom
 
 # Parsed at the same time.
 _MAX_LARGE_BODIES = 2
-# By then a cell has started, from which the process that reads them would take half a second of CPU time.
+# A cell has started by then, from which the process that reads them would take half a second of CPU time.
 _WARM_UP_AFTER_S = 10.0
 _AUDIENCES = {route.path: route.audience for route in ROUTES}
 _STREAMED = frozenset(route.path for route in ROUTES if route.is_streamed)

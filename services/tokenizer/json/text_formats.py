@@ -45,7 +45,7 @@ TEXT_FORMATS: dict[str, str] = {
     "uuid": "[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
     "uri": f"[a-zA-Z][a-zA-Z0-9+.-]*:(?://(?:{_LABEL}(?:[.]{_LABEL})*)(?::[0-9]{{1,5}})?|{_PATH_CHARACTER}+){_PATH_END}",
 }
-"""By the name of the format; those of `json_schema.FORMATS`."""
+"""Expressions by the name of the format; those of `json_schema.FORMATS`."""
 
 WITH_DATES: dict[str, str] = {"date": _DATE, "date-time": f"{_DATE}T.*"}
 """Regular expressions of the dates in a format that begins with one, and of anything after them."""

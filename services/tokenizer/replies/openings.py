@@ -28,7 +28,7 @@ class ThinkMarkup:
     """What its templates write between the end and the answer."""
 
 
-# By parser. Harmony's messages and families without reasoning are not marked like this.
+# Markup by parser. Harmony's messages and families without reasoning are not marked like this.
 THINK_MARKUP: dict[str, ThinkMarkup] = {
     "hermes": ThinkMarkup("<think>", "</think>", "\n\n"),
     "deepseek_v3": ThinkMarkup("<think>", "</think>"),

@@ -33,7 +33,7 @@ class DeviceBatch:
         # The columns of `DrawRows` that a sequence enters with, by slot.
         draws = DrawRows.greedy(num_slots, device)
         self._draws = {each.name: getattr(draws, each.name) for each in fields(draws) if each.name != "position"}
-        # Those of the last decode, whose sequences are mostly those of the next one.
+        # The slots of the last decode, whose sequences are mostly those of the next one.
         self._decode_slots = torch.zeros(0, dtype=torch.int64, device=device)
         self._decode_draws = decode_draws or DrawRows.greedy(num_slots, device)
         self._has_decode_draws = False

@@ -15,7 +15,7 @@ _OUTPUTS = "which outputs transformers' calls return"
 _LOSS = "for the loss of training"
 _IF_DRAFTS = "checked where layers that draft are loaded"
 
-# By key: the reason.
+# The reason by key.
 _COMMON: dict[str, str] = {
     "_commit_hash": "where the file came from",
     "attention_dropout": _TRAINING,
@@ -117,7 +117,7 @@ KEYS_OF_TOWERS: dict[str, str] = {
 _GENERATION = "for transformers' generate(); generation_config.json has a model's defaults of sampling"
 _OLDER = "written by older releases of transformers for encoders, decoders beside them, and other frameworks"
 _ELSEWHERE = "read where files are recognised, or by the tokenizer service"
-# By key: the reason. Unlike `_COMMON`'s, transformers' models are not built with another value of these.
+# The reason by key. Unlike `_COMMON`'s, transformers' models are not built with another value of these.
 _OF_ALL_FILES: dict[str, str] = {
     **dict.fromkeys(
         (
@@ -149,7 +149,7 @@ _BY_WEIGHTS = "read where other keys say that there are such layers"
 _OTHER_KEY = "another key says the same"
 _NO_GROUPS = "read where experts are in groups"
 _NO_WINDOW = "read where a window is switched on"
-# By family and key: what is read only beside some values of other keys, and has no effect beside all others.
+# The reason by family and key: what is read only beside some values of other keys, and has no effect beside all others.
 _BESIDE_OTHERS: dict[str, dict[str, str]] = {
     "DeepseekV2ForCausalLM": {"intermediate_size": _BY_WEIGHTS, "n_group": _NO_GROUPS, "topk_group": _NO_GROUPS},
     "DeepseekV3ForCausalLM": {"intermediate_size": _BY_WEIGHTS, "topk_group": _NO_GROUPS},

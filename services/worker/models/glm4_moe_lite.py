@@ -11,7 +11,7 @@ from services.worker.models.deepseek_v3 import load_like_deepseek_v3
 from services.worker.models.parts.decoder import DecoderModel
 
 _NUM_DENSE_LAYERS = 1
-# Those of transformers' configuration.
+# The defaults of transformers' configuration.
 _DEFAULTS: Mapping[str, Any] = {
     "first_k_dense_replace": _NUM_DENSE_LAYERS,
     "n_group": 1,

@@ -15,7 +15,7 @@ from services.worker.models.parts.latent_attention import IndexerConfig
 from services.worker.models.parts.mtp import num_mtp_layers
 from shared.model_files.model_dir import ModelDirectoryError
 
-# Those of transformers' configuration.
+# The defaults of transformers' configuration.
 _DEFAULTS: Mapping[str, Any] = {
     "index_n_heads": 32,
     "index_skip_topk_offset": 2,

@@ -33,7 +33,7 @@ __all__ = ["CausalLM", "ModelLoader", "loader_for"]
 # or weights are not those of such a model.
 ModelLoader = Callable[[Mapping[str, Any], Shard], CausalLM]
 
-# Those of `shared.model_files.model_dir.ARCHITECTURES`.
+# The architectures of `shared.model_files.model_dir.ARCHITECTURES`.
 _ARCHITECTURES: dict[str, ModelLoader] = {
     "DeepseekV2ForCausalLM": load_deepseek_v2,
     "DeepseekV3ForCausalLM": load_deepseek_v3,

@@ -202,4 +202,4 @@ BLOCK_TYPES = {
     block_type.name: block_type
     for block_type in (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS)
 }
-"""By GGUF's name."""
+"""Types by GGUF's name."""

@@ -42,7 +42,7 @@ def end_process(code: ExitCode, reason: str, **fields: object) -> None:
         logger.log(level, reason, extra={"exit_code": code, **fields})
         logging.shutdown()
     finally:
-        # Also if there is no memory left to say why.
+        # The process ends even if there is no memory left to say why.
         os._exit(code)
 
 

@@ -53,7 +53,7 @@ class SamplingRows:
     choice: npt.NDArray[np.uint32]  # [num_rows], which of its request's choices a row is
     position: npt.NDArray[np.int64]  # [num_rows], absolute position of the first token drawn: the length so far
     states: dict[int, SamplingState] = field(default_factory=dict)
-    """By row, for sequences with options."""
+    """States by row, for sequences with options."""
     draft_token_ids: Int32Column = field(default_factory=lambda: _NO_TOKENS)  # [num_drafts], row after row
     draft_counts: Int32Column | None = None  # [num_rows], drafts of each row; None means that no row has any
 

@@ -53,11 +53,11 @@ class TenantLoads:
         self._loads: dict[str, TenantLoad] = {}
         self._num_waiting = 0
         self._num_waiting_tokens = 0
-        # By the tenant's name, of those that have any.
+        # The bytes of tenants that have any, by name.
         self._num_bytes: dict[str, int] = {}
 
     def all(self) -> dict[str, TenantLoad]:
-        """By the tenant's name."""
+        """The loads, by the tenant's name."""
         return dict(self._loads)
 
     def load_of(self, tenant: Tenant) -> TenantLoad:

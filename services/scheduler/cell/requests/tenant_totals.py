@@ -42,7 +42,7 @@ class TenantTotals:
         return self._totals.setdefault(self.name_of(tenant), TenantTotal()) if total is None else total
 
     def all(self) -> dict[str, TenantTotal]:
-        """By name."""
+        """The totals, by name."""
         return dict(self._totals)
 
 

@@ -26,7 +26,7 @@ class RowTokens:
     counts: Int32Column | None = None  # [num_rows]
     """Tokens per row; None means one each."""
     logprobs: Logprobs | None = None
-    """By index into `token_ids`."""
+    """Values by index into `token_ids`."""
 
     @classmethod
     def of_result(cls, result: StepResult, row_slots: Slots, num_draft_tokens: int) -> RowTokens:

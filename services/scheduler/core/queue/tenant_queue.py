@@ -33,7 +33,7 @@ class TenantQueue:
         self._order = order
         # The sequences in `_order`, by the time at which they turn aged.
         self._ages = SortedQueue()
-        # By arrival.
+        # The order is that of arrival.
         self._aged = SortedQueue()
 
     @property

@@ -80,7 +80,7 @@ class WaitingQueue:
         self._max_age_s = max_age_s
         self._make_queue = partial(_make_queue, policy, max_age_s)
         self._sequences: dict[Sequence, None] = {}
-        # Of no tenant yet.
+        # The queue is no tenant's yet.
         self._queue = self._make_queue(TenantAccount(0, 1.0))
         self._turns: TenantTurns | None = None
         self._num_added = 0

@@ -65,9 +65,9 @@ class Outputs:
     counts: Int32Column | None = None  # [num_rows]
     """Tokens per row; None means one each."""
     logprobs: Logprobs | None = None
-    """By index into `token_ids`."""
+    """Values by index into `token_ids`."""
     prompt_logprobs: list[tuple[RequestHandle, Logprobs]] = field(default_factory=list)
-    """By handle."""
+    """Values of prompts, by handle."""
     resumes: list[tuple[RequestHandle, int]] = field(default_factory=list)
     """Handles that resume after a loss, and how often they have by now."""
 

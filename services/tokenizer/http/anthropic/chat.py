@@ -19,8 +19,8 @@ _ROLES = {
     "user": tokenizer_pb2.ROLE_USER,
     "assistant": tokenizer_pb2.ROLE_ASSISTANT,
 }
-# By this line, the first of the system prompt, Claude Code tells Anthropic's servers its version. It changes with the
-# conversation, in some releases with each turn: in the prompt, nothing that follows would be found in the cache.
+# The line by which Claude Code tells Anthropic's servers its version, the first of the system prompt. It changes with
+# the conversation, in some releases with each turn: in the prompt, nothing that follows would be found in the cache.
 _ATTRIBUTION = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")
 # What another provider's servers did in earlier turns, or hid: there is no text of it.
 _SKIPPED = frozenset(

@@ -60,7 +60,7 @@ class OfferedTools:
         """Names of what has no effect."""
         # In their order, by numbers that are not reused, with the names of their places.
         self._tools: dict[int, tuple[MessagesTool, str]] = {}
-        # By name; of tools of one name, which the cell refuses, the first.
+        # Numbers by name; of tools of one name, which the cell refuses, the first.
         self._numbers: dict[str, int] = {}
         self._num_offered = 0
 

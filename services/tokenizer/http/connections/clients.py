@@ -22,7 +22,7 @@ class Audience(Enum):
     CLIENTS = "clients"
     """All clients; those with a key, where clients have keys."""
     EVERYBODY = "everybody"
-    """Also those without a key: probes, and a browser, which cannot send one for a page."""
+    """All clients, with a key or without: probes, and a browser, which cannot send one for a page."""
     OPERATORS = "operators"
     """Keys of operators, since it tells of all tenants; where clients have none, only this machine."""
     ALL_OR_NONE = "all or none"

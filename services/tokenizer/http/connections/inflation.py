@@ -112,6 +112,6 @@ INFLATERS: Mapping[str, type[Inflater]] = {
     "x-gzip": Gzip,
     **({"zstd": Zstd} if _zstd_module() else {}),
 }
-"""By the names of encodings in `Content-Encoding`."""
+"""Inflaters by the names of encodings in `Content-Encoding`."""
 ACCEPTED = ", ".join(name for name in INFLATERS if name not in ("identity", "x-gzip"))
 """What `Accept-Encoding` says in an answer that refuses another encoding (RFC 7694, section 3)."""

@@ -20,7 +20,7 @@ _SEPARATOR = ", "
 _MAX_INDEX = 2**32 - 1
 _MAX_EXACT = 2**53
 """The largest number up to which a double is the whole number that was written."""
-# Of a name in an error.
+# The length of a name in an error.
 _MAX_NAME_LENGTH = 256
 
 

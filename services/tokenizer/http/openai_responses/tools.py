@@ -106,11 +106,11 @@ class OfferedTools:
     """What the model is offered."""
 
     kinds: dict[str, ToolKind] = field(default_factory=dict)
-    """By the functions' names."""
+    """Kinds by the functions' names."""
     functions: dict[int, OfferedFunction] = field(default_factory=dict)
     """In their order, by ascending numbers."""
     first_numbers: dict[str, int] = field(default_factory=dict)
-    """By the functions' names; of those of one name in one list, which the cell refuses, the first."""
+    """Numbers by the functions' names; of those of one name in one list, which the cell refuses, the first."""
     described: list[JsonObject] = field(default_factory=list)
     """The tools that were not skipped, as the client gave them."""
     not_held: list[str] = field(default_factory=list)

@@ -24,7 +24,7 @@ _OPENINGS = Markers(START + "assistant", CHANNEL)
 _HEADER_ENDS = Markers(MESSAGE)
 _MESSAGE_ENDS = Markers(END, RETURN, CALL, START + "assistant", CHANNEL)
 
-# Those that an answer may show in code.
+# Markup that an answer may show in code.
 _SHOWN = (CALL, START + "assistant", CHANNEL)
 
 # What a header has, in any order; the content's type may be marked or not.

@@ -191,4 +191,4 @@ CALL_GRAMMARS: dict[str, Callable[[LarkGrammar, GrammarRequest], str]] = {
     "mistral": _mistral,
     "deepseek_v32": _deepseek_v32,
 }
-"""By parser: builds the calls of a reply, in which arguments fit their schemas. Raises `GrammarError`."""
+"""Builders of a reply's calls, whose arguments fit their schemas, by parser. They raise `GrammarError`."""

@@ -59,7 +59,7 @@ class _Replay:
     plans: list[Renewable]
     result: Tensor
     memory: ReplayMemory
-    """Also has results that are tensors no longer, but are written again."""
+    """The memory has results, too, that are tensors no longer, but are written again."""
 
     def __call__(self) -> Tensor:
         for plan in self.plans:

@@ -38,7 +38,7 @@ def prepare_embedding(weight: Matrix, dtype: torch.dtype) -> EmbeddingKernel:
 def prepare_tied(ops: Ops, weight: Matrix, dtype: torch.dtype) -> tuple[EmbeddingKernel, LinearKernel]:
     """Keep the matrix once."""
     if isinstance(weight, BlockMatrix):
-        # Otherwise each would make its own copy.
+        # Each would make its own copy.
         weight = weight.to_integers()
     return ops.prepare_embedding(weight, dtype), ops.prepare_head(weight, dtype)
 

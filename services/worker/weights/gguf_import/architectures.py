@@ -220,7 +220,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3vl": _QWEN3,
     "qwen3vlmoe": _QWEN3_MOE,
 }
-"""By GGUF's name; see `architecture_of`."""
+"""Architectures by GGUF's name; see `architecture_of`."""
 
 # What `expert_gating_func` says. Source: gguf-py, constants.py, `ExpertGatingFuncType`.
 _SOFTMAX, _SIGMOID = 1, 2

@@ -61,7 +61,7 @@ PRE_TOKENIZERS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("deepseek-v3", "deepseek-r1"), _split(*_DEEPSEEK3)),
     "kimi-k2": _split(WORDS),
 }
-"""By GGUF's name."""
+"""Pre-tokenizers by GGUF's name."""
 
 UNKNOWN_PRE_TOKENIZER: Mapping[str, Any] = _GPT2
 """What is used for all others, with a warning."""

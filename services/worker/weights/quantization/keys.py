@@ -83,7 +83,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
     "mxfp4": {"modules_to_not_convert": _TENSORS, "dequantize": _KERNELS},
     "quark": _QUARK,
 }
-"""By method and key, wherever the key is; what is inside such an object has no effect either."""
+"""Reasons by method and key, wherever the key is; what is inside such an object has no effect either."""
 
 
 def unknown_keys(method: str, unread: list[str]) -> list[str]:
