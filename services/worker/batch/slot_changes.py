@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.worker.forward.staging import HostArrays
+from services.worker.ops import DrawRows
 from shared.step.columns import Int32Column
 from shared.step.step import EnteringSequence
 
@@ -62,13 +63,14 @@ class SlotChanges:
 def _entered(enters: list[tuple[EnteringSequence, bool]]) -> HostArrays:
     temperatures = [0.0 if is_edited else enter.params.temperature for enter, is_edited in enters]
     params = [enter.params for enter, _ in enters]
-    min_ps = [0.0 if each.options is None else each.options.min_p for each in params]
+    row_to_options = {row: each.options for row, each in enumerate(params) if each.options is not None}
+    options = DrawRows.option_columns(len(params), row_to_options)
     return {
         "entered_slots": np.array([enter.chunk.slot for enter, _ in enters], np.int64),
         "entered_temperature": np.array(temperatures, np.float32),
         "entered_top_k": np.array([each.top_k for each in params], np.int32),
         "entered_top_p": np.array([each.top_p for each in params], np.float32),
-        "entered_min_p": np.array(min_ps, np.float32),
         "entered_seed": np.array([each.seed for each in params], np.uint64).view(np.int64),
         "entered_choice": np.array([enter.choice for enter, _ in enters], np.int64),
+        **{f"entered_{name}": column for name, column in options.items()},
     }

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from shared.request.sampling_params import NO_OPTIONS, SamplingOptions
+
+_HostColumn = npt.NDArray[np.generic]
+
+# Dtypes of columns.
+_FLOAT32, _INT32, _INT64 = ({"dtype": dtype} for dtype in (torch.float32, torch.int32, torch.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,33 +80,57 @@ class DeltaGates:
 
 @dataclass(frozen=True, slots=True)
 class DrawRows:
-    """How the token of each row is drawn; see `TokenDraw`. On the device of the logits, contiguous."""
+    """How the token of each row is drawn; see `TokenDraw`. On the device of the logits, contiguous.
 
-    temperature: Tensor  # [B] float32, below 1e-5: greedy
-    top_k: Tensor  # [B] int32, 0: all
-    top_p: Tensor  # [B] float32, 1: all
-    min_p: Tensor  # [B] float32, 0: all
-    seed: Tensor  # [B] int64, the bits of the unsigned seed
-    choice: Tensor  # [B] int64
-    position: Tensor  # [B] int64
+    The columns, in this order and with these dtypes, are the layout of `native`'s structure of this name and of what
+    `triton`'s kernels are given by name. A column that `SamplingOptions` has too is filled from it.
+    """
+
+    temperature: Tensor = field(metadata=_FLOAT32)  # [B], below 1e-5: greedy
+    top_k: Tensor = field(metadata=_INT32)  # [B], 0: all
+    top_p: Tensor = field(metadata=_FLOAT32)  # [B], 1: all
+    min_p: Tensor = field(metadata=_FLOAT32)  # [B], 0: all
+    seed: Tensor = field(metadata=_INT64)  # [B], the bits of the unsigned seed
+    choice: Tensor = field(metadata=_INT64)  # [B]
+    position: Tensor = field(metadata=_INT64)  # [B]
+
+    @classmethod
+    @cache
+    def dtypes(cls) -> dict[str, torch.dtype]:
+        """The columns' names and dtypes, in order."""
+        return {each.name: each.metadata["dtype"] for each in fields(cls)}
+
+    @classmethod
+    def option_columns(cls, num_rows: int, row_to_options: Mapping[int, SamplingOptions]) -> dict[str, _HostColumn]:
+        """The columns, on the host, that are filled from the options of rows; rows without any have those of none."""
+        columns: dict[str, _HostColumn] = {}
+        for name, dtype in cls.dtypes().items():
+            if hasattr(NO_OPTIONS, name):
+                values = torch.full((num_rows,), getattr(NO_OPTIONS, name), dtype=dtype).numpy()
+                for row, options in row_to_options.items():
+                    values[row] = getattr(options, name)
+                columns[name] = values
+        return columns
+
+    @property
+    def columns(self) -> dict[str, Tensor]:
+        """The columns by their names, in order."""
+        return {name: getattr(self, name) for name in self.dtypes()}
 
     @classmethod
     def greedy(cls, num_rows: int, device: torch.device) -> DrawRows:
         """Rows to be written; until then they are greedy ones at position 0."""
-        temperature, top_p, min_p = torch.zeros(3, num_rows, device=device)
-        seed, choice, position = torch.zeros(3, num_rows, dtype=torch.int64, device=device)
-        top_k = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        return cls(temperature, top_k, top_p, min_p, seed, choice, position)
+        dtypes = cls.dtypes().items()
+        return cls(**{name: torch.zeros(num_rows, dtype=dtype, device=device) for name, dtype in dtypes})
 
     def write(self, rows: DrawRows) -> None:
         """Copy as many rows, in place."""
-        for each in fields(self):
-            getattr(self, each.name).copy_(getattr(rows, each.name))
+        for name, column in self.columns.items():
+            column.copy_(getattr(rows, name))
 
     def first(self, num_rows: int) -> DrawRows:
         """Views of the first rows."""
-        columns = (getattr(self, each.name) for each in fields(self))
-        return DrawRows(*(column[:num_rows] for column in columns))
+        return DrawRows(**{name: column[:num_rows] for name, column in self.columns.items()})
 
 
 @dataclass(frozen=True, slots=True)

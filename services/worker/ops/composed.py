@@ -235,9 +235,8 @@ def _pad(rows: DecodeRows, num_rows: int) -> None:
 
 def _draws(rows: DrawRows, drawn: Tensor) -> list[tuple[TokenDraw, int]]:
     """How the `drawn` rows are drawn, and their positions."""
-    columns = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.choice, rows.position)
-    values = zip(*(column[drawn].tolist() for column in columns), strict=True)
-    return [
-        (TokenDraw(temperature, top_k, top_p, min_p, seed % 2**64, choice), position)
-        for temperature, top_k, top_p, min_p, seed, choice, position in values
-    ]
+    columns = {name: column[drawn].tolist() for name, column in rows.columns.items()}
+    positions = columns.pop("position")
+    columns["seed"] = [seed % 2**64 for seed in columns["seed"]]
+    draws = (TokenDraw(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True))
+    return list(zip(draws, positions, strict=True))

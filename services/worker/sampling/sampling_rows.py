@@ -65,17 +65,15 @@ class SamplingRows:
         temperature: npt.NDArray[np.float32] | None = None,
     ) -> DrawRows:
         """How the backend draws the `chosen` rows; `temperature` [num_rows] stands in for theirs."""
-        min_p = np.zeros(len(self.temperature), np.float32)
-        for row, state in self.states.items():
-            min_p[row] = state.options.min_p
+        row_to_options = {row: state.options for row, state in self.states.items()}
         columns: HostArrays = {
             "temperature": self.temperature if temperature is None else temperature,
             "top_k": self.top_k,
             "top_p": self.top_p,
-            "min_p": min_p,
             "seed": self.seed.view(np.int64),
             "choice": self.choice.astype(np.int64),
             "position": self.position,
+            **DrawRows.option_columns(len(self.temperature), row_to_options),
         }
         return DrawRows(**upload_arrays({name: column[chosen] for name, column in columns.items()}, device))
 

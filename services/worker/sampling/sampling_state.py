@@ -93,7 +93,7 @@ class SamplingState:
             or options.repetition_penalty != 1.0
             or counts_completion
         )
-        # Whether `process` may change anything: log-probabilities and `min_p` alone do not.
+        # Whether `process` may change anything: log-probabilities and what filters the draw do not.
         self.changes_logits = matcher is not None or self._changes_any_text
 
     @property

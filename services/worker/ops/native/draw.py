@@ -9,17 +9,16 @@ from torch import Tensor
 from services.worker.ops.arguments import DrawRows
 from services.worker.ops.native.state import NativeState
 
-_draw = Struct("P2q Pq 7P P").pack
+_draw = Struct(f"P2q Pq {len(DrawRows.dtypes())}P P").pack
 
 
 def draw(native: NativeState, logits: Tensor, rows: DrawRows, drawn: Tensor, token_ids: Tensor) -> None:
     """Draw rows of any stride, in several threads; see `composed.DrawingOps`."""
-    columns = rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.choice, rows.position
     native.library.ls_draw(
         _draw(
             *(logits.data_ptr(), logits.stride(0), logits.shape[1]),
             *(drawn.data_ptr(), len(drawn)),
-            *(column.data_ptr() for column in columns),
+            *(column.data_ptr() for column in rows.columns.values()),
             token_ids.data_ptr(),
         )
     )

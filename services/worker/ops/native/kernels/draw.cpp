@@ -19,10 +19,7 @@ struct DrawArgs {
     const int64_t* rows;
     int64_t num_rows;
     // By row of `logits`.
-    const float* temperatures;
-    const int32_t* top_ks;
-    const float *top_ps, *min_ps;
-    const int64_t *seeds, *choices, *positions;
+    DrawRows draws;
     // By row of `logits`: the column of its largest logit, which is finite; then the drawn one.
     int64_t* token_ids;
 };
@@ -57,10 +54,10 @@ public:
     Row(const DrawArgs& args, int64_t row)
         : logits_(args.logits + row * args.row_stride),
           num_columns_(args.num_columns),
-          filters_{args.temperatures[row], args.top_ks[row], args.top_ps[row], args.min_ps[row]},
+          filters_(args.draws, row),
           // The key's second word has the noise's purpose, which is 0, above the choice.
-          philox_{static_cast<uint64_t>(args.seeds[row]), static_cast<uint64_t>(args.choices[row]),
-                  static_cast<uint64_t>(args.positions[row])},
+          philox_{static_cast<uint64_t>(args.draws.seed[row]), static_cast<uint64_t>(args.draws.choice[row]),
+                  static_cast<uint64_t>(args.draws.position[row])},
           largest_(args.token_ids[row]),
           factor_(static_cast<float>(static_cast<double>(kLog2E) / filters_.temperature)) {}
 

@@ -7,7 +7,24 @@
 
 namespace lockstep {
 
+// How the rows are drawn: a column for each of `DrawRows` in `ops/arguments.py`, of the same name and dtype, in its order.
+struct DrawRows {
+    const float* temperature;
+    const int32_t* top_k;
+    const float* top_p;
+    const float* min_p;
+    const int64_t* seed;
+    const int64_t* choice;
+    const int64_t* position;
+};
+
 struct Filters {
+    Filters(const DrawRows& draws, int64_t row)
+        : temperature(draws.temperature[row]),
+          top_k(draws.top_k[row]),
+          top_p(draws.top_p[row]),
+          min_p(draws.min_p[row]) {}
+
     double temperature;
     int64_t top_k;  // 0: all
     double top_p;   // 1: all

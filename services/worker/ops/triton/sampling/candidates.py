@@ -11,19 +11,16 @@ import triton
 import triton.language as tl
 
 from services.worker.ops.triton.sampling.ordering import ordered_keys
-from services.worker.ops.triton.sampling.row_scan import FILTERED, PER_ROW, row_kind
+from services.worker.ops.triton.sampling.row_scan import FILTERED
 
 GROUP_SHIFT = 5
 
 
-@triton.jit(do_not_specialize_on_alignment=PER_ROW)
+@triton.jit
 def gather_kernel(
     logits,
     row_stride,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
+    kinds,
     cut_keys,
     groups,
     group_counts,
@@ -38,7 +35,7 @@ def gather_kernel(
 ):
     """Turn a row's groups into a dense list if there is room for it. `CHUNK` groups are read at once."""
     row = tl.program_id(0)
-    if row_kind(temperature, top_k, top_p, min_p, row, num_columns) != FILTERED:
+    if tl.load(kinds + row) != FILTERED:
         return
     logits_row = logits + row.to(tl.int64) * row_stride
     cut_key, num_chosen = tl.load(cut_keys + row), tl.load(group_counts + row)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from services.worker.ops.triton.sampling.ordering import LOWEST_KEY, ordered_keys, value_of
-from services.worker.ops.triton.sampling.row_scan import FILTERED, PER_BATCH, PER_ROW, row_kind
+from services.worker.ops.triton.sampling.row_scan import FILTERED, PER_BATCH, PER_ROW
 
 NUM_LEVELS = 8
 _SURCHARGE = tl.constexpr(1 + 2.0**-11)
@@ -55,15 +55,16 @@ def _slack(largest, drop):
 def mass_kernel(
     logits,
     row_stride,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
+    kinds,
     peaks,
     totals,
     level_masses,
     num_columns,
     num_tiles,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
     num_parts,
     PARTS: tl.constexpr,
     tiles_per_part,
@@ -72,7 +73,7 @@ def mass_kernel(
 ):
     """Sum up the weights of each tile, and of what reaches each level in it; see the module."""
     row, part = tl.program_id(0), tl.program_id(1)
-    if row_kind(temperature, top_k, top_p, min_p, row, num_columns) != FILTERED:
+    if tl.load(kinds + row) != FILTERED:
         return
     if not _needs_masses(top_k, top_p, row, num_columns):
         return
@@ -141,10 +142,7 @@ def _cut_of_top_p(totals, level_masses, row, largest, scale, share, num_tiles, T
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=PER_ROW)
 def choose_kernel(
-    temperature,
-    top_k,
-    top_p,
-    min_p,
+    kinds,
     peaks,
     group_maxima,
     totals,
@@ -156,6 +154,10 @@ def choose_kernel(
     num_columns,
     num_groups,
     num_tiles,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
     num_parts,
     PARTS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -164,7 +166,7 @@ def choose_kernel(
 ):
     """Write a row's cut, its chosen groups, and the mass of all its tokens where top-p needs it."""
     row = tl.program_id(0)
-    if row_kind(temperature, top_k, top_p, min_p, row, num_columns) != FILTERED:
+    if tl.load(kinds + row) != FILTERED:
         return
     scale, least = tl.load(temperature + row).to(tl.float64), tl.load(min_p + row).to(tl.float64)
     largest = value_of(row_peak(peaks, row, num_parts, PARTS)).to(tl.float64)

@@ -19,7 +19,7 @@ from services.worker.ops.triton.sampling.edge_search import find_edge, keys_and_
 from services.worker.ops.triton.sampling.group_choice import row_peak
 from services.worker.ops.triton.sampling.ordering import LAST_COLUMN, LOWEST_KEY, column_of, value_of
 from services.worker.ops.triton.sampling.philox import gumbel, word_of_column
-from services.worker.ops.triton.sampling.row_scan import FILTERED, FREE, PER_BATCH, PER_ROW, row_kind
+from services.worker.ops.triton.sampling.row_scan import FILTERED, FREE, PER_BATCH, PER_ROW
 
 
 @triton.jit
@@ -85,13 +85,7 @@ def _best_part(best_scores, best_columns, row, num_parts, PARTS: tl.constexpr):
 def decide_kernel(
     logits,
     row_stride,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    seed,
-    choice,
-    position,
+    kinds,
     peaks,
     best_scores,
     best_columns,
@@ -104,6 +98,13 @@ def decide_kernel(
     is_finite,
     num_columns,
     num_groups,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    seed,
+    choice,
+    position,
     num_parts,
     PARTS: tl.constexpr,
     CAPACITY: tl.constexpr,
@@ -111,7 +112,7 @@ def decide_kernel(
 ):
     """Write each row's token and whether its largest logit is finite."""
     row = tl.program_id(0)
-    kind = row_kind(temperature, top_k, top_p, min_p, row, num_columns)
+    kind = tl.load(kinds + row)
     peak = row_peak(peaks, row, num_parts, PARTS)
     largest = value_of(peak)
     token = column_of(peak)

@@ -24,6 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from services.worker.ops.arguments import DrawRows
 from services.worker.ops.triton.sampling.ordering import LAST_COLUMN, NO_RANK, ranked
 from services.worker.ops.triton.sampling.philox import (
     gumbel,
@@ -38,7 +39,7 @@ GROUP = 32
 
 # A kernel must not be compiled again because these have other values, or begin at other addresses.
 PER_BATCH = ("num_parts", "tiles_per_part")
-PER_ROW = ("temperature", "top_k", "top_p", "min_p", "seed", "choice", "position")
+PER_ROW = tuple(DrawRows.dtypes())
 
 _GREEDY = tl.constexpr(0)
 FREE = tl.constexpr(1)
@@ -47,7 +48,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def row_kind(temperature, top_k, top_p, min_p, row, num_columns):
+def _row_kind(temperature, top_k, top_p, min_p, row, num_columns):
     """How a row is drawn; see the module."""
     k = tl.load(top_k + row)
     has_filter = ((k > 0) & (k < num_columns)) | (tl.load(top_p + row) < 1.0) | (tl.load(min_p + row) > 0.0)
@@ -100,6 +101,13 @@ def _draw_from_tile(x, start, logits_row, temperature, noise, best_score, best_c
 def scan_kernel(
     logits,
     row_stride,
+    kinds,
+    peaks,
+    best_scores,
+    best_columns,
+    group_maxima,
+    num_columns,
+    num_groups,
     temperature,
     top_k,
     top_p,
@@ -107,12 +115,6 @@ def scan_kernel(
     seed,
     choice,
     position,
-    peaks,
-    best_scores,
-    best_columns,
-    group_maxima,
-    num_columns,
-    num_groups,
     tiles_per_part,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -120,7 +122,7 @@ def scan_kernel(
     """Scan one part of one row; see the module."""
     row, part = tl.program_id(0), tl.program_id(1)
     logits_row = logits + row.to(tl.int64) * row_stride
-    kind = row_kind(temperature, top_k, top_p, min_p, row, num_columns)
+    kind = _row_kind(temperature, top_k, top_p, min_p, row, num_columns)
     noise = tl.load(seed + row), tl.load(choice + row), tl.load(position + row)
     peak = tl.full([], NO_RANK, tl.int64)
     best_score = tl.full([], float("-inf"), tl.float64)
@@ -137,6 +139,8 @@ def scan_kernel(
             groups = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
             maxima = tl.max(tl.reshape(x, [TILE // GROUP, GROUP]), axis=1)
             tl.store(group_maxima + row * num_groups + groups, maxima, mask=groups < num_groups)
+    if part == 0:
+        tl.store(kinds + row, kind)
     place = row * tl.num_programs(1) + part
     tl.store(peaks + place, peak)
     tl.store(best_scores + place, best_score)

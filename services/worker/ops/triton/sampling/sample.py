@@ -13,10 +13,12 @@ their sums are added up in a fixed order, so a token does not depend on the rest
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from services.worker.ops.arguments import DrawRows
 from services.worker.ops.triton.sampling.candidates import GROUP_SHIFT, gather_kernel
@@ -35,8 +37,9 @@ _CAPACITY = 8192
 
 @dataclass(frozen=True, slots=True)
 class _Scratch:
-    """What the kernels hand to each other; `decide` of a row without filters reads only the first three."""
+    """What the kernels hand to each other; `decide` of a row without filters reads only the first four."""
 
+    kinds: Tensor  # [B] int32, see `row_scan`
     peaks: Tensor  # [B, parts] int64
     best_scores: Tensor  # [B, parts] float64
     best_columns: Tensor  # [B, parts] int32
@@ -59,6 +62,7 @@ class _Scratch:
             return torch.empty(num_rows, *shape, dtype=dtype, device=device)
 
         return cls(
+            kinds=empty(dtype=torch.int32),
             peaks=empty(num_parts, dtype=torch.int64),
             best_scores=empty(num_parts, dtype=torch.float64),
             best_columns=empty(num_parts, dtype=torch.int32),
@@ -108,8 +112,12 @@ class _Launches:
         self._by_part = self._num_rows, num_parts
         self._parts = {"num_parts": num_parts, "PARTS": triton.next_power_of_2(self._num_tiles)}
         self._scratch = _Scratch.allocate(self._num_rows, self._num_columns, num_parts, logits.device)
-        self._filters = rows.temperature, rows.top_k, rows.top_p, rows.min_p
-        self._noise = rows.seed, rows.choice, rows.position
+        self._rows = rows
+
+    def _columns_of(self, kernel: JITFunction[Any]) -> list[Tensor]:
+        """The columns of the rows that a kernel's parameters name, side by side and in the order of the parameters."""
+        columns = self._rows.columns
+        return [columns[name] for name in kernel.arg_names if name in columns]
 
     def scan(self) -> None:
         """Read every row once."""
@@ -117,14 +125,14 @@ class _Launches:
         scan_kernel[self._by_part](
             self._logits,
             self._logits.stride(0),
-            *self._filters,
-            *self._noise,
+            scratch.kinds,
             scratch.peaks,
             scratch.best_scores,
             scratch.best_columns,
             scratch.group_maxima,
             self._num_columns,
             self._num_groups,
+            *self._columns_of(scan_kernel),
             tiles_per_part=self._tiles_per_part,
             TILE=TILE,
             GROUP=GROUP,
@@ -136,12 +144,13 @@ class _Launches:
         mass_kernel[self._by_part](
             self._logits,
             self._logits.stride(0),
-            *self._filters,
+            self._scratch.kinds,
             self._scratch.peaks,
             self._scratch.totals,
             self._scratch.level_masses,
             self._num_columns,
             self._num_tiles,
+            *self._columns_of(mass_kernel),
             **self._parts,
             tiles_per_part=self._tiles_per_part,
             TILE=TILE,
@@ -154,7 +163,7 @@ class _Launches:
         """Find the cut of filtered rows, and the groups that reach it."""
         scratch = self._scratch
         choose_kernel[(self._num_rows,)](
-            *self._filters,
+            scratch.kinds,
             scratch.peaks,
             scratch.group_maxima,
             scratch.totals,
@@ -166,6 +175,7 @@ class _Launches:
             self._num_columns,
             self._num_groups,
             self._num_tiles,
+            *self._columns_of(choose_kernel),
             **self._parts,
             GROUPS=triton.next_power_of_2(self._num_groups),
             TILES=triton.next_power_of_2(self._num_tiles),
@@ -180,7 +190,7 @@ class _Launches:
         gather_kernel[(self._num_rows,)](
             self._logits,
             self._logits.stride(0),
-            *self._filters,
+            scratch.kinds,
             scratch.cut_keys,
             scratch.groups,
             scratch.group_counts,
@@ -203,8 +213,7 @@ class _Launches:
         decide_kernel[(self._num_rows,)](
             self._logits,
             self._logits.stride(0),
-            *self._filters,
-            *self._noise,
+            scratch.kinds,
             scratch.peaks,
             scratch.best_scores,
             scratch.best_columns,
@@ -217,6 +226,7 @@ class _Launches:
             is_finite,
             self._num_columns,
             self._num_groups,
+            *self._columns_of(decide_kernel),
             **self._parts,
             CAPACITY=scratch.columns_listed.shape[1],
             CHUNK=_CHUNK,

@@ -9,8 +9,9 @@ from pkgutil import iter_modules
 from struct import Struct, calcsize
 
 import pytest
+import torch
 
-from services.worker.ops import native
+from services.worker.ops import DrawRows, native
 
 PACKAGE = Path(native.__file__).parent
 SOURCES = "\n".join(path.read_text("utf-8") for path in sorted((PACKAGE / "kernels").iterdir()))
@@ -65,12 +66,14 @@ def field_types(structure: str) -> str:
             continue
         kind, fields = declaration.removeprefix("const ").split(" ", 1)
         for field in fields.split(","):
-            types += "P" if kind.endswith("*") or field.strip().startswith("*") else letter_of(kind)
+            types += "P" if kind.endswith("*") or field.strip().startswith("*") else types_of(kind)
     return types
 
 
-def letter_of(kind: str) -> str:
-    """The letter of a type that is no pointer."""
+def types_of(kind: str) -> str:
+    """The letters of a type that is no pointer."""
+    if re.search(rf"^struct {kind} {{", SOURCES, re.MULTILINE):
+        return field_types(kind)
     if kind not in {"int64_t", "double"}:
         assert re.search(rf"enum (class )?{kind} : int64_t\b", SOURCES), kind
     return "d" if kind == "double" else "q"
@@ -85,3 +88,11 @@ def test_a_layout_is_that_of_its_structure(layout: str) -> None:
     packed = re.sub(r"(\d+)(\w)", lambda match: int(match[1]) * match[2], layouts()[layout].replace(" ", ""))
     assert packed == field_types(LAYOUT_TO_STRUCTURE[layout])
     assert calcsize(layouts()[layout]) == 8 * len(packed)
+
+
+def test_rows_to_draw_have_the_same_columns_in_python_and_cpp() -> None:
+    match = re.search(r"^struct DrawRows {\n(.*?)^};", SOURCES, re.MULTILINE | re.DOTALL)
+    assert match is not None
+    columns = re.findall(r"const (\w+)\* (\w+);", match[1])
+    names = {"float": torch.float32, "int32_t": torch.int32, "int64_t": torch.int64}
+    assert [(name, names[kind]) for kind, name in columns] == list(DrawRows.dtypes().items())
