@@ -19,7 +19,7 @@ from services.worker.weights.quantization.layer_format import LayerFormat
 class PlannedWeights(ModelWeights):
     """Every tensor has its shape and no values: all are on torch's `meta` device.
 
-    `packed_formats` are those that matrices may be in: whether a part cuts a format's groups is not looked at.
+    `packed_formats` are those that matrices may be in by their configuration and the parts that a rank has.
     """
 
     device = torch.device("meta")
@@ -109,7 +109,8 @@ class PlannedWeights(ModelWeights):
 
     def _plan(self, region: Region, layer_format: LayerFormat, formats: WeightFormats) -> Tensor:
         wanted = formats.quantized if layer_format.packed_as is None else layer_format.packed_as
-        if region.num_values and wanted is not None and wanted in (formats.quantized, *formats.kept):
+        is_cut = layer_format.packed_as is not None and not layer_format.may_pack(region.columns)
+        if region.num_values and not is_cut and wanted is not None and wanted in (formats.quantized, *formats.kept):
             self.packed_formats.add(wanted)
         return torch.empty(region.shape, dtype=self.dtype, device=self.device)
 

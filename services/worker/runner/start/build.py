@@ -87,7 +87,7 @@ def build_model_runner(
         instructions=ops.instructions,
     )
     log_loaded(loaded, ops, duration_s=duration_s, faster=faster)
-    # The parts of a matrix that ranks have may cut the groups of its format.
+    # A file may have FP8 in both encodings.
     check_activations(settings, loaded.packed_formats)
     drafting = make_drafting(settings, loaded, ops, lambda: on_progress(1.0), parallel=parallel)
     is_measured = device.type == "cuda" and settings.kv_cache_memory_gib is None

@@ -7,6 +7,7 @@ from collections.abc import Set
 from services.worker.config import WorkerSettings
 from services.worker.models.planning import PlannedModel
 from services.worker.ops.matrix_rows import MatrixFormat
+from services.worker.weights.weight_files import WeightFiles
 from shared.model_files.model_dir import ModelDirectoryError
 
 
@@ -19,8 +20,19 @@ def check_plan(settings: WorkerSettings, plan: PlannedModel) -> None:
     if settings.ep and not plan.has_experts:
         raise ModelDirectoryError(f"{plan.model_dir}: the model has no experts for --ep to split")
     check_activations(settings, plan.packed_formats)
+    if settings.activation_quantization == "fp8" and plan.options.dummy_seed is None:
+        _check_encoding(plan)
     if settings.draft_proposer == "mtp" and plan.model.mtp is None:
         raise ModelDirectoryError(f"{plan.model_dir}: no layers for multi-token prediction, as mtp needs")
+
+
+def _check_encoding(plan: PlannedModel) -> None:
+    """Check that FP8 is E4M3: no kernel multiplies with E5M2, and only the headers of the files say which one it is."""
+    with WeightFiles(plan.model_dir) as files:
+        headers = [files.header(name) for name in files.names]
+    if not any(header is not None and header.dtype == "F8_E4M3" for header in headers):
+        reason = "its FP8 is not E4M3, which --activation-quantization fp8 needs"
+        raise ModelDirectoryError(f"{plan.model_dir}: {reason}")
 
 
 def check_activations(settings: WorkerSettings, packed_formats: Set[MatrixFormat]) -> None:

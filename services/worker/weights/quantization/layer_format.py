@@ -55,6 +55,10 @@ class LayerFormat(Protocol):
     def packed_as(self) -> MatrixFormat | None:
         """The format of what `packed` returns; None if that is always None."""
 
+    def may_pack(self, columns: range) -> bool:  # noqa: ARG002
+        """Whether `packed` may return a matrix for a part with these columns, by what is known before tensors are."""
+        return self.packed_as is not None
+
     def stored_tensors(self, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
         """The tensors stored for a matrix or stack of this `shape` in the model."""
 

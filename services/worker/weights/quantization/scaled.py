@@ -91,6 +91,10 @@ class ScaledFormat(LayerFormat):
         return None if self.has_zero_point else MatrixFormat.FP8
 
     @override
+    def may_pack(self, columns: range) -> bool:
+        return self.packed_as is not None and any(each.group_size(columns) is not None for each in self.granularities)
+
+    @override
     def stored_tensors(self, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
         scale_shapes = tuple(scale for granularity in self.granularities for scale in granularity.scale_shapes(shape))
         stored = (

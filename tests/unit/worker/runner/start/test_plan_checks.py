@@ -24,6 +24,7 @@ from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.triton.backend import TritonOps
 from services.worker.parallel.communicator import Parallel
 from services.worker.runner.start.build import build_model_runner
+from services.worker.runner.start.plan_checks import check_plan
 from services.worker.weights.weight_files import WeightFiles
 from shared.model_files.model_dir import CONFIG, GENERATION_CONFIG, TOKENIZER, WEIGHTS, ModelDirectoryError
 from tests.support.models.quantized_checkpoints import SCHEMES, write_quantized
@@ -180,6 +181,21 @@ def test_a_plan_is_what_is_loaded(architecture: str, tmp_path: Path, caplog: pyt
         assert getattr(plan.model, name) == getattr(loaded.model, name), name
     assert plan.packed_formats == loaded.packed_formats
     assert plan.has_experts == any(name in config for name in ("num_experts", "n_routed_experts", "num_local_experts"))
+
+
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if "fp8" in scheme])
+def test_fp8_that_no_kernel_multiplies_with_is_refused_before_a_tensor_is_read(
+    scheme: str, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_dir, _ = write_quantized(written, tmp_path / "quantized", SCHEMES[scheme])
+    monkeypatch.setattr(WeightFiles, "read", read_nothing)
+    settings = WorkerSettings.model_validate({"model_dir": model_dir, **TRITON, "activation_quantization": "fp8"})
+    plan = plan_model(model_dir, TritonOps(), torch.bfloat16)
+    if scheme == "fp8, e5m2":
+        with pytest.raises(ModelDirectoryError, match="not E4M3"):
+            check_plan(settings, plan)
+    else:
+        check_plan(settings, plan)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

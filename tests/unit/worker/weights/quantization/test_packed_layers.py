@@ -17,6 +17,7 @@ from services.worker.ops.matrices import Fp8Matrix, IntMatrix, Matrix, Mxfp4Matr
 from services.worker.ops.matrix_rows import MatrixFormat, format_of
 from services.worker.weights.checkpoint import CheckpointWeights
 from services.worker.weights.model_weights import WeightFormats
+from services.worker.weights.planned_weights import PlannedWeights
 from services.worker.weights.quantization.config import QuantizationConfig
 from services.worker.weights.weight_files import WeightFiles
 from shared.model_files.model_dir import ModelDirectoryError
@@ -139,6 +140,21 @@ def test_fp8_is_kept_in_slices_of_whole_blocks(tmp_path: Path, name: str) -> Non
         assert torch.equal(dense(cut, torch.float32), quantized.values[:, 13:42])
         assert weights.packed_formats == {MatrixFormat.FP8}
         weights.check_complete()
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEMES if "fp8" in name and name != "fp8, e5m2"])
+def test_a_plan_says_which_parts_of_fp8_stay_packed(tmp_path: Path, name: str) -> None:
+    scheme = SCHEMES[name]
+    config, formats = (
+        QuantizationConfig.from_json({"quantization_config": scheme.config}),
+        WeightFormats(frozenset(MatrixFormat)),
+    )
+    with weights_of(tmp_path, tensors_of(scheme.quantize(matrix(SHAPE))), scheme.config) as weights:
+        for columns in (slice(None), slice(13, 42), slice(16, 32), slice(7, 16), slice(0, 13)):
+            planned = PlannedWeights(torch.float32, config, formats=formats)
+            planned.linear(LAYER, SHAPE, columns=columns)
+            part = weights.linear(LAYER, SHAPE, columns=columns)
+            assert (planned.packed_formats == {MatrixFormat.FP8}) is isinstance(part, Fp8Matrix)
 
 
 @pytest.mark.parametrize(("code", "scale"), [(0x7F, 1.0), (0xFF, 1.0), (0, torch.nan), (0, 1e36)])
