@@ -34,6 +34,9 @@ from services.worker.ops.arguments import (
 from services.worker.ops.matrices import Matrix, dense
 from services.worker.ops.protocol import EmbeddingKernel, LinearKernel, Ops, PerHeadKernel
 
+FLOAT_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+"""What kernels that know no dtype compute in."""
+
 
 class DrawingOps(Protocol):
     """What `sample` is composed of."""

@@ -48,6 +48,8 @@ class Ops(AttentionOps, RecurrentOps, Protocol):
     """What its kernels are compiled for, for the log: a set of instructions, or a GPU."""
     automatic_dtype: torch.dtype
     """The dtype it computes in unless another one is asked for."""
+    dtypes: tuple[torch.dtype, ...]
+    """Those that it computes in."""
     formats: frozenset[MatrixFormat]
     """What it has kernels for. It takes every other format too, but as a dense copy."""
     automatic_quantization: MatrixFormat | None

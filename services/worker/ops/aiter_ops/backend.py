@@ -33,6 +33,7 @@ class AiterOps(TritonState):
     draws_on_host = False
     packing = None
     automatic_dtype = torch.bfloat16
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     formats = frozenset(MatrixFormat)
     automatic_quantization: MatrixFormat | None = None
     # AITER's own FP8 is the GPU's: on MI300 a code would be half the number that it is on MI350.
@@ -51,7 +52,7 @@ class AiterOps(TritonState):
 
     prepare_linear = linear.prepare_linear
     prepare_per_head_linear = staticmethod(composed.prepare_per_head_linear)
-    prepare_embedding = staticmethod(linear.prepare_embedding)
+    prepare_embedding = staticmethod(prepare.prepare_embedding)
     prepare_head = composed.prepare_head
     prepare_tied = prepare.prepare_tied
 

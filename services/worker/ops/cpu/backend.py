@@ -20,6 +20,7 @@ class CpuOps(attention.GatherBuffers):
     is_exact = False
     instructions = torch.backends.cpu.get_cpu_capability().lower()
     automatic_dtype = torch.float32
+    dtypes: tuple[torch.dtype, ...] = composed.FLOAT_DTYPES
     formats: frozenset[MatrixFormat] = frozenset()
     automatic_quantization: MatrixFormat | None = None
     kv_dtypes: tuple[torch.dtype, ...] = ()

@@ -36,6 +36,7 @@ class NativeOps(NativeState):
     is_exact = False
     formats = frozenset({MatrixFormat.INT8, MatrixFormat.INT4, MatrixFormat.MXFP4, MatrixFormat.GGUF})
     automatic_quantization: MatrixFormat | None = MatrixFormat.INT8
+    dtypes = composed.FLOAT_DTYPES
     kv_dtypes = tuple(FORMATS)
     draws_on_host = True
 

@@ -23,6 +23,7 @@ class ReferenceOps:
     is_exact = True
     instructions = torch.backends.cpu.get_cpu_capability().lower()
     automatic_dtype = torch.float32
+    dtypes: tuple[torch.dtype, ...] = composed.FLOAT_DTYPES
     formats: frozenset[MatrixFormat] = frozenset()
     automatic_quantization: MatrixFormat | None = None
     kv_dtypes: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)

@@ -28,6 +28,7 @@ class TritonOps(state.TritonState):
     draws_on_host = False
     packing = None
     automatic_dtype = torch.bfloat16
+    dtypes: tuple[torch.dtype, ...] = composed.FLOAT_DTYPES
     formats = frozenset(MatrixFormat)
     automatic_quantization: MatrixFormat | None = None
     kv_dtypes: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)

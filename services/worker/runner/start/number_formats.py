@@ -25,10 +25,17 @@ _NUM_CODES = 1 << 24
 
 
 def choose_dtype(setting: str, ops: Ops) -> torch.dtype:
-    """Resolve the setting `dtype`."""
+    """Resolve the setting `dtype`.
+
+    Raises:
+        DeviceError: the backend does not compute in it.
+    """
     if setting == "auto":
         return ops.automatic_dtype
     dtype: torch.dtype = getattr(torch, setting)
+    if dtype not in ops.dtypes:
+        names = " and ".join(map(_name, ops.dtypes))
+        raise DeviceError(f"--dtype {setting}: the backend {ops.name} has only kernels for {names}")
     return dtype
 
 

@@ -24,7 +24,7 @@ from tests.support.aiter import triton_standins
 triton_standins.install()
 from services.worker.forward.kv_cache import CacheTensor, KvCache, KvCacheSpec, attention_cache
 from services.worker.ops import load_ops
-from services.worker.runner.start.number_formats import choose_kv_dtype
+from services.worker.runner.start.number_formats import choose_dtype, choose_kv_dtype
 from tests.support.kernels.attention_batches import Batch
 
 dtype = torch.bfloat16
@@ -33,7 +33,7 @@ print(ops.automatic_dtype, ops.numerics())
 gpu = torch.device("cuda")
 print(*(ops.make_capture(gpu, layers) is not None for layers in ([heads], [heads, (CacheTensor((576,), dtype),)])))
 for refused in (
-    lambda: ops.prepare_embedding(torch.zeros(4, 4), torch.float32),
+    lambda: choose_dtype("float32", ops),
     lambda: ops.check_block_size(8),
     lambda: ops.check_block_size(24),
     lambda: choose_kv_dtype("fp8", dtype, ops),
