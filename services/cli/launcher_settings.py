@@ -13,6 +13,7 @@ from pydantic_settings import CliPositionalArg
 
 from services.cli.processes.preflight import check_model_dir
 from shared.config import MAX_MODEL_LEN_DESCRIPTION, DraftProposerName, MaxModelLen, ServiceSettings
+from shared.model_files.implementations import MODEL_IMPL_DESCRIPTION, WantedImplementation
 from shared.model_files.model_dir import CONFIG, display_name
 
 RANK_FLAGS = frozenset(
@@ -36,6 +37,7 @@ class LauncherSettings(ServiceSettings):
         "step in lockstep and are one failure domain.",
     )
     max_model_len: MaxModelLen = Field(default="auto", description=MAX_MODEL_LEN_DESCRIPTION)
+    model_impl: WantedImplementation = Field(default="auto", description=MODEL_IMPL_DESCRIPTION)
     draft_proposer: DraftProposerName | None = Field(
         default=None, description="How draft tokens are proposed; if not set, model with --draft-model, else none."
     )
@@ -75,15 +77,17 @@ class LauncherSettings(ServiceSettings):
         Raises:
             RefusedError: one has not.
         """
-        check_model_dir(self.model_dir, names)
+        check_model_dir(self.model_dir, names, self.model_impl)
         if self.draft_model is not None:
-            check_model_dir(self.draft_model, [CONFIG])
+            check_model_dir(self.draft_model, [CONFIG], "auto")
 
     def model_flags(self) -> list[str]:
-        """The worker's flags about the context and about drafting."""
+        """The worker's flags about the model's code, its context and drafting."""
         proposer = "model" if self.draft_model is not None else self.draft_proposer
         context = None if self.max_model_len == "auto" else self.max_model_len
-        flags = {"max-model-len": context, "draft-proposer": proposer, "draft-model": self.draft_model}
+        implementation = None if self.model_impl == "auto" else self.model_impl
+        flags: dict[str, object] = {"max-model-len": context, "model-impl": implementation}
+        flags |= {"draft-proposer": proposer, "draft-model": self.draft_model}
         return render_flags(flags)
 
 

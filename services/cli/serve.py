@@ -29,6 +29,7 @@ from services.cli.processes.supervisor import FIRST_DELAY_S, RestartPolicy
 from services.cli.serve_settings import ServeSettings, split_service_flags
 from services.cli.serve_view import Output, ServeView, make_view, open_output
 from shared.config import SchedulerLossSettings, load_settings, log_settings
+from shared.model_files.implementations import WantedImplementation
 from shared.model_files.model_dir import CONFIG, TOKENIZER
 from shared.network.rpc import make_channel
 from shared.process.lifecycle import SAME_STOP_S, StopRequest, freeze_garbage, run_service
@@ -67,12 +68,12 @@ def _with_local_model(settings: ServeSettings, argv: Sequence[str]) -> ServeSett
     Raises:
         RefusedError: the model cannot be had, or what downloads it is not installed.
     """
-    directory = _local_model(settings.model_dir, ["serve", *argv])
+    directory = _local_model(settings.model_dir, ["serve", *argv], settings.model_impl)
     return settings.model_copy(update={"model_dir": directory})
 
 
-def _local_model(model: Path, command: Sequence[str]) -> Path:
-    """The directory of a model, which `command` names."""
+def _local_model(model: Path, command: Sequence[str], wanted: WantedImplementation) -> Path:
+    """The directory of a model, which `command` names and `wanted` computes."""
     gguf = parse_gguf(model)
     if gguf is None and is_gguf(model):
         return imported_directory(model, command)
@@ -87,7 +88,7 @@ def _local_model(model: Path, command: Sequence[str]) -> Path:
         if gguf is not None:
             return imported_directory(fetch_gguf(gguf), command)
         assert name is not None
-        return fetch_model(name)
+        return fetch_model(name, wanted=wanted)
     except HubError as error:
         raise RefusedError(f"{model} is not a directory, and as the name of a model: {error}") from None
 

@@ -104,7 +104,7 @@ class ServeSettings(LauncherSettings, HttpPortSettings):
         if "dp" in self.model_fields_set and self.dp != len(self.workers):
             raise ValueError(f"--dp {self.dp} does not match the {len(self.workers)} --workers")
         if self.model_flags():
-            flags = "--max-model-len, --draft-proposer and --draft-model"
+            flags = "--max-model-len, --model-impl, --draft-proposer and --draft-model"
             raise ValueError(f"{flags} cannot be used with --workers, started elsewhere")
         return self
 

@@ -22,6 +22,7 @@ from shared.config import (
     load_settings,
     split_list,
 )
+from shared.model_files.implementations import MODEL_IMPL_DESCRIPTION, WantedImplementation
 from shared.model_files.model_dir import ModelDirectoryError, refuse_pointer, weight_paths
 from shared.model_files.packed_files import PackedCache
 from shared.network.addresses import is_any_host, split_address
@@ -42,6 +43,7 @@ class WorkerSettings(ProcessSettings):
 
     model_dir: Path = Field(description="Model directory in Hugging Face's layout.")
     max_model_len: MaxModelLen = Field(default="auto", description=MAX_MODEL_LEN_DESCRIPTION)
+    model_impl: WantedImplementation = Field(default="auto", description=MODEL_IMPL_DESCRIPTION)
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
         description="What to compute on: cuda is a GPU, NVIDIA's or AMD's; auto takes one if torch sees any.",

@@ -34,6 +34,7 @@ from huggingface_hub.hf_api import RepoSibling
 
 from services.cli.hub.model_name import GgufName, ModelName
 from shared.model_files.gguf_names import SUFFIX, part_paths
+from shared.model_files.implementations import WantedImplementation, implementation_of
 from shared.model_files.missing_files import TEKKEN, TIKTOKEN
 from shared.model_files.model_dir import (
     ADDED_TOKENS,
@@ -51,7 +52,6 @@ from shared.model_files.model_dir import (
     WEIGHTS,
     WEIGHTS_INDEX,
     ModelDirectoryError,
-    architecture_of,
     read_config,
     shard_names,
 )
@@ -75,7 +75,7 @@ class HubError(Exception):
     """The model cannot be had; the message says why and what to do."""
 
 
-def fetch_model(name: ModelName, *, with_weights: bool = True) -> Path:
+def fetch_model(name: ModelName, *, with_weights: bool = True, wanted: WantedImplementation = "auto") -> Path:
     """Make a model's files local, unless they are.
 
     Says on stderr what it downloads; in a terminal the library draws a bar for each file. If the hub cannot be reached,
@@ -83,6 +83,7 @@ def fetch_model(name: ModelName, *, with_weights: bool = True) -> Path:
 
     Args:
         with_weights: False fetches what a tokenizer needs.
+        wanted: Whose code is to compute the model.
 
     Returns:
         The directory, in the library's cache.
@@ -94,7 +95,7 @@ def fetch_model(name: ModelName, *, with_weights: bool = True) -> Path:
         revision = HfApi().resolve_revision(name.repository, revision=name.revision)
         download = _Download(name, revision.resolved)
         if not download.is_verified(with_weights=with_weights):
-            download.run(with_weights=with_weights)
+            download.run(with_weights=with_weights, wanted=wanted)
         return download.directory
 
 
@@ -132,16 +133,16 @@ class _Download:
         """Whether all files are there and had the right hashes."""
         return self._has_files_of(self._mark) or (not with_weights and self._has_files_of(self._mark_without_weights))
 
-    def run(self, *, with_weights: bool) -> None:
+    def run(self, *, with_weights: bool, wanted: WantedImplementation) -> None:
         """Fetch and verify the files, the small ones first, since they say whether the model can be served."""
         info = HfApi().model_info(self._name.repository, revision=self._commit, files_metadata=True)
         files = {sibling.rfilename: sibling for sibling in info.siblings or []}
         self._check_names(files)
-        wanted = _WANTED if TOKENIZER in files else _WANTED | {TIKTOKEN}
-        small = [files[name] for name in sorted(files) if name in wanted or _is_template(name)]
+        needed = _WANTED if TOKENIZER in files else _WANTED | {TIKTOKEN}
+        small = [files[name] for name in sorted(files) if name in needed or _is_template(name)]
         self._fetch(small)
         try:
-            architecture_of(read_config(self.directory))
+            implementation_of(read_config(self.directory), wanted)
             convert_vocabulary(self.directory)
             weights = self._weights(files) if with_weights else []
         except ModelDirectoryError as error:

@@ -16,10 +16,10 @@ from services.cli.processes import flag_checks
 from services.cli.processes.last_problem import LastProblem
 from services.cli.processes.manage_flag import find_manage_address
 from services.cli.processes.service_command import ServiceCommand
+from shared.model_files.implementations import WantedImplementation, implementation_of
 from shared.model_files.model_dir import (
     CONFIG,
     ModelDirectoryError,
-    architecture_of,
     missing_advice,
     read_config,
     read_json,
@@ -65,8 +65,8 @@ async def check_commands(commands: Sequence[ServiceCommand], *, more_addresses: 
     await _check_flags(commands)
 
 
-def check_model_dir(model_dir: Path, names: Sequence[str]) -> None:
-    """Check that a directory has the named files, and a `config.json` of an architecture that is served.
+def check_model_dir(model_dir: Path, names: Sequence[str], wanted: WantedImplementation) -> None:
+    """Check that a directory has the named files, and a `config.json` of an architecture that is served by `wanted`.
 
     A `tokenizer.json` that is missing is made of Kimi's `tiktoken.model`, if there is that.
 
@@ -90,7 +90,7 @@ def check_model_dir(model_dir: Path, names: Sequence[str]) -> None:
     except ModelDirectoryError as error:
         raise RefusedError(str(error)) from None
     try:
-        architecture_of(read_config(model_dir))
+        implementation_of(read_config(model_dir), wanted)
     except ModelDirectoryError as error:
         raise RefusedError(f"{model_dir}: {error}") from None
 

@@ -7,6 +7,7 @@ log: a newer release may know them.
 from __future__ import annotations
 
 from services.worker.recorded_config import RecordedConfig
+from shared.model_files.implementations import Implementation
 from shared.model_files.model_dir import architecture_of, is_multimodal
 
 _TRAINING = "for training"
@@ -203,14 +204,18 @@ def keys_beside_others(architecture: str) -> dict[str, str]:
     return _BESIDE_OTHERS.get(_SAME_AS.get(architecture, architecture), {})
 
 
-def unknown_keys(config: RecordedConfig) -> list[str]:
+def unknown_keys(config: RecordedConfig, implementation: Implementation) -> list[str]:
     """The keys of a loaded model that were not read, and of which nothing is known, sorted; those inside objects are
     paths with dots. `QuantizationConfig` knows those of the formats of weights.
 
+    With transformers' code, those that its configuration does not have.
+
     A null is what transformers writes for a value that is absent. Names that begin with `_` are its own.
     """
-    architecture = architecture_of(config)
-    known = {*keys_without_effect(architecture), *keys_beside_others(architecture), *_OF_ALL_FILES}
+    known = {*_COMMON, *_OF_ALL_FILES}
+    if implementation == "lockstep":
+        architecture = architecture_of(config)
+        known |= {*keys_without_effect(architecture), *keys_beside_others(architecture)}
     known |= {f"{name}.{key}" for name in _ROPE_OBJECTS for key in _OF_ROPE}
     if is_multimodal(config):
         known |= KEYS_OF_TOWERS.keys()

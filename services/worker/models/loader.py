@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from services.worker.layers.context_limit import NO_LIMIT, ContextLimit
 from services.worker.layers.shard import Shard
 from services.worker.models.config_keys import unknown_keys
 from services.worker.models.parts.mtp import mtp_prefixes
-from services.worker.models.registry import CausalLM, ModelLoader, loader_for
+from services.worker.models.registry import CausalLM, ModelLoader, code_of, loader_for
 from services.worker.ops import Ops
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.prepared import KeptError
@@ -38,6 +38,7 @@ from services.worker.weights.quantization.config import QuantizationConfig
 from services.worker.weights.sampling_defaults import SamplingDefaults, sampling_defaults, unknown_options
 from services.worker.weights.tensor_digests import Hashing
 from services.worker.weights.weight_files import WeightFiles
+from shared.model_files.implementations import WantedImplementation
 from shared.model_files.missing_files import ADAPTER
 from shared.model_files.model_dir import (
     CONFIG,
@@ -95,6 +96,8 @@ class LoadOptions:
     """What bounds the context served."""
     readers: Communicator | None = None
     """The ranks that load it together, each of them whole; None means those that it is split over."""
+    implementation: WantedImplementation = "auto"
+    """Whose code computes the model."""
     packed: PackedCache | None = None
     """Where packed weights are kept, and found again; None means nowhere."""
 
@@ -146,7 +149,7 @@ def load_model(
         PartnerLostError: another rank was lost.
     """
     config = RecordedConfig(read_config(model_dir))
-    build = loader_for(config, with_mtp=options.with_mtp)
+    build = loader_for(config, with_mtp=options.with_mtp, wanted=options.implementation)
     _warn_of_adapter(model_dir)
     if is_multimodal(config):
         logger.info("only the text of the model is served", extra={"directory": str(model_dir)})
@@ -168,7 +171,7 @@ def load_model(
         model = _build_complete(build, config, Shard(ops, weights, parallel, options.kv_dtype, options.context))
         packed_formats = frozenset(weights.packed_formats)
     on_progress(1.0)
-    _warn_of_unknown(model_dir, config, quantised)
+    _warn_of_unknown(model_dir, unknown_keys(config, model.implementation), quantised)
     if model.has_long_factors:
         weights_digest, served_digest = map(_with_long_factors, (weights_digest, served_digest))
     limits = ModelLimits(model.context_length, model.logits_width, num_pool_tokens=model.context_length)
@@ -233,7 +236,9 @@ def _load_stored(
     """From files of packed weights if every rank has its own, or else from the model's files."""
     options, mtp = load.options, mtp_prefixes(config)
     readers = options.readers or load.parallel.ep or load.parallel.tp
-    wanted = Wanted(load.dtype, options.quantization, options.with_mtp, load.parallel)
+    wanted = Wanted(
+        load.dtype, options.quantization, options.with_mtp, load.parallel, code_of(config, options.implementation)
+    )
     with ExitStack() as stack:
         packed = find_packed(options.packed, ops, load.model_dir, wanted)
         kept = None if packed is None else stack.enter_context(packed).read(load.on_progress)
@@ -292,8 +297,7 @@ def _warn_of_adapter(model_dir: Path) -> None:
         )
 
 
-def _warn_of_unknown(model_dir: Path, config: RecordedConfig, stored: QuantizationConfig) -> None:
-    names = unknown_keys(config)
+def _warn_of_unknown(model_dir: Path, names: Sequence[str], stored: QuantizationConfig) -> None:
     if stored.file == CONFIG:
         names = sorted([*names, *stored.unknown_keys])
     else:

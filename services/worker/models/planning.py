@@ -58,7 +58,7 @@ def plan_model(
             own context is shorter than `options.context`; or the model cannot be split over the ranks.
     """
     config = RecordedConfig(read_config(model_dir))
-    build = loader_for(config, with_mtp=options.with_mtp)
+    build = loader_for(config, with_mtp=options.with_mtp, wanted=options.implementation)
     stored, formats = read_formats(model_dir, config, ops, options)
 
     def build_with(names: Container[str] | None) -> tuple[CausalLM, PlannedWeights]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from services.worker.forward.kv_cache import KvCacheSpec
 from services.worker.forward.state_cache import StateSpec
+from shared.model_files.implementations import Implementation
 
 
 class MtpLayers(Protocol):
@@ -38,6 +39,10 @@ class MtpLayers(Protocol):
 class CausalLM(Protocol):
     """A model that predicts next tokens."""
 
+    implementation: Implementation
+    """Whose code computes it."""
+    code: str
+    """What identifies that code; empty for our own, which the release does."""
     dtype: torch.dtype
     kv_cache_spec: KvCacheSpec
     state_spec: StateSpec

@@ -25,9 +25,10 @@ from services.worker.models.qwen3_5 import load_qwen3_5, load_qwen3_5_moe
 from services.worker.models.qwen3_moe import load_qwen3_moe
 from services.worker.models.qwen3_next import load_qwen3_next
 from services.worker.models.qwen_vl import load_qwen2_vl, load_qwen3_vl, load_qwen3_vl_moe
-from shared.model_files.model_dir import architecture_of
+from shared.model_files.implementations import WantedImplementation, implementation_of
+from shared.model_files.model_dir import ModelDirectoryError, architecture_of
 
-__all__ = ["CausalLM", "ModelLoader", "loader_for"]
+__all__ = ["CausalLM", "ModelLoader", "code_of", "loader_for"]
 
 # Loads a rank's part of a model from what `model_dir.read_config` returns. Raises ModelDirectoryError if configuration
 # or weights are not those of such a model.
@@ -83,13 +84,44 @@ _WITH_MTP: dict[str, ModelLoader] = {
 }
 
 
-def loader_for(config: Mapping[str, Any], *, with_mtp: bool = False) -> ModelLoader:
+def loader_for(
+    config: Mapping[str, Any], *, with_mtp: bool = False, wanted: WantedImplementation = "lockstep"
+) -> ModelLoader:
     """The loader of the first supported architecture that `config` names.
 
-    `with_mtp` loads layers for multi-token prediction too, if there are any.
+    Args:
+        config: What `read_config` returns.
+        with_mtp: Whether to load layers for multi-token prediction too, if there are any.
+        wanted: Whose code computes the model.
 
     Raises:
-        ModelDirectoryError: no architecture is supported.
+        ModelDirectoryError: no architecture is supported, or transformers is needed and not installed.
     """
+    if implementation_of(config, wanted) == "transformers":
+        return _generic_loader()
     name = architecture_of(config)
     return _WITH_MTP.get(name, _ARCHITECTURES[name]) if with_mtp else _ARCHITECTURES[name]
+
+
+def code_of(config: Mapping[str, Any], wanted: WantedImplementation) -> str:
+    """`CausalLM.code` of the model that `loader_for` loads, with the same arguments; raises as it does."""
+    if implementation_of(config, wanted) == "lockstep":
+        return ""
+    _generic_loader()
+    from services.worker.models.generic.identity import identity_of_model  # noqa: PLC0415
+
+    return identity_of_model(config)
+
+
+def _generic_loader() -> ModelLoader:
+    """The loader of transformers' classes. It alone imports them, which takes seconds."""
+    try:
+        from services.worker.models.generic.load import load_generic  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "transformers":
+            raise
+        raise ModelDirectoryError(
+            "config.json: this architecture is served by the code of transformers, which is not installed: "
+            "pip install 'lockstep-llm[worker-transformers]'"
+        ) from error
+    return load_generic

@@ -30,6 +30,7 @@ def numerics_fingerprint(loaded: LoadedModel, ops: Ops, layout: RankLayout = _AL
         _layout_numerics(layout, is_exact=ops.is_exact),
         f"numpy-{np.__version__}",
         f"sampling-{SAMPLING_VERSION}",
+        *([loaded.model.code] if loaded.model.code else []),
     )
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 

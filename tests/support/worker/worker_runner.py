@@ -58,6 +58,8 @@ class WrappedModel:
         self.logits_width = model.logits_width
         self.mtp = model.mtp
         self.has_long_factors = model.has_long_factors
+        self.implementation = model.implementation
+        self.code = model.code
         self._model = model
 
     def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:

@@ -164,6 +164,8 @@ class DecoderLayer:
 class DecoderModel(CausalLM):
     """A model made of `DecoderLayer`s. See `CausalLM`."""
 
+    implementation = "lockstep"
+    code = ""
     mtp: MtpLayers | None = None
     """Set by a family that includes such layers in `kv_layers`."""
 
@@ -194,7 +196,8 @@ class DecoderModel(CausalLM):
         self.state_spec = states
         parts = shard.parts("vocab_size", config.vocab_size)
         part = parts[shard.tp.rank]
-        embedding, head = _load_ends(shard, config, part)
+        shape = config.vocab_size, config.hidden_size
+        embedding, head = load_ends(shard, shape, part, is_tied=config.tie_embeddings)
         self.embedding = Embedding(embedding, part, shard.tp)
         self._head = Head(head, parts, shard.tp)
         self.rotary = rotaries[-1]
@@ -227,26 +230,40 @@ class DecoderModel(CausalLM):
         return self._head(hidden).float()
 
 
-def _load_ends(shard: Shard, config: DecoderConfig, part: Part) -> tuple[EmbeddingKernel, LinearKernel]:
+def load_ends(
+    shard: Shard,
+    shape: tuple[int, int],
+    part: Part,
+    *,
+    is_tied: bool,
+    names: tuple[str, str] = (_EMBEDDING, _HEAD),
+) -> tuple[EmbeddingKernel, LinearKernel]:
     """This rank's part of the embedding and of the head.
+
+    Args:
+        shard: The rank's part of the model.
+        shape: Vocabulary and hidden size.
+        part: Of the vocabulary.
+        is_tied: Whether config.json says that both are one matrix.
+        names: Of the embedding and of the head, without `.weight`.
 
     Source: transformers 5, `PreTrainedModel.tie_weights`, which ties what config.json says unless both are stored with
     different values, and to the one that is stored.
     """
-    weights, shape = shard.weights, (config.vocab_size, config.hidden_size)
-    is_tied = config.tie_embeddings
-    if is_tied and weights.differ(f"{_HEAD}.weight", f"{_EMBEDDING}.weight"):
+    weights = shard.weights
+    first, last = names
+    if is_tied and weights.differ(f"{last}.weight", f"{first}.weight"):
         is_tied = False
         logger.warning(
             "config.json: tie_word_embeddings is true, but the stored head differs from the embeddings and is used",
-            extra={"tensor": f"{_HEAD}.weight"},
+            extra={"tensor": f"{last}.weight"},
         )
     if is_tied:
-        has_only_head = f"{_HEAD}.weight" in weights and f"{_EMBEDDING}.weight" not in weights
-        tied = weights.head(_HEAD if has_only_head else _EMBEDDING, shape, rows=part.run)
+        has_only_head = f"{last}.weight" in weights and f"{first}.weight" not in weights
+        tied = weights.head(last if has_only_head else first, shape, rows=part.run)
         return shard.ops.prepare_tied(tied, weights.dtype)
-    embedding = shard.ops.prepare_embedding(weights.embedding(_EMBEDDING, shape, rows=part.run), weights.dtype)
-    return embedding, shard.ops.prepare_head(weights.head(_HEAD, shape, rows=part.run), weights.dtype)
+    embedding = shard.ops.prepare_embedding(weights.embedding(first, shape, rows=part.run), weights.dtype)
+    return embedding, shard.ops.prepare_head(weights.head(last, shape, rows=part.run), weights.dtype)
 
 
 def load_norm(shard: Shard, config: DecoderConfig, name: str) -> RmsNorm:

@@ -66,11 +66,15 @@ def build_model_runner(
     stored = choose_kv_dtype(settings.kv_cache_dtype, dtype, ops)
     context = ContextLimit(settings.context_limit)
     seed, packed = settings.weights_seed, settings.packed_weights
-    options = LoadOptions(with_mtp, seed, device, quantization, stored, context, packed=packed)
+    options = LoadOptions(
+        with_mtp, seed, device, quantization, stored, context, implementation=settings.model_impl, packed=packed
+    )
     plan = plan_model(settings.model_dir, ops, dtype, options=options, parallel=parallel)
     check_plan(settings, plan)
     check_drafting(settings, plan, ops, parallel=parallel)
-    capture = None if settings.enforce_eager else ops.make_capture(device, plan.model.kv_cache_spec.layers)
+    # What torch computes between our kernels is not in a capture.
+    is_eager = settings.enforce_eager or plan.model.implementation == "transformers"
+    capture = None if is_eager else ops.make_capture(device, plan.model.kv_cache_spec.layers)
     graphs = None if capture is None else GraphSettings(capture, settings.graph_batch_sizes or capture.batch_sizes)
     common_sizes = graphs.batch_sizes if graphs is not None and graphs.capture.holds_collectives else ()
     check_ranks_agree(plan, parallel, activations=settings.activation_quantization, graph_batch_sizes=common_sizes)

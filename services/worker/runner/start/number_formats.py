@@ -111,6 +111,7 @@ def log_loaded(loaded: LoadedModel, ops: Ops, *, duration_s: float, faster: str 
         "instructions": ops.instructions,
         "libraries": library_versions(ops.name),
     }
+    fields["implementation"] = loaded.model.code or loaded.model.implementation
     fields |= {"threads": ops.num_threads, "seconds": round(duration_s, 1)}
     if faster is not None:
         fields["faster"] = faster

@@ -17,6 +17,8 @@ def check_plan(settings: WorkerSettings, plan: PlannedModel) -> None:
     Raises:
         ModelDirectoryError: it has not.
     """
+    if settings.ep and plan.model.implementation == "transformers":
+        raise ModelDirectoryError(f"{plan.model_dir}: --ep cannot split experts in transformers' code; use --tp")
     if settings.ep and not plan.has_experts:
         raise ModelDirectoryError(f"{plan.model_dir}: the model has no experts for --ep to split")
     check_activations(settings, plan.packed_formats)

@@ -62,6 +62,8 @@ class Wanted:
     quantization: MatrixFormat | None
     with_mtp: bool
     parallel: Parallel
+    code: str = ""
+    """See `CausalLM`: what reads them, and in which order."""
 
 
 class PackedModel:
@@ -86,6 +88,7 @@ class PackedModel:
             "form": packing.form,
             "quantization": "none" if wanted.quantization is None else wanted.quantization.value,
             "tp": f"{wanted.parallel.tp.rank}/{wanted.parallel.tp.size}",
+            "code": wanted.code or "lockstep",
             "ep": "none" if wanted.parallel.ep is None else f"{wanted.parallel.ep.rank}/{wanted.parallel.ep.size}",
         }
         parts = (

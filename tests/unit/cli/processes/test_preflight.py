@@ -23,7 +23,7 @@ def model_dir(tmp_path: Path) -> Path:
 
 
 def check(model_dir: Path) -> None:
-    check_model_dir(model_dir, ["config.json", "tokenizer.json"])
+    check_model_dir(model_dir, ["config.json", "tokenizer.json"], "auto")
 
 
 def test_a_model_directory_is_accepted(model_dir: Path) -> None:

@@ -1,0 +1,181 @@
+"""Models that run transformers' own code, against transformers in float32: whatever else a step computes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from services.worker.models.generic.self_check import check_alone
+from services.worker.models.loader import LoadOptions, load_model
+from services.worker.ops import load_ops
+from shared.model_files.implementations import TRANSFORMERS_ARCHITECTURES
+from shared.model_files.model_dir import ModelDirectoryError
+from tests.support.models.generation import Way, generate
+from tests.support.models.generic_configs import FAST, GENERIC_CONFIGS
+from tests.support.models.paged_model import PagedModel
+from tests.support.models.parity import SmallModel, TransformersModel, make_prompts, wrong_rows, wrong_tokens
+from tests.support.models.small_models import build_model, write_small_model
+from tests.support.pairwise import pairwise_rows
+
+NUM_TOKENS = 24
+# Shorter than a block, longer than every window, at a block's boundary.
+PROMPT_LENGTHS = (5, 70, 16)
+BACKENDS = ("cpu", "native", "reference")
+WAYS = {
+    "whole": Way(),
+    "chunks": Way(chunk_size=7),
+    "mixed": Way(chunk_size=16, is_mixed=True),
+    "prefix": Way(has_prefix=True),
+    "prefix-mixed": Way(block_size=32, chunk_size=16, is_mixed=True, has_prefix=True),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SmallModel]:
+    """Small models that were made so far; see `model_of`."""
+    return _Models(tmp_path_factory.mktemp("generic-models"))
+
+
+class _Models(dict[str, SmallModel]):
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self._directory = directory
+
+    def __missing__(self, architecture: str) -> SmallModel:
+        model = build_model(architecture, GENERIC_CONFIGS[architecture])
+        directory = write_small_model(model, self._directory / architecture)
+        self[architecture] = SmallModel(TransformersModel(model), directory)
+        return self[architecture]
+
+
+def cases() -> list[Any]:
+    """The fast ones, each in a way of its own on a backend of its own; all, by pairs, are left to `make proofs`."""
+    fast = [
+        pytest.param(name, list(WAYS)[number % len(WAYS)], BACKENDS[number % len(BACKENDS)])
+        for number, name in enumerate(FAST)
+    ]
+    pairs = pairwise_rows({"name": tuple(GENERIC_CONFIGS), "way": tuple(WAYS), "backend": BACKENDS}, seed=1)
+    proofs = [pytest.param(row["name"], row["way"], row["backend"], marks=pytest.mark.proof) for row in pairs]
+    return fast + proofs
+
+
+def test_the_table_is_what_is_tested() -> None:
+    assert sorted(GENERIC_CONFIGS) == sorted(TRANSFORMERS_ARCHITECTURES)
+    assert set(FAST) <= GENERIC_CONFIGS.keys()
+
+
+@pytest.mark.parametrize(("architecture", "way", "backend"), cases())
+def test_greedy_tokens_are_those_of_transformers(
+    models: dict[str, SmallModel], architecture: str, way: str, backend: str
+) -> None:
+    small = models[architecture]
+    paged = small.load(backend, block_size=WAYS[way].block_size)
+    assert paged.model.implementation == "transformers"
+    for each in generate(paged, make_prompts(PROMPT_LENGTHS), NUM_TOKENS, WAYS[way]):
+        assert wrong_tokens(small.theirs, each.prompt, each.completion) == []
+        tokens = each.prompt + each.completion
+        assert wrong_rows(each.logits, small.theirs, tokens, first=len(each.prompt) - 1) == []
+
+
+def test_a_class_beyond_the_table_is_served_by_name(tmp_path: Path) -> None:
+    values = {**GENERIC_CONFIGS["GraniteForCausalLM"]}
+    model = build_model("MistralForCausalLM", {key: values[key] for key in values if "multiplier" not in key})
+    directory = write_small_model(model, tmp_path / "model")
+    options = LoadOptions(implementation="transformers")
+    ops = load_ops("cpu")
+    loaded = load_model(directory, ops, torch.float32, lambda _: None, options=options)
+    assert loaded.model.implementation == "transformers"
+    prompt, theirs = make_prompts((40,))[0], TransformersModel(model)
+    paged = PagedModel(loaded.model, ops)
+    assert wrong_rows(paged.prefill_all(paged.add(prompt)), theirs, prompt) == []
+
+
+def test_a_model_that_mixes_the_rows_of_a_step_does_not_pass_the_check(models: dict[str, SmallModel]) -> None:
+    ops = load_ops("cpu")
+    model: Any = load_model(models["Phi3ForCausalLM"].directory, ops, torch.float32, lambda _: None).model
+    check_alone(model, ops, torch.device("cpu"))
+
+    def mix(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + output.mean(1, keepdim=True)
+
+    model._base.layers[0].register_forward_hook(mix)
+    with pytest.raises(ModelDirectoryError, match="sequences that share a step change each other's logits"):
+        check_alone(model, ops, torch.device("cpu"))
+
+
+def refused(tmp_path: Path, config: dict[str, Any], **options: Any) -> str:
+    """What the load of a model without weights is refused for."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    wanted = LoadOptions(implementation="transformers", dummy_seed=1, **options)
+    with pytest.raises(ModelDirectoryError) as error:
+        load_model(tmp_path, load_ops("cpu"), torch.float32, lambda _: None, options=wanted)
+    return str(error.value)
+
+
+def config_of(architecture: str, **changes: Any) -> dict[str, Any]:
+    model_class: Any = getattr(__import__("transformers"), architecture)
+    values = {**copy.deepcopy(GENERIC_CONFIGS.get(architecture, _SMALL)), **changes}
+    config: dict[str, Any] = model_class.config_class(**values).to_dict()
+    return {**config, "architectures": [architecture]}
+
+
+_SMALL = {
+    key: value
+    for key, value in GENERIC_CONFIGS["Phi3ForCausalLM"].items()
+    if key not in ("sliding_window", "tie_word_embeddings")
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "reason"),
+    [
+        ("RecurrentGemmaForCausalLM", {}, "layers of type linear_attention are not attention"),
+        ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}, "layers of type conv are not attention"),
+        ("Lfm3ForCausalLM", {}, "layers of type"),
+        (
+            "GraniteMoeHybridForCausalLM",
+            {"layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 16},
+            "layers of type linear_attention",
+        ),
+        (
+            "MiniMaxForCausalLM",
+            {"layer_types": ["linear_attention", "full_attention"]},
+            "layers of type linear_attention",
+        ),
+        ("Llama4ForCausalLM", {"layer_types": ["chunked_attention"] * 2}, "layers of type chunked_attention"),
+        ("DogeForCausalLM", {}, "a dry run ends with AttributeError: 'Mask' object"),
+        ("VaultGemmaForCausalLM", {}, "has a soft cap"),
+        ("BertLMHeadModel", {}, "its mask is neither causal nor a sliding window"),
+        ("BambaForCausalLM", {}, "cannot be served"),
+        (
+            "LlamaForCausalLM",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope type dynamic changes with the longest sequence",
+        ),
+    ],
+)
+def test_what_would_mix_rows_is_refused_for_its_reason(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], reason: str
+) -> None:
+    assert reason in refused(tmp_path, config_of(architecture, **changes))
+
+
+def test_a_class_that_transformers_does_not_have_is_named(tmp_path: Path) -> None:
+    config = {**config_of("Phi3ForCausalLM"), "architectures": ["StrangerForCausalLM"]}
+    assert "has no decoder StrangerForCausalLM of type 'phi3'" in refused(tmp_path, config)
+
+
+def test_code_of_the_model_s_own_is_never_run(tmp_path: Path) -> None:
+    config = config_of("Phi3ForCausalLM", auto_map={"AutoModelForCausalLM": "modeling.Evil"})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "modeling.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    options = LoadOptions(dummy_seed=1)
+    loaded = load_model(tmp_path, load_ops("cpu"), torch.float32, lambda _: None, options=options)
+    assert loaded.model.implementation == "transformers"
+    assert not (tmp_path / "ran").exists()
