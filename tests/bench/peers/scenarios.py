@@ -18,6 +18,9 @@ Figures = dict[str, float]
 Prompt = npt.NDArray[np.int32]
 
 NUM_WARM_UP_STEPS = 32
+# Before each repeat: other processes have just used the core and its caches, and the first four steps after a peer's
+# turn take two to four times as long as the others.
+NUM_REWARM_STEPS = 8
 # Prompts of one load differ in length by up to a block, so that blocks fill up evenly over the steps.
 SPREAD = 16
 PAGE_BYTES = 4096
@@ -95,7 +98,7 @@ class Decode:
 
     def __init__(self, make: MakeContestant, *, num_seqs: int, block_size: int, num_prompt_tokens: int,
                  num_steps: int, num_repeats: int) -> None:  # fmt: skip
-        num_output_tokens = NUM_WARM_UP_STEPS + num_steps * (num_repeats + 1) + 16
+        num_output_tokens = NUM_WARM_UP_STEPS + (NUM_REWARM_STEPS + num_steps) * (num_repeats + 1) + 16
         num_tokens = num_prompt_tokens + SPREAD + num_output_tokens
         self._num_steps = num_steps
         self._load = Load(make(Sizes(num_seqs, block_size, num_seqs * (num_tokens // block_size + 2))))
@@ -105,6 +108,8 @@ class Decode:
 
     def run(self) -> Figures:
         """Run one repeat; returns the mean per step."""
+        for _ in range(NUM_REWARM_STEPS):
+            self._load.step()
         return {"step_us": self._load.measure_us(self._run_steps) / self._num_steps}
 
     def _run_steps(self) -> None:

@@ -23,8 +23,8 @@ class Sample:
 class Turns:
     """Measures scenarios in the contestants' processes.
 
-    Figures are medians over the repeats. Those in µs are scaled by the calibration time just before and after, relative
-    to its fastest run, which gives the time on an otherwise idle machine.
+    Figures are medians over the repeats; after `least_`, the least of them. Those in µs are scaled by the calibration
+    time just before and after, relative to its fastest run, which gives the time on an otherwise idle machine.
     """
 
     def __init__(self, modules: Mapping[str, str], num_repeats: int) -> None:
@@ -63,9 +63,11 @@ class Turns:
         return start_process(name, python, f"tests.bench.peers.{self._modules[name]}")
 
     def _medians(self, samples: Sequence[Sample]) -> dict[str, float]:
-        return {
-            name: statistics.median(self._scaled(sample, name) for sample in samples) for name in samples[0].figures
-        }
+        figures: dict[str, float] = {}
+        for name in samples[0].figures:
+            values = [self._scaled(sample, name) for sample in samples]
+            figures |= {name: statistics.median(values), f"least_{name}": min(values)}
+        return figures
 
     def _scaled(self, sample: Sample, name: str) -> float:
         is_time = name.endswith("_us")
