@@ -5,6 +5,10 @@
 Every figure is the least of `--repeats` starts, and all are taken in turn, so that a busy minute does not change their
 ratios. A cell has started when it says so; its first token is that of `lockstep generate`, which comes after. `--root`
 is a checkout of another revision, with its stubs: its figures become the references.
+
+Then a cell of a model of 1.1 billion random weights in int8 starts, cold and with its packed weights kept, and its
+worker is killed: how long until it computes again, beside importing its modules and reading the packed file once, in
+the same minute. Each process's stages end where its log says so; processor times are its own.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ from pathlib import Path
 import psutil
 
 from tests.bench.parts.report import Row, compare, report
+from tests.bench.parts.run_python import run_python
+from tests.bench.parts.worker_return import return_rows
 from tests.support.system.patience import PATIENCE_S
 from tests.support.system.ports import free_port
 from tests.support.system.processes import ROOT, module_environment, python_command
@@ -43,7 +49,11 @@ def main() -> None:
         for root, figures in zip(roots, least, strict=True):
             for key, value in _measure(root, args.model_dir.resolve()):
                 figures[key] = min(value, figures.get(key, value))
-    report(list(_rows(least)), args.json)
+    rows = list(_rows(least))
+    if args.returning_layers:
+        rows += return_rows(args.returning_layers, args.repeats)
+    sys.stdout.write(f"load average of the last minute: {os.getloadavg()[0]:.2f}\n")
+    report(rows, args.json)
 
 
 def _measure(root: Path, model_dir: Path) -> Iterator[tuple[tuple[str, str], float]]:
@@ -78,16 +88,9 @@ def _measure(root: Path, model_dir: Path) -> Iterator[tuple[tuple[str, str], flo
 
 def _run(name: str, root: Path, args: Sequence[str]) -> Iterator[tuple[tuple[str, str], float]]:
     """What one process took."""
-    begun_at = time.monotonic()
-    with subprocess.Popen(
-        [sys.executable, *args], env=module_environment(root), cwd=root, stdout=subprocess.DEVNULL
-    ) as process:
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise SystemExit(f"error: {name} of {root} ended with {process.returncode}")
-    yield (name, "CPU s"), usage.ru_utime + usage.ru_stime
-    yield (name, "s"), time.monotonic() - begun_at
+    wall_s, cpu_s = run_python(args, root)
+    yield (name, "CPU s"), cpu_s
+    yield (name, "s"), wall_s
 
 
 def _cpu_by_process(launcher: psutil.Process) -> Iterator[tuple[str, float]]:
@@ -121,6 +124,9 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("model_dir", type=Path, help="a model directory")
     parser.add_argument("--root", type=Path, help="a checkout of another revision")
     parser.add_argument("--repeats", type=int, default=3, help="starts of each (default: %(default)s)")
+    parser.add_argument(
+        "--returning-layers", type=int, default=22, help="of the model whose worker is killed; 0 kills none"
+    )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     return parser.parse_args()
 

@@ -58,7 +58,7 @@ SCRIPT_TO_FLAGS = {
         *("--num-prompt-tokens=8", "--num-output-tokens=4"),
     ],
     "soak": [MODEL, "--minutes=0.1"],
-    "start": [MODEL, "--repeats=1"],
+    "start": [MODEL, "--repeats=1", "--returning-layers=1"],
     "step_rate": ["--quick", "--step-ms=2", "--num-seqs=16"],
     "tls": ["--quick"],
 }
