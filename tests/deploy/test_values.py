@@ -315,6 +315,38 @@ def test_a_user_id_in_a_pod_template_stays_a_whole_number() -> None:
     assert (type(user), user) == (int, 1000650000)
 
 
+@pytest.mark.parametrize("part", ["tokenizer", "scheduler", "workers"])
+def test_null_takes_a_field_of_any_map_away(part: str) -> None:
+    name = {"workers": "worker"}.get(part, part)
+    kind = {"tokenizer": "Deployment"}.get(part, "StatefulSet")
+    patch = {
+        "metadata": {"labels": {"team": None}, "annotations": {"absent": None, "note": "x"}},
+        "spec": {
+            "containers": [
+                {"name": name, "resources": {"limits": {"cpu": None}}, "securityContext": {"capabilities": None}},
+                {"name": "sidecar", "resources": {"limits": {"cpu": None, "memory": "1Gi"}}},
+            ],
+            "securityContext": {"runAsUser": None},
+            "affinity": {"nodeAffinity": {"preferred": None, "required": {"a": None}}},
+        },
+    }
+    given = values({part: {"podTemplate": patch}}, labels={"team": "search"})
+
+    template = find(render(values=given), kind, f"-{name}")[0]["spec"]["template"]
+
+    own, sidecar = template["spec"]["containers"]
+    assert "cpu" not in own["resources"]["limits"]
+    assert {"cpu", "memory"} <= own["resources"]["requests"].keys()
+    assert "memory" in own["resources"]["limits"]
+    assert "capabilities" not in own["securityContext"]
+    assert sidecar["resources"] == {"limits": {"memory": "1Gi"}}
+    assert "runAsUser" not in template["spec"]["securityContext"]
+    assert template["spec"]["affinity"] == {"nodeAffinity": {"required": {}}}
+    assert "team" not in template["metadata"]["labels"]
+    assert template["metadata"]["annotations"].items() >= {"note": "x"}.items()
+    assert "absent" not in template["metadata"]["annotations"]
+
+
 def test_a_longer_grace_period_is_taken() -> None:
     patch = {"spec": {"terminationGracePeriodSeconds": 3600}}
     (stateful_set,) = find(render(values=workers(podTemplate=patch)), "StatefulSet", "-worker")

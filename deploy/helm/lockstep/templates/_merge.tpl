@@ -44,6 +44,23 @@ Source of the rule: strategic merge patch, with the merge keys that the Kubernet
 {{- end }}
 {{- end }}
 
+{{/* JSON of {"v": value} without the keys of its maps that are null, at any depth: an API server reads some as 0. */}}
+{{- define "lockstep.withoutNulls" -}}
+{{- if kindIs "map" . }}
+  {{- $out := dict }}
+  {{- range $name, $value := . }}
+    {{- if not (kindIs "invalid" $value) }}{{ $_ := set $out $name (include "lockstep.withoutNulls" $value | fromJson).v }}{{ end }}
+  {{- end }}
+  {{- dict "v" $out | toJson }}
+{{- else if kindIs "slice" . }}
+  {{- $out := list }}
+  {{- range . }}{{ $out = append $out (include "lockstep.withoutNulls" . | fromJson).v }}{{ end }}
+  {{- dict "v" $out | toJson }}
+{{- else }}
+  {{- dict "v" . | toJson }}
+{{- end }}
+{{- end }}
+
 {{/* The key by which two lists are merged, or nothing. */}}
 {{- define "lockstep.mergeKey" -}}
 {{- $key := "" }}

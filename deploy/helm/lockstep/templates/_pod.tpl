@@ -16,14 +16,15 @@ A service's pod template: (dict "root" "cell" "component" "values" "pod" "annota
 
 {{/*
 YAML of a pod or pod template into which a podTemplate is merged: (dict "root" "cell" "component" "metadata" "pod" "patch").
-A pod's labels name no version: one that changes restarts the pod, and loading a model takes long.
+null takes a key away, in any map. A pod's labels name no version: one that changes restarts the pod, and loading a model takes long.
 */}}
 {{- define "lockstep.mergedPod" -}}
 {{- $labels := merge (dict) (include "lockstep.selector" (list .root .cell .component) | fromYaml) .root.Values.labels }}
 {{- $common := include "lockstep.commonPod" . | fromYaml }}
 {{- $spec := (include "lockstep.merged" (list $common (.pod | fromYaml)) | fromJson).v }}
 {{- $base := dict "metadata" (merge (dict "labels" $labels) .metadata) "spec" $spec }}
-{{- toYaml (include "lockstep.merged" (list $base .patch) | fromJson).v }}
+{{- $merged := (include "lockstep.merged" (list $base .patch) | fromJson).v }}
+{{- toYaml (include "lockstep.withoutNulls" $merged | fromJson).v }}
 {{- end }}
 
 {{- define "lockstep.graceSeconds" -}}
