@@ -166,6 +166,24 @@ CASES = (
             of_scheduler("lockstep_num_requests_running"): steady(0),
         },
     ),
+    Case(
+        "a first install, whose worker loads for 80 minutes",
+        IDLE
+        | {
+            **{series("up", role, pod): "_x40 0x80" for role, pod in (("tokenizer", "t-0"), ("worker", "w-0"))},
+            series("lockstep_worker_info", "worker", "w-0", dp_rank="0", tp_rank="0"): "_x120",
+            of_scheduler("lockstep_worker_attached", rank="0"): "_x40 0x80",
+            of_scheduler("lockstep_worker_attached", "s-1", rank="0"): "_x40 0x80",
+            of_scheduler("lockstep_steps_total", rank="0", kind="decode"): steady(0),
+            of_scheduler("lockstep_num_requests_running"): steady(0),
+        },
+    ),
+    Case(
+        "a worker that is lost after an hour",
+        {of_scheduler("lockstep_worker_attached", rank="0"): "1x60 0x60"},
+        frozenset({"LockstepNoWorkerAttached", "LockstepWorkerNotAttached"}),
+    ),
+    Case("a process that dies", {series("up", "worker", "w-0"): "1x60 0x60"}, frozenset({"LockstepTargetDown"})),
     fires("LockstepMetricsAbsent", dict.fromkeys(HEALTHY, "_x120")),
     fires(
         "LockstepNoScheduler",
@@ -268,7 +286,7 @@ def test_each_alert_fires_alone_in_its_case_and_none_in_a_healthy_cell(tmp_path:
 
 
 def test_every_alert_has_a_case_a_severity_and_texts() -> None:
-    assert {case.name for case in CASES if case.alerts} == set(alerts())
+    assert {case.name for case in CASES} >= set(alerts())
     for name, alert in alerts().items():
         assert alert["labels"]["severity"] in ("critical", "warning", "info"), name
         assert set(alert["annotations"]) == {"summary", "description", "runbook"}
