@@ -22,6 +22,8 @@ Cell demo: StatefulSet, 1 rank(s) a pod, 1 pod(s) a failure domain.
   From here         kubectl port-forward --namespace ns service/rel-demo-tokenizer 8000
                     curl http://127.0.0.1:8000/v1/models
   Download          kubectl logs --namespace ns --selector lockstep-cell=demo,app.kubernetes.io/component=model
+  One replica more  restarts every worker and both schedulers, which have the number in their arguments; not with dns
+  A roll            lets answers of up to 600 s finish (shutdown.answerSeconds); a longer one is cut
 
 Only pods that networkPolicy.clients selects reach the tokenizers.
 Try it: helm test rel --namespace ns --logs
@@ -35,6 +37,7 @@ Cell small: Deployment, 1 rank(s) a pod, 1 pod(s) a failure domain.
   From here         kubectl port-forward --namespace ns service/rel-small-tokenizer 8000
                     curl --cacert ca.crt --connect-to ::127.0.0.1:8000 https://tokenizer.small.example.org:8000/v1/models
                     with the ca.crt of the secret rel-small-tokenizer-tls
+  A roll            lets answers of up to 600 s finish (shutdown.answerSeconds); a longer one is cut
   Scale             deployment/rel-small-worker with an autoscaler of yours, up to 6 replicas
 
 Cell large: StatefulSet, 8 rank(s) a pod, 1 pod(s) a failure domain.
@@ -45,6 +48,8 @@ Cell large: StatefulSet, 8 rank(s) a pod, 1 pod(s) a failure domain.
   From here         kubectl port-forward --namespace ns service/rel-large-tokenizer 8000
                     curl --cacert ca.crt --connect-to ::127.0.0.1:8000 https://tokenizer.large.example.org:8000/v1/models
                     with the ca.crt of the secret rel-large-tokenizer-tls
+  One replica more  restarts every worker and both schedulers, which have the number in their arguments; not with dns
+  A roll            lets answers of up to 600 s finish (shutdown.answerSeconds); a longer one is cut
 
 Only pods that networkPolicy.clients selects reach the tokenizers.
 Try it: helm test rel --namespace ns --logs
@@ -55,6 +60,8 @@ Cell main: LeaderWorkerSet, 4 rank(s) a pod, 2 pod(s) a failure domain.
 
   Clients call      dns:///rel-main-tokenizer.ns.svc:50051
   and expect        tokenizer.main.example.org in its certificate
+  One replica more  restarts every worker and both schedulers, which have the number in their arguments; not with dns
+  A roll            lets answers of up to 600 s finish (shutdown.answerSeconds); a longer one is cut
 
 Try it: helm test rel --namespace ns --logs
 """

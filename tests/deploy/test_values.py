@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.support.deploy.chart import CHART, LEADER_WORKER_SETS, RenderError, Tree, find, render
 from tests.support.deploy.chart_tables import leaves
@@ -26,7 +27,6 @@ REFUSED: dict[str, tuple[Tree, str]] = {
     "a misspelt value of HTTP": (values({"tokenizer": {"http": {"enable": True}}}), "enable"),
     "a setting that is a list": (workers(settings={"num-threads": [1]}), "num-threads"),
     "a tag instead of a digest": (workers(image={"digest": "latest"}), "digest"),
-    "neither a digest nor a tag": (workers(image={"digest": ""}), "cells[main].workers.image: needs a digest"),
     "a digest and a tag": (
         workers(image={"digest": DIGEST, "tag": "0.1.0"}),
         "cells[main].workers.image.tag: cannot be used with image.digest",
@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[Tree, str]] = {
     ),
     "a download and a claim": (values({"model": {"download": DOWNLOAD}}), "cells[main].model: exactly one of"),
     "a download over plain HTTP": (
-        downloaded_values({"model": {"download": {"endpoint": "http://hub.example.org"}}}),
+        downloaded_values({"model": {"download": {"endpoint": "http://hub.example.org.svc.example.org"}}}),
         "endpoint",
     ),
     "a name that is no model's": (downloaded_values({"model": {"download": {"repository": "../m"}}}), "repository"),
@@ -347,14 +347,55 @@ def test_null_takes_a_field_of_any_map_away(part: str) -> None:
     assert "absent" not in template["metadata"]["annotations"]
 
 
+@pytest.mark.parametrize("part", ["tokenizer", "scheduler", "workers"])
+@pytest.mark.parametrize(("limit", "expected"), [("none", None), ("", "250m"), ("3", "3")])
+def test_cpus_have_a_limit_of_their_own(part: str, limit: str, expected: str | None) -> None:
+    name = {"workers": "worker"}.get(part, part)
+    kind = {"tokenizer": "Deployment"}.get(part, "StatefulSet")
+    given = values({part: {"resources": {"cpu": "250m", "cpuLimit": limit}}})
+
+    (container,) = find(render(values=given), kind, f"-{name}")[0]["spec"]["template"]["spec"]["containers"]
+
+    resources = container["resources"]
+    assert resources["requests"]["cpu"] == "250m"
+    assert resources["limits"].get("cpu") == expected
+    assert resources["limits"]["memory"] == resources["requests"]["memory"]
+
+
+def test_an_image_without_digest_and_tag_is_that_of_the_chart_s_release() -> None:
+    release = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))["appVersion"]
+    objects = render(values=workers(image={"digest": "", "tag": ""}))
+    (stateful_set,) = find(objects, "StatefulSet", "-worker")
+    image = stateful_set["spec"]["template"]["spec"]["containers"][0]["image"]
+    assert image == f"registry.example.org/lockstep/lockstep-worker-rocm:{release}"
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["https://hub.example.org", "http://hub.models.svc", "http://hub.models.svc:8080/a"]
+)
+def test_a_hub_in_the_cluster_may_speak_plain_http(endpoint: str) -> None:
+    objects = render(values=downloaded_values({"model": {"download": {"endpoint": endpoint}}}))
+    assert endpoint in json.dumps(find(objects, "Job"))
+
+
+def test_alerts_lead_to_the_runbook_where_it_has_a_url() -> None:
+    url = "https://docs.example.org/runbook"
+    given = values(monitoring={"rules": True, "runbookUrl": url})
+    groups = find(render(values=given), "PrometheusRule")[0]["spec"]["groups"]
+    notes = [rule["annotations"] for group in groups for rule in group["rules"] if "alert" in rule]
+    assert {each["runbook_url"] for each in notes} == {
+        each["runbook"].replace("deploy/RUNBOOK.md", url) for each in notes
+    }
+
+
 def test_a_longer_grace_period_is_taken() -> None:
     patch = {"spec": {"terminationGracePeriodSeconds": 3600}}
     (stateful_set,) = find(render(values=workers(podTemplate=patch)), "StatefulSet", "-worker")
     assert stateful_set["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 3600
 
 
-def test_the_chart_has_at_most_120_values() -> None:
-    assert 60 < len(list(leaves())) <= 120
+def test_the_chart_has_at_most_126_values() -> None:
+    assert 60 < len(list(leaves())) <= 126
 
 
 def test_the_schema_is_closed_everywhere() -> None:
@@ -394,7 +435,10 @@ DERIVED = {
     "modelDir",
     "pools",
     "anyHost",
-    *(f"workers.{name}" for name in ("coupled", "domains", "ranks", "ranksPerNode", "setPerDomain", "onGpu", "places")),
+    *(
+        f"workers.{name}"
+        for name in (*("coupled", "domains", "ranks", "ranksPerNode", "setPerDomain", "onGpu", "places", "liveKind"),)
+    ),
 }
 # What templates call the parts of a cell.
 PARTS = {"$cell": "", "$workers": "workers.", "$tls": "tls.", "$model": "model.", "$monitoring": "monitoring."}

@@ -254,14 +254,17 @@ def test_every_variable_in_a_flag_is_set() -> None:
                 assert used <= known, name
 
 
-def test_an_autoscaled_cell_is_a_deployment_whose_number_is_left_open() -> None:
+def test_an_autoscaled_cell_is_a_deployment_whose_number_begins_with_dp() -> None:
     objects = render(
         values=values(
-            {"scheduler": {"discovery": "kubernetes"}, "workers": {"autoscaling": {"enabled": True, "maxReplicas": 5}}}
+            {
+                "scheduler": {"discovery": "kubernetes"},
+                "workers": {"dp": 3, "autoscaling": {"enabled": True, "maxReplicas": 5}},
+            }
         )
     )
     (deployment,) = find(objects, "Deployment", "-worker")
-    assert "replicas" not in deployment["spec"]
+    assert deployment["spec"]["replicas"] == 3
     assert not [arg for arg in args_of(objects, "Deployment", "-worker") if arg.startswith("--dp-rank")]
     args = args_of(objects, "StatefulSet", "-scheduler")
     (service,) = find(objects, "Service", "-groups")
@@ -293,11 +296,11 @@ def test_the_example_of_an_autoscaler_scales_the_workers_within_their_places() -
     assert deployment["metadata"]["labels"]["lockstep-cell"] == "chat"
 
 
-def test_an_autoscaled_tokenizer_has_no_number_of_its_own() -> None:
-    objects = render(values=values({"tokenizer": {"autoscaling": {"enabled": True}}}))
+def test_autoscaled_tokenizers_begin_with_the_fewest() -> None:
+    objects = render(values=values({"tokenizer": {"autoscaling": {"enabled": True, "minReplicas": 3}}}))
     (deployment,) = find(objects, "Deployment", "-tokenizer")
     (scaler,) = find(objects, "HorizontalPodAutoscaler")
-    assert "replicas" not in deployment["spec"]
+    assert deployment["spec"]["replicas"] == scaler["spec"]["minReplicas"] == 3
     assert scaler["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
     assert not find(render(values=values()), "HorizontalPodAutoscaler")
 

@@ -5,7 +5,7 @@
   pools         the InferencePools of its tokenizers: the name of each by its protocol
   modelDir      where its pods see the model
   anyHost       what pods listen on: every interface
-  workers       also .coupled, .domains, .ranks (of a domain), .ranksPerNode, .kind (what to render), .setPerDomain (a StatefulSet of each), .onGpu,
+  workers       also .liveKind (what runs), .coupled, .domains, .ranks (of a domain), .ranksPerNode, .kind (what to render), .setPerDomain (a StatefulSet of each), .onGpu,
                 .places (DP ranks)
 */}}
 {{- define "lockstep.cells" -}}
@@ -42,8 +42,11 @@
 {{- $_ := set $workers "ranksPerNode" (div $ranks (int $workers.nodes)) }}
 {{- $_ := set $workers "onGpu" (not (and (empty $workers.gpu.resource) (empty $workers.gpu.deviceClass))) }}
 {{- $_ := set $workers "places" (ternary (int $workers.autoscaling.maxReplicas) (int $workers.dp) $workers.autoscaling.enabled) }}
+{{- $_ := set $workers "liveKind" (include "lockstep.liveKind" (list $root $cell.prefix)) }}
 {{- if $workers.autoscaling.enabled }}
   {{- $_ := set $workers "kind" "Deployment" }}
+{{- else if and (eq $workers.kind "auto") (has $workers.liveKind (list "LeaderWorkerSet" "StatefulSet" "StatefulSets")) }}
+  {{- $_ := set $workers "kind" (trimSuffix "s" $workers.liveKind) }}
 {{- else if eq $workers.kind "auto" }}
   {{- $hasSets := $root.Capabilities.APIVersions.Has "leaderworkerset.x-k8s.io/v1" }}
   {{- $_ := set $workers "kind" (ternary "LeaderWorkerSet" "StatefulSet" $hasSets) }}

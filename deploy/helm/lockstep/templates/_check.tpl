@@ -55,9 +55,6 @@
   {{- if and $image.digest $image.tag }}
     {{- fail (printf "%s.%s.image.tag: cannot be used with image.digest; set one of them" $at $role) }}
   {{- end }}
-  {{- if not (or $image.digest $image.tag) }}
-    {{- fail (printf "%s.%s.image: needs a digest, as sha256:..., or a tag" $at $role) }}
-  {{- end }}
   {{- if and (not $images.registry) (ne $images.pullPolicy "Never") (not (regexMatch "^([^/]*[.:][^/]*|localhost)/" $image.name)) }}
     {{- fail (printf "images.registry: is required: without it %s is an image of Docker Hub (%s.%s.image.name may name a registry, and pullPolicy Never needs none)" $image.name $at $role) }}
   {{- end }}
@@ -133,6 +130,10 @@
   {{- if eq $cell.scheduler.discovery "static" }}
     {{- fail (printf "%s.autoscaling.enabled: needs scheduler.discovery dns or kubernetes" $at) }}
   {{- end }}
+{{- end }}
+{{- $kind := ternary "StatefulSets" $workers.kind $workers.setPerDomain }}
+{{- if and $workers.liveKind (ne $workers.liveKind $kind) (not $workers.replaceKind) }}
+  {{- fail (printf "%s: a %s would take the place of the %s that runs, and all workers would end first: add a second cell instead, or set workers.replaceKind: true" $at $kind $workers.liveKind) }}
 {{- end }}
 {{- if and $workers.coupled (ne $cell.scheduler.discovery "static") }}
   {{- fail (printf "%s.ep: with dp above 1 needs scheduler.discovery static" $at) }}

@@ -22,11 +22,11 @@ app.kubernetes.io/name: lockstep
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
-{{/* An image by its digest or its tag: (list ROOT IMAGE). */}}
+{{/* An image by its digest or its tag, which is the chart's release unless it is set: (list ROOT IMAGE). */}}
 {{- define "lockstep.image" -}}
 {{- $images := (index . 0).Values.images }}{{ $image := index . 1 }}
 {{- if $images.registry }}{{ $images.registry }}/{{ end }}{{ $image.name }}
-{{- if $image.digest }}@{{ $image.digest }}{{ else }}:{{ $image.tag }}{{ end }}
+{{- if $image.digest }}@{{ $image.digest }}{{ else }}:{{ $image.tag | default (index . 0).Chart.AppVersion }}{{ end }}
 {{- end }}
 
 {{/* Where the first process of TP group D of a cell serves: (list CELL D). */}}

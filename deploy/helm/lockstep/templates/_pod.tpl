@@ -6,10 +6,10 @@ A service's pod template: (dict "root" "cell" "component" "values" "pod" "annota
 {{- $metadata := dict }}
 {{- with .annotations }}{{ $_ := set $metadata "annotations" . }}{{ end }}
 {{- $merged := include "lockstep.mergedPod" (dict "root" .root "cell" .cell "component" .component "metadata" $metadata "pod" .pod "patch" .values.podTemplate) | fromYaml }}
-{{- $needed := include "lockstep.graceSeconds" .cell | int }}
+{{- $needed := include "lockstep.graceSeconds" (list .cell .component) | int }}
 {{- $given := int $merged.spec.terminationGracePeriodSeconds }}
 {{- if lt $given $needed }}
-  {{- fail (printf "cells[%s].%s.podTemplate.spec.terminationGracePeriodSeconds: %d is below preStopSeconds + drainSeconds + teardownSeconds = %d" .cell.name .values.key $given $needed) }}
+  {{- fail (printf "cells[%s].%s.podTemplate.spec.terminationGracePeriodSeconds: %d is below preStopSeconds + %s + teardownSeconds = %d" .cell.name .values.key $given (ternary "answerSeconds" "drainSeconds" (eq .component "tokenizer")) $needed) }}
 {{- end }}
 {{- toYaml $merged }}
 {{- end }}
@@ -27,15 +27,23 @@ null takes a key away, in any map. A pod's labels name no version: one that chan
 {{- toYaml (include "lockstep.withoutNulls" $merged | fromJson).v }}
 {{- end }}
 
+{{/* Seconds between SIGTERM and the end of what is in flight: (list CELL COMPONENT). */}}
+{{- define "lockstep.drainSeconds" -}}
+{{- $shutdown := (index . 0).shutdown }}
+{{- ternary $shutdown.answerSeconds $shutdown.drainSeconds (eq (index . 1) "tokenizer") | int }}
+{{- end }}
+
+{{/* Seconds until a pod that is asked to end is killed: (list CELL COMPONENT). */}}
 {{- define "lockstep.graceSeconds" -}}
-{{- add (int .shutdown.preStopSeconds) (int .shutdown.drainSeconds) (int .shutdown.teardownSeconds) }}
+{{- $shutdown := (index . 0).shutdown }}
+{{- add (int $shutdown.preStopSeconds) (include "lockstep.drainSeconds" . | int) (int $shutdown.teardownSeconds) }}
 {{- end }}
 
 {{- define "lockstep.commonPod" -}}
 automountServiceAccountToken: false
 serviceAccountName: {{ .cell.prefix }}
 enableServiceLinks: false
-terminationGracePeriodSeconds: {{ include "lockstep.graceSeconds" .cell }}
+terminationGracePeriodSeconds: {{ include "lockstep.graceSeconds" (list .cell .component) }}
 securityContext:
   runAsNonRoot: true
   runAsUser: 65532
@@ -63,9 +71,15 @@ securityContext:
 
 {{/* What a container asks for and may have at most: (list RESOURCES DISK). The disk is for its volumes, and 1 GiB for its log. */}}
 {{- define "lockstep.resources" -}}
-{{- $amounts := dict "cpu" (index . 0).cpu "memory" (index . 0).memory "ephemeral-storage" (index . 1) -}}
-requests: {{ toJson $amounts }}
-limits: {{ toJson $amounts }}
+{{- include "lockstep.amounts" (list (index . 0) (dict "memory" (index . 0).memory "ephemeral-storage" (index . 1))) }}
+{{- end }}
+
+{{/* The same, of amounts that are both: (list RESOURCES AMOUNTS). Only of CPU may a container have more than it asks for. */}}
+{{- define "lockstep.amounts" -}}
+{{- $resources := index . 0 }}{{ $amounts := index . 1 }}
+{{- $limit := default $resources.cpu $resources.cpuLimit -}}
+requests: {{ merge (dict "cpu" $resources.cpu) $amounts | toJson }}
+limits: {{ ternary $amounts (merge (dict "cpu" $limit) $amounts) (eq $limit "none") | toJson }}
 {{- end }}
 
 {{/* Probes of a service's management port: startupSeconds. */}}

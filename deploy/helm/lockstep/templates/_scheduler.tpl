@@ -67,7 +67,7 @@ volumes:
 - --cell-listen={{ $cell.anyHost }}:50054
 {{- end }}
 - --manage-listen={{ $cell.anyHost }}:9100
-- --drain-s={{ int .shutdown.drainSeconds }}
+- --drain-s={{ include "lockstep.drainSeconds" (list . "scheduler") }}
 - --log-format=json
 {{- include "lockstep.settings" (list "" .scheduler.settings) }}
 {{- end }}

@@ -49,7 +49,7 @@ volumes:
 {{- end }}
 - --manage-listen={{ $cell.anyHost }}:9100
 - --max-connection-age-s={{ int .tokenizer.maxConnectionAgeSeconds }}
-- --drain-s={{ int .shutdown.drainSeconds }}
+- --drain-s={{ include "lockstep.drainSeconds" (list . "tokenizer") }}
 - --log-format=json
 {{- with .tokenizer.otlpEndpoint }}
 - --otlp-endpoint={{ . }}

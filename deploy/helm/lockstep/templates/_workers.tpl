@@ -82,7 +82,7 @@ volumes:
 {{- end }}
 {{- include "lockstep.listenFlags" (list $cell 50053) }}
 - --manage-listen={{ $cell.anyHost }}:9100
-- --drain-s={{ int $cell.shutdown.drainSeconds }}
+- --drain-s={{ include "lockstep.drainSeconds" (list $cell "worker") }}
 - --max-failed-starts={{ int $values.maxFailedStarts }}
 - --log-format=json
 - --worker.device={{ ternary "cuda" "cpu" $values.onGpu }}
@@ -111,10 +111,9 @@ volumes:
 {{- define "lockstep.workerResources" -}}
 {{- $memory := printf "%dMi" (add (include "lockstep.mebibytes" .resources.memory) (include "lockstep.mebibytes" .sharedMemory)) }}
 {{- $disk := printf "%dMi" (add (include "lockstep.mebibytes" .cacheSize) 5120) }}
-{{- $amounts := dict "cpu" .resources.cpu "memory" $memory "ephemeral-storage" $disk }}
-{{- if .gpu.resource }}{{ $_ := set $amounts .gpu.resource (int .ranksPerNode) }}{{ end -}}
-requests: {{ toJson $amounts }}
-limits: {{ toJson $amounts }}
+{{- $amounts := dict "memory" $memory "ephemeral-storage" $disk }}
+{{- if .gpu.resource }}{{ $_ := set $amounts .gpu.resource (int .ranksPerNode) }}{{ end }}
+{{- include "lockstep.amounts" (list .resources $amounts) }}
 {{- if .gpu.deviceClass }}
 claims: [{name: gpu}]
 {{- end }}

@@ -1,0 +1,28 @@
+{{/*
+What runs already, as Helm sees it in a cluster. Without a cluster (`helm template`), and at an install, there is nothing.
+*/}}
+
+{{/* The number of replicas of a Deployment that an autoscaler scales: the live one, or FEWEST: (list ROOT NAME FEWEST). */}}
+{{- define "lockstep.liveReplicas" -}}
+{{- $live := lookup "apps/v1" "Deployment" (index . 0).Release.Namespace (index . 1) }}
+{{- if $live }}{{ int $live.spec.replicas }}{{ else }}{{ int (index . 2) }}{{ end }}
+{{- end }}
+
+{{/*
+The kind of the objects that run a cell's workers, or nothing: (list ROOT PREFIX). "StatefulSets" where each domain has
+one.
+*/}}
+{{- define "lockstep.liveKind" -}}
+{{- $root := index . 0 }}{{ $name := printf "%s-worker" (index . 1) }}{{ $namespace := $root.Release.Namespace }}
+{{- $groups := "leaderworkerset.x-k8s.io/v1" }}
+{{- if lookup "apps/v1" "Deployment" $namespace $name -}}
+Deployment
+{{- /* Before StatefulSets: it makes some of the same names. */}}
+{{- else if and ($root.Capabilities.APIVersions.Has $groups) (lookup $groups "LeaderWorkerSet" $namespace $name) -}}
+LeaderWorkerSet
+{{- else if lookup "apps/v1" "StatefulSet" $namespace (printf "%s-0" $name) -}}
+StatefulSets
+{{- else if lookup "apps/v1" "StatefulSet" $namespace $name -}}
+StatefulSet
+{{- end }}
+{{- end }}
