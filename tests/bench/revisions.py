@@ -1,7 +1,8 @@
-"""The cost of a decode step of plain sequences at two revisions of this project.
+"""The cost of a scheduler's step at two revisions of this project: plain decodes, churn, or an admission.
 
     python -m tests.bench.revisions 5454b94 HEAD
     python -m tests.bench.revisions main HEAD --pairs 21 --json revisions.json
+    python -m tests.bench.revisions main HEAD --scenario churn
 
 Both run our engine as `tests.bench.scheduler` does, in processes that take turns: pairs of repeats, each scaled by the
 machine's speed at that moment. The ratio is the median over the pairs. A revision is checked out under .cache/ with its
@@ -18,6 +19,7 @@ import sys
 import sysconfig
 import tarfile
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.bench.parts.report import Row, limit, report
@@ -30,18 +32,58 @@ TARGET = 1.05
 _NUM_PROMPT_TOKENS = 1024
 
 
+@dataclass(frozen=True, slots=True)
+class _Scenario:
+    label: str
+    name: str
+    """As `tests.bench.peers.lockstep` knows it."""
+    figure: str
+    arguments: dict[str, object]
+    """Without those that depend on the number of repeats."""
+
+
+_SCENARIOS = {
+    "decode": _Scenario(
+        f"decode step, {NUM_SEQS} sequences",
+        "decode",
+        "step_us",
+        {"num_seqs": NUM_SEQS, "block_size": 16, "num_prompt_tokens": _NUM_PROMPT_TOKENS, "num_steps": NUM_STEPS},
+    ),
+    "churn": _Scenario(
+        f"{NUM_SEQS} tokens with churn",
+        "churn",
+        "tokens_512_us",
+        {
+            "num_seqs": NUM_SEQS,
+            "block_size": 16,
+            "num_prompt_tokens": _NUM_PROMPT_TOKENS,
+            "mean_output_tokens": 200,
+            "num_steps": NUM_STEPS,
+        },
+    ),
+    "admission": _Scenario(
+        "admission, 8k, cold",
+        "admission",
+        "cold_us",
+        {"num_prompt_tokens": 8192, "block_size": 16, "num_prompts": 8},
+    ),
+}
+
+
 def main() -> None:
     """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", help="a git revision")
     parser.add_argument("after", help="a later git revision")
+    parser.add_argument("--scenario", choices=_SCENARIOS, default="decode")
     parser.add_argument("--pairs", type=int, default=11, help="pairs of repeats")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     args = parser.parse_args()
-    pairs = _measure([_checkout(args.before), _checkout(args.after)], args.pairs)
+    scenario = _SCENARIOS[args.scenario]
+    pairs = _measure([_checkout(args.before), _checkout(args.after)], scenario, args.pairs)
     rows = [
         Row(
-            f"decode step, {NUM_SEQS} sequences, at {args.before}",
+            f"{scenario.label}, at {args.before}",
             statistics.median(before for before, _ in pairs),
             "us",
         ),
@@ -66,22 +108,18 @@ def _checkout(revision: str) -> Path:
     return directory
 
 
-def _measure(directories: list[Path], num_pairs: int) -> list[tuple[float, float]]:
-    """Processor time of a step at the two revisions, scaled to the same machine speed, one tuple per pair."""
+def _measure(directories: list[Path], scenario: _Scenario, num_pairs: int) -> list[tuple[float, float]]:
+    """Processor time at the two revisions, scaled to the same machine speed, one tuple per pair."""
+    arguments = dict(scenario.arguments)
+    if scenario.name != "churn":
+        arguments["num_repeats"] = num_pairs + 1
     with ExitStack() as stack:
         before, after = [
             stack.enter_context(start_process(path.name, sys.executable, "tests.bench.peers.lockstep", root=path))
             for path in directories
         ]
         for process in (before, after):
-            process.start(
-                "decode",
-                num_seqs=NUM_SEQS,
-                block_size=16,
-                num_prompt_tokens=_NUM_PROMPT_TOKENS,
-                num_steps=NUM_STEPS,
-                num_repeats=num_pairs + 1,
-            )
+            process.start(scenario.name, **arguments)
             process.run()
         # The order alternates from pair to pair.
         orders = [(before, after), (after, before)]
@@ -89,7 +127,7 @@ def _measure(directories: list[Path], num_pairs: int) -> list[tuple[float, float
     best_us = min(calibration_us for pair in measured for _, calibration_us in pair.values())
 
     def scaled(figures: dict[str, float], calibration_us: float) -> float:
-        return figures["step_us"] * best_us / calibration_us
+        return figures[scenario.figure] * best_us / calibration_us
 
     return [(scaled(*pair[before]), scaled(*pair[after])) for pair in measured]
 
