@@ -16,6 +16,7 @@ from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from services.tokenizer.grammar.schema_problem import place_of_problem, relaxed_schema
+from services.tokenizer.json.closed_schema import closed_schema
 from services.tokenizer.json.json_schema import MAX_SCHEMA_DEPTH, STRICT_JSON, HeldSchema, held_schema
 from services.tokenizer.json.json_values import JsonObject, JsonValue, read_json
 from shared.request.grammar import ANY_TOKENS, GrammarError, problem_of
@@ -93,6 +94,7 @@ def _read_schema(text: str, options: FormOptions) -> HeldSchema:
         schema = {}
     if not isinstance(schema, dict):
         raise GrammarError("a schema must be an object or true")
+    schema = closed_schema(schema)
     if options.is_strict:
         return held_schema(schema)
     return relaxed_schema(schema, lambda part: problem_of(_json_grammar(part, options)))

@@ -12,6 +12,8 @@ from typing import Any
 import jsonschema
 from jsonschema.protocols import Validator
 
+from services.tokenizer.json.closed_schema import OPEN
+
 SUITE = Path(__file__).parents[3] / ".cache" / "jsonschema-4.26.0.tar.gz"
 
 _FOLDER_TO_DIALECT: dict[str, type[Validator]] = {
@@ -35,8 +37,8 @@ class SuiteSchema:
 
     @property
     def source(self) -> str:
-        """The schema as JSON text."""
-        return json.dumps(self.schema)
+        """The schema as JSON text, whose objects stay open."""
+        return json.dumps({**self.schema, OPEN: True})
 
     def is_fit(self, text: str) -> bool:
         """Whether a JSON text is valid under the schema."""

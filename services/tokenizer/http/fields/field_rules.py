@@ -93,6 +93,7 @@ HARMLESS: Mapping[str, tuple[JsonValue, ...]] = {
 
 DONE_ANYWAY: Mapping[str, str] = {
     "cache_control": _CACHE,
+    "disable_additional_properties": "objects are closed unless their schema speaks of more keys",
     "eager_input_streaming": "arguments are streamed as they are written",
 }
 """Names, wherever they are in a request, of what is done anyway: they are not even named."""
@@ -143,7 +144,6 @@ REFUSED: Mapping[str, tuple[JsonValue, ...]] = {
     "structural_tag": (),
     "structured_outputs.structural_tag": (),
     "structured_outputs.whitespace_pattern": (),
-    "structured_outputs.disable_additional_properties": (False,),
     "spaces_between_special_tokens": (True,),
     "prompt_logprobs": (),
     "repetition_detection": (),

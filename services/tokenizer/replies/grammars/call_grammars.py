@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.tokenizer.chat.conversation import FUNCTIONS, Tool
-from services.tokenizer.json.closed_schema import closed_object
+from services.tokenizer.json.closed_schema import closed_arguments
 from services.tokenizer.replies.families import deepseek_v3, deepseek_v32, glm4, harmony, kimi_k2, mistral, qwen3_coder
 from services.tokenizer.replies.grammars.lark import LarkGrammar
 from services.tokenizer.replies.grammars.untyped_grammars import ValueEnd, untyped_arguments
@@ -177,7 +177,7 @@ def _json_calls(grammar: LarkGrammar, request: GrammarRequest, arguments: str) -
 
 def _json(grammar: LarkGrammar, tool: Tool) -> str:
     """The arguments as JSON."""
-    return grammar.json(closed_object(tool.parameters))
+    return grammar.json(closed_arguments(tool.parameters))
 
 
 CALL_GRAMMARS: dict[str, Callable[[LarkGrammar, GrammarRequest], str]] = {

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.tokenizer.chat.conversation import Tool
+from services.tokenizer.json.closed_schema import closed_schema
 from services.tokenizer.json.json_values import JsonValue
 from services.tokenizer.json.schema_parts import schema_part
 from services.tokenizer.replies.calls.argument_forms import ArgumentForms
@@ -37,6 +38,7 @@ def untyped_arguments(grammar: LarkGrammar, tool: Tool, key: Callable[[str, bool
     Raises:
         GrammarError: the schema asks for what no grammar can guarantee.
     """
+    tool = replace(tool, parameters=closed_schema(tool.parameters))
     writer = _Writer(grammar, tool, key, end)
     lists = dict.fromkeys(writer.of_list(each) for each in argument_lists(tool.parameters))
     return next(iter(lists)) if len(lists) == 1 else f"({' | '.join(f'({each})' if each else '()' for each in lists)})"

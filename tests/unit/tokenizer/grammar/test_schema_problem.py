@@ -10,6 +10,7 @@ import pytest
 
 from services.tokenizer.grammar.grammar_source import FormOptions
 from services.tokenizer.grammar.grammar_trial import GrammarTrial
+from services.tokenizer.json.closed_schema import OPEN
 from services.tokenizer.json.json_schema import FORMATS
 from shared.request.grammar import GrammarError, GrammarLibrary
 from tests.support.models.tiny_tokenizer import IM_END_ID
@@ -83,7 +84,7 @@ def test_a_refusal_says_where(trial: GrammarTrial, schema: Any, message: str) ->
          ["#/oneOf"], ["3", "null"], ["x"]),
         ({"type": "array", "uniqueItems": True, "items": {"type": "integer"}},
          ["#/uniqueItems"], ["[1, 1]"], ['["a"]']),
-        ({"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 1, "required": []},
+        ({"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 1, "required": [], OPEN: True},
          ["#/minProperties"], ["{}"], ["1"]),
         ({"type": "string", "pattern": r"^(?!x)[a-c]+$"}, ["#/pattern"], ['"x"'], ["1"]),
         ({"type": "object", "patternProperties": {"^a": {"type": "null"}, "b$": {}}},
@@ -136,7 +137,7 @@ def test_a_date_is_a_day_that_there_is(trial: GrammarTrial, name: str, rest: str
 )
 def test_json_may_be_without_blanks(trial: GrammarTrial, text: str, is_compact: bool, is_fine: bool) -> None:
     options = FormOptions(is_compact=is_compact)
-    assert fits(trial, {"type": "object", "properties": {"x": {"type": "array"}}}, text, options) == is_fine
+    assert fits(trial, {"type": "object", "properties": {"x": {"type": "array"}}, OPEN: True}, text, options) == is_fine
 
 
 def test_any_object_may_be_without_blanks(trial: GrammarTrial) -> None:
