@@ -94,6 +94,19 @@ async def test_of_random_schemas_every_text_that_ends_fits(tiny_cell: Cell, num_
     assert len(ended) >= MIN_ENDED * num_schemas
 
 
+async def test_an_object_has_the_keys_that_its_schema_names_and_ends(tiny_cell: Cell) -> None:
+    name = {"type": "string", "maxLength": 4}
+    properties = {"name": name, "pet": {"type": "object", "properties": {"name": name}, "required": ["name"]}}
+    schema = {"type": "object", "properties": properties, "required": ["name", "pet"]}
+    async with connect(tiny_cell) as client:
+        answers = await asyncio.gather(
+            *(client.generate(request_for(Form(json_schema=json.dumps(schema)), seed)) for seed in range(8))
+        )
+    assert {answer.reason for answer in answers} == {"EOS"}
+    values = [json.loads(answer.text) for answer in answers]
+    assert [(list(value), list(value["pet"])) for value in values] == [(["name", "pet"], ["name"])] * len(values)
+
+
 @pytest.mark.slow
 async def test_a_text_that_costs_too_much_to_follow_ends_with_an_error_and_not_as_if_it_were_complete(
     tiny_cell: Cell,

@@ -176,6 +176,10 @@ FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"guided_json": SCHEMA}, {"json_schema": json.dumps(SCHEMA)}),
     ({"guided_json": json.dumps(SCHEMA)}, {"json_schema": json.dumps(SCHEMA)}),
     ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": json.dumps(SCHEMA)}),
+    (
+        {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}},
+        {"json_schema": json.dumps(SCHEMA)},
+    ),
     ({"regex": "a+"}, {"regex": "a+"}),
     ({"guided_regex": "a+"}, {"regex": "a+"}),
     ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),

@@ -88,3 +88,19 @@ def test_what_a_schema_allows_is_read_as_it_was_written(
 @given(root=roots(), seed=st.integers(0, 1000), has_markup=st.booleans())
 def test_many_more_schemas(name: str, root: dict[str, Any], seed: int, has_markup: bool) -> None:
     check(name, root, seed, has_markup=has_markup or name == "harmony")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_nested_objects_of_a_call_have_the_keys_that_their_schema_names(name: str) -> None:
+    digit = {"enum": [1, 2]}
+    inner = {"type": "object", "properties": {"x": digit}, "required": ["x"]}
+    root: dict[str, Any] = {
+        "type": "object",
+        "properties": {"a": inner, "b": {"type": "array", "items": inner, "maxItems": 2}},
+    }
+    for seed in range(8):
+        text = walk(grammar_of(name, root), seed, has_markup=True)
+        (call,) = calls_in(parse(name, [text], tools=[Tool("look", "", root)], has_grammar=True))
+        arguments = json.loads(call.arguments)
+        inside = [arguments.get("a", {"x": 1}), *arguments.get("b", [])]
+        assert (arguments.keys() <= {"a", "b"}, [list(value) for value in inside]) == (True, [["x"]] * len(inside))
