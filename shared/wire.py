@@ -137,6 +137,7 @@ CAPABILITIES = (
     Capability(TIMINGS, 1, ("RequestEnd.queue_time_us", "RequestStart.prefill_time_us")),
     # Whoever does not know them loses nothing but a better guess of how long a restart takes.
     Capability("worker_start", 1, ("AttachResponse.start_time", "CellInfo.worker_start_time")),
+    Capability("implementation", 1, ("AttachResponse.implementation", "CellInfo.implementation")),
     # Whoever does not know it goes by `holds_workers`.
     Capability("takes_work", 1, ("SchedulerHeartbeat.takes_work",)),
     # Where one side does not know them, replicas try their suspects side by side.

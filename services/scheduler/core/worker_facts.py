@@ -51,6 +51,8 @@ class WorkerFacts:
     """Sequences that it has room for, which may be fewer than were asked for; None if it does not say."""
     start_s: float | None = field(default=None, metadata=OWN)
     """How long it took from its process's start until it could be attached; None if it does not say."""
+    implementation: str = field(default="", metadata=ALIKE)
+    """Whose code computes the model, opaque to the engine; empty if it does not say."""
 
     @property
     def has_recurrent_state(self) -> bool:

@@ -332,6 +332,7 @@ class CellServer:
             exact_fingerprint=self.engine.facts.exact_fingerprint,
             weights_digest=self.engine.facts.weights_digest,
             introduction=self.engine.facts.introduction.encode(),
+            implementation=model.implementation,
         )
         if self.engine.facts.worker_start_s is not None:
             cell_info.worker_start_time.FromMilliseconds(round(1e3 * self.engine.facts.worker_start_s))

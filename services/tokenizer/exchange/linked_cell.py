@@ -26,6 +26,8 @@ class LinkedCell:
     """What all its services can do."""
     worker_start_s: float | None
     """How long a restart of its workers takes; None if it does not say."""
+    implementation: str
+    """Whose code computes the model; empty if its workers do not say."""
 
 
 def decode_cell_info(info: exchange_pb2.CellInfo) -> LinkedCell:
@@ -39,4 +41,5 @@ def decode_cell_info(info: exchange_pb2.CellInfo) -> LinkedCell:
         info.weights_digest,
         read_introduction(info.introduction),
         info.worker_start_time.ToMilliseconds() / 1e3 if info.HasField("worker_start_time") else None,
+        info.implementation,
     )

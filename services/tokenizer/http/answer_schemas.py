@@ -106,7 +106,8 @@ _ITEM = _object({"id": TEXT, "type": _one_of("message", "reasoning", "function_c
 _END = {"finish_reason": _FINISH_REASON, "stop_reason": _STOP_REASON}
 _MODEL = _object(
     {"id": TEXT, "object": _one_of("model"), "created": COUNT, "owned_by": TEXT, "max_model_len": COUNT},
-    {"root": TEXT, "parent": NULL},
+    # vLLM's, and whose code computes the model.
+    {"root": TEXT, "parent": NULL, "implementation": TEXT},
 )
 
 _BLOCK: Schema = {

@@ -216,6 +216,7 @@ class Handlers:
             "root": self._backend.model.name,
             "parent": None,
             "max_model_len": self._backend.cell().limits.context_length,
+            "implementation": self._backend.cell().implementation,
         }
 
     def _anthropic_model(self, name: str) -> dict[str, Any]:

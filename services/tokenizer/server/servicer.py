@@ -121,6 +121,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             reasoning_parser=self._model.reply_parsers.reasoning_parser,
             weights_digest=cell.weights_digest,
             serves_text_only=self._model.serves_text_only,
+            implementation=cell.implementation,
         )
 
     async def _generate(

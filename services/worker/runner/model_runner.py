@@ -21,6 +21,7 @@ from services.worker.runner.step_totals import StepTotals
 from services.worker.runner.steps.pending_step import PendingStep, reported
 from services.worker.runner.stream import Stream, make_stream
 from shared.errors import StaleEpochError
+from shared.model_files.implementations import Implementation
 from shared.step.step import Step, StepResult
 
 _ALONE = RankLayout()
@@ -66,6 +67,7 @@ class ModelRunner:
         self.facts: ModelFacts = loaded.facts
         self.state_bytes_per_slot: int = loaded.model.state_spec.bytes_per_slot
         self.ops_backend: str = ops.name
+        self.implementation: Implementation = loaded.model.implementation
         # transformers' code computes a row differently beside other rows.
         self.is_exact: bool = ops.is_exact and loaded.model.implementation == "lockstep"
         self.step_proposal = propose_steps(self.device.type)

@@ -325,6 +325,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             weights_digest=runner.facts.weights_digest,
             introduction=introduce_self().encode(),
             start_time=self._start_time,
+            implementation=runner.implementation,
         )
 
 

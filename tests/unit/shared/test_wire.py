@@ -136,7 +136,7 @@ def test_each_option_needs_one_capability() -> None:
     changed = {field for each in CAPABILITY_TO_OPTIONS.values() for field, _ in changes_of(each)}
     assert changed == {field.name for field in dataclasses.fields(SamplingOptions)}
     others = {"introduction", "tenants", "recurrent_state", "timings", "worker_start", "first_start", "controls"}
-    others |= {"takes_work", "last_word", "trials"}
+    others |= {"implementation", "takes_work", "last_word", "trials"}
     assert CAPABILITY_TO_OPTIONS.keys() | others == {each.name for each in CAPABILITIES}
 
 

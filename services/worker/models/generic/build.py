@@ -79,6 +79,8 @@ class Skeleton:
     has_head_bias: bool = False
     embedding_name: str = ""
     head_name: str = ""
+    whole_layers: list[str] = field(default_factory=list)
+    """See `SplitPlan.whole_layers`."""
     calls: list[PlannedCall] = field(default_factory=list)
 
     @property
@@ -182,6 +184,7 @@ def _take_apart(causal: PreTrainedModel, shard: Shard) -> Skeleton:
             placed = _place(name, module, plan.split_of(name), shard)
             skeleton.products.append(placed)
             _replace(causal, name, placed.module)
+    skeleton.whole_layers = plan.whole_layers([placed.name for placed in skeleton.products])
     setattr(causal, causal.base_model_prefix, _Rows())
     return skeleton
 

@@ -61,6 +61,11 @@ def _load(architecture: str, config: Mapping[str, Any], shard: Shard) -> Generic
     model_class, made = read_class(config, architecture)
     context_length = shard.context.context_of(_own_context(made))
     skeleton = build_skeleton(model_class, made, shard, context_length)
+    if skeleton.whole_layers and shard.weights.device.type != "meta":
+        logger.info(
+            "each rank computes layers whole, with their weights, that transformers' plan gathers",
+            extra={"layers": skeleton.whole_layers, "ranks": shard.tp.size},
+        )
     stored = StoredNames(skeleton.causal, shard.weights)
     # Before weights are read: what fills buffers draws parameters too, which on `meta` costs nothing.
     has_long_factors = _fill_buffers(skeleton, shard.weights.device, context_length)
