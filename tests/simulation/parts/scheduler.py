@@ -283,9 +283,9 @@ class SchedulerProcess:
         """Forget a stream whose handler has ended; the engine must compute nothing for disconnected replicas."""
         del self.streams[stream]
         clients = {seq.client for seq in self.engine._requests.choices()} - {DIRECT_CLIENT}
-        assert self._is_over or clients <= self.cell._clients.keys(), "a request outlives its stream"
+        assert self._is_over or clients <= self.cell.clients.keys(), "a request outlives its stream"
         linked = self.cell.replica_drains.linked
-        assert self._is_over or linked == self.cell._clients.keys(), "it would stay for a replica that is gone"
+        assert self._is_over or linked == self.cell.clients.keys(), "it would stay for a replica that is gone"
 
     def _exit(self) -> None:
         if self.is_alive:

@@ -56,7 +56,7 @@ def _requests_outlive_their_stream(patch: Patch) -> None:
     """A replica whose stream ends is forgotten without notifying the engine."""
 
     def forget(self: CellServer, client: ClientLink) -> None:
-        self._clients.pop(client.number, None)
+        self.clients.pop(client.number, None)
 
     patch.setattr(CellServer, "disconnect", forget)
 
