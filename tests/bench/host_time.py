@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from services.worker.drafts.drafter import Drafting
+from services.worker.drafts.ngram_drafts import NgramProposer
 from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
 from services.worker.forward.kv_cache import KvCache
 from services.worker.models.loader import LoadOptions, load_model
@@ -38,6 +40,9 @@ MOST_ROWS = 512
 MOST_RATIO = 1.5
 MOST_MS_OF_ONE_ROW = 1.0
 NUM_PROMPT_TOKENS = 8
+NUM_DRAFT_TOKENS = 4
+# Their tokens must fit into the memory.
+MOST_DRAFTED_ROWS = 32
 
 
 class NullOps(CpuOps):
@@ -91,27 +96,30 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="steps measured for each number of rows")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    runner = make_runner(args.layers)
+    runner, drafting = make_runner(args.layers), make_runner(args.layers, Drafting(NgramProposer(), NUM_DRAFT_TOKENS))
     rows_to_ms = {num_rows: step_ms(runner, num_rows, args.steps) for num_rows in args.num_rows}
     rows = [_row(num_rows, ms, rows_to_ms.get(BASE_ROWS)) for num_rows, ms in rows_to_ms.items()]
+    for num_rows in (each for each in args.num_rows if each <= MOST_DRAFTED_ROWS):
+        ms = step_ms(drafting, num_rows, args.steps)
+        rows.append(Row(f"drafted step of {num_rows}, host only", ms, "ms", reference=rows_to_ms[num_rows]))
     print_table(rows)
     if args.json is not None:
         write_json(rows, args.json)
 
 
-def make_runner(num_layers: int) -> ModelRunner:
-    """A runner of a small model with this many layers; only their number matters."""
+def make_runner(num_layers: int, drafting: Drafting | None = None) -> ModelRunner:
+    """A runner of a small model with this many layers; only their number matters. All drafts are right."""
     config = {**CONFIGS["tiny"], "num_hidden_layers": num_layers}
     ops = NullOps()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         loaded = load_model(Path(folder), ops, torch.float32, lambda _: None, options=LoadOptions(dummy_seed=0))
-    return ModelRunner(loaded, ops, KvCacheSize(2**32))
+    return ModelRunner(loaded, ops, KvCacheSize(2**32), drafting=drafting)
 
 
 def step_ms(runner: ModelRunner, num_rows: int, num_steps: int) -> float:
     """The shortest decode step: other processes only make one longer."""
-    num_tokens = NUM_PROMPT_TOKENS + num_steps + 1
+    num_tokens = NUM_PROMPT_TOKENS + num_steps * (1 + runner.num_draft_tokens) + 1
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     runner.attach(block_size=BLOCK_SIZE, max_num_seqs=num_rows, max_num_batched_tokens=NUM_PROMPT_TOKENS * num_rows)
     blocks = (range(slot * num_blocks, (slot + 1) * num_blocks) for slot in range(num_rows))

@@ -133,8 +133,6 @@ class InputBatch:
             choice=self._choice[slots],
             position=step_input.row_positions,
             states=self._states_of(slots) if self._states else {},
-            draft_token_ids=step_input.draft_token_ids,
-            draft_counts=step_input.draft_counts,
         )
 
     def record_drawn(self, slots: Int32Column) -> None:

@@ -211,6 +211,15 @@ def greedy_sample(logits: Tensor) -> tuple[Tensor, Tensor]:
     return token_ids, largest
 
 
+def accept(drawn: Tensor, wanted: Tensor, firsts: Tensor) -> tuple[Tensor, Tensor]:
+    """Find each run's end with torch: the smallest place from its first one on that ends a run."""
+    goes_on = (drawn == wanted) & (drawn >= 0)
+    goes_on[:-1] &= drawn[1:] >= 0
+    places = torch.arange(len(drawn), device=drawn.device)
+    ends = torch.where(goes_on, len(drawn), places).flip(0).cummin(0).values.flip(0).index_select(0, firsts)
+    return ends - firsts + 1, drawn.index_select(0, ends)
+
+
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Compute row by row on the host."""
     num_top = min(num_top, logits.shape[1])

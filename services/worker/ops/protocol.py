@@ -303,6 +303,22 @@ class Ops(AttentionOps, RecurrentOps, Protocol):
         Source: Gumbel-max, arXiv:1411.0030, section 2.
         """
 
+    def accept(self, drawn: Tensor, wanted: Tensor, firsts: Tensor) -> tuple[Tensor, Tensor]:
+        """How many of the tokens drawn at consecutive places, its runs, each row gets; see `Runs`.
+
+        A run goes on after a place if what was drawn there is what is wanted, and the next place was drawn too.
+
+        Args:
+            drawn: [P] int64, -1 where logits are not finite.
+            wanted: [P] int64: the draft that the next place was computed with, -1 at a run's last place.
+            firsts: [B] int64, ascending, from 0: each run's first place.
+
+        Returns:
+            (counts [B] int64, at least 1; the last of each run's tokens [B] int64).
+
+        Source: Leviathan et al., arXiv:2211.17192, with draws that are the same with drafts as without.
+        """
+
     def token_logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities of some tokens per row, and of each row's most likely ones, in descending order.
 

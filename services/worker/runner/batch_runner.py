@@ -10,6 +10,7 @@ from services.worker.batch.device_batch import DeviceBatch
 from services.worker.batch.enter_checks import require
 from services.worker.batch.input_batch import InputBatch
 from services.worker.batch.step_input import StepInput
+from services.worker.drafts.draft_end import DraftEnd
 from services.worker.drafts.drafted_states import ModelStates
 from services.worker.drafts.drafter import DraftProposer
 from services.worker.forward.forward_context import DpMetadata
@@ -17,7 +18,6 @@ from services.worker.forward.kv_cache import KvCache
 from services.worker.layout import RankLayout
 from services.worker.runner.graphs.step_graphs import StepGraphs
 from services.worker.runner.rank import Rank
-from services.worker.runner.steps.host_end import HostEnd
 from services.worker.runner.steps.pending_step import PendingStep
 from services.worker.runner.steps.step_job import JobResults, StepJob
 from services.worker.runner.steps.step_work import StepWork
@@ -60,8 +60,8 @@ class BatchRunner:
         draws = None if graphs is None else graphs.decodes.draw_rows
         columns = DeviceBatch(rank.ops, batch.limits, rank.device, decode_draws=draws)
         self._has_drafts = proposer is not None
-        host_end = None if proposer is None else HostEnd(rank, batch, columns, proposer)
-        self._work = StepWork(rank, kv_cache, columns, graphs, host_end, states=states)
+        draft_end = None if proposer is None else DraftEnd(batch, proposer)
+        self._work = StepWork(rank, kv_cache, columns, graphs, draft_end, states=states)
         # The last step with edited rows, until their states have learned its tokens.
         self._unlearned: PendingStep | None = None
 
@@ -85,6 +85,7 @@ class BatchRunner:
         if job.options is not None and job.is_edited:
             self._learn_tokens()
             pending.edited = edited = job.options.edit()
+            job.results.failed_rows = edited.numbers[edited.has_failed]
             enqueued.append(self._stream.enqueue(partial(self._work.redraw, job, edited)))
             self._unlearned = pending
         if not self._stream.is_async:
@@ -94,8 +95,6 @@ class BatchRunner:
 
     def _make_job(self, step_input: StepInput, dp: DpMetadata) -> StepJob:
         are_made_there = step_input.is_plain_decode and not self._has_drafts
-        needs_sampling = self._has_drafts or step_input.has_options
-        sampling = self._batch.sampling(step_input) if needs_sampling else None
         return StepJob(
             step_input=step_input,
             staging=self._stream.claim_staging(),
@@ -103,8 +102,7 @@ class BatchRunner:
             decode_graph=self._decode_graph(step_input, dp),
             draft_graph=self._draft_graph(step_input),
             tokens=None if are_made_there else self._batch.tokens(step_input),
-            sampling=sampling,
-            options=None if sampling is None or self._has_drafts else RowOptions.of(sampling),
+            options=RowOptions.of(self._batch.sampling(step_input)) if step_input.has_options else None,
             results=JobResults(),
         )
 

@@ -43,9 +43,9 @@ class WantedEntries:
             requested[row, : len(each.logprob_token_ids)] = each.logprob_token_ids
         return cls(nums_top, requested, nums_requested)
 
-    def of_rows(self, is_kept: npt.NDArray[np.bool_]) -> WantedEntries:
-        """Keep some rows."""
-        return WantedEntries(self.nums_top[is_kept], self.requested[is_kept], self.nums_requested[is_kept])
+    def of_rows(self, rows: npt.NDArray[np.bool_] | npt.NDArray[np.int64]) -> WantedEntries:
+        """Some rows: those that are True, or these, which may repeat."""
+        return WantedEntries(self.nums_top[rows], self.requested[rows], self.nums_requested[rows])
 
 
 def token_logprobs(

@@ -12,6 +12,7 @@ import torch
 from services.worker.drawing.row_edits import RowEdits
 from services.worker.forward.staging import HostArrays, upload_arrays
 from services.worker.ops import DrawRows
+from services.worker.sampling.runs import Runs
 from services.worker.sampling.sampling_state import SamplingState
 from shared.step.columns import Int32Column
 
@@ -54,20 +55,31 @@ class SamplingRows:
     position: npt.NDArray[np.int64]  # [num_rows], absolute position of the first token drawn: the length so far
     states: dict[int, SamplingState] = field(default_factory=dict)
     """States by row, for sequences with options."""
-    draft_token_ids: Int32Column = field(default_factory=lambda: _NO_TOKENS)  # [num_drafts], row after row
-    draft_counts: Int32Column | None = None  # [num_rows], drafts of each row; None means that no row has any
+
+    def by_place(self, runs: Runs) -> SamplingRows:
+        """[num_places], a row without drafts for each place of the rows' `runs`."""
+        row = runs.rows()
+        return SamplingRows(
+            temperature=self.temperature[row],
+            top_k=self.top_k[row],
+            top_p=self.top_p[row],
+            seed=self.seed[row],
+            choice=self.choice[row],
+            position=self.position[row] + runs.offsets(),
+            states={
+                place: self.states[its_row] for place, its_row in enumerate(row.tolist()) if its_row in self.states
+            },
+        )
 
     def draw_rows(
         self,
         device: torch.device,
         chosen: npt.NDArray[np.int64] | slice = _ALL,
-        *,
-        temperature: npt.NDArray[np.float32] | None = None,
     ) -> DrawRows:
-        """How the backend draws the `chosen` rows; `temperature` [num_rows] stands in for theirs."""
+        """How the backend draws the `chosen` rows."""
         row_to_options = {row: state.options for row, state in self.states.items()}
         columns: HostArrays = {
-            "temperature": self.temperature if temperature is None else temperature,
+            "temperature": self.temperature,
             "top_k": self.top_k,
             "top_p": self.top_p,
             "seed": self.seed.view(np.int64),

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.worker.ops import load_ops
-from services.worker.sampling.sampler import SampledTokens, Sampler
+from services.worker.drafts.draft_end import read_tokens
+from services.worker.forward.staging import to_device
+from services.worker.ops import Ops, load_ops
+from services.worker.sampling.logprobs import make_logprobs
+from services.worker.sampling.row_options import RowOptions
+from services.worker.sampling.runs import DeviceRuns, Runs, SampledTokens
+from services.worker.sampling.sampler import Sampler
 from services.worker.sampling.sampling_rows import SamplingRows
 from services.worker.sampling.sampling_state import GrammarMatcher, SamplingState
 from shared.request.sampling_params import NO_OPTIONS, SamplingOptions
@@ -97,15 +102,29 @@ def make_state(
     return state
 
 
+@dataclass(frozen=True, slots=True)
+class RowsWithDrafts:
+    """Rows, and where their logits are."""
+
+    rows: SamplingRows
+    runs: Runs
+    has_drafts: bool
+
+    @classmethod
+    def single(cls, rows: SamplingRows) -> RowsWithDrafts:
+        """Rows without drafts."""
+        return cls(rows, Runs.of(len(rows.position), None, column()), has_drafts=False)
+
+
 def make_rows(
     recipes: Sequence[Recipe],
     positions: Sequence[int],
     *,
     states: dict[int, SamplingState] | None = None,
     drafts: Sequence[Sequence[int]] | None = None,
-) -> SamplingRows:
+) -> RowsWithDrafts:
     """One row per recipe, each with its drafts if any are given."""
-    return SamplingRows(
+    rows = SamplingRows(
         temperature=np.array([recipe.temperature for recipe in recipes], np.float32),
         top_k=column([recipe.top_k for recipe in recipes]),
         top_p=np.array([recipe.top_p for recipe in recipes], np.float32),
@@ -113,14 +132,39 @@ def make_rows(
         choice=np.array([recipe.choice for recipe in recipes], np.uint32),
         position=np.array(positions, np.int64),
         states=states or {},
-        draft_token_ids=column([token_id for row in drafts or () for token_id in row]),
-        draft_counts=None if drafts is None else column([len(row) for row in drafts]),
     )
+    counts = None if drafts is None else column([len(row) for row in drafts])
+    runs = Runs.of(len(recipes), counts, column([token_id for row in drafts or () for token_id in row]))
+    return RowsWithDrafts(rows, runs, has_drafts=drafts is not None)
 
 
-def sample(logits: Tensor, rows: SamplingRows) -> SampledTokens:
+def sample(logits: Tensor, rows: RowsWithDrafts) -> SampledTokens:
     """Sample on the CPU backend."""
-    return Sampler(load_ops("cpu")).sample(logits, rows)
+    return sample_with(load_ops("cpu"), logits, rows)
+
+
+def sample_with(ops: Ops, logits: Tensor, drafted: RowsWithDrafts) -> SampledTokens:
+    """Sample as a step in an epoch with drafts does."""
+    sampler, rows, runs = Sampler(ops, logits.device), drafted.rows, drafted.runs
+    there = DeviceRuns(to_device(runs.firsts, logits.device), to_device(runs.wanted, logits.device))
+    places, options = rows.by_place(runs), RowOptions.of(rows)
+    is_edited = np.isin(runs.rows(), options.edited)
+    # Those that are drawn again cost as little as possible before.
+    places = replace(places, temperature=np.where(is_edited, np.float32(0), places.temperature))
+    draws = places.draw_rows(logits.device)
+    drawn = sampler.draw_runs(logits, draws, there) if drafted.has_drafts else sampler.draw(logits, draws)
+    failed_rows = np.empty(0, np.int64)
+    if len(options.edited):
+        drawn, there, failed_rows = sampler.redraw_runs(logits, drawn, rows, runs, options.edited)
+    counts = ops.accept(drawn, there.wanted, there.firsts)[0] if drafted.has_drafts else None
+    sampled = replace(read_tokens(drawn, counts, runs), failed_grammar_rows=failed_rows.astype(np.int32))
+    scored = options.scored_places(runs, sampled.counts)
+    is_good = np.isin(runs.rows()[scored.places], sampled.not_finite_rows, invert=True)
+    if not is_good.any():
+        return sampled
+    scores = [values.cpu().numpy()[is_good] for values in sampler.score(logits, drawn, scored.places, scored.wanted)]
+    logprobs = make_logprobs(scores, scored.indexes[is_good], scored.wanted.of_rows(is_good))
+    return replace(sampled, logprobs=logprobs)
 
 
 def tokens_of_rows(sampled: SampledTokens, num_rows: int) -> list[list[int]]:

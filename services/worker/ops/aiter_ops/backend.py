@@ -88,6 +88,7 @@ class AiterOps(TritonState):
 
     edit_logits = staticmethod(edits.edit_logits)
     sample = staticmethod(sampling.sample)
+    accept = staticmethod(composed.accept)
     token_logprobs = staticmethod(logprobs.token_logprobs)
     greedy_sample = staticmethod(greedy.greedy_sample)
 

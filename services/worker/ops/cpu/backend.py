@@ -75,6 +75,7 @@ class CpuOps(attention.GatherBuffers):
     edit_logits = staticmethod(composed.edit_logits)
     sample = composed.sample
     draw = staticmethod(composed.draw)
+    accept = staticmethod(composed.accept)
     token_logprobs = staticmethod(composed.token_logprobs)
     greedy_sample = staticmethod(composed.greedy_sample)
 

@@ -103,6 +103,7 @@ class NativeOps(NativeState):
     edit_logits = staticmethod(composed.edit_logits)
     sample = composed.sample
     draw = drawing.draw
+    accept = staticmethod(composed.accept)
     token_logprobs = staticmethod(composed.token_logprobs)
     greedy_sample = elementwise.greedy_sample
 

@@ -81,5 +81,6 @@ class ReferenceOps:
     edit_logits = staticmethod(composed.edit_logits)
     sample = composed.sample
     draw = staticmethod(composed.draw)
+    accept = staticmethod(composed.accept)
     token_logprobs = staticmethod(composed.token_logprobs)
     greedy_sample = staticmethod(composed.greedy_sample)

@@ -78,6 +78,7 @@ class TritonOps(state.TritonState):
 
     edit_logits = staticmethod(edits.edit_logits)
     sample = staticmethod(sampling.sample)
+    accept = staticmethod(composed.accept)
     token_logprobs = staticmethod(logprobs.token_logprobs)
     greedy_sample = staticmethod(greedy.greedy_sample)
 

@@ -35,7 +35,7 @@ class StepFunctions:
     forward: Callable[[Tensor, Tensor], Tensor]
     """`CausalLM.forward`."""
     draw: Callable[[Tensor, DrawRows], Tensor]
-    """Maps hidden states [n, hidden] and how their rows are drawn to tokens, as `DeviceSampler.draw`."""
+    """Maps hidden states [n, hidden] and how their rows are drawn to tokens, as `Sampler.draw`."""
     make_context: Callable[[AttentionMetadata, DpMetadata], ForwardContext]
     """Makes the context of a forward pass with this metadata."""
     states: ModelStates | None = None

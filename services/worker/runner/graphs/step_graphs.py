@@ -14,7 +14,7 @@ from services.worker.layout import RankLayout
 from services.worker.runner.graphs.draft_graphs import DraftGraphs
 from services.worker.runner.graphs.graph_runner import DecodeGraphs, GraphSettings, StepFunctions
 from services.worker.runner.rank import Rank
-from services.worker.sampling.device_sampler import DeviceSampler
+from services.worker.sampling.sampler import Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def capture_steps(
         logger.info("decode steps are not captured", extra={"reason": "ranks exchange tensors"})
         return None
     settings.capture.begin()
-    model, sampler = rank.model, DeviceSampler(rank.ops, rank.device)
+    model, sampler = rank.model, Sampler(rank.ops, rank.device)
 
     cache = None if states is None else states.cache
 

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -19,7 +19,8 @@ from services.worker.runner.rank import Rank
 from services.worker.runner.steps.step_job import StepJob
 from services.worker.runner.stream import EnqueuedWork
 from services.worker.sampling.logprobs import make_logprobs
-from services.worker.sampling.sampler import SampledTokens
+from services.worker.sampling.row_options import ScoredPlaces
+from services.worker.sampling.runs import SampledTokens
 from services.worker.sampling.sampling_rows import EditedRows
 from shared.errors import InternalError, ServiceError
 from shared.step.columns import Int32Column
@@ -51,7 +52,7 @@ class PendingStep:
         return not self.rank.stream.is_async
 
     def drawn(self) -> npt.NDArray[np.int64]:
-        """[num_rows], the tokens that the device drew, -1 where logits are not finite. Waits as `finish` does."""
+        """[num_places], the tokens that the device drew, -1 where logits are not finite. Waits as `finish` does."""
         arrays = self._read()
         return np.empty(0, np.int64) if self.job.results.drawn is None else arrays[0]
 
@@ -64,7 +65,7 @@ class PendingStep:
         step, step_input, results = self.step, self.job.step_input, self.job.results
         with reported(step):
             arrays = iter(self._read())
-            sampled = self._sampled(arrays) if results.sampled is None else results.sampled
+            sampled = self._sampled(arrays)
             prompts = [(each.slot, make_logprobs(_take(arrays, 3), each.indexes)) for each in results.prompts]
             not_finite = _NO_TOKENS if results.not_finite_saves is None else next(arrays).nonzero()[0].astype(np.int32)
             result = StepResult(
@@ -94,28 +95,17 @@ class PendingStep:
             return self._arrays
 
     def _sampled(self, arrays: Iterator[_Array]) -> SampledTokens:
-        """What the device drew."""
-        if self.job.results.drawn is None:
+        results = self.job.results
+        if results.drawn is None:
             return SampledTokens(_NO_TOKENS, _NO_TOKENS)
         drawn = next(arrays)
-        failed = _NO_TOKENS
-        if self.edited is not None:
-            rows = self.edited.numbers[self.edited.has_failed]
-            failed = rows[drawn[rows] >= 0].astype(np.int32)
-        logprobs = None if self.job.results.scores is None else self._logprobs(drawn, _take(arrays, 3))
-        token_ids = np.maximum(drawn, 0).astype(np.int32)
-        not_finite_rows = (drawn < 0).nonzero()[0].astype(np.int32)
-        return SampledTokens(token_ids, not_finite_rows, logprobs=logprobs, failed_grammar_rows=failed)
-
-    def _logprobs(self, drawn: npt.NDArray[np.int64], scores: list[_Array]) -> Logprobs | None:
-        options = self.job.options
-        assert options is not None, "scores of rows without options"
-        rows = options.scored
-        is_finite = drawn[rows] >= 0
-        if not is_finite.any():
-            return None
-        finite = [values[is_finite] for values in scores]
-        return make_logprobs(finite, rows[is_finite], options.wanted.of_rows(is_finite))
+        sampled = SampledTokens.of(drawn) if results.counts is None else self.job.runs.cut(drawn, next(arrays))
+        if len(results.failed_rows):
+            failed = results.failed_rows[drawn[self.job.runs.firsts[results.failed_rows]] >= 0]
+            sampled = replace(sampled, failed_grammar_rows=failed.astype(np.int32))
+        if results.scored is not None:
+            sampled = replace(sampled, logprobs=_logprobs(results.scored, drawn, _take(arrays, 3)))
+        return sampled
 
 
 @contextmanager
@@ -137,6 +127,14 @@ def reported(step: Step) -> Iterator[None]:
     except Exception as error:
         logger.exception("step failed", extra={"epoch": step.epoch, "step_id": step.step_id})
         raise InternalError("the step failed") from error
+
+
+def _logprobs(scored: ScoredPlaces, drawn: npt.NDArray[np.int64], scores: list[_Array]) -> Logprobs | None:
+    is_finite = drawn[scored.places] >= 0
+    if not is_finite.any():
+        return None
+    finite = [values[is_finite] for values in scores]
+    return make_logprobs(finite, scored.indexes[is_finite], scored.wanted.of_rows(is_finite))
 
 
 def _take(arrays: Iterator[_Array], count: int) -> list[_Array]:

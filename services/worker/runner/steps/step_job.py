@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from services.worker.batch.step_input import StepInput, StepTokens
@@ -12,9 +14,20 @@ from services.worker.forward.forward_context import DpMetadata
 from services.worker.forward.staging import Staging
 from services.worker.runner.prompt_logprobs import PromptScores
 from services.worker.sampling.logprobs import ScoreTensors
-from services.worker.sampling.row_options import RowOptions
-from services.worker.sampling.sampler import SampledTokens
-from services.worker.sampling.sampling_rows import SamplingRows
+from services.worker.sampling.row_options import RowOptions, ScoredPlaces
+from services.worker.sampling.runs import DeviceRuns, Runs
+
+_NO_ROWS = np.empty(0, np.int64)
+
+
+class DrawnPlaces(NamedTuple):
+    """Where tokens of rows with drafts are drawn, on the device."""
+
+    runs: DeviceRuns
+    slots: Tensor
+    """[num_places] int64."""
+    positions: Tensor
+    """[num_places] int64."""
 
 
 class DrawnRows(NamedTuple):
@@ -25,7 +38,18 @@ class DrawnRows(NamedTuple):
     positions: Tensor
     """[num_rows] int64: where their tokens are drawn."""
     logit_tokens: Tensor | None
-    """[num_rows] int64: the tokens whose logits are drawn from; None means all."""
+    """[num_places] int64: the tokens whose logits are drawn from; None means all."""
+    places: DrawnPlaces | None = None
+    """None if each row is a place."""
+
+    @classmethod
+    def of(cls, arrays: dict[str, Tensor], positions: Tensor) -> DrawnRows:
+        """The rows of a step that uploaded these."""
+        places = None
+        if "run_firsts" in arrays:
+            runs = DeviceRuns(arrays["run_firsts"], arrays["run_wanted"])
+            places = DrawnPlaces(runs, arrays["place_slots"], arrays["place_positions"])
+        return cls(arrays.get("row_slots"), positions, arrays.get("logit_tokens"), places)
 
 
 class Draw(NamedTuple):
@@ -33,9 +57,9 @@ class Draw(NamedTuple):
 
     rows: DrawnRows
     logits: Tensor | None
-    """[num_rows, vocabulary] float32; None if a graph has used them, which it does for rows without options."""
+    """[num_places, vocabulary] float32; None if a graph has used them, which it does for rows without options."""
     drawn: Tensor
-    """[num_rows] int64, -1 where logits are not finite."""
+    """[num_places] int64, -1 where logits are not finite."""
 
 
 @dataclass(slots=True)
@@ -43,19 +67,23 @@ class JobResults:
     """What a step's work leaves for the host. Only that work writes it."""
 
     drawn: Tensor | None = None
-    """[num_rows] int64: the rows' tokens, -1 where logits are not finite; None without rows, or if the host drew."""
+    """[num_places] int64: the rows' tokens, -1 where logits are not finite; None without rows."""
+    counts: Tensor | None = None
+    """[num_rows] int64: how many tokens each row gets; None means one each."""
     scores: ScoreTensors | None = None
-    """Scores of rows that want log-probabilities."""
+    """Scores of the tokens at `scored`."""
+    scored: ScoredPlaces | None = None
+    """None without rows that want log-probabilities."""
+    failed_rows: npt.NDArray[np.int64] = field(default_factory=lambda: _NO_ROWS)
+    """Rows with a grammar that could not be followed."""
     prompts: tuple[PromptScores, ...] = ()
     not_finite_saves: Tensor | None = None
     """[num_saves] int32, 1 for a saved state that is not finite; None without saves."""
-    sampled: SampledTokens | None = None
-    """What the host drew, if tokens are drafted."""
 
     def tensors(self) -> list[Tensor]:
         """All of them, in the order in which `PendingStep` reads them."""
         prompts = (tensor for prompt in self.prompts for tensor in prompt.scores)
-        optional = (self.drawn, *(self.scores or ()), *prompts, self.not_finite_saves)
+        optional = (self.drawn, self.counts, *(self.scores or ()), *prompts, self.not_finite_saves)
         return [tensor for tensor in optional if tensor is not None]
 
 
@@ -72,13 +100,20 @@ class StepJob:
     """Likewise of the graph of tokens with drafts."""
     tokens: StepTokens | None
     """None if the device makes them."""
-    sampling: SamplingRows | None
-    """The sampling of rows with options, or of all rows in an epoch with drafts."""
     options: RowOptions | None
-    """The options of rows that the device draws; None if none has any."""
+    """The options of the rows; None if none has any."""
     results: JobResults
     first_draw: Draw | None = None
     """The draw of a step with edited rows, until these are drawn again."""
+    _runs: Runs | None = None
+
+    @property
+    def runs(self) -> Runs:
+        """The places at which the rows' tokens are drawn."""
+        if self._runs is None:
+            rows = self.step_input
+            self._runs = Runs.of(len(rows.row_slots), rows.draft_counts, rows.draft_token_ids)
+        return self._runs
 
     @property
     def is_edited(self) -> bool:

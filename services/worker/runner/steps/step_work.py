@@ -1,4 +1,4 @@
-"""What a step has the device compute. Nothing here waits for it, except for steps that end on the host."""
+"""What a step has the device compute. Nothing here waits for it, except for drafts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from services.worker.batch.device_batch import DeviceBatch
 from services.worker.batch.step_input import StepInput
+from services.worker.drafts.draft_end import DraftEnd, read_tokens
 from services.worker.drafts.drafted_states import DraftedRows, ModelStates
 from services.worker.drafts.state_end import StateEnd
 from services.worker.forward.forward_context import (
@@ -27,9 +28,8 @@ from services.worker.ops import DecodeRows
 from services.worker.runner.graphs.step_graphs import StepGraphs
 from services.worker.runner.prompt_logprobs import PromptScorer
 from services.worker.runner.rank import Rank
-from services.worker.runner.steps.host_end import HostEnd
 from services.worker.runner.steps.step_job import Draw, DrawnRows, StepJob
-from services.worker.sampling.device_sampler import DeviceSampler
+from services.worker.sampling.sampler import Sampler
 from services.worker.sampling.sampling_rows import EditedRows
 from shared.step.columns import Int32Column
 
@@ -43,11 +43,11 @@ class StepWork:
         kv_cache: KvCache,
         columns: DeviceBatch,
         graphs: StepGraphs | None,
-        host_end: HostEnd | None,
+        draft_end: DraftEnd | None,
         *,
         states: ModelStates | None = None,
     ) -> None:
-        """Steps end on the host exactly if there is a `host_end`; models with recurrent layers have `states`."""
+        """There is a `draft_end` if tokens are drafted; models with recurrent layers have `states`."""
         self._device = rank.device
         self._ops = rank.ops
         self._model = rank.model
@@ -62,11 +62,11 @@ class StepWork:
         self._columns = columns
         self._decodes = None if graphs is None else graphs.decodes
         self._drafts = None if graphs is None else graphs.drafts
-        self._host_end = host_end
+        self._draft_end = draft_end
         # As the device has them.
         self._decode_slots: Int32Column = np.empty(0, np.int32)
         self._query_starts = torch.arange(columns.num_slots + 1, dtype=torch.int32, device=rank.device)
-        self._sampler = DeviceSampler(rank.ops, rank.device)
+        self._sampler = Sampler(rank.ops, rank.device)
         self._prompt_scorer = PromptScorer(rank.ops, rank.model.compute_logits)
 
     def arrays(self, job: StepJob) -> HostArrays:
@@ -83,6 +83,11 @@ class StepWork:
         logit_tokens = step_input.logit_tokens()
         if logit_tokens is not None:
             arrays["logit_tokens"] = logit_tokens
+        if step_input.draft_counts is not None:
+            row = job.runs.rows()
+            arrays["place_slots"] = arrays["row_slots"][row]
+            arrays["place_positions"] = step_input.row_positions[row] + job.runs.offsets()
+            arrays |= job.runs.arrays()
         if self._drafts is not None and job.draft_graph is not None:
             return arrays | self._drafts.pad(step_input, tokens, job.draft_graph)
         arrays |= {
@@ -95,7 +100,7 @@ class StepWork:
         }
         if self._states is not None and len(step_input.slots):
             arrays["state_slots"] = step_input.slots.astype(np.int64)
-        if step_input.num_decodes and self._host_end is None:
+        if step_input.num_decodes and self._draft_end is None:
             # Without drafts these are the first tokens.
             arrays["unknown_slots"] = step_input.slots[: step_input.num_decodes].astype(np.int64)
         return arrays
@@ -115,24 +120,24 @@ class StepWork:
             if len(hidden) and not len(job.step_input.slots) and not job.dp.num_tokens_across_dp:
                 # A dummy that serves no other rank shows whether this one can compute, to the end.
                 self._logits(hidden[-1:], None)
-        if self._host_end is not None:
-            self._end_on_host(job, hidden, arrays)
-        elif len(job.step_input.row_slots):
-            self._draw(job, hidden, DrawnRows(arrays.get("row_slots"), positions, arrays.get("logit_tokens")))
+        if len(job.step_input.row_slots):
+            self._draw(job, hidden, DrawnRows.of(arrays, positions))
+        if self._draft_end is not None:
+            self._tell_drafts(job, hidden)
         if self._states is not None and self._state_end is None and "saved_from" in arrays:
             job.results.not_finite_saves = self._states.save(arrays["saved_from"], arrays["saved_to"])
-        if not job.is_edited:
+        if job.first_draw is None:
             job.staging.download(job.results.tensors())
 
     @torch.inference_mode()
     def redraw(self, job: StepJob, edited: EditedRows) -> None:
         """Draw edited rows, which ends the step's work."""
-        first, rows = job.first_draw, job.sampling
+        first, options = job.first_draw, job.options
         assert first is not None, "drawn by `compute`"
-        assert rows is not None, "options come from it"
-        job.first_draw = None
         assert first.logits is not None, "kept for this"
-        self._end_draw(job, first._replace(drawn=self._sampler.redraw(first.logits, first.drawn, rows, edited)))
+        assert options is not None, "what edits them"
+        job.first_draw = None
+        self._end_draw(job, first._replace(drawn=self._sampler.redraw(first.logits, first.drawn, options.rows, edited)))
         job.staging.download(job.results.tensors())
 
     def _decode(self, job: StepJob) -> tuple[Tensor, Tensor]:
@@ -218,53 +223,73 @@ class StepWork:
             job.results.prompts = self._prompt_scorer.score(step_input.scored_chunks, job.tokens.token_ids, hidden)
 
     def _draw(self, job: StepJob, hidden: Tensor, rows: DrawnRows) -> None:
-        """Draw the rows' tokens; those that the host edits are drawn again in `redraw`."""
-        if rows.slots is not None:
-            draws = self._columns.draws(rows.slots, rows.positions)
-        else:
-            draws = self._columns.decode_draws(rows.positions)
-            graph = None if job.options is not None else job.decode_graph
-            if self._decodes is not None and self._decodes.draws_tokens and graph is not None:
-                drawn = self._decodes.draw(graph)[: len(rows.positions)]
-                self._end_draw(job, Draw(rows, None, drawn))
-                return
+        """Draw the rows' tokens; those that the host edits are drawn again, without drafts in `redraw`."""
+        graph = None if rows.slots is not None or job.options is not None else job.decode_graph
+        if self._decodes is not None and self._decodes.draws_tokens and graph is not None:
+            # It reads the draws of the last decode, which this makes those of this one.
+            self._columns.decode_draws(rows.positions)
+            drawn = self._decodes.draw(graph)[: len(rows.positions)]
+            self._end_draw(job, Draw(rows, None, drawn))
+            return
         logits = self._logits(hidden, rows.logit_tokens)
-        draw = Draw(rows, logits, self._sampler.draw(logits, draws))
-        if job.is_edited:
+        draw = Draw(rows, logits, self._draw_logits(logits, rows))
+        if not job.is_edited:
+            self._end_draw(job, draw)
+        elif self._draft_end is None:
             job.first_draw = draw
         else:
-            self._end_draw(job, draw)
+            self._end_draw(job, self._redraw_runs(job, draw, logits))
+
+    def _draw_logits(self, logits: Tensor, rows: DrawnRows) -> Tensor:
+        """[num_places] int64, as `Sampler.draw`."""
+        if rows.slots is None:
+            return self._sampler.draw(logits, self._columns.decode_draws(rows.positions))
+        if rows.places is None:
+            return self._sampler.draw(logits, self._columns.draws(rows.slots, rows.positions))
+        places = self._columns.draws(rows.places.slots, rows.places.positions)
+        return self._sampler.draw_runs(logits, places, rows.places.runs)
+
+    def _redraw_runs(self, job: StepJob, draw: Draw, logits: Tensor) -> Draw:
+        """Draw edited rows whose step has drafts to check, or drafts that follow it. Waits."""
+        assert job.options is not None, "what edits them"
+        redrawn = self._sampler.redraw_runs(logits, draw.drawn, job.options.rows, job.runs, job.options.edited)
+        job.results.failed_rows = redrawn.failed_rows
+        rows = draw.rows
+        if rows.places is not None:
+            rows = rows._replace(places=rows.places._replace(runs=redrawn.runs))
+        return Draw(rows, logits, redrawn.drawn)
 
     def _end_draw(self, job: StepJob, draw: Draw) -> None:
-        """Leave the tokens where the next step finds them, and for the host."""
+        """Accept drafts, and leave the tokens where the next step finds them, and for the host."""
+        rows, results, last, positions = draw.rows, job.results, draw.drawn, draw.rows.positions
+        results.drawn = draw.drawn
+        if rows.places is not None:
+            results.counts, last = self._ops.accept(draw.drawn, rows.places.runs.wanted, rows.places.runs.firsts)
+            positions = positions + (results.counts - 1)
         # What is not finite is followed by token 0, which every model has.
-        usable = draw.drawn.clamp(min=0)
-        if draw.rows.slots is None:
+        usable = last.clamp(min=0)
+        if rows.slots is None:
             self._columns.record_decoded(usable)
         else:
-            self._columns.record(draw.rows.slots, usable, draw.rows.positions)
-        job.results.drawn = draw.drawn
+            self._columns.record(rows.slots, usable, positions)
         if job.options is not None and len(job.options.scored):
             assert draw.logits is not None, "kept for rows with options"
-            wanted = job.options.wanted
-            job.results.scores = self._sampler.score(draw.logits, draw.drawn, job.options.scored, wanted)
+            counts = None if results.counts is None else results.counts.cpu().numpy().astype(np.int32)
+            results.scored = scored = job.options.scored_places(job.runs, counts)
+            results.scores = self._sampler.score(draw.logits, draw.drawn, scored.places, scored.wanted)
 
-    def _end_on_host(self, job: StepJob, hidden: Tensor, arrays: dict[str, Tensor]) -> None:
-        assert self._host_end is not None, "checked by the caller"
-        assert job.sampling is not None, "made for every step with drafts"
+    def _tell_drafts(self, job: StepJob, hidden: Tensor) -> None:
+        """Let drafts, and states that take them in, go on from what was drawn. Waits."""
+        assert self._draft_end is not None, "checked by the caller"
         assert job.tokens is not None, "made for every step with drafts"
-        job.results.sampled = self._host_end.finish(
-            job.step_input,
-            job.tokens,
-            rows=job.sampling,
-            hidden=hidden,
-            logits=self._logits(hidden, arrays.get("logit_tokens")) if len(job.step_input.row_slots) else None,
-        )
+        drawn, sampled = job.results.drawn, None
+        if drawn is not None:
+            sampled = read_tokens(drawn, job.results.counts, job.runs)
+        counts = self._draft_end.learn(job.step_input, job.tokens, hidden, sampled)
         if self._state_end is not None:
             firsts = job.step_input.cu_seqlens_q[: job.step_input.num_decodes]
             if self._drafts is not None and job.draft_graph is not None:
                 firsts = self._drafts.first_tokens(len(firsts))
-            counts = job.results.sampled.counts
             job.results.not_finite_saves = self._state_end.finish(job.step_input, counts, firsts)
 
 

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from services.worker.drawing.noise import gumbel, noise_words
 from services.worker.ops import load_ops
-from services.worker.sampling.sampler import SAMPLING_VERSION, SampledTokens, Sampler
+from services.worker.sampling.runs import SampledTokens
+from services.worker.sampling.sampler import SAMPLING_VERSION
 from services.worker.sampling.sampling_rows import SamplingRows
+from tests.support.kernels.sampling import RowsWithDrafts, sample_with
 
 VOCABULARY = 40
 
@@ -34,7 +36,7 @@ def make_rows(
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> SampledTokens:
-    return Sampler(load_ops("cpu")).sample(logits, rows)
+    return sample_with(load_ops("cpu"), logits, RowsWithDrafts.single(rows))
 
 
 def random_logits(num_rows: int, *, seed: int = 0, vocabulary: int = VOCABULARY) -> Tensor:

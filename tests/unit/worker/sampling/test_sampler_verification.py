@@ -18,11 +18,17 @@ from typing_extensions import override
 from services.worker.drawing.token_draw import TokenDraw
 from services.worker.ops import DrawRows, load_ops
 from services.worker.ops.reference.backend import ReferenceOps
-from services.worker.sampling.sampler import Sampler
 from services.worker.sampling.sampling_state import SamplingState
 from shared.request.sampling_params import SamplingOptions
 from tests.support.kernels.meta_device import META, AnsweredReads, skip_kernels
-from tests.support.kernels.sampling import AlternatingMatcher, Recipe, make_rows, make_state, tokens_of_rows
+from tests.support.kernels.sampling import (
+    AlternatingMatcher,
+    Recipe,
+    make_rows,
+    make_state,
+    sample_with,
+    tokens_of_rows,
+)
 
 WIDTH = 12
 MOST_DRAFTS = 4
@@ -119,7 +125,7 @@ def test_drafts_are_accepted_as_if_tokens_were_drawn_one_by_one(
         if state is not None and other is not None:
             states[row], others[row] = state, other
     rows = make_rows([recipe for recipe, *_ in runs], [1] * len(runs), states=states, drafts=drafts)
-    sampled = Sampler(ops).sample(torch.cat(parts), rows)
+    sampled = sample_with(ops, torch.cat(parts), rows)
     tokens = tokens_of_rows(sampled, len(runs))
     bad_rows = sampled.not_finite_rows.tolist()
     assert bad_rows == [row for row, (its_tokens, _) in enumerate(expected) if not its_tokens]
@@ -146,7 +152,7 @@ def test_where_the_host_draws_it_draws_only_what_counts(num_right: int, num_draw
     ops, logits = CountingOps(), torch.zeros(5, WIDTH)
     logits[torch.arange(5), torch.arange(5)] = 1000.0
     drafts = [place if place < num_right else WIDTH - 1 for place in range(4)]
-    sampled = Sampler(ops).sample(logits, make_rows([Recipe()], [1], drafts=[drafts]))
+    sampled = sample_with(ops, logits, make_rows([Recipe()], [1], drafts=[drafts]))
     assert len(sampled.token_ids) == ops.num_drawn == num_drawn
 
 
@@ -155,11 +161,11 @@ def test_the_host_reads_tokens_but_never_logits(monkeypatch: pytest.MonkeyPatch)
     skip_kernels(monkeypatch)
     recipes = [Recipe(temperature=0.0), Recipe(top_p=0.9), Recipe(options=PENALTIES), Recipe(options=PENALTIES)]
     states = {row: make_state(PENALTIES, logits_width=WIDTH) for row in (2, 3)}
-    # Reads give ones, so all drafts of 1 are accepted.
+    # Reads give ones, so edited rows go on after drafts of 1, and each row's count is 1.
     rows = make_rows(recipes, [3] * 4, states=states, drafts=[[1], [1, 1], [1, 5], [1, 1, 1]])
     with AnsweredReads() as reads:
-        sampled = Sampler(load_ops("triton")).sample(torch.empty(12, WIDTH, device=META), rows)
+        sampled = sample_with(load_ops("triton"), torch.empty(12, WIDTH, device=META), rows)
     assert sampled.counts is not None
-    assert sampled.counts.tolist() == [2, 3, 2, 4]
-    # All places at once, whether they are finite, and those of the edited rows in order.
-    assert reads.shapes == [(12,), (12,), (2,), (2,), (1,), (1,)]
+    assert sampled.counts.tolist() == [1, 1, 1, 1]
+    # All places at once, those of the edited rows in order, and then the tokens with each row's count.
+    assert reads.shapes == [(12,), (2,), (2,), (1,), (1,), (16,)]

@@ -20,11 +20,10 @@ from services.worker.ops.triton.backend import TritonOps
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.model_runner import ModelRunner
 from services.worker.runner.start.build import build_model_runner
-from services.worker.sampling.sampler import Sampler
 from shared.request.sampling_params import SamplingOptions
 from shared.step.step import Step
 from tests.support.kernels.attention_batches import random
-from tests.support.kernels.sampling import AlternatingMatcher, Recipe, make_rows
+from tests.support.kernels.sampling import AlternatingMatcher, Recipe, make_rows, sample_with
 from tests.support.models.paged_model import PagedModel
 from tests.support.models.quantized_checkpoints import SCHEMES, write_quantized
 from tests.support.models.small_configs import SMALL_CONFIGS
@@ -177,15 +176,15 @@ def test_the_sampler_draws_the_same_tokens_with_every_option() -> None:
         Recipe(options=SamplingOptions(min_tokens=2, num_logprobs=0), temperature=0.0, stop_token_ids=(1, 2, 9)),
     ]
     generator = torch.Generator().manual_seed(7)
-    samplers = Sampler(load_ops("reference")), Sampler(TritonOps())
+    backends = load_ops("reference"), TritonOps()
     states = [
         {row: state for row, recipe in enumerate(recipes) if (state := recipe.make_state(prompt, width)) is not None}
-        for _ in samplers
+        for _ in backends
     ]
     for step in range(3):
         logits = torch.randn(len(recipes), width, generator=generator) * 3
         rows = [make_rows(recipes, [len(prompt) + step] * len(recipes), states=each) for each in states]
-        expected, sampled = (sampler.sample(logits, own) for sampler, own in zip(samplers, rows, strict=True))
+        expected, sampled = (sample_with(ops, logits, own) for ops, own in zip(backends, rows, strict=True))
         assert sampled.token_ids.tolist() == expected.token_ids.tolist()
         assert sampled.failed_grammar_rows.tolist() == expected.failed_grammar_rows.tolist() == []
         assert sampled.logprobs is not None

@@ -1,0 +1,105 @@
+"""Where a step's logits are: a row's own, then those after each of its drafts. A row without drafts is a run of one.
+
+    rows and drafts    t d0 d1     u     v d0
+    places             0 1  2      3     4 5
+    firsts             0           3     4
+    wanted             d0 d1 -1    -1    d0 -1     the draft that the next place was computed with
+
+A token is drawn at each place. A run goes on while they equal what is wanted, so that it gets one token at least.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from services.worker.forward.staging import HostArrays
+from shared.step.columns import Int32Column
+from shared.step.logprobs import Logprobs
+
+_Numbers = npt.NDArray[np.int64]
+_NO_ROWS: Int32Column = np.empty(0, np.int32)
+
+
+class DeviceRuns(NamedTuple):
+    """Runs on the device."""
+
+    firsts: Tensor
+    """[num_rows] int64: each run's first place."""
+    wanted: Tensor
+    """[num_places] int64, -1 where a run ends in any case."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """The tokens drawn in a step."""
+
+    token_ids: Int32Column  # [sum of counts], row after row; 0, which every model has, in a row that is not finite
+    not_finite_rows: Int32Column
+    """Rows with NaN, +Inf or nothing above -Inf in their first logits."""
+    counts: Int32Column | None = None  # [num_rows], at least 1: accepted drafts and one more; None means one each
+    logprobs: Logprobs | None = None
+    """Log-probabilities of finite rows that ask for them; `indexes` are places in `token_ids`."""
+    failed_grammar_rows: Int32Column = field(default_factory=lambda: _NO_ROWS)
+    """Rows with a grammar that cannot be followed further; their last token is meaningless."""
+
+    @classmethod
+    def of(
+        cls, drawn: _Numbers, first_drawn: _Numbers | None = None, counts: Int32Column | None = None
+    ) -> SampledTokens:
+        """The tokens that count, -1 where logits are not finite.
+
+        Args:
+            drawn: [sum of counts].
+            first_drawn: [num_rows], each row's first token; None means that these are all.
+        """
+        firsts = drawn if first_drawn is None else first_drawn
+        return cls(np.maximum(drawn, 0).astype(np.int32), (firsts < 0).nonzero()[0].astype(np.int32), counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The runs of a step's rows, on the host."""
+
+    firsts: _Numbers  # [num_rows], ascending
+    wanted: _Numbers  # [num_places]
+
+    @classmethod
+    def of(cls, num_rows: int, draft_counts: Int32Column | None, draft_token_ids: Int32Column) -> Runs:
+        """The runs of rows with these drafts, row after row; without counts none has any."""
+        if draft_counts is None:
+            return cls(np.arange(num_rows), np.full(num_rows, -1, np.int64))
+        lasts = np.cumsum(draft_counts + 1, dtype=np.int64) - 1
+        wanted = np.full(len(draft_token_ids) + num_rows, -1, np.int64)
+        has_draft = np.ones(len(wanted), np.bool_)
+        has_draft[lasts] = False
+        wanted[has_draft] = draft_token_ids
+        return cls(lasts - draft_counts, wanted)
+
+    def rows(self) -> _Numbers:
+        """[num_places], each place's row."""
+        return np.repeat(np.arange(len(self.firsts)), np.diff(self.firsts, append=len(self.wanted)))
+
+    def offsets(self) -> _Numbers:
+        """[num_places], how many places of its run come before each."""
+        offsets: _Numbers = np.arange(len(self.wanted)) - self.firsts[self.rows()]
+        return offsets
+
+    def accepted(self, counts: Int32Column) -> _Numbers:
+        """The first `counts` [num_rows] places of each run, row after row."""
+        starts = np.cumsum(counts, dtype=np.int64) - counts
+        places: _Numbers = np.repeat(self.firsts - starts, counts) + np.arange(counts.sum())
+        return places
+
+    def cut(self, drawn: _Numbers, counts: _Numbers) -> SampledTokens:
+        """The tokens of what was drawn at each place; `counts` [num_rows] are those of `Ops.accept`."""
+        num_tokens = counts.astype(np.int32)
+        return SampledTokens.of(drawn[self.accepted(num_tokens)], drawn[self.firsts], num_tokens)
+
+    def arrays(self) -> HostArrays:
+        """What `DeviceRuns` are uploaded from."""
+        return {"run_firsts": self.firsts, "run_wanted": self.wanted}
