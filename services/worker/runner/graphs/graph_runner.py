@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.drafts.drafted_states import ModelStates
@@ -87,8 +88,103 @@ class Replays:
                 gc.enable()
 
 
-class DecodeGraphs:
-    """Replays decode steps of one token per sequence, padded to a captured batch size, from static inputs.
+@dataclass(frozen=True, slots=True)
+class PaddedInputs:
+    """Static inputs of decodes in which every sequence has equally many tokens; see `AttentionMetadata`."""
+
+    token_ids: Tensor  # [num_seqs * tokens of each] int64
+    positions: Tensor  # likewise
+    slot_mapping: Tensor  # likewise
+    context_lens: Tensor  # [num_seqs] int32
+    block_tables: Tensor  # [num_seqs, the most blocks of one] int32
+
+
+class PaddedGraphs:
+    """Replays decodes of as many tokens for each sequence, padded to a captured batch size, from static inputs.
+
+    A padded sequence's results are garbage, and reach no other one.
+    """
+
+    def __init__(
+        self,
+        functions: StepFunctions,
+        settings: GraphSettings,
+        layout: RankLayout,
+        *,
+        sizes: Sequence[int],
+        inputs: PaddedInputs,
+        longest: int,
+    ) -> None:
+        """Capture a graph for each of `sizes`, or for the smallest of them; coupled ranks later, see `Replays`.
+
+        Args:
+            inputs: Those of the largest size; until they are written they are padding.
+            longest: A bound for every context, padding included.
+
+        Raises:
+            NotRepeatableError: the model's decodes cannot be captured.
+        """
+        self.sizes = tuple(sizes)
+        size = max(self.sizes, default=0)
+        self._functions = functions
+        self._inputs = inputs
+        self._capture = settings.capture
+        self._longest = longest if settings.capture.is_recorded else None
+        self._num_coupled = layout.dp_size if layout.is_coupled else 0
+        self._num_tokens = len(inputs.token_ids) // max(size, 1)
+        self._cu_seqlens_q = torch.arange(size + 1, dtype=torch.int32, device=inputs.token_ids.device)
+        self._cu_seqlens_q *= self._num_tokens
+        states = None if functions.states is None else functions.states.cache
+        self._state_slots = None if states is None else spare_slots(states, size)
+        self._spare_slots = None if states is None else spare_slots(states, size)
+        self._forwards = Replays(self._capture, self.sizes, self._forward, is_coupled=layout.is_coupled)
+
+    def size_for(self, num_seqs: int) -> int | None:
+        """The smallest captured batch size that holds so many sequences; None if it is too large for all."""
+        return size_for(self.sizes, num_seqs)
+
+    def replay(self, size: int, slots: Tensor) -> Tensor:
+        """Compute a decode from the inputs: hidden states [all tokens, hidden], which the next call may overwrite.
+
+        Args:
+            slots: [num_seqs] int64, whose recurrent states the first sequences continue, if the model has any.
+        """
+        if size not in self._forwards:
+            # A capture computes, and a state must not take its token in twice.
+            self._use_states(slots[:0])
+            # No step has run from a graph before, so the rows that this size has not are still padding.
+            for each in reversed(self.sizes) if self._capture.is_ahead else (size,):
+                self._forwards.capture(each)
+        self._use_states(slots)
+        return self._forwards(size)
+
+    def _use_states(self, slots: Tensor) -> None:
+        """Let the first sequences have the states of these slots, and the others that of padding."""
+        if self._state_slots is not None and self._spare_slots is not None:
+            self._state_slots.copy_(self._spare_slots)
+            self._state_slots[: len(slots)].copy_(slots)
+
+    def _forward(self, size: int) -> Tensor:
+        num_tokens, inputs = size * self._num_tokens, self._inputs
+        metadata = decode_metadata(
+            inputs.slot_mapping[:num_tokens],
+            inputs.block_tables[:size],
+            inputs.context_lens[:size],
+            self._cu_seqlens_q[: size + 1],
+            longest=self._longest,
+        )
+        metadata = replace(metadata, state_slots=None if self._state_slots is None else self._state_slots[:size])
+        context = self._functions.make_context(metadata, DpMetadata((size,) * self._num_coupled, num_tokens))
+        with forward_context(self._in_context(context)):
+            return self._functions.forward(inputs.token_ids[:num_tokens], inputs.positions[:num_tokens])
+
+    def _in_context(self, context: ForwardContext) -> ForwardContext:
+        """The context of a pass, from what every one has."""
+        return context
+
+
+class DecodeGraphs(PaddedGraphs):
+    """Replays decode steps of one token per sequence.
 
         `DecodeRows`        rows 0 … n - 1 of the step     rows n … size - 1: padding
         token_ids           last tokens                    0
@@ -97,8 +193,7 @@ class DecodeGraphs:
         block_tables        blocks                         0: reads whatever block 0 holds
         state slots         slots                          the spare one
 
-    A padded row's results are garbage, and reach no other row. A second graph per batch size draws the tokens; those of
-    a step with options are drawn eagerly instead.
+    A second graph per batch size draws the tokens; those of a step with options are drawn eagerly instead.
     """
 
     def __init__(
@@ -109,68 +204,33 @@ class DecodeGraphs:
         device: torch.device,
         *,
         layout: RankLayout,
-        draws: bool,
     ) -> None:
-        """Capture a graph for each batch size that a batch within `limits` can need, or for the smallest of them.
+        """Capture what a batch within `limits` can need; tokens are drawn too if there is a device of its own.
 
-        Coupled ranks capture later; see `Replays`.
-
-        Args:
-            draws: Whether graphs also draw the tokens, if there is a device of its own.
-
-        Raises:
-            NotRepeatableError: the model's decode steps cannot be captured.
+        Raises as `PaddedGraphs`.
         """
-        self._functions = functions
-        self._capture = settings.capture
-        self._limits = limits
-        self._num_coupled = layout.dp_size if layout.is_coupled else 0
-        self.sizes = tuple(needed_sizes(settings.batch_sizes, limits.max_num_seqs))
-        size = self.sizes[-1]
-        self._rows = DecodeRows.padding(size, -(-limits.context_length // limits.block_size), device)
-        self._cu_seqlens_q = torch.arange(size + 1, dtype=torch.int32, device=device)
-        states = None if functions.states is None else functions.states.cache
-        self._state_slots = None if states is None else spare_slots(states, size)
-        self._spare_slots = None if states is None else spare_slots(states, size)
+        sizes = needed_sizes(settings.batch_sizes, limits.max_num_seqs)
+        size = sizes[-1]
+        rows = self._rows = DecodeRows.padding(size, -(-limits.context_length // limits.block_size), device)
         self.draw_rows = DrawRows.greedy(max(size, limits.max_num_seqs), device)
         """How the rows of a decode are drawn, but for their positions; the first of them are to be written."""
-        self._forwards = Replays(self._capture, self.sizes, self._forward, is_coupled=layout.is_coupled)
+        inputs = PaddedInputs(rows.token_ids, rows.positions, rows.slot_mapping, rows.context_lens, rows.block_tables)
+        super().__init__(functions, settings, layout, sizes=sizes, inputs=inputs, longest=limits.context_length)
         self._drawings: Replays | None = None
-        if draws and self._capture.has_device:
+        if self._capture.has_device:
             if not layout.is_coupled:
                 # What is drawn from: a capture's results are always in the same place.
                 self._hidden = self._forwards(size)
             self._drawings = Replays(self._capture, self.sizes, self._draw, is_coupled=layout.is_coupled)
 
-    def size_for(self, num_rows: int) -> int | None:
-        """The smallest captured batch size that holds a decode of `num_rows`; None if it is too large for all."""
-        return size_for(self.sizes, num_rows)
-
     def rows(self, size: int) -> DecodeRows:
         """The inputs of the graph of this size, padding included, to be written before `replay`."""
         return self._rows.first(size)
 
+    @override
     def replay(self, size: int, slots: Tensor) -> Tensor:
-        """Compute a decode from `rows`: hidden states [size, hidden], which the next call may overwrite.
-
-        Args:
-            slots: [num_rows] int64, whose recurrent states the first rows continue, if the model has any.
-        """
-        if size not in self._forwards:
-            # A capture computes, and a state must not take its token in twice.
-            self._use_states(slots[:0])
-            # No step has run from a graph before, so the rows that this size has not are still padding.
-            for each in reversed(self.sizes) if self._capture.is_ahead else (size,):
-                self._forwards.capture(each)
-        self._use_states(slots)
-        self._hidden = self._forwards(size)
+        self._hidden = super().replay(size, slots)
         return self._hidden
-
-    def _use_states(self, slots: Tensor) -> None:
-        """Let the first rows have the states of these slots, and the others that of padding."""
-        if self._state_slots is not None and self._spare_slots is not None:
-            self._state_slots.copy_(self._spare_slots)
-            self._state_slots[: len(slots)].copy_(slots)
 
     @property
     def draws_tokens(self) -> bool:
@@ -182,21 +242,9 @@ class DecodeGraphs:
         assert self._drawings is not None, "tokens are not drawn by graphs"
         return self._drawings(size)
 
-    def _forward(self, size: int) -> Tensor:
-        dp = DpMetadata((size,) * self._num_coupled, size)
-        with forward_context(self._functions.make_context(self._metadata(size), dp)):
-            return self._functions.forward(self._rows.token_ids[:size], self._rows.positions[:size])
-
     def _draw(self, size: int) -> Tensor:
         rows = replace(self.draw_rows.first(size), position=self._rows.draw_positions[:size])
         return self._functions.draw(self._hidden[:size], rows)
-
-    def _metadata(self, size: int) -> AttentionMetadata:
-        rows, longest = self._rows.first(size), self._limits.context_length if self._capture.is_recorded else None
-        starts = self._cu_seqlens_q[: size + 1]
-        slots = None if self._state_slots is None else self._state_slots[:size]
-        metadata = decode_metadata(rows.slot_mapping, rows.block_tables, rows.context_lens, starts, longest=longest)
-        return replace(metadata, state_slots=slots)
 
 
 def decode_metadata(

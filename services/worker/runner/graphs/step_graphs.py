@@ -69,9 +69,7 @@ def capture_steps(
         drafts = None
         if num_draft_tokens and settings.capture.has_device:
             drafts = DraftGraphs(functions, limits, settings, num_draft_tokens=num_draft_tokens, device=rank.device)
-        # The host decides about drafts, so it draws the tokens of such steps; see `HostEnd`.
-        draws = not num_draft_tokens
-        decodes = DecodeGraphs(functions, limits, settings, rank.device, layout=rank.layout, draws=draws)
+        decodes = DecodeGraphs(functions, limits, settings, rank.device, layout=rank.layout)
         return StepGraphs(decodes, drafts, limits)
     except NotRepeatableError as error:
         logger.info("decode steps are not captured", extra={"reason": str(error)})

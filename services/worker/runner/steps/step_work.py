@@ -165,7 +165,7 @@ class StepWork:
     def _compute_tokens(self, job: StepJob, arrays: dict[str, Tensor]) -> Tensor:
         """Compute tokens that the host names: hidden states [num_tokens, hidden]; empty without tokens."""
         if self._drafts is not None and job.draft_graph is not None:
-            return self._drafts.replay(job.draft_graph, arrays)
+            return self._drafts.replay_padded(job.draft_graph, arrays)
         if self._decodes is not None and job.decode_graph is not None:
             # A dummy, which is a row of padding.
             self._columns.pad(self._decodes.rows(job.decode_graph))
