@@ -60,7 +60,7 @@ class BatchRunner:
         draws = None if graphs is None else graphs.decodes.draw_rows
         columns = DeviceBatch(rank.ops, batch.limits, rank.device, decode_draws=draws)
         self._has_drafts = proposer is not None
-        draft_end = None if proposer is None else DraftEnd(batch, proposer)
+        draft_end = None if proposer is None else DraftEnd(batch, proposer, states, kv_cache.block_size)
         self._work = StepWork(rank, kv_cache, columns, graphs, draft_end, states=states)
         # The last step with edited rows, until their states have learned its tokens.
         self._unlearned: PendingStep | None = None
@@ -99,8 +99,7 @@ class BatchRunner:
             step_input=step_input,
             staging=self._stream.claim_staging(),
             dp=dp,
-            decode_graph=self._decode_graph(step_input, dp),
-            draft_graph=self._draft_graph(step_input),
+            graph=self._graph(step_input, dp),
             tokens=None if are_made_there else self._batch.tokens(step_input),
             options=RowOptions.of(self._batch.sampling(step_input)) if step_input.has_options else None,
             results=JobResults(),
@@ -112,31 +111,22 @@ class BatchRunner:
         if pending is not None and pending.edited is not None:
             pending.edited.append(pending.drawn()[pending.edited.numbers])
 
-    def _decode_graph(self, step_input: StepInput, dp: DpMetadata) -> int | None:
-        """See `StepJob.decode_graph`; coupled ranks are told.
+    def _graph(self, step_input: StepInput, dp: DpMetadata) -> int | None:
+        """See `StepJob.graph`; coupled ranks are told.
 
         Raises:
             StepMismatchError: there is no such graph, or it does not hold the step.
         """
-        decodes = None if self._graphs is None else self._graphs.decodes
+        graphs = self._graphs
         if not dp.num_tokens_across_dp:
-            if decodes is None or not step_input.is_plain_decode:
-                return None
-            return decodes.size_for(len(step_input.slots))
+            return None if graphs is None else graphs.size_for(step_input)
         if not dp.graph_batch_size:
             return None
-        sizes = () if decodes is None else decodes.sizes
+        sizes = () if graphs is None else graphs.decodes.sizes
         require(dp.graph_batch_size in sizes, "graph_batch_size is not one of the captured sizes")
         is_decode = not step_input.is_prefill and step_input.draft_counts is None
         require(is_decode and step_input.num_tokens <= dp.graph_batch_size, "the step does not fit its graph")
         return dp.graph_batch_size
-
-    def _draft_graph(self, step_input: StepInput) -> int | None:
-        """The batch size of the graph of tokens with drafts that computes the step; None if none does."""
-        drafts = None if self._graphs is None else self._graphs.drafts
-        if drafts is None or step_input.draft_counts is None or step_input.is_prefill:
-            return None
-        return drafts.size_for(len(step_input.slots))
 
 
 def _dp_metadata(step: Step, layout: RankLayout, num_tokens: int) -> DpMetadata:

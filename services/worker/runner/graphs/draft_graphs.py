@@ -22,7 +22,6 @@ from services.worker.runner.graphs.graph_runner import (
     StepFunctions,
     needed_sizes,
 )
-from shared.step.columns import Int32Column
 
 
 class DraftGraphs(PaddedGraphs):
@@ -66,14 +65,14 @@ class DraftGraphs(PaddedGraphs):
             context_lens=torch.full((size,), num_tokens, dtype=torch.int32, device=device),
             block_tables=torch.zeros(size, -(-longest // limits.block_size), dtype=torch.int32, device=device),
         )
-        # Coupled ranks have none: their sizes are told, and have no drafts.
+        # Coupled ranks draft nothing.
         super().__init__(functions, settings, RankLayout(), sizes=sizes, inputs=inputs, longest=longest)
 
     def pad(self, step_input: StepInput, tokens: StepTokens, size: int) -> HostArrays:
         """The inputs of a decode for the graph of this size, and where the step's own tokens are in them."""
         lengths = step_input.query_lens.astype(np.int64)
         num_seqs, num_tokens = len(lengths), self._num_tokens
-        starts = self.first_tokens(num_seqs)
+        starts = np.arange(num_seqs, dtype=np.int32) * np.int32(num_tokens)
         places = np.arange(step_input.num_tokens) + np.repeat(starts - step_input.cu_seqlens_q[:-1], lengths)
         token_ids = np.zeros(size * num_tokens, np.int64)
         token_ids[places] = tokens.token_ids
@@ -96,9 +95,10 @@ class DraftGraphs(PaddedGraphs):
             arrays["padded_state_slots"] = step_input.slots.astype(np.int64)
         return arrays
 
-    def first_tokens(self, num_seqs: int) -> Int32Column:
-        """[num_seqs], the first token of each sequence among those of a graph."""
-        return np.arange(num_seqs, dtype=np.int32) * np.int32(self._num_tokens)
+    @property
+    def row_width(self) -> int:
+        """Tokens of each sequence, padding included."""
+        return self._num_tokens
 
     def replay_padded(self, size: int, arrays: dict[str, Tensor]) -> Tensor:
         """Compute the decode of `pad`: hidden states [num_tokens, hidden] of its own tokens."""

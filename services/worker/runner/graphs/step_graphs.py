@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from services.worker.batch.enter_checks import BatchLimits
+from services.worker.batch.step_input import StepInput
 from services.worker.drafts.drafted_states import ModelStates
 from services.worker.forward.capture import NotRepeatableError
 from services.worker.forward.forward_context import AttentionMetadata, DpMetadata, ForwardContext
@@ -27,6 +28,15 @@ class StepGraphs:
     drafts: DraftGraphs | None
     """None without drafts, or where padding costs as much as tokens."""
     limits: BatchLimits
+
+    def size_for(self, step_input: StepInput) -> int | None:
+        """The batch size of the graph that computes a step of ranks that are not coupled; None if none does."""
+        num_seqs = len(step_input.slots)
+        if step_input.is_plain_decode:
+            return self.decodes.size_for(num_seqs)
+        if self.drafts is None or step_input.draft_counts is None or step_input.is_prefill:
+            return None
+        return self.drafts.size_for(num_seqs)
 
     def fits(self, limits: BatchLimits, layout: RankLayout) -> bool:
         """Whether the graphs also serve another epoch, with the same KV cache; see `Replays` for coupled ranks."""

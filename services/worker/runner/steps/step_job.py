@@ -94,10 +94,8 @@ class StepJob:
     step_input: StepInput
     staging: Staging
     dp: DpMetadata
-    decode_graph: int | None
-    """The batch size of the graph of one token per row that computes it; None if none does."""
-    draft_graph: int | None
-    """Likewise of the graph of tokens with drafts."""
+    graph: int | None
+    """The batch size of the graph that computes it, of tokens with drafts if it has any; None if none does."""
     tokens: StepTokens | None
     """None if the device makes them."""
     options: RowOptions | None

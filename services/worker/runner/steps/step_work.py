@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from services.worker.batch.device_batch import DeviceBatch
 from services.worker.batch.step_input import StepInput
 from services.worker.drafts.draft_end import DraftEnd, read_tokens
 from services.worker.drafts.drafted_states import DraftedRows, ModelStates
-from services.worker.drafts.state_end import StateEnd
 from services.worker.forward.forward_context import (
     AttentionMetadata,
     DpMetadata,
@@ -25,6 +24,7 @@ from services.worker.forward.kv_cache import KvCache
 from services.worker.forward.staging import HostArrays
 from services.worker.forward.state_cache import spare_slots
 from services.worker.ops import DecodeRows
+from services.worker.runner.graphs.draft_graphs import DraftGraphs
 from services.worker.runner.graphs.step_graphs import StepGraphs
 from services.worker.runner.prompt_logprobs import PromptScorer
 from services.worker.runner.rank import Rank
@@ -54,14 +54,9 @@ class StepWork:
         # Layers that were only launched are no progress.
         self._layer_progress = Progress() if rank.stream.is_async else rank.progress
         self._kv_cache = kv_cache
-        self._states = None if states is None else states.cache
-        self._drafted = None if states is None else states.drafted
-        self._state_end = None
-        if states is not None and states.drafted is not None:
-            self._state_end = StateEnd(states.cache, states.drafted, kv_cache.block_size)
+        self._states = states
         self._columns = columns
-        self._decodes = None if graphs is None else graphs.decodes
-        self._drafts = None if graphs is None else graphs.drafts
+        self._graphs = graphs
         self._draft_end = draft_end
         # As the device has them.
         self._decode_slots: Int32Column = np.empty(0, np.int32)
@@ -88,8 +83,8 @@ class StepWork:
             arrays["place_slots"] = arrays["row_slots"][row]
             arrays["place_positions"] = step_input.row_positions[row] + job.runs.offsets()
             arrays |= job.runs.arrays()
-        if self._drafts is not None and job.draft_graph is not None:
-            return arrays | self._drafts.pad(step_input, tokens, job.draft_graph)
+        if (padded := self._draft_graph(job)) is not None:
+            return arrays | padded.graphs.pad(step_input, tokens, padded.size)
         arrays |= {
             "token_ids": tokens.token_ids,
             "positions": tokens.positions,
@@ -111,7 +106,7 @@ class StepWork:
         arrays = job.staging.upload()
         self._columns.apply(arrays, job.step_input.table_width)
         if self._states is not None:
-            self._states.begin_sequences(arrays)
+            self._states.cache.begin_sequences(arrays)
         if job.step_input.is_plain_decode:
             hidden, positions = self._decode(job)
         else:
@@ -123,9 +118,9 @@ class StepWork:
         if len(job.step_input.row_slots):
             self._draw(job, hidden, DrawnRows.of(arrays, positions))
         if self._draft_end is not None:
-            self._tell_drafts(job, hidden)
-        if self._states is not None and self._state_end is None and "saved_from" in arrays:
-            job.results.not_finite_saves = self._states.save(arrays["saved_from"], arrays["saved_to"])
+            self._end_with_drafts(self._draft_end, job, hidden)
+        elif self._states is not None and "saved_from" in arrays:
+            job.results.not_finite_saves = self._states.cache.save(arrays["saved_from"], arrays["saved_to"])
         if job.first_draw is None:
             job.staging.download(job.results.tensors())
 
@@ -144,10 +139,10 @@ class StepWork:
         """Compute a plain decode: hidden states [num_rows, hidden], and the positions of the tokens to draw."""
         step_input = job.step_input
         num_rows = len(step_input.slots)
-        if self._decodes is not None and job.decode_graph is not None:
-            rows = self._decodes.rows(job.decode_graph)
+        if self._graphs is not None and job.graph is not None:
+            rows = self._graphs.decodes.rows(job.graph)
             self._columns.advance(rows, step_input.num_blocks)
-            hidden = self._decodes.replay(job.decode_graph, self._columns.decode_slots)
+            hidden = self._graphs.decodes.replay(job.graph, self._columns.decode_slots)
             return hidden[:num_rows], rows.draw_positions[:num_rows]
         rows = DecodeRows.empty(num_rows, step_input.num_blocks, self._device)
         self._columns.advance(rows, step_input.num_blocks)
@@ -164,12 +159,12 @@ class StepWork:
 
     def _compute_tokens(self, job: StepJob, arrays: dict[str, Tensor]) -> Tensor:
         """Compute tokens that the host names: hidden states [num_tokens, hidden]; empty without tokens."""
-        if self._drafts is not None and job.draft_graph is not None:
-            return self._drafts.replay_padded(job.draft_graph, arrays)
-        if self._decodes is not None and job.decode_graph is not None:
+        if (padded := self._draft_graph(job)) is not None:
+            return padded.graphs.replay_padded(padded.size, arrays)
+        if self._graphs is not None and job.graph is not None:
             # A dummy, which is a row of padding.
-            self._columns.pad(self._decodes.rows(job.decode_graph))
-            return self._decodes.replay(job.decode_graph, self._columns.decode_slots[:0])
+            self._columns.pad(self._graphs.decodes.rows(job.graph))
+            return self._graphs.decodes.replay(job.graph, self._columns.decode_slots[:0])
         if not job.step_input.num_tokens:
             # Every sequence to decode already has all its tokens.
             return torch.empty(0)
@@ -192,7 +187,7 @@ class StepWork:
         """The slots of the step's sequences, or of a dummy."""
         if self._states is None:
             return None
-        return arrays["state_slots"] if "state_slots" in arrays else spare_slots(self._states, 1)
+        return arrays["state_slots"] if "state_slots" in arrays else spare_slots(self._states.cache, 1)
 
     def _forward(
         self,
@@ -204,11 +199,17 @@ class StepWork:
         num_drafted: int = 0,
     ) -> Tensor:
         """Compute a pass whose first `num_drafted` sequences are decodes, some of them with drafts."""
+        states = self._states
         context = ForwardContext.for_step(
-            self._ops, attention, self._kv_cache, dp=dp, progress=self._layer_progress, states=self._states
+            self._ops,
+            attention,
+            self._kv_cache,
+            dp=dp,
+            progress=self._layer_progress,
+            states=None if states is None else states.cache,
         )
-        if self._drafted is not None and num_drafted:
-            context = replace(context, drafted=self._drafted.of_pass(DraftedRows.split(attention, num_drafted)))
+        if states is not None and states.drafted is not None and num_drafted:
+            context = replace(context, drafted=states.drafted.of_pass(DraftedRows.split(attention, num_drafted)))
         with forward_context(context):
             return self._model.forward(token_ids, positions)
 
@@ -224,11 +225,11 @@ class StepWork:
 
     def _draw(self, job: StepJob, hidden: Tensor, rows: DrawnRows) -> None:
         """Draw the rows' tokens; those that the host edits are drawn again, without drafts in `redraw`."""
-        graph = None if rows.slots is not None or job.options is not None else job.decode_graph
-        if self._decodes is not None and self._decodes.draws_tokens and graph is not None:
+        graph = None if rows.slots is not None or job.options is not None else job.graph
+        if self._graphs is not None and self._graphs.decodes.draws_tokens and graph is not None:
             # It reads the draws of the last decode, which this makes those of this one.
             self._columns.decode_draws(rows.positions)
-            drawn = self._decodes.draw(graph)[: len(rows.positions)]
+            drawn = self._graphs.decodes.draw(graph)[: len(rows.positions)]
             self._end_draw(job, Draw(rows, None, drawn))
             return
         logits = self._logits(hidden, rows.logit_tokens)
@@ -278,19 +279,24 @@ class StepWork:
             results.scored = scored = job.options.scored_places(job.runs, counts)
             results.scores = self._sampler.score(draw.logits, draw.drawn, scored.places, scored.wanted)
 
-    def _tell_drafts(self, job: StepJob, hidden: Tensor) -> None:
+    def _end_with_drafts(self, end: DraftEnd, job: StepJob, hidden: Tensor) -> None:
         """Let drafts, and states that take them in, go on from what was drawn. Waits."""
-        assert self._draft_end is not None, "checked by the caller"
         assert job.tokens is not None, "made for every step with drafts"
-        drawn, sampled = job.results.drawn, None
+        drawn, sampled, padded = job.results.drawn, None, self._draft_graph(job)
         if drawn is not None:
             sampled = read_tokens(drawn, job.results.counts, job.runs)
-        counts = self._draft_end.learn(job.step_input, job.tokens, hidden, sampled)
-        if self._state_end is not None:
-            firsts = job.step_input.cu_seqlens_q[: job.step_input.num_decodes]
-            if self._drafts is not None and job.draft_graph is not None:
-                firsts = self._drafts.first_tokens(len(firsts))
-            job.results.not_finite_saves = self._state_end.finish(job.step_input, counts, firsts)
+        width = 0 if padded is None else padded.graphs.row_width
+        job.results.not_finite_saves = end.finish(job.step_input, job.tokens, hidden, sampled, width)
+
+    def _draft_graph(self, job: StepJob) -> _DraftGraph | None:
+        """The graph of tokens with drafts that computes the step; None if none does."""
+        drafts = None if self._graphs is None or job.step_input.draft_counts is None else self._graphs.drafts
+        return None if drafts is None or job.graph is None else _DraftGraph(drafts, job.graph)
+
+
+class _DraftGraph(NamedTuple):
+    graphs: DraftGraphs
+    size: int
 
 
 def _num_drafted(job: StepJob) -> int:
