@@ -35,8 +35,9 @@ class BatchRunner:
         host      launch N   wait for the tokens of N - 1   edit the logits of N, launch their draw   launch N + 1
         device    ──────────── N - 1 ──────────────┤── forward pass of N ──────────────────────┤─ draw ─┤── N + 1 ──
 
-    A step with a draft proposer ends on the host, so its launch waits for it: what the next one computes depends on how
-    many drafts were accepted. The device is then idle from the end of a step until the next one is launched.
+    With a draft proposer a launch waits for its step: the device accepts drafts and records the last tokens, but the
+    host plans the next step, and what that computes depends on how many were accepted. The device is then idle from the
+    end of a step until the next one is launched.
     """
 
     def __init__(
