@@ -89,7 +89,7 @@ class BatchRunner:
             job.results.failed_rows = edited.numbers[edited.has_failed]
             enqueued.append(self._stream.enqueue(partial(self._work.redraw, job, edited)))
             self._unlearned = pending
-        if not self._stream.is_async:
+        if self._unlearned is not None and not self._stream.is_async:
             # The next edits are prepared until the next step comes.
             self._learn_tokens()
         return pending

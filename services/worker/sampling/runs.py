@@ -58,7 +58,8 @@ class SampledTokens:
             first_drawn: [num_rows], each row's first token; None means that these are all.
         """
         firsts = drawn if first_drawn is None else first_drawn
-        return cls(np.maximum(drawn, 0).astype(np.int32), (firsts < 0).nonzero()[0].astype(np.int32), counts)
+        not_finite_rows = (firsts < 0).nonzero()[0].astype(np.int32)
+        return cls(np.maximum(drawn, 0).astype(np.int32), not_finite_rows, counts, failed_grammar_rows=_NO_ROWS)
 
 
 @dataclass(frozen=True, slots=True)

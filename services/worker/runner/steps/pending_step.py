@@ -100,7 +100,7 @@ class PendingStep:
             return SampledTokens(_NO_TOKENS, _NO_TOKENS)
         drawn = next(arrays)
         sampled = SampledTokens.of(drawn) if results.counts is None else self.job.runs.cut(drawn, next(arrays))
-        if len(results.failed_rows):
+        if results.failed_rows is not None:
             failed = results.failed_rows[drawn[self.job.runs.firsts[results.failed_rows]] >= 0]
             sampled = replace(sampled, failed_grammar_rows=failed.astype(np.int32))
         if results.scored is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +16,6 @@ from services.worker.runner.prompt_logprobs import PromptScores
 from services.worker.sampling.logprobs import ScoreTensors
 from services.worker.sampling.row_options import RowOptions, ScoredPlaces
 from services.worker.sampling.runs import DeviceRuns, Runs
-
-_NO_ROWS = np.empty(0, np.int64)
 
 
 class DrawnPlaces(NamedTuple):
@@ -74,8 +72,8 @@ class JobResults:
     """Scores of the tokens at `scored`."""
     scored: ScoredPlaces | None = None
     """None without rows that want log-probabilities."""
-    failed_rows: npt.NDArray[np.int64] = field(default_factory=lambda: _NO_ROWS)
-    """Rows with a grammar that could not be followed."""
+    failed_rows: npt.NDArray[np.int64] | None = None
+    """Rows with a grammar that could not be followed; None if none has one."""
     prompts: tuple[PromptScores, ...] = ()
     not_finite_saves: Tensor | None = None
     """[num_saves] int32, 1 for a saved state that is not finite; None without saves."""

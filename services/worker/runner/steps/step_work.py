@@ -111,7 +111,8 @@ class StepWork:
             hidden, positions = self._decode(job)
         else:
             hidden, positions = self._compute_tokens(job, arrays), arrays["row_positions"]
-            self._score(job, hidden)
+            if job.step_input.scored_chunks:
+                self._score(job, hidden)
             if len(hidden) and not len(job.step_input.slots) and not job.dp.num_tokens_across_dp:
                 # A dummy that serves no other rank shows whether this one can compute, to the end.
                 self._logits(hidden[-1:], None)
@@ -218,10 +219,9 @@ class StepWork:
 
     def _score(self, job: StepJob, hidden: Tensor) -> None:
         """Score the step's prompt tokens whose log-probabilities are wanted."""
-        step_input = job.step_input
-        if step_input.scored_chunks:
-            assert job.tokens is not None, "chunks have tokens"
-            job.results.prompts = self._prompt_scorer.score(step_input.scored_chunks, job.tokens.token_ids, hidden)
+        assert job.tokens is not None, "chunks have tokens"
+        chunks = job.step_input.scored_chunks
+        job.results.prompts = self._prompt_scorer.score(chunks, job.tokens.token_ids, hidden)
 
     def _draw(self, job: StepJob, hidden: Tensor, rows: DrawnRows) -> None:
         """Draw the rows' tokens; those that the host edits are drawn again, without drafts in `redraw`."""
@@ -233,22 +233,20 @@ class StepWork:
             self._end_draw(job, Draw(rows, None, drawn))
             return
         logits = self._logits(hidden, rows.logit_tokens)
-        draw = Draw(rows, logits, self._draw_logits(logits, rows))
+        if rows.places is not None:
+            places = self._columns.draws(rows.places.slots, rows.places.positions)
+            drawn = self._sampler.draw_runs(logits, places, rows.places.runs)
+        elif rows.slots is not None:
+            drawn = self._sampler.draw(logits, self._columns.draws(rows.slots, rows.positions))
+        else:
+            drawn = self._sampler.draw(logits, self._columns.decode_draws(rows.positions))
+        draw = Draw(rows, logits, drawn)
         if not job.is_edited:
             self._end_draw(job, draw)
         elif self._draft_end is None:
             job.first_draw = draw
         else:
             self._end_draw(job, self._redraw_runs(job, draw, logits))
-
-    def _draw_logits(self, logits: Tensor, rows: DrawnRows) -> Tensor:
-        """[num_places] int64, as `Sampler.draw`."""
-        if rows.slots is None:
-            return self._sampler.draw(logits, self._columns.decode_draws(rows.positions))
-        if rows.places is None:
-            return self._sampler.draw(logits, self._columns.draws(rows.slots, rows.positions))
-        places = self._columns.draws(rows.places.slots, rows.places.positions)
-        return self._sampler.draw_runs(logits, places, rows.places.runs)
 
     def _redraw_runs(self, job: StepJob, draw: Draw, logits: Tensor) -> Draw:
         """Draw edited rows whose step has drafts to check, or drafts that follow it. Waits."""
