@@ -72,8 +72,8 @@ TRANSFORMERS_ARCHITECTURES = (
 )
 """What is tested with transformers' code, beside `ARCHITECTURES`."""
 
-TESTED_TRANSFORMERS = ((5, 23), (5, 24))
-"""The versions of transformers, first and last, with which that was tested."""
+TESTED_TRANSFORMERS = ("5.23",)
+"""The releases of transformers with which that was tested."""
 
 
 def implementation_of(config: Mapping[str, Any], wanted: WantedImplementation) -> Implementation:

@@ -14,7 +14,7 @@ from torch import nn
 from services.worker.models.generic.self_check import check_alone
 from services.worker.models.loader import LoadOptions, load_model
 from services.worker.ops import load_ops
-from shared.model_files.implementations import TRANSFORMERS_ARCHITECTURES
+from shared.model_files.implementations import TESTED_TRANSFORMERS, TRANSFORMERS_ARCHITECTURES
 from shared.model_files.model_dir import ModelDirectoryError
 from tests.support.models.generation import Way, generate
 from tests.support.models.generic_configs import FAST, GENERIC_CONFIGS
@@ -107,6 +107,22 @@ def test_a_model_that_mixes_the_rows_of_a_step_does_not_pass_the_check(models: d
     model._base.layers[0].register_forward_hook(mix)
     with pytest.raises(ModelDirectoryError, match="sequences that share a step change each other's logits"):
         check_alone(model, ops, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("tested", [(), TESTED_TRANSFORMERS])
+def test_a_release_of_transformers_that_is_not_tested_is_tried_first(
+    models: dict[str, SmallModel], monkeypatch: pytest.MonkeyPatch, tested: tuple[str, ...]
+) -> None:
+    tried = []
+
+    def check(model: Any, ops: Any, device: torch.device) -> None:
+        tried.append(model)
+        check_alone(model, ops, device)
+
+    monkeypatch.setattr("services.worker.models.generic.load.check_alone", check)
+    monkeypatch.setattr("services.worker.models.generic.load.TESTED_TRANSFORMERS", tested)
+    load_model(models["Phi3ForCausalLM"].directory, load_ops("cpu"), torch.float32, lambda _: None)
+    assert bool(tried) is not bool(tested)
 
 
 def refused(tmp_path: Path, config: dict[str, Any], **options: Any) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -27,11 +28,11 @@ from services.worker.models.parts.decoder import load_ends
 from services.worker.ops import ExpertWeights
 from services.worker.ops.matrix_rows import join_rows
 from services.worker.weights.dummy_weights import DummyWeights
-from shared.model_files.implementations import TRANSFORMERS_ARCHITECTURES
+from shared.model_files.implementations import TESTED_TRANSFORMERS, TRANSFORMERS_ARCHITECTURES
 from shared.model_files.model_dir import ModelDirectoryError, architectures_of
 
 _LONG = "longrope"
-# Of the random weights of a check.
+# The seed of a check's random weights.
 _SEED = 1
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 def load_generic(config: Mapping[str, Any], shard: Shard) -> GenericModel:
     """Load a rank's part of the model that the first architecture of `config` names, with transformers' code.
 
-    A class that no test covers is first tried with random weights.
+    A class, or a release of transformers, that no test covers is first tried with random weights.
 
     Raises:
         UnservableError: its code cannot be run on several sequences over a paged cache.
@@ -50,11 +51,17 @@ def load_generic(config: Mapping[str, Any], shard: Shard) -> GenericModel:
     if not names:
         raise ModelDirectoryError("config.json: architectures is missing or empty")
     device = shard.weights.device
-    if names[0] not in TRANSFORMERS_ARCHITECTURES and device.type != "meta":
-        logger.info("trying an architecture that no test covers on random weights", extra={"architecture": names[0]})
+    if not _is_tested(names[0]) and device.type != "meta":
+        facts = {"architecture": names[0], "transformers": transformers.__version__}
+        logger.info("trying on random weights what no test covers", extra=facts)
         weights = DummyWeights(_SEED, shard.weights.dtype, device=device)
         check_alone(_load(names[0], config, replace(shard, weights=weights)), shard.ops, device)
     return _load(names[0], config, shard)
+
+
+def _is_tested(architecture: str) -> bool:
+    release = ".".join(transformers.__version__.split(".")[:2])
+    return architecture in TRANSFORMERS_ARCHITECTURES and release in TESTED_TRANSFORMERS
 
 
 def _load(architecture: str, config: Mapping[str, Any], shard: Shard) -> GenericModel:
