@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import pytest
@@ -65,11 +66,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+@cache
+def shard() -> Shard:
+    """What every model here is built from."""
+    return Shard(load_ops("native"), DummyWeights(1, torch.float32))
+
+
 def build(architecture: str, changes: Mapping[str, Any] | None = None) -> CausalLM:
     """A model with random weights; a change to None removes the value."""
     config = {**COMMON, **CONFIGS[architecture], **(changes or {}), "architectures": [architecture]}
     config = {name: value for name, value in config.items() if value is not None}
-    return loader_for(config)(config, Shard(load_ops("cpu"), DummyWeights(1, torch.float32)))
+    return loader_for(config)(config, shard())
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
