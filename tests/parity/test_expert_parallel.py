@@ -160,12 +160,20 @@ def test_spreading_experts_changes_no_byte_of_any_result(
     check_ep_changes_no_byte(pool, model_dir, dp_size, tp_size)
 
 
-@pytest.mark.parametrize("environment", [{}, WITHOUT_COMPILER], ids=["native", "cpu"])
-def test_a_fast_backend_draws_the_same_tokens_on_all_ranks_of_a_group(
-    small_models: SmallModels, environment: dict[str, str]
-) -> None:
+def check_same_tokens(pool: StepPool, small_models: SmallModels) -> None:
+    """The ranks of a group draw the same tokens on the backend `native`, or on what takes over from it."""
     model_dir = small_models.get("MixtralForCausalLM", next(iter(SMALL_CONFIGS["MixtralForCausalLM"]))).directory
-    with closing(StepPool(environment)) as pool:
-        answers = pool.run(model_dir, layouts(2, 2, has_expert_parallel=True), coupled(script()), backend="native")
+    answers = pool.run(model_dir, layouts(2, 2, has_expert_parallel=True), coupled(script()), backend="native")
     assert answers[0].results == answers[1].results
     assert answers[2].results == answers[3].results
+
+
+def test_a_fast_backend_draws_the_same_tokens_on_all_ranks_of_a_group(
+    pool: StepPool, small_models: SmallModels
+) -> None:
+    check_same_tokens(pool, small_models)
+
+
+def test_without_a_compiler_all_ranks_of_a_group_draw_the_same_tokens_too(small_models: SmallModels) -> None:
+    with closing(StepPool(WITHOUT_COMPILER)) as pool:
+        check_same_tokens(pool, small_models)
