@@ -27,8 +27,8 @@ from tests.support.scheduler.engine_driver import expected_scores
 
 MIN_REQUESTS = 30
 MIN_EVENTS = 1000
-# A run with more events than this is livelocked.
-_MAX_EVENTS = 500_000
+# A run with more events than this is livelocked; the longest of common seeds have 10,000.
+_MAX_EVENTS = 100_000
 _RESTART_S = (0.1, 3.0)
 # The fault that may end a request with an error, by the error's reason.
 _CAUSES = {

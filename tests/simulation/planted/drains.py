@@ -41,7 +41,7 @@ def _planned_stops_are_losses(patch: Patch) -> None:
     patch.setattr(Cell, "release", count)
 
 
-@_planted(Fault.WORKER_LEAVE, seed=6)
+@_planted(Fault.WORKER_LEAVE, seed=9)
 def _leaving_domains_get_new_sequences(patch: Patch) -> None:
     """New requests are placed on ranks that are about to stop."""
     patch.setattr(Domain, "is_draining", property(lambda _: False))

@@ -143,7 +143,7 @@ def _progress_does_not_count(patch: Patch) -> None:
     patch.setattr(StepDeadline, "on_progress", lambda *_: None)
 
 
-@_planted(Fault.SCHEDULER_STOP, seed=5)
+@_planted(Fault.SCHEDULER_STOP, seed=17)
 def _the_lease_is_not_looked_at(patch: Patch) -> None:
     """A scheduler that was stopped for long continues although its lease has run out."""
     patch.setattr(Heartbeat, "is_lease_over", lambda *_: False)
@@ -206,13 +206,13 @@ def _suspects_are_tried_without_a_control(patch: Patch) -> None:
     patch.setattr(Domain, "has_controls", False)
 
 
-@_planted(Fault.WORKER_SICK)
+@_planted(Fault.WORKER_SICK, seed=5)
 def _a_failed_control_acquits_nobody(patch: Patch) -> None:
     """A worker's failed control clears no suspect, so that its requests wait for another one."""
     patch.setattr(Suspects, "acquit", lambda *_: None)
 
 
-@_planted(Fault.WORKER_SICK)
+@_planted(Fault.WORKER_SICK, seed=3)
 def _controls_are_shorter_than_what_crashed(patch: Patch) -> None:
     """A worker that dies of its third step passes a control of one step, and each trial is its third."""
     patch.setattr("services.scheduler.cell.quarantine.quarantine._FEWEST_CONTROL_STEPS", 1)

@@ -42,7 +42,7 @@ _planted = planter(REQUEST_BUGS)
 # Accusations.
 
 
-@_planted(Fault.SCHEDULER_FLAP)
+@_planted(Fault.SCHEDULER_FLAP, seed=10)
 def _blames_without_a_control(patch: Patch) -> None:
     """A request that was alone in two deaths of schedulers is blamed, although they die without it too."""
 
@@ -52,7 +52,7 @@ def _blames_without_a_control(patch: Patch) -> None:
     patch.setattr(SubmitSuspects, "_control", try_at_once)
 
 
-@_planted(Fault.MODEL_CHANGE)
+@_planted(Fault.MODEL_CHANGE, seed=5)
 def _weights_are_not_compared(patch: Patch) -> None:
     """A worker with other weights is attached, and answers go on with them."""
     patch.setattr(CellFacts, "find_other_model", lambda *_: None)
@@ -148,7 +148,7 @@ def _log_probabilities_of_wasted_tokens_are_sent(patch: Patch) -> None:
     patch.setattr(Logprobs, "select", lambda self, _: self)
 
 
-@_planted(Fault.LINK_BREAK, seed=26)
+@_planted(Fault.LINK_BREAK, seed=30)
 def _prompt_log_probabilities_are_sent_again(patch: Patch) -> None:
     """When a prompt is recomputed, its log-probabilities are sent again from the start."""
     patch.setattr(Logprobs, "after", lambda self, _: self)
@@ -160,7 +160,7 @@ def _scored_prompts_come_from_the_cache(patch: Patch) -> None:
     patch.setattr(PrefillPlanner, "_find_prefix", lambda self, seq: self._blocks.find_prefix(seq))
 
 
-@_planted()
+@_planted(seed=5)
 def _every_choice_scores_the_prompt(patch: Patch) -> None:
     """Every choice returns the prompt's log-probabilities."""
     patch.setattr(
@@ -245,7 +245,7 @@ def _stop_positions_are_ignored(patch: Patch) -> None:
     patch.setattr(Endings, "stop_at", lambda self, seq, _, now: stop_at(self, seq, 1 << 30, now))
 
 
-@_planted()
+@_planted(seed=5)
 def _stops_count_before_min_tokens(patch: Patch) -> None:
     """A request may end before `min_tokens`."""
     patch.setattr("services.scheduler.core.results.endings.find_finish", _find_finish_without_options)
@@ -272,7 +272,7 @@ def _requests_outlive_their_replica(patch: Patch) -> None:
     patch.setattr(Engine, "on_event", ignore)
 
 
-@_planted(Fault.STREAM_BREAK)
+@_planted(Fault.STREAM_BREAK, seed=3)
 def _later_attempts_are_duplicates(patch: Patch) -> None:
     """A resubmitted request is refused as a duplicate of its own earlier attempt."""
     submit = RequestManager._submit
@@ -283,7 +283,7 @@ def _later_attempts_are_duplicates(patch: Patch) -> None:
     )
 
 
-@_planted(Fault.STREAM_BREAK)
+@_planted(Fault.STREAM_BREAK, seed=13)
 def _earlier_attempts_run_on(patch: Patch) -> None:
     """Both attempts of a resubmitted request run."""
     submit = RequestManager._submit
@@ -296,7 +296,7 @@ def _earlier_attempts_run_on(patch: Patch) -> None:
     patch.setattr(RequestManager, "_submit", submit_beside)
 
 
-@_planted(Fault.SAME_ID, Fault.STREAM_BREAK)
+@_planted(Fault.SAME_ID, Fault.STREAM_BREAK, seed=8)
 def _a_superseded_client_gets_no_error(patch: Patch) -> None:
     """A client whose request was superseded by another client never gets an answer."""
 

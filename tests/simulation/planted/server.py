@@ -23,7 +23,7 @@ def _the_timer_is_not_armed_anew(patch: Patch) -> None:
     patch.setattr(CellServer, "_on_timer", lambda self: self.on_event(TimePassed()))
 
 
-@_planted(Fault.DEADLINE, Fault.WORKER_HANG, seed=6)
+@_planted(Fault.DEADLINE, Fault.WORKER_HANG, seed=9)
 def _the_timer_is_not_moved_forward(patch: Patch) -> None:
     """A timer armed for a heartbeat is not moved forward when a request's deadline is earlier."""
     arm_timer = CellServer._arm_timer
@@ -61,7 +61,7 @@ def _requests_outlive_their_stream(patch: Patch) -> None:
     patch.setattr(CellServer, "disconnect", forget)
 
 
-@_planted(Fault.REPLICA_STALL, seed=3)
+@_planted(Fault.REPLICA_STALL, seed=10)
 def _replicas_get_no_signs_of_life(patch: Patch) -> None:
     """Heartbeats go to workers only, so a replica that does not read is never detected."""
     patch.setattr(ClientLink, "beat", lambda *_: None)

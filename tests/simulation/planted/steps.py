@@ -65,7 +65,7 @@ def _results_of_old_epochs_count(patch: Patch) -> None:
     patch.setattr(Engine, "_on_step_returned", take)
 
 
-@_planted(Fault.RESULT_NONSENSE, Fault.RESULT_REORDERED)
+@_planted(Fault.RESULT_NONSENSE, Fault.RESULT_REORDERED, seed=5)
 def _nonsense_counts(patch: Patch) -> None:
     """Results are not validated: invalid tokens, too many tokens, or those of another step are accepted."""
     patch.setattr(Scheduler, "validate_result", lambda *_: None)
@@ -77,7 +77,7 @@ def _no_step_deadline(patch: Patch) -> None:
     patch.setattr(StepDeadline, "time", None)
 
 
-@_planted(Fault.STEP_LATE, Fault.LINK_BREAK, Fault.RESULT_NONSENSE, seed=6)
+@_planted(Fault.STEP_LATE, Fault.LINK_BREAK, Fault.RESULT_NONSENSE, seed=14)
 def _steps_are_not_fenced(patch: Patch) -> None:
     """A worker runs steps of epochs that have ended."""
     admit = ClaimLedger.admit
@@ -219,7 +219,7 @@ def _one_cached_block_too_many(patch: Patch) -> None:
     patch.setattr(BlockManager, "find_prefix", find)
 
 
-@_planted()
+@_planted(seed=8)
 def _prefixes_are_shared_where_that_is_off(patch: Patch) -> None:
     """Sequences share prefixes although prefix caching is off."""
     make = BlockManager.__init__
@@ -336,7 +336,7 @@ def _preempted_sequences_go_to_the_back(patch: Patch) -> None:
     patch.setattr(Preemption, "preempt", preempt_late)
 
 
-@_planted()
+@_planted(seed=1)
 def _chunks_begin_one_token_late(patch: Patch) -> None:
     """A prompt's later chunks skip their first token and repeat their last one."""
     take_tokens = PrefillPlanner._take_tokens
@@ -349,7 +349,7 @@ def _chunks_begin_one_token_late(patch: Patch) -> None:
     patch.setattr(PrefillPlanner, "_take_tokens", skip)
 
 
-@_planted()
+@_planted(seed=1)
 def _steps_exceed_their_budget(patch: Patch) -> None:
     """Prompts get more tokens in a step than its budget allows."""
     plan = PrefillPlanner.plan

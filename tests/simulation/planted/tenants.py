@@ -66,7 +66,7 @@ def _room_is_given_back(patch: Patch) -> None:
     patch.setattr(Shares, "keeps_share", lambda *_: True)
 
 
-@_planted(Fault.QUEUE_FULL)
+@_planted(Fault.QUEUE_FULL, seed=3)
 def _choices_count_once(patch: Patch) -> None:
     """A request counts once against its tenant's limit, however many choices it has."""
     find = TenantLoads.find_exceeded
@@ -77,7 +77,7 @@ def _choices_count_once(patch: Patch) -> None:
     patch.setattr(TenantLoads, "find_exceeded", find_for_one)
 
 
-@_planted(Fault.QUEUE_FULL)
+@_planted(Fault.QUEUE_FULL, seed=8)
 def _no_prompt_waits(patch: Patch) -> None:
     """Prompts that wait do not count against their tenant's limit."""
     find = TenantLoads.find_exceeded
