@@ -19,6 +19,8 @@ from shared.request.request_fields import fields_under, raise_violations
 from shared.request.sampling_params import NO_OPTIONS, SamplingParams
 
 _FIELD = "structured_output"
+# The JSON pointer to all of a schema.
+_WHOLE = ("",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,9 @@ class AnswerGrammars:
         Raises as `FormCompiler.compile`.
         """
         form = request.structured_output
-        if form is None or all(self._is_reply(request, prompt) for prompt in request.prompts):
+        if form is None or all(
+            request.form_of(prompt) is None or self._is_reply(request, prompt) for prompt in request.prompts
+        ):
             return NO_GRAMMAR
         compiled = await self._model.form_compiler.compile(
             form, field=_FIELD, max_bytes=self._max_bytes(), options=_options_of(form)
@@ -76,7 +80,7 @@ class AnswerGrammars:
         Raises as `FormCompiler.compile` and `ReplyParsers.grammar`, and `InvalidRequestError` if the arguments of
         a tool that must be called fit no context.
         """
-        form, parsers = request.structured_output, self._model.reply_parsers
+        form, parsers = request.form_of(conversation), self._model.reply_parsers
         if form is None and not conversation.callable_tools:
             return NO_GRAMMAR
         if form is not None and not self._is_reply(request, conversation):
@@ -106,7 +110,8 @@ class AnswerGrammars:
         # Ordinary tokens may spell the end in several ways, so that it could be missed.
         if len(end) != 1:
             begin, end = (), ()
-        return AnswerGrammar(compiled.grammar, begin, end, compiled.not_held)
+        not_enforced = _WHOLE if form is None and request.structured_output is not None else compiled.not_held
+        return AnswerGrammar(compiled.grammar, begin, end, not_enforced)
 
     def _is_reply(self, request: CheckedRequest, prompt: Prompt) -> bool:
         """Whether the answer to a prompt has parts, of which only the text has the form."""

@@ -95,6 +95,11 @@ class CheckedRequest:
             return [self.request_id]
         return [f"{self.request_id}-{index}" for index in range(len(self.prompts))]
 
+    def form_of(self, prompt: Prompt) -> tokenizer_pb2.StructuredOutput | None:
+        """The form of a prompt's answer; None where a tool must be called, so that there is no text to have it."""
+        has_calls = isinstance(prompt, Conversation) and prompt.callable_tools
+        return None if has_calls else self.structured_output
+
     def field_prefix(self, index: int) -> str:
         """The prefix of a prompt's fields in violations."""
         return "" if len(self.prompts) == 1 else f"prompts.prompts[{index}]."
@@ -296,8 +301,6 @@ def _check_bad_words(words: Sequence[str], violations: list[Violation]) -> tuple
 def _check_constraints(request: CheckedRequest, violations: list[Violation]) -> None:
     """Refuse options that contradict structured output or required tool calls."""
     has_calls = any(isinstance(prompt, Conversation) and prompt.callable_tools for prompt in request.prompts)
-    if request.structured_output is not None and has_calls:
-        violations.append(Violation("structured_output", "OUT_OF_RANGE", "cannot be combined with required tool calls"))
     if request.sampling.ignore_eos and (request.structured_output is not None or has_calls):
         description = "cannot be combined with structured_output or required tool calls, which end the text"
         violations.append(Violation("sampling.ignore_eos", "OUT_OF_RANGE", description))

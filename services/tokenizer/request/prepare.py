@@ -88,7 +88,7 @@ class RequestPreparer:
                     prompt,
                     opening,
                     skips_special_tokens=request.form.skips_special_tokens,
-                    has_form=request.structured_output is not None,
+                    has_form=request.form_of(prompt) is not None,
                     has_grammar=bool(grammar.grammar),
                 )
         else:

@@ -49,8 +49,8 @@ class AnswerForm:
 
     @property
     def schema_field(self) -> str:
-        """The name of the field with the schema."""
-        return self.names[_SCHEMA]
+        """The name of the field with the schema, or of a form that has none."""
+        return self.field if self.message.json_object else self.names[_SCHEMA]
 
 
 class StructuredOutputs(Fields):

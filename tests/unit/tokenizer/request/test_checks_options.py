@@ -152,11 +152,13 @@ def test_constrained_text_cannot_ignore_eos() -> None:
         assert check(request).n == 1
 
 
-def test_a_text_has_only_one_constraint() -> None:
+def test_a_form_is_not_that_of_an_answer_that_must_call_a_tool() -> None:
     request = make_request(chat=TOOL_CHAT, structured_output=SCHEMA)
-    assert refused_fields(request) == {"structured_output": "OUT_OF_RANGE"}
+    checked = check(request)
+    assert checked.form_of(checked.prompts[0]) is None
     request.chat.tool_mode = tokenizer_pb2.TOOL_MODE_AUTO
-    assert check(request).structured_output == SCHEMA
+    checked = check(request)
+    assert checked.form_of(checked.prompts[0]) == SCHEMA
 
 
 def test_bad_choices_and_options_are_named_with_the_rest() -> None:
