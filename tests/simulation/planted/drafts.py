@@ -10,6 +10,7 @@ from services.scheduler.core.batch.row_tokens import RowTokens
 from services.scheduler.core.batch.sequence import Sequence
 from services.scheduler.core.batch.slot_table import Slots, SlotTable
 from services.scheduler.core.running_batch import RunningBatch
+from shared.errors import StepMismatchError
 from shared.step.columns import Int32Column
 from tests.simulation.planted.planting import Patch, PlantedBug, planter
 
@@ -43,7 +44,7 @@ def _last_tokens_within_a_run_are_overlooked(patch: Patch) -> None:
     patch.setattr(SlotTable, "find_watched", lambda self, slots, token_ids, *_: find_watched(self, slots, token_ids))
 
 
-@_planted()
+@_planted(raises=StepMismatchError)
 def _rows_in_flight_have_no_room_for_drafts(patch: Patch) -> None:
     """When blocks are reserved, each row in flight counts as one token, without its drafts."""
     patch.setattr(SlotTable, "max_num_planned", lambda self, slots: self.num_planned[slots])

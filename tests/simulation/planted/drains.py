@@ -92,7 +92,7 @@ def _undrained_ranks_stay_closed(patch: Patch) -> None:
     patch.setattr(Cell, "undrain", lambda *_: None)
 
 
-@_planted(Fault.PLANNED_STOP, seed=7)
+@_planted(Fault.PLANNED_STOP, seed=23)
 def _schedulers_do_not_stay(patch: Patch) -> None:
     """A scheduler that is asked to end together with its replicas ends at once, and nothing finishes their answers."""
 

@@ -41,7 +41,7 @@ def _places_are_left_before_their_sequences_end(patch: Patch) -> None:
 def _endpoints_that_return_are_still_emptied(patch: Patch) -> None:
     """An endpoint that is back before its place is vacant loses its sequences when the drain is over."""
 
-    def restore(_: Cell, domain: Domain) -> None:
+    def restore(_: Cell, domain: Domain, _now: float) -> None:
         domain.is_withdrawn = False
 
     patch.setattr(Cell, "restore", restore)

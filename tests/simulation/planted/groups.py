@@ -10,6 +10,7 @@ from services.worker.group.group_servicer import Follower, GroupServicer
 from services.worker.group.member import Member
 from services.worker.process.device_steps import DeviceSteps
 from services.worker.process.exits import DomainEnd
+from shared.errors import InternalError
 from shared.network.heartbeat import Silence
 from tests.simulation.faults import Fault
 from tests.simulation.planted.planting import Patch, PlantedBug, planter
@@ -72,7 +73,7 @@ def _answers_do_not_wait_for_members(patch: Patch) -> None:
     patch.setattr(GroupServicer, "agree", agree_at_once)
 
 
-@_planted(Fault.LINK_BREAK, Fault.RESULT_NONSENSE, seed=3)
+@_planted(Fault.LINK_BREAK, Fault.RESULT_NONSENSE, seed=3, raises=InternalError)
 def _what_members_drew_in_old_epochs_counts(patch: Patch) -> None:
     """A member's report about an abandoned step is taken for the next step's."""
 

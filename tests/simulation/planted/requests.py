@@ -29,7 +29,7 @@ from services.tokenizer.exchange.exchange_codec import encode_submit
 from services.tokenizer.exchange.request_ledger import RequestLedger
 from services.tokenizer.exchange.submit_suspects import SubmitSuspects
 from services.tokenizer.request.resolved_request import ResolvedRequest
-from shared.errors import ServiceError
+from shared.errors import ServiceError, StepMismatchError
 from shared.ids import RequestHandle, choice_handles
 from shared.step.logprobs import Logprobs
 from tests.simulation.faults import Fault
@@ -68,7 +68,7 @@ def _choices_draw_alike(patch: Patch) -> None:
     patch.setattr(PrefillPlanner, "_entering", lambda *args: replace(entering(*args), choice=0))
 
 
-@_planted(Fault.CANCEL, seed=6)
+@_planted(Fault.CANCEL, seed=6, raises=KeyError)
 def _aborts_end_one_choice(patch: Patch) -> None:
     """When a request is aborted or its deadline passes, only one choice ends."""
     remove = RequestTable.remove
@@ -130,7 +130,7 @@ def _choices_take_one_place(patch: Patch) -> None:
 # Log-probabilities.
 
 
-@_planted()
+@_planted(raises=IndexError)
 def _log_probabilities_keep_their_numbers(patch: Patch) -> None:
     """Log-probabilities keep their row indexes when earlier rows are dropped."""
     select = Logprobs.select
@@ -142,7 +142,7 @@ def _log_probabilities_keep_their_numbers(patch: Patch) -> None:
     patch.setattr(Logprobs, "select", keep_numbers)
 
 
-@_planted()
+@_planted(raises=IndexError)
 def _log_probabilities_of_wasted_tokens_are_sent(patch: Patch) -> None:
     """Log-probabilities of discarded rows go to a client."""
     patch.setattr(Logprobs, "select", lambda self, _: self)
@@ -154,7 +154,7 @@ def _prompt_log_probabilities_are_sent_again(patch: Patch) -> None:
     patch.setattr(Logprobs, "after", lambda self, _: self)
 
 
-@_planted()
+@_planted(raises=StepMismatchError)
 def _scored_prompts_come_from_the_cache(patch: Patch) -> None:
     """A prompt with requested log-probabilities uses cached blocks, for which there are none."""
     patch.setattr(PrefillPlanner, "_find_prefix", lambda self, seq: self._blocks.find_prefix(seq))
@@ -200,7 +200,7 @@ def _tokens_of_a_failed_grammar_are_sent(patch: Patch) -> None:
 # Exactness.
 
 
-@_planted(Fault.EXACT, seed=4)
+@_planted(Fault.EXACT, seed=4, raises=KeyError)
 def _exactness_is_promised_by_all(patch: Patch) -> None:
     """A request for exact output is accepted although the ranks are not exact."""
     patch.setattr(RequestManager, "_promise_exactness", lambda *_: None)

@@ -65,7 +65,7 @@ def _results_of_old_epochs_count(patch: Patch) -> None:
     patch.setattr(Engine, "_on_step_returned", take)
 
 
-@_planted(Fault.RESULT_NONSENSE, Fault.RESULT_REORDERED, seed=5)
+@_planted(Fault.RESULT_NONSENSE, Fault.RESULT_REORDERED, seed=5, raises=ValueError)
 def _nonsense_counts(patch: Patch) -> None:
     """Results are not validated: invalid tokens, too many tokens, or those of another step are accepted."""
     patch.setattr(Scheduler, "validate_result", lambda *_: None)

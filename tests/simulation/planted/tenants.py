@@ -31,7 +31,7 @@ def _tenants_share_prefixes(patch: Patch) -> None:
     patch.setattr("services.scheduler.cell.requests.intake.salt_of", lambda _, client_salt: client_salt)
 
 
-@_planted(Fault.SAME_ID, seed=32)
+@_planted(Fault.SAME_ID, seed=4)
 def _credit_is_saved(patch: Patch) -> None:
     """A tenant that begins to wait keeps the counter that it had."""
     begin_to_wait = TenantCounters.begin_to_wait
