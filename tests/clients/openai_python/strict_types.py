@@ -27,7 +27,7 @@ _EXTRA: dict[type[BaseModel], set[str]] = {
     Completion: {"lockstep"},
     CompletionChoice: {"stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs"},
     Response: {"lockstep", "system_fingerprint"},
-    Model: {"root", "parent", "max_model_len"},
+    Model: {"root", "parent", "max_model_len", "implementation"},
 }
 """Fields that OpenAI's types do not have: vLLM's, and `lockstep`. There are no others."""
 
