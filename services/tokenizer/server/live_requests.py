@@ -12,6 +12,11 @@ from shared.errors import DrainingError, DuplicateRequestError
 
 logger = logging.getLogger(__name__)
 
+_CUT = (
+    "the service is stopping before the answer has ended; another one goes on with it where it is the last message of "
+    "a chat with continue_final_message, or the end of a prompt"
+)
+
 
 class LiveRequests:
     """Claims request ids, and drains the requests when the service stops.
@@ -71,5 +76,5 @@ class LiveRequests:
             end.cancel()
         for generation in self._generations.values():
             if generation is not None:
-                generation.fail(DrainingError("the service is stopping"))
+                generation.fail(DrainingError(_CUT))
         return len(self._generations)

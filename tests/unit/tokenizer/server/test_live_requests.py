@@ -54,7 +54,7 @@ async def test_requests_that_remain_after_the_grace_period_get_an_error() -> Non
     with live.admit("a", ["encoding"]), live.admit("a", ["streaming"]):
         live.begin("a", "streaming", generation)
         assert await live.drain(0, asyncio.Event()) == 2
-    with pytest.raises(DrainingError):
+    with pytest.raises(DrainingError, match="continue_final_message"):
         await anext(generation.responses())
 
 
