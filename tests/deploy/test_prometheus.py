@@ -20,12 +20,15 @@ from tests.support.system.polling import poll_until
 
 SERVICES = ("worker", "scheduler", "tokenizer")
 VARIABLES = {"$__rate_interval": "5m", "$namespace": NAMESPACE, "$cell": "demo"}
-# Panels of what the demo does not have: drafts, TLS, a GPU, discovery.
+# Panels of what the demo does not have: drafts, TLS, a GPU, discovery, clients' keys, recurrent states.
 UNANSWERED = {
     "Accepted drafts",
     "Certificates expire in",
+    "Clients' keys",
     "Discovery",
     "GPU memory",
+    "KV cache in use",
+    "Memory of the KV cache and of states",
     "TLS files that cannot be used",
 }
 VALUES = {
