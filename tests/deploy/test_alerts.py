@@ -166,17 +166,25 @@ CASES = (
             of_scheduler("lockstep_num_requests_running"): steady(0),
         },
     ),
+    # Every series of every role, as it is from the first pod on: nothing answers, then nothing is linked or attached.
     Case(
-        "a first install, whose worker loads for 80 minutes",
-        IDLE
+        "a first install, which waits 10 minutes for images and loads for 70",
+        dict.fromkeys(HEALTHY, "_x120")
+        | {series("up", role, pod): "_x40 0x10 1x70" for role, pod in PODS if role != "worker"}
+        | {series("up", "worker", "w-0"): "_x40 0x80"}
+        | {series("process_start_time_seconds", role, pod): "_x50 1x70" for role, pod in PODS if role != "worker"}
         | {
-            **{series("up", role, pod): "_x40 0x80" for role, pod in (("tokenizer", "t-0"), ("worker", "w-0"))},
-            series("lockstep_worker_info", "worker", "w-0", dp_rank="0", tp_rank="0"): "_x120",
-            of_scheduler("lockstep_worker_attached", rank="0"): "_x40 0x80",
-            of_scheduler("lockstep_worker_attached", "s-1", rank="0"): "_x40 0x80",
-            of_scheduler("lockstep_steps_total", rank="0", kind="decode"): steady(0),
-            of_scheduler("lockstep_num_requests_running"): steady(0),
+            of_scheduler("lockstep_worker_attached", rank="0"): "_x50 0x70",
+            of_scheduler("lockstep_worker_attached", "s-1", rank="0"): "_x50 0x70",
+            of_scheduler("lockstep_num_requests_waiting"): "_x50 0x70",
+            of_scheduler("lockstep_num_requests_running"): "_x50 0x70",
+            of_tokenizer("lockstep_scheduler_linked"): "_x50 0x70",
+            of_tokenizer("lockstep_chat_template_info", digest="a"): "_x50 1x70",
         },
+    ),
+    Case(
+        "a first install, 8 minutes after its first pod",
+        dict.fromkeys(HEALTHY, "_x120") | {series("up", role, pod): "_x112 0x8" for role, pod in PODS},
     ),
     Case(
         "a worker that is lost after an hour",
