@@ -22,7 +22,7 @@ Cell demo: StatefulSet, 1 rank(s) a pod, 1 pod(s) a failure domain.
   From here         kubectl port-forward --namespace ns service/rel-demo-tokenizer 8000
                     curl http://127.0.0.1:8000/v1/models
   Download          kubectl logs --namespace ns --selector lockstep-cell=demo,app.kubernetes.io/component=model
-  One replica more  restarts every worker and both schedulers, which have the number in their arguments; not with dns
+  One replica more  restarts every worker and both schedulers; with scheduler.discovery dns, the schedulers alone
   A roll            lets answers of up to 600 s finish (shutdown.answerSeconds); a longer one is cut
 
 Only pods that networkPolicy.clients selects reach the tokenizers.
@@ -48,7 +48,7 @@ Cell large: StatefulSet, 8 rank(s) a pod, 1 pod(s) a failure domain.
   From here         kubectl port-forward --namespace ns service/rel-large-tokenizer 8000
                     curl --cacert ca.crt --connect-to ::127.0.0.1:8000 https://tokenizer.large.example.org:8000/v1/models
                     with the ca.crt of the secret rel-large-tokenizer-tls
-  One replica more  restarts every worker and both schedulers, which have the number in their arguments; not with dns
+  One replica more  restarts every worker and both schedulers; with scheduler.discovery dns, the schedulers alone
   A roll            lets answers of up to 600 s finish (shutdown.answerSeconds); a longer one is cut
 
 Only pods that networkPolicy.clients selects reach the tokenizers.
@@ -60,7 +60,7 @@ Cell main: LeaderWorkerSet, 4 rank(s) a pod, 2 pod(s) a failure domain.
 
   Clients call      dns:///rel-main-tokenizer.ns.svc:50051
   and expect        tokenizer.main.example.org in its certificate
-  One replica more  restarts every worker and both schedulers, which have the number in their arguments; not with dns
+  One replica more  restarts every worker and both schedulers; with scheduler.discovery dns, the schedulers alone
   A roll            lets answers of up to 600 s finish (shutdown.answerSeconds); a longer one is cut
 
 Try it: helm test rel --namespace ns --logs
