@@ -97,8 +97,7 @@ class CheckedRequest:
 
     def form_of(self, prompt: Prompt) -> tokenizer_pb2.StructuredOutput | None:
         """The form of a prompt's answer; None where a tool must be called, so that there is no text to have it."""
-        has_calls = isinstance(prompt, Conversation) and prompt.callable_tools
-        return None if has_calls else self.structured_output
+        return None if _must_call(prompt) else self.structured_output
 
     def field_prefix(self, index: int) -> str:
         """The prefix of a prompt's fields in violations."""
@@ -187,6 +186,11 @@ def resolve_request(
         is_exact=request.is_exact,
         tenant=request.tenant,
     )
+
+
+def _must_call(prompt: Prompt) -> bool:
+    """Whether the answer must call a tool."""
+    return isinstance(prompt, Conversation) and bool(prompt.callable_tools)
 
 
 def _check_known(token_ids: TokenIds, logits_width: int, field: str) -> None:
@@ -300,7 +304,7 @@ def _check_bad_words(words: Sequence[str], violations: list[Violation]) -> tuple
 
 def _check_constraints(request: CheckedRequest, violations: list[Violation]) -> None:
     """Refuse options that contradict structured output or required tool calls."""
-    has_calls = any(isinstance(prompt, Conversation) and prompt.callable_tools for prompt in request.prompts)
+    has_calls = any(map(_must_call, request.prompts))
     if request.sampling.ignore_eos and (request.structured_output is not None or has_calls):
         description = "cannot be combined with structured_output or required tool calls, which end the text"
         violations.append(Violation("sampling.ignore_eos", "OUT_OF_RANGE", description))

@@ -260,6 +260,27 @@ async def test_raw_text_has_the_form_from_its_first_token(
     assert re.fullmatch(FORM, other.text)
 
 
+@pytest.mark.parametrize("form", [{"regex": FORM}, {"json_object": True}, {"json_schema": "{}"}])
+@pytest.mark.parametrize("name", sorted(REASONERS))
+async def test_a_call_that_must_be_made_has_the_same_grammar_beside_a_form(
+    reasoners: dict[tuple[str, str], Path], tmp_path: Path, name: str, form: dict[str, Any]
+) -> None:
+    grammars, not_enforced = [], []
+    async with serving(reasoners[name, REASONERS[name][0]], tmp_path, name) as service:
+        for given in (None, form):
+            request = chat_request(tools=TOOLS, form=given)
+            request.chat.tool_mode = tokenizer_pb2.TOOL_MODE_REQUIRED
+            call, sent = await submit(service, request)
+            end = make_end(sent.handle, common_pb2.FINISH_REASON_EOS, 1, stop_token_id=IM_END_ID)
+            service.peer.send(Row(sent.handle, 0, [IM_END_ID]), ends=[end])
+            [choice] = (await read_answer(call)).choices.values()
+            grammars.append(decode_options(sent.options).grammar)
+            not_enforced.append(list(choice.accepted.not_enforced))
+    assert "look" in grammars[0]
+    assert grammars[1] == grammars[0]
+    assert not_enforced == [[], [""]]
+
+
 @pytest.mark.parametrize("name", sorted(REASONERS))
 async def test_beside_tools_the_answer_is_a_call_or_the_form(
     reasoners: dict[tuple[str, str], Path], tmp_path: Path, name: str
