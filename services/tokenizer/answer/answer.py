@@ -187,7 +187,6 @@ class Choice:
         counted = num_prompt_tokens if self.is_first else 0
         self.clock = ChoiceClock(generation.arrived_at, counted, generation.totals, extras.times)
         self._extras = extras
-        self._times = extras.times
         self._finish: tokenizer_pb2.Finish | None = None
 
     @property
@@ -203,14 +202,14 @@ class Choice:
     def submitted(self, num_resumes: int, *, is_exact: bool) -> None:
         """Submitted, or resubmitted; `is_exact` if resumes in this cell change no byte of the output."""
         self.num_resumes, self.resumes_exactly = num_resumes, is_exact
-        if self._times is not None:
-            self._times.note_submission(time.monotonic())
+        if self.clock.times is not None:
+            self.clock.times.note_submission(time.monotonic())
 
     def resumed(self, num_resumes: int) -> None:
         """Resumed inside the cell, now `num_resumes` times in total; counts if a stop string ends the choice."""
         self.num_resumes = num_resumes
-        if self._times is not None:
-            self._times.note_resume(time.monotonic())
+        if self.clock.times is not None:
+            self.clock.times.note_resume(time.monotonic())
 
     def begin(self, num_cached_tokens: int, queue_s: float | None, prefill_s: float | None = None) -> None:
         """Called once, before the first tokens.
@@ -327,8 +326,8 @@ class Choice:
         else:
             self._completion.push(token_ids)
         self.is_over = True
-        if self._times is not None and end.HasField("queue_time_us"):
-            self._times.note_end(1e-6 * end.queue_time_us)
+        if self.clock.times is not None and end.HasField("queue_time_us"):
+            self.clock.times.note_end(1e-6 * end.queue_time_us)
         # A stop string or a last call in the tokens before the error takes precedence.
         if end.HasField("error") and self._completion.stop_string is None and not self._completion.is_over:
             self._generation.fail(StatusError(end.error))

@@ -26,10 +26,10 @@ class ChoiceClock:
         """
         self.ttft_s: float | None = None
         """Seconds from the call's arrival to its first tokens; None before that."""
+        self.times = times
         self._arrived_at = arrived_at
         self._num_prompt_tokens = num_prompt_tokens
         self._totals = totals
-        self._times = times
         # When the last tokens were taken.
         self._taken_at = 0.0
 
@@ -37,8 +37,8 @@ class ChoiceClock:
         """Its first tokens are about to arrive; the scheduler may know how long it was queued, and then prefilled."""
         if queue_s is not None:
             self._totals.queue_s.observe(queue_s)
-        if self._times is not None:
-            self._times.note_start(queue_s, prefill_s)
+        if self.times is not None:
+            self.times.note_start(queue_s, prefill_s)
 
     def leave(self, now: float, num_tokens: int) -> None:
         """That many tokens leave for the client; 0 if the answer has none."""
@@ -50,8 +50,8 @@ class ChoiceClock:
             self._totals.num_prompt_tokens += self._num_prompt_tokens
         self._taken_at = now
         self._totals.num_generation_tokens += num_tokens
-        if self._times is not None:
-            self._times.note_tokens(now)
+        if self.times is not None:
+            self.times.note_tokens(now)
 
     def finish(self, now: float, finish: tokenizer_pb2.Finish, usage: common_pb2.Usage) -> None:
         """It has finished: set the finish's times, and count it."""
