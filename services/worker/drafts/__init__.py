@@ -1,1 +1,1 @@
-"""Speculative decoding: what proposes drafts, for whom, and what their states come to."""
+"""Speculative decoding: what proposes drafts, for which sequences, and what their states come to."""

@@ -49,7 +49,7 @@ class Ops(AttentionOps, RecurrentOps, Protocol):
     automatic_dtype: torch.dtype
     """The dtype it computes in unless another one is asked for."""
     dtypes: tuple[torch.dtype, ...]
-    """Those that it computes in."""
+    """The types that it computes in."""
     formats: frozenset[MatrixFormat]
     """What it has kernels for. It takes every other format too, but as a dense copy."""
     automatic_quantization: MatrixFormat | None

@@ -77,7 +77,7 @@ class SchedulerClaim:
             self.group_to_free_at.pop(group, None)
 
     def forget(self, groups: Iterable[int]) -> None:
-        """These groups are not there any more."""
+        """Forget groups that are not there any more."""
         for group in groups:
             self.groups.discard(group)
             self.group_to_rival.pop(group, None)

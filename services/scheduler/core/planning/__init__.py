@@ -1,1 +1,1 @@
-"""Plans a step: which prompts it computes, which sequences it decodes, and who makes way for whom."""
+"""Plans a step: which prompts it computes, which sequences it decodes, and which make way for others."""
