@@ -59,7 +59,7 @@ class SampledTokens:
         """
         firsts = drawn if first_drawn is None else first_drawn
         not_finite_rows = (firsts < 0).nonzero()[0].astype(np.int32)
-        return cls(np.maximum(drawn, 0).astype(np.int32), not_finite_rows, counts)
+        return cls(np.maximum(drawn, 0).astype(np.int32), not_finite_rows, counts, failed_grammar_rows=_NO_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
