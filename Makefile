@@ -129,7 +129,7 @@ test-writers: $(INSTALLED) $(STUBS) $(WRITERS) ## import what the programs that 
 	@$(PYTEST) $(IN_PARALLEL) tests/writers -m writers --durations=12
 
 proofs: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(AITER) $(CHART_TOOLS) $(ENVOY) ## run the tests that are too long for every change
-	@$(PYTEST) -m proof --ignore=tests/chaos --durations=0
+	@$(PYTEST) -m proof --ignore=tests/chaos --hypothesis-profile lockstep-search --durations=0
 
 # A report, not a gate: it fails only with a test.
 coverage: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) $(AITER) $(TRIVY) $(ACTIONLINT_READY) $(CHART_TOOLS) $(ENVOY) $(LANGUAGE_TOOLS) $(GO_PACKAGES) $(SLOW_CLIENTS) ## report the lines of services and shared that no test runs; MARKS selects tests
