@@ -10,6 +10,7 @@ import pytest
 from tests.support.deploy.chart import CHART, LEADER_WORKER_SETS, RenderError, Tree, find, helm, parse, render
 from tests.support.deploy.chart_values import values, workers
 from tests.support.deploy.live_cluster import live_cluster
+from tests.support.deploy.workloads import args_of, template_of
 
 AUTOSCALED_WORKERS = {"scheduler": {"discovery": "dns"}, "workers": {"autoscaling": {"enabled": True}}}
 
@@ -55,6 +56,7 @@ def test_an_upgrade_keeps_the_number_of_workers_that_an_autoscaler_chose(tmp_pat
 
 
 SETS = values({"workers": {"kind": "StatefulSet", "dp": 4}})
+SETS_LISTED = values({"scheduler": {"discovery": "static"}})
 SET_PER_DOMAIN = values({"workers": {"kind": "StatefulSet", "tp": 4, "nodes": 2}})
 GROUPS = values({"workers": {"kind": "LeaderWorkerSet", "dp": 4}})
 
@@ -120,3 +122,39 @@ def test_a_number_that_nobody_scales_is_the_value(tmp_path: Path) -> None:
     (deployment,) = find(render_beside(live, workers(dp=2), tmp_path), "Deployment", "-tokenizer")
 
     assert deployment["spec"]["replicas"] == 2
+
+
+def discovery_of(objects: list[Tree]) -> str:
+    """How a cell's schedulers find its workers."""
+    args = args_of(objects, "StatefulSet", "-scheduler")
+    found = [arg.partition("=")[2] for arg in args if arg.startswith("--discovery=")]
+    return found[0] if found else "static"
+
+
+@pytest.mark.parametrize("major", [pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("discovery", ["static", "dns", "kubernetes"])
+def test_auto_keeps_how_workers_are_found(discovery: str, major: int, tmp_path: Path) -> None:
+    sidecar = {"podTemplate": {"spec": {"containers": [{"name": "other", "image": "i", "args": ["--verbose"]}]}}}
+    live = render(values=values({"scheduler": {"discovery": discovery, **sidecar}, "workers": {"dp": 2}}))
+
+    objects = render_beside(live, values({"scheduler": sidecar, "workers": {"dp": 2}}), tmp_path, major=major)
+
+    assert discovery_of(objects) == discovery
+    assert template_of(objects, "StatefulSet", "-worker") == template_of(live, "StatefulSet", "-worker")
+    assert template_of(objects, "StatefulSet", "-scheduler") == template_of(live, "StatefulSet", "-scheduler")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "found"),
+    [
+        (workers(dp=2, ep=True), workers(dp=2), "static"),
+        (workers(dp=2), workers(dp=2, ep=True), "static"),
+        (SETS_LISTED, workers(autoscaling={"enabled": True}, replaceKind=True), "dns"),
+        (SETS_LISTED, values({"scheduler": {"discovery": "dns"}}), "dns"),
+    ],
+    ids=["no longer coupled", "coupled", "autoscaled", "asked for"],
+)
+def test_how_workers_are_found_follows_what_the_cell_becomes(
+    before: Tree, after: Tree, found: str, tmp_path: Path
+) -> None:
+    assert discovery_of(render_beside(render(values=before), after, tmp_path)) == found

@@ -22,7 +22,7 @@ Cell demo: StatefulSet, 1 rank(s) a pod, 1 pod(s) a failure domain.
   From here         kubectl port-forward --namespace ns service/rel-demo-tokenizer 8000
                     curl http://127.0.0.1:8000/v1/models
   Download          kubectl logs --namespace ns --selector lockstep-cell=demo,app.kubernetes.io/component=model
-  One replica more  restarts every worker and both schedulers; with scheduler.discovery dns, the schedulers alone
+  One replica more  restarts nothing, up to 7; each further eight, both schedulers
   A roll            lets answers of up to 600 s finish (shutdown.answerSeconds); a longer one is cut
 
 Only pods that networkPolicy.clients selects reach the tokenizers.
@@ -48,7 +48,7 @@ Cell large: StatefulSet, 8 rank(s) a pod, 1 pod(s) a failure domain.
   From here         kubectl port-forward --namespace ns service/rel-large-tokenizer 8000
                     curl --cacert ca.crt --connect-to ::127.0.0.1:8000 https://tokenizer.large.example.org:8000/v1/models
                     with the ca.crt of the secret rel-large-tokenizer-tls
-  One replica more  restarts every worker and both schedulers; with scheduler.discovery dns, the schedulers alone
+  One replica more  restarts nothing, up to 7; each further eight, both schedulers
   A roll            lets answers of up to 600 s finish (shutdown.answerSeconds); a longer one is cut
 
 Only pods that networkPolicy.clients selects reach the tokenizers.
@@ -60,7 +60,7 @@ Cell main: LeaderWorkerSet, 4 rank(s) a pod, 2 pod(s) a failure domain.
 
   Clients call      dns:///rel-main-tokenizer.ns.svc:50051
   and expect        tokenizer.main.example.org in its certificate
-  One replica more  restarts every worker and both schedulers; with scheduler.discovery dns, the schedulers alone
+  One replica more  restarts nothing, up to 7; each further eight, both schedulers
   A roll            lets answers of up to 600 s finish (shutdown.answerSeconds); a longer one is cut
 
 Try it: helm test rel --namespace ns --logs
@@ -82,6 +82,25 @@ def test_the_notes_of_an_example(example: str) -> None:
 
 def test_the_notes_say_what_an_upgrade_leaves_to_the_operator() -> None:
     assert "After an upgrade" in notes("--values=-", given=values({"workers": {"tp": 8, "nodes": 2}}))
+
+
+@pytest.mark.parametrize(
+    ("cell", "said"),
+    [
+        (
+            {"workers": {"dp": 2, "ep": True}},
+            "Another dp        restarts all ranks together, and both schedulers: an outage as long as a load;",
+        ),
+        (
+            {"scheduler": {"discovery": "static"}},
+            "One replica more  restarts every worker and both schedulers (scheduler.discovery static)",
+        ),
+        ({"workers": {"dp": 8}}, "One replica more  restarts nothing, up to 15; each further eight, both schedulers"),
+    ],
+    ids=["coupled", "static", "eight"],
+)
+def test_the_notes_say_what_another_dp_restarts(cell: Tree, said: str) -> None:
+    assert said in notes("--values=-", given=values(cell))
 
 
 def test_the_notes_of_groups_without_http_and_network_policies() -> None:

@@ -56,13 +56,13 @@ def certificates() -> st.SearchStrategy[Tree]:
 
 
 @st.composite
-def workers(draw: st.DrawFn, *, is_static: bool) -> Tree:
+def workers(draw: st.DrawFn, discovery: str) -> Tree:
     """Workers whose nodes share their ranks evenly."""
     tp, dp = draw(st.sampled_from([1, 2, 8])), draw(st.sampled_from([1, 2, 16]))
-    ep = draw(st.booleans()) if is_static else False
+    ep = draw(st.booleans()) if discovery in ("auto", "static") else False
     groups = dp if ep else 1
     nodes = draw(st.sampled_from([n for n in (1, 2, 4) if groups * tp % n == 0 and (groups == 1 or groups % n == 0)]))
-    scaled = not is_static and nodes == 1 and draw(st.booleans())
+    scaled = discovery != "static" and nodes == 1 and (not ep or dp == 1) and draw(st.booleans())
     resource, device_class = draw(
         st.sampled_from([("amd.com/gpu", ""), ("amd.com/cpx_nps4", ""), ("", "gpu.amd.com"), ("", "")])
     )
@@ -98,7 +98,7 @@ def workers(draw: st.DrawFn, *, is_static: bool) -> Tree:
 
 @st.composite
 def cells(draw: st.DrawFn, name: str) -> Tree:
-    discovery = draw(st.sampled_from(["static", "dns", "kubernetes"]))
+    discovery = draw(st.sampled_from(["auto", "static", "dns", "kubernetes"]))
     tokenizer = {
         "replicas": st.integers(1, 50),
         "autoscaling": st.builds(
@@ -126,7 +126,7 @@ def cells(draw: st.DrawFn, name: str) -> Tree:
         "clientCa": {} if tls.get("insecure") else draw(of_clients),
         "tokenizer": draw(st.fixed_dictionaries({}, optional=tokenizer)),
         "scheduler": {"discovery": discovery},
-        "workers": draw(workers(is_static=discovery == "static")),
+        "workers": draw(workers(discovery)),
         "shutdown": {"preStopSeconds": draw(st.integers(0, 60)), "drainSeconds": draw(st.integers(0, 900))},
     }
     return {**cell, **{part: {**cell[part], **image} for part, image in IMAGES.items()}}

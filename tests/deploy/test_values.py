@@ -128,7 +128,7 @@ REFUSED: dict[str, tuple[Tree, str]] = {
     ),
     "no ranks": (workers(tp=0), "tp"),
     "an autoscaler with static discovery": (
-        workers(autoscaling={"enabled": True}),
+        values({"scheduler": {"discovery": "static"}, "workers": {"autoscaling": {"enabled": True}}}),
         "cells[main].workers.autoscaling.enabled: needs scheduler.discovery",
     ),
     "an autoscaled domain of two pods": (

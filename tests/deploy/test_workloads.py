@@ -48,7 +48,7 @@ def test_a_stateful_set_of_each_domain_where_it_has_none() -> None:
 
 
 def test_domains_of_one_pod_are_one_stateful_set_that_rolls() -> None:
-    objects = render(values=workers(tp=8, dp=3))
+    objects = render(values=values({"scheduler": {"discovery": "static"}, "workers": {"tp": 8, "dp": 3}}))
     (found,) = [each for each in find(objects, "StatefulSet") if "-worker" in each["metadata"]["name"]]
     assert (found["metadata"]["name"], found["spec"]["replicas"]) == ("rel-main-worker", 3)
     # One pod after the other, which `helm upgrade --wait` waits for.
@@ -91,7 +91,7 @@ def test_replicas_are_on_different_nodes_and_in_different_zones_where_that_can_b
     ("dp", "apis", "group", "keys"),
     [
         (2, [], {"lockstep-domain": "1"}, None),
-        (1, SETS, {GROUP_INDEX: "0"}, None),
+        (1, SETS, {}, [GROUP_INDEX]),
         (2, SETS, {}, [GROUP_INDEX]),
     ],
     ids=["StatefulSets", "one group", "two groups"],
@@ -137,11 +137,12 @@ def test_one_replica_with_expert_parallelism_is_not_coupled() -> None:
 
 
 def test_the_scheduler_dials_the_first_rank_of_each_group() -> None:
-    assert dialled(render(values=workers(tp=4, dp=2, nodes=2), apis=SETS)) == [
+    listed = values({"scheduler": {"discovery": "static"}, "workers": {"tp": 4, "dp": 2, "nodes": 2}})
+    assert dialled(render(values=listed, apis=SETS)) == [
         "rel-main-worker-0.rel-main-worker:50053",
         "rel-main-worker-1.rel-main-worker:50053",
     ]
-    assert dialled(render(values=workers(tp=4, dp=2, nodes=2))) == [
+    assert dialled(render(values=listed)) == [
         "rel-main-worker-0-0.rel-main-worker:50053",
         "rel-main-worker-1-0.rel-main-worker:50053",
     ]
@@ -167,12 +168,12 @@ def test_tokenizers_dial_both_schedulers_by_their_own_names() -> None:
 
 
 def test_a_group_knows_its_rank_its_node_and_its_first_node() -> None:
-    objects = render(values=workers(tp=4, dp=2, nodes=2), apis=SETS)
-    args = args_of(objects, "LeaderWorkerSet", "-worker")
+    listed = values({"scheduler": {"discovery": "static"}, "workers": {"tp": 4, "dp": 2, "nodes": 2}})
+    args = args_of(render(values=listed, apis=SETS), "LeaderWorkerSet", "-worker")
     assert flag(args, "dp-rank") == "$(GROUP_INDEX)"
     assert flag(args, "node-rank") == "$(LWS_WORKER_INDEX)"
     assert flag(args, "first-node") == "$(LWS_LEADER_ADDRESS)"
-    args = args_of(render(values=workers(tp=4, dp=2, nodes=2)), "StatefulSet", "-worker-1")
+    args = args_of(render(values=listed), "StatefulSet", "-worker-1")
     assert flag(args, "dp-rank") == "1"
     assert flag(args, "node-rank") == "$(NODE_RANK)"
     assert flag(args, "first-node") == "rel-main-worker-1-0.rel-main-worker"

@@ -23,6 +23,7 @@ _KINDS = {
     "leaderworkerset.x-k8s.io/v1": ("LeaderWorkerSet",),
     "networking.k8s.io/v1": ("NetworkPolicy",),
     "policy/v1": ("PodDisruptionBudget",),
+    "rbac.authorization.k8s.io/v1": ("Role", "RoleBinding"),
 }
 
 _OF_THE_RELEASE = {"meta.helm.sh/release-name": "rel", "meta.helm.sh/release-namespace": "ns"}

@@ -5,8 +5,9 @@
   pools         the InferencePools of its tokenizers: the name of each by its protocol
   modelDir      where its pods see the model
   anyHost       what pods listen on: every interface
+  scheduler     its .discovery, chosen where it was `auto`
   workers       also .liveKind (what runs), .coupled, .domains, .ranks (of a domain), .ranksPerNode, .kind (what to render), .setPerDomain (a StatefulSet of each), .onGpu,
-                .places (DP ranks)
+                .places (the most that a cell has which discovers them)
 */}}
 {{- define "lockstep.cells" -}}
 {{- include "lockstep.checkLabels" .Values.labels }}
@@ -41,7 +42,14 @@
 {{- $_ := set $workers "ranks" $ranks }}
 {{- $_ := set $workers "ranksPerNode" (div $ranks (int $workers.nodes)) }}
 {{- $_ := set $workers "onGpu" (not (and (empty $workers.gpu.resource) (empty $workers.gpu.deviceClass))) }}
-{{- $_ := set $workers "places" (ternary (int $workers.autoscaling.maxReplicas) (int $workers.dp) $workers.autoscaling.enabled) }}
+{{- /* Steps of eight, so that one replica more changes no scheduler; always one to spare, for a pod that terminates. */}}
+{{- $places := mul 8 (add 1 (div (int $workers.dp) 8)) | int }}
+{{- $_ := set $workers "places" (ternary (int $workers.autoscaling.maxReplicas) $places $workers.autoscaling.enabled) }}
+{{- if eq $cell.scheduler.discovery "auto" }}
+  {{- $live := ternary "" (include "lockstep.liveDiscovery" (list $root $cell.prefix)) $coupled }}
+  {{- if and $workers.autoscaling.enabled (eq $live "static") }}{{ $live = "" }}{{ end }}
+  {{- $_ := set $cell.scheduler "discovery" (default (ternary "static" "dns" $coupled) $live) }}
+{{- end }}
 {{- $_ := set $workers "liveKind" (include "lockstep.liveKind" (list $root $cell.prefix)) }}
 {{- if $workers.autoscaling.enabled }}
   {{- $_ := set $workers "kind" "Deployment" }}

@@ -8,6 +8,18 @@ What runs already, as Helm sees it in a cluster. Without a cluster (`helm templa
 {{- if $live }}{{ int $live.spec.replicas }}{{ else }}{{ int (index . 2) }}{{ end }}
 {{- end }}
 
+{{/* How the schedulers of a cell find its workers, or nothing: (list ROOT PREFIX). */}}
+{{- define "lockstep.liveDiscovery" -}}
+{{- $live := lookup "apps/v1" "StatefulSet" (index . 0).Release.Namespace (printf "%s-scheduler" (index . 1)) }}
+{{- if $live }}
+  {{- range $container := $live.spec.template.spec.containers }}
+    {{- range $arg := $container.args }}
+      {{- if hasPrefix "--workers=" $arg }}static{{ else if hasPrefix "--discovery=" $arg }}{{ trimPrefix "--discovery=" $arg }}{{ end }}
+    {{- end }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
 {{/*
 The kind of the objects that run a cell's workers, or nothing: (list ROOT PREFIX). "StatefulSets" where each domain has
 one.

@@ -62,7 +62,7 @@ volumes:
 - {{ $cell.modelDir }}
 - --tp={{ int $values.tp }}
 {{- if or $values.coupled (eq $cell.scheduler.discovery "static") }}
-- --dp={{ int $values.places }}
+- --dp={{ int $values.dp }}
 {{- end }}
 {{- if $values.ep }}
 - --ep
@@ -155,7 +155,7 @@ a LeaderWorkerSet have one template, so there the pod's own label must name the 
 */}}
 {{- define "lockstep.sameZone" -}}
 {{- $root := index . 0 }}{{ $cell := index . 1 }}
-{{- $isOneOfMany := and (eq $cell.workers.kind "LeaderWorkerSet") (gt (int $cell.workers.domains) 1) }}
+{{- $isOneOfMany := and (eq $cell.workers.kind "LeaderWorkerSet") (not $cell.workers.coupled) }}
 {{- if or (not $isOneOfMany) (semverCompare ">=1.31-0" $root.Capabilities.KubeVersion.Version) }}
 affinity:
   podAffinity:
