@@ -104,9 +104,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' Makefile
 
 run: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) ## serve the model on this machine, answer one prompt, keep serving
-	@echo 'In a browser: http://127.0.0.1:8000/'
-	@echo 'Over HTTP: curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" -d '"'"'{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'"'"
-	@$(ANSWER_ONE_PROMPT) --scheduler-listen=127.0.0.1:50052 --http-listen=127.0.0.1:8000
+	@$(ANSWER_ONE_PROMPT) --scheduler-listen=127.0.0.1:50052
 
 demo: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) ## the same, and stop after the answer
 	@$(ANSWER_ONE_PROMPT) --exit-after-prompt

@@ -16,6 +16,9 @@ from services.cli.processes.rank_plan import RankDomain, RankNode, plan_ranks, s
 from services.cli.processes.service_command import ServiceCommand
 from services.cli.serve_settings import ServeSettings
 
+_SCHEDULER_FLAGS = {"--listen": "--scheduler-listen"}
+_TOKENIZER_FLAGS = {flag: flag for flag in ("--listen", "--insecure-bind", "--http-listen", "--insecure-http-bind")}
+
 
 def plan_services(
     settings: ServeSettings, service_flags: Mapping[str, Sequence[str]], runtime_dir: Path
@@ -39,8 +42,10 @@ def plan_services(
     tokenizer_flags = (*tokenizer_links, *shared_flags, *service_flags.get("tokenizer", ()))
     return [
         *workers,
-        ServiceCommand("scheduler", scheduler_flags, scheduler, "scheduler", cell_address=cell),
-        ServiceCommand("tokenizer", tokenizer_flags, settings.bind_address, "tokenizer"),
+        ServiceCommand(
+            "scheduler", scheduler_flags, scheduler, "scheduler", cell_address=cell, flag_to_own=_SCHEDULER_FLAGS
+        ),
+        ServiceCommand("tokenizer", tokenizer_flags, settings.bind_address, "tokenizer", flag_to_own=_TOKENIZER_FLAGS),
     ]
 
 

@@ -11,7 +11,8 @@ from importlib.util import find_spec
 from shared.release import DISTRIBUTION
 
 EXTRA_TO_MODULES = {
-    "tokenizer": ("transformers", "llguidance", "numpy", "aiohttp", "msgspec", "pydantic"),
+    "tokenizer": ("transformers", "llguidance", "numpy"),
+    "http": ("aiohttp", "msgspec", "pydantic"),
     "scheduler": ("numpy", "xxhash", "kubernetes"),
     "worker-cpu": ("safetensors", "llguidance", "numpy", "torch"),
     "pull": ("huggingface_hub", "httpx2"),
@@ -20,7 +21,7 @@ EXTRA_TO_MODULES = {
 }
 """The top-level modules of what each extra requires, as pyproject.toml says.
 
-The tokenizer's has `pull` too, which the service itself does not import.
+The tokenizer's has `pull` too, which the service itself does not import, and `http`, which it needs for that API.
 """
 
 ROLE_TO_EXTRA = {"tokenizer": "tokenizer", "scheduler": "scheduler", "worker": "worker-cpu"}

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from services.cli.processes.cell_processes import CellProcesses
 from services.cli.processes.display import LogDisplay, ProcessesOutput
 from services.cli.processes.preflight import RefusedError, check_commands, check_packages
-from services.cli.processes.service_command import ServiceCommand
+from services.cli.processes.service_command import Listener, ServiceCommand
 from services.cli.processes.supervisor import RestartPolicy
 from services.cli.ranks_plan import ONLY_RANK, plan_node
 from services.cli.ranks_settings import RanksSettings, split_worker_flags
@@ -68,7 +68,8 @@ async def _run(settings: RanksSettings, worker_flags: Sequence[str], writer: Lin
     try:
         check_packages("ranks", ["worker"])
         settings.check_models([CONFIG])
-        await check_commands(commands, more_addresses=[settings.manage_listen] if settings.manage_listen else [])
+        own = [Listener("--manage-listen", settings.manage_listen)] if settings.manage_listen else []
+        await check_commands(commands, own_listeners=own)
     except RefusedError as error:
         # A signal to all processes has ended those that check the flags, too.
         if not stop.is_set():

@@ -13,6 +13,7 @@ from shared.network.addresses import join_address, split_address, strip_brackets
 _LOOPBACK = "127.0.0.1"
 # The name of a cell's only rank.
 ONLY_RANK = "0.0"
+_OWN_FLAGS = {flag: flag for flag in ("--listen", "--insecure-bind", "--manage-listen")}
 
 
 def plan_node(settings: RanksSettings, worker_flags: Sequence[str]) -> list[ServiceCommand]:
@@ -32,7 +33,7 @@ def plan_node(settings: RanksSettings, worker_flags: Sequence[str]) -> list[Serv
         return f"--{name}={number_address(settings.bind_address, rank - first, domain.name_of(rank) or ONLY_RANK)}"
 
     flags = [*settings.shared_flags(), *_manage_flags(settings), *_collective_flags(settings, worker_flags)]
-    node = RankNode(range(first, first + num_ranks), address_of, listen_flag_of, name="ranks")
+    node = RankNode(range(first, first + num_ranks), address_of, listen_flag_of, name="ranks", flag_to_own=_OWN_FLAGS)
     return list(plan_ranks(domain, node, [*flags, *share_cores(worker_flags, num_ranks)]))
 
 

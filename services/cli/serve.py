@@ -19,11 +19,18 @@ import grpc
 from services.cli.cell_plan import plan_services
 from services.cli.clients.client import abandon_stdout, answer_once, describe_failure
 from services.cli.clients.running_cells import DIRECTORY_PREFIX, RunningCell, publish_cell
+from services.cli.extras import missing_packages
 from services.cli.hub.model_name import parse_gguf, parse_model
 from services.cli.importing import imported_directory, is_gguf
 from services.cli.processes.cell_processes import CellProcesses
 from services.cli.processes.display import ProcessesOutput
-from services.cli.processes.preflight import RefusedError, check_commands, check_length_of_sockets, check_packages
+from services.cli.processes.preflight import (
+    RefusedError,
+    check_commands,
+    check_length_of_sockets,
+    check_listeners,
+    check_packages,
+)
 from services.cli.processes.service_command import ROLES, ServiceCommand, find_flag
 from services.cli.processes.supervisor import FIRST_DELAY_S, RestartPolicy
 from services.cli.serve_settings import ServeSettings, split_service_flags
@@ -50,6 +57,9 @@ def main(argv: Sequence[str]) -> int:
         return 2
     try:
         check_packages("serve", [role for role in ROLES if role != "worker" or not settings.workers])
+        settings = _with_http_or_not(settings)
+        # Before a model is downloaded or imported; all addresses are checked once it is there.
+        check_listeners(settings.listeners)
         settings = _with_local_model(settings, argv)
     except RefusedError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -57,6 +67,23 @@ def main(argv: Sequence[str]) -> int:
     output = open_output(settings)
     log_settings(settings)
     return run_service(lambda stop: _serve(settings, service_flags, output, stop))
+
+
+def _with_http_or_not(settings: ServeSettings) -> ServeSettings:
+    """The settings without the HTTP API if its packages are missing and only the default asks for it.
+
+    Raises:
+        RefusedError: they are missing, and the settings name an address for it.
+    """
+    if settings.http_address is None:
+        return settings
+    problem = missing_packages("serve", ["http"])
+    if problem is None:
+        return settings
+    if settings.http_listen is not None or settings.insecure_http_bind is not None:
+        raise RefusedError(problem)
+    print(f"note: no HTTP, only gRPC: {problem}", file=sys.stderr)
+    return settings.model_copy(update={"http": False})
 
 
 def _with_local_model(settings: ServeSettings, argv: Sequence[str]) -> ServeSettings:

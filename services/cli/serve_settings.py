@@ -10,11 +10,13 @@ from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from services.cli.clients.request_flags import DEFAULT_TARGET
 from services.cli.launcher_settings import RANK_FLAGS, LauncherSettings, render_flags, split_flags
+from services.cli.processes.service_command import Listener
 from shared.config import Addresses, HttpPortSettings, ListenAddress, LocalAddress
 from shared.network.addresses import split_address
 from shared.network.rpc import Peer, make_peer
 from shared.network.tls import Role
 
+DEFAULT_HTTP_ADDRESS = "127.0.0.1:8000"
 _OWN_FLAGS = frozenset({*RANK_FLAGS, "cell-listen", "insecure-cell-bind", "scheduler", "workers", "coupled"})
 # The launcher's own settings of these names are the tokenizer's.
 _TOKENIZER_FLAGS = frozenset(
@@ -55,6 +57,16 @@ class ServeSettings(LauncherSettings, HttpPortSettings):
     listen: ListenAddress = Field(
         default=DEFAULT_TARGET,
         description="Address for clients: unix:PATH, HOST:PORT on loopback, or with TLS any HOST:PORT.",
+    )
+    http: bool = Field(
+        default=True,
+        description=f"Serve the HTTP API on {DEFAULT_HTTP_ADDRESS} if neither --http-listen nor --insecure-http-bind "
+        "says where.",
+    )
+    http_listen: ListenAddress | None = Field(
+        default=None,
+        description="Address of the HTTP API (OpenAI's): unix:PATH, HOST:PORT on loopback, or with TLS any HOST:PORT. "
+        f"{DEFAULT_HTTP_ADDRESS} if not set, unless --no-http is.",
     )
     scheduler_listen: LocalAddress | None = Field(
         default=None,
@@ -109,6 +121,21 @@ class ServeSettings(LauncherSettings, HttpPortSettings):
         return self
 
     @property
+    def http_address(self) -> str | None:
+        """The address of the HTTP API; None if there is none."""
+        return super().http_address or (DEFAULT_HTTP_ADDRESS if self.http else None)
+
+    @property
+    def listeners(self) -> list[Listener]:
+        """The addresses for clients, of which no model has to be known."""
+        addresses = {
+            "--insecure-bind" if self.insecure_bind else "--listen": self.bind_address,
+            "--insecure-http-bind" if self.insecure_http_bind else "--http-listen": self.http_address,
+            "--scheduler-listen": self.scheduler_listen,
+        }
+        return [Listener(flag, address) for flag, address in addresses.items() if address is not None]
+
+    @property
     def tokenizer_peer(self) -> Peer | None:
         """The peer of channels to the tokenizer."""
         return make_peer(self.certificates, Role.TOKENIZER)
@@ -128,7 +155,7 @@ class ServeSettings(LauncherSettings, HttpPortSettings):
         flags = {
             "insecure-bind": self.insecure_bind,
             "listen": None if self.insecure_bind else self.listen,
-            "http-listen": self.http_listen,
+            "http-listen": None if self.insecure_http_bind else self.http_address,
             "insecure-http-bind": self.insecure_http_bind,
             "tls-cert": self.tls_cert,
             "tls-key": self.tls_key,

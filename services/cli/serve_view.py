@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from services.cli.clients.running_cells import DIRECTORY_PREFIX
+from services.cli.http_lines import describe_http
 from services.cli.processes.display import Display, LogDisplay
 from services.cli.processes.launch_screen import LaunchScreen, describe_model, describe_place, describe_room
 from services.cli.processes.service_command import ServiceCommand
@@ -116,7 +117,8 @@ class _LogView:
         settings = self._settings
         http = f", HTTP on {settings.http_address}" if settings.http_address else ""
         places = f"{settings.bind_address}{http}, scheduler on {self._scheduler_address}"
-        print(f"ready: serving {settings.model_name} on {places}", flush=True)
+        ready = f"ready: serving {settings.model_name} on {places}"
+        print("\n".join([ready, *describe_http(settings)]), flush=True)
 
     def say_stopping(self) -> None:
         pass
@@ -156,6 +158,7 @@ class _ScreenView:
                     *describe_model(self._settings.model_name, self._screen.model_facts),
                     *describe_room(self._screen.room_facts),
                     *self._places(),
+                    *describe_http(self._settings),
                 ]
             ),
             flush=True,
@@ -172,9 +175,6 @@ class _ScreenView:
         settings = self._settings
         is_open = settings.insecure_bind is not None
         places = [("gRPC", f"{settings.bind_address}{', not encrypted' if is_open else ''}")]
-        if settings.http_address is not None:
-            is_open = settings.insecure_http_bind is not None
-            places.append(("HTTP", f"{settings.http_address}{', not encrypted' if is_open else ''}, OpenAI's API"))
         if settings.scheduler_listen is not None:
             places.append(("tokens", f"{settings.scheduler_listen}, the scheduler for clients that send token ids"))
         chat, generate = (f"`lockstep {command}{self._trust_flags()}`" for command in ("chat", "generate TEXT"))

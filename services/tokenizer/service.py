@@ -15,10 +15,7 @@ from services.tokenizer.config import TokenizerSettings
 from services.tokenizer.exchange.cell_requests import CellRequests
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
 from services.tokenizer.http.backend import Backend
-from services.tokenizer.http.connections.access import Access
 from services.tokenizer.http.connections.limits import HttpLimits
-from services.tokenizer.http.connections.server import HttpServer, serve_http
-from services.tokenizer.http.routes import make_app
 from services.tokenizer.metrics import make_registry
 from services.tokenizer.request.model import ServedModel, load_model
 from services.tokenizer.server.live_requests import LiveRequests
@@ -36,6 +33,7 @@ from shared.process.logging import configure_logging
 from shared.process.open_files import share_open_files
 
 if TYPE_CHECKING:
+    from services.tokenizer.http.connections.server import HttpServer
     from services.tokenizer.tracing.exporter import OtlpTracer
 
 logger = logging.getLogger(__name__)
@@ -176,6 +174,11 @@ async def _serve_http(
     address = settings.http_address
     if address is None:
         return None
+    # Its libraries are an extra, and not loaded where it is not served.
+    from services.tokenizer.http.connections.access import Access  # noqa: PLC0415
+    from services.tokenizer.http.connections.server import serve_http  # noqa: PLC0415
+    from services.tokenizer.http.routes import make_app  # noqa: PLC0415
+
     access = Access(address, settings.http_allowed_hosts, settings.cors_origin)
     app = make_app(backend, access, registry, body_s=limits.body_s, max_requests=limits.max_connections)
     return await serve_http(address, app, certificates=settings.certificates, limits=limits)

@@ -188,6 +188,17 @@ def shard_names(model_dir: Path, is_there: Callable[[str], bool]) -> list[str]:
     return names
 
 
+def has_chat_template(model_dir: Path) -> bool:
+    """Whether a model directory has a chat template of its own, which may be malformed."""
+    if (model_dir / CHAT_TEMPLATE).exists():
+        return True
+    try:
+        configs = [read_json_if_any(model_dir, name) for name in (TOKENIZER_CONFIG, PROCESSOR_TEMPLATE)]
+    except ModelDirectoryError:
+        return False
+    return any(config.get("chat_template") is not None for config in configs)
+
+
 def missing_advice(model_dir: Path, name: str) -> str:
     """What to do where a file is missing; empty if nothing is known."""
     advice = {CONFIG: config_advice, TOKENIZER: tokenizer_advice}.get(name)

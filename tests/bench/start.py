@@ -62,6 +62,8 @@ def _measure(root: Path, model_dir: Path) -> Iterator[tuple[tuple[str, str], flo
     yield from _run(COMMANDS[0], root, ["-m", "services.cli", "--help"])
     address = f"127.0.0.1:{free_port()}"
     command = python_command("-m", "services.cli", "serve", str(model_dir), f"--listen={address}")
+    # As a user starts it, with HTTP, which an older revision does not serve by itself.
+    command.append(f"--http-listen=127.0.0.1:{free_port()}")
     begun_at = time.monotonic()
     with subprocess.Popen(
         command, env=module_environment(root), cwd=root, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL

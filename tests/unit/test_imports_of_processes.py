@@ -47,8 +47,9 @@ PROCESSES: dict[str, tuple[str, int, Set[str]]] = {
         695,
         {"google", "kubernetes", "numpy", "pydantic"},
     ),
-    "tokenizer": (
-        "import services.tokenizer.service",
+    "tokenizer": ("import services.tokenizer.service", 800, SERVICE | {"jinja2", "llguidance", "tokenizers"}),
+    "tokenizer with HTTP": (
+        "import services.tokenizer.service, services.tokenizer.http.routes, services.tokenizer.http.connections.server",
         970,
         SERVICE | {"aiohttp", "jinja2", "llguidance", "tokenizers"},
     ),

@@ -7,6 +7,9 @@
     serving smollm2-135m-instruct: weights int8, computing in bfloat16, native kernels on avx512_bf16, 8 threads
       gRPC       127.0.0.1:50051
       next       `lockstep chat`, `lockstep generate TEXT` or `lockstep top`; Ctrl-C here stops it
+      page       http://127.0.0.1:8000/
+      base URL   http://127.0.0.1:8000/v1 with any key; http://127.0.0.1:8000 for Anthropic's libraries
+      try        curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' -d ...
 
 All but the last lines appear one by one; below them is a bar, or what is still waited for.
 """

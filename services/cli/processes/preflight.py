@@ -14,8 +14,7 @@ from pathlib import Path
 from services.cli.extras import ROLE_TO_EXTRA, missing_packages
 from services.cli.processes import flag_checks
 from services.cli.processes.last_problem import LastProblem
-from services.cli.processes.manage_flag import find_manage_address
-from services.cli.processes.service_command import ServiceCommand
+from services.cli.processes.service_command import Listener, ServiceCommand
 from shared.model_files.implementations import WantedImplementation, implementation_of
 from shared.model_files.model_dir import (
     CONFIG,
@@ -49,19 +48,16 @@ def check_packages(launcher: str, roles: Iterable[str], *more_extras: str) -> No
         raise RefusedError(problem)
 
 
-async def check_commands(commands: Sequence[ServiceCommand], *, more_addresses: Sequence[str] = ()) -> None:
+async def check_commands(commands: Sequence[ServiceCommand], *, own_listeners: Sequence[Listener] = ()) -> None:
     """Check what takes less than a second.
 
     Args:
-        more_addresses: Where the launcher itself will listen.
+        own_listeners: Where the launcher itself will listen.
 
     Raises:
         RefusedError: the processes cannot be started.
     """
-    addresses = [*more_addresses, *(command.address for command in commands)]
-    addresses += [command.cell_address for command in commands if command.cell_address is not None]
-    addresses += filter(None, (find_manage_address(command.flags) for command in commands))
-    check_addresses(addresses)
+    check_listeners([*own_listeners, *(listener for command in commands for listener in command.listeners)])
     await _check_flags(commands)
 
 
@@ -111,18 +107,18 @@ def check_length_of_sockets(commands: Sequence[ServiceCommand], directory: Path)
         )
 
 
-def check_addresses(addresses: Iterable[str]) -> None:
+def check_listeners(listeners: Iterable[Listener]) -> None:
     """Check that servers could listen on all addresses at once.
 
     Raises:
-        RefusedError: an address is in use or not usable.
+        RefusedError: an address is in use or not usable; the message names its flag.
     """
-    with ExitStack() as listeners:
-        for address in addresses:
+    with ExitStack() as taken:
+        for listener in listeners:
             try:
-                check_can_listen(address, listeners)
+                check_can_listen(listener.address, taken)
             except RuntimeError as error:
-                raise RefusedError(f"cannot listen on {address}: {error}") from None
+                raise RefusedError(f"{listener.flag}: cannot listen on {listener.address}: {error}") from None
 
 
 async def _check_flags(commands: Sequence[ServiceCommand]) -> None:

@@ -8,8 +8,8 @@ rank 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from services.cli.processes.manage_flag import number_manage_address
 from services.cli.processes.service_command import ServiceCommand
@@ -77,6 +77,8 @@ class RankNode:
     """The domain's, for the supervisor."""
     first_device: int = 0
     """Device of the first rank."""
+    flag_to_own: Mapping[str, str] = field(default_factory=dict)
+    """See `ServiceCommand`."""
 
 
 def plan_ranks(domain: RankDomain, node: RankNode, flags: Sequence[str]) -> Iterator[ServiceCommand]:
@@ -90,7 +92,8 @@ def plan_ranks(domain: RankDomain, node: RankNode, flags: Sequence[str]) -> Iter
         if leader is not None:
             own_flags.append(f"--leader={node.address_of(leader)}")
         numbered = number_manage_address(flags, device, name) if name else flags
-        yield ServiceCommand("worker", (*own_flags, *numbered), node.address_of(rank), node.name, name)
+        all_flags = (*own_flags, *numbered)
+        yield ServiceCommand("worker", all_flags, node.address_of(rank), node.name, name, flag_to_own=node.flag_to_own)
 
 
 def share_cores(flags: Sequence[str], num_ranks: int) -> list[str]:

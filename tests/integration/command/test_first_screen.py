@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import signal
 import subprocess
 import tempfile
+import urllib.request
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -40,7 +43,12 @@ def test_half_a_screen_says_what_serves_where_and_what_to_type_next(tiny_model: 
     address, http = (f"127.0.0.1:{free_port()}" for _ in range(2))
     flags = (f"--listen={address}", f"--http-listen={http}", "--worker.ops-backend=reference")
     with serve_in_terminal(temp_dir, str(tiny_model), *flags) as (person, launcher):
-        seen = read_until(person, "Ctrl-C here stops it")
+        seen = read_until(person, "\"}]}'\r\n")
+        with urllib.request.urlopen(f"http://{http}/", timeout=PATIENCE_S) as page:
+            assert b"<html" in page.read()
+        *_, curl = shown_lines(seen)
+        asked = subprocess.run(shlex.split(curl.split(maxsplit=1)[1]), capture_output=True, check=True)
+        assert json.loads(asked.stdout)["choices"][0]["message"]["role"] == "assistant"
         with popen_lockstep("generate", "Hello", "--max-tokens=3", "--ignore-eos", temp_dir=str(temp_dir)) as client:
             _, client_stderr = client.communicate(timeout=PATIENCE_S)
         launcher.send_signal(signal.SIGINT)
@@ -58,8 +66,11 @@ def test_half_a_screen_says_what_serves_where_and_what_to_type_next(tiny_model: 
         serving,
     )
     assert f"  gRPC       {address}" in lines
-    assert f"  HTTP       {http}, OpenAI's API" in lines
-    assert lines[-1].startswith("  next       `lockstep chat`, `lockstep generate TEXT` or `lockstep top`; Ctrl-C here")
+    following, page_line, base, curl = lines[-4:]
+    assert following.startswith("  next       `lockstep chat`, `lockstep generate TEXT` or `lockstep top`; Ctrl-C here")
+    assert page_line == f"  page       http://{http}/"
+    assert base == f"  base URL   http://{http}/v1 with any key; http://{http} for Anthropic's libraries"
+    assert curl.startswith(f"  try        curl http://{http}/v1/chat/completions ")
     # Without a flag the client has found this cell.
     assert (client.returncode, client_stderr) == (0, "")
     # The log is whole, private, and only in its file.

@@ -239,8 +239,14 @@ def test_the_launcher_names_a_setting_it_refuses(arguments: list[str], name: str
     assert f"error: {name}" in result.stderr.replace("lockstep serve: ", "").replace("argument ", "")
 
 
-@pytest.mark.parametrize("flag", ["--listen", "--scheduler-listen", "--worker.manage-listen"])
-def test_a_taken_port_is_told_before_anything_starts(tiny_model: Path, flag: str) -> None:
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("--listen", "--insecure-bind", "--http-listen", "--insecure-http-bind", "--scheduler-listen"),
+        *(f"--{role}.manage-listen" for role in ROLES),
+    ],
+)
+def test_a_taken_port_is_told_with_its_flag_before_anything_starts(tiny_model: Path, flag: str) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -248,7 +254,7 @@ def test_a_taken_port_is_told_before_anything_starts(tiny_model: Path, flag: str
 
         line = refused(str(tiny_model), free_address(), f"{flag}={address}")
 
-    assert line == f"error: cannot listen on {address}: Address already in use"
+    assert line == f"error: {flag}: cannot listen on {address}: Address already in use"
 
 
 def test_a_temporary_directory_with_too_long_a_path_is_told(tiny_model: Path, tmp_path: Path) -> None:

@@ -48,10 +48,11 @@ def module_command(module: str, *args: str) -> list[str]:
 def module_environment(root: Path = ROOT) -> dict[str, str]:
     """The environment for a module of a checkout or an unpacked wheel, without the developer's LOCKSTEP_ settings.
 
-    Its workers neither read nor fill the developer's packed weights.
+    Its workers neither read nor fill the developer's packed weights, and its cells serve HTTP only where a flag says
+    so: their default port is one for all tests.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
-    environment["LOCKSTEP_WORKER_PACKED_CACHE"] = "false"
+    environment |= {"LOCKSTEP_WORKER_PACKED_CACHE": "false", "LOCKSTEP_SERVE_HTTP": "false"}
     return environment | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "protos")])}
 
 

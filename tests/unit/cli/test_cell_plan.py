@@ -10,7 +10,7 @@ import pytest
 
 from services.cli.cell_plan import plan_services
 from services.cli.processes.manage_flag import find_manage_address
-from services.cli.processes.service_command import ServiceCommand
+from services.cli.processes.service_command import ROLES, ServiceCommand
 from services.cli.processes.supervisor import FIRST_DELAY_S
 from services.cli.serve import make_restart_policy
 from services.cli.serve_settings import ServeSettings
@@ -74,6 +74,7 @@ def test_services_are_linked_by_sockets_and_the_worker_starts_first() -> None:
         "--listen=127.0.0.1:7",
         "--log-format=json",
         "--reflection",
+        "--no-http",
         service_flags={"worker": ["--ops-backend", "reference"]},
     )
 
@@ -246,6 +247,34 @@ def test_each_worker_has_a_management_port_of_its_own(
     assert all("--num-threads=1" in command.flags for command in workers if "--num-threads=1" in service_flags)
 
 
-@pytest.mark.parametrize("flag", ["--http-listen=127.0.0.1:8000", "--insecure-http-bind=0.0.0.0:8000"])
-def test_the_tokenizer_gets_the_address_of_the_http_api(flag: str) -> None:
-    assert [name for name, command in plan(flag).items() if flag in command.flags] == ["tokenizer"]
+@pytest.mark.parametrize(
+    ("flags", "passed"),
+    [
+        ([], "--http-listen=127.0.0.1:8000"),
+        (["--http-listen=unix:x"], "--http-listen=unix:x"),
+        (["--no-http", "--http-listen=[::1]:9"], "--http-listen=[::1]:9"),
+        (["--insecure-http-bind=0.0.0.0:8000"], "--insecure-http-bind=0.0.0.0:8000"),
+        (["--no-http"], None),
+    ],
+)
+def test_the_tokenizer_alone_gets_one_address_of_the_http_api(flags: list[str], passed: str | None) -> None:
+    given = [(name, flag) for name, command in plan(*flags).items() for flag in command.flags if "http" in flag]
+    assert given == ([] if passed is None else [("tokenizer", passed)])
+
+
+def test_every_address_of_a_cell_is_known_by_the_flag_that_sets_it() -> None:
+    manage = {role: [f"--manage-listen=127.0.0.1:{port}"] for port, role in enumerate(ROLES, 9101)}
+    flags = ("--insecure-bind=[::]:1", "--insecure-http-bind=[::]:2", "--scheduler-listen=unix:x")
+    listeners = [one for command in plan(*flags, service_flags=manage).values() for one in command.listeners]
+    assert {one.flag: one.address for one in listeners} == {
+        "--worker.listen": "unix:/run/x/worker.sock",
+        "--worker.manage-listen": "127.0.0.1:9101",
+        "--scheduler-listen": "unix:x",
+        "--scheduler.cell-listen": "unix:/run/x/cell.sock",
+        "--scheduler.manage-listen": "127.0.0.1:9102",
+        "--insecure-bind": "[::]:1",
+        "--insecure-http-bind": "[::]:2",
+        "--tokenizer.manage-listen": "127.0.0.1:9103",
+    }
+    own = load_settings(ServeSettings, ["m", *flags]).listeners
+    assert [one.flag for one in own] == ["--insecure-bind", "--insecure-http-bind", "--scheduler-listen"]

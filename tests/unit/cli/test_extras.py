@@ -42,7 +42,7 @@ def hide(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
 def test_the_extras_are_those_of_the_distribution() -> None:
     assert PROJECT["name"] == DISTRIBUTION
     required = {extra: modules_of(extra) for extra in EXTRA_TO_MODULES}
-    required["tokenizer"] -= required["pull"]
+    required["tokenizer"] -= required["pull"] | required["http"]
     assert {extra: set(names) for extra, names in EXTRA_TO_MODULES.items()} == required
     assert {*ROLE_TO_EXTRA} == {*ROLES}
     assert {*ROLE_TO_EXTRA.values()} <= {*EXTRA_TO_MODULES}

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.processes.preflight import RefusedError, check_addresses, check_model_dir
+from services.cli.processes.preflight import RefusedError, check_listeners, check_model_dir
+from services.cli.processes.service_command import Listener
 from tests.support.models.kimi_vocabulary import write_kimi_vocabulary
 from tests.support.system.ports import free_port
 
@@ -20,6 +21,10 @@ def model_dir(tmp_path: Path) -> Path:
     (directory / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     (directory / "tokenizer.json").write_text("{}")
     return directory
+
+
+def check_addresses(addresses: list[str]) -> None:
+    check_listeners([Listener(f"--flag-{number}", address) for number, address in enumerate(addresses)])
 
 
 def check(model_dir: Path) -> None:
@@ -116,7 +121,7 @@ def test_unused_addresses_are_accepted(tmp_path: Path) -> None:
 
 def test_two_services_on_one_port_are_refused_however_the_host_is_written() -> None:
     port = free_port()
-    with pytest.raises(RefusedError, match=f"cannot listen on localhost:{port}: Address already in use"):
+    with pytest.raises(RefusedError, match=f"--flag-1: cannot listen on localhost:{port}: Address already in use"):
         check_addresses([f"127.0.0.1:{port}", f"localhost:{port}"])
 
 
@@ -124,7 +129,7 @@ def test_two_services_on_one_port_are_refused_however_the_host_is_written() -> N
 def test_a_port_in_use_is_named(host: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"{host}:{other.getsockname()[1]}"
-        with pytest.raises(RefusedError, match=f"cannot listen on {address}: Address already in use"):
+        with pytest.raises(RefusedError, match=f"^--flag-0: cannot listen on {address}: Address already in use"):
             check_addresses([address])
 
 
@@ -133,7 +138,7 @@ def test_a_socket_in_use_is_named_and_a_stale_one_is_accepted(tmp_path: Path) ->
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(f"{tmp_path}/socket")
         other.listen()
-        with pytest.raises(RefusedError, match=f"cannot listen on {address}: .*already in use"):
+        with pytest.raises(RefusedError, match=f"^--flag-0: cannot listen on {address}: .*already in use"):
             check_addresses([address])
     check_addresses([address])
 
